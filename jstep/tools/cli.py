@@ -21,7 +21,7 @@ from jstep.stores.objects import is_url, location
 from jstep.summary.read import DataLossError
 from jstep.tools import cli_common as common
 from jstep.tools.cli_common import OK, TROUBLE, Checkpoint, Command
-from jstep.weights.files import INDEX, SUFFIX, find_weights, folder_of, name_of
+from jstep.weights.files import INDEX, SUFFIX, find_weights, folder_of
 
 # `cost`: an estimate of the cost of a training step, without running it.
 
@@ -132,7 +132,7 @@ def show(path: str, arguments: argparse.Namespace) -> int:
     rows = [
         {
             "name": tensor.name,
-            "dtype": name_of(tensor.code) or tensor.code,
+            "dtype": str(tensor.dtype or tensor.code),
             "stored_as": tensor.code,
             "shape": list(tensor.shape),
             "bytes": tensor.nbytes,

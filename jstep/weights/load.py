@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -22,13 +23,14 @@ from jstep.checkpoint.slots import PARAMS
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, listing, shown
 from jstep.core.meshes import internal_transfers
-from jstep.core.placement import is_on_cpus, refuse_compile_only, target_sharding
+from jstep.core.placement import bounds, is_on_cpus, refuse_compile_only, target_sharding
 from jstep.core.targets import has_value
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.distributed import processes
 from jstep.weights import match
-from jstep.weights.files import INDEX, SUFFIX, Array, Tensor, confirm, find_weights, folder_of, local
+from jstep.weights.files import INDEX, SUFFIX, find_weights, folder_of, local
 from jstep.weights.match import Match, Names, Rule, Wanted
+from jstep.weights.tensors import Tensor, confirm, read_whole
 
 _AT_ONCE = 2**30
 """Bytes to read together: while they are cast, they occupy memory in both dtypes."""
@@ -202,7 +204,7 @@ class _Files:
 
     def whole(self, tensor: Tensor) -> np.ndarray[Any, Any]:
         """Read a whole tensor into new memory."""
-        return match.read_whole(self._file(tensor), tensor)
+        return read_whole(self._file(tensor), tensor)
 
     def leaves(self, wanted: Sequence[Wanted]) -> Iterator[Any]:
         """Read leaves that have no transform, in order: each device its own part."""
@@ -227,7 +229,7 @@ class Checkpoint:
     """
 
     path: str
-    arrays: Mapping[str, Array]
+    arrays: Mapping[str, Tensor]
     read: Callable[[Mapping[str, Any]], dict[str, Any]]
 
     def match(self, target: Any, by_name: Sequence[Rule], float_dtype: Any) -> Match:
@@ -254,7 +256,7 @@ class Checkpoint:
         omitted = {n for n in names if (everywhere or n not in self.arrays) and _in_params(n) in self.arrays}
         return [rule._replace(name=_in_params(rule.name)) if rule.name in omitted else rule for rule in by_name]
 
-    def whole(self, tensor: Array) -> np.ndarray[Any, Any]:
+    def whole(self, tensor: Tensor) -> np.ndarray[Any, Any]:
         """Read a whole array into new memory."""
         return np.asarray(self.read({tensor.name: None})[tensor.name])
 
@@ -330,7 +332,7 @@ def _leaf(wanted: Wanted, array: Any) -> Any:
         return array
     # On the CPU an array may alias the memory that it was read into, which is not reused when it is donated.
     with internal_transfers():
-        parts = [(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards]
+        parts = {bounds(shard.index, wanted.shape): np.asarray(shard.data) for shard in array.addressable_shards}
     return match.from_parts(wanted, target_sharding(wanted.leaf, wanted.path), parts)
 
 
@@ -378,9 +380,9 @@ def open_jstep_checkpoint(path: str, *, partial: bool = False) -> Checkpoint:
     arrays = {}
     for name, (leaf, half) in saved.items():
         # That of PRNG keys is their data.
-        shape, dtype = slots.stored_kind(leaf) if leaf.key_impl is not None else (leaf.shape, leaf.dtype)
-        code, dtype = (leaf.dtype, dtype) if half is None else ("float32", "float32")
-        arrays[name] = Array(name, code, shape, jnp.dtype(dtype))
+        shape, stored = slots.stored_kind(leaf) if leaf.key_impl is not None else (leaf.shape, leaf.dtype)
+        code, dtype = (leaf.dtype, jnp.dtype(stored)) if half is None else ("float32", np.dtype(np.float32))
+        arrays[name] = Tensor(name, code, shape, dtype, math.prod(shape) * dtype.itemsize)
     return Checkpoint(path, arrays, read)
 
 

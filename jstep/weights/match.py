@@ -3,11 +3,9 @@
 import dataclasses
 import functools
 import io
-import itertools
 import logging
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +17,9 @@ from jstep.core import placement, targets, trees
 from jstep.core.checks import array_type, kind, note, shown
 from jstep.core.placement import ShardBounds
 from jstep.core.selection import ambiguous, names_of
-from jstep.weights.files import Tensor, dtype_of
+from jstep.weights.tensors import read_parts, read_whole
 
-# Matching of tensors to the leaves of a target, by the `names` argument, and what does not fit.
+# The `names` argument, the tensor of each leaf by it, and what does not fit.
 
 Transform = Callable[[Any], Any]
 Entry = str | tuple[str, Transform] | None
@@ -229,73 +227,7 @@ _NO_KIND = (
 )
 
 
-# Reading of tensors, or only the parts that the devices of this process hold, and their placement as leaves.
-
-_SHORT = 4096
-"""Bytes of a run below which separate reads cost more than also reading the bytes between runs."""
-
-
-def read_whole(file: io.RawIOBase, tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Read a whole tensor into new memory."""
-    (array,) = read_parts(file, tensor, [tuple((0, size) for size in tensor.shape)])
-    return array
-
-
-def read_parts(file: io.RawIOBase, tensor: Tensor, parts: Sequence[ShardBounds]) -> list[np.ndarray[Any, Any]]:
-    """Read parts of a tensor, each into new memory; each byte is read once.
-
-    Args:
-        file: The tensor's file, unbuffered.
-        tensor: The tensor.
-        parts: The bounds of the parts; no two of them share an element.
-
-    Raises:
-        ValueError: The file ends early, or holds bools that are neither 0 nor 1.
-    """
-    dtype = dtype_of(tensor.code)
-    assert dtype is not None
-    sizes = [math.prod(placement.lengths(part)) for part in parts]
-    if len(parts) > 1 and sum(sizes) * dtype.itemsize == tensor.nbytes and _run(tensor.shape, parts[0])[1] < _SHORT:
-        whole = read_whole(file, tensor)
-        return [whole[placement.slices(part)].copy() for part in parts]
-    return [_part(file, tensor, dtype, part) for part in parts]
-
-
-def _part(file: io.RawIOBase, tensor: Tensor, dtype: np.dtype[Any], part: ShardBounds) -> np.ndarray[Any, Any]:
-    array = np.empty(placement.lengths(part), dtype)
-    view = array.reshape(-1).view(np.uint8).data
-    axes, count = _run(tensor.shape, part)
-    strides = [math.prod(tensor.shape[axis + 1 :]) * dtype.itemsize for axis in range(len(part))]
-    length = count * dtype.itemsize
-    begins = [range(*bounds) if axis < axes else bounds[:1] for axis, bounds in enumerate(part)]
-    for number, at in enumerate(itertools.product(*begins) if view.nbytes else ()):
-        start = tensor.start + sum(i * stride for i, stride in zip(at, strides, strict=True))
-        _fill(file, view[number * length : (number + 1) * length], start, tensor)
-    if dtype == np.bool_ and (array.view(np.uint8) > 1).any():
-        raise ValueError(f"{tensor.file}: corrupted: the tensor {tensor.name!r} has bools that are neither 0 nor 1")
-    return array
-
-
-def _fill(file: io.RawIOBase, view: memoryview, start: int, tensor: Tensor) -> None:
-    file.seek(start)
-    done = 0
-    while done < view.nbytes:
-        count = file.readinto(view[done:])
-        if not count:
-            raise ValueError(
-                f"{tensor.file}: is truncated: it ends inside the tensor {tensor.name!r}; did the file change?"
-            )
-        done += count
-
-
-def _run(shape: Sequence[int], part: ShardBounds) -> tuple[int, int]:
-    """Return the number of axes before the contiguous elements of a part, and the number of these elements."""
-    axes = len(shape)
-    while axes and part[axes - 1] == (0, shape[axes - 1]):
-        axes -= 1
-    axes = max(axes - 1, 0)
-    return axes, math.prod(placement.lengths(part[axes:]))
-
+# The leaves of what was read.
 
 _logger = logging.getLogger("jstep")
 
@@ -311,8 +243,7 @@ def placed(wanted: Wanted, file: io.RawIOBase) -> Any:
     if sharding is None:
         return from_host(wanted, read_whole(file, wanted.source))
     parts = placement.local_parts(wanted.shape, sharding)
-    values = (_cast(wanted, array) for array in read_parts(file, wanted.source, parts))
-    return placement.place(wanted.shape, wanted.dtype, sharding, dict(zip(parts, values, strict=True)))
+    return from_parts(wanted, sharding, dict(zip(parts, read_parts(file, wanted.source, parts), strict=True)))
 
 
 def from_host(wanted: Wanted, array: np.ndarray[Any, Any]) -> Any:
@@ -320,9 +251,9 @@ def from_host(wanted: Wanted, array: np.ndarray[Any, Any]) -> Any:
     return targets.placed(wanted, _cast(wanted, array))
 
 
-def from_parts(wanted: Wanted, sharding: Any, parts: Iterable[tuple[Any, np.ndarray[Any, Any]]]) -> jax.Array:
-    """Return a leaf from the parts of this process on the host, as pairs (index, values)."""
-    values = {placement.bounds(index, wanted.shape): _cast(wanted, part) for index, part in parts}
+def from_parts(wanted: Wanted, sharding: Any, parts: Mapping[ShardBounds, np.ndarray[Any, Any]]) -> jax.Array:
+    """Return a leaf from the parts of this process on the host."""
+    values = {part: _cast(wanted, array) for part, array in parts.items()}
     return placement.place(wanted.shape, wanted.dtype, sharding, values)
 
 

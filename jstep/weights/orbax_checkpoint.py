@@ -1,5 +1,6 @@
 """Reading of checkpoints that Orbax wrote, through Orbax, which it imports."""
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from jstep.checkpoint.manifest import NAME as MANIFEST
 from jstep.checkpoint.slots import GLOBAL_STEP, keys_of, unique
 from jstep.core import trees
 from jstep.core.meshes import internal_transfers
-from jstep.weights.files import Array
+from jstep.weights.tensors import Tensor
 
 _LONGEST = 300  # characters of an error of Orbax
 _SHOWN = 20  # arrays named in a message
@@ -24,7 +25,7 @@ Read = Callable[[Mapping[str, Any]], dict[str, Any]]
 """Reads arrays: name → sharding, or None for a NumPy array."""
 
 
-def opened(folder: str) -> tuple[dict[str, Array], Read]:
+def opened(folder: str) -> tuple[dict[str, Tensor], Read]:
     """Return the arrays of a checkpoint, from its metadata, and a function that reads them.
 
     Args:
@@ -48,11 +49,12 @@ def opened(folder: str) -> tuple[dict[str, Array], Read]:
         raise ValueError(
             f"{folder}: jstep wrote it, and its {MANIFEST} is missing, so that it cannot be verified: copy it again"
         )
-    arrays: dict[str, Array] = {}
+    arrays: dict[str, Tensor] = {}
     for name, (_, found) in zip(names, flat, strict=True):
         shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
         if shape is not None and dtype is not None:  # not a string
-            arrays[name] = Array(name, str(jnp.dtype(dtype)), tuple(shape), jnp.dtype(dtype))
+            dtype = jnp.dtype(dtype)
+            arrays[name] = Tensor(name, str(dtype), tuple(shape), dtype, math.prod(shape) * dtype.itemsize)
     sharing = _sharing({name: ".".join(keys_of(keys)) for name, (keys, _) in zip(names, flat, strict=True)})
 
     def values(wanted: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,8 +26,9 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_shapes
 from jstep.distributed.processes import on_all_processes
 from jstep.stores.files import make_folders, new_file, sync_folder
-from jstep.weights.files import INDEX, LARGEST, METADATA, bits_of, code_of, confirm, local, package
+from jstep.weights.files import INDEX, local
 from jstep.weights.match import Names, Rule, rules, transform_of_ones, transformed
+from jstep.weights.tensors import BITS, LARGEST, METADATA, code_of, confirm, package
 
 # Atomic writing of safetensors files: to temporary names first, then all renamed together.
 
@@ -366,7 +367,7 @@ def _shards(items: Sequence[_Item], limit: int) -> list[list[_Item]]:
             size = 0
         shards[-1].append(item)
         size += item.nbytes
-    return [sorted(shard, key=lambda item: bits_of(item.code) or 0, reverse=True) for shard in shards]
+    return [sorted(shard, key=lambda item: BITS[item.code], reverse=True) for shard in shards]
 
 
 def _stored(item: _Item, array: Any) -> np.ndarray[Any, Any]:

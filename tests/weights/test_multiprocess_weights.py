@@ -10,13 +10,13 @@ from safetensors_files import write_arrays
 import jstep
 
 SCRIPT = """
-from jstep.weights import match
+from jstep.weights import tensors
 sizes = []
-fill = match._fill
+fill = tensors._fill
 def counting(file, view, start, tensor):
     sizes.append(view.nbytes)
     fill(file, view, start, tensor)
-match._fill = counting
+tensors._fill = counting
 
 for kind in jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit:
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors_files import same
 
 import jstep
-from jstep.weights.files import read_header
+from jstep.weights.tensors import read_header
 
 OLD = {name: np.full((4, 4), 1, np.float32) for name in "abc"}
 NEW = {name: np.full((4, 4), 2, np.float32) for name in "abc"}

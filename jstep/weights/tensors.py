@@ -1,0 +1,307 @@
+"""Tensors of a safetensors file: its header, which is untrusted input, and reading of them, or of parts."""
+
+import io
+import itertools
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from jstep.core import placement
+from jstep.core.checks import shown
+from jstep.core.placement import ShardBounds
+
+# Reading and validation of the header of a safetensors file, which is untrusted input, and its dtypes.
+#
+# A file is 8 bytes with the size of the header, the header in JSON, and the bytes of the tensors without gaps.
+
+_DTYPES: Mapping[str, np.dtype[Any]] = {
+    "BOOL": np.dtype("bool"),
+    "U8": np.dtype("uint8"),
+    "I8": np.dtype("int8"),
+    "U16": np.dtype("uint16"),
+    "I16": np.dtype("int16"),
+    "U32": np.dtype("uint32"),
+    "I32": np.dtype("int32"),
+    "U64": np.dtype("uint64"),
+    "I64": np.dtype("int64"),
+    "F16": np.dtype("float16"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype("float32"),
+    "F64": np.dtype("float64"),
+    "C64": np.dtype("complex64"),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
+}
+"""Code → dtype."""
+BITS = {code: 8 * dtype.itemsize for code, dtype in _DTYPES.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+"""Code → bits per element. The last ones are packed, several elements per byte: JAX cannot hold them."""
+
+
+def code_of(dtype: Any) -> str | None:
+    """Return the safetensors code of a dtype; None if there is no equivalent (PRNG keys, int4, complex128)."""
+    try:
+        wanted = np.dtype(dtype).newbyteorder("=")
+    except TypeError:
+        return None
+    return next((code for code, found in _DTYPES.items() if found == wanted), None)
+
+
+METADATA = "__metadata__"
+LARGEST = 100_000_000
+"""Maximum bytes of a header; the `safetensors` package refuses larger ones, too."""
+_LONGEST_AXIS = 2**63 - 1
+
+
+class Tensor(NamedTuple):
+    """A tensor in a file, or an array in a checkpoint.
+
+    Attributes:
+        name: Its name, or its path in the checkpoint, such as `params/dense/kernel`.
+        code: The safetensors code of its dtype, or the name of that, such as `key<fry>` for the data of PRNG keys.
+        shape: Its shape.
+        dtype: The NumPy dtype; None if JAX cannot hold it.
+        nbytes: Its number of bytes.
+        file: The path of its file.
+        start: The offset of its first byte in the file.
+    """
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any] | None
+    nbytes: int
+    file: str = ""
+    start: int = 0
+
+
+class Header(NamedTuple):
+    """The content of a header.
+
+    Attributes:
+        file: The path of the file.
+        tensors: The tensors by name, in the order of their bytes.
+        metadata: The metadata strings.
+    """
+
+    file: str
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+
+
+def read_header(path: str) -> Header:
+    """Read and check the header of a file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        OSError: It cannot be read.
+        ValueError: It is not a safetensors file, is truncated, or its header contradicts itself; names the file.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        text = _text(file, path, size)
+    entries = parsed(text, path)
+    metadata = entries.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{path}: {METADATA} in the header must map strings to strings, got {shown(metadata)}")
+    data = 8 + len(text)
+    tensors = sorted(
+        (_tensor(name, entry, path, data) for name, entry in entries.items()), key=lambda one: (one.start, one.nbytes)
+    )
+    _check_gaps(tensors, path, data, size)
+    return Header(path, {tensor.name: tensor for tensor in tensors}, metadata)
+
+
+def parsed(text: bytes, path: str) -> dict[str, Any]:
+    """Parse a JSON object in which no key occurs twice, at any depth.
+
+    Raises:
+        ValueError: It is not such an object; names the file.
+    """
+    try:
+        found = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        what = "UTF-8" if isinstance(error, UnicodeError) else "JSON with unique keys"
+        raise ValueError(f"{path}: corrupted: is not {what} ({type(error).__name__}: {error})"[:500]) from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: corrupted: must be a JSON object, got {shown(found)}")
+    return found
+
+
+def _text(file: BinaryIO, path: str, size: int) -> bytes:
+    first = file.read(8)
+    if len(first) < 8:
+        raise ValueError(f"{path}: is truncated or not a safetensors file: it has {size} bytes")
+    length = int.from_bytes(first, "little")
+    if length > LARGEST:
+        raise ValueError(
+            f"{path}: is not a safetensors file, or its header is malicious: its header size is {length} bytes, and "
+            f"{LARGEST} are allowed"
+        )
+    if length > size - 8:
+        raise ValueError(f"{path}: is truncated: its header has {length} bytes, but the file has {size}")
+    text = file.read(length)
+    if len(text) < length:
+        raise ValueError(f"{path}: is truncated: its header has {length} bytes, but only {len(text)} could be read")
+    if not text.startswith(b"{"):
+        raise ValueError(f"{path}: is not a safetensors file: its header begins with {shown(text[:20])}")
+    return text
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{shown(twice)} occurs twice, and readers may use either value")
+    return found
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def _tensor(name: str, entry: Any, path: str, data: int) -> Tensor:
+    where = f"{path}: corrupted: the tensor {shown(name)}"
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError(f"{where} must have dtype, shape and data_offsets, got {shown(entry)}")
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    bits = BITS.get(code) if isinstance(code, str) else None
+    if bits is None:
+        raise ValueError(f"{where} has dtype {shown(code)}, which safetensors does not have: it has {', '.join(BITS)}")
+    if not _are_counts(shape):
+        raise ValueError(f"{where} has shape {shown(shape)}: must be a list of integers ≥ 0")
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"{where} has data_offsets {shown(offsets)}: must be [begin, end] with 0 ≤ begin ≤ end")
+    nbytes, needed = offsets[1] - offsets[0], math.prod(shape) * bits
+    if nbytes * 8 != needed:
+        raise ValueError(
+            f"{where} has {nbytes} bytes by its data_offsets, and {shown(needed / 8 if needed % 8 else needed // 8)} "
+            f"by its dtype {code} and shape {shown(shape)}"
+        )
+    return Tensor(name, code, tuple(shape), _DTYPES.get(code), nbytes, path, data + offsets[0])
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(x) is int and 0 <= x <= _LONGEST_AXIS for x in value)
+
+
+def _check_gaps(tensors: Sequence[Tensor], path: str, data: int, size: int) -> None:
+    at, before = data, "the header"
+    for tensor in tensors:
+        if tensor.start != at:
+            what = "overlaps with" if tensor.start < at else f"begins {tensor.start - at} bytes behind"
+            raise ValueError(f"{path}: corrupted: the tensor {shown(tensor.name)} {what} {before}")
+        at, before = tensor.start + tensor.nbytes, f"the tensor {shown(tensor.name)}"
+    if at > size:
+        raise ValueError(f"{path}: is truncated: it has {size} bytes, but its tensors need {at}")
+    if at < size:
+        raise ValueError(f"{path}: corrupted: {size - at} bytes at its end belong to no tensor")
+
+
+def confirm(paths: Iterable[str]) -> None:
+    """Open files with the package, which reads only their headers.
+
+    Raises:
+        ImportError: The package is not installed.
+        ValueError: The package refuses a file.
+    """
+    safetensors = package()
+    for path in paths:
+        try:
+            with safetensors.safe_open(path, framework="numpy"):
+                pass
+        except safetensors.SafetensorError as error:
+            raise ValueError(
+                f"{path}: the safetensors package {safetensors.__version__} refuses it: {error}; a newer version may "
+                "know its dtypes: pip install -U safetensors"
+            ) from None
+
+
+def package() -> Any:
+    """Import the package.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    try:
+        import safetensors
+    except ImportError as error:
+        raise ImportError("weights need the safetensors package: pip install 'jstep[weights]'") from error
+    return safetensors
+
+
+# Reading of tensors, or only the parts that the devices of this process hold.
+
+_SHORT = 4096
+"""Bytes of a run below which separate reads cost more than also reading the bytes between runs."""
+
+
+def read_whole(file: io.RawIOBase, tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Read a whole tensor into new memory."""
+    (array,) = read_parts(file, tensor, [tuple((0, size) for size in tensor.shape)])
+    return array
+
+
+def read_parts(file: io.RawIOBase, tensor: Tensor, parts: Sequence[ShardBounds]) -> list[np.ndarray[Any, Any]]:
+    """Read parts of a tensor, each into new memory; each byte is read once.
+
+    Args:
+        file: The tensor's file, unbuffered.
+        tensor: The tensor.
+        parts: The bounds of the parts; no two of them share an element.
+
+    Raises:
+        ValueError: The file ends early, or holds bools that are neither 0 nor 1.
+    """
+    dtype = tensor.dtype
+    assert dtype is not None
+    sizes = [math.prod(placement.lengths(part)) for part in parts]
+    if len(parts) > 1 and sum(sizes) * dtype.itemsize == tensor.nbytes and _run(tensor.shape, parts[0])[1] < _SHORT:
+        whole = read_whole(file, tensor)
+        return [whole[placement.slices(part)].copy() for part in parts]
+    return [_part(file, tensor, dtype, part) for part in parts]
+
+
+def _part(file: io.RawIOBase, tensor: Tensor, dtype: np.dtype[Any], part: ShardBounds) -> np.ndarray[Any, Any]:
+    array = np.empty(placement.lengths(part), dtype)
+    view = array.reshape(-1).view(np.uint8).data
+    axes, count = _run(tensor.shape, part)
+    strides = [math.prod(tensor.shape[axis + 1 :]) * dtype.itemsize for axis in range(len(part))]
+    length = count * dtype.itemsize
+    begins = [range(*bounds) if axis < axes else bounds[:1] for axis, bounds in enumerate(part)]
+    for number, at in enumerate(itertools.product(*begins) if view.nbytes else ()):
+        start = tensor.start + sum(i * stride for i, stride in zip(at, strides, strict=True))
+        _fill(file, view[number * length : (number + 1) * length], start, tensor)
+    if dtype == np.bool_ and (array.view(np.uint8) > 1).any():
+        raise ValueError(f"{tensor.file}: corrupted: the tensor {tensor.name!r} has bools that are neither 0 nor 1")
+    return array
+
+
+def _fill(file: io.RawIOBase, view: memoryview, start: int, tensor: Tensor) -> None:
+    file.seek(start)
+    done = 0
+    while done < view.nbytes:
+        count = file.readinto(view[done:])
+        if not count:
+            raise ValueError(
+                f"{tensor.file}: is truncated: it ends inside the tensor {tensor.name!r}; did the file change?"
+            )
+        done += count
+
+
+def _run(shape: Sequence[int], part: ShardBounds) -> tuple[int, int]:
+    """Return the number of axes before the contiguous elements of a part, and the number of these elements."""
+    axes = len(shape)
+    while axes and part[axes - 1] == (0, shape[axes - 1]):
+        axes -= 1
+    axes = max(axes - 1, 0)
+    return axes, math.prod(placement.lengths(part[axes:]))
