@@ -10,9 +10,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import jax
 import numpy as np
@@ -40,11 +40,15 @@ _logger = logging.getLogger("jstep")
 _running: weakref.WeakSet["Worker"] = weakref.WeakSet()
 
 
+_Job: TypeAlias = tuple[Any, Any, float, int]
+"""What to write, its step, its time, and about how many bytes it has."""
+
+
 class Worker:
     """Owner of an event file and its thread. Errors are kept until `check`; the thread runs until `close`.
 
     Jobs are written in the order of `put`, and flushed when `max_queue` events are buffered or `flush_secs` have passed
-    since the first of them.
+    since the first of them. A request to flush or to close is a job too, a function of no arguments.
 
     Args:
         sink: The result of `open_event_file`.
@@ -59,11 +63,11 @@ class Worker:
         self._flush_secs = flush_secs
         # A reentrant lock: the garbage collector may call `request_close` on a thread that holds it.
         self._changed = threading.Condition()
-        self._jobs: collections.deque[tuple[Any, Any, float, int]] = collections.deque()
+        self._jobs: collections.deque[_Job | Callable[[], None]] = collections.deque()
         self._io = threading.Lock()  # held while the file is written, flushed or closed
-        self._bytes = self._waiting = 0
-        self._flushes = self._flushed = self._last_to_disk = 0
-        self._closing = self._ended = False
+        self._bytes = 0
+        self._is_urgent = False  # whether somebody waits for the thread
+        self._ended = False
         self._error: Exception | None = None
         self._broken: Exception | None = None
         self._buffer: list[bytes] = []
@@ -78,11 +82,6 @@ class Worker:
         """The path of the file."""
         return self._sink.path
 
-    @property
-    def has_error(self) -> bool:
-        """Whether `check` would raise."""
-        return self._error is not None or self._broken is not None
-
     def check(self) -> None:
         """Raise errors of the thread: for a failed event once, for a failed file at every call."""
         if (error := self.take_error()) is not None:
@@ -92,17 +91,17 @@ class Worker:
 
     def take_error(self) -> Exception | None:
         """Return and clear the error that `check` has not raised yet."""
-        error, self._error = self._error, None
+        if (error := self._error) is not None:
+            self._error = None
         return error
 
     def put(self, what: Any, step: Any, size: int = 0) -> None:
         """Queue a job of about `size` bytes for the thread."""
         with self._changed:
             if (size or len(self._jobs) > MAX_JOBS) and not self._has_room():
-                self._waiting += 1
+                self._is_urgent = True
                 self._changed.notify_all()
                 self._changed.wait_for(self._has_room)
-                self._waiting -= 1
             self._bytes += size
             # One tuple of existing objects: many small ones would keep the garbage collector busy.
             self._jobs.append((what, step, time.time(), size))
@@ -112,15 +111,26 @@ class Worker:
     def _has_room(self) -> bool:
         return self._bytes <= MAX_BYTES and len(self._jobs) <= MAX_JOBS
 
+    def _ask(self, job: Callable[[], None]) -> None:
+        """Queue a job that somebody waits for."""
+        with self._changed:
+            self._jobs.append(job)
+            self._is_urgent = True
+            self._changed.notify_all()
+
     def flush(self, *, to_disk: bool = True) -> None:
         """Wait until all queued jobs are on the disk (or only in the file) or have failed."""
-        with self._changed:
-            self._flushes += 1
-            number = self._flushes
+        done = threading.Event()
+
+        def flush_buffer() -> None:
+            self._flush()
             if to_disk:
-                self._last_to_disk = number
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._flushed >= number or self._ended)
+                self.sync()
+            done.set()
+
+        self._ask(flush_buffer)
+        while not done.wait(1) and self._thread.is_alive():
+            pass
 
     def sync(self) -> None:
         """Flush what is in the file to the disk; the jobs of the queue, and the one that is written, continue."""
@@ -130,9 +140,7 @@ class Worker:
 
     def request_close(self) -> None:
         """Let the thread end after the queued jobs."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._ask(self._end)
 
     def close(self) -> None:
         """Write the queued jobs, close the file and end the thread."""
@@ -141,53 +149,51 @@ class Worker:
         _running.discard(self)
 
     def _run(self) -> None:
-        try:
-            while not self._ended:
-                self._work(*self._next())
-        finally:
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
+        while not self._ended:
+            for _ in range(self._wait()):
+                self._do(self._jobs.popleft())
+                self._do_what_is_due()
+            self._do_what_is_due()
 
-    def _next(self) -> tuple[int, int, bool]:
-        """Wait for work; return the number of queued jobs and of flushes, and whether to end after these jobs."""
+    def _wait(self) -> int:
+        """Wait for work; return the number of queued jobs."""
         with self._changed:
             due = min(self._due if self._buffer else math.inf, self._sink.due())
             wait = None if due == math.inf else min(max(0.0, due - time.monotonic()), threading.TIMEOUT_MAX)
-            self._changed.wait_for(lambda: bool(self._jobs) or self._is_urgent(), wait)
+            self._changed.wait_for(lambda: self._jobs, wait)
             if self._jobs:
-                self._changed.wait_for(self._is_urgent, NAP)
-            return len(self._jobs), self._flushes, self._closing
+                self._changed.wait_for(lambda: self._is_urgent, NAP)
+            self._is_urgent = False
+            return len(self._jobs)
 
-    def _is_urgent(self) -> bool:
-        return self._waiting > 0 or self._flushes > self._flushed or self._closing
-
-    def _work(self, jobs: int, flushes: int, closing: bool) -> None:
-        for _ in range(jobs):
-            what, step, wall_time, size = self._jobs.popleft()
-            if self._broken is None:
-                self._write(what, step, wall_time)
-            if size or self._waiting:
-                with self._changed:
-                    self._bytes -= size
-                    self._changed.notify_all()
-            self._sync_when_due()
-        if closing or flushes > self._flushed or (self._buffer and self._due <= time.monotonic()):
-            self._flush()
-        if flushes > self._flushed:
-            if self._last_to_disk > self._flushed:
-                self.sync()
+    def _do(self, job: _Job | Callable[[], None]) -> None:
+        if callable(job):
+            job()
+            return
+        what, step, wall_time, size = job
+        if self._broken is None:
+            self._write(what, step, wall_time)
+        if size or len(self._jobs) >= MAX_JOBS:  # otherwise nobody waits for room
             with self._changed:
-                self._flushed = flushes
+                self._bytes -= size
                 self._changed.notify_all()
-        self._sync_when_due()
-        if closing:
-            with self._io:
-                try:
-                    self._sink.close()
-                except Exception as error:
-                    self._keep(error)
-                self._ended = True
+
+    def _do_what_is_due(self) -> None:
+        now = time.monotonic()
+        if len(self._buffer) >= self._max_queue or now >= self._due:
+            self._flush()
+        if self._sink.due() <= now:
+            self.sync()
+
+    def _end(self) -> None:
+        self._flush()
+        self._do_what_is_due()
+        with self._io:
+            try:
+                self._sink.close()
+            except Exception as error:
+                self._keep(error)
+            self._ended = True
 
     def _write(self, what: Any, step: Any, wall_time: float) -> None:
         try:
@@ -198,13 +204,9 @@ class Worker:
             records, errors = [], [error]
         for found in errors:
             self._keep(found)
-        if not records:
-            return
-        if not self._buffer:
+        if records and not self._buffer:
             self._due = time.monotonic() + self._flush_secs
         self._buffer += records
-        if len(self._buffer) >= self._max_queue or time.monotonic() >= self._due:
-            self._flush()
 
     def _keep(self, error: Exception) -> None:
         if self._error is None:
@@ -221,10 +223,6 @@ class Worker:
         except Exception as error:
             self._broken = error
             self._keep(error)
-
-    def _sync_when_due(self) -> None:
-        if self._sink.due() <= time.monotonic():
-            self.sync()
 
     def _sync(self) -> None:
         try:
@@ -512,7 +510,7 @@ class SummaryWriter:
         """Refuse what is added to a closed writer; raise pending errors."""
         if self._closed:
             raise RuntimeError(f"the SummaryWriter of {self.logdir!r} is closed; open another one to continue")
-        if self._worker is not None and self._worker.has_error:
+        if self._worker is not None:
             self._worker.check()
 
     def _put(self, what: Any, step: Any = None, size: int = 0) -> None:
