@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from jstep.core import trees
 from jstep.core.checks import as_text, shown
+from jstep.core.jaxprs import Product
 from jstep.core.placement import is_compile_only
-from jstep.core.programs import Product
 
 # TPU generations and NVIDIA GPUs: slice sizes, memory, and what XLA's compilers need to know of them.
 

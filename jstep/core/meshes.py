@@ -243,6 +243,21 @@ def dims_of(spec: PartitionSpec) -> tuple[Any, ...]:
     return tuple(spec.partitions) if hasattr(spec, "partitions") else tuple(spec)
 
 
+def mesh_text(mesh: Any) -> str:
+    """Format the axes of a mesh with their sizes and types: `data: 4 Explicit, model: 2 Auto`."""
+    types = mesh.axis_types
+    sizes = dict(mesh.shape)
+    return ", ".join(f"{name}: {sizes[name]} {kind.name}" for name, kind in zip(mesh.axis_names, types, strict=True))
+
+
+def sharding_text(sharding: Any) -> str:
+    """Format a sharding without its devices: the spec, the axes of the mesh, and the memory kind."""
+    memory = "" if sharding.memory_kind in (None, "device") else f" in {sharding.memory_kind}"
+    if isinstance(sharding, NamedSharding):
+        return f"{sharding.spec} over ({mesh_text(sharding.mesh)}){memory}"
+    return f"{type(sharding).__name__}{memory}"
+
+
 def parts_along(mesh: Mesh | AbstractMesh, axis: Any) -> int:
     """Return the number of parts into which the mesh axes of one dimension of a spec split it."""
     return math.prod(mesh.shape[name] for name in mesh_axes_of(axis))

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import Bounds, as_int, as_number, as_text, kind, setting, shown
+from jstep.core.jaxprs import is_slow_in_loops
 from jstep.core.meshes import dims_of, internal_transfers, mesh_of, on_host, parts_along, using_mesh
-from jstep.core.programs import all_equations
 from jstep.core.trees import Array
 
 # Placement of arrays: shardings, devices, memory kinds, computation on their devices, and data read from storage.
@@ -379,9 +379,6 @@ def _indices(shape: Sequence[int], sharding: Any) -> Mapping[Any, Any]:
 
 Unroll = int | bool | None
 
-SLOW_IN_LOOPS = frozenset({"conv_general_dilated"})
-"""Operations with a slow path inside loops in XLA's CPU backend: convolutions, 10 to 30 times slower."""
-
 
 def as_unroll(value: Any) -> Unroll:
     """Validate `unroll`, the number of scan iterations per loop iteration, as in `jax.lax.scan`; None is automatic.
@@ -421,12 +418,6 @@ def scan(
 
         unroll = is_slow_in_loops(traced.jaxpr) or 1
     return jax.lax.scan(body, carry, xs, length=length, unroll=1 if unroll is None else unroll)
-
-
-def is_slow_in_loops(jaxpr: Any) -> bool:
-    """Whether XLA runs a program much slower in a loop than by itself, on the default backend."""
-    is_cpu = jax.default_backend() == "cpu"
-    return is_cpu and any(eqn.primitive.name in SLOW_IN_LOOPS for *_, eqn in all_equations(jaxpr))
 
 
 def shape_of(leaf: Any, sharding: Any = None, *, weak: bool = False) -> jax.ShapeDtypeStruct:

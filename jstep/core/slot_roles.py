@@ -15,8 +15,8 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.calls import Made
 from jstep.core.checks import setting
+from jstep.core.jaxprs import COPYING, Operation, body_of, evaluate
 from jstep.core.placement import shape_of
-from jstep.core.programs import COPYING, Operation, body_of, evaluate
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Optimizer, Params, Slots, Step
 
@@ -339,7 +339,7 @@ def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role
         """The parameters that the results of an operation are copies of."""
         if operation.kind == "call":
             return evaluate(operation.bodies[0], given, sources, lambda constant: None)
-        return given if operation.eqn.primitive.name in COPYING else [None] * len(operation.eqn.outvars)
+        return given if operation.name in COPYING else [None] * len(operation.eqn.outvars)
 
     try:
         traced, shapes = jax.make_jaxpr(make, return_shape=True)(params)

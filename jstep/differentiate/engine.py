@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import meshes, trees
 from jstep.core.checks import as_bool, as_function, as_int, kind, scoped, setting, shown
+from jstep.core.jaxprs import Operation, Subprogram, body_of, evaluate
 from jstep.core.meshes import Attempts
 from jstep.core.placement import Unroll, as_unroll, sharding_of
-from jstep.core.programs import Operation, Subprogram, body_of, counts_of, evaluate
 from jstep.core.selection import VarList, check_form, selected
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, IndexedSlices, Number, Params
@@ -107,15 +107,14 @@ def _other_uses(body: Subprogram, given: Sequence[frozenset[int]]) -> set[int]:
     others: set[int] = set()
 
     def use(operation: Operation, taken: list[frozenset[int]]) -> list[frozenset[int]]:
-        name = operation.eqn.primitive.name
-        if name in _SAME_ELEMENTS:
+        if operation.name in _SAME_ELEMENTS:
             return taken
         if operation.kind == "scan":
-            consts, carried = counts_of(operation.eqn.params)
+            consts, carried = operation.counts
             others.update(*taken[consts : consts + carried])
         if operation.kind in ("call", "scan"):
             others.update(_other_uses(operation.bodies[0], taken))
-        elif name != "dot_general":
+        elif operation.name != "dot_general":
             others.update(*taken)
         return [frozenset()] * len(operation.eqn.outvars)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.programs import Operation, body_of, counts_of, evaluate, operation_hash
+from jstep.core.jaxprs import Operation, body_of, evaluate, operation_hash
 from jstep.core.trees import Array
 from jstep.differentiate.lanes import Lanes, traced, traced_lane
 
@@ -154,10 +154,6 @@ def _chosen(by: _Value, values: Sequence[_Value], fact: str = "") -> _Value:
 _COMMUTING = frozenset(["add", "add_any"])
 _TO_FIRST = frozenset(["sub", "scatter-add", "scatter_add", "scatter-sub", "scatter_sub"])
 """Operations that add to their first operand, or subtract from it; the former to either."""
-_SAME = frozenset(
-    ["copy", "copy_p", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "sharding_constraint", "name", "pvary"]
-)
-"""Operations whose result has the elements of its operand in their order, if it has as many."""
 
 
 class _Rules:
@@ -169,7 +165,6 @@ class _Rules:
 
     def __call__(self, operation: Operation, values: list[_Value]) -> list[_Value]:
         """Return what is known of the results."""
-        eqn = operation.eqn
         if operation.kind == "call":
             return evaluate(operation.bodies[0], values, self, _of_constant)
         if operation.kind == "cond":
@@ -179,41 +174,40 @@ class _Rules:
             return self._scan(operation, values)
         if operation.kind == "while":
             return self._while(operation, values)
-        if eqn.primitive.name == "optimization_barrier":
+        if operation.name == "optimization_barrier":
             return values
-        if eqn.primitive.name == "select_n":
+        if operation.name == "select_n":
             return [_chosen(values[0], values[1:])]
-        found = _computed(values, lambda: self._hash(operation), self._kept(eqn, values))
-        return [found] * len(eqn.outvars)
+        found = _computed(values, lambda: self._hash(operation), self._kept(operation, values))
+        return [found] * len(operation.eqn.outvars)
 
     def _hash(self, operation: Operation) -> str:
         if operation.number not in self._hashes:
             self._hashes[operation.number] = operation_hash(operation)
         return self._hashes[operation.number]
 
-    def _kept(self, eqn: Any, values: Sequence[_Value]) -> int | None:
+    def _kept(self, operation: Operation, values: Sequence[_Value]) -> int | None:
         """The old leaf that the result of an operation is, plus something."""
         known = [one.plus for one in values if one.plus is not None]
         if len(known) != 1:
             return None
-        (leaf,), name, made = known, eqn.primitive.name, eqn.outvars[0].aval
+        (leaf,), name, made = known, operation.name, operation.eqn.outvars[0].aval
         if name in _COMMUTING or (name in _TO_FIRST and values[0].plus == leaf):
             return leaf
         if name == "convert_element_type":
             is_as_wide = jnp.issubdtype(made.dtype, jnp.integer) and made.dtype.itemsize >= self._sizes[leaf]
             return leaf if is_as_wide else None
-        is_reordered = name == "reshape" and eqn.params.get("dimensions") is not None
-        return leaf if name in _SAME and eqn.invars[0].aval.size == made.size and not is_reordered else None
+        return leaf if operation.keeps_order else None
 
     def _scan(self, operation: Operation, values: list[_Value]) -> list[_Value]:
-        consts, carried = counts_of(operation.eqn.params)
+        consts, carried = operation.counts
 
         def turn(carry: list[_Value]) -> list[_Value]:
             given = [*values[:consts], *carry, *values[consts + carried :]]
             return evaluate(operation.bodies[0], given, self, _of_constant)
 
         def next_carry(carry: list[_Value]) -> list[_Value]:
-            length = f"{operation.eqn.params['length']} turns"
+            length = f"{operation.options['length']} turns"
             pairs = zip(carry, turn(carry)[:carried], strict=True)
             return [_chosen(_Value(), pair, length) for pair in pairs]
 
@@ -222,7 +216,7 @@ class _Rules:
 
     def _while(self, operation: Operation, values: list[_Value]) -> list[_Value]:
         condition, body = operation.bodies
-        first, second = operation.eqn.params["cond_nconsts"], operation.eqn.params["body_nconsts"]
+        first, second = operation.counts
 
         def next_carry(carry: list[_Value]) -> list[_Value]:
             (goes_on,) = evaluate(condition, [*values[:first], *carry], self, _of_constant)

@@ -12,11 +12,11 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jstep.core import programs, trees
+from jstep.core import jaxprs, trees
 from jstep.core.checks import as_int, explain_jax
+from jstep.core.jaxprs import ELEMENTWISE, Operation, Subprogram
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh, without_explicit_axes
 from jstep.core.placement import on_devices, shape_of, sharded, sharding_on_mesh, shardings_of
-from jstep.core.programs import ELEMENTWISE, Operation, Subprogram
 from jstep.core.trees import Array
 from jstep.differentiate.microbatches import specs_of_rows
 
@@ -255,9 +255,9 @@ def sum_over_lanes(
         return treedef.unflatten(jax.jit(run)(witness, list(closed.consts), list(whole), list(blocked)))
 
 
-def is_in_lanes(eqn: Any) -> bool:
+def is_in_lanes(operation: Operation) -> bool:
     """Whether an operation is a sum over lanes, whose bits do not depend on the layout."""
-    return eqn.params.get("name") == sum_over_lanes.__qualname__
+    return operation.called == sum_over_lanes.__qualname__
 
 
 def of_each_lane(lanes: Lanes, i: Array, tree: Any) -> Any:
@@ -331,14 +331,14 @@ def traced_lane(lanes: Lanes, part: Callable[..., Any], blocks: Any, args: tuple
     error, found = None, None
     try:
         found = traced(lanes, part, *args[:-1], blocks)
-        named = _named_axes(found[0])
+        named = jaxprs.named_axes(found[0])
     except Exception as reason:
         error, named = reason, set[str]()
         for kind in (AxisType.Auto, AxisType.Explicit):  # does it work on the mesh, without lanes?
             with contextlib.suppress(Exception):
                 sizes = [(name, lanes.mesh.shape[name]) for name in lanes.manual]
                 with jax.sharding.use_abstract_mesh(lanes.mesh.update_axis_types({name: kind for name, _ in sizes})):
-                    named |= _named_axes(jax.make_jaxpr(part, axis_env=sizes)(*jax.tree.map(_shape, args)))
+                    named |= jaxprs.named_axes(jax.make_jaxpr(part, axis_env=sizes)(*jax.tree.map(_shape, args)))
     try:
         if named & lanes.manual:
             raise ValueError(
@@ -353,16 +353,6 @@ def traced_lane(lanes: Lanes, part: Callable[..., Any], blocks: Any, args: tuple
         del error  # breaks the reference cycle with this frame, which its traceback holds
     assert found is not None
     return found
-
-
-def _named_axes(program: Any) -> set[str]:
-    """The mesh axes that shardings, shard_maps and collectives of a program name."""
-    found: set[Any] = set()
-    for params in (eqn.params for *_, eqn in programs.all_equations(program)):
-        specs = [dims_of(value.spec) for value in params.values() if isinstance(value, NamedSharding)]
-        named = [*(axis for spec in specs for axis in spec), params.get("axis_name"), params.get("axes")]
-        found.update(programs.manual_axes(params) or (), *map(mesh_axes_of, named))
-    return {name for name in found if isinstance(name, str)}
 
 
 # Evaluation of a function with the same bits on any number of devices, for lanes.
@@ -404,41 +394,38 @@ def alike(lanes: Lanes | None, fn: Callable[..., Any], *args: Any) -> Any:
     # Data that XLA cannot know: constants are not traced.
     known = [x for x in arrays if x.size and not trees.is_key(x)]
     witness = min(known, key=lambda x: (not trees.is_traced(x), x.size))
-    return made[-1](_evaluated(lanes, programs.body_of(program), arrays, witness))
+    return made[-1](_evaluated(lanes, jaxprs.body_of(program), arrays, witness))
 
 
 def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness: Array) -> list[Array]:
-    program, _ = traced(lanes, lambda values: programs.evaluate(body, values, _inlined), list(values))
+    program, _ = traced(lanes, lambda values: jaxprs.evaluate(body, values, _inlined), list(values))
     jaxpr = program.jaxpr
-    users = {atom: {-1} for atom in programs.variables(jaxpr.outvars)}
+    users = {atom: {-1} for atom in jaxprs.variables(jaxpr.outvars)}
     operations: list[Operation] = []
-    for one in reversed(programs.body_of(program).operations):
+    for one in reversed(jaxprs.body_of(program).operations):
         if one.eqn.effects or any(atom in users for atom in one.eqn.outvars):  # it is needed
             operations.insert(0, one)
-            for atom in programs.variables(one.eqn.invars):
+            for atom in jaxprs.variables(one.eqn.invars):
                 users.setdefault(atom, set()).add(one.number)
     # Operations without operands, such as zeros, are computed where they are used.
-    free = {atom: one.eqn for one in operations if not programs.variables(one.eqn.invars) for atom in one.eqn.outvars}
+    free = {atom: one.eqn for one in operations if not jaxprs.variables(one.eqn.invars) for atom in one.eqn.outvars}
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *values], strict=True))
 
     def read(atom: Any) -> Any:
         if isinstance(atom, core.Literal):
             return atom.val
-        return env[atom] if atom in env else jax.core.eval_jaxpr(part([], [free[atom]], [atom]), ())[0]
-
-    def part(given: Any, eqns: Any, made: Any) -> Any:
-        return jaxpr.replace(constvars=[], invars=given, outvars=made, eqns=eqns)
+        return env[atom] if atom in env else jax.core.eval_jaxpr(jaxprs.part_of(jaxpr, [], [atom], [free[atom]]), ())[0]
 
     def together(call: Callable[..., list[Array]], some: Sequence[Operation]) -> None:
         """Compute operations as one program, of which the others see only what they use."""
         made = dict.fromkeys(atom for one in some for atom in one.eqn.outvars)
-        used = dict.fromkeys(atom for one in some for atom in programs.variables(one.eqn.invars))
+        used = dict.fromkeys(atom for one in some for atom in jaxprs.variables(one.eqn.invars))
         given = [atom for atom in used if atom not in made and atom not in free]
         numbers = {one.number for one in some}
         kept = [atom for atom in made if users.get(atom, numbers) - numbers]
         first = {id(free[atom]): free[atom] for atom in used if atom in free}
         eqns = [*first.values(), *(one.eqn for one in some)]
-        compute = functools.partial(jax.core.eval_jaxpr, part(given, eqns, kept), ())
+        compute = functools.partial(jax.core.eval_jaxpr, jaxprs.part_of(jaxpr, given, kept, eqns), ())
         env.update(zip(kept, call(compute, [env[atom] for atom in given], [atom.aval for atom in kept]), strict=True))
 
     def on_parts(fn: Any, args: list[Array], shapes: Any) -> list[Array]:
@@ -453,7 +440,7 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
         run = lanes.spread(lambda args, witness: isolated(fn, args, shapes, witness), everywhere, everywhere)
         return list(run(args, witness))
 
-    for level in _levels(lanes.number, [one for one in operations if programs.variables(one.eqn.invars)]):
+    for level in _levels(lanes.number, [one for one in operations if jaxprs.variables(one.eqn.invars)]):
         if level[PARTS]:
             together(on_parts, level[PARTS])
         if level[SUM]:
@@ -468,9 +455,9 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
 
 def _inlined(operation: Operation, values: list[Any]) -> Sequence[Any]:
     """Apply an operation; a call that is not all on parts, operation by operation."""
-    if operation.kind == "call" and not is_in_lanes(operation.eqn) and _way(1, operation) != PARTS:
-        return programs.evaluate(operation.bodies[0], values, _inlined)
-    return programs.apply(operation, values)
+    if operation.kind == "call" and not is_in_lanes(operation) and _way(1, operation) != PARTS:
+        return jaxprs.evaluate(operation.bodies[0], values, _inlined)
+    return jaxprs.apply(operation, values)
 
 
 def _levels(number: int, operations: Sequence[Operation]) -> Iterator[dict[str, list[Operation]]]:
@@ -482,7 +469,7 @@ def _levels(number: int, operations: Sequence[Operation]) -> Iterator[dict[str, 
     ready: dict[Any, int] = collections.defaultdict(int)  # the level in which a value is known
     inside: dict[Any, int] = {}  # the level in which every device has computed it, as a whole
     for operation in operations:
-        given = programs.variables(operation.eqn.invars)
+        given = jaxprs.variables(operation.eqn.invars)
         arrays = [atom for atom in given if atom.aval.shape]
         way = _way(number, operation)
         if way in (PARTS, SUM) and arrays and all(atom in inside for atom in arrays):
@@ -499,17 +486,16 @@ def _levels(number: int, operations: Sequence[Operation]) -> Iterator[dict[str, 
 def _way(number: int, operation: Operation) -> str:
     """The way to compute an operation with this number of lanes."""
     eqn = operation.eqn
-    if is_in_lanes(eqn):
+    if is_in_lanes(operation):
         return APART
     if operation.kind in ("call", "cond"):
         ways = {_way(number, one) for body in operation.bodies for one in body.operations}
-        of_platforms = eqn.params.get("branches_platforms") is not None  # XLA must not see the others
-        return PARTS if ways <= {PARTS} else WHOLE if of_platforms else APART
+        return PARTS if ways <= {PARTS} else WHOLE if operation.is_of_platforms else APART  # XLA must see one branch
     if operation.bodies:
-        return APART if any(is_in_lanes(one.eqn) for body in operation.bodies for one in programs.walk(body)) else WHOLE
-    if eqn.primitive.name in ON_PARTS or not any(map(_is_inexact, [*eqn.invars, *eqn.outvars])):
+        return APART if any(map(is_in_lanes, jaxprs.inside(operation))) else WHOLE
+    if operation.name in ON_PARTS or not any(map(_is_inexact, [*eqn.invars, *eqn.outvars])):
         return PARTS
-    is_sum = eqn.primitive.name == "reduce_sum" and not eqn.outvars[0].aval.shape
+    is_sum = operation.name == "reduce_sum" and not eqn.outvars[0].aval.shape
     return SUM if is_sum and _dim_of_blocks(number, eqn.invars[0].aval.shape) is not None else WHOLE
 
 
@@ -528,7 +514,7 @@ def _connected(operations: Sequence[Operation]) -> list[list[Operation]]:
     """Group operations that use each other's results, so that not all arrays have to be whole at the same time."""
     group_of: dict[Any, list[Operation]] = {}
     for operation in operations:
-        used = [group_of[atom] for atom in programs.variables(operation.eqn.invars) if atom in group_of]
+        used = [group_of[atom] for atom in jaxprs.variables(operation.eqn.invars) if atom in group_of]
         first, *others = {id(group): group for group in used}.values() or [[]]
         added = [operation, *(one for group in others for one in group)]
         first.extend(added)
@@ -547,7 +533,7 @@ def _apart(lanes: Lanes, operation: Operation, values: Sequence[Any], witness: A
         branches = [functools.partial(run, i) for i in range(len(operation.bodies))]
         return list(jax.lax.switch(values[0], branches, *values[1:]))
     if operation.kind == "while":
-        of_test, of_body = (operation.eqn.params[name] for name in ("cond_nconsts", "body_nconsts"))
+        of_test, of_body = operation.counts
         test, body, start = values[:of_test], values[of_test : of_test + of_body], values[of_test + of_body :]
         return jax.lax.while_loop(lambda now: run(0, *test, *now)[0], lambda now: run(1, *body, *now), list(start))
-    return programs.apply(operation, values)
+    return jaxprs.apply(operation, values)

@@ -17,24 +17,21 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
-from jax.interpreters.partial_eval import dce_jaxpr_consts
 from jax.sharding import PartitionSpec, Sharding
 
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.calls import elements_of, typed
-from jstep.core.meshes import in_background, internal_transfers, mesh_of
-from jstep.core.programs import (
+from jstep.core.jaxprs import (
     ProgramHash,
     digest_of,
     gradients_hash,
-    mesh_text,
+    part_for,
     program_hash,
-    sharding_text,
     without_addresses,
 )
+from jstep.core.meshes import in_background, internal_transfers, mesh_of, mesh_text, sharding_text
 from jstep.core.trees import Held
 from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.data.to_devices import ReplayedBatches
@@ -134,7 +131,7 @@ def program_card(traced: Any, constants: Mapping[str, Any], args: Any, optimizer
         found["elements"] = {name: {k: _argument(v) for k, v in of.items()} for name, of in elements.items()}
     if traced is None:
         return {"hash": None, **found}
-    step = _part_for(traced.jaxpr, _results_with_bits(*traced.out_info))
+    step = part_for(traced.jaxpr, _results_with_bits(*traced.out_info))
     hashed: ProgramHash = program_hash(step)
     found["optimizer"] = [name.removesuffix(RULE) for name in hashed.functions if name.endswith(RULE)]
     return found | _hash_card(hashed) | {"gradients": _hash_card(gradients_hash(step))}
@@ -149,12 +146,6 @@ def _results_with_bits(state: Any, metrics: Metrics, *others: Any) -> list[bool]
         parts = jax.tree.map(lambda _: True, parts)
     state, others = jax.tree.map(lambda _: True, (state, others))
     return [*jax.tree.leaves(state), *jax.tree.leaves(parts), *jax.tree.leaves(others)]
-
-
-def _part_for(closed: Any, results: list[bool]) -> Any:
-    """The part of a traced function, a `ClosedJaxpr`, that computes those results."""
-    jaxpr, used, _ = dce_jaxpr_consts(closed.jaxpr, results, True)
-    return ClosedJaxpr(jaxpr, [const for const, is_used in zip(closed.consts, used, strict=True) if is_used])
 
 
 def _hash_card(hashed: ProgramHash) -> dict[str, Any]:

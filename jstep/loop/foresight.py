@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.jaxprs import body_of, depend_on_calls
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
-from jstep.core.programs import body_of, depend_on_calls
 from jstep.core.slot_roles import ACCUMULATED, FOLLOWS_STEP, FOLLOWS_UPDATES, abstractly, roles_in, roles_of
 from jstep.core.trees import Optimizer, Step
 from jstep.loop.arguments import LARGEST_STEP

@@ -17,8 +17,8 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import shown
+from jstep.core.jaxprs import shards_arrays
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
-from jstep.core.programs import shards_arrays
 from jstep.core.stopwatch import STARTING, Stopwatch
 from jstep.data.to_devices import mesh_without_batch
 from jstep.distributed import processes

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import jax
 
 from jstep.core.devices import has_peaks, peak_of
+from jstep.core.jaxprs import Product, body_of, recomputes
 from jstep.core.placement import device_count, device_of
-from jstep.core.programs import Product, body_of, recomputes, work_of
+from jstep.core.work import work_of
 from jstep.loop.calls import Call
 from jstep.loop.run import Observer, Run
 from jstep.state.train_state import TrainState

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jstep.core.jaxprs import Operation, Subprogram, apply, evaluate, is_elementwise_operation, part_of, variables
 from jstep.core.meshes import parts_along
 from jstep.core.placement import layout_of
-from jstep.core.programs import Operation, Subprogram, apply, evaluate, is_elementwise_operation, variables
 from jstep.core.slot_roles import Blocks
 from jstep.core.trees import Array
 
@@ -76,8 +76,7 @@ def ending_of(
         if not needs.keys().isdisjoint(made) and is_part(operation):
             operations.append(operation)
             needs = {var: None for var in needs if var not in made} | dict.fromkeys(variables(operation.eqn.invars))
-    jaxpr = program.jaxpr.replace(constvars=[], invars=list(needs), outvars=list(results), eqns=[])
-    return Subprogram(jaxpr, (), tuple(operations[::-1]))
+    return Subprogram(part_of(program.jaxpr, [*needs], results, []), (), tuple(operations[::-1]))
 
 
 def is_of_leaf(shape: Shape, operation: Operation) -> bool:
@@ -95,7 +94,7 @@ def values_of(program: Subprogram, given: Sequence[Any], wanted: Sequence[Any]) 
         if operation.kind == "cond":
             return _narrow(operation, values, widened)
         eqn, made = operation.eqn, operation.eqn.outvars[0]
-        is_conversion = eqn.primitive.name == "convert_element_type"
+        is_conversion = operation.name == "convert_element_type"
         if is_conversion and eqn.invars[0].aval.dtype.itemsize < made.aval.dtype.itemsize:
             widened[made] = values[0]
         return apply(operation, values)

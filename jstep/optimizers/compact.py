@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec
 from jstep.core import slot_roles, trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_int, shown
+from jstep.core.jaxprs import Subprogram, on_slices, without_calls
 from jstep.core.matching import require_slots
 from jstep.core.meshes import dims_of, explicit_mesh, internal_transfers, sharded_like, without_explicit_axes
 from jstep.core.optimizers import require_optimizer
 from jstep.core.placement import is_shape, may_run_on, on_devices, sharding_on_mesh
-from jstep.core.programs import Subprogram, on_slices, without_calls
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import HALVES, KINDS, SMALLEST_BLOCK, Blocks, Role, Roles, Turn
 from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates, is_slices

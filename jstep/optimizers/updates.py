@@ -13,10 +13,10 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import kind, setting
+from jstep.core.jaxprs import Subprogram, body_of, evaluate, is_elementwise, on_slices
 from jstep.core.matching import require_slots
 from jstep.core.meshes import on_any_mesh, parts_along
 from jstep.core.placement import in_order, is_on_host, layout_of, on_devices, shardings_of, to_host
-from jstep.core.programs import Subprogram, body_of, evaluate, is_elementwise, on_slices
 from jstep.core.trees import Array, IndexedSlices, Optimizer, Params, RowsInOrder, Slots, Updates
 from jstep.optimizers.hyperparameters import is_projected, is_update, own_leaves
 from jstep.state.train_state import TrainState

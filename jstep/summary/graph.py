@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -9,10 +10,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
-from jax.extend import core
 
 from jstep.core import checks
-from jstep.core.programs import Operation, Subprogram, body_of, counts_of, evaluate, name_stack
+from jstep.core.jaxprs import Operation, Subprogram, argument_names, body_of, evaluate, name_stack, shown_parameters
 from jstep.core.trees import path_str
 from jstep.stores.files import replace_file
 from jstep.stores.objects import Objects, is_url, join, location, split
@@ -256,8 +256,6 @@ def _text(attribute: Any) -> str:
 
 # Conversion of a jaxpr to a GraphDef: equations become nodes, inner functions become scopes.
 
-_HIDDEN_PARAMS = {"name", "donated_invars", "keep_unused", "ctx_mesh", "compiler_options_kvs", "inline", "debug"}
-
 
 def from_traced(traced: Any) -> Any:
     """Return the GraphDef of a `jax.stages.Traced`; arguments and results are named by their paths."""
@@ -279,7 +277,7 @@ def from_traced(traced: Any) -> Any:
 def _argument_names(traced: Any, count: int) -> list[str]:
     """Return names such as `state/params/dense/kernel`: the name of the argument and the leaf's path in it."""
     leaves = jax.tree_util.tree_leaves_with_path(traced.args_info)
-    written = getattr(getattr(traced.jaxpr.jaxpr, "debug_info", None), "arg_names", None) or ()
+    written = argument_names(traced.jaxpr)
     names = []
     for i, (keys, _) in enumerate(leaves):
         if keys[0].idx == 1:  # keyword arguments
@@ -335,19 +333,16 @@ class _TracedWalker:
         return [self.ref(value, atom, scope) for value, atom in zip(values, atoms, strict=True)]
 
     def _operation(self, outer: str, operation: Operation, values: list[Any]) -> list[Ref]:
-        eqn, name = operation.eqn, operation.eqn.primitive.name
+        eqn, name = operation.eqn, operation.name
         scope = "/".join(filter(None, [outer, *scopes_of(name_stack(eqn))]))
         if operation.kind == "operation":
             attrs = {f"input_{i}": str(value) for i, value in enumerate(values) if not isinstance(value, str)}
-            for key, value in eqn.params.items():
-                is_shown = key not in _HIDDEN_PARAMS and value is not None and not callable(value)
-                if is_shown and not isinstance(value, core.Jaxpr | core.ClosedJaxpr):
-                    attrs[key] = str(value)
+            attrs |= shown_parameters(eqn)
             inputs = [value if isinstance(value, str) else None for value in values]
             outputs = [*map(_traced_tensor, eqn.outvars)]
             return self.builder.add([scope], name, name, inputs, outputs, attrs)[: len(outputs)]
         if _is_call(operation):
-            label, inner = str(eqn.params.get("name") or name), operation.bodies[0].operations
+            label, inner = operation.called or name, operation.bodies[0].operations
             # A custom_jvp_call that holds only jit[relu] becomes one scope, relu, not two.
             opened = scope if len(inner) == 1 and _is_call(inner[0]) else self.builder.scope(scope, label)
             return self._program(operation.bodies[0], self._refs(values, eqn.invars, opened), opened)
@@ -356,9 +351,8 @@ class _TracedWalker:
         return build(operation, self._refs(values, eqn.invars, opened), opened)
 
     def _scan(self, operation: Operation, inputs: list[Ref], scope: str) -> list[Ref]:
-        (body,), params = operation.bodies, operation.eqn.params
-        consts, carried = counts_of(params)
-        attrs = {"length": str(params["length"]), "reverse": str(params["reverse"])}
+        (body,), (consts, carried) = operation.bodies, operation.counts
+        attrs = {name: str(operation.options[name]) for name in ("length", "reverse")}
         for i in range(consts, len(inputs)):
             kind = "carry" if i < consts + carried else "slice"
             inputs[i] = self.node(scope, kind, f"Scan{kind.title()}", [inputs[i]], body.jaxpr.invars[i], attrs)
@@ -370,8 +364,7 @@ class _TracedWalker:
 
     def _while(self, operation: Operation, inputs: list[Ref], scope: str) -> list[Ref]:
         (condition, body), eqn = operation.bodies, operation.eqn
-        first = eqn.params["cond_nconsts"]
-        start = first + eqn.params["body_nconsts"]
+        first, start = itertools.accumulate(operation.counts)
         carries = [
             self.node(scope, "carry", "WhileCarry", [ref], var)
             for ref, var in zip(inputs[start:], eqn.outvars, strict=True)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jstep.core.programs import MOVES, Operation, Subprogram, body_of, counts_of, evaluate, programs_in
+from jstep.core.jaxprs import MOVES, Operation, Subprogram, body_of, evaluate, programs_in
 from jstep.tools import compiled
 from jstep.tools.compiled import Array, Computation, Frame, Instruction, Program, Shape
 
@@ -53,7 +53,7 @@ def uses_of(traced: Any) -> list[float]:
             return [frozenset().union(*results) for results in zip(*branches, strict=True)]
         if operation.kind in ("call", "shard_map"):
             return run(operation.bodies[0], taken, times)
-        if operation.eqn.primitive.name in _PARTS:
+        if operation.name in _PARTS:
             return [frozenset().union(*taken)] * len(operation.eqn.outvars)
         opaque = any(True for _ in programs_in(operation.eqn))
         for atom, found in zip(operation.eqn.invars, taken, strict=True):
@@ -63,13 +63,13 @@ def uses_of(traced: Any) -> list[float]:
 
     def loop(operation: Operation, taken: list[_Sources], times: float) -> list[_Sources]:
         """Iterate until the sources of the carried values, which an iteration passes to the next, no longer change."""
-        params, body = operation.eqn.params, operation.bodies[-1]
+        body = operation.bodies[-1]
         if operation.kind == "scan":
-            before, carried = counts_of(params)
-            often = times * params["length"]
+            before, carried = operation.counts
+            often = times * operation.options["length"]
         else:
-            before, carried, often = params["body_nconsts"], len(operation.eqn.outvars), times
-            taken = taken[params["cond_nconsts"] :]
+            of_condition, before = operation.counts
+            carried, often, taken = len(operation.eqn.outvars), times, taken[of_condition:]
         kept = list(uses)
         while True:
             uses[:] = kept

@@ -18,13 +18,14 @@ from jax.sharding import NamedSharding
 from jstep.core import trees
 from jstep.core.checks import as_function, listed, scaled, size
 from jstep.core.devices import memory_of, parsed
+from jstep.core.jaxprs import body_of, is_annotated
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh
 from jstep.core.placement import device_count, device_of, is_of_host, sharding_of
-from jstep.core.programs import body_of, is_annotated, work_of
 from jstep.core.report import Report
 from jstep.core.slot_roles import blocks_between, roles_in
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.waiting import slow, without_noise
+from jstep.core.work import work_of
 from jstep.data.to_devices import mesh_without_batch
 from jstep.state.train_state import TrainState, require_state
 from jstep.tools.collectives import Collective, Exchange, collectives_of, exchanges_of, uses_of

@@ -13,8 +13,17 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import Range, as_function
+from jstep.core.jaxprs import (
+    Operation,
+    Subprogram,
+    body_of,
+    frames_of,
+    is_differentiated,
+    path_to,
+    shard_counts,
+    with_consts_as_arguments,
+)
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
-from jstep.core.programs import Operation, Subprogram, body_of, is_differentiated, path_to, shard_counts
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
@@ -53,8 +62,7 @@ def line_of(eqns: Sequence[Any], beside: Sequence[Any] = ()) -> str:
 def _line(eqns: Sequence[Any]) -> str | None:
     fallback = None
     for eqn in eqns:
-        traceback = eqn.source_info.traceback
-        for frame in [] if traceback is None else traceback.frames:
+        for frame in frames_of(eqn):
             file = os.path.realpath(frame.file_name)
             if not frame.file_name or frame.file_name.startswith("<frozen") or file.startswith(_JAX):
                 continue
@@ -72,7 +80,7 @@ def _text(frame: Any) -> str:
 
 
 def _entered(operation: Operation, inner: Subprogram, position: np.ndarray[Any, Any]) -> str:
-    name, params = operation.eqn.primitive.name, operation.eqn.params
+    name, options = operation.name, operation.options
     if operation.kind == "cond":
         return f"cond {inner.label}"
     if operation.kind == "shard_map":
@@ -81,11 +89,10 @@ def _entered(operation: Operation, inner: Subprogram, position: np.ndarray[Any, 
         return f"shard_map ({', '.join(f'{name} {i}' for name, i in zip(counts, place, strict=True))})"
     if operation.kind in ("scan", "while"):
         i = int(position[1 + 2 * operation.depth])
-        at = f"iteration {params['length'] - 1 - i}, backwards" if params.get("reverse") else f"iteration {i}"
+        at = f"iteration {options['length'] - 1 - i}, backwards" if options.get("reverse") else f"iteration {i}"
         return " ".join([operation.kind, *([inner.label] if inner.label else []), at])
     kind = {"remat2": "remat", "checkpoint": "remat", "pjit": "jit"}.get(name, name)
-    called = params.get("name")
-    return kind.removesuffix("_call") + (f"({called})" if called else "")
+    return kind.removesuffix("_call") + (f"({operation.called})" if operation.called else "")
 
 
 # Finding the operation that makes the first NaN or infinity.
@@ -207,7 +214,7 @@ def _first(step: Callable[..., Any], args: tuple[Any, ...]) -> NonFinite | None:
 
 def _found(closed: Any, args: list[Any]) -> NonFinite | None:
     # Constants become arguments, so that large ones are not compiled into the program.
-    body = body_of(closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars]))
+    body = body_of(with_consts_as_arguments(closed))
     values, depends = [*closed.consts, *args], [False] * len(closed.consts) + [True] * len(args)
     position, reaches = first_made(body, values, depends)
     constant = None
@@ -219,11 +226,10 @@ def _found(closed: Any, args: list[Any]) -> NonFinite | None:
     chain = path_to(body, number_of(position))
     operation = chain[-1][1]
     eqns = [one.eqn for _, one in reversed(chain)]
-    source = line_of(eqns, operation.jaxpr.eqns)
+    source = line_of(eqns, [one.eqn for one in chain[-1][0].operations])
     where = ", ".join(_entered(one, inner, position) for (_, one), (inner, _) in itertools.pairwise(chain))
     differentiated = any(map(is_differentiated, eqns))
-    name = operation.eqn.primitive.name
-    return NonFinite(name, source, where, inputs, outputs, reaches, constant, differentiated)
+    return NonFinite(operation.name, source, where, inputs, outputs, reaches, constant, differentiated)
 
 
 def _check_finite(fn: Any, args: tuple[Any, ...]) -> None:

@@ -14,10 +14,10 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core import checks, programs
+from jstep.core import checks, jaxprs
 from jstep.core.checks import Range
+from jstep.core.jaxprs import HARMLESS, MOVES, Operation, Subprogram
 from jstep.core.meshes import reduced
-from jstep.core.programs import HARMLESS, MOVES, Operation, Subprogram
 
 # Tests for non-finite numbers, also of traced values.
 
@@ -162,7 +162,7 @@ class Pass:
 
     def __init__(self, body: Subprogram) -> None:
         self._body = body
-        self._width = 2 + 2 * max((one.depth for one in programs.walk(body)), default=0)
+        self._width = 2 + 2 * max((one.depth for one in jaxprs.walk(body)), default=0)
 
     def _enters(self, operation: Operation) -> bool:
         """Whether to evaluate the inner programs of an operation with instruments."""
@@ -237,12 +237,12 @@ class Pass:
                     ins = [one._replace(mark=_on_current_mesh(one.mark)) for one in ins]
                     outs, marks = getattr(self, f"_{operation.kind}")(operation, ins, level)
                 else:
-                    outs, marks = programs.apply(operation, [one.value for one in ins]), None
+                    outs, marks = jaxprs.apply(operation, [one.value for one in ins]), None
             if marks is None:
                 marks = self._note(operation, ins, outs, level)
             return _values(outs, _on_current_mesh(marks), _depends(ins))
 
-        return programs.evaluate(body, args, by, lambda value: Value(value, self._constant(value), False))
+        return jaxprs.evaluate(body, args, by, lambda value: Value(value, self._constant(value), False))
 
     def _call(self, operation: Operation, ins: list[Value], level: Level) -> tuple[list[Any], list[Any]]:
         return _columns(self._run(operation.bodies[0], ins, level))
@@ -261,8 +261,7 @@ class Pass:
         return outs, marks
 
     def _scan(self, operation: Operation, ins: list[Value], level: Level) -> tuple[list[Any], list[Any]]:
-        params = operation.eqn.params
-        first, second = itertools.accumulate(programs.counts_of(params))
+        first, second = itertools.accumulate(operation.counts)
         split, count = ins[second:], second - first
         iteration = self._iteration_of(operation, ins, level)
 
@@ -274,16 +273,14 @@ class Pass:
             return (i + 1, values[:count], marks[:count], self._earlier(record, new)), (values[count:], marks[count:])
 
         start = (jnp.int32(0), *_columns(ins[first:second]), self._record_at(Level(axes=level.axes)))
-        options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        (_, values, marks, record), (ys, of_ys) = lax.scan(step, start, _columns(split)[0], **options)
+        (_, values, marks, record), (ys, of_ys) = lax.scan(step, start, _columns(split)[0], **operation.options)
         level.parts.append(record)
         return [*values, *ys], [*marks, *map(self._whole, of_ys)]
 
     def _while(self, operation: Operation, ins: list[Value], level: Level) -> tuple[list[Any], list[Any]]:
         condition, body = operation.bodies
         iteration = self._iteration_of(operation, ins, level)
-        counts = (operation.eqn.params[name] for name in ("cond_nconsts", "body_nconsts"))
-        first, second = itertools.accumulate(counts)
+        first, second = itertools.accumulate(operation.counts)
 
         def test(i: Any, values: Any, marks: Any, record: Any) -> Any:
             new, (again,), _ = iteration(condition, ins[:first], i, (values, marks))
@@ -311,7 +308,7 @@ class Pass:
         return iteration
 
     def _shard_map(self, operation: Operation, ins: list[Value], level: Level) -> tuple[list[Any], list[Any]]:
-        params, axes = operation.eqn.params, tuple(programs.shard_counts(operation))
+        options, axes = operation.options, tuple(jaxprs.shard_counts(operation))
 
         def on_shard(values: list[Any], marks: list[Any], iterations: tuple[Any, ...]) -> Any:
             at = Level(iterations, axes)
@@ -321,11 +318,11 @@ class Pass:
 
         outs, stacked = jax.shard_map(
             on_shard,
-            mesh=params["mesh"],
-            in_specs=(list(params["in_specs"]), PartitionSpec(), PartitionSpec()),
-            out_specs=(list(params["out_specs"]), PartitionSpec(axes)),
+            mesh=options["mesh"],
+            in_specs=(list(options["in_specs"]), PartitionSpec(), PartitionSpec()),
+            out_specs=(list(options["out_specs"]), PartitionSpec(axes)),
             axis_names=set(axes),
-            check_vma=params["check_vma"],
+            check_vma=options["check_vma"],
         )(*_columns(ins), level.iterations)
         record, marks = jax.tree.map(_replicated, stacked)
         level.parts.append(self._of_shards(record))
@@ -406,7 +403,7 @@ class BadGroups(Pass):
     def __init__(self, body: Subprogram) -> None:
         super().__init__(body)
         self.members: dict[int, set[int]] = {}
-        self._numbers = 1 + max((one.number for one in programs.walk(body)), default=0)
+        self._numbers = 1 + max((one.number for one in jaxprs.walk(body)), default=0)
 
     def run(self, values: list[Any], depends: list[bool]) -> tuple[Position | None, list[int], bool]:
         """Return the position of the first group, the numbers of all, and whether a result of the program is bad."""
@@ -419,7 +416,7 @@ class BadGroups(Pass):
 
     def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> list[Any]:
         made = _inexact(outs)
-        if made and operation.eqn.primitive.name not in HARMLESS:
+        if made and operation.name not in HARMLESS:
             level.notes.append((operation.number, made, len(level.parts)))
         return [None] * len(outs)
 
@@ -543,7 +540,7 @@ class Ranges(Pass):
     def __init__(self, body: Subprogram, position: Position) -> None:
         super().__init__(body)
         self._target = position
-        chain = [operation for _, operation in programs.path_to(body, number_of(position))]
+        chain = [operation for _, operation in jaxprs.path_to(body, number_of(position))]
         self._path = {operation.number for operation in chain}
         used = [var for var in chain[-1].eqn.outvars if not isinstance(var, core.DropVar)]
         self._avals = [atom.aval for atom in (*chain[-1].eqn.invars, *used)]
@@ -623,7 +620,7 @@ class Origins(Pass):
         lowest = functools.reduce(_lower, marks, self._finite)
         kind, moved, read, constant = jnp.split(lowest, [1, 2, 2 + self._width])
         here = self._position(operation.number, level)
-        if operation.eqn.primitive.name not in MOVES:
+        if operation.name not in MOVES:
             moved = jnp.zeros_like(moved)
         made = jnp.concatenate([kind, jnp.zeros_like(moved), here, jnp.full_like(constant, -1)])
         came = jnp.concatenate([kind, moved, jnp.where(read == _UNREAD, here, read), constant])

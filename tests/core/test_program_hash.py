@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from jstep.core.programs import program_hash, without_addresses
+from jstep.core.jaxprs import program_hash, without_addresses
 
 X = jnp.ones((4, 3))
 
@@ -120,7 +120,7 @@ CHILD = """
     import sys, jax, jstep
     sys.path.insert(0, sys.argv[1])
     import test_program_hash as t
-    from jstep.core.programs import program_hash
+    from jstep.core.jaxprs import program_hash
     print(program_hash(jax.make_jaxpr(t.everything)(t.X)).digest)
 """
 

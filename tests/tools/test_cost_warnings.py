@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jstep
-from jstep.core.programs import is_annotated
+from jstep.core.jaxprs import is_annotated
 from jstep.tools.compiled import parse_program
 from jstep.tools.cost import warnings_of
 

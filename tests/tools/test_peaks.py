@@ -6,7 +6,8 @@ import pytest
 from jax.experimental import pallas
 
 from jstep.core.devices import GPU_PEAKS, GPUS, TPU_PEAKS, TPUS, has_peaks, peak_of
-from jstep.core.programs import Product, body_of, work_of
+from jstep.core.jaxprs import Product, body_of
+from jstep.core.work import work_of
 
 A100, V5E = "NVIDIA A100-SXM4-80GB", "TPU v5 lite"
 

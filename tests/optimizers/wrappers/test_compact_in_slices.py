@@ -108,7 +108,7 @@ def test_the_shape_of_slices(monkeypatch):
 
 
 def test_the_end_of_a_program_stops_at_what_is_not_elementwise():
-    from jstep.core.programs import on_slices, without_calls
+    from jstep.core.jaxprs import on_slices, without_calls
 
     def fn(g, p, rate):
         norm = jnp.sqrt(jnp.sum(g * g))

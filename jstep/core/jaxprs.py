@@ -1,4 +1,11 @@
-"""Traced programs: their operations, the hash that identifies them, and the work they do."""
+"""Traced programs: their operations, and the hash that identifies them.
+
+JAX documents equations with their variables, and how to evaluate a program of one's own. It documents neither the names
+of its operations nor their parameters, positions or internal names, which other versions may change. All that jstep
+reads of them is read in this file, for lanes, loops over steps, optimizers that are not jstep's own, and tools: a step
+called by hand with one of jstep's optimizers reads none of it. `tests/core/test_jaxprs.py` names each thing that is
+read here, and fails with its name if the installed JAX lacks it.
+"""
 
 import collections
 import dataclasses
@@ -7,28 +14,30 @@ import functools
 import hashlib
 import itertools
 import math
-import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.interpreters.partial_eval import dce_jaxpr_consts
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from jstep.core.meshes import dims_of, internal_transfers
+from jstep.core.meshes import dims_of, internal_transfers, mesh_axes_of, mesh_text, sharding_text
 from jstep.core.trees import is_key
 
 # Traced programs: their operations, including nested ones, numbered in execution order, and their evaluation.
 
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 """Parameters in which call operations store their program."""
-_OPAQUE = {"pallas_call", "custom_linear_solve", "custom_root"}
+_OPAQUE = {"pallas_call", "custom_linear_solve"}
 """Operations whose inner programs work on blocks of arrays or run in special ways: treated as opaque."""
-_SHARD_MAP = ("jaxpr", "mesh", "in_specs", "out_specs", "check_vma")
+_OPTIONS = {"scan": ("length", "reverse", "unroll"), "shard_map": ("mesh", "in_specs", "out_specs", "check_vma")}
+"""Kind of an operation → the parameters with which it can be made again."""
+
+_HIDDEN = {"name", "donated_invars", "keep_unused", "ctx_mesh", "compiler_options_kvs", "inline", "debug"}
+"""Parameters that say nothing of what an operation computes."""
 
 _REMAT = {"remat", "remat2", "checkpoint"}
 """Names of the operation of `jax.checkpoint` in different versions of JAX."""
@@ -42,6 +51,9 @@ MOVES = frozenset([
 # fmt: on
 """Operations that move data without arithmetic."""
 
+SLOW_IN_LOOPS = frozenset({"conv_general_dilated"})
+"""Operations with a slow path inside loops in XLA's CPU backend: convolutions, 10 to 30 times slower."""
+
 COPYING = frozenset(["copy", "copy_p", "convert_element_type"])
 """Operations whose result is their operand, in the same dtype or another one."""
 
@@ -53,6 +65,11 @@ HARMLESS = MOVES.union([
 ])
 # fmt: on
 """Operations whose results are finite if their operands are finite."""
+
+_IN_ORDER = frozenset(
+    ["copy", "copy_p", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "sharding_constraint", "name", "pvary"]
+)
+"""Operations whose result has the elements of its operand in their order, if it has as many."""
 
 _PLACING = {"sharding_constraint", "shard_map", "reshard", "mesh_cast"}
 """Operations that place an array."""
@@ -94,6 +111,7 @@ class Operation:
         number: Its number in program order; nested operations have higher numbers.
         eqn: The traced equation.
         jaxpr: The program that contains it.
+        name: The name of its primitive.
         kind: "operation", "call", "scan", "while", "cond" or "shard_map".
         depth: The number of enclosing loops.
         bodies: The inner programs: condition and body of a while, the branches of a cond, one for others.
@@ -102,9 +120,51 @@ class Operation:
     number: int
     eqn: Any
     jaxpr: Any
+    name: str
     kind: str
     depth: int
     bodies: tuple[Subprogram, ...] = ()
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Length, direction and unrolling of a scan; mesh, specs and checks of a shard_map; empty for others."""
+        return {name: self.eqn.params[name] for name in _OPTIONS.get(self.kind, ())}
+
+    @property
+    def called(self) -> str:
+        """The name of the function that a call runs; empty for others."""
+        return str(self.eqn.params.get("name") or "")
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """The numbers of a loop's leading arguments.
+
+        For a scan they are those of its constants and of what it carries; the others are sliced. For a while they are
+        those of the constants of its condition and of its body; the others are carried.
+        """
+        params = self.eqn.params
+        if self.kind == "while":
+            return params["cond_nconsts"], params["body_nconsts"]
+        if "num_consts" in params:
+            return params["num_consts"], params["num_carry"]
+        consts, carried, _ = params["ft_in"].unpack()  # JAX 0.12: three trees
+        return len(consts), len(carried)
+
+    @property
+    def is_of_platforms(self) -> bool:
+        """Whether a cond chooses by the platform: the compiler sees one of its branches."""
+        return self.eqn.params.get("branches_platforms") is not None
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether the result has the elements of the first operand, in their order."""
+        given, made = self.eqn.invars[0].aval, self.eqn.outvars[0].aval
+        is_reordered = self.name == "reshape" and self.eqn.params.get("dimensions") is not None
+        return self.name in _IN_ORDER and given.size == made.size and not is_reordered
+
+
+def _name(eqn: Any) -> str:
+    return str(eqn.primitive.name)
 
 
 def name_stack(eqn: Any) -> str:
@@ -112,17 +172,30 @@ def name_stack(eqn: Any) -> str:
     return str(getattr(getattr(eqn, "source_info", None), "name_stack", ""))
 
 
+def frames_of(eqn: Any) -> Sequence[Any]:
+    """Return the frames of the Python code that made an equation, innermost first; empty if they are not known."""
+    traceback = eqn.source_info.traceback
+    return [] if traceback is None else traceback.frames
+
+
+def argument_names(closed: Any) -> Sequence[Any]:
+    """Return the names of the arguments of a traced function as in its source; empty if they are not known."""
+    return getattr(getattr(closed.jaxpr, "debug_info", None), "arg_names", None) or ()
+
+
+def shown_parameters(eqn: Any) -> dict[str, str]:
+    """Return the parameters of an equation that say what it computes, as strings."""
+    hidden = (type(None), core.Jaxpr, core.ClosedJaxpr)
+    return {
+        name: str(value)
+        for name, value in eqn.params.items()
+        if name not in _HIDDEN and not callable(value) and not isinstance(value, hidden)
+    }
+
+
 def is_differentiated(eqn: Any) -> bool:
     """Whether an equation was traced for a gradient, forward or backward."""
     return "jvp" in name_stack(eqn)
-
-
-def counts_of(params: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many arguments of a scan are constants, and how many are carried; the others are sliced."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carried, _ = params["ft_in"].unpack()  # JAX 0.12: three trees
-    return len(consts), len(carried)
 
 
 def programs_in(eqn: Any) -> Iterator[core.Jaxpr]:
@@ -155,6 +228,12 @@ def walk(body: Subprogram) -> Iterator[Operation]:
             yield from walk(inner)
 
 
+def inside(operation: Operation) -> Iterator[Operation]:
+    """Yield all operations of the inner programs of an operation."""
+    for body in operation.bodies:
+        yield from walk(body)
+
+
 def path_to(body: Subprogram, number: int) -> list[tuple[Subprogram, Operation]]:
     """Return the operations from the outermost to the one with a number, each with the program that contains it."""
     for operation in body.operations:
@@ -178,13 +257,13 @@ def _subprogram(
 
 
 def _as_operation(eqn: Any, jaxpr: Any, depth: int, numbers: Iterator[int], on_shards: bool) -> Operation:
-    number, name, params = next(numbers), eqn.primitive.name, eqn.params
+    number, name, params = next(numbers), _name(eqn), eqn.params
 
     def made(kind: str, *inside: tuple[Any, str]) -> Operation:
         below = depth + (kind in ("scan", "while"))
         shards = on_shards or kind == "shard_map"
         bodies = tuple(_subprogram(program, below, numbers, label, on_shards=shards) for program, label in inside)
-        return Operation(number, eqn, jaxpr, kind, depth, bodies)
+        return Operation(number, eqn, jaxpr, name, kind, depth, bodies)
 
     if name == "scan":
         return made("scan", (params["jaxpr"], ""))
@@ -194,29 +273,26 @@ def _as_operation(eqn: Any, jaxpr: Any, depth: int, numbers: Iterator[int], on_s
         return made("cond", *((one, f"branch {i}") for i, one in enumerate(params["branches"])))
     if name == "shard_map":
         # A nested shard_map is treated as opaque, as is one of a JAX version with other parameters.
-        known = not on_shards and all(key in params for key in _SHARD_MAP) and manual_axes(params)
+        known = not on_shards and all(key in params for key in _OPTIONS["shard_map"]) and _manual_axes(params)
         return made("shard_map", (params["jaxpr"], "")) if known else made("operation")
     called = next((params[key] for key in _CALLED if _is_program(params.get(key), eqn)), None)
     return made("operation") if called is None or name in _OPAQUE else made("call", (called, ""))
 
 
-def manual_axes(params: Mapping[str, Any]) -> Any:
+def _manual_axes(params: Mapping[str, Any]) -> Any:
     """Return the axes that a shard_map makes manual; JAX 0.10.0 has another name for them."""
     return params.get("newly_manual_axes") or params.get("manual_axes")
 
 
 def shard_counts(operation: Operation) -> dict[str, int]:
     """Return the mesh axes over which a shard_map runs a program per shard, and their sizes."""
-    mesh, manual = operation.eqn.params["mesh"], manual_axes(operation.eqn.params)
+    mesh, manual = operation.options["mesh"], _manual_axes(operation.eqn.params)
     return {name: mesh.shape[name] for name in mesh.axis_names if name in manual}
 
 
 def recomputes(body: Subprogram) -> bool:
     """Whether the program recomputes operations for the gradient, as with `jax.checkpoint`."""
-    return any(
-        operation.eqn.primitive.name in _REMAT and operation.eqn.params.get("differentiated")
-        for operation in walk(body)
-    )
+    return any(operation.name in _REMAT and operation.eqn.params.get("differentiated") for operation in walk(body))
 
 
 def _is_program(value: Any, eqn: Any) -> bool:
@@ -248,16 +324,13 @@ def depend_on_calls(body: Subprogram, name: str, given: Sequence[bool]) -> list[
         given: Whether each argument of the program does.
     """
 
-    def calls(operation: Operation) -> bool:
-        return operation.eqn.params.get("name") == name
-
     def by(operation: Operation, given: list[bool]) -> list[bool]:
-        if operation.kind in ("call", "shard_map") and not calls(operation):
+        if operation.kind in ("call", "shard_map") and operation.called != name:
             return depend_on_calls(operation.bodies[0], name, given)
         if operation.kind == "cond":
             branches = [depend_on_calls(branch, name, given[1:]) for branch in operation.bodies]
             return [any((given[0], *results)) for results in zip(*branches, strict=True)]
-        is_inside = calls(operation) or any(calls(one) for body in operation.bodies for one in walk(body))
+        is_inside = any(one.called == name for one in (operation, *inside(operation)))
         return [is_inside or any(given)] * len(operation.eqn.outvars)
 
     return evaluate(body, given, by, lambda constant: False)
@@ -284,8 +357,24 @@ def _alone(operation: Operation) -> core.ClosedJaxpr:
     eqn = operation.eqn
     given = list(dict.fromkeys(variables(eqn.invars)))
     kept = [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
-    alone = operation.jaxpr.replace(constvars=[], invars=given, outvars=kept, eqns=[eqn], effects=eqn.effects)
-    return core.ClosedJaxpr(alone, ())
+    return core.ClosedJaxpr(part_of(operation.jaxpr, given, kept, [eqn]).replace(effects=eqn.effects), ())
+
+
+def part_of(jaxpr: Any, given: Sequence[Any], made: Sequence[Any], eqns: Sequence[Any]) -> Any:
+    """Return some equations of a program as a program, of the variables that they use and for those that they make."""
+    return jaxpr.replace(constvars=[], invars=list(given), outvars=list(made), eqns=list(eqns))
+
+
+def part_for(closed: Any, results: list[bool]) -> Any:
+    """Return the part of a traced function, a `ClosedJaxpr`, that computes those results."""
+    jaxpr, used, _ = dce_jaxpr_consts(closed.jaxpr, results, True)
+    return core.ClosedJaxpr(jaxpr, [const for const, is_used in zip(closed.consts, used, strict=True) if is_used])
+
+
+def with_consts_as_arguments(closed: Any) -> Any:
+    """Return a program that takes the constants of a traced function before its arguments."""
+    jaxpr = closed.jaxpr
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
 def evaluate(
@@ -324,7 +413,7 @@ def is_elementwise_operation(operation: Operation, shape: tuple[int, ...]) -> bo
     """Whether an operation of a program computes arrays of this shape from arrays of this shape and scalars."""
     if operation.kind == "call":
         return is_elementwise(operation.bodies[0], shape)
-    name, shapes = operation.eqn.primitive.name, _shapes((*operation.eqn.invars, *operation.eqn.outvars))
+    name, shapes = operation.name, _shapes((*operation.eqn.invars, *operation.eqn.outvars))
     if name == "broadcast_in_dim":
         return shapes[0] == () and shapes[-1] in ((), shape)
     return name in ELEMENTWISE and set(shapes) <= {(), shape}
@@ -344,7 +433,7 @@ def on_slices(body: Subprogram, values: Sequence[Any], shape: tuple[int, ...]) -
 def on_part(operation: Operation, values: list[Any], shape: tuple[int, ...]) -> list[Any]:
     """Evaluate an elementwise operation, other than a call, on parts of its arrays, of a shape."""
     eqn = operation.eqn
-    if eqn.primitive.name == "broadcast_in_dim" and eqn.params["shape"]:
+    if operation.name == "broadcast_in_dim" and eqn.params["shape"]:
         eqn = eqn.replace(params={**eqn.params, "shape": shape})
     return apply(dataclasses.replace(operation, eqn=eqn), values)
 
@@ -359,7 +448,7 @@ def without_calls(fn: Callable[..., Any], platform: str, *args: Any) -> tuple[Su
     """
 
     def inside(operation: Operation, values: list[Any]) -> Sequence[Any]:
-        if operation.eqn.primitive.name == "platform_index":
+        if operation.name == "platform_index":
             known = [names is None or platform in names for names in operation.eqn.params["platforms"]]
             return [np.int32(known.index(True))]
         if operation.kind == "cond" and isinstance(values[0], np.generic):
@@ -372,6 +461,21 @@ def without_calls(fn: Callable[..., Any], platform: str, *args: Any) -> tuple[Su
     return body_of(jax.make_jaxpr(lambda *values: evaluate(body_of(traced), values, inside))(*args)), shapes
 
 
+def is_slow_in_loops(jaxpr: Any) -> bool:
+    """Whether XLA runs a program much slower in a loop than by itself, on the default backend."""
+    return jax.default_backend() == "cpu" and any(_name(eqn) in SLOW_IN_LOOPS for *_, eqn in all_equations(jaxpr))
+
+
+def named_axes(program: Any) -> set[str]:
+    """Return the mesh axes that shardings, shard_maps and collectives of a program name."""
+    found: set[Any] = set()
+    for params in (eqn.params for *_, eqn in all_equations(program)):
+        specs = [dims_of(value.spec) for value in params.values() if isinstance(value, NamedSharding)]
+        named = [*(axis for spec in specs for axis in spec), params.get("axis_name"), params.get("axes")]
+        found.update(_manual_axes(params) or (), *map(mesh_axes_of, named))
+    return {name for name in found if isinstance(name, str)}
+
+
 def is_annotated(traced: Any) -> bool:
     """Whether the loss of a step places its activations: by constraints, in `shard_map`, or on Explicit axes.
 
@@ -379,8 +483,7 @@ def is_annotated(traced: Any) -> bool:
         traced: The jaxpr of the step.
     """
     return any(
-        (eqns[-1].primitive.name in _PLACING or any(map(_is_explicit, eqns[-1].outvars)))
-        and any(map(is_differentiated, eqns))
+        (_name(eqns[-1]) in _PLACING or any(map(_is_explicit, eqns[-1].outvars))) and any(map(is_differentiated, eqns))
         for eqns in all_equations(traced)
     )
 
@@ -392,8 +495,8 @@ def shards_arrays(traced: Any) -> bool:
         traced: The jaxpr of the step.
     """
     return any(
-        eqn.primitive.name == "shard_map"
-        or (eqn.primitive.name in _PLACING and any(map(_splits, eqn.params.values())))
+        _name(eqn) == "shard_map"
+        or (_name(eqn) in _PLACING and any(map(_splits, eqn.params.values())))
         or any(map(_is_explicit, eqn.outvars))
         for *_, eqn in all_equations(traced)
     )
@@ -444,7 +547,7 @@ def program_hash(closed: Any) -> ProgramHash:
 
     Example:
         >>> import jax
-        >>> from jstep.core.programs import program_hash
+        >>> from jstep.core.jaxprs import program_hash
         >>> functions = (lambda x: 2 * x), (lambda y: 2 * y), (lambda x: 3 * x)
         >>> one, other, third = (program_hash(jax.make_jaxpr(f)(1.0)).digest for f in functions)
         >>> one == other, one == third
@@ -458,7 +561,7 @@ def gradients_hash(closed: Any) -> ProgramHash:
 
     Example:
         >>> import jax
-        >>> from jstep.core.programs import gradients_hash
+        >>> from jstep.core.jaxprs import gradients_hash
         >>> steps = [lambda x, a=a, b=b: x - a * jax.grad(lambda y: b * y**2)(x) for a, b in ((1, 3), (2, 3), (1, 4))]
         >>> one, other, third = (gradients_hash(jax.make_jaxpr(step)(1.0)).digest for step in steps)
         >>> one == other, one == third
@@ -474,21 +577,6 @@ def digest_of(*parts: str) -> str:
         data = part.encode("utf-8", "surrogatepass")
         digest.update(b"%d:" % len(data) + data)
     return digest.hexdigest()
-
-
-def mesh_text(mesh: Any) -> str:
-    """Format the axes of a mesh with their sizes and types: `data: 4 Explicit, model: 2 Auto`."""
-    types = mesh.axis_types
-    sizes = dict(mesh.shape)
-    return ", ".join(f"{name}: {sizes[name]} {kind.name}" for name, kind in zip(mesh.axis_names, types, strict=True))
-
-
-def sharding_text(sharding: Any) -> str:
-    """Format a sharding without its devices: the spec, the axes of the mesh, and the memory kind."""
-    memory = "" if sharding.memory_kind in (None, "device") else f" in {sharding.memory_kind}"
-    if isinstance(sharding, NamedSharding):
-        return f"{sharding.spec} over ({mesh_text(sharding.mesh)}){memory}"
-    return f"{type(sharding).__name__}{memory}"
 
 
 def _no_counts() -> ProgramHash:
@@ -536,7 +624,7 @@ class _Hasher:
         return [*given, *computed, self._used(jaxpr.outvars, numbers)]
 
     def _operation(self, eqn: Any, numbers: dict[Any, int]) -> list[str]:
-        name = eqn.primitive.name
+        name = _name(eqn)
         self._counts.operations[name] += 1
         if name in ("jit", "pjit"):
             self._counts.functions[eqn.params["name"]] += 1
@@ -613,14 +701,13 @@ def _array_text(x: Any) -> str:
     return f"{array.dtype}{list(np.shape(x))} {hashlib.blake2b(values.tobytes(), digest_size=16).hexdigest()}"
 
 
-# Operation counts of a program with all loop iterations; XLA counts each loop body once.
+# The arithmetic of one operation, and its number format.
 
 _FREE = MOVES | {"gather", "convert_element_type", "bitcast_convert_type"}
 """Operations that move data without arithmetic."""
 
 
 _PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
-_NONE: Mapping["Product", float] = MappingProxyType({})
 
 
 class Product(NamedTuple):
@@ -636,71 +723,9 @@ class Product(NamedTuple):
     precision: str
 
 
-class Work(NamedTuple):
-    """Operations and memory traffic of a program, summed over all devices.
-
-    Attributes:
-        once: Operations, with each loop body counted once, as XLA does.
-        all: Operations, with each loop body counted once per iteration.
-        once_bytes: Bytes read and written, counted as in `once`.
-        all_bytes: Bytes read and written, counted as in `all`.
-        unknown: The number of loops whose number of iterations depends on values; they are counted once.
-        products: Number format → operations of matrix products and convolutions, counted as in `all`.
-    """
-
-    once: float = 0.0
-    all: float = 0.0
-    once_bytes: float = 0.0
-    all_bytes: float = 0.0
-    unknown: int = 0
-    products: Mapping[Product, float] = _NONE
-
-    def plus(self, other: "Work") -> "Work":
-        """The sum."""
-        both = {**self.products, **other.products}
-        products = {one: self.products.get(one, 0.0) + other.products.get(one, 0.0) for one in both}
-        return Work._make([*map(operator.add, self[:-1], other[:-1]), products])
-
-    def times(self, once: int, total: int) -> "Work":
-        """Return the work of a loop whose program contains this body `once` times and which runs it `total` times."""
-        products = {product: total * flops for product, flops in self.products.items()}
-        return Work(
-            once * self.once, total * self.all, once * self.once_bytes, total * self.all_bytes, self.unknown, products
-        )
-
-
-def work_of(body: Subprogram) -> Work:
-    """Compute the work of a program."""
-    return functools.reduce(Work.plus, map(_work_of_operation, body.operations), Work())
-
-
-def _work_of_operation(operation: Operation) -> Work:
-    inner = [work_of(body) for body in operation.bodies]
-    if operation.kind == "call":
-        return inner[0]
-    if operation.kind == "shard_map":
-        shards = math.prod(shard_counts(operation).values())
-        return inner[0].times(shards, shards)
-    if operation.kind == "cond":
-        return max(inner, key=lambda work: work.all)
-    if operation.kind == "while":
-        both = inner[0].plus(inner[1])
-        # A loop that loads arrays from the host is one of an offloaded update, counted once.
-        spaces = [getattr(var.aval, "memory_space", None) for var in operation.eqn.invars]
-        return both._replace(unknown=both.unknown + (jax.memory.Space.Host not in spaces))
-    if operation.kind == "scan":
-        length = operation.eqn.params["length"]
-        unroll = min(max(1, int(operation.eqn.params["unroll"])), max(1, length))
-        # The remainder of an unrolled loop is a second copy of its program.
-        return inner[0].times(unroll + length % unroll if length > unroll else max(1, length), length)
-    flops = _flops(operation.eqn)
-    moved = sum(_bytes(var.aval) for var in (*operation.eqn.invars, *operation.eqn.outvars))
-    product = _product(operation.eqn)
-    return Work(flops, flops, moved, moved, products=_NONE if product is None else {product: flops})
-
-
-def _flops(eqn: Any) -> float:
-    name, params = eqn.primitive.name, eqn.params
+def flops_of(eqn: Any) -> float:
+    """Return the number of floating-point operations of an operation without inner programs."""
+    name, params = _name(eqn), eqn.params
     size = sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars)
     if name == "dot_general":
         ((contracted, _), _) = params["dimension_numbers"]
@@ -724,9 +749,9 @@ def _flops(eqn: Any) -> float:
     return float(size)
 
 
-def _product(eqn: Any) -> Product | None:
+def product_of(eqn: Any) -> Product | None:
     """Return the number format of a matrix product or convolution; None for any other operation."""
-    if eqn.primitive.name not in _PRODUCTS:
+    if _name(eqn) not in _PRODUCTS:
         return None
     dtype = max((var.aval.dtype for var in eqn.invars[:2]), key=lambda one: one.itemsize)
     precision = eqn.params["precision"]
@@ -734,10 +759,3 @@ def _product(eqn: Any) -> Product | None:
         precision = max(precision, key=lambda one: int(one.value))
     name = "DEFAULT" if precision is None else str(getattr(precision, "name", precision))
     return Product(dtype.name, "ANY_F8" if name.startswith("ANY_F8") else name)
-
-
-def _bytes(aval: Any) -> float:
-    dtype = getattr(aval, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.generic):
-        return 0.0
-    return float(math.prod(aval.shape) * dtype.itemsize)

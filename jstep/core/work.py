@@ -1,0 +1,85 @@
+"""The work of a traced program: operations and bytes, with all loop iterations; XLA counts each loop body once."""
+
+import functools
+import math
+import operator
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jstep.core.jaxprs import Operation, Product, Subprogram, flops_of, product_of, shard_counts
+
+_NONE: Mapping[Product, float] = MappingProxyType({})
+
+
+class Work(NamedTuple):
+    """Operations and memory traffic of a program, summed over all devices.
+
+    Attributes:
+        once: Operations, with each loop body counted once, as XLA does.
+        all: Operations, with each loop body counted once per iteration.
+        once_bytes: Bytes read and written, counted as in `once`.
+        all_bytes: Bytes read and written, counted as in `all`.
+        unknown: The number of loops whose number of iterations depends on values; they are counted once.
+        products: Number format → operations of matrix products and convolutions, counted as in `all`.
+    """
+
+    once: float = 0.0
+    all: float = 0.0
+    once_bytes: float = 0.0
+    all_bytes: float = 0.0
+    unknown: int = 0
+    products: Mapping[Product, float] = _NONE
+
+    def plus(self, other: "Work") -> "Work":
+        """The sum."""
+        both = {**self.products, **other.products}
+        products = {one: self.products.get(one, 0.0) + other.products.get(one, 0.0) for one in both}
+        return Work._make([*map(operator.add, self[:-1], other[:-1]), products])
+
+    def times(self, once: int, total: int) -> "Work":
+        """Return the work of a loop whose program contains this body `once` times and which runs it `total` times."""
+        products = {product: total * flops for product, flops in self.products.items()}
+        return Work(
+            once * self.once, total * self.all, once * self.once_bytes, total * self.all_bytes, self.unknown, products
+        )
+
+
+def work_of(body: Subprogram) -> Work:
+    """Compute the work of a program."""
+    return functools.reduce(Work.plus, map(_work_of_operation, body.operations), Work())
+
+
+def _work_of_operation(operation: Operation) -> Work:
+    inner = [work_of(body) for body in operation.bodies]
+    if operation.kind == "call":
+        return inner[0]
+    if operation.kind == "shard_map":
+        shards = math.prod(shard_counts(operation).values())
+        return inner[0].times(shards, shards)
+    if operation.kind == "cond":
+        return max(inner, key=lambda work: work.all)
+    if operation.kind == "while":
+        both = inner[0].plus(inner[1])
+        # A loop that loads arrays from the host is one of an offloaded update, counted once.
+        spaces = [getattr(var.aval, "memory_space", None) for var in operation.eqn.invars]
+        return both._replace(unknown=both.unknown + (jax.memory.Space.Host not in spaces))
+    if operation.kind == "scan":
+        length = operation.options["length"]
+        unroll = min(max(1, int(operation.options["unroll"])), max(1, length))
+        # The remainder of an unrolled loop is a second copy of its program.
+        return inner[0].times(unroll + length % unroll if length > unroll else max(1, length), length)
+    flops = flops_of(operation.eqn)
+    moved = sum(_bytes(var.aval) for var in (*operation.eqn.invars, *operation.eqn.outvars))
+    product = product_of(operation.eqn)
+    return Work(flops, flops, moved, moved, products=_NONE if product is None else {product: flops})
+
+
+def _bytes(aval: Any) -> float:
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.generic):
+        return 0.0
+    return float(math.prod(aval.shape) * dtype.itemsize)
