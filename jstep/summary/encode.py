@@ -24,7 +24,7 @@ from jstep.stores.files import ObjectAppender, make_folders, sync, sync_folder
 from jstep.stores.objects import Objects, is_url
 from jstep.summary import make
 from jstep.summary.make import DEFAULT, Histogram, Images, Part, Scalars, Summary, Text
-from jstep.summary.read import frame, is_event_file, pillow_image, proto
+from jstep.summary.read import frame, imported, is_event_file, proto
 
 # Histogram summaries, counted on the device into TensorFlow's exponential buckets.
 #
@@ -350,7 +350,7 @@ def _images(part: Images) -> Iterator[Values]:
 def _png(pixels: NumPyArray) -> Any:
     height, width, channels = pixels.shape
     buffer = io.BytesIO()
-    pillow_image().fromarray(pixels[..., 0] if channels == 1 else pixels).save(buffer, "PNG")
+    imported("PIL.Image", "an image summary").fromarray(pixels[..., 0] if channels == 1 else pixels).save(buffer, "PNG")
     return proto("Summary").Image(
         height=height, width=width, colorspace=channels, encoded_image_string=buffer.getvalue()
     )

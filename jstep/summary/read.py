@@ -5,7 +5,6 @@ import importlib
 import os
 import stat
 import struct
-import types
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
@@ -37,7 +36,13 @@ _HOME = {
 }
 
 
-def _import(module: str, what: str) -> types.ModuleType:
+@functools.cache
+def imported(module: str, what: str = "an event file") -> Any:
+    """Import a module of the extra `summaries`.
+
+    Raises:
+        ImportError: It is not installed; names `what`, which needs it.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -49,14 +54,13 @@ def _import(module: str, what: str) -> types.ModuleType:
 @functools.cache
 def proto(name: str) -> Any:
     """Return a message class by name, such as `proto("Event")`; for "types", the module of enums."""
-    module = _import(f"tensorboard.compat.proto.{_HOME[name]}", "an event file")
+    module = imported(f"tensorboard.compat.proto.{_HOME[name]}")
     return module if name == "types" else getattr(module, name)
 
 
-@functools.cache
 def decode_error() -> type[Exception]:
     """Return the exception that protobuf raises for bytes that are not a message."""
-    return _import("google.protobuf.message", "an event file").DecodeError
+    return imported("google.protobuf.message").DecodeError
 
 
 def parsed(data: bytes, name: str, what: str) -> Any:
@@ -71,24 +75,9 @@ def parsed(data: bytes, name: str, what: str) -> Any:
         raise TypeError(f"{what}: {len(data)} bytes that are not a serialized {name}: {error}") from error
 
 
-@functools.cache
-def hparams_protos() -> tuple[Any, Any]:
-    """Return the modules of TensorBoard's HParams messages: `api_pb2` and `plugin_data_pb2`."""
-    home = "tensorboard.plugins.hparams."
-    what = "add_hparams"
-    return _import(home + "api_pb2", what), _import(home + "plugin_data_pb2", what)
-
-
-@functools.cache
 def crc32c() -> Any:
     """Return a function from bytes to their CRC-32C as an int, computed in C."""
-    return _import("google_crc32c", "an event file").value
-
-
-@functools.cache
-def pillow_image() -> Any:
-    """Return Pillow's `Image` module; Pillow is a dependency of tensorboard."""
-    return _import("PIL.Image", "an image summary")
+    return imported("google_crc32c").value
 
 
 def is_message(x: Any, name: str) -> bool:

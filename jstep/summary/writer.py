@@ -24,7 +24,7 @@ from jstep.stores.objects import location
 from jstep.summary.encode import Sink, encode_job, open_event_file
 from jstep.summary.graph import graph_def
 from jstep.summary.make import Scalars, Summary, has_tracers, keep
-from jstep.summary.read import crc32c, frame, hparams_protos, is_message, parsed, proto
+from jstep.summary.read import crc32c, frame, imported, is_message, parsed, proto
 
 # The background thread that waits for arrays, encodes events and writes them.
 
@@ -566,7 +566,7 @@ def hparams_values(hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None
     Raises:
         TypeError: An entry has a type that the tab does not support; the message names the entry.
     """
-    api, plugin = hparams_protos()
+    api, plugin = (imported(f"tensorboard.plugins.hparams.{n}", "add_hparams") for n in ("api_pb2", "plugin_data_pb2"))
     flat = dict(_flat(hparams, "hparams"))
     group = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
     start = plugin.SessionStartInfo(group_name=group, start_time_secs=now)
