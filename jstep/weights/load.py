@@ -2,9 +2,8 @@
 
 import contextlib
 import dataclasses
-import io
+import functools
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -13,30 +12,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint import slots
-from jstep.checkpoint.listing import Store, has_data
+from jstep.checkpoint.listing import has_data
 from jstep.checkpoint.manifest import NAME as MANIFEST
-from jstep.checkpoint.manifest import CheckpointError, Leaf, Manifest
-from jstep.checkpoint.names import open_store
-from jstep.checkpoint.reading import first_of, read_and_verify, short
+from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.slots import PARAMS
 from jstep.core import trees
-from jstep.core.checks import as_bool, kind, listing, shown
+from jstep.core.checks import as_bool, kind, shown
 from jstep.core.meshes import internal_transfers
-from jstep.core.placement import bounds, is_on_cpus, refuse_compile_only, target_sharding
+from jstep.core.placement import refuse_compile_only, target_sharding
 from jstep.core.targets import has_value
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.distributed import processes
-from jstep.weights import match
+from jstep.weights import jstep_checkpoint, match
 from jstep.weights.files import INDEX, SUFFIX, find_weights, folder_of, local
 from jstep.weights.match import Match, Names, Rule, Wanted
-from jstep.weights.tensors import Tensor, confirm, read_whole
+from jstep.weights.tensors import Read, Tensor, confirm, read_shards
 
 _AT_ONCE = 2**30
 """Bytes to read together: while they are cast, they occupy memory in both dtypes."""
 _logger = logging.getLogger("jstep")
-_Halves = tuple[Leaf, Leaf | None]
-"""A leaf of a checkpoint, and the leaf with its other half, if `compact` stores it in two."""
 _BOX = "/value"  # the attribute of a Flax NNX variable that holds its array
 
 
@@ -188,89 +181,70 @@ def _float_dtype(dtype: Any) -> Any:
     return found
 
 
-# Where weights are read from: safetensors files, and checkpoints, whose arrays have names.
+# Where weights are read from.
 
 
-class _Files:
-    """Safetensors files."""
-
-    def __init__(self, path: str, tensors: Mapping[str, Tensor], stack: contextlib.ExitStack) -> None:
-        self.path, self._tensors, self._stack = path, tensors, stack
-        self._open: dict[str, io.RawIOBase] = {}
-
-    def match(self, target: Any, by_name: Sequence[Rule], float_dtype: Any) -> Match:
-        """Find the tensor of each leaf of a target; see `jstep.weights.match.match`."""
-        return match.match(target, self._tensors, by_name, float_dtype)
-
-    def whole(self, tensor: Tensor) -> np.ndarray[Any, Any]:
-        """Read a whole tensor into new memory."""
-        return read_whole(self._file(tensor), tensor)
-
-    def leaves(self, wanted: Sequence[Wanted]) -> Iterator[Any]:
-        """Read leaves that have no transform, in order: each device its own part."""
-        for one in wanted:
-            yield match.placed(one, self._file(one.source))
-
-    def _file(self, tensor: Any) -> io.RawIOBase:
-        if tensor.file not in self._open:
-            file = open(tensor.file, "rb", buffering=0)  # noqa: SIM115
-            self._open[tensor.file] = self._stack.enter_context(file)
-        return self._open[tensor.file]
-
-
-@dataclasses.dataclass
-class Checkpoint:
-    """The arrays of a checkpoint.
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Safetensors files, or a checkpoint, whose arrays have names.
 
     Attributes:
-        path: The folder or URL that holds them.
-        arrays: The arrays by name.
-        read: Reads arrays: name → sharding, or None for a NumPy array.
+        path: The file, index or folder.
+        tensors: The tensors by name.
+        read: Reads them.
+        is_checkpoint: Whether it is a checkpoint, which may hold more than weights.
     """
 
     path: str
-    arrays: Mapping[str, Tensor]
-    read: Callable[[Mapping[str, Any]], dict[str, Any]]
+    tensors: Mapping[str, Tensor]
+    read: Read
+    is_checkpoint: bool
 
     def match(self, target: Any, by_name: Sequence[Rule], float_dtype: Any) -> Match:
-        """Find the array of each leaf of a target; see `jstep.weights.match.match`.
+        """Find the tensor of each leaf of a target; see `jstep.weights.match.match`.
 
-        `params/` may be omitted from names. A checkpoint may hold more than weights, such as the state of an optimizer:
-        if `params` is loaded from, groups at the root of its tree from which nothing is loaded do not count as unused;
-        if names only adds a group to all paths, nothing outside of that group does.
+        `params/` may be omitted from names in a checkpoint. It may hold more than weights, such as the state of an
+        optimizer: if `params` is loaded from, groups at the root of its tree from which nothing is loaded do not count
+        as unused; if names only adds a group to all paths, nothing outside of that group does.
         """
-        found = match.match(target, self.arrays, self._in_params(by_name), float_dtype)
+        if not self.is_checkpoint:
+            return match.match(target, self.tensors, by_name, float_dtype)
+        found = match.match(target, self.tensors, self._in_params(by_name), float_dtype)
         names = {one.path: one.name for one in found.wanted if one.name is not None}
-        used = {path: name for path, name in names.items() if name in self.arrays}
+        used = {path: name for path, name in names.items() if name in self.tensors}
         unused = [name for name in found.unused if name.startswith(_groups(used))]
         missing = [names[one.path] for one in found.wanted if one.is_missing]
         are_paths = all(rule.name == path for rule, path in zip(by_name, trees.paths_of(target), strict=True))
-        hint = _names_hint(missing, self.arrays.keys()) if missing and are_paths else ""
+        hint = _names_hint(missing, self.tensors.keys()) if missing and are_paths else ""
         return dataclasses.replace(found, unused=unused, hint=hint or found.hint)
 
     def _in_params(self, by_name: Sequence[Rule]) -> list[Rule]:
         """Return the rules with names in which `params/` is not omitted."""
         names = [rule.name for rule in by_name if rule.name is not None]
         # The parameters may have a group `params`, too, so that both "params/w" and "params/params/w" exist.
-        everywhere = not all(name in self.arrays for name in names) and all(_in_params(n) in self.arrays for n in names)
-        omitted = {n for n in names if (everywhere or n not in self.arrays) and _in_params(n) in self.arrays}
+        everywhere = not all(name in self.tensors for name in names) and all(
+            _in_params(n) in self.tensors for n in names
+        )
+        omitted = {n for n in names if (everywhere or n not in self.tensors) and _in_params(n) in self.tensors}
         return [rule._replace(name=_in_params(rule.name)) if rule.name in omitted else rule for rule in by_name]
 
     def whole(self, tensor: Tensor) -> np.ndarray[Any, Any]:
-        """Read a whole array into new memory."""
+        """Read a whole tensor into new memory."""
         return np.asarray(self.read({tensor.name: None})[tensor.name])
 
     def leaves(self, wanted: Sequence[Wanted]) -> Iterator[Any]:
-        """Read leaves in order: each device its own part, except for dtypes that JAX supports only with x64 enabled."""
-        for batch in _batches(wanted):
-            shardings = {}
+        """Read leaves that have no transform, in order: each device its own part."""
+        for batch in _batches(wanted, _AT_ONCE if self.is_checkpoint else 0):
+            arrays = self.read({one.source.name: self._sharding(one) for one in batch})
             for one in batch:
-                is_known = jax.dtypes.canonicalize_dtype(one.source.dtype) == one.source.dtype
-                as_array = is_known and not one.is_numpy
-                shardings[one.source.name] = target_sharding(one.leaf, one.path) if as_array else None
-            arrays = self.read(shardings)
-            for one in batch:
-                yield _leaf(one, arrays.pop(one.source.name))
+                yield match.placed(one, arrays.pop(one.source.name))
+
+    def _sharding(self, wanted: Wanted) -> Any:
+        """Return the sharding to read a tensor with; None to read all of it into a NumPy array."""
+        dtype = wanted.source.dtype
+        if self.is_checkpoint and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            return None  # an array on devices would need jax_enable_x64
+        return target_sharding(wanted.leaf, wanted.path)
 
 
 def _in_params(name: str) -> str:
@@ -310,13 +284,13 @@ def _names_hint(missing: Sequence[str], there: Set[str]) -> str:
     return ""
 
 
-def _batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
-    """Divide leaves into batches to read together, each with no array twice."""
+def _batches(wanted: Sequence[Wanted], most: int) -> Iterator[list[Wanted]]:
+    """Divide leaves into batches to read together, of this many bytes at most or of one, each with no array twice."""
     batch: dict[str, Wanted] = {}
     nbytes = 0
     for one in wanted:
         nbytes += one.source.nbytes
-        if batch and (one.source.name in batch or nbytes > _AT_ONCE):
+        if batch and (one.source.name in batch or nbytes > most):
             yield list(batch.values())
             batch, nbytes = {}, one.source.nbytes
         batch[one.source.name] = one
@@ -324,109 +298,8 @@ def _batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
         yield list(batch.values())
 
 
-def _leaf(wanted: Wanted, array: Any) -> Any:
-    """Return the leaf of an array that was read with its sharding."""
-    if not isinstance(array, jax.Array):
-        return match.from_host(wanted, array)
-    if array.dtype == wanted.dtype and not is_on_cpus(array):
-        return array
-    # On the CPU an array may alias the memory that it was read into, which is not reused when it is donated.
-    with internal_transfers():
-        parts = {bounds(shard.index, wanted.shape): np.asarray(shard.data) for shard in array.addressable_shards}
-    return match.from_parts(wanted, target_sharding(wanted.leaf, wanted.path), parts)
-
-
-def open_jstep_checkpoint(path: str, *, partial: bool = False) -> Checkpoint:
-    """Return the arrays of a checkpoint, which is verified before the first is returned.
-
-    A slot that `compact` stores in two is one array of its float32 values. A parameter is what the loss sees.
-
-    Args:
-        path: A folder that has a manifest.
-        partial: Whether to leave out the arrays that cannot be read, with a warning, if the checkpoint is corrupted.
-
-    Raises:
-        CheckpointError: The checkpoint is corrupted, or another version of jstep wrote it.
-    """
-    path = os.path.abspath(path)
-    store = open_store(os.path.dirname(path))
-    manifest = store.manifest(path)
-    known = manifest.by_array
-    halved = [leaf for leaf in manifest.leaves if leaf.half in known and leaf.keys[0] != PARAMS]
-    halves = {leaf.array: known[leaf.half] for leaf in halved if leaf.half is not None}
-    given = zip(slots.unique(leaf.path for leaf in manifest.leaves), manifest.leaves, strict=True)
-    saved = {name: (leaf, halves.get(leaf.array)) for name, leaf in given if leaf not in halves.values()}
-    verified = partial and jax.process_count() == 1
-    if verified:
-        saved = _readable(store, path, manifest, saved)
-
-    def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
-        nonlocal verified
-        stored: dict[str, Any] = {}
-        for name, sharding in shardings.items():
-            leaf, half = saved[name]
-            of_both = None if half is not None and half.shape != leaf.shape else sharding  # scales have fewer numbers
-            stored |= dict.fromkeys(_arrays_of(leaf, half), of_both)
-        found = _read(store, path, manifest, stored, not verified)
-        verified = True
-        values = {}
-        with internal_transfers():
-            for name in shardings:
-                leaf, half = saved[name]
-                value = slots.zeros_of(leaf) if leaf.array is None else slots.from_stored(leaf, found[leaf.array])
-                values[name] = value if half is None else slots.opened_like(value, found[half.array or ""])
-        return values
-
-    arrays = {}
-    for name, (leaf, half) in saved.items():
-        # That of PRNG keys is their data.
-        shape, stored = slots.stored_kind(leaf) if leaf.key_impl is not None else (leaf.shape, leaf.dtype)
-        code, dtype = (leaf.dtype, jnp.dtype(stored)) if half is None else ("float32", np.dtype(np.float32))
-        arrays[name] = Tensor(name, code, shape, dtype, math.prod(shape) * dtype.itemsize)
-    return Checkpoint(path, arrays, read)
-
-
-def _arrays_of(leaf: Leaf, half: Leaf | None) -> list[str]:
-    """The names of the arrays that a leaf, and its other half, are stored in."""
-    return [one.array for one in (leaf, half) if one is not None and one.array is not None]
-
-
-def _readable(store: Store, path: str, manifest: Manifest, saved: dict[str, _Halves]) -> dict[str, _Halves]:
-    """Return the leaves whose arrays can be read; if the checkpoint is corrupted, warn and name the others."""
-    problems = store.find_corruption(path, manifest)
-    if not problems:
-        return saved
-    lost = []
-    for name, halves in saved.items():
-        try:
-            store.restore(path, manifest, dict.fromkeys(_arrays_of(*halves)))
-        except Exception:  # tensorstore has no error types
-            lost.append(name)
-    _logger.warning(
-        "load_weights: %s is corrupted: %s. The arrays that can be read are loaded%s%s",
-        path,
-        first_of(problems),
-        " unverified: their values may be wrong" if not manifest.is_packed else "",
-        listing("cannot be read", [repr(name) for name in lost]),
-    )
-    return {name: halves for name, halves in saved.items() if name not in lost}
-
-
-def _read(store: Store, path: str, manifest: Manifest, shardings: Mapping[str, Any], verify: bool) -> dict[str, Any]:
-    arrays, problems, failure = read_and_verify(store, path, manifest, shardings, verify)
-    if processes.any_process(bool(problems)):
-        raise CheckpointError(
-            f"{path} is corrupted: {first_of(problems) or 'another process names the file'}. Nothing was loaded; copy "
-            "it again from where it is intact"
-        )
-    if processes.any_process(failure is not None):
-        reason = "see the error of another process" if failure is None else short(failure)
-        raise CheckpointError(f"{path} could not be read: {reason}") from failure
-    return arrays
-
-
 @contextlib.contextmanager
-def open_source(path: Any, *, partial: bool = False) -> Iterator[_Files | Checkpoint]:
+def open_source(path: Any, *, partial: bool = False) -> Iterator[Source]:
     """Open weights for reading, and check what describes them; no tensor is read.
 
     Args:
@@ -445,16 +318,23 @@ def open_source(path: Any, *, partial: bool = False) -> Iterator[_Files | Checkp
     weights = find_weights(path)
     confirm(header.file for header in weights.files)
     with contextlib.ExitStack() as stack:
-        yield _Files(weights.path, weights.tensors, stack)
+        opened = functools.cache(lambda file: stack.enter_context(open(file, "rb", buffering=0)))
+
+        def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
+            tensors = [weights.tensors[name] for name in shardings]
+            return {one.name: read_shards(opened(one.file), one, shardings[one.name]) for one in tensors}
+
+        yield Source(weights.path, weights.tensors, read, is_checkpoint=False)
 
 
-def _checkpoint(path: str, *, partial: bool) -> Checkpoint | None:
+def _checkpoint(path: str, *, partial: bool) -> Source | None:
     """Return the checkpoint at a path; None if safetensors files are to be looked for there."""
     if not os.path.isdir(path) or any(name.endswith((SUFFIX, SUFFIX + INDEX)) for name in os.listdir(path)):
         return None
     if os.path.lexists(os.path.join(path, MANIFEST)):
+        place = os.path.abspath(path)
         try:
-            return open_jstep_checkpoint(path, partial=partial)
+            return Source(place, *jstep_checkpoint.opened(place, partial=partial), is_checkpoint=True)
         except CheckpointError:
             if has_data(path):
                 raise  # otherwise it is a file of another program
@@ -468,4 +348,4 @@ def _checkpoint(path: str, *, partial: bool) -> Checkpoint | None:
         return None
     from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
 
-    return Checkpoint(os.path.abspath(folder), *orbax_checkpoint.opened(folder))
+    return Source(os.path.abspath(folder), *orbax_checkpoint.opened(folder), is_checkpoint=True)

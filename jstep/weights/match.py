@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import io
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -15,9 +14,8 @@ import numpy as np
 from jstep.checkpoint.slots import as_integers
 from jstep.core import placement, targets, trees
 from jstep.core.checks import array_type, kind, note, shown
-from jstep.core.placement import ShardBounds
+from jstep.core.meshes import internal_transfers
 from jstep.core.selection import ambiguous, names_of
-from jstep.weights.tensors import read_parts, read_whole
 
 # The `names` argument, the tensor of each leaf by it, and what does not fit.
 
@@ -232,29 +230,30 @@ _NO_KIND = (
 _logger = logging.getLogger("jstep")
 
 
-def placed(wanted: Wanted, file: io.RawIOBase) -> Any:
-    """Read a leaf from its file: each device its own part; parts that several devices hold are read once.
+def placed(wanted: Wanted, read: Any) -> Any:
+    """Return a leaf of what was read for it with its sharding.
 
     Args:
         wanted: The leaf, with its tensor and no transform.
-        file: The tensor's file, unbuffered.
+        read: A NumPy array, an array with the leaf's sharding, or the parts of this process.
     """
+    if isinstance(read, jax.Array):
+        if read.dtype == wanted.dtype and not placement.is_on_cpus(read):
+            return read
+        # On the CPU an array may alias the memory that it was read into, which is not reused when it is donated.
+        with internal_transfers():
+            shards = read.addressable_shards
+            read = {placement.bounds(one.index, wanted.shape): np.asarray(one.data) for one in shards}
+    if not isinstance(read, Mapping):
+        return from_host(wanted, read)
     sharding = placement.target_sharding(wanted.leaf, wanted.path)
-    if sharding is None:
-        return from_host(wanted, read_whole(file, wanted.source))
-    parts = placement.local_parts(wanted.shape, sharding)
-    return from_parts(wanted, sharding, dict(zip(parts, read_parts(file, wanted.source, parts), strict=True)))
+    values = {part: _cast(wanted, array) for part, array in read.items()}
+    return placement.place(wanted.shape, wanted.dtype, sharding, values)
 
 
 def from_host(wanted: Wanted, array: np.ndarray[Any, Any]) -> Any:
     """Return a leaf from the whole array on the host."""
     return targets.placed(wanted, _cast(wanted, array))
-
-
-def from_parts(wanted: Wanted, sharding: Any, parts: Mapping[ShardBounds, np.ndarray[Any, Any]]) -> jax.Array:
-    """Return a leaf from the parts of this process on the host."""
-    values = {part: _cast(wanted, array) for part, array in parts.items()}
-    return placement.place(wanted.shape, wanted.dtype, sharding, values)
 
 
 def _cast(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

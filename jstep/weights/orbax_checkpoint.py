@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,14 +15,10 @@ from jstep.checkpoint.manifest import NAME as MANIFEST
 from jstep.checkpoint.slots import GLOBAL_STEP, keys_of, unique
 from jstep.core import trees
 from jstep.core.meshes import internal_transfers
-from jstep.weights.tensors import Tensor
+from jstep.weights.tensors import Read, Tensor
 
 _LONGEST = 300  # characters of an error of Orbax
 _SHOWN = 20  # arrays named in a message
-
-
-Read = Callable[[Mapping[str, Any]], dict[str, Any]]
-"""Reads arrays: name → sharding, or None for a NumPy array."""
 
 
 def opened(folder: str) -> tuple[dict[str, Tensor], Read]:

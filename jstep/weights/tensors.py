@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
@@ -245,10 +245,15 @@ _SHORT = 4096
 """Bytes of a run below which separate reads cost more than also reading the bytes between runs."""
 
 
-def read_whole(file: io.RawIOBase, tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Read a whole tensor into new memory."""
-    (array,) = read_parts(file, tensor, [tuple((0, size) for size in tensor.shape)])
-    return array
+Read = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""Reads tensors: name → sharding, or None → an array with it, or the parts of this process; or a NumPy array."""
+
+
+def read_shards(file: io.RawIOBase, tensor: Tensor, sharding: Any) -> Any:
+    """Read the parts of a tensor that the devices of this process hold; the whole tensor without sharding."""
+    parts = placement.local_parts(tensor.shape, sharding)
+    arrays = read_parts(file, tensor, parts)
+    return arrays[0] if sharding is None else dict(zip(parts, arrays, strict=True))
 
 
 def read_parts(file: io.RawIOBase, tensor: Tensor, parts: Sequence[ShardBounds]) -> list[np.ndarray[Any, Any]]:
@@ -266,7 +271,7 @@ def read_parts(file: io.RawIOBase, tensor: Tensor, parts: Sequence[ShardBounds])
     assert dtype is not None
     sizes = [math.prod(placement.lengths(part)) for part in parts]
     if len(parts) > 1 and sum(sizes) * dtype.itemsize == tensor.nbytes and _run(tensor.shape, parts[0])[1] < _SHORT:
-        whole = read_whole(file, tensor)
+        whole = read_shards(file, tensor, None)
         return [whole[placement.slices(part)].copy() for part in parts]
     return [_part(file, tensor, dtype, part) for part in parts]
 
