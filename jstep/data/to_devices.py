@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jstep.core.checks import as_function, as_int, kind, note, shown
+from jstep.core.doing import MAKING, doing
 from jstep.core.meshes import Thread, dims_of, internal_transfers, mesh_axes_of, mesh_of, parts_along, require_mesh
 from jstep.core.placement import compiles_only, is_shape, refuse_compile_only
 from jstep.core.tracebacks import shortens_tracebacks
@@ -574,7 +575,8 @@ def serve(read: Callable[[], Any], shared: _Shared) -> None:
             if over.is_set():
                 return
             try:
-                result = read()
+                with doing(MAKING):
+                    result = read()
             except BaseException as error:
                 results.put((None, error))
                 return

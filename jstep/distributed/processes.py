@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 
 from jstep.core import trees
 from jstep.core.checks import array_type, as_int
+from jstep.core.doing import AGREEING, AGREEING_ON_SHAPES, doing
 from jstep.core.meshes import internal_transfers
 
 # Agreement of the processes of a run: when to stop, when to save, and on values.
@@ -36,7 +37,8 @@ def reached_stop() -> bool:
     device work.
     """
     try:
-        is_reached = bool(multihost_utils.reached_preemption_sync_point(next(_calls)))
+        with doing(AGREEING):
+            is_reached = bool(multihost_utils.reached_preemption_sync_point(next(_calls)))
     except RuntimeError:  # the service is off: jax_enable_preemption_service
         return False
     if is_reached:
@@ -189,7 +191,8 @@ class AgreedShapes:
             return
         if not any(map(_spans_processes, (*jax.tree.leaves(args), getattr(state, "global_step", None)))):
             return  # not known either: one process may run steps of its own
-        each = [json.loads(text) for text in gather_texts(json.dumps(_described(args)))]
+        with doing(AGREEING_ON_SHAPES):
+            each = [json.loads(text) for text in gather_texts(json.dumps(_described(args)))]
         other = next((i for i, one in enumerate(each) if one["whole"] != each[0]["whole"]), None)
         if other is not None:
             kind = "here" if each[0]["here"] != each[other]["here"] else "whole"
@@ -240,14 +243,14 @@ def _gathered(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the arrays of all processes, stacked."""
     if is_single_process():
         return mine[None]
-    with internal_transfers():
+    with internal_transfers(), doing(AGREEING):
         return np.asarray(multihost_utils.process_allgather(mine))
 
 
 def _of_process_0(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if is_single_process():
         return mine
-    with internal_transfers():
+    with internal_transfers(), doing(AGREEING):
         return np.asarray(multihost_utils.broadcast_one_to_all(mine))
 
 

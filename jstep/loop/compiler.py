@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.checks import scoped
+from jstep.core.doing import MAKING, doing
 from jstep.core.meshes import dims_of, in_background
 from jstep.core.placement import shape_of
 from jstep.loop.calls import CopiedBatches
@@ -169,7 +170,8 @@ class BackgroundCompiler:
         """Compile a program; all that a thread does."""
         then = time.perf_counter()
         try:
-            is_made = job.make(state, args)
+            with doing(MAKING):
+                is_made = job.make(state, args)
         except Exception as error:
             if not self._is_quiet:
                 _logger.warning(
@@ -353,7 +355,7 @@ class FirstBatch:
 
     def make(self) -> Any:
         """Make the first batch; all that the thread does."""
-        with self._times.part("first batch"):
+        with self._times.part("first batch"), doing(MAKING):
             return next(self._items, None)
 
     def peek(self, is_over: Callable[[], bool]) -> Any:

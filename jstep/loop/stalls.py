@@ -24,27 +24,21 @@ import jax.numpy as jnp
 
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_number
+from jstep.core.doing import AGREEING, AGREEING_ON_SHAPES, MAKING, TRACING, WAITING_FOR_ROOM, doers, done_by
 from jstep.core.meshes import Thread, in_background
-from jstep.core.stopwatch import SAVING, STARTING, STEPPING, WAITING
-from jstep.data.to_devices import serve
-from jstep.distributed import processes
+from jstep.core.stopwatch import EVALUATING, SAVING, STARTING, STEPPING, WAITING
 from jstep.evaluating.evaluation_batches import taken
-from jstep.evaluating.evaluator import EvaluationHook
 from jstep.hooks.base import RunHook
 from jstep.hooks.hook import Hook, name_of
 from jstep.hooks.run_info import ENDING
 from jstep.hooks.run_info import STARTING as BEGINNING
 from jstep.hooks.stall_files import CALL, WITH_OTHERS, StallFiles, silent
-from jstep.hooks.stock import CheckpointSaverHook
-from jstep.loop.compiler import BackgroundCompiler, FirstBatch, compiled_here
+from jstep.loop.compiler import compiled_here
 from jstep.loop.hook_runner import FIRST_CALL, part_of, thing_of
 from jstep.loop.run import Observer, Run
 from jstep.loop.stopping import save_while_it_hangs
-from jstep.queues.coordinator import QueueRunner
-from jstep.queues.queues import FIFOQueue
 from jstep.stores.objects import absolute, location
 from jstep.stores.timeline import STALL
-from jstep.training.step import TRACED
 
 EXIT_CODE = 75
 """`EX_TEMPFAIL` of sysexits.h: a launcher may start the run again."""
@@ -54,14 +48,6 @@ _OF_HOST = (_BATCH, _COMPILE, _START)
 """The kinds of waits of the main thread that are not for the device."""
 _MAY_BE_RARE = (_SAVE, _EVALUATION, _HOOK)
 """The kinds of waits whose slow calls may be rarer than the durations that are kept: those reported stay known."""
-_THREADS = (serve, FirstBatch.make, BackgroundCompiler.compile_job, QueueRunner.feed)
-_MAKERS = {fn.__code__ for fn in _THREADS}
-"""The functions that the threads run that make batches or programs."""
-_WAITS_FOR_ROOM = {FIFOQueue.enqueue.__code__, FIFOQueue.enqueue_many.__code__}
-"""The functions of such a thread that has made a batch."""
-_TALKS = (processes.reached_stop, processes.max_over_processes, processes.gather_texts)
-_AGREEMENTS = {fn.__code__ for fn in (*_TALKS, processes.broadcast_bytes, processes.broadcast_ints)}
-"""The functions that wait for the other processes."""
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (*(path + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name), "<frozen")
 _logger = logging.getLogger("jstep")
@@ -279,12 +265,12 @@ class StallWatch(Observer):
     # What is waited for.
 
     def _of_main_thread(self) -> Wait:
-        codes, step = {frame.f_code for frame in _stack(sys._current_frames().get(self._ident))}, self.run.step
-        wait = self._of_run(is_tracing=TRACED in codes)
-        if not codes & _AGREEMENTS:
+        now, step = done_by(self._ident), self.run.step
+        wait = self._of_run(is_tracing=TRACING in now)
+        if AGREEING not in now:
             return wait
         topic = f"what is due at step {step}" if wait.kind in (CALL, *_OF_HOST) else wait.what.removeprefix("in ")
-        if processes.AgreedShapes.check.__code__ in codes:
+        if AGREEING_ON_SHAPES in now:
             topic = f"the new shapes of batch {step}"
         what = f"waiting for other processes to agree on {topic}"
         return Wait(WITH_OTHERS, what, (WITH_OTHERS, wait.key), WITH_OTHERS)
@@ -294,9 +280,9 @@ class StallWatch(Observer):
         step, feeder, phase, part = run.step, run.feeder, run.phase, run.watch.current
         hook, method = run.calling or (None, "")
         thing: Hashable = thing_of(hook, method, part_of(hook))
-        if isinstance(hook, CheckpointSaverHook) or (part == SAVING and run.runner is not None):
+        if thing == SAVING or (part == SAVING and run.runner is not None):
             return Wait(_SAVE, f"saving step {step}", (SAVING, step), SAVING)
-        if isinstance(hook, EvaluationHook) and method != "begin":
+        if thing == (id(hook), EVALUATING):
             return Wait(_EVALUATION, f"in an evaluation at step {step}", (thing, step, taken[0]), thing)
         if hook is not None:
             return Wait(_HOOK, f"in the hook {name_of(hook)} at step {step}", (thing, step), thing)
@@ -366,8 +352,7 @@ class StallWatch(Observer):
     def _place(self, wait: Wait) -> str:
         """The innermost line outside jstep and all libraries, or else outside jstep, or else of jstep."""
         frames, known = sys._current_frames(), {thread.ident for thread in threading.enumerate()}
-        codes = {i: {frame.f_code for frame in _stack(frames[i])} for i in frames}
-        makers = [i for i in frames if codes[i] & _MAKERS and not codes[i] & _WAITS_FOR_ROOM]
+        makers = [i for i in doers(MAKING) if WAITING_FOR_ROOM not in done_by(i)]
         callbacks = [i for i in frames if i not in known]  # threads of XLA
         first = makers if wait.kind in (_BATCH, _COMPILE) else callbacks if wait.kind == CALL else []
         stacks = [frame for i in [*first, self._ident] for frame in _stack(frames.get(i), self._caller)]

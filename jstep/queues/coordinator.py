@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from jstep.core.checks import as_bool, as_function, as_number, as_text, kind, shown
+from jstep.core.doing import MAKING, doing
 from jstep.core.meshes import Thread
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.queues.queues import CancelledError, FIFOQueue, OutOfRangeError, RandomShuffleQueue, runner_thread
@@ -478,8 +479,9 @@ class QueueRunner:
         """Call an op again and again; all that a thread does."""
         runner_thread.feeding = True
         try:
-            while not (self._coord and self._coord.should_stop()):
-                op()
+            with doing(MAKING):
+                while not (self._coord and self._coord.should_stop()):
+                    op()
         except StopIteration:
             pass
         except OutOfRangeError as ex:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core.checks import as_bool, as_int
+from jstep.core.doing import WAITING_FOR_ROOM, doing
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import no_rows, rows_of, stack_trees
 
@@ -372,7 +373,8 @@ class BoundedQueue:
             raise CancelledError(f"{name} is closed: it accepts no more elements")
         self._pending += 1
         try:
-            wait(*args)
+            with doing(WAITING_FOR_ROOM):
+                wait(*args)
         finally:
             self._pending -= 1
             if self._has_ended():

@@ -10,6 +10,7 @@ import jax
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, kind
+from jstep.core.doing import TRACING, doing
 from jstep.core.meshes import NO_GUARD, Attempts, internal_transfers, mesh_of, sharded_like, using_mesh
 from jstep.core.placement import refuse_shapes, sharded
 from jstep.core.tracebacks import shortens_tracebacks
@@ -121,15 +122,11 @@ def to_trace(name: str, body: Body, shardings: Any, batch_specs: Any) -> Callabl
     """Return the function of a program, which JAX's errors call by the name of the step."""
 
     def traced(state: Any, *args: Any) -> Any:
-        with sharded(shardings):
+        with sharded(shardings), doing(TRACING):  # only JAX calls this
             return body(state, args, batch_specs)
 
     traced.__name__ = traced.__qualname__ = name
     return traced
-
-
-TRACED = to_trace("traced", lambda state, args, batch_specs: None, None, None).__code__
-"""The code of all these functions. Only JAX calls them, while it traces, by which a run that hangs there is known."""
 
 
 class TrainStep:
