@@ -17,8 +17,8 @@ from jstep.checkpoint.manifest import Manifest
 from jstep.checkpoint.slots import stored_kind
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import ShardBounds, lengths, local_parts, place
-from jstep.core.tagged_json import LargeBytes
 from jstep.stores.objects import ABSENT, Objects, Pending, ReadResult, TruncatedError, at_once
+from jstep.stores.tagged_json import LargeBytes
 
 # Splitting of arrays into blocks, and packing of blocks into a few large objects with an index of their positions.
 #

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from jstep.core import tagged_json
 from jstep.core.checks import can_take, kind, may_take, note, shown
-from jstep.core.tagged_arrays import LARGE, UnsupportedError
-from jstep.core.tagged_json import FILE, Files, LargeBytes
 from jstep.data.sequence import BatchIterator, BatchSequence, StateBatches
 from jstep.distributed import processes
 from jstep.queues.queues import until_end
+from jstep.stores import tagged_json
+from jstep.stores.tagged_arrays import LARGE, UnsupportedError
+from jstep.stores.tagged_json import FILE, Files, LargeBytes
 
 T = TypeVar("T")
 

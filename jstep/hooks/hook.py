@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jstep.core import tagged_json, trees
+from jstep.core import trees
 from jstep.core.checks import kind, note, shown
 from jstep.core.matching import difference
 from jstep.core.meshes import internal_transfers
 from jstep.core.slot_roles import roles_in
-from jstep.core.tagged_arrays import UnsupportedError
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
+from jstep.stores import tagged_json
+from jstep.stores.tagged_arrays import UnsupportedError
 
 # The `Hook` protocol.
 

@@ -30,7 +30,6 @@ from jstep.core import trees
 from jstep.core.checks import note, scoped
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING, STEPPING
-from jstep.core.tagged_json import Files, as_json
 from jstep.data.loaders import gather_positions, kept_positions, with_files
 from jstep.distributed import processes
 from jstep.hooks.cadence import Cadence
@@ -48,6 +47,7 @@ from jstep.state.contents import in_words
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
 from jstep.stores.objects import is_url
+from jstep.stores.tagged_json import Files, as_json
 
 HOOK_STATES, STOPPED, ENDED, HELD = "hooks", "stopped", "ended", "held"
 """Keys of a checkpoint's `extra`, besides those of positions and of observers."""

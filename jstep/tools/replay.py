@@ -19,7 +19,6 @@ from jstep.core import trees
 from jstep.core.checks import as_function, as_int, kind, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_shapes
-from jstep.core.tagged_json import Files
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.loaders import (
     SavedPosition,
@@ -42,6 +41,7 @@ from jstep.loop.train import train
 from jstep.queues.queues import until_end
 from jstep.state.global_step import global_step, require_alive
 from jstep.state.train_state import TrainState
+from jstep.stores.tagged_json import Files
 
 # Replaying a run up to a step.
 

@@ -14,7 +14,7 @@ from file_operations import before, failing, held
 import jstep
 from jstep.checkpoint.manifest import CheckpointError, Extra
 from jstep.checkpoint.saver import Saver
-from jstep.core.tagged_json import LargeBytes
+from jstep.stores.tagged_json import LargeBytes
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from children import end, read_until, start
 
 import jstep
 from jstep.checkpoint.listing import read_manifest
-from jstep.core.tagged_arrays import LARGE
+from jstep.stores.tagged_arrays import LARGE
 from jstep.tools.cli import main
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)

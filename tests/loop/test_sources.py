@@ -9,8 +9,8 @@ import pytest
 from sources import Indexed, Positioned, PositionedLoader, numbers
 
 import jstep
-from jstep.core.tagged_json import as_json
 from jstep.data.loaders import source_of
+from jstep.stores.tagged_json import as_json
 
 
 def test_a_sequence_starts_at_the_step():

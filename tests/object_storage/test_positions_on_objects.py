@@ -9,7 +9,7 @@ from test_copied_checkpoints import InBucket, OnDisk
 import jstep
 from jstep.checkpoint import packs
 from jstep.checkpoint.manifest import Extra
-from jstep.core.tagged_json import LargeBytes
+from jstep.stores.tagged_json import LargeBytes
 from jstep.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("fast_retries")

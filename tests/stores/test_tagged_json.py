@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.core.tagged_arrays import LARGE, UnsupportedError
-from jstep.core.tagged_json import Files, LargeBytes, as_json, copied, decode, size_of, with_files
+from jstep.stores.tagged_arrays import LARGE, UnsupportedError
+from jstep.stores.tagged_json import Files, LargeBytes, as_json, copied, decode, size_of, with_files
 
 
 def encode(value):

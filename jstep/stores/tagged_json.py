@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jstep.core.tagged_arrays import (
+from jstep.stores.tagged_arrays import (
     LARGE,
     MemoryRange,
     UnsupportedError,
