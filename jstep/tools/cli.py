@@ -21,7 +21,7 @@ from jstep.stores.objects import is_url, location
 from jstep.summary.read import DataLossError
 from jstep.tools import cli_common as common
 from jstep.tools.cli_common import OK, TROUBLE, Checkpoint, Command
-from jstep.weights.files import INDEX, SUFFIX, find_weights, folder_of
+from jstep.weights.files import INDEX, SUFFIX, folder_of, kind_of, read_headers
 
 # `cost`: an estimate of the cost of a training step, without running it.
 
@@ -127,7 +127,7 @@ def show(path: str, arguments: argparse.Namespace) -> int:
     """
     if arguments.verify:
         raise ValueError("--verify: safetensors files have no checksums; leave it out, and headers are checked anyway")
-    weights = find_weights(path)
+    weights = read_headers(kind_of(path)[1])
     folder = os.path.dirname(weights.path) or "."
     rows = [
         {

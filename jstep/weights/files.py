@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jstep.checkpoint.listing import OF_ORBAX, TEMPORARY, listed
+from jstep.checkpoint.listing import OF_ORBAX, TEMPORARY, has_data, listed, missing
 from jstep.checkpoint.manifest import NAME as MANIFEST
 from jstep.core.checks import shown
 from jstep.stores.objects import is_url, location
@@ -52,50 +52,73 @@ def local(path: Any, name: str = "path") -> str:
     return found
 
 
-def find_weights(path: Any) -> Weights:
-    """Find the files, and read and check all headers; no tensor is read.
+FILES, OF_JSTEP, BY_ORBAX = "files", "of jstep", "by Orbax"
+"""Kinds of weights: safetensors files, and checkpoints."""
 
-    Args:
-        path: A safetensors file, an index, or a folder.
+
+def kind_of(path: str) -> tuple[str, str]:
+    """Return the kind of the weights at a path, and where they are: a file, an index, or the folder with the arrays.
 
     Raises:
-        FileNotFoundError: The path does not exist, the folder has no weights, or an index names a missing file.
-        ValueError: A file is corrupted, the index contradicts the files, or a folder has several sets of weights.
+        FileNotFoundError: The path does not exist, or the folder has no weights.
+        ValueError: The folder has several sets of weights, or an incomplete checkpoint.
     """
-    path = local(path)
-    if os.path.isdir(path):
-        path = os.path.join(path, _chosen(path))
-    elif os.path.isfile(path + INDEX) and not os.path.exists(path):
-        path += INDEX
-    elif not os.path.exists(path):
-        raise FileNotFoundError(
-            f"path={path!r}: there is no such file or folder; huggingface_hub.snapshot_download downloads a "
-            "repository of the Hub, and returns the path of its folder"
+    if not os.path.isdir(path):
+        return FILES, _file_at(path)
+    if names := _files_in(path):
+        if len(names) > 1:
+            listed = ", ".join(map(repr, names[:_SHOWN]))
+            raise ValueError(f"path={path!r}: the folder has several sets of weights ({listed}); pass the path of one")
+        return FILES, os.path.join(path, names[0])
+    if missing(path) != MANIFEST:  # a manifest of another program is none
+        return OF_JSTEP, path
+    folder = folder_of(path)
+    if folder is not None:
+        return BY_ORBAX, folder
+    if has_data(path):
+        raise ValueError(
+            f"path={path!r}: is a checkpoint of jstep without {MANIFEST}: its save to a bucket was interrupted, or its "
+            "copy was; in the latter case, copy it again"
         )
+    raise FileNotFoundError(
+        f"path={path!r}: the folder has no weights (*{SUFFIX}, *{SUFFIX}{INDEX}), and is not a checkpoint of Orbax or "
+        "jstep"
+    )
+
+
+def _file_at(path: str) -> str:
+    if os.path.exists(path):
+        return path
+    if os.path.isfile(path + INDEX):
+        return path + INDEX
+    raise FileNotFoundError(
+        f"path={path!r}: there is no such file or folder; huggingface_hub.snapshot_download downloads a repository of "
+        "the Hub, and returns the path of its folder"
+    )
+
+
+def _files_in(folder: str) -> list[str]:
+    """Return the names of the files and indexes in a folder that may be loaded: those of `transformers`, or all."""
+    # Hidden files are ignored, as by globs: macOS leaves "._model.safetensors" next to copied files.
+    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    if found := [name for name in names if name in _DEFAULTS]:
+        return found
+    indexes = [name for name in names if name.endswith(SUFFIX + INDEX)]
+    shards = {shard for name in indexes for shard in _files_of(os.path.join(folder, name)).values()}
+    return indexes + [name for name in names if name.endswith(SUFFIX) and name not in shards]
+
+
+def read_headers(path: str) -> Weights:
+    """Read and check the headers of a file, or of the shards of an index; no tensor is read.
+
+    Raises:
+        FileNotFoundError: An index names a missing file.
+        ValueError: A file is corrupted, or the index contradicts the files.
+    """
     if _is_index(path):
         return _sharded(path)
     header = read_header(path)
     return Weights(path, (header,), header.tensors, header.metadata)
-
-
-def _chosen(folder: str) -> str:
-    """Return the name of the file or index in a folder."""
-    # Hidden files are ignored, as by globs: macOS leaves "._model.safetensors" next to copied files.
-    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
-    found = [name for name in names if name in _DEFAULTS]
-    if not found:
-        indexes = [name for name in names if name.endswith(SUFFIX + INDEX)]
-        shards = {shard for name in indexes for shard in _files_of(os.path.join(folder, name)).values()}
-        found = indexes + [name for name in names if name.endswith(SUFFIX) and name not in shards]
-    if not found:
-        raise FileNotFoundError(
-            f"path={folder!r}: the folder has no weights (*{SUFFIX}, *{SUFFIX}{INDEX}), and is not a "
-            "checkpoint of Orbax or jstep"
-        )
-    if len(found) > 1:
-        listed = ", ".join(map(repr, found[:_SHOWN]))
-        raise ValueError(f"path={folder!r}: the folder has several sets of weights ({listed}); pass the path of one")
-    return found[0]
 
 
 def _is_index(path: str) -> bool:

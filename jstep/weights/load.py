@@ -12,9 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.listing import has_data
-from jstep.checkpoint.manifest import NAME as MANIFEST
-from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.slots import PARAMS
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown
@@ -23,7 +20,7 @@ from jstep.core.placement import refuse_compile_only, target_sharding
 from jstep.core.targets import has_value
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.weights import jstep_checkpoint, match
-from jstep.weights.files import INDEX, SUFFIX, find_weights, folder_of, local
+from jstep.weights.files import FILES, OF_JSTEP, kind_of, local, read_headers
 from jstep.weights.match import Match, Names, Rule, Wanted
 from jstep.weights.tensors import Read, Tensor, confirm, read_shards
 
@@ -311,41 +308,24 @@ def open_source(path: Any, *, partial: bool = False) -> Iterator[Source]:
         FileNotFoundError: There are no weights at the path.
         ValueError: A file is corrupted, or a folder has several sets of weights.
     """
-    checkpoint = _checkpoint(local(path), partial=partial)
-    if checkpoint is not None:
-        yield checkpoint
+    kind, place = kind_of(local(path))
+    if kind == FILES:
+        weights = read_headers(place)
+        confirm(header.file for header in weights.files)
+        with contextlib.ExitStack() as stack:
+            opened = functools.cache(lambda file: stack.enter_context(open(file, "rb", buffering=0)))
+
+            def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
+                tensors = [weights.tensors[name] for name in shardings]
+                return {one.name: read_shards(opened(one.file), one, shardings[one.name]) for one in tensors}
+
+            yield Source(weights.path, weights.tensors, read, is_checkpoint=False)
         return
-    weights = find_weights(path)
-    confirm(header.file for header in weights.files)
-    with contextlib.ExitStack() as stack:
-        opened = functools.cache(lambda file: stack.enter_context(open(file, "rb", buffering=0)))
+    place = os.path.abspath(place)
+    if kind == OF_JSTEP:
+        found = jstep_checkpoint.opened(place, partial=partial)
+    else:
+        from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
 
-        def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
-            tensors = [weights.tensors[name] for name in shardings]
-            return {one.name: read_shards(opened(one.file), one, shardings[one.name]) for one in tensors}
-
-        yield Source(weights.path, weights.tensors, read, is_checkpoint=False)
-
-
-def _checkpoint(path: str, *, partial: bool) -> Source | None:
-    """Return the checkpoint at a path; None if safetensors files are to be looked for there."""
-    if not os.path.isdir(path) or any(name.endswith((SUFFIX, SUFFIX + INDEX)) for name in os.listdir(path)):
-        return None
-    if os.path.lexists(os.path.join(path, MANIFEST)):
-        place = os.path.abspath(path)
-        try:
-            return Source(place, *jstep_checkpoint.opened(place, partial=partial), is_checkpoint=True)
-        except CheckpointError:
-            if has_data(path):
-                raise  # otherwise it is a file of another program
-    folder = folder_of(path)
-    if folder is None and has_data(path):
-        raise ValueError(
-            f"path={path!r}: is a checkpoint of jstep without {MANIFEST}: its save to a bucket was interrupted, or its "
-            "copy was; in the latter case, copy it again"
-        )
-    if folder is None:
-        return None
-    from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
-
-    return Source(os.path.abspath(folder), *orbax_checkpoint.opened(folder), is_checkpoint=True)
+        found = orbax_checkpoint.opened(place)
+    yield Source(place, *found, is_checkpoint=True)

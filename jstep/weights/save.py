@@ -320,7 +320,7 @@ def _items(params: Any, names: Any) -> list[_Item]:
     """
     items, problems, owners = [], [], dict[str, str]()
     for (path, leaf), rule in zip(trees.leaves_with_paths(params), rules(names, params, "params"), strict=True):
-        _check_leaf(leaf, path)
+        leaf = _checked(leaf, path)
         if rule.name is None:
             continue
         if rule.name in owners:
@@ -332,7 +332,7 @@ def _items(params: Any, names: Any) -> list[_Item]:
         if item.code:
             items.append(item)
         else:
-            problems.append(f"{path!r} is {_kind(item.leaf)[1]}")
+            problems.append(f"{path!r} is {item.leaf.dtype}")
     if problems:
         raise ValueError(
             f"params: cannot be saved: {'; '.join(problems)}. Safetensors supports floats, integers, booleans and "
@@ -345,16 +345,15 @@ def _items(params: Any, names: Any) -> list[_Item]:
 
 
 def _item(path: str, leaf: Any, rule: Rule) -> _Item:
-    shape, dtype = _kind(leaf)
-    if rule.transform is not None and not jnp.issubdtype(dtype, jax.dtypes.extended):
-        found = transform_of_ones(rule.transform, shape, dtype, path)
+    found = leaf
+    if rule.transform is not None and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        found = transform_of_ones(rule.transform, leaf.shape, leaf.dtype, path)
         if found is None:  # the transform depends on values
             found = leaf = _call(rule, _host(leaf), path)
             rule = Rule(rule.name)
-        shape, dtype = tuple(found.shape), found.dtype
-    code = code_of(dtype) or ""
-    nbytes = math.prod(shape) * np.dtype(dtype).itemsize if code else 0
-    return _Item(path, leaf, rule, code, shape, nbytes)
+    code = code_of(found.dtype) or ""
+    nbytes = math.prod(found.shape) * found.dtype.itemsize if code else 0
+    return _Item(path, leaf, rule, code, tuple(found.shape), nbytes)
 
 
 def _shards(items: Sequence[_Item], limit: int) -> list[list[_Item]]:
@@ -395,7 +394,7 @@ def _host(leaf: Any) -> np.ndarray[Any, Any]:
     """Return a leaf on the host, whichever processes hold its parts: a collective on several processes."""
     with internal_transfers():
         if not isinstance(leaf, jax.Array):
-            return np.asarray(leaf, _kind(leaf)[1])
+            return np.asarray(leaf)
         if leaf.is_fully_addressable or leaf.is_fully_replicated:
             return np.asarray(leaf.addressable_data(0) if leaf.is_fully_replicated else leaf)
         from jax.experimental import multihost_utils
@@ -403,21 +402,18 @@ def _host(leaf: Any) -> np.ndarray[Any, Any]:
         return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
 
 
-def _kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    if trees.is_array(leaf):
-        return tuple(leaf.shape), leaf.dtype
-    return (), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
-
-
-def _check_leaf(leaf: Any, path: str) -> None:
-    require_value(leaf, f"params: {trees.quoted(path)}")
-    if isinstance(leaf, int):
-        trees.number(leaf, f"params: {trees.quoted(path)}")
-    if not trees.is_array(leaf) and not isinstance(leaf, bool | int | float | complex):
+def _checked(leaf: Any, path: str) -> Any:
+    """Return a leaf that can be saved, a number as an array."""
+    what = f"params: {trees.quoted(path)}"
+    require_value(leaf, what)
+    if isinstance(leaf, bool | int | float | complex):
+        return trees.number(leaf, what)
+    if not trees.is_array(leaf):
         raise TypeError(
-            f"params: {trees.quoted(path)} is {kind(leaf)}, and must be an array; remove other leaves, for "
-            "instance by equinox.filter(model, equinox.is_array) or flax.nnx.state(model)"
+            f"{what} is {kind(leaf)}, and must be an array; remove other leaves, for instance by "
+            "equinox.filter(model, equinox.is_array) or flax.nnx.state(model)"
         )
+    return leaf
 
 
 def _bad_name(name: str) -> str:

@@ -83,7 +83,7 @@ def test_every_byte_is_read_once(tmp_path, reads, kind, spec, rows):
 def test_a_part_reads_only_its_rows_and_columns(reads, tmp_path):
     """Bytes outside the part are not read."""
     path = write_arrays(tmp_path / "model.safetensors", a=ROWS)
-    (tensor,) = jstep.weights.files.find_weights(path).tensors.values()
+    (tensor,) = jstep.weights.files.read_headers(path).tensors.values()
     for part, runs in (
         (((8, 16), (0, 32)), 1),
         (((0, 64), (4, 8)), 64),
@@ -103,7 +103,7 @@ def test_a_part_reads_only_its_rows_and_columns(reads, tmp_path):
 def test_parts_of_arrays_of_any_shape(tmp_path, shape):
     array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     path = write_arrays(tmp_path / "model.safetensors", before=ROWS, a=array)
-    (tensor,) = (t for t in jstep.weights.files.find_weights(path).tensors.values() if t.name == "a")
+    (tensor,) = (t for t in jstep.weights.files.read_headers(path).tensors.values() if t.name == "a")
     rng = np.random.default_rng(0)
     for _ in range(30):
         part = tuple(tuple(sorted(rng.integers(0, size + 1, 2))) for size in shape)
