@@ -4,6 +4,8 @@ Repeated ids add up first, traced ids out of range are dropped, and rows that no
 bit for bit, unless the optimizer changes rows without a gradient by design (Adam's moments decay everywhere).
 """
 
+import itertools
+from functools import partial
 from typing import Any
 
 import jax
@@ -53,8 +55,24 @@ WRAPPERS = {
 }
 
 
+# Blocks that change no gradient, and optimizers behind them.
+IDLE_BLOCKS = {
+    "by_value": lambda: jstep.clip_gradients(by_value=(-1e6, 1e6)),
+    "by_norm": lambda: jstep.clip_gradients(by_norm=1e6),
+    "by_average_norm": lambda: jstep.clip_gradients(by_average_norm=1e6),
+    "by_global_norm": lambda: jstep.clip_gradients(by_global_norm=1e6),
+    "scale": lambda: jstep.scale(1.0),
+    "two": lambda: jstep.chain(jstep.clip_gradients(by_global_norm=1e6), jstep.clip_gradients(by_value=1e6)),
+}
+BEHIND = ("gradient_descent", "momentum", "nesterov", "rmsprop_centered", "adagrad", "ftrl_l1_l2")
+
+
 def momentum() -> jstep.Optimizer:
     return jstep.momentum(jstep.held("rate", 0.1), 0.9)
+
+
+def behind(block: str, name: str) -> jstep.Optimizer:
+    return jstep.chain(IDLE_BLOCKS[block](), TABLE[name].make(0.1))
 
 
 TABLE_BY_ROWS = (
@@ -71,6 +89,9 @@ BY_ROWS: dict[str, Any] = {
         for name, wrap in WRAPPERS.items()
     },
     **{name: lambda name=name: TABLE[name].make(0.1) for name in TABLE_BY_ROWS},
+    **{
+        f"{name} behind {block}": partial(behind, block, name) for block, name in itertools.product(IDLE_BLOCKS, BEHIND)
+    },
 }
 """Optimizers that change the named rows alone."""
 
@@ -148,6 +169,25 @@ def test_only_named_rows_change(name: str, compiled: bool) -> None:
         for slot in new:
             assert new[slot][others].tobytes() == old[slot][others].tobytes(), (slot, named)
             np.testing.assert_allclose(new[slot], expected[slot], rtol=2e-5, atol=1e-6, err_msg=f"{slot} {named}")
+
+
+def test_a_lookup_behind_a_clip_matches_tensorflow() -> None:
+    optimizer = jstep.chain(jstep.clip_gradients(by_global_norm=1e6), jstep.momentum(1.0, 0.9))
+    step = jstep.minimize(lambda p, i: jnp.sum(jstep.lookup(p["t"], i)), optimizer)
+    state = jstep.TrainState.create({"t": jnp.ones((4, 1))}, optimizer)
+    for ids in ([0, 2], [3, 3]):
+        state, _ = step(state, jnp.array(ids))
+    assert state.params["t"].ravel().tolist() == [0.0, 1.0, 0.0, -1.0]
+
+
+def test_traced_indices_out_of_range_change_no_row() -> None:
+    optimizer = jstep.chain(jstep.clip_gradients(by_global_norm=1e6), jstep.momentum(1.0, 0.9))
+    step = jax.jit(lambda state, rows: jstep.apply_gradients(state, {"t": rows}, optimizer))
+    state = jstep.TrainState.create({"t": jnp.ones((4, 1))}, optimizer)
+    state = step(state, jstep.IndexedSlices(jnp.ones((2, 1)), jnp.array([0, 1]), (4, 1)))
+    after = step(state, jstep.IndexedSlices(jnp.ones((2, 1)), jnp.array([7, -3]), (4, 1)))
+    np.testing.assert_array_equal(after.params["t"], state.params["t"])
+    np.testing.assert_array_equal(after.slots["momentum"]["t"], state.slots["momentum"]["t"])
 
 
 # Averages and decay outside of momentum, noise that depends on the dtype, and eigenbases that rounding turns.
