@@ -4,73 +4,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scikit_metrics
 from jax.sharding import NamedSharding, PartitionSpec
+from scikit_metrics import ROWS, SCALE, TRUTH, M, X, expected, make_state, sklearn, source
 
 import jstep
 
-sklearn = pytest.importorskip("sklearn.metrics")
-
-CLASSES = 5
-ROWS = 103
-RNG = np.random.default_rng(0)
-X = RNG.normal(size=(ROWS, CLASSES)).astype(np.float32)
-LABELS = RNG.integers(0, CLASSES, ROWS).astype(np.int32)
-SCALED = X * np.float32(1.5)
-TRUTH = (RNG.random(ROWS) < 1 / (1 + np.exp(-2 * X[:, 0]))).astype(np.int32)
-
 
 def metric_fn(params, batch):
-    logits = batch["x"] * params["scale"]
-    scores = logits[:, 0]
-    return {
-        "accuracy": jstep.metrics.accuracy(logits, batch["labels"]),
-        "perplexity": jstep.metrics.perplexity(logits, batch["labels"]),
-        "confusion": jstep.metrics.confusion_matrix(jnp.argmax(logits, axis=1), batch["labels"], CLASSES),
-        "f1": jstep.metrics.f1(jax.nn.sigmoid(scores), batch["truth"]),
-        "f1 low": jstep.metrics.f1(scores, batch["truth"] == 1, threshold=-0.7),
-        "roc": jstep.metrics.auc(scores, batch["truth"]),
-        "pr": jstep.metrics.auc(scores, batch["truth"], curve="PR"),
-        "mean": scores,
-    }
+    return scikit_metrics.metric_fn(params, batch) | {"mean": batch["x"][:, 0] * params["scale"]}
 
 
-def softmax(x):
-    e = np.exp(x.astype(np.float64) - x.max(1, keepdims=True))
-    return e / e.sum(1, keepdims=True)
-
-
-def expected(x=SCALED):
-    scores, predictions = x[:, 0], x.argmax(1)
-    matrix = sklearn.confusion_matrix(LABELS, predictions, labels=range(CLASSES))
-    return {
-        "accuracy": sklearn.accuracy_score(LABELS, predictions),
-        "perplexity": np.exp(sklearn.log_loss(LABELS, softmax(x), labels=range(CLASSES))),
-        **{f"confusion/{i}/{j}": matrix[i, j] for i in range(CLASSES) for j in range(CLASSES)},
-        "f1": sklearn.f1_score(TRUTH, scores > 0),
-        "f1 low": sklearn.f1_score(TRUTH, scores > np.float32(-0.7)),
-        "roc": sklearn.roc_auc_score(TRUTH, scores),
-        "pr": sklearn.average_precision_score(TRUTH, scores),
-        "mean": np.mean(scores.astype(np.float64)),
-    }
-
-
-def make_state():
-    return jstep.TrainState.create({"scale": np.float32(1.5)}, jstep.gradient_descent(0.1))
-
-
-def source(size, x=X):
-    arrays = {"x": x, "labels": LABELS, "truth": TRUTH}
-    return jstep.batches(arrays, size, shuffle=False, num_epochs=1, drop_remainder=False)
-
-
-def check(found, x=SCALED, rel=1e-6):
-    expected_values = expected(x)
-    assert list(found) == list(expected_values)
+def check(found):
     assert all(type(value) is float for value in found.values())
-    assert found == pytest.approx(expected_values, rel=rel, abs=1e-12)
-    for name in expected_values:
-        if name not in ("perplexity", "mean"):  # computed from counts
-            assert found[name] == pytest.approx(expected_values[name], rel=1e-14, abs=1e-14), name
+    scikit_metrics.check(found, expected() | {"mean": np.mean((X[:, 0] * SCALE).astype(np.float64))})
 
 
 @pytest.mark.thorough
@@ -100,13 +47,10 @@ def test_low_precision(dtype):
     low = X.astype(dtype)
 
     def metric(params, batch):
-        return metric_fn({"scale": jnp.ones((), dtype)}, batch)
+        return scikit_metrics.metric_fn({"scale": jnp.ones((), dtype)}, batch)
 
-    x = low.astype(np.float32)
-    found = jstep.evaluator(metric, source(10, low))(make_state())
-    found.pop("mean")
-    expected_values = expected(x)
-    expected_values.pop("mean")
+    found = jstep.evaluator(metric, source(10, x=low))(make_state())
+    expected_values = expected(x=low.astype(np.float32))
     sigmoid = np.asarray(jax.nn.sigmoid(jnp.asarray(low[:, 0]))).astype(np.float32)
     expected_values["f1"] = sklearn.f1_score(TRUTH, sigmoid > 0.5)
     assert found == pytest.approx(expected_values, rel=1e-5)
@@ -130,7 +74,7 @@ def test_areas_with_repeated_scores(curve, seed):
     label_forms = (labels, labels.astype(np.int8), np.where(labels, 1, -1), labels.astype(np.float32))
     for one in (labels, label_forms[seed]):
         parts = [(scores[i : i + 510], one[i : i + 510]) for i in range(0, 3000, 510)]
-        found = jstep.evaluator(lambda params, s, t: {"area": jstep.metrics.auc(s, t, curve)}, parts)(make_state())
+        found = jstep.evaluator(lambda params, s, t: {"area": M.auc(s, t, curve)}, parts)(make_state())
         assert found["area"] == pytest.approx(reference(labels, scores), rel=1e-13)
 
 
@@ -142,7 +86,7 @@ def test_areas_with_many_distinct_scores(curve, number, bound, share):
     labels = (rng.random(60_000) < share).astype(np.int32)
     scores = (rng.normal(size=60_000) + labels).astype(np.float32)
     parts = [(scores[i : i + 7000], labels[i : i + 7000]) for i in range(0, 60_000, 7000)]
-    metric = {"area": lambda s, t: jstep.metrics.auc(s, t, curve, number)}
+    metric = {"area": lambda s, t: M.auc(s, t, curve, number)}
     found = jstep.evaluator(lambda params, s, t: {"area": metric["area"](s, t)}, parts)(make_state())
     reference = sklearn.roc_auc_score if curve == "ROC" else sklearn.average_precision_score
     assert abs(found["area"] - reference(labels, scores)) < bound
@@ -154,5 +98,5 @@ def test_average_precision_is_averaged_over_spans_of_scores():
     rng = np.random.default_rng(0)
     labels = (rng.random(4000) < 0.1).astype(np.int32)
     scores = (rng.normal(size=4000) + 2 * labels).astype(np.float32)
-    found = jstep.metrics.auc(scores, labels, "PR", num_thresholds=2).compute()
+    found = M.auc(scores, labels, "PR", num_thresholds=2).compute()
     assert abs(found - sklearn.average_precision_score(labels, scores)) < 0.005

@@ -1,0 +1,69 @@
+"""Metrics of a linear classifier, and the same numbers by scikit-learn."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+sklearn = pytest.importorskip("sklearn.metrics")
+
+M = jstep.metrics
+CLASSES = 5
+ROWS = 103
+RNG = np.random.default_rng(1)
+X = RNG.normal(size=(ROWS, CLASSES)).astype(np.float32)
+LABELS = RNG.integers(0, CLASSES, ROWS).astype(np.int32)
+TRUTH = (RNG.random(ROWS) < 1 / (1 + np.exp(-2 * X[:, 0]))).astype(np.int32)
+SCALE = np.float32(1.5)
+
+
+def metric_fn(params, batch):
+    logits, weights = batch["x"] * params["scale"], batch.get("weights")
+    scores = logits[:, 0]
+    return {
+        "accuracy": M.accuracy(logits, batch["labels"], weights=weights),
+        "perplexity": M.perplexity(logits, batch["labels"], weights=weights),
+        "confusion": M.confusion_matrix(jnp.argmax(logits, axis=1), batch["labels"], CLASSES, weights=weights),
+        "f1": M.f1(jax.nn.sigmoid(scores), batch["truth"], weights=weights),
+        "f1 low": M.f1(scores, batch["truth"] == 1, threshold=-0.7, weights=weights),
+        "roc": M.auc(scores, batch["truth"], weights=weights),
+        "pr": M.auc(scores, batch["truth"], curve="PR", weights=weights),
+    }
+
+
+def expected(weights=None, x=X * SCALE):
+    """Return the same values by scikit-learn, in float64."""
+    weights = None if weights is None else np.asarray(weights).astype(np.float64)
+    exponentials = np.exp(x.astype(np.float64) - x.max(1, keepdims=True))
+    softmax = exponentials / exponentials.sum(1, keepdims=True)
+    scores, predictions = x[:, 0], x.argmax(1)
+    matrix = sklearn.confusion_matrix(LABELS, predictions, labels=range(CLASSES), sample_weight=weights)
+    return {
+        "accuracy": sklearn.accuracy_score(LABELS, predictions, sample_weight=weights),
+        "perplexity": np.exp(sklearn.log_loss(LABELS, softmax, labels=range(CLASSES), sample_weight=weights)),
+        **{f"confusion/{i}/{j}": matrix[i, j] for i in range(CLASSES) for j in range(CLASSES)},
+        "f1": sklearn.f1_score(TRUTH, scores > 0, sample_weight=weights),
+        "f1 low": sklearn.f1_score(TRUTH, scores > np.float32(-0.7), sample_weight=weights),
+        "roc": sklearn.roc_auc_score(TRUTH, scores, sample_weight=weights),
+        "pr": sklearn.average_precision_score(TRUTH, scores, sample_weight=weights),
+    }
+
+
+def make_state():
+    return jstep.TrainState.create({"scale": SCALE}, jstep.gradient_descent(0.1))
+
+
+def source(size, **arrays):
+    """Return one epoch of the rows, or of other arrays, in order."""
+    arrays = {"x": X, "labels": LABELS, "truth": TRUTH} | arrays
+    return jstep.batches(arrays, size, shuffle=False, num_epochs=1, drop_remainder=False)
+
+
+def check(found, values, of_counts=1e-14):
+    """Compare, those that are computed from counts up to `of_counts`."""
+    assert list(found) == list(values)
+    assert found == pytest.approx(values, rel=1e-6, abs=1e-12)
+    for name in set(values) - {"perplexity", "mean"}:
+        assert found[name] == pytest.approx(values[name], rel=of_counts, abs=of_counts), name
