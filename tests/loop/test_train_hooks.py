@@ -234,13 +234,6 @@ def test_a_true_result_of_set_state_runs_no_step(tmp_path):
     assert calls.steps("end") == []
 
 
-def test_a_state_of_a_removed_hook_is_logged(tmp_path, caplog):
-    train(4, hooks=[Remembers()], checkpoint_dir=tmp_path)
-    state = train(6, checkpoint_dir=tmp_path)
-    assert jstep.global_step(state) == 6
-    assert "the state of Remembers, which is not among them any more" in caplog.text
-
-
 def test_hook_state_after_end_is_in_the_last_checkpoint(tmp_path):
     class Late(Remembers):
         def end(self, step, state):

@@ -77,30 +77,3 @@ def test_sparse_gradients_with_concrete_indices(name: str) -> None:
     p, gradients = rng.normal(size=TABLE).astype(np.float32), sparse_gradients(rng, np.float32)
     eager, traced = (sparse_run(build(CASES[name]), p, gradients, traced=traced) for traced in (False, True))
     np.testing.assert_allclose(eager.params["table"], traced.params["table"], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.thorough(except_for=["gradient_descent", "momentum"])
-@pytest.mark.parametrize("name", ["gradient_descent", "momentum", "adagrad", "rmsprop", "ftrl-l1"])
-def test_other_rows_are_bitwise_unchanged(name: str) -> None:
-    p = np.random.default_rng(6).normal(size=TABLE).astype(np.float32)
-    optimizer = build(CASES[name])
-    before = jstep.TrainState.create({"table": p}, optimizer)
-    rows = jnp.ones((2, TABLE[1]))
-    after = sparse_run(optimizer, p, [(rows, [2, 2])], traced=True)
-    others = np.array([0, 1, 3, 4, 5])
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        if np.ndim(old):
-            np.testing.assert_array_equal(np.asarray(old)[others], np.asarray(new)[others])
-
-
-@pytest.mark.thorough(except_for=["gradient_descent"])
-@pytest.mark.parametrize("name", ["gradient_descent", "momentum", "adagrad", "adam", "rmsprop", "ftrl-l1"])
-def test_traced_indices_out_of_range_are_dropped(name: str) -> None:
-    rng = np.random.default_rng(8)
-    p = rng.normal(size=TABLE).astype(np.float32)
-    rows = rng.normal(size=(5, TABLE[1])).astype(np.float32)
-    optimizer = build(CASES[name])
-    with_strays = sparse_run(optimizer, p, [(rows, [6, 1, -1, 1, 2**31 - 1])], traced=True)
-    without = sparse_run(optimizer, p, [(rows[[1, 3]], [1, 1])], traced=True)
-    for a, b in zip(jax.tree.leaves(with_strays), jax.tree.leaves(without), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -52,7 +53,8 @@ def test_slots_are_found_in_scopes_and_partitions(part: str, wrapper: str) -> No
     make, extract, slot = PARTS[part]
     wrap, prefix = WRAPPERS[wrapper]
     want, state = extract(run_two_steps(make())), run_two_steps(wrap(make()))
-    for params in (extract(state), extract(state, name=prefix + slot), extract(state, name=slot)):
+    found = extract(state), jax.jit(extract)(state), extract(state, name=prefix + slot), extract(state, name=slot)
+    for params in found:
         np.testing.assert_allclose(params["a"], want["a"])
         if wrapper != "scope":
             np.testing.assert_array_equal(params["b"], state.params["b"])
