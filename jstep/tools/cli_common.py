@@ -38,10 +38,12 @@ class Command(NamedTuple):
     Attributes:
         add_arguments: Adds its arguments to its parser.
         run: Runs the command and returns the exit code. An error is reported on stderr, with exit code `TROUBLE`.
+        has_json: Whether it has the option `--json`, to be obeyed by `answer`.
     """
 
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+    has_json: bool = True
 
 
 def printable(text: Any) -> str:
@@ -85,8 +87,8 @@ def terminal_width() -> int:
     return shutil.get_terminal_size((80, 24)).columns
 
 
-def table(keys: Mapping[str, str], rows: Iterable[Mapping[str, Any]], left: int) -> None:
-    """Print a table that fits the terminal.
+def table(keys: Mapping[str, str], rows: Iterable[Mapping[str, Any]], left: int) -> list[str]:
+    """Return the lines of a table that fits the terminal.
 
     Args:
         keys: The head of each column → the key of its values.
@@ -97,20 +99,30 @@ def table(keys: Mapping[str, str], rows: Iterable[Mapping[str, Any]], left: int)
     tables = [[list(keys), *([cell(row.get(key), n) for key in keys.values()] for row in rows)] for n in (6, 4, 3)]
     # The first column may have lines of its own, above the others.
     cells = next((one for one in tables if breadth([row[1:] for row in one]) + 2 <= most), tables[0])
-    print("\n".join(columns(cells, left, most)))
+    return columns(cells, left, most)
 
 
-def show(lines: str) -> None:
+def answer(arguments: argparse.Namespace, fields: Mapping[str, Any], lines: Iterable[str], code: int = OK) -> int:
+    """Print what a command found, with `--json` its fields, else lines; return the exit code."""
+    if arguments.json:
+        print(as_json(fields))
+    else:
+        show(lines)
+    return code
+
+
+def show(lines: Iterable[str]) -> None:
     """Print lines, each of which continues with an indent where the terminal ends."""
     most = terminal_width()
-    for line in lines.split("\n"):
+    for line in (line for text in lines for line in text.split("\n")):
         print("\n".join(folded(line, most, len(line) - len(line.lstrip()) + 4)))
 
 
 def _plain(x: Any) -> Any:
     if isinstance(x, float) and not math.isfinite(x):
         return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
-    if isinstance(x, dict):
+    x = x._asdict() if hasattr(x, "_asdict") else x
+    if isinstance(x, Mapping):
         return {str(key): _plain(y) for key, y in x.items()}
     return [_plain(y) for y in x] if isinstance(x, list | tuple) else x
 

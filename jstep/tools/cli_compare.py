@@ -254,7 +254,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "b", metavar="B", nargs="?", help="the same for the other run; without it, A's starts are compared"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
 
 
 class _Side(NamedTuple):
@@ -275,7 +274,11 @@ class _Side(NamedTuple):
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.b is None:
-        return _run_one(location(arguments.a, "A"), as_json=arguments.json)
+        # Each start of a run is compared with the one before. As for two runs, cards do not decide the exit code.
+        run = location(arguments.a, "A")
+        found = changes_of(run)
+        lines = map(cli_common.printable, _text_of_starts(found))
+        return cli_common.answer(arguments, {"run": run, "starts": found}, lines)
     a, b = (_side(location(path, name)) for path, name in ((arguments.a, "A"), (arguments.b, "B")))
     if a.kind != b.kind:
         raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind")
@@ -284,8 +287,7 @@ def _run(arguments: argparse.Namespace) -> int:
     prefixes = [next(prefix for _, prefix in x.steps) if x.kind == "a checkpoint" else None for x in (a, b)]
     of_cards = differences(zip(folders, prefixes, strict=True))
     if not arguments.json:
-        for line in text(of_cards):
-            cli_common.show(cli_common.printable(line))
+        cli_common.show(map(cli_common.printable, text(of_cards)))
     if a.kind == "a checkpoint":
         (one,), (other,) = a.steps.values(), b.steps.values()
         every = {name for x in (one, other) for name in (*absent_from(x), *x.named)}
@@ -293,21 +295,13 @@ def _run(arguments: argparse.Namespace) -> int:
         result = _result(a, b, list(_leaves(one, other)), steps=steps, compared=len(every))
     else:
         result = _runs(a, b)
-    if arguments.json:
-        print(cli_common.as_json(result | ({} if of_cards is None else {"cards": of_cards})))
-    else:
-        cli_common.show("\n".join(_text(result)))
-    return cli_common.complain("diff", *a.problems, *b.problems) or (OK if result["same"] else DIFFERENT)
-
-
-def _run_one(path: str, *, as_json: bool) -> int:
-    """Compare each start of a run with the one before. As for two runs, cards do not decide the exit code."""
-    found = changes_of(path)
-    if as_json:
-        print(cli_common.as_json({"run": path, "starts": found}))
-    else:
-        cli_common.show("\n".join(map(cli_common.printable, _text_of_starts(found))))
-    return OK
+    code = cli_common.answer(
+        arguments,
+        result | ({} if of_cards is None else {"cards": of_cards}),
+        _text(result),
+        OK if result["same"] else DIFFERENT,
+    )
+    return cli_common.complain("diff", *a.problems, *b.problems) or code
 
 
 def _side(path: str) -> _Side:

@@ -15,7 +15,7 @@ from jstep.stores.files import is_directory, opened
 from jstep.stores.objects import absolute, is_url, location
 from jstep.summary import read
 from jstep.summary.read import DataLossError, Point
-from jstep.tools.cli_common import DIFFERENT, OK, Command, as_json, complain, printable, table, time_text
+from jstep.tools.cli_common import DIFFERENT, OK, Command, answer, as_json, complain, printable, table, time_text
 
 # `plot`: curves of scalars with matplotlib, without a display or a server.
 
@@ -129,7 +129,7 @@ def _smooth(values: Sequence[float], decay: float) -> list[float]:
     return smoothed
 
 
-PLOT = Command(_add_plot_arguments, _run_plot)
+PLOT = Command(_add_plot_arguments, _run_plot, has_json=False)
 
 
 # `events`: the events of a file as text or JSON, one per line.
@@ -179,7 +179,7 @@ def _run_events(arguments: argparse.Namespace) -> int:
     return code
 
 
-EVENTS = Command(_add_events_arguments, _run_events)
+EVENTS = Command(_add_events_arguments, _run_events, has_json=False)
 
 
 def _entry(event: Any, tags: Sequence[str]) -> dict[str, Any] | None:
@@ -267,7 +267,6 @@ def _short(x: Any) -> str:
 
 def _add_stalls_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="RUN", help="the checkpoint_dir of a run, or its logdir if it has none")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
 
 
 def _run_stalls(arguments: argparse.Namespace) -> int:
@@ -280,16 +279,11 @@ def _run_stalls(arguments: argparse.Namespace) -> int:
     found = found if hangs else []
     missing = silent(found, max((one["processes"] for one in found), default=0))
     odd = waited_for(found) if len(found) + len(missing) > 1 else []
-    if arguments.json:
-        print(as_json({"stalls": found, "silent": missing}))
-    elif hangs:
-        names = ["", "process", "host", "pid", "for", "what", "line"]
-        shown = [{**one, "for": f"{now - one['since']:.0f} s", "": "*" if one in odd else ""} for one in found]
-        shown += [{"process": process, "what": "nothing is heard of it", "": "*"} for process in missing]
-        table(dict(zip(names, names, strict=True)), shown, left=7)
-    else:
-        print("no process hangs")
-    return DIFFERENT if hangs else OK
+    names = ["", "process", "host", "pid", "for", "what", "line"]
+    shown = [{**one, "for": f"{now - one['since']:.0f} s", "": "*" if one in odd else ""} for one in found]
+    shown += [{"process": process, "what": "nothing is heard of it", "": "*"} for process in missing]
+    lines = table(dict(zip(names, names, strict=True)), shown, left=7) if hangs else ["no process hangs"]
+    return answer(arguments, {"stalls": found, "silent": missing}, lines, DIFFERENT if hangs else OK)
 
 
 STALLS = Command(_add_stalls_arguments, _run_stalls)

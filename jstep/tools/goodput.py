@@ -11,7 +11,7 @@ from jstep.core.report import Report
 from jstep.core.stopwatch import PARTS, STEPPING
 from jstep.stores.objects import absolute, location
 from jstep.stores.timeline import STALL, fields_with, is_seconds, read
-from jstep.tools.cli_common import OK, Command, as_json, show
+from jstep.tools.cli_common import Command, answer
 
 _COPIED = tuple(part for part in PARTS if part != STEPPING)
 
@@ -196,18 +196,12 @@ def _kept(lines: Sequence[Mapping[str, Any]], limit: float) -> tuple[float, int]
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="the checkpoint_dir of a run, or its logdir if it has none")
     parser.add_argument("--prefix", default="model", help="the prefix of the run's checkpoints (default: model)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     found = goodput(arguments.path, arguments.prefix)
-    fields = {**dataclasses.asdict(found), "total": found.total, "fraction": found.fraction}
-    fields = {name: value for name, value in fields.items() if value != {}}
-    if arguments.json:
-        print(as_json(fields))
-    else:
-        show(str(found))
-    return OK
+    fields = {**vars(found), "total": found.total, "fraction": found.fraction}
+    return answer(arguments, {name: value for name, value in fields.items() if value != {}}, [str(found)])
 
 
 GOODPUT = Command(_add_arguments, _run)

@@ -10,7 +10,8 @@ from source_files import ROOT, text_of
 
 import jstep
 from jstep.core.report import columns
-from jstep.tools.cli import COMMANDS, OWN_EXTRA, main
+from jstep.tools.cli import COMMANDS, main
+from jstep.tools.cli_inspect import OWN_EXTRA
 
 
 @pytest.fixture(scope="module")
