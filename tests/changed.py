@@ -15,6 +15,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Folder of the package → folders of tests besides the one of the same name.
 TESTED_BY = {
+    "checkpoint": ["object_storage"],
     "core": ["bad_input", "composition"],
     "data": ["loop"],
     "differentiate": ["optimizers", "training"],

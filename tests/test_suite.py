@@ -75,7 +75,7 @@ def test_tests_that_are_named_run(
 @pytest.mark.parametrize(
     ("file", "tests"),
     [
-        ("jstep/checkpoint/saver.py", {"jstep/checkpoint/saver.py", "tests/checkpoint"}),
+        ("jstep/checkpoint/saver.py", {"jstep/checkpoint/saver.py", "tests/checkpoint", "tests/object_storage"}),
         ("jstep/stores/objects.py", {"jstep/stores/objects.py", "tests/stores", "tests/object_storage"}),
         ("tests/tools/test_cost_command.py", {"tests/tools/test_cost_command.py"}),
         ("tests/sharding/conftest.py", {"tests/sharding"}),

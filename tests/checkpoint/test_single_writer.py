@@ -11,6 +11,7 @@ from checkpoint_scripts import run, start
 from checkpoint_states import listing, save_all, state_at
 from file_operations import before, failing
 
+from jstep.checkpoint import directory
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.saver import Saver
 
@@ -251,3 +252,17 @@ def test_an_invalid_claim_file_is_ignored(tmp_path):
             file.write(text)
         with Saver(tmp_path) as saver:
             saver.save(state_at(1).replace(global_step=jnp.int32(1)))
+
+
+def test_where_signals_end_processes_none_is_sent_to_see_whether_one_is_alive(monkeypatch):
+    """On Windows `os.kill(pid, 0)` ends the process."""
+    sent = []
+    monkeypatch.setattr(os, "kill", lambda *args: sent.append(args))
+    unknown = 2**31 - 1  # no process has it, so that its start time is not read
+    assert directory.started(unknown) == "unknown"
+    assert sent == [(unknown, 0)]
+    monkeypatch.setattr(os, "name", "nt")
+    found = directory.started(unknown)
+    monkeypatch.undo()
+    assert found == "unknown"
+    assert len(sent) == 1

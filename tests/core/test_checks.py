@@ -178,3 +178,10 @@ def test_the_difference_of_two_trees_has_one_text() -> None:
     assert difference(new, old) == "without 'wide/w'; with 'wide/u', 'wide/v'"
     assert difference({**old, "w": np.ones((3, 2), np.int8)}, old) == "whose 'w' is int8[3,2] instead of float32[2,3]"
     assert difference({**old, "b": np.float32(1)}, old) == "whose 'b' is float32[] instead of float[]"
+
+
+def test_a_list_in_a_message_has_twenty_entries_at_most() -> None:
+    names = [f"w{i}" for i in range(21)]
+    assert checks.listing("missing", []) == ""
+    assert checks.listing("missing", names[:20]) == f"; missing (20): {', '.join(names[:20])}"
+    assert checks.listing("missing", names) == f"; missing (21): {', '.join(names[:20])}, … and 1 more"

@@ -8,7 +8,7 @@ from comparisons import aligned
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jstep.core.placement import local_parts, place, place_anywhere, slices
+from jstep.core.placement import Placements, back, local_parts, place, place_anywhere, placements_of, slices
 
 
 @pytest.mark.parametrize("memory_kind", [None, "pinned_host"])
@@ -53,3 +53,26 @@ def test_arrays_without_a_sharding_are_uncommitted():
     placed = place_anywhere(values)
     assert not placed.committed
     assert placed.unsafe_buffer_pointer() != values.ctypes.data
+
+
+def test_arrays_whose_device_jax_may_choose_join_those_that_were_put_on_one():
+    first, second = jax.devices()[:2]
+    anywhere = jnp.ones(2)
+    here, there = jax.device_put(jnp.ones(2), first), jax.device_put(jnp.ones(2), second)
+    found = placements_of([anywhere, there, np.ones(2), here, jnp.zeros(3)])
+    assert found == Placements([([1, 0, 4], None), ([3], None)], [2])
+    assert placements_of([anywhere, np.ones(2)]) == Placements([([0], None)], [1])
+
+
+def test_an_array_goes_back_to_where_the_one_that_it_replaces_is():
+    mesh = jax.make_mesh((8,), ("x",))
+    split, there = NamedSharding(mesh, P("x")), NamedSharding(mesh, P("x"), memory_kind="pinned_host")
+    made = jnp.arange(8.0)
+    for sharding in (split, there):
+        found = back(made, jax.device_put(jnp.zeros(8), sharding))
+        assert found.sharding == sharding
+        np.testing.assert_array_equal(found, made)
+        assert back(found, found) is found
+    for before in (jnp.zeros(8), np.zeros(8), None):
+        assert back(made, before) is made
+    assert back(number := np.float32(1), jax.device_put(jnp.zeros(8), split)) is number

@@ -47,6 +47,7 @@ def test_a_timeline_of_several_starts(tmp_path, capsys):
     }
     assert (found.total, found.starts, found.steps) == (300.0, 4, 200)
     assert found.fraction == 170.0 / 300.0
+    assert hash(found) == hash(jstep.goodput(tmp_path))
     text = str(found).splitlines()
     assert text[:3] == [
         "goodput 56.7 %: 200 steps in 300 s, 4 starts",

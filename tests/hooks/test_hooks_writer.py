@@ -78,18 +78,20 @@ def test_an_evaluation_without_a_logdir_keeps_its_results():
     assert hook.results == {2: {"one": 1.0}, 4: {"one": 1.0}}
 
 
-def test_the_flush_of_a_checkpoint_does_not_wait_for_later_summaries(tmp_path):
+def test_the_flush_of_a_checkpoint_does_not_wait_for_later_summaries(tmp_path, monkeypatch):
     """Their arrays may need a process that waits for this checkpoint, or has failed: both waited for ever."""
-    until = threading.Event()
+    until, flushed = threading.Event(), []
     with jstep.summary.SummaryWriter(str(tmp_path)) as writer:
         writer.add_summary(jstep.summary.scalar("early", 1.0), 1)
         writer.drain()
         encode = writer._worker._encode
         writer._worker._encode = lambda *job: until.wait(60) and encode(*job)
         writer.add_summary(jstep.summary.scalar("late", 1.0), 2)
+        monkeypatch.setattr(writer._worker._sink, "sync", lambda: flushed.append(writer.path))
         settled = threading.Thread(target=writer.settle)
         settled.start()
         settled.join(20)
-        is_settled = not settled.is_alive()
+        is_settled, flushed_by_it = not settled.is_alive(), flushed[:]
         until.set()
     assert is_settled
+    assert flushed_by_it == [writer.path]

@@ -152,3 +152,16 @@ def test_an_abandoned_iterator_closes_its_file(file):
     events = summary.summary_iterator(file)
     next(events)
     del events  # pytest turns a ResourceWarning into an error
+
+
+def test_scalars_before_a_corrupted_record_are_kept_if_somebody_is_told(file):
+    steps = [point.step for point in read.read_scalars(file)["loss"]]
+    assert steps == [1, 2, 3, 4, 5]
+    with open(file, "r+b") as opened:
+        opened.seek(-4, os.SEEK_END)  # the checksum of the last record
+        opened.write(b"\0\0\0\0")
+    errors = []
+    assert [point.step for point in read.read_scalars(file, errors.append)["loss"]] == steps[:-1]
+    assert [type(error) for error in errors] == [DataLossError]
+    with pytest.raises(DataLossError, match="corrupted record"):
+        read.read_scalars(file)

@@ -113,6 +113,21 @@ def test_a_full_disk_leaves_no_partial_record(tmp_path):
     assert [e.step for e in events_of(writer)] == [0, 1]
 
 
+def test_a_disk_that_cannot_be_flushed_is_an_error_of_that_flush_alone(tmp_path, monkeypatch):
+    def fails(handle):
+        raise OSError(5, "Input/output error")
+
+    with SummaryWriter(tmp_path) as writer:
+        writer.add_summary(summary.scalar("loss", 1.0), 1)
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "fdatasync", fails, raising=False)
+            broken.setattr(os, "fsync", fails)
+            with pytest.raises(OSError, match=f"could not be flushed to disk: Input/output error: '{writer.path}'"):
+                writer.flush()
+        writer.flush()
+    assert [event.step for event in events_of(writer)] == [0, 1]
+
+
 def test_close_raises_a_pending_error_once(tmp_path):
     writer = SummaryWriter(tmp_path, max_queue=1)
     writer._worker._sink._file = FullDisk(writer._worker._sink._file, room=0)

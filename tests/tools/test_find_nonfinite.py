@@ -344,3 +344,12 @@ def test_invalid_function_and_nonfinite_input():
         jstep.find_nonfinite(3)
     with pytest.raises(ValueError, match=r"params: w .*1 NaN.*x .*1 infinite.*replay"):
         jstep.find_nonfinite(lambda params, x: x, {"w": jnp.array([jnp.nan, 1.0])}, np.inf)
+
+
+def test_functions_that_move_arrays_between_devices():
+    first, second = jax.devices()[:2]
+    found = jstep.find_nonfinite(
+        lambda x, y: (1 / jax.device_put(y, first)).sum() + x.sum(), jax.device_put(X, first), jax.device_put(X, second)
+    )
+    check(found, "div", here(-2), name="<lambda>")
+    assert "1 infinite" in str(found.outputs[0])

@@ -123,3 +123,20 @@ def test_the_end_of_a_program_stops_at_what_is_not_elementwise():
     assert sorted(map(np.shape, known)) == [(), (), (2, 8), (2, 8)]
     (part,) = on_slices(ending, known, (2, 8))
     np.testing.assert_allclose(part, fn(x, 2 * x, jnp.float32(0.5))[0][:2], rtol=1e-6)
+
+
+def test_a_condition_gets_what_was_widened_as_it_was_and_all_else_as_it_is():
+    from jstep.core.jaxprs import without_calls
+
+    def fn(turn, g, p):
+        return [jax.lax.cond(turn, jnp.add, jnp.subtract, g.astype(jnp.float32), 2.0 * p)]
+
+    given = True, jnp.ones(8, jnp.bfloat16), jnp.arange(8.0)
+    program, _ = without_calls(fn, "tpu", *given)
+
+    def values(*given):
+        return by_slices.values_of(program, given, program.jaxpr.outvars)
+
+    np.testing.assert_array_equal(values(*given)[0], 1 + 2 * np.arange(8.0))
+    (condition,) = (eqn for eqn in jax.make_jaxpr(values)(*given).eqns if eqn.primitive.name == "cond")
+    assert [var.aval.dtype for var in condition.invars[1:]] == [jnp.bfloat16, jnp.float32]
