@@ -4,7 +4,6 @@ import contextlib
 import functools
 import logging
 import os
-from collections import deque
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ from jstep.distributed import processes
 from jstep.hooks.base import RunHook
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Metrics
+from jstep.hooks.numbers import TransferQueue, transferred
 from jstep.hooks.run_info import Call, Repeated, RunCall, Timed
 from jstep.state import fingerprints as _log
 from jstep.state.fingerprints import ByDevice, Difference, by_device, named_leaves, stacked
@@ -48,18 +48,6 @@ class DivergenceError(_OtherBitsError):
         step: The step.
         leaves: The paths of the leaves that differ; None if not known.
     """
-
-
-class _Pending(NamedTuple):
-    step: int
-    paths: list[str]
-    parts: list[tuple[list[int], Any]]
-
-    def is_ready(self) -> bool:
-        return all(part.is_ready() for _, part in self.parts if hasattr(part, "is_ready"))
-
-    def entry(self, *, per_leaf: bool) -> _log.Entry:
-        return _log.as_entry(self.step, self.paths, _log.words_of(self.parts), per_leaf=per_leaf)
 
 
 class FingerprintHook(RunHook):
@@ -115,7 +103,7 @@ class FingerprintHook(RunHook):
         self._path = ""
         self._file: LocalLines | ObjectLines | None = None
         self._before: dict[int, _log.Entry] = {}
-        self._pending: deque[_Pending] = deque()
+        self._pending = TransferQueue()
 
     def begin(self, state: TrainState) -> None:
         """Read the lines of earlier runs, and open the log.
@@ -129,8 +117,7 @@ class FingerprintHook(RunHook):
             raise ValueError("FingerprintHook has nowhere to write: pass it a path, or pass logdir to train")
         if self._given is None or self._is_directory or is_directory(self._given):
             self._path = join(self._path, _log.NAME)
-        self._pending.clear()
-        self._before = {}
+        self._pending, self._before = TransferQueue(), {}
         named_leaves(state)  # raises now, not at the first fingerprint
         processes.on_all_processes(self._open, "the fingerprints cannot be opened")
         if self._raises and not processes.is_single_process():
@@ -147,17 +134,15 @@ class FingerprintHook(RunHook):
         Raises:
             DivergenceError: A repeated step produced different bits.
         """
-        before = self._pending[-1].step if self._pending else 0
         paths, leaves, keys = named_leaves(state)
-        pending = _Pending(step, paths, stacked(leaves, keys))
-        for _, part in pending.parts:
-            if hasattr(part, "copy_to_host_async"):
-                part.copy_to_host_async()
-        self._pending.append(pending)
+        parts = stacked(leaves, keys)
+        entry = functools.partial(_entry_of, step, paths, parts, self._per_leaf)
+        self._pending.add(step, transferred([part for _, part in parts], entry), self._finish, self)
         # If processes must raise together, each one finishes the same steps: those before the latest.
-        together = self._raises and not processes.is_single_process()
-        while self._pending and (self._pending[0].step <= before if together else self._pending[0].is_ready()):
-            self._finish(self._pending.popleft())
+        if self._raises and not processes.is_single_process():
+            self._pending.deliver_all(before=step)
+        else:
+            self._pending.deliver_ready()
         if self._file is not None:
             self._file.sync(to_disk=False)
 
@@ -184,44 +169,45 @@ class FingerprintHook(RunHook):
     def close(self) -> None:
         """Write pending lines, also after an error, and close the log."""
         super().close()
-        file, self._file = self._file, None
-        pending, self._pending = self._pending, deque()
+        file, pending = self._file, self._pending
+        self._pending, self._before = TransferQueue(), {}  # compared with nothing
         if file is None:
             return
         # If the device or the disk fails here, do not hide the error that ended the run.
         try:
             with contextlib.closing(file):
-                for one in pending:
-                    file.write(one.entry(per_leaf=self._per_leaf).line().encode())
+                pending.deliver_all()
         except Exception as error:
             _logger.warning("%s: the last fingerprints are lost: %s", self._path, error)
+        finally:
+            self._file = None
 
     def _finish_all(self) -> None:
         try:
-            while self._pending:
-                self._finish(self._pending.popleft())
+            self._pending.deliver_all()
         finally:
             if self._file is not None:
                 self._file.sync(to_disk=True)
 
-    def _finish(self, pending: _Pending) -> None:
-        if self._file is None and not self._raises:
-            return  # only process 0 writes and warns
-        entry = pending.entry(per_leaf=self._per_leaf)
+    def _finish(self, step: int, entry: _log.Entry) -> None:
         if self._file is not None:
             self._file.write(entry.line().encode())
-        before = self._before.pop(entry.step, None)
+        before = self._before.pop(step, None)
         difference = None if before is None else _log.difference(before, entry)
         if before is None or difference is None:
             return
         message = (
-            f"step {entry.step} was run again with other bits than {self._path} has for it ({before.state} then, "
+            f"step {step} was run again with other bits than {self._path} has for it ({before.state} then, "
             f"{entry.state} now): {difference.text()}. Check batches, code, seeds, versions and devices; jstep.replay "
             "repeats a step."
         )
         if self._raises:
-            raise DivergenceError(message, entry.step, difference.leaves)
+            raise DivergenceError(message, step, difference.leaves)
         _logger.warning("%s", message)
+
+
+def _entry_of(step: int, paths: list[str], parts: list[tuple[list[int], Any]], per_leaf: bool) -> _log.Entry:
+    return _log.as_entry(step, paths, _log.words_of(parts), per_leaf=per_leaf)
 
 
 def _entries_of(path: str) -> dict[int, _log.Entry]:

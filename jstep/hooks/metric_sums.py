@@ -87,7 +87,7 @@ class Piece(NamedTuple):
 
     def is_ready(self) -> bool:
         """Whether `totals` would not wait."""
-        return not isinstance(self.array, jax.Array) or is_ready({"": self.array})
+        return is_ready([self.array])
 
     def totals(self) -> Totals:
         """The sums; waits for the device."""
@@ -323,7 +323,7 @@ class MetricSums:
         if self._stop <= self._first:
             return
         piece = self._piece()
-        start_transfer({"": piece.array})
+        start_transfer([piece.array])
         for interval in self._intervals:
             interval.add(piece)
         self._first, self._fixed = self._stop, {}

@@ -1,8 +1,9 @@
 """The numbers of a log line: which values are numbers, their order and text, and their way from the device."""
 
 import contextlib
+import math
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -69,17 +70,17 @@ def is_numeric(value: Any) -> bool:
 # Their way to the host.
 
 
-def start_transfer(values: Mapping[str, Any]) -> None:
+def start_transfer(values: Iterable[Any]) -> None:
     """Start the transfer of values to the host, without waiting."""
-    for value in values.values():
+    for value in values:
         # From a CPU there is nothing to transfer, and the call takes as long as a small step.
         if isinstance(value, jax.Array) and not is_on_cpus(value):
             value.copy_to_host_async()
 
 
-def is_ready(values: Mapping[str, Any]) -> bool:
+def is_ready(values: Iterable[Any]) -> bool:
     """Whether reading the values would not wait."""
-    arrays: list[Any] = [value for value in values.values() if isinstance(value, jax.Array)]
+    arrays: list[Any] = [value for value in values if isinstance(value, jax.Array)]
     return all(array.is_ready() for array in arrays)
 
 
@@ -108,10 +109,10 @@ class Pending(NamedTuple):
     read: Callable[[], Any]
 
 
-def transferred(values: Mapping[str, Any]) -> Pending:
-    """Start the transfer of values to the host, which become Python numbers there."""
+def transferred(values: Collection[Any], read: Callable[[], Any]) -> Pending:
+    """Start the transfer of values to the host; `read` makes of them what is delivered."""
     start_transfer(values)
-    return Pending(lambda: is_ready(values), lambda: read(values))
+    return Pending(lambda: is_ready(values), read)
 
 
 class TransferQueue:
@@ -140,9 +141,9 @@ class TransferQueue:
         while self._queue and self._queue[0][1].is_ready():
             self._next()
 
-    def deliver_all(self) -> None:
-        """Deliver everything; wait for the device."""
-        while self._queue:
+    def deliver_all(self, before: float = math.inf) -> None:
+        """Deliver everything, or what belongs to earlier steps; wait for the device."""
+        while self._queue and self._queue[0][0] < before:
             self._next()
 
     def _next(self) -> None:

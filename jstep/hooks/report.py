@@ -63,7 +63,8 @@ class ReportingHook(RunHook):
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> Pending:
         """The numbers to deliver for a step; means start from zero again."""
         if not self._mean:
-            return transferred(scalars(metrics, leave_out))
+            numbers = scalars(metrics, leave_out)
+            return transferred(numbers.values(), lambda: read(numbers))
         interval = self.run.reports.sums.take(self._number)
         names = in_order(interval.names(), leave_out)
         return Pending(interval.is_ready, lambda: interval.means(names))
@@ -282,7 +283,7 @@ class SummarySaverHook(ReportingHook):
 
 def merged_summary(values: Mapping[str, Any], metrics: Metrics) -> Any:
     """One summary of some numbers, and of the summaries among the metrics; None without any."""
-    if is_ready(values):  # numbers of the host are the quickest to write
+    if is_ready(values.values()):  # numbers of the host are the quickest to write
         values = read(values)
     merged = summary.merge([*map(scalar, values, values.values()), summary.summaries_in(dict(metrics))])
     return merged if merged.parts else None

@@ -147,13 +147,13 @@ class ProgressHook(RunHook):
             self.end(step, state)
             return
         numbers = self._numbers()
-        start_transfer(numbers)
+        start_transfer(numbers.values())
         self._pending.append((step, numbers))
         finished = self._finished()
         ready: dict[str, Any] = {}
         while self._pending and self._pending[0][0] <= finished:
             finished_numbers = self._pending.popleft()[1]
-            ready = finished_numbers if is_ready(finished_numbers) else ready
+            ready = finished_numbers if is_ready(finished_numbers.values()) else ready
         if ready:
             self._show(ready)
         self._count(finished)
@@ -165,7 +165,7 @@ class ProgressHook(RunHook):
             flight.look()
             return self._bar.n if flight.finished is None else int(flight.finished)
         # By hand: the last step whose numbers are ready.
-        return max((step for step, numbers in self._pending if is_ready(numbers)), default=self._bar.n)
+        return max((step for step, numbers in self._pending if is_ready(numbers.values())), default=self._bar.n)
 
     def _count(self, step: int) -> None:
         self._stop_ticking()
