@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import gc
 import json
 import logging
 import math
@@ -102,11 +101,6 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 _HELD: "weakref.WeakSet[FileClaim]" = weakref.WeakSet()
 
 
-def file_of(directory: str, prefix: str) -> str:
-    """Return the file that the writer of a prefix locks."""
-    return os.path.join(directory, f".{prefix}.jstep-writer")
-
-
 class FileClaim:
     """The exclusive right to write a prefix in a directory, until `release` or the end of the process.
 
@@ -116,7 +110,7 @@ class FileClaim:
     """
 
     def __init__(self, directory: str, prefix: str) -> None:
-        self.path = file_of(directory, prefix)
+        self.path = os.path.join(directory, f".{prefix}.jstep-writer")
         self.handle = _locked(self.path, directory, prefix)
         self.finalizer = weakref.finalize(self, _unlock, self.path, self.handle, os.getpid())
         _HELD.add(self)
@@ -129,8 +123,11 @@ class FileClaim:
                 return True
         return False
 
-    def release(self) -> None:
-        """Release the claim."""
+    def check(self) -> None:
+        """Do nothing: the operating system keeps other writers away."""
+
+    def release(self, wait: bool = True) -> None:
+        """Release the claim; nothing has to be waited for."""
         self.finalizer()
 
 
@@ -244,7 +241,6 @@ class ObjectClaim:
         self._objects, self._prefix, self.id = objects, prefix, uuid.uuid4().hex
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._beats, self._lost = 0, False
-        self.saving: threading.Thread | None = None
         self._stamp = self._take()
         _held[self.id] = self
         self._pid = os.getpid()
@@ -281,14 +277,7 @@ class ObjectClaim:
     def _is_free(self, who: Mapping[str, Any]) -> bool:
         """Return whether the previous owner is certainly dead."""
         if who.get("pid") == os.getpid() and is_alive(who):
-            number = str(who.get("id"))
-            if (held := _held.get(number)) is not None:
-                # It may belong to a Saver that only its saving thread still references.
-                if held.saving is not None:
-                    held.saving.join(max(0.0, self._objects.deadline() - time.monotonic() - 5))
-                del held
-                gc.collect()
-            return number not in _held
+            return str(who.get("id")) not in _held
         return not who or is_alive(who) is False
 
     def _text(self) -> bytes:
@@ -330,8 +319,9 @@ class ObjectClaim:
             if stamp is not None:
                 self._stamp = stamp
 
-    def release(self, seconds: float = 5) -> None:
-        """Release the claim within `seconds`; if that fails, the next writer takes it over."""
+    def release(self, wait: bool = True) -> None:
+        """Release the claim within some seconds, or one if not `wait`; if it fails, the next writer takes it over."""
+        seconds = 5 if wait else 1
         self._ended.set()
         _held.pop(self.id, None)
         if self._pid != os.getpid() or self._lost or not self._lock.acquire(timeout=seconds):

@@ -3,23 +3,24 @@
 import contextlib
 import errno
 import functools
-import gc
 import logging
 import os
 import re
 import shlex
 import shutil
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from jstep.checkpoint import listing
-from jstep.checkpoint.claims import FileClaim, file_of
-from jstep.checkpoint.listing import ASIDE, DELETED, REPLACED, TEMPORARY, Commit, is_remains, is_whole, listed
-from jstep.checkpoint.manifest import NAME, CheckpointError, Manifest, encode
+from jstep.checkpoint import checksums, listing
+from jstep.checkpoint.checksums import StartRead, is_below
+from jstep.checkpoint.claims import FileClaim
+from jstep.checkpoint.listing import ASIDE, DELETED, REPLACED, TEMPORARY, is_remains, listed
+from jstep.checkpoint.manifest import NAME, Manifest, encode
 from jstep.checkpoint.retention import evict
+from jstep.checkpoint.store import IN_FLIGHT, Commit, Store
 from jstep.core.checks import size
 from jstep.stores.files import make_folders, new_file, sync_folder
+from jstep.stores.objects import ABSENT, ReadResult
 
 # A store of checkpoints in a local directory, or one on a file system that all processes share.
 #
@@ -67,40 +68,18 @@ def full(error: BaseException | None) -> int | None:
     return None
 
 
-def full_disk(directory: str, needed: int, code: int) -> OSError:
-    """Return the error to raise for a full disk or an exceeded quota, with the bytes needed and the bytes free."""
-    try:
-        free = f"{size(shutil.disk_usage(directory).free)} free"
-    except OSError:
-        free = "free space unknown"
-    return OSError(
-        code,
-        f"{_FULL[code][0]} ({size(needed)} needed, {free}: {os.strerror(code)}); make room, or keep fewer checkpoints "
-        "by max_to_keep",
-    )
-
-
 _LOOKS = 10  # a writer evicts one checkpoint per save
 _logger = logging.getLogger("jstep")
-_HOLDERS: "weakref.WeakValueDictionary[str, Directory]" = weakref.WeakValueDictionary()
-"""The claims of this process: file → its store."""
 
 
-class Directory:
+class Directory(Store):
     """A `Store` in a directory: a checkpoint is a folder, which is renamed to its final name when it is complete."""
 
     def __init__(self, directory: str, prefix: str | None) -> None:
-        self.directory = directory
-        self._prefix = prefix
-        self._claim: FileClaim | None = None
+        super().__init__(directory, prefix)
         self._is_cleaned = False
         self._arrays: Any = None
         self._bytes = 0
-        self._is_left = False
-
-    def path(self, name: str) -> str:
-        """See `Store.path`."""
-        return os.path.join(self.directory, name)
 
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
         """See `Store.newest_first`. Only that files exist is checked; incomplete and foreign folders are skipped."""
@@ -152,32 +131,21 @@ class Directory:
         """See `Store.manifest`."""
         return listing.read_manifest(path)
 
-    def find_corruption(
-        self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1), *, every: bool = False
-    ) -> list[str]:
-        """See `Store.find_corruption`. Reads every byte."""
-        if manifest.is_packed:  # copied from a bucket
-            from jstep.checkpoint import packs  # not at the top: it imports JAX
+    def reads(self, path: str) -> StartRead:
+        """See `Store.reads`."""
+        return functools.partial(LocalRead, path)
 
-            return packs.find_corruption(functools.partial(packs.LocalRead, path), "", manifest, share)
-        return listing.find_corruption(path, manifest, share, every=every)
+    def find_corrupted_files(self, path: str, manifest: Manifest, share: tuple[int, int], *, every: bool) -> list[str]:
+        """See `Store.find_corrupted_files`."""
+        return checksums.find_corruption(path, manifest, share, every=every)
 
-    def read_file(self, path: str, manifest: Manifest, name: str) -> bytes:
-        """See `Store.read_file`."""
-        from jstep.checkpoint import packs  # not at the top: it imports JAX
+    def read_arrays(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Store.read_arrays`."""
+        from jstep.checkpoint import orbax_arrays  # not at the top: importing tensorstore is slow
 
-        read = packs.read_file if manifest.is_packed else listing.read_file
-        return read(functools.partial(packs.LocalRead, path), "", manifest, name)
-
-    def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Store.restore`."""
-        from jstep.checkpoint import orbax_arrays, packs  # not at the top: importing tensorstore is slow
-
-        if manifest.is_packed:
-            return packs.read(functools.partial(packs.LocalRead, path), "", manifest, shardings)
         return orbax_arrays.read(orbax_arrays.in_folder(path), manifest, shardings)
 
-    def claim(self, prefix: str) -> None:
+    def claim(self) -> None:
         """See `Store.claim`."""
         try:
             make_folders(self.directory)
@@ -186,37 +154,15 @@ class Directory:
             raise OSError(error.errno, what, self.directory) from error
         if not os.access(self.directory, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
             raise PermissionError(errno.EACCES, "the directory of checkpoints cannot be written", self.directory)
-        if self._claim is None or not self.holds_claim():
-            self._claim, self._is_cleaned = self._take(prefix), False
-            _HOLDERS[os.path.realpath(self._claim.path)] = self
+        super().claim()
         if not self._is_cleaned:
-            self._remove_leftovers(prefix)
+            self._remove_leftovers()
             self._is_cleaned = True
 
-    def _take(self, prefix: str) -> FileClaim:
-        try:
-            return FileClaim(self.directory, prefix)
-        except CheckpointError:
-            file = os.path.realpath(file_of(self.directory, prefix))
-            if (holder := _HOLDERS.get(file)) is None or not holder.holds_claim():
-                raise
-            del holder
-            gc.collect()  # an unreferenced Saver releases its claim here, or when its write has ended
-            if (holder := _HOLDERS.get(file)) is not None and holder._is_left:
-                holder.finish()
-            return FileClaim(self.directory, prefix)
-
-    def holds_claim(self) -> bool:
-        """Return whether this store has the claim, in this process and not in the parent of a fork."""
-        return self._claim is not None and self._claim.is_held()
-
-    def finish(self) -> None:
-        """Finish the save of an unreferenced Saver; an error is logged, since no call can raise it."""
-        try:
-            self.wait()
-        except Exception:
-            _logger.exception("the save in progress in %s was not saved", self.directory)
-        self.close()
+    def lock(self) -> FileClaim:
+        """See `Store.lock`."""
+        self._is_cleaned = False
+        return FileClaim(self.directory, self._prefix)
 
     def save(
         self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit, files: Mapping[str, Any]
@@ -227,7 +173,7 @@ class Directory:
 
         1. the arrays and then the files, in a temporary folder (`orbax_arrays`), and with several processes the
            checksums of each;
-        2. all of them, flushed, with checksums (`listing.collect`), and what `Saver.flushing` flushes;
+        2. all of them, flushed, with checksums (`checksums.collect`), and what `Saver.flushing` flushes;
         3. the manifest, which is written last, so that a folder without one is not a checkpoint;
         4. the temporary folder, flushed, then renamed, then the folder around it, flushed (`_publish`);
         5. and then only are superseded checkpoints removed (`commit`).
@@ -236,7 +182,7 @@ class Directory:
         def end(temporary: str, final: str) -> None:
             import jax  # not at the top: listing a directory of checkpoints does not need JAX
 
-            files = listing.collect(temporary, jax.process_count())
+            files = checksums.collect(temporary, jax.process_count())
             commit.end(files, functools.partial(self._publish, temporary, final))
 
         self._bytes = sum(int(one.nbytes) for one in (*arrays.values(), *files.values()))
@@ -245,7 +191,7 @@ class Directory:
             from jstep.checkpoint import orbax_arrays  # not at the top: importing Orbax is slow
 
             if self._arrays is None:
-                self._arrays = orbax_arrays.Checkpointer(self._prefix or "")
+                self._arrays = orbax_arrays.Checkpointer(self._prefix)
             self._arrays.save(path, orbax_arrays.SaveArgs(dict(arrays), compress, files), end)
         self._is_cleaned = True
 
@@ -301,9 +247,16 @@ class Directory:
         try:
             yield
         except Exception as error:
-            if (code := full(error)) is not None:
-                raise full_disk(self.directory, self._bytes, code) from error
-            raise
+            if (code := full(error)) is None:
+                raise
+            free = "free space unknown"
+            with contextlib.suppress(OSError):
+                free = f"{size(shutil.disk_usage(self.directory).free)} free"
+            raise OSError(
+                code,
+                f"{_FULL[code][0]} ({size(self._bytes)} needed, {free}: {os.strerror(code)}); make room, or keep fewer "
+                "checkpoints by max_to_keep",
+            ) from error
 
     def abandon(self, path: str) -> None:
         """See `Store.abandon`."""
@@ -333,38 +286,67 @@ class Directory:
         """See `Store.log_undeleted`."""
         _logger.warning("%s could not be deleted: %s", path, error)
 
-    def _remove_leftovers(self, prefix: str) -> None:
+    def _remove_leftovers(self) -> None:
         """Remove what interrupted saves and deletions of this prefix left behind.
 
         Only the owner of the claim may do so: otherwise the removed folder may be one that is being written.
         """
-        step = rf"({re.escape(prefix)}-(?:0|[1-9][0-9]*))"
+        step = rf"({re.escape(self._prefix)}-(?:0|[1-9][0-9]*))"
         pattern = re.compile(
             rf"{step}({re.escape(TEMPORARY)}(?:-[0-9]+)?|{re.escape(REPLACED)}|{re.escape(DELETED)})", re.DOTALL
         )
         for entry in listed(self.directory):
             if match := pattern.fullmatch(entry):
                 path, final = self.path(entry), self.path(match[1])
-                if match[2] == REPLACED and is_whole(path) and not is_whole(final):
+                if match[2] == REPLACED and listing.found(final) == path:
                     if is_remains(final):
                         evict(self, final)
                     elif os.path.lexists(final):
                         _set_aside(final)
                     os.rename(path, final)
-                elif path not in listing.IN_FLIGHT:
+                elif path not in IN_FLIGHT:
                     remove(path)
-
-    def leave(self) -> None:
-        """See `Store.leave`."""
-        self._is_left = True
 
     def close(self, wait: bool = True) -> None:
         """See `Store.close`."""
         if self._arrays is not None and wait:
             self._arrays.close()
-        if self._claim is not None:
-            self._claim.release()
-            self._claim = None
+        super().close(wait)
+
+
+class LocalRead(NamedTuple):
+    """A range of a file to read, like a `Pending` of an object.
+
+    Attributes:
+        folder: The folder of the checkpoint.
+        key: The path of the file below it.
+        start: The first byte.
+        stop: The end of the range; None for the end of the file.
+    """
+
+    folder: str
+    key: str
+    start: int = 0
+    stop: int | None = None
+
+    @property
+    def url(self) -> str:
+        """The path of the file."""
+        return os.path.join(self.folder, self.key)
+
+    def give_up(self) -> None:
+        """Do nothing: the file is read when its result is requested."""
+
+    def read(self) -> ReadResult:
+        """See `Pending.read`."""
+        if not is_below(os.path.realpath(self.folder), self.key):
+            raise ValueError(f"{self.url}: a link out of the checkpoint")
+        try:
+            with open(self.url, "rb") as file:
+                file.seek(self.start)
+                return ReadResult(file.read(-1 if self.stop is None else self.stop - self.start), b"")
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return ReadResult(None, ABSENT)
 
 
 def _lost(missing: Callable[[], str | None]) -> str | None:

@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 NAME = "manifest.json"
@@ -20,6 +20,18 @@ _SEAL = ',\n "crc32": "'
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or is corrupted."""
+
+
+class CorruptedError(CheckpointError):
+    """A checkpoint is corrupted.
+
+    Attributes:
+        problems: Descriptions of what is wrong with which file or object.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = list(problems)
 
 
 class UnsupportedFormatError(CheckpointError):

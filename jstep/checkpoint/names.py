@@ -10,6 +10,7 @@ from typing import Any
 from jstep.checkpoint import listing
 from jstep.checkpoint.directory import Directory
 from jstep.checkpoint.manifest import CheckpointError
+from jstep.checkpoint.store import Store
 from jstep.core.checks import as_int, as_number, as_text, shown
 from jstep.stores.objects import absolute, is_url, location
 
@@ -86,7 +87,7 @@ def _check_json(value: Any, name: str, above: tuple[int, ...]) -> None:
 # Names of checkpoints, the newest checkpoint of a directory, new ones as they are written, and their store.
 
 
-def open_store(directory: str, prefix: str | None = None) -> listing.Store:
+def open_store(directory: str, prefix: str | None = None) -> Store:
     """Return the store of a directory.
 
     Args:
@@ -97,7 +98,7 @@ def open_store(directory: str, prefix: str | None = None) -> listing.Store:
         return Directory(directory, prefix)
     from jstep.checkpoint.object_store import ObjectStore  # not at the top: it imports JAX
 
-    return ObjectStore(directory)
+    return ObjectStore(directory, prefix)
 
 
 def checkpoint_name(prefix: str, step: int) -> str:
@@ -187,7 +188,7 @@ def checkpoints_iterator(
     return _steps(open_store(found), name, seconds, interval, _POLL_SECS_OF_URLS if is_url(found) else _POLL_SECS)
 
 
-def _steps(store: listing.Store, prefix: str, timeout: float | None, interval: float, poll: float) -> Iterator[int]:
+def _steps(store: Store, prefix: str, timeout: float | None, interval: float, poll: float) -> Iterator[int]:
     step = _WAIT
     while (step := _next(store, prefix, step, timeout, poll)) != _END:
         at = time.monotonic()
@@ -195,7 +196,7 @@ def _steps(store: listing.Store, prefix: str, timeout: float | None, interval: f
         time.sleep(max(at + interval - time.monotonic(), 0.0))
 
 
-def _newest_kept(store: listing.Store, prefix: str, above: int) -> int:
+def _newest_kept(store: Store, prefix: str, above: int) -> int:
     """Return the newest step above another one that is not passing."""
     for step, path in store.newest_first(prefix):
         if step <= above:
@@ -206,7 +207,7 @@ def _newest_kept(store: listing.Store, prefix: str, above: int) -> int:
     return _WAIT
 
 
-def _next(store: listing.Store, prefix: str, above: int, timeout: float | None, poll: float) -> int:
+def _next(store: Store, prefix: str, above: int, timeout: float | None, poll: float) -> int:
     """Wait for a step above another one, or for the end; the same on all processes."""
     import jax  # not at the top: listing a directory of checkpoints does not need JAX
 

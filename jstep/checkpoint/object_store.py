@@ -1,6 +1,5 @@
 """Checkpoints in object stores."""
 
-import atexit
 import contextlib
 import dataclasses
 import functools
@@ -13,19 +12,22 @@ import shlex
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
 
-from jstep.checkpoint import claims, listing, packs
+from jstep.checkpoint import checksums, claims, listing, packs
 from jstep.checkpoint import manifest as _manifest
+from jstep.checkpoint.checksums import StartRead
 from jstep.checkpoint.claims import ObjectClaim, key_of, owner_in
-from jstep.checkpoint.listing import Checkpoints, Commit, CorruptedError, Files
-from jstep.checkpoint.manifest import CheckpointError, Manifest
+from jstep.checkpoint.listing import Checkpoints
+from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Manifest
 from jstep.checkpoint.packs import Block, own_blocks
-from jstep.core.meshes import Thread
+from jstep.checkpoint.store import IN_FLIGHT, Commit, Files, Store, finish_at_exit
+from jstep.core.meshes import in_background
 from jstep.distributed import processes
-from jstep.stores.objects import Directory, at_once, parts_of_url
+from jstep.stores.objects import Directory, Pending, at_once, parts_of_url
 
 # One save to an object store in a background thread: data, parts, manifest, and removal of superseded objects.
 #
@@ -47,7 +49,6 @@ _OTHERS = 120.0
 """Seconds that processes wait for each other without heartbeats, plus ten times the time of their own part."""
 
 _logger = logging.getLogger("jstep")
-_under_way: "set[ObjectSave]" = set()
 
 
 class ObjectSave:
@@ -60,8 +61,8 @@ class ObjectSave:
         blocks: The blocks that this process writes.
         compress: Whether to compress them.
         process: The index of this process, and the number of processes.
-        ends: `(look, commit)`: the first process calls `look()` before anything is written, and `commit(files, seen)`
-            when everything is, with the records of all objects and the result of `look`.
+        commit: Called on the first process when everything is written, with the records of all objects and the stamp of
+            the manifest that was there before.
     """
 
     def __init__(
@@ -72,55 +73,50 @@ class ObjectSave:
         blocks: Iterable[Block],
         compress: bool,
         process: tuple[int, int],
-        ends: tuple[Callable[[], bytes], Callable[[dict[str, dict[str, Any]], bytes], None]],
+        commit: Callable[[Files, bytes], None],
     ) -> None:
-        self._objects, self.folder, self.attempt = objects, f"{name}/{attempt}", attempt
+        self._objects, self._name, self.folder = objects, name, f"{name}/{attempt}"
         self._blocks: Iterable[Block] = blocks
-        self._compress, self._process, self._ends = compress, process, ends
-        self._error: BaseException | None = None
-        _under_way.add(self)  # the interpreter waits at exit until the save is done
-        self.thread = Thread(target=self._run, name=f"jstep-save-{name}", daemon=True)
-        self.thread.start()
+        self._compress, self._process, self._commit = compress, process, commit
+        IN_FLIGHT[self.folder] = self
+        finish_at_exit()
+        self._done: Future[None] | None = in_background(self._run, name=f"jstep-save-{name}", daemon=True)
 
     def detach(self) -> None:
         """Let the interpreter exit without waiting for the save."""
-        _under_way.discard(self)
+        IN_FLIGHT.pop(self.folder, None)
 
     def wait(self) -> None:
         """Wait for the save to end, and raise its error if it failed."""
-        self.thread.join()
-        _under_way.discard(self)
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        done, self._done = self._done, None
+        try:
+            if done is not None:
+                done.result()
+        finally:
+            self.detach()
 
     def _run(self) -> None:
         index, count = self._process
         try:
-            try:
-                look, commit = self._ends
-                seen = look() if index == 0 else b""
-                began = time.monotonic()
-                part = self._write()
-                if index == 0:
-                    commit(self._parts(part, count, time.monotonic() - began), seen)
-            except BaseException as error:
-                self._report(f"{type(error).__name__}: {error}"[:300], count)
-                raise
+            before = self._objects.read(f"{self._name}/{_manifest.NAME}").stamp if index == 0 else b""
+            began = time.monotonic()
+            part = self._write()
             if index == 0:
-                self._report("", count)
-            else:
-                data = self._polled(
-                    f"{self.folder}/{OUTCOME}",
-                    self._silence(_OTHERS + 10 * (time.monotonic() - began)),
-                    "the first process has not reported the outcome",
-                )
-                if failed := json.loads(data)["failed"]:
-                    raise CheckpointError(f"on the first process: {failed}")
+                self._commit(self._parts(part, count, time.monotonic() - began), before)
         except BaseException as error:
-            self._error = error
+            self._report(f"{type(error).__name__}: {error}"[:300], count)
+            raise
+        if index == 0:
+            self._report("", count)
         else:
-            _under_way.discard(self)
+            data = self._polled(
+                f"{self.folder}/{OUTCOME}",
+                self._silence(_OTHERS + 10 * (time.monotonic() - began)),
+                "the first process has not reported the outcome",
+            )
+            if failed := json.loads(data)["failed"]:
+                raise CheckpointError(f"on the first process: {failed}")
+        self.detach()
 
     def _write(self) -> bytes:
         index = self._process[0]
@@ -169,7 +165,7 @@ class ObjectSave:
 
         It renews its claim, if it has the right to replace objects.
         """
-        key = key_of(self.folder.partition("/")[0].rpartition("-")[0])
+        key = key_of(self._name.rpartition("-")[0])
         began = time.monotonic()
         latest, next_look = began + _OUTCOME_TIMEOUT, began + claims.BEAT
         stamp, changed, renews = b"", began, False
@@ -188,15 +184,6 @@ class ObjectSave:
         return is_late
 
 
-@atexit.register
-def _finish() -> None:
-    for save in list(_under_way):
-        try:
-            save.wait()
-        except Exception:
-            _logger.exception("%s was not saved", save.folder)
-
-
 # A store of checkpoints below a URL of an object store: a checkpoint exists when its manifest does.
 
 HURRIED = 5.0
@@ -206,38 +193,32 @@ START = 38.0
 _AT_ONCE = 16
 
 
-class ObjectStore:
+class ObjectStore(Store):
     """A `Store` below a URL."""
 
-    def __init__(self, url: str) -> None:
-        self.directory = url
+    def __init__(self, url: str, prefix: str | None) -> None:
+        super().__init__(url, prefix)
         self._objects = Directory(url)
-        self._keys: list[str] | None = None
-        """The list of a save in progress, while it decides which checkpoints to keep."""
+        self._listed: Checkpoints | None = None
+        """What a save in progress has listed, while it decides which checkpoints to keep."""
         self._hurried = False
-        self._claimed: ObjectClaim | None = None
-        self._prefix = ""
         self._save: ObjectSave | None = None
         self._saving = ""
         self._warned = self._forbidden = False
 
-    def path(self, name: str) -> str:
-        """See `Store.path`."""
-        return self._objects.at(name)
-
     def _name(self, path: str) -> str:
         return path.removeprefix(self.directory + "/")
 
-    def _list(self, prefix: str | None) -> list[str]:
-        return self._objects.listing("" if prefix is None else f"{prefix}-")
+    def _list(self, prefix: str | None) -> Checkpoints:
+        return self._listed or Checkpoints(self._objects.listing("" if prefix is None else f"{prefix}-"), prefix)
 
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
         """See `Store.newest_first`. Only manifests are listed; missing objects are found on restore."""
         del trusted
         hurried, self._hurried = self._hurried, False
         with self._objects.within(HURRIED if hurried else math.inf):
-            keys = self._list(prefix) if self._keys is None else self._keys
-        for step, name in Checkpoints(keys, prefix).newest_first():
+            listed = self._list(prefix)
+        for step, name in listed.newest_first():
             yield step, self.path(name)
 
     def at(self, prefix: str, step: int) -> str | None:
@@ -246,68 +227,59 @@ class ObjectStore:
         there = self._objects.read(f"{name}/{_manifest.NAME}").data is not None
         return self.path(name) if there else None
 
-    def broken(self, prefix: str, above: int) -> list[tuple[str, str]]:
-        """See `Store.broken`."""
-        return []
-
     def manifest(self, path: str) -> Manifest:
         """See `Store.manifest`."""
         url = f"{path}/{_manifest.NAME}"
         found = self._objects.read(f"{self._name(path)}/{_manifest.NAME}")
         if found.data is None:
             raise FileNotFoundError(f"{url}: there is no such object; the checkpoint was deleted")
-        try:
-            manifest = _manifest.decode(found.data)
-            if manifest.is_packed and not listing.is_attempt(manifest.data):
-                raise CheckpointError(f"its data is in {manifest.data!r:.50}, where jstep never puts it")
-        except CheckpointError as error:
-            raise type(error)(f"{url}: {error}") from None
+        manifest = listing.decoded(found.data, url)
+        if manifest.is_packed and not listing.is_attempt(manifest.data):
+            raise CheckpointError(f"{url}: its data is in {manifest.data!r:.50}, where jstep never puts it")
         return manifest
 
-    def find_corruption(
-        self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1), *, every: bool = False
-    ) -> list[str]:
-        """See `Store.find_corruption`. Reads every byte."""
-        above = f"{self._name(path)}/"
-        if manifest.is_packed:
-            return packs.find_corruption(self._objects.start_read, above, manifest, share)
-        return listing.find_corruption_of_copy(self._objects, above, manifest, share, every=every)
+    def reads(self, path: str) -> StartRead:
+        """See `Store.reads`."""
+        name = self._name(path)
 
-    def read_file(self, path: str, manifest: Manifest, name: str) -> bytes:
-        """See `Store.read_file`."""
-        read = packs.read_file if manifest.is_packed else listing.read_file
-        return read(self._objects.start_read, f"{self._name(path)}/", manifest, name)
+        def start_read(key: str, start: int = 0, stop: int | None = None) -> Pending:
+            return self._objects.start_read(f"{name}/{key}", start, stop)
+
+        return start_read
+
+    def find_corrupted_files(self, path: str, manifest: Manifest, share: tuple[int, int], *, every: bool) -> list[str]:
+        """See `Store.find_corrupted_files`."""
+        return checksums.find_corruption_of_copy(self.reads(path), path, manifest, share, every=every)
 
     def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Store.restore`. Each process reads the blocks that it needs and verifies their checksums."""
+        """See `Store.restore`."""
         if not shardings:
             return {}
-        above = f"{self._name(path)}/"
-        if not manifest.is_packed:
-            from jstep.checkpoint import orbax_arrays  # not at the top: importing tensorstore is slow
-
-            return orbax_arrays.read_copy(self._objects, above, manifest, shardings)
         try:
-            return packs.read(self._objects.start_read, above, manifest, shardings)
+            return super().restore(path, manifest, shardings)
         except CorruptedError:
             with contextlib.suppress(CheckpointError, OSError):
                 if self.manifest(path).data != manifest.data:
                     raise CheckpointError(f"{path} was replaced while it was read; restore it again") from None
             raise
 
-    def claim(self, prefix: str) -> None:
-        """See `Store.claim`. Reads, lists and writes once, within `START` seconds."""
-        if self._claimed is not None and self._claimed.is_held() and self._prefix == prefix:
-            return
+    def read_arrays(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Store.read_arrays`."""
+        from jstep.checkpoint import orbax_arrays  # not at the top: importing tensorstore is slow
+
+        return orbax_arrays.read_copy(self._objects, self._name(path), manifest, shardings)
+
+    def lock(self) -> ObjectClaim:
+        """See `Store.lock`. Reads, lists and writes once, within `START` seconds."""
         with self._objects.within(START):
-            self._objects.mark(f"{prefix}-")
-            claim = ObjectClaim(self._objects, prefix)
+            self._objects.mark(f"{self._prefix}-")
+            claim = ObjectClaim(self._objects, self._prefix)
             try:
-                self._list(prefix)
+                self._list(self._prefix)
             except BaseException:
                 claim.release()
                 raise
-            self._claimed, self._prefix = claim, prefix
+            return claim
 
     def save(
         self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit, files: Mapping[str, Any]
@@ -319,28 +291,22 @@ class ObjectStore:
         attempt = f"data.{began}-{number:08x}"
         blocks = itertools.chain(own_blocks(arrays, packs.PACK), packs.file_blocks(files, packs.PACK))
 
-        def look() -> bytes:
-            return self._objects.read(f"{name}/{_manifest.NAME}").stamp
-
-        ends = look, functools.partial(self._commit, name, attempt, commit)
+        end = functools.partial(self._commit, name, attempt, commit)
         self._saving = f"{name}/{attempt}"
-        self._save = ObjectSave(self._objects, name, attempt, blocks, compress, (process, count), ends)
-        if self._claimed is not None:
-            self._claimed.saving = self._save.thread
+        self._save = ObjectSave(self._objects, name, attempt, blocks, compress, (process, count), end)
 
     def _commit(self, name: str, attempt: str, commit: Commit, files: Files, before: bytes) -> None:
-        keys = self._list(self._prefix)
-        self._keys = keys  # one list request per save
+        listed = self._listed = self._list(self._prefix)  # one list request per save
         try:
             below = {f"{attempt}/{key}": record for key, record in files.items()}
             commit.end(below, functools.partial(self._publish, name, attempt, before))
             if not self._forbidden:
                 try:  # the checkpoint exists
-                    self._clean_up(Checkpoints(keys, self._prefix), name, attempt, commit.saved_at)
+                    self._clean_up(listed, name, attempt, commit.saved_at)
                 except (OSError, CheckpointError) as error:
                     self.log_undeleted(self.directory, error)
         finally:
-            self._keys = None
+            self._listed = None
 
     def _publish(self, name: str, attempt: str, before: bytes, manifest: Manifest) -> list[str]:
         """Write the manifest, if the claim holds and no other writer has written it meanwhile.
@@ -349,8 +315,8 @@ class ObjectStore:
             Nothing to erase: a reader may still read what was replaced.
         """
         key, data = f"{name}/{_manifest.NAME}", _manifest.encode(dataclasses.replace(manifest, data=attempt))
-        if self._claimed is not None:
-            self._claimed.check()
+        if self._claim is not None:
+            self._claim.check()
         stamp = self._objects.write_if(key, data, before)
         if stamp is None:
             raise CheckpointError(
@@ -358,8 +324,8 @@ class ObjectStore:
                 "each run its own directory or prefix"
             )
         try:  # a process suspended between the two may have lost its claim and its data: undo the commit
-            if self._claimed is not None:
-                self._claimed.check()
+            if self._claim is not None:
+                self._claim.check()
         except OSError:
             pass
         except CheckpointError:
@@ -408,15 +374,15 @@ class ObjectStore:
 
     def hide(self, path: str) -> list[str]:
         """See `Store.hide`. Deletes the manifest, if it is unchanged."""
-        if self._forbidden and self._keys is not None:
+        if self._forbidden and self._listed is not None:
             return []  # trying again at each save, for more and more checkpoints, would be useless
         name = self._name(path)
         key = f"{name}/{_manifest.NAME}"
-        keys = self._list(name.rpartition("-")[0]) if self._keys is None else self._keys
+        listed = self._list(name.rpartition("-")[0])
         there = self._objects.read(key)
         if there.data is None or not self._objects.delete(key, there.stamp):
             return []
-        ours = {key for found in Checkpoints(keys, None).attempts.get(name, {}).values() for key in found}
+        ours = {key for found in listed.attempts.get(name, {}).values() for key in found}
         with contextlib.suppress(CheckpointError):  # a copy from a disk has its files next to the manifest
             ours |= {f"{name}/{file}" for file in _manifest.decode(there.data).files}
         return sorted(ours)
@@ -433,13 +399,8 @@ class ObjectStore:
             self._warned = True
             _logger.warning("old checkpoints in %s stay because they cannot be deleted: %s", self.directory, error)
 
-    def leave(self) -> None:
-        """See `Store.leave`. The claim waits for the save."""
-
     def close(self, wait: bool = True) -> None:
         """See `Store.close`."""
         if not wait and self._save is not None:
             self._save.detach()
-        if self._claimed is not None:
-            self._claimed.release(HURRIED if wait else 1)
-            self._claimed = None
+        super().close(wait)

@@ -1,6 +1,5 @@
 """Arrays of checkpoints through Orbax and tensorstore; imported on first use, because these load slowly."""
 
-import atexit
 import collections
 import contextlib
 import dataclasses
@@ -10,7 +9,6 @@ import json
 import logging
 import math
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,9 +18,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from jstep.checkpoint.listing import IN_FLIGHT, TEMPORARY, CorruptedError, write_files, write_part
-from jstep.checkpoint.manifest import Manifest
+from jstep.checkpoint.checksums import write_files, write_part
+from jstep.checkpoint.listing import TEMPORARY
+from jstep.checkpoint.manifest import CorruptedError, Manifest
 from jstep.checkpoint.slots import stored_kind
+from jstep.checkpoint.store import IN_FLIGHT, finish_at_exit
 from jstep.core.meshes import in_background
 from jstep.core.placement import is_of_host, local_parts, place, slices
 from jstep.stores.objects import Objects, Pending, spec
@@ -185,20 +185,20 @@ def _check(manifest: Manifest, opened: Mapping[str, Any]) -> None:
         raise CorruptedError(problems)
 
 
-def read_copy(objects: Objects, above: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
+def read_copy(objects: Objects, name: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
     """Read arrays of a checkpoint that was written to a disk and copied below a URL, unverified; see `read`.
 
     Args:
         objects: The objects.
-        above: What the keys of the checkpoint begin with: its name and a slash.
+        name: The name of the checkpoint, which its keys begin with.
         manifest: The manifest of the checkpoint.
         shardings: Name → sharding of the array; None for a NumPy array.
     """
 
     def wait(future: Any, nbytes: int) -> Any:
-        return Pending(objects, future, "read", above, nbytes).result()
+        return Pending(objects, future, "read", f"{name}/", nbytes).result()
 
-    return read(spec(objects.at(above.rstrip("/"))), manifest, shardings, wait)
+    return read(spec(objects.at(name)), manifest, shardings, wait)
 
 
 def missing(path: str, manifest: Manifest) -> str | None:
@@ -442,7 +442,7 @@ class Checkpointer:
         if path + TEMPORARY not in IN_FLIGHT:
             self._quiet.enter_context(silenced())
         IN_FLIGHT[path + TEMPORARY] = self
-        _finish_at_exit()
+        finish_at_exit()
         with self._one_error():
             self._async.save(path, args=args)
 
@@ -483,19 +483,3 @@ class Checkpointer:
     def close(self) -> None:
         """End the threads."""
         self._async.close()
-
-
-@functools.cache
-def _finish_at_exit() -> None:
-    """Register the writes in progress to be finished when the interpreter exits; Orbax would lose them."""
-    # Executors refuse work once threading shuts down, which happens before atexit functions run.
-    with contextlib.suppress(RuntimeError):  # it is shutting down already
-        getattr(threading, "_register_atexit", atexit.register)(_finish)
-
-
-def _finish() -> None:
-    for path, checkpointer in list(IN_FLIGHT.items()):
-        try:
-            checkpointer.wait()
-        except Exception:
-            _logger.exception("%s was not saved", path.removesuffix(TEMPORARY))

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -12,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.listing import CorruptedError, is_below
-from jstep.checkpoint.manifest import Manifest
+from jstep.checkpoint.checksums import StartRead
+from jstep.checkpoint.manifest import CorruptedError, Manifest
 from jstep.checkpoint.slots import stored_kind
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import ShardBounds, lengths, local_parts, place
-from jstep.stores.objects import ABSENT, Objects, Pending, ReadResult, TruncatedError, at_once
+from jstep.stores.objects import Objects, Pending, TruncatedError, at_once
 from jstep.stores.tagged_json import LargeBytes
 
 # Splitting of arrays into blocks, and packing of blocks into a few large objects with an index of their positions.
@@ -259,51 +258,11 @@ _READ_AT_ONCE = 8
 """Concurrent reads: 256 MB at most."""
 
 
-StartRead = Callable[..., Any]
-"""`start_read(key, start=0, stop=None)` starts to read bytes: below a URL a `Pending`, in a folder a `LocalRead`."""
-
-
-class LocalRead(NamedTuple):
-    """A range of a file to read, like a `Pending` of an object.
-
-    Attributes:
-        folder: The folder of the checkpoint.
-        key: The path of the file below it.
-        start: The first byte.
-        stop: The end of the range; None for the end of the file.
-    """
-
-    folder: str
-    key: str
-    start: int = 0
-    stop: int | None = None
-
-    @property
-    def url(self) -> str:
-        """The path of the file."""
-        return os.path.join(self.folder, self.key)
-
-    def give_up(self) -> None:
-        """Do nothing: the file is read when its result is requested."""
-
-    def read(self) -> ReadResult:
-        """See `Pending.read`."""
-        if not is_below(os.path.realpath(self.folder), self.key):
-            raise ValueError(f"{self.url}: a link out of the checkpoint")
-        try:
-            with open(self.url, "rb") as file:
-                file.seek(self.start)
-                return ReadResult(file.read(-1 if self.stop is None else self.stop - self.start), b"")
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            return ReadResult(None, ABSENT)
-
-
-def read(start_read: StartRead, above: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
+def read(start_read: StartRead, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
     """Read arrays by name. Each process reads the blocks that it needs and verifies their checksums.
 
     Args:
-        start_read: Starts to read an object, or a range of its bytes.
-        above: What the keys of the checkpoint begin with: its name and a slash, or nothing.
+        start_read: Starts to read an object of the checkpoint, or a range of its bytes.
         manifest: The manifest of the checkpoint.
         shardings: Name → sharding of the array; None for a NumPy array.
 
@@ -314,7 +273,7 @@ def read(start_read: StartRead, above: str, manifest: Manifest, shardings: Mappi
         CorruptedError: The checkpoint is corrupted, or an object is missing.
         OSError: The store cannot be read.
     """
-    blocks = [block for block in _blocks(start_read, above, manifest) if block.dtype != FILE]
+    blocks = [block for block in _blocks(start_read, manifest) if block.dtype != FILE]
     kinds = _check(manifest, blocks, list(shardings))
     parts = {
         name: {part: np.empty(lengths(part), kinds[name][1]) for part in local_parts(kinds[name][0], sharding)}
@@ -330,7 +289,7 @@ def read(start_read: StartRead, above: str, manifest: Manifest, shardings: Mappi
             if (both := overlap(part, block.start, block.shape)) is not None:
                 filled[both[0]] = values[both[1]]
 
-    _read_blocks(start_read, f"{above}{manifest.data}", needed, fill)
+    _read_blocks(start_read, manifest, needed, fill)
     out: dict[str, Any] = {}
     for name, sharding in shardings.items():
         mine = parts.pop(name)
@@ -338,12 +297,11 @@ def read(start_read: StartRead, above: str, manifest: Manifest, shardings: Mappi
     return out
 
 
-def read_file(start_read: StartRead, above: str, manifest: Manifest, name: str) -> bytes:
+def read_file(start_read: StartRead, manifest: Manifest, name: str) -> bytes:
     """Read a file that was packed with the arrays, and verify its checksums.
 
     Args:
         start_read: As in `read`.
-        above: As in `read`.
         manifest: The manifest of the checkpoint.
         name: The name of the file.
 
@@ -351,17 +309,17 @@ def read_file(start_read: StartRead, above: str, manifest: Manifest, name: str) 
         CorruptedError: The checkpoint is corrupted, or has no such file.
         OSError: The store cannot be read.
     """
-    blocks = [one for one in _blocks(start_read, above, manifest) if (one.array, one.dtype) == (name, FILE)]
+    blocks = [one for one in _blocks(start_read, manifest) if (one.array, one.dtype) == (name, FILE)]
     blocks.sort(key=lambda block: block.start)
     ends = itertools.accumulate((block.shape[0] if len(block.shape) == 1 else -1 for block in blocks), initial=0)
     if not blocks or [block.start for block in blocks] != [(end,) for end in list(ends)[:-1]]:
-        raise CorruptedError([f"{above}{manifest.data}: {name}: {'a part of it is' if blocks else 'it is'} missing"])
+        raise CorruptedError([f"{manifest.data}: {name}: {'a part of it is' if blocks else 'it is'} missing"])
     found: dict[tuple[int, ...], bytes] = {}
 
     def keep(block: Stored, body: bytes) -> None:
         found[block.start] = decoded(block, body, _dtype_of(block)).tobytes()
 
-    _read_blocks(start_read, f"{above}{manifest.data}", blocks, keep)
+    _read_blocks(start_read, manifest, blocks, keep)
     return b"".join(found[block.start] for block in blocks)
 
 
@@ -369,14 +327,13 @@ def _dtype_of(block: Stored) -> Any:
     return np.dtype(np.uint8) if block.dtype == FILE else jnp.dtype(block.dtype)
 
 
-def find_corruption(start_read: StartRead, above: str, manifest: Manifest, share: tuple[int, int]) -> list[str]:
+def find_corruption(start_read: StartRead, manifest: Manifest, share: tuple[int, int]) -> list[str]:
     """Return descriptions of what is wrong with the objects of a checkpoint; see `Store.find_corruption`."""
     try:
-        blocks = _blocks(start_read, above, manifest)
+        blocks = _blocks(start_read, manifest)
         mine = set(sorted({block.pack for block in blocks})[share[0] :: share[1]])
         blocks = [block for block in blocks if block.pack in mine]
-        folder = f"{above}{manifest.data}"
-        _read_blocks(start_read, folder, blocks, lambda block, body: decoded(block, body, _dtype_of(block)))
+        _read_blocks(start_read, manifest, blocks, lambda block, body: decoded(block, body, _dtype_of(block)))
     except CorruptedError as error:
         return error.problems
     except (TypeError, ValueError) as error:
@@ -384,7 +341,7 @@ def find_corruption(start_read: StartRead, above: str, manifest: Manifest, share
     return []
 
 
-def _blocks(start_read: StartRead, above: str, manifest: Manifest) -> Sequence[Stored]:
+def _blocks(start_read: StartRead, manifest: Manifest) -> Sequence[Stored]:
     """Return all blocks of a checkpoint, from the indexes that its processes wrote."""
     blocks: list[Stored] = []
 
@@ -397,7 +354,7 @@ def _blocks(start_read: StartRead, above: str, manifest: Manifest) -> Sequence[S
         blocks.extend(found)
 
     keys = [key for key in manifest.files if key.split("/")[-1].startswith("part.")]
-    _read(((key, start_read(f"{above}{key}")) for key in keys), add, len(keys))
+    _read(((key, start_read(key)) for key in keys), add, len(keys))
     return blocks
 
 
@@ -435,14 +392,14 @@ def _check(
 
 
 def _read_blocks(
-    start_read: StartRead, folder: str, blocks: Sequence[Stored], use: Callable[[Stored, bytes], Any]
+    start_read: StartRead, manifest: Manifest, blocks: Sequence[Stored], use: Callable[[Stored, bytes], Any]
 ) -> None:
     """Read blocks, and call `use(block, bytes)` with each; see `_read`."""
 
     def started() -> Iterator[tuple[list[Stored], Any]]:
         for run in runs(blocks):
             last = run[-1].offset + run[-1].nbytes
-            yield run, start_read(f"{folder}/{run[0].pack}", run[0].offset, last)
+            yield run, start_read(f"{manifest.data}/{run[0].pack}", run[0].offset, last)
 
     def use_run(run: list[Stored], data: bytes) -> None:
         for block in run:

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 
 from jstep.checkpoint import match, slots
-from jstep.checkpoint.listing import CorruptedError, Store, misnamed, name
-from jstep.checkpoint.manifest import CheckpointError, Manifest, UnsupportedFormatError
+from jstep.checkpoint.listing import misnamed, name
+from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Manifest, UnsupportedFormatError
 from jstep.checkpoint.match import Match, Names
+from jstep.checkpoint.store import Store
 from jstep.core import trees
 from jstep.core.checks import listing
 from jstep.core.meshes import internal_transfers

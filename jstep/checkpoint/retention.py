@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from jstep.checkpoint.listing import Commit, Files, Store, name
+from jstep.checkpoint.listing import name
 from jstep.checkpoint.manifest import CheckpointError, LeftOut, Manifest, RetainedSteps
+from jstep.checkpoint.store import Commit, Files, Store
 from jstep.core.checks import listing
 
 _logger = logging.getLogger("jstep")

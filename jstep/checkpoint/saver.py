@@ -538,7 +538,7 @@ class Saver:
 
         def claim() -> None:
             if is_first:
-                self._store.claim(self.prefix)
+                self._store.claim()
 
         processes.on_all_processes(claim, problem, CheckpointError)
         if state is not None and is_first:

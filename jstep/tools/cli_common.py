@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jstep.checkpoint.listing import Store, has_data, misnamed, missing
+from jstep.checkpoint.listing import has_data, misnamed, missing
 from jstep.checkpoint.manifest import NAME as MANIFEST
 from jstep.checkpoint.manifest import CheckpointError, Leaf, Manifest
 from jstep.checkpoint.names import open_store
+from jstep.checkpoint.store import Store
 from jstep.core.report import breadth, columns, folded
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.objects import absolute, is_url, split

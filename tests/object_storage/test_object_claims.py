@@ -84,7 +84,7 @@ def test_claims_are_renewed_periodically(store, monkeypatch):
         for _ in range(300):
             if store.data("run/~claims/model") != first:
                 break
-            saver._store._claimed._ended.wait(0.01)
+            saver._store._claim._ended.wait(0.01)
         assert store.data("run/~claims/model") != first
         saver.save(state_at(1))
 
@@ -145,8 +145,8 @@ def test_other_processes_wait_while_the_first_is_alive(gcs, monkeypatch, beats):
                 gcs.put("bkt", "run/model-1/data.1-a/outcome.json", b'{"failed": ""}')
 
     gcs.watch = watch
-    nothing = lambda *args: b""  # noqa: E731
-    save = object_store.ObjectSave(Directory("gs://bkt/run"), "model-1", "data.1-a", [], False, (1, 2), (nothing,) * 2)
+    of_second = Directory("gs://bkt/run"), "model-1", "data.1-a", [], False, (1, 2), lambda files, before: None
+    save = object_store.ObjectSave(*of_second)
     if beats == "stopped":
         with pytest.raises(jstep.CheckpointError, match="the first process has not reported the outcome"):
             save.wait()

@@ -1,0 +1,264 @@
+"""`Store`: storage of checkpoints, and what one in a directory and one below a URL have in common.
+
+A Saver handles states, steps and retention; a store handles names and bytes, and makes checkpoints atomic: whatever
+happens, a path holds a complete checkpoint or none.
+"""
+
+import atexit
+import contextlib
+import functools
+import gc
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from jstep.checkpoint import checksums
+from jstep.checkpoint.checksums import StartRead
+from jstep.checkpoint.claims import FileClaim, ObjectClaim
+from jstep.checkpoint.listing import TEMPORARY
+from jstep.checkpoint.manifest import CheckpointError, Manifest
+from jstep.stores.objects import is_url, join
+
+_logger = logging.getLogger("jstep")
+_HOLDERS: "weakref.WeakValueDictionary[tuple[str, str], Store]" = weakref.WeakValueDictionary()
+"""The claims of this process: directory and prefix → the store that has it."""
+
+Files = Mapping[str, Mapping[str, Any]]
+"""Path below a checkpoint → record of that file or object: its `bytes`, and checksums or a stamp."""
+
+
+class Commit(NamedTuple):
+    """The end of a save, on the first process and in the background.
+
+    Attributes:
+        saved_at: The start time of the save, by the Saver's clock.
+        end: `end(files, publish)` is called with the written files. It calls `publish(manifest)`, when the checkpoint
+            begins to exist, and then deletes those that it supersedes, and what `publish` returns for `Store.erase`.
+    """
+
+    saved_at: float
+    end: Callable[[Files, Callable[[Manifest], Sequence[str]]], None]
+
+
+class Store(Protocol):
+    """Checkpoints of any prefixes below one directory or URL. Savers do not share stores.
+
+    Errors of the storage (permissions, bucket, space, network) are OSErrors that name it and say what to do;
+    CheckpointError is for problems of a checkpoint.
+
+    Args:
+        directory: An absolute path, or a URL without a trailing slash.
+        prefix: The prefix of the checkpoints to write; None only to read.
+    """
+
+    directory: str
+    _prefix: str
+    _claim: FileClaim | ObjectClaim | None = None
+    _is_left: bool = False
+
+    def __init__(self, directory: str, prefix: str | None) -> None:
+        self.directory, self._prefix = directory, prefix or ""
+
+    def path(self, name: str) -> str:
+        """Return the path or URL of a checkpoint, as shown to users."""
+        return join(self.directory, name)
+
+    # Reading. These methods change nothing, and need no claim.
+
+    def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
+        """Yield step and path of every complete checkpoint, highest step first; checkpoints are checked lazily.
+
+        Args:
+            prefix: The prefix of the names; None for any prefix.
+            trusted: Steps that need not be checked.
+        """
+
+    def at(self, prefix: str, step: int) -> str | None:
+        """Return the path of the complete checkpoint of a step, or None."""
+
+    def broken(self, prefix: str, above: int) -> list[tuple[str, str]]:
+        """Return path and problem of incomplete checkpoints at steps above a given one, highest step first.
+
+        These are only checkpoints that files were removed from; no crash leaves them. Object stores report none.
+        """
+        return []
+
+    def manifest(self, path: str) -> Manifest:
+        """Read the manifest of a checkpoint.
+
+        Raises:
+            CheckpointError: The manifest is corrupted (names its path).
+            FileNotFoundError: There is no manifest: the checkpoint was deleted meanwhile.
+        """
+
+    def find_corruption(
+        self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1), *, every: bool = False
+    ) -> list[str]:
+        """Return descriptions of what is wrong with the files of a checkpoint. May be called while `restore` reads.
+
+        It reads every byte.
+
+        Args:
+            path: The path of the checkpoint.
+            manifest: Its manifest.
+            share: (i, n) for the i-th of n processes that share the work.
+            every: Whether a corrupted file that nothing reads is a problem, too, and not only a warning.
+        """
+        if manifest.is_packed:
+            from jstep.checkpoint import packs  # not at the top: it imports JAX
+
+            return packs.find_corruption(self.reads(path), manifest, share)
+        return self.find_corrupted_files(path, manifest, share, every=every)
+
+    def read_file(self, path: str, manifest: Manifest, name: str) -> bytes:
+        """Read one of the files that were saved with the arrays, and verify its checksums.
+
+        Raises:
+            CorruptedError: The file is corrupted, or the checkpoint has no such file.
+        """
+        from jstep.checkpoint import packs  # not at the top: it imports JAX
+
+        read = packs.read_file if manifest.is_packed else checksums.read_file
+        return read(self.reads(path), manifest, name)
+
+    def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
+        """Read arrays by their name in the manifest (`Leaf.array`); each process reads what it needs.
+
+        The stored shapes and dtypes are compared with the manifest (`leaves.stored_kind`) before any byte is decoded.
+        Packed arrays (`Manifest.is_packed`) are verified as they are read; others need `find_corruption`.
+
+        Args:
+            path: The path of the checkpoint.
+            manifest: Its manifest.
+            shardings: Name → sharding of the array; None for a NumPy array.
+
+        Raises:
+            CorruptedError: The checkpoint is corrupted.
+        """
+        if manifest.is_packed:
+            from jstep.checkpoint import packs  # not at the top: it imports JAX
+
+            return packs.read(self.reads(path), manifest, shardings)
+        return self.read_arrays(path, manifest, shardings)
+
+    def reads(self, path: str) -> StartRead:
+        """Return the function that starts to read files of a checkpoint."""
+
+    def find_corrupted_files(self, path: str, manifest: Manifest, share: tuple[int, int], *, every: bool) -> list[str]:
+        """See `find_corruption`, for arrays that are not packed."""
+
+    def read_arrays(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
+        """See `restore`, for arrays that are not packed."""
+
+    # Writing.
+
+    def claim(self) -> None:
+        """Claim the prefix, so that only this store writes it, and check that it can.
+
+        Creates the directory, checks the required permissions, takes the claim, and removes what an interrupted writer
+        left behind. Called before every save, and before the first step of a run; cheap if nothing has changed.
+        On several processes only the first one calls it.
+
+        Raises:
+            CheckpointError: Another store writes that prefix; names its host and process.
+            OSError: The directory cannot be created or written.
+        """
+        if self.holds_claim():
+            return
+        key = (self.directory if is_url(self.directory) else os.path.realpath(self.directory)), self._prefix
+        try:
+            self._claim = self.lock()
+        except CheckpointError:
+            if (holder := _HOLDERS.get(key)) is None or not holder.holds_claim():
+                raise
+            del holder
+            gc.collect()  # an unreferenced Saver releases its claim here, or when its write has ended
+            if (holder := _HOLDERS.get(key)) is not None and holder._is_left:
+                holder.finish()
+            self._claim = self.lock()
+        _HOLDERS[key] = self
+
+    def lock(self) -> FileClaim | ObjectClaim:
+        """Take the claim; see `claim`."""
+
+    def holds_claim(self) -> bool:
+        """Return whether this store has the claim, in this process and not in the parent of a fork."""
+        return self._claim is not None and self._claim.is_held()
+
+    def save(
+        self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit, files: Mapping[str, Any]
+    ) -> None:
+        """Start to write arrays, and the files of this process, all processes together.
+
+        It returns when the memory of the arrays may be donated. When everything is written, `commit.end` is called,
+        with a function that publishes a manifest atomically.
+        """
+
+    def wait(self) -> None:
+        """Wait for the write to end, and raise its error if it failed."""
+
+    def abandon(self, path: str) -> None:
+        """Remove what a failed save left behind, as far as possible; never raises."""
+
+    def command_to_set_aside(self, path: str) -> str:
+        """Return a shell command that gives a checkpoint a name under which nothing finds or deletes it."""
+
+    # Deletion, for `retention`.
+
+    def hide(self, path: str) -> Sequence[str]:
+        """Make a checkpoint none, atomically, and return what is left of it, for `erase`; nothing if it was none."""
+
+    def erase(self, remains: Sequence[str]) -> None:
+        """Delete what is no part of a checkpoint any more."""
+
+    def log_undeleted(self, path: str, error: Exception) -> None:
+        """Log a warning that a checkpoint could not be deleted."""
+
+    # The end.
+
+    def leave(self) -> None:
+        """Note that the Saver was not closed and is no longer referenced: the next writer may finish its save."""
+        self._is_left = True
+
+    def finish(self) -> None:
+        """Finish the save of an unreferenced Saver; an error is logged, since no call can raise it."""
+        try:
+            self.wait()
+        except Exception:
+            _logger.exception("the save in progress in %s was not saved", self.directory)
+        self.close()
+
+    def close(self, wait: bool = True) -> None:
+        """End the threads and release the claim. Reading still works.
+
+        Args:
+            wait: False to wait for nothing: the user has pressed Ctrl-C twice.
+        """
+        if self._claim is not None:
+            self._claim.release(wait)
+            self._claim = None
+
+
+# Saves in progress, which the interpreter finishes before it exits.
+
+IN_FLIGHT: dict[str, Any] = {}
+"""What is being written, such as the path of a temporary folder → what writes it, and has a method `wait`."""
+
+
+@functools.cache
+def finish_at_exit() -> None:
+    """Register the saves in progress to be finished when the interpreter exits: their threads end with it."""
+    # Executors, which Orbax uses, refuse work once threading shuts down, which happens before atexit functions run.
+    with contextlib.suppress(RuntimeError):  # it is shutting down already
+        getattr(threading, "_register_atexit", atexit.register)(_finish)
+
+
+def _finish() -> None:
+    for name, save in list(IN_FLIGHT.items()):
+        try:
+            save.wait()
+        except Exception:
+            _logger.exception("%s was not saved", name.removesuffix(TEMPORARY))
