@@ -72,12 +72,10 @@ class Retention:
         self._since = since
         self._retained: RetainedSteps | None = None
         self._warned = False
-        self._times: dict[int, float] = {}
-        """Step → time of saving, as far as it matters, of the checkpoints that are known to be complete."""
-        self._finite: dict[int, bool] = {}
-        """Step → whether the parameters are finite, of the checkpoints for which that is known."""
-        self._passing: dict[int, tuple[bool, float]] = {}
-        """Step → whether it is passing, and when it was saved, of the checkpoints for which that is known."""
+        self._complete: set[int] = set()
+        """The steps of the checkpoints that are known to be complete."""
+        self._known: dict[int, Manifest] = {}
+        """Step → manifest, without what takes memory, of the checkpoints whose manifests were read or written."""
         self._replaces = True  # there may be a passing one
         self.write_secs: float | None = None
         """The seconds from the begin of the latest save until its checkpoint existed; None while it is written."""
@@ -104,14 +102,13 @@ class Retention:
             for flush in flushes:
                 flush()
             victims, retained, is_passing = self._decide(manifest, passing_secs)
-            remains = publish(
-                dataclasses.replace(manifest, retention=retained, files=files, left_out=left_out(), passing=is_passing)
+            sealed = dataclasses.replace(
+                manifest, retention=retained, files=files, left_out=left_out(), passing=is_passing
             )
-            self._store.erase(remains)
+            self._store.erase(publish(sealed))
             self._retained = retained
-            self._times[manifest.step] = manifest.saved_at
-            self._finite[manifest.step] = manifest.finite
-            self._passing[manifest.step] = is_passing, manifest.saved_at
+            self._complete.add(manifest.step)
+            self._known[manifest.step] = _head(sealed)
             self._replaces = is_passing
             self.write_secs = time.monotonic() - began
             for path in victims:
@@ -129,7 +126,7 @@ class Retention:
         retained = self.load(leaf.path for leaf in manifest.leaves)
         if self._max_to_keep is None and passing_secs is None and not self._replaces:
             return [], retained, False
-        found = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._times.keys()))
+        found = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._complete))
         # One that was kept is replaced by one that is kept: by hand, say, before the run saves this step by itself.
         same = {manifest.step: found.pop(manifest.step)} if manifest.step in found else {}
         was_kept = self._kept_at(same) is not None
@@ -138,12 +135,13 @@ class Retention:
             passing_secs is not None and kept_at is not None and 0 <= manifest.saved_at - kept_at < passing_secs
         )
         finite = self._newest_finite(found, manifest)
-        passing = [step for step in found if step in self._passing and self._passing[step][0]]
+        passing = [step for step in found if step in self._known and self._known[step].passing]
         replaced = [found.pop(step) for step in passing if step != finite]
         if is_passing or self._max_to_keep is None:
             return replaced, retained, is_passing
-        self._times = {step: self._saved_at(step, path, retained) for step, path in found.items()}
-        times = self._times | {manifest.step: manifest.saved_at}
+        self._complete = set(found)
+        times = {step: self._saved_at(step, path, retained) for step, path in found.items()}
+        times[manifest.step] = manifest.saved_at
         victims, retained = evictions(times, manifest.step, retained, self._max_to_keep, self._every_n_hours, finite)
         if manifest.step < max(times) and not self._warned:
             self._warned = True
@@ -157,32 +155,31 @@ class Retention:
     def _kept_at(self, found: Mapping[int, str]) -> float | None:
         """Return when the newest checkpoint that is not passing was saved; None if that is not known."""
         for step in sorted(found, reverse=True):
-            if step not in self._passing:
-                try:
-                    manifest = self._store.manifest(found[step])
-                except (CheckpointError, OSError):
-                    return None
-                self._passing[step] = manifest.passing, manifest.saved_at
-            is_passing, saved_at = self._passing[step]
-            if not is_passing:
-                return saved_at
+            manifest = self._manifest(step, found[step])
+            if manifest is None or not manifest.passing:
+                return None if manifest is None else manifest.saved_at
         return None
 
     def _newest_finite(self, found: Mapping[int, str], new: Manifest) -> int | None:
         """Return the highest step whose parameters are finite; None if there is none."""
         for step in sorted({*found, new.step}, reverse=True):
-            if step != new.step and step not in self._finite:
-                with contextlib.suppress(CheckpointError, OSError):
-                    self._finite[step] = self._store.manifest(found[step]).finite
-            if new.finite if step == new.step else self._finite.get(step):
+            manifest = new if step == new.step else self._manifest(step, found[step])
+            if manifest is not None and manifest.finite:
                 return step
         return None
+
+    def _manifest(self, step: int, path: str) -> Manifest | None:
+        """Return the head of the manifest of a checkpoint; None if it cannot be read."""
+        if step not in self._known:
+            with contextlib.suppress(CheckpointError, OSError):
+                self._known[step] = _head(self._store.manifest(path))
+        return self._known.get(step)
 
     def delete(self, step: int, path: str) -> None:
         """Delete the checkpoint of a step."""
         evict(self._store, path)
-        self._times.pop(step, None)
-        self._passing.pop(step, None)
+        self._complete.discard(step)
+        self._known.pop(step, None)
 
     def evictable(self) -> list[str]:
         """Return the paths of the checkpoints that are not kept permanently, lowest step first."""
@@ -215,10 +212,8 @@ class Retention:
     def _saved_at(self, step: int, path: str, retained: RetainedSteps) -> float:
         if self._every_n_hours is None or step in retained.steps:
             return 0.0
-        try:
-            return self._times[step] if step in self._times else self._store.manifest(path).saved_at
-        except (CheckpointError, OSError):
-            return retained.since  # too young to keep permanently
+        manifest = self._manifest(step, path)
+        return retained.since if manifest is None else manifest.saved_at  # too young to keep permanently
 
     def _newest_manifest(self) -> Manifest | None:
         for _, path in self._store.newest_first(self._prefix):
@@ -229,3 +224,8 @@ class Retention:
     def _retained_in(self, newest: Manifest | None) -> RetainedSteps:
         kept = None if newest is None else newest.retention
         return kept or RetainedSteps(frozenset(), self._since)
+
+
+def _head(manifest: Manifest) -> Manifest:
+    """Return a manifest without what takes memory."""
+    return dataclasses.replace(manifest, leaves=(), files={}, extra=None, left_out=())
