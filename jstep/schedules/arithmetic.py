@@ -225,11 +225,6 @@ def since(step: Array, start: Fraction) -> Array:
     return count - jnp.asarray(rest, real) if rest else count
 
 
-def until(step: Array, end: Fraction) -> Array:
-    """Return end − step as a float; whole steps are subtracted in integers, without rounding."""
-    return -since(step, end)
-
-
 def between(
     first: Any, last: Any, step: Array, start: Fraction, end: Fraction, shape: Callable[..., tuple[Array, Array]]
 ) -> Array:
@@ -244,7 +239,7 @@ def between(
         shape: `shape(passed, left)` returns the weights of `first` and `last`; both fractions have full precision.
     """
     length = jnp.asarray(float(end - start), trees.default_float())
-    passed, left = since(step, start) / length, until(step, end) / length
+    passed, left = since(step, start) / length, -since(step, end) / length
     early, late = shape(jnp.clip(passed, 0.0, 1.0), jnp.clip(left, 0.0, 1.0))
     # Both ends are exact, and values near a small end keep full precision.
     inside = jnp.where(early < late, last + (first - last) * early, first + (last - first) * late)
@@ -268,14 +263,13 @@ def half_cosine(remaining: Array) -> Array:
     return jnp.square(jnp.sin(remaining * (math.pi / 2)))
 
 
-def straight(passed: Array, left: Array) -> tuple[Array, Array]:
-    """Weights of a linear interpolation, for `between`."""
-    return left, passed
-
-
-def cosine(passed: Array, left: Array) -> tuple[Array, Array]:
-    """Weights of a half-cosine interpolation, for `between`."""
-    return half_cosine(left), half_cosine(passed)
+SHAPES: Mapping[str, Callable[[Array, Array], tuple[Array, Array]]] = {
+    "linear": lambda passed, left: (left, passed),
+    "cosine": lambda passed, left: (half_cosine(left), half_cosine(passed)),
+    # 1 − √x without the cancellation near x = 1.
+    "sqrt": lambda passed, left: (left / (1 + jnp.sqrt(passed)), jnp.sqrt(passed)),
+}
+"""Name → weights of the first and the last value of a curve, for `between`."""
 
 
 class Periods(NamedTuple):

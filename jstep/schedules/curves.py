@@ -15,6 +15,7 @@ from jstep.core.checks import Bounds, as_number, one_of
 from jstep.core.trees import Number, Schedule, Step
 from jstep.schedules import arithmetic
 from jstep.schedules.arithmetic import steps as exact
+from jstep.schedules.compose import join, linear_warmup, shift
 
 # Decays of `tf.train` (exponential, natural exponential, inverse time, polynomial) and the linear schedule.
 
@@ -222,9 +223,12 @@ def linear(init_value: Number, end_value: Number, steps: int) -> Schedule:
     """
     start, end = arithmetic.scalar("init_value", init_value), arithmetic.scalar("end_value", end_value)
     length = arithmetic.count("steps", steps, linear)
+    return _curve(start, end, length, "linear")
 
+
+def _curve(first: Any, last: Any, length: Fraction, shape: str) -> Schedule:
     def schedule(step: Step, /) -> Any:
-        return arithmetic.between(start, end, exact(step), Fraction(0), length, arithmetic.straight)
+        return arithmetic.between(first, last, exact(step), Fraction(0), length, arithmetic.SHAPES[shape])
 
     return schedule
 
@@ -464,7 +468,8 @@ def one_cycle(
     share = arithmetic.period("pct_start", pct_start, zero=True)
     if share > 1:
         raise ValueError(f"pct_start={pct_start}: must be ≤ 1, a fraction of total_steps, got {pct_start}")
-    weight = {"cos": arithmetic.cosine, "linear": arithmetic.straight}[one_of(anneal, "anneal", ["cos", "linear"])]
+    anneal = one_of(anneal, "anneal", ["cos", "linear"])
+    weight = arithmetic.SHAPES["cosine" if anneal == "cos" else anneal]
     peak, end = share * length - 1, length - 1
 
     def schedule(step: Step, /) -> Any:
@@ -520,14 +525,6 @@ def cyclical(base: Number, peak: Number, step_size_up: int, step_size_down: int 
 
 # Schedules with a warmup: cosine, warmup-stable-decay, inverse square root, and those of AdEMAMix.
 
-SHAPES = {
-    "linear": arithmetic.straight,
-    "cosine": arithmetic.cosine,
-    # 1 − √x without the cancellation near x = 1.
-    "sqrt": lambda passed, left: (left / (1 + jnp.sqrt(passed)), jnp.sqrt(passed)),
-}
-"""Name → function that returns the weights of a decay's first and last value."""
-
 
 @arithmetic.makes_schedule()
 def warmup_cosine_decay(
@@ -573,16 +570,8 @@ def warmup_cosine_decay(
             "it is the length of the whole schedule, warmup included"
         )
 
-    def schedule(step: Step, /) -> Any:
-        step = arithmetic.steps(step)
-        later = arithmetic.between(top, end, step, warm, length, arithmetic.cosine)
-        if not warm:
-            return later
-        first = jnp.full_like(step, min(math.ceil(warm), int(np.iinfo(step.dtype).max)))
-        rising = arithmetic.between(begin, top, step, Fraction(0), warm, arithmetic.straight)
-        return jnp.where(step >= first, later, rising)
-
-    return schedule
+    falling = _curve(top, end, length - warm, "cosine")
+    return join([_curve(begin, top, warm, "linear"), falling], [int(warm)]) if warm else falling
 
 
 @arithmetic.makes_schedule()
@@ -628,15 +617,8 @@ def warmup_stable_decay(
     warm = arithmetic.count("warmup_steps", warmup_steps, warmup_stable_decay, zero=True)
     stable = arithmetic.count("stable_steps", stable_steps, warmup_stable_decay, zero=True)
     length = arithmetic.count("decay_steps", decay_steps, warmup_stable_decay)
-    weight = SHAPES[one_of(shape, "shape", list(SHAPES))]
-
-    def schedule(step: Step, /) -> Any:
-        step = arithmetic.steps(step)
-        return arithmetic.ramp(step, warm) * arithmetic.between(
-            top, end, step, warm + stable, warm + stable + length, weight
-        )
-
-    return schedule
+    falling = _curve(top, end, length, one_of(shape, "shape", list(arithmetic.SHAPES)))
+    return linear_warmup(shift(falling, int(warm + stable)), int(warm))
 
 
 @arithmetic.makes_schedule()
@@ -696,12 +678,7 @@ def ademamix_alpha(alpha: Number, steps: int) -> Schedule:
     Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024), which counts updates from 1.
     """
     height = arithmetic.scalar("alpha", alpha, low=0, finite=True)
-    length = arithmetic.count("steps", steps, ademamix_alpha)
-
-    def schedule(step: Step, /) -> Any:
-        return height * arithmetic.ramp(exact(step), length)
-
-    return schedule
+    return linear_warmup(height, int(arithmetic.count("steps", steps, ademamix_alpha)))
 
 
 @arithmetic.makes_schedule()
