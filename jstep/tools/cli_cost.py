@@ -33,10 +33,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if place.endswith(".py") and not os.path.isfile(place):
         raise FileNotFoundError(f"no file {place}")
     # These import JAX, which --help and the errors above do not need.
-    from jstep.core.devices import parsed
     from jstep.core.meshes import mesh_of
     from jstep.core.placement import compiles_only
     from jstep.tools.cost import cost
+    from jstep.tools.devices import parsed
     from jstep.tools.topologies import name_of, prepare, require_compiler
 
     topology = None if arguments.topology is None else parsed(arguments.topology, "--topology")

@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding
 
 from jstep.core import trees
 from jstep.core.checks import as_function, listed, scaled, size
-from jstep.core.devices import memory_of, parsed
 from jstep.core.jaxprs import body_of, is_annotated
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh
 from jstep.core.placement import device_count, device_of, is_of_host, sharding_of
@@ -30,6 +29,7 @@ from jstep.data.to_devices import mesh_without_batch
 from jstep.state.train_state import TrainState, require_state
 from jstep.tools.collectives import Collective, Exchange, collectives_of, exchanges_of, uses_of
 from jstep.tools.compiled import Array, Instruction, Program, argument_of, instructions_of, parse_program, recomputes
+from jstep.tools.devices import memory_of, parsed
 from jstep.tools.topologies import name_of, on_topology, refuse_other_devices, require_working, versions
 
 # Memory of a program: the bytes of its arguments, and its peak from the memory analysis of XLA's compilers.

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas
 
-from jstep.core.devices import GPU_PEAKS, GPUS, TPU_PEAKS, TPUS, has_peaks, peak_of
 from jstep.core.jaxprs import Product, body_of
 from jstep.core.work import work_of
+from jstep.loop.utilization import GPU_PEAKS, TPU_PEAKS, has_peaks, peak_of
+from jstep.tools.devices import GPUS, TPUS
 
 A100, V5E = "NVIDIA A100-SXM4-80GB", "TPU v5 lite"
 

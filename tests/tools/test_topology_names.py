@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import AxisType
 
 import jstep
-from jstep.core.devices import GPUS, TPUS, parsed, target_config
 from jstep.tools.cost import compiled_cost
+from jstep.tools.devices import GPUS, TPUS, parsed, target_config
 from jstep.tools.topologies import devices_of, require_working
 
 
