@@ -406,41 +406,35 @@ def stored_sharding(wanted: Wanted) -> Any:
     return sharding if fits or record.key_impl is None else None
 
 
-def place_leaf(wanted: Wanted, read: Any, half: Any) -> Any:
-    """Return the leaf of the array that was read for it.
+def place_leaf(wanted: Wanted, value: Any) -> Any:
+    """Return the leaf of the value that was read for it.
 
     Args:
         wanted: The leaf of the target, with its source.
-        read: A NumPy array, or one with `stored_sharding`, which may be donated; None if nothing was stored.
-        half: The array that was read for its other half; None if it has none.
+        value: A NumPy array, or one with `stored_sharding`, which may be donated.
     """
     leaf, record = wanted.leaf, wanted.source
     assert record is not None
-    array = slots.zeros_of(record) if read is None else read
-    if half is not None:
-        record, array = dataclasses.replace(record, dtype="float32"), slots.opened_like(array, half)
-    if record.dtype != wanted.dtype and jnp.issubdtype(record.dtype, jnp.integer):
-        array = slots.as_integers(np.asarray(array), wanted.dtype, wanted.path)
-        record = dataclasses.replace(record, dtype=wanted.dtype)
+    if str(value.dtype) != wanted.dtype and record.key_impl is None and jnp.issubdtype(value.dtype, jnp.integer):
+        value = slots.as_integers(np.asarray(value), wanted.dtype, wanted.path)
     sharding = target_sharding(leaf, wanted.path)
-    if sharding is None or not isinstance(array, jax.Array):
-        return _from_host(wanted, record, np.asarray(array), sharding)
-    if record.key_impl is not None or record.stored_as is not None or array.dtype != leaf.dtype:
+    if sharding is None or not isinstance(value, jax.Array):
+        return _from_host(wanted, record, np.asarray(value), sharding)
+    if record.key_impl is not None or value.dtype != leaf.dtype:
 
         def leaf_of(stored: Any) -> Any:
             if record.key_impl is not None:
                 return jax.random.wrap_key_data(stored, impl=record.key_impl)
-            return slots.from_stored(record, stored).astype(leaf.dtype)
+            return stored.astype(leaf.dtype)
 
-        array = jax.jit(leaf_of, out_shardings=sharding)(array)
-    return array if array.sharding == sharding else jax.device_put(array, sharding)
+        value = jax.jit(leaf_of, out_shardings=sharding)(value)
+    return value if value.sharding == sharding else jax.device_put(value, sharding)
 
 
-def _from_host(wanted: Wanted, record: Leaf, array: np.ndarray[Any, Any], sharding: Any) -> Any:
+def _from_host(wanted: Wanted, record: Leaf, value: np.ndarray[Any, Any], sharding: Any) -> Any:
     if record.key_impl is not None:
-        keys = jax.random.wrap_key_data(place_anywhere(array), impl=record.key_impl)
+        keys = jax.random.wrap_key_data(place_anywhere(value), impl=record.key_impl)
         return keys if sharding is None else jax.device_put(keys, sharding)
-    value = slots.from_stored(record, array)
     value = value.astype(getattr(wanted.leaf, "dtype", value.dtype), copy=False)
     if not wanted.is_numpy and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
         raise ValueError(f"target: {wanted.path!r} is {value.dtype}, which JAX supports only with jax_enable_x64")
@@ -449,20 +443,18 @@ def _from_host(wanted: Wanted, record: Leaf, array: np.ndarray[Any, Any], shardi
 
 def nested_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: Sequence[str] | None) -> dict[str, Any]:
     """Return nested dicts of NumPy arrays; `averages` replace params if given."""
-    records = slots.leaves_by_id(leaves)
-    values = {}
-    for key, record in records.items():
-        array = slots.zeros_of(record) if record.array is None else arrays[record.array]
-        values[key] = slots.from_stored(record, array)
+    records, of_arrays = slots.leaves_by_id(leaves), {leaf.array: leaf for leaf in leaves}
     nested: dict[str, Any] = {}
     for key, record in records.items():
-        average = average_of(key, values, averages)
+        average = average_of(key, records, averages)
         at = nested
         for part in record.keys[:-1]:
             at = at.setdefault(part, {})
-        half = None if average is None else arrays.get(records[average].half or "")
-        value = values[average or key]
-        at[record.keys[-1]] = slots.opened_like(value, half).astype(values[key].dtype) if average else value
+        value = slots.value_of(record, None, arrays)
+        if average is not None:
+            source = records[average]
+            value = slots.value_of(source, of_arrays.get(source.half or ""), arrays).astype(value.dtype)
+        at[record.keys[-1]] = value
     return nested
 
 

@@ -167,11 +167,9 @@ class Reader:
             arrays = self._read(path, manifest, shardings)
             for i, want in enumerate(found.wanted):
                 if want.source is not None:
-                    name = want.source.array
-                    array: Any = None if name is None else arrays[name]
-                    shared = uses[name] > 1 and isinstance(array, jax.Array)
-                    half = None if want.half is None else arrays.get(want.half.array or "")
-                    values[i] = match.place_leaf(want, array.copy() if shared else array, half)
+                    value = slots.value_of(want.source, want.half, arrays)
+                    shared = uses[want.source.array] > 1 and isinstance(value, jax.Array)
+                    values[i] = match.place_leaf(want, value.copy() if shared else value)
             for i, want in enumerate(found.wanted):
                 if want.copy is not None:
                     values[i] = match.copied_leaf(want, values)

@@ -91,9 +91,21 @@ def to_stored(record: Leaf, leaf: Any) -> Any:
     return trees.key_data(leaf) if record.stored_as is None else _carried(record, leaf, record.stored_as)
 
 
-def from_stored(record: Leaf, array: Any) -> Any:
-    """Return the leaf of a stored array."""
-    return array if record.stored_as is None else _carried(record, array, record.dtype)
+def value_of(record: Leaf, half: Leaf | None, arrays: Mapping[str, Any]) -> Any:
+    """Return the leaf of what was stored for it; of its two halves, if `compact` stored it in two.
+
+    Args:
+        record: The leaf.
+        half: The leaf with its other half; None if it has none, or is wanted without it.
+        arrays: The stored arrays by name. The value of NumPy arrays is one.
+    """
+    value = zeros_of(record) if record.array is None else arrays[record.array]
+    if record.stored_as is not None:
+        value = _carried(record, value, record.dtype)
+    if half is None or half.array is None:
+        return value
+    both = opened(value, arrays[half.array])
+    return np.asarray(both) if isinstance(value, np.ndarray) else both
 
 
 def _carried(record: Leaf, array: Any, dtype: str) -> Any:
@@ -117,12 +129,6 @@ def as_integers(array: np.ndarray[Any, Any], dtype: Any, path: str) -> np.ndarra
             f"target: {path!r} is {converted.dtype} and cannot represent {array.max()}; enable jax_enable_x64"
         )
     return converted
-
-
-def opened_like(array: Any, half: Any) -> Any:
-    """Return the values of what `compact` stores in two arrays; NumPy arrays for NumPy arrays."""
-    value = opened(array, half)
-    return np.asarray(value) if isinstance(array, np.ndarray) else value
 
 
 def stored_kind(record: Leaf) -> tuple[tuple[int, ...], str]:

@@ -184,7 +184,7 @@ class Checkpoint:
 
     def _read(self, leaves: dict[str, Leaf]) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
         # Imported here so that a directory is listed without JAX.
-        from jstep.checkpoint.slots import from_stored, zeros_of
+        from jstep.checkpoint.slots import value_of
 
         wanted: dict[str, Any] = {leaf.array: None for leaf in leaves.values() if leaf.array is not None}
         try:
@@ -194,9 +194,7 @@ class Checkpoint:
         except Exception as error:
             raise CheckpointError(f"{self.path} could not be read: {type(error).__name__}: {error}"[:500]) from error
         for name, leaf in leaves.items():
-            array = zeros_of(leaf) if leaf.array is None else np.asarray(arrays[leaf.array])
-            is_stored = leaf.array is not None and leaf.key_impl is None
-            yield name, leaf, np.asarray(from_stored(leaf, array)) if is_stored else array
+            yield name, leaf, np.asarray(value_of(leaf, None, arrays))
 
     def problems(self, *, every: bool = False) -> list[str]:
         """Return descriptions of the problems of its files; with `every`, also of those that nothing reads."""

@@ -58,13 +58,8 @@ def opened(path: str, *, partial: bool = False) -> tuple[dict[str, Tensor], Read
             stored |= dict.fromkeys(_arrays_of(leaf, half), of_both)
         found = _read(store, path, manifest, stored, not verified)
         verified = True
-        values = {}
         with internal_transfers():
-            for name in shardings:
-                leaf, half = saved[name]
-                value = slots.zeros_of(leaf) if leaf.array is None else slots.from_stored(leaf, found[leaf.array])
-                values[name] = value if half is None else slots.opened_like(value, found[half.array or ""])
-        return values
+            return {name: slots.value_of(*saved[name], found) for name in shardings}
 
     arrays: dict[str, Tensor] = {}
     for name, (leaf, half) in saved.items():
