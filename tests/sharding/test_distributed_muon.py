@@ -72,34 +72,25 @@ def assert_same(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), got, want)
 
 
+def check_each_matrix_is_computed_once(layout, make, types):
+    optimizer, undistributed = jstep.muon(1e-2), jstep.muon(1e-2, distribute=False)
+    flops, collectives = compiled(jstep.minimize(loss_fn, optimizer), state_of(make, optimizer, layout, types))
+    assert flops < 1.3 * IDEAL
+    assert sum(collectives.values()) <= 12
+    assert_same(*(params_after(make, layout, types, one) for one in (optimizer, undistributed)))
+
+
 @pytest.mark.thorough(except_for=["columns-stacked"])
 @pytest.mark.parametrize("make", [separate, stacked])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_matrix_is_computed_once(name, make):
-    layout, optimizer = LAYOUTS[name], jstep.muon(1e-2)
-    flops, collectives = compiled(jstep.minimize(loss_fn, optimizer), state_of(make, optimizer, layout))
-    assert flops < 1.3 * IDEAL
-    assert sum(collectives.values()) <= 12
-    undistributed = jstep.muon(1e-2, distribute=False)
-    assert_same(
-        params_after(make, layout, AxisType.Auto, optimizer), params_after(make, layout, AxisType.Auto, undistributed)
-    )
+    check_each_matrix_is_computed_once(LAYOUTS[name], make, AxisType.Auto)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["replicated", "rows", "both"])
 def test_distribution_on_explicit_axes(name):
-    layout, optimizer = LAYOUTS[name], jstep.muon(1e-2)
-    flops, collectives = compiled(
-        jstep.minimize(loss_fn, optimizer), state_of(separate, optimizer, layout, AxisType.Explicit)
-    )
-    assert flops < 1.3 * IDEAL
-    assert sum(collectives.values()) <= 12
-    undistributed = jstep.muon(1e-2, distribute=False)
-    assert_same(
-        params_after(separate, layout, AxisType.Explicit, optimizer),
-        params_after(separate, layout, AxisType.Explicit, undistributed),
-    )
+    check_each_matrix_is_computed_once(LAYOUTS[name], separate, AxisType.Explicit)
 
 
 def test_distribution_under_zero1():
