@@ -23,7 +23,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import optax
-from _timing import optax_step
 from optax import contrib
 
 sys.path.insert(0, __file__.rsplit("/", 2)[0])
@@ -98,8 +97,12 @@ def ours(optimizer, grads, chip):
 
 
 def theirs(transformation, grads, chip):
-    slots = jax.eval_shape(lambda: transformation.init(zeros(grads)))
-    return accessed(optax_step(transformation), (grads, slots), grads, chip)
+    def step(state, grads):
+        params, slots = state
+        updates, slots = transformation.update(grads, slots, params)
+        return optax.apply_updates(params, updates), slots
+
+    return accessed(step, (grads, jax.eval_shape(lambda: transformation.init(zeros(grads)))), grads, chip)
 
 
 def zeros(shapes):
