@@ -13,7 +13,7 @@ os.environ.setdefault("NPROC", "64")  # threads for collectives of 8 devices
 
 import jax
 import jax.numpy as jnp
-from _timing import interleaved, report
+from _timing import interleaved, report, runner
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -28,14 +28,7 @@ def contender(mesh, *, distribute):
     params = {f"w{i}": jax.random.normal(key, (SIZE, SIZE)) for i, key in enumerate(keys)}
     params = jax.device_put(params, NamedSharding(mesh, P()))
     step = jstep.minimize(lambda params: sum(jnp.sum(w**2) for w in params.values()), optimizer)
-    latest = [jstep.TrainState.create(params, optimizer)]
-
-    def run(calls):
-        for _ in range(calls):
-            latest[0], _ = step(latest[0])
-        return latest[0]
-
-    return run
+    return runner(lambda state: step(state)[0], jstep.TrainState.create(params, optimizer))
 
 
 def main():

@@ -1,4 +1,4 @@
-"""Optimizers compared with Optax's: a step over large leaves, chains of blocks, matrices, many leaves.
+"""Optimizers compared with Optax's: a step over large leaves, chains of blocks, matrices.
 What clipping and Lion gain helps only on CPUs: on a TPU both move the same bytes, see the table of memory traffic.
 
     python tests/benchmarks/bench_optimizers.py [words of titles]
@@ -6,7 +6,6 @@ What clipping and Lion gain helps only on CPUs: on a TPU both move the same byte
 
 import os
 import sys
-import time
 from functools import partial
 
 import jax
@@ -161,27 +160,6 @@ def batched():
     return interleaved(times, 2, 7)
 
 
-def many():
-    """Time tracing, lowering and compiling AdamW with 1000 leaves."""
-    leaves = {f"leaf{i}": jnp.full(1000, i / 1000) for i in range(1000)}
-    ours, theirs = jstep.adamw(1e-3), optax.adamw(1e-3)
-    steps = {
-        "jstep": (
-            lambda state, grads: jstep.apply_gradients(state, grads, ours),
-            jstep.TrainState.create(leaves, ours),
-        ),
-        "Optax": (optax_step(theirs), (leaves, theirs.init(leaves))),
-    }
-    times = {"jstep": [], "Optax": []}
-    for _ in range(4):
-        for name, (step, state) in steps.items():
-            jax.clear_caches()
-            start = time.perf_counter()
-            jax.jit(lambda state, grads, step=step: step(state, grads), donate_argnums=0).lower(state, leaves).compile()
-            times[name].append(time.perf_counter() - start)
-    return times
-
-
 def main(words):
     peer, parts = ("jstep", "Optax"), ("chain", "whole")
     rows: list = [
@@ -194,7 +172,6 @@ def main(words):
         ("24 matrices of 256 × 512, Muon", muon, {peer: 1.05}),
         ("8 matrices of 128 × 128, SOAP", soap, {("jstep", "plain JAX"): 1.05}),
         ("24 equal matrices, Newton–Schulz", batched, {}),
-        ("1000 leaves of 1000 floats, AdamW: trace, lower and compile", many, {peer: 0.75}),
     ]
     good = True
     for title, measure, bounds in rows:
