@@ -79,8 +79,8 @@ def pending_value(monkeypatch):
 
     monkeypatch.setattr(report, "scalars", lambda metrics, leave_out: metrics)
     monkeypatch.setattr(numbers, "start_transfer", lambda values: None)
-    monkeypatch.setattr(numbers, "is_ready", lambda values: all(value.ready for value in values.values()))
-    monkeypatch.setattr(numbers, "read", lambda values: values)
+    monkeypatch.setattr(numbers, "is_ready", lambda values: all(value.ready for value in values))
+    monkeypatch.setattr(report, "read", lambda values: values)
     monkeypatch.setattr(
         report, "text", lambda values: " ".join(f"{name} {value.value}" for name, value in values.items())
     )

@@ -58,8 +58,8 @@ def test_the_loop_does_not_wait_for_the_device(monkeypatch):
 
     monkeypatch.setattr(report, "scalars", lambda metrics, leave_out: metrics)
     monkeypatch.setattr(numbers, "start_transfer", lambda values: None)
-    monkeypatch.setattr(numbers, "is_ready", lambda values: values["loss"].ready)
-    monkeypatch.setattr(numbers, "read", lambda values: {"loss": 1.0})
+    monkeypatch.setattr(numbers, "is_ready", lambda values: all(value.ready for value in values))
+    monkeypatch.setattr(report, "read", lambda values: {"loss": 1.0})
     monkeypatch.setattr(report, "names_of_arrays", lambda metrics: [])
     rows, values = [], [PendingValue() for _ in range(5)]
     hook = jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=10)

@@ -30,7 +30,7 @@ class Later:
 
 def test_progress_counts_finished_steps_and_waits_for_none(monkeypatch):
     pytest.importorskip("tqdm")
-    monkeypatch.setattr(progress, "is_ready", lambda values: all(value.ready for value in values.values()))
+    monkeypatch.setattr(progress, "is_ready", lambda values: all(value.ready for value in values))
     monkeypatch.setattr(progress, "start_transfer", lambda values: None)
     read = []
     monkeypatch.setattr(numbers, "read", lambda values: read.append(values) or {k: v.value for k, v in values.items()})
