@@ -144,8 +144,7 @@ def track_connected(leaves: list[Array], connected: set[int]) -> list[Array]:
     return list(identity(leaves))
 
 
-def split_outputs(out: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, Any, Any]:
-    """Return loss, model_state and aux from the output of loss_fn."""
+def _split(out: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, Any, Any]:
     if not (has_aux or has_model_state):
         if isinstance(out, tuple | list):
             raise TypeError(
@@ -168,24 +167,6 @@ def split_outputs(out: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, 
 
 def _kind(x: Any) -> str:
     return f"an array of shape {np.shape(x)}" if trees.is_array(x) else f"a {type(x).__name__}"
-
-
-def checked_loss(loss: Any) -> Array:
-    """Validate the loss, a floating-point scalar."""
-    if not (trees.is_array(loss) or isinstance(loss, int | float)):
-        raise TypeError(f"loss_fn returned a {type(loss).__name__} as loss; it must be a floating-point scalar")
-    loss = jnp.asarray(loss)
-    if not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(f"the loss has dtype {loss.dtype}; it must be floating point")
-    if loss.ndim:
-        raise ValueError(f"the loss has shape {loss.shape}; it must be a scalar: reduce it, for instance with jnp.mean")
-    return loss
-
-
-def checked_aux(aux: Any) -> Any:
-    """Convert the auxiliary values to arrays."""
-    trees.require_arrays(aux, "aux", " and cannot leave a compiled step")
-    return jax.tree.map(jnp.asarray, aux)
 
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
@@ -230,8 +211,8 @@ def _refuse_other_structure(old: Any, new: Any) -> None:
     )
 
 
-def same_kind(old: Any, new: Any) -> Any:
-    """Return the new model_state with the dtypes of the old one, whose structure, shapes and kinds it must have."""
+def _like(old: Any, new: Any) -> Any:
+    """Return the new model_state with the dtypes of the old one."""
     if trees.structure(old) != trees.structure(new):
         _refuse_other_structure(old, new)
 
@@ -378,6 +359,8 @@ class Differentiation:
     lanes: int | None = None
     gathers: bool = False
     """Whether to collect summaries that the loss creates."""
+    names_aux: bool = False
+    """Whether the entries of aux are metrics by name."""
     squares: bool = False
     """Whether to compute the squared norms of the gradients of microbatches."""
     frozen: Callable[[Params], Sequence[bool]] | None = None
@@ -406,7 +389,7 @@ class Differentiation:
                 f"aggregation_method={shown(self.aggregation_method)}: must be AggregationMethod.DEFAULT or .ADD_N, "
                 f"got {kind(self.aggregation_method)}"
             )
-        if microbatches.checked_sharpness(self.sharpness) is None and self.adaptive:
+        if microbatches.checked_radius(self.sharpness) is None and self.adaptive:
             raise ValueError("adaptive=True: specifies how sharpness is measured; give sharpness as well")
         as_unroll(self.unroll)
 
@@ -572,16 +555,35 @@ class Differentiation:
                 while summaries is _LOST:  # again, if the loss itself has loaded jstep.summary
                     with collected_summaries() if self.gathers else contextlib.nullcontext(_nothing) as created:
                         out = loss_fn()
+                    loss, *others = self._outputs(out, given.model_state)
                     summaries = created(out)
-            loss, model_state, aux = split_outputs(out, self.has_aux, self.has_model_state)
-            loss = checked_loss(loss)
-            others = same_kind(given.model_state, model_state), checked_aux(aux), summaries
-            return _scaled(loss, given.scale), (loss, *others)
+            return _scaled(loss, given.scale), (loss, *others, summaries)
 
         some = [jnp.asarray(leaves[i]) for i in indices]
         (_, (loss, model_state, aux, summaries)), dense = jax.value_and_grad(of_some, has_aux=True)(some)
         grads = [looked_up.gradient(i, g if i in connected else None) for i, g in enumerate(dense)]
         return Part(loss, model_state, aux, grads, summaries)
+
+    def _outputs(self, out: Any, old: Any) -> tuple[Array, Any, Any]:
+        """Return loss, new model_state and aux from the output of a loss that got the old model_state."""
+        loss, model_state, aux = _split(out, self.has_aux, self.has_model_state)
+        for key in aux if self.names_aux and isinstance(aux, Mapping) else ():
+            if not isinstance(key, str):
+                raise TypeError(
+                    f"aux: the key {key!r} must be a string, got {kind(key)}: entries of aux are metrics by name"
+                )
+        if not (trees.is_array(loss) or isinstance(loss, int | float)):
+            raise TypeError(f"loss_fn returned a {type(loss).__name__} as loss; it must be a floating-point scalar")
+        loss = jnp.asarray(loss)
+        if not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise TypeError(f"the loss has dtype {loss.dtype}; it must be floating point")
+        if loss.ndim:
+            raise ValueError(
+                f"the loss has shape {loss.shape}; it must be a scalar: reduce it, for instance with jnp.mean"
+            )
+        model_state = _like(old, model_state)
+        trees.require_arrays(aux, "aux", " and cannot leave a compiled step")
+        return loss, model_state, jax.tree.map(jnp.asarray, aux)
 
 
 def _scaled(loss: Array, scale: Array | None) -> Array:
@@ -668,7 +670,7 @@ def compute_gradients(
         weight_fn=weight_fn,
         gate_gradients=gate_gradients,
         aggregation_method=aggregation_method,
-        sharpness=sharpness,
+        sharpness=microbatches.checked_sharpness(sharpness),
         adaptive=adaptive,
         lanes=lanes,
     )

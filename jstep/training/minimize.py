@@ -27,7 +27,7 @@ from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, S
 from jstep.differentiate import engine
 from jstep.differentiate.engine import GATE_NONE, GATE_OP, Differentiation, Inputs
 from jstep.differentiate.lanes import Lanes, alike, as_lanes, on_lanes
-from jstep.differentiate.microbatches import AggregationMethod, Part, checked_radius, estimated, together_squared
+from jstep.differentiate.microbatches import AggregationMethod, Part, estimated, together_squared
 from jstep.optimizers import guards
 from jstep.optimizers.averages import as_average_names, averaged_params
 from jstep.optimizers.compose import frozen_leaves, warn_of_order, without_frozen
@@ -46,7 +46,7 @@ from jstep.optimizers.updates import Transfers, apply_in_order, using_transfers,
 from jstep.state.global_step import later_step, require_alive
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state, step_of
 from jstep.training.metrics import Metrics, split
-from jstep.training.requested import MetricFn, requested
+from jstep.training.requested import MetricFn, Requested, requested
 from jstep.training.step import Body, PureStep, TrainStep
 
 # One optimizer update of the state: params + updates, new slots, global_step + 1; and whether it was skipped.
@@ -360,7 +360,7 @@ def shown_losses(part: Part, has_aux: bool, *, is_several: bool) -> dict[str, Ma
     return found | {"the summaries of the loss": {} if made is None else {"summaries": made}}
 
 
-def name_of(loss_fn: Any) -> str:
+def _title_of(loss_fn: Any) -> str:
     """Return the name of a step: that of its loss or losses; `train_step` if the loss has no name."""
     if isinstance(loss_fn, Mapping):
         return "+".join(loss_fn)
@@ -542,86 +542,115 @@ def minimize(
     lanes = as_lanes(lanes)
     compared = {"num_microbatches": num_microbatches} if lanes is None else {"lanes": lanes}
     wanted = requested(metrics, **compared)
-    rng = None if rng is None else placement.as_key(rng, "rng")
-    radius = checked_radius(sharpness)
-    scheduled = callable(radius)
     for name, flag in {"increment_global_step": increment_global_step, "jit": jit, "donate": donate}.items():
         as_bool(flag, name)
-    averages = as_average_names(use_averages)
-
-    def of_one(loss_fn: Any, var_list: VarList) -> Differentiation:
-        named = _with_named_aux(as_function(loss_fn, "loss_fn", "(params, *args) -> loss"), has_model_state)
-        return Differentiation(
-            named if has_aux is True else loss_fn,
-            var_list=var_list,
-            has_aux=has_aux,
-            has_model_state=has_model_state,
-            num_microbatches=num_microbatches,
-            max_rows_per_device=max_rows_per_device,
-            weight_fn=weight_fn,
-            gate_gradients=gate_gradients,
-            aggregation_method=aggregation_method,
-            sharpness=None if scheduled else radius,
-            adaptive=as_bool(adaptive, "adaptive") and not scheduled,
-            unroll=unroll,
-            lanes=lanes,
-            gathers=True,
-            squares=wanted.noise,
-            frozen=functools.partial(frozen_leaves, optimizer),
-        )
-
+    of_one = functools.partial(
+        Differentiation,
+        has_aux=has_aux,
+        has_model_state=has_model_state,
+        num_microbatches=num_microbatches,
+        max_rows_per_device=max_rows_per_device,
+        weight_fn=weight_fn,
+        gate_gradients=gate_gradients,
+        aggregation_method=aggregation_method,
+        sharpness=sharpness,
+        adaptive=adaptive,
+        unroll=unroll,
+        lanes=lanes,
+        gathers=True,
+        names_aux=True,
+        squares=wanted.noise,
+        frozen=functools.partial(frozen_leaves, optimizer),
+    )
     differentiate: Differentiation | SeveralLosses
     if isinstance(loss_fn, Mapping):
         given = {"var_list": var_list is not None, "has_model_state": as_bool(has_model_state, "has_model_state")}
         differentiate = several_losses(loss_fn, of_one, **given)
     else:
         differentiate = of_one(loss_fn, var_list)
+    minimizing = Minimizing(
+        optimizer,
+        differentiate,
+        wanted,
+        has_aux=has_aux,
+        has_model_state=has_model_state,
+        rng=None if rng is None else placement.as_key(rng, "rng"),
+        averages=as_average_names(use_averages),
+        schedule=sharpness if callable(sharpness) else None,
+        increments=increment_global_step,
+    )
+    pure_step = PureStep(
+        minimizing if lanes is None else _in_lanes(lanes, minimizing),
+        title=_title_of(loss_fn),
+        looks_at_rows=differentiate.looks_at_rows,
+        lanes=lanes,
+        optimizer=optimizer,
+        trains=minimizing.trains,
+    )
+    return TrainStep(pure_step, donate=donate) if jit else pure_step
 
-    def body(
-        state: TrainState, args: tuple[Any, ...], batch_specs: Any, in_lanes: Lanes | None = None
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Minimizing:
+    """The body of a step of `minimize`: the gradients of a loss, or of several, and one update.
+
+    Attributes:
+        optimizer: The optimizer.
+        differentiate: The differentiation of the loss or losses.
+        wanted: The additional metrics.
+        has_aux: Whether a loss returns auxiliary values.
+        has_model_state: Whether the loss takes and returns `model_state`.
+        rng: The key of the run, or None.
+        averages: The names of the averages that the loss takes, or None.
+        schedule: The radius of sharpness-aware minimization if it is a schedule, else None.
+        increments: Whether the step increments `global_step`.
+    """
+
+    optimizer: Optimizer
+    differentiate: Differentiation | SeveralLosses
+    wanted: Requested
+    _: dataclasses.KW_ONLY
+    has_aux: bool
+    has_model_state: bool
+    rng: Array | None
+    averages: tuple[str, ...] | None
+    schedule: Callable[[Any], Any] | None
+    increments: bool
+
+    def __call__(
+        self, state: TrainState, args: tuple[Any, ...], batch_specs: Any, lanes: Lanes | None = None
     ) -> tuple[TrainState, Metrics]:
+        """Run one step."""
         step = step_of(require_state(state))
-        if has_model_state and MODEL_STATE not in state.slots:
+        if self.has_model_state and MODEL_STATE not in state.slots:
             raise ValueError(
                 "has_model_state=True, but the state has none: create it with TrainState.create(..., model_state=…)"
             )
-        key = None if rng is None else jax.random.fold_in(rng, step)
-        roles = roles_of(optimizer, state.params)
+        key = None if self.rng is None else jax.random.fold_in(self.rng, step)
+        roles = roles_of(self.optimizer, state.params)
         scale = guards.loss_scale_of(roles, state.slots)
-        if wanted.noise:
+        if self.wanted.noise:
             guards.require_noise_slots(roles)
         kwargs = None
-        if averages is not None:
-            kwargs = {"averages": alike(in_lanes, functools.partial(_averages_for, names=averages), state)}
+        if self.averages is not None:
+            kwargs = {"averages": alike(lanes, functools.partial(_averages_for, names=self.averages), state)}
         # A loss that does not take it leaves it unchanged, as several losses do, none of which owns it.
-        model_state = state.slots[MODEL_STATE] if has_model_state else None
-        inputs = Inputs(state.params, model_state, args, kwargs, key, batch_specs, scale, in_lanes)
-        at_radius = differentiate
-        if scheduled:
-            now = alike(in_lanes, functools.partial(value_at, "sharpness", radius), step)
-            at_radius = replaced(differentiate, sharpness=now, adaptive=adaptive)
-        part = at_radius(inputs)
-        return alike(in_lanes, functools.partial(updated, inputs), state, part)
+        model_state = state.slots[MODEL_STATE] if self.has_model_state else None
+        inputs = Inputs(state.params, model_state, args, kwargs, key, batch_specs, scale, lanes)
+        differentiate = self.differentiate
+        if self.schedule is not None:
+            now = alike(lanes, functools.partial(value_at, "sharpness", self.schedule), step)
+            differentiate = replaced(differentiate, sharpness=now)
+        return alike(lanes, functools.partial(self.updated, inputs), state, differentiate(inputs))
 
-    def updated(inputs: Inputs, state: TrainState, part: Part) -> tuple[TrainState, Metrics]:
+    def updated(self, inputs: Inputs, state: TrainState, part: Part) -> tuple[TrainState, Metrics]:
         """Return the results of the step, given those of the loss."""
-        scale = guards.loss_scale_of(roles_of(optimizer, state.params), state.slots)
-        context = EMPTY_CONTEXT
-        if optimizer.takes_context:
-            plain = replaced(differentiate, sharpness=None, adaptive=False, squares=False)
-
-            def value_and_grad(params: Params) -> tuple[Array, Updates]:
-                """The loss and gradients on this step's batch, both without the scale."""
-                there = plain(inputs._replace(params=params))
-                return there.loss, there.gradients if scale is None else guards.unscaled(there.gradients, scale)
-
-            key = None if inputs.key is None else jax.random.fold_in(inputs.key, OF_CONTEXT)
-            context = Context(part.loss, value_and_grad, key)
-        context = context._replace(noise=None if part.squares is None else estimated(part.squares))
-        done = applied(state, part.gradients, optimizer, increment_global_step, context)
+        scale = guards.loss_scale_of(roles_of(self.optimizer, state.params), state.slots)
+        context = self._context(inputs, part, scale)
+        done = applied(state, part.gradients, self.optimizer, self.increments, context)
         new_state = done.state
-        skipped = skip_metrics(done, state, part.gradients, optimizer)
-        if has_model_state:
+        skipped = skip_metrics(done, state, part.gradients, self.optimizer)
+        if self.has_model_state:
             new = part.model_state
             if skipped:  # one bad row would ruin the statistics of a batch normalization for good
                 new = unless_skipped(skipped[SKIPPED], state.slots[MODEL_STATE], new)
@@ -629,12 +658,12 @@ def minimize(
 
         named = {
             "the optimizer's hyperparameters": values_used(
-                optimizer.hyperparameters(step_of(state)), done.roles, state.slots
+                self.optimizer.hyperparameters(step_of(state)), done.roles, state.slots
             ),
             "the optimizer's slots": shown_slots(done.roles, state.slots) | skipped,
-            **shown_losses(part, has_aux, is_several=isinstance(differentiate, SeveralLosses)),
-            "the noise scale": guards.noise_metrics(done.roles, done.slots) if wanted.noise else {},
-            **wanted.measured(part.gradients, done.updates, new_state.params, scale),
+            **shown_losses(part, self.has_aux, is_several=isinstance(self.differentiate, SeveralLosses)),
+            "the noise scale": guards.noise_metrics(done.roles, done.slots) if self.wanted.noise else {},
+            **self.wanted.measured(part.gradients, done.updates, new_state.params, scale),
         }
 
         def refusal(name: str, first: str, second: str) -> str:
@@ -642,23 +671,27 @@ def minimize(
 
         return new_state, split(trees.merged(named.items(), refusal), SKIPPED if skipped else None)
 
-    pure_step = PureStep(
-        body if lanes is None else _in_lanes(lanes, body),
-        title=name_of(loss_fn),
-        looks_at_rows=differentiate.looks_at_rows,
-        lanes=lanes,
-        optimizer=optimizer,
-        trains=functools.partial(_trained, differentiate, optimizer),
-    )
-    return TrainStep(pure_step, donate=donate) if jit else pure_step
+    def _context(self, inputs: Inputs, part: Part, scale: Array | None) -> Context:
+        noise = None if part.squares is None else estimated(part.squares)
+        if not self.optimizer.takes_context:
+            return EMPTY_CONTEXT._replace(noise=noise)
+        plain = replaced(self.differentiate, sharpness=None, adaptive=False, squares=False)
 
+        def value_and_grad(params: Params) -> tuple[Array, Updates]:
+            """The loss and gradients on this step's batch, both without the scale."""
+            there = plain(inputs._replace(params=params))
+            return there.loss, there.gradients if scale is None else guards.unscaled(there.gradients, scale)
 
-def _trained(differentiate: Differentiation | SeveralLosses, optimizer: Optimizer, params: Params) -> list[bool]:
-    """Whether a step trains each leaf."""
-    each = differentiate.each.values() if isinstance(differentiate, SeveralLosses) else [differentiate]
-    chosen = {i for one in each for i in selected(params, one.var_list)}
-    labels = labels_of(optimizer, params) or [""] * len(jax.tree.leaves(params))
-    return [i in chosen and label is not None for i, label in enumerate(labels)]
+        key = None if inputs.key is None else jax.random.fold_in(inputs.key, OF_CONTEXT)
+        return Context(part.loss, value_and_grad, key, noise)
+
+    def trains(self, params: Params) -> list[bool]:
+        """Return for each leaf whether a step trains it."""
+        several = self.differentiate
+        each = several.each.values() if isinstance(several, SeveralLosses) else [several]
+        chosen = {i for one in each for i in selected(params, one.var_list)}
+        labels = labels_of(self.optimizer, params) or [""] * len(jax.tree.leaves(params))
+        return [i in chosen and label is not None for i, label in enumerate(labels)]
 
 
 def _in_lanes(number: int, pure: Callable[..., Any]) -> Body:
@@ -690,24 +723,6 @@ def _in_lanes(number: int, pure: Callable[..., Any]) -> Body:
         return jax.tree.map(placement.back, new, state), metrics
 
     return body
-
-
-def _with_named_aux(loss_fn: Callable[..., Any], has_model_state: bool) -> Callable[..., Any]:
-    """Wrap the loss to check that the keys of aux are strings; the error of JAX would be about sorting keys."""
-
-    @functools.wraps(loss_fn)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        out = aux = loss_fn(*args, **kwargs)
-        for _ in range(2 if has_model_state else 1):  # (loss, aux), or (loss, (model_state, aux))
-            aux = aux[1] if isinstance(aux, tuple | list) and len(aux) == 2 else None
-        for key in aux if isinstance(aux, Mapping) else ():
-            if not isinstance(key, str):
-                raise TypeError(
-                    f"aux: the key {key!r} must be a string, got {kind(key)}: entries of aux are metrics by name"
-                )
-        return out
-
-    return checked
 
 
 def _averages_for(state: TrainState, names: Sequence[str]) -> Params:
