@@ -1,4 +1,4 @@
-"""The start of a run: hooks, compiling ahead, and the first batch, while the state is restored."""
+"""The start of a run: its state is restored while the first batch is made and the first program is compiled."""
 
 import contextlib
 import functools
@@ -36,6 +36,125 @@ from jstep.loop.stopping import reason_done
 from jstep.training.step import refuse_a_loss
 
 _logger = logging.getLogger("jstep")
+
+_PROBLEM = "the batches cannot be opened"
+
+
+def begin(run: Run, batches: Any) -> None:
+    """Restore the state, begin the hooks, and make the calls of the run: `run.feeder`, None if it takes no step."""
+    if run.saver is not None and run.resumed.latest is not None and run.resumed.first is not None:
+        with contextlib.suppress(FileNotFoundError):  # `restore` takes the one that is then the newest
+            run.saver.check_run(run.state, run.resumed.latest)  # before a program is compiled, which takes longer
+    started = processes.on_all_processes(lambda: _begin_batches(run, batches), _PROBLEM)
+    with contextlib.nullcontext() if run.resumed.latest is None else run.times.part("restore"):
+        restore(run)
+    for observer in run.observers:
+        observer.restored(batches)
+    processes.on_all_processes(lambda: build_hooks(run), "the logs cannot be opened")
+    runner = run.runner = HookRunner(run)
+    source, items = processes.on_all_processes(lambda: started or _open_batches(run, batches), _PROBLEM)
+    check_owners(run.hooks)
+    runner.begin()
+    if run.restored is not None:
+        runner.is_done = restore_hooks(run) or runner.is_done
+        runner.evaluate("evaluate_owed")  # what a signal interrupted
+    elif run.saver is not None:
+        get_states(run.hooks)  # a state that cannot be kept is an error now, not at the first save
+    if run.restored is None and not runner.is_done and run.first < run.options.last_step:
+        runner.evaluate("evaluate_first")
+    if runner.is_done or run.first >= run.options.last_step:
+        _report_done(run)
+        return
+    if run.resumed.extra.get(STOPPED) is not None:
+        _logger.info("%s stopped this run at step %d; it resumes", run.resumed.extra[STOPPED], run.first)
+    look_ahead(run)
+    _make_calls(run, runner, source, items)
+
+
+def _report_done(run: Run) -> None:
+    """Log that no step is run, and why; a last_step that lies before the state is a mistake."""
+    last_step = run.options.last_step
+    if run.first <= last_step:
+        _logger.info("the run is at step %d already: no step is run%s", run.first, reason_done(run))
+        return
+    of, other = "the given state", "state"
+    if run.saver is not None and run.restored is not None:
+        of, other = f"{checkpoint_name(run.saver.prefix, run.first)}, the newest checkpoint", "checkpoint_dir"
+    _logger.warning(
+        "last_step=%d: the run is at step %d already (%s): no step is run. Give a larger last_step, or another %s",
+        last_step,
+        run.first,
+        of,
+        other,
+    )
+
+
+def _make_calls(run: Run, runner: HookRunner, source: Source, items: FirstBatch) -> None:
+    boundaries = StageBoundaries(run.programs.train_steps, source.next_change)
+    compile_ahead(run, boundaries, source)
+    ends = runner.ends(boundaries) if run.programs.is_looped else None
+    made = run.programs.calls(iter(items), run.first, ends or (math.inf,), run.options.batch_sharding)
+    run.feeder = BatchFeeder(source, made, run.signals, run.watch)
+    run.closing.callback(run.feeder.close)
+    if ends is not None:
+        run.closing.callback(ends.close)  # first, as the thread of the feeder may wait for one
+    run.phase = RUNNING
+
+
+def _begin_batches(run: Run, batches: Any) -> tuple[Source, FirstBatch] | None:
+    """Start the first batch and the first compilation before the checkpoint is read; None if that is not possible."""
+    start = run.resumed.first
+    own = batches if isinstance(batches, BatchSequence) else None
+    if start is None or start >= run.options.last_step or isinstance(batches, StateBatches):
+        return None
+    if run.resumed.latest is None if own is None else not own.is_endless and start >= len(own):
+        return None
+    source = _source(run, batches)
+    # A function of the step can be called again, if its first call failed because it needs what a hook sets up.
+    again = (lambda: copied_batches(_source(run, batches), run.fetched)) if source.by_step is not None else None
+    first = FirstBatch(copied_batches(source, run.fetched), run.times)
+    first.start(again)
+    compile_first_program(run, first, None if own is None else functools.partial(own.shapes, start))
+    return source, first
+
+
+def _open_batches(run: Run, batches: Any) -> tuple[Source, FirstBatch]:
+    source = _source(run, batches)
+    return source, FirstBatch(copied_batches(source, run.fetched), run.times)
+
+
+def _source(run: Run, batches: Any) -> Source:
+    """The batches from the start of the run, at the position that was saved with its checkpoint."""
+    resumable = run.saver is not None
+    source = source_of(
+        batches,
+        run.first,
+        run.options.last_step,
+        saved_position(run.resumed.extra),
+        resumable=resumable,
+        state=lambda: run.state,
+    )
+    if not resumable:
+        return source._replace(position=None)  # the position is never saved
+    if source.position is None:
+        return source
+    ask = source.position
+    if not source.is_of_state:
+        rare = RarePosition(source.position, functools.partial(_next_save, run))
+        source, ask = source._replace(position=rare), rare.before_first
+    if source.begin is not None:
+        return source
+    before = None
+    with contextlib.suppress(Exception):  # a loader may not know its position before its first batch
+        before = ask()
+    return source._replace(begin=lambda: before)
+
+
+def _next_save(run: Run, batches: int) -> int:
+    """After how many batches of the run, more than these, a checkpoint is due by steps."""
+    step, interval, last = run.first + batches, run.options.save_checkpoint_steps, int(run.options.last_step)
+    return (last if interval is None else min(last, (step // interval + 1) * interval)) - run.first
+
 
 # Assemble user-supplied and stock hooks.
 
@@ -218,124 +337,3 @@ def _compile(
     programs: Programs, segment: Segment, args: tuple[Any, ...] | None, state: Any, latest: tuple[Any, ...]
 ) -> bool:
     return programs.compile(segment.first, latest if args is None else args)
-
-
-# The start of a run: restore the state while the first batch is made and the first program is compiled.
-
-_PROBLEM = "the batches cannot be opened"
-
-
-def begin(run: Run, batches: Any) -> None:
-    """Restore the state, begin the hooks, and make the calls of the run: `run.feeder`, None if it takes no step."""
-    if run.saver is not None and run.resumed.latest is not None and run.resumed.first is not None:
-        with contextlib.suppress(FileNotFoundError):  # `restore` takes the one that is then the newest
-            run.saver.check_run(run.state, run.resumed.latest)  # before a program is compiled, which takes longer
-    started = processes.on_all_processes(lambda: _begin_batches(run, batches), _PROBLEM)
-    with contextlib.nullcontext() if run.resumed.latest is None else run.times.part("restore"):
-        restore(run)
-    for observer in run.observers:
-        observer.restored(batches)
-    processes.on_all_processes(lambda: build_hooks(run), "the logs cannot be opened")
-    runner = run.runner = HookRunner(run)
-    source, items = processes.on_all_processes(lambda: started or _open_batches(run, batches), _PROBLEM)
-    check_owners(run.hooks)
-    runner.begin()
-    if run.restored is not None:
-        runner.is_done = restore_hooks(run) or runner.is_done
-        runner.evaluate("evaluate_owed")  # what a signal interrupted
-    elif run.saver is not None:
-        get_states(run.hooks)  # a state that cannot be kept is an error now, not at the first save
-    if run.restored is None and not runner.is_done and run.first < run.options.last_step:
-        runner.evaluate("evaluate_first")
-    if runner.is_done or run.first >= run.options.last_step:
-        _report_done(run)
-        return
-    if run.resumed.extra.get(STOPPED) is not None:
-        _logger.info("%s stopped this run at step %d; it resumes", run.resumed.extra[STOPPED], run.first)
-    look_ahead(run)
-    _make_calls(run, runner, source, items)
-
-
-def _report_done(run: Run) -> None:
-    """Log that no step is run, and why; a last_step that lies before the state is a mistake."""
-    last_step = run.options.last_step
-    if run.first <= last_step:
-        _logger.info("the run is at step %d already: no step is run%s", run.first, reason_done(run))
-        return
-    of, other = "the given state", "state"
-    if run.saver is not None and run.restored is not None:
-        of, other = f"{checkpoint_name(run.saver.prefix, run.first)}, the newest checkpoint", "checkpoint_dir"
-    _logger.warning(
-        "last_step=%d: the run is at step %d already (%s): no step is run. Give a larger last_step, or another %s",
-        last_step,
-        run.first,
-        of,
-        other,
-    )
-
-
-def _make_calls(run: Run, runner: HookRunner, source: Source, items: FirstBatch) -> None:
-    boundaries = StageBoundaries(run.programs.train_steps, source.next_change)
-    compile_ahead(run, boundaries, source)
-    ends = runner.ends(boundaries) if run.programs.is_looped else None
-    made = run.programs.calls(iter(items), run.first, ends or (math.inf,), run.options.batch_sharding)
-    run.feeder = BatchFeeder(source, made, run.signals, run.watch)
-    run.closing.callback(run.feeder.close)
-    if ends is not None:
-        run.closing.callback(ends.close)  # first, as the thread of the feeder may wait for one
-    run.phase = RUNNING
-
-
-def _begin_batches(run: Run, batches: Any) -> tuple[Source, FirstBatch] | None:
-    """Start the first batch and the first compilation before the checkpoint is read; None if that is not possible."""
-    start = run.resumed.first
-    own = batches if isinstance(batches, BatchSequence) else None
-    if start is None or start >= run.options.last_step or isinstance(batches, StateBatches):
-        return None
-    if run.resumed.latest is None if own is None else not own.is_endless and start >= len(own):
-        return None
-    source = _source(run, batches)
-    # A function of the step can be called again, if its first call failed because it needs what a hook sets up.
-    again = (lambda: copied_batches(_source(run, batches), run.fetched)) if source.by_step is not None else None
-    first = FirstBatch(copied_batches(source, run.fetched), run.times)
-    first.start(again)
-    compile_first_program(run, first, None if own is None else functools.partial(own.shapes, start))
-    return source, first
-
-
-def _open_batches(run: Run, batches: Any) -> tuple[Source, FirstBatch]:
-    source = _source(run, batches)
-    return source, FirstBatch(copied_batches(source, run.fetched), run.times)
-
-
-def _source(run: Run, batches: Any) -> Source:
-    """The batches from the start of the run, at the position that was saved with its checkpoint."""
-    resumable = run.saver is not None
-    source = source_of(
-        batches,
-        run.first,
-        run.options.last_step,
-        saved_position(run.resumed.extra),
-        resumable=resumable,
-        state=lambda: run.state,
-    )
-    if not resumable:
-        return source._replace(position=None)  # the position is never saved
-    if source.position is None:
-        return source
-    ask = source.position
-    if not source.is_of_state:
-        rare = RarePosition(source.position, functools.partial(_next_save, run))
-        source, ask = source._replace(position=rare), rare.before_first
-    if source.begin is not None:
-        return source
-    before = None
-    with contextlib.suppress(Exception):  # a loader may not know its position before its first batch
-        before = ask()
-    return source._replace(begin=lambda: before)
-
-
-def _next_save(run: Run, batches: int) -> int:
-    """After how many batches of the run, more than these, a checkpoint is due by steps."""
-    step, interval, last = run.first + batches, run.options.save_checkpoint_steps, int(run.options.last_step)
-    return (last if interval is None else min(last, (step // interval + 1) * interval)) - run.first
