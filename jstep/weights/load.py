@@ -22,7 +22,8 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.weights import jstep_checkpoint, match
 from jstep.weights.files import FILES, OF_JSTEP, kind_of, local, read_headers
 from jstep.weights.match import Match, Names, Rule, Wanted
-from jstep.weights.tensors import Read, Tensor, confirm, read_shards
+from jstep.weights.parts import read_shards
+from jstep.weights.tensors import Read, Tensor, confirm
 
 _AT_ONCE = 2**30
 """Bytes to read together: while they are cast, they occupy memory in both dtypes."""

@@ -10,13 +10,13 @@ from safetensors_files import write_arrays
 import jstep
 
 SCRIPT = """
-from jstep.weights import tensors
+from jstep.weights import parts
 sizes = []
-fill = tensors._fill
+fill = parts._fill
 def counting(file, view, start, tensor):
     sizes.append(view.nbytes)
     fill(file, view, start, tensor)
-tensors._fill = counting
+parts._fill = counting
 
 for kind in jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit:
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
