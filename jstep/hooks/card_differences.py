@@ -89,33 +89,24 @@ class Effect(enum.Enum):
     NONE = "the run is the same, or the program changes it on purpose"
 
 
-_EFFECTS = {
+_EFFECTS: Mapping[Any, Effect] = {
     "versions": Effect.PLACE,
     "settings": Effect.BITS,
     "environment": Effect.NONE,  # the settings say what the variables JAX_* do
     "devices": Effect.PLACE,
     "state": Effect.BITS,
+    ("state", "sharding"): Effect.PLACE,
+    ("state", "held"): Effect.NONE,  # the checkpoint holds the values, and another initial value is a warning
     "batches": Effect.BITS,
     "stages": Effect.NONE,  # names; the programs are compared
     "arguments": Effect.NONE,
-    "lanes": Effect.BITS,
-    "programs": Effect.BITS,
-}
-_EFFECTS_BY_NAME = {
-    ("state", "sharding"): Effect.PLACE,
-    ("state", "held"): Effect.NONE,  # the checkpoint holds the values, and another initial value is a warning
     ("arguments", "batch_sharding"): Effect.PLACE,
+    "lanes": Effect.BITS,
 }
+"""The effect of a section of the cards, and of some of its values."""
 _XLA_FLAG = "XLA_FLAGS "
 _HARMLESS_FLAG = re.compile("dump|log|profil|path|dir$|device_count")
 """XLA flags that write something, or say how many devices a CPU has: the devices are compared."""
-
-
-def effect_of(section: str, name: str = "") -> Effect:
-    """Return the effect of a difference in a section of the cards, or of one of its values."""
-    if name.startswith(_XLA_FLAG):
-        return Effect.NONE if _HARMLESS_FLAG.search(name) else Effect.BITS
-    return _EFFECTS_BY_NAME.get((section, name), _EFFECTS[section])
 
 
 # The differences of two cards.
@@ -169,7 +160,9 @@ class Difference(NamedTuple):
     @property
     def effect(self) -> Effect:
         """Its meaning for a run that resumes."""
-        return effect_of(self.section, self.name)
+        if self.name.startswith(_XLA_FLAG):
+            return Effect.NONE if _HARMLESS_FLAG.search(self.name) else Effect.BITS
+        return _EFFECTS.get((self.section, self.name), _EFFECTS[self.section])
 
 
 def card_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:

@@ -45,7 +45,6 @@ from jstep.hooks.card_differences import (
     is_whole,
     starts_of,
 )
-from jstep.hooks.card_differences import card_difference as card_difference  # where it was until now
 from jstep.hooks.hook import key_of
 from jstep.hooks.metric_sums_program import LOSS
 from jstep.loop.arguments import Options
@@ -356,18 +355,6 @@ def _changes_of_batches(then: Mapping[str, Any], now: Mapping[str, Any]) -> list
     return found or ["their definition is the same, but it takes other rows in this version of jstep"]
 
 
-def warn_if_past_changed(step: int, name: str, kept: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Log a warning if the past of a checkpoint is not that of this run; it needs no timeline.
-
-    Args:
-        step: The step of the checkpoint.
-        name: Its name.
-        kept: The value of `past_of` when it was saved.
-        now: The value of `past_of` for this run.
-    """
-    report_changes(name, Changes(past_changes(step, name, kept, now), []))
-
-
 def report_changes(name: str, found: Changes) -> None:
     """Log what has changed since the start that made a checkpoint: a warning if its bits change, else an INFO line.
 
@@ -475,11 +462,9 @@ class Cards(Observer):
         past, found = self._past(step), None
         if self._card is not None:
             found = self._changes_since(kept.get(START), name, {**self._card, "programs": [program]}, step)
-        if found is None:
-            warn_if_past_changed(step, name, kept, past)
-        else:
-            of_past = past_changes(step, name, kept, past, optimizers=False)
-            report_changes(name, Changes([*found.bits, *of_past], found.place))
+        of_past = past_changes(step, name, kept, past, optimizers=found is None)
+        bits, place = found or Changes([], [])
+        report_changes(name, Changes([*bits, *of_past], place))
 
     def _changes_since(self, start: Any, name: str, now: Mapping[str, Any], step: int) -> Changes | None:
         """Return the changes since a start; None if the timeline does not know it, or its card cannot be read."""

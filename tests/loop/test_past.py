@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.loop.card import past_of, warn_if_past_changed
+from jstep.hooks.card_differences import Changes
+from jstep.loop.card import past_changes, past_of, report_changes
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 STEP = jstep.minimize(lambda params, x: params["w"] * jnp.mean(x), OPTIMIZER)
@@ -195,5 +196,5 @@ def test_a_changed_optimizer_with_the_same_slots_is_named_once(before, after, na
 def test_rows_that_changed_for_another_reason_are_reported(caplog):
     """Such as another version of jstep."""
     kept = past_of(batches(), 4, {})
-    warn_if_past_changed(4, "model-4", {**kept, "rows": "other"}, kept)
+    report_changes("model-4", Changes(past_changes(4, "model-4", {**kept, "rows": "other"}, kept), []))
     assert "their definition is the same" in warnings(caplog)[0]
