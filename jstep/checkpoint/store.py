@@ -9,7 +9,6 @@ import contextlib
 import functools
 import gc
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from jstep.checkpoint.checksums import StartRead
 from jstep.checkpoint.claims import FileClaim, ObjectClaim
 from jstep.checkpoint.listing import TEMPORARY
 from jstep.checkpoint.manifest import CheckpointError, Manifest
-from jstep.stores.objects import is_url, join
+from jstep.stores.objects import join, resolved
 
 _logger = logging.getLogger("jstep")
 _HOLDERS: "weakref.WeakValueDictionary[tuple[str, str], Store]" = weakref.WeakValueDictionary()
@@ -168,7 +167,7 @@ class Store(Protocol):
         """
         if self.holds_claim():
             return
-        key = (self.directory if is_url(self.directory) else os.path.realpath(self.directory)), self._prefix
+        key = resolved(self.directory), self._prefix
         try:
             self._claim = self.lock()
         except CheckpointError:

@@ -26,7 +26,7 @@ from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparame
 from jstep.state.contents import StateContents, listed
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
-from jstep.stores.objects import is_url, location
+from jstep.stores.objects import location, resolved
 
 # Callbacks of `EvaluationHook` that react to a metric, and whose state is saved in checkpoints.
 
@@ -481,7 +481,7 @@ class KeepBest:
         self._leave_out = saver.leave_out if self._given is None and saver is not None else self._given
         if saver is None or saver.prefix != self._prefix:
             return
-        if _place(saver.directory) == _place(self._directory):
+        if resolved(saver.directory) == resolved(self._directory):
             raise ValueError(
                 f"KeepBest: directory={os.fspath(self._directory)!r}, prefix={self._prefix!r} are those of the run's "
                 "own checkpoints, which it would delete; give another directory, or another prefix"
@@ -581,10 +581,6 @@ class KeepBest:
                     )
         saver.claim()
         return saver
-
-
-def _place(directory: str) -> str:
-    return directory if is_url(directory) else os.path.realpath(directory)
 
 
 # Interrupt an evaluation between two batches when a signal stops the run.

@@ -1,10 +1,8 @@
 """The files `stalls/PROCESS.json` of a run: what each process that hangs waits for, for the others and for people."""
 
-import contextlib
 import functools
 import json
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +10,7 @@ from concurrent import futures
 from typing import Any
 
 from jstep.checkpoint.claims import is_alive, this_process
-from jstep.stores.files import is_directory, names_in, opened, replace_file
+from jstep.stores.files import is_directory, names_in, opened, remove_file, replace_file
 from jstep.stores.objects import Objects, is_url, join
 
 _logger = logging.getLogger("jstep")
@@ -139,10 +137,5 @@ class StallFiles:
         name = f"{self._process}.json"
         own = {"version": STALLS_VERSION, "process": self._process, "renewed": time.time()}
         data = json.dumps({**own, **this_process(), **(mine or {})}).encode()
-        if is_url(self._folder):
-            Objects(self._folder).delete(name) if mine is None else Objects(self._folder).write(name, data)
-        elif mine is not None:
-            replace_file(join(self._folder, name), data)
-        else:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(join(self._folder, name))
+        path = join(self._folder, name)
+        remove_file(path) if mine is None else replace_file(path, data)

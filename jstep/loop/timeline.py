@@ -63,7 +63,7 @@ class TimelineRecorder(Observer):
         self.times(START, version=VERSION)
         self._thread.start()
 
-    def times(self, kind: str = TIMES, *, to_disk: bool = False, **fields: Any) -> None:
+    def times(self, kind: str = TIMES, **fields: Any) -> None:
         """Write a line with the times so far, if the file is open."""
         run, timeline = self.run, self._timeline
         if timeline is None:
@@ -72,7 +72,6 @@ class TimelineRecorder(Observer):
         time = round(self._wall + sum(seconds.values()), 6)
         timeline.write(
             kind,
-            to_disk=to_disk,
             **fields,
             time=time,
             step=None if first is None else [first, max(first, step)],
@@ -82,7 +81,7 @@ class TimelineRecorder(Observer):
 
     def before_save(self) -> None:
         """Write the line that precedes each checkpoint."""
-        self.times(to_disk=True, checkpoint=self.run.step)
+        self.times(checkpoint=self.run.step)
 
     def _tick(self) -> None:
         while not self._over.wait(_EVERY_SECS):

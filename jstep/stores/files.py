@@ -98,8 +98,11 @@ def new_file(path: str) -> Iterator[BinaryIO]:
 
 
 def replace_file(path: str, data: bytes) -> None:
-    """Write a file atomically: readers find the older one, or all of this one. Creates its folder."""
-    folder, name = os.path.split(path)
+    """Write a file or object atomically: readers find the older one, or all of this one. Creates its folder."""
+    folder, name = split(path)
+    if is_url(path):
+        Objects(folder).write(name, data)
+        return
     make_folders(folder)
     partial = os.path.join(folder, f".{name}.{secrets.token_hex(16)}")
     try:
@@ -111,6 +114,16 @@ def replace_file(path: str, data: bytes) -> None:
             os.unlink(partial)
         raise
     sync_folder(folder)
+
+
+def remove_file(path: str) -> None:
+    """Delete a file or object, if it exists."""
+    folder, name = split(path)
+    if is_url(path):
+        Objects(folder).delete(name)
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(path)
 
 
 def make_folders(path: str) -> None:
@@ -298,13 +311,17 @@ _START = 38.0
 """Timeout in seconds for reading and writing the object at the start of a run."""
 
 
-def open_lines(path: str) -> "LocalLines | ObjectLines":
+def open_lines(path: str, *, resume: bool = True) -> "LocalLines | ObjectLines":
     """Open a file or object for appending; an incomplete last line is removed first.
+
+    Args:
+        path: Its path or URL.
+        resume: Whether an object may exist, and shows early whether it can be written.
 
     Raises:
         OSError: It cannot be created or written.
     """
-    return ObjectLines(path) if is_url(path) else LocalLines(path)
+    return ObjectLines(path, resume) if is_url(path) else LocalLines(path)
 
 
 def complete(data: bytes) -> bytes:
@@ -424,11 +441,11 @@ class ObjectLines:
         resume: Whether to read the lines that the object has, and to upload them at once, so that errors show early.
     """
 
-    def __init__(self, path: str, *, resume: bool = True) -> None:
+    def __init__(self, path: str, resume: bool) -> None:
         above, name = split(path)
         objects = Objects(above)
         self.path = path
-        self._thread: threading.Thread | None = None
+        self._upload: concurrent.futures.Future[bool] | None = None
         self._replaceable = 0
         with objects.within(_START):
             header = complete(objects.read(name).data or b"") if resume else b""
@@ -445,11 +462,10 @@ class ObjectLines:
         if to_disk:
             self._wait()
             self._appender.sync()
-        elif self._appender.due() <= time.monotonic() and (self._thread is None or not self._thread.is_alive()):
-            from jstep.core.meshes import Thread  # not at the top: it imports JAX
+        elif self._appender.due() <= time.monotonic() and (self._upload is None or self._upload.done()):
+            from jstep.core.meshes import in_background  # not at the top: it imports JAX
 
-            self._thread = Thread(target=self._appender.sync, name="jstep-lines", daemon=True)
-            self._thread.start()
+            self._upload = in_background(self._appender.sync, name="jstep-lines", daemon=True)
 
     def close(self) -> None:
         """Upload the lines.
@@ -461,5 +477,5 @@ class ObjectLines:
         self._appender.close()
 
     def _wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+        if self._upload is not None:
+            self._upload.result()

@@ -110,6 +110,11 @@ def absolute(where: str) -> str:
     return where if is_url(where) else os.path.abspath(where)
 
 
+def resolved(where: str) -> str:
+    """Return the absolute form of a path, with its links resolved; a URL is unchanged."""
+    return where if is_url(where) else os.path.realpath(where)
+
+
 # Endpoint and credentials of S3 for a tensorstore spec, from the environment and the profiles of AWS's tools.
 #
 # tensorstore 0.1.86 does not read profiles by itself and ignores `AWS_ENDPOINT_URL`: it would send unsigned requests,

@@ -13,7 +13,7 @@ from typing import Any
 
 from jstep.core.checks import as_text, shown
 from jstep.core.stopwatch import PARTS
-from jstep.stores.files import LocalLines, ObjectLines, is_directory, names_in, opened
+from jstep.stores.files import is_directory, names_in, open_lines, opened
 from jstep.stores.objects import Directory, absolute, is_url, join, location
 
 # Reading the lines of a timeline, from a file or from the objects of all starts.
@@ -232,38 +232,30 @@ class Timeline:
         self.where, self.start, self._prefix = where, secrets.token_hex(4), prefix
         self._lock = threading.Lock()
         self._failing = False
-        self._is_object = is_url(where)
-        if self._is_object:
-            now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")  # names sort in the order of the starts
-            path = join(where, f"{OBJECTS}{now}-{self.start}.jsonl")
-            self._lines: LocalLines | ObjectLines = ObjectLines(path, resume=False)
-        else:
-            self._lines = LocalLines(join(where, NAME))
+        now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")  # names sort in the order of the starts
+        name = f"{OBJECTS}{now}-{self.start}.jsonl" if is_url(where) else NAME
+        self._lines = open_lines(join(where, name), resume=not is_url(where))
 
-    def write(self, kind: str, *, to_disk: bool = False, **fields: Any) -> None:
+    def write(self, kind: str, **fields: Any) -> None:
         """Write a line.
 
         Args:
             kind: The kind of the line.
-            to_disk: Whether to upload it at once, below a URL.
-            **fields: Other fields, with JSON values.
+            **fields: Other fields, with JSON values; one with `checkpoint` stays.
         """
         line = {"kind": kind, "start": self.start, "prefix": self._prefix, **fields}
         text = (json.dumps(line, allow_nan=False) + "\n").encode()
         with self._lock:
             try:
-                self._lines.write(text, replaceable=kind == TIMES and not to_disk)
-                if self._is_object:
-                    self._lines.sync(to_disk=to_disk)
+                self._lines.write(text, replaceable=kind == TIMES and "checkpoint" not in fields)
+                self._lines.sync(to_disk=False)
             except OSError as error:
                 self._warn(error)
             else:
                 self._failing = False
 
     def flush(self) -> None:
-        """Flush the lines to the disk, if it is a file: `write` uploads objects."""
-        if self._is_object:
-            return
+        """Flush the lines to the disk, or upload them."""
         with self._lock:
             try:
                 self._lines.sync(to_disk=True)

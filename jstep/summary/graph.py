@@ -15,7 +15,7 @@ from jstep.core import checks
 from jstep.core.jaxprs import Operation, Subprogram, argument_names, body_of, evaluate, name_stack, shown_parameters
 from jstep.core.trees import path_str
 from jstep.stores.files import replace_file
-from jstep.stores.objects import Objects, is_url, join, location, split
+from jstep.stores.objects import join, location
 from jstep.summary.read import is_message, parsed, proto
 
 # A GraphDef under construction: unique names, scopes, shapes and dtypes.
@@ -453,11 +453,7 @@ def write_graph(graph: Any, logdir: str | os.PathLike[str], name: str, as_text: 
         staged = _staged(graph, (), {})
         data = (staged if isinstance(staged, jax.stages.Lowered) else staged.lower()).as_text().encode()
     path = join(logdir, name)
-    if is_url(logdir):
-        above, last = split(path)
-        Objects(above).write(last, data)
-    else:
-        replace_file(path, data)
+    replace_file(path, data)
     return path
 
 

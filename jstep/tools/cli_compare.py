@@ -1,6 +1,7 @@
 """`diff` of the command line: comparison of checkpoints, arrays and run cards."""
 
 import argparse
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 from jstep.checkpoint.manifest import LeftOut
 from jstep.core.checks import is_inexact
 from jstep.core.report import columns
-from jstep.hooks.card_differences import VERSION, Start, card_difference, changes, starts_of
+from jstep.hooks.card_differences import VERSION, card_difference, changes, starts_of
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.objects import is_url, join, location, split
 from jstep.stores.timeline import is_seconds
@@ -117,14 +118,6 @@ def _order(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 # Reading and comparing the run cards that are stored next to checkpoints or logs.
 
 
-def cards(where: str) -> list[Start]:
-    """Return the starts in a directory or below a URL that have a card, in order; none if they cannot be read."""
-    try:
-        return [one for one in starts_of(where) if one.card is not None]
-    except OSError:
-        return []  # a directory that cannot be read is reported by the comparison itself
-
-
 def differences(places: Iterable[tuple[str, str | None]]) -> list[str] | None:
     """Return descriptions of the differences between the cards of two runs' last starts; None if a card is missing.
 
@@ -133,7 +126,9 @@ def differences(places: Iterable[tuple[str, str | None]]) -> list[str] | None:
     """
     both = []
     for where, prefix in places:
-        last = {one.prefix: one.card or {} for one in cards(where)}
+        last: dict[str, Any] = {}
+        with contextlib.suppress(OSError):  # a directory that cannot be read is reported by the comparison itself
+            last = {one.prefix: one.card for one in starts_of(where) if one.card is not None}
         # The card of the prefix only; all cards if no run has it, such as that of the best checkpoints.
         both.append({prefix: last[prefix]} if prefix in last else last)
     of_a, of_b = both

@@ -21,10 +21,9 @@ from jstep.stores.timeline import AGAIN, START, TIMES, VERSION, Timeline
 
 def times(writer, second, kind=TIMES, checkpoint=None, **fields):
     """Write a line of a run that has taken three steps a second since 1000."""
-    to_disk = checkpoint is not None
-    fields |= {"checkpoint": checkpoint} if to_disk else {}
+    fields |= {"checkpoint": checkpoint} if checkpoint is not None else {}
     time, seconds = 1000.0 + second, {"starting": 1.0, "stepping": second - 1.0}
-    writer.write(kind, to_disk=to_disk, **fields, time=time, step=[0, 3 * second], seconds=seconds, **{AGAIN: time})
+    writer.write(kind, **fields, time=time, step=[0, 3 * second], seconds=seconds, **{AGAIN: time})
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ def test_a_store_that_refuses_is_reported_once(gcs, one_retry, caplog):
     timeline.write("start", step=0)
     for n in range(50):
         timeline.write(TIMES, step=n)
-    timeline.write(TIMES, to_disk=True)
+    timeline.flush()
     tried = len(gcs.seen)
     assert tried
     for n in range(50):
@@ -24,11 +24,13 @@ def test_a_store_that_refuses_is_reported_once(gcs, one_retry, caplog):
 def test_the_first_lines_are_kept_until_it_responds(gcs, one_retry):
     gcs.fail = [("", "", 403, 10**6)]
     timeline = Timeline("gs://bkt/run", "model")
-    timeline.write("start", to_disk=True)
+    timeline.write("start")
+    timeline.flush()
     for n in range(5):
         timeline.write(TIMES, step=n)
     assert not gcs.keys("run/timeline")
     gcs.fail = []
-    timeline.write(TIMES, step=5, to_disk=True)
+    timeline.write(TIMES, step=5)
+    timeline.flush()
     (key,) = gcs.keys("run/timeline")
     assert [line.split(b'"step": ')[-1] for line in gcs.data(key).splitlines()][1:] == [b"5}"]
