@@ -35,6 +35,18 @@ def test_an_unreferenced_saver_releases_its_claim(store):
         saver.save(state_at(2))
 
 
+@pytest.mark.thorough(except_for=["s3"])
+def test_an_unreferenced_saver_whose_save_failed_releases_its_claim(store, caplog):
+    store.fail = [("", "pack", 403, 10**6)]
+    jstep.Saver(store.run).save(state_at(1))
+    with jstep.Saver(store.run) as saver:
+        saver.claim()
+        store.fail = []
+        saver.save(state_at(2))
+        assert saver.all_steps() == [2]
+    assert f"the save in progress in {store.run} was not saved" in caplog.text
+
+
 def claim_of_another_host(store, monkeypatch, beat):
     monkeypatch.setattr(claims, "SILENT", 0.2)
     text = b'{"host": "elsewhere", "pid": 12, "id": "x", "beat": %d}'
