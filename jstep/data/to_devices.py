@@ -24,6 +24,7 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import (
     arrays_of,
     first_wide,
+    flatten,
     is_key,
     is_plain_tuple,
     leading_sizes,
@@ -154,10 +155,6 @@ def _taken_over(leaf: Any) -> Any:
     return None
 
 
-_OF_JAX: set[type] = set()
-"""Types of JAX arrays that have been seen; a lookup is many times as fast as `isinstance`."""
-
-
 def copied(item: Any, *, fresh: bool = False) -> Any:
     """Copy a batch into arrays that the loader cannot overwrite.
 
@@ -169,29 +166,20 @@ def copied(item: Any, *, fresh: bool = False) -> Any:
     Raises:
         OverflowError: An integer does not fit its dtype on a device. The message contains the path of its leaf.
     """
-    kind = type(item)
-    copies: list[Any] = []
-    # Nearly all batches are one array, or a tuple or dict of arrays. A function for each leaf of a tree costs as much
-    # as a small step.
-    for leaf in item if kind is tuple else item.values() if kind is dict else (item,):
-        if type(leaf) is np.ndarray and (dtype := leaf.dtype).kind in _KINDS:
-            if dtype.itemsize == 8 and first_wide(leaf) is not None:
+    leaves, treedef = flatten(item)
+    if not all(map(_is_known, leaves)):
+        item = _as_known(item)
+        refuse_wide(item, "batch")
+        leaves = jax.tree.leaves(item)
+    copies = []
+    for leaf in leaves:  # inlined: a function for each leaf costs as much as a small step
+        if isinstance(leaf, np.ndarray):
+            if leaf.dtype.itemsize == 8 and first_wide(leaf) is not None:
                 refuse_wide(item, "batch")
-            copies.append(leaf if fresh else leaf.copy() if leaf.nbytes < _LARGE else _aligned_copy(leaf))
-        elif type(leaf) in _OF_JAX:
-            copies.append(leaf)
-        elif isinstance(leaf, jax.Array):
-            _OF_JAX.add(type(leaf))
-            copies.append(leaf)
-        else:
-            break
-    else:
-        return tuple(copies) if kind is tuple else dict(zip(item, copies, strict=True)) if kind is dict else copies[0]
-    item = _as_known(item)
-    refuse_wide(item, "batch")
-    if fresh:
-        return item
-    return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, item)
+            if not fresh:
+                leaf = np.array(leaf, order="C") if leaf.nbytes < _LARGE else _aligned_copy(leaf)
+        copies.append(leaf)
+    return treedef.unflatten(copies)
 
 
 _LARGE = 2**18
