@@ -78,14 +78,9 @@ __version__ = "0.3.0"
 def _exports() -> dict[str, str]:
     """Map each public name to its module, as listed in the stub file."""
     stub = __spec__.loader.get_data(__file__.removesuffix("c") + "i").decode()  # type: ignore
-    exports, module = {}, ""
-    words = iter(stub.partition("\n\n")[2].replace(",", " ").split())  # after the comment
-    for word in words:
-        if word == "from":
-            module = next(words)
-        elif word == "as":
-            exports[next(words)] = module
-    return exports
+    # Lines of the form `from module import name as name`.
+    words = [line.split() for line in stub.splitlines() if line.startswith("from ")]
+    return {name: module for _, module, _, name, *_ in words}
 
 
 _EXPORTS = _exports()

@@ -36,6 +36,20 @@ def test_each_name_is_in_the_module_of_the_stub() -> None:
         assert hasattr(importlib.import_module(str(module)), name)
 
 
+def test_the_stub_says_which_names_are_those_of_tensorflow() -> None:
+    groups = re.split(r"^# ", text_of(PACKAGE / "__init__.pyi"), flags=re.MULTILINE)[2:]
+    titled = [(group.partition("\n")[0], re.findall(r" as (\w+)$", group, flags=re.MULTILINE)) for group in groups]
+    theirs = {name for title, names in titled for name in names if "of TensorFlow 1" in title}
+    assert sorted(name for _, names in titled for name in names) == jstep.__all__
+    for name in jstep.__all__:
+        source = (inspect.getdoc(getattr(jstep, name)) or "").partition("Source:")[2]
+        last = [one.split(".")[-1].removesuffix("Optimizer") for one in re.findall(r"`(tf\.[\w.]+)`", source)]
+        if name in last or name.replace("_", "") in [one.lower() for one in last if one != one.lower()]:
+            assert name in theirs, f"{name} is TensorFlow's"
+    assert {"adam", "Saver", "exponential_decay", "Coordinator"} < theirs
+    assert not theirs & {"adamw", "TrainState", "train", "cosine"}
+
+
 def test_namespaces_are_attributes() -> None:
     code = "import jstep; print(jstep.metrics.__name__, jstep.summary.__name__, jstep.distributed.__name__)"
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=300, capture_output=True, text=True)
