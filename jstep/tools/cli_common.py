@@ -23,6 +23,7 @@ from jstep.checkpoint.store import Store
 from jstep.core.report import breadth, columns, folded
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.objects import absolute, is_url, split
+from jstep.weights.tensors import in_groups
 
 # The common parts of commands: interface, exit codes, and output as text, strict JSON and tables.
 
@@ -171,16 +172,8 @@ class Checkpoint:
         Raises:
             CheckpointError: The checkpoint cannot be read.
         """
-        together: dict[str, Leaf] = {}
-        size = 0
-        for name, leaf in self.named.items():
-            nbytes = leaf.nbytes
-            if together and size + nbytes > _AT_ONCE:
-                yield from self._read(together)
-                together, size = {}, 0
-            together[name] = leaf
-            size += nbytes
-        yield from self._read(together)
+        for group in in_groups(((name, leaf.nbytes, leaf) for name, leaf in self.named.items()), _AT_ONCE):
+            yield from self._read(group)
 
     def _read(self, leaves: dict[str, Leaf]) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
         # Imported here so that a directory is listed without JAX.

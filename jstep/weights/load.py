@@ -23,7 +23,7 @@ from jstep.weights import jstep_checkpoint, match
 from jstep.weights.files import FILES, OF_JSTEP, kind_of, local, read_headers
 from jstep.weights.match import Match, Names, Rule, Wanted
 from jstep.weights.parts import read_shards
-from jstep.weights.tensors import Read, Tensor, confirm
+from jstep.weights.tensors import Read, Tensor, confirm, in_groups
 
 _AT_ONCE = 2**30
 """Bytes to read together: while they are cast, they occupy memory in both dtypes."""
@@ -232,10 +232,11 @@ class Source:
 
     def leaves(self, wanted: Sequence[Wanted]) -> Iterator[Any]:
         """Read leaves that have no transform, in order: each device its own part."""
-        for batch in _batches(wanted, _AT_ONCE if self.is_checkpoint else 0):
-            arrays = self.read({one.source.name: self._sharding(one) for one in batch})
-            for one in batch:
-                yield match.placed(one, arrays.pop(one.source.name))
+        sized = ((one.source.name, one.source.nbytes, one) for one in wanted)
+        for group in in_groups(sized, _AT_ONCE if self.is_checkpoint else 0):
+            arrays = self.read({name: self._sharding(one) for name, one in group.items()})
+            for name, one in group.items():
+                yield match.placed(one, arrays.pop(name))
 
     def _sharding(self, wanted: Wanted) -> Any:
         """Return the sharding to read a tensor with; None to read all of it into a NumPy array."""
@@ -280,20 +281,6 @@ def _names_hint(missing: Sequence[str], there: Set[str]) -> str:
                 whole = f'"{above}" + {code}' if above else code
                 return f". The checkpoint has them below other paths: pass names=lambda path: {whole}"
     return ""
-
-
-def _batches(wanted: Sequence[Wanted], most: int) -> Iterator[list[Wanted]]:
-    """Divide leaves into batches to read together, of this many bytes at most or of one, each with no array twice."""
-    batch: dict[str, Wanted] = {}
-    nbytes = 0
-    for one in wanted:
-        nbytes += one.source.nbytes
-        if batch and (one.source.name in batch or nbytes > most):
-            yield list(batch.values())
-            batch, nbytes = {}, one.source.nbytes
-        batch[one.source.name] = one
-    if batch:
-        yield list(batch.values())
 
 
 @contextlib.contextmanager

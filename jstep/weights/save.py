@@ -28,7 +28,7 @@ from jstep.distributed.processes import on_all_processes
 from jstep.stores.files import make_folders, new_file, sync_folder
 from jstep.weights.files import INDEX, local
 from jstep.weights.match import Names, Rule, rules, transform_of_ones, transformed
-from jstep.weights.tensors import BITS, LARGEST, METADATA, code_of, confirm, package
+from jstep.weights.tensors import BITS, LARGEST, METADATA, code_of, confirm, in_groups, package
 
 # Atomic writing of safetensors files: to temporary names first, then all renamed together.
 
@@ -358,15 +358,8 @@ def _item(path: str, leaf: Any, rule: Rule) -> _Item:
 
 def _shards(items: Sequence[_Item], limit: int) -> list[list[_Item]]:
     """Split leaves into files: each is filled in tree order, then sorted so that large elements are aligned."""
-    shards: list[list[_Item]] = []
-    size = limit + 1
-    for item in items:
-        if size + item.nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(item)
-        size += item.nbytes
-    return [sorted(shard, key=lambda item: BITS[item.code], reverse=True) for shard in shards]
+    shards = in_groups(((str(item.rule.name), item.nbytes, item) for item in items), limit)
+    return [sorted(shard.values(), key=lambda item: BITS[item.code], reverse=True) for shard in shards]
 
 
 def _stored(item: _Item, array: Any) -> np.ndarray[Any, Any]:

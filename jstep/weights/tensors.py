@@ -4,8 +4,8 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -51,6 +51,7 @@ def code_of(dtype: Any) -> str | None:
     return next((code for code, found in _DTYPES.items() if found == wanted), None)
 
 
+_Item = TypeVar("_Item")
 METADATA = "__metadata__"
 LARGEST = 100_000_000
 """Maximum bytes of a header; the `safetensors` package refuses larger ones, too."""
@@ -205,6 +206,25 @@ def _check_gaps(tensors: Sequence[Tensor], path: str, data: int, size: int) -> N
         raise ValueError(f"{path}: is truncated: it has {size} bytes, but its tensors need {at}")
     if at < size:
         raise ValueError(f"{path}: corrupted: {size - at} bytes at its end belong to no tensor")
+
+
+def in_groups(items: Iterable[tuple[str, int, _Item]], most: int) -> Iterator[dict[str, _Item]]:
+    """Divide items, in order, into groups of this many bytes at most, or of one item, in which no name occurs twice.
+
+    Args:
+        items: The name, the number of bytes, and the item.
+        most: The number of bytes.
+    """
+    group: dict[str, _Item] = {}
+    left = most
+    for name, nbytes, item in items:
+        if group and (name in group or nbytes > left):
+            yield group
+            group, left = {}, most
+        group[name] = item
+        left -= nbytes
+    if group:
+        yield group
 
 
 def confirm(paths: Iterable[str]) -> None:
