@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import DECAY, DECAYED, RATE, RISING, assert_close, run_jstep, table_schedule
+from optimizer_table import TABLE
 
 import jstep
 
@@ -61,10 +62,17 @@ def with_m_dtype(make):
         return make(LR, m_dtype=jnp.bfloat16)
 
 
+OF_TABLE = (
+    *("gradient_descent", "momentum", "nesterov", "adagrad", "adam", "rmsprop", "rmsprop_centered", "ftrl_l1_l2"),
+    *("nadam", "radam", "adadelta", "adabelief", "adopt"),
+    *("chain", "with_debiased_average", "skip_nonfinite", "partition"),
+)
+
+
 def elementwise() -> dict[str, jstep.Optimizer]:
     """Return optimizers whose updates need no temporaries of the size of the parameters."""
     chains = {
-        name: jstep.chain(*blocks, jstep.scale_by_learning_rate(LR))
+        f"chain-{name}": jstep.chain(*blocks, jstep.scale_by_learning_rate(LR))
         for name, blocks in (
             ("adamw", (jstep.scale_by_adam(), jstep.add_weight_decay(WD))),
             ("lion", (jstep.scale_by_lion(), jstep.add_weight_decay(WD))),
@@ -72,25 +80,24 @@ def elementwise() -> dict[str, jstep.Optimizer]:
             ("nesterov", (jstep.trace(MU, use_nesterov=True),)),
         )
     }
-    return {f"chain-{name}": chain for name, chain in chains.items()} | {
-        "lion-and-decay": jstep.chain(jstep.lion(LR), jstep.decay_weights(0.1)),
-        "chain-in-a-chain": jstep.chain(jstep.chain(jstep.scale_by_lion()), jstep.scale_by_learning_rate(LR)),
-        "master-of-lion": jstep.master_weights(jstep.lion(LR)),
-        "sgd-nesterov": jstep.sgd(LR, 0.9, use_nesterov=True, weight_decay=WD),
-        "adamw-amsgrad": jstep.adamw(LR, amsgrad=True),
-        "adamw-m_dtype": with_m_dtype(jstep.adamw),
-        "lion": jstep.lion(LR, weight_decay=WD),
-        "lion-m_dtype": with_m_dtype(jstep.lion),
-        "nadam": jstep.nadam(LR, momentum_decay=0.1),
-        "radam": jstep.radam(LR),
-        "ademamix": jstep.ademamix(LR, weight_decay=WD),
-        "schedule_free_adamw": jstep.schedule_free_adamw(LR, weight_decay=WD),
-        "schedule_free_sgd": jstep.schedule_free_sgd(LR, weight_decay=WD),
-        "adadelta": jstep.adadelta(LR),
-        "adabelief": jstep.adabelief(LR),
-        "adan": jstep.adan(LR, weight_decay=WD),
-        "adopt": jstep.adopt(LR),
-    }
+    return (
+        chains
+        | {name: TABLE[name].make(LR) for name in OF_TABLE}
+        | {
+            "lion-and-decay": jstep.chain(jstep.lion(LR), jstep.decay_weights(0.1)),
+            "chain-in-a-chain": jstep.chain(jstep.chain(jstep.scale_by_lion()), jstep.scale_by_learning_rate(LR)),
+            "master-of-lion": jstep.master_weights(jstep.lion(LR)),
+            "sgd-nesterov": jstep.sgd(LR, 0.9, use_nesterov=True, weight_decay=WD),
+            "adamw-amsgrad": jstep.adamw(LR, amsgrad=True),
+            "adamw-m_dtype": with_m_dtype(jstep.adamw),
+            "lion": jstep.lion(LR, weight_decay=WD),
+            "lion-m_dtype": with_m_dtype(jstep.lion),
+            "ademamix": jstep.ademamix(LR, weight_decay=WD),
+            "schedule_free_adamw": jstep.schedule_free_adamw(LR, weight_decay=WD),
+            "schedule_free_sgd": jstep.schedule_free_sgd(LR, weight_decay=WD),
+            "adan": jstep.adan(LR, weight_decay=WD),
+        }
+    )
 
 
 @pytest.mark.thorough(except_for=["chain-adamw", "sgd-nesterov", "radam", "adopt"])
