@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import os
 import socket
+import subprocess
+import sys
 import textwrap
 import threading
 import time
@@ -120,3 +122,18 @@ def run_program(program, *args, timeout=60):
     """Run a program and return its exit code, stdout and stderr."""
     (one,) = wait_for([forked.start(textwrap.dedent(program), *args)], timeout)
     return one.code, one.out, one.err
+
+
+def python(*arguments, code=0, timeout=300, cwd=None, **env):
+    """Run a Python that is not forked and has changes to its environment; return what it printed if it exits so."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env=os.environ | env,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr[-3000:]
+    return done.stdout

@@ -8,11 +8,10 @@ import collections
 import functools
 import inspect
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from processes import python
 from source_files import MODULES, PACKAGE, TESTS, name_of, nodes_of, text_of, tree_of
 
 import jstep
@@ -338,13 +337,8 @@ def test_training_compiles_donates_and_increments() -> None:
 def test_import_jstep_is_lightweight() -> None:
     code = "import sys, jstep; {}; print(*{{name.split('.')[0] for name in sys.modules}})"
     all_names = "[getattr(jstep, name) for name in jstep.__all__]"
-    bare, complete = (
-        subprocess.run(
-            [sys.executable, "-c", code.format(expression)], capture_output=True, text=True, check=True, timeout=300
-        )
-        for expression in ("jstep.__all__", all_names)
-    )
-    assert "jax" not in bare.stdout.split(), "names must be loaded lazily"
+    bare, complete = (python("-c", code.format(expression)) for expression in ("jstep.__all__", all_names))
+    assert "jax" not in bare.split(), "names must be loaded lazily"
     heavy = {
         "orbax",
         "tensorboard",
@@ -356,7 +350,7 @@ def test_import_jstep_is_lightweight() -> None:
         "pandas",
         "safetensors",
     }
-    assert not set(complete.stdout.split()) & (heavy | FORBIDDEN)
+    assert not set(complete.split()) & (heavy | FORBIDDEN)
 
 
 def test_there_are_at_most_eighteen_rooms() -> None:

@@ -10,6 +10,7 @@ import tomllib
 import typing
 
 import pytest
+from processes import python
 from source_files import PACKAGE, ROOT, text_of, tree_of
 
 import jstep
@@ -52,8 +53,7 @@ def test_the_stub_says_which_names_are_those_of_tensorflow() -> None:
 
 def test_namespaces_are_attributes() -> None:
     code = "import jstep; print(jstep.metrics.__name__, jstep.summary.__name__, jstep.distributed.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=300, capture_output=True, text=True)
-    assert done.stdout.split() == ["jstep.metrics", "jstep.summary", "jstep.distributed"]
+    assert python("-c", code).split() == ["jstep.metrics", "jstep.summary", "jstep.distributed"]
 
 
 def test_tracebacks_show_public_names() -> None:
@@ -71,8 +71,7 @@ def test_public_names_can_be_pickled() -> None:
         "assert pickle.loads(pickle.dumps(values)) == values\n"
         "print(*(value.__module__ for value in values))"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=300, capture_output=True, text=True)
-    assert done.stdout.split() == ["jstep"] * 5
+    assert python("-c", code).split() == ["jstep"] * 5
 
 
 def test_the_package_docstring_lists_every_name() -> None:
@@ -97,7 +96,7 @@ def test_names_can_be_loaded_under_a_trace() -> None:
         "    jax.jit(lambda x: (x, [getattr(jstep, name) for name in jstep.__all__])[0])(1.0)\n"
         "assert jstep.summary.merge_all() is None"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    python("-c", code)
 
 
 CONTRACT = """

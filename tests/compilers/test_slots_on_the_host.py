@@ -2,12 +2,10 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 pytestmark = [
     pytest.mark.tpu_compiler,
@@ -28,10 +26,8 @@ ENVIRONMENT = {
 
 def saved_fraction(model, optimizer, layout):
     """Return the saved fraction of the slots' bytes, measured in a subprocess because libtpu may abort."""
-    command = [sys.executable, str(SCRIPT), model, optimizer, layout]
-    done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    out = python(SCRIPT, model, optimizer, layout, timeout=None, **ENVIRONMENT)
+    return json.loads(out.splitlines()[-1])
 
 
 @pytest.mark.parametrize("layout", ["replicated", "fsdp"])

@@ -1,16 +1,13 @@
 """Training with several processes on this machine: if one of them fails or gets a signal, all of them end."""
 
-import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 
 import numpy as np
 import pytest
-from processes import free_address, printed, run, start, wait_for
+from processes import free_address, printed, python, run, start, wait_for
 
 import jstep
 
@@ -226,10 +223,7 @@ def test_one_process_needs_no_coordinator():
 
 def output_of(code):
     """Run code in a new process and return its output."""
-    command = [sys.executable, "-c", "import jstep\n" + textwrap.dedent(code)]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return python("-c", "import jstep\n" + textwrap.dedent(code), timeout=60)
 
 
 def test_an_unreachable_coordinator_raises_a_timeout():

@@ -4,11 +4,11 @@ import functools
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 import jstep
 
@@ -21,9 +21,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     directory = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(directory)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
+    python("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", directory, cwd=ROOT, timeout=600)
     return directory
 
 

@@ -2,10 +2,7 @@
 
 import importlib.metadata
 import json
-import os
 import pathlib
-import subprocess
-import sys
 import textwrap
 
 import cards
@@ -14,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cards import card_of, loss
+from processes import python
 
 import jstep
 from jstep.hooks.card_differences import card_difference
@@ -235,16 +233,9 @@ def test_a_start_from_another_directory_has_the_same_hashes(tmp_path):
     """The directory, the hash seed, memory addresses and the script's name do not matter."""
     here = str(pathlib.Path(cards.__file__).parent)
     (tmp_path / "train.py").write_text(textwrap.dedent(CHILD.format(here=here)))
-    completed = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(pathlib.Path(jstep.__file__).parent.parent)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    from_child, from_here = json.loads(completed.stdout.splitlines()[-1]), card_of(loss_fn=cards.loss_of_a_table)
+    package = str(pathlib.Path(jstep.__file__).parent.parent)
+    out = python("train.py", cwd=tmp_path, PYTHONHASHSEED="7", PYTHONPATH=package)
+    from_child, from_here = json.loads(out.splitlines()[-1]), card_of(loss_fn=cards.loss_of_a_table)
     assert from_here["programs"][0]["hash"]
     for part in ("programs", "state", "batches", "stages", "arguments", "versions", "environment"):
         assert from_child[part] == from_here[part]

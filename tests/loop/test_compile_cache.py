@@ -4,13 +4,12 @@ import contextlib
 import logging
 import os
 import stat
-import subprocess
-import sys
 import threading
 
 import jax
 import pytest
 from loop_runs import train
+from processes import python
 
 import jstep
 from jstep.loop.compiler import Compiled
@@ -50,10 +49,7 @@ print(seen.count("/jax/compilation_cache/compile_requests_use_cache"), seen.coun
 
 def cache_requests_and_hits(directory):
     """Run a program in a new process; return the number of requests to the cache and of hits."""
-    completed = subprocess.run(
-        [sys.executable, "-c", RUN, str(directory)], capture_output=True, text=True, timeout=300, check=True
-    )
-    return tuple(map(int, completed.stdout.split()))
+    return tuple(map(int, python("-c", RUN, directory).split()))
 
 
 @pytest.mark.thorough

@@ -2,13 +2,12 @@
 
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import ends
 import pytest
+from processes import python
 
 import jstep
 from jstep.loop import stopping
@@ -69,9 +68,7 @@ def test_an_error(phase: str, tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("phase", ends.PHASES)
 def test_a_hang(phase: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(HERE / "ends.py"), phase, "a hang", str(tmp_path)]
-    done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == EXIT_CODE, done.stderr
+    python(HERE / "ends.py", phase, "a hang", tmp_path, code=EXIT_CODE, cwd=HERE.parents[1], timeout=120)
     assert saved(tmp_path) == SAVED[phase][2]
 
 

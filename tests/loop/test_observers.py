@@ -1,15 +1,13 @@
 """What watches a run can be deleted, a file and the line that names it, and all else of the run stays."""
 
 import json
-import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 from loop_runs import train
+from processes import python
 
 import jstep
 from jstep.loop import train as loop
@@ -78,12 +76,8 @@ def without(files, directory):
 
 def features(directory):
     """Run the program with the package of a directory, and return what it has seen."""
-    environment = {**os.environ, "PYTHONPATH": str(directory), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=directory, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    out = python("-c", PROGRAM, cwd=directory, PYTHONPATH=str(directory), JAX_PLATFORMS="cpu")
+    return set(json.loads(out.splitlines()[-1]))
 
 
 @pytest.mark.parametrize("gone", [(), *[(file,) for file in OF]], ids=lambda gone: "".join(gone) or "nothing")

@@ -1,10 +1,7 @@
 """Building optimizers initializes no backend, so that `jax.distributed.initialize` may follow."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from processes import python
 
 CODE = """
 import signal, sys
@@ -28,13 +25,4 @@ print("built", len(TABLE))
 @pytest.mark.thorough
 def test_building_optimizers_initializes_no_backend() -> None:
     """With a platform that does not exist, any use of a device fails."""
-    done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        env={**os.environ, "JAX_PLATFORMS": "none_such"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "built" in done.stdout
+    assert "built" in python("-c", CODE, JAX_PLATFORMS="none_such")

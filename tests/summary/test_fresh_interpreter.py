@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from processes import python
 
 from jstep import summary
 
@@ -109,17 +108,9 @@ def finished(tmp_path_factory):
     trap = directory / "trap" / "tensorflow"
     trap.mkdir(parents=True)
     (trap / "__init__.py").write_text("raise AssertionError('tensorflow was imported')")
-    completed = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(trap.parent), str(Path(__file__).parents[2])])},
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert completed.returncode == 0, completed.stderr
-    return directory, json.loads(completed.stdout.splitlines()[-1])
+    path = os.pathsep.join([str(trap.parent), str(Path(__file__).parents[2])])
+    out = python("-c", textwrap.dedent(PROGRAM), cwd=directory, PYTHONPATH=path)
+    return directory, json.loads(out.splitlines()[-1])
 
 
 @pytest.mark.thorough(except_for=["first_import_inside_a_trace", "nothing_is_lost_without_close"])
