@@ -1,4 +1,7 @@
-"""Checkpoints in a local directory."""
+"""A store of checkpoints in a local directory, or one on a file system that all processes share.
+
+A checkpoint is written under a temporary name, its manifest last, and then renamed. Deletion renames it first.
+"""
 
 import contextlib
 import errno
@@ -22,34 +25,8 @@ from jstep.core.checks import size
 from jstep.stores.files import make_folders, new_file, sync_folder
 from jstep.stores.objects import ABSENT, ReadResult
 
-# A store of checkpoints in a local directory, or one on a file system that all processes share.
-#
-# A checkpoint is written under a temporary name, its manifest last, and then renamed. Deletion renames it first.
-
-
-def _set_aside(path: str) -> None:
-    aside = _unused(path + ".set-aside-")
-    os.rename(path, aside)
-    _logger.warning("%s is not a checkpoint, but a checkpoint needs its name: moved to %s", path, aside)
-
-
-def _unused(stem: str) -> str:
-    """Return the first name that does not exist, of those that begin so and end with a number."""
-    number = 0
-    while os.path.lexists(name := f"{stem}{number}"):
-        number += 1
-    return name
-
-
-def remove(path: str) -> None:
-    """Delete a folder of ours as far as possible; of a link, only the link."""
-    if os.path.islink(path):
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-    else:
-        shutil.rmtree(path, ignore_errors=True)
-
-
+_LOOKS = 10  # a writer evicts one checkpoint per save
+_logger = logging.getLogger("jstep")
 _FULL = {
     errno.EDQUOT: ("the disk quota is exceeded", re.compile(r"Disk quota exceeded|EDQUOT")),
     errno.ENOSPC: ("the disk is full", re.compile(r"No space left|ENOSPC|RESOURCE_EXHAUSTED")),
@@ -57,22 +34,7 @@ _FULL = {
 """Code of an error → its description, and how libraries in C++ report it."""
 
 
-def full(error: BaseException | None) -> int | None:
-    """Return the code of a full disk or an exceeded quota, if an error or one of its causes reports it."""
-    seen = 0
-    while error is not None and seen < 20:
-        for code, (_, words) in _FULL.items():
-            if (isinstance(error, OSError) and error.errno == code) or words.search(str(error)):
-                return code
-        error, seen = error.__cause__ or error.__context__, seen + 1
-    return None
-
-
-_LOOKS = 10  # a writer evicts one checkpoint per save
-_logger = logging.getLogger("jstep")
-
-
-class Directory(Store):
+class DirectoryStore(Store):
     """A `Store` in a directory: a checkpoint is a folder, which is renamed to its final name when it is complete."""
 
     def __init__(self, directory: str, prefix: str | None) -> None:
@@ -247,7 +209,7 @@ class Directory(Store):
         try:
             yield
         except Exception as error:
-            if (code := full(error)) is None:
+            if (code := _full(error)) is None:
                 raise
             free = "free space unknown"
             with contextlib.suppress(OSError):
@@ -312,6 +274,40 @@ class Directory(Store):
         if self._arrays is not None and wait:
             self._arrays.close()
         super().close(wait)
+
+
+def _set_aside(path: str) -> None:
+    aside = _unused(path + ".set-aside-")
+    os.rename(path, aside)
+    _logger.warning("%s is not a checkpoint, but a checkpoint needs its name: moved to %s", path, aside)
+
+
+def _unused(stem: str) -> str:
+    """Return the first name that does not exist, of those that begin so and end with a number."""
+    number = 0
+    while os.path.lexists(name := f"{stem}{number}"):
+        number += 1
+    return name
+
+
+def remove(path: str) -> None:
+    """Delete a folder of ours as far as possible; of a link, only the link."""
+    if os.path.islink(path):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _full(error: BaseException | None) -> int | None:
+    """Return the code of a full disk or an exceeded quota, if an error or one of its causes reports it."""
+    seen = 0
+    while error is not None and seen < 20:
+        for code, (_, words) in _FULL.items():
+            if (isinstance(error, OSError) and error.errno == code) or words.search(str(error)):
+                return code
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return None
 
 
 class LocalRead(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jstep.checkpoint import listing
-from jstep.checkpoint.directory import Directory
+from jstep.checkpoint.directory import DirectoryStore
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.store import Store
 from jstep.core.checks import as_int, as_number, as_text, shown
@@ -95,7 +95,7 @@ def open_store(directory: str, prefix: str | None = None) -> Store:
         prefix: The prefix of the checkpoints to write, which distinguishes barriers of processes; None only to read.
     """
     if not is_url(directory):
-        return Directory(directory, prefix)
+        return DirectoryStore(directory, prefix)
     from jstep.checkpoint.object_store import ObjectStore  # not at the top: it imports JAX
 
     return ObjectStore(directory, prefix)

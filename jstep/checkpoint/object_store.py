@@ -1,4 +1,4 @@
-"""Checkpoints in object stores."""
+"""A store of checkpoints below a URL of an object store: a checkpoint exists when its manifest does."""
 
 import contextlib
 import dataclasses
@@ -29,168 +29,13 @@ from jstep.core.meshes import in_background
 from jstep.distributed import processes
 from jstep.stores.objects import Directory, Pending, at_once, parts_of_url
 
-# One save to an object store in a background thread: data, parts, manifest, and removal of superseded objects.
-#
-#     1. Every process writes its packs below data.<attempt>, and then its part: the index of its packs.
-#     2. The first process waits for all parts, checks that its claim still holds, and writes the manifest, on the
-#        condition that the previous manifest is unchanged. From here on the checkpoint exists.
-#     3. The first process removes old objects, which never fails the save, and reports the outcome to the others. If
-#        its network is down, they see that it no longer renews its claim.
-#
-# A crash before 2 leaves unreferenced objects, which the next save removes.
-
-OUTCOME = "outcome.json"
-"""The object in which the first process reports the outcome of a save to the others."""
-_OUTCOME_TIMEOUT = 1800.0
-"""Seconds that the others wait for the outcome while the first process is alive: it may have much more to write."""
-_SILENT = 60.0
-"""Seconds without a heartbeat of the first process after which the others give up."""
-_OTHERS = 120.0
-"""Seconds that processes wait for each other without heartbeats, plus ten times the time of their own part."""
-
-_logger = logging.getLogger("jstep")
-
-
-class ObjectSave:
-    """A save in progress.
-
-    Args:
-        objects: The directory of objects.
-        name: The name of the checkpoint.
-        attempt: The name of the attempt below it.
-        blocks: The blocks that this process writes.
-        compress: Whether to compress them.
-        process: The index of this process, and the number of processes.
-        commit: Called on the first process when everything is written, with the records of all objects and the stamp of
-            the manifest that was there before.
-    """
-
-    def __init__(
-        self,
-        objects: Directory,
-        name: str,
-        attempt: str,
-        blocks: Iterable[Block],
-        compress: bool,
-        process: tuple[int, int],
-        commit: Callable[[Files, bytes], None],
-    ) -> None:
-        self._objects, self._name, self.folder = objects, name, f"{name}/{attempt}"
-        self._blocks: Iterable[Block] = blocks
-        self._compress, self._process, self._commit = compress, process, commit
-        IN_FLIGHT[self.folder] = self
-        finish_at_exit()
-        self._done: Future[None] | None = in_background(self._run, name=f"jstep-save-{name}", daemon=True)
-
-    def detach(self) -> None:
-        """Let the interpreter exit without waiting for the save."""
-        IN_FLIGHT.pop(self.folder, None)
-
-    def wait(self) -> None:
-        """Wait for the save to end, and raise its error if it failed."""
-        done, self._done = self._done, None
-        try:
-            if done is not None:
-                done.result()
-        finally:
-            self.detach()
-
-    def _run(self) -> None:
-        index, count = self._process
-        try:
-            before = self._objects.read(f"{self._name}/{_manifest.NAME}").stamp if index == 0 else b""
-            began = time.monotonic()
-            part = self._write()
-            if index == 0:
-                self._commit(self._parts(part, count, time.monotonic() - began), before)
-        except BaseException as error:
-            self._report(f"{type(error).__name__}: {error}"[:300], count)
-            raise
-        if index == 0:
-            self._report("", count)
-        else:
-            data = self._polled(
-                f"{self.folder}/{OUTCOME}",
-                self._silence(_OTHERS + 10 * (time.monotonic() - began)),
-                "the first process has not reported the outcome",
-            )
-            if failed := json.loads(data)["failed"]:
-                raise CheckpointError(f"on the first process: {failed}")
-        self.detach()
-
-    def _write(self) -> bytes:
-        index = self._process[0]
-        blocks, self._blocks = self._blocks, ()
-        part = packs.write(self._objects, self.folder, index, blocks, self._compress)
-        self._objects.write(f"{self.folder}/part.{index}.json", part)
-        return part
-
-    def _parts(self, own: bytes, count: int, took: float) -> dict[str, dict[str, Any]]:
-        """Return the records of all objects of this attempt, for the manifest."""
-        files: dict[str, dict[str, Any]] = {}
-        until = time.monotonic() + _OTHERS + 10 * took
-        for index in range(count):
-            key = f"part.{index}.json"
-            late = f"process {index} has not written"
-            data = own if index == 0 else self._polled(f"{self.folder}/{key}", lambda: time.monotonic() > until, late)
-            if data.startswith(b'{"failed"'):
-                raise CheckpointError(f"process {index}: {json.loads(data)['failed']}")
-            files |= packs.read_index(data)[0]
-            files[key] = {"bytes": len(data), "crc32": [f"{zlib.crc32(data):08x}"]}
-        return dict(sorted(files.items()))
-
-    def _polled(self, key: str, is_late: Callable[[], bool], missing: str) -> bytes:
-        pause = 0.02
-        while (data := self._objects.read(key).data) is None:
-            if is_late():
-                raise CheckpointError(f"{self._objects.at(key)}: {missing}")
-            time.sleep(pause)
-            pause = min(1.0, 1.5 * pause)
-        return data
-
-    def _report(self, failed: str, count: int) -> None:
-        """Report the outcome on this process to the processes that wait for it."""
-        index = self._process[0]
-        if count > 1 and (failed or index == 0):
-            key = OUTCOME if index == 0 else f"part.{index}.json"
-            try:
-                self._objects.write(f"{self.folder}/{key}", json.dumps({"failed": failed}).encode())
-            except OSError as error:
-                _logger.warning(
-                    "the outcome of %s could not be reported to the other processes: %s", self.folder, error
-                )
-
-    def _silence(self, patience: float) -> Callable[[], bool]:
-        """Return a function that returns whether the first process has been silent for too long.
-
-        It renews its claim, if it has the right to replace objects.
-        """
-        key = key_of(self._name.rpartition("-")[0])
-        began = time.monotonic()
-        latest, next_look = began + _OUTCOME_TIMEOUT, began + claims.BEAT
-        stamp, changed, renews = b"", began, False
-
-        def is_late() -> bool:
-            nonlocal next_look, stamp, changed, renews
-            now = time.monotonic()
-            if now >= next_look:
-                next_look = now + claims.BEAT
-                found = self._objects.read(key)
-                if found.stamp != stamp:
-                    renews = bool(stamp) or found.data is None or owner_in(found.data).get("beat", 0) != 0
-                    stamp, changed = found.stamp, now
-            return now > (min(latest, changed + _SILENT) if renews else began + patience)
-
-        return is_late
-
-
-# A store of checkpoints below a URL of an object store: a checkpoint exists when its manifest does.
-
 HURRIED = 5.0
 """Seconds for optional requests."""
 START = 38.0
 """Seconds within which the start of a run checks that it can read, list and write."""
 _AT_ONCE = 16
+
+_logger = logging.getLogger("jstep")
 
 
 class ObjectStore(Store):
@@ -404,3 +249,156 @@ class ObjectStore(Store):
         if not wait and self._save is not None:
             self._save.detach()
         super().close(wait)
+
+
+# One save to an object store in a background thread: data, parts, manifest, and removal of superseded objects.
+#
+#     1. Every process writes its packs below data.<attempt>, and then its part: the index of its packs.
+#     2. The first process waits for all parts, checks that its claim still holds, and writes the manifest, on the
+#        condition that the previous manifest is unchanged. From here on the checkpoint exists.
+#     3. The first process removes old objects, which never fails the save, and reports the outcome to the others. If
+#        its network is down, they see that it no longer renews its claim.
+#
+# A crash before 2 leaves unreferenced objects, which the next save removes.
+
+OUTCOME = "outcome.json"
+"""The object in which the first process reports the outcome of a save to the others."""
+_OUTCOME_TIMEOUT = 1800.0
+"""Seconds that the others wait for the outcome while the first process is alive: it may have much more to write."""
+_SILENT = 60.0
+"""Seconds without a heartbeat of the first process after which the others give up."""
+_OTHERS = 120.0
+"""Seconds that processes wait for each other without heartbeats, plus ten times the time of their own part."""
+
+
+class ObjectSave:
+    """A save in progress.
+
+    Args:
+        objects: The directory of objects.
+        name: The name of the checkpoint.
+        attempt: The name of the attempt below it.
+        blocks: The blocks that this process writes.
+        compress: Whether to compress them.
+        process: The index of this process, and the number of processes.
+        commit: Called on the first process when everything is written, with the records of all objects and the stamp of
+            the manifest that was there before.
+    """
+
+    def __init__(
+        self,
+        objects: Directory,
+        name: str,
+        attempt: str,
+        blocks: Iterable[Block],
+        compress: bool,
+        process: tuple[int, int],
+        commit: Callable[[Files, bytes], None],
+    ) -> None:
+        self._objects, self._name, self.folder = objects, name, f"{name}/{attempt}"
+        self._blocks: Iterable[Block] = blocks
+        self._compress, self._process, self._commit = compress, process, commit
+        IN_FLIGHT[self.folder] = self
+        finish_at_exit()
+        self._done: Future[None] | None = in_background(self._run, name=f"jstep-save-{name}", daemon=True)
+
+    def detach(self) -> None:
+        """Let the interpreter exit without waiting for the save."""
+        IN_FLIGHT.pop(self.folder, None)
+
+    def wait(self) -> None:
+        """Wait for the save to end, and raise its error if it failed."""
+        done, self._done = self._done, None
+        try:
+            if done is not None:
+                done.result()
+        finally:
+            self.detach()
+
+    def _run(self) -> None:
+        index, count = self._process
+        try:
+            before = self._objects.read(f"{self._name}/{_manifest.NAME}").stamp if index == 0 else b""
+            began = time.monotonic()
+            part = self._write()
+            if index == 0:
+                self._commit(self._parts(part, count, time.monotonic() - began), before)
+        except BaseException as error:
+            self._report(f"{type(error).__name__}: {error}"[:300], count)
+            raise
+        if index == 0:
+            self._report("", count)
+        else:
+            data = self._polled(
+                f"{self.folder}/{OUTCOME}",
+                self._silence(_OTHERS + 10 * (time.monotonic() - began)),
+                "the first process has not reported the outcome",
+            )
+            if failed := json.loads(data)["failed"]:
+                raise CheckpointError(f"on the first process: {failed}")
+        self.detach()
+
+    def _write(self) -> bytes:
+        index = self._process[0]
+        blocks, self._blocks = self._blocks, ()
+        part = packs.write(self._objects, self.folder, index, blocks, self._compress)
+        self._objects.write(f"{self.folder}/part.{index}.json", part)
+        return part
+
+    def _parts(self, own: bytes, count: int, took: float) -> dict[str, dict[str, Any]]:
+        """Return the records of all objects of this attempt, for the manifest."""
+        files: dict[str, dict[str, Any]] = {}
+        until = time.monotonic() + _OTHERS + 10 * took
+        for index in range(count):
+            key = f"part.{index}.json"
+            late = f"process {index} has not written"
+            data = own if index == 0 else self._polled(f"{self.folder}/{key}", lambda: time.monotonic() > until, late)
+            if data.startswith(b'{"failed"'):
+                raise CheckpointError(f"process {index}: {json.loads(data)['failed']}")
+            files |= packs.read_index(data)[0]
+            files[key] = {"bytes": len(data), "crc32": [f"{zlib.crc32(data):08x}"]}
+        return dict(sorted(files.items()))
+
+    def _polled(self, key: str, is_late: Callable[[], bool], missing: str) -> bytes:
+        pause = 0.02
+        while (data := self._objects.read(key).data) is None:
+            if is_late():
+                raise CheckpointError(f"{self._objects.at(key)}: {missing}")
+            time.sleep(pause)
+            pause = min(1.0, 1.5 * pause)
+        return data
+
+    def _report(self, failed: str, count: int) -> None:
+        """Report the outcome on this process to the processes that wait for it."""
+        index = self._process[0]
+        if count > 1 and (failed or index == 0):
+            key = OUTCOME if index == 0 else f"part.{index}.json"
+            try:
+                self._objects.write(f"{self.folder}/{key}", json.dumps({"failed": failed}).encode())
+            except OSError as error:
+                _logger.warning(
+                    "the outcome of %s could not be reported to the other processes: %s", self.folder, error
+                )
+
+    def _silence(self, patience: float) -> Callable[[], bool]:
+        """Return a function that returns whether the first process has been silent for too long.
+
+        It renews its claim, if it has the right to replace objects.
+        """
+        key = key_of(self._name.rpartition("-")[0])
+        began = time.monotonic()
+        latest, next_look = began + _OUTCOME_TIMEOUT, began + claims.BEAT
+        stamp, changed, renews = b"", began, False
+
+        def is_late() -> bool:
+            nonlocal next_look, stamp, changed, renews
+            now = time.monotonic()
+            if now >= next_look:
+                next_look = now + claims.BEAT
+                found = self._objects.read(key)
+                if found.stamp != stamp:
+                    renews = bool(stamp) or found.data is None or owner_in(found.data).get("beat", 0) != 0
+                    stamp, changed = found.stamp, now
+            return now > (min(latest, changed + _SILENT) if renews else began + patience)
+
+        return is_late

@@ -7,7 +7,7 @@ import os
 import pytest
 from checkpoint_states import edit_manifest, flip, save_all, state_at
 
-from jstep.checkpoint.directory import Directory
+from jstep.checkpoint.directory import DirectoryStore
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.reading import VERIFIED, Reader
 from jstep.checkpoint.saver import Saver
@@ -26,7 +26,7 @@ def moved(directory, *steps):
     return f"`{' && '.join(f'mv {directory}/model-{n} {directory}/model-{n}.aside.0' for n in steps)}`"
 
 
-class Recorded(Directory):
+class Recorded(DirectoryStore):
     """Records what is verified; checkpoints below step 3 claim to have this many more bytes."""
 
     def __init__(self, directory, more):
@@ -87,7 +87,7 @@ def test_a_format_of_a_newer_version_is_not_to_be_deleted(saved):
 
 
 def test_what_cannot_be_read_now_is_not_called_corrupted(saved):
-    class Failing(Directory):
+    class Failing(DirectoryStore):
         def find_corruption(self, path, manifest, share=(0, 1)):
             raise PermissionError(13, "Permission denied", f"{path}/d")
 

@@ -6,7 +6,7 @@ import pytest
 from checkpoint_states import save_all, state_at
 
 from jstep.checkpoint import listing
-from jstep.checkpoint.directory import Directory
+from jstep.checkpoint.directory import DirectoryStore
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.reading import Reader
 from jstep.checkpoint.saver import Saver
@@ -60,7 +60,7 @@ def test_a_step_that_is_being_saved_again(tmp_path, after_listing, caplog):
     assert latest_checkpoint(tmp_path) == final + listing.REPLACED
     os.rename(final + listing.REPLACED, final)
     after_listing(tmp_path, lambda: os.rename(final, final + listing.REPLACED))
-    assert Directory(str(tmp_path), None).broken("model", 1) == []
+    assert DirectoryStore(str(tmp_path), None).broken("model", 1) == []
     assert not caplog.records
 
 
@@ -69,7 +69,7 @@ def test_evicted_between_the_list_and_the_read(tmp_path):
         save_all(writer, [1])
         due = [2, 3]
 
-        class Evicting(Directory):
+        class Evicting(DirectoryStore):
             def broken(self, prefix, above):
                 found = super().broken(prefix, above)
                 if due:
