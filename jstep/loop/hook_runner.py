@@ -311,9 +311,9 @@ class Errors:
         self.are_of_savers = True
         self.all: list[Exception] = []
 
-    def add(self, error: Exception, *, of_saver: bool = False) -> None:
-        """Add the error of the call that is being made."""
-        self._calling = self._calling or self._run.calling
+    def add(self, error: Exception, *, of_saver: bool = False, calling: tuple[Any, str] | None = None) -> None:
+        """Add the error of a call, by default of the one that is being made."""
+        self._calling = self._calling or calling or self._run.calling
         self.are_of_savers = self.are_of_savers and of_saver
         self.all.append(error)
 

@@ -21,7 +21,6 @@ from jstep.hooks.base import RunHook
 from jstep.hooks.hook import check_owners, get_states
 from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
 from jstep.hooks.report import LoggingHook, SummarySaverHook
-from jstep.hooks.run_info import RUNNING
 from jstep.hooks.speed import StepCounterHook
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.loop.compiler import BackgroundCompiler, CompileJob, FirstBatch, interruptible, shapes_of
@@ -98,7 +97,6 @@ def _make_calls(run: Run, runner: HookRunner, source: Source, items: FirstBatch)
     run.closing.callback(run.feeder.close)
     if ends is not None:
         run.closing.callback(ends.close)  # first, as the thread of the feeder may wait for one
-    run.phase = RUNNING
 
 
 def _begin_batches(run: Run, batches: Any) -> tuple[Source, FirstBatch] | None:

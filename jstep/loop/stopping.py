@@ -26,7 +26,6 @@ from jstep.core import trees
 from jstep.core.checks import note
 from jstep.distributed import processes
 from jstep.hooks.hook import name_of
-from jstep.hooks.run_info import ENDING
 from jstep.loop.hook_runner import Errors
 from jstep.loop.run import Run
 from jstep.loop.saving import STOPPED, RunSaverHook, why_not_finite, why_position_lost
@@ -90,8 +89,7 @@ def exit_on_signal(run: Run) -> NoReturn:
     outcomes, errors = run.runner.save(savers), Errors(run)
     for hook, outcome in outcomes:
         if isinstance(outcome, Exception):
-            run.calling = (hook, "save")
-            errors.add(outcome)
+            errors.add(outcome, calling=(hook, "save"))
     errors.end()
     if len(savers) < len(run.savers):
         run.before_save(run.step)  # `NanLossHook` raises a more specific error
@@ -123,7 +121,7 @@ def leave_after_closing(run: Run, state: TrainState | None) -> NoReturn:
 
 def rescue(run: Run, error: BaseException) -> None:
     """Attach the last complete state to the exception, save it if possible, and add a note on where the run failed."""
-    runner, run.phase = run.runner, ENDING
+    runner = run.runner
     where = "" if runner is None else f"jstep: {_doing(run)}"
     is_saved = run.signals.at_once or (run.signals.received is not None and not isinstance(error, Exception))
     if runner is not None and not run.signals.at_once:

@@ -19,7 +19,7 @@ from jstep.distributed import processes
 from jstep.hooks.base import RunHook
 from jstep.hooks.hook import check_step
 from jstep.hooks.logs import log_to_stderr
-from jstep.hooks.run_info import ENDING
+from jstep.hooks.run_info import ENDING, RUNNING
 from jstep.loop.arguments import Options, cache_directory, check
 from jstep.loop.card import Cards
 from jstep.loop.compiler import StartTimes
@@ -195,7 +195,7 @@ def _train(run: Run, batches: Any) -> TrainState:
                 _finish(run)
                 state = run.state
             except BaseException as error:
-                is_heeded = run.signals.received is not None
+                is_heeded, run.phase = run.signals.received is not None, ENDING
                 rescue(run, error)
                 state = getattr(error, "state", None)
                 if run.signals.at_once and isinstance(error, KeyboardInterrupt):
@@ -213,6 +213,7 @@ def _train(run: Run, batches: Any) -> TrainState:
 
 def _take_steps(run: Run) -> None:
     """Run the calls, and the hooks around them, until the run ends."""
+    run.phase = RUNNING
     timed = functools.partial(run.watch.part, HOOKS)
     run_call: Any = run.programs
     for hook in run.hooks:
