@@ -1,38 +1,38 @@
 """Pages "From …": both programs give the same results, an altered port does not, and the table's names exist."""
 
 import contextlib
-import importlib.util
 import inspect
 import os
 import pathlib
 import re
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
+import peer_numbers
 import pytest
 from pages import DOCS, blocks_of, run_page
 
 import jstep
 
-PORTS = {
-    "pytorch": ("torch",),
-    "hf-trainer": ("torch", "transformers", "accelerate"),
-    "keras": ("keras",),
-}
-# Likely mistakes in a port: page, correct code, mistaken code.
+PORTS = peer_numbers.PAGES
+# Likely mistakes in a port, and in what it is ported from: page, correct code, mistaken code.
 MISTAKES = [
     ("pytorch", "weight_decay=0.1", "weight_decay=0.01"),
     ("pytorch", "lambda path, leaf: leaf.ndim >= 2", "None"),
     ("pytorch", "by_global_norm=1.0", "by_global_norm=2.0"),
     ("pytorch", "jstep.linear_warmup(1e-2, 10)", "jstep.linear(1e-3, 1e-2, 10)"),
     ("pytorch", "jstep.adamw(", "jstep.adamw(beta2=0.99, learning_rate="),
-    ("pytorch", "cross_entropy(model(mx), my) / 2", "cross_entropy(model(mx), my)"),
     ("hf-trainer", "jstep.linear(0.0, 1e-2, warmup)", "jstep.linear(1e-3, 1e-2, warmup)"),
     ("hf-trainer", '["*weight"]', "None"),
     ("hf-trainer", "4 * train_data.steps_per_epoch", "4 * train_data.steps_per_epoch + 1"),
-    ("hf-trainer", "max_grad_norm=1.0", "max_grad_norm=0.5"),
     ("keras", "adam(jstep.cosine_decay(1e-2, 32), epsilon=1e-7)", "adamw(jstep.cosine_decay(1e-2, 32))"),
     ("keras", "jstep.cosine_decay(1e-2, 32)", "jstep.cosine_decay(1e-2, 31)"),
     ("keras", "32, shuffle=False, drop_remainder=False", "32, shuffle=False"),
+]
+MISTAKES_OF_THE_OTHER = [
+    ("pytorch", "cross_entropy(model(mx), my) / 2", "cross_entropy(model(mx), my)"),
+    ("hf-trainer", "max_grad_norm=1.0", "max_grad_norm=0.5"),
     ("keras", "global_clipnorm=0.5", "clipnorm=0.5"),
 ]
 
@@ -57,11 +57,50 @@ def test_each_page_compares_its_two_programs(name: str) -> None:
     assert any("jstep.train(" in code for code in alone), "jstep's program must run without the other package"
 
 
+def results_of(name: str, names: dict[str, Any]) -> list[Any]:
+    """What jstep's program makes, in the order in which its page compares it."""
+    if name == "pytorch":
+        return names["losses"]
+    evaluations = list(names["evaluation"].results.values())
+    if name == "keras":
+        kinds, params, metrics = ("kernel", "bias"), names["state"].params, ("loss", "accuracy")
+    else:
+        kinds, params, metrics = ("weight", "bias"), names["best"].params, ("loss",)
+    trained = [params[layer][kind] for layer in ("hidden", "out") for kind in kinds]
+    return [*trained, *(results[metric] for results in evaluations for metric in metrics)]
+
+
+def compare(name: str, folder: pathlib.Path, change: Callable[[str], str] = str) -> None:
+    """Run jstep's program of a page alone, and compare what it makes with the stored numbers of the other."""
+    first, *others = (block.code for block in blocks_of(page_of(name)))
+    kept = {first, next(code for code in others if "jstep.train(" in code)}
+    with contextlib.chdir(folder):
+        names = run_page(page_of(name), lambda code: change(code) if code in kept else "")
+    found = np.concatenate([np.ravel(one) for one in results_of(name, names)])
+    np.testing.assert_allclose(found, peer_numbers.stored(name), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PORTS)
+def test_jsteps_program_makes_the_numbers_of_the_other(name: str, tmp_path: pathlib.Path) -> None:
+    compare(name, tmp_path)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "correct", "mistaken"), MISTAKES)
 def test_a_mistake_in_the_port_is_detected(name: str, correct: str, mistaken: str, tmp_path: pathlib.Path) -> None:
+    found: list[int] = []
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        compare(name, tmp_path, replaced(correct, mistaken, found))
+    assert sum(found) == 1, f"{page_of(name).name} contains {correct!r} {sum(found)} times"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "correct", "mistaken"), MISTAKES_OF_THE_OTHER)
+def test_a_mistake_in_the_other_program_is_detected(
+    name: str, correct: str, mistaken: str, tmp_path: pathlib.Path
+) -> None:
     for module in PORTS[name]:
-        if not importlib.util.find_spec(module):
-            pytest.skip(f"needs {module}")
+        pytest.importorskip(module)
     found: list[int] = []
     with contextlib.chdir(tmp_path), pytest.raises(AssertionError, match="Not equal to tolerance"):
         run_page(page_of(name), replaced(correct, mistaken, found))
