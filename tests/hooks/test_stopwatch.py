@@ -1,16 +1,9 @@
 """`Stopwatch`: its parts have no gaps, with switches, nested parts and errors."""
 
 import pytest
+from hook_fakes import Clock
 
 from jstep.core.stopwatch import PARTS, Stopwatch, seconds_before_training
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 def test_time_belongs_to_the_innermost_part():

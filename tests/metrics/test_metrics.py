@@ -175,18 +175,6 @@ def test_signatures():
     assert inspect.signature(M.f1).parameters["threshold"].default == 0.5
 
 
-@pytest.mark.thorough
-def test_examples_run():
-    import doctest
-
-    for name in ("accuracy", "auc", "confusion_matrix", "f1", "perplexity"):
-        (one,) = doctest.DocTestFinder().find(getattr(M, name), name, module=False, globs={})
-        assert one.examples
-        output = []
-        doctest.DocTestRunner(verbose=False).run(one, out=output.append)
-        assert not output, "".join(output)
-
-
 @pytest.mark.thorough(except_for=["uint8-256"])
 @pytest.mark.parametrize(("dtype", "classes"), [(np.uint8, 256), (np.uint8, 300), (np.int8, 128), (np.uint16, 65536)])
 def test_labels_of_a_dtype_that_cannot_hold_the_number_of_classes(dtype, classes):

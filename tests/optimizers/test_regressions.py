@@ -132,14 +132,6 @@ def test_the_last_step_does_not_overflow() -> None:
         jstep.increment_global_step(create({"w": 1.0}, jstep.adam(), 2**31 - 1))
 
 
-# documentation
-
-
-@pytest.mark.parametrize("name", ["get_global_step", "get_or_create_global_step"])
-def test_public_functions_have_a_runnable_example(name: str) -> None:
-    assert ">>> " in getattr(jstep, name).__doc__
-
-
 # errors
 
 STATE = create({"a": {"w": jnp.ones(2)}}, jstep.adam())

@@ -76,12 +76,3 @@ def test_invalid_batches():
             batch_sharding=NamedSharding(AUTO, P("data")),
             progress=False,
         )
-
-
-def test_error_names_the_donated_leaf():
-    step = jstep.minimize(loss_fn, jstep.adam())
-    state = create("fsdp", jstep.adam())
-    batch = jstep.shard_batch(data(), DATA)
-    step(state, *batch)
-    with pytest.raises(RuntimeError, match=r"'params/a' was donated"):
-        step(state, *batch)
