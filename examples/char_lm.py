@@ -158,7 +158,7 @@ def parse_mesh(text):
     for part in text.split(","):
         name, _, size = part.partition("=")
         if name not in ("data", "model") or name in shape or not size.isdecimal() or int(size) < 1:
-            sys.exit(f"--mesh {text}: expected axes data and model with their sizes, such as data=4,model=2")
+            sys.exit(f"--mesh {text}: must be axes data and model with their sizes, such as data=4,model=2")
         shape[name] = int(size)
     return shape
 

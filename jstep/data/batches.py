@@ -278,9 +278,9 @@ def mixture(
 def _open(sources: Any) -> dict[str, Rows]:
     """Open the rows of all sources, and check that they fit into one batch."""
     if not isinstance(sources, Mapping):
-        raise TypeError(f"sources={shown(sources)}: expected a mapping from name to source, got {kind(sources)}")
+        raise TypeError(f"sources={shown(sources)}: must be a mapping from name to source, got {kind(sources)}")
     if not sources:
-        raise ValueError("sources={}: expected at least one source, got none")
+        raise ValueError("sources={}: must have at least one source, got none")
     names = [as_text(name, "sources: a name") for name in sources]
     rows = {name: open_rows(sources[name], "sources", name) for name in names}
     samples = {name: each.take(slice(0, 1)) for name, each in rows.items()}
@@ -292,18 +292,18 @@ def _open(sources: Any) -> dict[str, Rows]:
             if path not in first or path not in leaves:
                 has, lacks = (other, name) if path in leaves else (name, other)
                 raise ValueError(
-                    f"sources: expected batches of one structure, got a leaf at {quoted(path)} from {has!r} and none "
+                    f"sources: must be batches of one structure, got a leaf at {quoted(path)} from {has!r} and none "
                     f"from {lacks!r}"
                 )
             a, b = _described(leaves[path]), _described(first[path])
             if a != b:
                 raise ValueError(
-                    f"sources: expected batches of one dtype and shape, got {a} for a row of {quoted(path)} from "
+                    f"sources: must be batches of one dtype and shape, got {a} for a row of {quoted(path)} from "
                     f"{other!r} and {b} from {name!r}; cast, pad or crop them first"
                 )
         if structure(batch) != structure(sample):
             raise ValueError(
-                f"sources: expected batches of one structure, got {structure(batch)} from {other!r} and "
+                f"sources: must be batches of one structure, got {structure(batch)} from {other!r} and "
                 f"{structure(sample)} from {name!r}"
             )
     return rows

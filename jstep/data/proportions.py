@@ -156,7 +156,7 @@ def as_weights(given: Any, names: Sequence[str]) -> Staircase[Weights]:
     def check(value: Any, argument: str) -> Weights:
         if not isinstance(value, Mapping):
             raise TypeError(
-                f"{argument}={shown(value)}: expected a mapping from the name of each source to its weight, got "
+                f"{argument}={shown(value)}: must be a mapping from the name of each source to its weight, got "
                 f"{kind(value)}"
             )
         missing = [name for name in names if name not in value]
@@ -164,12 +164,12 @@ def as_weights(given: Any, names: Sequence[str]) -> Staircase[Weights]:
         if missing or unknown:
             found = [f"none for {shown(missing)}"] * bool(missing) + [f"one for {shown(unknown)}"] * bool(unknown)
             raise ValueError(
-                f"{argument}={shown(value)}: expected a weight for each of the sources {shown(list(names))}, got "
+                f"{argument}={shown(value)}: must have a weight for each of the sources {shown(list(names))}, got "
                 f"{' and '.join(found)}; a source that gives no rows has the weight 0"
             )
         exact = [Fraction(as_number(value[name], f"{argument}[{name!r}]", low=0)) for name in names]
         if not any(exact):
-            raise ValueError(f"{argument}={shown(value)}: expected a weight above 0 for at least one source, got none")
+            raise ValueError(f"{argument}={shown(value)}: must have a weight above 0 for at least one source, got none")
         total = sum(exact)
         return tuple(weight / total for weight in exact)
 

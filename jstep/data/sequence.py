@@ -545,11 +545,11 @@ class BatchSequence(abc.ABC):
         start, stop = as_int(start, "start", 0), as_int(stop, "stop", 0)
         if stop <= start:
             raise ValueError(
-                f"skip({start}, {stop}): expected start < stop, got {'an empty' if stop == start else 'a reversed'} "
+                f"skip({start}, {stop}): must have start < stop, got {'an empty' if stop == start else 'a reversed'} "
                 "range; stop is the step after the last one to skip"
             )
         if stop > self._count and not self.is_endless:
-            raise ValueError(f"skip({start}, {stop}): expected stop ≤ {self._count}, the number of steps")
+            raise ValueError(f"skip({start}, {stop}): must have stop ≤ {self._count}, the number of steps")
         return self._with(self._steps.skipped(start, stop))
 
     def from_step(self, step: int) -> "BatchIterator":

@@ -69,10 +69,10 @@ def staircase(given: Mapping[Any, Any], argument: str, check: Callable[[Any, str
         TypeError: A step is not an integer.
     """
     if not given:
-        raise ValueError(f"{argument}={{}}: expected a value for step 0 at least, as in {{0: …}}, got an empty mapping")
+        raise ValueError(f"{argument}={{}}: must have a value for step 0, as in {{0: …}}, got an empty mapping")
     found = {as_int(step, f"{argument}: a step", 0): step for step in given}
     if 0 not in found:
-        raise ValueError(f"{argument}: expected a value for step 0, got values for the steps {shown(sorted(found))}")
+        raise ValueError(f"{argument}: must have a value for step 0, got values for the steps {shown(sorted(found))}")
     firsts = tuple(sorted(found))
     return Staircase(firsts, tuple(check(given[found[first]], f"{argument}[{first}]") for first in firsts))
 

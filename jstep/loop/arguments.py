@@ -172,17 +172,17 @@ def cache_directory(given: Any, checkpoint_dir: Any) -> str | None:
     if given is True:
         where = checkpoint_dir.directory if isinstance(checkpoint_dir, Saver) else checkpoint_dir
         if where is None:
-            raise ValueError("compile_cache=True: expected a checkpoint_dir to put the cache into; give a directory")
+            raise ValueError("compile_cache=True: must have a checkpoint_dir to put the cache into; give a directory")
         if is_url(where):
             raise ValueError(
-                f"compile_cache=True: expected a local checkpoint_dir, got {shown(where)}; give a local directory, as "
+                f"compile_cache=True: must have a local checkpoint_dir, got {shown(where)}; give a local directory, as "
                 "in compile_cache='/var/cache/jax'"
             )
         return os.path.abspath(os.path.join(os.path.expanduser(os.fspath(where)), "compile_cache"))
     if not isinstance(given, str | os.PathLike):
-        raise TypeError(f"compile_cache={shown(given)}: expected a directory, True or None, got {kind(given)}")
+        raise TypeError(f"compile_cache={shown(given)}: must be a directory, True or None, got {kind(given)}")
     if not os.fspath(given).strip():
-        raise ValueError("compile_cache='': expected a directory, got an empty string; use None for no cache")
+        raise ValueError("compile_cache='': must be a directory, got an empty string; use None for no cache")
     if is_url(given):
-        raise ValueError(f"compile_cache={shown(given)}: expected a local directory, got a URL")
+        raise ValueError(f"compile_cache={shown(given)}: must be a local directory, got a URL")
     return os.path.abspath(os.path.expanduser(os.fspath(given)))

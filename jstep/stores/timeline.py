@@ -104,7 +104,7 @@ def read(path: Any, prefix: str = "model") -> list[Times]:
                     starts[line["start"]].append(line)
     if not known:
         raise ValueError(
-            f"prefix={prefix!r}: expected the prefix of a run in {where}, which has "
+            f"prefix={prefix!r}: must be the prefix of a run in {where}, which has "
             f"{', '.join(map(repr, others)) or 'none'}; give the checkpoint_prefix of the run"
         )
     found = [lines for start, lines in starts.items() if start in known]
@@ -173,7 +173,7 @@ def _is_timeline(name: str) -> bool:
 def _check_version(version: Any, place: str, number: int) -> None:
     if type(version) is not int or version > VERSION:
         raise ValueError(
-            f"{place}: line {number} has version={shown(version)}: expected at most {VERSION}; it was written by a "
+            f"{place}: line {number} has version={shown(version)}: must be at most {VERSION}; it was written by a "
             "newer jstep, which can read it"
         )
 

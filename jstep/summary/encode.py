@@ -321,7 +321,7 @@ def _on_host(x: Any, tag: str) -> NumPyArray:
 def _stacked(x: NumPyArray, rank: int, tag: str) -> NumPyArray:
     """Reshape `x` to one leading axis, the steps."""
     if x.ndim < rank:
-        raise ValueError(f"summary {tag!r}: an array of shape {x.shape}, expected rank {rank} or more")
+        raise ValueError(f"summary {tag!r}: must be an array of rank {rank} or more, got shape {x.shape}")
     return x.reshape(-1, *x.shape[x.ndim - rank :])
 
 

@@ -463,7 +463,7 @@ def _staged(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return graph
     if not callable(graph):
         raise TypeError(
-            "graph: expected a jax.stages.Traced (jax.jit(f).trace(*args)), a jax.stages.Lowered, a GraphDef "
+            "graph: must be a jax.stages.Traced (jax.jit(f).trace(*args)), a jax.stages.Lowered, a GraphDef "
             f"or a function of no arguments, not {type(graph).__name__}"
         )
     trace = getattr(graph, "trace", None)

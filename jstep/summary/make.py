@@ -585,7 +585,7 @@ def text(tag: str, text: Any, collections: Sequence[str] | None = DEFAULT) -> Su
     flat = tuple(strings.ravel().tolist())
     if strings.ndim > 2 or not all(isinstance(s, str) for s in flat):
         raise TypeError(
-            f"text {tag!r}: expected a str, or a list or table of them with rows of one length, "
+            f"text {tag!r}: must be a str, or a list or table of them with rows of one length, "
             f"not {type(text).__name__} {text!r}"
         )
     return summary_of(Text((tag,), strings.shape, flat), collections)
@@ -631,16 +631,16 @@ def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequen
     max_images = 3 if max_images is None else as_int(max_images, "max_images", 1, "the number of pictures to take")
     if not is_array(tensor):
         raise TypeError(
-            f"image {tag!r}: expected an array [batch, height, width, channels], not {type(tensor).__name__}"
+            f"image {tag!r}: must be an array [batch, height, width, channels], not {type(tensor).__name__}"
         )
     shape = tensor.shape
     if len(shape) != 4:
         hint = "; add the batch axis: x[None]" if len(shape) == 3 else ""
-        raise ValueError(f"image {tag!r}: expected [batch, height, width, channels], got shape {shape}{hint}")
+        raise ValueError(f"image {tag!r}: must be [batch, height, width, channels], got shape {shape}{hint}")
     if shape[3] not in CHANNELS:
         hint = "; channels come last: jnp.moveaxis(x, 1, -1)" if shape[1] in CHANNELS else ""
         raise ValueError(
-            f"image {tag!r}: expected 1, 3 or 4 channels (the last axis), got {shape[3]} in shape {shape}{hint}"
+            f"image {tag!r}: must have 1, 3 or 4 channels (the last axis), got {shape[3]} in shape {shape}{hint}"
         )
     if not (shape[1] and shape[2]):
         raise ValueError(f"image {tag!r}: pictures without pixels: shape {shape}")
@@ -718,7 +718,7 @@ def merge(summaries: Iterable[Summary | None], collections: Sequence[str] | None
     Source: TensorFlow's `merge_summary`.
     """
     if isinstance(summaries, Summary):
-        raise TypeError("merge: expected a list of summaries, not one Summary; write merge([summary])")
+        raise TypeError("merge: must be a list of summaries, not one Summary; write merge([summary])")
     if not isinstance(summaries, Iterable):
         raise TypeError(f"summaries={shown(summaries)}: must be a list of summaries, got {kind(summaries)}")
     parts: list[Part] = []
@@ -727,7 +727,7 @@ def merge(summaries: Iterable[Summary | None], collections: Sequence[str] | None
             continue
         if not isinstance(summary, Summary):
             raise TypeError(
-                f"merge: expected summaries of jstep.summary, not {type(summary).__name__}; write protos "
+                f"merge: must be summaries of jstep.summary, not {type(summary).__name__}; write protos "
                 "separately with add_summary"
             )
         parts += summary.parts

@@ -418,10 +418,10 @@ class SummaryWriter:
         kind = proto("SessionLog")
         if isinstance(session_log, str):
             if session_log not in ("START", "STOP", "CHECKPOINT"):
-                raise ValueError(f"add_session_log: expected 'START', 'STOP' or 'CHECKPOINT', got {session_log!r}")
+                raise ValueError(f"add_session_log: must be 'START', 'STOP' or 'CHECKPOINT', got {session_log!r}")
             session_log = kind(status=session_log)
         elif not is_message(session_log, "SessionLog"):
-            raise TypeError(f"add_session_log: expected a SessionLog or its status, not {type(session_log).__name__}")
+            raise TypeError(f"add_session_log: must be a SessionLog or its status, not {type(session_log).__name__}")
         self._put({"session_log": kind.FromString(session_log.SerializeToString())}, step)
 
     def add_hparams(self, hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> None:
@@ -551,7 +551,7 @@ def as_serialized(x: Any, name: str, method: str, other: str) -> bytes:
     if not is_message(x, name):
         other_name = "Event" if name == "Summary" else "Summary"
         hint = f"; {other} takes it" if is_message(x, other_name) or type(x) is Summary else _HINTS.get(type(x), "")
-        raise TypeError(f"{method}: expected {'an' if name == 'Event' else 'a'} {name}, not {type(x).__name__}{hint}")
+        raise TypeError(f"{method}: must be {'an' if name == 'Event' else 'a'} {name}, not {type(x).__name__}{hint}")
     return x.SerializeToString()
 
 

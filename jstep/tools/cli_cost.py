@@ -29,7 +29,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     place, separator, function = arguments.program.rpartition(":")
     if not (place and separator and function):
-        raise ValueError(f"{arguments.program!r}: expected PROGRAM:FUNCTION, such as train.py:step_and_shapes")
+        raise ValueError(f"{arguments.program!r}: must be PROGRAM:FUNCTION, such as train.py:step_and_shapes")
     if place.endswith(".py") and not os.path.isfile(place):
         raise FileNotFoundError(f"no file {place}")
     # These import JAX, which --help and the errors above do not need.

@@ -185,7 +185,7 @@ def parsed(name: str, argument: str = "name") -> Name:
     kinds = f"the kinds are {', '.join((*TPUS, *GPUS))}"
     found = _FORM.fullmatch(name)
     if found is None:
-        raise ValueError(f"{argument}={shown(name)}: expected KIND:SIZE, such as {_EXAMPLES}; {kinds}")
+        raise ValueError(f"{argument}={shown(name)}: must be KIND:SIZE, such as {_EXAMPLES}; {kinds}")
     kind, sizes = found[1], tuple(map(int, found[2].split("x")))
     slices = 1 if found[3] is None else int(found[3])
     if kind not in TPUS and kind not in GPUS:
@@ -210,7 +210,7 @@ def _of_tpus(kind: str, sizes: tuple[int, ...], slices: int) -> str:
         one = f"{kind}:{'x'.join(['1'] * dims)}"
         return f"hosts have 2x2 chips, so the first two sizes must be even and none 0 (or all 1: {one!r})"
     if not 1 <= slices <= LARGEST_SLICES:
-        return f"expected 1 to {LARGEST_SLICES} slices, got {slices}"
+        return f"must have 1 to {LARGEST_SLICES} slices, got {slices}"
     return ""
 
 
@@ -218,9 +218,9 @@ def _of_gpus(sizes: tuple[int, ...], slices: str | None) -> str:
     if slices is not None:
         return "only TPUs have slices; write GPUs as HOSTSxDEVICES, such as 'h100:4x8'"
     if len(sizes) > 2 or 0 in sizes:
-        return "expected the devices of one host, such as 'h100:8', or HOSTSxDEVICES, such as 'h100:4x8'"
+        return "must be the devices of one host, such as 'h100:8', or HOSTSxDEVICES, such as 'h100:4x8'"
     if sizes[-1] > LARGEST_HOST:
         return f"a host has at most {LARGEST_HOST} devices; write HOSTSxDEVICES, such as 'h100:{sizes[-1] // 8}x8'"
     if sizes[0] * sizes[-1] > LARGEST_CLUSTER:
-        return f"expected at most {LARGEST_CLUSTER} devices"
+        return f"must have at most {LARGEST_CLUSTER} devices"
     return ""

@@ -269,17 +269,17 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
     number = known.device_count()
     given = {"data": number} if axes is None else axes
     if not isinstance(given, Mapping):
-        raise TypeError(f"axes={shown(axes)}: expected a dict such as {{'data': 64, 'model': 4}}, got {kind(axes)}")
+        raise TypeError(f"axes={shown(axes)}: must be a dict such as {{'data': 64, 'model': 4}}, got {kind(axes)}")
     if not given:
-        raise ValueError("axes={}: expected at least one axis, such as {'data': 8}")
+        raise ValueError("axes={}: must have at least one axis, such as {'data': 8}")
     sizes = {as_text(name, "axes"): as_int(size, f"axes[{name!r}]", 1) for name, size in given.items()}
     types = [AxisType.Auto] * len(sizes) if axis_types is None else axis_types
     if not isinstance(types, Sequence) or not all(isinstance(one, AxisType) for one in types):
         raise TypeError(
-            f"axis_types={shown(types)}: expected one jax.sharding.AxisType for each axis, such as (AxisType.Explicit,)"
+            f"axis_types={shown(types)}: must be one jax.sharding.AxisType for each axis, such as (AxisType.Explicit,)"
         )
     if len(types) != len(sizes):
-        raise ValueError(f"axis_types={shown(types)}: expected one for each axis of {shown(axes or ('data',))}")
+        raise ValueError(f"axis_types={shown(types)}: must be one for each axis of {shown(axes or ('data',))}")
     product = math.prod(sizes.values())
     if product != number:
         raise ValueError(f"axes={shown(axes)}: multiply to {product} devices, but {known} has {number}")

@@ -123,7 +123,7 @@ def test_properties():
     ("sizes", "error", "message"),
     [
         ({}, ValueError, "batch_size={}"),
-        ({5: 2}, ValueError, "batch_size: expected a value for step 0"),
+        ({5: 2}, ValueError, "batch_size: must have a value for step 0"),
         ({0: 2, -1: 3}, ValueError, "-1"),
         ({0: 2, 1.0: 3}, TypeError, "1.0"),
         ({0: 2, True: 3}, TypeError, "True"),

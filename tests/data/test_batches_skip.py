@@ -94,11 +94,11 @@ def test_many_skips():
 @pytest.mark.parametrize(
     ("start", "stop", "error", "message"),
     [
-        (3, 3, ValueError, r"skip\(3, 3\): expected start < stop, got an empty range"),
-        (5, 3, ValueError, r"skip\(5, 3\): expected start < stop, got a reversed range"),
+        (3, 3, ValueError, r"skip\(3, 3\): must have start < stop, got an empty range"),
+        (5, 3, ValueError, r"skip\(5, 3\): must have start < stop, got a reversed range"),
         (-1, 3, ValueError, "start=-1"),
         (0, -3, ValueError, "stop=-3"),
-        (0, 21, ValueError, r"skip\(0, 21\): expected stop ≤ 20"),
+        (0, 21, ValueError, r"skip\(0, 21\): must have stop ≤ 20"),
         (0.0, 3, TypeError, "start=0.0"),
         (0, None, TypeError, "stop=None"),
         (0, True, TypeError, "stop=True"),

@@ -39,8 +39,8 @@ def test_numpy_steps():
 @pytest.mark.parametrize(
     ("mapping", "error", "message"),
     [
-        ({}, ValueError, r"size=\{\}: expected a value for step 0"),
-        ({5: 1}, ValueError, r"size: expected a value for step 0, got values for the steps \[5\]"),
+        ({}, ValueError, r"size=\{\}: must have a value for step 0"),
+        ({5: 1}, ValueError, r"size: must have a value for step 0, got values for the steps \[5\]"),
         ({0: 1, -3: 2}, ValueError, r"size: a step=-3: must be at least 0"),
         ({0: 1, 2.0: 2}, TypeError, r"size: a step=2.0: must be an integer, got float"),
         ({False: 1, 2: 2}, TypeError, r"size: a step=False: must be an integer, got bool"),

@@ -7,7 +7,7 @@ import inspect
 import pathlib
 import re
 
-from source_files import ROOT, text_of
+from source_files import MODULES, ROOT, text_of
 
 import jstep
 
@@ -33,3 +33,9 @@ def test_signatures_of_optimizers_and_schedules_name_their_types() -> None:
     taken = [one for one, file in files.items() if {"optimizers", "schedules"} & set(pathlib.Path(file).parts)]
     assert jstep.adamw in taken
     assert not [one.__name__ for one in taken if "numpy.number" in str(inspect.signature(one))]
+
+
+def test_errors_say_what_a_value_must_be() -> None:
+    """One word for it, not `expected`."""
+    wrong = re.compile(r""": expected [a-z\['{0-9]""")
+    assert not [f"{path.name}: {found.group()}" for path in MODULES.values() for found in wrong.finditer(text_of(path))]

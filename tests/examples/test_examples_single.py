@@ -168,7 +168,7 @@ def test_char_lm_error_for_a_bad_mesh():
     done = finished("char_lm.py", "--mesh", "data=4,modle=2")
     assert (done.returncode, done.stdout) == (1, "")
     assert (
-        done.stderr == "--mesh data=4,modle=2: expected axes data and model with their sizes, such as data=4,model=2\n"
+        done.stderr == "--mesh data=4,modle=2: must be axes data and model with their sizes, such as data=4,model=2\n"
     )
 
 

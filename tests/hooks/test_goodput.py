@@ -127,7 +127,7 @@ def test_runs_that_share_a_directory(tmp_path):
     write(tmp_path, ("a", 30.0, [0, 5], {"stepping": 5.0}), prefix="net")
     assert jstep.goodput(tmp_path).steps == 2
     assert jstep.goodput(tmp_path, prefix="net").productive == 5.0
-    with pytest.raises(ValueError, match=r"prefix='other': expected the prefix .* which has 'net', 'model'"):
+    with pytest.raises(ValueError, match=r"prefix='other': must be the prefix .* which has 'net', 'model'"):
         jstep.goodput(tmp_path, prefix="other")
 
 
@@ -156,5 +156,5 @@ def test_unreadable_timelines_are_named(tmp_path, capsys):
     assert "there is no timeline" in capsys.readouterr().err
     newer = {"kind": "start", "version": 2, "start": "z", "prefix": "model"}
     (tmp_path / "timeline.jsonl").write_text(json.dumps(newer) + "\n")
-    with pytest.raises(ValueError, match="line 1 has version=2: expected at most 1"):
+    with pytest.raises(ValueError, match="line 1 has version=2: must be at most 1"):
         jstep.goodput(tmp_path)

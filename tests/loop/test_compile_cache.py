@@ -153,10 +153,10 @@ def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("given", "where", "error", "message"),
     [
-        (True, None, ValueError, "compile_cache=True: expected a checkpoint_dir"),
-        (True, "gs://bucket/run", ValueError, "expected a local checkpoint_dir"),
-        ("s3://bucket/cache", None, ValueError, "expected a local directory"),
-        ("", None, ValueError, "expected a directory"),
+        (True, None, ValueError, "compile_cache=True: must have a checkpoint_dir"),
+        (True, "gs://bucket/run", ValueError, "must have a local checkpoint_dir"),
+        ("s3://bucket/cache", None, ValueError, "must be a local directory"),
+        ("", None, ValueError, "must be a directory"),
         (3, None, TypeError, "compile_cache=3"),
     ],
 )

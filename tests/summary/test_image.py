@@ -134,15 +134,15 @@ def test_summed_or_averaged_images_are_an_error(tmp_path, reduce):
         (
             np.zeros((1, 2, 2, 2)),
             ValueError,
-            r"image 'x': expected 1, 3 or 4 channels.*got 2.*\(1, 2, 2, 2\)",
+            r"image 'x': must have 1, 3 or 4 channels.*got 2.*\(1, 2, 2, 2\)",
         ),
         (np.zeros((1, 3, 9, 9)), ValueError, r"'x'.*got 9 .*; channels come last: jnp\.moveaxis"),
-        (np.zeros((2, 2, 3)), ValueError, r"image 'x': expected \[batch.*\(2, 2, 3\); add the batch axis"),
+        (np.zeros((2, 2, 3)), ValueError, r"image 'x': must be \[batch.*\(2, 2, 3\); add the batch axis"),
         (np.zeros((2, 2)), ValueError, r"image 'x'.*\(2, 2\)"),
         (np.zeros((1, 0, 2, 3)), ValueError, r"image 'x': pictures without pixels"),
         (np.zeros((1, 2, 2, 3), np.int32), TypeError, r"image 'x': pixels must be uint8.*int32"),
         (np.zeros((1, 2, 2, 3), bool), TypeError, r"image 'x'.*bool"),
-        ([[[[0.0]]]], TypeError, r"image 'x': expected an array.*list"),
+        ([[[[0.0]]]], TypeError, r"image 'x': must be an array.*list"),
     ],
 )
 def test_error_for_bad_images_names_the_tag_and_shape(tensor, error, message):

@@ -172,7 +172,7 @@ def test_text(tmp_path, accumulate):
 
 @pytest.mark.parametrize("text", [3, None, b"bytes", ["a", 3], [["a", "b"], ["c"]], [[["a"]]]])
 def test_text_must_be_strings(text):
-    with pytest.raises(TypeError, match="text 'notes': expected a str"):
+    with pytest.raises(TypeError, match="text 'notes': must be a str"):
         summary.text("notes", text)
 
 
@@ -196,7 +196,7 @@ def test_duplicate_tags_of_any_kind_are_an_error(other):
 
 
 def test_merge_accepts_only_summaries():
-    with pytest.raises(TypeError, match=r"expected summaries of jstep\.summary, not float"):
+    with pytest.raises(TypeError, match=r"must be summaries of jstep\.summary, not float"):
         summary.merge([1.0])
     with pytest.raises(TypeError, match=r"write merge\(\[summary\]\)"):
         summary.merge(summary.scalar("a", 1.0))

@@ -48,15 +48,15 @@ def test_add_event_accepts_protos_and_bytes(tmp_path):
 @pytest.mark.parametrize(
     ("method", "argument", "message"),
     [
-        ("add_summary", 3.0, "expected a Summary, not float"),
-        ("add_summary", {"loss": 1.0}, r"expected a Summary, not dict; summary\.scalar"),
-        ("add_summary", [summary.scalar("a", 1.0)], r"expected a Summary, not list; summary\.merge"),
-        ("add_summary", event_pb2.Event(), "expected a Summary, not Event; add_event takes it"),
-        ("add_event", summary_pb2.Summary(), "expected an Event, not Summary; add_summary takes it"),
+        ("add_summary", 3.0, "must be a Summary, not float"),
+        ("add_summary", {"loss": 1.0}, r"must be a Summary, not dict; summary\.scalar"),
+        ("add_summary", [summary.scalar("a", 1.0)], r"must be a Summary, not list; summary\.merge"),
+        ("add_summary", event_pb2.Event(), "must be a Summary, not Event; add_event takes it"),
+        ("add_event", summary_pb2.Summary(), "must be an Event, not Summary; add_summary takes it"),
         ("add_event", summary.scalar("a", 1.0), "add_summary takes it"),
         ("add_event", b"\xff\xff", "2 bytes that are not a serialized Event"),
         ("add_summary", b"\xff\xff", "2 bytes that are not a serialized Summary"),
-        ("add_graph", 3, "expected a jax.stages.Traced"),
+        ("add_graph", 3, "must be a jax.stages.Traced"),
         (
             "add_hparams",
             {"a": None},
@@ -64,7 +64,7 @@ def test_add_event_accepts_protos_and_bytes(tmp_path):
         ),
         ("add_hparams", {"a": {"b": [1]}}, r"hparams\['a/b'\] must be"),
         ("add_hparams", 3, "must be a mapping"),
-        ("add_session_log", 3, "expected a SessionLog"),
+        ("add_session_log", 3, "must be a SessionLog"),
     ],
 )
 def test_arguments_of_wrong_types(tmp_path, method, argument, message):
@@ -171,7 +171,7 @@ def test_add_session_log(tmp_path):
     with SummaryWriter(tmp_path) as writer:
         writer.add_session_log(log, 5)
         writer.add_session_log("STOP", jnp.int32(6))
-        with pytest.raises(ValueError, match="expected 'START', 'STOP' or 'CHECKPOINT', got 'start'"):
+        with pytest.raises(ValueError, match="must be 'START', 'STOP' or 'CHECKPOINT', got 'start'"):
             writer.add_session_log("start", 5)
     _, checkpoint, stop = events_of(writer)
     assert (checkpoint.step, checkpoint.session_log) == (5, log)

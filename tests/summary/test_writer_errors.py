@@ -68,13 +68,13 @@ def test_error_for_a_reduced_vector_names_the_tag(tmp_path):
     created = jax.vmap(lambda x: summary.scalar(["a", "b"], jnp.stack([x, x])))(jnp.ones(3))
     with SummaryWriter(tmp_path) as writer:
         writer.add_summary(jax.tree.map(jnp.sum, created), 1)
-        with pytest.raises(ValueError, match="summary 'a': an array of shape"):
+        with pytest.raises(ValueError, match="summary 'a': must be an array of rank 1"):
             writer.flush()
 
 
 def test_a_bad_graph_leaves_no_thread(tmp_path):
     threads = threading.active_count()
-    with pytest.raises(TypeError, match=r"expected a jax\.stages\.Traced"):
+    with pytest.raises(TypeError, match=r"must be a jax\.stages\.Traced"):
         SummaryWriter(tmp_path, graph=3)
     assert threading.active_count() == threads
 

@@ -60,8 +60,8 @@ def test_a_file_and_a_module(program, capsys):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("{file}", "expected PROGRAM:FUNCTION"),
-        ("{file}:", "expected PROGRAM:FUNCTION"),
+        ("{file}", "must be PROGRAM:FUNCTION"),
+        ("{file}:", "must be PROGRAM:FUNCTION"),
         ("{file}:nothing", "has no function 'nothing'"),
         ("{file}:constant", "has no function 'constant'"),
         ("{file}:wrong", "must return (train_step, state, *batch), returned an int"),

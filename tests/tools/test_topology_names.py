@@ -72,11 +72,11 @@ def test_equal_topologies_have_equal_names():
         ("a100:9999x16", "at most 16384 devices"),
         ("v9:2x2", "unknown kind 'v9'.*the kinds are v2, v3, v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200"),
         ("V5E:2x4", "unknown kind 'V5E'"),
-        ("v5litepod-8", "expected KIND:SIZE"),
-        ("v5e:2x4 ", "expected KIND:SIZE"),
-        ("v5e:-2x4", "expected KIND:SIZE"),
-        ("v5e:２x４", "expected KIND:SIZE"),
-        ("v5e", "expected KIND:SIZE"),
+        ("v5litepod-8", "must be KIND:SIZE"),
+        ("v5e:2x4 ", "must be KIND:SIZE"),
+        ("v5e:-2x4", "must be KIND:SIZE"),
+        ("v5e:２x４", "must be KIND:SIZE"),
+        ("v5e", "must be KIND:SIZE"),
         ("", "must not be empty"),
     ],
 )
@@ -100,8 +100,8 @@ def test_names_must_be_strings(name):
         ({"data": 8.0}, TypeError, r"axes\['data'\]=8.0"),
         ({"data": True}, TypeError, r"axes\['data'\]=True"),
         ({1: 8}, TypeError, "axes=1"),
-        ([("data", 8)], TypeError, "expected a dict"),
-        ("data", TypeError, "expected a dict"),
+        ([("data", 8)], TypeError, "must be a dict"),
+        ("data", TypeError, "must be a dict"),
     ],
 )
 def test_bad_axes_raise(axes, error, words):
