@@ -6,24 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pages import DOCS, run_page
+from pages import DOCS
 
 import jstep
 
-pytestmark = pytest.mark.thorough  # the page runs for seconds
-
-
-@pytest.fixture(scope="module")
-def page():
-    """The names that the page defines."""
-    return run_page(DOCS / "recipes" / "batch-shapes.md")
-
-
-@pytest.fixture(autouse=True)
-def standard():
-    """JAX's own settings, as those in which pages run."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("standard")]  # the page runs for seconds
+PAGE = DOCS / "recipes" / "batch-shapes.md"
 
 
 @pytest.mark.parametrize("epoch", [0, 1])

@@ -14,12 +14,6 @@ import jstep
 PAGE = DOCS / "recipes" / "contrastive.md"
 
 
-@pytest.fixture(scope="module")
-def page():
-    """The names that the page defines."""
-    return run_page(PAGE)
-
-
 def loss_by_hand(page, params, images, texts):
     """The loss of CLIP, a loop over rows in float64."""
     u, v = (np.asarray(page["encode"](params[name], x), np.float64) for name, x in (("image", images), ("text", texts)))

@@ -6,26 +6,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from pages import DOCS, run_page
+from pages import DOCS
 
 import jstep
 
 pytestmark = pytest.mark.thorough  # the page runs for seconds
 
+PAGE = DOCS / "recipes" / "mixture-of-experts.md"
 AXIS_TYPES = [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit]
-
-
-@pytest.fixture(scope="module")
-def page():
-    """The names that the page defines."""
-    return run_page(DOCS / "recipes" / "mixture-of-experts.md")
-
-
-@pytest.fixture
-def standard():
-    """JAX's own settings, as those in which pages run."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def gelu(x):

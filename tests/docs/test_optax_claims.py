@@ -5,17 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.example_libraries import optimizers
-from pages import DOCS, run_page
+from pages import DOCS
 
 import jstep
 
 optax = pytest.importorskip("optax")
-
-
-@pytest.fixture(scope="module")
-def page():
-    """The names that the page defines."""
-    return run_page(DOCS / "from" / "optax.md")
+PAGE = DOCS / "from" / "optax.md"
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,6 @@ def page():
     return run_page(PAGE, lambda code: code if code in definitions else "")
 
 
-@pytest.fixture
-def standard():
-    """JAX's own settings, as those in which pages run."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
 def adam(slots, grads, rate=1e-3):
     """Adam by hand: (count, m, v) and the change of the parameters."""
     count, m, v = slots

@@ -5,17 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparisons import assert_close
-from pages import DOCS, run_page
+from pages import DOCS
 
 import jstep
 
 pytestmark = pytest.mark.thorough  # the page runs for seconds
-
-
-@pytest.fixture(scope="module")
-def page():
-    """The names that the page defines."""
-    return run_page(DOCS / "recipes" / "vq-vae.md")
+PAGE = DOCS / "recipes" / "vq-vae.md"
 
 
 def step_by_hand(page, params, codebook, x, rate):

@@ -1,11 +1,12 @@
 """`StepCounterHook.examples_per_sec` for batch sizes that change."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from doubles import Pair
 
 import jstep
 
@@ -33,11 +34,6 @@ def test_examples_per_sec_follows_the_batch_size(steps_per_call):
     assert rates[16] == pytest.approx((2 * 8 + 2 * 1) / 4)
     assert rates[12] == pytest.approx((32 * 1 + 8 * 3) / 4)
     assert rates[8] == pytest.approx((4 * 2 + 32 * 2) / 4)
-
-
-class Pair(NamedTuple):
-    x: Any
-    y: Any
 
 
 STRUCTURES: dict[str, Any] = {

@@ -4,13 +4,13 @@ import itertools
 import logging
 import threading
 import time
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparisons import aligned
+from doubles import Pair
 from loop_runs import DATA, OPTIMIZER, train
 from positioned import Positioned
 
@@ -123,11 +123,6 @@ def test_tensors_are_converted_without_a_copy():
     for kind in (WithNumpy, WithDlpack):
         assert np.shares_memory(copied({"x": kind(array)}, fresh=True)["x"], array)
         assert not np.shares_memory(copied({"x": kind(array)})["x"], array)
-
-
-class Pair(NamedTuple):
-    x: object
-    y: object
 
 
 @pytest.mark.parametrize("make", [lambda x: x, lambda x: (x, 1.5), lambda x: {"b": x, "a": x}, lambda x: Pair(x, [x])])

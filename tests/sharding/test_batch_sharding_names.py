@@ -1,11 +1,12 @@
 """`batch_sharding` as the name of a mesh axis, or a tuple of names: in `train`, `evaluator` and `replay`."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from doubles import Pair
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,11 +15,6 @@ import jstep
 OPTIMIZER = jstep.adam(0.1)
 X = np.arange(64, dtype=np.float32).reshape(32, 2) / 64
 SEEN: list[Any] = []
-
-
-class Pair(NamedTuple):
-    x: Any
-    y: Any
 
 
 def loss_fn(params, batch):

@@ -1,11 +1,11 @@
 """Errors of JAX that ported programs meet have a note that shows the way out, once."""
 
 import re
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
+from doubles import Pair
 
 import jstep
 
@@ -65,11 +65,6 @@ def test_a_model_of_nnx_that_shares_its_variables_with_the_arguments():
     (note,) = [note for note in error.value.__notes__ if "nnx.merge" in note]
     assert "nnx.merge(graphdef, params, rest, copy=True)" in note
     assert run(lambda params, rest, x: loss(params, rest, x, copy=True))[0].global_step == 1
-
-
-class Pair(NamedTuple):
-    x: Any
-    y: Any
 
 
 ONE_ARGUMENT = {
