@@ -11,7 +11,7 @@ from checkpoint_scripts import run, start
 from checkpoint_states import listing, save_all, state_at
 from file_operations import before, failing
 
-from jstep.checkpoint import directory
+from jstep.checkpoint import claims
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.saver import Saver
 
@@ -259,10 +259,10 @@ def test_where_signals_end_processes_none_is_sent_to_see_whether_one_is_alive(mo
     sent = []
     monkeypatch.setattr(os, "kill", lambda *args: sent.append(args))
     unknown = 2**31 - 1  # no process has it, so that its start time is not read
-    assert directory.started(unknown) == "unknown"
+    assert claims.started(unknown) == "unknown"
     assert sent == [(unknown, 0)]
     monkeypatch.setattr(os, "name", "nt")
-    found = directory.started(unknown)
+    found = claims.started(unknown)
     monkeypatch.undo()
     assert found == "unknown"
     assert len(sent) == 1
