@@ -499,11 +499,6 @@ def keep_target_leaf(wanted: Wanted, step: int) -> Any:
     """
     leaf = wanted.leaf
     if wanted.is_guard and jnp.issubdtype(wanted.dtype, jnp.integer):
-        since = np.full(np.shape(leaf), step, wanted.dtype)
-        return since if wanted.is_numpy else jax.device_put(place_anywhere(since), target_sharding(leaf, wanted.path))
-    if not targets.has_value(leaf):
-        raise ValueError(
-            f"target: {wanted.path!r} is not in the checkpoint, or differs there, and has no value to keep; "
-            "with partial=True, pass arrays for leaves that the checkpoint lacks"
-        )
+        return targets.placed(wanted, np.full(np.shape(leaf), step, wanted.dtype))
+    targets.require_value(wanted)
     return leaf.copy() if trees.is_array(leaf) else jnp.asarray(leaf, wanted.dtype)

@@ -162,6 +162,20 @@ def has_value(leaf: Any) -> bool:
     return not (isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and leaf.is_deleted()))
 
 
+def require_value(wanted: Wanted[Any]) -> None:
+    """Reject a leaf that stays as it is and has no value.
+
+    Raises:
+        ValueError: It is a shape, or was deleted.
+    """
+    if not has_value(wanted.leaf):
+        got = "a deleted array" if isinstance(wanted.leaf, jax.Array) else "a shape"
+        raise ValueError(
+            f"target: {trees.quoted(wanted.path)} stays as it is, since nothing that was saved fits or names maps it "
+            f"to None, and must have a value, got {got}; pass an array there"
+        )
+
+
 def kind_of(leaf: Any, path: str, advice: str) -> tuple[tuple[int, ...], Any]:
     """Return the shape and dtype of a leaf of a target, into which an array is to be read; bytes in native order.
 

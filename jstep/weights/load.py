@@ -17,7 +17,7 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_compile_only, target_sharding
-from jstep.core.targets import has_value
+from jstep.core.targets import require_value
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.weights import jstep_checkpoint, match
 from jstep.weights.files import FILES, OF_JSTEP, kind_of, local, read_headers
@@ -111,7 +111,7 @@ def load_weights(
             raise _misfit(found, source.path)
         for wanted in found.wanted:
             if wanted.source is None:
-                _check_kept(wanted)
+                require_value(wanted)
         leaves = [wanted.leaf for wanted in found.wanted]
         # Leaves with transforms come first, since the result of a transform may not fit.
         for i, wanted in enumerate(found.wanted):
@@ -127,7 +127,7 @@ def load_weights(
                 if not partial:
                     found.wanted[i + 1 :] = map(match.with_problem_of_ones, found.wanted[i + 1 :])
                     raise _misfit(found, source.path)
-                _check_kept(wanted)
+                require_value(wanted)
         if found.differences():
             nothing = "" if any(wanted.source for wanted in found.wanted) else ", and nothing was loaded"
             _logger.warning(
@@ -154,17 +154,6 @@ def _misfit(found: Match, path: str) -> ValueError:
         f"target does not fit {path}{found.differences()}. Nothing was loaded; names= maps leaves to tensors (None: "
         f"none), dtype= casts floating tensors, and partial=True loads what fits{found.hint}"
     )
-
-
-def _check_kept(wanted: Wanted) -> None:
-    """Check that a leaf that is kept has a value."""
-    leaf = wanted.leaf
-    if not has_value(leaf):
-        raise ValueError(
-            f"target: {trees.quoted(wanted.path)} stays as it is, since names maps it to None or no tensor fits, "
-            f"and must have a value, got {'a deleted array' if isinstance(leaf, jax.Array) else 'a shape'}; pass "
-            "an array there"
-        )
 
 
 def _float_dtype(dtype: Any) -> Any:

@@ -88,7 +88,7 @@ class TestRestore:
         with Saver(tmp_path) as saver:
             saver.save(state_at(7))
             target = jax.eval_shape(lambda: jstep.TrainState.create({"w": jnp.zeros((3, 2))}, jstep.adam()))
-            with pytest.raises(ValueError, match="'slots/m/w' is not in the checkpoint"):
+            with pytest.raises(ValueError, match=r"'slots/m/w' stays as it is.* must have a value, got a shape"):
                 saver.restore(target, partial=True)
             with pytest.raises(ValueError, match="nothing in common"):
                 saver.restore({"v": jnp.zeros(3)}, partial=True)
@@ -168,7 +168,7 @@ class TestRestore:
             assert saver.restore(target).params["w"].tolist() == [[3, 3]] * 3
             deleted = jnp.zeros(2)
             deleted.delete()
-            with pytest.raises(ValueError, match="'params/x' is not in the checkpoint"):
+            with pytest.raises(ValueError, match=r"'params/x' stays as it is.* got a deleted array"):
                 saver.restore(target.replace(params={"x": deleted}), partial=True)
 
     def test_shardings_are_those_of_the_target(self, tmp_path):
