@@ -27,8 +27,9 @@ from jstep.optimizers.hyperparameters import Conditions, Projected
 from jstep.optimizers.hyperparameters import report_condition as report
 from jstep.optimizers.leafwise import EMPTY_CONTEXT
 from jstep.optimizers.updates import add
+from jstep.state.global_step import step_of
 from jstep.state.sharding import state_shardings
-from jstep.state.train_state import MODEL_STATE, TrainState, masters_of, require_state, step_of, values_of
+from jstep.state.train_state import MODEL_STATE, TrainState, masters_of, require_state, values_of
 
 # An update of what `compact` stores: opened, updated by the optimizer inside, and closed again.
 

@@ -14,8 +14,6 @@ from jstep.core.placement import as_scalar, refuse_shapes
 from jstep.core.slot_roles import COUNTS, roles_in
 from jstep.core.trees import Array, Step
 
-NO_STEP = "the state has no global step: give it one with state.replace(global_step=jstep.create_global_step())"
-
 
 @on_any_mesh()
 def create_global_step(value: Step = 0) -> Array:
@@ -68,29 +66,49 @@ def get_global_step(state: Any) -> Array | None:
     if step is not None and step.ndim:
         # In a population, all leaves are stacked like the step, as by `jax.vmap`.
         stacked = (np.shape(leaf)[: step.ndim] == step.shape for leaf in jax.tree.leaves(state))
-        if not (_has_step(state) and all(stacked)):
+        if step is state or not all(stacked):
             raise TypeError(f"the global step must be an integer scalar, got {kind(step)}")
     return step
 
 
 def found_step(state: Any) -> Array | None:
     """Return the global step of a state, of any shape, or None; one that is a number becomes an array."""
-    if isinstance(state, bool | np.bool_) or not (_is_step(state) or _has_step(state)):
-        raise TypeError(f"state: must be a state with a global_step, or a step (an integer scalar), got {kind(state)}")
-    found = state if not _has_step(state) else state["global_step"] if isinstance(state, Mapping) else state.global_step
-    if found is not None and not _is_step(found):
-        raise TypeError(f"the state's global_step must be an integer scalar, got {kind(found)}")
-    return create_global_step(found) if isinstance(found, int | np.integer) else found
+    own = state.get("global_step", state) if isinstance(state, Mapping) else getattr(state, "global_step", state)
+    if own is None and state is not None:
+        return None
+    if isinstance(own, int | np.integer) and not isinstance(own, bool):
+        return create_global_step(own)
+    if not (hasattr(own, "dtype") and hasattr(own, "shape") and jnp.issubdtype(own.dtype, jnp.integer)):
+        if own is state:
+            raise TypeError(
+                f"state: must be a state with a global_step, or a step (an integer scalar), got {kind(state)}"
+            )
+        raise TypeError(f"the state's global_step must be an integer scalar, got {kind(own)}")
+    return own
 
 
-def _has_step(x: Any) -> bool:
-    return "global_step" in x if isinstance(x, Mapping) else hasattr(x, "global_step")
+def step_of(state: Any, *, scalar: bool = False) -> Array:
+    """Return the global step of a state, which must have one, as an array.
 
+    Args:
+        state: A state, or a step itself.
+        scalar: Whether it must be a scalar: a population has stacked steps.
 
-def _is_step(x: Any) -> bool:
-    if isinstance(x, int | np.integer):
-        return not isinstance(x, bool)
-    return hasattr(x, "dtype") and hasattr(x, "shape") and bool(jnp.issubdtype(x.dtype, jnp.integer))
+    Raises:
+        TypeError: It is not an integer.
+        ValueError: The state's global step is None, or not a scalar.
+    """
+    step = found_step(state)
+    if step is None:
+        raise ValueError(
+            "the state has no global step: give it one with state.replace(global_step=jstep.create_global_step())"
+        )
+    if scalar and np.ndim(step):
+        raise ValueError(
+            f"global_step: must be a scalar, got shape {np.shape(step)}; select one of the stacked states, or map over "
+            "them with jax.vmap"
+        )
+    return step
 
 
 def get_or_create_global_step(state: Any) -> Array:
@@ -128,7 +146,7 @@ def global_step(state: Any) -> int:
         >>> jstep.global_step(jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1)))
         0
     """
-    step = _scalar_step(state)
+    step = step_of(state, scalar=True)
     require_alive({"global_step": step})
     refuse_shapes(step, "state")
     try:
@@ -156,18 +174,6 @@ def require_alive(state: Any, cause: BaseException | None = None) -> None:
         ) from cause
 
 
-def _scalar_step(state: Any) -> Array:
-    step = found_step(state)
-    if step is None:
-        raise ValueError(NO_STEP)
-    if np.ndim(step):
-        raise ValueError(
-            f"global_step: must be a scalar, got shape {np.shape(step)}; select one of the stacked states, or map over "
-            "them with jax.vmap"
-        )
-    return step
-
-
 @on_any_mesh("state")
 def increment_global_step(state: Any, amount: Step = 1) -> Any:
     """Return a new state with the global step incremented by `amount`; for a step itself, step + amount.
@@ -190,13 +196,13 @@ def increment_global_step(state: Any, amount: Step = 1) -> Any:
         5
     """
     more = _as_count(amount, "amount")
-    before = _scalar_step(state)
+    before = step_of(state, scalar=True)
     refuse_shapes(before, "state")
     later = later_step(before, more)
-    if not _has_step(state):
-        return later
     if isinstance(state, Mapping):
         return {**state, "global_step": later}
+    if not hasattr(state, "global_step"):
+        return later
     # Slots age by updates: those that a step does not update are created, as it were, that much later.
     counts = [name for name in roles_in(state).of(*COUNTS) if name in state.slots]
     if not counts:

@@ -29,7 +29,7 @@ from jstep.core.slot_roles import HALVES, NO_ROLES, Role, Roles, opened, roles_i
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step
 from jstep.state import sharding as layout
-from jstep.state.global_step import NO_STEP, create_global_step, found_step
+from jstep.state.global_step import create_global_step
 
 # Creation of a state: which parameters it takes, and sharded without any device holding more than its shards.
 
@@ -437,19 +437,6 @@ def require_state(value: Any, argument: str = "state") -> TrainState:
     if not isinstance(value, TrainState):
         raise TypeError(f"{argument}: must be a TrainState, got {kind(value)}; make one with TrainState.create")
     return value
-
-
-def step_of(state: TrainState) -> Array:
-    """Return the global step of a state, which must have one, as an array.
-
-    Raises:
-        TypeError: Its global step is not an integer.
-        ValueError: Its global step is None.
-    """
-    step = found_step(state)
-    if step is None:
-        raise ValueError(NO_STEP)
-    return step
 
 
 # Access to slots (optimizer state) by name and by parameter.

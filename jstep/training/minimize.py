@@ -43,8 +43,8 @@ from jstep.optimizers.hyperparameters import (
 )
 from jstep.optimizers.leafwise import EMPTY_CONTEXT, call_update, inner_context, is_guarded
 from jstep.optimizers.updates import Transfers, apply_in_order, using_transfers, with_small_ones_loaded
-from jstep.state.global_step import later_step, require_alive
-from jstep.state.train_state import MODEL_STATE, TrainState, require_state, step_of
+from jstep.state.global_step import later_step, require_alive, step_of
+from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 from jstep.training.metrics import Metrics, split
 from jstep.training.requested import MetricFn, Requested, requested
 from jstep.training.step import Body, PureStep, TrainStep
