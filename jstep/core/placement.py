@@ -1,6 +1,5 @@
 """Placement of arrays: devices, memory kinds, shards, the order of updates in place; checks of arrays."""
 
-import contextlib
 import contextvars
 import functools
 import math
@@ -44,17 +43,13 @@ def device_of(tree: Any) -> Any:
 Layouts = Mapping[str, NamedSharding]
 """Path → sharding, for leaves on a mesh."""
 
-_LAYOUTS: contextvars.ContextVar[Layouts | None] = contextvars.ContextVar("jstep_layouts", default=None)
-
-
-def using_layouts(layouts: Layouts) -> contextlib.AbstractContextManager[Layouts]:
-    """Make the shardings of leaves known to `layout_of` in a context: tracers on Auto axes do not know theirs."""
-    return setting(_LAYOUTS, layouts)
+LAYOUTS: contextvars.ContextVar[Layouts | None] = contextvars.ContextVar("jstep_layouts", default=None)
+"""The shardings of leaves, for `layout_of`: tracers on Auto axes do not know theirs."""
 
 
 def layout_of(path: str) -> NamedSharding | None:
     """Return the sharding of the leaf at a path; None if it is unknown or not on a mesh."""
-    return (_LAYOUTS.get() or {}).get(path)
+    return (LAYOUTS.get() or {}).get(path)
 
 
 def sharding_on_mesh(leaf: Any) -> NamedSharding | None:
@@ -129,17 +124,13 @@ def on_devices(tree: Any) -> Any:
     return jax.tree.map(moved, tree)
 
 
-_SHARDINGS: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_shardings", default=None)
-
-
-def sharded(shardings: Any) -> contextlib.AbstractContextManager[Any]:
-    """Context manager that makes the shardings of a traced state known: tracers on Auto axes do not know them."""
-    return setting(_SHARDINGS, shardings)
+SHARDINGS: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_shardings", default=None)
+"""The shardings of a traced state, for `shardings_of`: tracers on Auto axes do not know them."""
 
 
 def shardings_of(tree: Any) -> list[Any] | None:
     """Return the shardings of the leaves of a traced state; None if they are unknown."""
-    known = _SHARDINGS.get()
+    known = SHARDINGS.get()
     return jax.tree.leaves(known) if known is not None and trees.structure(known) == trees.structure(tree) else None
 
 
@@ -148,7 +139,7 @@ def may_run_on(*platforms: str) -> bool:
 
     A process without accelerators may compile for others.
     """
-    known = [sharding for sharding in jax.tree.leaves(_SHARDINGS.get()) if hasattr(sharding, "device_set")]
+    known = [sharding for sharding in jax.tree.leaves(SHARDINGS.get()) if hasattr(sharding, "device_set")]
     here = next(iter(known[0].device_set)).platform if known else jax.default_backend()
     return here in platforms or (here == "cpu" and not known)
 
@@ -483,7 +474,7 @@ def in_order(first: Array, *later: Array) -> list[Array]:
 
 def _is_traced(tree: Any) -> bool:
     """Whether a program is being traced: outside of one the order is fixed, and `platform_dependent` would compile."""
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+    return any(map(trees.is_traced, jax.tree.leaves(tree)))
 
 
 # Validation of arguments that may be traced: numbers, PRNG keys, and checks that wait for values.
@@ -571,7 +562,7 @@ _WAITING: contextvars.ContextVar[Waiting | None] = contextvars.ContextVar("jstep
 
 
 def when_concrete(path: str, check: Check, *args: Hashable) -> None:
-    """Defer `check(path, leaf, *args)` until the leaf of params at `path` is concrete; see `collecting_checks`.
+    """Defer `check(path, leaf, *args)` until the leaf of params at `path` is concrete; see `with_checks`.
 
     Parameters are still traced while slots are created by a compiled function.
 
@@ -585,16 +576,14 @@ def when_concrete(path: str, check: Check, *args: Hashable) -> None:
         waiting[path, check, args] = None
 
 
-def collecting_checks() -> contextlib.AbstractContextManager[Waiting]:
-    """Context manager in which `when_concrete` collects checks for `run_checks`."""
-    return setting(_WAITING, Waiting())
-
-
-def run_checks(waiting: Waiting, params: Any) -> None:
-    """Run the collected checks on parameters; parameters that are still traced are not checked."""
-    if waiting:
-        leaves = dict(trees.leaves_with_paths(params))
-        with internal_transfers():
-            for path, check, args in waiting:
-                if path in leaves:
-                    check(path, leaves[path], *args)
+def with_checks(make: Callable[..., Any], *args: Any) -> Any:
+    """Return the state `make(*args)` after the checks that `when_concrete` deferred; they skip traced parameters."""
+    waiting = Waiting()
+    with setting(_WAITING, waiting):
+        state = make(*args)
+    leaves = dict(trees.leaves_with_paths(state.params)) if waiting else {}
+    with internal_transfers():
+        for path, check, args in waiting:
+            if path in leaves:
+                check(path, leaves[path], *args)
+    return state

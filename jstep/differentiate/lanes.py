@@ -13,10 +13,10 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jstep.core import jaxprs, trees
-from jstep.core.checks import as_int, explain_jax
+from jstep.core.checks import as_int, explain_jax, setting
 from jstep.core.jaxprs import ELEMENTWISE, Operation, Subprogram
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh, without_explicit_axes
-from jstep.core.placement import on_devices, shape_of, sharded, sharding_on_mesh, shardings_of
+from jstep.core.placement import SHARDINGS, on_devices, shape_of, sharding_on_mesh, shardings_of
 from jstep.core.trees import Array
 from jstep.differentiate.microbatches import specs_of_rows
 
@@ -172,7 +172,7 @@ def traced(lanes: Lanes, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
     Returns:
         Its closed jaxpr, and the tree of its results as shapes.
     """
-    with jax.sharding.use_abstract_mesh(lanes.alone()), sharded(None):
+    with jax.sharding.use_abstract_mesh(lanes.alone()), setting(SHARDINGS, None):
         return jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_shape, args))
 
 

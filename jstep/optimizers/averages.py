@@ -344,7 +344,7 @@ def with_moving_average(
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         ages: Slots = {}
         if ema.follows == "step":
-            moves = hyperparameters.advances() and unless_skipped_by_guards(conditions, gradients, params)
+            moves = hyperparameters.ADVANCES.get() and unless_skipped_by_guards(conditions, gradients, params)
             age = age_of(at.step, own[_age_name(ema)]) if ema.zero_debias else None
             weights = [_weight_at_steps(now, after, age, moves)] * len(found)
             counts = moves & ema.is_due(after)

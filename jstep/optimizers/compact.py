@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jstep.core import slot_roles, trees
 from jstep.core.calls import makes_optimizer
-from jstep.core.checks import as_int, shown
+from jstep.core.checks import as_int, setting, shown
 from jstep.core.jaxprs import Subprogram, on_slices, without_calls
 from jstep.core.matching import require_slots
 from jstep.core.meshes import dims_of, explicit_mesh, internal_transfers, sharded_like, without_explicit_axes
@@ -128,7 +128,7 @@ def _collecting(conditions: Conditions, update: Callable[..., Any], *first: Any)
 
     def traced(*rest: Any) -> Any:
         conditions.clear()
-        with hyper.collecting_conditions(conditions):
+        with setting(hyper.CONDITIONS, conditions):
             made = update(*first, *rest)
         return made, [condition.holds for condition in conditions]
 

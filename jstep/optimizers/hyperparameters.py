@@ -742,18 +742,14 @@ class Condition(NamedTuple):
 
 Conditions = list[Condition]
 
-_CONDITIONS: contextvars.ContextVar[Conditions | None] = contextvars.ContextVar("jstep_conditions", default=None)
-
-
-def collecting_conditions(into: Conditions | None) -> contextlib.AbstractContextManager[Conditions | None]:
-    """Collect the conditions of the updates made in a context; None if nothing outside may see them."""
-    return setting(_CONDITIONS, into)
+CONDITIONS: contextvars.ContextVar[Conditions | None] = contextvars.ContextVar("jstep_conditions", default=None)
+"""The conditions of the updates that are made, for those outside; None if nothing outside may see them."""
 
 
 @scoped
 def observing_conditions(into: Conditions) -> Iterator[None]:
     """Collect the conditions of the updates made in a context, for those outside as well."""
-    with collecting_conditions(into):
+    with setting(CONDITIONS, into):
         yield
     for one in into:
         report_condition(one)
@@ -761,7 +757,7 @@ def observing_conditions(into: Conditions) -> Iterator[None]:
 
 def report_condition(condition: Condition) -> None:
     """Report that some parameters are updated only if a condition holds."""
-    collected = _CONDITIONS.get()
+    collected = CONDITIONS.get()
     if collected is not None:
         collected.append(condition)
 
@@ -796,14 +792,5 @@ def unless_skipped_by_guards(collected: Conditions, gradients: list[Any], params
 
 # Whether an update advances the global step, for what follows steps.
 
-_ADVANCES: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_advances", default=True)
-
-
-def advancing(increment: bool) -> contextlib.AbstractContextManager[bool]:
-    """Declare whether the update that is computed in this context advances the global step."""
-    return setting(_ADVANCES, increment)
-
-
-def advances() -> bool:
-    """Whether the update that is being computed advances the global step."""
-    return _ADVANCES.get()
+ADVANCES: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_advances", default=True)
+"""Whether the update that is being computed advances the global step."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
-from jstep.core.checks import as_function
+from jstep.core.checks import as_function, setting
 from jstep.core.matching import match_gradients, require_slots
 from jstep.core.placement import on_devices
 from jstep.core.slot_roles import (
@@ -208,7 +208,7 @@ def call_update(
     def update(slots: Slots, params: Params) -> tuple[Updates, Slots]:
         # Conditions inside a custom update may belong to a program of its own.
         is_custom = not isinstance(optimizer.init, Init)
-        with hyperparameters.collecting_conditions(None) if is_custom else contextlib.nullcontext():
+        with setting(hyperparameters.CONDITIONS, None) if is_custom else contextlib.nullcontext():
             return optimizer.update(updates, slots, params, step, *further)
 
     new, slots = update(slots, params) if can_load_slots(optimizer) else with_slots_loaded(update, slots, params)

@@ -53,20 +53,16 @@ class Transfers:
     is_certain: bool = True
 
 
-_TRANSFERS: contextvars.ContextVar[Transfers | None] = contextvars.ContextVar("jstep_transfers", default=None)
-
-
-def using_transfers(transfers: Transfers | None) -> AbstractContextManager[Transfers | None]:
-    """Load slots leaf by leaf in a context; not if `transfers` is None."""
-    return setting(_TRANSFERS, transfers)
+TRANSFERS: contextvars.ContextVar[Transfers | None] = contextvars.ContextVar("jstep_transfers", default=None)
+"""How slots in host memory are loaded, leaf by leaf; None if all are loaded at once."""
 
 
 def only_if(condition: Array) -> AbstractContextManager[Transfers | None]:
     """Update slots in host memory, in a context, only if a condition is true; otherwise nothing is transferred."""
-    known = _TRANSFERS.get()
+    known = TRANSFERS.get()
     if known is not None:
         known = Transfers(known.limit, jnp.where(condition, known.turns, 0), is_certain=False)
-    return using_transfers(known)
+    return setting(TRANSFERS, known)
 
 
 def is_worth_loops(state: Any) -> bool:
@@ -125,7 +121,7 @@ def with_slots_loaded(update: Callable[[Slots, Any], tuple[Any, Slots]], slots: 
         return update(slots, params)
     loaded = on_devices(slots)
     result, new = update(loaded, on_devices(params))
-    known = _TRANSFERS.get()
+    known = TRANSFERS.get()
 
     def back(before: Any, old: Any, after: Any) -> Any:
         if not is_on_host(before):
@@ -152,7 +148,7 @@ def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *a
         The result, on the devices, and the new slots, in the memory of the old ones. If the update is skipped, slots in
         host memory keep their values, and the result is unspecified.
     """
-    known = _TRANSFERS.get()
+    known = TRANSFERS.get()
     if known is None or not any(map(is_on_host, jax.tree.leaves((slots, args)))):
         return with_slots_loaded(lambda slots, args: rule(slots, *args), slots, args)
     closed, made = jax.make_jaxpr(rule, return_shape=True)(*jax.eval_shape(on_devices, (slots, *args)))

@@ -14,15 +14,7 @@ from jax.sharding import AxisType, Mesh
 from jstep.core import meshes, trees
 from jstep.core.checks import as_bool, as_text, kind, size
 from jstep.core.optimizers import require_optimizer
-from jstep.core.placement import (
-    checked_memory,
-    collecting_checks,
-    compiles_only,
-    is_shape,
-    on_devices,
-    run_checks,
-    shape_of,
-)
+from jstep.core.placement import checked_memory, compiles_only, is_shape, on_devices, shape_of, with_checks
 from jstep.core.report import html_table
 from jstep.core.selection import index_of
 from jstep.core.slot_roles import HALVES, NO_ROLES, Role, Roles, opened, roles_in, roles_of
@@ -222,10 +214,7 @@ class TrainState:
         if mesh is None:
             if is_abstract(None, params, model_state):
                 return jax.eval_shape(make, params, model_state)
-            with collecting_checks() as waiting:
-                state = make(params, model_state)
-            run_checks(waiting, state.params)
-            return state
+            return with_checks(make, params, model_state)
         jax.eval_shape(lambda: create_global_step(global_step))  # fail before large arrays are placed
         mesh = meshes.require_mesh(mesh)
         memory = checked_memory(slots_memory, mesh, "slots_memory")
@@ -236,10 +225,7 @@ class TrainState:
         def shardings(shapes: TrainState) -> TrainState:
             return _shardings_of(shapes, mesh, param_specs, slot_axis, memory)
 
-        with collecting_checks() as waiting:
-            state = made_on(mesh, make, params, model_state, shardings, of_params)
-        run_checks(waiting, state.params)
-        return state
+        return with_checks(made_on, mesh, make, params, model_state, shardings, of_params)
 
     @property
     def model_state(self) -> Any:

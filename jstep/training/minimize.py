@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from jstep.core import placement, trees
-from jstep.core.checks import as_bool, as_function, as_text, kind, note, shown
+from jstep.core.checks import as_bool, as_function, as_text, kind, note, setting, shown
 from jstep.core.matching import NoGradientsError, explain_missing_gradients, match_gradients
 from jstep.core.meshes import internal_transfers, leaving_auto_axes, sharded_like, without_explicit_axes
 from jstep.core.optimizers import require_optimizer
@@ -32,8 +32,8 @@ from jstep.optimizers import guards
 from jstep.optimizers.averages import as_average_names, averaged_params
 from jstep.optimizers.compose import frozen_leaves, warn_of_order, without_frozen
 from jstep.optimizers.hyperparameters import (
+    ADVANCES,
     SKIPPED,
-    advancing,
     became_nonfinite,
     moves,
     shown_slots,
@@ -42,7 +42,7 @@ from jstep.optimizers.hyperparameters import (
     values_used,
 )
 from jstep.optimizers.leafwise import EMPTY_CONTEXT, call_update, inner_context, is_guarded
-from jstep.optimizers.updates import Transfers, apply_in_order, using_transfers, with_small_ones_loaded
+from jstep.optimizers.updates import TRANSFERS, Transfers, apply_in_order, with_small_ones_loaded
 from jstep.state.global_step import later_step, require_alive, step_of
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 from jstep.training.metrics import Metrics, split
@@ -127,7 +127,7 @@ def applied(state: TrainState, grads: Updates, optimizer: OptimizerLike, increme
     def run(state: TrainState, grads: Updates, known: Context) -> Applied:
         # Always 1, which XLA cannot know.
         transfers = None if limit is None else Transfers(limit, jnp.where(step_of(state) >= 0, 1, 0))
-        with using_transfers(transfers):
+        with setting(TRANSFERS, transfers):
             found = _updated(state, grads, optimizer, increment, known._replace(value_and_grad=evaluate))
         shown = moves(state.params, found.updates)  # as added to the parameters
         params, slots = apply_in_order(state.params, found.updates, found.slots, found.roles.in_order)
@@ -135,7 +135,7 @@ def applied(state: TrainState, grads: Updates, optimizer: OptimizerLike, increme
         return found._replace(state=new, updates=shown, slots=slots)
 
     place = sharded_like(Applied(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
-    with placement.using_layouts(layouts_of(state)):
+    with setting(placement.LAYOUTS, layouts_of(state)):
         here = state.replace(slots=slots)
         done = without_explicit_axes(run, here, grads, context._replace(value_and_grad=None), place=place)
     return done._replace(state=jax.tree.map(placement.back, done.state, state))
@@ -153,7 +153,7 @@ def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     guarding = [name for name in roles.of(Role.LAST_FINITE) if name in held]
     not_reached = {name: jnp.full_like(held[name], guards.NOT_REACHED) for name in guarding}
     try:
-        with advancing(increment):
+        with setting(ADVANCES, increment):
             updates, own = call_update(optimizer, grads, held | not_reached, state.params, step, context, exact=True)
     except (AttributeError, TypeError, ValueError) as error:
         explain_missing_gradients(error, state.params, grads)

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function, kind
+from jstep.core.checks import as_bool, as_function, kind, setting
 from jstep.core.doing import TRACING, doing
 from jstep.core.meshes import NO_GUARD, Attempts, internal_transfers, mesh_of, sharded_like, using_mesh
-from jstep.core.placement import refuse_shapes, sharded
+from jstep.core.placement import SHARDINGS, refuse_shapes
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, Params
 from jstep.distributed.processes import AgreedShapes, is_single_process
@@ -122,7 +122,7 @@ def to_trace(name: str, body: Body, shardings: Any, batch_specs: Any) -> Callabl
     """Return the function of a program, which JAX's errors call by the name of the step."""
 
     def traced(state: Any, *args: Any) -> Any:
-        with sharded(shardings), doing(TRACING):  # only JAX calls this
+        with setting(SHARDINGS, shardings), doing(TRACING):  # only JAX calls this
             return body(state, args, batch_specs)
 
     traced.__name__ = traced.__qualname__ = name

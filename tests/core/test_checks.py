@@ -11,8 +11,8 @@ import jstep
 from jstep.core import checks
 from jstep.core.matching import difference
 from jstep.core.placement import as_scalar
-from jstep.state.global_step import require_alive
-from jstep.state.train_state import require_state, step_of
+from jstep.state.global_step import require_alive, step_of
+from jstep.state.train_state import require_state
 
 
 def test_bools() -> None:
