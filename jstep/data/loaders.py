@@ -622,6 +622,11 @@ def position_of(owner: Any) -> Any:
     return _position(_methods(owner)[0], type(owner).__name__)
 
 
+def set_position(owner: Any, position: Any) -> None:
+    """Set a loader to a position from `position_of`."""
+    _methods(owner)[1](decode_position(position, type(owner).__name__))
+
+
 def _methods(owner: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     get, set_to = _OWN_STATE if _has(owner, *_OWN_STATE) else _STATE_DICT
     return getattr(owner, get), getattr(owner, set_to)

@@ -8,11 +8,10 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jstep.checkpoint.manifest import Extra
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
@@ -20,16 +19,7 @@ from jstep.core.checks import as_function, as_int, kind, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_shapes
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.data.loaders import (
-    SavedPosition,
-    Source,
-    gather_positions,
-    owner_of,
-    position_of,
-    saved_position,
-    source_of,
-    with_files,
-)
+from jstep.data.loaders import owner_of, position_of, saved_position, set_position, source_of, with_files
 from jstep.data.to_devices import over_axes
 from jstep.hooks.hook import check_step
 from jstep.hooks.run_info import LoopState
@@ -41,7 +31,6 @@ from jstep.loop.train import train
 from jstep.queues.queues import until_end
 from jstep.state.global_step import global_step, require_alive
 from jstep.state.train_state import TrainState
-from jstep.stores.tagged_json import Files
 
 # Replaying a run up to a step.
 
@@ -191,6 +180,9 @@ def _log(origin: str, start: int, step: int) -> None:
 
 # Verification that a run resumes bit for bit from a checkpoint.
 
+Bits: TypeAlias = dict[str, tuple[Any, ...]]
+"""Path → dtype, shape and bytes of a leaf."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ResumeReport:
@@ -264,8 +256,6 @@ def verify_resume(
     if not 0 < at < steps:
         raise ValueError(f"at={at}, steps={steps}: must be 0 < at < steps")
     as_function(make_state, "make_state", "() -> TrainState")
-    stages = stages_of(train_step)
-
     owner = owner_of(batches)
     position = None if owner is None else position_of(owner)
     kept = owner is None and hasattr(batches, "__next__")
@@ -273,19 +263,17 @@ def verify_resume(
         # Read once. Its position would be lost with the process, which the report states.
         batches = list(itertools.islice(until_end(batches), steps))
 
-    def run(state: TrainState, count: int, position: Any) -> tuple[TrainState, Source]:
+    def run(count: int, saver: Saver | None = None) -> Bits:
+        """Run up to a step, counted from that of the initial state."""
+        state = fresh()
         with internal_transfers():
-            first = global_step(state)
-        at = LoopState(first, state)
-        source = source_of(batches, first, first + count, position, state=lambda: at.state)
-        programs = Programs(stages, state=state)
-        # Exactly as many batches are read as there are steps, since the position is saved.
-        for call in programs.calls(copied_batches(source), first, [first + count]):
-            at.take(programs, call)
-        if at.step < first + count:
-            raise ValueError(f"batches ended after {at.step} steps; steps={steps} of them are needed")
-        check_step(at.step, at.state, first)
-        return at.state, source
+            last = global_step(state) + count
+        state = train(train_step, state, batches, last, checkpoint_dir=saver, progress=False)
+        with internal_transfers():
+            missing = last - global_step(state)
+        if missing:
+            raise ValueError(f"batches ended after {count - missing} steps; steps={steps} of them are needed")
+        return _bits_of(state)
 
     def fresh() -> TrainState:
         state = make_state()
@@ -295,21 +283,17 @@ def verify_resume(
         require_alive(state)
         return state
 
-    def whole() -> TrainState:
-        return run(fresh(), steps, position)[0]
+    def again(count: int, saver: Saver | None = None) -> Bits:
+        """Run from the first batch again."""
+        if position is not None:
+            set_position(owner, position)
+        return run(count, saver)
 
-    reference = _bits_of(run(fresh(), steps, SavedPosition(None))[0])  # nothing is loaded, as in a run's first process
-    with tempfile.TemporaryDirectory() as directory:
-        half, source = run(fresh(), at, position)
-        files = Files()
-        extra = Extra(gather_positions(source.position() if source.position else None, files), files)
-        before = _bits_of(half)
-        with Saver(directory, async_save=False) as saver:
-            saver.save(half, extra=extra)
-            after = _bits_of(saver.restore(fresh()))
-            with internal_transfers():
-                last_step = global_step(half) + steps - at
-            resumed = _bits_of(train(train_step, fresh(), batches, last_step, checkpoint_dir=saver, progress=False))
+    reference = run(steps)  # nothing is loaded, as in a run's first process
+    with tempfile.TemporaryDirectory() as directory, Saver(directory, async_save=False) as saver:
+        before = again(at, saver)
+        after = _bits_of(saver.restore(fresh()))
+        resumed = run(steps, saver)
 
     differing = _differing(reference, resumed)
     if not differing:
@@ -320,17 +304,18 @@ def verify_resume(
             )
             return ResumeReport(False, None, cause)
         return ResumeReport(True)
-    cause = _cause(before, after, reference, whole, differing, starts_over=not kept and not source.seekable)
+    starts_over = not kept and not source_of(batches, 0, 1).seekable
+    cause = _cause(before, after, reference, lambda: again(steps), differing, starts_over=starts_over)
     return ResumeReport(False, differing[0], cause, tuple(differing))
 
 
 def _cause(
-    before: Any, after: Any, reference: Any, whole: Callable[[], TrainState], differing: list[str], *, starts_over: bool
+    before: Bits, after: Bits, reference: Bits, whole: Callable[[], Bits], differing: list[str], *, starts_over: bool
 ) -> str:
     changed = _differing(before, after)
     if changed:
         return f"the checkpoint restored {changed[0]!r} with other bits than were saved"
-    if _differing(reference, _bits_of(whole())):
+    if _differing(reference, whole()):
         return (
             "two uninterrupted runs differ as well: the step, make_state or the batches are not functions of their "
             "arguments (a random generator without a fixed seed, or an operation that is not deterministic)"
@@ -349,11 +334,11 @@ def _cause(
     )
 
 
-def _bits_of(state: TrainState) -> dict[str, tuple[Any, ...]]:
+def _bits_of(state: TrainState) -> Bits:
     """The dtype, the shape and the bytes of each leaf: copies, since the leaves are donated to the next step."""
     arrays = {path: np.asarray(trees.key_data(leaf)) for path, leaf in trees.leaves_with_paths(state)}
     return {path: (array.dtype, array.shape, array.tobytes()) for path, array in arrays.items()}
 
 
-def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+def _differing(a: Bits, b: Bits) -> list[str]:
     return [path for path in sorted(a.keys() | b.keys()) if a.get(path) != b.get(path)]
