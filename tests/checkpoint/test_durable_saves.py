@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import threading
+import time
 
 import jax.numpy as jnp
 import pytest
@@ -296,3 +297,15 @@ def test_what_can_be_read_of_a_corrupted_checkpoint(tmp_path, caplog):
     assert loaded["a"].tolist() == zeros["a"].tolist()
     assert loaded["b"].tolist() == [1, 1, 1]
     assert "cannot be read (1): 'params/a'" in caplog.text
+
+
+def test_the_seconds_of_a_save_are_known_when_its_checkpoint_exists(tmp_path):
+    """They are compared with those of the call, which contains the save: no speed is judged."""
+    with Saver(tmp_path) as saver:
+        for step in (1, 2):
+            begun = time.monotonic()
+            with held("open", f"{tmp_path}/*/manifest.json", mode="w"):
+                saver.save(state_at(step))
+                assert saver.write_secs is None
+            saver.wait()
+            assert 0 < saver.write_secs <= time.monotonic() - begun
