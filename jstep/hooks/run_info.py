@@ -151,7 +151,7 @@ STARTING, RUNNING, ENDING = "starting", "running", "ending"
 
 @dataclasses.dataclass
 class LoopState:
-    """The place of a loop over calls: in `train`, in `replay`, and in `verify_resume`.
+    """The place of a loop over calls: in `train` and in `replay`.
 
     Attributes:
         step: The step of the state.

@@ -32,6 +32,265 @@ from jstep.tools.compiled import Array, Instruction, Program, argument_of, instr
 from jstep.tools.devices import memory_of, parsed
 from jstep.tools.topologies import name_of, on_topology, refuse_other_devices, require_working, versions
 
+# Compute, memory and communication cost of a step, without running it.
+
+_UNKNOWN = "not known"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Cost(Report):
+    """Cost of a step on each device.
+
+    Figures that the compiler does not report are None. For a program that does not fit, these are all figures of the
+    compiled program.
+
+    Attributes:
+        flops: Floating-point operations. Loops count as often as they run; those whose length depends on values count
+            once (see `loops_unknown`).
+        bytes_accessed: Bytes read and written by all operations, as estimated by XLA; loops as above.
+        params_bytes: Bytes of the parameters.
+        slots_bytes: Bytes of the slots (the optimizer state), without those in host memory.
+        argument_bytes: Bytes of all arguments, state and batch, without those in host memory.
+        output_bytes: Bytes of all results, without those in host memory.
+        alias_bytes: Bytes of the results that reuse the memory of donated arguments.
+        temp_bytes: Bytes of the temporaries.
+        peak_bytes: Peak memory: arguments, results and temporaries, without aliased results and host memory. For a
+            program that does not fit, the memory that it would need.
+        collectives: Kind → (number, bytes) of the collectives, such as `all-reduce`.
+        compile_seconds: Compilation time in seconds.
+        devices: Number of devices that the step runs on.
+        memory_bytes: Device memory available to programs; None if unknown. For compile-only GPUs it is 0.75 of the
+            memory, JAX's default share.
+        loops_unknown: Number of loops whose length depends on values.
+        host_bytes: Bytes per device of the arguments in host memory (`shard_state(..., slots_memory="pinned_host")`).
+        fits: Whether peak memory is within the available memory; None if either is unknown.
+        topology: The name of the topology that the step was compiled for; None for the devices of this machine.
+        recomputes: Whether the compiler rematerializes some results so that the program fits; None if unknown.
+        warnings: Likely mistakes, each with its remedy.
+    """
+
+    flops: float | None
+    bytes_accessed: float | None
+    params_bytes: int
+    slots_bytes: int
+    argument_bytes: int | None
+    output_bytes: int | None
+    alias_bytes: int | None
+    temp_bytes: int | None
+    peak_bytes: int | None
+    collectives: Mapping[str, Collective] | None
+    compile_seconds: float
+    devices: int = 1
+    memory_bytes: int | None = None
+    loops_unknown: int = 0
+    host_bytes: int = 0
+    fits: bool | None = None
+    topology: str | None = None
+    recomputes: bool | None = None
+    warnings: tuple[str, ...] = ()
+    _left = 2
+
+    def _title(self) -> str:
+        where = "on one device" if self.devices == 1 else f"on each of {self.devices} devices"
+        if self.topology is None:
+            return f"a step {where}"
+        by = ", ".join(f"{package} {version}" for package, version in versions(parsed(self.topology).kind).items())
+        return f"a step {where}, {self.topology} (compiled, not run; {by})"
+
+    def _rows(self) -> list[tuple[str, str]]:
+        unknown = f", {self.loops_unknown} loops of unknown length counted once" if self.loops_unknown else ""
+        moved = None if self.collectives is None else self.collectives.items()
+        verdict = ""
+        if self.memory_bytes is not None:
+            problem = ": it does not fit" if self.fits is False else ", recomputes to fit" if self.recomputes else ""
+            verdict = f" of {size(self.memory_bytes, digits=4)}{problem}"
+        rows = [
+            ("operations", _UNKNOWN if self.flops is None else scaled(self.flops, "FLOP") + unknown),
+            ("memory traffic", _size(self.bytes_accessed)),
+            ("parameters", size(self.params_bytes)),
+            ("slots", size(self.slots_bytes)),
+            ("arguments", _size(self.argument_bytes)),
+            ("results", f"{_size(self.output_bytes)}, {_size(self.alias_bytes)} of it aliased to arguments"),
+            ("temporaries", _size(self.temp_bytes)),
+            ("at its peak", _size(self.peak_bytes) + verdict),
+            *([("on the host", size(self.host_bytes))] if self.host_bytes else []),
+            *([("between devices", _UNKNOWN)] if moved is None else []),
+            *((kind, f"{one.number} × per step, {size(one.bytes)} in all") for kind, one in moved or ()),
+            ("compiled in", f"{self.compile_seconds:.1f} s"),
+        ]
+        if self.output_bytes is None:
+            rows = [row for row in rows if row[1] != _UNKNOWN and row[0] != "results"]
+        return rows
+
+    def _notes(self) -> list[str]:
+        return [f"warning: {warning}" for warning in self.warnings]
+
+
+@shortens_tracebacks
+def cost(train_step: Callable[..., Any], state: Any, *args: Any, topology: str | None = None) -> Cost:
+    """Return the cost of a step on each device: operations, memory and collectives. The step is not run.
+
+    The step is compiled for the shapes, dtypes and shardings of its arguments. They may be arrays or
+    `jax.ShapeDtypeStruct`s, so the model need not fit into memory. On a mesh of `jstep.topology` the step is compiled
+    for TPUs or GPUs that the machine does not have.
+
+    Args:
+        train_step: The result of `minimize` or `scan_steps`, or any function `(state, *args)`.
+        state: The state, or its shapes (`jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))`).
+        *args: The batch, or its shapes. On a mesh, place it as `train` does with `batch_sharding`, for instance by
+            `shard_batch`.
+        topology: The name of a topology (see `jstep.topology`) to compile for data-parallel training: the state is
+            replicated and the rows of the batch are split over all devices. For other layouts, place state and batch on
+            the mesh of the topology.
+
+    Returns:
+        A `Cost`, whose `str()` is a table. If the step does not fit into memory, `fits` is False.
+
+    Raises:
+        TypeError: `train_step` is not a function, or `state` is not a TrainState.
+        ValueError: State and batch are on different devices; or, with a `topology`, they are on a mesh already or the
+            rows do not divide over its devices.
+        ImportError: The compiler for the topology is not installed, or does not load or work.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jstep
+        >>> optimizer = jstep.momentum(0.1, 0.9)
+        >>> train_step = jstep.minimize(lambda params, x: jnp.sum((x @ params["w"]) ** 2), optimizer)
+        >>> state = jax.eval_shape(lambda: jstep.TrainState.create({"w": jnp.zeros((512, 256))}, optimizer))
+        >>> cost = jstep.cost(train_step, state, jax.ShapeDtypeStruct((64, 512), jnp.float32))
+        >>> cost.params_bytes, cost.slots_bytes, cost.flops > 2 * 64 * 512 * 256 * 2
+        (524288, 524288, True)
+    """
+    as_function(train_step, "train_step", "(state, *args) -> (state, metrics)")
+    require_state(state)
+    if topology is not None:
+        state, args = on_topology(topology, train_step, state, args)
+    state, args = refuse_other_devices(state, args)
+    name = name_of(device_of((state, args)))
+    doing = "cost: compiling the step" if name is None else f"cost: compiling the step for {name}"
+    with using_mesh(mesh_of((state, args))), slow(doing):
+        step = train_step if hasattr(train_step, "lower") else jax.jit(train_step)
+        return Cost(**compiled_cost(step, state, args))
+
+
+def _size(count: float | None) -> str:
+    return _UNKNOWN if count is None else size(count)
+
+
+# Compiling a step and collecting XLA's figures, including for a step that does not fit.
+
+_logger = logging.getLogger("jstep")
+_TOO_LARGE = re.compile(r"\(([\d.]+)([KMGT]?)B?\) exceeds available \w+ \(([\d.]+)([KMGT]?)B?\)")
+_SIZES = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Compile a step and return the fields of its `Cost`."""
+    traced = step.trace(state, *args).jaxpr
+    work = work_of(body_of(traced))
+    device, devices = device_of((state, args)), device_count((state, args))
+    name, memory = name_of(device), memory_of(device)
+    start = time.perf_counter()
+    lowered = step.lower(state, *args)
+    if name is not None:
+        _logger.info("Compiling for %s, which can take minutes.", name)
+    try:
+        compiled, needed = _compiled(lowered, name), None
+    except jax.errors.JaxRuntimeError as error:
+        needed = _needed(error)
+        if needed is None:
+            if name is not None:
+                require_working(name, device)
+            raise
+    host = bytes_of((state, args), on_host=True)
+    known = {
+        "params_bytes": bytes_of(state.params, on_host=False),
+        "slots_bytes": bytes_of(state.slots, on_host=False),
+        "host_bytes": host,
+        "compile_seconds": time.perf_counter() - start,
+        "devices": devices,
+        "loops_unknown": work.unknown,
+        "topology": None if name is None else str(name),
+    }
+    if needed is not None:
+        return {
+            **known,
+            **dict.fromkeys((*_SIZES, "bytes_accessed", "collectives")),
+            "flops": work.all / devices,
+            "peak_bytes": needed[0],
+            "memory_bytes": memory or needed[1],
+            "fits": False,
+            "warnings": (*unplaced_batch(state, args), *warnings_without_a_program(state, args, traced)),
+        }
+    sizes = _memory(compiled, state, args, host, device.platform)
+    peak = sizes["peak_bytes"]
+    analysis, program = compiled.cost_analysis() or {}, parse_program(compiled.as_text())
+    traffic = analysis.get("bytes accessed")
+    return {
+        **known,
+        **sizes,
+        "flops": _scaled(analysis.get("flops"), work.once, work.all, devices),
+        # The traced program gives the operations, but not which results XLA fuses and so never writes.
+        "bytes_accessed": None if traffic is None else _scaled(traffic, work.once_bytes, work.all_bytes, devices),
+        "collectives": collectives_of(program),
+        "recomputes": recomputes(program),
+        "warnings": (*unplaced_batch(state, args), *warnings_of(program, state, args, traced, compiled.out_info)),
+        "memory_bytes": memory,
+        "fits": None if memory is None or peak is None else peak <= memory,
+    }
+
+
+def _compiled(lowered: Any, topology: Any) -> Any:
+    """Compile a step; `topology` is None for devices that are there."""
+    with contextlib.ExitStack() as stack:
+        if topology is not None:
+            stack.enter_context(without_noise())
+            stack.enter_context(warnings.catch_warnings())
+            # A compile-only client cannot read its own entries of the compilation cache, and recompiles.
+            warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
+        return lowered.compile()
+
+
+def _needed(error: Exception) -> tuple[int, int] | None:
+    """Parse the bytes that a program needs and those available from XLA's error; None for another error."""
+    found = _TOO_LARGE.search(str(error))
+    if found is None:
+        return None
+    return int(float(found[1]) * _UNITS[found[2]]), int(float(found[3]) * _UNITS[found[4]])
+
+
+def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, platform: str) -> dict[str, int | None]:
+    """Return the memory figures of each device, without arrays on the host."""
+    memory = compiled.memory_analysis()
+    figures = _figures(memory, "")
+    if figures is None:
+        return dict.fromkeys(_SIZES)
+    arguments, outputs, alias, temporary = figures
+    # XLA's CPU compiler does not count them separately.
+    if host and not getattr(memory, "host_argument_size_in_bytes", 0):
+        host_results = bytes_of(compiled.out_info, on_host=True)
+        flags = jax.tree.leaves(compiled.args_info[0], is_leaf=lambda info: hasattr(info, "donated"))
+        pairs = zip(jax.tree.leaves((state, *args)), flags, strict=True)
+        donated = bytes_of([leaf for leaf, info in pairs if info.donated], on_host=True)
+        arguments, outputs = arguments - host, outputs - host_results
+        alias -= min(donated, host_results, alias)
+    # XLA's CPU compiler does not report the share of the host.
+    peak = arguments + outputs - alias + temporary if platform == "cpu" else device_peak(memory)
+    return dict(zip(_SIZES, (arguments, outputs, alias, temporary, peak), strict=True))
+
+
+def _scaled(measured: float | None, once: float, total: float, devices: int) -> float:
+    """Correct XLA's figure for a device, which counts the body of a loop once, for the further iterations.
+
+    Their operations are divided among the devices, unless XLA's figure shows that the work is not divided. If XLA does
+    not know the cost of a library call (a matrix product on a GPU), the figure of the traced program is used.
+    """
+    if not measured or measured < 0.2 * once / devices:
+        return total / devices
+    return measured + (total - once) / (1 if measured > 0.9 * once else devices)
+
+
 # Memory of a program: the bytes of its arguments, and its peak from the memory analysis of XLA's compilers.
 
 PARTS = ("argument", "output", "alias", "temp")
@@ -324,262 +583,3 @@ def _gathers(
             path, leaf = ("", None) if number is None else leaves.get(number, ("", None))
             if path.startswith(field) and getattr(leaf, "sharding", None) is not None:
                 yield path, leaf, one, name, count
-
-
-# Compiling a step and collecting XLA's figures, including for a step that does not fit.
-
-_logger = logging.getLogger("jstep")
-_TOO_LARGE = re.compile(r"\(([\d.]+)([KMGT]?)B?\) exceeds available \w+ \(([\d.]+)([KMGT]?)B?\)")
-_SIZES = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes")
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[str, Any]:
-    """Compile a step and return the fields of its `Cost`."""
-    traced = step.trace(state, *args).jaxpr
-    work = work_of(body_of(traced))
-    device, devices = device_of((state, args)), device_count((state, args))
-    name, memory = name_of(device), memory_of(device)
-    start = time.perf_counter()
-    lowered = step.lower(state, *args)
-    if name is not None:
-        _logger.info("Compiling for %s, which can take minutes.", name)
-    try:
-        compiled, needed = _compiled(lowered, name), None
-    except jax.errors.JaxRuntimeError as error:
-        needed = _needed(error)
-        if needed is None:
-            if name is not None:
-                require_working(name, device)
-            raise
-    host = bytes_of((state, args), on_host=True)
-    known = {
-        "params_bytes": bytes_of(state.params, on_host=False),
-        "slots_bytes": bytes_of(state.slots, on_host=False),
-        "host_bytes": host,
-        "compile_seconds": time.perf_counter() - start,
-        "devices": devices,
-        "loops_unknown": work.unknown,
-        "topology": None if name is None else str(name),
-    }
-    if needed is not None:
-        return {
-            **known,
-            **dict.fromkeys((*_SIZES, "bytes_accessed", "collectives")),
-            "flops": work.all / devices,
-            "peak_bytes": needed[0],
-            "memory_bytes": memory or needed[1],
-            "fits": False,
-            "warnings": (*unplaced_batch(state, args), *warnings_without_a_program(state, args, traced)),
-        }
-    sizes = _memory(compiled, state, args, host, device.platform)
-    peak = sizes["peak_bytes"]
-    analysis, program = compiled.cost_analysis() or {}, parse_program(compiled.as_text())
-    traffic = analysis.get("bytes accessed")
-    return {
-        **known,
-        **sizes,
-        "flops": _scaled(analysis.get("flops"), work.once, work.all, devices),
-        # The traced program gives the operations, but not which results XLA fuses and so never writes.
-        "bytes_accessed": None if traffic is None else _scaled(traffic, work.once_bytes, work.all_bytes, devices),
-        "collectives": collectives_of(program),
-        "recomputes": recomputes(program),
-        "warnings": (*unplaced_batch(state, args), *warnings_of(program, state, args, traced, compiled.out_info)),
-        "memory_bytes": memory,
-        "fits": None if memory is None or peak is None else peak <= memory,
-    }
-
-
-def _compiled(lowered: Any, topology: Any) -> Any:
-    """Compile a step; `topology` is None for devices that are there."""
-    with contextlib.ExitStack() as stack:
-        if topology is not None:
-            stack.enter_context(without_noise())
-            stack.enter_context(warnings.catch_warnings())
-            # A compile-only client cannot read its own entries of the compilation cache, and recompiles.
-            warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
-        return lowered.compile()
-
-
-def _needed(error: Exception) -> tuple[int, int] | None:
-    """Parse the bytes that a program needs and those available from XLA's error; None for another error."""
-    found = _TOO_LARGE.search(str(error))
-    if found is None:
-        return None
-    return int(float(found[1]) * _UNITS[found[2]]), int(float(found[3]) * _UNITS[found[4]])
-
-
-def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, platform: str) -> dict[str, int | None]:
-    """Return the memory figures of each device, without arrays on the host."""
-    memory = compiled.memory_analysis()
-    figures = _figures(memory, "")
-    if figures is None:
-        return dict.fromkeys(_SIZES)
-    arguments, outputs, alias, temporary = figures
-    # XLA's CPU compiler does not count them separately.
-    if host and not getattr(memory, "host_argument_size_in_bytes", 0):
-        host_results = bytes_of(compiled.out_info, on_host=True)
-        flags = jax.tree.leaves(compiled.args_info[0], is_leaf=lambda info: hasattr(info, "donated"))
-        pairs = zip(jax.tree.leaves((state, *args)), flags, strict=True)
-        donated = bytes_of([leaf for leaf, info in pairs if info.donated], on_host=True)
-        arguments, outputs = arguments - host, outputs - host_results
-        alias -= min(donated, host_results, alias)
-    # XLA's CPU compiler does not report the share of the host.
-    peak = arguments + outputs - alias + temporary if platform == "cpu" else device_peak(memory)
-    return dict(zip(_SIZES, (arguments, outputs, alias, temporary, peak), strict=True))
-
-
-def _scaled(measured: float | None, once: float, total: float, devices: int) -> float:
-    """Correct XLA's figure for a device, which counts the body of a loop once, for the further iterations.
-
-    Their operations are divided among the devices, unless XLA's figure shows that the work is not divided. If XLA does
-    not know the cost of a library call (a matrix product on a GPU), the figure of the traced program is used.
-    """
-    if not measured or measured < 0.2 * once / devices:
-        return total / devices
-    return measured + (total - once) / (1 if measured > 0.9 * once else devices)
-
-
-# Compute, memory and communication cost of a step, without running it.
-
-_UNKNOWN = "not known"
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Cost(Report):
-    """Cost of a step on each device.
-
-    Figures that the compiler does not report are None. For a program that does not fit, these are all figures of the
-    compiled program.
-
-    Attributes:
-        flops: Floating-point operations. Loops count as often as they run; those whose length depends on values count
-            once (see `loops_unknown`).
-        bytes_accessed: Bytes read and written by all operations, as estimated by XLA; loops as above.
-        params_bytes: Bytes of the parameters.
-        slots_bytes: Bytes of the slots (the optimizer state), without those in host memory.
-        argument_bytes: Bytes of all arguments, state and batch, without those in host memory.
-        output_bytes: Bytes of all results, without those in host memory.
-        alias_bytes: Bytes of the results that reuse the memory of donated arguments.
-        temp_bytes: Bytes of the temporaries.
-        peak_bytes: Peak memory: arguments, results and temporaries, without aliased results and host memory. For a
-            program that does not fit, the memory that it would need.
-        collectives: Kind → (number, bytes) of the collectives, such as `all-reduce`.
-        compile_seconds: Compilation time in seconds.
-        devices: Number of devices that the step runs on.
-        memory_bytes: Device memory available to programs; None if unknown. For compile-only GPUs it is 0.75 of the
-            memory, JAX's default share.
-        loops_unknown: Number of loops whose length depends on values.
-        host_bytes: Bytes per device of the arguments in host memory (`shard_state(..., slots_memory="pinned_host")`).
-        fits: Whether peak memory is within the available memory; None if either is unknown.
-        topology: The name of the topology that the step was compiled for; None for the devices of this machine.
-        recomputes: Whether the compiler rematerializes some results so that the program fits; None if unknown.
-        warnings: Likely mistakes, each with its remedy.
-    """
-
-    flops: float | None
-    bytes_accessed: float | None
-    params_bytes: int
-    slots_bytes: int
-    argument_bytes: int | None
-    output_bytes: int | None
-    alias_bytes: int | None
-    temp_bytes: int | None
-    peak_bytes: int | None
-    collectives: Mapping[str, Collective] | None
-    compile_seconds: float
-    devices: int = 1
-    memory_bytes: int | None = None
-    loops_unknown: int = 0
-    host_bytes: int = 0
-    fits: bool | None = None
-    topology: str | None = None
-    recomputes: bool | None = None
-    warnings: tuple[str, ...] = ()
-    _left = 2
-
-    def _title(self) -> str:
-        where = "on one device" if self.devices == 1 else f"on each of {self.devices} devices"
-        if self.topology is None:
-            return f"a step {where}"
-        by = ", ".join(f"{package} {version}" for package, version in versions(parsed(self.topology).kind).items())
-        return f"a step {where}, {self.topology} (compiled, not run; {by})"
-
-    def _rows(self) -> list[tuple[str, str]]:
-        unknown = f", {self.loops_unknown} loops of unknown length counted once" if self.loops_unknown else ""
-        moved = None if self.collectives is None else self.collectives.items()
-        verdict = ""
-        if self.memory_bytes is not None:
-            problem = ": it does not fit" if self.fits is False else ", recomputes to fit" if self.recomputes else ""
-            verdict = f" of {size(self.memory_bytes, digits=4)}{problem}"
-        rows = [
-            ("operations", _UNKNOWN if self.flops is None else scaled(self.flops, "FLOP") + unknown),
-            ("memory traffic", _size(self.bytes_accessed)),
-            ("parameters", size(self.params_bytes)),
-            ("slots", size(self.slots_bytes)),
-            ("arguments", _size(self.argument_bytes)),
-            ("results", f"{_size(self.output_bytes)}, {_size(self.alias_bytes)} of it aliased to arguments"),
-            ("temporaries", _size(self.temp_bytes)),
-            ("at its peak", _size(self.peak_bytes) + verdict),
-            *([("on the host", size(self.host_bytes))] if self.host_bytes else []),
-            *([("between devices", _UNKNOWN)] if moved is None else []),
-            *((kind, f"{one.number} × per step, {size(one.bytes)} in all") for kind, one in moved or ()),
-            ("compiled in", f"{self.compile_seconds:.1f} s"),
-        ]
-        if self.output_bytes is None:
-            rows = [row for row in rows if row[1] != _UNKNOWN and row[0] != "results"]
-        return rows
-
-    def _notes(self) -> list[str]:
-        return [f"warning: {warning}" for warning in self.warnings]
-
-
-@shortens_tracebacks
-def cost(train_step: Callable[..., Any], state: Any, *args: Any, topology: str | None = None) -> Cost:
-    """Return the cost of a step on each device: operations, memory and collectives. The step is not run.
-
-    The step is compiled for the shapes, dtypes and shardings of its arguments. They may be arrays or
-    `jax.ShapeDtypeStruct`s, so the model need not fit into memory. On a mesh of `jstep.topology` the step is compiled
-    for TPUs or GPUs that the machine does not have.
-
-    Args:
-        train_step: The result of `minimize` or `scan_steps`, or any function `(state, *args)`.
-        state: The state, or its shapes (`jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))`).
-        *args: The batch, or its shapes. On a mesh, place it as `train` does with `batch_sharding`, for instance by
-            `shard_batch`.
-        topology: The name of a topology (see `jstep.topology`) to compile for data-parallel training: the state is
-            replicated and the rows of the batch are split over all devices. For other layouts, place state and batch on
-            the mesh of the topology.
-
-    Returns:
-        A `Cost`, whose `str()` is a table. If the step does not fit into memory, `fits` is False.
-
-    Raises:
-        TypeError: `train_step` is not a function, or `state` is not a TrainState.
-        ValueError: State and batch are on different devices; or, with a `topology`, they are on a mesh already or the
-            rows do not divide over its devices.
-        ImportError: The compiler for the topology is not installed, or does not load or work.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, jstep
-        >>> optimizer = jstep.momentum(0.1, 0.9)
-        >>> train_step = jstep.minimize(lambda params, x: jnp.sum((x @ params["w"]) ** 2), optimizer)
-        >>> state = jax.eval_shape(lambda: jstep.TrainState.create({"w": jnp.zeros((512, 256))}, optimizer))
-        >>> cost = jstep.cost(train_step, state, jax.ShapeDtypeStruct((64, 512), jnp.float32))
-        >>> cost.params_bytes, cost.slots_bytes, cost.flops > 2 * 64 * 512 * 256 * 2
-        (524288, 524288, True)
-    """
-    as_function(train_step, "train_step", "(state, *args) -> (state, metrics)")
-    require_state(state)
-    if topology is not None:
-        state, args = on_topology(topology, train_step, state, args)
-    state, args = refuse_other_devices(state, args)
-    name = name_of(device_of((state, args)))
-    doing = "cost: compiling the step" if name is None else f"cost: compiling the step for {name}"
-    with using_mesh(mesh_of((state, args))), slow(doing):
-        step = train_step if hasattr(train_step, "lower") else jax.jit(train_step)
-        return Cost(**compiled_cost(step, state, args))
-
-
-def _size(count: float | None) -> str:
-    return _UNKNOWN if count is None else size(count)

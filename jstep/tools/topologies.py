@@ -27,6 +27,152 @@ from jstep.state.train_state import TrainState, shard_state
 from jstep.tools.devices import GPUS, TPUS, Name, parsed, target_config
 from jstep.training.step import pure
 
+# Compile-only meshes of TPU slices and GPU clusters.
+
+
+def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Sequence[AxisType] | None = None) -> Mesh:
+    """Return a compile-only mesh: a TPU slice or a GPU cluster that the machine does not have.
+
+    `TrainState.create`, `shard_state`, `shard_batch` and `fsdp_specs` accept such a mesh and return shapes, which
+    `cost` and a step's `lower`, `trace` and `eval_shape` accept. XLA's own compiler then reports whether the step
+    compiles, whether it fits into memory and which collectives it runs. Nothing can be executed on the mesh.
+
+    Args:
+        name: For TPUs, generation and chips: `"v5e:16x16"`, `"v5p:4x4x4"`; several slices with a star, `"v5e:4x4*2"`.
+            For GPUs, hosts and devices per host, `"h100:4x8"`, or the devices of one host, `"b200:8"`. The kinds are
+            v2, v3, v4, v5e, v5p, v6e, tpu7x; a100, h100, h200, b200.
+        axes: Axis name → size. The sizes must multiply to the number of devices; the default is one axis, `"data"`,
+            over all devices. With several slices, the first axis divisible by their number spans them.
+        axis_types: One type per axis, as in `jax.sharding.Mesh`; Auto by default.
+
+    Returns:
+        A `jax.sharding.Mesh`. Equal calls return equal meshes.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: The kind is unknown or does not come in this size, or the axes do not multiply to its devices.
+        ImportError: The compiler is not installed, or does not load or work: `pip install 'jstep[tpu]'` for TPUs,
+            `'jstep[aot-cuda]'` for GPUs.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jstep
+        >>> mesh = jstep.topology("v5e:4x4", {"data": 8, "model": 2})  # doctest: +SKIP
+        >>> optimizer = jstep.adamw(1e-3)
+        >>> state = jstep.TrainState.create(make_params, optimizer, mesh=mesh)  # doctest: +SKIP
+        >>> print(jstep.cost(train_step, state, jstep.shard_batch(batch, mesh)))  # doctest: +SKIP
+
+    Note:
+        Sets some environment variables of these compilers, unless they are set already or the machine has such devices.
+        TPUs before v4, and tpu7x, have two devices per chip, all others one.
+    """
+    known = parsed(name)
+    number = known.device_count()
+    given = {"data": number} if axes is None else axes
+    if not isinstance(given, Mapping):
+        raise TypeError(f"axes={shown(axes)}: must be a dict such as {{'data': 64, 'model': 4}}, got {kind(axes)}")
+    if not given:
+        raise ValueError("axes={}: must have at least one axis, such as {'data': 8}")
+    sizes = {as_text(name, "axes"): as_int(size, f"axes[{name!r}]", 1) for name, size in given.items()}
+    types = [AxisType.Auto] * len(sizes) if axis_types is None else axis_types
+    if not isinstance(types, Sequence) or not all(isinstance(one, AxisType) for one in types):
+        raise TypeError(
+            f"axis_types={shown(types)}: must be one jax.sharding.AxisType for each axis, such as (AxisType.Explicit,)"
+        )
+    if len(types) != len(sizes):
+        raise ValueError(f"axis_types={shown(types)}: must be one for each axis of {shown(axes or ('data',))}")
+    product = math.prod(sizes.values())
+    if product != number:
+        raise ValueError(f"axes={shown(axes)}: multiply to {product} devices, but {known} has {number}")
+    # The axis that spans the slices is the first one divisible by their number.
+    across = next((dim for dim, size in enumerate(sizes.values()) if size % known.slices == 0), None)
+    if across is None:
+        raise ValueError(
+            f"axes={sizes}: one axis must be a multiple of the {known.slices} slices of {known}, which it spans"
+        )
+    devices, shape = devices_of(known), tuple(sizes.values())
+    if known.slices == 1:
+        return Mesh(_within_a_slice(shape, devices), tuple(sizes), axis_types=tuple(types))
+    inner = tuple(size // known.slices if dim == across else size for dim, size in enumerate(shape))
+    by_slice = ([device for device in devices if device.slice_index == i] for i in range(known.slices))
+    arranged = np.concatenate([_within_a_slice(inner, some) for some in by_slice], axis=across)
+    return Mesh(arranged, tuple(sizes), axis_types=tuple(types))
+
+
+def _within_a_slice(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Arrange devices as `jax.make_mesh` does."""
+    names = [str(dim) for dim in range(len(shape))]
+    try:
+        return jax.make_mesh(shape, names, devices=devices).devices
+    except NotImplementedError:  # make_mesh splits no physical axis, which these sizes require
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+
+
+# Placing state and batch on the devices of a topology.
+
+
+def on_topology(name: str, train_step: Any, state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return the shapes of a state replicated on a topology, and of a batch with rows split over all its devices.
+
+    Raises:
+        ValueError: They are on a mesh already, or rows do not divide over the devices (the message has the leaf).
+    """
+    if mesh_of((state, args)) is not None:
+        raise ValueError(
+            f"topology={name!r}: state and batch are on a mesh already; place them on jstep.topology({name!r}, axes) "
+            "instead, or give shapes without shardings"
+        )
+    mesh = topology(name)
+    (axis,) = mesh.axis_names
+    lead = pure(train_step).leading_axes
+
+    def row_shape(keys: Any, leaf: Any) -> Any:
+        if not trees.is_array(leaf) and not is_shape(leaf):
+            return leaf
+        shape = np.shape(leaf)
+        spec = PartitionSpec(*[None] * lead, axis) if len(shape) > lead else PartitionSpec()
+        if len(shape) > lead and shape[lead] % mesh.size:
+            raise ValueError(
+                f"topology={name!r}: the batch's leaf {trees.path_str(keys)!r} has {shape[lead]} rows, which do not "
+                f"split over {mesh.size} devices; use a multiple of {mesh.size}"
+            )
+        is_numpy = isinstance(leaf, np.ndarray)
+        dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)) if is_numpy else leaf.dtype
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    return shard_state(state, mesh), jax.tree_util.tree_map_with_path(row_shape, args)
+
+
+def refuse_other_devices(state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Check that state and batch are on the same devices; return them.
+
+    If these devices are compile-only, arrays without a mesh are replaced by shapes.
+
+    Raises:
+        ValueError: State and batch are on meshes of different devices.
+    """
+    meshes = {"state": mesh_of(state)} | {f"args[{i}]": mesh_of(arg) for i, arg in enumerate(args)}
+    placed = {name: mesh for name, mesh in meshes.items() if mesh is not None}
+    for name, mesh in placed.items():
+        first, of_first = next(iter(placed.items()))
+        if set(mesh.devices.flat) != set(of_first.devices.flat):
+            raise ValueError(
+                f"{first} is on {_called(of_first)} and {name} on {_called(mesh)}; place both on one mesh, with "
+                "shard_state and shard_batch"
+            )
+    if not any(map(compiles_only, placed.values())):
+        return state, args
+
+    def here(leaf: Any) -> Any:
+        is_elsewhere = isinstance(leaf, jax.Array) and mesh_of(leaf) is None
+        return shape_of(leaf) if is_elsewhere else leaf
+
+    return jax.tree.map(here, state), jax.tree.map(here, args)
+
+
+def _called(mesh: Mesh) -> str:
+    return f"a mesh of {mesh.size} {mesh.devices.flat[0].device_kind} devices ({dict(mesh.shape)})"
+
+
 # Loading XLA's TPU and GPU compilers on a machine without these devices, and listing compile-only devices.
 
 _lock = threading.Lock()
@@ -225,149 +371,3 @@ def versions(kind: str) -> Mapping[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found
-
-
-# Compile-only meshes of TPU slices and GPU clusters.
-
-
-def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Sequence[AxisType] | None = None) -> Mesh:
-    """Return a compile-only mesh: a TPU slice or a GPU cluster that the machine does not have.
-
-    `TrainState.create`, `shard_state`, `shard_batch` and `fsdp_specs` accept such a mesh and return shapes, which
-    `cost` and a step's `lower`, `trace` and `eval_shape` accept. XLA's own compiler then reports whether the step
-    compiles, whether it fits into memory and which collectives it runs. Nothing can be executed on the mesh.
-
-    Args:
-        name: For TPUs, generation and chips: `"v5e:16x16"`, `"v5p:4x4x4"`; several slices with a star, `"v5e:4x4*2"`.
-            For GPUs, hosts and devices per host, `"h100:4x8"`, or the devices of one host, `"b200:8"`. The kinds are
-            v2, v3, v4, v5e, v5p, v6e, tpu7x; a100, h100, h200, b200.
-        axes: Axis name → size. The sizes must multiply to the number of devices; the default is one axis, `"data"`,
-            over all devices. With several slices, the first axis divisible by their number spans them.
-        axis_types: One type per axis, as in `jax.sharding.Mesh`; Auto by default.
-
-    Returns:
-        A `jax.sharding.Mesh`. Equal calls return equal meshes.
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: The kind is unknown or does not come in this size, or the axes do not multiply to its devices.
-        ImportError: The compiler is not installed, or does not load or work: `pip install 'jstep[tpu]'` for TPUs,
-            `'jstep[aot-cuda]'` for GPUs.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, jstep
-        >>> mesh = jstep.topology("v5e:4x4", {"data": 8, "model": 2})  # doctest: +SKIP
-        >>> optimizer = jstep.adamw(1e-3)
-        >>> state = jstep.TrainState.create(make_params, optimizer, mesh=mesh)  # doctest: +SKIP
-        >>> print(jstep.cost(train_step, state, jstep.shard_batch(batch, mesh)))  # doctest: +SKIP
-
-    Note:
-        Sets some environment variables of these compilers, unless they are set already or the machine has such devices.
-        TPUs before v4, and tpu7x, have two devices per chip, all others one.
-    """
-    known = parsed(name)
-    number = known.device_count()
-    given = {"data": number} if axes is None else axes
-    if not isinstance(given, Mapping):
-        raise TypeError(f"axes={shown(axes)}: must be a dict such as {{'data': 64, 'model': 4}}, got {kind(axes)}")
-    if not given:
-        raise ValueError("axes={}: must have at least one axis, such as {'data': 8}")
-    sizes = {as_text(name, "axes"): as_int(size, f"axes[{name!r}]", 1) for name, size in given.items()}
-    types = [AxisType.Auto] * len(sizes) if axis_types is None else axis_types
-    if not isinstance(types, Sequence) or not all(isinstance(one, AxisType) for one in types):
-        raise TypeError(
-            f"axis_types={shown(types)}: must be one jax.sharding.AxisType for each axis, such as (AxisType.Explicit,)"
-        )
-    if len(types) != len(sizes):
-        raise ValueError(f"axis_types={shown(types)}: must be one for each axis of {shown(axes or ('data',))}")
-    product = math.prod(sizes.values())
-    if product != number:
-        raise ValueError(f"axes={shown(axes)}: multiply to {product} devices, but {known} has {number}")
-    # The axis that spans the slices is the first one divisible by their number.
-    across = next((dim for dim, size in enumerate(sizes.values()) if size % known.slices == 0), None)
-    if across is None:
-        raise ValueError(
-            f"axes={sizes}: one axis must be a multiple of the {known.slices} slices of {known}, which it spans"
-        )
-    devices, shape = devices_of(known), tuple(sizes.values())
-    if known.slices == 1:
-        return Mesh(_within_a_slice(shape, devices), tuple(sizes), axis_types=tuple(types))
-    inner = tuple(size // known.slices if dim == across else size for dim, size in enumerate(shape))
-    by_slice = ([device for device in devices if device.slice_index == i] for i in range(known.slices))
-    arranged = np.concatenate([_within_a_slice(inner, some) for some in by_slice], axis=across)
-    return Mesh(arranged, tuple(sizes), axis_types=tuple(types))
-
-
-def _within_a_slice(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Arrange devices as `jax.make_mesh` does."""
-    names = [str(dim) for dim in range(len(shape))]
-    try:
-        return jax.make_mesh(shape, names, devices=devices).devices
-    except NotImplementedError:  # make_mesh splits no physical axis, which these sizes require
-        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-
-
-# Placing state and batch on the devices of a topology.
-
-
-def on_topology(name: str, train_step: Any, state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the shapes of a state replicated on a topology, and of a batch with rows split over all its devices.
-
-    Raises:
-        ValueError: They are on a mesh already, or rows do not divide over the devices (the message has the leaf).
-    """
-    if mesh_of((state, args)) is not None:
-        raise ValueError(
-            f"topology={name!r}: state and batch are on a mesh already; place them on jstep.topology({name!r}, axes) "
-            "instead, or give shapes without shardings"
-        )
-    mesh = topology(name)
-    (axis,) = mesh.axis_names
-    lead = pure(train_step).leading_axes
-
-    def row_shape(keys: Any, leaf: Any) -> Any:
-        if not trees.is_array(leaf) and not is_shape(leaf):
-            return leaf
-        shape = np.shape(leaf)
-        spec = PartitionSpec(*[None] * lead, axis) if len(shape) > lead else PartitionSpec()
-        if len(shape) > lead and shape[lead] % mesh.size:
-            raise ValueError(
-                f"topology={name!r}: the batch's leaf {trees.path_str(keys)!r} has {shape[lead]} rows, which do not "
-                f"split over {mesh.size} devices; use a multiple of {mesh.size}"
-            )
-        is_numpy = isinstance(leaf, np.ndarray)
-        dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)) if is_numpy else leaf.dtype
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-
-    return shard_state(state, mesh), jax.tree_util.tree_map_with_path(row_shape, args)
-
-
-def refuse_other_devices(state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Check that state and batch are on the same devices; return them.
-
-    If these devices are compile-only, arrays without a mesh are replaced by shapes.
-
-    Raises:
-        ValueError: State and batch are on meshes of different devices.
-    """
-    meshes = {"state": mesh_of(state)} | {f"args[{i}]": mesh_of(arg) for i, arg in enumerate(args)}
-    placed = {name: mesh for name, mesh in meshes.items() if mesh is not None}
-    for name, mesh in placed.items():
-        first, of_first = next(iter(placed.items()))
-        if set(mesh.devices.flat) != set(of_first.devices.flat):
-            raise ValueError(
-                f"{first} is on {_called(of_first)} and {name} on {_called(mesh)}; place both on one mesh, with "
-                "shard_state and shard_batch"
-            )
-    if not any(map(compiles_only, placed.values())):
-        return state, args
-
-    def here(leaf: Any) -> Any:
-        is_elsewhere = isinstance(leaf, jax.Array) and mesh_of(leaf) is None
-        return shape_of(leaf) if is_elsewhere else leaf
-
-    return jax.tree.map(here, state), jax.tree.map(here, args)
-
-
-def _called(mesh: Mesh) -> str:
-    return f"a mesh of {mesh.size} {mesh.devices.flat[0].device_kind} devices ({dict(mesh.shape)})"
