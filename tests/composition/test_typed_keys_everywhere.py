@@ -10,20 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from problems import ROWS as X
+from problems import loss_with_keys as loss
+from problems import state_with_keys
 
 import jstep
 
-X = np.linspace(-1.0, 1.0, 32, dtype=np.float32).reshape(8, 4)
 RATE = "learning_rate"
 AVERAGE = jstep.ExponentialMovingAverage(0.9)
 OPTIMIZER = jstep.with_moving_average(jstep.adam(jstep.held(RATE, 0.1)), AVERAGE)
-
-
-def loss(params: Any, keys: Any, x: Any) -> Any:
-    key, dropout = jax.random.split(keys["key"])
-    keep = jax.random.bernoulli(keys["many"][1], 0.5, x.shape)
-    value = jnp.mean((jnp.where(keep, x, 0.0) @ params["w"] + jax.random.normal(dropout)) ** 2)
-    return value, {"key": key, "many": jax.vmap(jax.random.fold_in, (0, None))(keys["many"], 1)}
 
 
 def plain_loss(params: Any, batch: Any) -> Any:
@@ -31,9 +26,8 @@ def plain_loss(params: Any, batch: Any) -> Any:
 
 
 def make_state(optimizer: jstep.Optimizer = OPTIMIZER, **options: Any) -> jstep.TrainState:
-    keys = {"key": jax.random.key(0), "many": jax.random.split(jax.random.key(1), 3)}
-    params = {"w": jnp.ones(4), "seed": jax.random.key(7), "other": jax.random.key(3, impl="rbg"), "none": None}
-    return jstep.TrainState.create(params, optimizer, model_state=keys, **options)
+    params = {"seed": jax.random.key(7), "other": jax.random.key(3, impl="rbg"), "none": None}
+    return state_with_keys(optimizer, **params, **options)
 
 
 def make_step(optimizer: jstep.Optimizer = OPTIMIZER, **options: Any) -> Any:

@@ -2,29 +2,14 @@
 
 import time
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+from comparisons import same as same
+from positioned import Positioned
+from problems import DATA, STEP, make_state
+from problems import OPTIMIZER as OPTIMIZER
+from problems import loss_fn as loss_fn
 
 import jstep
 from jstep.hooks.base import RunHook
-
-OPTIMIZER = jstep.with_moving_average(
-    jstep.adam(jstep.exponential_decay(0.1, 10, 0.9)), jstep.ExponentialMovingAverage(0.9)
-)
-DATA = jstep.batches({"x": np.arange(40.0, dtype=np.float32).reshape(20, 2)}, batch_size=4, seed=3)
-
-
-def loss_fn(params, batch, rng):
-    noise = jax.random.normal(rng, params["w"].shape)
-    return jnp.mean((batch["x"] @ params["w"] - 1.0) ** 2) + jnp.sum(noise * params["w"])
-
-
-STEP = jstep.minimize(loss_fn, OPTIMIZER, rng=jax.random.key(7))
-
-
-def make_state(step=0):
-    return jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER, global_step=step)
 
 
 def train(last_step, batches=DATA, hooks=(), state=None, step=STEP, **kwargs):
@@ -38,11 +23,6 @@ def by_hand(steps, state=None):
     for n in range(jstep.global_step(state), steps):
         state, _ = STEP(state, DATA[n])
     return state
-
-
-def same(a, b):
-    leaves = jax.tree.leaves(jax.tree.map(lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), a, b))
-    return all(leaves)
 
 
 class Calls(RunHook):
@@ -93,22 +73,16 @@ class Calls(RunHook):
         return [event[1] for event in self.seen if event[0] == what]
 
 
-class Counted:
-    """A loader with a position, which is an int, bytes or a dict."""
+class Counted(Positioned):
+    """The batches of DATA, read slowly, with a position."""
 
     def __init__(self, kind=int, slow=0.0):
-        self.at, self.kind, self.slow = 0, kind, slow
+        super().__init__(DATA.__getitem__, kind)
+        self.slow = slow
 
     def __iter__(self):
         return self
 
     def __next__(self):
         time.sleep(self.slow)
-        self.at += 1
-        return DATA[self.at - 1]
-
-    def get_state(self):
-        return {int: self.at, bytes: b"%d" % self.at, dict: {"at": self.at}}[self.kind]
-
-    def set_state(self, state):
-        self.at = int(state["at"] if self.kind is dict else state)
+        return super().__next__()

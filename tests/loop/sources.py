@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+import positioned
 
 from jstep.data.loaders import source_of
 from jstep.loop.calls import make_calls
@@ -44,28 +45,23 @@ class Indexed:
         return step * 10
 
 
-class Positioned:
-    """An iterator with a position."""
+class Positioned(positioned.Positioned):
+    """An iterator with a position; a shared one is a dict that changes with each batch."""
 
     def __init__(self, end=100, state="int"):
-        self.at, self.end, self.kind = 0, end, state
+        super().__init__(lambda n: n * 10, {"int": int, "bytes": bytes, "shared": dict}[state], end)
         self.shared = {"at": 0}
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        if self.at >= self.end:
-            raise StopIteration
-        self.at += 1
+        batch = super().__next__()
         self.shared["at"] = self.at
-        return (self.at - 1) * 10
+        return batch
 
     def get_state(self):
-        return {"int": self.at, "bytes": str(self.at).encode(), "shared": self.shared}[self.kind]
-
-    def set_state(self, state):
-        self.at = int(state["at"] if isinstance(state, dict) else state)
+        return self.shared if self.kind is dict else super().get_state()
 
 
 class PositionedLoader:

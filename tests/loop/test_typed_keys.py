@@ -6,30 +6,21 @@ import pathlib
 import signal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from children import IMPORTS, start
+from problems import ROWS as X
+from problems import loss_with_keys, state_with_keys
 
 import jstep
 
-X = np.linspace(-1.0, 1.0, 32, dtype=np.float32).reshape(8, 4)
-
-
-def noisy_loss(params, keys, x):
-    key, dropout = jax.random.split(keys["key"])
-    keep = jax.random.bernoulli(keys["many"][1], 0.5, x.shape)
-    loss = jnp.mean((jnp.where(keep, x, 0.0) @ params["w"] + jax.random.normal(dropout)) ** 2)
-    return loss, {"key": key, "many": jax.vmap(jax.random.fold_in, (0, None))(keys["many"], 1)}
-
 
 def make_step(rate=0.1):
-    return jstep.minimize(noisy_loss, jstep.adam(rate), has_model_state=True)
+    return jstep.minimize(loss_with_keys, jstep.adam(rate), has_model_state=True)
 
 
 def make_state(mesh=None):
-    keys = {"key": jax.random.key(0), "many": jax.random.split(jax.random.key(1), 3)}
-    return jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam(0.1), model_state=keys, mesh=mesh)
+    return state_with_keys(jstep.adam(0.1), mesh)
 
 
 def numbers(state):

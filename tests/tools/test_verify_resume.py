@@ -9,24 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from positioned import Positioned
+from problems import DATA, OPTIMIZER, STEP, make_state
 
 import jstep
-
-OPTIMIZER = jstep.with_moving_average(
-    jstep.adam(jstep.exponential_decay(0.1, 10, 0.9)), jstep.ExponentialMovingAverage(0.9)
-)
-DATA = jstep.batches({"x": np.arange(40.0, dtype=np.float32).reshape(20, 2)}, batch_size=4, seed=3)
-
-
-def loss_fn(params, batch, rng):
-    return jnp.mean((batch["x"] @ params["w"] - 1.0) ** 2) + jnp.sum(jax.random.normal(rng, (2,)) * params["w"])
-
-
-STEP = jstep.minimize(loss_fn, OPTIMIZER, rng=jax.random.key(7))
-
-
-def make_state():
-    return jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER)
 
 
 class Loader:

@@ -10,16 +10,13 @@ import pytest
 from comparisons import assert_close
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from regression import loss_fn
 
 import jstep
 
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 Y = np.arange(16, dtype=np.float32)
 SGD = jstep.gradient_descent(0.1)
-
-
-def loss_fn(params, x, y):
-    return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
 
 def state(optimizer=SGD, **more):

@@ -1,0 +1,45 @@
+"""Small problems that tests of several rooms train on: a linear one with noise, and one whose state holds keys."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jstep
+
+# A linear loss with noise by key, Adam with a schedule and averages, and batches as a function of the step.
+
+OPTIMIZER = jstep.with_moving_average(
+    jstep.adam(jstep.exponential_decay(0.1, 10, 0.9)), jstep.ExponentialMovingAverage(0.9)
+)
+DATA = jstep.batches({"x": np.arange(40.0, dtype=np.float32).reshape(20, 2)}, batch_size=4, seed=3)
+
+
+def loss_fn(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
+    noise = jax.random.normal(rng, params["w"].shape)
+    return jnp.mean((batch["x"] @ params["w"] - 1.0) ** 2) + jnp.sum(noise * params["w"])
+
+
+STEP = jstep.minimize(loss_fn, OPTIMIZER, rng=jax.random.key(7))
+
+
+def make_state(step: int = 0) -> jstep.TrainState:
+    return jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER, global_step=step)
+
+
+# A loss that draws with keys of the model state, and returns their successors.
+
+ROWS = np.linspace(-1.0, 1.0, 32, dtype=np.float32).reshape(8, 4)
+
+
+def loss_with_keys(params: Any, keys: Any, x: Any) -> Any:
+    key, dropout = jax.random.split(keys["key"])
+    keep = jax.random.bernoulli(keys["many"][1], 0.5, x.shape)
+    loss = jnp.mean((jnp.where(keep, x, 0.0) @ params["w"] + jax.random.normal(dropout)) ** 2)
+    return loss, {"key": key, "many": jax.vmap(jax.random.fold_in, (0, None))(keys["many"], 1)}
+
+
+def state_with_keys(optimizer: jstep.Optimizer, /, mesh: Any = None, **params: Any) -> jstep.TrainState:
+    keys = {"key": jax.random.key(0), "many": jax.random.split(jax.random.key(1), 3)}
+    return jstep.TrainState.create({"w": jnp.ones(4), **params}, optimizer, model_state=keys, mesh=mesh)
