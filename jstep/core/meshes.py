@@ -71,8 +71,7 @@ def _captured() -> Callable[[Callable[[], None]], None]:
     mesh, abstract_mesh, variables = current_mesh(), jax.sharding.get_abstract_mesh(), contextvars.copy_context()
     settings = {name: _read(name) for name in _SETTINGS}
 
-    @scoped
-    def entered() -> Iterator[None]:
+    def run(fn: Callable[[], None]) -> None:
         # Equal settings are not set again, so that they still follow `jax.config.update`.
         with contextlib.ExitStack() as stack:
             for name, value in settings.items():
@@ -82,10 +81,6 @@ def _captured() -> Callable[[Callable[[], None]], None]:
                 stack.enter_context(jax.set_mesh(mesh))
             if mesh is not None and jax.sharding.get_abstract_mesh() != abstract_mesh:
                 stack.enter_context(jax.sharding.use_abstract_mesh(abstract_mesh))
-            yield
-
-    def run(fn: Callable[[], None]) -> None:
-        with entered():
             fn()
 
     return lambda fn: variables.run(run, fn)

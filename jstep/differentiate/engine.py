@@ -1,20 +1,20 @@
 """Gradients of a loss, with what it returns besides, reduced over devices once per step."""
 
-import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import meshes, trees
-from jstep.core.checks import as_bool, as_function, as_int, kind, scoped, setting, shown
+from jstep.core.checks import as_bool, as_function, as_int, kind, setting, shown
 from jstep.core.jaxprs import Operation, Subprogram, body_of, evaluate
 from jstep.core.meshes import Attempts
 from jstep.core.placement import Unroll, as_unroll, sharding_of
@@ -229,29 +229,33 @@ def _like(old: Any, new: Any) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, old, new)
 
 
-Collect = Callable[[], contextlib.AbstractContextManager[Callable[[Any], Any]]]
-"""A context for a loss. It gives a function of the result, for after it: the summaries that the loss created and that
-are not part of the result, or None."""
+class Collector:
+    """The summaries that a function creates, added by `jstep.summary`, which the function may be the first to load.
 
-_collects: list[Collect] = []
-_merges: list[Callable[[Any, Any], Any]] = []
-_lost_summaries: contextvars.ContextVar[list[None] | None] = contextvars.ContextVar("jstep_lost", default=None)
-
-
-def register_summaries(collect: Collect, merge: Callable[[Any, Any], Any]) -> None:
-    """Register how to collect and merge summaries; `jstep.summary` calls this when it is loaded.
-
-    Args:
-        collect: Collects the summaries that a loss creates.
-        merge: Merges two values to one summary; None if they are not summaries.
+    Attributes:
+        key: The name of their collection.
+        trace: The trace in which the function is called.
+        parts: Those created in this trace.
+        nested: Tags → source line, of those created inside a transformation; tracers are never stored.
     """
-    _collects[:] = [collect]
-    _merges[:] = [merge]
+
+    def __init__(self, key: str) -> None:
+        self.key, self.trace = key, get_opaque_trace_state()
+        self.parts: list[Any] = []
+        self.nested: dict[tuple[str, ...], str] = {}
+
+
+COLLECTORS: contextvars.ContextVar[tuple[Collector, ...]] = contextvars.ContextVar("jstep_collect", default=())
+"""The collectors of the functions that are called, the innermost last."""
+
+SUMMARIES: dict[str, Callable[[Any, Any], Any]] = {}
+"""Two functions of `jstep.summary`, once it is loaded: `unreturned(collector, result)`, a summary of what a loss
+created and does not return, or None; and `merge(one, other)`, one summary of two, or None if they are not summaries."""
 
 
 def join_returned(aux: Mapping[str, Any], made: Any) -> tuple[Mapping[str, Any], Any]:
     """Return aux, and the summaries created by the loss, merged with those that it returned as `summaries`."""
-    merged = _merges[0](aux["summaries"], made) if _merges and "summaries" in aux and made is not None else None
+    merged = SUMMARIES["merge"](aux["summaries"], made) if "summaries" in aux and made is not None else None
     if merged is None:
         return aux, made
     return {name: value for name, value in aux.items() if name != "summaries"}, merged
@@ -260,34 +264,7 @@ def join_returned(aux: Mapping[str, Any], made: Any) -> tuple[Mapping[str, Any],
 def merge_summaries(made: Iterable[Any]) -> Any:
     """Merge the summaries of several losses; None if there are no summaries."""
     summaries = [one for one in made if one is not None]
-    return functools.reduce(_merges[0], summaries) if summaries else None
-
-
-_LOST: Any = object()
-
-
-def collected_summaries() -> contextlib.AbstractContextManager[Callable[[Any], Any]]:
-    """As `Collect`; what it gives returns `_LOST` if the loss itself loaded jstep.summary, and must be called again."""
-    return _collects[0]() if _collects else _without_summaries()
-
-
-def _nothing(result: Any) -> None:
-    return None
-
-
-@scoped
-def _without_summaries() -> Iterator[Callable[[Any], Any]]:
-    lost: list[None] = []
-    with setting(_lost_summaries, lost):
-        # None also if another thread has loaded jstep.summary meanwhile: the loss is traced once, as usual.
-        yield lambda result: _LOST if lost else None
-
-
-def note_lost_summary() -> None:
-    """Record that a summary was created outside a collection."""
-    lost = _lost_summaries.get()
-    if lost is not None:
-        lost.append(None)
+    return functools.reduce(SUMMARIES["merge"], summaries) if summaries else None
 
 
 # The implementation of `compute_gradients` and `minimize`: differentiation of a loss with all their options.
@@ -549,14 +526,13 @@ class Differentiation:
             before = (given.model_state,) if self.has_model_state else ()
             rng = {} if given.key is None else {"rng": given.key}
 
-            loss_fn = functools.partial(self.loss_fn, whole, *before, *given.args, **{**(given.kwargs or {}), **rng})
-            with tables(some) as looked_up:
-                summaries = _LOST
-                while summaries is _LOST:  # again, if the loss itself has loaded jstep.summary
-                    with collected_summaries() if self.gathers else contextlib.nullcontext(_nothing) as created:
-                        out = loss_fn()
-                    loss, *others = self._outputs(out, given.model_state)
-                    summaries = created(out)
+            collector = Collector("summaries")
+            collectors = (*COLLECTORS.get(), collector) if self.gathers else COLLECTORS.get()
+            with tables(some) as looked_up, setting(COLLECTORS, collectors):
+                out = self.loss_fn(whole, *before, *given.args, **{**(given.kwargs or {}), **rng})
+            loss, *others = self._outputs(out, given.model_state)
+            is_empty = not (collector.parts or collector.nested)
+            summaries = None if is_empty else SUMMARIES["unreturned"](collector, out)
             return _scaled(loss, given.scale), (loss, *others, summaries)
 
         some = [jnp.asarray(leaves[i]) for i in indices]

@@ -1,6 +1,5 @@
 """Summaries as pytrees, and those that a loss makes inside of a step."""
 
-import contextvars
 import dataclasses
 import functools
 import sys
@@ -14,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import get_opaque_trace_state as _trace
 
-from jstep.core.checks import as_function, as_int, as_text, kind, scoped, setting, shown
+from jstep.core.checks import as_function, as_int, as_text, kind, setting, shown
 from jstep.core.meshes import internal_transfers, without_explicit_axes
 from jstep.core.placement import is_on_cpus
 from jstep.core.trees import Array, is_array, is_traced
 from jstep.differentiate import engine
+from jstep.differentiate.engine import COLLECTORS, Collector
 
 # Summaries as pytrees.
 #
@@ -186,24 +186,11 @@ def _no_trace() -> Any:
         return pool.submit(_trace).result()
 
 
-class _Collector:
-    def __init__(self, key: str) -> None:
-        self.key = key
-        self.trace = _trace()
-        self.parts: list[Part] = []
-        self.nested: dict[tuple[str, ...], str] = {}  # tags → source line; tracers are never stored
-
-
-_active: contextvars.ContextVar[tuple[_Collector, ...]] = contextvars.ContextVar("jstep_collect", default=())
-
-
 def register(part: Part, collections: Sequence[str] | None) -> None:
     """Add a new part to its collections. A traced part is added only to an active `collect`, which returns it."""
     if type(collections) is tuple and not collections:
         return
-    collectors = _active.get()
-    if not any(collector.key == SUMMARIES for collector in collectors):
-        engine.note_lost_summary()
+    collectors = COLLECTORS.get()
     traced = has_tracers(part)
     for key in _checked(collections):
         collector = next((c for c in reversed(collectors) if c.key == key), None)
@@ -292,7 +279,7 @@ def merge_all(key: str = SUMMARIES) -> Summary | None:
         None
     """
     as_text(key, "key", "the name of a collection")
-    collector = next((c for c in reversed(_active.get()) if c.key == key), None)
+    collector = next((c for c in reversed(COLLECTORS.get()) if c.key == key), None)
     if _trace() != (_no_trace() if collector is None else collector.trace):
         raise RuntimeError(_UNDER_TRACE.format(key=key))
     if collector is not None:
@@ -351,8 +338,8 @@ def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Su
 
     @functools.wraps(fn)
     def collected(*args: P.args, **kwargs: P.kwargs) -> tuple[R, Summary | None]:
-        collector = _Collector(key)
-        with setting(_active, (*_active.get(), collector)):
+        collector = Collector(key)
+        with setting(COLLECTORS, (*COLLECTORS.get(), collector)):
             result = fn(*args, **kwargs)
         parts = [*collector.parts, *_returned(result, collector)]
         return result, merge_parts(parts) if parts else None
@@ -360,29 +347,22 @@ def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Su
     return collected
 
 
-@scoped
-def collected_unreturned() -> Iterator[Callable[[Any], Summary | None]]:
-    """Variant of `collect` for the loss of a training step: summaries that the loss returns are left out."""
-    collector = _Collector(SUMMARIES)
-
-    def unreturned(result: Any) -> Summary | None:
-        back = {tag for summary in find_summaries(result) for part in summary.parts for tag in part.tags}
-        _refuse_lost(collector, back, _LOST_IN_A_LOSS)
-        parts = [part for part in collector.parts if not back.issuperset(part.tags)]
-        return merge_parts(parts) if parts else None
-
-    with setting(_active, (*_active.get(), collector)):
-        yield unreturned
+def _unreturned(collector: Collector, result: Any) -> Summary | None:
+    """Return what the loss of a training step created; summaries that it returns are left out."""
+    back = {tag for summary in find_summaries(result) for part in summary.parts for tag in part.tags}
+    _refuse_lost(collector, back, _LOST_IN_A_LOSS)
+    parts = [part for part in collector.parts if not back.issuperset(part.tags)]
+    return merge_parts(parts) if parts else None
 
 
 def _merged(returned: Any, made: Any) -> Summary | None:
     return merge_parts((*returned.parts, *made.parts)) if isinstance(returned, Summary) else None
 
 
-engine.register_summaries(collected_unreturned, _merged)
+engine.SUMMARIES.update(unreturned=_unreturned, merge=_merged)
 
 
-def _returned(result: Any, collector: _Collector) -> list[Part]:
+def _returned(result: Any, collector: Collector) -> list[Part]:
     """Return the parts in `result` that were created under nested transformations.
 
     Raises:
@@ -411,7 +391,7 @@ _LOST_IN_A_LOSS = (
 )
 
 
-def _refuse_lost(collector: _Collector, there: set[str], why: str) -> None:
+def _refuse_lost(collector: Collector, there: set[str], why: str) -> None:
     for tags, where in collector.nested.items():
         if not there.issuperset(tags):
             way_out = why.format(key=collector.key)

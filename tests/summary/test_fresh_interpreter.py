@@ -39,7 +39,7 @@ PROGRAM = """
         for name in loaded("jstep.summary"):
             del sys.modules[name]
         from jstep.differentiate import engine
-        engine._collects.clear()
+        engine.SUMMARIES.clear()
         traced = []
 
         def loss(params, x):
@@ -51,7 +51,7 @@ PROGRAM = """
 
         state = jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1))
         jstep.minimize(loss, jstep.gradient_descent(0.1)).trace(state, 1.0)
-        assert engine._collects and len(traced) == 1
+        assert engine.SUMMARIES and len(traced) == 1
 
     def creating_summaries_imports_no_extra():
         all_kinds()
