@@ -72,7 +72,7 @@ def test_a_run_resumes_bitwise(tmp_path, mesh, steps_per_call, stages):
 def test_a_killed_run_resumes_bitwise(tmp_path, case):
     script = f"""
 import sys
-sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+sys.path[:0] = {[*map(str, pathlib.Path(__file__).parents[:2])]!r}
 jax.config.update("jax_num_cpu_devices", 8)
 from test_typed_keys import run
 run(7, directory + "/parts", *{case!r}, kill_at=5)
