@@ -128,7 +128,7 @@ def entries(names: Any, known: Sequence[tuple[str, ...]], what: str, form: str) 
 
     Args:
         names: The user's argument: a mapping by path, a function of the path, or None.
-        known: The names of each leaf, its path first, as `paths.names_of` returns them.
+        known: The names of each leaf, its path first, as `selection.names_of` returns them.
         what: The name of the tree's argument, for errors.
         form: What `names` must be, for errors.
 

@@ -37,7 +37,7 @@ class Weights(NamedTuple):
     metadata: Mapping[str, str]
 
 
-def local(path: Any, name: str = "path") -> str:
+def local(path: Any) -> str:
     """Return a local path.
 
     Raises:
@@ -45,10 +45,10 @@ def local(path: Any, name: str = "path") -> str:
         ValueError: It is empty, or a URL.
     """
     if path == "":
-        raise ValueError(f"{name}='': must name a file or a folder")
-    found = location(path, name)
+        raise ValueError("path='': must name a file or a folder")
+    found = location(path, "path")
     if is_url(found):
-        raise ValueError(f"{name}={found!r}: must be a local path; copy the files to this machine first")
+        raise ValueError(f"path={found!r}: must be a local path; copy the files to this machine first")
     return found
 
 

@@ -5,14 +5,13 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.slots import PARAMS
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown
 from jstep.core.meshes import internal_transfers
@@ -21,14 +20,13 @@ from jstep.core.targets import require_value
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.weights import jstep_checkpoint, match
 from jstep.weights.files import FILES, OF_JSTEP, kind_of, local, read_headers
-from jstep.weights.match import Match, Names, Rule, Wanted
+from jstep.weights.match import Match, Names, Wanted
 from jstep.weights.parts import read_shards
 from jstep.weights.tensors import Read, Tensor, confirm, in_groups
 
 _AT_ONCE = 2**30
 """Bytes to read together: while they are cast, they occupy memory in both dtypes."""
 _logger = logging.getLogger("jstep")
-_BOX = "/value"  # the attribute of a Flax NNX variable that holds its array
 
 
 @shortens_tracebacks
@@ -105,7 +103,8 @@ def load_weights(
     partial, float_dtype = as_bool(partial, "partial"), _float_dtype(dtype)
     refuse_compile_only(target, "target")
     with open_source(path, partial=partial) as source:
-        found = source.match(target, match.rules(names, target, "target"), float_dtype)
+        by_name = match.rules(names, target, "target")
+        found = match.match(target, source.tensors, by_name, float_dtype, with_more=source.is_checkpoint)
         if found.differences() and not partial:
             found.wanted[:] = map(match.with_problem_of_ones, found.wanted)
             raise _misfit(found, source.path)
@@ -187,34 +186,6 @@ class Source:
     read: Read
     is_checkpoint: bool
 
-    def match(self, target: Any, by_name: Sequence[Rule], float_dtype: Any) -> Match:
-        """Find the tensor of each leaf of a target; see `jstep.weights.match.match`.
-
-        `params/` may be omitted from names in a checkpoint. It may hold more than weights, such as the state of an
-        optimizer: if `params` is loaded from, groups at the root of its tree from which nothing is loaded do not count
-        as unused; if names only adds a group to all paths, nothing outside of that group does.
-        """
-        if not self.is_checkpoint:
-            return match.match(target, self.tensors, by_name, float_dtype)
-        found = match.match(target, self.tensors, self._in_params(by_name), float_dtype)
-        names = {one.path: one.name for one in found.wanted if one.name is not None}
-        used = {path: name for path, name in names.items() if name in self.tensors}
-        unused = [name for name in found.unused if name.startswith(_groups(used))]
-        missing = [names[one.path] for one in found.wanted if one.is_missing]
-        are_paths = all(rule.name == path for rule, path in zip(by_name, trees.paths_of(target), strict=True))
-        hint = _names_hint(missing, self.tensors.keys()) if missing and are_paths else ""
-        return dataclasses.replace(found, unused=unused, hint=hint or found.hint)
-
-    def _in_params(self, by_name: Sequence[Rule]) -> list[Rule]:
-        """Return the rules with names in which `params/` is not omitted."""
-        names = [rule.name for rule in by_name if rule.name is not None]
-        # The parameters may have a group `params`, too, so that both "params/w" and "params/params/w" exist.
-        everywhere = not all(name in self.tensors for name in names) and all(
-            _in_params(n) in self.tensors for n in names
-        )
-        omitted = {n for n in names if (everywhere or n not in self.tensors) and _in_params(n) in self.tensors}
-        return [rule._replace(name=_in_params(rule.name)) if rule.name in omitted else rule for rule in by_name]
-
     def whole(self, tensor: Tensor) -> np.ndarray[Any, Any]:
         """Read a whole tensor into new memory."""
         return np.asarray(self.read({tensor.name: None})[tensor.name])
@@ -233,43 +204,6 @@ class Source:
         if self.is_checkpoint and jax.dtypes.canonicalize_dtype(dtype) != dtype:
             return None  # an array on devices would need jax_enable_x64
         return target_sharding(wanted.leaf, wanted.path)
-
-
-def _in_params(name: str) -> str:
-    return f"{PARAMS}/{name}" if name else PARAMS  # the parameters may be a single array
-
-
-def _groups(used: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what the names begin with that are to be loaded completely; the empty string for all.
-
-    Args:
-        used: Path of a leaf → name of its array.
-    """
-    if "" in used:
-        return (used[""],)  # the target is a single array
-    roots = {name.partition("/")[0] for name in used.values()}
-    if PARAMS in roots:
-        return tuple(f"{root}/" for root in roots)
-    above = {name.removesuffix(_BOX).removesuffix(path.removesuffix(_BOX)) for path, name in used.items()}
-    return tuple(above) if len(above) == 1 and next(iter(above)).endswith("/") else ("",)
-
-
-def _names_hint(missing: Sequence[str], there: Set[str]) -> str:
-    """Describe the function that finds all missing names, if they differ by what is before or after them."""
-    ends: list[tuple[str, Callable[[str], str]]] = [
-        ("path", lambda name: name),
-        (f'path + "{_BOX}"', lambda name: name + _BOX),
-        (f'path.removesuffix("{_BOX}")', lambda name: name.removesuffix(_BOX)),
-    ]
-    for code, end in ends:
-        first, *others = [end(name) for name in missing]
-        groups = [one.removesuffix(first) for one in there if one.endswith(f"/{first}")]
-        # Those of an optimizer have the same paths: parameters come first.
-        for above in ["", *sorted(groups, key=lambda group: (PARAMS not in group.split("/"), group.count("/"), group))]:
-            if all(above + name in there for name in (first, *others)):
-                whole = f'"{above}" + {code}' if above else code
-                return f". The checkpoint has them below other paths: pass names=lambda path: {whole}"
-    return ""
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.slots import as_integers
+from jstep.checkpoint.slots import PARAMS, as_integers
 from jstep.core import placement, targets, trees
 from jstep.core.checks import array_type, kind, note, shown
 from jstep.core.meshes import internal_transfers
@@ -24,6 +24,7 @@ Entry = str | tuple[str, Transform] | None
 Names = Mapping[str, Entry] | Callable[[str], Entry]
 """Path of a leaf → the name of its tensor, a pair of that and a function of the tensor, or None for no tensor."""
 
+_BOX = "/value"  # the attribute of a Flax NNX variable that holds its array
 _FORM = "must be the name of a tensor, a pair (name, transform), or None"
 
 
@@ -143,7 +144,9 @@ class Match(targets.Match[Wanted]):
     MOST = 200  # enough to show the names of a model's layers
 
 
-def match(target: Any, tensors: Mapping[str, Any], by_name: Sequence[Rule], float_dtype: Any) -> Match:
+def match(
+    target: Any, tensors: Mapping[str, Any], by_name: Sequence[Rule], float_dtype: Any, *, with_more: bool
+) -> Match:
     """Find the tensor of each leaf of a target.
 
     Args:
@@ -151,19 +154,77 @@ def match(target: Any, tensors: Mapping[str, Any], by_name: Sequence[Rule], floa
         tensors: The tensors by name.
         by_name: The rule of each leaf.
         float_dtype: The dtype of floating leaves; None to keep their own.
+        with_more: Whether they are those of a checkpoint, which may hold more than weights, such as the state of an
+            optimizer. `params/` may be omitted from names there. If `params` is loaded from, groups at the root of its
+            tree from which nothing is loaded do not count as unused; if names only adds a group to all paths, nothing
+            outside of that group does.
 
     Raises:
         TypeError: A leaf of the target has no shape and dtype.
     """
     wanted = []
-    for (path, leaf), rule in zip(trees.leaves_with_paths(target), by_name, strict=True):
+    whole = _whole_names(by_name, tensors) if with_more else by_name
+    for (path, leaf), rule in zip(trees.leaves_with_paths(target), whole, strict=True):
         shape, dtype = _kind(leaf, path)
         casts = float_dtype is not None and trees.is_floating(dtype)
         one = Wanted(path, leaf, shape, float_dtype if casts else dtype, rule.name, None, "", rule.transform, casts)
         wanted.append(targets.matched(one, rule.name, tensors, _problem))
-    names = {one.name for one in wanted}
-    unused = [name for name in tensors if name not in names]
-    return Match(wanted, unused, _separator_hint(wanted, tensors.keys() & names, set(unused)))
+    names = {one.path: one.name for one in wanted if one.name is not None}
+    missing = [names[one.path] for one in wanted if one.is_missing]
+    used = {path: name for path, name in names.items() if name in tensors}
+    own = set(used.values())
+    unused = [name for name in tensors if name not in own]
+    are_paths = all(rule.name == one.path for rule, one in zip(by_name, wanted, strict=True))
+    hint = _group_hint(missing, tensors.keys()) if with_more and are_paths and missing else ""
+    hint = hint or _separator_hint(wanted, own, set(unused))
+    groups = _groups(used) if with_more else ("",)
+    return Match(wanted, [name for name in unused if name.startswith(groups)], hint)
+
+
+def _whole_names(by_name: Sequence[Rule], tensors: Mapping[str, Any]) -> list[Rule]:
+    """Return the rules with names in which `params/` is not omitted."""
+    names = [rule.name for rule in by_name if rule.name is not None]
+    # The parameters may have a group `params`, too, so that both "params/w" and "params/params/w" exist.
+    everywhere = not all(name in tensors for name in names) and all(_in_params(name) in tensors for name in names)
+    omitted = {name for name in names if (everywhere or name not in tensors) and _in_params(name) in tensors}
+    return [rule._replace(name=_in_params(rule.name)) if rule.name in omitted else rule for rule in by_name]
+
+
+def _in_params(name: str) -> str:
+    return f"{PARAMS}/{name}" if name else PARAMS  # the parameters may be a single array
+
+
+def _groups(used: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what the names begin with that are to be loaded completely; the empty string for all.
+
+    Args:
+        used: Path of a leaf → name of its array.
+    """
+    if "" in used:
+        return (used[""],)  # the target is a single array
+    roots = {name.partition("/")[0] for name in used.values()}
+    if PARAMS in roots:
+        return tuple(f"{root}/" for root in roots)
+    above = {name.removesuffix(_BOX).removesuffix(path.removesuffix(_BOX)) for path, name in used.items()}
+    return tuple(above) if len(above) == 1 and next(iter(above)).endswith("/") else ("",)
+
+
+def _group_hint(missing: Sequence[str], there: Set[str]) -> str:
+    """Describe the function that finds all missing names, if they differ by what is before or after them."""
+    ends: list[tuple[str, Callable[[str], str]]] = [
+        ("path", lambda name: name),
+        (f'path + "{_BOX}"', lambda name: name + _BOX),
+        (f'path.removesuffix("{_BOX}")', lambda name: name.removesuffix(_BOX)),
+    ]
+    for code, end in ends:
+        first, *others = [end(name) for name in missing]
+        groups = [one.removesuffix(first) for one in there if one.endswith(f"/{first}")]
+        # Those of an optimizer have the same paths: parameters come first.
+        for above in ["", *sorted(groups, key=lambda group: (PARAMS not in group.split("/"), group.count("/"), group))]:
+            if all(above + name in there for name in (first, *others)):
+                whole = f'"{above}" + {code}' if above else code
+                return f". The checkpoint has them below other paths: pass names=lambda path: {whole}"
+    return ""
 
 
 def _separator_hint(wanted: Sequence[Wanted], used: Set[str], unused: Set[str]) -> str:
