@@ -27,6 +27,8 @@ _AT_ONCE = 4
 """Concurrent reads of objects: 256 MB at most."""
 
 
+Record = Mapping[str, Any]
+"""The size of a file in bytes, and its checksums, as in `Manifest.files`."""
 StartRead = Callable[..., Any]
 """`start_read(key, start=0, stop=None)` starts to read a file of a checkpoint: a `Pending`, on a disk a `LocalRead`."""
 
@@ -63,40 +65,30 @@ def _checksum(path: str, at: int) -> str:
     return f"{value:08x}"
 
 
-def find_corruption(checkpoint: str, manifest: Manifest, share: tuple[int, int], *, every: bool) -> list[str]:
-    """Return descriptions of what is wrong with the files of a checkpoint; an empty list if it is intact.
-
-    Wrong sizes are found without reading, and then no checksum is computed. A corrupted file that nothing
-    reads is a warning.
-
-    Args:
-        checkpoint: The path of the checkpoint.
-        manifest: Its manifest.
-        share: (i, n) to check only every n-th of the large files, starting at the i-th.
-        every: Whether a corrupted file that nothing reads is a problem, too.
-    """
+def share_of(manifest: Manifest, share: tuple[int, int]) -> dict[str, Record]:
+    """Return the records of the files that the i-th of n processes verifies: of the large ones, every n-th."""
     large = [path for path in sorted(manifest.files) if manifest.files[path]["bytes"] > _PIECE]
     others = set(large) - set(large[share[0] :: share[1]])
-    expected = {path: record for path, record in manifest.files.items() if path not in others}
+    return {path: record for path, record in manifest.files.items() if path not in others}
+
+
+def differences(checkpoint: str, expected: Mapping[str, Record]) -> dict[str, str]:
+    """Return how each file differs from its record; "" if it does not.
+
+    Wrong sizes are found without reading, and then no checksum is computed.
+    """
     root = os.path.realpath(checkpoint)
-    problems = {}
-    read = {}
-    for path, record in expected.items():
-        if not is_below(root, path):
-            problems[path] = "a link out of the checkpoint"
-        elif path not in UNUSED:
-            read[path] = record
-        else:
-            try:
-                problems |= _differences(checkpoint, {path: record})
-            except OSError as error:
-                problems[path] = error.strerror or "it cannot be read"
-    problems |= _differences(checkpoint, read)
-    return _problems(checkpoint, {path: problems[path] for path in expected}, is_first=share[0] == 0, every=every)
+    found = {path: "a link out of the checkpoint" for path in expected if not is_below(root, path)}
+    for path in [path for path in expected if path in UNUSED and path not in found]:
+        try:
+            found |= _differences(checkpoint, {path: expected[path]})
+        except OSError as error:
+            found[path] = error.strerror or "it cannot be read"
+    found |= _differences(checkpoint, {path: record for path, record in expected.items() if path not in found})
+    return {path: found[path] for path in expected}
 
 
-def _differences(checkpoint: str, expected: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return how each file differs from its record; "" if it does not."""
+def _differences(checkpoint: str, expected: Mapping[str, Record]) -> dict[str, str]:
     found = {}
     for path, record in expected.items():
         whole = os.path.join(checkpoint, path)
@@ -107,7 +99,7 @@ def _differences(checkpoint: str, expected: Mapping[str, Mapping[str, Any]]) -> 
     return found
 
 
-def _problems(checkpoint: str, found: Mapping[str, str], *, is_first: bool, every: bool) -> list[str]:
+def problems_of(checkpoint: str, found: Mapping[str, str], *, is_first: bool, every: bool) -> list[str]:
     """Return the problems of the files that are read; the first process warns of those of other files.
 
     Args:
@@ -154,16 +146,13 @@ def difference(expected: Mapping[str, Any], actual: Mapping[str, Any] | None) ->
     return f"the checksum of bytes {ranges} differs" if bad else ""
 
 
-def find_corruption_of_copy(
-    start_read: StartRead, checkpoint: str, manifest: Manifest, share: tuple[int, int], *, every: bool
-) -> list[str]:
-    """Return descriptions of what is wrong with the objects of a checkpoint that was copied from a disk; see above."""
-    paths = sorted(manifest.files)[share[0] :: share[1]]
-    actual: dict[str, dict[str, Any]] = {path: {"bytes": 0, "crc32": []} for path in paths}
+def differences_of_objects(start_read: StartRead, expected: Mapping[str, Record]) -> dict[str, str]:
+    """Return how each object of a checkpoint that was copied from a disk differs from its record; see `differences`."""
+    actual: dict[str, dict[str, Any]] = {path: {"bytes": 0, "crc32": []} for path in expected}
 
     def started() -> Iterator[tuple[str, Pending]]:
-        for path in paths:
-            size = manifest.files[path]["bytes"]
+        for path, record in expected.items():
+            size = record["bytes"]
             for at in range(0, max(size, 1), BLOCK):
                 stop = at + BLOCK if at + BLOCK < size else None  # the last read shows whether the object is longer
                 yield path, start_read(path, at, stop)
@@ -179,8 +168,7 @@ def find_corruption_of_copy(
             actual[path]["bytes"] += len(data)
             actual[path]["crc32"] += [f"{zlib.crc32(data):08x}"] if data else []
 
-    found = {path: difference(manifest.files[path], actual.get(path)) for path in paths}
-    return _problems(checkpoint, found, is_first=True, every=every)
+    return {path: difference(record, actual.get(path)) for path, record in expected.items()}
 
 
 def read_file(start_read: StartRead, manifest: Manifest, name: str) -> bytes:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jstep.checkpoint import checksums, listing
-from jstep.checkpoint.checksums import StartRead, is_below
+from jstep.checkpoint.checksums import Record, StartRead, is_below
 from jstep.checkpoint.claims import FileClaim
 from jstep.checkpoint.listing import ASIDE, DELETED, REPLACED, TEMPORARY, is_remains, listed
 from jstep.checkpoint.manifest import NAME, Manifest, encode
@@ -97,9 +97,9 @@ class DirectoryStore(Store):
         """See `Store.reads`."""
         return functools.partial(LocalRead, path)
 
-    def find_corrupted_files(self, path: str, manifest: Manifest, share: tuple[int, int], *, every: bool) -> list[str]:
-        """See `Store.find_corrupted_files`."""
-        return checksums.find_corruption(path, manifest, share, every=every)
+    def differences(self, path: str, expected: Mapping[str, Record]) -> dict[str, str]:
+        """See `Store.differences`."""
+        return checksums.differences(path, expected)
 
     def read_arrays(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """See `Store.read_arrays`."""

@@ -19,7 +19,7 @@ import jax
 
 from jstep.checkpoint import checksums, claims, listing, packs
 from jstep.checkpoint import manifest as _manifest
-from jstep.checkpoint.checksums import StartRead
+from jstep.checkpoint.checksums import Record, StartRead
 from jstep.checkpoint.claims import ObjectClaim, key_of, owner_in
 from jstep.checkpoint.listing import Checkpoints
 from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Manifest
@@ -92,9 +92,9 @@ class ObjectStore(Store):
 
         return start_read
 
-    def find_corrupted_files(self, path: str, manifest: Manifest, share: tuple[int, int], *, every: bool) -> list[str]:
-        """See `Store.find_corrupted_files`."""
-        return checksums.find_corruption_of_copy(self.reads(path), path, manifest, share, every=every)
+    def differences(self, path: str, expected: Mapping[str, Record]) -> dict[str, str]:
+        """See `Store.differences`."""
+        return checksums.differences_of_objects(self.reads(path), expected)
 
     def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """See `Store.restore`."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jstep.checkpoint import checksums
-from jstep.checkpoint.checksums import StartRead
+from jstep.checkpoint.checksums import Record, StartRead
 from jstep.checkpoint.claims import FileClaim, ObjectClaim
 from jstep.checkpoint.listing import TEMPORARY
 from jstep.checkpoint.manifest import CheckpointError, Manifest
@@ -25,7 +25,7 @@ _logger = logging.getLogger("jstep")
 _HOLDERS: "weakref.WeakValueDictionary[tuple[str, str], Store]" = weakref.WeakValueDictionary()
 """The claims of this process: directory and prefix → the store that has it."""
 
-Files = Mapping[str, Mapping[str, Any]]
+Files = Mapping[str, Record]
 """Path below a checkpoint → record of that file or object: its `bytes`, and checksums or a stamp."""
 
 
@@ -110,7 +110,8 @@ class Store(Protocol):
             from jstep.checkpoint import packs  # not at the top: it imports JAX
 
             return packs.find_corruption(self.reads(path), manifest, share)
-        return self.find_corrupted_files(path, manifest, share, every=every)
+        found = self.differences(path, checksums.share_of(manifest, share))
+        return checksums.problems_of(path, found, is_first=share[0] == 0, every=every)
 
     def read_file(self, path: str, manifest: Manifest, name: str) -> bytes:
         """Read one of the files that were saved with the arrays, and verify its checksums.
@@ -146,8 +147,8 @@ class Store(Protocol):
     def reads(self, path: str) -> StartRead:
         """Return the function that starts to read files of a checkpoint."""
 
-    def find_corrupted_files(self, path: str, manifest: Manifest, share: tuple[int, int], *, every: bool) -> list[str]:
-        """See `find_corruption`, for arrays that are not packed."""
+    def differences(self, path: str, expected: Mapping[str, Record]) -> dict[str, str]:
+        """Return how files of a checkpoint differ from their records, for arrays that are not packed; "" if not."""
 
     def read_arrays(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """See `restore`, for arrays that are not packed."""
