@@ -153,11 +153,10 @@ def _locked(path: str, directory: str, prefix: str) -> int:
 
 def _opened(path: str) -> tuple[int, bool]:
     """Open the file, and return whether it is writable: one that another user left usually is not."""
-    flags = getattr(os, "O_CLOEXEC", 0)
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666), True
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666), True
     except PermissionError:
-        return os.open(path, os.O_RDONLY | flags), False
+        return os.open(path, os.O_RDONLY), False
 
 
 def _lock(handle: int) -> bool:

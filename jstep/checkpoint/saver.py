@@ -535,12 +535,7 @@ class Saver:
         absent = left_out_indices(state, self.leave_out) if state is not None else set()
         is_first = jax.process_index() == 0
         problem = f"{self.prefix}-* in {self.directory} cannot be written; see the error of process 0"
-
-        def claim() -> None:
-            if is_first:
-                self._store.claim()
-
-        processes.on_all_processes(claim, problem, CheckpointError)
+        processes.on_all_processes(self._store.claim if is_first else lambda: None, problem, CheckpointError)
         if state is not None and is_first:
             self._retention.load(path for i, path in enumerate(trees.paths_of(state)) if i not in absent)
 
