@@ -115,6 +115,14 @@ def test_the_first_of_several_bad_steps_is_named_and_not_saved(tmp_path):
     assert "skip_nonfinite" in str(caught.value)
 
 
+def test_the_first_look_at_the_loss_is_not_repeated():
+    hook, state = jstep.NanLossHook(every_n_steps=100), skipping_step_and_state()[1]
+    hook.begin(state)
+    assert len(hook.run.pending) == 1
+    hook.after_step(1, state, {"loss": 1.0})
+    assert hook.run.pending == []
+
+
 def test_a_hook_in_several_runs_keeps_no_state():
     hook = jstep.NanLossHook(every_n_steps=4)
     for _ in range(2):

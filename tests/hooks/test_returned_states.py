@@ -1,0 +1,43 @@
+"""Which states a step and a hook may return, and what the errors advise."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hook_fakes import state_at
+
+from jstep.hooks.hook import check_hook_result, check_returned_state, check_step
+from jstep.state.train_state import TrainState
+
+
+@pytest.mark.parametrize(
+    ("found", "first", "advice"),
+    [
+        (3, 3, "by one, and does not advance it. Use increment_global_step=True in its last update"),
+        (4, 3, r"by one, and changed it from 3 to 4 in 2 step\(s\)"),
+        (1, 3, r"by one, and changed it from 3 to 1 in 2 step\(s\)"),
+        (8, 3, r"by one, and changed it from 3 to 8 in 2 step\(s\)"),
+        (7, 3, "by one, and advances it by 2. If it runs several updates.*steps_per_call=2"),
+        (7, None, "by one. If it runs several updates, or none, pass increment_global_step=False"),
+    ],
+)
+def test_advice_for_a_step_that_does_not_count_once(found, first, advice):
+    with pytest.raises(ValueError, match=f"global_step is {found} after the update that makes step 5: .*{advice}"):
+        check_step(5, state_at(found), first)
+
+
+def test_a_step_that_counts_once_passes():
+    check_step(5, state_at(5), 3)
+
+
+def test_a_hook_may_return_its_state_or_another_of_the_same_step():
+    state = state_at(5)
+    assert check_returned_state(state, state, 5, "hook") is state
+    assert check_hook_result(None, state, 5, "hook") == (False, state)
+    assert check_hook_result(np.True_, state, 5, "hook") == (True, state)
+    for step in (state.global_step, jnp.copy(state.global_step)):
+        stop, other = check_hook_result(TrainState({"w": jnp.full(3, 7.0)}, state.slots, step), state, 5, "hook")
+        assert not stop
+        assert int(other.global_step) == 5
+        np.testing.assert_array_equal(other.params["w"], np.full(3, 7.0))
+    with pytest.raises(ValueError, match="hook returned a state at step 6: must be at step 5"):
+        check_returned_state(state_at(6), state, 5, "hook")
