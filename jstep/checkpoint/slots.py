@@ -13,7 +13,7 @@ import numpy as np
 
 from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut
 from jstep.core import trees
-from jstep.core.checks import kind
+from jstep.core.checks import kind, listed
 from jstep.core.selection import VarList, resolve
 from jstep.core.slot_roles import AGES, COPIES, Role, Roles, opened, roles_in
 from jstep.state.fingerprints import as_text, leaf_key, stacked, words_of
@@ -393,7 +393,7 @@ def _scope(slot: str) -> str:
 
 def _text(start: str, paths: Sequence[str], values: dict[tuple[str, ...], Any]) -> str:
     age, step = _age(values, start), _number(values["global_step",])
-    shown = ", ".join(map(repr, paths[:5])) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
+    shown = listed(list(map(repr, paths)), 5)
     return (
         f"Fresh slots meet an old age: {shown} were left as they were, and slots/{start} makes them {age} steps old, "
         "so that the bias correction does not treat them as fresh and their first updates are too large. Give them "

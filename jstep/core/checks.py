@@ -63,9 +63,10 @@ def cut_path(path: str, longest: int = 36) -> str:
     return path if len(path) <= longest else "…" + path[1 - longest :]
 
 
-def listed(words: Sequence[str]) -> str:
-    """Return the first word, and the number of the others."""
-    return words[0] if len(words) == 1 else f"{words[0]} and {len(words) - 1} more"
+def listed(words: Sequence[str], most: int = 1, between: str = ", ") -> str:
+    """Return the first words, and the number of the others."""
+    others = f" and {len(words) - most} more" if len(words) > most else ""
+    return between.join(words[:most]) + others
 
 
 def listing(title: str, items: Sequence[str], most: int = SHOWN) -> str:

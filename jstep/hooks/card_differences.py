@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
-from jstep.core.checks import cut
+from jstep.core.checks import cut, listed
 from jstep.stores.timeline import START, fields_with
 
 VERSION = 1
@@ -364,11 +364,8 @@ def _counts(what: str, a: Mapping[str, Any], b: Mapping[str, Any], runs: tuple[s
     """The numbers or operations that the programs have in different counts; empty if there are none."""
     one, other = _section(a, what), _section(b, what)
     changed = [name for name in _names(one, other) if one.get(name, 0) != other.get(name, 0)]
-    some = ", ".join(
-        f"{name} ({one.get(name, 0)} {runs[0]}, {other.get(name, 0)} {runs[1]})" for name in changed[:_MOST]
-    )
-    more = f" and {len(changed) - _MOST} more" if len(changed) > _MOST else ""
-    return f"{what} {some}{more}" if changed else ""
+    texts = [f"{name} ({one.get(name, 0)} {runs[0]}, {other.get(name, 0)} {runs[1]})" for name in changed]
+    return f"{what} {listed(texts, _MOST)}" if changed else ""
 
 
 # What has changed from one start of a run to another that resumes from it.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.checks import listed
 from jstep.core.jaxprs import body_of, depend_on_calls
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.slot_roles import ACCUMULATED, FOLLOWS_STEP, FOLLOWS_UPDATES, abstractly, roles_in, roles_of
@@ -304,5 +305,4 @@ def report_accumulated(run: Run) -> None:
 
 def _named(names: list[str]) -> str:
     """Names for a message, the first of them if there are many."""
-    more = len(names) - _MOST_NAMES
-    return ", ".join(map(repr, names[:_MOST_NAMES])) + (f" and {more} more" if more > 0 else "")
+    return listed([repr(name) for name in names], _MOST_NAMES)

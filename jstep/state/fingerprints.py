@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.checks import as_bool, kind, shown
+from jstep.core.checks import as_bool, kind, listed, shown
 from jstep.core.meshes import dims_of, internal_transfers, mesh_axes_of, mesh_of, parts_along
 from jstep.core.placement import compute_on, on_devices, placements_of, refuse_shapes
 from jstep.stores.files import opened
@@ -230,10 +230,10 @@ class Difference(NamedTuple):
         """Describe which leaves differ."""
         if self.leaves is None:
             return "which leaves differ is not known (a log without leaves)"
-        names = ", ".join(self.leaves[:8]) + (f" and {len(self.leaves) - 8} more" if len(self.leaves) > 8 else "")
         other = len(self.first_only) + len(self.second_only)
         model = f"; {other} of them in only one of the two: fingerprints of another model" if other else ""
-        return f"{len(self.leaves)} {'leaf differs' if len(self.leaves) == 1 else 'leaves differ'}: {names}{model}"
+        differ = "leaf differs" if len(self.leaves) == 1 else "leaves differ"
+        return f"{len(self.leaves)} {differ}: {listed(self.leaves, 8)}{model}"
 
 
 def difference(first: Entry, second: Entry) -> Difference | None:

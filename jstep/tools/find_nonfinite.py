@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import Range, as_function
+from jstep.core.checks import Range, as_function, listed
 from jstep.core.jaxprs import (
     Operation,
     Subprogram,
@@ -186,13 +186,12 @@ def _check_finite(fn: Any, args: tuple[Any, ...]) -> None:
                 name = names[i] if i < len(names) else f"args[{i}]"
                 bad.append(f"{name}{': ' if path else ''}{path} ({found})")
     if bad:
-        more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
         # The argument of `replay` for the update that made the state.
         states = [one for one in args if isinstance(one, TrainState) and trees.concrete(one.global_step) is not None]
         step = global_step(states[0]) if states else 0
         before = f"(…, step={step - 1})" if step else ""
         raise ValueError(
-            f"args: must be finite, got {'; '.join(bad[:8])}{more}. They were made before this call: go back to an "
+            f"args: must be finite, got {listed(bad, 8, '; ')}. They were made before this call: go back to an "
             f"earlier step (jstep.replay{before})"
         )
 
