@@ -4,14 +4,13 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import importlib
 import inspect
 import math
 import operator
 import re
 import sys
 import types
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack
 
 import ml_dtypes
@@ -443,7 +442,7 @@ def one_of(value: Any, argument: str, choices: Any) -> Any:
     return value
 
 
-# Public names of packages: `__module__` of exported objects, and lazy imports.
+# Public names of packages: `__module__` of exported objects.
 
 
 def set_public_module(namespace: dict[str, Any]) -> None:
@@ -461,26 +460,3 @@ def set_public_module(namespace: dict[str, Any]) -> None:
         value = namespace.get(name)
         if isinstance(value, type | types.FunctionType) and value.__module__.startswith("jstep"):
             value.__module__ = root.__name__ if name in root.__all__ else package
-
-
-def load_when_used(
-    namespace: dict[str, Any], places: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the `__getattr__` and `__dir__` of a package that imports its exports lazily.
-
-    The command line reads checkpoints, weights and event files without importing JAX, which would take longer.
-
-    Args:
-        namespace: The `globals()` of the package, with `__all__`.
-        places: Name → the module that defines it. A module of the package with the same name would shadow it.
-    """
-    package = namespace["__name__"]
-
-    def load(name: str) -> Any:
-        if name not in places:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
-        namespace[name] = getattr(importlib.import_module(places[name]), name)
-        set_public_module(namespace)
-        return namespace[name]
-
-    return load, lambda: sorted({*namespace, *namespace["__all__"]})

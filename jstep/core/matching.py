@@ -1,6 +1,6 @@
 """Matching gradients and slots to their parameters, and the difference of two states."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -113,7 +113,7 @@ def difference(new: Any, old: Any) -> str:
         old: What it should be like, in paths, shapes and dtypes.
     """
     after, before = dict(trees.leaves_with_paths(new)), dict(trees.leaves_with_paths(old))
-    both = (("without", _only_in(before, after)), ("with", _only_in(after, before)))
+    both = (("without", trees.only_in(before, after)), ("with", trees.only_in(after, before)))
     if words := [f"{what} {', '.join(map(repr, paths[:5]))}" for what, paths in both if paths]:
         return "; ".join(words)
     for path, leaf in after.items():
@@ -121,8 +121,3 @@ def difference(new: Any, old: Any) -> str:
         if now != was:
             return f"whose {path!r} is {now} instead of {was}"
     return ""
-
-
-def _only_in(paths: Iterable[str], others: Iterable[str]) -> list[str]:
-    known = set(others)
-    return [path for path in paths if path not in known]

@@ -529,9 +529,6 @@ def as_scalar(
     return int(known) if integer else number
 
 
-_NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
-
-
 def as_key(value: Any, argument: str) -> Any:
     """Validate a single PRNG key, typed (`jax.random.key`) or raw (`jax.random.PRNGKey`), traced or not.
 

@@ -277,6 +277,12 @@ def paths_of(tree: Any) -> list[str]:
     return [path for path, _ in leaves_with_paths(tree)]
 
 
+def only_in(paths: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Return the paths that are not among others, in order."""
+    known = set(others)
+    return [path for path in paths if path not in known]
+
+
 def is_plain_tuple(x: Any) -> bool:
     """Whether a value is a tuple without names: a NamedTuple is one object with fields."""
     return isinstance(x, tuple) and not hasattr(x, "_fields")
@@ -404,13 +410,8 @@ def with_leaves(leaves: Sequence[Any], indices: Sequence[int], values: Sequence[
     return changed
 
 
-def is_jax_array(x: Any) -> bool:
-    """Whether x is a JAX array, traced or not."""
-    return isinstance(x, jax.Array)
-
-
 def arrays_of(
-    tree: Any, which: Callable[[Any], bool] = is_jax_array
+    tree: Any, which: Callable[[Any], bool] = lambda leaf: isinstance(leaf, jax.Array)
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """Return the JAX arrays of a tree, and a function from others to the tree that has these in their place.
 
@@ -507,9 +508,7 @@ _OF_HOST = (np.ndarray, np.generic, int)
 
 
 def refuse_wide(tree: Any, argument: str) -> None:
-    """Refuse integers in host memory that do not fit the dtype that they get on a device.
-
-    Only arrays of 64-bit integers are looked at.
+    """Refuse 64-bit integers in host memory that do not fit the dtype that they get on a device.
 
     Args:
         tree: The tree.
@@ -546,10 +545,13 @@ def first_wide(leaf: Any) -> tuple[int, np.dtype[Any]] | None:
 def is_like(params: Any, tree: Any) -> bool:
     """Whether a tree has the structure of params; leaves may be None."""
     try:
-        flatten_like(params, tree, "tree")
-    except ValueError:
+        return all(map(_is_leaf, structure(params).flatten_up_to(tree)))
+    except (ValueError, TypeError):
         return False
-    return True
+
+
+def _is_leaf(x: Any) -> bool:
+    return x is None or is_array(x) or jax.tree_util.all_leaves([x])
 
 
 def flatten_like(params: Any, tree: Any, what: str, *, is_leaf: Any = None, may_leave_out: bool = True) -> list[Any]:
@@ -572,7 +574,7 @@ def flatten_like(params: Any, tree: Any, what: str, *, is_leaf: Any = None, may_
     except (ValueError, TypeError) as error:
         raise ValueError(f"{_mismatch(params, tree, what, is_leaf)}. {remedy}") from error
     for i, sub in enumerate(found):
-        if not (sub is None or is_array(sub) or (is_leaf and is_leaf(sub)) or jax.tree_util.all_leaves([sub])):
+        if not (_is_leaf(sub) or (is_leaf and is_leaf(sub))):
             raise ValueError(
                 f"{what}: at {quoted(paths_of(params)[i])}: must be an array, as in params, got a {type(sub).__name__} "
                 f"with {len(jax.tree.leaves(sub))} leaves. {remedy}"
@@ -588,12 +590,10 @@ def _mismatch(params: Any, tree: Any, what: str, is_leaf: Any) -> str:
         return [path_str(k) for k, _ in jax.tree_util.tree_leaves_with_path(t, is_leaf=leaf)]
 
     want, have = paths(params), paths(tree)
-    missing = [p for p in want if p not in set(have)]
-    extra = [p for p in have if p not in set(want)]
+    missing, extra = only_in(want, have), [] if have == [""] else only_in(have, want)
     text = f"{what} does not have the structure of params"
     if have == [""]:
         text += f"; got {kind(tree)}"
-        extra = []
     for title, found in (("missing", missing), ("extra", extra)):
         text += f"; {title}: {', '.join(map(repr, found[:20]))}" if found else ""
     if not missing and not extra:

@@ -202,8 +202,8 @@ def _refuse_other_structure(old: Any, new: Any) -> None:
             "return (loss, model_state). Set has_aux=True to return aux, too"
         )
     before, after = trees.paths_of(old), trees.paths_of(new)
-    lacks, adds = ([trees.quoted(x) for x in a if x not in b] for a, b in ((before, after), (after, before)))
-    found = [f"{what} {', '.join(some[:5])}" for what, some in (("lacks", lacks), ("adds", adds)) if some]
+    both = (("lacks", trees.only_in(before, after)), ("adds", trees.only_in(after, before)))
+    found = [f"{what} {', '.join(map(trees.quoted, some[:5]))}" for what, some in both if some]
     what = " and ".join(found) or f"is {_kind(new)} with the same leaves as {_kind(old)} of the state"
     raise ValueError(
         f"loss_fn returned a model_state that {what}; return all of the state's, changed or not, and nothing else (a "
