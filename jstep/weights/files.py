@@ -67,8 +67,7 @@ def kind_of(path: str) -> tuple[str, str]:
         return FILES, _file_at(path)
     if names := _files_in(path):
         if len(names) > 1:
-            listed = ", ".join(map(repr, names[:_SHOWN]))
-            raise ValueError(f"path={path!r}: the folder has several sets of weights ({listed}); pass the path of one")
+            raise _several(path, "the folder has several sets of weights", names)
         return FILES, os.path.join(path, names[0])
     if missing(path) != MANIFEST:  # a manifest of another program is none
         return OF_JSTEP, path
@@ -235,7 +234,7 @@ def _with_arrays(folder: str) -> str:
     with open(os.path.join(folder, _METADATA), "rb") as file:
         try:
             metadata = json.load(file)
-        except ValueError:
+        except (ValueError, RecursionError):
             return folder  # for Orbax to describe
     if isinstance(metadata, dict) and metadata.get("use_ocdbt") and _ARRAYS not in listed(folder):
         raise ValueError(f"{folder}: a checkpoint of Orbax without {_ARRAYS}: its copy is incomplete; copy it again")

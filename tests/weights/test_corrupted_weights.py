@@ -167,7 +167,7 @@ def test_finding_the_weights_in_a_folder(tmp_path):
     (tmp_path / "._adapter.safetensors").write_bytes(b"metadata that macOS adds to copied files")
     assert jstep.load_weights(tmp_path, TARGET)["a"].tolist() == [1, 2]
     write_arrays(tmp_path / "other.safetensors", a=[3, 4])
-    with pytest.raises(ValueError, match=r"several.*'adapter\.safetensors', 'other\.safetensors'"):
+    with pytest.raises(ValueError, match=r"several.*\(adapter\.safetensors, other\.safetensors\)"):
         jstep.load_weights(tmp_path, TARGET)
     write_arrays(tmp_path / "model.safetensors", a=[5, 6])  # the name that transformers loads
     assert jstep.load_weights(tmp_path, TARGET)["a"].tolist() == [5, 6]

@@ -408,7 +408,7 @@ class TestBadInput:
             jstep.load_weights(path, SHAPES)
         gc.collect()  # so that they are freed here
 
-    @pytest.mark.parametrize("text", ["", "{}", "[]", '{"tree_metadata": {"(\'a\',)": 3}}'])
+    @pytest.mark.parametrize("text", ["", "{}", "[]", '{"tree_metadata": {"(\'a\',)": 3}}', "[" * 100_000])
     def test_metadata_of_another_version(self, tmp_path, text):
         (standard(tmp_path / "x") / "_METADATA").write_text(text)
         with pytest.raises(ValueError, match=r"Orbax .* cannot read it.*another version of Orbax wrote it"):
