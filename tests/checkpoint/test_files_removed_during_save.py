@@ -65,6 +65,19 @@ def test_removal_before_publishing_fails_the_save(tmp_path: Any, what: str) -> N
     assert saver.restore(state_at(0)).params["w"][0, 0] == 2.0
 
 
+def test_an_index_that_cannot_be_read_fails_the_save(tmp_path: Any) -> None:
+    def overwrite() -> None:
+        with open(tmp_path / "model-1.orbax-checkpoint-tmp" / "manifest.ocdbt", "wb") as file:
+            file.write(b"no index")
+
+    saver = jstep.Saver(tmp_path)
+    with saver.flushing(overwrite):
+        saver.save(state_at(1))
+        with pytest.raises(jstep.CheckpointError, match="the written files cannot be read"):
+            saver.wait()
+    assert listing(tmp_path) == []
+
+
 @pytest.mark.parametrize("replaces", [False, True])
 def test_removal_while_publishing_fails_the_save(tmp_path: Any, replaces: bool) -> None:
     saver = jstep.Saver(tmp_path)

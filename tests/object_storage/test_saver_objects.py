@@ -14,6 +14,7 @@ from object_states import same, state_at
 
 import jstep
 from jstep.checkpoint import packs
+from jstep.checkpoint.store import IN_FLIGHT
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
 
@@ -100,6 +101,18 @@ def test_the_saved_state_may_be_donated_before_it_is_written(store, monkeypatch,
         assert int(stepped.global_step) == 2
 
 
+def test_the_interpreter_does_not_wait_for_a_saver_that_was_closed_without_waiting(gcs, monkeypatch):
+    write, released = packs.write, threading.Event()
+    monkeypatch.setattr(packs, "write", lambda *args: released.wait(30) and write(*args))
+    saver = jstep.Saver("gs://bkt/run")
+    saver.save(state_at(1))
+    assert len(IN_FLIGHT) == 1
+    saver.close(wait=False)
+    assert not IN_FLIGHT
+    released.set()
+    assert saver.all_steps() == [1]
+
+
 @pytest.mark.thorough(except_for=["s3-True"])
 @pytest.mark.parametrize("compress", [False, True])
 def test_sharded_states_are_restored_onto_any_mesh(store, monkeypatch, compress):
@@ -120,6 +133,25 @@ def test_sharded_states_are_restored_onto_any_mesh(store, monkeypatch, compress)
     packed = [key for key in store.keys("run/model-1/") if "/pack." in key]
     assert len(packed) > 20 or compress
     assert all(len(store.data(key)) <= 300 for key in packed)
+
+
+def test_a_checkpoint_that_was_replaced_meanwhile_is_not_deleted(gcs):
+    with jstep.Saver("gs://bkt/run", max_to_keep=1) as saver:
+        saver.save(state_at(1))
+        saver.wait()
+        other = gcs.data("run/model-1/manifest.json").replace(b'"step": 1', b'"step": 1 ')
+
+        def replace(number):
+            if gcs.seen[-1].startswith("DELETE") and "manifest" in gcs.seen[-1]:
+                with gcs.lock:
+                    gcs.put("bkt", "run/model-1/manifest.json", other)
+
+        gcs.watch = replace
+        saver.save(state_at(2))
+        saver.wait()
+        assert saver.all_steps() == [1, 2]
+        assert gcs.data("run/model-1/manifest.json") == other
+        assert any("pack" in key for key in gcs.keys("run/model-1/"))
 
 
 def test_retention_deletes_only_objects_of_checkpoints(store):
