@@ -106,6 +106,11 @@ def printed(lines, name):
     return next((line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")), None)
 
 
+def all_printed(lines, name):
+    """Return all that a process printed after `name`, in order."""
+    return [line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")]
+
+
 @contextlib.contextmanager
 def running_program(program, *args, timeout=60):
     """Start a program whose output can be read while it runs; it is killed after `timeout` seconds."""

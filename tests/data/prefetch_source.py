@@ -5,10 +5,7 @@ import threading
 
 import numpy as np
 from waiting import TIMEOUT, wait_until
-
-
-def threads():
-    return [t for t in threading.enumerate() if t.name == "jstep-prefetch"]
+from waiting import prefetch_threads as threads
 
 
 class Source:

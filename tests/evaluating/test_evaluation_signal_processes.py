@@ -1,7 +1,7 @@
 """A signal to one process during an evaluation: all processes abandon it at the same batch, save and exit."""
 
 import pytest
-from processes import run, start, wait_for
+from processes import all_printed, run, start, wait_for
 
 import jstep
 
@@ -33,17 +33,13 @@ finally:
 """
 
 
-def values_of(one, word):
-    return [line.removeprefix(f"{word} ") for line in one if line.startswith(f"{word} ")]
-
-
 @pytest.mark.thorough
 def test_all_processes_abandon_and_repeat_the_evaluation(tmp_path):
     ended = wait_for(start(SCRIPT, 2, tmp_path, "term"))
     assert [one.code for one in ended] == [143, 143], ended[0].err[-2000:]
-    assert [values_of(one.out.split("\n"), "seen") for one in ended] == [["5"], ["5"]]  # step 10 was abandoned
+    assert [all_printed(one.out.split("\n"), "seen") for one in ended] == [["5"], ["5"]]  # step 10 was abandoned
     with jstep.Saver(tmp_path) as saver:
         assert saver.latest_step() == 10
     for one in run(SCRIPT, 2, tmp_path, "none"):
-        assert values_of(one, "seen") == ["10 15 20 25"]
-        assert values_of(one, "end") == ["25"]  # the first evaluation is the best, and the next four are not better
+        assert all_printed(one, "seen") == ["10 15 20 25"]
+        assert all_printed(one, "end") == ["25"]  # the first evaluation is the best, and the next four are not better

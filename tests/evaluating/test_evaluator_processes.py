@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from processes import run
+from processes import all_printed, run
 
 SCRIPT = """
 def value(params, x):
@@ -66,10 +66,6 @@ print("empty", message(lambda: jstep.evaluator(value, mine, batch_sharding=rows)
 """
 
 
-def values_of(lines, word):
-    return [line.removeprefix(f"{word} ") for line in lines if line.startswith(f"{word} ")]
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     (lines,) = run(SCRIPT, 1, tmp_path_factory.mktemp("alone"))
@@ -79,20 +75,20 @@ def alone(tmp_path_factory):
 @pytest.mark.thorough
 def test_two_processes_give_the_results_of_one(alone, tmp_path):
     first, second = run(SCRIPT, 2, tmp_path)
-    expected = [np.array(line.split(), float) for line in values_of(alone, "found")]
+    expected = [np.array(line.split(), float) for line in all_printed(alone, "found")]
     assert len(expected) == 4
     for lines in (first, second):
-        found = [np.array(line.split(), float) for line in values_of(lines, "found")]
+        found = [np.array(line.split(), float) for line in all_printed(lines, "found")]
         # The means of outputs cancel: their error is that of the float32 outputs, which are below 1.
         np.testing.assert_allclose(np.stack(found), np.stack(expected), rtol=1e-6, atol=np.finfo(np.float32).eps)
         np.testing.assert_array_equal(np.stack(found)[:, 3], np.stack(expected)[:, 3])  # counted, therefore identical
-    assert values_of(first, "found") == values_of(second, "found")
-    assert values_of(first, "counts") == values_of(second, "counts") == values_of(alone, "counts") != []
-    for a, b in zip(values_of(first, "perplexity"), values_of(alone, "perplexity"), strict=True):
+    assert all_printed(first, "found") == all_printed(second, "found")
+    assert all_printed(first, "counts") == all_printed(second, "counts") == all_printed(alone, "counts") != []
+    for a, b in zip(all_printed(first, "perplexity"), all_printed(alone, "perplexity"), strict=True):
         assert float(a) == pytest.approx(float(b), rel=1e-6)
-    assert values_of(first, "end") == values_of(second, "end") == values_of(alone, "end") == ["25 [15]"]
-    assert len(values_of(first, "metrics")) == 3
-    assert values_of(second, "metrics") == []  # only process 0 writes
-    assert "batch_sharding=None: jstep.batches gives each process its own rows" in values_of(first, "error")[0]
-    assert "RuntimeError: batches: another process failed" in values_of(first, "empty")[0]
-    assert "empty, there is nothing to evaluate" in values_of(second, "empty")[0]
+    assert all_printed(first, "end") == all_printed(second, "end") == all_printed(alone, "end") == ["25 [15]"]
+    assert len(all_printed(first, "metrics")) == 3
+    assert all_printed(second, "metrics") == []  # only process 0 writes
+    assert "batch_sharding=None: jstep.batches gives each process its own rows" in all_printed(first, "error")[0]
+    assert "RuntimeError: batches: another process failed" in all_printed(first, "empty")[0]
+    assert "empty, there is nothing to evaluate" in all_printed(second, "empty")[0]

@@ -52,7 +52,3 @@ class Faulty:
 def train(train_step, last_step, *hooks, state=None, **kwargs):
     state = make_state() if state is None else state
     return jstep.train(train_step, state, DATA, last_step, hooks=hooks, progress=False, **kwargs)
-
-
-def bits_of(state):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]

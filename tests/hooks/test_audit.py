@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import bits
 from jax.sharding import PartitionSpec as P
 
 import jstep
@@ -71,7 +72,7 @@ def test_on_mismatch_log_continues_with_the_first_result(caplog):
         (line,) = [record.getMessage() for record in caplog.records]
         assert line.startswith("the update 3 → 4 was computed twice")
         assert line.endswith("The run continues with the first result.")
-        assert (faults.bits_of(found) == faults.bits_of(expected)) == is_correct
+        assert (bits(found) == bits(expected)) == is_correct
 
 
 CLEAN = {
@@ -91,7 +92,7 @@ def test_clean_audits_change_no_results_and_recompile_nothing(step_options, trai
     steps = [jstep.minimize(loss, faults.OPTIMIZER, **step_options) for _ in range(2)]
     audited = faults.train(steps[0], 24, jstep.AuditHook(every_n_steps=1), **train_options)
     plain = faults.train(steps[1], 24, **train_options)
-    assert faults.bits_of(audited) == faults.bits_of(plain)
+    assert bits(audited) == bits(plain)
     assert steps[0]._cache_size() == steps[1]._cache_size()
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from sources import Positioned, Program, handed_out, in_loops
+from waiting import prefetch_threads as threads
 from waiting import wait_until
 
 import jstep
@@ -121,10 +122,6 @@ def make_feeder(batches, way, ends=(math.inf,), **kwargs):
     feeder = BatchFeeder(source, made, **kwargs)
     feeder.starts_after = {"direct": None, "ahead": 1, "later": 3}.get(way, way)
     return feeder
-
-
-def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "jstep-prefetch"]
 
 
 @each_way
