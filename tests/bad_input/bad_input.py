@@ -45,7 +45,7 @@ def sparse(slices: jstep.IndexedSlices) -> Any:
     return jstep.apply_gradients(create({"table": jnp.zeros((4, 1))}, optimizer), {"table": slices}, optimizer)
 
 
-Case = tuple[Callable[[], Any], type[Exception], tuple[str, ...]]
+Case = tuple[Callable[[], Any], type[Exception] | tuple[type[Exception], ...], tuple[str, ...]]
 """A call, the exception it must raise, and parts of its message: argument, value, path, how to fix it."""
 
 

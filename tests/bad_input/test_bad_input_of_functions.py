@@ -11,6 +11,11 @@ from bad_input import PARAMS, Case, adam, check, create, rows, sparse
 
 import jstep
 
+
+def with_norm(norm: Any) -> Any:
+    return jstep.clip_by_global_norm({"a": jnp.ones(2)}, 1.0, use_norm=norm)
+
+
 CASES: dict[str, Case] = {
     # Sparse gradients.
     "rows of a float index": (lambda: sparse(rows(indices=(0.0, 1.0))), TypeError, ("'table'", "integers", "float32")),
@@ -71,6 +76,19 @@ CASES: dict[str, Case] = {
         ("'a/f'", "not an array"),
     ),
     "clip_by_value reversed": (lambda: jstep.clip_by_value(jnp.ones(2), 2, 1), ValueError, ("min", "2", "max", "1")),
+    "clip_by_value str": (lambda: jstep.clip_by_value(jnp.ones(2), "a", 1), TypeError, ("min", "'a'")),
+    "clip_by_value None": (lambda: jstep.clip_by_value(jnp.ones(2), None, 1), TypeError, ("min", "None")),
+    "clip_by_value nan": (lambda: jstep.clip_by_value(jnp.ones(2), np.nan, 1), ValueError, ("min", "nan")),
+    "clip_by_value of a function": (lambda: jstep.clip_by_value({"a": {"f": jnp.tanh}}, -1, 1), TypeError, ("'a/f'",)),
+    "global_norm of a string": (lambda: jstep.global_norm({"a": {"s": "x"}}), TypeError, ("'a/s'",)),
+    "use_norm a vector": (lambda: with_norm(jnp.ones(2)), ValueError, ("use_norm", "(2,)")),
+    "use_norm negative": (lambda: with_norm(-1.0), ValueError, ("use_norm", "-1")),
+    "use_norm str": (lambda: with_norm("1"), TypeError, ("use_norm", "'1'")),
+    "axes beyond the rank": (
+        lambda: jstep.clip_by_norm({"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}, 1.0, axes=1),
+        ValueError,
+        ("axes", "'bias'"),
+    ),
     # Averages.
     "ema decay too large": (lambda: jstep.ExponentialMovingAverage(1.1), ValueError, ("decay", "1.1")),
     "ema decay negative": (lambda: jstep.ExponentialMovingAverage(-0.1), ValueError, ("decay", "-0.1")),
@@ -92,6 +110,11 @@ CASES: dict[str, Case] = {
         ),
         ValueError,
         ("num_updates", "-1"),
+    ),
+    "ema num_updates negative where it is not needed": (
+        lambda: jstep.ExponentialMovingAverage(0.9).apply({"w": jnp.ones(1)}, {"w": jnp.ones(1)}, num_updates=-3),
+        ValueError,
+        ("num_updates", "-3"),
     ),
     "ema of another tree": (
         lambda: jstep.ExponentialMovingAverage(0.9).apply({"w": jnp.ones(1)}, {"w": jnp.ones(1), "b": jnp.ones(1)}),
@@ -129,6 +152,7 @@ CASES: dict[str, Case] = {
         ValueError,
         ("values", "2", "boundaries"),
     ),
+    "boundaries a number": (lambda: jstep.piecewise_constant(10, [1.0, 2.0]), TypeError, ("boundaries", "10")),
     "piecewise order": (
         lambda: jstep.piecewise_constant([20, 10], [1.0, 0.5, 0.1]),
         ValueError,

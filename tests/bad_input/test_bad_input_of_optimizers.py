@@ -103,6 +103,8 @@ CASES: dict[str, Case] = {
         ("l2_shrinkage_regularization_strength", "-1"),
     ),
     "ftrl beta": (lambda: jstep.ftrl(0.1, beta=-1), ValueError, ("beta", "-1")),
+    "schedule of strings": (lambda: apply(GRADS, jstep.adam(lambda n: "x")), TypeError, ("learning_rate", "'x'")),
+    "schedule of None": (lambda: apply(GRADS, jstep.adam(lambda n: None)), TypeError, ("learning_rate", "None")),
     "schedule of vectors": (
         lambda: apply(GRADS, jstep.gradient_descent(lambda n: jnp.ones(2))),
         ValueError,
@@ -200,6 +202,11 @@ CASES: dict[str, Case] = {
     "apply without an optimizer": (lambda: apply(GRADS, jstep.adam, adam), TypeError, ("optimizer", "adam(...)")),
     "minimize without an optimizer": (lambda: jstep.minimize(linear, 0.1), TypeError, ("optimizer", "0.1", "float")),
     "minimize with the constructor": (lambda: jstep.minimize(linear, jstep.adam), TypeError, ("adam(...)",)),
+    "apply without a state": (
+        lambda: jstep.apply_gradients({"w": 1.0}, {"w": 1.0}, adam),
+        TypeError,
+        ("state", "TrainState", "dict"),
+    ),
     "step without a state": (lambda: step(state=PARAMS), TypeError, ("state", "TrainState", "dict")),
     "step without a global step": (
         lambda: step(state=create(PARAMS, adam).replace(global_step=None)),
@@ -229,6 +236,12 @@ CASES: dict[str, Case] = {
     "scope with a slash": (lambda: jstep.scope("a/", adam), ValueError, ("name", "'a/'")),
     "scope with swapped arguments": (lambda: jstep.scope(adam, "fast"), TypeError, ("must be",)),
     "partition of nothing": (lambda: jstep.partition({}, lambda path, leaf: "a"), ValueError, ("optimizers",)),
+    "partition of a list": (lambda: jstep.partition([adam], lambda path, leaf: "a"), TypeError, ("optimizers", "list")),
+    "partition with a number for a label": (
+        lambda: jstep.partition({3: adam}, lambda path, leaf: 3),
+        (TypeError, ValueError),
+        ("optimizers", "3"),
+    ),
     "partition with an unknown label": (
         lambda: create(PARAMS, jstep.partition({"rest": adam}, lambda path, leaf: "rset")),
         ValueError,

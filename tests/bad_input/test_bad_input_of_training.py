@@ -1,11 +1,19 @@
 """Errors for invalid losses and their arguments, var_list, microbatches, metrics and scans."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 from bad_input import PARAMS, Case, adam, check, compute, create, linear, step
 
 import jstep
+
+
+def scanned(**kwargs: Any) -> Any:
+    step = jstep.minimize(lambda p: linear(p, jnp.ones((1, 2))), adam)
+    return jstep.scan_steps(step, **kwargs)(create(PARAMS, adam))
+
 
 CASES: dict[str, Case] = {
     # Loss and its arguments.
@@ -28,6 +36,11 @@ CASES: dict[str, Case] = {
     "loss_fn not a function": (lambda: jstep.minimize(3.0, adam), TypeError, ("loss_fn", "3.0")),
     "loss_fn and optimizer swapped": (lambda: jstep.minimize(adam, linear), TypeError, ("optimizer",)),
     # var_list.
+    "params with a function": (
+        lambda: jstep.compute_gradients(lambda p: p["w"])({"w": 1.0, "act": jnp.tanh}),
+        TypeError,
+        ("params", "'act'"),
+    ),
     "var_list with a typo": (
         lambda: compute(var_list=["dense/kernal"]),
         ValueError,
@@ -93,6 +106,13 @@ CASES: dict[str, Case] = {
     ),
     # Metrics and model state.
     "metrics unknown": (lambda: step(metrics=("gradnorm",)), ValueError, ("metrics", "'gradnorm'", "grad_norm")),
+    "metrics a number": (lambda: step(metrics=3), TypeError, ("metrics", "3")),
+    "rng a number": (lambda: step(rng=3), TypeError, ("rng", "jax.random.key")),
+    "aux with a string": (
+        lambda: step(lambda p, x: (linear(p, x), {"name": "x"}), has_aux=True),
+        TypeError,
+        ("aux", "name", "'x'"),
+    ),
     "aux collides": (
         lambda: step(lambda p, x: (linear(p, x), {"learning_rate": 1.0}), has_aux=True),
         ValueError,
@@ -135,6 +155,8 @@ CASES: dict[str, Case] = {
     ),
     # scan_steps.
     "scan of a number": (lambda: jstep.scan_steps(3), TypeError, ("train_step", "3")),
+    "scan length negative": (lambda: scanned(length=-1), ValueError, ("length", "-1")),
+    "scan length float": (lambda: scanned(length=1.5), TypeError, ("length", "1.5")),
     "scan of scalars": (
         lambda: jstep.scan_steps(jstep.minimize(linear, adam))(create(PARAMS, adam), jnp.float32(1)),
         ValueError,
@@ -147,11 +169,7 @@ CASES: dict[str, Case] = {
         ValueError,
         ("3", "4"),
     ),
-    "scan without args": (
-        lambda: jstep.scan_steps(jstep.minimize(lambda p: linear(p, jnp.ones((1, 2))), adam))(create(PARAMS, adam)),
-        ValueError,
-        ("length",),
-    ),
+    "scan without args": (scanned, ValueError, ("length",)),
 }
 
 
