@@ -27,7 +27,7 @@ class Report:
         raise NotImplementedError
 
     def _head(self) -> Sequence[str]:
-        """Return the names of the columns, if any."""
+        """Return the names of the columns in a notebook, if any."""
         return ()
 
     def _notes(self) -> Sequence[str]:
@@ -38,8 +38,7 @@ class Report:
         return str(self)
 
     def __str__(self) -> str:
-        rows = [*[self._head()] * bool(self._head()), *self._rows()]
-        lines = [self._title(), *(f"  {line}" for line in columns(rows, self._left))]
+        lines = [self._title(), *(f"  {line}" for line in columns(self._rows(), self._left))]
         for note in self._notes():
             lines += textwrap.wrap(note, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
         return "\n".join(lines)
