@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -133,8 +134,6 @@ def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = No
     return None if found is None else found[1]
 
 
-_POLL_SECS = 1.0
-_POLL_SECS_OF_URLS = 10.0  # each look is a request
 _WAIT, _END = -1, -2
 """What the first process found, in place of a step."""
 
@@ -183,14 +182,14 @@ def checkpoints_iterator(
     """
     found = checked_directory(directory)
     name = checked_prefix(prefix)
-    seconds = None if timeout is None else as_number(timeout, "timeout", low=0.0, meaning="None waits forever")
+    seconds = math.inf if timeout is None else as_number(timeout, "timeout", low=0.0, meaning="None waits forever")
     interval = as_number(min_interval_secs, "min_interval_secs", low=0.0)
-    return _steps(open_store(found), name, seconds, interval, _POLL_SECS_OF_URLS if is_url(found) else _POLL_SECS)
+    return _steps(open_store(found), name, seconds, interval)
 
 
-def _steps(store: Store, prefix: str, timeout: float | None, interval: float, poll: float) -> Iterator[int]:
+def _steps(store: Store, prefix: str, timeout: float, interval: float) -> Iterator[int]:
     step = _WAIT
-    while (step := _next(store, prefix, step, timeout, poll)) != _END:
+    while (step := _next(store, prefix, step, timeout)) != _END:
         at = time.monotonic()
         yield step
         time.sleep(max(at + interval - time.monotonic(), 0.0))
@@ -207,7 +206,7 @@ def _newest_kept(store: Store, prefix: str, above: int) -> int:
     return _WAIT
 
 
-def _next(store: Store, prefix: str, above: int, timeout: float | None, poll: float) -> int:
+def _next(store: Store, prefix: str, above: int, timeout: float) -> int:
     """Wait for a step above another one, or for the end; the same on all processes."""
     import jax  # not at the top: listing a directory of checkpoints does not need JAX
 
@@ -215,13 +214,12 @@ def _next(store: Store, prefix: str, above: int, timeout: float | None, poll: fl
 
     # Asking for the number of processes would start the backends, which a program that only watches does not need.
     is_distributed = jax.distributed.is_initialized() and jax.process_count() > 1
-    deadline = None if timeout is None else time.monotonic() + timeout
+    deadline = time.monotonic() + timeout
     first = not is_distributed or jax.process_index() == 0
 
     def look() -> int:
         newest = _newest_kept(store, prefix, above) if first else _WAIT
-        is_over = deadline is not None and deadline - time.monotonic() <= 0
-        return newest if newest > above else _END if is_over else _WAIT
+        return newest if newest > above else _END if time.monotonic() >= deadline else _WAIT
 
     problem = f"{store.directory}: cannot be read: see the error of process 0"
     while True:
@@ -230,4 +228,4 @@ def _next(store: Store, prefix: str, above: int, timeout: float | None, poll: fl
             (found,) = processes.broadcast_ints(found)
         if found != _WAIT:
             return found
-        time.sleep(poll if deadline is None else min(poll, max(deadline - time.monotonic(), 0.0)))
+        time.sleep(min(store.poll_secs, max(deadline - time.monotonic(), 0.0)))

@@ -27,12 +27,10 @@ from jstep.checkpoint.packs import Block, own_blocks
 from jstep.checkpoint.store import IN_FLIGHT, Commit, Files, Store, finish_at_exit
 from jstep.core.meshes import in_background
 from jstep.distributed import processes
-from jstep.stores.objects import Directory, Pending, at_once, parts_of_url
+from jstep.stores.objects import STARTING, Directory, Pending, at_once, parts_of_url
 
 HURRIED = 5.0
 """Seconds for optional requests."""
-START = 38.0
-"""Seconds within which the start of a run checks that it can read, list and write."""
 _AT_ONCE = 16
 
 _logger = logging.getLogger("jstep")
@@ -40,6 +38,8 @@ _logger = logging.getLogger("jstep")
 
 class ObjectStore(Store):
     """A `Store` below a URL."""
+
+    poll_secs = 10.0  # each look is a request
 
     def __init__(self, url: str, prefix: str | None) -> None:
         super().__init__(url, prefix)
@@ -115,8 +115,8 @@ class ObjectStore(Store):
         return orbax_arrays.read_copy(self._objects, self._name(path), manifest, shardings)
 
     def lock(self) -> ObjectClaim:
-        """See `Store.lock`. Reads, lists and writes once, within `START` seconds."""
-        with self._objects.within(START):
+        """See `Store.lock`. Reads, lists and writes once, within `STARTING` seconds."""
+        with self._objects.within(STARTING):
             self._objects.mark(f"{self._prefix}-")
             claim = ObjectClaim(self._objects, self._prefix)
             try:

@@ -54,6 +54,8 @@ class Store(Protocol):
     """
 
     directory: str
+    poll_secs: float = 1.0
+    """Seconds between two looks of who waits for a checkpoint."""
     _prefix: str
     _claim: FileClaim | ObjectClaim | None = None
     _is_left: bool = False

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
-from jstep.stores.objects import Directory, Objects, StoreError, is_url, join, split
+from jstep.stores.objects import STARTING, Directory, Objects, StoreError, is_url, join, split
 
 # Reading of local files and objects, for logs and the command line, and atomic and durable writing of files.
 
@@ -307,10 +307,6 @@ class ObjectAppender:
             raise
 
 
-_START = 38.0
-"""Timeout in seconds for reading and writing the object at the start of a run."""
-
-
 def open_lines(path: str, *, resume: bool = True) -> "LocalLines | ObjectLines":
     """Open a file or object for appending; an incomplete last line is removed first.
 
@@ -447,7 +443,7 @@ class ObjectLines:
         self.path = path
         self._upload: concurrent.futures.Future[bool] | None = None
         self._replaceable = 0
-        with objects.within(_START):
+        with objects.within(STARTING):
             header = complete(objects.read(name).data or b"") if resume else b""
             self._appender = ObjectAppender(objects, lambda: name, header, segmented=False, at_once=resume)
 

@@ -311,6 +311,8 @@ ABSENT = b"\x02"
 """The stamp of a missing object."""
 RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}
 """22 seconds in all. tensorstore's default of 32 retries takes a quarter of an hour to report an unknown host."""
+STARTING = 38.0
+"""Timeout of all that the start of a run asks of a store, to see that it can read, list and write."""
 RATE = 1e6
 """Bytes per second: large objects have more time than `SECONDS`."""
 SECONDS = 26.0

@@ -21,7 +21,7 @@ import numpy as np
 from jstep.core.meshes import internal_transfers, on_any_mesh
 from jstep.core.trees import Array, is_traced
 from jstep.stores.files import ObjectAppender, make_folders, sync, sync_folder
-from jstep.stores.objects import Objects, is_url
+from jstep.stores.objects import STARTING, Objects, is_url
 from jstep.summary import make
 from jstep.summary.make import DEFAULT, Histogram, Images, Part, Scalars, Summary, Text
 from jstep.summary.read import frame, imported, is_event_file, proto
@@ -557,8 +557,6 @@ FILE_VERSION = "brain.Event:2"
 """From this version on, TensorBoard uses session logs to determine which events a restart has replaced."""
 
 _PREFIX = "events.out.tfevents."
-_START = 38.0
-"""Timeout in seconds for writing the first object to an object store."""
 
 _counter = itertools.count()
 
@@ -585,7 +583,7 @@ def _first_record() -> bytes:
 def _objects(logdir: str, flush_secs: float) -> ObjectAppender:
     """Create objects, each with the first record of an event file; the first is written before this returns."""
     objects = Objects(logdir)
-    with objects.within(_START):
+    with objects.within(STARTING):
         name = _file_name(objects.list(_PREFIX, _PREFIX + "~"))
         stem = name.rpartition(".")[0]
         later = (f"{stem}.{next(_counter):06d}" for _ in itertools.count())
