@@ -35,7 +35,7 @@ def test_the_text_of_a_cost_is_aligned_and_its_warnings_are_wrapped() -> None:
         "  at its peak     16 B",
         "  all-reduce      2 × per step, 4 KiB in all",
         "  compiled in     1.2 s",
-        "  warning: one-word one-word one-word one-word one-word one-word one-word one-word one-word",
+        "  warning: one-word one-word one-word one-word one-word one-word one-word one-word one-word one-word",
         "    one-word one-word",
     ]
     assert as_json({"collectives": moved}) == '{"collectives": {"all-reduce": {"number": 2, "bytes": 4096}}}'
