@@ -20,6 +20,11 @@ UNSET = _Unset(100)
 """Sentinel: every 100 steps, unless seconds are given."""
 
 
+def next_multiple(step: int, interval: int) -> int:
+    """The first multiple of an interval after a step."""
+    return (step // interval + 1) * interval
+
+
 @dataclasses.dataclass(frozen=True)
 class Cadence:
     """A cadence in steps, in seconds of a clock, or both, whichever comes first.
@@ -52,7 +57,7 @@ class Cadence:
 
     def next_multiple(self, step: int) -> int:
         """The next multiple of `steps`, whatever the clock."""
-        return NEVER if self.steps is None else (step // self.steps + 1) * self.steps
+        return NEVER if self.steps is None else next_multiple(step, self.steps)
 
     def has_multiple(self, step: int) -> bool:
         """Whether a step is due, whatever the clock."""

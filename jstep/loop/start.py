@@ -18,6 +18,7 @@ from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.data.to_devices import as_shardings, copied, placement
 from jstep.distributed import processes
 from jstep.hooks.base import RunHook
+from jstep.hooks.cadence import next_multiple
 from jstep.hooks.hook import check_owners, get_states
 from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
 from jstep.hooks.report import LoggingHook, SummarySaverHook
@@ -151,7 +152,7 @@ def _source(run: Run, batches: Any) -> Source:
 def _next_save(run: Run, batches: int) -> int:
     """After how many batches of the run, more than these, a checkpoint is due by steps."""
     step, interval, last = run.first + batches, run.options.save_checkpoint_steps, int(run.options.last_step)
-    return (last if interval is None else min(last, (step // interval + 1) * interval)) - run.first
+    return (last if interval is None else min(last, next_multiple(step, interval))) - run.first
 
 
 # Assemble user-supplied and stock hooks.
@@ -250,7 +251,7 @@ def compile_ahead(run: Run, boundaries: StageBoundaries, source: Source) -> None
             continue
         if segment is not first:
             jobs.append(CompileJob(segment.first, stage.name, functools.partial(_compile, programs, segment, args)))
-    programs.ahead_compiler = BackgroundCompiler(jobs, lambda: run.signals.is_stopping)
+    programs.ahead_compiler = BackgroundCompiler(jobs, run.may_leave_call)
     run.closing.callback(programs.ahead_compiler.close)
 
 
@@ -286,7 +287,7 @@ def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any]
         with run.times.compiling():
             return programs.compile(start, args)
 
-    compiler = BackgroundCompiler([CompileJob(start, stage.name, make)], lambda: run.signals.is_stopping, is_quiet=True)
+    compiler = BackgroundCompiler([CompileJob(start, stage.name, make)], run.may_leave_call, is_quiet=True)
     programs.first_compiler = compiler
     run.closing.callback(compiler.close)
     compiler.begin(programs.state_shapes)

@@ -240,3 +240,68 @@ except jstep.Preempted:
     read_until(process, "new")
     process.terminate()
     assert end(process)[0] == "left [5]\n"
+
+
+class LargeReplay:
+    """Batches that are made with the state, and whose position is too large to be copied before each of them."""
+
+    def __init__(self) -> None:
+        self.made, self.memory = 0, np.zeros(20_000)
+
+    def __call__(self, step: int, state: Any) -> Any:
+        self.made += 1
+        return np.full((4, 2), self.made, np.float32)
+
+    def get_state(self) -> Any:
+        return {"made": self.made, "memory": self.memory}
+
+    def set_state(self, value: Any) -> None:
+        self.made = value["made"]
+
+
+def mean_of_products(params: Any, x: Any) -> Any:
+    return jnp.mean(x @ params["w"])
+
+
+def test_while_a_later_stage_is_waited_for_a_batch_that_cannot_be_made_again_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint without the position of its batches would begin them anew."""
+    from jstep.loop import compiler
+    from jstep.loop import start as starting
+
+    is_done, compile_stage, sent, released = compiler.is_done, starting._compile, [], threading.Event()
+    latest = [0]
+
+    def slow(*args: Any) -> bool:
+        released.wait(60)
+        return compile_stage(*args)
+
+    def done(future: Any, is_over: Any) -> bool:
+        def over() -> bool:
+            if sent:
+                released.set()  # after the loop was asked once more whether it leaves
+            elif latest == [3]:
+                sent.append(1)
+                os.kill(os.getpid(), signal.SIGTERM)
+            return bool(is_over())
+
+        return is_done(future, over)
+
+    def keep(n: int, state: Any, metrics: Any) -> None:
+        latest[0] = n
+
+    monkeypatch.setattr(starting, "_compile", slow)
+    monkeypatch.setattr(compiler, "is_done", done)
+    steps = {0: jstep.minimize(mean_of_products, OPTIMIZER), 3: jstep.minimize(mean_of_products, OPTIMIZER)}
+    try:
+        with pytest.raises(jstep.Preempted, match="after step 4, which is saved"):
+            train(9, jstep.from_state(LargeReplay()), step=steps, hooks=[jstep.every(1, keep)], checkpoint_dir=tmp_path)
+    finally:
+        released.set()
+    monkeypatch.undo()
+    again = LargeReplay()
+    state = train(9, jstep.from_state(again), step=steps, checkpoint_dir=tmp_path)
+    whole = train(9, jstep.from_state(LargeReplay()), step=steps)
+    np.testing.assert_array_equal(np.asarray(state.params["w"]), np.asarray(whole.params["w"]))
+    assert again.made == 9
