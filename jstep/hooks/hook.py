@@ -34,8 +34,9 @@ class Hook:
     In addition, `train` only calls `get_state` and `set_state`.
 
     Steps are integers on the host, the number of updates applied: what has step N, a log line, a row of metrics, an
-    evaluation, a checkpoint or a fingerprint, is of the update N − 1 → N, which took batch N − 1, or of its state. Only
-    an audit and a replay, which repeat an update, have the step from which it starts, N → N + 1. Reading values of
+    evaluation, a checkpoint or a fingerprint, is of the update N − 1 → N, which took batch N − 1, or of its state. What
+    is about an update that is repeated or yet to come has the step from which it starts, N → N + 1: an audit, a replay,
+    `before_step`, the first step of a stage, a line about a stall or a compilation. Reading values of
     `state` or `metrics` waits for the device: do it only when due. A state that a hook stores is donated to the next
     step, which deletes its arrays: copy what the hook needs later.
 

@@ -116,13 +116,13 @@ def transferred(values: Collection[Any], read: Callable[[], Any]) -> Pending:
 
 
 class TransferQueue:
-    """A queue of what is on its way to the host. All hooks of a run share one, so that rows are delivered in order.
+    """A queue of what is on its way to the host. The hooks of a run that report share one: rows arrive in order.
 
     Args:
         waiting: Makes the context in which the device is waited for.
 
     Attributes:
-        failed_owner: The hook whose `deliver` raised last; None if none did.
+        owner: The hook to which something is being delivered, or whose `deliver` raised; None if neither.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class TransferQueue:
     ) -> None:
         self._queue: deque[tuple[int, Pending, Callable[[int, Any], None], Any]] = deque()
         self._waiting = waiting
-        self.failed_owner: Any = None
+        self.owner: Any = None
 
     def add(self, step: int, pending: Pending, deliver: Callable[[int, Any], None], owner: Any) -> None:
         """Queue what belongs to a step; `deliver(step, what was read)` receives it, on behalf of a hook, the owner."""
@@ -147,11 +147,8 @@ class TransferQueue:
             self._next()
 
     def _next(self) -> None:
-        step, pending, deliver, owner = self._queue.popleft()
-        try:
-            with contextlib.nullcontext() if pending.is_ready() else self._waiting():
-                found = pending.read()
-            deliver(step, found)
-        except BaseException:
-            self.failed_owner = owner
-            raise
+        step, pending, deliver, self.owner = self._queue.popleft()
+        with contextlib.nullcontext() if pending.is_ready() else self._waiting():
+            found = pending.read()
+        deliver(step, found)
+        self.owner = None

@@ -126,7 +126,7 @@ class Resumed:
 
     Attributes:
         first: The step at which the run begins; None until it is known.
-        is_begun: Whether the state is restored, or is the given one.
+        is_begun: Whether the state is being restored, or is the restored or the given one.
         latest: The newest checkpoint, known before it is restored, or None.
         restored: The checkpoint that was restored, or None.
         given: The step of the given state; None if it is abstract or was donated.
@@ -145,7 +145,7 @@ class Resumed:
 
 # The run.
 
-STARTING, RUNNING, ENDING = "starting", "running", "ending"
+BEGINNING, RUNNING, ENDING = "beginning", "running", "ending"
 """The phases of a run: before its first call, while it takes steps, and after its last call."""
 
 
@@ -192,7 +192,7 @@ class RunInfo(LoopState):
         stopped_by: The name of the hook, or of the callback of a hook, that ended the run; None if none did.
     """
 
-    phase: str = STARTING
+    phase: str = BEGINNING
     resumed: Resumed = Resumed()
     saver: Saver | None = None
     reports: Reports = dataclasses.field(default_factory=Reports)

@@ -14,7 +14,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING
 from jstep.hooks import hook
 from jstep.hooks.base import RunHook, as_functions
-from jstep.hooks.cadence import cadence
+from jstep.hooks.cadence import cadence, next_multiple
 from jstep.hooks.hook import NEVER, Clock, Hook, Metrics, step_of
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
@@ -85,6 +85,9 @@ class CheckpointSaverHook(RunHook):
         """Record that a checkpoint of this step holds this state, such as the restored one."""
         self._saved = step, _weakly(state)
 
+    def _about_to_save(self, step: int) -> None:
+        """Called before a save that nothing prevents any more."""
+
     @property
     def allows_nonfinite(self) -> bool:
         """Whether its Saver saves parameters that became NaN or infinite."""
@@ -124,6 +127,7 @@ class CheckpointSaverHook(RunHook):
             nonfinite = self.run.finite.error
             if nonfinite is not None and not self._saver.allow_nonfinite:
                 raise nonfinite
+            self._about_to_save(step)
             extra = self._extra() if self._extra else None
             with internal_transfers(), self._saver.knowing(nonfinite is None, self._passing_secs):
                 self._saver.save(state, extra=extra)
@@ -283,7 +287,7 @@ class _Every(Hook):
 
     def next_due(self, step: int) -> int:
         """The next multiple."""
-        return (step // self._n + 1) * self._n
+        return next_multiple(step, self._n)
 
     def __repr__(self) -> str:
         return f"<jstep.{self.name}>"

@@ -23,8 +23,8 @@ from jstep.stores.objects import is_url
 
 LARGEST_STEP = int(np.iinfo(np.int32).max)
 _NO_END = "or None if the batches, a hook or a signal end the run"
-_KEPT_SECS = 600.0
-"""The interval between checkpoints in seconds where only the one in steps is given."""
+MOST_SECS = 600.0
+"""The longest interval between checkpoints in seconds where none is given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Options:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.save_checkpoint_secs == AUTO and self.save_checkpoint_steps is not None:
-            object.__setattr__(self, "save_checkpoint_secs", _KEPT_SECS)
+            object.__setattr__(self, "save_checkpoint_secs", MOST_SECS)
         if isinstance(self.save_checkpoint_secs, str) and self.save_checkpoint_secs != AUTO:
             raise ValueError(
                 f"save_checkpoint_secs={self.save_checkpoint_secs!r}: must be a number of seconds, None (by "

@@ -91,10 +91,9 @@ class HookRunner:
             self._call_due_hooks()
         if self._ends is not None:
             self._ends.extend()
-        signals = run.signals
-        if signals.is_stopping or (signals.is_shared and signals.to_stop()):
-            signals.is_heeded = True
-        return signals.is_heeded or run.stopped_by is not None
+        if run.signals.to_stop():
+            run.signals.is_heeded = True
+        return run.signals.is_heeded or run.stopped_by is not None
 
     def _count_examples(self, step: int) -> None:
         """Count the examples up to a step: before hooks read them, and before batches of another size are counted."""
@@ -153,7 +152,7 @@ class HookRunner:
                     continue
                 run.calling = (hook, "next_due")
                 due.done(step)
-                watch.record(thing_of(hook, "after_step", part), began)
+                self._record(hook, "after_step", began)
             except Exception as error:
                 errors.add(error, of_saver=is_saver)
         if watch.current != STEPPING:
@@ -192,14 +191,13 @@ class HookRunner:
                         self._apply(hook, hook.after_step(run.step, run.state, run.metrics))
             except Exception as error:
                 errors.add(error)
-        is_delivered = False
+        run.calling, transfers, is_delivered = None, run.reports.transfers, False
         while not is_delivered:
-            run.calling = (self._hooks[0], "after_step") if self._hooks else None
             try:
-                run.reports.transfers.deliver_all()
+                transfers.deliver_all()
                 is_delivered = True
             except Exception as error:  # drop the failed row and deliver the others
-                errors.add(error)
+                errors.add(error, calling=(transfers.owner, "after_step"))
         errors.end(failed)
 
     def end(self) -> None:
@@ -266,9 +264,14 @@ class HookRunner:
         began = run.watch.clock()
         with contextlib.nullcontext() if isinstance(hook, RunSaverHook) else run.watch.part(part):
             result = getattr(hook, method)(*args)
-        run.watch.record(thing_of(hook, method, part), began)
+        self._record(hook, method, began)
         run.calling = None
         return result
+
+    def _record(self, hook: Any, method: str, began: float) -> None:
+        """Keep how long a call took, unless the hook measures itself."""
+        if (part := part_of(hook)) != STEPPING:
+            self._run.watch.record(thing_of(hook, method, part), began)
 
     def ends(self, boundaries: StageBoundaries) -> EndsAhead:
         """The steps at which calls must end, also those at which a hook is due. Close it after the run."""

@@ -12,7 +12,7 @@ from jstep.evaluating.evaluator import EvaluationHook
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.numbers import TransferQueue
-from jstep.hooks.run_info import ENDING, RUNNING, STARTING, Reports, RunInfo
+from jstep.hooks.run_info import BEGINNING, ENDING, RUNNING, Reports, RunInfo
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.loop.arguments import Options
 from jstep.loop.compiler import StartTimes
@@ -110,7 +110,7 @@ class Run(RunInfo):
 
     def on_signal(self) -> None:
         """Leave at once before the first step, and while waiting for a batch or a program; for the first signal."""
-        if self.phase == STARTING:
+        if self.phase == BEGINNING:
             raise self.signals.stopped("before its first step")
         is_waiting = self.feeder is not None and self.feeder.may_be_interrupted
         if self.phase == RUNNING and (is_waiting or (self.programs.may_be_left and self.may_leave_call())):
@@ -152,8 +152,8 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         """Return a meter of the utilization, before the first step; None if it measures none."""
         return None
 
-    def before_save(self) -> None:
-        """Called when a save is certain, before it."""
+    def about_to_save(self) -> None:
+        """Called before a save that nothing prevents any more."""
 
     def past(self, step: int) -> dict[str, Any]:
         """Return what the checkpoint of a step keeps in its `extra`, by names of its own."""

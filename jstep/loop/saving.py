@@ -39,7 +39,7 @@ from jstep.hooks.nan_loss import nonfinite_params
 from jstep.hooks.numbers import host, read
 from jstep.hooks.run_info import Resumed
 from jstep.hooks.stock import CheckpointSaverHook
-from jstep.loop.arguments import Options
+from jstep.loop.arguments import MOST_SECS, Options
 from jstep.loop.calls import AUTO
 from jstep.loop.run import Run
 from jstep.optimizers.hyperparameters import held_values
@@ -200,9 +200,9 @@ def restore_hooks(run: Run) -> bool:
 
 # When the next save is due, if the run decides it.
 
-FIRST_SECS, BUCKET_SECS, MOST_SECS = 10.0, 60.0, 600.0
-"""The seconds until the first save and between two, between two in a bucket, and at most. A checkpoint within the last
-of these after one that is kept is passing."""
+FIRST_SECS, BUCKET_SECS = 10.0, 60.0
+"""The seconds until the first save and between two, and between two in a bucket. They are `MOST_SECS` at most; a
+checkpoint within so many after one that is kept is passing."""
 _LOOP_SHARE, _WRITER_SHARE = 0.01, 0.1
 """The share of the time that the loop may stand still for saves, and that a writer may be busy."""
 _EARLY = 0.1
@@ -286,7 +286,6 @@ class RunSaverHook(CheckpointSaverHook):
             save_secs=None if is_auto else secs,
             save_steps=options.save_checkpoint_steps,
             extra=self._made_extra,
-            before_save=(self._call_before,),
         )
         self._interval = SaveInterval(saver) if is_auto else None
         if self._interval is not None:
@@ -295,13 +294,14 @@ class RunSaverHook(CheckpointSaverHook):
         self._loop, self._is_passing = run, False
         self._memory = self._of_this_save = _Memory(Extra({}, {}), Extra({}, {}))
 
-    def _call_before(self, step: int) -> None:
+    def _about_to_save(self, step: int) -> None:
+        """Write the summaries so far, and tell the observers."""
         run = self._loop
         # A run that resumes from a checkpoint does not write earlier summaries again.
         if run.reports.writer is not None:
             run.reports.writer.drain()
         for observer in run.observers:
-            observer.before_save()
+            observer.about_to_save()
 
     def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
         """Save like `CheckpointSaverHook.save`; waiting for steps in flight does not count as time for saving."""
@@ -340,7 +340,7 @@ class RunSaverHook(CheckpointSaverHook):
         The states of hooks are those of the latest save.
         """
         if not super().has_saved(step, state):
-            self._call_before(step)
+            self._about_to_save(step)
             extra = self._extra_of(_Memory(self._positions(), self._memory.hooks))
             with internal_transfers(), self._own.knowing(not nonfinite_params(self._loop)):
                 self._own.save(state, extra=extra)
@@ -406,7 +406,7 @@ class RunSaverHook(CheckpointSaverHook):
         return Extra(values, {**positions.files, **hooks.files})
 
 
-# What prevents a save at the end of a run: at any other time, `before_save` of the hooks decides.
+# What prevents a save after a signal, an error or a hang: at any other time, `before_save` of the hooks decides.
 
 
 def why_not_finite(run: Run) -> str:

@@ -7,7 +7,8 @@
 | SIGINT | the same, KeyboardInterrupt; a second one leaves at once | forwarded to that service |
 | `stop_secs` | a timer does what SIGTERM does | all look at the clock of process 0 |
 
-The first signal also ends what waits: the start of a run, the wait for a batch, and the tracing of a program.
+In the main thread, the first signal also ends what waits: the start of a run, the wait for a batch, and the tracing of
+a program.
 """
 
 import contextlib

@@ -30,8 +30,7 @@ from jstep.core.stopwatch import EVALUATING, SAVING, STARTING, STEPPING, WAITING
 from jstep.evaluating.evaluation_batches import taken
 from jstep.hooks.base import RunHook
 from jstep.hooks.hook import Hook, name_of
-from jstep.hooks.run_info import ENDING
-from jstep.hooks.run_info import STARTING as BEGINNING
+from jstep.hooks.run_info import BEGINNING, ENDING
 from jstep.hooks.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 from jstep.loop.compiler import compiled_here
 from jstep.loop.hook_runner import FIRST_CALL, part_of, thing_of
@@ -279,6 +278,7 @@ class StallWatch(Observer):
         run = self.run
         step, feeder, phase, part = run.step, run.feeder, run.phase, run.watch.current
         hook, method = run.calling or (None, "")
+        hook = run.reports.transfers.owner or hook  # a hook may deliver the metrics of another
         thing: Hashable = thing_of(hook, method, part_of(hook))
         if thing == SAVING or (part == SAVING and run.runner is not None):
             return Wait(_SAVE, f"saving step {step}", (SAVING, step), SAVING)

@@ -79,7 +79,7 @@ class TimelineRecorder(Observer):
             **{AGAIN: time},
         )
 
-    def before_save(self) -> None:
+    def about_to_save(self) -> None:
         """Write the line that precedes each checkpoint."""
         self.times(checkpoint=self.run.step)
 

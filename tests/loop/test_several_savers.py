@@ -1,5 +1,6 @@
 """Several savers: each is tried when due, at a signal, at the end and in a rescue; the run's own first."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from loop_runs import train
 
 import jstep
+from jstep.hooks.base import RunHook
 
 
 def fails(name: str) -> Any:
@@ -119,3 +121,28 @@ def test_a_write_that_fails_while_the_run_waits_for_it(ends_by: str, fails: int,
     assert ("is saved as model-5" in caught.value.__notes__[-1]) == is_there
     assert ("not saved" in caught.value.__notes__[-1]) != is_there
     saver.close()
+
+
+class Prevents(RunHook):
+    """Prevents saves at some steps, and sees how many durations of saves are kept."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps, self.kept = steps, 0
+
+    def before_save(self, step: int) -> bool:
+        self.kept = len(self.run.watch.lasted["saving"])
+        return step in self.steps
+
+
+def test_a_save_that_a_hook_prevents_leaves_no_line_in_the_timeline(tmp_path: Path) -> None:
+    hook = Prevents(2, 4)
+    train(6, hooks=[hook], checkpoint_dir=tmp_path, save_checkpoint_steps=2)
+    lines = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    assert [line["checkpoint"] for line in lines if "checkpoint" in line] == [6]
+    assert jstep.Saver(tmp_path).all_steps() == [6]
+
+
+def test_the_duration_of_a_save_is_kept_once(tmp_path: Path) -> None:
+    hook = Prevents()
+    train(6, hooks=[hook], checkpoint_dir=tmp_path, save_checkpoint_steps=2)
+    assert hook.kept == 2  # before the third
