@@ -384,7 +384,7 @@ class BoundedQueue:
 
     def _await_space(self, n: int) -> None:
         """Wait for room for n elements at once."""
-        self._wait(self._producers, lambda: self._cancelled or not self._adding)
+        self._wait(self._producers, lambda: not self._adding)
         self._adding = n
         try:
             self._wait(self._producers, lambda: self._cancelled or self.size() <= self._most_before(n))

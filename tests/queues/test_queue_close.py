@@ -5,9 +5,11 @@ import threading
 import time
 import types
 
+import numpy as np
 import pytest
 from processes import running_program
 from queue_calls import Call, both_queues, disable_polling, drain, fifo, shuffle, wait_until_blocked
+from waiting import wait_until
 
 from jstep.queues import queues
 from jstep.queues.queues import CancelledError, FIFOQueue, OutOfRangeError, RandomShuffleQueue
@@ -83,6 +85,24 @@ class TestClose:
             with pytest.raises(CancelledError, match="cancelled"):
                 call.wait()
         assert drain(queue) == [0]
+
+    @both_queues
+    def test_last_pending_enqueue_wakes_all_consumers(self, make, monkeypatch):
+        queue, may_add = make(1), threading.Event()
+        queue.enqueue(0)
+        monkeypatch.setattr(queue, "_can_add", may_add.is_set)
+        producer = Call(queue.enqueue, 1)
+        wait_until_blocked(queue, enqueues=1)
+        queue.close()
+        assert queue.dequeue() == 0
+        consumers = [Call(queue.dequeue) for _ in range(2)]
+        wait_until_blocked(queue, enqueues=1, dequeues=2)  # as long as an element may arrive
+        may_add.set()
+        with queue._mutex:
+            queue._wake()
+        producer.wait()
+        wait_until(lambda: not any(call.thread.is_alive() for call in consumers))
+        assert [call.result for call in consumers if call.error is None] == [1]
 
     @both_queues
     def test_second_close_may_cancel_pending_enqueues(self, make):
@@ -175,6 +195,44 @@ class TestInterrupts:
         with pytest.raises(KeyboardInterrupt):
             first.wait()
         assert second.wait() == "x"
+
+    def test_call_that_was_interrupted_takes_no_wake_up(self, monkeypatch):
+        queue = fifo()
+
+        class Interrupted(threading.Condition):
+            def wait(self, timeout=None):
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            use_condition(patch, Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                queue.dequeue()
+        queue._unused.clear()
+        call = Call(queue.dequeue)
+        wait_until_blocked(queue, dequeues=1)
+        queue.enqueue("x")
+        assert call.wait() == "x"
+
+    def test_interrupted_enqueue_many_lets_those_behind_it_go_on(self, monkeypatch):
+        queue = fifo(2)
+        queue.enqueue(0)
+
+        class Interrupted(threading.Condition):
+            def wait(self, timeout=None):
+                super().wait(timeout)
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            use_condition(patch, Interrupted)
+            many = Call(queue.enqueue_many, np.arange(2))
+            wait_until_blocked(queue, fills=1)
+        behind = Call(queue.enqueue, 3)
+        wait_until_blocked(queue, enqueues=1, fills=1)
+        assert queue.dequeue() == 0
+        with pytest.raises(KeyboardInterrupt):
+            many.wait()
+        behind.wait()
+        assert queue.dequeue() == 3
 
     def test_closing_by_a_signal_just_before_the_wait(self, monkeypatch):
         """The wake-up arrives before the call waits."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from queue_calls import Call, both_queues, disable_polling, fifo, shuffle, wait_until_blocked
 
+from jstep.queues import queues
 from jstep.queues.queues import OutOfRangeError
 
 no_polling = pytest.fixture(autouse=True)(disable_polling)
@@ -176,6 +177,21 @@ class TestDequeueMany:
         with pytest.raises(ValueError, match="dtypes differ"):
             batch.wait()
         assert [{call.wait() for call in others}] == [{1, "one"}]
+
+    def test_elements_put_back_wake_a_call_that_found_none(self, monkeypatch):
+        queue, others = fifo(), []
+        for i in range(2):
+            queue.enqueue(i)
+
+        def stack(*_):
+            others.append(Call(queue.dequeue))
+            wait_until_blocked(queue, dequeues=1)
+            raise ValueError("shapes differ")
+
+        monkeypatch.setattr(queues, "stack_trees", stack)
+        with pytest.raises(ValueError, match="shapes differ"):
+            queue.dequeue_many(2)
+        assert others[0].wait() == 0
 
     def test_integers_and_floats_are_not_mixed(self):
         queue = fifo()
