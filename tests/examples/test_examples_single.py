@@ -6,8 +6,8 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
+from comparisons import same
 from programs import ROOT, finished, run, start
 
 import jstep
@@ -25,16 +25,7 @@ def scalars(directory, tag):
 
 def is_bitwise_equal(a, b):
     """Return whether the newest checkpoints of two directories are bitwise identical."""
-    first, second = ({k: np.asarray(v) for k, v in leaves(jstep.Saver(d).restore(None))} for d in (a, b))
-    return first.keys() == second.keys() and all(first[k].tobytes() == second[k].tobytes() for k in first)
-
-
-def leaves(tree, path=""):
-    if not isinstance(tree, dict):
-        yield path, tree
-        return
-    for key, value in tree.items():
-        yield from leaves(value, f"{path}/{key}")
+    return same(*(jstep.Saver(directory).restore(None) for directory in (a, b)))
 
 
 @pytest.mark.thorough
@@ -196,3 +187,79 @@ def test_queues_reports_a_failing_reader():
     assert "in read_file" in done.stderr
     assert re.search(r"ValueError: cannot decode \w+\.py", done.stderr)
     assert "done" not in done.stdout
+
+
+@pytest.mark.thorough
+def test_recipes_are_compared(tmp_path):
+    picture = tmp_path / "curves.png"
+    out = run("recipes.py", "--steps", 10, "--only", "muon", "free", "bfloat16", "NorMuonH", "--plot", picture)
+    cells = re.findall(r"^(\S.{17}) +([\d.]+) +([\d.]+) MB +([\d.]+) MB", out, re.MULTILINE)
+    rows = {name.strip(): numbers for name, *numbers in cells}
+    assert rows.keys() == {"Muon + AdamW", "NorMuonH", "schedule-free", "AdamW, bfloat16"}
+    for loss, params, slots in rows.values():
+        assert 2.0 < float(loss) < 4.8  # a uniform guess is ln 128
+        assert float(slots) > float(params)
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.thorough
+def test_the_best_of_sixteen_rates_is_trained_further():
+    out = run("sweep.py", "--steps", 100, "--more", 200)
+    losses = {float(rate): float(loss) for rate, loss in re.findall(r"^  (\S+) +(\d\.\d{4})$", out, re.MULTILINE)}
+    assert len(losses) == 16
+    best = float(re.search(r"best: (\S+); continuing from step 100", out)[1])
+    assert best == min(losses, key=losses.get)
+    assert 1e-3 < best < 0.5
+    after = float(re.search(r"after 300 steps: validation loss ([\d.]+)", out)[1])
+    assert after < 0.8 * losses[best]
+
+
+@pytest.mark.thorough
+def test_time_travel_finds_the_line_and_the_step(tmp_path):
+    pytest.importorskip("sklearn")
+    out = run("time_travel.py", "--directory", tmp_path)
+    source = (ROOT / "examples" / "time_travel.py").read_text().splitlines()
+    line = 1 + next(i for i, text in enumerate(source) if "images / length" in text)
+    assert "the loss is nan at step 138 (the update 137 → 138)" in out
+    assert f"the first non-finite number is produced by div at time_travel.py:{line} (scale)" in out
+    assert "blank images in its rows [5]" in out
+    assert "find_nonfinite of that step with that batch: None" in out
+    assert "the runs diverge at step 64" in out
+    assert "the runs diverge at step 80" in out
+    assert "The update 60 → 61 is the first that differs" in out
+
+
+SCORE_STEPS = 16
+
+
+def fingerprint(out):
+    return re.search(rf"fingerprint of the state after {SCORE_STEPS} steps: (\w{{16}})", out)[1]
+
+
+@pytest.mark.thorough
+def test_a_run_killed_in_each_phase_gives_the_same_state(tmp_path):
+    picture = tmp_path / "plan.png"
+    uninterrupted = run("score.py", "--steps", SCORE_STEPS, "--plot", picture)
+    assert picture.stat().st_size > 1000
+    assert re.search(r"stages +0: short, 4: long\nbatch size +0: 8, 8: 16\nrows +code \d+ .* prose \d+ ", uninterrupted)
+    losses = [float(loss) for loss in re.findall(r"held-out \w+: ([\d.]+) nats", uninterrupted)]
+    assert len(losses) == 2
+    assert max(losses) < 4.7  # a uniform guess among 128 characters gives 4.85
+
+    killed = ("score.py", "--steps", SCORE_STEPS, "--checkpoint-dir", tmp_path / "killed")
+    resumed_from = []
+    for step in (3, 7, 11, 15):  # checkpoints are at even steps
+        done = finished(*killed, "--kill-at", step)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        resumed_from += re.findall(r"restored model-(\d+)", done.stderr)
+    done = finished(*killed)
+    assert done.returncode == 0, done.stderr
+    resumed_from += re.findall(r"restored model-(\d+)", done.stderr)
+    assert resumed_from == ["2", "6", "10", "14"]
+    assert fingerprint(done.stdout) == fingerprint(uninterrupted)
+
+
+def test_a_kill_needs_a_directory():
+    done = finished("score.py", "--kill-at", 5)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "--kill-at needs --checkpoint-dir, to resume from\n"
