@@ -11,6 +11,7 @@ import jstep
 def test_clipping_outside_a_step_compiles_once(compilations: Any) -> None:
     def clips() -> None:
         tree = {"a": np.ones(7, np.float32), "b": [jnp.ones((7, 2))]}
+        jstep.global_norm(tree)
         jstep.clip_by_global_norm(tree, 1.0)
         jstep.clip_by_norm(tree, 1.0)
         jstep.clip_by_norm(tree["b"], 1.0, axes=[1])

@@ -94,11 +94,3 @@ def test_ordering_changes_neither_values_nor_gradients():
         for one in run(in_order)(b, a, a):
             np.testing.assert_array_equal(one, a)
     np.testing.assert_array_equal(jax.grad(lambda a: jnp.sum(in_order(b, compute_first(a)[0] ** 2)[0]))(a), 2 * a)
-
-
-def test_norms_outside_a_step_compile_once(compilations):
-    tree = {"a": jnp.ones((7, 5)), "b": jnp.ones(3)}
-    jstep.global_norm(tree)
-    with compilations() as seen:
-        jstep.global_norm(tree)
-    assert not seen
