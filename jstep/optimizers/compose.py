@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
-from jstep.core.checks import as_function, as_text
+from jstep.core.checks import as_function, as_text, scoped, setting
 from jstep.core.matching import NoGradientsError, require_slots
 from jstep.core.optimizers import require_optimizer
 from jstep.core.placement import on_devices
@@ -439,84 +439,19 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
         raise ValueError("optimizers={}: partition needs at least one optimizer")
     as_function(labels, "labels", "(path, leaf) -> label")
     parts = {label: scope(label, require_optimizer(f"optimizers[{label!r}]", one)) for label, one in optimizers.items()}
-    called = {f"the optimizer of label {label!r}": part for label, part in parts.items()}
-    leafwise.check_names(called)
-
-    def labelled(params: Params) -> Labels:
-        found: Labels = []
-        for path, leaf in hyperparameters.own_leaves(params):
-            label = labels(path, leaf)
-            if not (label is None or (isinstance(label, str) and label in parts)):
-                raise ValueError(
-                    f"labels({path!r}, …) returned {label!r}, which has no optimizer"
-                    f"{trees.nearest(str(label), parts)}; optimizers has {sorted(parts)}, and None freezes a leaf"
-                )
-            found.append(label)
-        return found
-
-    def split(params: Params) -> dict[str, _Part]:
-        names = labelled(params)
-        return {label: _Part(one, params, [mine == label for mine in names]) for label, one in parts.items()}
-
-    def inner_labels(params: Params) -> Labels:
-        with hyperparameters.parts_of(params):
-            names = labelled(params)
-            inner = {label: labels_of(part.optimizer, part.params) for label, part in split(params).items()}
-        below = {label: iter(found) for label, found in inner.items() if found is not None}
-        return [next(below[label]) if label in below else label for label in names]
-
-    def init(params: Params, global_step: Step = 0) -> Slots:
-        with hyperparameters.parts_of(params):
-            made = [
-                (name, part.optimizer.init(part.params, global_step))
-                for name, part in zip(called, split(params).values(), strict=True)
-            ]
-        return leafwise.merge(made, "slot")
-
-    def roles(params: Params) -> Roles:
-        with hyperparameters.parts_of(params):
-            found = [roles_of(part.optimizer, part.params) for part in split(params).values()]
-        return functools.reduce(Roles.joined, found).hiding(*OUTERMOST)
-
-    @loads_slots
-    def update(
-        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
-    ) -> tuple[Updates, Slots]:
-        gradients = trees.flatten_like(params, updates, "gradients", is_leaf=trees.is_slices)
-        merged: list[Any] = [None] * len(gradients)
-        new: Slots = {}
-        idle = 0
-        with hyperparameters.parts_of(params):
-            divided = split(params)
-            known = {label: roles_of(part.optimizer, part.params) for label, part in divided.items()}
-            for label, part in divided.items():
-                mine = _slots_of(label, known, slots)
-                try:
-                    partial, own = part.update(gradients, mine, step, context)
-                except NoGradientsError:
-                    idle += 1
-                    ages = known[label].of(*AGES)
-                    later = {name: jax.tree.map(lambda slot: slot + 1, mine[name]) for name in ages if name in mine}
-                    new |= mine | later
-                    continue
-                new |= own
-                for i, one in enumerate(trees.flatten_like(params, partial, "updates", is_leaf=is_update)):
-                    merged[i] = one if one is not None else merged[i]
-        if idle == len(parts):
-            raise NoGradientsError(params, "All gradients are None or of frozen leaves.")
-        return trees.structure(params).unflatten(merged), new
-
-    init_of_all = Init(
-        init,
-        roles,
-        finished=any(leafwise.makes_finished_updates(part) for part in parts.values()),
-        guarded=all(leafwise.is_guarded(part) for part in parts.values()),
-        labels=inner_labels,
+    made = _Partition(parts, labels)
+    leafwise.check_names(made.called)
+    init = Init(
+        made.init,
+        made.roles,
+        finished=any(map(leafwise.makes_finished_updates, parts.values())),
+        guarded=all(map(leafwise.is_guarded, parts.values())),
+        labels=made.inner_labels,
         order=_order_of_partition(parts.values()),
         rated=all(map(leafwise.is_rated, parts.values())),
     )
     takes_context = any(part.takes_context for part in parts.values())
-    return Optimizer(init_of_all, update, leafwise.merged_hyperparameters(called), takes_context)
+    return Optimizer(init, made.update, leafwise.merged_hyperparameters(made.called), takes_context)
 
 
 class _Part:
@@ -551,6 +486,90 @@ class _Part:
             context, in_whole, lambda tree: self._restricted(self._treedef.flatten_up_to(tree))
         )
         return leafwise.call_update(self.optimizer, own, slots, self.params, step, own_context, exact=True)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Partition:
+    """The functions of a partition.
+
+    Attributes:
+        parts: Label → its optimizer, whose slots have the label as prefix.
+        labels: `labels(path, leaf)`, the label of a leaf.
+    """
+
+    parts: Mapping[str, Optimizer]
+    labels: Callable[[str, Any], str | None]
+
+    @property
+    def called(self) -> dict[str, Optimizer]:
+        """The optimizers by what errors call them."""
+        return {f"the optimizer of label {label!r}": part for label, part in self.parts.items()}
+
+    @scoped
+    def divided(self, params: Params) -> Iterator[tuple[Labels, dict[str, _Part]]]:
+        """Give the label of each leaf, in order, and the leaves of each label; masks inside see all parameters."""
+        with hyperparameters.partial_params(params), setting(hyperparameters.IN_PART, True):
+            names = [self._label_of(path, leaf) for path, leaf in hyperparameters.own_leaves(params)]
+            yield (
+                names,
+                {label: _Part(one, params, [mine == label for mine in names]) for label, one in self.parts.items()},
+            )
+
+    def _label_of(self, path: str, leaf: Any) -> str | None:
+        label = self.labels(path, leaf)
+        if not (label is None or (isinstance(label, str) and label in self.parts)):
+            raise ValueError(
+                f"labels({path!r}, …) returned {label!r}, which has no optimizer"
+                f"{trees.nearest(str(label), self.parts)}; optimizers has {sorted(self.parts)}, and None freezes a leaf"
+            )
+        return label
+
+    def inner_labels(self, params: Params) -> Labels:
+        """The labels of the leaves, in parts that are partitions those of their leaves."""
+        with self.divided(params) as (names, divided):
+            inner = {label: labels_of(part.optimizer, part.params) for label, part in divided.items()}
+        below = {label: iter(found) for label, found in inner.items() if found is not None}
+        return [next(below[label]) if label in below else label for label in names]
+
+    def init(self, params: Params, global_step: Step = 0) -> Slots:
+        """The slots of all parts."""
+        with self.divided(params) as (_, divided):
+            made = [part.optimizer.init(part.params, global_step) for part in divided.values()]
+        return leafwise.merge(zip(self.called, made, strict=True), "slot")
+
+    def roles(self, params: Params) -> Roles:
+        """The roles of these slots."""
+        with self.divided(params) as (_, divided):
+            found = [roles_of(part.optimizer, part.params) for part in divided.values()]
+        return functools.reduce(Roles.joined, found).hiding(*OUTERMOST)
+
+    @loads_slots
+    def update(
+        self, updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
+    ) -> tuple[Updates, Slots]:
+        """The updates and slots of all parts; one without any gradient stays as it is, and does not age."""
+        gradients = trees.flatten_like(params, updates, "gradients", is_leaf=trees.is_slices)
+        merged: list[Any] = [None] * len(gradients)
+        new: Slots = {}
+        idle = 0
+        with self.divided(params) as (_, divided):
+            known = {label: roles_of(part.optimizer, part.params) for label, part in divided.items()}
+            for label, part in divided.items():
+                mine = _slots_of(label, known, slots)
+                try:
+                    partial, own = part.update(gradients, mine, step, context)
+                except NoGradientsError:
+                    idle += 1
+                    ages = known[label].of(*AGES)
+                    later = {name: jax.tree.map(lambda slot: slot + 1, mine[name]) for name in ages if name in mine}
+                    new |= mine | later
+                    continue
+                new |= own
+                for i, one in enumerate(trees.flatten_like(params, partial, "updates", is_leaf=is_update)):
+                    merged[i] = one if one is not None else merged[i]
+        if idle == len(self.parts):
+            raise NoGradientsError(params, "All gradients are None or of frozen leaves.")
+        return trees.structure(params).unflatten(merged), new
 
 
 def _slots_of(label: str, known: Mapping[str, Roles], slots: Slots) -> Slots:

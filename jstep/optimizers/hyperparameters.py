@@ -570,14 +570,8 @@ def partial_params(params: Params) -> contextlib.AbstractContextManager[Params]:
     return setting(_WHOLE, params if _WHOLE.get() is None else _WHOLE.get())
 
 
-_IN_PART: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_in_part", default=False)
-
-
-@contextlib.contextmanager
-def parts_of(params: Params) -> Iterator[None]:
-    """As `partial_params`, for the optimizers of a `partition`, whose masks may select leaves of other labels alone."""
-    with partial_params(params), setting(_IN_PART, True):
-        yield
+IN_PART: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_in_part", default=False)
+"""Whether the optimizer is that of a label of a `partition`: its masks may select leaves of other labels alone."""
 
 
 def mask(argument: str, var_list: VarList) -> Flag:
@@ -602,7 +596,7 @@ def decay_mask(argument: str, var_list: VarList) -> Flag:
         nonlocal has_warned
         found = flags(params, var_list, argument)
         is_empty = not any(found) and any(flags(params, None, argument))
-        if is_empty and not has_warned and not _IN_PART.get():
+        if is_empty and not has_warned and not IN_PART.get():
             has_warned = True
             log_warning(
                 "%s=%s: selects none of the parameters %s, so that nothing decays",
