@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from jstep.checkpoint import checksums, listing
 from jstep.checkpoint.checksums import Record, StartRead, is_below
 from jstep.checkpoint.claims import FileClaim
-from jstep.checkpoint.listing import ASIDE, DELETED, REPLACED, TEMPORARY, is_remains, listed
+from jstep.checkpoint.listing import ASIDE, DELETED, REPLACED, is_remains, listed
 from jstep.checkpoint.manifest import NAME, Manifest, encode
 from jstep.checkpoint.retention import evict
 from jstep.checkpoint.store import IN_FLIGHT, Commit, Store
@@ -253,21 +253,17 @@ class DirectoryStore(Store):
 
         Only the owner of the claim may do so: otherwise the removed folder may be one that is being written.
         """
-        step = rf"({re.escape(self._prefix)}-(?:0|[1-9][0-9]*))"
-        pattern = re.compile(
-            rf"{step}({re.escape(TEMPORARY)}(?:-[0-9]+)?|{re.escape(REPLACED)}|{re.escape(DELETED)})", re.DOTALL
-        )
-        for entry in listed(self.directory):
-            if match := pattern.fullmatch(entry):
-                path, final = self.path(entry), self.path(match[1])
-                if match[2] == REPLACED and listing.found(final) == path:
-                    if is_remains(final):
-                        evict(self, final)
-                    elif os.path.lexists(final):
-                        _set_aside(final)
-                    os.rename(path, final)
-                elif path not in IN_FLIGHT:
-                    remove(path)
+        for name, _, suffix in listing.folders(self.directory, self._prefix):
+            final = self.path(name)
+            path = final + suffix
+            if suffix == REPLACED and listing.found(final) == path:
+                if is_remains(final):
+                    evict(self, final)
+                elif os.path.lexists(final):
+                    _set_aside(final)
+                os.rename(path, final)
+            elif suffix and path not in IN_FLIGHT:
+                remove(path)
 
     def close(self, wait: bool = True) -> None:
         """See `Store.close`."""

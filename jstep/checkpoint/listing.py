@@ -73,11 +73,18 @@ def misnamed(prefix: str, step: int, held: int) -> str:
 
 def entries(directory: str, prefix: str | None) -> list[tuple[int, bool, str]]:
     """Return step, whether it has its final name, and name of every folder that may be a checkpoint, highest first."""
-    start = ".+" if prefix is None else re.escape(prefix)
-    pattern = re.compile(rf"({start})-{_STEP}({re.escape(REPLACED)})?", re.DOTALL)
-    matches = [match for entry in listed(directory) if (match := pattern.fullmatch(entry))]
+    found = folders(directory, prefix)
     # A replaced checkpoint counts only if its successor never took its place.
-    return sorted(((int(match[2]), match[3] is None, match[0]) for match in matches), reverse=True)
+    return sorted(((n, not end, name + end) for name, n, end in found if end in ("", REPLACED)), reverse=True)
+
+
+def folders(directory: str, prefix: str | None) -> list[tuple[str, int, str]]:
+    """Return the name and the step of the checkpoint to which a folder belongs, and the suffix that the folder has."""
+    start = ".+" if prefix is None else re.escape(prefix)
+    suffixes = rf"|{re.escape(TEMPORARY)}(?:-[0-9]+)?|{re.escape(REPLACED)}|{re.escape(DELETED)}"
+    pattern = re.compile(rf"({start}-{_STEP})({suffixes})", re.DOTALL)
+    matches = map(pattern.fullmatch, listed(directory))
+    return [(match[1], int(match[2]), match[3]) for match in matches if match is not None]
 
 
 def listed(directory: str) -> list[str]:
