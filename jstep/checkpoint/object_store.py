@@ -27,7 +27,7 @@ from jstep.checkpoint.packs import Block, own_blocks
 from jstep.checkpoint.store import IN_FLIGHT, Commit, Files, Store, finish_at_exit
 from jstep.core.meshes import in_background
 from jstep.distributed import processes
-from jstep.stores.objects import STARTING, Directory, Pending, at_once, parts_of_url
+from jstep.stores.objects import STARTING, Directory, Pending, at_once, parts_of_url, spec
 
 HURRIED = 5.0
 """Seconds for optional requests."""
@@ -112,7 +112,10 @@ class ObjectStore(Store):
         """See `Store.read_arrays`."""
         from jstep.checkpoint import orbax_arrays  # not at the top: importing tensorstore is slow
 
-        return orbax_arrays.read_copy(self._objects, self._name(path), manifest, shardings)
+        def wait(future: Any, nbytes: int) -> Any:
+            return Pending(self._objects, future, "read", f"{self._name(path)}/", nbytes).result()
+
+        return orbax_arrays.read(spec(path), manifest, shardings, wait)
 
     def lock(self) -> ObjectClaim:
         """See `Store.lock`. Reads, lists and writes once, within `STARTING` seconds."""

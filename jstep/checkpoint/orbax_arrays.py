@@ -25,7 +25,6 @@ from jstep.checkpoint.slots import stored_kind
 from jstep.checkpoint.store import IN_FLIGHT, finish_at_exit
 from jstep.core.meshes import in_background
 from jstep.core.placement import is_of_host, local_parts, place, slices
-from jstep.stores.objects import Objects, Pending, spec
 
 # Writing of arrays, and reading onto shardings, with tensorstore. Imported on first use: tensorstore imports slowly.
 #
@@ -183,22 +182,6 @@ def _check(manifest: Manifest, opened: Mapping[str, Any]) -> None:
                 problems.append(f"the array of {leaf.path!r} is {what}")
     if problems:
         raise CorruptedError(problems)
-
-
-def read_copy(objects: Objects, name: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-    """Read arrays of a checkpoint that was written to a disk and copied below a URL, unverified; see `read`.
-
-    Args:
-        objects: The objects.
-        name: The name of the checkpoint, which its keys begin with.
-        manifest: The manifest of the checkpoint.
-        shardings: Name → sharding of the array; None for a NumPy array.
-    """
-
-    def wait(future: Any, nbytes: int) -> Any:
-        return Pending(objects, future, "read", f"{name}/", nbytes).result()
-
-    return read(spec(objects.at(name)), manifest, shardings, wait)
 
 
 def missing(path: str, manifest: Manifest) -> str | None:
