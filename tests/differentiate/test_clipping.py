@@ -339,3 +339,17 @@ def test_a_prng_key_is_rejected_with_its_path(name: str) -> None:
 def test_integers_are_rejected_with_one_path(name: str) -> None:
     with pytest.raises(TypeError, match=rf"^{name}: the leaf at 'n' has dtype int32; only floating-point arrays"):
         FUNCTIONS[name]({"n": jnp.arange(3)})
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda x: jstep.clip_by_norm(x, 1.0),
+        lambda x: jstep.clip_by_average_norm(x, 0.2),
+        lambda x: jstep.clip_by_global_norm(x, 1.0)[0],
+        lambda x: jstep.clip_by_value(x, -0.9, 3.5),
+    ],
+)
+def test_clipping_sparse_gradients_equals_clipping_dense_ones(clip: Any) -> None:
+    sparse = jstep.IndexedSlices(jnp.array([[1.0], [2.0], [4.0]]), jnp.array([1, 1, 3]), (5, 1))
+    np.testing.assert_allclose(clip(sparse).to_dense(), clip(sparse.to_dense()), rtol=1e-6)

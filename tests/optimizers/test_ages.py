@@ -332,3 +332,11 @@ def test_ftrl_changes_nothing_at_a_rate_of_zero() -> None:
     states = steps_of(jstep.ftrl(lambda n: jnp.where(n == 1, 0.0, 0.5)), [-1.0, -10.0, 0.0])
     assert len({float(state.params["w"]) for state in states}) == 1
     assert states[0].slots == states[1].slots
+
+
+def test_uncounted_skipped_updates_do_not_reduce_the_age() -> None:
+    optimizer = jstep.skip_nonfinite(jstep.adam(0.1))
+    state = jstep.apply_gradients(jstep.TrainState.create({"w": jnp.ones(2)}, optimizer), {"w": jnp.ones(2)}, optimizer)
+    state = jstep.apply_gradients(state, {"w": jnp.full(2, jnp.nan)}, optimizer, increment_global_step=False)
+    assert jstep.global_step(state) == 1
+    assert int(state.slots["start_step"]) == 0  # one update was applied: the next has age 2

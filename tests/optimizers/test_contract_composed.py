@@ -122,3 +122,13 @@ def test_sparse_rows_are_updated_like_dense_ones(name: str) -> None:
     assert avals(sparse) == avals(dense) == avals(state)
     np.testing.assert_allclose(sparse.params["a"][1], dense.params["a"][1], rtol=1e-5)
     np.testing.assert_allclose(sparse.params["b"], dense.params["b"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "inner", [jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam()), jstep.adam(), jstep.adagrad(0.1)]
+)
+def test_gradients_whose_squares_overflow_keep_states_finite(inner: Any) -> None:
+    optimizer = jstep.skip_nonfinite(inner)
+    before = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
+    after = jstep.apply_gradients(before, {"w": jnp.array([1e30, 1.0])}, optimizer)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))

@@ -193,3 +193,22 @@ def test_other_optimizers_see_the_dense_gradient(name: str) -> None:
     want = run_dense(lambda: entry.make(entry.rate), OUTSIDE, by_rows=False)[-1]
     for slot, leaf in tables(state).items():
         np.testing.assert_allclose(leaf, want[slot], rtol=1e-4, atol=1e-5, err_msg=slot)
+
+
+@pytest.mark.thorough(except_for=["elements1"])
+@pytest.mark.filterwarnings("ignore:chain")
+@pytest.mark.parametrize(
+    "elements",
+    [
+        (jstep.clip_gradients(by_global_norm=1.0), jstep.gradient_descent(1.0)),
+        (jstep.gradient_descent(1.0), jstep.clip_gradients(by_norm=1.0)),
+        (jstep.gradient_descent(1.0), jstep.scope("second", jstep.momentum(1.0, 0.5))),
+    ],
+)
+def test_chains_accept_repeated_rows_without_jit(elements: Any) -> None:
+    optimizer = jstep.chain(*elements)
+    rows = jstep.IndexedSlices(jnp.array([[1.0], [2.0], [4.0]]), jnp.array([1, 1, 3]), (5, 1))
+    state = jstep.TrainState.create({"t": jnp.zeros((5, 1))}, optimizer)
+    eager = jstep.apply_gradients(state, {"t": rows}, optimizer)
+    compiled = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))(state, {"t": rows})
+    np.testing.assert_allclose(eager.params["t"], compiled.params["t"], rtol=1e-6)

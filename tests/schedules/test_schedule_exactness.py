@@ -2,7 +2,11 @@
 
 import math
 from fractions import Fraction
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import reference
 from decay_table import DECAYS, LAST, finite
@@ -126,3 +130,46 @@ def test_int64_steps_are_exact_under_x64(length: int) -> None:
     assert float(jstep.piecewise_constant([length - 1], [1.0, 2.0])(length)) == 2.0
     assert float(jstep.join([1.0, 2.0], [length])(length - 1)) == 1.0
     assert float(jstep.join([1.0, 2.0], [length])(length)) == 2.0
+
+
+@pytest.mark.parametrize("step", [1_100_000_000, 1_500_000_000, 2**31 - 1])
+def test_more_periods_than_fit_into_int32(step: int) -> None:
+    """decay_steps may be any positive number, even below 1."""
+    value = float(jstep.inverse_time_decay(1.0, 0.5, 1e-9)(step))
+    assert value == pytest.approx(reference.inverse_time_decay(step, 1.0, 0.5, 1e-9), rel=1e-5)
+    value = float(jstep.exponential_decay(1.0, 0.5, 1 - 1e-9)(step))
+    assert value == pytest.approx(math.exp(2 * step * math.log(1 - 1e-9)), rel=1e-5)
+
+
+# 2.4 epochs of ImageNet at a batch size of 1024; a decimal fraction; a number that uses all digits.
+@pytest.mark.thorough(except_for=["1234.5678"])
+@pytest.mark.parametrize("decay_steps", [1281167 / 1024 * 2.4, 1234.5678, 100 * math.pi])
+def test_staircases_are_exact_for_any_decay_steps(decay_steps: float) -> None:
+    stairs = jstep.inverse_time_decay(1.0, decay_steps, 1e-6, staircase=True)
+    schedule = jax.jit(lambda n: 1e6 * (1 / stairs(n) - 1))
+    count = int((2**31 - 2) / decay_steps)
+    wrong = []
+    for k in np.linspace(1, min(count, 100_000), 3000).astype(int):
+        edge = math.ceil(int(k) * Fraction(repr(decay_steps)))  # the first step of period k
+        if edge < 2**31 - 1 and round(float(schedule(edge) - schedule(edge - 1))) != 1:
+            wrong.append(edge)
+    assert not wrong, f"{len(wrong)} edges are misplaced, the first at step {wrong[0]}"
+
+
+@pytest.mark.thorough(except_for=["10", "4611686018427387905"])
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("step", [0, 5, 10, 2**53 + 1, 2**62 + 1, 2**63 - 1])
+def test_cosine_restarts_under_x64(step: int) -> None:
+    found = float(jstep.cosine_decay_restarts(0.1, 10)(step))
+    assert found == pytest.approx(reference.cosine_decay_restarts(step, 0.1, 10), rel=1e-6, abs=1e-12)
+
+
+def test_the_power_of_a_polynomial_may_be_traced() -> None:
+    powers = jnp.array([0.5, 1.0, 2.0])
+    found = jax.vmap(lambda power: jstep.polynomial_decay(1.0, 10, 0.0, power=power)(5))(powers)
+    np.testing.assert_allclose(found, 0.5**powers, rtol=1e-6)
+
+
+@pytest.mark.parametrize("zero", [np.int64(0), np.int32(0), np.float32(0), jnp.int32(0)])
+def test_zero_warmup_steps_of_any_type(zero: Any) -> None:
+    assert float(jstep.linear_warmup(0.5, zero)(0)) == 0.5
