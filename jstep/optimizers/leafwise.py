@@ -646,21 +646,22 @@ def leafwise(
         return treedef.unflatten(new_updates), new | {n: jnp.asarray(h[n]).astype(kept[n].dtype) for n in scalars}
 
     def roles(params: Params) -> Roles:
-        specs = specs_for(params)
-        own: dict[str, Role | None] = {
-            name: Role.COPY if isinstance(spec.initial, str) else _KEPT[spec.keeps] for name, spec in specs.items()
-        }
-        own |= dict.fromkeys(scalars, Role.SHARED)
-        declared = {name: spec for name, spec in specs.items() if spec.holds is not None}
-        return Roles(
-            own | ({START_STEP: Role.AGE} if aged else {}),
-            holds={name: str(spec.holds) for name, spec in declared.items()},
-            formats={"m_dtype"} if any(spec.dtype is not None for spec in declared.values()) else set(),
-            in_order={name for name, spec in specs.items() if spec.in_order},
-        ).joined(hyperparameters.held_roles(hyper))
+        own = dict.fromkeys(scalars, Role.SHARED) | ({START_STEP: Role.AGE} if aged else {})
+        return _declared_by(specs_for(params)).joined(Roles(own)).joined(hyperparameters.held_roles(hyper))
 
     made = Init(init, roles, is_finished, rated=LEARNING_RATE in hyper)
     return Optimizer(made, update, hyperparameters.report(hyper))
+
+
+def _declared_by(specs: Mapping[str, Slot]) -> Roles:
+    """The roles of slots, as their specifications declare them."""
+    held = {name: spec for name, spec in specs.items() if spec.holds is not None}
+    return Roles(
+        {name: Role.COPY if isinstance(spec.initial, str) else _KEPT[spec.keeps] for name, spec in specs.items()},
+        holds={name: str(spec.holds) for name, spec in held.items()},
+        formats={"m_dtype"} if any(spec.dtype is not None for spec in held.values()) else set(),
+        in_order={name for name, spec in specs.items() if spec.in_order},
+    )
 
 
 def _without_slots(measure: Callable[..., Any]) -> Callable[..., tuple[Any, LeafSlots]]:
