@@ -258,12 +258,3 @@ def test_collect_does_not_receive_summaries_of_threads():
 def test_collections_must_be_names(collections):
     with pytest.raises(TypeError, match=r"collections=.*: must be a sequence of names"):
         scalar("a", 1.0, collections=collections)
-
-
-def test_bad_arguments():
-    with pytest.raises(TypeError, match=r"fn=1\.0: must be a function"):
-        collect(1.0)
-    with pytest.raises(TypeError, match="key=3: must be a string"):
-        collect(model, key=3)
-    with pytest.raises(TypeError, match=r"key=.*: must be a string"):
-        merge_all(key=("summaries",))
