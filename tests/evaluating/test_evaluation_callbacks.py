@@ -169,6 +169,25 @@ def keep(directory, values, start=1, *, mode="min", **kwargs):
     return sorted(best.values) if best.values else []
 
 
+def test_a_better_checkpoint_is_on_the_disk_before_a_worse_one_is_deleted(tmp_path, monkeypatch):
+    order = []
+    for name in ("save", "wait", "delete"):
+        method = getattr(jstep.Saver, name)
+
+        def recorded(self, *args, name=name, method=method, **kwargs):
+            order.append(name)
+            return method(self, *args, **kwargs)
+
+        monkeypatch.setattr(jstep.Saver, name, recorded)
+    best = jstep.KeepBest(tmp_path, "accuracy", "min")
+    best.begin(state_at())
+    for step, value in enumerate([0.5, 0.4], 1):
+        best(step, state_at(step), {"accuracy": value})
+    assert order[-3:] == ["save", "wait", "delete"]
+    best.close()
+    assert steps(tmp_path) == {2: {"accuracy": 0.4}}
+
+
 @pytest.mark.thorough(
     except_for=["0-values6-kwargs6-expected6", "1-values1-kwargs1-expected1", "2-values2-kwargs2-expected2"]
 )

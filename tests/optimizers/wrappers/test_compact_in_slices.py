@@ -140,3 +140,20 @@ def test_a_condition_gets_what_was_widened_as_it_was_and_all_else_as_it_is():
     np.testing.assert_array_equal(values(*given)[0], 1 + 2 * np.arange(8.0))
     (condition,) = (eqn for eqn in jax.make_jaxpr(values)(*given).eqns if eqn.primitive.name == "cond")
     assert [var.aval.dtype for var in condition.invars[1:]] == [jnp.bfloat16, jnp.float32]
+
+
+def test_gpus_compute_a_leaf_twice_and_tpus_once(monkeypatch):
+    """On GPUs the second kernel computes the values again, which are nowhere stored in float32."""
+    monkeypatch.setattr(by_slices, "LARGE", 8192)
+    programs = {}
+
+    def traced(*args, default, **others):
+        programs.update({name: jax.make_jaxpr(others[name])(*args) for name in others})
+        return default(*args)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", traced)
+    optimizer = jstep.compact(jstep.adamw(LR))
+    state = jstep.TrainState.create({"w": jnp.ones((64, 128), jnp.bfloat16)}, optimizer)
+    jstep.apply_gradients(state, state.params, optimizer)
+    roots = {name: str(program).count(" sqrt ") for name, program in programs.items()}
+    assert roots["cuda"] > roots["tpu"] > 0  # each also has those of its codes
