@@ -65,6 +65,7 @@ CASES: dict[str, Case] = {
         ("'a'", "int32"),
     ),
     "clip_by_global_norm": (lambda: jstep.clip_by_global_norm([jnp.ones(2)], -3), ValueError, ("clip_norm", "-3")),
+    "clip_by_global_norm zero": (lambda: jstep.clip_by_global_norm([jnp.ones(2)], 0), ValueError, ("clip_norm", "0")),
     "clip_by_global_norm of integers": (
         lambda: jstep.clip_by_global_norm({"a": jnp.arange(2)}, 1.0),
         TypeError,

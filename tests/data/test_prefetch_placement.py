@@ -12,7 +12,7 @@ from processes import run
 from waiting import wait_until
 
 from jstep.data.batches import batches
-from jstep.data.to_devices import prefetch_to_device
+from jstep.data.to_devices import fitting, prefetch_to_device
 
 no_leftover_threads = pytest.fixture(autouse=True)(check_no_leftover_threads)
 
@@ -107,7 +107,7 @@ class TestPlacement:
     def test_each_process_passes_its_own_rows(self, tmp_path):
         program = """
             from jstep.data.batches import batches
-            from jstep.data.to_devices import prefetch_to_device
+            from jstep.data.to_devices import fitting, prefetch_to_device
             data = batches((np.arange(40), np.arange(40.0)), 8, seed=1)
             full = batches(np.arange(40), 8, seed=1, process_index=0, process_count=1)
             for step, (x, y) in enumerate(prefetch_to_device(data.from_step(0), sharding=(rows, rows))):
@@ -162,3 +162,11 @@ def test_grain_iterator_resumes_from_its_state():
     resumed = iter(source)
     resumed.set_state(state)
     assert [x.tolist() for x in itertools.islice(prefetch_to_device(resumed), 3)] == want
+
+
+def test_axes_that_do_not_divide_an_array_are_dropped_and_other_shardings_kept():
+    rows = jax.NamedSharding(jax.make_mesh((8,), ("x",)), jax.P("x"))
+    assert fitting(rows, (16, 2)).is_equivalent_to(rows, 2)
+    assert fitting(rows, (3, 2)).is_fully_replicated
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    assert fitting(one, (3, 2)) is one

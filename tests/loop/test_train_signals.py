@@ -88,7 +88,8 @@ train(100, Hangs(), hooks=[jstep.every(1, count)], checkpoint_dir=directory)
     process = start(script, tmp_path)
     read_until(process, "hangs")  # the steps before have ended; the loop waits, or is about to
     process.send_signal(number)
-    end(process, 143 if number == signal.SIGTERM else -signal.SIGINT)
+    _, err = end(process, 143 if number == signal.SIGTERM else -signal.SIGINT)
+    assert "The batches ended" not in err
     saver = Saver(tmp_path)
     assert saver.latest_step() == 12
     assert saver.extra().get("batches") == ({"base64": "MTI="} if kind == "Counted" else None)
