@@ -193,6 +193,7 @@ for label, make in WITH_DECAY_STEPS.items():
     except_for=[
         "rows of a float index",
         "schedule of nan",
+        "clip_by_global_norm zero",
         "decay_steps of inverse_time_decay: inf",
         "decay_steps of linear_cosine_decay: [10]",
     ]
