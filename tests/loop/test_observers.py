@@ -99,12 +99,12 @@ def test_what_an_observer_is_told_and_when(tmp_path, monkeypatch):
         def method(of):
             return lambda self, *args: told.append((name, of)) or ({name: True} if of == "past" else None)
 
-        names = ("opened", "restored", "reporter", "meter", "before_save", "past")
+        names = ("opened", "restored", "reporter", "meter", "about_to_save", "past")
         return type(name, (Observer,), {of: method(of) for of in names})
 
     monkeypatch.setattr(loop, "OBSERVERS", (*OBSERVERS, observer("first"), observer("second")))
     train(4, checkpoint_dir=tmp_path, save_checkpoint_steps=2)
     begins = ["opened", "restored", "reporter", "meter"]
-    assert [of for name, of in told if name == "first"] == begins + ["before_save", "past"] * 2
-    assert told == [(name, of) for of in begins + ["before_save", "past"] * 2 for name in ("first", "second")]
+    assert [of for name, of in told if name == "first"] == begins + ["about_to_save", "past"] * 2
+    assert told == [(name, of) for of in begins + ["about_to_save", "past"] * 2 for name in ("first", "second")]
     assert {"first", "second"} <= jstep.Saver(tmp_path).extra(4).keys()
