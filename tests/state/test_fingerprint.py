@@ -218,3 +218,9 @@ def test_bad_calls():
     x.delete()
     with pytest.raises(RuntimeError, match="'x' was donated"):
         jstep.fingerprint({"x": x})
+
+
+def test_indices_of_32_bits_reach_as_far_as_they_can():
+    assert fingerprints.split_at(()) == 1
+    assert fingerprints.split_at((3, 2**16, 2**16)) == 2**32
+    assert fingerprints.split_at((2**16, 2**16 + 1)) == 2**16 + 1

@@ -146,3 +146,10 @@ def test_steps_of_numpy() -> None:
     by_hand = state.replace(global_step=np.array(10))
     assert int(jstep.increment_global_step(by_hand).global_step) == 11
     assert int(jstep.apply_gradients(by_hand, {"w": jnp.float32(1)}, jstep.adam()).global_step) == 11
+
+
+def test_the_text_of_a_donated_state_says_so() -> None:
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, jstep.gradient_descent(0.1))
+    assert "global_step=0" in repr(state)
+    state.global_step.delete()
+    assert "global_step=donated" in repr(state)
