@@ -129,7 +129,7 @@ class Worker:
             done.set()
 
         self._ask(flush_buffer)
-        while not done.wait(1) and self._thread.is_alive():
+        while not done.wait(0.1) and self._thread.is_alive():
             pass
 
     def sync(self) -> None:

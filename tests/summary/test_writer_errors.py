@@ -169,3 +169,10 @@ def test_an_unreferenced_writer_ends_its_thread(tmp_path):
     thread.join(timeout=20)
     assert not thread.is_alive()
     assert len(list(summary.summary_iterator(path))) == 2
+
+
+def test_flush_returns_although_the_thread_has_ended(tmp_path):
+    writer = SummaryWriter(tmp_path)
+    writer._worker.close()
+    writer.flush()
+    writer.close()

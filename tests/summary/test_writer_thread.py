@@ -91,9 +91,23 @@ def test_many_threads_write_to_one_writer(tmp_path, accumulate):
     assert all(scalars(events, f"t{i}") == [(s, float(s)) for s in range(200)] for i in range(4))
 
 
-def test_memory_of_pending_events_is_bounded(tmp_path, accumulate, monkeypatch):
-    monkeypatch.setattr(worker, "MAX_BYTES", 3000)
+@pytest.fixture
+def patient(monkeypatch):
+    """The thread works only when somebody waits for it."""
+    monkeypatch.setattr(worker, "NAP", 3600)
     monkeypatch.setattr(worker, "MAX_JOBS", 4)
+
+
+def test_number_of_pending_events_is_bounded(tmp_path, accumulate, patient):
+    with SummaryWriter(tmp_path) as writer:
+        for step in range(20):
+            writer.add_summary(summary.scalar("loss", 1.0), step)
+            assert len(writer._worker._jobs) <= 5
+    assert len(accumulate(tmp_path).Scalars("loss")) == 20
+
+
+def test_memory_of_pending_events_is_bounded(tmp_path, accumulate, monkeypatch, patient):
+    monkeypatch.setattr(worker, "MAX_BYTES", 3000)
     picture = np.zeros((1, 32, 32, 1), np.uint8)
     with SummaryWriter(tmp_path) as writer:
         for step in range(20):
