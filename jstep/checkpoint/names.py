@@ -92,7 +92,7 @@ def open_store(directory: str, prefix: str | None = None) -> Store:
     """Return the store of a directory.
 
     Args:
-        directory: An absolute path or a URL, as `arguments.directory` returns it.
+        directory: An absolute path or a URL, as `checked_directory` returns it.
         prefix: The prefix of the checkpoints to write, which distinguishes barriers of processes; None only to read.
     """
     if not is_url(directory):
