@@ -58,6 +58,11 @@ class TestRestore:
             many = {f"p{i:02}": {"a": jnp.zeros(1), "b": jnp.zeros(1)} for i in range(11)}
             with pytest.raises(ValueError, match=r"more, that is, 'params/\*' \(22 leaves\), 'slots/\*' \(44 leaves\)"):
                 saver.restore(state(lora=jnp.zeros(2), **many))
+            saver.save(state(lora=jnp.zeros(2), **many).replace(global_step=1))
+            with pytest.raises(
+                ValueError, match=r"extra in the .* more, that is, 'params/\*' \(22 leaves\), 'slots/\*' "
+            ):
+                saver.restore(state(lora=jnp.zeros(2)))
 
     def test_partial(self, tmp_path):
         with Saver(tmp_path) as saver:

@@ -75,3 +75,16 @@ def test_hint_with_other_missing_or_unused_tensors(tmp_path, caplog):
 def test_no_hint_if_it_would_not_suffice(tmp_path, tensors, target, names):
     path = write_arrays(tmp_path / "x", **dict.fromkeys(tensors, B))
     assert "lambda" not in error_message(path, target, names)
+
+
+def test_names_in_a_file_have_no_groups(tmp_path):
+    """Only a checkpoint may hold more than weights."""
+    path = write_arrays(tmp_path / "x", **{"params/w": B, "slots/w": B})
+    assert "unused (1): 'slots/w'" in error_message(path, {"params": {"w": LEAF}})
+
+
+def test_no_group_is_suggested_in_place_of_names(tmp_path):
+    with jstep.Saver(tmp_path) as saver:
+        path = saver.save(jstep.TrainState.create({"model": {"w": B}}, jstep.sgd(0.1)))
+    assert 'names=lambda path: "params/model/" + path' in error_message(path, {"w": LEAF})
+    assert "lambda" not in error_message(path, {"v": LEAF}, {"v": "w"})
