@@ -206,8 +206,8 @@ def _refuse_other_structure(old: Any, new: Any) -> None:
     found = [f"{what} {', '.join(map(trees.quoted, some[:5]))}" for what, some in both if some]
     what = " and ".join(found) or f"is {_kind(new)} with the same leaves as {_kind(old)} of the state"
     raise ValueError(
-        f"loss_fn returned a model_state that {what}; return all of the state's, changed or not, and nothing else (a "
-        "loss takes and returns it with has_model_state=True)"
+        f"loss_fn returned a model_state of another structure: it {what}; return all of the state's, changed or not, "
+        "and nothing else (a loss takes and returns it with has_model_state=True)"
     )
 
 

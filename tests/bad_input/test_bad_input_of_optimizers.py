@@ -275,14 +275,6 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.thorough(
-    except_for=[
-        "global_step negative",
-        "adagrad accumulator zero",
-        "gradients per example",
-        "skip_nonfinite of a number",
-    ]
-)
 @pytest.mark.parametrize("name", CASES)
 def test_invalid_arguments_raise(name: str) -> None:
     check(CASES[name])

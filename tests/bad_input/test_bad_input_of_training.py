@@ -173,9 +173,6 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.thorough(
-    except_for=["loss a vector", "var_list empty", "microbatches without a batch", "scan without args"]
-)
 @pytest.mark.parametrize("name", CASES)
 def test_invalid_arguments_raise(name: str) -> None:
     check(CASES[name])

@@ -327,10 +327,16 @@ def test_skipped_updates_keep_the_model_state(kind):
 RETURNED = {
     "aux, too": (lambda state: (state, {"a": 1.0}), r"returned \(loss, \(model_state, aux\)\).* Set has_aux=True"),
     "in a list": (lambda state: [state, 1.0], r"where aux is a float; with has_aux=False .* Set has_aux=True"),
-    "more": (lambda state: {**state, "n": 1.0}, "a model_state that adds 'n'; return all of the state's"),
-    "less": (lambda state: {}, "a model_state that lacks 'm'; return all of the state's"),
-    "aux alone": (lambda state: {"a": 1.0}, "a model_state that lacks 'm' and adds 'a'"),
-    "another kind": (lambda state: Named(**state), "a model_state that is a Named with the same leaves as a dict"),
+    "more": (
+        lambda state: {**state, "n": 1.0},
+        "a model_state of another structure: it adds 'n'; return all of the state's",
+    ),
+    "less": (lambda state: {}, "a model_state of another structure: it lacks 'm'; return all of the state's"),
+    "aux alone": (lambda state: {"a": 1.0}, "a model_state of another structure: it lacks 'm' and adds 'a'"),
+    "another kind": (
+        lambda state: Named(**state),
+        "a model_state of another structure: it is a Named with the same leaves as a dict",
+    ),
 }
 
 
