@@ -144,7 +144,7 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
         )
         for i, one in enumerate(leaves)
     ]
-    used = {*own, *averaged}  # an average passes over the parameter
+    used = set(own)  # also a parameter whose average is taken
     unused = [key[0] for key in records if key not in used and not _is_of_averages(key[0], averages)]
     in_other_format = any(key in records and is_in_other_format(i, records[key]) for i, key in enumerate(own))
     return Match(wanted, unused, bool(roles) and in_other_format)
