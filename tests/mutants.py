@@ -281,8 +281,8 @@ class CoverageMap:
         if not reached and "" in lines.get(line, ()):
             reached = {test for tests in lines.values() for test in tests} - {""}
         room = f"tests/{path.split('/')[1]}/"
-        if reached:
-            reached |= {test for test in self.seconds if test.startswith(room) and _starts_processes(self._root, test)}
+        of_room = [test for test in self.seconds if test.startswith(room)]
+        reached |= {test for test in of_room if _starts_processes(self._root / test.split("::")[0])}
         known = [test for test in reached if test in self.seconds]
         return sorted(known, key=lambda test: (not test.startswith(room), self.seconds[test]))
 
@@ -296,12 +296,8 @@ class CoverageMap:
 
 
 @functools.cache
-def _starts(path: pathlib.Path) -> bool:
+def _starts_processes(path: pathlib.Path) -> bool:
     return bool(re.search(r"\b(subprocess|forked|killed|processes|children)\b", path.read_text(encoding="utf-8")))
-
-
-def _starts_processes(root: pathlib.Path, test: str) -> bool:
-    return _starts(root / test.split("::")[0])
 
 
 # Runs of pytest, in a copy of the tree.

@@ -1,0 +1,57 @@
+"""What processes agree on before each batch of an evaluation, with the numbers that another process would send."""
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+from jax.sharding import SingleDeviceSharding
+
+from jstep.evaluating.evaluation_batches import _ENDED, _FAILED, _synchronized
+
+ROWS = np.arange(6.0, dtype=np.float32).reshape(3, 2)
+
+
+def taken(monkeypatch, mine, others):
+    """Return the batches of this process, which are on another device, while another one sends its counts."""
+    sent = iter(others)
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda one: np.stack([one, [next(sent)]]))
+    sharding = SingleDeviceSharding(jax.devices()[1])
+    found = [batch for (batch,) in _synchronized(iter([(one,) for one in mine]), sharding)]
+    assert all(one.sharding == sharding for one in found)
+    assert not list(sent)
+    return [one.tolist() for one in found]
+
+
+def test_batches_end_when_those_of_all_have_ended(monkeypatch):
+    both = [ROWS[:2].tolist(), ROWS[2:].tolist()]
+    assert taken(monkeypatch, [ROWS[:2], ROWS[2:]], [2, 2, _ENDED]) == both
+    assert taken(monkeypatch, [ROWS[:2], ROWS[2:]], [2, _ENDED, _ENDED]) == both
+    assert taken(monkeypatch, [ROWS[:2]], [2, 2, _ENDED]) == [ROWS[:2].tolist(), []]
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "error", "message"),
+    [
+        ([ROWS], [_FAILED], RuntimeError, "another process failed while it fetched a batch"),
+        ([], [3], ValueError, "this process has no batch, and others have"),
+        ([ROWS], [_ENDED], ValueError, "another process has no batch at all"),
+    ],
+)
+def test_what_another_process_lacks_is_an_error_here(mine, others, error, message, monkeypatch):
+    with pytest.raises(error, match=message):
+        taken(monkeypatch, mine, others)
+
+
+def test_an_error_of_this_process_is_sent_before_it_is_raised(monkeypatch):
+    sent = []
+    monkeypatch.setattr(
+        multihost_utils, "process_allgather", lambda one: sent.append(int(one[0])) or np.stack([one, one])
+    )
+
+    def broken():
+        raise OSError("a file is gone")
+        yield
+
+    with pytest.raises(OSError, match="a file is gone"):
+        next(_synchronized(broken(), None))
+    assert sent == [_FAILED]
