@@ -11,6 +11,7 @@ import pytest
 
 import jstep
 from jstep.core import stopwatch
+from jstep.hooks.base import RunHook
 
 BATCH = 1 / 32
 """The seconds that a batch takes; a step takes one second."""
@@ -74,6 +75,17 @@ def test_seconds_of_each_part_and_their_sum(clock, tmp_path):
     }
     assert found.total == clock.now - 1000.0 + 3.0
     assert (found.starts, found.steps) == (1, 10)
+
+
+def test_what_hooks_wait_for_between_steps_is_their_time(clock, tmp_path):
+    class Looks(RunHook):
+        def begin(self, state):
+            super().begin(state)
+            self.run.pending.append((self, clock.advancing(0.75, True)))
+
+    train(clock, 3, [Looks()], checkpoint_dir=tmp_path)
+    parts = jstep.goodput(tmp_path).parts
+    assert (parts["hooks"], parts["productive"]) == (0.75, 2.0)
 
 
 def test_steps_in_progress_at_an_evaluation_are_productive(clock, tmp_path, monkeypatch):
@@ -156,6 +168,7 @@ KILLED = """
 import json, os, signal, sys, time
 import jax.numpy as jnp, jstep
 from jstep.core import stopwatch
+from jstep.hooks.base import RunHook
 directory, now, before, die_at, last_step = sys.argv[1], *map(float, sys.argv[2:4]), *map(int, sys.argv[4:6])
 clock = [now]
 stopwatch.CLOCKS = stopwatch.Clocks(lambda: clock[0], lambda: clock[0], lambda: before)
