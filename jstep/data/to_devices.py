@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jstep.core.checks import as_function, as_int, kind, note, shown
-from jstep.core.doing import MAKING, doing
 from jstep.core.meshes import Thread, dims_of, internal_transfers, mesh_axes_of, mesh_of, parts_along, require_mesh
 from jstep.core.placement import compiles_only, is_shape, refuse_compile_only
+from jstep.core.stopwatch import MAKING, doing
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import (
     arrays_of,

@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.checks import scoped
-from jstep.core.doing import MAKING, doing
 from jstep.core.meshes import dims_of, in_background
 from jstep.core.placement import shape_of
+from jstep.core.stopwatch import MAKING, doing
 from jstep.loop.calls import CopiedBatches
 from jstep.loop.signals import StopWaiting
 

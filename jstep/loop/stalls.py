@@ -24,9 +24,21 @@ import jax.numpy as jnp
 
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_number
-from jstep.core.doing import AGREEING, AGREEING_ON_SHAPES, MAKING, TRACING, WAITING_FOR_ROOM, doers, done_by
 from jstep.core.meshes import Thread, in_background
-from jstep.core.stopwatch import EVALUATING, SAVING, STARTING, STEPPING, WAITING
+from jstep.core.stopwatch import (
+    AGREEING,
+    AGREEING_ON_SHAPES,
+    EVALUATING,
+    MAKING,
+    SAVING,
+    STARTING,
+    STEPPING,
+    TRACING,
+    WAITING,
+    WAITING_FOR_ROOM,
+    doers,
+    done_by,
+)
 from jstep.evaluating.evaluation_batches import taken
 from jstep.hooks.base import RunHook
 from jstep.hooks.hook import Hook, name_of

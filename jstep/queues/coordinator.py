@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from jstep.core.checks import as_bool, as_function, as_number, as_text, kind, shown
-from jstep.core.doing import MAKING, doing
 from jstep.core.meshes import Thread
+from jstep.core.stopwatch import MAKING, doing
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.queues.queues import CancelledError, FIFOQueue, OutOfRangeError, RandomShuffleQueue, runner_thread
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core.checks import as_bool, as_int
-from jstep.core.doing import WAITING_FOR_ROOM, doing
 from jstep.core.meshes import internal_transfers
+from jstep.core.stopwatch import WAITING_FOR_ROOM, doing
 from jstep.core.trees import no_rows, rows_of, stack_trees
 
 # Exceptions of closed queues.
