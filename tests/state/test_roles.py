@@ -201,3 +201,11 @@ def test_slots_of_a_state_by_hand_are_found_by_shape_and_dtype(name: str) -> Non
     ):
         state = jstep.TrainState(params, {name: slot}, jnp.int32(0))
         assert jstep.get_slot_names(state) == ([] if is_shared else [name])
+
+
+def test_wrappers_whose_updates_need_an_order_on_a_cpu_say_so():
+    params = {"w": jnp.ones(3)}
+    for wrap in (jstep.skip_nonfinite, jstep.master_weights):
+        roles = jstep.TrainState.create(params, wrap(jstep.adam(0.1))).roles
+        assert {"m", "v"} <= set(roles.in_order)
+    assert not jstep.TrainState.create(params, jstep.adam(0.1)).roles.in_order
