@@ -15,76 +15,6 @@ from jstep.checkpoint.store import Store
 from jstep.core.checks import as_int, as_number, as_text, shown
 from jstep.stores.objects import absolute, is_url, location
 
-# Validation of the arguments of `Saver`.
-
-_LONGEST = 180  # file names have at most 255 bytes; the step and temporary suffixes take some of them
-_DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the stack may be deep already
-
-
-def checked_directory(directory: Any) -> str:
-    """Return an absolute path, or the URL of an object store."""
-    path = absolute(location(directory, "directory"))
-    if not is_utf8(path):
-        raise ValueError(
-            f"directory={path!r}: must be encodable as UTF-8, or tensorstore cannot write there; give another one"
-        )
-    if "\\" in path and os.sep != "\\":
-        raise ValueError(
-            f"directory={path!r}: must not contain a backslash, which tensorstore reads as a slash; give another one"
-        )
-    if not is_url(path) and os.path.lexists(path) and not os.path.isdir(path):
-        raise NotADirectoryError(f"directory={path!r}: must be a directory, but there is a file of that name")
-    return path
-
-
-def is_utf8(text: str) -> bool:
-    """Return whether UTF-8 can encode a string: it has no half of a surrogate pair."""
-    return text.encode(errors="replace").decode() == text
-
-
-def checked_prefix(prefix: Any) -> str:
-    """Return a valid prefix of checkpoint names."""
-    hint = "the beginning of a file name, such as 'model'"
-    text = as_text(prefix, "prefix", hint)
-    if text in (".", "..") or any(c in text for c in ("/", "\\", os.sep, "\0")):
-        raise ValueError(f"prefix={text!r}: must be {hint}; pass directories as `directory`")
-    if not is_utf8(text):
-        raise ValueError(f"prefix={text!r}: must be encodable as UTF-8")
-    if (length := len(text.encode())) > _LONGEST:
-        raise ValueError(
-            f"prefix={shown(text)}: must be at most {_LONGEST} bytes, got {length}; file systems refuse it"
-        )
-    return text
-
-
-def json_copy(value: Any, name: str) -> Any:
-    """Return the value as JSON decodes it: tuples become lists.
-
-    Raises:
-        TypeError: The value is not a JSON value (the message says where), or contains itself.
-    """
-    _check_json(value, name, ())
-    return json.loads(json.dumps(value))
-
-
-def _check_json(value: Any, name: str, above: tuple[int, ...]) -> None:
-    if id(value) in above:
-        raise TypeError(f"{name}: contains itself, which JSON cannot represent; leave that part out")
-    if len(above) > _DEEPEST:
-        raise TypeError(f"{name[:100]}…: is nested deeper than {_DEEPEST} levels; flatten it")
-    if isinstance(value, dict | list | tuple):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if isinstance(value, dict) and not isinstance(key, str):
-                raise TypeError(f"{name}: the key {shown(key)} is {type(key).__name__}; JSON keys must be strings")
-            _check_json(item, f"{name}[{key!r}]", (*above, id(value)))
-    elif not isinstance(value, str | int | float | None):
-        hint = "; convert it with .tolist()" if hasattr(value, "tolist") else ""
-        raise TypeError(
-            f"{name}: {type(value).__name__} is not a JSON value{hint}. extra takes dicts with string keys, lists, "
-            "strings, numbers, booleans and None; put arrays into the state"
-        )
-
-
 # Names of checkpoints, the newest checkpoint of a directory, new ones as they are written, and their store.
 
 
@@ -229,3 +159,73 @@ def _next(store: Store, prefix: str, above: int, timeout: float) -> int:
         if found != _WAIT:
             return found
         time.sleep(min(store.poll_secs, max(deadline - time.monotonic(), 0.0)))
+
+
+# Validation of the arguments of `Saver`.
+
+_LONGEST = 180  # file names have at most 255 bytes; the step and temporary suffixes take some of them
+_DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the stack may be deep already
+
+
+def checked_directory(directory: Any) -> str:
+    """Return an absolute path, or the URL of an object store."""
+    path = absolute(location(directory, "directory"))
+    if not is_utf8(path):
+        raise ValueError(
+            f"directory={path!r}: must be encodable as UTF-8, or tensorstore cannot write there; give another one"
+        )
+    if "\\" in path and os.sep != "\\":
+        raise ValueError(
+            f"directory={path!r}: must not contain a backslash, which tensorstore reads as a slash; give another one"
+        )
+    if not is_url(path) and os.path.lexists(path) and not os.path.isdir(path):
+        raise NotADirectoryError(f"directory={path!r}: must be a directory, but there is a file of that name")
+    return path
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether UTF-8 can encode a string: it has no half of a surrogate pair."""
+    return text.encode(errors="replace").decode() == text
+
+
+def checked_prefix(prefix: Any) -> str:
+    """Return a valid prefix of checkpoint names."""
+    hint = "the beginning of a file name, such as 'model'"
+    text = as_text(prefix, "prefix", hint)
+    if text in (".", "..") or any(c in text for c in ("/", "\\", os.sep, "\0")):
+        raise ValueError(f"prefix={text!r}: must be {hint}; pass directories as `directory`")
+    if not is_utf8(text):
+        raise ValueError(f"prefix={text!r}: must be encodable as UTF-8")
+    if (length := len(text.encode())) > _LONGEST:
+        raise ValueError(
+            f"prefix={shown(text)}: must be at most {_LONGEST} bytes, got {length}; file systems refuse it"
+        )
+    return text
+
+
+def json_copy(value: Any, name: str) -> Any:
+    """Return the value as JSON decodes it: tuples become lists.
+
+    Raises:
+        TypeError: The value is not a JSON value (the message says where), or contains itself.
+    """
+    _check_json(value, name, ())
+    return json.loads(json.dumps(value))
+
+
+def _check_json(value: Any, name: str, above: tuple[int, ...]) -> None:
+    if id(value) in above:
+        raise TypeError(f"{name}: contains itself, which JSON cannot represent; leave that part out")
+    if len(above) > _DEEPEST:
+        raise TypeError(f"{name[:100]}…: is nested deeper than {_DEEPEST} levels; flatten it")
+    if isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(value, dict) and not isinstance(key, str):
+                raise TypeError(f"{name}: the key {shown(key)} is {type(key).__name__}; JSON keys must be strings")
+            _check_json(item, f"{name}[{key!r}]", (*above, id(value)))
+    elif not isinstance(value, str | int | float | None):
+        hint = "; convert it with .tolist()" if hasattr(value, "tolist") else ""
+        raise TypeError(
+            f"{name}: {type(value).__name__} is not a JSON value{hint}. extra takes dicts with string keys, lists, "
+            "strings, numbers, booleans and None; put arrays into the state"
+        )

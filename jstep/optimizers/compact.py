@@ -31,6 +31,161 @@ from jstep.state.global_step import step_of
 from jstep.state.sharding import state_shardings
 from jstep.state.train_state import MODEL_STATE, TrainState, masters_of, require_state, values_of
 
+# Compact storage between updates: slots as 8- or 16-bit codes, bfloat16 parameters with an 8-bit remainder.
+#
+# The optimizer inside sees float32 parameters and slots. What it returns is stored block by block, except for blocks of
+# which no value has changed: these keep their bits, whatever the reason, such as a missing gradient, a guard that
+# skipped the update, or rows that a sparse gradient does not name.
+
+SCALE = "scale"
+LARGEST_BLOCK = 1024
+_REFUSED = {
+    "master_weights": "which keeps masters itself: leave master_weights out, and convert its states by jstep.repack",
+    "stochastic_rounding": "which loses no update to rounding: leave stochastic_rounding out",
+    "compact": "which stores everything compactly already: leave one of them out",
+    "m_dtype": "which stores m in 8 bits: leave m_dtype (or the dtype of the Slot) out",
+}
+
+
+@makes_optimizer(1)
+def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4096, block: int = 128) -> Optimizer:
+    """Compact storage between updates: AdamW with bfloat16 parameters takes 7 bytes a parameter instead of 16.
+
+    Slots become codes with a scale for each block: averages in 8 bits, slow averages and sums in 16, squares in 8,
+    copies of weights in 24. bfloat16 parameters get the next 8 bits of their float32 masters. Updates are computed in
+    float32; what is stored is rounded up or down by a fixed sequence, so that errors cancel over the steps.
+
+    Args:
+        optimizer: The optimizer, with its clips and averages. Guards, `update_every`, `lookahead` and `with_projection`
+            belong around the result.
+        keep: The parameters whose slots stay as they are, in the grammar of `var_list`.
+        min_size: The number of elements below which the slots of a parameter stay as they are.
+        block: The number of elements with a common scale, a power of two from 32 to 1024. Blocks lie along the last
+            axis that has a divisor from 32 to 2·block, and have the size of the one that is nearest to it; without such
+            an axis the last axis is one block.
+
+    Returns:
+        An `Optimizer` with the same hyperparameters. Its slots keep names and shapes. A slot `m` that holds averages or
+        squares has int8, int16 or uint8 codes, and a slot `m/scale`; a slot `z` that holds weights is bfloat16, and has
+        a slot `z/remainder`. bfloat16 parameters have the slot `remainder`: each is its master, rounded half up; if you
+        change it, the master follows, to half a unit in the last place. `get_slot` and other functions of a state
+        return float32 values. Slots without a declared content (`Slot(holds=…)`), of other shapes, of float64
+        parameters, ages, scalars and held values stay as they are.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: `min_size` or `block` is out of its range; the optimizer contains `master_weights`,
+            `stochastic_rounding`, `compact` or an `m_dtype`; or (at `init`) a parameter is float16, or an entry of
+            `keep` matches nothing.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.compact(jstep.adamw(1e-3))
+        >>> state = jstep.TrainState.create({"w": jnp.ones((64, 128), jnp.bfloat16)}, optimizer)
+        >>> state.slots["m"]["w"].dtype, state.slots["v/scale"]["w"].shape, jstep.get_slot(state, "m", "w").dtype
+        (dtype('int8'), (64, 1), dtype('float32'))
+        >>> state
+        TrainState(global_step=0, params: 8,192 numbers in 1 leaf (16 KiB), slots: m (8 KiB), m/scale (256 B), \
+remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
+
+    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2021), for blocks; Zamirai et al.,
+    "Revisiting BFloat16 Training" (2020), for split weights.
+    """
+    optimizer = require_optimizer("optimizer", optimizer)
+    leafwise.refuse_formats("compact", optimizer, _REFUSED)
+    least = as_int(min_size, "min_size", at_least=0)
+    near = as_int(block, "block", at_least=SMALLEST_BLOCK)
+    if near > LARGEST_BLOCK or near & (near - 1):
+        raise ValueError(f"block={shown(block)}: must be a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}")
+    kept = None if keep is None else hyper.mask("keep", keep)
+
+    def blocks_in(params: Params) -> list[Blocks | None]:
+        leaves = jax.tree.leaves(params)
+        stay = kept(params) if kept and leaves else [False] * len(leaves)
+        return [None if flag else _blocks(leaf, least, near) for leaf, flag in zip(leaves, stay, strict=True)]
+
+    def roles(params: Params) -> Roles:
+        inner, own, halves = slot_roles.roles_of(optimizer, params), dict[str, Role | None](), dict[str, str]()
+        if any(blocks_in(params)):
+            for name, what in inner.holds.items():
+                halves[name] = f"{name}/{REMAINDER if what == 'weight' else SCALE}"
+                own[halves[name]] = Role.REMAINDER if what == "weight" else Role.SCALES
+        if any(p is not None and p.dtype == jnp.bfloat16 for p in _trained_leaves(optimizer, params)):
+            own[REMAINDER] = Role.REMAINDER
+        return inner.joined(Roles(own, halves=halves, formats={"compact"}))
+
+    def init(params: Params, global_step: Step = 0) -> Slots:
+        owned = _trained_leaves(optimizer, params)
+        for path, p in zip(trees.paths_of(params), owned, strict=True):
+            if p is not None and p.dtype == jnp.float16:
+                raise ValueError(
+                    f"params: {trees.quoted(path)} is float16, whose range compact cannot extend: must be bfloat16 or "
+                    "float32; cast it, or use jstep.master_weights"
+                )
+        lows = [None if p is None or p.dtype != jnp.bfloat16 else jnp.zeros_like(p, jnp.int8) for p in owned]
+        leaves, treedef = trees.flatten(params)
+        with hyper.partial_params(params):
+            fresh = optimizer.init(treedef.unflatten(map(value_of, leaves, lows)), global_step)
+        known = roles(params)
+        fresh |= {REMAINDER: treedef.unflatten(lows)} if REMAINDER in known else {}
+        return fresh | _first_slots(fresh, params, known, blocks_in(params))
+
+    def update(
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
+    ) -> tuple[Updates, Slots]:
+        known = roles(params)
+        halves = known.of(*HALVES)
+        require_slots((*known.halves, *halves), slots)
+        others = {name: tree for name, tree in slots.items() if name not in halves}
+        inside = leafwise.own_slots(optimizer, others, params)
+        stored = Stored(params, slots, known.halves, inside, blocks_in(params), step)
+
+        def inner(updates: Updates, values: Slots, masters: Params) -> tuple[Updates, Slots]:
+            return leafwise.update_masters(optimizer, updates, values, masters, params, step, context, _rounded)
+
+        return updated(stored, inner, updates)
+
+    return optimizer._replace(init=leafwise.wrapped_init(optimizer, init, roles), update=update)
+
+
+def _trained_leaves(optimizer: Optimizer, params: Params) -> list[Any]:
+    """The leaves of params in order, with None for those that are not updated."""
+    found = trees.structure(params).flatten_up_to(trained(optimizer, params))
+    return [p if p is not None and trees.is_trainable(p) else None for p in found]
+
+
+def _blocks(leaf: Any, least: int, near: int) -> Blocks | None:
+    """The blocks of the slots of a parameter; None if they stay as they are."""
+    shape = np.shape(leaf)
+    small = not shape or np.size(leaf) < max(least, 1)
+    if small or not trees.is_trainable(leaf) or trees.compute_dtype(jnp.result_type(leaf)) != np.float32:
+        return None
+    return slot_roles.blocks_of(shape, near)
+
+
+def _rounded(p: Any, master: Any) -> Any:
+    return master if p.dtype == master.dtype else slot_roles.split(master)[0]
+
+
+def _first_slots(values: Slots, params: Params, known: Roles, blocks: list[Blocks | None]) -> Slots:
+    """Both halves of the slots that compact stores, from their values."""
+    made: Slots = {}
+    treedef, leaves = trees.structure(params), jax.tree.leaves(params)
+    for name, half in known.halves.items():
+        tops = trees.flatten_like(params, values[name], f"slot {name!r}")
+        lows: list[Any] = [None] * len(tops)
+        for i, (x, one) in enumerate(zip(tops, blocks, strict=True)):
+            if one is not None and _is_stored(x, leaves[i]):
+                tops[i], lows[i] = nearest(x, one, KINDS[known.holds[name]])
+        made[name], made[half] = treedef.unflatten(tops), treedef.unflatten(lows)
+    return made
+
+
+def _is_stored(x: Any, p: Any) -> bool:
+    """Whether a leaf of a slot has the form of values of its parameter."""
+    return x is not None and np.shape(x) == np.shape(p) and x.dtype == jnp.float32
+
+
 # An update of what `compact` stores: opened, updated by the optimizer inside, and closed again.
 
 REMAINDER = "remainder"
@@ -309,161 +464,6 @@ def _closed_by_itself(
 def nearest(x: Array, blocks: Blocks, dtype: Any) -> tuple[Array, Array]:
     """Both halves of values, rounded to nearest, for codes of a dtype; a bfloat16 and its remainder for None."""
     return slot_roles.split(x) if dtype is None else slot_roles.encoded(x, blocks, dtype)
-
-
-# Compact storage between updates: slots as 8- or 16-bit codes, bfloat16 parameters with an 8-bit remainder.
-#
-# The optimizer inside sees float32 parameters and slots. What it returns is stored block by block, except for blocks of
-# which no value has changed: these keep their bits, whatever the reason, such as a missing gradient, a guard that
-# skipped the update, or rows that a sparse gradient does not name.
-
-SCALE = "scale"
-LARGEST_BLOCK = 1024
-_REFUSED = {
-    "master_weights": "which keeps masters itself: leave master_weights out, and convert its states by jstep.repack",
-    "stochastic_rounding": "which loses no update to rounding: leave stochastic_rounding out",
-    "compact": "which stores everything compactly already: leave one of them out",
-    "m_dtype": "which stores m in 8 bits: leave m_dtype (or the dtype of the Slot) out",
-}
-
-
-@makes_optimizer(1)
-def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4096, block: int = 128) -> Optimizer:
-    """Compact storage between updates: AdamW with bfloat16 parameters takes 7 bytes a parameter instead of 16.
-
-    Slots become codes with a scale for each block: averages in 8 bits, slow averages and sums in 16, squares in 8,
-    copies of weights in 24. bfloat16 parameters get the next 8 bits of their float32 masters. Updates are computed in
-    float32; what is stored is rounded up or down by a fixed sequence, so that errors cancel over the steps.
-
-    Args:
-        optimizer: The optimizer, with its clips and averages. Guards, `update_every`, `lookahead` and `with_projection`
-            belong around the result.
-        keep: The parameters whose slots stay as they are, in the grammar of `var_list`.
-        min_size: The number of elements below which the slots of a parameter stay as they are.
-        block: The number of elements with a common scale, a power of two from 32 to 1024. Blocks lie along the last
-            axis that has a divisor from 32 to 2·block, and have the size of the one that is nearest to it; without such
-            an axis the last axis is one block.
-
-    Returns:
-        An `Optimizer` with the same hyperparameters. Its slots keep names and shapes. A slot `m` that holds averages or
-        squares has int8, int16 or uint8 codes, and a slot `m/scale`; a slot `z` that holds weights is bfloat16, and has
-        a slot `z/remainder`. bfloat16 parameters have the slot `remainder`: each is its master, rounded half up; if you
-        change it, the master follows, to half a unit in the last place. `get_slot` and other functions of a state
-        return float32 values. Slots without a declared content (`Slot(holds=…)`), of other shapes, of float64
-        parameters, ages, scalars and held values stay as they are.
-
-    Raises:
-        TypeError: An argument is of the wrong type.
-        ValueError: `min_size` or `block` is out of its range; the optimizer contains `master_weights`,
-            `stochastic_rounding`, `compact` or an `m_dtype`; or (at `init`) a parameter is float16, or an entry of
-            `keep` matches nothing.
-
-    Example:
-        >>> import jax.numpy as jnp, jstep
-        >>> optimizer = jstep.compact(jstep.adamw(1e-3))
-        >>> state = jstep.TrainState.create({"w": jnp.ones((64, 128), jnp.bfloat16)}, optimizer)
-        >>> state.slots["m"]["w"].dtype, state.slots["v/scale"]["w"].shape, jstep.get_slot(state, "m", "w").dtype
-        (dtype('int8'), (64, 1), dtype('float32'))
-        >>> state
-        TrainState(global_step=0, params: 8,192 numbers in 1 leaf (16 KiB), slots: m (8 KiB), m/scale (256 B), \
-remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
-
-    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2021), for blocks; Zamirai et al.,
-    "Revisiting BFloat16 Training" (2020), for split weights.
-    """
-    optimizer = require_optimizer("optimizer", optimizer)
-    leafwise.refuse_formats("compact", optimizer, _REFUSED)
-    least = as_int(min_size, "min_size", at_least=0)
-    near = as_int(block, "block", at_least=SMALLEST_BLOCK)
-    if near > LARGEST_BLOCK or near & (near - 1):
-        raise ValueError(f"block={shown(block)}: must be a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}")
-    kept = None if keep is None else hyper.mask("keep", keep)
-
-    def blocks_in(params: Params) -> list[Blocks | None]:
-        leaves = jax.tree.leaves(params)
-        stay = kept(params) if kept and leaves else [False] * len(leaves)
-        return [None if flag else _blocks(leaf, least, near) for leaf, flag in zip(leaves, stay, strict=True)]
-
-    def roles(params: Params) -> Roles:
-        inner, own, halves = slot_roles.roles_of(optimizer, params), dict[str, Role | None](), dict[str, str]()
-        if any(blocks_in(params)):
-            for name, what in inner.holds.items():
-                halves[name] = f"{name}/{REMAINDER if what == 'weight' else SCALE}"
-                own[halves[name]] = Role.REMAINDER if what == "weight" else Role.SCALES
-        if any(p is not None and p.dtype == jnp.bfloat16 for p in _trained_leaves(optimizer, params)):
-            own[REMAINDER] = Role.REMAINDER
-        return inner.joined(Roles(own, halves=halves, formats={"compact"}))
-
-    def init(params: Params, global_step: Step = 0) -> Slots:
-        owned = _trained_leaves(optimizer, params)
-        for path, p in zip(trees.paths_of(params), owned, strict=True):
-            if p is not None and p.dtype == jnp.float16:
-                raise ValueError(
-                    f"params: {trees.quoted(path)} is float16, whose range compact cannot extend: must be bfloat16 or "
-                    "float32; cast it, or use jstep.master_weights"
-                )
-        lows = [None if p is None or p.dtype != jnp.bfloat16 else jnp.zeros_like(p, jnp.int8) for p in owned]
-        leaves, treedef = trees.flatten(params)
-        with hyper.partial_params(params):
-            fresh = optimizer.init(treedef.unflatten(map(value_of, leaves, lows)), global_step)
-        known = roles(params)
-        fresh |= {REMAINDER: treedef.unflatten(lows)} if REMAINDER in known else {}
-        return fresh | _first_slots(fresh, params, known, blocks_in(params))
-
-    def update(
-        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
-    ) -> tuple[Updates, Slots]:
-        known = roles(params)
-        halves = known.of(*HALVES)
-        require_slots((*known.halves, *halves), slots)
-        others = {name: tree for name, tree in slots.items() if name not in halves}
-        inside = leafwise.own_slots(optimizer, others, params)
-        stored = Stored(params, slots, known.halves, inside, blocks_in(params), step)
-
-        def inner(updates: Updates, values: Slots, masters: Params) -> tuple[Updates, Slots]:
-            return leafwise.update_masters(optimizer, updates, values, masters, params, step, context, _rounded)
-
-        return updated(stored, inner, updates)
-
-    return optimizer._replace(init=leafwise.wrapped_init(optimizer, init, roles), update=update)
-
-
-def _trained_leaves(optimizer: Optimizer, params: Params) -> list[Any]:
-    """The leaves of params in order, with None for those that are not updated."""
-    found = trees.structure(params).flatten_up_to(trained(optimizer, params))
-    return [p if p is not None and trees.is_trainable(p) else None for p in found]
-
-
-def _blocks(leaf: Any, least: int, near: int) -> Blocks | None:
-    """The blocks of the slots of a parameter; None if they stay as they are."""
-    shape = np.shape(leaf)
-    small = not shape or np.size(leaf) < max(least, 1)
-    if small or not trees.is_trainable(leaf) or trees.compute_dtype(jnp.result_type(leaf)) != np.float32:
-        return None
-    return slot_roles.blocks_of(shape, near)
-
-
-def _rounded(p: Any, master: Any) -> Any:
-    return master if p.dtype == master.dtype else slot_roles.split(master)[0]
-
-
-def _first_slots(values: Slots, params: Params, known: Roles, blocks: list[Blocks | None]) -> Slots:
-    """Both halves of the slots that compact stores, from their values."""
-    made: Slots = {}
-    treedef, leaves = trees.structure(params), jax.tree.leaves(params)
-    for name, half in known.halves.items():
-        tops = trees.flatten_like(params, values[name], f"slot {name!r}")
-        lows: list[Any] = [None] * len(tops)
-        for i, (x, one) in enumerate(zip(tops, blocks, strict=True)):
-            if one is not None and _is_stored(x, leaves[i]):
-                tops[i], lows[i] = nearest(x, one, KINDS[known.holds[name]])
-        made[name], made[half] = treedef.unflatten(tops), treedef.unflatten(lows)
-    return made
-
-
-def _is_stored(x: Any, p: Any) -> bool:
-    """Whether a leaf of a slot has the form of values of its parameter."""
-    return x is not None and np.shape(x) == np.shape(p) and x.dtype == jnp.float32
 
 
 # States between formats: float32 slots, `compact` and `master_weights`.

@@ -21,6 +21,94 @@ from jstep.core.trees import Array, IndexedSlices, Optimizer, Params, RowsInOrde
 from jstep.optimizers.hyperparameters import is_projected, is_update, own_leaves
 from jstep.state.train_state import TrainState
 
+# Adding updates to parameters.
+
+
+@on_any_mesh("params")
+def apply_updates(params: Params, updates: Updates) -> Params:
+    """Add updates to parameters, leaf by leaf.
+
+    Args:
+        params: Any tree.
+        updates: A tree of the same structure; a leaf is an array, an `IndexedSlices` whose rows are added, or None.
+
+    Returns:
+        New parameters. Sums are computed in at least float32 and rounded to the parameter's dtype.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> jstep.apply_updates({"w": jnp.zeros(2), "b": jnp.ones(1)}, {"w": jnp.ones(2), "b": None})
+        {'b': Array([1.], dtype=float32), 'w': Array([1., 1.], dtype=float32)}
+    """
+    leaves, treedef = trees.flatten(params)
+    found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
+    pairs = zip(on_devices(leaves), found, strict=True)
+    return treedef.unflatten([leaf if trees.is_none(update) else add(leaf, update) for leaf, update in pairs])
+
+
+def apply_in_order(params: Params, updates: Updates, slots: Slots, names: Collection[str]) -> tuple[Params, Slots]:
+    """Add updates to parameters, and fix the order in which XLA overwrites the parameter and the slots of a leaf.
+
+    A slot that other arrays are computed from must not be overwritten before them, and XLA's CPU backend copies it
+    unless a data dependency fixes the order: the parameter first, then the slots in the order of the dict. So rules
+    need no order of their own: an optimizer declares a slot after those that are computed from its old value, and that
+    more than its new value is (`Slot(in_order=True)`). Other leaves need no order.
+
+    Args:
+        params: The parameters.
+        updates: A tree of the same structure, as for `apply_updates`.
+        slots: The new slots. Only leaves with the shape of their parameter are ordered.
+        names: The slots that need an order, and with them all others of their leaves.
+    """
+    leaves, treedef = trees.flatten(params)
+    found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
+    ordered = {name: treedef.flatten_up_to(tree) for name, tree in slots.items() if trees.is_like(params, tree)}
+    if not any(map(trees.is_traced, leaves)):  # outside of a program the order is fixed
+        return apply_updates(params, updates), slots
+    new = list(leaves)
+    for i, (leaf, update) in enumerate(zip(leaves, found, strict=True)):
+        if trees.is_none(update):
+            continue
+        new[i] = jax.lax.add(leaf, update) if _is_sum(leaf, update) else add(leaf, update)
+        own = {} if is_update(update) else {name: tree for name, tree in ordered.items() if _is_alike(tree[i], leaf)}
+        if any(name in names for name in own):
+            for tree, value in zip(own.values(), in_order(new[i], *(tree[i] for tree in own.values())), strict=True):
+                tree[i] = value
+    return treedef.unflatten(new), slots | {name: treedef.unflatten(tree) for name, tree in ordered.items()}
+
+
+def _is_alike(slot: Any, leaf: Any) -> bool:
+    return (
+        trees.is_array(slot) and slot.shape == np.shape(leaf) and trees.is_floating(slot.dtype) and not is_on_host(slot)
+    )
+
+
+def _is_sum(leaf: Any, update: Any) -> bool:
+    """Whether `add` is one operation, which is traced, lowered and compiled faster than a call of a function."""
+    if not (trees.is_array(leaf) and trees.is_array(update)):
+        return False
+    of_leaf, of_update = jax.typeof(leaf), jax.typeof(update)
+    same = (of_leaf.shape, of_leaf.dtype, of_leaf.weak_type) == (of_update.shape, of_update.dtype, False)
+    return same and of_leaf.dtype == trees.compute_dtype(of_leaf.dtype)
+
+
+@jax.jit
+def add(leaf: Array, update: Any) -> Array:
+    """Add an update, of any kind, to a parameter."""
+    if is_projected(update):
+        return update.value
+    dtype = trees.compute_dtype(leaf.dtype)
+    if not isinstance(update, IndexedSlices):
+        return (leaf.astype(dtype) + update.astype(dtype)).astype(leaf.dtype)
+    if isinstance(update, RowsInOrder):
+        return jnp.where(update.named, add(leaf, update.values), leaf)
+    if leaf.dtype == dtype:
+        return leaf.at[update.indices].add(update.values.astype(dtype), mode="drop")
+    rows = trees.combined(update)
+    old = leaf.at[rows.indices].get(mode="clip").astype(dtype)
+    return leaf.at[rows.indices].set((old + rows.values).astype(leaf.dtype), mode="drop")
+
+
 # Optimizer updates with slots in host memory: loops, one for each leaf, transfer the slots.
 #
 # XLA would load all slots at once otherwise: it moves transfers across barriers, but not out of loops. Small leaves are
@@ -299,91 +387,3 @@ def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], 
             f"{hint}"
         )
     return found[0]
-
-
-# Adding updates to parameters.
-
-
-@on_any_mesh("params")
-def apply_updates(params: Params, updates: Updates) -> Params:
-    """Add updates to parameters, leaf by leaf.
-
-    Args:
-        params: Any tree.
-        updates: A tree of the same structure; a leaf is an array, an `IndexedSlices` whose rows are added, or None.
-
-    Returns:
-        New parameters. Sums are computed in at least float32 and rounded to the parameter's dtype.
-
-    Example:
-        >>> import jax.numpy as jnp, jstep
-        >>> jstep.apply_updates({"w": jnp.zeros(2), "b": jnp.ones(1)}, {"w": jnp.ones(2), "b": None})
-        {'b': Array([1.], dtype=float32), 'w': Array([1., 1.], dtype=float32)}
-    """
-    leaves, treedef = trees.flatten(params)
-    found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
-    pairs = zip(on_devices(leaves), found, strict=True)
-    return treedef.unflatten([leaf if trees.is_none(update) else add(leaf, update) for leaf, update in pairs])
-
-
-def apply_in_order(params: Params, updates: Updates, slots: Slots, names: Collection[str]) -> tuple[Params, Slots]:
-    """Add updates to parameters, and fix the order in which XLA overwrites the parameter and the slots of a leaf.
-
-    A slot that other arrays are computed from must not be overwritten before them, and XLA's CPU backend copies it
-    unless a data dependency fixes the order: the parameter first, then the slots in the order of the dict. So rules
-    need no order of their own: an optimizer declares a slot after those that are computed from its old value, and that
-    more than its new value is (`Slot(in_order=True)`). Other leaves need no order.
-
-    Args:
-        params: The parameters.
-        updates: A tree of the same structure, as for `apply_updates`.
-        slots: The new slots. Only leaves with the shape of their parameter are ordered.
-        names: The slots that need an order, and with them all others of their leaves.
-    """
-    leaves, treedef = trees.flatten(params)
-    found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
-    ordered = {name: treedef.flatten_up_to(tree) for name, tree in slots.items() if trees.is_like(params, tree)}
-    if not any(map(trees.is_traced, leaves)):  # outside of a program the order is fixed
-        return apply_updates(params, updates), slots
-    new = list(leaves)
-    for i, (leaf, update) in enumerate(zip(leaves, found, strict=True)):
-        if trees.is_none(update):
-            continue
-        new[i] = jax.lax.add(leaf, update) if _is_sum(leaf, update) else add(leaf, update)
-        own = {} if is_update(update) else {name: tree for name, tree in ordered.items() if _is_alike(tree[i], leaf)}
-        if any(name in names for name in own):
-            for tree, value in zip(own.values(), in_order(new[i], *(tree[i] for tree in own.values())), strict=True):
-                tree[i] = value
-    return treedef.unflatten(new), slots | {name: treedef.unflatten(tree) for name, tree in ordered.items()}
-
-
-def _is_alike(slot: Any, leaf: Any) -> bool:
-    return (
-        trees.is_array(slot) and slot.shape == np.shape(leaf) and trees.is_floating(slot.dtype) and not is_on_host(slot)
-    )
-
-
-def _is_sum(leaf: Any, update: Any) -> bool:
-    """Whether `add` is one operation, which is traced, lowered and compiled faster than a call of a function."""
-    if not (trees.is_array(leaf) and trees.is_array(update)):
-        return False
-    of_leaf, of_update = jax.typeof(leaf), jax.typeof(update)
-    same = (of_leaf.shape, of_leaf.dtype, of_leaf.weak_type) == (of_update.shape, of_update.dtype, False)
-    return same and of_leaf.dtype == trees.compute_dtype(of_leaf.dtype)
-
-
-@jax.jit
-def add(leaf: Array, update: Any) -> Array:
-    """Add an update, of any kind, to a parameter."""
-    if is_projected(update):
-        return update.value
-    dtype = trees.compute_dtype(leaf.dtype)
-    if not isinstance(update, IndexedSlices):
-        return (leaf.astype(dtype) + update.astype(dtype)).astype(leaf.dtype)
-    if isinstance(update, RowsInOrder):
-        return jnp.where(update.named, add(leaf, update.values), leaf)
-    if leaf.dtype == dtype:
-        return leaf.at[update.indices].add(update.values.astype(dtype), mode="drop")
-    rows = trees.combined(update)
-    old = leaf.at[rows.indices].get(mode="clip").astype(dtype)
-    return leaf.at[rows.indices].set((old + rows.values).astype(leaf.dtype), mode="drop")

@@ -21,6 +21,192 @@ from jstep.core.meshes import dims_of, internal_transfers, mesh_axes_of, mesh_of
 from jstep.core.placement import compute_on, on_devices, placements_of, refuse_shapes
 from jstep.stores.files import opened
 
+# Fingerprint (64-bit hash) of a tree of arrays, of all devices together or by each device.
+
+
+def fingerprint(tree: Any, per_leaf: bool = False) -> Any:
+    """Hash the paths, dtypes, shapes and bits of all leaves of a tree.
+
+    Leaf: h = seal(Σᵢ mix(bits of element i, i)), i its index in the whole array, two sums modulo 2³²; tree: Σ h. `mix`
+    is a bijection for each i, and `seal` for each path, dtype and shape: any change of a single element's bits changes
+    the fingerprint, any other change with probability 1 − 2⁻⁶⁴. This detects accidental differences; it is not a
+    cryptographic hash.
+
+    Containers, insertion order, NumPy or JAX, sharding and the number of processes do not matter: the hash is of
+    `params/dense/kernel: float32[784,10]` and its bits. (0.0 and −0.0 differ, as do NaNs with different bits.) Each
+    element is read once, on its own device, without blocking.
+
+    Args:
+        tree: Any pytree of JAX arrays (also traced, also PRNG keys) or NumPy arrays; None is not a leaf.
+        per_leaf: Whether to return the fingerprint of each leaf.
+
+    Returns:
+        uint32 `[2]`; as a string `f"{a:08x}{b:08x}"`. With `per_leaf` a dict from path to uint32 `[2]`, whose sum
+        modulo 2³² is the fingerprint of the tree.
+
+    Raises:
+        RuntimeError: A leaf was donated to an earlier step.
+        TypeError: A leaf is not an array (names its path); Python numbers have no fixed dtype.
+        ValueError: Two leaves have the same path.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, jstep
+        >>> a, b = jstep.fingerprint({"w": jnp.arange(3.0), "b": np.zeros((), np.int32)})
+        >>> f"{a:08x}{b:08x}"
+        'bec13d0e68c1f965'
+        >>> sorted(jstep.fingerprint({"w": jnp.arange(3.0), "b": jnp.int32(0)}, per_leaf=True))
+        ['b', 'w']
+    """
+    per_leaf = as_bool(per_leaf, "per_leaf")
+    paths, leaves, keys = named_leaves(tree)
+    if any(trees.is_traced(leaf) for leaf in leaves):
+        found = list(_each_of(leaves, keys))
+        return dict(zip(paths, found, strict=True)) if per_leaf else sum(found[1:], found[0])
+    # Inside a traced function, concrete leaves are hashed without tracing. `ensure_compile_time_eval` would also
+    # compute the keys of all positions and store them in the program.
+    with internal_transfers(), jax.core.eval_context():
+        parts = _by_placement(leaves, keys, _each if per_leaf else _total)
+        if not per_leaf:
+            return _sum_over_places([part for _, part in parts])
+        rows = [(numbers, _split(part) if isinstance(part, jax.Array) else part) for numbers, part in parts]
+        pairs = (pair for numbers, some in rows for pair in zip(numbers, some, strict=True))
+        return {paths[number]: jnp.asarray(one) for number, one in sorted(pairs, key=operator.itemgetter(0))}
+
+
+def named_leaves(tree: Any) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]:
+    """Return the paths, the leaves, and a key `[4]` for each leaf.
+
+    Raises:
+        RuntimeError: A leaf was donated.
+        TypeError: A leaf is not an array.
+        ValueError: Two leaves have the same path.
+    """
+    named = trees.leaves_with_paths(tree)
+    for path, leaf in named:
+        _check(path, leaf)
+    donated = trees.donated_leaf(tree)
+    if donated is not None:
+        raise RuntimeError(
+            f"tree: {trees.quoted(donated)} was donated to an earlier step and deleted; take the fingerprint of the "
+            "state that the step returned"
+        )
+    paths = [path for path, _ in named]
+    if len(set(paths)) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise ValueError(f"tree: two leaves have the path {twice!r}, which must be unique; rename a key with a '/'")
+    names = [leaf.dtype.name if isinstance(leaf.dtype, np.dtype) else str(leaf.dtype) for _, leaf in named]
+    keys = [leaf_key(path, name, tuple(leaf.shape)) for (path, leaf), name in zip(named, names, strict=True)]
+    return paths, [leaf for _, leaf in named], np.stack(keys) if keys else np.zeros((0, 4), U)
+
+
+def stacked(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
+    """Start computing the fingerprints of leaves: indices of leaves, and their fingerprints as uint32 `[n, 2]`."""
+    with internal_transfers():
+        return _by_placement(leaves, keys, _each)
+
+
+def words_of(parts: Sequence[tuple[list[int], Any]]) -> np.ndarray[Any, Any]:
+    """Return the fingerprints that `stacked` has started, in the order of the leaves, as uint32 `[n, 2]`. Blocks."""
+    found = np.zeros((sum(len(numbers) for numbers, _ in parts), 2), U)
+    with internal_transfers():
+        for numbers, part in parts:
+            found[numbers] = np.asarray(part)
+    return found
+
+
+def as_text(pair: Any) -> str:
+    """Format a fingerprint as 16 hexadecimal digits."""
+    first, second = (int(word) for word in np.asarray(pair))
+    return f"{first:08x}{second:08x}"
+
+
+def _check(path: str, leaf: Any) -> None:
+    known = isinstance(leaf, jax.Array) or (
+        isinstance(leaf, np.ndarray | np.generic)
+        and leaf.dtype.names is None
+        and (leaf.dtype.kind in "biufc" or (leaf.dtype.kind == "V" and not leaf.dtype.name.startswith("void")))
+        and leaf.dtype.name not in ("longdouble", "float128", "float96", "clongdouble", "complex256")
+    )
+    if not known:
+        refuse_shapes(leaf, "tree")
+        what = f"dtype {leaf.dtype}" if isinstance(leaf, np.ndarray | np.generic) else kind(leaf)
+        raise TypeError(
+            f"tree: the leaf at {trees.quoted(path)} must be an array of numbers, got {what}; keep only arrays in the "
+            "tree, numbers as jnp.float32(…)"
+        )
+
+
+def _by_placement(
+    leaves: Sequence[Any], keys: np.ndarray[Any, Any], form: Callable[..., Any]
+) -> list[tuple[list[int], Any]]:
+    """Compute the fingerprints as `_each` or `_total` of a set of devices; those in host memory by NumPy."""
+    placements = placements_of(leaves)
+    parts: list[tuple[list[int], Any]] = []
+    for numbers, mesh in placements.on_devices:
+        some = [leaves[number] for number in numbers]
+        some_keys = keys[np.array(numbers)]
+        if all(len(leaf.sharding.device_set) == 1 if mesh is None else _has_parts(leaf, mesh) for leaf in some):
+            parts.append((numbers, _by_shape(some, some_keys, form, mesh)))
+        else:
+            parts.append((numbers, compute_on(mesh, _total_of if form is _total else _each_of, some, some_keys)))
+    if placements.on_host:
+        sums = np.stack([host_sums(np.asarray(leaves[number])) for number in placements.on_host])
+        of_host = np.stack(sealed(sums, keys[np.array(placements.on_host)]), axis=-1)
+        parts.append((placements.on_host, of_host.sum(axis=0, dtype=U) if form is _total else of_host))
+    return parts
+
+
+def _sum_over_places(parts: Sequence[Any]) -> Any:
+    if len(parts) == 1 and isinstance(parts[0], jax.Array):
+        return parts[0]
+    # Sums on different devices are combined on the host: two words each.
+    return jnp.asarray(np.sum([np.zeros(2, U), *map(np.asarray, parts)], axis=0, dtype=U))
+
+
+_ABSENT = -1
+"""Placeholder for a leaf that a device does not hold; words of fingerprints are never negative."""
+
+
+class ByDevice(NamedTuple):
+    """Fingerprints of a tree's leaves, computed by each device from its own data.
+
+    For a replicated array each device reads its own copy; for a split array its devices compute one sum together.
+    Results of devices of other processes are not included.
+
+    Attributes:
+        paths: The paths of the leaves.
+        parts: Indices of leaves, and their fingerprints `[n, 2]` on each device that holds them.
+    """
+
+    paths: list[str]
+    parts: list[tuple[list[int], Any]]
+
+    def words(self) -> dict[Any, np.ndarray[Any, Any]]:
+        """Return device (None: host) → int64 `[leaves, 2]`, −1 for leaves that the device does not hold. Blocks."""
+        found: dict[Any, np.ndarray[Any, Any]] = {}
+        with internal_transfers():
+            for numbers, part in self.parts:
+                on_each: list[tuple[Any, Any]] = [(None, part)]
+                if isinstance(part, jax.Array):
+                    on_each = [(shard.device, shard.data) for shard in part.addressable_shards]
+                for device, words in on_each:
+                    mine = found.setdefault(device, np.full((len(self.paths), 2), _ABSENT, np.int64))
+                    mine[numbers] = np.asarray(words)
+        return found
+
+
+def by_device(tree: Any) -> ByDevice:
+    """Start computing the fingerprints of a tree's leaves, without blocking.
+
+    Raises:
+        RuntimeError: A leaf was donated.
+        TypeError: A leaf is not an array.
+        ValueError: Two leaves have the same path.
+    """
+    paths, leaves, keys = named_leaves(tree)
+    return ByDevice(paths, stacked(leaves, keys))
+
+
 # Arithmetic of fingerprints: 32-bit words are mixed with their position and summed modulo 2^32 in two lanes.
 #
 # An element is a pair of words (low, high); high is 0 for elements of 32 bits or fewer. At each position a 64-bit
@@ -484,189 +670,3 @@ def _has_parts(leaf: Any, mesh: Mesh) -> bool:
         return True
     is_named = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
     return is_named and not (getattr(sharding.spec, "unreduced", None) or getattr(sharding.spec, "reduced", None))
-
-
-# Fingerprint (64-bit hash) of a tree of arrays, of all devices together or by each device.
-
-
-def fingerprint(tree: Any, per_leaf: bool = False) -> Any:
-    """Hash the paths, dtypes, shapes and bits of all leaves of a tree.
-
-    Leaf: h = seal(Σᵢ mix(bits of element i, i)), i its index in the whole array, two sums modulo 2³²; tree: Σ h. `mix`
-    is a bijection for each i, and `seal` for each path, dtype and shape: any change of a single element's bits changes
-    the fingerprint, any other change with probability 1 − 2⁻⁶⁴. This detects accidental differences; it is not a
-    cryptographic hash.
-
-    Containers, insertion order, NumPy or JAX, sharding and the number of processes do not matter: the hash is of
-    `params/dense/kernel: float32[784,10]` and its bits. (0.0 and −0.0 differ, as do NaNs with different bits.) Each
-    element is read once, on its own device, without blocking.
-
-    Args:
-        tree: Any pytree of JAX arrays (also traced, also PRNG keys) or NumPy arrays; None is not a leaf.
-        per_leaf: Whether to return the fingerprint of each leaf.
-
-    Returns:
-        uint32 `[2]`; as a string `f"{a:08x}{b:08x}"`. With `per_leaf` a dict from path to uint32 `[2]`, whose sum
-        modulo 2³² is the fingerprint of the tree.
-
-    Raises:
-        RuntimeError: A leaf was donated to an earlier step.
-        TypeError: A leaf is not an array (names its path); Python numbers have no fixed dtype.
-        ValueError: Two leaves have the same path.
-
-    Example:
-        >>> import jax.numpy as jnp, numpy as np, jstep
-        >>> a, b = jstep.fingerprint({"w": jnp.arange(3.0), "b": np.zeros((), np.int32)})
-        >>> f"{a:08x}{b:08x}"
-        'bec13d0e68c1f965'
-        >>> sorted(jstep.fingerprint({"w": jnp.arange(3.0), "b": jnp.int32(0)}, per_leaf=True))
-        ['b', 'w']
-    """
-    per_leaf = as_bool(per_leaf, "per_leaf")
-    paths, leaves, keys = named_leaves(tree)
-    if any(trees.is_traced(leaf) for leaf in leaves):
-        found = list(_each_of(leaves, keys))
-        return dict(zip(paths, found, strict=True)) if per_leaf else sum(found[1:], found[0])
-    # Inside a traced function, concrete leaves are hashed without tracing. `ensure_compile_time_eval` would also
-    # compute the keys of all positions and store them in the program.
-    with internal_transfers(), jax.core.eval_context():
-        parts = _by_placement(leaves, keys, _each if per_leaf else _total)
-        if not per_leaf:
-            return _sum_over_places([part for _, part in parts])
-        rows = [(numbers, _split(part) if isinstance(part, jax.Array) else part) for numbers, part in parts]
-        pairs = (pair for numbers, some in rows for pair in zip(numbers, some, strict=True))
-        return {paths[number]: jnp.asarray(one) for number, one in sorted(pairs, key=operator.itemgetter(0))}
-
-
-def named_leaves(tree: Any) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]:
-    """Return the paths, the leaves, and a key `[4]` for each leaf.
-
-    Raises:
-        RuntimeError: A leaf was donated.
-        TypeError: A leaf is not an array.
-        ValueError: Two leaves have the same path.
-    """
-    named = trees.leaves_with_paths(tree)
-    for path, leaf in named:
-        _check(path, leaf)
-    donated = trees.donated_leaf(tree)
-    if donated is not None:
-        raise RuntimeError(
-            f"tree: {trees.quoted(donated)} was donated to an earlier step and deleted; take the fingerprint of the "
-            "state that the step returned"
-        )
-    paths = [path for path, _ in named]
-    if len(set(paths)) < len(paths):
-        twice = next(path for path in paths if paths.count(path) > 1)
-        raise ValueError(f"tree: two leaves have the path {twice!r}, which must be unique; rename a key with a '/'")
-    names = [leaf.dtype.name if isinstance(leaf.dtype, np.dtype) else str(leaf.dtype) for _, leaf in named]
-    keys = [leaf_key(path, name, tuple(leaf.shape)) for (path, leaf), name in zip(named, names, strict=True)]
-    return paths, [leaf for _, leaf in named], np.stack(keys) if keys else np.zeros((0, 4), U)
-
-
-def stacked(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
-    """Start computing the fingerprints of leaves: indices of leaves, and their fingerprints as uint32 `[n, 2]`."""
-    with internal_transfers():
-        return _by_placement(leaves, keys, _each)
-
-
-def words_of(parts: Sequence[tuple[list[int], Any]]) -> np.ndarray[Any, Any]:
-    """Return the fingerprints that `stacked` has started, in the order of the leaves, as uint32 `[n, 2]`. Blocks."""
-    found = np.zeros((sum(len(numbers) for numbers, _ in parts), 2), U)
-    with internal_transfers():
-        for numbers, part in parts:
-            found[numbers] = np.asarray(part)
-    return found
-
-
-def as_text(pair: Any) -> str:
-    """Format a fingerprint as 16 hexadecimal digits."""
-    first, second = (int(word) for word in np.asarray(pair))
-    return f"{first:08x}{second:08x}"
-
-
-def _check(path: str, leaf: Any) -> None:
-    known = isinstance(leaf, jax.Array) or (
-        isinstance(leaf, np.ndarray | np.generic)
-        and leaf.dtype.names is None
-        and (leaf.dtype.kind in "biufc" or (leaf.dtype.kind == "V" and not leaf.dtype.name.startswith("void")))
-        and leaf.dtype.name not in ("longdouble", "float128", "float96", "clongdouble", "complex256")
-    )
-    if not known:
-        refuse_shapes(leaf, "tree")
-        what = f"dtype {leaf.dtype}" if isinstance(leaf, np.ndarray | np.generic) else kind(leaf)
-        raise TypeError(
-            f"tree: the leaf at {trees.quoted(path)} must be an array of numbers, got {what}; keep only arrays in the "
-            "tree, numbers as jnp.float32(…)"
-        )
-
-
-def _by_placement(
-    leaves: Sequence[Any], keys: np.ndarray[Any, Any], form: Callable[..., Any]
-) -> list[tuple[list[int], Any]]:
-    """Compute the fingerprints as `_each` or `_total` of a set of devices; those in host memory by NumPy."""
-    placements = placements_of(leaves)
-    parts: list[tuple[list[int], Any]] = []
-    for numbers, mesh in placements.on_devices:
-        some = [leaves[number] for number in numbers]
-        some_keys = keys[np.array(numbers)]
-        if all(len(leaf.sharding.device_set) == 1 if mesh is None else _has_parts(leaf, mesh) for leaf in some):
-            parts.append((numbers, _by_shape(some, some_keys, form, mesh)))
-        else:
-            parts.append((numbers, compute_on(mesh, _total_of if form is _total else _each_of, some, some_keys)))
-    if placements.on_host:
-        sums = np.stack([host_sums(np.asarray(leaves[number])) for number in placements.on_host])
-        of_host = np.stack(sealed(sums, keys[np.array(placements.on_host)]), axis=-1)
-        parts.append((placements.on_host, of_host.sum(axis=0, dtype=U) if form is _total else of_host))
-    return parts
-
-
-def _sum_over_places(parts: Sequence[Any]) -> Any:
-    if len(parts) == 1 and isinstance(parts[0], jax.Array):
-        return parts[0]
-    # Sums on different devices are combined on the host: two words each.
-    return jnp.asarray(np.sum([np.zeros(2, U), *map(np.asarray, parts)], axis=0, dtype=U))
-
-
-_ABSENT = -1
-"""Placeholder for a leaf that a device does not hold; words of fingerprints are never negative."""
-
-
-class ByDevice(NamedTuple):
-    """Fingerprints of a tree's leaves, computed by each device from its own data.
-
-    For a replicated array each device reads its own copy; for a split array its devices compute one sum together.
-    Results of devices of other processes are not included.
-
-    Attributes:
-        paths: The paths of the leaves.
-        parts: Indices of leaves, and their fingerprints `[n, 2]` on each device that holds them.
-    """
-
-    paths: list[str]
-    parts: list[tuple[list[int], Any]]
-
-    def words(self) -> dict[Any, np.ndarray[Any, Any]]:
-        """Return device (None: host) → int64 `[leaves, 2]`, −1 for leaves that the device does not hold. Blocks."""
-        found: dict[Any, np.ndarray[Any, Any]] = {}
-        with internal_transfers():
-            for numbers, part in self.parts:
-                on_each: list[tuple[Any, Any]] = [(None, part)]
-                if isinstance(part, jax.Array):
-                    on_each = [(shard.device, shard.data) for shard in part.addressable_shards]
-                for device, words in on_each:
-                    mine = found.setdefault(device, np.full((len(self.paths), 2), _ABSENT, np.int64))
-                    mine[numbers] = np.asarray(words)
-        return found
-
-
-def by_device(tree: Any) -> ByDevice:
-    """Start computing the fingerprints of a tree's leaves, without blocking.
-
-    Raises:
-        RuntimeError: A leaf was donated.
-        TypeError: A leaf is not an array.
-        ValueError: Two leaves have the same path.
-    """
-    paths, leaves, keys = named_leaves(tree)
-    return ByDevice(paths, stacked(leaves, keys))

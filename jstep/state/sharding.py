@@ -18,6 +18,73 @@ from jstep.core.selection import is_named, names_of
 from jstep.core.slot_roles import NO_ROLES, Role, Roles
 from jstep.core.trees import Params, Slots
 
+# Partition specs for fully sharded data parallelism (FSDP).
+
+_logger = logging.getLogger("jstep")
+
+_LARGE = 2**16
+
+
+def fsdp_specs(params: Params, mesh: Any, axis: Any = "data", min_size: int = 2**16) -> Any:
+    """Return specs that split each large parameter over a mesh axis, along its largest divisible dimension.
+
+    If no leaf is split, or one of 2**16 elements or more is not, a warning is logged, with the reason.
+
+    Args:
+        params: Arrays, or shapes from `jax.eval_shape`.
+        mesh: A `jax.sharding.Mesh`.
+        axis: The mesh axis, or a tuple of axes.
+        min_size: The minimum number of elements of a split leaf; smaller leaves are replicated.
+
+    Returns:
+        A tree of `PartitionSpec`, for `shard_state` and `TrainState.create`.
+
+    Raises:
+        ValueError: The mesh has no such axis, or `min_size` is negative.
+
+    Example:
+        >>> import jax, jstep
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> specs = jstep.fsdp_specs({"w": jax.ShapeDtypeStruct((256, 512), "float32"), "b": jax.numpy.ones(4)}, mesh)
+        >>> tuple(specs["w"]), tuple(specs["b"])
+        ((None, 'data'), ())
+
+    Source: Zhao et al., "PyTorch FSDP" (2023); Rajbhandari et al., "ZeRO" (2019), stage 3.
+    """
+    as_int(min_size, "min_size", 0, "a number of elements")
+    size = axis_size(require_mesh(mesh), axis, f"axis={axis!r}")
+
+    def spec(leaf: Any) -> PartitionSpec:
+        shape = np.shape(leaf)
+        dim = largest_divisible(shape, size) if math.prod(shape) >= min_size else None
+        return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axis)
+
+    specs = jax.tree.map(spec, params)
+    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    named = zip(trees.leaves_with_paths(params), leaves, strict=True)
+    whole = {path: np.shape(leaf) for (path, leaf), one in named if one == PartitionSpec()}
+    if size > 1 and whole:
+        _warn(whole, len(leaves), axis, size, min_size)
+    return specs
+
+
+def _warn(whole: dict[str, tuple[int, ...]], leaves: int, axis: Any, size: int, min_size: int) -> None:
+    """Warn if no leaf is split, or a large one is not."""
+    over = f"over axis={axis!r} ({size} devices)"
+    path, shape = max(whole.items(), key=lambda one: math.prod(one[1]))
+    count, large = math.prod(shape), [one for one in whole.values() if math.prod(one) >= max(min_size, _LARGE)]
+    if len(whole) == leaves:
+        leaf = f"the largest leaf, {trees.quoted(path)} of shape {shape},"
+        why = f"no dimension of {leaf} is divisible by {size}, nor of any other leaf of at least {min_size=}"
+        if count < min_size:
+            why = f"{leaf} has {count} elements, fewer than {min_size=}; pass a smaller min_size"
+        _logger.warning("fsdp_specs: no leaf is split %s: %s", over, why)
+    elif large:
+        others = f" and {len(large) - 1} more" if len(large) > 1 else ""
+        text = "fsdp_specs: %s of shape %s%s is not split %s, because no dimension is divisible by %d"
+        _logger.warning(text, trees.quoted(path), shape, others, over, size)
+
+
 # Shardings of the leaves of a state, from the user's specs and rules.
 
 MODEL_STATE = "model_state"
@@ -271,70 +338,3 @@ def build(make: Callable[..., Any], place: Callable[[Any], Any], *given: Any, ab
     shapes = jax.eval_shape(make, *given)
     shardings = place(shapes)
     return jax.tree.map(put, shapes, shardings) if abstract else jax.jit(make, out_shardings=shardings)(*given)
-
-
-# Partition specs for fully sharded data parallelism (FSDP).
-
-_logger = logging.getLogger("jstep")
-
-_LARGE = 2**16
-
-
-def fsdp_specs(params: Params, mesh: Any, axis: Any = "data", min_size: int = 2**16) -> Any:
-    """Return specs that split each large parameter over a mesh axis, along its largest divisible dimension.
-
-    If no leaf is split, or one of 2**16 elements or more is not, a warning is logged, with the reason.
-
-    Args:
-        params: Arrays, or shapes from `jax.eval_shape`.
-        mesh: A `jax.sharding.Mesh`.
-        axis: The mesh axis, or a tuple of axes.
-        min_size: The minimum number of elements of a split leaf; smaller leaves are replicated.
-
-    Returns:
-        A tree of `PartitionSpec`, for `shard_state` and `TrainState.create`.
-
-    Raises:
-        ValueError: The mesh has no such axis, or `min_size` is negative.
-
-    Example:
-        >>> import jax, jstep
-        >>> mesh = jax.make_mesh((1,), ("data",))
-        >>> specs = jstep.fsdp_specs({"w": jax.ShapeDtypeStruct((256, 512), "float32"), "b": jax.numpy.ones(4)}, mesh)
-        >>> tuple(specs["w"]), tuple(specs["b"])
-        ((None, 'data'), ())
-
-    Source: Zhao et al., "PyTorch FSDP" (2023); Rajbhandari et al., "ZeRO" (2019), stage 3.
-    """
-    as_int(min_size, "min_size", 0, "a number of elements")
-    size = axis_size(require_mesh(mesh), axis, f"axis={axis!r}")
-
-    def spec(leaf: Any) -> PartitionSpec:
-        shape = np.shape(leaf)
-        dim = largest_divisible(shape, size) if math.prod(shape) >= min_size else None
-        return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axis)
-
-    specs = jax.tree.map(spec, params)
-    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    named = zip(trees.leaves_with_paths(params), leaves, strict=True)
-    whole = {path: np.shape(leaf) for (path, leaf), one in named if one == PartitionSpec()}
-    if size > 1 and whole:
-        _warn(whole, len(leaves), axis, size, min_size)
-    return specs
-
-
-def _warn(whole: dict[str, tuple[int, ...]], leaves: int, axis: Any, size: int, min_size: int) -> None:
-    """Warn if no leaf is split, or a large one is not."""
-    over = f"over axis={axis!r} ({size} devices)"
-    path, shape = max(whole.items(), key=lambda one: math.prod(one[1]))
-    count, large = math.prod(shape), [one for one in whole.values() if math.prod(one) >= max(min_size, _LARGE)]
-    if len(whole) == leaves:
-        leaf = f"the largest leaf, {trees.quoted(path)} of shape {shape},"
-        why = f"no dimension of {leaf} is divisible by {size}, nor of any other leaf of at least {min_size=}"
-        if count < min_size:
-            why = f"{leaf} has {count} elements, fewer than {min_size=}; pass a smaller min_size"
-        _logger.warning("fsdp_specs: no leaf is split %s: %s", over, why)
-    elif large:
-        others = f" and {len(large) - 1} more" if len(large) > 1 else ""
-        text = "fsdp_specs: %s of shape %s%s is not split %s, because no dimension is divisible by %d"
-        _logger.warning(text, trees.quoted(path), shape, others, over, size)

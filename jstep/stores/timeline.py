@@ -16,6 +16,76 @@ from jstep.core.stopwatch import PARTS
 from jstep.stores.files import is_directory, names_in, open_lines, opened
 from jstep.stores.objects import Directory, absolute, is_url, join, location
 
+# Writing the timeline of a run, one line per write.
+
+
+class Timeline:
+    """Writer for the timeline of a run. It is thread-safe, and a failed write never ends the run.
+
+    In a directory, the timeline is one file that every start appends to; a torn last line of a killed process is
+    removed. Below a URL, each start has an object, which is uploaded every ten seconds and before each checkpoint. In
+    both, the newest times replace the previous ones, but not those of a checkpoint.
+
+    Args:
+        where: The directory or URL, as returned by `jstep.stores.objects.location`.
+        prefix: The prefix of the run's checkpoints.
+
+    Attributes:
+        where: The directory or URL.
+        start: The name of this start, which all of its lines have.
+
+    Raises:
+        OSError: The timeline cannot be created or written.
+    """
+
+    def __init__(self, where: str, prefix: str) -> None:
+        self.where, self.start, self._prefix = where, secrets.token_hex(4), prefix
+        self._lock = threading.Lock()
+        self._failing = False
+        now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")  # names sort in the order of the starts
+        name = f"{OBJECTS}{now}-{self.start}.jsonl" if is_url(where) else NAME
+        self._lines = open_lines(join(where, name), resume=not is_url(where))
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Write a line.
+
+        Args:
+            kind: The kind of the line.
+            **fields: Other fields, with JSON values; one with `checkpoint` stays.
+        """
+        line = {"kind": kind, "start": self.start, "prefix": self._prefix, **fields}
+        text = (json.dumps(line, allow_nan=False) + "\n").encode()
+        with self._lock:
+            try:
+                self._lines.write(text, replaceable=kind == TIMES and "checkpoint" not in fields)
+                self._lines.sync(to_disk=False)
+            except OSError as error:
+                self._warn(error)
+            else:
+                self._failing = False
+
+    def flush(self) -> None:
+        """Flush the lines to the disk, or upload them."""
+        with self._lock:
+            try:
+                self._lines.sync(to_disk=True)
+            except OSError as error:
+                self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._failing:
+            _logger.warning("%s: the times of this run cannot be kept: %s", self._lines.path, error)
+        self._failing = True
+
+    def close(self) -> None:
+        """Close the timeline."""
+        with self._lock:
+            try:
+                self._lines.close()
+            except OSError as error:
+                _logger.warning("%s: the last times of this run are lost: %s", self._lines.path, error)
+
+
 # Reading the lines of a timeline, from a file or from the objects of all starts.
 
 NAME = "timeline.jsonl"
@@ -204,73 +274,3 @@ def is_seconds(value: Any) -> bool:
 
 def _is_step(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
-
-
-# Writing the timeline of a run, one line per write.
-
-
-class Timeline:
-    """Writer for the timeline of a run. It is thread-safe, and a failed write never ends the run.
-
-    In a directory, the timeline is one file that every start appends to; a torn last line of a killed process is
-    removed. Below a URL, each start has an object, which is uploaded every ten seconds and before each checkpoint. In
-    both, the newest times replace the previous ones, but not those of a checkpoint.
-
-    Args:
-        where: The directory or URL, as returned by `jstep.stores.objects.location`.
-        prefix: The prefix of the run's checkpoints.
-
-    Attributes:
-        where: The directory or URL.
-        start: The name of this start, which all of its lines have.
-
-    Raises:
-        OSError: The timeline cannot be created or written.
-    """
-
-    def __init__(self, where: str, prefix: str) -> None:
-        self.where, self.start, self._prefix = where, secrets.token_hex(4), prefix
-        self._lock = threading.Lock()
-        self._failing = False
-        now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")  # names sort in the order of the starts
-        name = f"{OBJECTS}{now}-{self.start}.jsonl" if is_url(where) else NAME
-        self._lines = open_lines(join(where, name), resume=not is_url(where))
-
-    def write(self, kind: str, **fields: Any) -> None:
-        """Write a line.
-
-        Args:
-            kind: The kind of the line.
-            **fields: Other fields, with JSON values; one with `checkpoint` stays.
-        """
-        line = {"kind": kind, "start": self.start, "prefix": self._prefix, **fields}
-        text = (json.dumps(line, allow_nan=False) + "\n").encode()
-        with self._lock:
-            try:
-                self._lines.write(text, replaceable=kind == TIMES and "checkpoint" not in fields)
-                self._lines.sync(to_disk=False)
-            except OSError as error:
-                self._warn(error)
-            else:
-                self._failing = False
-
-    def flush(self) -> None:
-        """Flush the lines to the disk, or upload them."""
-        with self._lock:
-            try:
-                self._lines.sync(to_disk=True)
-            except OSError as error:
-                self._warn(error)
-
-    def _warn(self, error: OSError) -> None:
-        if not self._failing:
-            _logger.warning("%s: the times of this run cannot be kept: %s", self._lines.path, error)
-        self._failing = True
-
-    def close(self) -> None:
-        """Close the timeline."""
-        with self._lock:
-            try:
-                self._lines.close()
-            except OSError as error:
-                _logger.warning("%s: the last times of this run are lost: %s", self._lines.path, error)

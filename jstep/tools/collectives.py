@@ -9,84 +9,6 @@ from jstep.core.jaxprs import MOVES, Operation, Subprogram, body_of, evaluate, p
 from jstep.tools import compiled
 from jstep.tools.compiled import Array, Computation, Frame, Instruction, Program, Shape
 
-# Counting how often a traced program uses each of its arguments.
-
-_PARTS = MOVES | {"convert_element_type", "bitcast_convert_type", "sharding_constraint", "reshard", "mesh_cast", "name"}
-"""Operations that return a copy or a part of an operand; uses of the result are uses of the operand."""
-_LOOPS = {"scan", "while"}
-_Sources = frozenset[int]
-
-
-def uses_of(traced: Any) -> list[float]:
-    """Return an upper bound on how often each argument is used as a whole.
-
-    Each operation that computes with an argument is a use, as often as it runs; an operation on half of the argument is
-    half a use. A loop of unknown length counts once. If uses cannot be counted, the number is infinite.
-
-    Args:
-        traced: The jaxpr of a program.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from jstep.tools.collectives import uses_of
-        >>> def f(stacked, x):
-        ...     return jax.lax.scan(lambda x, w: (x @ w, None), x, stacked)[0]
-        >>> uses_of(jax.make_jaxpr(f)(jnp.ones((5, 4, 4)), jnp.ones((2, 4))))[0]
-        1.0
-    """
-    body = body_of(traced)
-    sizes = [_size(var) for var in body.jaxpr.invars]
-    uses = [0.0] * len(sizes)
-
-    def run(body: Subprogram, given: Sequence[_Sources], times: float) -> list[_Sources]:
-        """Count uses in a program, given the sources of its arguments; return the sources of its results."""
-        return evaluate(body, given, lambda one, taken: site(one, taken, times), lambda constant: frozenset())
-
-    def site(operation: Operation, taken: list[_Sources], times: float) -> list[_Sources]:
-        nothing: list[_Sources] = [frozenset()] * len(operation.eqn.outvars)
-        if not any(taken):
-            return nothing
-        if operation.kind in _LOOPS:
-            return loop(operation, taken, times)
-        if operation.kind == "cond":
-            branches = [run(body, taken[1:], times) for body in operation.bodies]
-            return [frozenset().union(*results) for results in zip(*branches, strict=True)]
-        if operation.kind in ("call", "shard_map"):
-            return run(operation.bodies[0], taken, times)
-        if operation.name in _PARTS:
-            return [frozenset().union(*taken)] * len(operation.eqn.outvars)
-        opaque = any(True for _ in programs_in(operation.eqn))
-        for atom, found in zip(operation.eqn.invars, taken, strict=True):
-            for source in found:
-                uses[source] += math.inf if opaque else times * min(1.0, _size(atom) / max(1, sizes[source]))
-        return nothing
-
-    def loop(operation: Operation, taken: list[_Sources], times: float) -> list[_Sources]:
-        """Iterate until the sources of the carried values, which an iteration passes to the next, no longer change."""
-        body = operation.bodies[-1]
-        if operation.kind == "scan":
-            before, carried = operation.counts
-            often = times * operation.options["length"]
-        else:
-            of_condition, before = operation.counts
-            carried, often, taken = len(operation.eqn.outvars), times, taken[of_condition:]
-        kept = list(uses)
-        while True:
-            uses[:] = kept
-            results = run(body, taken, often)
-            wider = [old | new for old, new in zip(taken[before : before + carried], results[:carried], strict=True)]
-            if wider == taken[before : before + carried]:
-                return results
-            taken = [*taken[:before], *wider, *taken[before + carried :]]
-
-    run(body, [frozenset([number]) for number in range(len(sizes))], 1)
-    return uses
-
-
-def _size(atom: Any) -> int:
-    return math.prod(getattr(atom.aval, "shape", ()))
-
-
 # Collectives of a compiled program: each exchange between devices, and their sums by kind.
 
 BETWEEN_SLICES = "between slices"
@@ -269,3 +191,81 @@ def _is_started(computation: Computation, one: Instruction) -> bool:
     """Whether an instruction starts an asynchronous exchange on a TPU."""
     users = computation.users.get(one.name, ())
     return any(compiled.quoted(user.attributes, "custom_call_target") == "AsyncCollectiveStart" for user in users)
+
+
+# Counting how often a traced program uses each of its arguments.
+
+_PARTS = MOVES | {"convert_element_type", "bitcast_convert_type", "sharding_constraint", "reshard", "mesh_cast", "name"}
+"""Operations that return a copy or a part of an operand; uses of the result are uses of the operand."""
+_LOOPS = {"scan", "while"}
+_Sources = frozenset[int]
+
+
+def uses_of(traced: Any) -> list[float]:
+    """Return an upper bound on how often each argument is used as a whole.
+
+    Each operation that computes with an argument is a use, as often as it runs; an operation on half of the argument is
+    half a use. A loop of unknown length counts once. If uses cannot be counted, the number is infinite.
+
+    Args:
+        traced: The jaxpr of a program.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jstep.tools.collectives import uses_of
+        >>> def f(stacked, x):
+        ...     return jax.lax.scan(lambda x, w: (x @ w, None), x, stacked)[0]
+        >>> uses_of(jax.make_jaxpr(f)(jnp.ones((5, 4, 4)), jnp.ones((2, 4))))[0]
+        1.0
+    """
+    body = body_of(traced)
+    sizes = [_size(var) for var in body.jaxpr.invars]
+    uses = [0.0] * len(sizes)
+
+    def run(body: Subprogram, given: Sequence[_Sources], times: float) -> list[_Sources]:
+        """Count uses in a program, given the sources of its arguments; return the sources of its results."""
+        return evaluate(body, given, lambda one, taken: site(one, taken, times), lambda constant: frozenset())
+
+    def site(operation: Operation, taken: list[_Sources], times: float) -> list[_Sources]:
+        nothing: list[_Sources] = [frozenset()] * len(operation.eqn.outvars)
+        if not any(taken):
+            return nothing
+        if operation.kind in _LOOPS:
+            return loop(operation, taken, times)
+        if operation.kind == "cond":
+            branches = [run(body, taken[1:], times) for body in operation.bodies]
+            return [frozenset().union(*results) for results in zip(*branches, strict=True)]
+        if operation.kind in ("call", "shard_map"):
+            return run(operation.bodies[0], taken, times)
+        if operation.name in _PARTS:
+            return [frozenset().union(*taken)] * len(operation.eqn.outvars)
+        opaque = any(True for _ in programs_in(operation.eqn))
+        for atom, found in zip(operation.eqn.invars, taken, strict=True):
+            for source in found:
+                uses[source] += math.inf if opaque else times * min(1.0, _size(atom) / max(1, sizes[source]))
+        return nothing
+
+    def loop(operation: Operation, taken: list[_Sources], times: float) -> list[_Sources]:
+        """Iterate until the sources of the carried values, which an iteration passes to the next, no longer change."""
+        body = operation.bodies[-1]
+        if operation.kind == "scan":
+            before, carried = operation.counts
+            often = times * operation.options["length"]
+        else:
+            of_condition, before = operation.counts
+            carried, often, taken = len(operation.eqn.outvars), times, taken[of_condition:]
+        kept = list(uses)
+        while True:
+            uses[:] = kept
+            results = run(body, taken, often)
+            wider = [old | new for old, new in zip(taken[before : before + carried], results[:carried], strict=True)]
+            if wider == taken[before : before + carried]:
+                return results
+            taken = [*taken[:before], *wider, *taken[before + carried :]]
+
+    run(body, [frozenset([number]) for number in range(len(sizes))], 1)
+    return uses
+
+
+def _size(atom: Any) -> int:
+    return math.prod(getattr(atom.aval, "shape", ()))
