@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Callable
 from typing import Any, Self, cast
 
 import jax
@@ -139,105 +138,126 @@ _BITS = 12
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Total:
-    """Totals of any shape: counts, exact up to 2⁴⁴, or sums of weights, with twice the digits of their dtype.
+class Count:
+    """Counts of any shape: high · 2¹² + low, both uint32. Exact up to 2⁴⁴.
 
     Attributes:
-        high: Of counts the multiple of 2¹², in uint32; otherwise the sum, rounded.
-        low: Of counts the rest, below 2¹², in uint32; otherwise the rounding error of `high`.
+        high: The high part.
+        low: The low part, below 2¹².
     """
 
     high: Array
     low: Array
 
-    @property
-    def is_count(self) -> bool:
-        """Whether these are counts."""
-        return self.high.dtype == jnp.uint32
-
     def __add__(self, other: "Total") -> "Total":
-        if self.is_count and other.is_count:
-            return _carried(self.high + other.high, self.low + other.low)
-        first, second = _in_one_unit(self, other)
-        value = first.high + second.high
-        part = value - first.high
-        lost = (first.high - (value - part)) + (second.high - part)  # the exact error of that sum (Knuth)
-        return Total(value, jnp.where(jnp.isfinite(value), lost + first.low + second.low, jnp.zeros_like(lost)))
+        if isinstance(other, Sum):
+            return self.as_sum(other.value.dtype) + other
+        return _carried(self.high + other.high, self.low + other.low)
 
-    def as_weights(self, dtype: Any) -> "Total":
-        """Convert counts to a sum of weights."""
-        return _exactly(self.high.astype(dtype) * 2**_BITS) + _exactly(self.low.astype(dtype))
+    def as_sum(self, dtype: Any) -> "Sum":
+        """Convert to a sum of weights."""
+        high, low = self.high.astype(dtype) * 2**_BITS, self.low.astype(dtype)
+        return Sum(high, jnp.zeros_like(high)) + Sum(low, jnp.zeros_like(low))
 
-    def segment_sum(self, segments: Array, num_segments: int) -> "Total":
-        """Sum by segment, as `jax.ops.segment_sum`, up to 2²⁰ counts; what is out of range is dropped."""
-
-        def add(part: Array) -> Array:
-            return jax.ops.segment_sum(part, segments, num_segments)
-
-        return _carried(add(self.high), add(self.low)) if self.is_count else _split_sum(self, add)
+    def segment_sum(self, segments: Array, num_segments: int) -> "Count":
+        """Sum up to 2²⁰ counts by segment, as `jax.ops.segment_sum`; counts out of range are dropped."""
+        high, low = (jax.ops.segment_sum(part, segments, num_segments) for part in (self.high, self.low))
+        return _carried(high, low)
 
     def approximate(self) -> Array:
         """In float32."""
-        if self.is_count:
-            return self.high.astype(jnp.float32) * 2**_BITS + self.low.astype(jnp.float32)
-        return (self.high + self.low).astype(jnp.float32)
+        return self.high.astype(jnp.float32) * 2**_BITS + self.low.astype(jnp.float32)
 
     def unit(self) -> Array:
-        """The weight of one example, in float32: 1, or the smallest weight above 0; infinite if there is none."""
-        if self.is_count:
-            return jnp.ones((), jnp.float32)
+        """The weight of one example: 1."""
+        return jnp.ones((), jnp.float32)
+
+    def exact(self) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        """Return the exact counts on the host."""
+        with internal_transfers():
+            high, low = (np.asarray(part).astype(np.int64) for part in (self.high, self.low))
+        return (high << _BITS) + low
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """Sums of weights, of any shape: value + rest, both floating, with twice the digits of each.
+
+    Attributes:
+        value: The sum, rounded.
+        rest: The rounding error of `value`.
+    """
+
+    value: Array
+    rest: Array
+
+    def __add__(self, other: "Total") -> "Sum":
+        if isinstance(other, Count):
+            return self + other.as_sum(self.value.dtype)
+        value = self.value + other.value
+        part = value - self.value
+        lost = (self.value - (value - part)) + (other.value - part)  # the exact error of that sum (Knuth)
+        return Sum(value, jnp.where(jnp.isfinite(value), lost + self.rest + other.rest, jnp.zeros_like(lost)))
+
+    def segment_sum(self, segments: Array, num_segments: int) -> "Sum":
+        """Sum by segment, as `jax.ops.segment_sum`; what is out of range is dropped."""
+        return _split_sum(self, lambda part: jax.ops.segment_sum(part, segments, num_segments))
+
+    def approximate(self) -> Array:
+        """In float32."""
+        return (self.value + self.rest).astype(jnp.float32)
+
+    def unit(self) -> Array:
+        """The smallest weight above 0, in float32; infinite if there is none."""
         value = self.approximate()
         return jnp.min(jnp.where(value > 0, value, jnp.full_like(value, jnp.inf)), initial=jnp.inf)
 
-    def exact(self) -> np.ndarray[Any, Any]:
-        """Return the exact counts in int64, or the sums in float64, on the host."""
-        dtype, unit = (np.int64, 2**_BITS) if self.is_count else (np.float64, 1)
+    def exact(self) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        """Return the sums in float64 on the host."""
         with internal_transfers():
-            high, low = (np.asarray(part).astype(dtype) for part in (self.high, self.low))
-        return high * unit + low
+            value, rest = (np.asarray(part).astype(np.float64) for part in (self.value, self.rest))
+        return value + rest
 
 
-def _carried(high: Array, low: Array) -> Total:
-    return Total(high + (low >> _BITS), low & (2**_BITS - 1))
+Total = Count | Sum
 
 
-def _exactly(values: Array) -> Total:
-    return Total(values, jnp.zeros_like(values))
+def _carried(high: Array, low: Array) -> Count:
+    return Count(high + (low >> _BITS), low & (2**_BITS - 1))
 
 
-def _in_one_unit(first: Total, second: Total) -> tuple[Total, Total]:
-    """Convert counts to sums of weights beside sums of weights."""
-    if first.is_count and not second.is_count:
-        return first.as_weights(second.high.dtype), second
-    if second.is_count and not first.is_count:
-        return first, second.as_weights(first.high.dtype)
-    return first, second
-
-
-def _split_sum(given: Total, add: Callable[[Array], Array]) -> Total:
+def _split_sum(given: Sum, add: Any) -> Sum:
     """Sum with `add`, a plain sum over elements, without losing digits.
 
     Values are split twice at a bit common to all, into parts of which any sum is exact, and a remainder below 2⁻²² of
     the largest sum each time (Demmel and Nguyen, "Fast reproducible floating-point summation", 2013).
     """
-    left = given.high
-    total = _exactly(add(jnp.zeros_like(left)))
+
+    def summed_part(part: Array) -> Sum:
+        found = add(part)
+        return Sum(found, jnp.zeros_like(found))
+
+    left = given.value
+    total = summed_part(jnp.zeros_like(left))
     for _ in range(2):
         above = jnp.max(jnp.abs(left), initial=0) * jnp.asarray(2 * left.size, left.dtype)
         part = jnp.where(jnp.isfinite(above), (left + above) - above, left)  # NaN and infinity: a plain sum
-        total += _exactly(add(part))
+        total += summed_part(part)
         left = jnp.where(jnp.isfinite(left), left - part, jnp.zeros_like(left))
-    return total + _exactly(add(left + given.low))
+    return total + summed_part(left + given.rest)
 
 
 def joined(first: Any, second: Any) -> Any:
     """Concatenate two vectors, of numbers or of totals."""
-    if isinstance(first, Total):
-        first, second = _in_one_unit(first, second)
+    if isinstance(first, Sum) and isinstance(second, Count):
+        second = second.as_sum(first.value.dtype)
+    elif isinstance(first, Count) and isinstance(second, Sum):
+        first = first.as_sum(second.value.dtype)
     return jax.tree.map(lambda one, other: jnp.concatenate([one, other]), first, second)
 
 
-def counted(number: Array) -> Total:
+def counted(number: Array) -> Count:
     """Convert the counts of one batch, each below 2³²."""
     number = number.astype(jnp.uint32)
     return _carried(jnp.zeros_like(number), number)
@@ -245,23 +265,22 @@ def counted(number: Array) -> Total:
 
 def each(condition: Array, weights: Array | None) -> Total:
     """Return the total of each element by itself: its weight if it is true, 1 without weights; 0 if it is false."""
-    kept = _kept(condition, weights)
-    return counted(kept) if kept.dtype == jnp.bool_ else _exactly(kept)
+    if weights is None or weights.dtype == jnp.bool_:
+        return counted(condition if weights is None else condition & weights)
+    kept = jnp.where(condition, weights, jnp.zeros_like(weights))
+    return Sum(kept, jnp.zeros_like(kept))
 
 
 def total_of(condition: Array, weights: Array | None = None) -> Total:
     """Return the number of true elements, or the sum of their weights."""
-    kept = _kept(condition, weights)
-    return counted(jnp.sum(kept, dtype=jnp.uint32)) if kept.dtype == jnp.bool_ else summed(kept)
+    if weights is None or weights.dtype == jnp.bool_:
+        return counted(jnp.sum(condition if weights is None else condition & weights, dtype=jnp.uint32))
+    return summed(jnp.where(condition, weights, jnp.zeros_like(weights)))
 
 
-def _kept(condition: Array, weights: Array | None) -> Array:
-    return condition if weights is None else jnp.where(condition, weights, jnp.zeros_like(weights))
-
-
-def summed(values: Array) -> Total:
+def summed(values: Array) -> Sum:
     """Return the sum of floating values, with twice their digits."""
-    return _split_sum(_exactly(values), jnp.sum)
+    return _split_sum(Sum(values, jnp.zeros_like(values)), jnp.sum)
 
 
 # Metrics of classifiers, computed from counts or weights: accuracy, F1 score, confusion matrix and perplexity.
@@ -390,7 +409,7 @@ class ConfusionMatrix(_Totals):
     """
 
     matrix: Total
-    unknown: Total
+    unknown: Count
 
     def compute(self) -> dict[str, int | float]:
         """Map `i/j` to the number, or weight, of examples of class i that were predicted as class j.
@@ -441,7 +460,7 @@ def confusion_matrix(predictions: Any, labels: Any, num_classes: int, *, weights
     found = each(known, weight).segment_sum(cell, size * size)
     matrix: Total = jax.tree.map(lambda part: part.reshape(size, size), found)
     counts = jnp.ones_like(known) if weight is None else weight != jnp.zeros((), weight.dtype)
-    return ConfusionMatrix(matrix, total_of(~known & counts))
+    return ConfusionMatrix(matrix, cast(Count, total_of(~known & counts)))
 
 
 @jax.tree_util.register_dataclass
@@ -454,7 +473,7 @@ class Perplexity(_Totals):
         total: The number, or weight, of labels.
     """
 
-    loss: Total
+    loss: Sum
     total: Total
 
     def compute(self) -> float:

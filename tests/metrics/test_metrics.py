@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.metrics.classification import Total, counted
+from jstep.metrics.classification import Count, counted
 
 M = jstep.metrics
 FIVE = jnp.arange(5.0)
@@ -49,7 +49,7 @@ def test_counts_carry():
     for _ in range(10):
         doubled, expected = doubled + doubled, expected * 2
     assert doubled.exact().tolist() == expected.tolist()
-    many = Total(jnp.zeros(2**20, jnp.uint32), jnp.full(2**20, 4095, jnp.uint32))
+    many = Count(jnp.zeros(2**20, jnp.uint32), jnp.full(2**20, 4095, jnp.uint32))
     assert many.segment_sum(jnp.zeros(2**20, jnp.int32), 1).exact().tolist() == [4095 * 2**20]
 
 
