@@ -169,6 +169,8 @@ class Worker:
     def _do(self, job: _Job | Callable[[], None]) -> None:
         if callable(job):
             job()
+            with self._changed:
+                self._changed.notify_all()  # it made room, as any job
             return
         what, step, wall_time, size = job
         if self._broken is None:
