@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import secrets
 import shlex
 import time
@@ -303,20 +304,22 @@ class ObjectSave:
         self._compress, self._process, self._commit = compress, process, commit
         IN_FLIGHT[self.folder] = self
         finish_at_exit()
-        self._done: Future[None] | None = in_background(self._run, name=f"jstep-save-{name}", daemon=True)
+        self._pid = os.getpid()
+        self._done: Future[None] = in_background(self._run, name=f"jstep-save-{name}", daemon=True)
 
     def detach(self) -> None:
         """Let the interpreter exit without waiting for the save."""
         IN_FLIGHT.pop(self.folder, None)
 
     def wait(self) -> None:
-        """Wait for the save to end, and raise its error if it failed."""
-        done, self._done = self._done, None
+        """Wait for the save to end, and raise its error if it failed; in a fork, whose parent saves, do nothing."""
+        if self._pid != os.getpid():
+            return
         try:
-            if done is not None:
-                done.result()
+            self._done.result()
         finally:
-            self.detach()
+            if self._done.done():  # not after Ctrl-C: the interpreter waits for it, and logs its error
+                self.detach()
 
     def _run(self) -> None:
         index, count = self._process

@@ -441,7 +441,7 @@ class ObjectLines:
         above, name = split(path)
         objects = Objects(above)
         self.path = path
-        self._upload: concurrent.futures.Future[bool] | None = None
+        self._thread: threading.Thread | None = None
         self._replaceable = 0
         with objects.within(STARTING):
             header = complete(objects.read(name).data or b"") if resume else b""
@@ -458,10 +458,12 @@ class ObjectLines:
         if to_disk:
             self._wait()
             self._appender.sync()
-        elif self._appender.due() <= time.monotonic() and (self._upload is None or self._upload.done()):
-            from jstep.core.meshes import in_background  # not at the top: it imports JAX
+        elif self._appender.due() <= time.monotonic() and (self._thread is None or not self._thread.is_alive()):
+            from jstep.core.meshes import Thread  # not at the top: it imports JAX
 
-            self._upload = in_background(self._appender.sync, name="jstep-lines", daemon=True)
+            # A thread and no future: in a fork, which has no such thread, nothing waits for it.
+            self._thread = Thread(target=self._appender.sync, name="jstep-lines", daemon=True)
+            self._thread.start()
 
     def close(self) -> None:
         """Upload the lines.
@@ -473,5 +475,5 @@ class ObjectLines:
         self._appender.close()
 
     def _wait(self) -> None:
-        if self._upload is not None:
-            self._upload.result()
+        if self._thread is not None:
+            self._thread.join()

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from object_states import same, state_at
+from processes import running_program
 
 import jstep
 from jstep.checkpoint import packs
@@ -289,3 +290,36 @@ def test_an_array_is_divided_into_runs_of_its_bytes(shape, most):
     np.testing.assert_array_equal(np.concatenate(parts), numbers.ravel())
     assert max(part.size for part in parts) * 4 <= most
     assert len(parts) == 1 or numbers.size * 4 > most
+
+
+FORK = """
+import multiprocessing
+import numpy as np, jstep
+saver = jstep.Saver("gs://bkt/run")
+saver.save({"global_step": np.int32(1), "w": np.ones(3, np.float32)})
+children = [multiprocessing.get_context("fork").Process(target=target) for target in (int, saver.wait)]
+for child in children:
+    child.start()
+    child.join(10)
+    print(child.exitcode, flush=True)
+    child.kill()
+saver.close()
+"""
+
+
+def test_a_child_that_is_forked_during_a_save_does_not_wait_for_it(gcs):
+    saved = threading.Event()
+
+    def hold(number):
+        if "pack" in gcs.seen[number - 1]:
+            saved.wait(60)
+
+    gcs.watch = hold
+    try:
+        with running_program(FORK) as parent:
+            assert [parent.stdout.readline() for _ in range(2)] == ["0\n", "0\n"]
+            saved.set()
+            assert parent.wait(timeout=60) == 0
+    finally:
+        saved.set()
+    assert jstep.Saver("gs://bkt/run").all_steps() == [1]
