@@ -122,7 +122,8 @@ class TransferQueue:
         waiting: Makes the context in which the device is waited for.
 
     Attributes:
-        owner: The hook to which something is being delivered, or whose `deliver` raised; None if neither.
+        owner: The hook to which something is being delivered; None otherwise.
+        failed_owner: The hook whose `deliver` raised last; None if none did.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class TransferQueue:
         self._queue: deque[tuple[int, Pending, Callable[[int, Any], None], Any]] = deque()
         self._waiting = waiting
         self.owner: Any = None
+        self.failed_owner: Any = None
 
     def add(self, step: int, pending: Pending, deliver: Callable[[int, Any], None], owner: Any) -> None:
         """Queue what belongs to a step; `deliver(step, what was read)` receives it, on behalf of a hook, the owner."""
@@ -148,7 +150,12 @@ class TransferQueue:
 
     def _next(self) -> None:
         step, pending, deliver, self.owner = self._queue.popleft()
-        with contextlib.nullcontext() if pending.is_ready() else self._waiting():
-            found = pending.read()
-        deliver(step, found)
-        self.owner = None
+        try:
+            with contextlib.nullcontext() if pending.is_ready() else self._waiting():
+                found = pending.read()
+            deliver(step, found)
+        except BaseException:
+            self.failed_owner = self.owner
+            raise
+        finally:
+            self.owner = None

@@ -197,7 +197,7 @@ class HookRunner:
                 transfers.deliver_all()
                 is_delivered = True
             except Exception as error:  # drop the failed row and deliver the others
-                errors.add(error, calling=(transfers.owner, "after_step"))
+                errors.add(error, calling=(transfers.failed_owner, "after_step"))
         errors.end(failed)
 
     def end(self) -> None:

@@ -197,7 +197,7 @@ def _doing(run: Run) -> str:
         at_step += f", after the update with batch {run.step - 1}"
     if run.calling is not None:
         hook, method = run.calling
-        hook = run.reports.transfers.owner or hook  # a hook may deliver the metrics of another
+        hook = run.reports.transfers.failed_owner or hook  # a hook may deliver the metrics of another
         return f"{at_step}, in {name_of(hook)}.{method}"
     if run.feeder is None:
         return f"at step {run.step}"

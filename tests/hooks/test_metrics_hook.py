@@ -340,7 +340,8 @@ def test_the_queue_knows_for_whom_it_waits():
     with pytest.raises(ZeroDivisionError):
         queue.deliver_all()
     assert seen == ["first", "first", "second", "second"]
-    assert queue.owner == "second"  # whose error it is
+    assert queue.owner is None  # nobody is waited for: what hangs from here on is not its `deliver`
+    assert queue.failed_owner == "second"  # whose error it is
     queue.add(2, Pending(lambda: True, lambda: None), lambda step, found: None, "third")
     queue.deliver_all()
     assert queue.owner is None
