@@ -167,14 +167,13 @@ class Worker:
             return len(self._jobs)
 
     def _do(self, job: _Job | Callable[[], None]) -> None:
+        size = 0
         if callable(job):
             job()
-            with self._changed:
-                self._changed.notify_all()  # it made room, as any job
-            return
-        what, step, wall_time, size = job
-        if self._broken is None:
-            self._write(what, step, wall_time)
+        else:
+            what, step, wall_time, size = job
+            if self._broken is None:
+                self._write(what, step, wall_time)
         if size or len(self._jobs) >= MAX_JOBS:  # otherwise nobody waits for room
             with self._changed:
                 self._bytes -= size

@@ -106,6 +106,36 @@ def test_number_of_pending_events_is_bounded(tmp_path, accumulate, patient):
     assert len(accumulate(tmp_path).Scalars("loss")) == 20
 
 
+def test_a_flush_makes_room_as_any_job(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker, "MAX_JOBS", 4)
+    released = threading.Event()
+    with SummaryWriter(tmp_path) as writer:
+        encode, jobs, changed = writer._worker._encode, writer._worker._jobs, writer._worker._changed
+        look = writer._worker._do_what_is_due
+
+        def look_when_none_has_room():
+            if len(jobs) > worker.MAX_JOBS:
+                wait_until(lambda: changed._waiters)  # the one who was woken in vain waits again
+            look()
+
+        writer._worker._encode = lambda *args: released.wait(60) and encode(*args)
+        writer._worker._do_what_is_due = look_when_none_has_room
+        writer.add_session_log("CHECKPOINT", 0)
+        wait_until(lambda: not jobs)  # the thread is busy
+        threads = [threading.Thread(target=writer.flush, daemon=True)]
+        threads[0].start()
+        wait_until(lambda: len(jobs) == 1)
+        for step in range(1, 5):
+            writer.add_session_log("CHECKPOINT", step)
+        threads += [threading.Thread(target=writer.add_session_log, args=("CHECKPOINT", 5), daemon=True)]
+        threads[1].start()
+        wait_until(lambda: changed._waiters)  # for room, which the flush makes
+        released.set()
+        for thread in threads:
+            thread.join(30)
+        assert not any(thread.is_alive() for thread in threads)
+
+
 def test_memory_of_pending_events_is_bounded(tmp_path, accumulate, monkeypatch, patient):
     monkeypatch.setattr(worker, "MAX_BYTES", 3000)
     picture = np.zeros((1, 32, 32, 1), np.uint8)
