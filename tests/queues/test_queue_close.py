@@ -138,6 +138,14 @@ class TestClose:
         assert sorted([call.wait(), *drain(queue)]) == list(range(5))
 
 
+class InterruptedAfterWait(threading.Condition):
+    """Ctrl-C just after a wait."""
+
+    def wait(self, timeout=None):
+        super().wait(timeout)
+        raise KeyboardInterrupt
+
+
 def use_condition(monkeypatch, condition):
     """Make queues wait by this class, and nobody else."""
     names = vars(threading) | {"Condition": condition}
@@ -180,13 +188,8 @@ class TestInterrupts:
     def test_wake_up_of_an_interrupted_call_is_passed_on(self, monkeypatch):
         queue = fifo()
 
-        class Interrupted(threading.Condition):
-            def wait(self, timeout=None):
-                super().wait(timeout)
-                raise KeyboardInterrupt
-
         with monkeypatch.context() as patch:
-            use_condition(patch, Interrupted)
+            use_condition(patch, InterruptedAfterWait)
             first = Call(queue.dequeue)
             wait_until_blocked(queue, dequeues=1)
         second = Call(queue.dequeue)
@@ -217,13 +220,8 @@ class TestInterrupts:
         queue = fifo(2)
         queue.enqueue(0)
 
-        class Interrupted(threading.Condition):
-            def wait(self, timeout=None):
-                super().wait(timeout)
-                raise KeyboardInterrupt
-
         with monkeypatch.context() as patch:
-            use_condition(patch, Interrupted)
+            use_condition(patch, InterruptedAfterWait)
             many = Call(queue.enqueue_many, np.arange(2))
             wait_until_blocked(queue, fills=1)
         behind = Call(queue.enqueue, 3)
