@@ -135,8 +135,12 @@ class Worker:
     def sync(self) -> None:
         """Flush what is in the file to the disk; the jobs of the queue, and the one that is written, continue."""
         with self._io:
-            if not self._ended:
-                self._sync()
+            if self._ended:
+                return
+            try:
+                self._sink.sync()
+            except Exception as error:
+                self._keep(error)
 
     def request_close(self) -> None:
         """Let the thread end after the queued jobs."""
@@ -223,12 +227,6 @@ class Worker:
                 self._sink.write(b"".join(buffer))
         except Exception as error:
             self._broken = error
-            self._keep(error)
-
-    def _sync(self) -> None:
-        try:
-            self._sink.sync()
-        except OSError as error:
             self._keep(error)
 
 

@@ -128,6 +128,25 @@ def test_a_disk_that_cannot_be_flushed_is_an_error_of_that_flush_alone(tmp_path,
     assert [event.step for event in events_of(writer)] == [0, 1]
 
 
+@pytest.mark.parametrize("call", ["flush", "settle"])
+def test_any_error_of_a_flush_to_disk_is_raised_and_the_thread_goes_on(tmp_path, monkeypatch, call):
+    def fails():
+        raise ValueError("a handle of another kind")
+
+    with SummaryWriter(tmp_path) as writer:
+        writer.add_summary(summary.scalar("loss", 1.0), 1)
+        with monkeypatch.context() as broken:
+            broken.setattr(writer._worker._sink, "sync", fails)
+            if call == "settle":
+                writer.settle()
+            with pytest.raises(ValueError, match="a handle of another kind") as caught:
+                writer.flush()
+        assert caught.value.__notes__ == [f"raised on the writer's thread of {writer.path}"]
+        writer.add_summary(summary.scalar("loss", 2.0), 2)
+        writer.flush()
+    assert [event.step for event in events_of(writer)] == [0, 1, 2]
+
+
 def test_close_raises_a_pending_error_once(tmp_path):
     writer = SummaryWriter(tmp_path, max_queue=1)
     writer._worker._sink._file = FullDisk(writer._worker._sink._file, room=0)
