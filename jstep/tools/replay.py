@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
-from jstep.core.checks import as_function, as_int, kind, shown
+from jstep.core.checks import as_function, as_int, kind, scoped, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_shapes
 from jstep.core.tracebacks import shortens_tracebacks
@@ -28,7 +28,7 @@ from jstep.loop.feeder import copied_batches
 from jstep.loop.programs import Programs
 from jstep.loop.stages import StageBoundaries, stages_of
 from jstep.loop.train import train
-from jstep.queues.queues import until_end
+from jstep.queues.queues import OutOfRangeError, until_end
 from jstep.state.global_step import global_step, require_alive
 from jstep.state.train_state import TrainState
 
@@ -258,17 +258,18 @@ def verify_resume(
     as_function(make_state, "make_state", "() -> TrainState")
     owner = owner_of(batches)
     position = None if owner is None else position_of(owner)
-    kept = owner is None and hasattr(batches, "__next__")
-    if kept:
-        # Read once. Its position would be lost with the process, which the report states.
-        batches = list(itertools.islice(until_end(batches), steps))
+    # An iterator is read once. Its position would be lost with the process, which the report states.
+    is_iterator = owner is None and hasattr(batches, "__next__")
+    kept = list(itertools.islice(until_end(batches), steps)) if is_iterator else None
 
     def run(count: int, saver: Saver | None = None) -> Bits:
         """Run up to a step, counted from that of the initial state."""
         state = fresh()
         with internal_transfers():
-            last = global_step(state) + count
-        state = train(train_step, state, batches, last, checkpoint_dir=saver, progress=False)
+            start = global_step(state)
+        last = start + count
+        source = batches if kept is None else functools.partial(_kept_batch, kept, start)
+        state = train(train_step, state, source, last, checkpoint_dir=saver, progress=False)
         with internal_transfers():
             missing = last - global_step(state)
         if missing:
@@ -289,24 +290,50 @@ def verify_resume(
             set_position(owner, position)
         return run(count, saver)
 
-    reference = run(steps)  # nothing is loaded, as in a run's first process
-    with tempfile.TemporaryDirectory() as directory, Saver(directory, async_save=False) as saver:
-        before = again(at, saver)
-        after = _bits_of(saver.restore(fresh()))
-        resumed = run(steps, saver)
+    with _each_warning_once():
+        reference = run(steps)  # nothing is loaded, as in a run's first process
+        with tempfile.TemporaryDirectory() as directory, Saver(directory, async_save=False) as saver:
+            before = again(at, saver)
+            after = _bits_of(saver.restore(fresh()))
+            resumed = run(steps, saver)
 
-    differing = _differing(reference, resumed)
-    if not differing:
-        if kept:
-            cause = (
-                "batches is an iterator without get_state and set_state: it was read once for both runs, but in a new "
-                "process its position is lost; use jstep.batches or a function of the step"
-            )
-            return ResumeReport(False, None, cause)
-        return ResumeReport(True)
-    starts_over = not kept and not source_of(batches, 0, 1).seekable
-    cause = _cause(before, after, reference, lambda: again(steps), differing, starts_over=starts_over)
-    return ResumeReport(False, differing[0], cause, tuple(differing))
+        differing = _differing(reference, resumed)
+        if not differing:
+            if is_iterator:
+                cause = (
+                    "batches is an iterator without get_state and set_state: it was read once for both runs, but in a "
+                    "new process its position is lost; use jstep.batches or a function of the step"
+                )
+                return ResumeReport(False, None, cause)
+            return ResumeReport(True)
+        starts_over = not is_iterator and not source_of(batches, 0, 1).seekable
+        cause = _cause(before, after, reference, lambda: again(steps), differing, starts_over=starts_over)
+        return ResumeReport(False, differing[0], cause, tuple(differing))
+
+
+@scoped
+def _each_warning_once() -> Iterator[None]:
+    """Context manager that logs a warning once, because the runs of a comparison repeat those of the first one."""
+    logged: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        is_repeated = record.levelno >= logging.WARNING and text in logged
+        logged.add(text)
+        return not is_repeated
+
+    _logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        _logger.removeFilter(is_new)
+
+
+def _kept_batch(kept: list[Any], start: int, step: int) -> Any:
+    """Return the batch of a step, of those that an iterator gave from the initial step on."""
+    if step - start >= len(kept):
+        raise OutOfRangeError(f"there are {len(kept)} batches")
+    return kept[step - start]
 
 
 def _cause(

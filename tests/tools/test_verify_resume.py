@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import logging
 import threading
 
 import jax
@@ -53,8 +54,43 @@ def test_grain_loader_resumes():
     assert verify(rows.repeat().batch(4).to_iter_dataset())
 
 
+def make_later_state():
+    return make_state(5)
+
+
 def test_state_with_a_later_initial_step():
-    assert verify(make_state=lambda: make_state().replace(global_step=jstep.create_global_step(5)))
+    assert verify(make_state=make_later_state)
+
+
+@pytest.mark.parametrize("number", [7, 5])
+def test_an_iterator_begins_at_a_later_initial_step(number):
+    """Its first batch is that of the first step of the runs, as it would be in `train`."""
+    given = []
+
+    def step(state, batch):
+        given.append(float(batch["x"][0, 0]))
+        return STEP(state, batch)
+
+    batches = (DATA[n] for n in range(number))
+    if number < 7:
+        with pytest.raises(ValueError, match="batches ended after 5 steps; steps=7 of them are needed"):
+            verify(batches, step, make_later_state)
+        return
+    report = verify(batches, step, make_later_state)
+    assert report.first_difference is None
+    assert "get_state and set_state" in report.cause
+    first = [float(DATA[n]["x"][0, 0]) for n in range(7)]
+    assert given == [*first, *first[:3], *first[3:]]
+
+
+def test_each_warning_of_a_loader_at_a_later_step_is_logged_once(caplog):
+    assert verify(Positioned(DATA.__getitem__, bytes), make_state=make_later_state)
+    assert [text for text in caplog.messages if "no position for the Positioned" in text] == [
+        "The run resumes at step 5, but there is no position for the Positioned in the checkpoint: its batches start "
+        "from its current position."
+    ]
+    logging.getLogger("jstep").warning(caplog.messages[0])
+    assert caplog.messages[-1] == caplog.messages[0]  # the filter is gone
 
 
 def test_integers_and_model_state_resume():
