@@ -123,7 +123,7 @@ class TransferQueue:
 
     Attributes:
         owner: The hook to which something is being delivered; None otherwise.
-        failed_owner: The hook whose `deliver` raised last; None if none did.
+        failed_owner: The hook whose `deliver` raised last, until that is noted; None otherwise.
     """
 
     def __init__(

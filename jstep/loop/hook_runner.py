@@ -197,7 +197,7 @@ class HookRunner:
                 transfers.deliver_all()
                 is_delivered = True
             except Exception as error:  # drop the failed row and deliver the others
-                errors.add(error, calling=(transfers.failed_owner, "after_step"))
+                errors.add(error, calling=(None, "after_step"))
         errors.end(failed)
 
     def end(self) -> None:
@@ -315,8 +315,12 @@ class Errors:
         self.all: list[Exception] = []
 
     def add(self, error: Exception, *, of_saver: bool = False, calling: tuple[Any, str] | None = None) -> None:
-        """Add the error of a call, by default of the one that is being made."""
-        self._calling = self._calling or calling or self._run.calling
+        """Add the error of a call, by default of the present one, or of the hook whose numbers it delivers."""
+        calling, transfers = calling or self._run.calling, self._run.reports.transfers
+        owner, transfers.failed_owner = transfers.failed_owner, None
+        if calling is not None and owner is not None:
+            calling = owner, calling[1]
+        self._calling = self._calling or calling
         self.are_of_savers = self.are_of_savers and of_saver
         self.all.append(error)
 

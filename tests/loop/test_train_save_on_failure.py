@@ -265,6 +265,20 @@ def test_a_second_failing_hook_is_a_note():
     assert "Additionally, also" in caught.value.__notes__
 
 
+def test_the_note_names_the_hook_that_failed_first_not_one_whose_numbers_were_delivered_later():
+    def fail(step, state, metrics):
+        jax.block_until_ready(metrics)  # the numbers are there when they are queued
+        raise KeyError("no")
+
+    def write(step, values):
+        raise OSError("also")
+
+    with pytest.raises(KeyError) as caught:
+        train(12, hooks=[jstep.every(5, fail), jstep.MetricsHook(write, every_n_steps=5)])
+    assert "Additionally, also" in caught.value.__notes__
+    assert "in every(5, " in note_of(caught.value)
+
+
 def test_a_donated_state_is_reported_as_lost():
     """The step fails on the device, after the state was donated."""
 
