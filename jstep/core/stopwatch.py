@@ -13,6 +13,8 @@ STARTING, STEPPING, WAITING = "starting", "stepping", "waiting"
 SAVING, EVALUATING, HOOKS = "saving", "evaluating", "hooks"
 PARTS = (STARTING, STEPPING, WAITING, SAVING, EVALUATING, HOOKS)
 """The parts that the time of one start is divided into."""
+FIRST_CALL = "first call"
+"""What the device's seconds per step of the first call of each stage are recorded as."""
 
 _VISITS = 64
 """The number of visits, or of calls of one thing, whose durations are kept."""
@@ -189,6 +191,10 @@ def doing(what: str) -> Iterator[None]:
         mine.pop()
         if not mine:
             del _of_threads[ident]
+
+
+taken = [0]
+"""The number of batches that the evaluators of this process have taken: it grows during a long evaluation."""
 
 
 def done_by(ident: int) -> frozenset[str]:

@@ -20,6 +20,7 @@ from jstep.core import trees
 from jstep.core.checks import kind, note, shown
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh, without_explicit_axes
 from jstep.core.placement import shape_of
+from jstep.core.stopwatch import taken
 from jstep.data.batches import Batches
 from jstep.data.sequence import BatchSequence
 from jstep.data.to_devices import as_shardings, copied, fitting, is_axes, over_axes, owners_of, place_rows, placement
@@ -208,10 +209,6 @@ def placed(batches: Iterable[Any], shardings: Any) -> Iterator[tuple[Any, ...]]:
             elif is_single:  # else it is the same on all processes, or global already
                 args = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), args)
         yield args
-
-
-taken = [0]
-"""The number of batches that the evaluators of this process have taken: it grows during a long evaluation."""
 
 
 def num_examples(args: Any) -> int | str:

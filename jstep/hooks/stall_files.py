@@ -11,7 +11,7 @@ from typing import Any
 
 from jstep.checkpoint.claims import is_alive, this_process
 from jstep.stores.files import is_directory, names_in, opened, remove_file, replace_file
-from jstep.stores.objects import Objects, is_url, join
+from jstep.stores.objects import Objects, absolute, is_url, join
 
 _logger = logging.getLogger("jstep")
 
@@ -91,7 +91,7 @@ class StallFiles:
     """
 
     def __init__(self, where: str | None, process: int, warn_secs: float) -> None:
-        self._where, self._process = where or "", process
+        self._where, self._process = absolute(where) if where else "", process
         self._folder = join(self._where, FOLDER)
         self.period = 10.0 if is_url(where) else min(15.0, max(0.25, warn_secs / 4))
         self._job: Any = None

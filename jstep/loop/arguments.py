@@ -19,7 +19,7 @@ from jstep.hooks.speed import StepCounterHook
 from jstep.loop.calls import AUTO
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import require_state
-from jstep.stores.objects import is_url
+from jstep.stores.objects import is_url, location
 
 LARGEST_STEP = int(np.iinfo(np.int32).max)
 _NO_END = "or None if the batches, a hook or a signal end the run"
@@ -50,6 +50,14 @@ class Options:
     def end(self) -> int | None:
         """The step at which the run ends; None if the batches, a hook or a signal end it."""
         return None if self.last_step == LARGEST_STEP else int(self.last_step)
+
+    @property
+    def where(self) -> str | None:
+        """The directory or URL of its checkpoints, or else that of its event files; None without either."""
+        if isinstance(self.checkpoint_dir, Saver):
+            return self.checkpoint_dir.directory
+        given = {"checkpoint_dir": self.checkpoint_dir, "logdir": self.logdir}
+        return next((location(place, name) for name, place in given.items() if place is not None), None)
 
     def for_batches(self, batches: Any) -> "Options":
         """The options for these batches: those that are made with the state allow one step a call.

@@ -2,24 +2,19 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jstep.core import trees
 from jstep.core.checks import note
-from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING
+from jstep.core.stopwatch import FIRST_CALL, HOOKS, STEPPING
 from jstep.hooks.base import RunHook
 from jstep.hooks.cadence import Due, next_call
 from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, is_public, name_of
 from jstep.hooks.stock import CheckpointSaverHook
-from jstep.loop.run import Run
+from jstep.loop.run import Calling, Run
 from jstep.loop.saving import ENDED, RunSaverHook
 from jstep.loop.stages import EndsAhead, StageBoundaries
-
-# Call hooks when they are due, and apply their results.
-
-FIRST_CALL = "first call"
-"""What the device's seconds per step of the first call of each stage are recorded as."""
 
 
 class HookRunner:
@@ -127,7 +122,7 @@ class HookRunner:
             watch.switch(HOOKS)
         for hook, look in pending:
             run.pending.remove((hook, look))  # one that raises is not called again
-            run.calling = (hook, "after_step")
+            run.calling = Calling(hook, "after_step")
             try:
                 if not look():
                     run.pending.append((hook, look))
@@ -137,22 +132,22 @@ class HookRunner:
             hook = due.hook
             if not due.now(step):
                 continue
-            part = part_of(hook)
-            began = watch.switch(part)
+            calling = Calling(hook, "after_step")
+            began = watch.switch(calling.part)
             due.called = step
             is_saver = isinstance(hook, CheckpointSaverHook)
             if errors.all and is_saver and not errors.are_of_savers:
                 continue  # the handler of the error saves
-            run.calling = (hook, "after_step")
+            run.calling = calling
             if not isinstance(hook, RunHook):
                 run.reports.sums.flush()
             try:
                 self._apply(hook, hook.after_step(step, run.state, run.metrics))
                 if errors.all:
                     continue
-                run.calling = (hook, "next_due")
+                run.calling = Calling(hook, "next_due")
                 due.done(step)
-                self._record(hook, "after_step", began)
+                self._record(calling, began)
             except Exception as error:
                 errors.add(error, of_saver=is_saver)
         if watch.current != STEPPING:
@@ -182,7 +177,7 @@ class HookRunner:
         pending, run.pending = run.pending, []
         last = {id(due.hook): due.hook for due in self._due if due.at_last(run.step)}  # each once
         for hook, look in [*pending, *((hook, None) for hook in last.values())]:
-            run.calling = (hook, "after_step")
+            run.calling = Calling(hook, "after_step")
             try:
                 with run.watch.part(HOOKS):
                     if look is not None:
@@ -197,7 +192,7 @@ class HookRunner:
                 transfers.deliver_all()
                 is_delivered = True
             except Exception as error:  # drop the failed row and deliver the others
-                errors.add(error, calling=(None, "after_step"))
+                errors.add(error, calling=Calling(None, "after_step"))
         errors.end(failed)
 
     def end(self) -> None:
@@ -244,7 +239,7 @@ class HookRunner:
         """Save the state by each of these savers; return whether each has saved it, or its error."""
         run, outcomes = self._run, list[tuple[Any, bool | Exception]]()
         for hook in savers:
-            run.calling = (hook, "save")
+            run.calling = Calling(hook, "save")
             try:
                 outcomes.append((hook, hook.save(run.step, run.state, wait=True)))
             except Exception as error:
@@ -252,26 +247,20 @@ class HookRunner:
         run.calling = None
         return outcomes
 
-    def before_save(self, step: int) -> bool:
-        """Deliver all pending metrics before a checkpoint; return whether a hook prevents the save."""
-        self._run.reports.transfers.deliver_all()
-        hooks = [hook for hook in self._hooks if isinstance(hook, RunHook)]
-        return True in [bool(hook.before_save(step)) for hook in hooks]  # a list: each hook must be called
-
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
-        run, part = self._run, part_of(hook)
-        run.calling = (hook, method)
+        run, calling = self._run, Calling(hook, method)
+        run.calling = calling
         began = run.watch.clock()
-        with contextlib.nullcontext() if isinstance(hook, RunSaverHook) else run.watch.part(part):
+        with contextlib.nullcontext() if isinstance(hook, RunSaverHook) else run.watch.part(calling.part):
             result = getattr(hook, method)(*args)
-        self._record(hook, method, began)
+        self._record(calling, began)
         run.calling = None
         return result
 
-    def _record(self, hook: Any, method: str, began: float) -> None:
+    def _record(self, calling: Calling, began: float) -> None:
         """Keep how long a call took, unless the hook measures itself."""
-        if (part := part_of(hook)) != STEPPING:
-            self._run.watch.record(thing_of(hook, method, part), began)
+        if calling.part != STEPPING:
+            self._run.watch.record(calling.thing, began)
 
     def ends(self, boundaries: StageBoundaries) -> EndsAhead:
         """The steps at which calls must end, also those at which a hook is due. Close it after the run."""
@@ -280,7 +269,7 @@ class HookRunner:
         def due_after(step: int) -> int:
             due = NEVER
             for hook in known:
-                run.calling = (hook, "next_due")
+                run.calling = Calling(hook, "next_due")
                 try:
                     due = min(due, next_call(hook, step)[1])
                 except Exception as error:  # raised once the run is there
@@ -310,16 +299,16 @@ class Errors:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._calling: tuple[Any, str] | None = None
+        self._calling: Calling | None = None
         self.are_of_savers = True
         self.all: list[Exception] = []
 
-    def add(self, error: Exception, *, of_saver: bool = False, calling: tuple[Any, str] | None = None) -> None:
+    def add(self, error: Exception, *, of_saver: bool = False, calling: Calling | None = None) -> None:
         """Add the error of a call, by default of the present one, or of the hook whose numbers it delivers."""
         calling, transfers = calling or self._run.calling, self._run.reports.transfers
         owner, transfers.failed_owner = transfers.failed_owner, None
         if calling is not None and owner is not None:
-            calling = owner, calling[1]
+            calling = calling._replace(hook=owner)
         self._calling = self._calling or calling
         self.are_of_savers = self.are_of_savers and of_saver
         self.all.append(error)
@@ -339,18 +328,6 @@ class Errors:
                 raise error
             finally:
                 del error  # breaks the reference cycle with this frame, which its traceback holds
-
-
-def part_of(hook: Any) -> str:
-    """The category of time that a hook counts as."""
-    return hook.part if isinstance(hook, RunHook) else HOOKS
-
-
-def thing_of(hook: Any, method: str, part: str) -> Hashable:
-    """The name under which durations of calls are recorded: saves, the evaluations of one hook, one method of it."""
-    if part == HOOKS or method == "begin":
-        return id(hook), method
-    return (id(hook), EVALUATING) if part == EVALUATING else SAVING
 
 
 def _acts(hook: Any) -> bool:

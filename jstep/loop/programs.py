@@ -170,6 +170,7 @@ class Programs:
         after_first: Functions that are called after the first call of each stage.
         compiling: A context for the time in which the loop waits for a program of the name that it is given.
         tracing: Held while a program for new shapes is traced, by whichever thread needs it first.
+        compiled: What the thread that runs the loop has compiled.
         may_leave_call: Whether a signal was received, so that the run need not wait for the program of a call.
         may_be_left: Whether the next call's program is being traced, which a signal may interrupt: nothing is lost.
     """
@@ -213,7 +214,7 @@ class Programs:
         self._beginning = contextlib.ExitStack()  # for the time of the first call of a program
         # A step that is not compiled may make arrays of equal shapes from batches of different ones.
         self._agreed = None if processes.is_single_process() or self.on_device else processes.AgreedShapes()
-        self._compiled = compiled_here()  # by the thread that runs the loop
+        self.compiled = compiled_here()
         self._size = 0.0  # of the steps' caches of compiled programs
         self._watch = Stopwatch() if watch is None else watch
         self._as_starting = functools.partial(self._watch.part, STARTING)
@@ -314,7 +315,7 @@ class Programs:
 
     def __call__(self, state: Any, call: Call) -> Any:
         """Run the steps of a call; return the new state and the metrics of its last step."""
-        program, compiled = call.program, self._compiled
+        program, compiled = call.program, self.compiled
         is_new, before, seconds = not program.is_called, compiled.programs, compiled.seconds
         if self._agreed is not None:
             self._agreed.check(state, call.args, program)
@@ -402,7 +403,7 @@ class Programs:
         """The number of programs that the steps have compiled, as far as they say it."""
         steps = {id(one.step): one.step for one in list(self._programs.values())}
         sizes = [getattr(step, "_cache_size", None) for step in steps.values()]
-        return sum(self._compiled.programs if size is None else size() for size in sizes)
+        return sum(self.compiled.programs if size is None else size() for size in sizes)
 
     def _look(self, call: Call, state: Any) -> None:
         """Begin the next compilation ahead, and call those that look at each call."""

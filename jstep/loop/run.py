@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Hashable
+from typing import Any, NamedTuple
 
 from jstep.core import trees
-from jstep.core.stopwatch import STEPPING, Stopwatch
+from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING, Stopwatch
 from jstep.evaluating.evaluator import EvaluationHook
+from jstep.hooks.base import RunHook
+from jstep.hooks.hook import name_of
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.numbers import TransferQueue
@@ -22,6 +24,40 @@ from jstep.loop.programs import Programs
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.stages import TrainSteps
 from jstep.state.train_state import TrainState
+
+
+class Calling(NamedTuple):
+    """A call of a hook.
+
+    Attributes:
+        hook: The hook.
+        method: The method.
+    """
+
+    hook: Any
+    method: str
+
+    @property
+    def name(self) -> str:
+        """The name of the hook."""
+        return name_of(self.hook)
+
+    @property
+    def is_users(self) -> bool:
+        """Whether it is not a hook of jstep's."""
+        return not isinstance(self.hook, RunHook)
+
+    @property
+    def part(self) -> str:
+        """The part of the run's time that it counts as."""
+        return HOOKS if self.is_users else str(self.hook.part)
+
+    @property
+    def thing(self) -> Hashable:
+        """What its duration is recorded as: a save, an evaluation of the hook, or this method of it."""
+        if self.part == HOOKS or self.method == "begin":
+            return id(self.hook), self.method
+        return (id(self.hook), EVALUATING) if self.part == EVALUATING else SAVING
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -40,7 +76,7 @@ class Run(RunInfo):
         feeder: The calls of the run; None if it takes no step.
         fetched: Counts the batches that were fetched.
         in_flight: The calls that the device has not finished.
-        calling: The hook and the method that is being called, or that raised; None if none is.
+        calling: The call of a hook that is being made, or that raised; None if none is.
     """
 
     options: Options
@@ -54,7 +90,7 @@ class Run(RunInfo):
     feeder: BatchFeeder | None = None
     fetched: FetchCounter = dataclasses.field(default_factory=FetchCounter)
     in_flight: InFlight = dataclasses.field(default_factory=InFlight)
-    calling: tuple[Any, str] | None = None
+    calling: Calling | None = None
 
     @property
     def first(self) -> int:
@@ -95,7 +131,9 @@ class Run(RunInfo):
 
     def before_save(self, step: int) -> bool:
         """Deliver what is pending; return whether a hook prevents the save."""
-        return bool(self.runner.before_save(step))
+        self.reports.transfers.deliver_all()
+        hooks = [hook for hook in self.hooks if isinstance(hook, RunHook)]
+        return True in [bool(hook.before_save(step)) for hook in hooks]  # a list: each hook must be called
 
     def before_off_cadence(self) -> None:
         """Keep the position of batches that are made with the state as it is now."""

@@ -22,13 +22,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jstep.checkpoint.saver import Saver
-from jstep.core.checks import as_number
 from jstep.core.meshes import Thread, in_background
 from jstep.core.stopwatch import (
     AGREEING,
     AGREEING_ON_SHAPES,
     EVALUATING,
+    FIRST_CALL,
     MAKING,
     SAVING,
     STARTING,
@@ -38,17 +37,12 @@ from jstep.core.stopwatch import (
     WAITING_FOR_ROOM,
     doers,
     done_by,
+    taken,
 )
-from jstep.evaluating.evaluation_batches import taken
-from jstep.hooks.base import RunHook
-from jstep.hooks.hook import Hook, name_of
-from jstep.hooks.run_info import BEGINNING, ENDING
 from jstep.hooks.stall_files import CALL, WITH_OTHERS, StallFiles, silent
-from jstep.loop.compiler import compiled_here
-from jstep.loop.hook_runner import FIRST_CALL, part_of, thing_of
-from jstep.loop.run import Observer, Run
+from jstep.hooks.stock import StallHook
+from jstep.loop.run import Calling, Observer, Run
 from jstep.loop.stopping import save_while_it_hangs
-from jstep.stores.objects import absolute, location
 from jstep.stores.timeline import STALL
 
 EXIT_CODE = 75
@@ -62,53 +56,6 @@ _MAY_BE_RARE = (_SAVE, _EVALUATION, _HOOK)
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (*(path + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name), "<frozen")
 _logger = logging.getLogger("jstep")
-
-
-class StallHook(Hook):
-    """A hook that says what a run that hangs waits for, and that can end it.
-
-    `train` has one with the default settings; one among `hooks` replaces it. A thread looks about once a second at what
-    the main thread is in: waiting for a batch, in a call of the step, compiling, restoring, saving, in an evaluation,
-    in a hook, or waiting for other processes. A *stall* is one of these that has lasted longer than
-
-    limit = max(warn_secs, min(factor · usual, usual + 10 · warn_secs)),
-
-    where *usual* is the longest of the last 64 of the same thing (for batches and calls, the median) and of all stalls
-    of a hook, an evaluation or a save that were reported and ended. What has not been seen before, such as the first
-    compilation or a restore, may take 10 · warn_secs, and time in which the process computes counts a tenth. Time in
-    which the process was stopped, or the machine slept, does not count. A hang that holds the interpreter's lock is
-    seen by the other processes only.
-
-    Each stall is a warning, repeated at twice, four times, eight times … its age. If the run has a directory, it is
-    also a file `stalls/PROCESS.json` there, which the other processes read, and so does `python -m jstep stalls`; see
-    [When a run hangs](../help/stalls.md).
-
-    Args:
-        warn_secs: Seconds that nothing is shorter than that is called a stall; None to watch nothing.
-        exit_secs: Seconds of one stall after which the process ends with exit code 75, for a launcher that starts it
-            again; None to wait forever. It writes the stacks of all threads first. If this is the only process, and it
-            hangs in the data loader or in a hook of yours, it also saves the last complete state.
-        factor: How many times longer than usual anything may take.
-
-    Raises:
-        TypeError: An argument is not a number.
-        ValueError: An argument is not positive and finite, or exit_secs is not above warn_secs.
-
-    Example:
-        >>> import jax.numpy as jnp, jstep
-        >>> optimizer = jstep.gradient_descent(0.25)
-        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
-        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
-        >>> hooks = [jstep.StallHook(warn_secs=60.0, exit_secs=1800.0)]
-        >>> state = jstep.train(train_step, state, lambda step: jnp.ones(()), last_step=3, hooks=hooks)
-    """
-
-    def __init__(self, *, warn_secs: float | None = 60.0, exit_secs: float | None = None, factor: float = 30.0) -> None:
-        self.warn_secs = None if warn_secs is None else as_number(warn_secs, "warn_secs", low=0, above=True)
-        self.exit_secs = None if exit_secs is None else as_number(exit_secs, "exit_secs", low=0, above=True)
-        self.factor = as_number(factor, "factor", low=0, above=True)
-        if self.exit_secs is not None and (self.warn_secs is None or self.exit_secs <= self.warn_secs):
-            raise ValueError(f"exit_secs={exit_secs}, warn_secs={warn_secs}: exit_secs must be above warn_secs")
 
 
 @dataclasses.dataclass
@@ -154,8 +101,7 @@ class StallWatch(Observer):
         self._every = min(1.0, self._warn / 4)
         self._process, self._processes = jax.process_index(), jax.process_count()
         self._who = f"process {self._process} of {self._processes} (host {socket.gethostname()})"
-        place: Any = run.options.checkpoint_dir or run.options.logdir
-        where = place.directory if isinstance(place, Saver) else place and absolute(location(place, "logdir"))
+        where = run.options.where
         self._files = StallFiles(where, self._process, self._warn)
         self._has_files, self._is_shared = bool(where), bool(where) and self._processes > 1
         self._over, self._thread = threading.Event(), Thread(target=self._watch, name="jstep-stalls", daemon=True)
@@ -168,7 +114,6 @@ class StallWatch(Observer):
         self._survived: dict[Hashable, float] = {}  # how long the longest stall of a thing lasted that was reported
         if self._warn:
             self._ident, self._caller = threading.get_ident(), sys._getframe(1).f_code
-            self._compiled = compiled_here()
             self._thread.start()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -288,26 +233,29 @@ class StallWatch(Observer):
 
     def _of_run(self, *, is_tracing: bool) -> Wait:
         run = self.run
-        step, feeder, phase, part = run.step, run.feeder, run.phase, run.watch.current
-        hook, method = run.calling or (None, "")
-        hook = run.reports.transfers.owner or hook  # a hook may deliver the metrics of another
-        thing: Hashable = thing_of(hook, method, part_of(hook))
+        step, feeder, part = run.step, run.feeder, run.watch.current
+        calling, owner = run.calling, run.reports.transfers.owner
+        if owner is not None:  # a hook may deliver the metrics of another
+            calling = Calling(owner, "" if calling is None else calling.method)
+        thing = None if calling is None else calling.thing
         if thing == SAVING or (part == SAVING and run.runner is not None):
             return Wait(_SAVE, f"saving step {step}", (SAVING, step), SAVING)
-        if thing == (id(hook), EVALUATING):
-            return Wait(_EVALUATION, f"in an evaluation at step {step}", (thing, step, taken[0]), thing)
-        if hook is not None:
-            return Wait(_HOOK, f"in the hook {name_of(hook)} at step {step}", (thing, step), thing)
-        if phase == BEGINNING:
+        if calling is not None:
+            if thing == (id(calling.hook), EVALUATING):
+                return Wait(_EVALUATION, f"in an evaluation at step {step}", (thing, step, taken[0]), thing)
+            return Wait(_HOOK, f"in the hook {calling.name} at step {step}", (thing, step), thing)
+        if run.is_over:
+            return Wait(_CLOSE, f"closing after step {step}", _CLOSE, _CLOSE)
+        if feeder is None:
             if run.resumed.is_begun and run.resumed.latest is not None and run.restored is None:
                 return Wait("restore", f"restoring step {run.resumed.latest}", "restore", "restore")
             what = f"starting at step {step}" if run.resumed.is_begun else "starting: it looks for checkpoints"
             return Wait(_START, what, what, _START)
-        if phase == ENDING or feeder is None:
-            return Wait(_CLOSE, f"closing after step {step}", _CLOSE, _CLOSE)
         waits_for_compiler = part == STARTING and (step > run.first or run.programs.first_compiler is not None)
         is_checking = run.runner.is_checking
-        compiles = is_tracing or waits_for_compiler or (not is_checking and self._compiled.unfinished >= feeder.got)
+        compiles = (
+            is_tracing or waits_for_compiler or (not is_checking and run.programs.compiled.unfinished >= feeder.got)
+        )
         if run.programs.tracing.locked() or (compiles and not feeder.waiting):
             return Wait(_COMPILE, f"compiling step {step}'s program", (_COMPILE, step), _COMPILE)
         if feeder.waiting:
@@ -388,12 +336,14 @@ class StallWatch(Observer):
 
     def _exit(self, wait: Wait) -> None:
         """End the process; nothing here may wait long for what hangs."""
-        run, hook = self.run, (self.run.calling or (None,))[0]
+        run = self.run
         _say(f"{self._who} has been {wait.what} for {_secs(wait.age)} s: it ends with exit code {EXIT_CODE}")
         _in_time(lambda: faulthandler.dump_traceback(2, all_threads=True))
         _in_time(lambda: self._record(wait))
         self._files.settle(lambda: {**self._fields(wait, most=1000), "exit_code": EXIT_CODE})
-        is_users = wait.kind in (_BATCH, _EVALUATION) or (wait.kind == _HOOK and not isinstance(hook, RunHook))
+        is_users = wait.kind in (_BATCH, _EVALUATION) or (
+            wait.kind == _HOOK and (run.calling is None or run.calling.is_users)
+        )
         if is_users and self._processes == 1 and run.saver is not None and run.step > run.first:
             usual = max(run.watch.lasted[SAVING], default=None)
             limit = 10 * self._warn if usual is None else max(self._warn, 3 * usual)

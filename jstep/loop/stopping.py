@@ -27,7 +27,7 @@ from jstep.core.checks import note
 from jstep.distributed import processes
 from jstep.hooks.hook import name_of
 from jstep.loop.hook_runner import Errors
-from jstep.loop.run import Run
+from jstep.loop.run import Calling, Run
 from jstep.loop.saving import STOPPED, RunSaverHook, why_not_finite, why_position_lost
 from jstep.state.train_state import TrainState
 
@@ -89,7 +89,7 @@ def exit_on_signal(run: Run) -> NoReturn:
     outcomes, errors = run.runner.save(savers), Errors(run)
     for hook, outcome in outcomes:
         if isinstance(outcome, Exception):
-            errors.add(outcome, calling=(hook, "save"))
+            errors.add(outcome, calling=Calling(hook, "save"))
     errors.end()
     if len(savers) < len(run.savers):
         run.before_save(run.step)  # `NanLossHook` raises a more specific error
@@ -143,7 +143,7 @@ def rescue(run: Run, error: BaseException) -> None:
 
 def save_while_it_hangs(run: Run) -> str:
     """Save the last complete state, by another thread than the loop's, and return the outcome, for the log."""
-    step, (hook, method) = run.step, run.calling or (None, "")
+    step, calling = run.step, run.calling
     try:
         saver = next(saver for saver in run.savers if isinstance(saver, RunSaverHook))
         why = "" if saver.allows_nonfinite else why_not_finite(run)
@@ -152,8 +152,9 @@ def save_while_it_hangs(run: Run) -> str:
         saver.save_alone(step, run.state)
     except Exception as error:
         return f"step {step} could not be saved: {_text(error)}"
-    later = run.runner.not_called() if method == "after_step" else []
-    missed = [f"{name_of(hook)} did not return"] * (hook is not None) + [f"{name} was not called" for name in later]
+    missed = [] if calling is None else [f"{calling.name} did not return"]
+    if calling is not None and calling.method == "after_step":
+        missed += [f"{name} was not called" for name in run.runner.not_called()]
     name = checkpoint_name(saver.prefix, step)
     return "; ".join([f"step {step} is saved as {name}, with the states of hooks of the save before", *missed])
 
@@ -196,9 +197,8 @@ def _doing(run: Run) -> str:
     if run.step > run.first:
         at_step += f", after the update with batch {run.step - 1}"
     if run.calling is not None:
-        hook, method = run.calling
-        hook = run.reports.transfers.failed_owner or hook  # a hook may deliver the metrics of another
-        return f"{at_step}, in {name_of(hook)}.{method}"
+        hook = run.reports.transfers.failed_owner or run.calling.hook  # a hook may deliver the metrics of another
+        return f"{at_step}, in {name_of(hook)}.{run.calling.method}"
     if run.feeder is None:
         return f"at step {run.step}"
     if run.feeder.waiting:
@@ -207,9 +207,6 @@ def _doing(run: Run) -> str:
     is_over = run.signals.received is not None or run.step >= run.options.last_step
     if is_over or run.runner.is_checking or run.stopped_by is not None:
         return at_step
-    return f"{at_step}, while running the step on {_batches(run.step, run.feeder.steps)}"
-
-
-def _batches(first: int, steps: int) -> str:
-    """`batch 7`, or `batches 7 to 9`."""
-    return f"batch {first}" if steps == 1 else f"batches {first} to {first + steps - 1}"
+    first, steps = run.step, run.feeder.steps
+    batches = f"batch {first}" if steps == 1 else f"batches {first} to {first + steps - 1}"
+    return f"{at_step}, while running the step on {batches}"

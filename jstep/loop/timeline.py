@@ -6,10 +6,8 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint.saver import Saver
 from jstep.core import stopwatch
 from jstep.loop.run import Observer, Run
-from jstep.stores.objects import location
 from jstep.stores.timeline import AGAIN, START, TIMES, VERSION, Timeline
 
 _EVERY_SECS = 1.0
@@ -27,12 +25,7 @@ class TimelineRecorder(Observer):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        options = run.options
         self._wall = stopwatch.CLOCKS.wall() - sum(run.watch.seconds().values())
-        self._directory: Any = options.checkpoint_dir if options.checkpoint_dir is not None else options.logdir
-        self._prefix = options.checkpoint_prefix
-        if isinstance(self._directory, Saver):
-            self._directory, self._prefix = self._directory.directory, self._directory.prefix
         self._timeline: Timeline | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="jstep-timeline", daemon=True)
@@ -49,13 +42,14 @@ class TimelineRecorder(Observer):
 
     def opened(self) -> None:
         """Write the first line."""
-        if self._directory is None or jax.process_index() != 0:
+        run, where = self.run, self.run.options.where
+        if where is None or jax.process_index() != 0:
             self.run.watch.stop()
             return
         try:
-            self._timeline = Timeline(location(self._directory, "checkpoint_dir"), self._prefix)
+            self._timeline = Timeline(where, run.options.checkpoint_prefix if run.saver is None else run.saver.prefix)
         except OSError as error:
-            _logger.warning("%s: the times of this run cannot be kept: %s", self._directory, error)
+            _logger.warning("%s: the times of this run cannot be kept: %s", where, error)
             self.run.watch.stop()
             return
         self.run.reports.timeline = self._timeline

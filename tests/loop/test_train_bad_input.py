@@ -41,6 +41,8 @@ WRONG = [
     ({"log_steps": 2.5}, TypeError, "log_steps=2.5: must be an integer"),
     ({"checkpoint_prefix": "a/b"}, ValueError, "prefix"),
     ({"checkpoint_dir": 3}, TypeError, "directory"),
+    ({"checkpoint_dir": "ftp://x"}, ValueError, "^checkpoint_dir='ftp://x': must be a path"),
+    ({"logdir": "ftp://x", "checkpoint_dir": None}, ValueError, "^logdir='ftp://x': must be a path"),
     ({"logdir": 3}, TypeError, "logdir=3: must be a directory or a URL, got an int"),
     (
         {"batch_sharding": "data"},
