@@ -13,7 +13,7 @@ import shlex
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -201,8 +201,9 @@ class ObjectStore(Store):
 
     def wait(self) -> None:
         """See `Store.wait`."""
-        save, self._save = self._save, None
-        if save is not None:
+        if self._save is not None:
+            self._save.join()  # Ctrl-C leaves the save in progress, and the next call waits for it
+            save, self._save = self._save, None
             save.wait()
 
     def abandon(self, path: str) -> None:
@@ -249,9 +250,9 @@ class ObjectStore(Store):
             _logger.warning("old checkpoints in %s stay because they cannot be deleted: %s", self.directory, error)
 
     def close(self, wait: bool = True) -> None:
-        """See `Store.close`."""
-        if not wait and self._save is not None:
-            self._save.detach()
+        """See `Store.close`. The claim is held until a save that Ctrl-C has not let end has ended."""
+        if self._save is not None:
+            (self._save.join if wait else self._save.detach)()
         super().close(wait)
 
 
@@ -305,21 +306,23 @@ class ObjectSave:
         IN_FLIGHT[self.folder] = self
         finish_at_exit()
         self._pid = os.getpid()
-        self._done: Future[None] = in_background(self._run, name=f"jstep-save-{name}", daemon=True)
+        self._done: futures.Future[None] = in_background(self._run, name=f"jstep-save-{name}", daemon=True)
 
     def detach(self) -> None:
         """Let the interpreter exit without waiting for the save."""
         IN_FLIGHT.pop(self.folder, None)
 
+    def join(self) -> None:
+        """Wait for the save to end, whether it fails or not; in a fork, whose parent saves, do nothing."""
+        if self._pid == os.getpid():
+            futures.wait([self._done])
+
     def wait(self) -> None:
-        """Wait for the save to end, and raise its error if it failed; in a fork, whose parent saves, do nothing."""
-        if self._pid != os.getpid():
-            return
-        try:
+        """Wait as `join` does, and raise the error of a save that failed."""
+        self.join()  # after Ctrl-C, the interpreter waits for the save, and logs its error
+        if self._pid == os.getpid():
+            self.detach()
             self._done.result()
-        finally:
-            if self._done.done():  # not after Ctrl-C: the interpreter waits for it, and logs its error
-                self.detach()
 
     def _run(self) -> None:
         index, count = self._process

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import signal
 import threading
 
 import jax
@@ -112,6 +113,60 @@ def test_the_interpreter_does_not_wait_for_a_saver_that_was_closed_without_waiti
     assert not IN_FLIGHT
     released.set()
     assert saver.all_steps() == [1]
+
+
+@pytest.fixture
+def interrupted(gcs):
+    """A Saver whose second save is in progress until `released` is set, after Ctrl-C in `wait`."""
+    released = threading.Event()
+
+    def hold(number):
+        if "model-2" in gcs.seen[number - 1] and "pack" in gcs.seen[number - 1]:
+            released.wait(30)
+
+    saver = jstep.Saver("gs://bkt/run")
+    saver.save(state_at(1))
+    saver.wait()
+    gcs.watch = hold
+    saver.save(state_at(2))
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        saver.wait()
+    signal.signal(signal.SIGINT, handler)
+    yield saver, released
+    released.set()
+    saver.close()
+
+
+@pytest.mark.parametrize("call", [jstep.Saver.wait, jstep.Saver.latest_step, jstep.Saver.close])
+def test_the_call_after_ctrl_c_waits_for_the_save_in_progress(interrupted, gcs, call):
+    saver, released = interrupted
+    there = []
+    threading.Timer(0.2, lambda: (there.extend(gcs.keys()), released.set())).start()
+    call(saver)
+    assert "run/~claims/model" in there, "the claim is held while the save is in progress"
+    assert "run/model-2/manifest.json" not in there
+    assert "run/model-2/manifest.json" in gcs.keys()
+
+
+def test_a_second_ctrl_c_while_a_saver_is_closed_does_not_release_the_claim_of_a_save_in_progress(interrupted, gcs):
+    saver, released = interrupted
+    there = []
+    threading.Timer(0.2, lambda: (there.extend(gcs.keys()), released.set())).start()
+    saver._store.close()
+    assert "run/~claims/model" in there
+    assert "run/~claims/model" not in gcs.keys()
+
+
+def test_the_call_after_ctrl_c_raises_the_error_of_the_save_in_progress(interrupted, gcs):
+    saver, released = interrupted
+    gcs.fail = [("POST", "", 403, 99)]
+    released.set()
+    with pytest.raises(jstep.CheckpointError, match=r"model-2 was not saved.*the newest is gs://bkt/run/model-1\."):
+        saver.wait()
+    gcs.fail = []
+    assert saver.latest_step() == 1
 
 
 @pytest.mark.thorough(except_for=["s3-True"])
