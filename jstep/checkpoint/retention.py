@@ -176,10 +176,14 @@ class Retention:
         return self._known.get(step)
 
     def delete(self, step: int, path: str) -> None:
-        """Delete the checkpoint of a step."""
-        evict(self._store, path)
+        """Delete the checkpoint of a step.
+
+        Raises:
+            OSError: The storage refuses it.
+        """
         self._complete.discard(step)
         self._known.pop(step, None)
+        self._store.erase(self._store.hide(path))
 
     def evictable(self) -> list[str]:
         """Return the paths of the checkpoints that are not kept permanently, lowest step first."""

@@ -1,6 +1,7 @@
 """`Saver`: writing of checkpoints, one at a time in the background."""
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -396,6 +397,7 @@ class Saver:
         Raises:
             CheckpointError: Another Saver writes this prefix, or a save failed in the background.
             FileNotFoundError: There is no checkpoint of this step.
+            OSError: The storage refuses it.
             ValueError: The Saver is closed.
         """
         with self._lock:
@@ -406,9 +408,11 @@ class Saver:
                 raise FileNotFoundError(
                     f"step={step}: there is no checkpoint {name(self.prefix, step)} in {self.directory}"
                 )
-            if jax.process_index() == 0 and path is not None:
-                self._retention.delete(step, path)
-            processes.any_process(False)  # the others return when it is deleted
+            assert path is not None
+            delete = functools.partial(self._retention.delete, step, path)
+            problem = f"{path} was not deleted; see the error of process 0"
+            # The other processes return when it is deleted.
+            processes.on_all_processes(delete if jax.process_index() == 0 else lambda: None, problem, CheckpointError)
 
     def all_steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, in ascending order."""

@@ -1,5 +1,6 @@
 """Errors of `Saver`: bad arguments, states that cannot be saved, and failed background saves."""
 
+import errno
 import logging
 import os
 import pathlib
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from checkpoint_states import failing_saves, held_saves, listing, save_all, state_at
-from file_operations import before
+from file_operations import before, failing
 
 from jstep import checkpoint
 from jstep.checkpoint.manifest import CheckpointError
@@ -119,6 +120,16 @@ class TestErrors:
                 saver.save(state_at(2))
             save_all(saver, [3])
         assert listing(tmp_path) == ["model-1", "model-3"]
+
+    def test_a_deletion_that_the_disk_refuses_raises_its_error(self, tmp_path):
+        with Saver(tmp_path) as saver:
+            save_all(saver, [1, 2])
+            refused = before("os.rename", f"{tmp_path}/model-1", failing(errno.EPERM), times=1)
+            with refused, pytest.raises(PermissionError, match="model-1"):
+                saver.delete(1)
+            assert saver.all_steps() == [1, 2]
+            saver.delete(1)
+            assert saver.all_steps() == [2]
 
     def test_saves_from_many_threads(self, tmp_path):
         with Saver(tmp_path, max_to_keep=None) as saver:

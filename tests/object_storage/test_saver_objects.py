@@ -130,8 +130,9 @@ def interrupted(gcs):
     gcs.watch = hold
     saver.save(state_at(2))
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupt = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    interrupt.start()
     with pytest.raises(KeyboardInterrupt):
-        threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
         saver.wait()
     signal.signal(signal.SIGINT, handler)
     yield saver, released
@@ -147,7 +148,7 @@ def test_the_call_after_ctrl_c_waits_for_the_save_in_progress(interrupted, gcs, 
     call(saver)
     assert "run/~claims/model" in there, "the claim is held while the save is in progress"
     assert "run/model-2/manifest.json" not in there
-    assert "run/model-2/manifest.json" in gcs.keys()
+    assert gcs.keys("run/model-2/manifest.json")
 
 
 def test_a_second_ctrl_c_while_a_saver_is_closed_does_not_release_the_claim_of_a_save_in_progress(interrupted, gcs):
@@ -156,7 +157,7 @@ def test_a_second_ctrl_c_while_a_saver_is_closed_does_not_release_the_claim_of_a
     threading.Timer(0.2, lambda: (there.extend(gcs.keys()), released.set())).start()
     saver._store.close()
     assert "run/~claims/model" in there
-    assert "run/~claims/model" not in gcs.keys()
+    assert not gcs.keys("run/~claims/model")
 
 
 def test_the_call_after_ctrl_c_raises_the_error_of_the_save_in_progress(interrupted, gcs):
@@ -294,6 +295,19 @@ def test_delete_without_a_previous_claim(store):
     other.delete(1)
     assert other.all_steps() == [2]
     assert store.keys("run/model-1/") == []
+
+
+def test_a_deletion_that_the_store_refuses_raises_its_error(store):
+    with jstep.Saver(store.run) as saver:
+        for step in (1, 2):
+            saver.save(state_at(step))
+        saver.wait()
+        store.fail = [("DELETE", "manifest", 403, 1)]
+        with pytest.raises(PermissionError, match=r"model-1/manifest.json: cannot delete: not permitted"):
+            saver.delete(1)
+        assert saver.all_steps() == [1, 2]
+        saver.delete(1)
+        assert saver.all_steps() == [2]
 
 
 def test_number_of_requests_for_300_leaves(store):
