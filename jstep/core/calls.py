@@ -200,10 +200,11 @@ class RememberedFunction:
 
 def typed(value: Any) -> str:
     """Format an argument as one would type it, without addresses, and without reading arrays of devices."""
-    if isinstance(value, RememberedFunction):
-        return repr(value)
     if _is_call(value):
-        return _transformation(value)
+        if type(value).__module__.partition(".")[0] == "jstep":
+            return repr(value)
+        # An optimizer of Optax does not know its arguments.
+        return _made_by_optax(value.update) or f"{type(value).__name__}(…)"
     if isinstance(value, Mapping):
         text = "{" + ", ".join(f"{key!r}: {typed(one)}" for key, one in value.items()) + "}"
         return text if any(map(_is_call, value.values())) else cut(text, LONGEST)
@@ -254,13 +255,6 @@ def _of_dataclass(value: Any) -> str:
 def _is_equal(value: Any, default: Any) -> bool:
     is_plain = isinstance(value, bool | int | float | str) and type(value) is type(default)  # arrays are not compared
     return value is default or (is_plain and value == default)
-
-
-def _transformation(value: Any) -> str:
-    """Format an optimizer of jstep, or one of Optax, which does not know its arguments."""
-    if type(value).__module__.partition(".")[0] == "jstep":
-        return repr(value)
-    return _made_by_optax(value.update) or f"{type(value).__name__}(…)"
 
 
 def _made_by_optax(function: Any) -> str:

@@ -137,16 +137,15 @@ def explain_jax(error: BaseException) -> None:
     """Add a note to an error of JAX in a user's function if its message does not show the way out."""
     text = str(error)
     if isinstance(error, NameError) and (found := _AXIS.search(text)):
-        _note_once(error, _UNBOUND_AXIS.format(found[1]))
+        way_out = _UNBOUND_AXIS.format(found[1])
     elif isinstance(error, TypeError) and _KEEPS_TYPES.search(text):
-        _note_once(error, _OF_ONE_TYPE)
+        way_out = _OF_ONE_TYPE
     elif type(error).__name__ == "TraceContextError" and type(error).__module__.startswith("flax"):
-        _note_once(error, _SHARED_VARIABLES)
-
-
-def _note_once(error: BaseException, text: str) -> None:
-    if text not in getattr(error, "__notes__", ()):
-        note(error, text)
+        way_out = _SHARED_VARIABLES
+    else:
+        return
+    if way_out not in getattr(error, "__notes__", ()):
+        note(error, way_out)
 
 
 _UNBOUND_AXIS = (
