@@ -96,15 +96,10 @@ _OF_PYTHON = re.compile(rb"[\w.]+(?:Error|Exception): ")
 
 _lock = threading.Lock()
 _users = 0
+_filter = contextlib.ExitStack()
+"""The filter of standard error, while it has users."""
 _real: Any = None
 """A stream that writes to the actual standard error while its file descriptor is replaced; None while it is not."""
-
-
-def _nothing() -> None:
-    """Undo nothing."""
-
-
-_end: Callable[[], None] = _nothing
 
 
 def _standard_error() -> Any:
@@ -123,27 +118,29 @@ def without_noise() -> Iterator[None]:
     They report such lines for what they try and do without. Other lines appear as they are written; what a compilation
     fails with is an exception.
     """
-    global _users, _end
+    global _users
     with _lock:
         _users += 1
         if _users == 1:
-            _end = _filter_standard_error()
+            _filter.enter_context(_filtered_standard_error())
     try:
         yield
     finally:
         with _lock:
             _users -= 1
             if not _users:
-                _end()
+                _filter.close()
 
 
-def _filter_standard_error() -> Callable[[], None]:
-    """Replace file descriptor 2 by a pipe to a thread, which passes on all other lines; return what undoes it."""
+@contextlib.contextmanager
+def _filtered_standard_error() -> Iterator[None]:
+    """Replace file descriptor 2 by a pipe to a thread, which passes on all other lines."""
     global _real
     try:
         saved = os.dup(2)
     except OSError:  # it is closed
-        return _nothing
+        yield
+        return
     reading, writing = os.pipe()
     with contextlib.suppress(Exception):
         sys.stderr.flush()
@@ -160,16 +157,12 @@ def _filter_standard_error() -> Callable[[], None]:
     # A daemon: a process that the compiler started may keep the pipe open.
     thread = threading.Thread(target=forward, name="jstep-stderr", daemon=True)
     thread.start()
-
-    def end() -> None:
-        global _real
-        with contextlib.suppress(Exception):
-            sys.stderr.flush()
-        os.dup2(saved, 2)
-        thread.join(1.0)
-        real, _real = _real, None
-        real.close()
-        if not thread.is_alive():
-            os.close(saved)
-
-    return end
+    yield
+    with contextlib.suppress(Exception):
+        sys.stderr.flush()
+    os.dup2(saved, 2)
+    thread.join(1.0)
+    real, _real = _real, None
+    real.close()
+    if not thread.is_alive():
+        os.close(saved)
