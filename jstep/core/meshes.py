@@ -183,6 +183,14 @@ def mesh_of(tree: Any) -> Mesh | None:
     return None
 
 
+def sharding_on_mesh(leaf: Any) -> NamedSharding | None:
+    """Return the sharding of an array, a shape, or a tracer with Explicit axes; None if unknown or not on a mesh."""
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return None
+    sharding = jax.typeof(leaf).sharding if is_traced(leaf) else leaf.sharding
+    return sharding if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
+
+
 def on_host(value: Any) -> np.ndarray[Any, Any] | None:
     """Return the values of an array on a mesh, if this process has all of them; None for any other array."""
     if not isinstance(value, jax.Array) or is_traced(value):
@@ -286,10 +294,8 @@ def sharded_like(*trees: Any) -> Callable[[Any], Any]:
         known = {}
         for tree in trees:
             for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-                if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-                    sharding = jax.typeof(leaf).sharding if is_traced(leaf) else leaf.sharding
-                    if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
-                        known[path, leaf.shape] = sharding.spec
+                if (sharding := sharding_on_mesh(leaf)) is not None:
+                    known[path, leaf.shape] = sharding.spec
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: known.get((path, getattr(leaf, "shape", ())), PartitionSpec()), result
         )

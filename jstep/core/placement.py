@@ -52,14 +52,6 @@ def layout_of(path: str) -> NamedSharding | None:
     return (LAYOUTS.get() or {}).get(path)
 
 
-def sharding_on_mesh(leaf: Any) -> NamedSharding | None:
-    """Return the sharding of an array, or of a tracer with Explicit axes; None if it is unknown or not on a mesh."""
-    if not isinstance(leaf, jax.Array):
-        return None
-    sharding = jax.typeof(leaf).sharding if isinstance(leaf, jax.core.Tracer) else leaf.sharding
-    return sharding if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
-
-
 def parts_of(sharding: NamedSharding) -> int:
     """Return the number of parts into which a sharding splits an array."""
     return math.prod(parts_along(sharding.mesh, axis) for axis in sharding.spec)

@@ -12,11 +12,11 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jstep.core import jaxprs, trees
+from jstep.core import jaxprs, meshes, trees
 from jstep.core.checks import as_int, explain_jax, setting
 from jstep.core.jaxprs import ELEMENTWISE, Operation, Subprogram
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh, without_explicit_axes
-from jstep.core.placement import SHARDINGS, on_devices, shape_of, sharding_on_mesh, shardings_of
+from jstep.core.placement import SHARDINGS, on_devices, shape_of, shardings_of
 from jstep.core.trees import Array
 from jstep.differentiate.microbatches import specs_of_rows
 
@@ -134,7 +134,7 @@ def on_lanes(
     if number is None:
         return run(None, held, args)
     rows = [dims_of(spec) for spec in specs_of_rows(args, batch_specs) if spec is not None]
-    shardings = shardings_of(held) or list(map(sharding_on_mesh, jax.tree.leaves(held)))
+    shardings = shardings_of(held) or list(map(meshes.sharding_on_mesh, jax.tree.leaves(held)))
 
     def on_auto_axes(held: Any, args: Any) -> Any:
         lanes = _found(number, rows, shardings)

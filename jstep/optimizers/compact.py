@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jstep.core import slot_roles, trees
+from jstep.core import meshes, slot_roles, trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_int, setting, shown
 from jstep.core.jaxprs import Subprogram, on_slices, without_calls
 from jstep.core.matching import require_slots
 from jstep.core.meshes import dims_of, explicit_mesh, internal_transfers, sharded_like, without_explicit_axes
 from jstep.core.optimizers import require_optimizer
-from jstep.core.placement import is_shape, may_run_on, on_devices, sharding_on_mesh
+from jstep.core.placement import is_shape, may_run_on, on_devices
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import HALVES, KINDS, SMALLEST_BLOCK, Blocks, Role, Roles, Turn
 from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates, is_slices
@@ -517,7 +517,7 @@ def _specs(state: TrainState, made: TrainState) -> TrainState:
 
     def spec(*leaves: Any) -> PartitionSpec:
         """That of the parameter, or of a slot of its shape if only slots are split."""
-        placed = [sharding_on_mesh(leaf) for leaf in leaves if np.shape(leaf) == np.shape(leaves[0])]
+        placed = [meshes.sharding_on_mesh(leaf) for leaf in leaves if np.shape(leaf) == np.shape(leaves[0])]
         return next((one.spec for one in placed if one is not None and any(dims_of(one.spec))), PartitionSpec())
 
     specs = treedef.unflatten(list(map(spec, jax.tree.leaves(state.params), *slots)))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from jstep.core import placement, trees
+from jstep.core import meshes, placement, trees
 from jstep.core.checks import as_bool, as_function, as_text, kind, note, setting, shown
 from jstep.core.matching import NoGradientsError, explain_missing_gradients, match_gradients
 from jstep.core.meshes import internal_transfers, leaving_auto_axes, sharded_like, without_explicit_axes
@@ -209,7 +209,7 @@ def layouts_of(state: TrainState) -> Layouts:
     if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         return {}
     leaves, treedef = trees.flatten(state)
-    known = placement.shardings_of(state) or [placement.sharding_on_mesh(leaf) for leaf in leaves]
+    known = placement.shardings_of(state) or list(map(meshes.sharding_on_mesh, leaves))
     if not any(known):
         return {}
     indices = treedef.unflatten(range(len(leaves)))
