@@ -43,14 +43,16 @@ class StateContents:
         with internal_transfers():
             self._found |= {path: _contents_on_host(leaf) for path, leaf in named if path in here}
             for numbers, mesh in placements.on_devices:  # one program for all leaves of a shape
-                self._found |= {elsewhere[i][0]: compute_on(mesh, _contents, elsewhere[i][1]) for i in numbers}
+                for path, leaf in map(elsewhere.__getitem__, numbers):
+                    # All processes that have a part of a leaf know its contents.
+                    self._found[path] = compute_on(mesh, _contents, leaf).addressable_data(0)
         for path, _ in elsewhere:
             self._found[path].copy_to_host_async()
 
     def contents(self) -> dict[str, int]:
         """Wait for the contents of each leaf and return them by path."""
         with internal_transfers():
-            return {path: one if isinstance(one, int) else _number(one) for path, one in self._found.items()}
+            return {path: int(one) for path, one in self._found.items()}
 
     def are_finite(self) -> bool:
         """Wait, and return whether all leaves hold only finite numbers."""
@@ -75,11 +77,6 @@ class StateContents:
 
 def _field(state: Any, name: str) -> Any:
     return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
-
-
-def _number(contents: jax.Array) -> int:
-    """Read the contents of a leaf, which all processes that have a part of it know."""
-    return int(np.asarray(contents.addressable_data(0)))
 
 
 def listed(paths: list[str]) -> str:
