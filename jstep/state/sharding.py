@@ -250,7 +250,7 @@ def split_replicated(mesh: AnyMesh, sharding: NamedSharding, shape: tuple[int, .
     """Return the sharding of a slot: its parameter's, or split over `axis` if the parameter is replicated (ZeRO-1)."""
     if axis is None or any(part is not None for part in sharding.spec):
         return sharding
-    dim = largest_divisible(shape, axis_size(mesh, axis, "slot_axis"))
+    dim = largest_divisible(shape, parts_along(mesh, axis))
     return sharding if dim is None else NamedSharding(mesh, PartitionSpec(*[None] * dim, axis))
 
 
