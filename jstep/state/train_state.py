@@ -94,9 +94,8 @@ def refuse_untrained(params: Any) -> None:
     Raises:
         TypeError: A variable is not trainable; names it, and how to split the model.
     """
-    for keys, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_variable):
-        kinds = _kinds(node) & NOT_TRAINED if _is_variable(node) else set()
-        if kinds:
+    for keys, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: "Variable" in _kinds(node)):
+        if _kinds(node) & NOT_TRAINED:
             raise TypeError(
                 f"params: the variable at {trees.quoted(trees.path_str(keys))} is an nnx.{type(node).__name__}, which "
                 "is not trained. Split the model, `graphdef, params, rest = nnx.split(model, nnx.Param, ...)`, call "
@@ -106,11 +105,8 @@ def refuse_untrained(params: Any) -> None:
             )
 
 
-def _is_variable(node: Any) -> bool:
-    return "Variable" in _kinds(node)
-
-
 def _kinds(node: Any) -> set[str]:
+    """The names of the classes of Flax NNX that a node has."""
     return {kind.__name__ for kind in type(node).__mro__ if kind.__module__.startswith("flax.nnx")}
 
 
@@ -400,10 +396,8 @@ def _counted(count: int, one: str, several: str) -> str:
 
 
 def _bytes_text(tree: Any) -> str:
-    count = 0
-    for leaf in jax.tree.leaves(tree):  # a ShapeDtypeStruct has no nbytes
-        count += getattr(leaf, "nbytes", 0) or np.size(leaf) * getattr(getattr(leaf, "dtype", None), "itemsize", 0)
-    return size(int(count))
+    arrays = (leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
+    return size(sum(int(np.size(leaf)) * leaf.dtype.itemsize for leaf in arrays))
 
 
 def _step_text(step: Any) -> str:
