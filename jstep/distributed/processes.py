@@ -119,7 +119,7 @@ def is_single_process() -> bool:
 
 def any_process(true: bool) -> bool:
     """Return whether the value is true on any process."""
-    return bool(true if is_single_process() else max_over_processes(np.array([true]))[0])
+    return bool(max_over_processes(np.array([true]))[0])
 
 
 def max_over_processes(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
