@@ -450,8 +450,6 @@ def as_entry(step: int, paths: Any, words: Any, *, per_leaf: bool) -> Entry:
 
 # Sums of fingerprints over arrays on devices: each element is read once, on the device of its shard.
 
-HOST = np.ndarray | np.generic
-
 
 def device_sums(array: Any) -> Any:
     """Return the sums of the two lanes over all elements, uint32 `[2]`; to be traced."""
@@ -522,18 +520,13 @@ def _keys(shape: tuple[int, ...], parts: Parts = ()) -> Any:
 
 def _stacked_sums(leaves: Sequence[Any]) -> Any:
     """Return the sums of leaves, uint32 `[n, 2]`; to be traced. Leaves in host memory become constants."""
-    return jnp.stack([host_sums(np.asarray(leaf)) if isinstance(leaf, HOST) else device_sums(leaf) for leaf in leaves])
+    return jnp.stack([device_sums(x) if isinstance(x, jax.Array) else host_sums(np.asarray(x)) for x in leaves])
 
 
 _EVERYWHERE = PartitionSpec()
 """The spec of what each device of a mesh has, also where devices have unequal copies."""
 _GROUP, _SMALL = 16, 2**14
 """How many leaves of a shape a call reads, and the elements of those that it may copy beside each other."""
-
-
-def _written(rows: Any, start: Any, leaves: Sequence[Any]) -> Any:
-    """Return rows with the sums of leaves of one shape from `start` on; to be compiled for each shape."""
-    return _with_sums(rows, start, [trees.key_data(on_devices(leaf)) for leaf in leaves])
 
 
 def _with_sums(rows: Any, start: Any, arrays: Sequence[Any], parts: Parts = ()) -> Any:
@@ -550,12 +543,19 @@ def _with_sums(rows: Any, start: Any, arrays: Sequence[Any], parts: Parts = ()) 
 
 
 @functools.cache
-def _written_on(mesh: Mesh, spec: PartitionSpec) -> Callable[..., Any]:
-    """Return `_written` for leaves with this spec on a mesh: the rows of each device are the sums of its own parts."""
-    parts = tuple((mesh_axes_of(names), parts_along(mesh, names)) for names in dims_of(spec))
+def _written_on(mesh: Mesh | None, spec: PartitionSpec) -> Callable[..., Any]:
+    """Return a function that writes the sums of leaves of one shape into rows; to be compiled for each shape.
+
+    Args:
+        mesh: The mesh of the leaves, on which the rows of each device are the sums of its own parts; None without one.
+        spec: Their spec.
+    """
 
     def written(rows: Any, start: Any, leaves: Sequence[Any]) -> Any:
         arrays = [trees.key_data(on_devices(leaf)) for leaf in leaves]
+        if mesh is None:
+            return _with_sums(rows, start, arrays)
+        parts = tuple((mesh_axes_of(names), parts_along(mesh, names)) for names in dims_of(spec))
         specs = (_EVERYWHERE, _EVERYWHERE, [spec] * len(arrays))
         return _on_each_device(functools.partial(_with_sums, parts=parts), mesh, specs)(rows, start, arrays)
 
@@ -646,7 +646,7 @@ def _by_shape(leaves: Sequence[Any], keys: Any, form: Callable[..., Any], mesh: 
     at, counts = 0, dict[tuple[str, ...], int]()
     for axes, spec, shape, numbers in groups:
         counts[axes] = counts.get(axes, 0) + len(numbers)
-        write = _written if mesh is None else _written_on(mesh, spec)
+        write = _written_on(mesh, spec)
         size = min(_GROUP, len(numbers)) if math.prod(shape) <= _SMALL else 1
         for first in range(0, len(numbers), size):
             first = min(first, len(numbers) - size)  # the last group may write a row a second time
