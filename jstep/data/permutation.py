@@ -149,7 +149,7 @@ class Lookahead:
     def stream(self, start: int, count: int, shuffle: bool) -> RowNumbers:
         """Return `count` rows of the endless sequence of epochs, from row `start` on; in order without `shuffle`."""
         pieces: list[RowNumbers] = []
-        while count:
+        while count or not pieces:  # a process may have no rows of a small remainder
             epoch, offset = divmod(start, self._domain.n)
             taken = min(count, self._domain.n - offset)
             rows = slice(offset, offset + taken)

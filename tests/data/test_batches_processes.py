@@ -27,11 +27,11 @@ class TestProcesses:
         for step in range(5, 30):
             assert same(jax.tree.map(lambda *a: np.concatenate(a), *[next(i) for i in iterators]), full[step])
 
+    @pytest.mark.parametrize("shuffle", [True, False])
     @pytest.mark.parametrize("source", [np.arange, Items])
-    def test_remainder_is_split_evenly(self, source):
-        parts = [
-            batches(source(14), 12, seed=1, drop_remainder=False, process_index=i, process_count=4) for i in range(4)
-        ]
+    def test_remainder_is_split_evenly(self, source, shuffle):
+        options = {"seed": 1, "shuffle": shuffle, "drop_remainder": False, "process_count": 4}
+        parts = [batches(source(14), 12, process_index=i, **options) for i in range(4)]
         last = [p[1] if source is np.arange else p[1]["y"] for p in parts]
         assert sorted(len(part) for part in last) == [0, 0, 1, 1]
         first = [p[0] if source is np.arange else p[0]["y"] for p in parts]
