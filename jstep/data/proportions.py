@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from jstep.core.checks import as_number, kind, shown
 from jstep.data.sizes import Sizes
-from jstep.data.staircase import Staircase, constant, staircase
+from jstep.data.staircase import Staircase, staircase
 
 Weights = tuple[Fraction, ...]
 """The weight of each source; they sum to 1."""
@@ -175,7 +175,7 @@ def as_weights(given: Any, names: Sequence[str]) -> Staircase[Weights]:
 
     if isinstance(given, Mapping) and any(not isinstance(k, str) or isinstance(v, Mapping) for k, v in given.items()):
         return staircase(given, "weights", check)
-    return constant(check(given, "weights"))
+    return Staircase((0,), (check(given, "weights"),))
 
 
 def counts_of(weights: Staircase[Weights], sizes: Sizes) -> Counts:

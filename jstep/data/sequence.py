@@ -1,7 +1,6 @@
 """Batches by step as a sequence: the rows of sources, shares of processes, and batches made with the state."""
 
 import abc
-import copy
 import functools
 import hashlib
 import sys
@@ -345,11 +344,7 @@ class BatchSequence(abc.ABC):
     """How to give the sequence an end, for the error of `len`."""
 
     def __init__(self, plan: Plan, rows: Mapping[str, Rows], steps: Steps) -> None:
-        self._plan, self._rows = plan, rows
-        self._use(steps)
-
-    def _use(self, steps: Steps) -> None:
-        self._steps, self._count = steps, steps.count
+        self._plan, self._rows, self._steps = plan, rows, steps
         self._read = self._reader()
 
     def _reader(self) -> Callable[[int], Any]:
@@ -358,12 +353,6 @@ class BatchSequence(abc.ABC):
         if len(sources) == 1:  # its rows are in order, and need no indices
             return functools.partial(_take, reader.of_one, sources[0].take)
         return functools.partial(_read, reader, sources)
-
-    def _with(self, steps: Steps) -> Self:
-        """The same sequence with other steps."""
-        other = copy.copy(self)
-        other._use(steps)
-        return other
 
     def _counts_before(self, step: int) -> dict[str, int]:
         """Return the rows of each source in the batches before a step."""
@@ -377,7 +366,7 @@ class BatchSequence(abc.ABC):
         """The range of steps, for the repr."""
         parts, endless = self._steps.parts, self.is_endless
         if len(parts) == 1 and parts[0].start == 0 and parts[0].step == 1:
-            return "without end" if endless else f"{self._count} steps"
+            return "without end" if endless else f"{self._steps.count} steps"
         if not parts:
             return "0 steps"
         ranges = [str(range(p.start, p[-1] + (1 if p.step > 0 else -1), p.step)) for p in parts]
@@ -548,9 +537,9 @@ class BatchSequence(abc.ABC):
                 f"skip({start}, {stop}): must have start < stop, got {'an empty' if stop == start else 'a reversed'} "
                 "range; stop is the step after the last one to skip"
             )
-        if stop > self._count and not self.is_endless:
-            raise ValueError(f"skip({start}, {stop}): must have stop ≤ {self._count}, the number of steps")
-        return self._with(self._steps.skipped(start, stop))
+        if stop > self._steps.count and not self.is_endless:
+            raise ValueError(f"skip({start}, {stop}): must have stop ≤ {self._steps.count}, the number of steps")
+        return type(self)(self._plan, self._rows, self._steps.skipped(start, stop))
 
     def from_step(self, step: int) -> "BatchIterator":
         """Return an iterator over the batches that starts at `step`.
@@ -567,10 +556,10 @@ class BatchSequence(abc.ABC):
     def __len__(self) -> int:
         if self.is_endless:
             raise TypeError(f"these batches have no end and no len(): {self._ways_to_end}")
-        return self._count
+        return self._steps.count
 
     def __bool__(self) -> bool:
-        return self._count > 0
+        return self._steps.count > 0
 
     @overload
     def __getitem__(self, step: slice) -> Self: ...
@@ -591,7 +580,7 @@ class BatchSequence(abc.ABC):
             raise ValueError("slice step=0: must not be 0")
         if stride is not None and stride < 0 and start is None and self.is_endless:
             raise IndexError("a slice that runs backwards needs a start, as these batches have no end")
-        return self._with(self._steps.sliced(slice(start, stop, stride)))
+        return type(self)(self._plan, self._rows, self._steps.sliced(slice(start, stop, stride)))
 
     def __iter__(self) -> "BatchIterator":
         return self.from_step(0)
@@ -600,9 +589,9 @@ class BatchSequence(abc.ABC):
         step = as_int(step, "step")
         if step < 0:
             raise IndexError(f"step={step}: must not be negative, steps count up from 0")
-        if step >= self._count + end:
-            of = "num_epochs gives" if self._steps.parts == (range(self._count),) else "these batches have"
-            raise IndexError(f"step={step}: past the end, {of} the steps 0 to {self._count - 1}")
+        if step >= self._steps.count + end:
+            of = "num_epochs gives" if self._steps.parts == (range(self._steps.count),) else "these batches have"
+            raise IndexError(f"step={step}: past the end, {of} the steps 0 to {self._steps.count - 1}")
         return step
 
 
@@ -655,7 +644,7 @@ class BatchIterator(Iterator[Any]):
 
     @shortens_tracebacks
     def __next__(self) -> Any:
-        if self.step >= self._batches._count:
+        if self.step >= self._batches._steps.count:
             raise StopIteration
         batch = self._read(self._batches._steps[self.step])
         self.step += 1

@@ -77,13 +77,8 @@ def staircase(given: Mapping[Any, Any], argument: str, check: Callable[[Any, str
     return Staircase(firsts, tuple(check(given[found[first]], f"{argument}[{first}]") for first in firsts))
 
 
-def constant(value: T) -> Staircase[T]:
-    """Return a staircase with a single value."""
-    return Staircase((0,), (value,))
-
-
 def as_staircase(given: Any, argument: str, check: Callable[[Any, str], T]) -> Staircase[T]:
     """As `staircase`; anything that is not a mapping is a constant value."""
     if isinstance(given, Mapping):
         return staircase(given, argument, check)
-    return constant(check(given, argument))
+    return Staircase((0,), (check(given, argument),))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jstep.core.checks import as_int
-from jstep.data.staircase import Stage, as_staircase, constant, staircase
+from jstep.data.staircase import Stage, as_staircase, staircase
 
 
 def positive(value, name):
@@ -28,8 +28,9 @@ def test_the_value_is_that_of_the_last_key_at_or_below_the_step(later, first, st
 
 
 def test_constant_staircases():
-    assert as_staircase(3, "size", positive) == constant(3) == as_staircase({0: 3}, "size", positive)
-    assert list(constant(3).stages()) == [Stage(0, None, 3)]
+    constant = as_staircase(3, "size", positive)
+    assert constant == as_staircase({0: 3}, "size", positive)
+    assert list(constant.stages()) == [Stage(0, None, 3)]
 
 
 def test_numpy_steps():
