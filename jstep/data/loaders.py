@@ -166,21 +166,18 @@ class RarePosition:
         self._number = self._since = 0
         self._next = -math.inf
 
-    def before_first(self) -> Any:
-        """The position before the first batch."""
-        return self._timed()
-
     def __call__(self) -> Any:
         """The position after the batch that was just made; must be called once after each."""
         self._number += 1
         if self._number >= self._due or self._last is None or self._clock() >= self._next:
-            self._last, self._since = self._timed(), 0
+            self._last, self._since = self.read(), 0
             self._due = self._next_due(self._number)
             return self._last
         self._since += 1
         return {**self._last, _AFTER: self._since}
 
-    def _timed(self) -> Any:
+    def read(self) -> Any:
+        """The position now, such as that before the first batch; how long this takes says when it is read again."""
         began = self._clock()
         position = self._ask()
         now = self._clock()
@@ -337,6 +334,7 @@ def with_files(extra: dict[str, Any], read: Callable[[str], bytes]) -> dict[str,
 _logger = logging.getLogger("jstep")
 
 
+_SEQUENCE = (Sequence, BatchSequence)
 _OWN_STATE, _STATE_DICT = ("get_state", "set_state"), ("state_dict", "load_state_dict")
 """The methods that return and restore a position: of an object of any kind, and of loaders such as torchdata's."""
 
@@ -369,17 +367,12 @@ class Source(NamedTuple):
         """Whether it can resume at any step after a restart."""
         return self.by_step is not None or self.position is not None or self.is_of_state
 
-    @property
-    def next_change(self) -> Callable[[int], int | None] | None:
-        """Maps a step to the next one at which the shapes of the batches change, or to None; None if not known."""
-        return functools.partial(_next_change, self.by_step) if isinstance(self.by_step, BatchSequence) else None
-
-
-def _next_change(batches: BatchSequence, step: int) -> int | None:
-    try:
-        return batches.next_change(step)
-    except IndexError:  # they end before the run does
-        return None
+    def next_change(self, step: int) -> int | None:
+        """The next step at which the shapes of the batches change; None if there is none, or it is not known."""
+        try:
+            return self.by_step.next_change(step) if isinstance(self.by_step, BatchSequence) else None
+        except IndexError:  # they end before the run does
+            return None
 
 
 _DELETED = re.compile("(?:Array|Buffer) has been deleted")
@@ -393,7 +386,7 @@ def source_of(
     batches: Any,
     start: int,
     last_step: int,
-    position: Any = None,
+    position: SavedPosition | None = None,
     *,
     resumable: bool = False,
     state: Callable[[], Any] = lambda: None,
@@ -401,16 +394,16 @@ def source_of(
     """The batches from step `start`.
 
     Args:
-        batches: An object with `batches[N]`, a function of the step, an iterator with `get_state` and
-            `set_state`, a loader or iterator with `state_dict` and `load_state_dict`, or any iterable. An object that
-            is not a sequence but can be indexed and iterated over is indexed if it has an item for the first step.
+        batches: What `check_batches` accepts: an object with `batches[N]`, a function of the step, an iterator with
+            `get_state` and `set_state`, a loader or iterator with `state_dict` and `load_state_dict`, or any iterable.
+            An object that is not a sequence but can be indexed and iterated over is indexed if it has an item for the
+            first step.
         start: The first step.
         last_step: The step at which to end.
-        position: The position of an earlier run, as JSON or as a `SavedPosition`; None in a fresh run.
+        position: The position of an earlier run; None in a fresh run.
         resumable: Whether the run saves checkpoints, from which it may be resumed later.
         state: Returns the current state of the run, for batches that are made with it.
     """
-    check_batches(batches)
     owner = owner_of(batches)
     if isinstance(batches, StateBatches):
         make, where, begin = batches.make, None, None
@@ -454,10 +447,9 @@ def source_of(
     return Source(itertools.islice(items, since, None) if since else items, where, begin)
 
 
-def _fetched_since(position: Any) -> int:
+def _fetched_since(position: SavedPosition | None) -> int:
     """The number of batches that were fetched after a position was read, from `RarePosition`."""
-    kept = position.value if isinstance(position, SavedPosition) else position
-    number = kept.get(_AFTER, 0) if isinstance(kept, Mapping) else 0
+    number = position.value.get(_AFTER, 0) if position and isinstance(position.value, Mapping) else 0
     if type(number) is not int or number < 0:
         raise ValueError(f"batches: the checkpoint's position has {_AFTER}={number!r:.50}: must be a number of batches")
     return number
@@ -466,7 +458,7 @@ def _fetched_since(position: Any) -> int:
 def _by_step(batches: Any, start: int, last_step: int) -> Iterator[Any] | None:
     """The batches of a sequence or of a function of the step; None if they can only be iterated over."""
     if hasattr(batches, "__getitem__"):
-        if _is_sequence(batches) or not hasattr(batches, "__iter__"):
+        if isinstance(batches, _SEQUENCE) or not hasattr(batches, "__iter__"):
             return _indexed(batches, start, last_step)
         # Some iterables define `__getitem__` for other keys: data frames for columns, PyTorch's iterable datasets only
         # by inheritance.
@@ -557,15 +549,12 @@ def _is_array(value: Any) -> bool:
     )
 
 
-def _is_sequence(batches: Any) -> bool:
-    return isinstance(batches, Sequence | BatchSequence)
-
-
-def _resumed(owner: Any, position: Any, start: int, last_step: int, without: str = _WITHOUT) -> tuple[Any, Any]:
+def _resumed(
+    owner: Any, kept: SavedPosition | None, start: int, last_step: int, without: str = _WITHOUT
+) -> tuple[Any, Any]:
     """Set the position of an earlier run, if there is one; return `Source.position` and `Source.begin`."""
     name, (get, set_to) = type(owner).__name__, _methods(owner)
     where = functools.partial(_position, get, name, without)
-    kept = position if isinstance(position, SavedPosition) or position is None else SavedPosition(position)
     if kept is None:
         if start:
             _logger.warning(
@@ -607,7 +596,8 @@ def keeps_position(batches: Any) -> bool:
     if _has(batches, *_OWN_STATE, "__next__"):
         return True
     is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__next__")
-    return is_iterable and not _is_sequence(batches) and _has(batches, *_STATE_DICT) and can_take(batches.state_dict, 0)
+    is_stateful = is_iterable and not isinstance(batches, _SEQUENCE) and _has(batches, *_STATE_DICT)
+    return is_stateful and can_take(batches.state_dict, 0)
 
 
 def owner_of(batches: Any) -> Any:

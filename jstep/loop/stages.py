@@ -129,18 +129,16 @@ class StageBoundaries:
 
     Args:
         stages: The training steps.
-        next_change: Maps a step to the next one at which the shapes of the batches change, or to None; None if the
-            changes are not known.
+        next_change: Maps a step to the next one at which the shapes of the batches change, or to None.
     """
 
-    def __init__(self, stages: TrainSteps, next_change: Callable[[int], int | None] | None = None) -> None:
+    def __init__(self, stages: TrainSteps, next_change: Callable[[int], int | None]) -> None:
         self._stages, self._next_change = stages, next_change
 
     def after(self, step: int, last_step: int) -> int:
         """The first such step after `step`, at most `last_step`."""
-        change = None if self._next_change is None else self._next_change(step)
-        edge = self._stages.edge_after(step)
-        return min(end for end in (last_step, change, edge) if end is not None)
+        ends = last_step, self._next_change(step), self._stages.edge_after(step)
+        return min(end for end in ends if end is not None)
 
     def ends(self, start: int, last_step: int, due_after: Callable[[int], int] = lambda step: NEVER) -> Iterator[int]:
         """Yield the steps at which calls must end, in order, the last one included.

@@ -140,7 +140,7 @@ def _source(run: Run, batches: Any) -> Source:
     ask = source.position
     if not source.is_of_state:
         rare = RarePosition(source.position, functools.partial(_next_save, run))
-        source, ask = source._replace(position=rare), rare.before_first
+        source, ask = source._replace(position=rare), rare.read
     if source.begin is not None:
         return source
     before = None

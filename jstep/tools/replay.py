@@ -19,7 +19,7 @@ from jstep.core.checks import as_function, as_int, kind, scoped, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_shapes
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.data.loaders import owner_of, position_of, saved_position, set_position, source_of, with_files
+from jstep.data.loaders import check_batches, owner_of, position_of, saved_position, set_position, source_of, with_files
 from jstep.data.to_devices import over_axes
 from jstep.hooks.hook import check_step
 from jstep.hooks.run_info import LoopState
@@ -120,6 +120,7 @@ def replay(
 
     start, state, position = _restored_start(state, checkpoint_dir, prefix, step)
     loop = LoopState(start, state)
+    check_batches(batches)
     source = source_of(batches, start, step + 1, position, state=lambda: loop.state)
     is_lost = source.position is not None and position is None and start > 0
     if is_lost or not source.seekable:

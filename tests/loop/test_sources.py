@@ -9,7 +9,7 @@ import pytest
 from sources import Indexed, Positioned, PositionedLoader, numbers
 
 import jstep
-from jstep.data.loaders import source_of
+from jstep.data.loaders import SavedPosition, check_batches, source_of
 from jstep.stores.tagged_json import as_json
 
 
@@ -34,7 +34,7 @@ def test_a_sequence_ends_at_its_length():
 @pytest.mark.parametrize("batches", [np.ones((5, 2)), jnp.ones(5), (np.ones(3), jnp.ones(3)), (np.ones(2),)])
 def test_arrays_are_rejected(batches):
     with pytest.raises(TypeError, match=r"batches is an? .*array.*jstep\.batches\("):
-        numbers(batches)
+        check_batches(batches)
 
 
 def test_an_index_error_within_a_known_length_is_raised():
@@ -73,7 +73,7 @@ def test_a_position_survives_json(kind):
     assert [next(source.items) for _ in range(3)] == [0, 10, 20]
     saved = json.loads(json.dumps(as_json(source.position())))
     next(source.items)
-    resumed = source_of(Positioned(state=kind), 3, 100, saved)
+    resumed = source_of(Positioned(state=kind), 3, 100, SavedPosition(saved))
     assert next(resumed.items) == 30
 
 
@@ -90,7 +90,7 @@ def test_an_iterable_whose_iterator_has_a_position():
     source = source_of(PositionedLoader(), 0, 100, None)
     next(source.items)
     assert source.position() == {"value": 1}
-    assert next(source_of(PositionedLoader(), 7, 100, {"value": 7}).items) == 70
+    assert next(source_of(PositionedLoader(), 7, 100, SavedPosition({"value": 7})).items) == 70
 
 
 @pytest.mark.thorough(except_for=["dict"])
@@ -114,26 +114,26 @@ def test_a_grain_loader(kind):
     saved = json.loads(json.dumps(as_json(source.position())))
     assert ("base64" in saved) == (kind == "bytes")
     next(source.items)
-    resumed = source_of(make(), 3, 100, saved)
+    resumed = source_of(make(), 3, 100, SavedPosition(saved))
     assert [next(resumed.items).tolist() for _ in range(3)] == expected[3:]
 
 
 @pytest.mark.parametrize("batches", [{"x": 1}, "text", b"bytes"])
 def test_a_single_batch_is_rejected(batches):
     with pytest.raises(TypeError, match=r"batches is a \w+, which may be one batch.*itertools.repeat"):
-        source_of(batches, 0, 1, None)
+        check_batches(batches)
 
 
 @pytest.mark.parametrize("batches", [None, 3, 0.5, object()])
 def test_objects_that_are_not_sources_are_rejected(batches):
     with pytest.raises(TypeError, match=r"must have batches\[N\], be a function of the step, or be iterable"):
-        source_of(batches, 0, 1, None)
+        check_batches(batches)
 
 
 def test_resuming_without_a_position_is_a_warning(caplog):
     source_of((x for x in [1]), 0, 10, None)
     source_of([1], 5, 10, None)
-    source_of(Positioned(), 5, 10, {"value": 5})
+    source_of(Positioned(), 5, 10, SavedPosition({"value": 5}))
     assert not caplog.records
     source_of((x for x in [1]), 5, 10, None)
     assert "a generator has no position to resume from" in caplog.text

@@ -11,7 +11,7 @@ import pytest
 from sources import Positioned, Stateful, StatefulIterable, numbers
 
 import jstep
-from jstep.data.loaders import source_of
+from jstep.data.loaders import SavedPosition, source_of
 from jstep.loop.feeder import copied_batches
 
 OPTIMIZER = jstep.gradient_descent(0.5)
@@ -100,7 +100,7 @@ def test_the_state_of_a_loader_or_of_its_iterator(batches):
     assert [next(source.items) for _ in range(3)] == [0, 10, 20]
     saved = json.loads(json.dumps(source.position()))
     next(source.items)
-    assert next(source_of(batches(), 3, 100, saved).items) == 30
+    assert next(source_of(batches(), 3, 100, SavedPosition(saved)).items) == 30
 
 
 def test_states_belong_to_their_batches_when_prefetching():
@@ -138,7 +138,7 @@ def test_a_state_that_cannot_be_saved_names_the_loader(tmp_path, bad, loader):
 def test_a_position_that_cannot_be_read_names_the_loader():
     for saved in ({"pickle": "gASVEgAAAAAAAACMBW5vb25llIwEbm9uZZSTlC4="}, {"base64": "?"}, {}):
         with pytest.raises(ValueError, match="position for the Stateful"):
-            source_of(Stateful(), 3, 9, saved)
+            source_of(Stateful(), 3, 9, SavedPosition(saved))
 
 
 def test_a_loader_with_only_one_of_the_methods_warns(caplog):
