@@ -57,7 +57,7 @@ class CheckpointSaverHook(RunHook):
         self._extra = as_function(extra, "extra", "() -> values", optional=True)
         self._before_save = as_functions(before_save, "before_save", "of the step")
         self._directory = None if isinstance(saver, Saver) else saver
-        self._saver: Saver | None = saver if isinstance(saver, Saver) else Saver(saver)
+        self._saver, self._is_closed = saver if isinstance(saver, Saver) else Saver(saver), False
         self.prefix = self._saver.prefix
         self._saved: tuple[int, Callable[[], TrainState | None]] | None = None
 
@@ -77,9 +77,9 @@ class CheckpointSaverHook(RunHook):
     def close(self) -> None:
         """Wait for pending writes, and close the `Saver` if the hook created it."""
         super().close()
-        if self._directory is not None and self._saver is not None:
-            saver, self._saver = self._saver, None
-            saver.close()
+        if self._directory is not None and not self._is_closed:
+            self._is_closed = True
+            self._saver.close()
 
     def is_saved(self, step: int, state: TrainState) -> None:
         """Record that a checkpoint of this step holds this state, such as the restored one."""
@@ -91,7 +91,7 @@ class CheckpointSaverHook(RunHook):
     @property
     def allows_nonfinite(self) -> bool:
         """Whether its Saver saves parameters that became NaN or infinite."""
-        return self._saver is not None and self._saver.allow_nonfinite
+        return self._saver.allow_nonfinite
 
     def has_saved(self, step: int, state: TrainState) -> bool:
         """Whether a checkpoint of this step holds this state, not changed by a hook since."""
@@ -122,8 +122,8 @@ class CheckpointSaverHook(RunHook):
             if any(prevented):
                 return False
             hook.check_step(step, state)
-            if self._saver is None:  # closed at the end of an earlier run
-                self._saver = Saver(self._directory or "")
+            if self._directory is not None and self._is_closed:  # at the end of an earlier run
+                self._saver, self._is_closed = Saver(self._directory), False
             nonfinite = self.run.finite.error
             if nonfinite is not None and not self._saver.allow_nonfinite:
                 raise nonfinite
@@ -132,7 +132,7 @@ class CheckpointSaverHook(RunHook):
             with internal_transfers(), self._saver.knowing(nonfinite is None, self._passing_secs):
                 self._saver.save(state, extra=extra)
             self.is_saved(step, state)
-        if wait and self._saver is not None:
+        if wait and not self._is_closed:
             try:
                 self._saver.wait()
             except Exception:

@@ -278,7 +278,7 @@ class RunSaverHook(CheckpointSaverHook):
     """
 
     def __init__(self, run: Run, saver: Saver) -> None:
-        options, self._own = run.options, saver
+        options = run.options
         secs: Any = options.save_checkpoint_secs
         is_auto = secs == AUTO
         super().__init__(
@@ -307,12 +307,12 @@ class RunSaverHook(CheckpointSaverHook):
         """Save like `CheckpointSaverHook.save`; waiting for steps in flight does not count as time for saving."""
         with contextlib.suppress(Exception):  # saving reports a failed step in more detail
             jax.block_until_ready(state)
-        if self._interval is None:
-            with self._loop.watch.part(SAVING):
-                return super().save(step, state, wait=wait)
-        import jstep.checkpoint.orbax_arrays  # noqa: F401  # takes long, once: no cost of a save
+        timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._interval is not None:
+            import jstep.checkpoint.orbax_arrays  # noqa: F401  # takes long, once: no cost of a save
 
-        with self._loop.watch.part(SAVING), self._interval.saving():
+            timed = self._interval.saving()
+        with self._loop.watch.part(SAVING), timed:
             return super().save(step, state, wait=wait)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
@@ -342,9 +342,9 @@ class RunSaverHook(CheckpointSaverHook):
         if not super().has_saved(step, state):
             self._about_to_save(step)
             extra = self._extra_of(_Memory(self._positions(), self._memory.hooks))
-            with internal_transfers(), self._own.knowing(not nonfinite_params(self._loop)):
-                self._own.save(state, extra=extra)
-        self._own.wait()
+            with internal_transfers(), self._saver.knowing(not nonfinite_params(self._loop)):
+                self._saver.save(state, extra=extra)
+        self._saver.wait()
 
     def restored(self, step: int, state: TrainState) -> None:
         """Record that a checkpoint of this step was restored, with the current state and states of hooks."""
@@ -356,7 +356,7 @@ class RunSaverHook(CheckpointSaverHook):
         super().is_saved(step, state)
         self._memory = self._of_this_save
         for name, one in self._memory.hooks.files.items():  # for `save_alone`, when they are no longer in memory
-            one.load = functools.partial(self._own.read_file, name, step)
+            one.load = functools.partial(self._saver.read_file, name, step)
 
     def has_saved(self, step: int, state: TrainState) -> bool:
         """Whether a checkpoint of this step holds this state, and the current states of hooks and position."""
@@ -370,17 +370,14 @@ class RunSaverHook(CheckpointSaverHook):
         return self._remembered().is_same(self._memory.hooks) and is_same
 
     def _remembered(self) -> Extra:
-        run, by = self._loop, self._stopped_by()
+        run = self._loop
+        # A run that takes no step keeps the name of the hook that stopped the earlier one.
+        by = run.stopped_by or (run.resumed.extra.get(STOPPED) if run.feeder is None else None)
         states = get_states(run.hooks)
         known = {HOOK_STATES: states or None, STOPPED: by, ENDED: run.step if run.runner.has_ended() else None}
         values = {key: value for key, value in known.items() if value is not None}
         files = Files("hooks.")
         return Extra(as_json(values, files), files if jax.process_index() == 0 else {})
-
-    def _stopped_by(self) -> str | None:
-        """The hook that stopped the run, now or, if this run takes no step, the earlier run."""
-        kept = self._loop.resumed.extra.get(STOPPED) if self._loop.feeder is None else None
-        return self._loop.stopped_by or kept
 
     def _positions(self) -> Extra:
         """The positions of the batches; must be called on all processes."""
@@ -391,19 +388,15 @@ class RunSaverHook(CheckpointSaverHook):
         # A batch that was fetched but not trained on is fetched again after a restart.
         return Extra(gather_positions(run.feeder.position_after(run.step - run.first), files), files)
 
-    def _past(self) -> dict[str, Any]:
-        run = self._loop
-        return {key: value for observer in run.observers for key, value in observer.past(run.step).items()}
-
     def _made_extra(self) -> Extra:
         self._of_this_save = _Memory(self._positions(), self._remembered())
         return self._extra_of(self._of_this_save)
 
     def _extra_of(self, memory: _Memory) -> Extra:
-        positions, hooks = memory
-        held = {HELD: self._loop.resumed.held} if self._loop.resumed.held else {}
-        values = positions.values | self._past() | hooks.values | held
-        return Extra(values, {**positions.files, **hooks.files})
+        run, (positions, hooks) = self._loop, memory
+        past = {key: value for observer in run.observers for key, value in observer.past(run.step).items()}
+        held = {HELD: run.resumed.held} if run.resumed.held else {}
+        return Extra(positions.values | past | hooks.values | held, {**positions.files, **hooks.files})
 
 
 # What prevents a save after a signal, an error or a hang: at any other time, `before_save` of the hooks decides.
@@ -429,7 +422,8 @@ def _is_loss_nonfinite(run: Run) -> bool:
     """
     metrics = run.metrics if isinstance(run.metrics, Mapping) else {}
     loss = metrics.get("loss")
-    if loss is None or not (processes.is_single_process() or _is_on_all(loss)):
+    is_on_all = isinstance(loss, jax.Array) and not loss.is_fully_addressable and loss.is_fully_replicated
+    if loss is None or not (is_on_all or processes.is_single_process()):
         return False
     try:
         with internal_transfers():
@@ -443,10 +437,6 @@ def _is_loss_nonfinite(run: Run) -> bool:
         return False
     except Exception:  # the device failed, so the loss cannot be read
         return True
-
-
-def _is_on_all(value: Any) -> bool:
-    return isinstance(value, jax.Array) and not value.is_fully_addressable and value.is_fully_replicated
 
 
 def why_position_lost(run: Run) -> str:
