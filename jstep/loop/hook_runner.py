@@ -24,16 +24,14 @@ class HookRunner:
         run: The run, with all of its hooks.
 
     Attributes:
-        precedes_calls: Whether a hook has a `before_step`, for which `before` must be called.
         is_checking: Whether the first state of a stage is being checked.
         is_done: Whether one of the hooks ends the run before any step.
         ended_at: The step at which `end` of the hooks was called last, by this start or an earlier one, or None.
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._hooks = run, run.hooks
+        self._run = run
         self._before = [hook for hook in run.hooks if _overrides(hook, "before_step")]
-        self.precedes_calls = bool(self._before)
         self._due: list[Due] = []
         self._ends: EndsAhead | None = None
         self.is_checking = self._was_last = False
@@ -47,10 +45,10 @@ class HookRunner:
     def begin(self) -> None:
         """Begin the hooks, one of which may end the run before any step."""
         run = self._run
-        for hook in self._hooks:
+        for hook in run.hooks:
             if hasattr(hook, "begin") and self._call(hook, "begin", run.state):
                 self.is_done = True
-        self._due = [Due(hook, run.first) for hook in self._hooks if _acts(hook)]
+        self._due = [Due(hook, run.first) for hook in run.hooks if _acts(hook)]
         self._timed = [due for due in self._due if due.deadline != math.inf]
         self._next_due = min((due.next for due in self._due), default=NEVER)
 
@@ -139,7 +137,7 @@ class HookRunner:
             if errors.all and is_saver and not errors.are_of_savers:
                 continue  # the handler of the error saves
             run.calling = calling
-            if not isinstance(hook, RunHook):
+            if calling.is_users:
                 run.reports.sums.flush()
             try:
                 self._apply(hook, hook.after_step(step, run.state, run.metrics))
@@ -157,8 +155,7 @@ class HookRunner:
 
     def _apply(self, hook: Any, result: Any) -> None:
         """Apply the result of `after_step`."""
-        stops = result is not None and result is not False and self._take(hook, "after_step", result)
-        if stops and self._run.stopped_by is None:
+        if self._take(hook, "after_step", result) and self._run.stopped_by is None:
             self._run.stopped_by = getattr(hook, "stopped_by", None) or name_of(hook)
 
     def _take(self, hook: Any, method: str, result: Any) -> bool:
@@ -202,7 +199,7 @@ class HookRunner:
         of the checkpoint that it restored had not ended. The savers come last, each is tried.
         """
         run, errors = self._run, Errors(self._run)
-        hooks = self._hooks
+        hooks = run.hooks
         if run.step == run.first and (run.restored is None or self.ended_at == run.step):
             left = [hook for hook in run.evaluations if hook.owes_end(run.step)]
             for hook in run.evaluations:
@@ -264,7 +261,7 @@ class HookRunner:
 
     def ends(self, boundaries: StageBoundaries) -> EndsAhead:
         """The steps at which calls must end, also those at which a hook is due. Close it after the run."""
-        run, known = self._run, [hook for hook in self._hooks if hasattr(hook, "next_due")]
+        run, known = self._run, [hook for hook in self._run.hooks if hasattr(hook, "next_due")]
 
         def due_after(step: int) -> int:
             due = NEVER

@@ -225,8 +225,7 @@ def _take_steps(run: Run) -> None:
             in_flight.make_room()
             if run.signals.is_stopping and run.may_leave_call():  # a signal arrived meanwhile
                 raise StopWaiting
-            if runner.precedes_calls:
-                runner.before()
+            runner.before()
             run.take(run_call, call)
             in_flight.add(run.step, run.state, run.metrics)
             if runner.after(call.first) or run.step >= last_step:
