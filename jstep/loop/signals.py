@@ -12,6 +12,7 @@ a program.
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -66,7 +67,6 @@ class StopSignals:
 
     Attributes:
         on_first: Called by the handler at the first signal.
-        is_shared: Whether there are several processes, so that `to_stop` must be called after each call.
         received: The first signal; None until one is received. SIGTERM at the end of the time limit.
         is_over: Whether the time limit stops the run.
         at_once: Whether a second SIGINT was received.
@@ -77,7 +77,6 @@ class StopSignals:
     def __init__(self, stop_secs: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.on_first: Callable[[], None] = lambda: None
         self._alone = processes.is_single_process()
-        self.is_shared = not self._alone
         self._before: dict[signal.Signals, Any] = {}
         self.received: signal.Signals | None = None
         self.is_over = self.at_once = self.is_stopping = self.is_heeded = self._agreed = False
@@ -95,12 +94,11 @@ class StopSignals:
     def begin(self) -> None:
         """Handle signals, and start to count the seconds; `end` must follow, also if a signal interrupts this."""
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT) if self._alone else (signal.SIGINT,):
-                if number == signal.SIGINT and signal.getsignal(number) == signal.SIG_IGN:
-                    continue
-                self._handle(number)
-            for number in filter(_is_free, _OTHERS):
-                self._handle(number)
+            handled = [signal.SIGTERM] if self._alone else []
+            handled += [signal.SIGINT] if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else []
+            for number in itertools.chain(handled, filter(_is_free, _OTHERS)):
+                self._before[number] = signal.getsignal(number)  # known before a signal can interrupt this
+                signal.signal(number, self._note)
             _active.append(self)
         if self._timer is not None:
             self._timer.start()
@@ -114,10 +112,6 @@ class StopSignals:
         if self in _active:
             _active.remove(self)
         self.restore()
-
-    def _handle(self, number: signal.Signals) -> None:
-        self._before[number] = signal.getsignal(number)  # known before a signal can interrupt this
-        signal.signal(number, self._note)
 
     def restore(self) -> None:
         """Restore the handlers of before, in this process or in one that was forked from it."""
@@ -170,7 +164,7 @@ class StopSignals:
 
         Must be called on all processes whose run has ended without an error.
         """
-        if self.is_shared and processes.any_process(self.received is not None):
+        if not self._alone and processes.any_process(self.received is not None):
             self._agree_on_signal()
 
     def _agree_on_signal(self) -> None:
