@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import logging
 import threading
 import time
@@ -371,31 +370,15 @@ class FirstBatch:
         self._to_peek = None
 
     def __iter__(self) -> CopiedBatches:
-        return itertools.chain.from_iterable(self._parts())
-
-    def _parts(self) -> Iterator[CopiedBatches]:
-        """Yield the first batch by itself, and then the other ones."""
-        yield self._made()
-        yield self._items
-
-    def _made(self) -> CopiedBatches:
         future, self._first = self._first, None
         if future is not None:
             is_done(future, lambda: False)
-            if self._again is not None and future.exception() is not None:
-                self._items = self._again()
-                return
+        if future is not None and self._again is not None and future.exception() is not None:
+            yield from self._again()
+            return
         first = self.make() if future is None else future.result()
         del future
         if first is not None:
             yield first
             del first
-
-
-def interruptible(fn: Callable[[], Any], is_over: Callable[[], bool]) -> Any:
-    """Return `fn()`, or None if the run ends first.
-
-    `fn` runs in a daemon thread, because it may call a user-defined reader that hangs.
-    """
-    future = in_background(fn, name="jstep-shapes", daemon=True)
-    return future.result() if is_done(future, is_over) else None
+            yield from self._items

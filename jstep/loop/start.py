@@ -13,6 +13,7 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.core import trees
 from jstep.core.checks import note
 from jstep.core.matching import difference
+from jstep.core.meshes import in_background
 from jstep.data.loaders import RarePosition, Source, saved_position, source_of
 from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.data.to_devices import as_shardings, copied, placement
@@ -24,7 +25,7 @@ from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
 from jstep.hooks.report import LoggingHook, SummarySaverHook
 from jstep.hooks.speed import StepCounterHook
 from jstep.hooks.stock import CheckpointSaverHook
-from jstep.loop.compiler import BackgroundCompiler, CompileJob, FirstBatch, interruptible, shapes_of
+from jstep.loop.compiler import BackgroundCompiler, CompileJob, FirstBatch, is_done, shapes_of
 from jstep.loop.feeder import BatchFeeder, copied_batches
 from jstep.loop.foresight import look_ahead
 from jstep.loop.hook_runner import HookRunner
@@ -275,7 +276,9 @@ def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any]
     def make(state: Any, _: tuple[Any, ...]) -> bool:
         try:
             if shapes is not None and batch_sharding is None:
-                batch = interruptible(shapes, is_over)
+                # A daemon: a reader of the user's may hang.
+                known = in_background(shapes, name="jstep-shapes", daemon=True)
+                batch = known.result() if is_done(known, is_over) else None
             else:
                 batch = first.peek(is_over)
             if batch is None:
