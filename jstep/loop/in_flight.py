@@ -58,10 +58,7 @@ class InFlight:
         """Add a call that was dispatched, with the step after it and its results."""
         if not self._calls:
             self._busy_since = self._clock()
-        result = metrics.get("loss") if type(metrics) is dict and not self._are_donated else None
-        if not isinstance(result, jax.Array):
-            result = _result(state, None if self._are_donated else metrics)
-        self._calls.append(_Call(result, step))
+        self._calls.append(_Call(_result(state, None if self._are_donated else metrics), step))
 
     def look(self) -> None:
         """Drop the calls that have finished; waits for none."""

@@ -189,7 +189,6 @@ class Programs:
         self.is_looped = steps_per_call != 1
         self.stages = made_stages(stages, compiled=self.is_looped)
         self.train_steps = stages
-        self._at = self.stages[0], 0, 0.0  # a stage, its first step, and the one after its last
         # The most steps of a call, None for one that is not stacked; from a step on, those that "auto" chose. One
         # attribute, which a thread that makes calls reads.
         self._most: tuple[int | None, float, int | None] = (None if is_auto else int(steps_per_call), math.inf, None)
@@ -217,13 +216,10 @@ class Programs:
         self.compiled = compiled_here()
         self._size = 0.0  # of the steps' caches of compiled programs
         self._watch = Stopwatch() if watch is None else watch
-        self._as_starting = functools.partial(self._watch.part, STARTING)
 
     def stage_of(self, step: int) -> Stage:
         """The stage that contains a step."""
-        stage, edge = self.stages[self.train_steps.index(step)], self.train_steps.edge_after(step)
-        self._at = stage, stage.first, math.inf if edge is None else edge
-        return stage
+        return self.stages[self.train_steps.index(step)]
 
     # From batches to calls.
 
@@ -237,11 +233,9 @@ class Programs:
         one_step: bool = False,
     ) -> Iterator[Call]:
         """The batches from a step on, as calls, which end at the steps `ends`; of one step each if `one_step`."""
-        program_for: ProgramFor = self._alone if one_step else self.program_for
+        alone: ProgramFor = lambda step, *_: OneStep(self.stage_of(step))  # noqa: E731
+        program_for = alone if one_step else self.program_for
         return make_calls(items, start, program_for, sharding, on_device=self.on_device, ends=ends)
-
-    def _alone(self, step: int, *_: Any) -> "Program":
-        return OneStep(self.stage_of(step))
 
     def program_for(self, step: int, shapes: Any, args: Callable[[], tuple[Any, ...]]) -> Program:
         """Return the program of calls with batches of some shapes; trace the step when the shapes are new.
@@ -251,9 +245,7 @@ class Programs:
             shapes: The shapes of a batch, from `shapes_in`.
             args: Returns the arguments of one step, or their shapes.
         """
-        (stage, first, stop), (most, later, longer) = self._at, self._most
-        if not first <= step < stop:
-            stage = self.stage_of(step)
+        stage, (most, later, longer) = self.stage_of(step), self._most
         key = stage, most if step < later else longer, shapes
         found = self._programs.get(key)
         if found is not None:
@@ -320,7 +312,7 @@ class Programs:
         if self._agreed is not None:
             self._agreed.check(state, call.args, program)
         if self.ahead_compiler is not None:
-            self.ahead_compiler.before(call.first, self._as_starting, self.compiling)
+            self.ahead_compiler.before(call.first, functools.partial(self._watch.part, STARTING), self.compiling)
         try:
             if is_new:
                 self._prepare(program, state, call)

@@ -43,12 +43,8 @@ def stages_of(train_step: Any) -> TrainSteps:
         TypeError: A training step is not a function, or a key is not an integer.
         ValueError: The mapping is empty, or its keys lack 0 or include a negative step.
     """
-    return as_staircase(train_step, "train_step", _as_step)
-
-
-def _as_step(value: Any, name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = as_function(value, name, "(state, *args) -> (state, metrics)")
-    return function
+    form = "(state, *args) -> (state, metrics)"
+    return as_staircase(train_step, "train_step", lambda value, name: as_function(value, name, form))
 
 
 def name_of_step(step: Any) -> str:
