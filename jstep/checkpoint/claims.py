@@ -123,9 +123,6 @@ class FileClaim:
                 return True
         return False
 
-    def check(self) -> None:
-        """Do nothing: the operating system keeps other writers away."""
-
     def release(self, wait: bool = True) -> None:
         """Release the claim; nothing has to be waited for."""
         self.finalizer()

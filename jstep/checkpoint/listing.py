@@ -170,6 +170,7 @@ class Checkpoints:
 
     def __init__(self, keys: Iterable[str], prefix: str | None) -> None:
         self.committed: dict[str, int] = {}
+        """Name of the checkpoint → its step."""
         self.attempts: dict[str, dict[str, list[str]]] = {}
         """Name of the checkpoint → attempt → its keys."""
         for key in keys:
@@ -181,7 +182,3 @@ class Checkpoints:
                 self.committed[match["name"]] = int(match["step"])
             elif below and is_attempt(attempt):
                 self.attempts.setdefault(match["name"], {}).setdefault(attempt, []).append(key)
-
-    def newest_first(self) -> list[tuple[int, str]]:
-        """Return step and name of the checkpoints, highest step first."""
-        return sorted(((step, name) for name, step in self.committed.items()), reverse=True)

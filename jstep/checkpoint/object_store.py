@@ -19,12 +19,10 @@ from typing import Any
 import jax
 
 from jstep.checkpoint import checksums, claims, listing, packs
-from jstep.checkpoint import manifest as _manifest
 from jstep.checkpoint.checksums import Record, StartRead
 from jstep.checkpoint.claims import ObjectClaim, key_of, owner_in
 from jstep.checkpoint.listing import Checkpoints
-from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Manifest
-from jstep.checkpoint.packs import Block, own_blocks
+from jstep.checkpoint.manifest import NAME, CheckpointError, CorruptedError, Manifest, decode, encode
 from jstep.checkpoint.store import IN_FLIGHT, Commit, Files, Store, finish_at_exit
 from jstep.core.meshes import in_background
 from jstep.distributed import processes
@@ -41,6 +39,7 @@ class ObjectStore(Store):
     """A `Store` below a URL."""
 
     poll_secs = 10.0  # each look is a request
+    _claim: ObjectClaim | None = None
 
     def __init__(self, url: str, prefix: str | None) -> None:
         super().__init__(url, prefix)
@@ -64,19 +63,18 @@ class ObjectStore(Store):
         hurried, self._hurried = self._hurried, False
         with self._objects.within(HURRIED if hurried else math.inf):
             listed = self._list(prefix)
-        for step, name in listed.newest_first():
+        for step, name in sorted(((step, name) for name, step in listed.committed.items()), reverse=True):
             yield step, self.path(name)
 
     def at(self, prefix: str, step: int) -> str | None:
         """See `Store.at`."""
-        name = f"{prefix}-{step}"
-        there = self._objects.read(f"{name}/{_manifest.NAME}").data is not None
-        return self.path(name) if there else None
+        name = listing.name(prefix, step)
+        return None if self._objects.read(f"{name}/{NAME}").data is None else self.path(name)
 
     def manifest(self, path: str) -> Manifest:
         """See `Store.manifest`."""
-        url = f"{path}/{_manifest.NAME}"
-        found = self._objects.read(f"{self._name(path)}/{_manifest.NAME}")
+        url = f"{path}/{NAME}"
+        found = self._objects.read(f"{self._name(path)}/{NAME}")
         if found.data is None:
             raise FileNotFoundError(f"{url}: there is no such object; the checkpoint was deleted")
         manifest = listing.decoded(found.data, url)
@@ -134,15 +132,13 @@ class ObjectStore(Store):
         self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit, files: Mapping[str, Any]
     ) -> None:
         """See `Store.save`."""
-        process, count = jax.process_index(), jax.process_count()
         name = self._name(path)
         began, number = processes.broadcast_ints(max(0, int(commit.saved_at)), secrets.randbits(31))
         attempt = f"data.{began}-{number:08x}"
-        blocks = itertools.chain(own_blocks(arrays, packs.PACK), packs.file_blocks(files, packs.PACK))
-
+        blocks = itertools.chain(packs.own_blocks(arrays), packs.file_blocks(files))
         end = functools.partial(self._commit, name, attempt, commit)
         self._saving = f"{name}/{attempt}"
-        self._save = ObjectSave(self._objects, name, attempt, blocks, compress, (process, count), end)
+        self._save = ObjectSave(self._objects, name, attempt, blocks, compress, end)
 
     def _commit(self, name: str, attempt: str, commit: Commit, files: Files, before: bytes) -> None:
         listed = self._listed = self._list(self._prefix)  # one list request per save
@@ -163,7 +159,7 @@ class ObjectStore(Store):
         Returns:
             Nothing to erase: a reader may still read what was replaced.
         """
-        key, data = f"{name}/{_manifest.NAME}", _manifest.encode(dataclasses.replace(manifest, data=attempt))
+        key, data = f"{name}/{NAME}", encode(dataclasses.replace(manifest, data=attempt))
         if self._claim is not None:
             self._claim.check()
         stamp = self._objects.write_if(key, data, before)
@@ -195,7 +191,7 @@ class ObjectStore(Store):
                 data = self.manifest(self.path(name)).data if victims else None
                 victims = [old for old in victims if old != data]  # those of no existing checkpoint
             else:  # a list is not reliable: only a read shows that there is no manifest
-                gone = self._objects.read(f"{name}/{_manifest.NAME}").data is None
+                gone = self._objects.read(f"{name}/{NAME}").data is None
                 victims = list(attempts) if gone else []
             self.erase([key for victim in victims for key in attempts[victim]])
 
@@ -227,14 +223,14 @@ class ObjectStore(Store):
         if self._forbidden and self._listed is not None:
             return []  # trying again at each save, for more and more checkpoints, would be useless
         name = self._name(path)
-        key = f"{name}/{_manifest.NAME}"
+        key = f"{name}/{NAME}"
         listed = self._list(name.rpartition("-")[0])
         there = self._objects.read(key)
         if there.data is None or not self._objects.delete(key, there.stamp):
             return []
         ours = {key for found in listed.attempts.get(name, {}).values() for key in found}
         with contextlib.suppress(CheckpointError):  # a copy from a disk has its files next to the manifest
-            ours |= {f"{name}/{file}" for file in _manifest.decode(there.data).files}
+            ours |= {f"{name}/{file}" for file in decode(there.data).files}
         return sorted(ours)
 
     def erase(self, remains: Sequence[str]) -> None:
@@ -285,7 +281,6 @@ class ObjectSave:
         attempt: The name of the attempt below it.
         blocks: The blocks that this process writes.
         compress: Whether to compress them.
-        process: The index of this process, and the number of processes.
         commit: Called on the first process when everything is written, with the records of all objects and the stamp of
             the manifest that was there before.
     """
@@ -295,14 +290,13 @@ class ObjectSave:
         objects: Directory,
         name: str,
         attempt: str,
-        blocks: Iterable[Block],
+        blocks: Iterable[packs.Block],
         compress: bool,
-        process: tuple[int, int],
         commit: Callable[[Files, bytes], None],
     ) -> None:
         self._objects, self._name, self.folder = objects, name, f"{name}/{attempt}"
-        self._blocks: Iterable[Block] = blocks
-        self._compress, self._process, self._commit = compress, process, commit
+        self._blocks, self._compress, self._commit = blocks, compress, commit
+        self._index, self._count = jax.process_index(), jax.process_count()
         IN_FLIGHT[self.folder] = self
         finish_at_exit()
         self._pid = os.getpid()
@@ -325,18 +319,17 @@ class ObjectSave:
             self._done.result()
 
     def _run(self) -> None:
-        index, count = self._process
         try:
-            before = self._objects.read(f"{self._name}/{_manifest.NAME}").stamp if index == 0 else b""
+            before = self._objects.read(f"{self._name}/{NAME}").stamp if self._index == 0 else b""
             began = time.monotonic()
             part = self._write()
-            if index == 0:
-                self._commit(self._parts(part, count, time.monotonic() - began), before)
+            if self._index == 0:
+                self._commit(self._parts(part, time.monotonic() - began), before)
         except BaseException as error:
-            self._report(f"{type(error).__name__}: {error}"[:300], count)
+            self._report(f"{type(error).__name__}: {error}"[:300])
             raise
-        if index == 0:
-            self._report("", count)
+        if self._index == 0:
+            self._report("")
         else:
             data = self._polled(
                 f"{self.folder}/{OUTCOME}",
@@ -348,17 +341,16 @@ class ObjectSave:
         self.detach()
 
     def _write(self) -> bytes:
-        index = self._process[0]
         blocks, self._blocks = self._blocks, ()
-        part = packs.write(self._objects, self.folder, index, blocks, self._compress)
-        self._objects.write(f"{self.folder}/part.{index}.json", part)
+        part = packs.write(self._objects, self.folder, self._index, blocks, self._compress)
+        self._objects.write(f"{self.folder}/part.{self._index}.json", part)
         return part
 
-    def _parts(self, own: bytes, count: int, took: float) -> dict[str, dict[str, Any]]:
+    def _parts(self, own: bytes, took: float) -> dict[str, dict[str, Any]]:
         """Return the records of all objects of this attempt, for the manifest."""
         files: dict[str, dict[str, Any]] = {}
         until = time.monotonic() + _OTHERS + 10 * took
-        for index in range(count):
+        for index in range(self._count):
             key = f"part.{index}.json"
             late = f"process {index} has not written"
             data = own if index == 0 else self._polled(f"{self.folder}/{key}", lambda: time.monotonic() > until, late)
@@ -377,11 +369,10 @@ class ObjectSave:
             pause = min(1.0, 1.5 * pause)
         return data
 
-    def _report(self, failed: str, count: int) -> None:
+    def _report(self, failed: str) -> None:
         """Report the outcome on this process to the processes that wait for it."""
-        index = self._process[0]
-        if count > 1 and (failed or index == 0):
-            key = OUTCOME if index == 0 else f"part.{index}.json"
+        if self._count > 1:
+            key = OUTCOME if self._index == 0 else f"part.{self._index}.json"
             try:
                 self._objects.write(f"{self.folder}/{key}", json.dumps({"failed": failed}).encode())
             except OSError as error:

@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -52,7 +52,7 @@ class Block(NamedTuple):
     dtype: str = ""
 
 
-def own_blocks(arrays: Mapping[str, Any], most: int) -> list[Block]:
+def own_blocks(arrays: Mapping[str, Any]) -> list[Block]:
     """Return the blocks that this process writes: first replicas of shards, and on process 0 also NumPy arrays.
 
     The values are on the host when this returns; on the CPU they alias the arrays, whose memory is then not reused.
@@ -72,18 +72,18 @@ def own_blocks(arrays: Mapping[str, Any], most: int) -> list[Block]:
         with internal_transfers():
             host = np.asarray(jax.device_get(data))
         start = tuple(0 if part.start is None else part.start for part in index)
-        for box in boxes(host.shape, host.dtype.itemsize, most):
+        for box in boxes(host.shape, host.dtype.itemsize, PACK):
             begin = tuple(a + part.start for a, part in zip(start, box, strict=True))
             blocks.append(Block(name, begin, host[box]))
     return blocks
 
 
-def file_blocks(files: Mapping[str, LargeBytes], most: int) -> Iterator[Block]:
+def file_blocks(files: Mapping[str, LargeBytes]) -> Iterator[Block]:
     """Yield files as blocks. A block must be copied before the next one is taken: its memory is released then."""
     for name, one in files.items():
         data = np.frombuffer(one.read(), np.uint8)
-        for start in range(0, len(data), most):
-            yield Block(name, (start,), data[start : start + most], FILE)
+        for start in range(0, len(data), PACK):
+            yield Block(name, (start,), data[start : start + PACK], FILE)
         del data
         one.written()
 
@@ -237,17 +237,14 @@ def decoded(block: Stored, body: bytes, dtype: np.dtype[Any]) -> np.ndarray[Any,
 def runs(blocks: Iterable[Stored]) -> Iterator[list[Stored]]:
     """Yield runs of adjacent blocks in one object, to be read together: about `PACK` bytes each at most."""
     run: list[Stored] = []
-    for pack, group in itertools.groupby(sorted(blocks, key=lambda b: (b.pack, b.offset)), key=lambda b: b.pack):
-        del pack
-        for block in group:
-            end = run[-1].offset + run[-1].nbytes if run else -1
-            if run and (run[-1].pack != block.pack or block.offset != end or end - run[0].offset > PACK):
-                yield run
-                run = []
-            run.append(block)
-        if run:
+    for block in sorted(blocks, key=lambda b: (b.pack, b.offset)):
+        end = run[-1].offset + run[-1].nbytes if run else -1
+        if run and (run[-1].pack != block.pack or block.offset != end or end - run[0].offset > PACK):
             yield run
             run = []
+        run.append(block)
+    if run:
+        yield run
 
 
 # Reading of a checkpoint whose arrays are packed: below the URL where it was written, or in a copy on a disk.
@@ -274,7 +271,7 @@ def read(start_read: StartRead, manifest: Manifest, shardings: Mapping[str, Any]
         OSError: The store cannot be read.
     """
     blocks = [block for block in _blocks(start_read, manifest) if block.dtype != FILE]
-    kinds = _check(manifest, blocks, list(shardings))
+    kinds = _check(manifest, blocks, shardings)
     parts = {
         name: {part: np.empty(lengths(part), kinds[name][1]) for part in local_parts(kinds[name][0], sharding)}
         for name, sharding in shardings.items()
@@ -359,19 +356,18 @@ def _blocks(start_read: StartRead, manifest: Manifest) -> Sequence[Stored]:
 
 
 def _check(
-    manifest: Manifest, blocks: Sequence[Stored], names: Sequence[str]
+    manifest: Manifest, blocks: Sequence[Stored], names: Collection[str]
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Return the shape and dtype of arrays, after comparing them with the blocks before any block is read.
 
     Raises:
         CorruptedError: They do not match, or blocks are missing.
     """
-    wanted = set(names)
-    kinds = {leaf.array: stored_kind(leaf) for leaf in manifest.leaves if leaf.array in wanted}
-    there = dict.fromkeys(wanted, 0)
+    kinds = {leaf.array: stored_kind(leaf) for leaf in manifest.leaves if leaf.array in names}
+    there = dict.fromkeys(names, 0)
     problems = []
     for block in blocks:
-        if block.array not in wanted:
+        if block.array not in there:
             continue
         shape, dtype = kinds[block.array]
         inside = len(block.start) == len(shape) and all(
