@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jstep.checkpoint.listing import UNUSED
@@ -53,6 +53,12 @@ def records(checkpoint: str, paths: Iterable[str], threads: int = 2) -> dict[str
         for (path, _), value in zip(blocks, sums, strict=True):
             found[path]["crc32"].append(value)
     return found
+
+
+def _flushed_records(checkpoint: str, paths: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Flush files to disk, and return their records: of those of Orbax, tensorstore flushes some, and nobody others."""
+    sync_files(os.path.join(checkpoint, path) for path in paths)
+    return records(checkpoint, paths)
 
 
 def _checksum(path: str, at: int) -> str:
@@ -204,7 +210,7 @@ def write_files(checkpoint: str, files: Mapping[str, Any]) -> None:
         one.written()
 
 
-def write_part(checkpoint: str, process: int, files: Iterable[str] = ()) -> None:
+def write_part(checkpoint: str, process: int, files: Iterable[str]) -> None:
     """Flush the files that one process wrote to disk, and store their checksums for `collect`.
 
     Args:
@@ -217,15 +223,9 @@ def write_part(checkpoint: str, process: int, files: Iterable[str] = ()) -> None
         # Orbax names its folders ocdbt.process_3, with a suffix for replicas.
         match = re.match(r"ocdbt\.process_([0-9]+)", path.split("/")[0])
         paths += [path] if match and match[1] == str(process) else []
-    _sync(checkpoint, paths)
-    part = records(checkpoint, paths)
+    part = _flushed_records(checkpoint, paths)
     with open(os.path.join(checkpoint, f"{_PART}{process}"), "w") as file:
         json.dump(part, file)
-
-
-def _sync(checkpoint: str, paths: Iterable[str]) -> None:
-    """Flush files to disk: of those that Orbax writes, tensorstore flushes some, and no program the others."""
-    sync_files(os.path.join(checkpoint, path) for path in paths)
 
 
 def collect(checkpoint: str, processes: int = 1) -> dict[str, dict[str, Any]]:
@@ -246,6 +246,5 @@ def collect(checkpoint: str, processes: int = 1) -> dict[str, dict[str, Any]]:
             found |= json.load(file)
         os.remove(os.path.join(checkpoint, path))
     rest = [path for path in paths if path not in found and not path.startswith(_PART)]
-    _sync(checkpoint, rest)
-    found |= records(checkpoint, rest)
+    found |= _flushed_records(checkpoint, rest)
     return dict(sorted(found.items()))

@@ -154,13 +154,13 @@ def sync(handle: int, path: str, *, data_only: bool = False) -> None:
         raise OSError(error.errno, f"could not be flushed to disk: {error.strerror}", path) from error
 
 
-def sync_files(paths: Iterable[str], threads: int = 8) -> None:
+def sync_files(paths: Iterable[str]) -> None:
     """Flush files to disk, several at once: a disk serves them together.
 
     Raises:
         OSError: The system could not write one of them.
     """
-    with concurrent.futures.ThreadPoolExecutor(threads, "jstep-sync") as pool:
+    with concurrent.futures.ThreadPoolExecutor(8, "jstep-sync") as pool:
         list(pool.map(_sync_path, paths))
 
 
