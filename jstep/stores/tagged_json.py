@@ -298,7 +298,8 @@ class _Encoder:
             return {"$tuple": list(value) if _are_plain(value) else self._each(enumerate(value), depth + 2)}
         if of is set or of is frozenset:
             items = self._each((("element", item) for item in value), depth + 2)
-            return {f"${of.__name__}": sorted(items, key=_as_text)}  # equal sets become equal JSON
+            items.sort(key=lambda item: json.dumps(as_json(item)))  # equal sets become equal JSON
+            return {f"${of.__name__}": items}
         if of is dict and all(type(key) is str for key in value) and not _is_tagged(value):
             return dict(zip(value, self._each(value.items(), depth + 1), strict=True))
         if of is dict or of is collections.OrderedDict:
@@ -334,10 +335,6 @@ class _Encoder:
             # The path of a value that contains itself is as long as the nesting is deep.
             raise UnsupportedError(error.what, path if len(path) <= 200 else f"{path[:200]}…") from None
         return found
-
-
-def _as_text(copy: Any) -> str:
-    return json.dumps(as_json(copy))
 
 
 def _are_plain(values: list[Any] | tuple[Any, ...]) -> bool:

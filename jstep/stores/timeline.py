@@ -220,7 +220,6 @@ def _parsed(raw: bytes) -> Any:
 
 
 def _places(where: str) -> list[str]:
-    missing = f"{where}: there is no timeline; give the checkpoint_dir of a run, or its logdir if it has none"
     if where.endswith(".jsonl"):
         return [where]
     if is_url(where):
@@ -230,14 +229,12 @@ def _places(where: str) -> list[str]:
     else:
         raise FileNotFoundError(f"{where}: no such directory")
     # A run that was copied between a disk and a bucket, and resumed there, has the file and objects.
-    places = [join(where, name) for name in names if _is_timeline(name)]
-    if not places:
-        raise FileNotFoundError(missing)
-    return places
-
-
-def _is_timeline(name: str) -> bool:
-    return name.startswith(OBJECTS) and name.endswith(".jsonl") and "/" not in name
+    found = [name for name in names if name.startswith(OBJECTS) and name.endswith(".jsonl") and "/" not in name]
+    if not found:
+        raise FileNotFoundError(
+            f"{where}: there is no timeline; give the checkpoint_dir of a run, or its logdir if it has none"
+        )
+    return [join(where, name) for name in found]
 
 
 def _check_version(version: Any, place: str, number: int) -> None:
