@@ -201,12 +201,9 @@ class Files:
 
     def _is_orphan(self, match: re.Match[str]) -> bool:
         mine = this_process()
-        alive = None  # on another host, in another container, or before this host was started again
         if match["place"] == _place(mine):
-            alive = is_alive({**mine, "pid": int(match["pid"]), "started": match["started"]})
-        if alive is not None:
-            return not alive
-        try:
+            return not is_alive({**mine, "pid": int(match["pid"]), "started": match["started"]})
+        try:  # it is on another host or in another container, or this host was started again
             return time.time() - os.stat(self._at(match[0])).st_mtime > _ABANDONED
         except OSError:  # it was removed meanwhile
             return False
