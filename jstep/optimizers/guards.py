@@ -1,7 +1,5 @@
 """Guards of updates: finite gradients, loss scales, noise scales, every so many steps."""
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -19,7 +17,7 @@ from jstep.differentiate.clipping import global_norm
 from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers.compose import Own, StepInputs, wrap_optimizer
 from jstep.optimizers.hyperparameters import Projected
-from jstep.optimizers.leafwise import Slot, call_update, fresh_slot, wide_updates
+from jstep.optimizers.leafwise import Slot, call_update, fresh_slot, map_updates, wide_updates
 from jstep.optimizers.updates import on_leaves, only_if, slot_leaves
 
 # Skip updates whose gradients are not finite, and other conditional updates.
@@ -66,13 +64,15 @@ def skip_nonfinite(optimizer: OptimizerLike) -> Optimizer:
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         finite = all_finite(updates, at.params)
-        updates, inner = unless_skipped(finite, optimizer, updates, inner, at)
+        updates, inner = conditional_update(finite, optimizer, updates, inner, at, is_guard=True)
         last = own[LAST_FINITE_STEP]
         made = jnp.asarray(at.step).astype(last.dtype) + 1
         return updates, inner, {LAST_FINITE_STEP: jnp.where(finite, made, _left_out(last))}
 
     own = Own({LAST_FINITE_STEP: _at_step}, {LAST_FINITE_STEP: Role.LAST_FINITE})
-    return wrap_optimizer(optimizer, "skip_nonfinite", update, own, guarded=True, inner_roles=_skipping)
+    return wrap_optimizer(
+        optimizer, "skip_nonfinite", update, own, guarded=True, inner_roles=lambda roles: roles.of_own_age().ordered()
+    )
 
 
 def _at_step(params: Params, step: Step) -> Array:
@@ -91,32 +91,8 @@ def all_finite(gradients: Updates, params: Params) -> Array:
     return jnp.isfinite(jnp.square(global_norm(match_gradients(gradients, params))))
 
 
-def unless_skipped(
-    finite: Array, optimizer: Optimizer, updates: Updates, slots: Slots, at: StepInputs
-) -> tuple[Updates, Slots]:
-    """Update if `finite` is true; otherwise return zero updates and unchanged slots, with `start_step` advanced."""
-    slot_rules = {
-        # A loss scale must change when an update is skipped.
-        Role.LOSS_SCALE: lambda old, new: new,
-        Role.SCALE_SINCE: lambda old, new: new,
-        Role.LAST_FINITE: lambda old, new: jnp.where(finite, new, _left_out(old)),
-    }
-    return conditional_update(finite, optimizer, updates, slots, at, slot_rules, is_guard=True)
-
-
-SlotRule = Callable[[Any, Any], Any]
-"""`rule(old, new)`, the new value of a slot."""
-
-
 def conditional_update(
-    condition: Array,
-    optimizer: Optimizer,
-    updates: Updates,
-    slots: Slots,
-    at: StepInputs,
-    slot_rules: Mapping[Role, SlotRule] = MappingProxyType({}),
-    *,
-    is_guard: bool = False,
+    condition: Array, optimizer: Optimizer, updates: Updates, slots: Slots, at: StepInputs, *, is_guard: bool = False
 ) -> tuple[Updates, Slots]:
     """Update if `condition` is true; otherwise return zero updates and unchanged slots, with `start_step` advanced.
 
@@ -126,26 +102,26 @@ def conditional_update(
         updates: Its gradients.
         slots: Its slots.
         at: The inputs of its wrapper.
-        slot_rules: Rules for slots of certain roles, applied whether or not the update is selected.
         is_guard: Whether an update that is not made is skipped, and not one that was not due.
     """
     roles = roles_of(optimizer, at.params)
     hyper.report_condition(hyper.Condition(at.params, condition, is_guard))
     with only_if(condition):
         updates, new_slots = call_update(optimizer, updates, slots, at.params, at.step, at.context, exact=True)
-    found = trees.flatten_like(at.params, updates, "updates", is_leaf=hyper.is_update)
 
     def zero_unless(update: Any, leaf: Any) -> Any:
-        if hyper.is_projected(update):
+        if isinstance(update, Projected):
             return Projected(_select(condition, on_devices(leaf), update.value))
         return jax.tree.map(lambda u: _zero_array_unless(condition, u), update)
 
-    updates = trees.structure(at.params).unflatten(list(map(zero_unless, found, jax.tree.leaves(at.params))))
+    updates = map_updates(zero_unless, at.params, updates, jax.tree.leaves(at.params), what="updates")
 
     def slot(name: str, new: Any) -> Any:
         role, old = roles.get(name), slots[name]
-        if role and role in slot_rules:
-            return slot_rules[role](old, new)
+        if is_guard and role in (Role.LOSS_SCALE, Role.SCALE_SINCE):
+            return new  # a loss scale changes when an update is skipped
+        if is_guard and role is Role.LAST_FINITE:
+            return jnp.where(condition, new, _left_out(old))
         if role in AGES:
             return jax.tree.map(lambda before, after: jnp.where(condition, after, before + 1), old, new)
         return jax.tree.map(
@@ -219,7 +195,7 @@ def dynamic_loss_scale(
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         scale, since = own[LOSS_SCALE], own[SCALE_SINCE]
         finite = all_finite(updates, at.params)
-        updates, inner = unless_skipped(finite, optimizer, unscaled(updates, scale), inner, at)
+        updates, inner = conditional_update(finite, optimizer, unscaled(updates, scale), inner, at, is_guard=True)
         made = jnp.asarray(at.step).astype(since.dtype) + 1
         grows = finite & (made - since >= length)
         larger, smaller = scale * by, jnp.maximum(scale / by, SMALLEST)
@@ -229,16 +205,11 @@ def dynamic_loss_scale(
 
     added = {LOSS_SCALE: lambda params, step: jnp.array(first, dtype=jnp.float32), SCALE_SINCE: _at_step}
     own = Own(added, {LOSS_SCALE: Role.LOSS_SCALE, SCALE_SINCE: Role.SCALE_SINCE})
-    return wrap_optimizer(optimizer, "dynamic_loss_scale", update, own, guarded=True, inner_roles=_of_own_age)
 
+    def inner_roles(roles: Roles) -> Roles:
+        return roles.of_own_age().ordered().hiding(Role.LOSS_SCALE)
 
-def _skipping(roles: Roles) -> Roles:
-    """The roles below a wrapper that skips updates: it selects between old and new slots."""
-    return roles.of_own_age().ordered()
-
-
-def _of_own_age(roles: Roles) -> Roles:
-    return _of_one_loss(_skipping(roles))
+    return wrap_optimizer(optimizer, "dynamic_loss_scale", update, own, guarded=True, inner_roles=inner_roles)
 
 
 def loss_scale_of(roles: Roles, slots: Slots) -> Array | None:
@@ -335,28 +306,31 @@ def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer
         return updates, inner, {name: averaged(own[name], x) for name, x in zip(SLOTS, values, strict=True)}
 
     own = Own(dict.fromkeys(SLOTS, lambda params, step: jnp.zeros((), jnp.float32)), SLOTS)
-    return wrap_optimizer(optimizer, "with_noise_scale", update, own, inner_roles=_of_one_loss, takes_context=True)
+    return wrap_optimizer(
+        optimizer,
+        "with_noise_scale",
+        update,
+        own,
+        inner_roles=lambda roles: roles.hiding(Role.LOSS_SCALE),
+        takes_context=True,
+    )
 
 
-def _of_one_loss(roles: Roles) -> Roles:
-    """The roles below a wrapper that must see unscaled gradients."""
-    return roles.hiding(Role.LOSS_SCALE)
-
-
-def noise_slots(roles: Roles) -> dict[Role, str]:
-    """The slots of the averages by role; empty if the optimizer has none.
+def noise_slots(roles: Roles) -> list[str]:
+    """The slots of the averages, in the order of `SLOTS`; empty if the optimizer has none.
 
     Raises:
         ValueError: They are under a label or next to other elements.
     """
-    hidden = [name for name in roles.of(*SLOTS.values()) if name in roles.hidden]
+    found = roles.of(*SLOTS.values())
+    hidden = [name for name in found if name in roles.hidden]
     if hidden:
         raise ValueError(
             f"with_noise_scale: must wrap the whole optimizer, got the slot {hidden[0]!r} below a label or "
             "beside other elements; it measures the noise of all gradients. Put it around the whole optimizer: "
             "with_noise_scale(partition(...)), with_noise_scale(chain(...))"
         )
-    return {role: name for name, role in roles.items() if role in SLOTS.values() and role is not None}
+    return found
 
 
 def require_noise_slots(roles: Roles) -> None:
@@ -374,8 +348,7 @@ def require_noise_slots(roles: Roles) -> None:
 
 def noise_metrics(roles: Roles, slots: Slots) -> dict[str, Array]:
     """The metrics of a step: the bias-corrected averages, and their ratio."""
-    names = noise_slots(roles)
-    noise, square, weight = (slots[names[role]] for role in SLOTS.values())
+    noise, square, weight = (slots[name] for name in noise_slots(roles))
     noise, square = noise / weight, square / weight  # NaN before the first measurement, which has weight 0
     scale = jnp.where(square > 0, noise / square, jnp.nan)
     return {"noise_scale": scale, "gradient_noise": noise, "gradient_square": square}
@@ -435,45 +408,33 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
         raise ValueError(f"phase={offset}: must be below k={every}; phase + k updates at the same steps as phase")
     as_bool(accumulate, "accumulate")
     optimizer = require_optimizer("optimizer", optimizer)
-
-    def due_at(step: Step) -> Array:
-        return (jnp.asarray(step) - offset) % every == every - 1
+    count = Slot(shape=lambda path, leaf: ())
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        due, params, treedef = due_at(at.step), at.params, trees.structure(at.params)
+        due, params = (jnp.asarray(at.step) - offset) % every == every - 1, at.params
+        treedef = trees.structure(params)
         if not accumulate:
             return *conditional_update(due, optimizer, updates, inner, at), own
         gradients = match_gradients(updates, params)
         mine = {
             GRADIENT_SUM: slot_leaves(own, GRADIENT_SUM, params),
-            GRADIENT_COUNT: slot_leaves(own, GRADIENT_COUNT, params, _scalar),
+            GRADIENT_COUNT: slot_leaves(own, GRADIENT_COUNT, params, count.shape),
         }
         means = on_leaves(params, mine, [None if g is None else (_mean_and_rest, g, due) for g in gradients])
         updates, inner = conditional_update(due, optimizer, treedef.unflatten(means), inner, at)
         return updates, inner, {name: treedef.unflatten(leaves) for name, leaves in mine.items()}
 
+    def inner_roles(roles: Roles) -> Roles:
+        return roles.at_some_steps().ordered().hiding(Role.LOSS_SCALE)
+
     if not accumulate:
-        return wrap_optimizer(optimizer, "update_every", update, inner_roles=_at_some_steps)
+        return wrap_optimizer(optimizer, "update_every", update, inner_roles=inner_roles)
     added = {
         GRADIENT_SUM: lambda params, step: fresh_slot(GRADIENT_SUM, Slot(NOTHING), params, step),
-        GRADIENT_COUNT: lambda params, step: fresh_slot(GRADIENT_COUNT, Slot(shape=_scalar), params, step),
+        GRADIENT_COUNT: lambda params, step: fresh_slot(GRADIENT_COUNT, count, params, step),
     }
-    return wrap_optimizer(
-        optimizer,
-        "update_every",
-        update,
-        Own(added, details={GRADIENT_COUNT: ACCUMULATED}),
-        guarded=False,
-        inner_roles=_at_some_steps,
-    )
-
-
-def _at_some_steps(roles: Roles) -> Roles:
-    return _of_one_loss(roles.at_some_steps().ordered())
-
-
-def _scalar(path: str, leaf: Any) -> tuple[int, ...]:
-    return ()
+    own = Own(added, details={GRADIENT_COUNT: ACCUMULATED})
+    return wrap_optimizer(optimizer, "update_every", update, own, guarded=False, inner_roles=inner_roles)
 
 
 def _mean_and_rest(own: Slots, gradient: Any, due: Array) -> tuple[Any, Slots]:

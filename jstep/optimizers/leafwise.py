@@ -166,7 +166,7 @@ def map_updates(
         *others: Values to pass with each update: one for each leaf of params, in order.
         what: The name of `updates`, for errors.
     """
-    found = trees.flatten_like(params, updates, what, is_leaf=trees.is_slices)
+    found = trees.flatten_like(params, updates, what, is_leaf=hyperparameters.is_update)
     rows = zip(found, *others, strict=True)
     return trees.structure(params).unflatten([None if trees.is_none(u) else fn(u, *rest) for u, *rest in rows])
 
