@@ -74,8 +74,8 @@ def check_prefix(argument: str, name: str) -> None:
         )
 
 
-def held_names(hyper: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the slots of held hyperparameters.
+def held_roles(hyper: Mapping[str, Any]) -> Roles:
+    """The roles of the slots of held hyperparameters, with the arguments that they were given for.
 
     Raises:
         ValueError: Two of them have the same name, or one has the name of another argument, with which it would clash
@@ -96,13 +96,7 @@ def held_names(hyper: Mapping[str, Any]) -> tuple[str, ...]:
                     f"{argument} holds a hyperparameter named {value.name!r}, which is the name of another argument; "
                     f"give it another name, such as held({argument!r}, …)"
                 )
-    return tuple(owner)
-
-
-def held_roles(hyper: Mapping[str, Any]) -> Roles:
-    """The roles of the slots of held hyperparameters, with the arguments that they were given for."""
-    given = {f"{HELD}/{value.name}": argument for argument, value in hyper.items() if isinstance(value, Held)}
-    return Roles(dict.fromkeys(held_names(hyper), Role.HELD), details=given)
+    return Roles(dict.fromkeys(owner, Role.HELD), details=owner)
 
 
 def held_slots(hyper: Mapping[str, Any]) -> Slots:
@@ -694,30 +688,25 @@ class Projected:
     value: Any
 
 
-def is_projected(x: Any) -> bool:
-    """Whether a node of a tree is a `Projected`, for `is_leaf`."""
-    return isinstance(x, Projected)
-
-
 def is_update(x: Any) -> bool:
     """Whether a node of a tree of updates is an `IndexedSlices` or a `Projected`, for `is_leaf`."""
-    return is_slices(x) or is_projected(x)
+    return isinstance(x, IndexedSlices | Projected)
 
 
 def moves(params: Params, updates: Updates) -> Updates:
     """Return the updates with the difference from the parameter for each `Projected`."""
-    if not any(map(is_projected, jax.tree.leaves(updates, is_leaf=is_update))):
+    if not any(isinstance(u, Projected) for u in jax.tree.leaves(updates, is_leaf=is_update)):
         return updates
     found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
     leaves, treedef = trees.flatten(on_devices(params))
-    return treedef.unflatten(
-        [_difference(p, u.value) if is_projected(u) else u for p, u in zip(leaves, found, strict=True)]
-    )
 
+    def move(p: Any, u: Any) -> Any:
+        if not isinstance(u, Projected):
+            return u
+        dtype = trees.compute_dtype(jnp.result_type(p))
+        return u.value.astype(dtype) - jnp.asarray(p).astype(dtype)
 
-def _difference(p: Any, new: Array) -> Array:
-    dtype = trees.compute_dtype(jnp.result_type(p))
-    return new.astype(dtype) - jnp.asarray(p).astype(dtype)
+    return treedef.unflatten(map(move, leaves, found))
 
 
 class Condition(NamedTuple):

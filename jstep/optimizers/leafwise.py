@@ -29,8 +29,8 @@ from jstep.core.slot_roles import (
 )
 from jstep.core.trees import Array, Context, Held, IndexedSlices, Optimizer, Params, RowsInOrder, Slots, Step, Updates
 from jstep.optimizers import hyperparameters
-from jstep.optimizers.hyperparameters import LEARNING_RATE, Flag, Hyper, held_names, held_slots, value_at, values_at
-from jstep.optimizers.updates import can_load_slots, loads_slots, on_leaves, slot_leaves, with_slots_loaded
+from jstep.optimizers.hyperparameters import LEARNING_RATE, Flag, Hyper, held_roles, held_slots, value_at, values_at
+from jstep.optimizers.updates import loads_slots, on_leaves, slot_leaves, with_slots_loaded
 from jstep.state.train_state import START_STEP
 
 # Chain elements without a rule, and the leaves of custom optimizers.
@@ -44,18 +44,14 @@ def element(fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mappin
         hyper: Name → the value returned by `checked`.
         order: Its place in a chain.
     """
-    held = held_names(hyper)
+    held = held_roles(hyper)
 
     @loads_slots
     def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
         kept = require_slots(held, slots)
         return fn(wide_updates(updates), on_devices(params), step, values_at(hyper, step, slots)), kept
 
-    def init(params: Params, step: Step) -> Slots:
-        return held_slots(hyper)
-
-    roles = hyperparameters.held_roles(hyper)
-    made = Init(init, lambda params: roles, order=order, rated=LEARNING_RATE in hyper)
+    made = Init(lambda params, step: held_slots(hyper), lambda params: held, order=order, rated=LEARNING_RATE in hyper)
     return Optimizer(made, update, hyperparameters.report(hyper))
 
 
@@ -211,7 +207,8 @@ def call_update(
         with setting(hyperparameters.CONDITIONS, None) if is_custom else contextlib.nullcontext():
             return optimizer.update(updates, slots, params, step, *further)
 
-    new, slots = update(slots, params) if can_load_slots(optimizer) else with_slots_loaded(update, slots, params)
+    loads = getattr(optimizer.update, "loads_slots", False)
+    new, slots = update(slots, params) if loads else with_slots_loaded(update, slots, params)
     return new if exact else hyperparameters.moves(params, new), slots
 
 
@@ -589,7 +586,7 @@ def leafwise(
     scalars, flags = scalars or {}, flags or {}
     is_finished = LEARNING_RATE in hyper if finished is None else finished
     hyper = {name: hyperparameters.checked(name, value) for name, value in hyper.items()}
-    held = held_names(hyper)
+    held = held_roles(hyper)
     scalar_names = (*([START_STEP] if aged else []), *scalars, *held)
 
     def specs_for(params: Params) -> dict[str, Slot]:
@@ -647,7 +644,7 @@ def leafwise(
 
     def roles(params: Params) -> Roles:
         own = dict.fromkeys(scalars, Role.SHARED) | ({START_STEP: Role.AGE} if aged else {})
-        return _declared_by(specs_for(params)).joined(Roles(own)).joined(hyperparameters.held_roles(hyper))
+        return _declared_by(specs_for(params)).joined(Roles(own)).joined(held)
 
     made = Init(init, roles, is_finished, rated=LEARNING_RATE in hyper)
     return Optimizer(made, update, hyperparameters.report(hyper))

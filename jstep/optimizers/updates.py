@@ -17,8 +17,8 @@ from jstep.core.jaxprs import Subprogram, body_of, evaluate, is_elementwise, on_
 from jstep.core.matching import require_slots
 from jstep.core.meshes import on_any_mesh, parts_along
 from jstep.core.placement import in_order, is_on_host, layout_of, on_devices, shardings_of, to_host
-from jstep.core.trees import Array, IndexedSlices, Optimizer, Params, RowsInOrder, Slots, Updates
-from jstep.optimizers.hyperparameters import is_projected, is_update, own_leaves
+from jstep.core.trees import Array, IndexedSlices, Params, RowsInOrder, Slots, Updates
+from jstep.optimizers.hyperparameters import Projected, is_update, own_leaves
 from jstep.state.train_state import TrainState
 
 # Adding updates to parameters.
@@ -95,7 +95,7 @@ def _is_sum(leaf: Any, update: Any) -> bool:
 @jax.jit
 def add(leaf: Array, update: Any) -> Array:
     """Add an update, of any kind, to a parameter."""
-    if is_projected(update):
+    if isinstance(update, Projected):
         return update.value
     dtype = trees.compute_dtype(leaf.dtype)
     if not isinstance(update, IndexedSlices):
@@ -196,11 +196,6 @@ def loads_slots(update: _Update) -> _Update:
     """Decorator of the `update` of an optimizer that accepts slots and parameters in host memory."""
     update.loads_slots = True  # type: ignore[attr-defined]
     return update
-
-
-def can_load_slots(optimizer: Optimizer) -> bool:
-    """Whether the update of an optimizer accepts slots and parameters in host memory."""
-    return getattr(optimizer.update, "loads_slots", False)
 
 
 def with_slots_loaded(update: Callable[[Slots, Any], tuple[Any, Slots]], slots: Slots, params: Any) -> Any:
