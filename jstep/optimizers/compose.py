@@ -303,27 +303,21 @@ _USUAL_ORDER = (
 
 def _order_of_chain(parts: Mapping[str, Optimizer]) -> Order:
     """The place of a chain in another one, by the names and elements of the chain."""
+    together = _order_of_partition(parts.values())  # what does not depend on the sequence
     orders = list(map(order_of, parts.values()))
     finished = list(map(leafwise.makes_finished_updates, parts.values()))
-    is_known = all(order.is_known or ends for order, ends in zip(orders, finished, strict=True))
     # Without a learning rate it is the last factor that stands for it: those before only scale the gradients.
     factors = [i for i, order in enumerate(orders) if order.is_known and not order.raw]
     first = finished.index(True) if any(finished) else factors[-1] if factors else len(orders)
-    late = next((order.late_clip for order in orders if order.late_clip), "")
-    names = list(parts)
+    names, late = list(parts), together.late_clip
     for i in range(first + 1, len(orders)):
-        if is_known and orders[i].clips and not late:
+        if together.is_known and orders[i].clips and not late:
             late = f"{names[i]} clips the finished updates of {names[first]}, not the gradients"
-    return Order(
-        is_known,
-        raw=all(order.raw for order in orders),
-        partly_raw=any(
-            order.partly_raw and all(other.raw for j, other in enumerate(orders) if i != j)
-            for i, order in enumerate(orders)
-        ),
-        clips=any(order.clips for order in orders),
-        late_clip=late,
+    partly_raw = any(
+        order.partly_raw and all(other.raw for j, other in enumerate(orders) if i != j)
+        for i, order in enumerate(orders)
     )
+    return dataclasses.replace(together, partly_raw=partly_raw, late_clip=late)
 
 
 def _order_of_partition(parts: Collection[Optimizer]) -> Order:
@@ -678,19 +672,18 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
         params, conditions = at.params, hyperparameters.Conditions()
         with hyperparameters.observing_conditions(conditions):
             updates, inner = leafwise.call_update(optimizer, updates, inner, params, at.step, at.context, exact=True)
-        found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         moved = apply_updates(params, updates)
         new = _checked(moved, fn(moved))
 
-        def projected(u: Any, new: Any, before: Any, after: Any, condition: Any) -> Projected | None:
-            if trees.is_none(u) or condition is None:
-                return None if trees.is_none(u) else Projected(new)
+        def projected(_: Any, new: Any, before: Any, after: Any, condition: Any) -> Projected:
+            if condition is None:
+                return Projected(new)
             before = on_devices(before)
             # Behind a guard, or if no update was due, another element of a chain may still move the parameter.
             return Projected(jnp.where(condition | jnp.any(after != before), new, before))
 
         leaves = jax.tree.leaves(params), jax.tree.leaves(moved), hyperparameters.conditions_of(params, conditions)
-        return trees.structure(params).unflatten(list(map(projected, found, new, *leaves))), inner, {}
+        return leafwise.map_updates(projected, params, updates, new, *leaves, what="updates"), inner, {}
 
     return wrap_optimizer(optimizer, "with_projection", update)
 
