@@ -175,15 +175,11 @@ def _first_slots(values: Slots, params: Params, known: Roles, blocks: list[Block
         tops = trees.flatten_like(params, values[name], f"slot {name!r}")
         lows: list[Any] = [None] * len(tops)
         for i, (x, one) in enumerate(zip(tops, blocks, strict=True)):
-            if one is not None and _is_stored(x, leaves[i]):
+            has_values = x is not None and np.shape(x) == np.shape(leaves[i]) and x.dtype == jnp.float32
+            if one is not None and has_values:
                 tops[i], lows[i] = nearest(x, one, KINDS[known.holds[name]])
         made[name], made[half] = treedef.unflatten(tops), treedef.unflatten(lows)
     return made
-
-
-def _is_stored(x: Any, p: Any) -> bool:
-    """Whether a leaf of a slot has the form of values of its parameter."""
-    return x is not None and np.shape(x) == np.shape(p) and x.dtype == jnp.float32
 
 
 # An update of what `compact` stores: opened, updated by the optimizer inside, and closed again.

@@ -480,19 +480,20 @@ def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any],
     """
     if callable(factors) and not isinstance(factors, Mapping | Held):
         given = factors
+        hyper: dict[str, Any] = {}
         factor = hyperparameters.by_path(
             lambda path, leaf: hyperparameters.constant(f"factors({path!r}, …)", given(path, leaf), low=0)
         )
-        return from_update("scale_updates", scaled_update, {}, {}, flags={"factor": factor}, by_rows=True)
-    if not isinstance(factors, Mapping):
+    elif isinstance(factors, Mapping):
+        _require_globs("factors", factors)
+        hyper = {f"{PREFIX}/{glob}": checked(f"factors[{glob!r}]", value, low=0) for glob, value in factors.items()}
+        factor = first_match("factors", factors)
+    else:
         raise TypeError(
             f"factors={shown(factors)}: must map paths or globs to numbers, or be a function (path, leaf) -> number, "
             f"got {kind(factors)}"
         )
-    _require_globs("factors", factors)
-    hyper = {f"{PREFIX}/{glob}": checked(f"factors[{glob!r}]", value, low=0) for glob, value in factors.items()}
-    flags = {"factor": first_match("factors", factors)}
-    return from_update("scale_updates", scaled_update, {}, hyper, flags=flags, by_rows=True)
+    return from_update("scale_updates", scaled_update, {}, hyper, flags={"factor": factor}, by_rows=True)
 
 
 def scaled_update(u: Array, p: Array, s: Values, h: Values) -> Result:
