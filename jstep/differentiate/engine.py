@@ -178,22 +178,6 @@ def _kind_of(dtype: Any) -> int:
     return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), -1)
 
 
-def _refuse_other_kind(path: str, before: Any, after: Any) -> None:
-    """Refuse a leaf of model_state of a kind that the state cannot hold: it would be truncated at each update.
-
-    Raises:
-        TypeError: It is float for an integer or bool, an integer for a bool, complex for a real number, or another kind
-            of key. The message contains the path and both dtypes.
-    """
-    one, other = _kind_of(before), _kind_of(after)
-    if other > one or (before != after and -1 in (one, other)):
-        raise TypeError(
-            f"loss_fn returned a model_state whose leaf {trees.quoted(path)} must be {before}, as in the state, got "
-            f"{after}; create the state with {after} there (TrainState.create(…, model_state=…)), or convert what "
-            "loss_fn returns"
-        )
-
-
 def _refuse_other_structure(old: Any, new: Any) -> None:
     """Raise an error for a new model_state of another structure than the old one."""
     if isinstance(new, tuple | list) and len(new) == 2 and trees.structure(old) == trees.structure(new[0]):
@@ -212,19 +196,30 @@ def _refuse_other_structure(old: Any, new: Any) -> None:
 
 
 def _like(old: Any, new: Any) -> Any:
-    """Return the new model_state with the dtypes of the old one."""
+    """Return the new model_state with the dtypes of the old one.
+
+    Raises:
+        ValueError: It has another structure, or a leaf another shape. The message contains the path.
+        TypeError: A leaf is of a kind that the state cannot hold, so that it would be truncated at each update: float
+            for an integer or bool, an integer for a bool, complex for a real number, or another kind of key.
+    """
     if trees.structure(old) != trees.structure(new):
         _refuse_other_structure(old, new)
 
     def leaf(keys: Any, before: Any, after: Any) -> Array:
         before, after = jnp.asarray(before), jnp.asarray(after)
+        what = f"loss_fn returned a model_state whose leaf {trees.quoted(trees.path_str(keys))}"
         if before.shape != after.shape:
-            raise ValueError(
-                f"loss_fn returned a model_state whose leaf {trees.quoted(trees.path_str(keys))} has shape "
-                f"{after.shape}; the state holds shape {before.shape}"
+            raise ValueError(f"{what} has shape {after.shape}; the state holds shape {before.shape}")
+        if before.dtype == after.dtype:
+            return after
+        one, other = _kind_of(before.dtype), _kind_of(after.dtype)
+        if other > one or -1 in (one, other):
+            raise TypeError(
+                f"{what} must be {before.dtype}, as in the state, got {after.dtype}; create the state with "
+                f"{after.dtype} there (TrainState.create(…, model_state=…)), or convert what loss_fn returns"
             )
-        _refuse_other_kind(trees.path_str(keys), before.dtype, after.dtype)
-        return after if after.dtype == before.dtype else after.astype(before.dtype)
+        return after.astype(before.dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, old, new)
 
@@ -315,6 +310,14 @@ class Inputs(NamedTuple):
     batch_specs: Any = None
     scale: Array | None = None
     lanes: Lanes | None = None
+
+    def for_part(self, i: Any, **changes: Any) -> "Inputs":
+        """The inputs of one of several evaluations, with these changes and a key of its own."""
+        return self._replace(key=None if self.key is None else jax.random.fold_in(self.key, i), **changes)
+
+    def for_lane(self, i: Array, args: tuple[Any, ...], **changes: Any) -> "Inputs":
+        """The inputs of lane i, whose rows are args."""
+        return self.for_part(i, args=args, batch_specs=microbatches.specs_of_rows(args), **changes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -422,8 +425,7 @@ class Differentiation:
 
         def run(params: Params, parts: tuple[Any, ...]) -> Part:
             def part_fn(model_state: Any, batch: Any, i: Array) -> Part:
-                key = None if given.key is None else jax.random.fold_in(given.key, i)
-                return self._one(given._replace(params=params, model_state=model_state, args=batch, key=key), indices)
+                return self._one(given.for_part(i, params=params, model_state=model_state, args=batch), indices)
 
             leaves = jax.tree.leaves(params)
             sums = [zeros_of_gradient(jnp.asarray(leaves[i])) for i in indices]
@@ -461,12 +463,9 @@ class Differentiation:
         merges = self._merges(lanes, given, size)
 
         def part(i: Array, whole: list[Array], rows: list[Array]) -> Any:
-            here = filled(whole)
-            args = of_rows.unflatten(rows)
-            key = None if here.key is None else jax.random.fold_in(here.key, i)
-            here = here._replace(args=args, key=key, batch_specs=microbatches.specs_of_rows(args))
+            here = filled(whole).for_lane(i, of_rows.unflatten(rows))
             found = alone._way(here)(here, indices)
-            weight = microbatches.weight_of(self.weight_fn, args)
+            weight = microbatches.weight_of(self.weight_fn, here.args)
             dense = [g.to_dense() if isinstance(g, IndexedSlices) else g for g in found.gradients]
             grads = [None if g is None else microbatches.weighed(g, weight) for g in dense]
             terms = functools.partial(microbatches.summand, weight)
@@ -506,10 +505,7 @@ class Differentiation:
         )
 
         def new_state(i: Array, old: list[Array], others: list[Array], rows: list[Array]) -> list[Array]:
-            args, here = of_rows.unflatten(rows), filled(others)
-            key = None if here.key is None else jax.random.fold_in(here.key, i)
-            specs = microbatches.specs_of_rows(args)
-            here = here._replace(args=args, key=key, model_state=of_state.unflatten(old), batch_specs=specs)
+            here = filled(others).for_lane(i, of_rows.unflatten(rows), model_state=of_state.unflatten(old))
             return jax.tree.leaves(alone._way(here)(here, []).model_state)
 
         return merges_of(lanes, new_state, given.model_state, others, [jnp.asarray(x) for x in rows], size)

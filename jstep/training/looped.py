@@ -147,6 +147,8 @@ class LoopedStep(TrainStep):
         accumulate: As in the argument.
     """
 
+    _returns_sums = True
+
     def __init__(self, step: Callable[..., Any], most: int | None, accumulate: Callable[[TracedStep], Any]) -> None:
         one = pure(step)
         # Donates only if the step does: a plain function is not expected to donate the state.
@@ -197,10 +199,6 @@ class LoopedStep(TrainStep):
         body = pure(self._one).body
         jaxpr, shapes = jax.make_jaxpr(lambda state, args: body(state, args, specs), return_shape=True)(state, row)
         return _traced_step(jaxpr, jax.tree.structure(shapes))
-
-    def _other_shardings(self, shardings: Any) -> tuple[Any, ...]:
-        mesh = jax.tree.leaves(shardings)[0].mesh
-        return (NamedSharding(mesh, PartitionSpec()),)  # of the sums, which the next call continues
 
 
 def looped_step(step: Callable[..., Any], most: int | None, accumulate: Callable[[TracedStep], Any]) -> LoopedStep:

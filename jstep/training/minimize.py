@@ -283,9 +283,8 @@ class SeveralLosses:
         gradients: list[Any] = [None] * len(leaves)
         parts: dict[str, Part] = {}
         for i, (name, differentiate) in enumerate(self.each.items()):
-            key = None if given.key is None else jax.random.fold_in(given.key, i)
             try:
-                parts[name] = differentiate(given._replace(key=key))
+                parts[name] = differentiate(given.for_part(i))
             except Exception as error:
                 note(error, f"This error was raised while the loss {name!r} was differentiated.")
                 raise
@@ -540,8 +539,8 @@ def minimize(
     optimizer = require_optimizer("optimizer", optimizer)
     warn_of_order(optimizer)
     lanes = as_lanes(lanes)
-    compared = {"num_microbatches": num_microbatches} if lanes is None else {"lanes": lanes}
-    wanted = requested(metrics, **compared)
+    compared = ("num_microbatches", num_microbatches) if lanes is None else ("lanes", lanes)
+    wanted = requested(metrics, *compared)
     for name, flag in {"increment_global_step": increment_global_step, "jit": jit, "donate": donate}.items():
         as_bool(flag, name)
     of_one = functools.partial(
@@ -682,8 +681,7 @@ class Minimizing:
             there = plain(inputs._replace(params=params))
             return there.loss, there.gradients if scale is None else guards.unscaled(there.gradients, scale)
 
-        key = None if inputs.key is None else jax.random.fold_in(inputs.key, OF_CONTEXT)
-        return Context(part.loss, value_and_grad, key, noise)
+        return Context(part.loss, value_and_grad, inputs.for_part(OF_CONTEXT).key, noise)
 
     def trains(self, params: Params) -> list[bool]:
         """Return for each leaf whether a step trains it."""

@@ -77,12 +77,13 @@ def _public(updates: Updates) -> Updates:
     return jax.tree.map(leaf, updates, is_leaf=trees.is_slices)
 
 
-def requested(metrics: Any, **parts: Any) -> Requested:
+def requested(metrics: Any, argument: str, number: int) -> Requested:
     """Check the argument `metrics` of `minimize`.
 
     Args:
         metrics: The argument.
-        **parts: The argument of `minimize` that divides a batch into parts, whose gradients are compared.
+        argument: The argument of `minimize` that divides a batch into parts, whose gradients are compared.
+        number: Its value.
 
     Raises:
         TypeError: `metrics` does not consist of names and functions of three arguments.
@@ -99,14 +100,14 @@ def requested(metrics: Any, **parts: Any) -> Requested:
         if callable(entry):
             place = f"metrics[{i}]"
             as_function(entry, place, _FORM, takes=3)
-            functions[f"{place}={typed(entry)}"] = _checked(entry, f"{place}={typed(entry)}")
+            name = f"{place}={typed(entry)}"
+            functions[name] = _checked(entry, name)
         elif entry not in names:
             raise ValueError(
                 f"metrics: {entry!r} is unknown{trees.nearest(str(entry), names)}; it takes any of {names}, and "
                 f"functions {_FORM}"
             )
     chosen = tuple(entry for entry in entries if not callable(entry))
-    ((argument, number),) = parts.items()
     if NOISE_SCALE in chosen and number == 1:
         raise ValueError(
             f"{argument}=1: must be at least 2 for metrics={metrics!r}, which compares the gradients of parts of "
@@ -138,7 +139,8 @@ def _checked(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
         for key, value in found.items():
             if not isinstance(key, str):
                 raise TypeError(f"{name}: must return a mapping of names to scalars, got the name {key!r}")
-            if not _is_scalar(value):
+            is_number = trees.is_array_or_number(value) and not trees.is_key(value)
+            if not (is_number and np.ndim(value) == 0):
                 raise TypeError(
                     f"{name}: must return a mapping of names to scalars, got {kind(value)} for {key!r}; reduce it, for "
                     "example by jnp.mean"
@@ -147,8 +149,3 @@ def _checked(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
         return dict(found)
 
     return functools.partial(Attempts(name), run)
-
-
-def _is_scalar(value: Any) -> bool:
-    """Whether a value is a number: one of Python, or an array without axes."""
-    return trees.is_array_or_number(value) and not trees.is_key(value) and np.ndim(value) == 0

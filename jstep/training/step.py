@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, kind, setting
@@ -82,8 +83,7 @@ def pure(step: Callable[..., Any]) -> PureStep:
     if isinstance(step, PureStep):
         return step
     if isinstance(step, TrainStep):
-        return pure(step.__wrapped__)
-
+        return step._pure
     name = getattr(step, "__name__", "train_step")
     attempts = Attempts(name)
 
@@ -107,26 +107,14 @@ def pure(step: Callable[..., Any]) -> PureStep:
 
 def minimized(step: Any) -> PureStep | None:
     """The pure function of a step of `minimize`, compiled or not, or of its loop over steps; None for any other."""
-    while isinstance(step, TrainStep):
-        step = step.__wrapped__
-    return step if isinstance(step, PureStep) and step.optimizer is not None else None
+    one = step._pure if isinstance(step, TrainStep) else step
+    return one if isinstance(one, PureStep) and one.optimizer is not None else None
 
 
 def whole(body: Body, state: Any, args: tuple[Any, ...], batch_specs: Any) -> tuple[Any, Any]:
     """Run a step given by its body and return the new state and all metrics."""
     state, metrics = body(state, args, batch_specs)
     return state, metrics.whole()
-
-
-def to_trace(name: str, body: Body, shardings: Any, batch_specs: Any) -> Callable[..., Any]:
-    """Return the function of a program, which JAX's errors call by the name of the step."""
-
-    def traced(state: Any, *args: Any) -> Any:
-        with setting(SHARDINGS, shardings), doing(TRACING):  # only JAX calls this
-            return body(state, args, batch_specs)
-
-    traced.__name__ = traced.__qualname__ = name
-    return traced
 
 
 class TrainStep:
@@ -151,6 +139,9 @@ class TrainStep:
     Raises:
         TypeError: `step` is not a function, or `donate` is not a bool.
     """
+
+    _returns_sums = False
+    """Whether its programs also return what the next call continues: those of a `LoopedStep`."""
 
     def __init__(self, step: Step, *, donate: bool = True) -> None:
         self.__wrapped__ = as_function(step, "step", "(state, *args) -> (state, metrics)")
@@ -179,21 +170,25 @@ class TrainStep:
         key = kind, donates, layout, specs
         found = self._programs.get(key)
         if found is None:
-            found = self._programs[key] = self._made(kind, donates, layout.shardings, batch_specs)
+            found = self._programs[key] = self._made(kind, donates, layout, batch_specs)
         return found
 
-    def _made(self, kind: str, donates: bool, shardings: Any, batch_specs: Any) -> Any:
+    def _made(self, kind: str, donates: bool, layout: Layout, batch_specs: Any) -> Any:
         body = self._pure.body if kind == "call" else functools.partial(whole, self._pure.body)
-        function = to_trace(self.__name__, body, shardings, batch_specs)
-        # Otherwise XLA may choose another sharding for an output than for its input, which prevents donation and
-        # recompiles the step for its own result.
-        others = () if shardings is None or kind == "whole" else self._other_shardings(shardings)
-        where: dict[str, Any] = {} if shardings is None else {"out_shardings": (shardings, None, *others)}
-        return jax.jit(function, donate_argnums=(0,) if donates else (), **where)
+        shardings = layout.shardings
 
-    def _other_shardings(self, shardings: Any) -> tuple[Any, ...]:
-        """The shardings of what the program returns besides state and metrics, for those of a state on a mesh."""
-        return ()
+        def traced(state: Any, *args: Any) -> Any:
+            with setting(SHARDINGS, shardings), doing(TRACING):  # only JAX calls this
+                return body(state, args, batch_specs)
+
+        traced.__name__ = traced.__qualname__ = self.__name__  # in JAX's errors
+        where: dict[str, Any] = {}
+        if shardings is not None:
+            # Otherwise XLA may choose another sharding for an output than for its input, which prevents donation and
+            # recompiles the step for its own result.
+            continued = (NamedSharding(layout.mesh, PartitionSpec()),) if self._returns_sums else ()
+            where = {"out_shardings": (shardings, None, *continued)}
+        return jax.jit(traced, donate_argnums=(0,) if donates else (), **where)
 
     @shortens_tracebacks
     def lower(self, state: TrainState, *args: Any) -> Any:
@@ -204,8 +199,7 @@ class TrainStep:
     @shortens_tracebacks
     def trace(self, state: TrainState, *args: Any) -> Any:
         """As `jax.jit(...).trace`."""
-        with using_mesh(mesh_of((state, args))):
-            return program_of(self, state, args, "whole").trace(state, *args)
+        return trace_of(self, state, args, "whole")
 
     @shortens_tracebacks
     def eval_shape(self, state: TrainState, *args: Any) -> Any:
@@ -256,9 +250,7 @@ def run(step: TrainStep, state: Any, args: tuple[Any, ...]) -> Any:
         layout, was_spent = layout_of(state), is_spent(state)
     if was_spent:  # a call that fails while it runs donates it, too
         require_alive(state)
-    flags, transfers, mesh = jax.config, internal_transfers(), layout.mesh
-    # JAX runs a step again that made a NaN, operation by operation, for which its inputs must be there.
-    donates = step.donate and not (flags.jax_debug_nans or flags.jax_debug_infs)  # type: ignore[attr-defined]
+    transfers, mesh, donates = internal_transfers(), layout.mesh, _donates(step)
     program = step._program(layout, args, donates=donates)
     if mesh is None and not is_known:
         mesh = mesh_of(args)
@@ -280,16 +272,21 @@ def run(step: TrainStep, state: Any, args: tuple[Any, ...]) -> Any:
     return handed_on(state, new, layout, donated=donates), metrics, *others
 
 
-def trace_of(step: TrainStep, state: Any, args: tuple[Any, ...]) -> Any:
+def trace_of(step: TrainStep, state: Any, args: tuple[Any, ...], kind: str = "call") -> Any:
     """Return the trace of the program that `run` calls, for arrays or shapes; once it is compiled, it is known."""
     with using_mesh(mesh_of((state, args))):
-        return program_of(step, state, args).trace(state, *args)
+        return program_of(step, state, args, kind).trace(state, *args)
 
 
 def program_of(step: TrainStep, state: Any, args: tuple[Any, ...], kind: str = "call") -> Any:
     """Return the function of `jax.jit` that a step calls, for arrays or shapes."""
-    donates = step.donate and not (jax.config.jax_debug_nans or jax.config.jax_debug_infs)  # type: ignore[attr-defined]
-    return step._program(known_layout(state) or layout_of(state), args, kind, donates=donates)
+    return step._program(known_layout(state) or layout_of(state), args, kind, donates=_donates(step))
+
+
+def _donates(step: TrainStep) -> bool:
+    flags: Any = jax.config
+    # JAX runs a step again that made a NaN, operation by operation, for which its inputs must be there.
+    return step.donate and not (flags.jax_debug_nans or flags.jax_debug_infs)
 
 
 # A loss that was given as a step.
