@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -292,10 +291,7 @@ def _as_exc_info(ex: Any) -> ExcInfo | None:
     if ex is None:
         return None
     if isinstance(ex, BaseException):
-        traceback = ex.__traceback__
-        if traceback is None and sys.exc_info()[1] is ex:
-            traceback = sys.exc_info()[2]
-        return type(ex), ex, traceback
+        return type(ex), ex, ex.__traceback__
     if isinstance(ex, tuple) and len(ex) == 3 and isinstance(ex[1], BaseException):
         return type(ex[1]), ex[1], ex[2]
     raise TypeError(

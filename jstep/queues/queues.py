@@ -113,7 +113,6 @@ class BoundedQueue:
         self._mutex = threading.RLock()
         self._producers: _Waiting = {}  # threads that enqueue
         self._consumers: _Waiting = {}  # threads that dequeue
-        self._unused: list[threading.Condition] = []  # kept, since making one takes as long as an enqueue
         self._collecting = 0  # elements that the dequeue_many in progress waits for; other dequeues wait for its end
         self._adding = 0  # elements that the enqueue_many in progress waits to add; other enqueues wait for its end
         self._pending = 0  # enqueues that wait for room
@@ -333,13 +332,12 @@ class BoundedQueue:
 
     def _wait(self, waiting: _Waiting, is_ready: Callable[[], bool]) -> None:
         while not is_ready():
-            changed, woken = self._unused.pop() if self._unused else threading.Condition(self._mutex), False
+            changed, woken = threading.Condition(self._mutex), False
             try:
                 waiting[changed] = is_ready
                 woken = changed.wait(_POLL_SECS)
             finally:
                 waiting.pop(changed, None)
-                self._unused.append(changed)
                 if not woken:
                     # A timeout or Ctrl-C: this thread may have been woken meanwhile, instead of another.
                     self._wake()

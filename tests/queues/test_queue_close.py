@@ -210,7 +210,6 @@ class TestInterrupts:
             use_condition(patch, Interrupted)
             with pytest.raises(KeyboardInterrupt):
                 queue.dequeue()
-        queue._unused.clear()
         call = Call(queue.dequeue)
         wait_until_blocked(queue, dequeues=1)
         queue.enqueue("x")
