@@ -410,7 +410,7 @@ def _histogram_proto(counts: NumPyArray, low: float, high: float, total: float, 
 def _texts(part: Text) -> Iterator[Values]:
     shape = proto("TensorShapeProto")(dim=[{"size": n} for n in part.shape])
     tensor = proto("TensorProto")(
-        dtype=proto("types").DT_STRING, tensor_shape=shape, string_val=[s.encode() for s in part.strings]
+        dtype=proto("DataType").DT_STRING, tensor_shape=shape, string_val=[s.encode() for s in part.strings]
     )
     metadata = proto("SummaryMetadata")(plugin_data={"plugin_name": "text"})
     yield [proto("Summary").Value(tag=part.tags[0], metadata=metadata, tensor=tensor)]

@@ -87,7 +87,7 @@ class GraphBuilder:
             shapes = [shape(dim=[{"size": n} for n in t.shape or ()]) for t in outputs]
             node.attr["_output_shapes"].list.shape.extend(shapes)
         if outputs and (dtype := _TYPES.get(outputs[0].dtype)) is not None:
-            node.attr["dtype"].type = proto("types").DataType.Value(dtype)
+            node.attr["dtype"].type = proto("DataType").Value(dtype)
         return [full, *(f"{full}:{i}" for i in range(1, max(1, len(outputs))))]
 
     @staticmethod
@@ -103,7 +103,7 @@ def _join(parts: Iterable[str]) -> str:
     """Join parts, each one scope or several, into a valid GraphDef name."""
     components = [component for part in parts for component in part.split("/") if component]
     cleaned = [re.sub(r"[^A-Za-z0-9_.\-]", "_", component).lstrip("_-") for component in components]
-    return "/".join(component or "_".join(["op"]) for component in cleaned) or "op"
+    return "/".join(component or "op" for component in cleaned) or "op"
 
 
 def scopes_of(path: str) -> list[str]:
@@ -149,7 +149,8 @@ _ELEMENTS = {"i1": "bool", "bf16": "bfloat16", "complex<f32>": "complex64", "com
 def from_lowered(lowered: Any) -> Any:
     """Return the GraphDef of a `jax.stages.Lowered`."""
     module = lowered.compiler_ir("stablehlo")
-    functions = {_text(op.attributes["sym_name"]): op for op in _operations(module.operation) if op.name == "func.func"}
+    views = [view.operation for view in module.body.operations]
+    functions = {_text(op.attributes["sym_name"]): op for op in views if op.name == "func.func"}
     walker = _LoweredWalker(functions)
     main = functions["main"]
     block = main.regions[0].blocks[0]
@@ -215,10 +216,6 @@ class _LoweredWalker:
             arguments = dict(zip(block.arguments, inputs, strict=False))
             returned += self.block(block, env | arguments, self.builder.scope(scope, name), where)
         return returned
-
-
-def _operations(op: Any) -> list[Any]:
-    return [view.operation for region in op.regions for block in region.blocks for view in block.operations]
 
 
 def _lowered_tensor(value: Any) -> Tensor:

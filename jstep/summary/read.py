@@ -3,7 +3,6 @@
 import functools
 import importlib
 import os
-import stat
 import struct
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
@@ -24,6 +23,7 @@ from jstep.stores.objects import is_url, join, location
 # which imports TensorFlow if it is installed.
 
 _HOME = {
+    "DataType": "types_pb2",
     "Event": "event_pb2",
     "GraphDef": "graph_pb2",
     "HistogramProto": "summary_pb2",
@@ -32,7 +32,6 @@ _HOME = {
     "SummaryMetadata": "summary_pb2",
     "TensorProto": "tensor_pb2",
     "TensorShapeProto": "tensor_shape_pb2",
-    "types": "types_pb2",
 }
 
 
@@ -53,9 +52,8 @@ def imported(module: str, what: str = "an event file") -> Any:
 
 @functools.cache
 def proto(name: str) -> Any:
-    """Return a message class by name, such as `proto("Event")`; for "types", the module of enums."""
-    module = imported(f"tensorboard.compat.proto.{_HOME[name]}")
-    return module if name == "types" else getattr(module, name)
+    """Return a message class or an enum by name, such as `proto("Event")`."""
+    return getattr(imported(f"tensorboard.compat.proto.{_HOME[name]}"), name)
 
 
 def decode_error() -> type[Exception]:
@@ -75,17 +73,14 @@ def parsed(data: bytes, name: str, what: str) -> Any:
         raise TypeError(f"{what}: {len(data)} bytes that are not a serialized {name}: {error}") from error
 
 
-def crc32c() -> Any:
-    """Return a function from bytes to their CRC-32C as an int, computed in C."""
-    return imported("google_crc32c").value
-
-
 def is_message(x: Any, name: str) -> bool:
     """Whether x is a proto message of this name, from tensorboard or from TensorFlow."""
     descriptor = getattr(x, "DESCRIPTOR", None)
     return getattr(descriptor, "full_name", "").rpartition(".")[2] == name and hasattr(x, "SerializeToString")
 
 
+CHECKSUMS = "google_crc32c"
+"""The module that computes CRC-32Cs in C."""
 HEADER = 12
 FOOTER = 4
 _MASK_DELTA = 0xA282EAD8
@@ -111,7 +106,7 @@ MAX_LENGTH = 2**31
 
 def masked_crc(data: bytes) -> int:
     """Return the masked CRC-32C of the data."""
-    crc = crc32c()(data)
+    crc = imported(CHECKSUMS).value(data)
     return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF
 
 
@@ -208,12 +203,7 @@ def check_file(path: str) -> None:
 
 
 def _is_file(path: str) -> bool:
-    if is_url(path):
-        return True
-    try:
-        return stat.S_ISREG(os.stat(path).st_mode)
-    except OSError:  # such as a broken link
-        return False
+    return is_url(path) or os.path.isfile(path)
 
 
 def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
@@ -321,7 +311,7 @@ def _number(value: Any) -> float | None:
     if kind == "simple_value":
         return float(value.simple_value)
     if kind == "tensor" and value.metadata.plugin_data.plugin_name == "scalars":
-        tensor, types = value.tensor, proto("types")
+        tensor, types = value.tensor, proto("DataType")
         kinds = {types.DT_FLOAT: ("<f4", tensor.float_val), types.DT_DOUBLE: ("<f8", tensor.double_val)}
         dtype, values = kinds.get(tensor.dtype, ("u1", ()))
         if tensor.dtype in kinds and tensor.tensor_content:

@@ -24,7 +24,7 @@ from jstep.stores.objects import location
 from jstep.summary.encode import Sink, encode_job, open_event_file
 from jstep.summary.graph import graph_def
 from jstep.summary.make import Scalars, Summary, has_tracers, keep
-from jstep.summary.read import crc32c, frame, imported, is_message, parsed, proto
+from jstep.summary.read import CHECKSUMS, frame, imported, is_message, parsed, proto
 
 # The background thread that waits for arrays, encodes events and writes them.
 
@@ -297,7 +297,7 @@ class SummaryWriter:
         self.logdir = location(logdir, "logdir")
         self._worker: Worker | None = None
         self._closed = False
-        crc32c()
+        imported(CHECKSUMS)
         proto("Event")
         if jax.process_index() == 0:
             self._worker = Worker(open_event_file(self.logdir, flush_secs), max_queue, flush_secs)
@@ -336,7 +336,7 @@ class SummaryWriter:
         if type(summary) is not Summary:
             if summary is None:
                 return
-            data = as_serialized(summary, "Summary", "add_summary", "add_event")
+            data = as_serialized(summary, "Summary")
             self._put({"summary": proto("Summary").FromString(data)}, step)
             return
         size = 0
@@ -365,7 +365,7 @@ class SummaryWriter:
             RuntimeError: The writer is closed.
         """
         self._check_ready()
-        self._put(as_serialized(event, "Event", "add_event", "add_summary"))
+        self._put(as_serialized(event, "Event"))
 
     def add_graph(self, graph: Any, *args: Any, global_step: Step | None = None, **kwargs: Any) -> None:
         """Write a graph for TensorBoard's Graphs tab.
@@ -541,20 +541,18 @@ _HINTS: dict[type, str] = {
 }
 
 
-def as_serialized(x: Any, name: str, method: str, other: str) -> bytes:
-    """Serialize a message of this name; both tensorboard's and TensorFlow's protos are accepted."""
+def as_serialized(x: Any, name: str) -> bytes:
+    """Serialize a Summary or an Event; both tensorboard's and TensorFlow's protos are accepted."""
+    method, article, other = ("add_event", "an", "Summary") if name == "Event" else ("add_summary", "a", "Event")
     if isinstance(x, bytes | bytearray | memoryview):
         data = bytes(x)
         parsed(data, name, method)
         return data
     if not is_message(x, name):
-        other_name = "Event" if name == "Summary" else "Summary"
-        hint = f"; {other} takes it" if is_message(x, other_name) or type(x) is Summary else _HINTS.get(type(x), "")
-        raise TypeError(f"{method}: must be {'an' if name == 'Event' else 'a'} {name}, not {type(x).__name__}{hint}")
+        is_other = is_message(x, other) or type(x) is Summary
+        hint = f"; add_{other.lower()} takes it" if is_other else _HINTS.get(type(x), "")
+        raise TypeError(f"{method}: must be {article} {name}, not {type(x).__name__}{hint}")
     return x.SerializeToString()
-
-
-_PLUGIN = "hparams"
 
 
 def hparams_values(hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None, now: float) -> list[Any]:
@@ -602,9 +600,9 @@ def _flat(entries: Any, what: str, prefix: str = "") -> Iterator[tuple[str, bool
 
 
 def _value(tag: str, data: Any) -> Any:
-    types = proto("types")
+    empty = proto("TensorShapeProto")(dim=[{"size": 0}])
     return proto("Summary").Value(
         tag=tag,
-        metadata={"plugin_data": {"plugin_name": _PLUGIN, "content": data.SerializeToString()}},
-        tensor=proto("TensorProto")(dtype=types.DT_FLOAT, tensor_shape=proto("TensorShapeProto")(dim=[{"size": 0}])),
+        metadata={"plugin_data": {"plugin_name": "hparams", "content": data.SerializeToString()}},
+        tensor=proto("TensorProto")(dtype=proto("DataType").DT_FLOAT, tensor_shape=empty),
     )

@@ -39,7 +39,7 @@ def test_the_checksum_is_that_of_tensorboard(data):
 
 
 def test_the_checksum_of_the_crc32c_test_vector():
-    assert read.crc32c()(b"123456789") == 0xE3069283
+    assert read.imported(read.CHECKSUMS).value(b"123456789") == 0xE3069283
 
 
 def test_the_framing_is_that_of_tensorboard(tmp_path):
