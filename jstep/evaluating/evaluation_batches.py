@@ -52,6 +52,9 @@ class EvaluationBatches:
         batches: Any finite iterable or sequence of batches. An iterator with `get_state` and `set_state` is reset
             before each pass; any other iterator can be used only once.
 
+    Attributes:
+        batches: The same.
+
     Raises:
         TypeError: `batches` is a single batch, or not a source of batches.
         ValueError: `batches` has no end.
@@ -59,7 +62,7 @@ class EvaluationBatches:
 
     def __init__(self, batches: Any) -> None:
         _check(batches)
-        self._batches = batches
+        self.batches = batches
         self._is_iterator = hasattr(batches, "__next__")
         self._has_state = self._is_iterator and hasattr(batches, "get_state") and hasattr(batches, "set_state")
         self._beginning = copy.deepcopy(batches.get_state()) if self._has_state else None
@@ -73,10 +76,10 @@ class EvaluationBatches:
             ValueError: An iterator is exhausted, there are no batches, or they have no end.
         """
         if self._used and self._has_state:
-            self._batches.set_state(copy.deepcopy(self._beginning))
+            self.batches.set_state(copy.deepcopy(self._beginning))
         elif self._used and self._is_iterator:
             raise ValueError(
-                f"batches={shown(self._batches)}: an iterator, which the first evaluation has exhausted; give batches "
+                f"batches={shown(self.batches)}: an iterator, which the first evaluation has exhausted; give batches "
                 "that can be iterated over again, such as a list or jstep.batches"
             )
         self._used = True
@@ -86,7 +89,7 @@ class EvaluationBatches:
                 raise ValueError(f"batches: no end after {MOST} of them; {_ENDLESS}")
             yield batch
         if number == 0:
-            raise ValueError(f"batches={shown(self._batches)}: empty, there is nothing to evaluate")
+            raise ValueError(f"batches={shown(self.batches)}: empty, there is nothing to evaluate")
 
     def first_shapes(self, shardings: Any) -> tuple[Any, ...] | None:
         """Return the arguments of the first batch as shapes; None if it cannot be read without changing an evaluation.
@@ -96,7 +99,7 @@ class EvaluationBatches:
         Args:
             shardings: As in `placed`.
         """
-        batches = self._batches
+        batches = self.batches
         try:
             if isinstance(batches, BatchSequence):
                 batch = batches.shapes(0)
@@ -121,9 +124,9 @@ class EvaluationBatches:
         if self._begun is not None:  # no batch of a loader is read twice
             (first, rest), self._begun = self._begun, None
             return itertools.chain([first], rest)
-        if self._is_iterator and not hasattr(self._batches, "__iter__"):  # some have __next__ alone
-            return map(next, itertools.repeat(self._batches))
-        return iter(self._batches)  # also by __getitem__, until IndexError
+        if self._is_iterator and not hasattr(self.batches, "__iter__"):  # some have __next__ alone
+            return map(next, itertools.repeat(self.batches))
+        return iter(self.batches)  # also by __getitem__, until IndexError
 
 
 def _on_device(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:

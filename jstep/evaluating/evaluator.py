@@ -1,6 +1,7 @@
 """The evaluator, and the hook that calls it."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -44,23 +45,6 @@ from jstep.training.explain import explain_one_argument
 # Periodic evaluation with callbacks.
 
 _logger = logging.getLogger("jstep")
-
-
-class CheckedEvaluation:
-    """An `evaluate(state)` that finds before the first step what cannot work.
-
-    Args:
-        evaluate: `evaluate(state) -> {name: number}`.
-        check: `check(state)` raises the error that `evaluate(state)` would raise, without computing anything.
-    """
-
-    def __init__(self, evaluate: Callable[[TrainState], dict[str, float]], check: Callable[[TrainState], None]) -> None:
-        self._evaluate, self.check = evaluate, check
-
-    @shortens_tracebacks
-    def __call__(self, state: TrainState) -> dict[str, float]:
-        """Evaluate the state."""
-        return self._evaluate(state)
 
 
 class EvaluationHook(RunHook):
@@ -403,46 +387,50 @@ def evaluator(
     has_model_state = as_bool(has_model_state, "has_model_state")
     passes = EvaluationBatches(batches)
     evaluation_batches.check_sharding(batch_sharding)
-    computed, merge = _replicated(_computing(metric_fn, as_lanes(lanes))), _replicated(evaluation_batches.merge_objects)
+    return CheckedEvaluation(
+        compute=_replicated(_computing(metric_fn, as_lanes(lanes))),
+        merge=_replicated(evaluation_batches.merge_objects),
+        passes=passes,
+        use_averages=use_averages,
+        has_model_state=has_model_state,
+        batch_sharding=batch_sharding,
+    )
 
-    def check_state(state: TrainState) -> None:
-        require_alive(require_state(state))
-        refuse_shapes(state, "state")
-        if batch_sharding is None and isinstance(batches, BatchSequence) and not processes.is_single_process():
-            raise ValueError(
-                "batch_sharding=None: jstep.batches gives each process its own rows; give the sharding that makes them "
-                "one global batch, as in train"
-            )
 
-    def check(state: TrainState) -> None:
-        check_state(state)
-        params: Any = state.params
-        if as_average_names(use_averages):
-            params = jax.eval_shape(functools.partial(_params_of, use_averages=use_averages), state)
-        params = (params, *_model_state_of(state, has_model_state))
-        args = (
-            passes.first_shapes(evaluation_batches.shardings_of(batch_sharding, state))
-            if processes.is_single_process()
-            else None
-        )
-        if args is not None:
-            with using_mesh(mesh_of((state, args))), _explained(state, has_model_state, args):
-                jax.eval_shape(computed, params, args)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class CheckedEvaluation:
+    """An `evaluate(state)` that finds before the first step what cannot work.
 
-    def evaluate(state: TrainState) -> dict[str, float]:
-        check_state(state)
-        params = (_params_of(state, use_averages), *_model_state_of(state, has_model_state))
-        totals = Totals(merge)
-        shardings = evaluation_batches.shardings_of(batch_sharding, state)
-        for args in evaluation_batches.placed(passes, shardings):
+    Attributes:
+        compute: `compute(params, args) -> [metrics]`, compiled.
+        merge: `merge(totals, objects)`, compiled.
+        passes: The batches.
+        use_averages: As for `evaluator`, and so are the others.
+    """
+
+    compute: Callable[..., list[list[Metric]]]
+    merge: Callable[..., dict[str, Any]]
+    passes: EvaluationBatches
+    use_averages: bool | str | Sequence[str]
+    has_model_state: bool
+    batch_sharding: Any
+
+    @shortens_tracebacks
+    def __call__(self, state: TrainState) -> dict[str, float]:
+        """Evaluate the state."""
+        self._check_state(state)
+        params = (_params_of(state, self.use_averages), *_model_state_of(state, self.has_model_state))
+        totals = Totals(self.merge)
+        shardings = evaluation_batches.shardings_of(self.batch_sharding, state)
+        for args in evaluation_batches.placed(self.passes, shardings):
             is_global = _mesh_of_processes((params, args)) is not None
             # Otherwise the processes may have different numbers of batches.
             if is_global or processes.is_single_process():
                 raise_if_stop_requested()
-            with using_mesh(mesh_of((params, args))), _explained(state, has_model_state, args):
+            with using_mesh(mesh_of((params, args))), _explained(state, self.has_model_state, args):
                 # NumPy arrays, which are identical on all of several processes, become global arrays here.
                 with internal_transfers() if is_global else contextlib.nullcontext():
-                    metrics = computed(params, args)
+                    metrics = self.compute(params, args)
                 with internal_transfers():  # begin to read what is summed on the host
                     for leaf in jax.tree.leaves([one for each in metrics for one in each if one.kind != OBJECT]):
                         leaf.copy_to_host_async()
@@ -450,7 +438,29 @@ def evaluator(
                     totals.add(each)
         return totals.results()
 
-    return CheckedEvaluation(evaluate, check)
+    def check(self, state: TrainState) -> None:
+        """Raise the error that a call would raise, without computing anything."""
+        self._check_state(state)
+        params: Any = state.params
+        if as_average_names(self.use_averages):
+            params = jax.eval_shape(functools.partial(_params_of, use_averages=self.use_averages), state)
+        params = (params, *_model_state_of(state, self.has_model_state))
+        if not processes.is_single_process():
+            return
+        args = self.passes.first_shapes(evaluation_batches.shardings_of(self.batch_sharding, state))
+        if args is not None:
+            with using_mesh(mesh_of((state, args))), _explained(state, self.has_model_state, args):
+                jax.eval_shape(self.compute, params, args)
+
+    def _check_state(self, state: TrainState) -> None:
+        require_alive(require_state(state))
+        refuse_shapes(state, "state")
+        own_rows = isinstance(self.passes.batches, BatchSequence) and not processes.is_single_process()
+        if self.batch_sharding is None and own_rows:
+            raise ValueError(
+                "batch_sharding=None: jstep.batches gives each process its own rows; give the sharding that makes them "
+                "one global batch, as in train"
+            )
 
 
 @contextlib.contextmanager
