@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -86,8 +87,8 @@ class Plan(Report):
     rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
     passes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     rate_zero_from: int | None = None
-    _rows_at: Mapping[str, np.ndarray[Any, Any]] = dataclasses.field(default_factory=dict, repr=False)
-    _weights: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict, repr=False)
+    _rows_at: Mapping[str, np.ndarray[Any, Any]] = dataclasses.field(default_factory=dict)
+    _weights: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def _changing(self) -> dict[str, np.ndarray[Any, Any]]:
@@ -126,7 +127,7 @@ class Plan(Report):
     def _repr_html_(self) -> str:
         picture = io.BytesIO()
         with contextlib.suppress(ImportError):  # without matplotlib there is no picture
-            _draw(self, picture, format="png")
+            self._draw(picture, format="png")
         return super()._repr_html_() + html_picture(picture.getvalue() or None, "the plan, drawn")
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -141,7 +142,7 @@ class Plan(Report):
         Raises:
             ImportError: matplotlib is not installed: `pip install 'jstep[plot]'`.
         """
-        _draw(self, os.fspath(path))
+        self._draw(os.fspath(path))
 
     def _steps_text(self) -> str:
         return f"steps {count(self.steps[0])} to {count(self.last_step - 1)}"
@@ -185,6 +186,93 @@ class Plan(Report):
             ],
         }
         return [line for title, some in words.items() if some for line in wrapped(title, some)]
+
+    def _draw(self, file: Any, **options: Any) -> None:
+        """Draw panels of changing values, bars for stages, a line of marks for each hook, a line of constants."""
+        panels: list[Callable[[Any], None]] = [functools.partial(self._draw_values, name) for name in self._changing]
+        panels += [self._draw_sizes] if len(self.batch_size) > 1 else []
+        panels += [self._draw_rows] if self._rows_at and len(self.steps) > 1 else []
+        across = 1 if len(panels) <= 2 else 2
+        down = math.ceil(len(panels) / across)
+        fig = figure()
+        heights = [1.0] * down
+        heights += [0.3 + 0.17 * len(self.stages)] if len(self.stages) > 1 else []
+        heights += [0.25 + 0.17 * len(self.due)] if self.due else []
+        fig.set_size_inches(6.5, max(1.2, 1.9 * sum(heights) + 0.3))
+        if heights:
+            grid = fig.add_gridspec(len(heights), across, height_ratios=heights)
+            for i, panel in enumerate(panels):
+                panel(self._axes(fig, grid[i // across, i % across]))
+            if len(self.stages) > 1:
+                self._draw_stages(self._axes(fig, grid[down, :]))
+            if self.due:
+                self._draw_due(self._axes(fig, grid[len(heights) - 1, :]))
+        others = {name: column for name, column in self.hyperparameters.items() if name not in self._changing}
+        constant = [f"{name} = {_number(column[0])}" for name, column in others.items() if column.ndim == 1]
+        if constant:
+            words = f"constant:  {',  '.join(constant)}"
+            fig.supxlabel(words, fontsize=7.5, x=0.02, ha="left", color="#424949", wrap=True)
+        fig.savefig(file, dpi=200, **options)
+
+    def _axes(self, fig: Any, place: Any) -> Any:
+        """Add axes with the steps below."""
+        from matplotlib.ticker import EngFormatter, MaxNLocator
+
+        axes, first = fig.add_subplot(place), int(self.steps[0])
+        margin = max(1, self.last_step - first) * 0.015
+        axes.set_xlim(first - margin, self.last_step + margin)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
+        if self.last_step >= 10_000:
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.set_xlabel("global step", fontsize=8)
+        axes.tick_params(labelsize=7.5)
+        axes.spines[["top", "right"]].set_visible(False)
+        return axes
+
+    def _draw_values(self, name: str, axes: Any) -> None:
+        column = self._changing[name]
+        axes.plot(self.steps, column, color=_INK, linewidth=1.4, marker="o" if len(self.steps) == 1 else None)
+        low, high = float(np.min(column)), float(np.max(column))
+        if low >= 0 and low < 0.5 * high:
+            axes.set_ylim(0, high * 1.06)  # the height of a rate is meaningful only from zero
+        _titled(axes, name)
+        # No common factor above the axis: it would misalign the panel's title with its neighbours.
+        axes.yaxis.set_major_formatter(lambda value, _: _number(value))
+
+    def _draw_sizes(self, axes: Any) -> None:
+        firsts = [max(first, int(self.steps[0])) for first in self.batch_size]
+        values = list(self.batch_size.values())
+        axes.step([*firsts, self.last_step], [*values, values[-1]], where="post", color=_INK, linewidth=1.4)
+        axes.set_ylim(0, max(values) * 1.06)
+        _titled(axes, "batch size")
+
+    def _draw_rows(self, axes: Any) -> None:
+        from matplotlib.ticker import EngFormatter
+
+        for name, column in self._rows_at.items():
+            axes.plot(self.steps, column, linewidth=1.4, label=name)
+        axes.set_ylim(0, None)
+        if len(self._rows_at) > 1:
+            axes.legend(fontsize=6.5, frameon=False)
+        _titled(axes, "rows so far")
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+
+    def _draw_stages(self, axes: Any) -> None:
+        firsts = [max(first, int(self.steps[0])) for first in self.stages]
+        for row, (first, stop) in enumerate(itertools.pairwise([*firsts, self.last_step])):
+            axes.plot([first, stop], [row, row], color=_INK, linewidth=4.5, alpha=0.6, solid_capstyle="butt")
+        axes.set_title("stages", fontsize=9, loc="left")
+        names = zip(firsts, self.stages.values(), strict=True)
+        _label_lines(axes, [f"{name}:  from {count(first)}" for first, name in names])
+
+    def _draw_due(self, axes: Any) -> None:
+        for row, when in enumerate(self.due.values()):
+            if len(when) > _MARKS:
+                bar = [when[0], when[-1]]
+                axes.plot(bar, [row, row], color=_MARK, linewidth=4.5, alpha=0.45, solid_capstyle="butt")
+            elif len(when):
+                axes.plot(list(when), [row] * len(when), linestyle="none", marker="|", markersize=6.5, color=_MARK)
+        _label_lines(axes, [f"{name}:  {when}" for name, when in self._due_texts()])
 
 
 @shortens_tracebacks
@@ -297,7 +385,7 @@ def _values(function: Any, steps: Any, dtype: Any) -> dict[str, np.ndarray[Any, 
             rows = jax.device_get([compiled(np.asarray(step, dtype)) for step in steps])
     except jax.errors.ConcretizationTypeError:
         rows = [{name: np.asarray(value) for name, value in function(int(step)).items()} for step in steps]
-    return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]} if rows else {}
+    return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]}
 
 
 def _stages(train_step: Any, start: int, last_step: int) -> dict[int, str]:
@@ -430,110 +518,15 @@ _MARKS = 400
 """More marks than this are drawn as a bar."""
 
 
-def _draw(plan: Plan, file: Any, **options: Any) -> None:
-    """Draw a `Plan`: panels of changing values, bars for stages, a line of marks for each hook, a line of constants."""
-    changing = plan._changing
-    panels: list[Callable[..., None]] = [
-        functools.partial(_panel, name=name, column=column) for name, column in changing.items()
-    ]
-    panels += [_sizes] if len(plan.batch_size) > 1 else []
-    panels += [_rows] if plan._rows_at and len(plan.steps) > 1 else []
-    across = 1 if len(panels) <= 2 else 2
-    down = math.ceil(len(panels) / across)
-    fig = figure()
-    heights = [1.0] * down
-    heights += [0.3 + 0.17 * len(plan.stages)] if len(plan.stages) > 1 else []
-    heights += [0.25 + 0.17 * len(plan.due)] if plan.due else []
-    fig.set_size_inches(6.5, max(1.2, 1.9 * sum(heights) + 0.3))
-    if heights:
-        grid = fig.add_gridspec(len(heights), across, height_ratios=heights)
-        for i, panel in enumerate(panels):
-            panel(_axes(fig, grid[i // across, i % across], plan), plan)
-        if len(plan.stages) > 1:
-            _stage_figures(_axes(fig, grid[down, :], plan), plan)
-        if plan.due:
-            _marks(_axes(fig, grid[len(heights) - 1, :], plan), plan)
-    others = {name: column for name, column in plan.hyperparameters.items() if name not in changing}
-    constant = [f"{name} = {_number(column[0])}" for name, column in others.items() if column.ndim == 1]
-    if constant:
-        words = f"constant:  {',  '.join(constant)}"
-        fig.supxlabel(words, fontsize=7.5, x=0.02, ha="left", color="#424949", wrap=True)
-    fig.savefig(file, dpi=200, **options)
-
-
-def _panel(axes: Any, plan: Plan, name: str, column: Any) -> None:
-    axes.plot(plan.steps, column, color=_INK, linewidth=1.4, marker="o" if len(plan.steps) == 1 else None)
-    low, high = float(np.min(column)), float(np.max(column))
-    if low >= 0 and low < 0.5 * high:
-        axes.set_ylim(0, high * 1.06)  # the height of a rate is meaningful only from zero
-    _titled(axes, name)
-    # No common factor above the axis: it would misalign the panel's title with its neighbours.
-    axes.yaxis.set_major_formatter(lambda value, _: _number(value))
-
-
-def _sizes(axes: Any, plan: Plan) -> None:
-    firsts = [max(first, int(plan.steps[0])) for first in plan.batch_size]
-    values = list(plan.batch_size.values())
-    axes.step([*firsts, plan.last_step], [*values, values[-1]], where="post", color=_INK, linewidth=1.4)
-    axes.set_ylim(0, max(values) * 1.06)
-    _titled(axes, "batch size")
-
-
-def _rows(axes: Any, plan: Plan) -> None:
-    from matplotlib.ticker import EngFormatter
-
-    for name, column in plan._rows_at.items():
-        axes.plot(plan.steps, column, linewidth=1.4, label=name)
-    axes.set_ylim(0, None)
-    if len(plan._rows_at) > 1:
-        axes.legend(fontsize=6.5, frameon=False)
-    _titled(axes, "rows so far")
-    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-
-
 def _titled(axes: Any, name: str) -> None:
     axes.set_title(name, fontsize=9, loc="left")
     axes.grid(color=_FAINT, alpha=0.4, linewidth=0.5)
 
 
-def _stage_figures(axes: Any, plan: Plan) -> None:
-    firsts = [max(first, int(plan.steps[0])) for first in plan.stages]
-    stops, names = [*firsts[1:], plan.last_step], plan.stages.values()
-    for row, (first, stop) in enumerate(zip(firsts, stops, strict=True)):
-        axes.plot([first, stop], [row, row], color=_INK, linewidth=4.5, alpha=0.6, solid_capstyle="butt")
-    axes.set_title("stages", fontsize=9, loc="left")
-    _as_lines(axes, [f"{name}:  from {count(first)}" for first, name in zip(firsts, names, strict=True)])
-
-
-def _marks(axes: Any, plan: Plan) -> None:
-    for row, when in enumerate(plan.due.values()):
-        if len(when) > _MARKS:
-            axes.plot([when[0], when[-1]], [row, row], color=_MARK, linewidth=4.5, alpha=0.45, solid_capstyle="butt")
-        elif len(when):
-            axes.plot(list(when), [row] * len(when), linestyle="none", marker="|", markersize=6.5, color=_MARK)
-    _as_lines(axes, [f"{name}:  {when}" for name, when in plan._due_texts()])
-
-
-def _as_lines(axes: Any, labels: Sequence[str]) -> None:
+def _label_lines(axes: Any, labels: Sequence[str]) -> None:
     """Label lines inside the axes, so that they align with the panels."""
     for row, label in enumerate(labels):
         axes.text(0.012, row - 0.27, label, fontsize=6.5, va="bottom", transform=axes.get_yaxis_transform())
     axes.set_yticks([])
     axes.set_ylim(len(labels) - 0.55, -1)
     axes.spines["left"].set_visible(False)
-
-
-def _axes(fig: Any, place: Any, plan: Plan) -> Any:
-    """Add axes with the steps of a plan below."""
-    from matplotlib.ticker import EngFormatter, MaxNLocator
-
-    axes, first = fig.add_subplot(place), int(plan.steps[0])
-    margin = max(1, plan.last_step - first) * 0.015
-    axes.set_xlim(first - margin, plan.last_step + margin)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
-    if plan.last_step >= 10_000:
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_xlabel("global step", fontsize=8)
-    axes.tick_params(labelsize=7.5)
-    axes.spines[["top", "right"]].set_visible(False)
-    return axes
