@@ -1,6 +1,5 @@
 """The cost of a training step before it runs: memory, work, traffic, and warnings."""
 
-import contextlib
 import dataclasses
 import logging
 import math
@@ -169,8 +168,7 @@ def cost(train_step: Callable[..., Any], state: Any, *args: Any, topology: str |
     name = name_of(device_of((state, args)))
     doing = "cost: compiling the step" if name is None else f"cost: compiling the step for {name}"
     with using_mesh(mesh_of((state, args))), slow(doing):
-        step = train_step if hasattr(train_step, "lower") else jax.jit(train_step)
-        return Cost(**compiled_cost(step, state, args))
+        return compiled_cost(train_step if hasattr(train_step, "lower") else jax.jit(train_step), state, args)
 
 
 def _size(count: float | None) -> str:
@@ -185,8 +183,8 @@ _SIZES = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_b
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[str, Any]:
-    """Compile a step and return the fields of its `Cost`."""
+def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
+    """Compile a step and return its cost."""
     traced = step.trace(state, *args).jaxpr
     work = work_of(body_of(traced))
     device, devices = device_of((state, args)), device_count((state, args))
@@ -204,7 +202,7 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[s
                 require_working(name, device)
             raise
     host = bytes_of((state, args), on_host=True)
-    known = {
+    known: dict[str, Any] = {
         "params_bytes": bytes_of(state.params, on_host=False),
         "slots_bytes": bytes_of(state.slots, on_host=False),
         "host_bytes": host,
@@ -214,41 +212,40 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[s
         "topology": None if name is None else str(name),
     }
     if needed is not None:
-        return {
+        unknown: dict[str, Any] = dict.fromkeys((*_SIZES, "bytes_accessed", "collectives"))
+        return Cost(
             **known,
-            **dict.fromkeys((*_SIZES, "bytes_accessed", "collectives")),
-            "flops": work.all / devices,
-            "peak_bytes": needed[0],
-            "memory_bytes": memory or needed[1],
-            "fits": False,
-            "warnings": (*unplaced_batch(state, args), *warnings_without_a_program(state, args, traced)),
-        }
+            **unknown | {"peak_bytes": needed[0]},
+            flops=work.all / devices,
+            memory_bytes=memory or needed[1],
+            fits=False,
+            warnings=(*unplaced_batch(state, args), *warnings_without_a_program(state, args, traced)),
+        )
     sizes = _memory(compiled, state, args, host, device.platform)
     peak = sizes["peak_bytes"]
     analysis, program = compiled.cost_analysis() or {}, parse_program(compiled.as_text())
     traffic = analysis.get("bytes accessed")
-    return {
+    return Cost(
         **known,
         **sizes,
-        "flops": _scaled(analysis.get("flops"), work.once, work.all, devices),
+        flops=_scaled(analysis.get("flops"), work.once, work.all, devices),
         # The traced program gives the operations, but not which results XLA fuses and so never writes.
-        "bytes_accessed": None if traffic is None else _scaled(traffic, work.once_bytes, work.all_bytes, devices),
-        "collectives": collectives_of(program),
-        "recomputes": recomputes(program),
-        "warnings": (*unplaced_batch(state, args), *warnings_of(program, state, args, traced, compiled.out_info)),
-        "memory_bytes": memory,
-        "fits": None if memory is None or peak is None else peak <= memory,
-    }
+        bytes_accessed=None if traffic is None else _scaled(traffic, work.once_bytes, work.all_bytes, devices),
+        collectives=collectives_of(program),
+        recomputes=recomputes(program),
+        warnings=(*unplaced_batch(state, args), *warnings_of(program, state, args, traced, compiled.out_info)),
+        memory_bytes=memory,
+        fits=None if memory is None or peak is None else peak <= memory,
+    )
 
 
 def _compiled(lowered: Any, topology: Any) -> Any:
     """Compile a step; `topology` is None for devices that are there."""
-    with contextlib.ExitStack() as stack:
-        if topology is not None:
-            stack.enter_context(without_noise())
-            stack.enter_context(warnings.catch_warnings())
-            # A compile-only client cannot read its own entries of the compilation cache, and recompiles.
-            warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
+    if topology is None:
+        return lowered.compile()
+    with without_noise(), warnings.catch_warnings():
+        # A compile-only client cannot read its own entries of the compilation cache, and recompiles.
+        warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
         return lowered.compile()
 
 
@@ -260,7 +257,7 @@ def _needed(error: Exception) -> tuple[int, int] | None:
     return int(float(found[1]) * _UNITS[found[2]]), int(float(found[3]) * _UNITS[found[4]])
 
 
-def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, platform: str) -> dict[str, int | None]:
+def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, platform: str) -> dict[str, Any]:
     """Return the memory figures of each device, without arrays on the host."""
     memory = compiled.memory_analysis()
     figures = _figures(memory, "")
