@@ -171,9 +171,8 @@ class Pass:
     def _constant(self, value: Any) -> Any:
         """Return the mark of a constant or an argument."""
 
-    def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> list[Any]:
-        """Note an operation that is not entered; return the marks of its results."""
-        return [None] * len(outs)
+    def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> list[Any] | None:
+        """Note an operation that is not entered; return the marks of its results, if this pass has marks."""
 
     def _part(self, value: Any, mark: Any) -> Any:
         """Return the mark of a slice or a shard, of a value that has a mark."""
@@ -239,7 +238,7 @@ class Pass:
                 else:
                     outs, marks = jaxprs.apply(operation, [one.value for one in ins]), None
             if marks is None:
-                marks = self._note(operation, ins, outs, level)
+                marks = self._note(operation, ins, outs, level) or [None] * len(outs)
             return _values(outs, _on_current_mesh(marks), _depends(ins))
 
         return jaxprs.evaluate(body, args, by, lambda value: Value(value, self._constant(value), False))
@@ -414,11 +413,10 @@ class BadGroups(Pass):
         (position, bad), reaches = self._evaluated(values, depends, found)
         return None if position[0] == _NEVER else position, np.flatnonzero(bad).tolist(), bool(reaches)
 
-    def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> list[Any]:
+    def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> None:
         made = _inexact(outs)
         if made and operation.name not in HARMLESS:
             level.notes.append((operation.number, made, len(level.parts)))
-        return [None] * len(outs)
 
     def _record(self, level: Level) -> Any:
         positions, bad = [jnp.full(self._width, _NEVER, jnp.int32)], jnp.zeros(self._numbers, bool)
@@ -484,11 +482,10 @@ class FirstMade(Pass):
         position = self._evaluated(values, depends, lambda position, _: position)
         return None if position[0] == _NEVER else position
 
-    def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> list[Any]:
+    def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> None:
         if operation.number in self._numbers:
-            depends = any(one.depends for one in ins)
-            level.notes.append((operation.number, _inexact(one.value for one in ins), _inexact(outs), depends))
-        return [None] * len(outs)
+            operands = _inexact(one.value for one in ins)
+            level.notes.append((operation.number, operands, _inexact(outs), _depends(ins)))
 
     def _record(self, level: Level) -> Any:
         number = _first_number(level.notes)
@@ -559,12 +556,11 @@ class Ranges(Pass):
     def _enters(self, operation: Operation) -> bool:
         return super()._enters(operation) and operation.number in self._path
 
-    def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> list[Any]:
+    def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> None:
         if operation.number in self._path:
             here = jnp.all(self._position(operation.number, level) == self._target)
             found = [measured(one) for one in (*(one.value for one in ins), *outs) if one is not None]
             level.parts.append(jax.tree.map(lambda one: jnp.where(here, one, jnp.zeros_like(one)), found))
-        return super()._note(operation, ins, outs, level)
 
     def _record(self, level: Level) -> Any:
         if level.parts:
