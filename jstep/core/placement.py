@@ -57,27 +57,24 @@ def parts_of(sharding: NamedSharding) -> int:
     return math.prod(parts_along(sharding.mesh, axis) for axis in sharding.spec)
 
 
-DEVICE = "device"
-
-
-def checked_memory(kind: Any, mesh: Mesh, argument: str) -> str | None:
-    """Validate a memory kind for the devices of a mesh; return None for their default memory.
+def checked_memory(kind: Any, mesh: Mesh) -> str | None:
+    """Validate `slots_memory` for the devices of a mesh; return None for their default memory.
 
     Raises:
         TypeError: The value is not a string.
         ValueError: The devices do not have this memory kind.
     """
-    if kind is None or as_text(kind, argument) == DEVICE:
+    if kind is None or as_text(kind, "slots_memory") == "device":
         return None
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if not kinds:
         raise ValueError(
-            f"{argument}={shown(kind)}: {device.device_kind} devices that only compile do not report their memory "
+            f"slots_memory={shown(kind)}: {device.device_kind} devices that only compile do not report their memory "
             "kinds; leave it out"
         )
     if kind not in kinds:
-        raise ValueError(f"{argument}={shown(kind)}: {device.device_kind} devices have the memory kinds {kinds}")
+        raise ValueError(f"slots_memory={shown(kind)}: {device.device_kind} devices have the memory kinds {kinds}")
     return None if kind == device.default_memory().kind else str(kind)
 
 

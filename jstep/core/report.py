@@ -61,7 +61,7 @@ def wrapped(title: str, words: Sequence[str]) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def columns(rows: Sequence[Sequence[str]], left: int = 1, most: int | None = None) -> list[str]:
+def columns(rows: Sequence[Sequence[str]], left: int, most: int | None = None) -> list[str]:
     """Align the cells of rows of equal length.
 
     Args:

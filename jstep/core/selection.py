@@ -92,7 +92,7 @@ def selected(
     return indices
 
 
-def flags(params: trees.Params, var_list: VarList, argument: str = "var_list") -> list[bool]:
+def flags(params: trees.Params, var_list: VarList, argument: str) -> list[bool]:
     """Return for each leaf of params, in order, whether `var_list` selects it; False for leaves that cannot be trained.
 
     Args:

@@ -472,7 +472,7 @@ def keep_arrays(argument: str) -> str:
     )
 
 
-def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str = "params") -> Array:
+def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str) -> Array:
     """Convert a leaf of params, or of another argument, to an array with a strong dtype.
 
     Raises:

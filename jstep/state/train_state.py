@@ -213,7 +213,7 @@ class TrainState:
             return with_checks(make, params, model_state)
         jax.eval_shape(lambda: create_global_step(global_step))  # fail before large arrays are placed
         mesh = meshes.require_mesh(mesh)
-        memory = checked_memory(slots_memory, mesh, "slots_memory")
+        memory = checked_memory(slots_memory, mesh)
 
         def of_params(params: Any) -> Any:
             return layout.state_shardings(params, {}, mesh, param_specs, slot_axis)[0]
@@ -408,14 +408,14 @@ def _step_text(step: Any) -> str:
     return str(np.asarray(step))
 
 
-def require_state(value: Any, argument: str = "state") -> TrainState:
-    """Return the value, which must be a `TrainState`.
+def require_state(value: Any) -> TrainState:
+    """Return the argument `state`, which must be a `TrainState`.
 
     Raises:
         TypeError: It is not a `TrainState`.
     """
     if not isinstance(value, TrainState):
-        raise TypeError(f"{argument}: must be a TrainState, got {kind(value)}; make one with TrainState.create")
+        raise TypeError(f"state: must be a TrainState, got {kind(value)}; make one with TrainState.create")
     return value
 
 
@@ -442,7 +442,7 @@ def has_one_value(name: str, tree: Any, params: Params, roles: Roles = NO_ROLES)
     return not np.ndim(tree) and bool(np.issubdtype(getattr(tree, "dtype", np.float32), np.integer))
 
 
-def owners(name: str, tree: Any, params: Params, roles: Roles = NO_ROLES) -> list[int | None]:
+def owners(name: str, tree: Any, params: Params, roles: Roles) -> list[int | None]:
     """Return, for each leaf of a slot in order, the index of its parameter, or None.
 
     A per-parameter slot has the structure of the parameters, with None or any tree in place of each parameter. Its name
@@ -581,7 +581,7 @@ def shard_state(
     """
     require_state(state)
     mesh = meshes.require_mesh(mesh)
-    memory = checked_memory(slots_memory, mesh, "slots_memory")
+    memory = checked_memory(slots_memory, mesh)
     shardings = _shardings_of(state, mesh, param_specs, slot_axis, memory)
     with meshes.internal_transfers():
         return jax.tree.map(layout.put, state, shardings)
