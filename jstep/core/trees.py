@@ -267,14 +267,14 @@ def leaf_at(path: str) -> str:
     return f"the leaf at {path!r}" if path else "the array"
 
 
-def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
-    """Return all leaves with their paths, in JAX's order; None is not a leaf."""
-    return [(path_str(keys), leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+    """Return all leaves with their paths, in JAX's order; None is not a leaf, except by `is_leaf`."""
+    return [(path_str(keys), leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
 
 
-def paths_of(tree: Any) -> list[str]:
+def paths_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     """Return the paths of all leaves, in JAX's order."""
-    return [path for path, _ in leaves_with_paths(tree)]
+    return [path for path, _ in leaves_with_paths(tree, is_leaf)]
 
 
 def only_in(paths: Iterable[str], others: Iterable[str]) -> list[str]:
@@ -583,12 +583,7 @@ def flatten_like(params: Any, tree: Any, what: str, *, is_leaf: Any = None, may_
 
 
 def _mismatch(params: Any, tree: Any, what: str, is_leaf: Any) -> str:
-    def leaf(x: Any) -> bool:
-        return x is None or bool(is_leaf and is_leaf(x))
-
-    def paths(t: Any) -> list[str]:
-        return [path_str(k) for k, _ in jax.tree_util.tree_leaves_with_path(t, is_leaf=leaf)]
-
+    paths = functools.partial(paths_of, is_leaf=lambda x: x is None or bool(is_leaf and is_leaf(x)))
     want, have = paths(params), paths(tree)
     missing, extra = only_in(want, have), [] if have == [""] else only_in(have, want)
     text = f"{what} does not have the structure of params"

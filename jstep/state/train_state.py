@@ -94,10 +94,10 @@ def refuse_untrained(params: Any) -> None:
     Raises:
         TypeError: A variable is not trainable; names it, and how to split the model.
     """
-    for keys, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: "Variable" in _kinds(node)):
+    for path, node in trees.leaves_with_paths(params, is_leaf=lambda node: "Variable" in _kinds(node)):
         if _kinds(node) & NOT_TRAINED:
             raise TypeError(
-                f"params: the variable at {trees.quoted(trees.path_str(keys))} is an nnx.{type(node).__name__}, which "
+                f"params: the variable at {trees.quoted(path)} is an nnx.{type(node).__name__}, which "
                 "is not trained. Split the model, `graphdef, params, rest = nnx.split(model, nnx.Param, ...)`, call "
                 "TrainState.create(params, optimizer, model_state=rest), and in a loss with has_model_state=True merge "
                 "it again: `model = nnx.merge(graphdef, params, rest, copy=True)`; return `nnx.state(model, ...)` "
