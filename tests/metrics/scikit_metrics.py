@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jstep
 
@@ -59,6 +60,26 @@ def source(size, **arrays):
     """Return one epoch of the rows, or of other arrays, in order."""
     arrays = {"x": X, "labels": LABELS, "truth": TRUTH} | arrays
     return jstep.batches(arrays, size, shuffle=False, num_epochs=1, drop_remainder=False)
+
+
+def on_a_mesh(metric_fn, batches, count, explicit):
+    """Return what an evaluator finds on a mesh of so many devices, also under it and without transfers."""
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    mesh = jax.make_mesh((count,), ("data",), axis_types=(kind,), devices=jax.devices()[:count])
+    state = jstep.shard_state(make_state(), mesh)
+    evaluate = jstep.evaluator(metric_fn, batches, batch_sharding=NamedSharding(mesh, PartitionSpec("data")))
+    found = evaluate(state)
+    with jax.set_mesh(mesh), jax.transfer_guard("disallow"):
+        return found, evaluate(state)
+
+
+def areas(curve, size, scores, labels, weights=None, number=200):
+    """Return the area under a curve as an evaluator finds it in batches of a size, and as scikit-learn does."""
+    arrays = (scores, labels) if weights is None else (scores, labels, weights)
+    parts = [tuple(one[i : i + size] for one in arrays) for i in range(0, len(scores), size)]
+    evaluate = jstep.evaluator(lambda params, s, t, w=None: {"area": M.auc(s, t, curve, number, weights=w)}, parts)
+    reference = sklearn.roc_auc_score if curve == "ROC" else sklearn.average_precision_score
+    return evaluate(make_state())["area"], reference(labels > 0, scores, sample_weight=weights)
 
 
 def check(found, values, of_counts=1e-14):

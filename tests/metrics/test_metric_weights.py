@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scikit_metrics
-from jax.sharding import NamedSharding, PartitionSpec
-from scikit_metrics import LABELS, RNG, ROWS, TRUTH, M, X, expected, make_state, metric_fn, sklearn
+from scikit_metrics import LABELS, RNG, ROWS, TRUTH, M, X, areas, expected, make_state, metric_fn, sklearn
 
 import jstep
 
@@ -48,14 +47,8 @@ def test_equal_to_scikit_learn_on_ragged_batches(size, kind):
 @pytest.mark.parametrize("kind", ["mask", "floats"])
 @pytest.mark.parametrize("explicit", [False, True])
 def test_on_a_mesh(explicit, kind):
-    axis_type = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
-    state = jstep.shard_state(make_state(), mesh)
-    batch_sharding = NamedSharding(mesh, PartitionSpec("data"))
-    evaluate = jstep.evaluator(metric_fn, source(16, WEIGHTS[kind]), batch_sharding=batch_sharding)
-    check(evaluate(state), WEIGHTS[kind])
-    with jax.set_mesh(mesh), jax.transfer_guard("disallow"):
-        check(evaluate(state), WEIGHTS[kind])
+    for found in scikit_metrics.on_a_mesh(metric_fn, source(16, WEIGHTS[kind]), 8, explicit):
+        check(found, WEIGHTS[kind])
 
 
 @pytest.mark.thorough
@@ -200,7 +193,5 @@ def test_areas_with_many_distinct_scores(curve, bound, scale):
     labels = (rng.random(60_000) < 0.02).astype(np.int32)
     scores = (rng.normal(size=60_000) + labels).astype(np.float32)
     weights = (rng.exponential(size=60_000) * scale).astype(np.float32)
-    parts = [(scores[i : i + 7000], labels[i : i + 7000], weights[i : i + 7000]) for i in range(0, 60_000, 7000)]
-    found = jstep.evaluator(lambda params, s, t, w: {"area": M.auc(s, t, curve, weights=w)}, parts)(make_state())
-    reference = sklearn.roc_auc_score if curve == "ROC" else sklearn.average_precision_score
-    assert abs(found["area"] - reference(labels, scores, sample_weight=weights)) < bound
+    found, expected_area = areas(curve, 7000, scores, labels, weights)
+    assert abs(found - expected_area) < bound

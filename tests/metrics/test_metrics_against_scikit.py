@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scikit_metrics
-from jax.sharding import NamedSharding, PartitionSpec
-from scikit_metrics import ROWS, SCALE, TRUTH, M, X, expected, make_state, sklearn, source
+from scikit_metrics import ROWS, SCALE, TRUTH, M, X, areas, expected, make_state, on_a_mesh, sklearn, source
 
 import jstep
 
@@ -30,14 +29,8 @@ def test_equal_to_scikit_learn_for_any_batch_size(size):
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("explicit", [False, True])
 def test_batches_that_do_not_divide_over_the_mesh(count, explicit):
-    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
-    mesh = jax.make_mesh((count,), ("data",), axis_types=(kind,), devices=jax.devices()[:count])
-    state = jstep.shard_state(make_state(), mesh)
-    batch_sharding = NamedSharding(mesh, PartitionSpec("data"))
-    evaluate = jstep.evaluator(metric_fn, source(16), batch_sharding=batch_sharding)
-    check(evaluate(state))
-    with jax.set_mesh(mesh), jax.transfer_guard("disallow"):
-        check(evaluate(state))
+    for found in on_a_mesh(metric_fn, source(16), count, explicit):
+        check(found)
 
 
 @pytest.mark.thorough
@@ -70,12 +63,10 @@ def test_areas_with_repeated_scores(curve, seed):
     ]
     scores = score_sets[seed].astype(np.float32)
     labels = rng.random(3000) < np.linspace(0.02, 0.4, 3000)[np.argsort(np.argsort(scores))]
-    reference = sklearn.roc_auc_score if curve == "ROC" else sklearn.average_precision_score
     label_forms = (labels, labels.astype(np.int8), np.where(labels, 1, -1), labels.astype(np.float32))
     for one in (labels, label_forms[seed]):
-        parts = [(scores[i : i + 510], one[i : i + 510]) for i in range(0, 3000, 510)]
-        found = jstep.evaluator(lambda params, s, t: {"area": M.auc(s, t, curve)}, parts)(make_state())
-        assert found["area"] == pytest.approx(reference(labels, scores), rel=1e-13)
+        found, expected_area = areas(curve, 510, scores, one)
+        assert found == pytest.approx(expected_area, rel=1e-13)
 
 
 @pytest.mark.thorough
@@ -85,11 +76,8 @@ def test_areas_with_many_distinct_scores(curve, number, bound, share):
     rng = np.random.default_rng(3)
     labels = (rng.random(60_000) < share).astype(np.int32)
     scores = (rng.normal(size=60_000) + labels).astype(np.float32)
-    parts = [(scores[i : i + 7000], labels[i : i + 7000]) for i in range(0, 60_000, 7000)]
-    metric = {"area": lambda s, t: M.auc(s, t, curve, number)}
-    found = jstep.evaluator(lambda params, s, t: {"area": metric["area"](s, t)}, parts)(make_state())
-    reference = sklearn.roc_auc_score if curve == "ROC" else sklearn.average_precision_score
-    assert abs(found["area"] - reference(labels, scores)) < bound
+    found, expected_area = areas(curve, 7000, scores, labels, number=number)
+    assert abs(found - expected_area) < bound
 
 
 @pytest.mark.thorough
