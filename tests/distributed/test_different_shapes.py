@@ -71,20 +71,8 @@ def lines(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory):
-    names = [
-        "later",
-        "dtype",
-        "named",
-        "shard_batch",
-        "by_hand_same",
-        "loader",
-        "calls",
-        "custom",
-        "no_batch",
-        "padded",
-        "after",
-    ]
-    return run(SCRIPT, 2, tmp_path_factory.mktemp("shapes"), *names)
+    names = "later dtype named shard_batch by_hand_same loader calls custom no_batch padded after"
+    return run(SCRIPT, 2, tmp_path_factory.mktemp("shapes"), *names.split())
 
 
 def is_error(lines, name, *here):

@@ -221,14 +221,10 @@ def test_one_process_needs_no_coordinator():
     jstep.distributed.initialize("localhost:1", 1, 0)
 
 
-def output_of(code):
-    """Run code in a new process and return its output."""
-    return python("-c", "import jstep\n" + textwrap.dedent(code), timeout=60)
-
-
 def test_an_unreachable_coordinator_raises_a_timeout():
     address = free_address()
     code = f"""
+    import jstep
     try:
         jstep.distributed.initialize({address!r}, 2, 1, initialization_timeout_secs=2)
     except TimeoutError as error:
@@ -241,7 +237,7 @@ def test_an_unreachable_coordinator_raises_a_timeout():
     jstep.distributed.initialize()
     print("alone")
     """
-    first, second, third, fourth = output_of(code).splitlines()
+    first, second, third, fourth = python("-c", textwrap.dedent(code), timeout=60).splitlines()
     assert first.startswith(f"TimeoutError coordinator_address={address!r} could not be reached within 2 s")
     assert "process_id=None" in second
     assert "all three" in second

@@ -44,10 +44,14 @@ def test_invalid_states_and_steps(function: Any, value: Any) -> None:
         function(value)
 
 
-def test_state_without_a_step() -> None:
-    empty = state().replace(global_step=None)
+def test_states_with_and_without_a_step() -> None:
+    made = state(4)
+    assert jstep.get_global_step(made) is jstep.get_or_create_global_step(made) is made.global_step
+    assert type(jstep.global_step(made)) is int
+    empty = made.replace(global_step=None)
     assert jstep.get_global_step(empty) is None
-    assert int(jstep.get_or_create_global_step(empty)) == 0
+    created = jstep.get_or_create_global_step(empty)
+    assert (int(created), created.dtype) == (0, jnp.int32)
     for function in (jstep.global_step, jstep.increment_global_step):
         with pytest.raises(ValueError, match=r"no global step: give it one with state\.replace"):
             function(empty)
@@ -118,6 +122,8 @@ def test_steps_under_x64(x64: None) -> None:
     current = state(LAST)
     current, _ = jstep.minimize(lambda p: p["w"] ** 2, OPTIMIZER)(current)
     assert jstep.global_step(current) == LAST + 1
+    assert jstep.create_global_step(2**40).dtype == jnp.int64
+    assert jstep.global_step(jstep.increment_global_step(state(2**40))) == 2**40 + 1
 
 
 @pytest.mark.parametrize("amount", [-1, 1.5, True, "1", 2**40])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.core.trees import paths_of
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 4)), jnp.float32)
 Y = jnp.sin(X[:, 0])
@@ -249,11 +250,5 @@ def test_flax_nnx() -> None:
             return jnp.mean((nnx.merge(graph, params)(x) - y) ** 2)
 
         state = check_trains(params, loss, X, Y)
-        assert any(path.startswith("one/kernel") for path in _paths(state.params))
+        assert any(path.startswith("one/kernel") for path in paths_of(state.params))
         nnx.merge(graph, jstep.averaged_params(state))(X)
-
-
-def _paths(tree: Any) -> list[str]:
-    return [
-        jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in jax.tree_util.tree_leaves_with_path(tree)
-    ]
