@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +17,7 @@ from jstep.core.jaxprs import Operation, Subprogram, apply, body_of, evaluate
 from jstep.core.placement import shape_of
 from jstep.core.slot_roles import Counted, Init, Roles, abstractly
 from jstep.core.trees import Held, Optimizer, Params, Step
-from jstep.optimizers.hyperparameters import LEARNING_RATE, as_arrays, check_prefix, checked, report
-
-_logger = logging.getLogger("jstep")
+from jstep.optimizers.hyperparameters import LEARNING_RATE, as_arrays, check_prefix, checked, log_warning, report
 
 
 @makes_optimizer(1)
@@ -122,9 +119,7 @@ def _names_in(reported: Callable[[Step], Mapping[str, Any]]) -> dict[str, bool]:
 
 
 def _log_that_no_count_is_known(names: frozenset[str]) -> None:
-    if jax.process_index() != 0:
-        return
-    _logger.warning(
+    log_warning(
         "from_optax: %s not reported, because the count at which Optax evaluates %s is not known. To report the rate "
         "that is used, leave it to jstep: jstep.chain(jstep.from_optax(optax.scale_by_…), "
         "jstep.scale_by_learning_rate(rate))",
