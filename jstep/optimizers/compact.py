@@ -279,7 +279,7 @@ def _collecting(conditions: Conditions, update: Callable[..., Any], *first: Any)
 
     def traced(*rest: Any) -> Any:
         conditions.clear()
-        with setting(hyper.CONDITIONS, conditions):
+        with setting(hyper.CONDITIONS, (conditions,)):
             made = update(*first, *rest)
         return made, [condition.holds for condition in conditions]
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias, Unpack
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import Bounds, as_function, kind, scoped, setting, shown
+from jstep.core.checks import Bounds, as_function, kind, setting, shown
 from jstep.core.placement import as_scalar, on_devices
 from jstep.core.selection import VarList, check_form, flags, is_named, names_of
 from jstep.core.slot_roles import Role, Roles
@@ -725,23 +725,18 @@ class Condition(NamedTuple):
 
 Conditions = list[Condition]
 
-CONDITIONS: contextvars.ContextVar[Conditions | None] = contextvars.ContextVar("jstep_conditions", default=None)
-"""The conditions of the updates that are made, for those outside; None if nothing outside may see them."""
+CONDITIONS: contextvars.ContextVar[tuple[Conditions, ...]] = contextvars.ContextVar("jstep_conditions", default=())
+"""Where the conditions of the updates that are made are collected: by each wrapper around them that asks for them."""
 
 
-@scoped
-def observing_conditions(into: Conditions) -> Iterator[None]:
+def observing_conditions(into: Conditions) -> contextlib.AbstractContextManager[Any]:
     """Collect the conditions of the updates made in a context, for those outside as well."""
-    with setting(CONDITIONS, into):
-        yield
-    for one in into:
-        report_condition(one)
+    return setting(CONDITIONS, (*CONDITIONS.get(), into))
 
 
 def report_condition(condition: Condition) -> None:
     """Report that some parameters are updated only if a condition holds."""
-    collected = CONDITIONS.get()
-    if collected is not None:
+    for collected in CONDITIONS.get():
         collected.append(condition)
 
 

@@ -204,7 +204,7 @@ def call_update(
     def update(slots: Slots, params: Params) -> tuple[Updates, Slots]:
         # Conditions inside a custom update may belong to a program of its own.
         is_custom = not isinstance(optimizer.init, Init)
-        with setting(hyperparameters.CONDITIONS, None) if is_custom else contextlib.nullcontext():
+        with setting(hyperparameters.CONDITIONS, ()) if is_custom else contextlib.nullcontext():
             return optimizer.update(updates, slots, params, step, *further)
 
     loads = getattr(optimizer.update, "loads_slots", False)
