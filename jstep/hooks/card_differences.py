@@ -331,7 +331,8 @@ def _of_optimizers(a: Mapping[str, Any], b: Mapping[str, Any], runs: tuple[str, 
         one, other = in_a[element], in_b[element]
         for argument in one:
             old, new = one[argument], other.get(argument, one[argument])
-            if old == new or _are_functions(old, new):
+            # Of functions only the names are known; the traced step tells what they do.
+            if old == new or (isinstance(old, dict) and isinstance(new, dict)):
                 continue
             (name,) = _argument_names(element, {argument})
             name = name if often[name] == 1 else f"{element}.{argument}"
@@ -342,11 +343,6 @@ def _argument_names(element: str, arguments: Iterable[str]) -> list[str]:
     """The names of an element's arguments, below its label: `critic/learning_rate`."""
     label, slash, _ = element.rpartition("/")
     return [f"{label}{slash}{argument}" for argument in arguments]
-
-
-def _are_functions(a: Any, b: Any) -> bool:
-    """Whether two arguments are functions of which only the names are known; the traced step tells what they do."""
-    return isinstance(a, dict) and isinstance(b, dict)
 
 
 def _argument(value: Any) -> str:
@@ -392,7 +388,10 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int, leave_
         step: The step of the checkpoint that this one resumes from.
         leave_out: The sections that are not compared.
     """
-    found = [one for one in _differences(before, now, BEFORE_AND_NOW) if _is_known(before, now, one)]
+    # What one of two versions of jstep does not record of the settings is not a change.
+    settings = _section(before, "settings").keys() & _section(now, "settings").keys()
+    each = _differences(before, now, BEFORE_AND_NOW)
+    found = [one for one in each if one.section != "settings" or one.name in settings]
     left_out, names = set(leave_out), {(one.section, one.name) for one in found}
     explained = {name for cause in names & _EFFECTS_ON.keys() for name in _EFFECTS_ON[cause]}
     found = [one for one in found if (one.section, one.name) not in explained]
@@ -408,11 +407,6 @@ _EFFECTS_ON = {
     ("settings", "jax_enable_x64"): {("state", "hash"), ("state", "dtypes")},  # that of the step
 }
 """Differences that follow from another one, which is the change."""
-
-
-def _is_known(before: Mapping[str, Any], now: Mapping[str, Any], one: Difference) -> bool:
-    """Whether both versions of jstep record a setting: what one of them does not record is not a change."""
-    return one.section != "settings" or all(one.name in _section(card, "settings") for card in (before, now))
 
 
 def _changes_of_programs(

@@ -261,18 +261,12 @@ def _arguments(options: Options) -> dict[str, Any]:
             is_place = not isinstance(value, bool | None)  # compile_cache=True
             found[field.name] = _without_login(os.fspath(value)) if is_place else value
         elif field.name == "batch_sharding":
-            found[field.name] = short([_place_text(one) for one in jax.tree.leaves(value, is_leaf=_is_place)]) or None
+            leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, PartitionSpec))
+            texts = [sharding_text(one) if isinstance(one, Sharding) else str(one) for one in leaves]
+            found[field.name] = short(texts) or None
         else:
             found[field.name] = _json(value)
     return found
-
-
-def _is_place(x: Any) -> bool:
-    return isinstance(x, Sharding | PartitionSpec)
-
-
-def _place_text(one: Any) -> str:
-    return sharding_text(one) if isinstance(one, Sharding) else str(one)
 
 
 def short(value: Any) -> Any:
@@ -425,16 +419,12 @@ class Cards(Observer):
         if run.feeder is None or (run.restored is not None and step <= run.restored):  # no step was run
             return {PAST: run.resumed.extra[PAST]} if PAST in run.resumed.extra else {}
         if self._is_active():
-            self._settle()
+            wait(self._latest)
             with _logging_errors():
                 found[PAST] = self._past(step)
         return found
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._settle()
-
-    def _settle(self) -> None:
-        """Wait for pending lines."""
         wait(self._latest)
 
     def _begin(self, task: Callable[[], None]) -> None:
