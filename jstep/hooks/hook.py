@@ -268,13 +268,8 @@ def _placed_like(leaf: Any, was: Any, path: str, by: str) -> Any:
         return leaf
     if isinstance(leaf, jax.Array) and leaf.weak_type:
         leaf = leaf.astype(leaf.dtype)  # otherwise the step would be compiled again
-    return jax.device_put(
-        trees.owned(leaf), was.sharding if _is_committed(was) or isinstance(leaf, jax.Array) else None
-    )
-
-
-def _is_committed(leaf: Any) -> bool:
-    return bool(getattr(leaf, "committed", True))
+    is_placed = getattr(was, "committed", True) or isinstance(leaf, jax.Array)
+    return jax.device_put(trees.owned(leaf), was.sharding if is_placed else None)
 
 
 def _without_aliases(leaves: list[Any]) -> list[Any]:

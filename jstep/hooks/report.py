@@ -3,7 +3,7 @@
 import fnmatch
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -277,16 +277,12 @@ class SummarySaverHook(ReportingHook):
         self.run.reports.transfers.deliver_ready()
 
     def _write(self, step: int, values: dict[str, Any], metrics: Metrics | None = None) -> None:
-        if (summary := merged_summary(values, metrics or {})) is not None:
-            self._writer.add_summary(summary, step)
-
-
-def merged_summary(values: Mapping[str, Any], metrics: Metrics) -> Any:
-    """One summary of some numbers, and of the summaries among the metrics; None without any."""
-    if is_ready(values.values()):  # numbers of the host are the quickest to write
-        values = read(values)
-    merged = summary.merge([*map(scalar, values, values.values()), summary.summaries_in(dict(metrics))])
-    return merged if merged.parts else None
+        """Write one summary of some numbers, and of the summaries among the metrics, if there are any."""
+        if is_ready(values.values()):  # numbers of the host are the quickest to write
+            values = read(values)
+        merged = summary.merge([*map(scalar, values, values.values()), summary.summaries_in(dict(metrics or {}))])
+        if merged.parts:
+            self._writer.add_summary(merged, step)
 
 
 def histograms_of(state: TrainState, globs: Sequence[str]) -> Any:

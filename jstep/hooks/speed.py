@@ -202,15 +202,12 @@ class StepCounterHook(RunHook):
         if since.dispatched is not None and last.dispatched is not None:
             share = self._meter.between(since.dispatched, last.dispatched, seconds)
         self.utilization = share
+        values = {TAG: rate} if share is None else {TAG: rate, share.name: share.value}
         for count in finished:
             if count.step > since.step:
                 self._figures.append(_Figure(count.step, rate, examples, share))
-                self._write({TAG: rate} if share is None else {TAG: rate, share.name: share.value}, count.step)
-
-    def _write(self, values: dict[str, float], step: int) -> None:
-        if self._writer is not None:
-            for tag, value in values.items():
-                self._writer.add_summary(scalar(tag, value), step)
+                for tag, value in values.items() if self._writer is not None else ():
+                    self._writer.add_summary(scalar(tag, value), count.step)
 
 
 def _markers(metrics: Metrics) -> list[Any]:
