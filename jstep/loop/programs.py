@@ -443,8 +443,8 @@ class Programs:
 # Checks, warnings and logs.
 
 
-def check_result(result: Any) -> tuple[TrainState, Any]:
-    """Return the result of a step; refuse anything but a state and metrics."""
+def check_result(result: Any) -> None:
+    """Refuse the result of a step unless it is a state and metrics."""
     expected = "train_step must return (state, metrics), a TrainState and a mapping of names to values; "
     what = f"{expected}jstep.minimize(loss_fn, optimizer) makes such a step of a loss; it returned"
     if not isinstance(result, tuple) or len(result) != 2:
@@ -455,7 +455,6 @@ def check_result(result: Any) -> tuple[TrainState, Any]:
     odd = next((name for name in metrics if not isinstance(name, str)), None)
     if odd is not None:
         raise TypeError(f"{expected}the name of a metric must be a string, got {shown(odd)}")
-    return state, metrics
 
 
 def warn_of_redundant_rows(call: Call, state: Any) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint.names import checkpoint_name
 from jstep.core import trees
 from jstep.core.checks import note
 from jstep.core.matching import difference
@@ -33,7 +32,7 @@ from jstep.loop.programs import Programs
 from jstep.loop.run import Run
 from jstep.loop.saving import STOPPED, RunSaverHook, restore, restore_hooks
 from jstep.loop.stages import Segment, Stage, StageBoundaries
-from jstep.loop.stopping import reason_done
+from jstep.loop.stopping import report_done
 from jstep.training.step import refuse_a_loss
 
 _logger = logging.getLogger("jstep")
@@ -64,30 +63,12 @@ def begin(run: Run, batches: Any) -> None:
     if run.restored is None and not runner.is_done and run.first < run.options.last_step:
         runner.evaluate("evaluate_first")
     if runner.is_done or run.first >= run.options.last_step:
-        _report_done(run)
+        report_done(run)
         return
     if run.resumed.extra.get(STOPPED) is not None:
         _logger.info("%s stopped this run at step %d; it resumes", run.resumed.extra[STOPPED], run.first)
     look_ahead(run)
     _make_calls(run, runner, source, items)
-
-
-def _report_done(run: Run) -> None:
-    """Log that no step is run, and why; a last_step that lies before the state is a mistake."""
-    last_step = run.options.last_step
-    if run.first <= last_step:
-        _logger.info("the run is at step %d already: no step is run%s", run.first, reason_done(run))
-        return
-    of, other = "the given state", "state"
-    if run.saver is not None and run.restored is not None:
-        of, other = f"{checkpoint_name(run.saver.prefix, run.first)}, the newest checkpoint", "checkpoint_dir"
-    _logger.warning(
-        "last_step=%d: the run is at step %d already (%s): no step is run. Give a larger last_step, or another %s",
-        last_step,
-        run.first,
-        of,
-        other,
-    )
 
 
 def _make_calls(run: Run, runner: HookRunner, source: Source, items: FirstBatch) -> None:

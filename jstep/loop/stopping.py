@@ -64,18 +64,31 @@ def report_early_end(run: Run) -> None:
     )
 
 
-def reason_done(run: Run) -> str:
-    """Why a run takes no step, as the end of a sentence; empty if it is at its last step."""
-    by = run.resumed.extra.get(STOPPED)
-    if run.first >= run.options.last_step:
-        return ""
-    if by is None:
+def report_done(run: Run) -> None:
+    """Log that no step is run, and why; a last_step that lies before the state is a mistake."""
+    first, last_step, by = run.first, run.options.last_step, run.resumed.extra.get(STOPPED)
+    if first > last_step:
+        of, other = "the given state", "state"
+        if run.saver is not None and run.restored is not None:
+            of, other = f"{checkpoint_name(run.saver.prefix, first)}, the newest checkpoint", "checkpoint_dir"
+        _logger.warning(
+            "last_step=%d: the run is at step %d already (%s): no step is run. Give a larger last_step, or another %s",
+            last_step,
+            first,
+            of,
+            other,
+        )
+        return
+    why = ""
+    if first < last_step and by is not None:
+        why = (
+            f". {by} stopped it at step {first}; to continue, remove that hook, change its settings, or reset its "
+            "state: EarlyStopping(reset=True)"
+        )
+    elif first < last_step:
         reasons = [getattr(hook, "why", None) for hook in run.options.hooks]
-        return next((f". {why}" for why in reasons if isinstance(why, str)), "")
-    return (
-        f". {by} stopped it at step {run.first}; to continue, remove that hook, change its settings, or reset its "
-        "state: EarlyStopping(reset=True)"
-    )
+        why = next((f". {reason}" for reason in reasons if isinstance(reason, str)), "")
+    _logger.info("the run is at step %d already: no step is run%s", first, why)
 
 
 # A signal, or the end of `stop_secs`.
