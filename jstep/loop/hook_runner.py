@@ -121,11 +121,9 @@ class HookRunner:
         for hook, look in pending:
             run.pending.remove((hook, look))  # one that raises is not called again
             run.calling = Calling(hook, "after_step")
-            try:
+            with errors:
                 if not look():
                     run.pending.append((hook, look))
-            except Exception as error:
-                errors.add(error)
         for due in self._due:
             hook = due.hook
             if not due.now(step):
@@ -133,21 +131,18 @@ class HookRunner:
             calling = Calling(hook, "after_step")
             began = watch.switch(calling.part)
             due.called = step
-            is_saver = isinstance(hook, CheckpointSaverHook)
-            if errors.all and is_saver and not errors.are_of_savers:
+            if errors.all and isinstance(hook, CheckpointSaverHook) and not errors.are_of_savers:
                 continue  # the handler of the error saves
             run.calling = calling
             if calling.is_users:
                 run.reports.sums.flush()
-            try:
+            with errors:
                 self._apply(hook, hook.after_step(step, run.state, run.metrics))
                 if errors.all:
                     continue
                 run.calling = Calling(hook, "next_due")
                 due.done(step)
                 self._record(calling, began)
-            except Exception as error:
-                errors.add(error, of_saver=is_saver)
         if watch.current != STEPPING:
             watch.switch(STEPPING)
         errors.end()
@@ -175,21 +170,16 @@ class HookRunner:
         last = {id(due.hook): due.hook for due in self._due if due.at_last(run.step)}  # each once
         for hook, look in [*pending, *((hook, None) for hook in last.values())]:
             run.calling = Calling(hook, "after_step")
-            try:
-                with run.watch.part(HOOKS):
-                    if look is not None:
-                        look(wait=True)
-                    else:
-                        self._apply(hook, hook.after_step(run.step, run.state, run.metrics))
-            except Exception as error:
-                errors.add(error)
-        run.calling, transfers, is_delivered = None, run.reports.transfers, False
-        while not is_delivered:
-            try:
-                transfers.deliver_all()
+            with errors, run.watch.part(HOOKS):
+                if look is not None:
+                    look(wait=True)
+                else:
+                    self._apply(hook, hook.after_step(run.step, run.state, run.metrics))
+        run.calling, is_delivered = None, False
+        while not is_delivered:  # a row that fails is dropped, and the others are delivered
+            with errors:
+                run.reports.transfers.deliver_all()
                 is_delivered = True
-            except Exception as error:  # drop the failed row and deliver the others
-                errors.add(error, calling=Calling(None, "after_step"))
         errors.end(failed)
 
     def end(self) -> None:
@@ -216,11 +206,12 @@ class HookRunner:
             try:
                 self._take(hook, "end", self._call(hook, "end", run.step, run.state))
             except Exception as error:
-                if not is_saver:
-                    if not trees.is_donated(before):
-                        run.state = before  # the next start calls all of them again
-                    raise
-                errors.add(error)
+                if is_saver:
+                    errors.add(error, run.calling)
+                    continue
+                if not trees.is_donated(before):
+                    run.state = before  # the next start calls all of them again
+                raise
         errors.end()
 
     def has_ended(self) -> bool:
@@ -287,7 +278,9 @@ class HookRunner:
 
 
 class Errors:
-    """The errors of hooks all of which are called; `run.calling` becomes the call that raised the first of them.
+    """The errors of hooks all of which are called, each in this context.
+
+    At the end, `run.calling` is the call that raised the first of them.
 
     Attributes:
         all: The errors.
@@ -300,14 +293,25 @@ class Errors:
         self.are_of_savers = True
         self.all: list[Exception] = []
 
-    def add(self, error: Exception, *, of_saver: bool = False, calling: Calling | None = None) -> None:
-        """Add the error of a call, by default of the present one, or of the hook whose numbers it delivers."""
-        calling, transfers = calling or self._run.calling, self._run.reports.transfers
+    def __enter__(self) -> None:
+        """Make a call."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.add(error, self._run.calling)
+        return True
+
+    def add(self, error: Exception, calling: Calling | None) -> None:
+        """Add the error of a call, which is one of the hook whose numbers it delivers."""
+        self.are_of_savers = (
+            self.are_of_savers and calling is not None and isinstance(calling.hook, CheckpointSaverHook)
+        )
+        transfers = self._run.reports.transfers
         owner, transfers.failed_owner = transfers.failed_owner, None
-        if calling is not None and owner is not None:
-            calling = calling._replace(hook=owner)
+        if owner is not None:
+            calling = Calling(owner, "after_step" if calling is None else calling.method)
         self._calling = self._calling or calling
-        self.are_of_savers = self.are_of_savers and of_saver
         self.all.append(error)
 
     def end(self, failed: Callable[[Exception], None] | None = None) -> None:

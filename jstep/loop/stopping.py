@@ -102,7 +102,7 @@ def exit_on_signal(run: Run) -> NoReturn:
     outcomes, errors = run.runner.save(savers), Errors(run)
     for hook, outcome in outcomes:
         if isinstance(outcome, Exception):
-            errors.add(outcome, calling=Calling(hook, "save"))
+            errors.add(outcome, Calling(hook, "save"))
     errors.end()
     if len(savers) < len(run.savers):
         run.before_save(run.step)  # `NanLossHook` raises a more specific error
