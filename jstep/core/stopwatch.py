@@ -35,7 +35,6 @@ class Stopwatch:
 
     Attributes:
         clock: The clock.
-        mark: Appends a switch, `(part, time)`. Only the loop's path to a batch uses it, to switch without a call.
         current: The current part.
         waiting: The part for the time spent waiting for a batch; `starting` until the first step has returned.
         lasted: The seconds of the latest visits of each `part`, and of other things that `record` names.
@@ -56,7 +55,7 @@ class Stopwatch:
         self._folded = STARTING
         self._totals = dict.fromkeys(PARTS, 0.0)
         self._marks: deque[tuple[str, float]] = deque()
-        self.mark = self._marks.append
+        self._mark = self._marks.append
         self._lock = threading.Lock()
         self.current = self.waiting = STARTING
         self.lasted: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_VISITS))
@@ -65,7 +64,7 @@ class Stopwatch:
     def switch(self, part: str) -> float:
         """Switch to another part, and return the time of the clock."""
         now = self.clock()
-        self.mark((part, now))
+        self._mark((part, now))
         self.current = part
         return now
 
@@ -120,7 +119,7 @@ class Stopwatch:
     def stop(self) -> None:
         """Keep the latest switches alone, when the times are no longer read."""
         self._marks = deque(maxlen=0)
-        self.mark = self._latest.append
+        self._mark = self._latest.append
 
 
 _trained: set[int] = set()

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.meshes import in_background
-from jstep.core.trees import arguments_of, flatten
+from jstep.core.trees import arguments_of
 from jstep.data.to_devices import as_shardings, placement
 from jstep.distributed import processes
 
@@ -99,10 +99,7 @@ def make_calls(
             place = one
             if program.is_stacked:
                 batch, place = _stacked(some, program.most), several
-            placed = batch if place is None else place(batch)
-            # As `arguments_of`, without the calls.
-            args = placed if isinstance(placed, tuple) and not hasattr(placed, "_fields") else (placed,)
-            yield Call(program, args, len(some), step, position)
+            yield Call(program, _arguments(batch, place), len(some), step, position)
             step += len(some)
 
 
@@ -114,21 +111,16 @@ def _arguments(batch: Any, place: Callable[[Any], Any] | None) -> tuple[Any, ...
 def shapes_in(batch: Any) -> Any:
     """The structure, shapes and dtypes of a batch; batches that can be stacked agree in them."""
     leaves, structure = jax.tree.flatten(batch)
-    forms: list[Any] = []
-    for leaf in leaves:  # a generator takes as long as the rest
-        forms.append((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf))
-    return structure, tuple(forms)
+    return structure, tuple([(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf) for leaf in leaves])
 
 
 def _stacked(some: list[Any], most: int) -> Any:
     """Stack batches of the same shapes; the last one is repeated where there are fewer than `most`."""
-    flat = [flatten(one) for one in some]
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return flat[0][1].unflatten([_stack([*column, *[column[-1]] * (most - len(some))]) for column in columns])
 
+    def stack(*column: Any) -> Any:
+        return _stack_arrays(column) if isinstance(column[0], jax.Array) else np.stack(column)
 
-def _stack(leaves: list[Any]) -> Any:
-    return _stack_arrays(leaves) if isinstance(leaves[0], jax.Array) else np.stack(leaves)
+    return jax.tree.map(stack, *some, *[some[-1]] * (most - len(some)))
 
 
 _stack_arrays = jax.jit(jnp.stack)  # one dispatch for all leaves of a column

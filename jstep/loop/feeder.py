@@ -71,11 +71,8 @@ class BatchFeeder:
         # From here on a signal interrupts the wait; check for one that arrived before.
         if self._signals.is_stopping:
             raise StopWaiting
-        watch = self._watch
-        clock, mark, before, waiting = watch.clock, watch.mark, watch.current, watch.waiting
-        asked = clock()
-        mark((waiting, asked))  # `watch.switch`, without the calls, which cost as much as a small batch
-        watch.current = waiting
+        watch, before = self._watch, self._watch.current
+        asked = watch.switch(watch.waiting)
         try:
             if self._has_thread:
                 call: Call = self._reader.take()
@@ -89,9 +86,7 @@ class BatchFeeder:
             self.waiting = False
             raise
         finally:
-            got = clock()
-            mark((before, got))
-            watch.current = before
+            got = watch.switch(before)
         self.waiting = False
         if self.live is not None:
             self.live.after_batch()
