@@ -63,7 +63,6 @@ class StopSignals:
 
     Args:
         stop_secs: Seconds until the run stops; None for no limit.
-        clock: Returns seconds.
 
     Attributes:
         on_first: Called by the handler at the first signal.
@@ -74,7 +73,7 @@ class StopSignals:
         is_stopping: Whether all waits end: a signal was received, and this is the only process.
     """
 
-    def __init__(self, stop_secs: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stop_secs: float | None = None) -> None:
         self.on_first: Callable[[], None] = lambda: None
         self._alone = processes.is_single_process()
         self._before: dict[signal.Signals, Any] = {}
@@ -89,7 +88,7 @@ class StopSignals:
             self._timer = threading.Timer(min(stop_secs, threading.TIMEOUT_MAX), self._expire)
             self._timer.daemon = True
         elif stop_secs is not None:
-            self._limit = processes.AgreedClock(stop_secs, clock)
+            self._limit = processes.AgreedClock(stop_secs, time.monotonic)
 
     def begin(self) -> None:
         """Handle signals, and start to count the seconds; `end` must follow, also if a signal interrupts this."""

@@ -90,10 +90,9 @@ def _begin_batches(run: Run, batches: Any) -> tuple[Source, FirstBatch] | None:
         return None
     if run.resumed.latest is None if own is None else not own.is_endless and start >= len(own):
         return None
-    source = _source(run, batches)
+    source, first = _open_batches(run, batches)
     # A function of the step can be called again, if its first call failed because it needs what a hook sets up.
     again = (lambda: copied_batches(_source(run, batches), run.fetched)) if source.by_step is not None else None
-    first = FirstBatch(copied_batches(source, run.fetched), run.times)
     first.start(again)
     compile_first_program(run, first, None if own is None else functools.partial(own.shapes, start))
     return source, first
@@ -147,7 +146,7 @@ def build_hooks(run: Run) -> None:
     own = [hook for hook in options.hooks if not isinstance(hook, CheckpointSaverHook)]
     savers = [hook for hook in options.hooks if isinstance(hook, CheckpointSaverHook)]
     run.hooks = list(own)
-    counter = _first(own, StepCounterHook)
+    counter = next((hook for hook in own if isinstance(hook, StepCounterHook)), None)
     if counter is None:
         counter = StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
         run.hooks.append(counter)
@@ -160,7 +159,7 @@ def build_hooks(run: Run) -> None:
     summed = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in own)
     if run.reports.writer is not None and options.save_summaries_steps is not None and not summed:
         run.hooks.append(SummarySaverHook(save_steps=options.save_summaries_steps))
-    if (run.saver is not None or savers) and not _first(own, NanLossHook):
+    if (run.saver is not None or savers) and not any(isinstance(hook, NanLossHook) for hook in own):
         run.hooks.append(NonfiniteParametersHook())
     if run.saver is not None:
         # A run that resumes from a checkpoint does not write earlier summaries and times again.
@@ -175,10 +174,6 @@ def build_hooks(run: Run) -> None:
     if run.saver is not None:
         for flush in run.reports.flushes:
             run.closing.enter_context(run.saver.flushing(flush))
-
-
-def _first(hooks: list[Any], kind: type) -> Any:
-    return next((hook for hook in hooks if isinstance(hook, kind)), None)
 
 
 def _open_writer(run: Run) -> Any:
