@@ -190,52 +190,31 @@ jstep.distributed.initialize(num_processes=2, process_id=jax.process_index())
 """
 
 
-def jobset(i, address):
-    """Return the variables of `jobset.yaml` and those of Kubernetes, which JAX must not query."""
-    host, port = address.split(":")
-    variables = {"JAX_COORDINATOR_ADDRESS": f"{host}:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": f"{i}"}
-    return variables | {
+def variables_of(launcher, i, address):
+    """The variables that a launcher sets for process i."""
+    full = FULL | {"JAX_COORDINATOR_ADDRESS": address, "JAX_PROCESS_ID": f"{i}"}
+    port = {"JAX_COORDINATOR_PORT": address.split(":")[1]}
+    slurm = {"SLURM_STEP_NODELIST": "localhost", "SLURM_PROCID": f"{i}", "SLURM_LOCALID": f"{i}"}
+    task = {"SKYPILOT_TASK_ID": "sky-2026-11-21-08-00-00-000000_test_1"}
+    # JAX must not query Kubernetes.
+    kubernetes = {
         "KUBERNETES_SERVICE_HOST": "127.0.0.1",
         "KUBERNETES_SERVICE_PORT": "1",
         "JOB_COMPLETION_INDEX": f"{i}",
     }
-
-
-LAUNCHERS = {
-    "SLURM": lambda i, address: {
-        "SLURM_JOB_ID": "12345",
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_NTASKS": "2",
-        "SLURM_PROCID": f"{i}",
-        "SLURM_LOCALID": f"{i}",
-        "JAX_COORDINATOR_PORT": address.split(":")[1],
-    },
-    "JobSet": jobset,
-    "SkyPilot": lambda i, address: {
-        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
-        "SKYPILOT_NODE_RANK": f"{i}",
-        "SKYPILOT_NUM_NODES": "2",
-        "SKYPILOT_TASK_ID": "sky-2026-11-21-08-00-00-000000_test_1",
-        "JAX_COORDINATOR_PORT": address.split(":")[1],
-    },
-    "Ray, on SLURM": lambda i, address: {
-        "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_NUM_PROCESSES": "2",
-        "JAX_PROCESS_ID": f"{i}",
-        "SLURM_JOB_ID": "12345",
-        "SLURM_STEP_NODELIST": "nowhere",
-        "SLURM_NTASKS": "1",
-        "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0",
-    },
-}
+    return {
+        "SLURM": SLURM | slurm | port,
+        "JobSet": full | kubernetes,  # those of `jobset.yaml`
+        "SkyPilot": SKY | {"SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "SKYPILOT_NODE_RANK": f"{i}"} | task | port,
+        "Ray, on SLURM": SLURM | full | {"SLURM_STEP_NODELIST": "nowhere", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+    }[launcher]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["SLURM", "JobSet", "SkyPilot", "Ray, on SLURM"])
 def test_two_processes_connect(launcher):
     address = free_address()
-    environments = [LAUNCHERS[launcher](i, address) for i in range(2)]
+    environments = [variables_of(launcher, i, address) for i in range(2)]
     ended = wait_for([forked.start(textwrap.dedent(PROGRAM), env=one) for one in environments])
     for i, one in enumerate(ended):
         assert one.code == 0, one.err[-3000:]

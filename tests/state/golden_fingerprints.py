@@ -12,6 +12,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
+import jstep
+
 PATH = pathlib.Path(__file__).with_suffix(".json")
 PLAIN = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "float32", "complex64"]
 LOW = ["bfloat16", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"]
@@ -71,19 +73,11 @@ def hexadecimal(pair: Any) -> str:
     return f"{a:08x}{b:08x}"
 
 
-def main() -> None:
-    """Record the fingerprints of all trees and of their leaves."""
-    import jstep
-
-    found = {}
-    for name, tree in {**trees(), **key_trees()}.items():
-        leaves = jstep.fingerprint(tree, per_leaf=True)
-        found[name] = {
-            "": hexadecimal(jstep.fingerprint(tree)),
-            **{path: hexadecimal(one) for path, one in leaves.items()},
-        }
-    json.dump(found, sys.stdout, indent=0)
+def texts(tree: Any) -> dict[str, str]:
+    """Return the fingerprint of a tree, at the empty path, and those of its leaves."""
+    leaves = jstep.fingerprint(tree, per_leaf=True)
+    return {"": hexadecimal(jstep.fingerprint(tree)), **{path: hexadecimal(one) for path, one in leaves.items()}}
 
 
 if __name__ == "__main__":
-    main()
+    json.dump({name: texts(tree) for name, tree in {**trees(), **key_trees()}.items()}, sys.stdout, indent=0)

@@ -8,18 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_fingerprints import hexadecimal
+from golden_fingerprints import hexadecimal, texts
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jstep
 from jstep.state import fingerprints
 
 KNOWN = json.loads(golden_fingerprints.PATH.read_text())
-
-
-def texts(tree):
-    leaves = jstep.fingerprint(tree, per_leaf=True)
-    return {"": hexadecimal(jstep.fingerprint(tree)), **{path: hexadecimal(one) for path, one in leaves.items()}}
 
 
 def on_devices(tree, place=jnp.asarray):
