@@ -35,6 +35,14 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_TICK_SECS", 0.01)
 
 
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A clock that says 6 seconds, and counts who looks at it."""
+    seen: list[int] = []
+    monkeypatch.setattr(room.Ticker, "seconds", property(lambda self: seen.append(1) or 6.0))
+    return seen
+
+
 def test_nothing_is_shown_of_what_takes_five_seconds_or_less(capsys: pytest.CaptureFixture[str]) -> None:
     with slow("compiling f"):
         pass
@@ -51,11 +59,8 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 
 @pytest.mark.usefixtures("soon")
-def test_one_line_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_line_in_a_pipe(ticks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = piped(monkeypatch)
-    ticks: list[float] = []
-    seconds = property(lambda self: ticks.append(1) or 6.0)
-    monkeypatch.setattr(room.Ticker, "seconds", seconds)
     with slow("compiling f"):
         wait_until(lambda: len(ticks) >= 3)
     assert pipe.getvalue() == "compiling f: 6 s so far\n"
@@ -87,11 +92,9 @@ def test_a_running_clock_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_a_standard_error_that_is_not_there(is_closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_standard_error_that_is_not_there(is_closed: bool, ticks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO() if is_closed else None
     monkeypatch.setattr("sys.stderr", stream)
-    ticks: list[float] = []
-    monkeypatch.setattr(room.Ticker, "seconds", property(lambda self: ticks.append(1) or 6.0))
     with slow("compiling f"):
         if stream is not None:
             stream.close()
@@ -214,11 +217,8 @@ def test_contexts_that_overlap_and_errors_leave_standard_error_as_it_was(capfd: 
 
 @pytest.mark.usefixtures("soon")
 def test_a_topology_shows_a_clock_and_no_noise(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ticks: list[int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ticks: list[int] = []
-    monkeypatch.setattr(room.Ticker, "seconds", property(lambda self: ticks.append(1) or 6.0))
-
     def load(name: Any) -> Any:
         write(_NOISE, b"W0000 kept\n")
         wait_until(lambda: len(ticks) >= 3)

@@ -72,7 +72,6 @@ def test_roles_stay_through_everything_that_makes_a_new_state() -> None:
 
 def test_roles_are_neither_leaf_nor_field() -> None:
     state = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam())
-    assert [field.name for field in dataclasses.fields(state)] == ["params", "slots", "global_step"]
     assert len(jax.tree.leaves(state)) == 5
     with pytest.raises(TypeError, match=r"replace\(roles=…\)"):
         state.replace(roles={})

@@ -185,6 +185,7 @@ def test_repr_is_a_short_summary() -> None:
     assert "1,000,000 numbers in 1 leaf (" in repr(big)
     assert "1 number in 1 leaf (" in repr(jstep.TrainState.create(1.0, jstep.adam()))
     assert "3.81 MiB" in repr(big)
+    assert "1 number in 1 leaf (0 B)" in repr(jstep.TrainState({"w": 1.0}, {}, None))  # made by hand, of a number
 
 
 def test_repr_survives_tracing_and_donation() -> None:
