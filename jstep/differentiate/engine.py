@@ -271,8 +271,6 @@ GATE_OP = 1
 GATE_GRAPH = 2
 """All gradients are complete before any update begins."""
 
-GATES = (GATE_NONE, GATE_OP, GATE_GRAPH)
-
 
 def gated(grads: list[Any], gate: int) -> list[Any]:
     """Apply a gate, which keeps XLA from overlapping gradients and updates, to gradients.
@@ -281,7 +279,7 @@ def gated(grads: list[Any], gate: int) -> list[Any]:
 
     Args:
         grads: Arrays, `IndexedSlices` or None.
-        gate: One of `GATES`.
+        gate: GATE_NONE, GATE_OP or GATE_GRAPH.
     """
     if gate == GATE_OP:
         return [None if g is None else jax.lax.optimization_barrier(g) for g in grads]
@@ -362,7 +360,7 @@ class Differentiation:
             as_int(self.max_rows_per_device, "max_rows_per_device", 1)
         object.__setattr__(self, "lanes", as_lanes(self.lanes))
         as_function(self.weight_fn, "weight_fn", "of a microbatch", optional=True)
-        if isinstance(self.gate_gradients, bool) or self.gate_gradients not in GATES:
+        if isinstance(self.gate_gradients, bool) or self.gate_gradients not in (GATE_NONE, GATE_OP, GATE_GRAPH):
             raise ValueError(f"gate_gradients={shown(self.gate_gradients)}: must be GATE_NONE, GATE_OP or GATE_GRAPH")
         if not isinstance(self.aggregation_method, AggregationMethod):
             raise TypeError(

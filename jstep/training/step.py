@@ -165,7 +165,7 @@ class TrainStep:
 
     def _program(self, layout: Layout, args: tuple[Any, ...], kind: str = "call", *, donates: bool) -> Any:
         """Return the program for the layouts of state and batch; `kind="whole"` returns all metrics together."""
-        batch_specs = self._pure.batch_specs(args) if self._pure.looks_at_rows else None
+        batch_specs = self._pure.batch_specs(args)
         specs = None if batch_specs is None else (trees.structure(batch_specs), tuple(jax.tree.leaves(batch_specs)))
         key = kind, donates, layout, specs
         found = self._programs.get(key)
