@@ -185,9 +185,6 @@ class TestSequence:
         assert list(iterator) == []
         assert iterator.step == 6
 
-    def test_from_step_at_the_end_is_empty(self):
-        assert list(batches(np.arange(10), 3, num_epochs=2).from_step(6)) == []
-
     def test_iterators_are_independent(self):
         data = batches(np.arange(100), 3)
         a, b = iter(data), data.from_step(17)

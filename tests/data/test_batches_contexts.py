@@ -137,8 +137,6 @@ def test_slices_are_batches():
     data = batches(np.arange(10), 3, num_epochs=4)
     view = data[2:][::3]
     assert type(view) is type(data)
-    assert len(view) == 4
-    np.testing.assert_array_equal(view[1], data[5])
     assert [b.tolist() for b in view] == [data[i].tolist() for i in (2, 5, 8, 11)]
     assert "steps range(2, 12, 3)" in repr(view)
     assert "steps 7, 9, …" in repr(batches(np.arange(10), 3)[7::2])

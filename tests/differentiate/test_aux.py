@@ -86,12 +86,6 @@ def test_summaries_of_a_loss_are_metrics(n: int) -> None:
     np.testing.assert_allclose(metrics["summaries"].parts[0].values.ravel(), [1.5, 2.5])
 
 
-def test_no_summaries_without_summary_calls() -> None:
-    optimizer = jstep.gradient_descent(0.1)
-    step = jstep.minimize(lambda p, x: jnp.mean(p["w"] * x), optimizer, jit=False)
-    assert "summaries" not in step(jstep.TrainState.create(PARAMS, optimizer), X)[1]
-
-
 def test_summary_lost_in_vmap_raises_with_a_fix() -> None:
     optimizer = jstep.gradient_descent(0.1)
     state = jstep.TrainState.create(PARAMS, optimizer)

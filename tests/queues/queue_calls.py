@@ -60,6 +60,12 @@ def shuffle(capacity=10, min_after_dequeue=0, seed=0):
     return RandomShuffleQueue(capacity, min_after_dequeue, seed)
 
 
+def filled(queue, elements):
+    for element in elements:
+        queue.enqueue(element)
+    return queue
+
+
 both_queues = pytest.mark.parametrize("make", [fifo, shuffle])
 
 

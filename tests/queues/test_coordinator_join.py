@@ -114,14 +114,6 @@ class TestMisuse:
         with pytest.raises(ValueError, match=f"stop_grace_period_secs={grace}"):
             Coordinator().join(stop_grace_period_secs=grace)
 
-    def test_invalid_threads(self):
-        with pytest.raises(TypeError, match="threads"):
-            Coordinator().join(["t"])
-        with pytest.raises(TypeError, match="must be a list of threads"):
-            Coordinator().join(threading.Thread())
-        with pytest.raises(TypeError, match="thread=3"):
-            Coordinator().register_thread(3)
-
     @pytest.mark.parametrize("ex", ["text", ValueError, (None, None, None), 3])
     def test_stop_with_an_invalid_exception_still_stops(self, ex):
         coord = Coordinator()
@@ -130,11 +122,6 @@ class TestMisuse:
         assert coord.should_stop()
         with pytest.raises(TypeError, match="ex="):
             coord.join()
-
-    @pytest.mark.parametrize("types", [("OutOfRangeError",), (3,), (int,)])
-    def test_invalid_clean_stop_types(self, types):
-        with pytest.raises(TypeError, match="clean_stop_exception_types"):
-            Coordinator(types)
 
 
 def test_signals_interrupt_join_and_wait_for_stop():

@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 from processes import running_program
-from queue_calls import Call, both_queues, disable_polling, drain, fifo, shuffle, wait_until_blocked
+from queue_calls import Call, both_queues, disable_polling, drain, fifo, filled, shuffle, wait_until_blocked
 from waiting import wait_until
 
 from jstep.queues import queues
@@ -20,9 +20,7 @@ no_polling = pytest.fixture(autouse=True)(disable_polling)
 class TestClose:
     @both_queues
     def test_remaining_elements_are_returned_before_the_end(self, make):
-        queue = make()
-        for i in range(3):
-            queue.enqueue(i)
+        queue = filled(make(), range(3))
         queue.close()
         assert queue.is_closed()
         assert sorted(drain(queue)) == [0, 1, 2]
@@ -50,8 +48,7 @@ class TestClose:
 
     @both_queues
     def test_pending_enqueues_are_served(self, make):
-        queue = make(1)
-        queue.enqueue(0)
+        queue = filled(make(1), [0])
         calls = [Call(queue.enqueue, i) for i in range(1, 4)]
         wait_until_blocked(queue, enqueues=3)
         queue.close()
@@ -62,8 +59,7 @@ class TestClose:
 
     @both_queues
     def test_pending_enqueues_are_served_to_dequeue_many(self, make):
-        queue = make(1)
-        queue.enqueue(0)
+        queue = filled(make(1), [0])
         calls = [Call(queue.enqueue, i) for i in range(1, 5)]
         wait_until_blocked(queue, enqueues=4)
         queue.close()
@@ -76,8 +72,7 @@ class TestClose:
 
     @both_queues
     def test_pending_enqueues_are_cancelled_on_request(self, make):
-        queue = make(1)
-        queue.enqueue(0)
+        queue = filled(make(1), [0])
         calls = [Call(queue.enqueue, i) for i in range(1, 4)]
         wait_until_blocked(queue, enqueues=3)
         queue.close(cancel_pending_enqueues=True)
@@ -106,8 +101,7 @@ class TestClose:
 
     @both_queues
     def test_second_close_may_cancel_pending_enqueues(self, make):
-        queue = make(1)
-        queue.enqueue(0)
+        queue = filled(make(1), [0])
         call = Call(queue.enqueue, 1)
         wait_until_blocked(queue, enqueues=1)
         queue.close()
@@ -129,9 +123,7 @@ class TestClose:
         assert info.value.__cause__ is cause
 
     def test_min_after_dequeue_is_ignored_after_close(self):
-        queue = shuffle(10, 5)
-        for i in range(5):
-            queue.enqueue(i)
+        queue = filled(shuffle(10, 5), range(5))
         call = Call(queue.dequeue)
         wait_until_blocked(queue, dequeues=1)
         queue.close()
@@ -216,8 +208,7 @@ class TestInterrupts:
         assert call.wait() == "x"
 
     def test_interrupted_enqueue_many_lets_those_behind_it_go_on(self, monkeypatch):
-        queue = fifo(2)
-        queue.enqueue(0)
+        queue = filled(fifo(2), [0])
 
         with monkeypatch.context() as patch:
             use_condition(patch, InterruptedAfterWait)
@@ -291,8 +282,7 @@ class TestMisuse:
             fifo().dequeue_many(2.5)
 
     def test_repr(self):
-        queue = FIFOQueue(5)
-        queue.enqueue(1)
+        queue = filled(FIFOQueue(5), [1])
         assert repr(queue) == "<FIFOQueue 1 of 5>"
         queue.close()
         assert repr(queue) == "<FIFOQueue 1 of 5, closed>"

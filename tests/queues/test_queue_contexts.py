@@ -87,6 +87,7 @@ def test_flags_must_be_booleans(value):
     [
         (lambda: Coordinator(3), "clean_stop_exception_types=3: must be exception types"),
         (lambda: Coordinator((3,)), r"clean_stop_exception_types=\(3,\): must be exception types"),
+        (lambda: Coordinator((int,)), r"clean_stop_exception_types=\(.*int.*,\): must be exception types"),
         (lambda: Coordinator("x"), "clean_stop_exception_types='x': must be exception types"),
         (lambda: Coordinator().join(3), "threads=3: must be a list of threads, got an int"),
         (lambda: Coordinator().join([3]), r"threads\[0\]=3: must be a threading.Thread"),
@@ -100,6 +101,7 @@ def test_flags_must_be_booleans(value):
         (lambda: QueueRunner("q", [len]), "queue='q': must be a FIFOQueue"),
         (lambda: QueueRunner(FIFOQueue(1), [len]).create_threads(3), "coord=3: must be a Coordinator"),
         (lambda: add_queue_runner(3), "qr=3: must be a QueueRunner"),
+        (lambda: add_queue_runner(QueueRunner(FIFOQueue(1), [len]), 3), "collection=3: must be a string"),
         (lambda: start_queue_runners("x", collection="empty"), "coord='x': must be a Coordinator"),
         (lambda: start_queue_runners(collection=3), "collection=3: must be a string"),
     ],

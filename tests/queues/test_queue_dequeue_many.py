@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from queue_calls import Call, both_queues, disable_polling, fifo, shuffle, wait_until_blocked
+from queue_calls import Call, both_queues, disable_polling, fifo, filled, shuffle, wait_until_blocked
 
 from jstep.queues import queues
 from jstep.queues.queues import OutOfRangeError
@@ -26,30 +26,18 @@ class TestDequeueMany:
         assert batch["none"] is None
         assert queue.size() == 1
 
-    def test_bare_arrays_are_stacked(self):
-        queue = fifo()
-        queue.enqueue(np.arange(2))
-        queue.enqueue(np.arange(2))
-        np.testing.assert_array_equal(queue.dequeue_many(2), [[0, 1], [0, 1]])
-
     def test_strings_of_different_lengths(self):
-        queue = fifo()
-        for text in ("a", "bcd"):
-            queue.enqueue(np.array([text]))
+        queue = filled(fifo(), [np.array(["a"]), np.array(["bcd"])])
         assert queue.dequeue_many(2).tolist() == [["a"], ["bcd"]]
 
     def test_jax_arrays_stay_on_the_device(self):
-        queue = fifo()
-        for i in range(3):
-            queue.enqueue(jnp.full(2, i))
+        queue = filled(fifo(), [jnp.full(2, i) for i in range(3)])
         batch = queue.dequeue_many(3)
         assert isinstance(batch, jax.Array)
         np.testing.assert_array_equal(batch, [[0, 0], [1, 1], [2, 2]])
 
     def test_bfloat16_is_preserved(self):
-        queue = fifo()
-        for _ in range(2):
-            queue.enqueue(np.ones(2, jnp.bfloat16))
+        queue = filled(fifo(), [np.ones(2, jnp.bfloat16)] * 2)
         assert queue.dequeue_many(2).dtype == jnp.bfloat16
 
     @both_queues
@@ -86,9 +74,7 @@ class TestDequeueMany:
         call.wait()
 
     def test_min_after_dequeue_elements_remain(self):
-        queue = shuffle(6, 3)
-        for i in range(6):
-            queue.enqueue(i)
+        queue = filled(shuffle(6, 3), range(6))
         call = Call(queue.dequeue_many, 4)
         wait_until_blocked(queue, batches=1)
         queue.enqueue(6)  # above the capacity, for the batch
@@ -111,9 +97,7 @@ class TestDequeueMany:
         assert sorted([a, b, *(call.wait() for call in others)]) == [3, 4, 5, 6]
 
     def test_smaller_batch_does_not_overtake(self):
-        queue = fifo()
-        for i in range(3):
-            queue.enqueue(i)
+        queue = filled(fifo(), range(3))
         first = Call(queue.dequeue_many, 5)
         wait_until_blocked(queue, batches=1)
         second = Call(queue.dequeue_many, 2)
@@ -125,9 +109,7 @@ class TestDequeueMany:
 
     @both_queues
     def test_too_few_elements_stay_in_a_closed_queue(self, make):
-        queue = make()
-        for i in range(3):
-            queue.enqueue(i)
+        queue = filled(make(), range(3))
         queue.close()
         with pytest.raises(OutOfRangeError, match=r"requested 4, current size 3"):
             queue.dequeue_many(4)
@@ -135,8 +117,7 @@ class TestDequeueMany:
 
     @both_queues
     def test_closing_ends_the_wait(self, make):
-        queue = make()
-        queue.enqueue(0)
+        queue = filled(make(), [0])
         call = Call(queue.dequeue_many, 2)
         wait_until_blocked(queue, batches=1)
         other = Call(queue.dequeue)
@@ -158,9 +139,7 @@ class TestDequeueMany:
     )
     @both_queues
     def test_mismatched_elements_are_refused_and_stay(self, make, second, message):
-        queue = make()
-        queue.enqueue({"x": np.zeros(3, np.float32)})
-        queue.enqueue(second)
+        queue = filled(make(), [{"x": np.zeros(3, np.float32)}, second])
         for _ in range(2):
             with pytest.raises(ValueError, match=rf"dequeue_many\(n=2\): {message}"):
                 queue.dequeue_many(2)
@@ -194,9 +173,7 @@ class TestDequeueMany:
         assert others[0].wait() == 0
 
     def test_integers_and_floats_are_not_mixed(self):
-        queue = fifo()
-        queue.enqueue(1)
-        queue.enqueue(2.5)
+        queue = filled(fifo(), [1, 2.5])
         with pytest.raises(ValueError, match="dtypes differ at the tree itself"):
             queue.dequeue_many(2)
 
@@ -220,8 +197,7 @@ class TestDequeueNone:
 
     @both_queues
     def test_it_never_waits(self, make):
-        queue = make()
-        queue.enqueue(1.0)
+        queue = filled(make(), [1.0])
         call = Call(queue.dequeue_many, 3)
         wait_until_blocked(queue, batches=1)
         assert queue.dequeue_many(0).shape == (0,)
@@ -233,8 +209,7 @@ class TestDequeueNone:
 
     @both_queues
     def test_keys(self, make):
-        queue = make()
-        queue.enqueue(jax.random.key(0))
+        queue = filled(make(), [jax.random.key(0)])
         batch = queue.dequeue_many(0)
         assert (batch.shape, batch.dtype) == ((0,), jax.random.key(0).dtype)
 
@@ -248,8 +223,7 @@ class TestDequeueNone:
             queue.dequeue_many(0)
 
     def test_elements_that_cannot_be_stacked_are_queued_all_the_same(self):
-        queue = fifo()
-        queue.enqueue({1: 0, "a": 0})
+        queue = filled(fifo(), [{1: 0, "a": 0}])
         with pytest.raises(ValueError, match="none that can be stacked"):
             queue.dequeue_many(0)
         assert queue.dequeue() == {1: 0, "a": 0}
@@ -257,9 +231,7 @@ class TestDequeueNone:
 
 def test_prng_keys_are_stacked():
     keys = jax.random.split(jax.random.key(0), 3)
-    queue = fifo(5)
-    for key in keys:
-        queue.enqueue({"key": key})
+    queue = filled(fifo(5), [{"key": key} for key in keys])
     np.testing.assert_array_equal(jax.random.key_data(queue.dequeue_many(3)["key"]), jax.random.key_data(keys))
     queue.enqueue(jax.random.key(0))
     queue.enqueue(jax.random.key(0, impl="rbg"))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from queue_calls import Call, both_queues, disable_polling, drain, fifo, shuffle, wait_until_blocked
+from queue_calls import Call, both_queues, disable_polling, drain, fifo, filled, shuffle, wait_until_blocked
 
 import jstep
 from jstep.queues.queues import CancelledError, OutOfRangeError
@@ -219,9 +219,7 @@ class TestDequeueUpTo:
         assert len(queue.dequeue_up_to(10)) == 3
 
     def test_mismatched_elements_are_refused_and_stay(self):
-        queue = fifo()
-        queue.enqueue(1)
-        queue.enqueue("one")
+        queue = filled(fifo(), [1, "one"])
         queue.close()
         with pytest.raises(ValueError, match=r"dequeue_up_to\(n=5\): dtypes differ"):
             queue.dequeue_up_to(5)

@@ -87,21 +87,8 @@ class TestCollections:
         thread.start()
         assert drain(queue) == [0, 1, 2]
 
-    def test_misuse(self):
-        with pytest.raises(TypeError, match=r"qr=<FIFOQueue.*must be a QueueRunner"):
-            add_queue_runner(FIFOQueue(1))
-        runner = QueueRunner(FIFOQueue(1), [print])
-        with pytest.raises(TypeError, match="collection=3"):
-            add_queue_runner(runner, 3)
-        with pytest.raises(TypeError, match="collection=None"):
-            start_queue_runners(collection=None)
-
 
 class TestMisuse:
-    def test_queue(self):
-        with pytest.raises(TypeError, match="queue=None: must be a FIFOQueue or a RandomShuffleQueue"):
-            QueueRunner(None, [print])
-
     def test_enqueue_ops(self):
         queue = FIFOQueue(1)
         with pytest.raises(ValueError, match=r"enqueue_ops=\[\]"):
@@ -110,10 +97,6 @@ class TestMisuse:
             QueueRunner(queue, print)
         with pytest.raises(TypeError, match=r"enqueue_ops\[1\]=None: must be callable"):
             QueueRunner(queue, [print, queue.enqueue(1)])
-
-    def test_coord(self):
-        with pytest.raises(TypeError, match="coord=True: must be a Coordinator"):
-            QueueRunner(FIFOQueue(1), [print]).create_threads(True)
 
 
 def test_names_and_repr():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from queue_calls import Call, both_queues, disable_polling, drain, fifo, shuffle, wait_until_blocked
+from queue_calls import Call, both_queues, disable_polling, drain, fifo, filled, shuffle, wait_until_blocked
 from waiting import wait_until
 
 from jstep.queues.queues import FIFOQueue, OutOfRangeError, RandomShuffleQueue
@@ -16,9 +16,7 @@ no_polling = pytest.fixture(autouse=True)(disable_polling)
 
 
 def test_first_in_first_out():
-    queue = FIFOQueue(100)
-    for i in range(100):
-        queue.enqueue(i)
+    queue = filled(FIFOQueue(100), range(100))
     assert queue.size() == 100
     assert [queue.dequeue() for _ in range(50)] == list(range(50))
     assert queue.size() == 50
@@ -43,9 +41,7 @@ def test_dequeue_waits_for_an_element(make):
 
 @both_queues
 def test_enqueue_waits_for_room(make):
-    queue = make(2)
-    queue.enqueue(0)
-    queue.enqueue(1)
+    queue = filled(make(2), [0, 1])
     call = Call(queue.enqueue, 2)
     wait_until_blocked(queue, enqueues=1)
     assert queue.size() == 2
@@ -66,8 +62,7 @@ def test_every_waiting_consumer_is_served(make):
 
 @both_queues
 def test_every_waiting_producer_is_served(make):
-    queue = make(1)
-    queue.enqueue(0)
+    queue = filled(make(1), [0])
     calls = [Call(queue.enqueue, i) for i in range(1, 6)]
     wait_until_blocked(queue, enqueues=5)
     assert sorted(queue.dequeue() for _ in range(6)) == list(range(6))
@@ -77,9 +72,7 @@ def test_every_waiting_producer_is_served(make):
 
 class TestShuffle:
     def test_min_after_dequeue_elements_stay(self):
-        queue = shuffle(10, 3)
-        for i in range(3):
-            queue.enqueue(i)
+        queue = filled(shuffle(10, 3), range(3))
         call = Call(queue.dequeue)
         wait_until_blocked(queue, dequeues=1)
         queue.enqueue(3)
@@ -144,9 +137,7 @@ class TestShuffle:
 
     def test_without_a_minimum_all_elements_are_shuffled(self):
         def order(seed):
-            queue = shuffle(200, 0, seed)
-            for i in range(200):
-                queue.enqueue(i)
+            queue = filled(shuffle(200, 0, seed), range(200))
             return [queue.dequeue() for _ in range(200)]
 
         out = order(0)
@@ -158,9 +149,7 @@ class TestShuffle:
     def test_elements_of_the_window_are_equally_likely(self):
         counts = collections.Counter()
         for seed in range(4000):
-            queue = shuffle(10, 3, seed)
-            for i in range(6):
-                queue.enqueue(i)
+            queue = filled(shuffle(10, 3, seed), range(6))
             counts[queue.dequeue()] += 1
         assert set(counts) == {0, 1, 2, 3}
         assert all(abs(count - 1000) < 150 for count in counts.values())  # 5.5 standard deviations
