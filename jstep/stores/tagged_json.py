@@ -176,7 +176,9 @@ def copied(value: Any) -> Any:
     Raises:
         UnsupportedError: A part of the value is of another type, or contains itself.
     """
-    return _Encoder(value).encoded()
+    encoder = _Encoder(value)
+    found = encoder.encode(value, 0)
+    return {_ALIASED: [encoder.table, found]} if encoder.table else found
 
 
 # Objects in several places, and arrays that overlap in memory.
@@ -195,23 +197,18 @@ class _Encoder:
     """
 
     def __init__(self, value: Any) -> None:
-        self._value = value
         self._seen: set[int] = set()
         self._plain: set[int] = set()
         self._arrays: list[np.ndarray[Any, Any]] = []
         self._numbers: dict[int, int | None] = {}
         """Identity of an object in several places → its number; `_UNSEEN` before it is encoded, None meanwhile."""
-        self._table: list[Any] = []
+        self.table: list[Any] = []
+        """The encoded objects in several places, by their numbers."""
         self._blocks: dict[int, tuple[np.ndarray[Any, Any], int]] = {}
         """Identity of an array that overlaps others → the memory of all of them, and where it begins."""
         self._look(value, 0)
         if len(self._arrays) > 1:
             self._find_views()
-
-    def encoded(self) -> Any:
-        """Return the encoded value."""
-        found = self.encode(self._value, 0)
-        return {_ALIASED: [self._table, found]} if self._table else found
 
     def _look(self, value: Any, depth: int) -> None:
         """Find the objects in several places, of all that can change."""
@@ -285,8 +282,8 @@ class _Encoder:
         if number == _UNSEEN:
             self._numbers[id(value)] = None
             found = self._parts(value, depth)
-            self._numbers[id(value)] = number = len(self._table)
-            self._table.append(found)
+            self._numbers[id(value)] = number = len(self.table)
+            self.table.append(found)
         return {_SAME: number}
 
     def _parts(self, value: Any, depth: int) -> Any:
