@@ -175,7 +175,7 @@ class Reader:
                     values[i] = match.copied_leaf(want, values)
             pairs = zip(found.wanted, values, strict=True)
             left_out = [(one.left_out, value) for one, value in pairs if one.left_out is not None]
-            changed = slots.changed_leaves(left_out) if left_out else []
+            changed = slots.changed_leaves(left_out)
         if changed:
             _logger.warning(
                 "%s: target has other values, for leaves that Saver(leave_out=…) left out, than when the checkpoint "

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut
+from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Recorded
 from jstep.core import trees
 from jstep.core.checks import kind, listed
 from jstep.core.selection import VarList, resolve
@@ -222,14 +222,15 @@ def _field(state: Any, name: str) -> Any:
     return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
 
 
-def started_slots(named: Sequence[tuple[Leaf, Any]]) -> Callable[[], tuple[LeftOut, ...]]:
+def started_slots(named: Sequence[tuple[Recorded, Any]]) -> Callable[[], tuple[LeftOut, ...]]:
     """Start computing the fingerprints of leaves on their devices; the returned function waits for them."""
-    texts = _started(named)
+    keys = [leaf_key(leaf.path, leaf.dtype, leaf.shape) for leaf, _ in named]
+    begun = stacked([value for _, value in named], np.stack(keys)) if keys else []
 
     def records() -> tuple[LeftOut, ...]:
         return tuple(
-            LeftOut(leaf.path, leaf.keys, leaf.shape, leaf.dtype, text)
-            for (leaf, _), text in zip(named, texts(), strict=True)
+            LeftOut(leaf.path, leaf.keys, leaf.shape, leaf.dtype, as_text(words))
+            for (leaf, _), words in zip(named, words_of(begun), strict=True)
         )
 
     return records
@@ -237,14 +238,7 @@ def started_slots(named: Sequence[tuple[Leaf, Any]]) -> Callable[[], tuple[LeftO
 
 def changed_leaves(pairs: Sequence[tuple[LeftOut, Any]]) -> list[LeftOut]:
     """Return those left-out leaves whose values in a target differ from the fingerprint."""
-    return [leaf for (leaf, _), text in zip(pairs, _started(pairs)(), strict=True) if text != leaf.fingerprint]
-
-
-def _started(pairs: Sequence[tuple[Leaf | LeftOut, Any]]) -> Callable[[], list[str]]:
-    """Start computing the fingerprints of leaves; the returned function waits for them."""
-    keys = [leaf_key(leaf.path, leaf.dtype, leaf.shape) for leaf, _ in pairs]
-    begun = stacked([value for _, value in pairs], np.stack(keys)) if keys else []
-    return lambda: list(map(as_text, words_of(begun)))
+    return [leaf for (leaf, _), now in zip(pairs, started_slots(pairs)(), strict=True) if now != leaf]
 
 
 # Slots in checkpoints: steps, guards, copies of parameters, and fresh slots that meet an old age.
