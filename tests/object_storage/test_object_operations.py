@@ -7,14 +7,6 @@ import pytest
 from jstep.stores import objects
 from jstep.stores.objects import ABSENT, Directory, Objects, StoreError, at_once
 
-QUICK = {"max_retries": 3, "initial_delay": "1ms", "max_delay": "2ms"}
-
-
-@pytest.fixture
-def fast_retries(monkeypatch):
-    """Retries almost without delays."""
-    monkeypatch.setattr(objects, "RETRIES", QUICK)
-
 
 def test_read_write_delete_list(store):
     directory = Objects(store.run)

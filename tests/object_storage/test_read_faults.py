@@ -6,16 +6,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from object_states import state_at
 
 import jstep
 
 pytestmark = pytest.mark.usefixtures("one_retry")
-
-
-def state_at(step):
-    params = {"w": np.full((4, 3), float(step), np.float32)}
-    state = jstep.TrainState.create(params, jstep.gradient_descent(0.1))
-    return state.replace(global_step=jnp.int32(step))
 
 
 def read(url):

@@ -1,6 +1,5 @@
 """Saves with a fault or SIGKILL at each request: readers see complete checkpoints, and the next save succeeds."""
 
-import functools
 import os
 import signal
 import subprocess
@@ -11,17 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from object_states import state_at
 
 import jstep
 from jstep.summary.read import read_scalars
 
 pytestmark = pytest.mark.usefixtures("one_retry")
-
-
-@functools.cache
-def state_at(step):
-    state = jstep.TrainState.create({"w": np.full((4, 3), float(step), np.float32)}, jstep.gradient_descent(0.1))
-    return state.replace(global_step=jnp.int32(step))
 
 
 def restorable_steps(run):
