@@ -1,7 +1,10 @@
 """Waiting for other threads in tests, with a time limit."""
 
+import signal
 import threading
 import time
+
+import pytest
 
 TIMEOUT = 20  # seconds after which a hanging test fails
 
@@ -11,6 +14,17 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < deadline, "timed out waiting for the condition"
         time.sleep(0.001)
+
+
+def interrupt(call):
+    """Press Ctrl-C while a call waits for something."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def prefetch_threads():

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -397,6 +398,7 @@ class Checkpointer:
         self._pid = os.getpid()
         self._quiet = contextlib.ExitStack()
         self._publish: Callable[[str, str], None] | None = None
+        self._done: futures.Future[None] | None = None
         self.error: Exception | None = None
         self._async = ocp.AsyncCheckpointer(
             Handler(self, begun, type_handler_registry=registry, multiprocessing_options=processes),
@@ -422,12 +424,15 @@ class Checkpointer:
     def save(self, path: str, args: SaveArgs, publish: Callable[[str, str], None]) -> None:
         """Start to write; return when the arrays may be donated. `publish(temporary, final)` ends the write."""
         self._publish = publish
-        if path + TEMPORARY not in IN_FLIGHT:
-            self._quiet.enter_context(silenced())
+        self._quiet.enter_context(silenced())
         IN_FLIGHT[path + TEMPORARY] = self
         finish_at_exit()
-        with self._one_error():
-            self._async.save(path, args=args)
+        try:
+            with self._one_error():
+                self._async.save(path, args=args)
+        finally:
+            # Python 3.11 takes a thread for ended if Ctrl-C interrupts its `join`: another thread joins that of Orbax.
+            self._done = in_background(self._async.wait_until_finished, name="jstep-save", daemon=True)
 
     def _end(self, temporary: str, final: str) -> None:
         publish, self._publish = self._publish, None  # do not keep the function, and what it references, alive
@@ -435,13 +440,20 @@ class Checkpointer:
             if self.error is None and publish is not None:
                 publish(temporary, final)
 
+    def join(self) -> None:
+        """Wait for the write to end, whether it fails or not; in a fork, which lacks the threads, do nothing."""
+        if self._done is not None and self._pid == os.getpid():
+            futures.wait([self._done])
+
     def wait(self) -> None:
-        """Wait for the write to end, and raise its error if it failed."""
-        if self._pid != os.getpid():
-            return  # a fork does not have the threads
+        """Wait as `join` does, and raise the error of a write that failed."""
+        self.join()  # Ctrl-C leaves the write in progress, and the next call waits for it
+        if self._done is None or self._pid != os.getpid():
+            return
+        done, self._done = self._done, None
         try:
             with silenced(), self._one_error():
-                self._async.wait_until_finished()
+                done.result()
             if self.error is not None:
                 raise self.error
         finally:
@@ -464,5 +476,6 @@ class Checkpointer:
 
     @silenced()
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, when a write has ended."""
+        self.join()
         self._async.close()

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import signal
 import threading
 
 import jax
@@ -13,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from object_states import same, state_at
 from processes import running_program
+from waiting import interrupt
 
 import jstep
 from jstep.checkpoint import packs
@@ -129,12 +129,7 @@ def interrupted(gcs):
     saver.wait()
     gcs.watch = hold
     saver.save(state_at(2))
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    interrupt = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
-    interrupt.start()
-    with pytest.raises(KeyboardInterrupt):
-        saver.wait()
-    signal.signal(signal.SIGINT, handler)
+    interrupt(saver.wait)
     yield saver, released
     released.set()
     saver.close()

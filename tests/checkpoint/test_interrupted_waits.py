@@ -1,0 +1,54 @@
+"""Ctrl-C while a Saver waits for a save in progress: the save goes on, and what comes next waits for it."""
+
+import os
+import threading
+
+import pytest
+from checkpoint_scripts import run
+from checkpoint_states import held_saves, listing, save_all, state_at
+from waiting import interrupt
+
+from jstep.checkpoint.manifest import CheckpointError
+from jstep.checkpoint.names import latest_checkpoint
+from jstep.checkpoint.saver import Saver
+
+
+@pytest.mark.parametrize("call", [Saver.wait, Saver.latest_step, Saver.close])
+def test_the_next_call_waits_for_the_save(tmp_path, call):
+    there = []
+    with Saver(tmp_path) as saver:
+        save_all(saver, [1])
+        with held_saves(tmp_path) as released:
+            saver.save(state_at(2))
+            interrupt(saver.wait)
+            threading.Timer(0.2, lambda: (there.extend(os.listdir(tmp_path)), released.set())).start()
+            call(saver)
+            assert listing(tmp_path) == ["model-1", "model-2"]
+    assert "model-2" not in there
+    assert ".model.jstep-writer" in there, "the claim is held while the save is in progress"
+
+
+def test_the_next_call_raises_the_error_of_the_save(tmp_path):
+    with Saver(tmp_path) as saver:
+        save_all(saver, [1])
+        with held_saves(tmp_path) as released:
+            saver.save(state_at(2))
+            interrupt(saver.wait)
+            os.mkdir(f"{tmp_path}/model-2.orbax-checkpoint-tmp/manifest.json")
+            released.set()
+            with pytest.raises(CheckpointError, match=r"model-2 was not saved.*the newest is .*model-1\."):
+                saver.wait()
+        save_all(saver, [3])
+    assert listing(tmp_path) == ["model-1", "model-3"]
+
+
+def test_the_interpreter_waits_for_the_save(tmp_path):
+    script = """
+    import threading, waiting
+    saver = Saver(directory)
+    with file_operations.held("open", f"{directory}/*/manifest.json*", mode="w") as released:
+        saver.save(state_at(1, 1.0))
+        waiting.interrupt(saver.wait)
+    """
+    run(script, tmp_path)
+    assert latest_checkpoint(tmp_path) == f"{tmp_path}/model-1"
