@@ -303,7 +303,8 @@ def _numbers(summary: Summary, step: int, wall_time: float) -> list[bytes]:
     return [event.SerializeToString()]
 
 
-def _on_host(x: Any, tag: str) -> NumPyArray:
+def _stacked(x: Any, rank: int, tag: str) -> NumPyArray:
+    """Return `x` on the host, reshaped to one leading axis, the steps."""
     if isinstance(x, jax.Array):
         if x.is_deleted():
             raise RuntimeError(
@@ -315,11 +316,7 @@ def _on_host(x: Any, tag: str) -> NumPyArray:
                 f"summary {tag!r}: its array is split over several processes ({x.sharding}), and "
                 "only process 0 writes. Reduce it, or replicate it with jax.lax.with_sharding_constraint."
             )
-    return np.asarray(x)
-
-
-def _stacked(x: NumPyArray, rank: int, tag: str) -> NumPyArray:
-    """Reshape `x` to one leading axis, the steps."""
+    x = np.asarray(x)
     if x.ndim < rank:
         raise ValueError(f"summary {tag!r}: must be an array of rank {rank} or more, got shape {x.shape}")
     return x.reshape(-1, *x.shape[x.ndim - rank :])
@@ -327,7 +324,7 @@ def _stacked(x: NumPyArray, rank: int, tag: str) -> NumPyArray:
 
 def _scalars(part: Scalars) -> Iterator[Values]:
     value = proto("Summary").Value
-    rows = _stacked(_on_host(part.values, part.tags[0]), part.rank, part.tags[0]).astype(np.float64)
+    rows = _stacked(part.values, part.rank, part.tags[0]).astype(np.float64)
     for row in rows.reshape(len(rows), -1).tolist():
         yield [value(tag=tag, simple_value=x) for tag, x in zip(part.tags, row, strict=True)]
 
@@ -337,7 +334,7 @@ def _images(part: Images) -> Iterator[Values]:
         return
     tag = part.tags[0]
     value = proto("Summary").Value
-    batches, added = _stacked(_on_host(part.pixels, tag), 4, tag), _stacked(_on_host(part.added, tag), 0, tag)
+    batches, added = _stacked(part.pixels, 4, tag), _stacked(part.added, 0, tag)
     if batches.dtype != np.uint8 or (added != 1).any():
         raise ValueError(
             f"summary {tag!r}: pictures that were added up or averaged, as num_microbatches does with what "
@@ -359,7 +356,7 @@ def _png(pixels: NumPyArray) -> Any:
 def _histograms(part: Histogram) -> Iterator[Values]:
     (tag,) = part.tags
     ranks = {"counts": 1, "extremes": 1, "sums": 1, "exponent": 0, "non_finite": 0, "added": 0}
-    arrays = [_stacked(_on_host(getattr(part, name), tag), rank, tag) for name, rank in ranks.items()]
+    arrays = [_stacked(getattr(part, name), rank, tag) for name, rank in ranks.items()]
     value = proto("Summary").Value
     for counts, extremes, sums, exponent, non_finite, added in zip(*arrays, strict=True):
         if non_finite:
