@@ -66,7 +66,7 @@ class GraphBuilder:
 
     def add(
         self,
-        scope: Sequence[str],
+        scope: str,
         name: str,
         op: str,
         inputs: Iterable[Ref | None],
@@ -74,7 +74,7 @@ class GraphBuilder:
         attrs: dict[str, str] | None = None,
     ) -> list[Ref]:
         """Add a node; return a reference to each of its outputs."""
-        full = self._unique(_join([*scope, name]), self._nodes)
+        full = self._unique(_join([scope, name]), self._nodes)
         self._nodes.add(full)
         node = self.graph.node.add(name=full, op=op)
         data = [ref for ref in inputs if ref is not None]
@@ -157,13 +157,13 @@ def from_lowered(lowered: Any) -> Any:
     env: Env = {}
     for i, argument in enumerate(block.arguments):
         (env[argument],) = walker.builder.add(
-            [], _path(_loc(argument.location)) or f"arg{i}", "Parameter", [], [_lowered_tensor(argument)]
+            "", _path(_loc(argument.location)) or f"arg{i}", "Parameter", [], [_lowered_tensor(argument)]
         )
     results = walker.block(block, env, "", [])
     infos = main.attributes["res_attrs"] if "res_attrs" in main.attributes else [{}] * len(results)
     for i, (ref, info) in enumerate(zip(results, infos, strict=True)):
         path = _path(_text(info["jax.result_info"])) if "jax.result_info" in info else ""
-        walker.builder.add(["result"], path.removeprefix("result/") or f"{i}", "Result", [ref], [])
+        walker.builder.add("result", path.removeprefix("result/") or f"{i}", "Result", [ref], [])
     return walker.builder.graph
 
 
@@ -206,7 +206,7 @@ class _LoweredWalker:
             # The scope holds the operations inside, and a node that takes the inputs and the regions' results.
             scope = self.builder.scope(scope, short)
             inputs += self._inside(op, env, scope, inputs, where)
-        return self.builder.add([scope], short, kind, inputs, outputs, attrs)[: len(outputs)]
+        return self.builder.add(scope, short, kind, inputs, outputs, attrs)[: len(outputs)]
 
     def _inside(self, op: Any, env: Env, scope: str, inputs: Sequence[Ref], where: list[str]) -> list[Ref]:
         names = _OPENED[op.name] or [f"branch_{i}" for i, _ in enumerate(op.regions)]
@@ -302,7 +302,7 @@ class _TracedWalker:
         self, scope: str, name: str, op: str, inputs: Sequence[Ref], var: Any, attrs: dict[str, str] | None = None
     ) -> Ref:
         """Add a node with one output, of the type of a variable."""
-        return self.builder.add([scope], name, op, inputs, [_traced_tensor(var)], attrs)[0]
+        return self.builder.add(scope, name, op, inputs, [_traced_tensor(var)], attrs)[0]
 
     def constant(self, value: Any, var: Any, scope: str, name: str = "const") -> Ref:
         """Add the node of a constant."""
@@ -337,7 +337,7 @@ class _TracedWalker:
             attrs |= shown_parameters(eqn)
             inputs = [value if isinstance(value, str) else None for value in values]
             outputs = [*map(_traced_tensor, eqn.outvars)]
-            return self.builder.add([scope], name, name, inputs, outputs, attrs)[: len(outputs)]
+            return self.builder.add(scope, name, name, inputs, outputs, attrs)[: len(outputs)]
         if _is_call(operation):
             label, inner = operation.called or name, operation.bodies[0].operations
             # A custom_jvp_call that holds only jit[relu] becomes one scope, relu, not two.
