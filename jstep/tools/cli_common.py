@@ -17,7 +17,7 @@ import numpy as np
 
 from jstep.checkpoint.listing import has_data, misnamed, missing
 from jstep.checkpoint.manifest import NAME as MANIFEST
-from jstep.checkpoint.manifest import CheckpointError, Leaf, Manifest
+from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Manifest
 from jstep.checkpoint.names import open_store
 from jstep.checkpoint.store import Store
 from jstep.core.report import breadth, columns, folded
@@ -165,6 +165,11 @@ class Checkpoint:
         from jstep.checkpoint.slots import unique
 
         return dict(zip(unique(leaf.path for leaf in self.manifest.leaves), self.manifest.leaves, strict=True))
+
+    @property
+    def left_out(self) -> dict[str, LeftOut]:
+        """The records of the leaves that were left out, by path."""
+        return {leaf.path: leaf for leaf in self.manifest.left_out}
 
     def leaves(self) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
         """Iterate over all leaves with their names and values, in order; PRNG keys are returned as their data.

@@ -210,14 +210,9 @@ def _text_of_starts(found: list[dict[str, Any]]) -> list[str]:
 # `diff`: the first step at which two runs diverge and the leaves that differ, or those of two checkpoints.
 
 
-def absent_from(one: Checkpoint) -> dict[str, LeftOut]:
-    """Return the records of the leaves that were left out, by path."""
-    return {leaf.path: leaf for leaf in one.manifest.left_out}
-
-
 def differences_left_out(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
     """Yield the differences of leaves that were left out of one or both checkpoints, including those in only one."""
-    of_a, of_b = absent_from(a), absent_from(b)
+    of_a, of_b = a.left_out, b.left_out
     records_a, records_b = of_a | _saved(a, set(of_b)), of_b | _saved(b, set(of_a))
     for path in of_a | of_b:
         one, other = records_a.get(path), records_b.get(path)
@@ -283,7 +278,7 @@ def _run(arguments: argparse.Namespace) -> int:
         cli_common.show(map(cli_common.printable, text(of_cards)))
     if a.kind == "a checkpoint":
         (one,), (other,) = a.steps.values(), b.steps.values()
-        every = {name for x in (one, other) for name in (*absent_from(x), *x.named)}
+        every = {name for x in (one, other) for name in (*x.left_out, *x.named)}
         steps = {"a": one.step, "b": other.step}
         result = _result(a, b, list(_leaves(one, other)), steps=steps, compared=len(every))
     else:
@@ -371,7 +366,7 @@ def _of_entries(a: Any, b: Any) -> tuple[list[LeafDifference], dict[str, bool]] 
 
 
 def _leaves(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
-    absent = {*absent_from(a), *absent_from(b)}
+    absent = a.left_out.keys() | b.left_out.keys()
     for one in (a, b):
         if problems := one.problems():
             raise ValueError(f"{one.path} is corrupted: {'; '.join(problems[:3])}")
