@@ -187,7 +187,7 @@ def parsed(name: str, argument: str = "name") -> Name:
     if found is None:
         raise ValueError(f"{argument}={shown(name)}: must be KIND:SIZE, such as {_EXAMPLES}; {kinds}")
     kind, sizes = found[1], tuple(map(int, found[2].split("x")))
-    slices = 1 if found[3] is None else int(found[3])
+    slices = int(found[3] or 1)
     if kind not in TPUS and kind not in GPUS:
         raise ValueError(f"{argument}={name!r}: unknown kind {kind!r}{trees.nearest(kind, (*TPUS, *GPUS))}; {kinds}")
     problem = _of_gpus(sizes, found[3]) if kind in GPUS else _of_tpus(kind, sizes, slices)
