@@ -51,27 +51,24 @@ def test_the_path_has_the_same_command() -> None:
 
 
 @pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 300, None])
-def test_tables_fit_the_terminal(run, monkeypatch, capsys, width) -> None:
+def test_tables_fit_the_terminal(run, monkeypatch, cli, width) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     if width is not None:
         monkeypatch.setenv("COLUMNS", str(width))
     for arguments in (["inspect", f"{run}/model-4"], ["inspect", str(run), "--verify"], ["goodput", str(run)]):
-        assert main(arguments) == 0
-        out = capsys.readouterr().out
+        out = cli(*arguments).out
         assert max(map(len, out.splitlines())) <= (width or 80), out
-    assert main(["inspect", f"{run}/model-4"]) == 0
-    text = "".join(capsys.readouterr().out.split())  # folded, and not cut off
+    text = "".join(cli("inspect", f"{run}/model-4").out.split())  # folded, and not cut off
     assert "slots/m/decoder/layers/0/attention/query_projection/kernel" in text
     assert "123.456" in text
     assert "[4,128]" in text
 
 
-def test_two_runs_that_differ_fit_the_terminal(run, tmp_path, monkeypatch, capsys) -> None:
+def test_two_runs_that_differ_fit_the_terminal(run, tmp_path, monkeypatch, cli) -> None:
     with jstep.Saver(tmp_path, async_save=False) as saver:
         path = saver.save(jstep.TrainState.create({"b": jnp.zeros(2)}, jstep.adam(), global_step=4))
     monkeypatch.setenv("COLUMNS", "50")
-    assert main(["diff", f"{run}/model-4", path]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    lines = cli("diff", f"{run}/model-4", path, code=1).out.splitlines()
     assert max(map(len, lines)) <= 50
     assert "params/decoder/layers/0/attention/query_projection/kernel" in "".join(line.strip() for line in lines)
 
@@ -86,20 +83,17 @@ def test_columns_fold_and_lose_nothing() -> None:
     assert columns([["a/b", "of some words"]], 2, 12) == ["a/b", "  of some", "  words"]
 
 
-def test_what_jstep_keeps_in_extra_is_hidden(run, capsys) -> None:
+def test_what_jstep_keeps_in_extra_is_hidden(run, cli) -> None:
     kept = jstep.Saver(run).extra()
     assert {"batches", "past", "hooks", "held", "stopped", "ended"} <= kept.keys() <= OWN_EXTRA
     path = f"{run}/model-4"
-    assert main(["inspect", path]) == 0
-    out = capsys.readouterr().out
+    out = cli("inspect", path).out
     assert f"{len(kept)} entries of jstep in extra (--all shows them)" in out
     assert '"' not in out
-    assert main(["inspect", path, "--all"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
+    out = " ".join(cli("inspect", path, "--all").out.split())
     assert "--all" not in out
     assert json.loads(out[out.index("extra {") + 6 : out.index(" leaf")]) == kept
-    assert main(["inspect", path, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["extra"] == kept
+    assert json.loads(cli("inspect", path, "--json").out)["extra"] == kept
 
 
 @pytest.mark.parametrize(
@@ -113,8 +107,7 @@ def test_what_jstep_keeps_in_extra_is_hidden(run, capsys) -> None:
         (None, []),
     ],
 )
-def test_what_the_user_keeps_in_extra_is_shown(tmp_path, capsys, extra, shown) -> None:
+def test_what_the_user_keeps_in_extra_is_shown(tmp_path, cli, extra, shown) -> None:
     with jstep.Saver(tmp_path, async_save=False) as saver:
         path = saver.save({"w": jnp.ones(2), "global_step": 0}, extra=extra)
-    assert main(["inspect", path]) == 0
-    assert [line for line in capsys.readouterr().out.splitlines() if "extra" in line] == shown
+    assert [line for line in cli("inspect", path).out.splitlines() if "extra" in line] == shown

@@ -7,8 +7,6 @@ import textwrap
 
 import pytest
 
-from jstep.tools.cli import main
-
 PROGRAM = """
     import dataclasses
     import jax, jax.numpy as jnp, jstep
@@ -43,13 +41,11 @@ def program(tmp_path, monkeypatch):
     return tmp_path / f"{name}.py"
 
 
-def test_a_file_and_a_module(program, capsys):
-    assert main(["cost", f"{program}:make"]) == 0
-    table = capsys.readouterr().out
+def test_a_file_and_a_module(program, cli):
+    table = cli("cost", f"{program}:make").out
     assert table.startswith("a step on one device")
     assert "parameters      8 KiB" in table
-    assert main(["cost", f"{program.stem}:make", "--json"]) == 0
-    out = capsys.readouterr().out
+    out = cli("cost", f"{program.stem}:make", "--json").out
     assert out.count("\n") == 1
     cost = json.loads(out)
     assert cost["params_bytes"] == 4 * 64 * 32
@@ -69,42 +65,37 @@ def test_a_file_and_a_module(program, capsys):
         ("no_such_module_anywhere:make", "No module named"),
     ],
 )
-def test_errors(program, capsys, target, message):
-    assert main(["cost", target.format(file=program)]) == 2
-    captured = capsys.readouterr()
+def test_errors(program, cli, target, message):
+    captured = cli("cost", target.format(file=program), code=2)
     assert message in captured.err
     assert captured.out == ""
 
 
 @pytest.mark.parametrize("line", ["raise KeyError('of the user')", "of the user"])
-def test_an_exception_of_the_program_is_shown_with_its_traceback(program, capsys, line):
+def test_an_exception_of_the_program_is_shown_with_its_traceback(program, cli, line):
     """Exit code 1, Python's own, would mean that `diff` found a difference."""
     program.with_name("failing.py").write_text(f"def make():\n    {line}\n")
-    assert main(["cost", "failing.py:make"]) == 2
-    error = capsys.readouterr().err
+    error = cli("cost", "failing.py:make", code=2).err
     assert 'failing.py", line 2' in error
     assert "of the user" in error
 
 
-def test_a_bad_topology_fails_before_the_program_runs(tmp_path, capsys):
+def test_a_bad_topology_fails_before_the_program_runs(tmp_path, cli):
     (tmp_path / "never.py").write_text("raise SystemExit('it ran')\n")
-    assert main(["cost", f"{tmp_path}/never.py:make", "--topology", "v5e:32x32"]) == 2
-    assert "--topology='v5e:32x32'" in capsys.readouterr().err
+    assert "--topology='v5e:32x32'" in cli("cost", f"{tmp_path}/never.py:make", "--topology", "v5e:32x32", code=2).err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
-def test_error_without_libtpu_names_the_extra(program, capsys):
-    assert main(["cost", f"{program}:make", "--topology", "v5e:2x2"]) == 2
-    assert "pip install 'jstep[tpu]'" in capsys.readouterr().err
+def test_error_without_libtpu_names_the_extra(program, cli):
+    assert "pip install 'jstep[tpu]'" in cli("cost", f"{program}:make", "--topology", "v5e:2x2", code=2).err
 
 
 @pytest.mark.parametrize(("name", "extra"), [("v5e:2x2", "tpu"), ("h100:8", "aot-cuda")])
-def test_a_missing_compiler_fails_before_the_program_runs(tmp_path, capsys, monkeypatch, name, extra):
+def test_a_missing_compiler_fails_before_the_program_runs(tmp_path, cli, monkeypatch, name, extra):
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     for module in ("libtpu", "jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"):
         monkeypatch.setitem(sys.modules, module, None)
     (tmp_path / "never.py").write_text("raise SystemExit('it ran')\n")
-    assert main(["cost", f"{tmp_path}/never.py:make", "--topology", name]) == 2
-    error = capsys.readouterr().err
+    error = cli("cost", f"{tmp_path}/never.py:make", "--topology", name, code=2).err
     assert f"{name}: " in error
     assert f"pip install 'jstep[{extra}]'" in error

@@ -12,6 +12,7 @@ import jstep
 from jstep.tools.cost import _needed
 
 OPTIMIZER = jstep.adam(0.01)
+STEP = jstep.minimize(lambda params, x: jnp.sum((x @ params["w"]) ** 2), OPTIMIZER)
 OLD = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (16.62G) exceeds "
     "available HBM (15.75G)."
@@ -56,8 +57,7 @@ def example_inputs():
 
 
 def test_out_of_memory_returns_a_cost():
-    step = jstep.minimize(lambda params, x: jnp.sum((x @ params["w"]) ** 2), OPTIMIZER)
-    cost = jstep.cost(FailingStep(step, OLD), *example_inputs())
+    cost = jstep.cost(FailingStep(STEP, OLD), *example_inputs())
     assert cost.fits is False
     assert (cost.peak_bytes, cost.memory_bytes) == (int(16.62 * 2**30), int(15.75 * 2**30))
     assert cost.params_bytes == 4 * 16 * 8
@@ -70,14 +70,12 @@ def test_out_of_memory_returns_a_cost():
 
 
 def test_other_compiler_errors_are_raised():
-    step = jstep.minimize(lambda params, x: jnp.sum((x @ params["w"]) ** 2), OPTIMIZER)
     with pytest.raises(jax.errors.JaxRuntimeError, match="the compiler broke"):
-        jstep.cost(FailingStep(step, "INTERNAL: the compiler broke"), *example_inputs())
+        jstep.cost(FailingStep(STEP, "INTERNAL: the compiler broke"), *example_inputs())
 
 
 def test_unknown_device_memory():
-    step = jstep.minimize(lambda params, x: jnp.sum((x @ params["w"]) ** 2), OPTIMIZER)
-    cost = jstep.cost(step, *example_inputs())
+    cost = jstep.cost(STEP, *example_inputs())
     assert (cost.memory_bytes, cost.fits, cost.topology) == (None, None, None)
     assert "fit" not in str(cost)
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.tools.cli import main
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 
@@ -35,55 +34,47 @@ def run(tmp_path):
     return run
 
 
-def test_cards_of_the_last_starts_are_compared_first(run, capsys):
+def test_cards_of_the_last_starts_are_compared_first(run, cli):
     a, b = run("a", card(7), card(0)), run("b", card(1), value=2.0)
-    assert main(["diff", a, b]) == 1
-    first, second, third, *_ = capsys.readouterr().out.splitlines()
+    first, second, third, *_ = cli("diff", a, b, code=1).out.splitlines()
     assert (first, second) == ("the cards of the last starts differ:", "  batches: seed: 0 in A, 1 in B")
     assert third.startswith("the runs diverge at step 3")
-    assert main(["diff", a, b, "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["cards"] == ["batches: seed: 0 in A, 1 in B"]
+    assert json.loads(cli("diff", a, b, "--json", code=1).out)["cards"] == ["batches: seed: 0 in A, 1 in B"]
 
 
-def test_the_last_start_of_a_copied_run_is_known_by_its_time(run, tmp_path, capsys):
+def test_the_last_start_of_a_copied_run_is_known_by_its_time(run, tmp_path, cli):
     a, b = run("a", card(7)), run("b", card(0))
     for time, (start, file, seed) in enumerate([("0", "timeline.jsonl", 7), ("1", "timeline.20261122T1-1.jsonl", 0)]):
         began = json.dumps({"kind": "start", "start": start, "prefix": "model", "version": 1, "time": time})
         own = card(seed).replace('"start": "0"', f'"start": "{start}"')
         (tmp_path / "a" / file).write_text(f"{began}\n{own}")
-    assert main(["diff", a, b]) == 0
-    assert "the cards of the last starts do not differ" in capsys.readouterr().out
+    assert "the cards of the last starts do not differ" in cli("diff", a, b).out
 
 
 @pytest.mark.parametrize(("seed", "message"), [(1, "differ:"), (0, "do not differ")])
-def test_the_exit_code_depends_only_on_the_leaves(run, capsys, seed, message):
+def test_the_exit_code_depends_only_on_the_leaves(run, cli, seed, message):
     a, b = run("a", card(0)), run("b", card(seed))
-    assert main(["diff", a, b]) == 0
-    assert f"the cards of the last starts {message}" in capsys.readouterr().out
-    assert main(["diff", f"{a}/model-3", f"{b}/model-3"]) == 0
-    assert f"the cards of the last starts {message}" in capsys.readouterr().out
+    assert f"the cards of the last starts {message}" in cli("diff", a, b).out
+    assert f"the cards of the last starts {message}" in cli("diff", f"{a}/model-3", f"{b}/model-3").out
 
 
-def test_later_programs_belong_to_the_preceding_card(run, capsys):
+def test_later_programs_belong_to_the_preceding_card(run, cli):
     program = {"stage": 50, "steps": 1, "batch": [], "hyperparameters": {}, "operations": {"mul": 2}}
     a, b = (run(name, card(), line(programs=[{**program, "hash": name}])) for name in "ab")
-    assert main(["diff", a, b]) == 0
-    assert "the traced train_step (stage from step 50) differs" in capsys.readouterr().out
+    assert "the traced train_step (stage from step 50) differs" in cli("diff", a, b).out
 
 
-def test_each_prefix_is_a_separate_run(run, capsys):
+def test_each_prefix_is_a_separate_run(run, cli):
     lines = [card(), card(3).replace('"model"', '"other"'), card(4).replace('"model"', '"third"')]
     a = run("a", *lines, prefixes=("model", "other"))
     b = run("b", lines[0], lines[1].replace('"seed": 3', '"seed": 5'), prefixes=("model", "other"))
-    assert main(["diff", a, b]) == 0
-    assert capsys.readouterr().out.splitlines()[1] == "  other: batches: seed: 3 in A, 5 in B"
+    assert cli("diff", a, b).out.splitlines()[1] == "  other: batches: seed: 3 in A, 5 in B"
 
 
 @pytest.mark.parametrize("lines", [(), ("{", "null\n", '{"kind": "card"}\n', '{"kind": "parts", "card": 1}\n')])
-def test_without_a_card_nothing_is_printed(run, capsys, lines):
+def test_without_a_card_nothing_is_printed(run, cli, lines):
     a, b = run("a", *lines), run("b", card())
-    assert main(["diff", a, b]) == 0
-    assert capsys.readouterr().out == "identical at the only common step, 3\n"
+    assert cli("diff", a, b).out == "identical at the only common step, 3\n"
 
 
 def start(number, rate=0.1, step=0, **more):
@@ -93,7 +84,7 @@ def start(number, rate=0.1, step=0, **more):
     return json.dumps(began) + "\n" + line(**fields).replace('"start": "0"', f'"start": "{number}"')
 
 
-def test_the_starts_of_one_run_are_compared(run, capsys):
+def test_the_starts_of_one_run_are_compared(run, cli):
     """Later stages, the number of steps, and hooks do not count."""
     versions, later = {"versions": {"jax": "0.10"}}, {"last_step": 20, "steps_per_call": 10}
     lines = [
@@ -105,8 +96,7 @@ def test_the_starts_of_one_run_are_compared(run, capsys):
         start(5, 0.3, 40, **versions),
     ]
     a = run("a", *lines)
-    assert main(["diff", a]) == 0
-    found = [re.sub(r"^[\d-]+ [\d:]+, ", "", line) for line in capsys.readouterr().out.splitlines()]
+    found = [re.sub(r"^[\d-]+ [\d:]+, ", "", line) for line in cli("diff", a).out.splitlines()]
     assert found == [
         "from step 0: the first start",
         "from step 10: changed since the start before:",
@@ -118,16 +108,13 @@ def test_the_starts_of_one_run_are_compared(run, capsys):
         "from step 40: changed since the start before:",
         "  learning_rate: 0.2 before, 0.3 now",
     ]
-    assert main(["diff", a, "--json"]) == 0
-    starts = json.loads(capsys.readouterr().out)["starts"]
+    starts = json.loads(cli("diff", a, "--json").out)["starts"]
     assert [one["changes"] for one in starts][1:3] == [["learning_rate: 0.1 before, 0.2 now"], []]
 
 
-def test_a_run_without_a_card_is_an_error(run, capsys):
-    assert main(["diff", run("a")]) == 2
-    assert "there is no timeline" in capsys.readouterr().err
-    assert main(["diff", run("b", "{}\n")]) == 2
-    assert "its timeline has no card" in capsys.readouterr().err
+def test_a_run_without_a_card_is_an_error(run, cli):
+    assert "there is no timeline" in cli("diff", run("a"), code=2).err
+    assert "its timeline has no card" in cli("diff", run("b", "{}\n"), code=2).err
 
 
 MALICIOUS = [
@@ -142,12 +129,10 @@ MALICIOUS = [
 
 
 @pytest.mark.parametrize("malicious", MALICIOUS)
-def test_malicious_cards_are_harmless(run, capsys, malicious):
+def test_malicious_cards_are_harmless(run, cli, malicious):
     a, b = run("a", card()), run("b", malicious)
-    assert main(["diff", a, b]) == 0
-    output = capsys.readouterr()
+    output = cli("diff", a, b)
     assert "\x1b" not in output.out
     assert output.err == ""
     c = run("c", card(), malicious.replace('"start": "0"', '"start": "1"'), card())
-    assert main(["diff", c]) == 0
-    assert "\x1b" not in capsys.readouterr().out
+    assert "\x1b" not in cli("diff", c).out

@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from jstep.tools.cli import main
-
 
 def log(path, values):
     lines = (
@@ -27,7 +25,7 @@ def log(path, values):
         ({1: 1, 2: 2, 3: 0}, "the runs diverge at step 3 (identical at 2 earlier common steps, of 3)"),
     ],
 )
-def test_the_place_of_a_step_among_the_common_steps(tmp_path, capsys, b, expected):
+def test_the_place_of_a_step_among_the_common_steps(tmp_path, cli, b, expected):
     logs = log(tmp_path / "a", {1: 1, 2: 2, 3: 3}), log(tmp_path / "b", b)
-    assert main(["diff", *logs]) == (0 if expected.startswith("identical") else 1)
-    assert capsys.readouterr().out.splitlines()[0] == expected
+    output = cli("diff", *logs, code=0 if expected.startswith("identical") else 1)
+    assert output.out.splitlines()[0] == expected

@@ -21,10 +21,7 @@ OPTIMIZER = jstep.momentum(0.1, 0.9)
 
 
 def strict(text):
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
+    return json.loads(text, parse_constant=pytest.fail)
 
 
 def state(step=0, **params):
@@ -52,16 +49,14 @@ def flip(path, offset):
     pathlib.Path(file).write_bytes(data)
 
 
-def test_inspect_a_checkpoint(save, capsys):
+def test_inspect_a_checkpoint(save, cli):
     _, path = save("run", state(7, bad=jnp.array([1.0, jnp.nan, jnp.inf])), extra={"epoch": 3, "loss": None})
-    assert main(["inspect", path]) == 0
-    out = capsys.readouterr().out
+    out = cli("inspect", path).out
     assert "step 7" in out
     assert 'extra {"epoch": 3, "loss": null}' in out
     (line,) = [line for line in out.splitlines() if line.startswith("params/bad")]
     assert line.split() == ["params/bad", "float32", "[3]", "12", "1", "1", "1", "2"]
-    assert main(["inspect", path, "--json", "--verify"]) == 0
-    result = strict(capsys.readouterr().out)
+    result = strict(cli("inspect", path, "--json", "--verify").out)
     assert (result["step"], result["extra"]["epoch"], result["verified"]) == (7, 3, True)
     leaves = {leaf["path"]: leaf for leaf in result["leaves"]}
     assert leaves["params/w"] == {
@@ -74,20 +69,18 @@ def test_inspect_a_checkpoint(save, capsys):
     assert leaves["global_step"]["max"] == 7
 
 
-def test_leaves_that_share_a_path_have_names_of_their_own(save, capsys):
+def test_leaves_that_share_a_path_have_names_of_their_own(save, cli):
     _, path = save("run", {"a": {"b": 1.0}, "a/b": 2.0, "a/b#2": 3.0, "a/b#4": 4.0, "global_step": 0})
-    assert main(["inspect", path, "--json"]) == 0
-    values = {leaf["path"]: leaf["max"] for leaf in strict(capsys.readouterr().out)["leaves"]}
+    values = {leaf["path"]: leaf["max"] for leaf in strict(cli("inspect", path, "--json").out)["leaves"]}
     assert values == {"a/b": 1.0, "a/b#3": 2.0, "a/b#2": 3.0, "a/b#4": 4.0, "global_step": 0}
 
 
-def test_inspect_a_directory(save, capsys):
+def test_inspect_a_directory(save, cli):
     directory, _ = save("run", state(1), state(2))
     save("run", state(2), prefix="best")
-    assert main(["inspect", directory]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["best-2", "model-1", "model-2"]
-    assert main(["inspect", directory, "--json", "--verify"]) == 0
-    result = strict(capsys.readouterr().out)
+    lines = cli("inspect", directory).out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["best-2", "model-1", "model-2"]
+    result = strict(cli("inspect", directory, "--json", "--verify").out)
     assert [(one["name"], one["step"], one["verified"]) for one in result["checkpoints"]] == [
         ("best-2", 2, True),
         ("model-1", 1, True),
@@ -95,86 +88,72 @@ def test_inspect_a_directory(save, capsys):
     ]
 
 
-def test_inspect_a_directory_and_a_prefix_with_brackets(save, capsys):
+def test_inspect_a_directory_and_a_prefix_with_brackets(save, cli):
     directory, path = save("lr=[0.1]", state(3), prefix="m[a]")
     for where in (directory, path):
-        assert main(["inspect", where]) == 0
-        assert "m[a]-3" in capsys.readouterr().out
+        assert "m[a]-3" in cli("inspect", where).out
 
 
-def test_corruption_is_an_error(save, capsys):
+def test_corruption_is_an_error(save, cli):
     directory, path = save("run", state(1), state(2, w=jnp.arange(5000.0)))
     flip(path, 1000)
-    assert main(["inspect", path, "--verify"]) == 2
-    assert "model-2 is corrupted" in capsys.readouterr().err
-    assert main(["inspect", directory, "--verify"]) == 2
-    output = capsys.readouterr()
+    assert "model-2 is corrupted" in cli("inspect", path, "--verify", code=2).err
+    output = cli("inspect", directory, "--verify", code=2)
     assert "CORRUPTED" in output.out
     assert "model-2 is corrupted" in output.err
-    assert main(["diff", path, path]) == 2
+    cli("diff", path, path, code=2)
     with open(os.path.join(path, "manifest.json"), "r+b") as file:
         file.truncate(50)
-    assert main(["inspect", path]) == 2
-    assert main(["inspect", directory]) == 2
-    assert "model-1" in capsys.readouterr().out
+    cli("inspect", path, code=2)
+    assert "model-1" in cli("inspect", directory, code=2).out
 
 
 @pytest.mark.parametrize("command", [["inspect", "{}"], ["diff", "{}", "{}"]])
 @pytest.mark.parametrize("name", ["missing", "empty", "file", "fifo"])
-def test_error_if_there_is_no_checkpoint(tmp_path, capsys, command, name):
+def test_error_if_there_is_no_checkpoint(tmp_path, cli, command, name):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x\n")
     os.mkfifo(tmp_path / "fifo")
-    assert main([word.format(tmp_path / name) for word in command]) == 2
-    output = capsys.readouterr()
+    output = cli(*(word.format(tmp_path / name) for word in command), code=2)
     assert output.out == ""
     assert str(tmp_path / name) in output.err
     assert output.err.count("\n") == 1
 
 
-def test_a_renamed_checkpoint_is_an_error(save, capsys):
+def test_a_renamed_checkpoint_is_an_error(save, cli):
     directory, path = save("run", state(1))
     os.rename(path, path[:-1] + "9")
-    assert main(["inspect", path[:-1] + "9"]) == 2
-    assert "its name says step 9, and it holds step 1" in capsys.readouterr().err
-    assert main(["inspect", directory]) == 2
+    assert "its name says step 9, and it holds step 1" in cli("inspect", path[:-1] + "9", code=2).err
+    cli("inspect", directory, code=2)
 
 
-def test_a_checkpoint_of_another_name_is_read(save, tmp_path, capsys):
+def test_a_checkpoint_of_another_name_is_read(save, tmp_path, cli):
     """`load_weights` reads it, too."""
     run, path = save("run", state(7), extra={"epoch": 3})
     renamed = str(tmp_path / "pre trained")
     os.rename(shutil.copytree(run, tmp_path / "copy") / "model-7", renamed)
-    assert main(["diff", renamed, path]) == 0
-    assert "identical (6 leaves, bitwise)" in capsys.readouterr().out
-    assert main(["inspect", renamed + "/", "--verify", "--json"]) == 0
-    found = strict(capsys.readouterr().out)
+    assert "identical (6 leaves, bitwise)" in cli("diff", renamed, path).out
+    found = strict(cli("inspect", renamed + "/", "--verify", "--json").out)
     assert (found["path"], found["step"], found["extra"], found["verified"]) == (renamed, 7, {"epoch": 3}, True)
     os.truncate(os.path.join(renamed, "_METADATA"), 0)
-    assert main(["diff", renamed, path]) == 0, "nothing reads this file"
-    assert main(["inspect", renamed, "--verify"]) == 2, "not every byte is as it was written"
-    assert "_METADATA: 0 bytes instead of" in capsys.readouterr().err
+    cli("diff", renamed, path)  # nothing reads this file
+    assert "_METADATA: 0 bytes instead of" in cli("inspect", renamed, "--verify", code=2).err
     flip(renamed, 100)
-    assert main(["inspect", renamed, "--verify"]) == 2
-    assert "pre trained is corrupted: " in capsys.readouterr().err
+    assert "pre trained is corrupted: " in cli("inspect", renamed, "--verify", code=2).err
     shutil.rmtree(os.path.join(renamed, "d"))
-    assert main(["inspect", renamed]) == 2
-    assert "is missing: the checkpoint is corrupted" in capsys.readouterr().err
+    assert "is missing: the checkpoint is corrupted" in cli("inspect", renamed, code=2).err
 
 
-def test_diff_of_checkpoints(save, capsys):
+def test_diff_of_checkpoints(save, cli):
     w = np.arange(6, dtype=np.float32).reshape(2, 3)
     other = w.copy()
     other[1, 2] = np.nextafter(np.nextafter(other[1, 2], 9, dtype=np.float32), 9, dtype=np.float32)
     _, a = save("a", state(3, w=jnp.asarray(w), c=jnp.ones(2), old=jnp.ones(1)))
     _, b = save("b", state(3, w=jnp.asarray(other), c=jnp.ones(3), new=jnp.ones(1)))
-    assert main(["diff", a, a]) == 0
-    assert "identical (10 leaves, bitwise)" in capsys.readouterr().out
-    assert main(["diff", a, b]) == 1
-    out = capsys.readouterr().out
+    assert "identical (10 leaves, bitwise)" in cli("diff", a, a).out
+    out = cli("diff", a, b, code=1).out
     assert "1 of 6 differ by up to 9.53674e-07 (2 ULPs)" in out
-    assert main(["diff", a, b, "--json"]) == 1
-    result = strict(capsys.readouterr().out)
+    result = strict(cli("diff", a, b, "--json", code=1).out)
     leaves = {leaf["path"]: leaf for leaf in result["leaves"]}
     assert not result["same"]
     assert (leaves["params/w"]["number"], leaves["params/w"]["max_ulps"]) == (1, 2)
@@ -183,24 +162,20 @@ def test_diff_of_checkpoints(save, capsys):
     assert leaves["params/new"]["why"] == "only in B"
 
 
-def test_diff_of_directories(save, capsys):
+def test_diff_of_directories(save, cli):
     a, _ = save("a", state(1), state(2), state(4), state(5))
     b, _ = save("b", state(2), state(4, w=jnp.zeros((2, 3))), state(5, w=jnp.ones((2, 3))))
-    assert main(["diff", a, a]) == 0
-    assert "identical at all 4 common steps, 1 to 5" in capsys.readouterr().out
-    assert main(["diff", a, b]) == 1
-    out = capsys.readouterr().out
+    assert "identical at all 4 common steps, 1 to 5" in cli("diff", a, a).out
+    out = cli("diff", a, b, code=1).out
     assert out.startswith("the runs diverge at step 4 (identical at 1 earlier common step, of 3)")
     assert "params/w" in out
     assert "params/b" not in out
-    assert main(["diff", a, b, "--json"]) == 1
-    result = strict(capsys.readouterr().out)
+    result = strict(cli("diff", a, b, "--json", code=1).out)
     assert (result["step"], [leaf["path"] for leaf in result["leaves"]]) == (4, ["params/w"])
     c, _ = save("c", state(7))
-    assert main(["diff", a, c]) == 2
-    assert "no step in common" in capsys.readouterr().err
+    assert "no step in common" in cli("diff", a, c, code=2).err
     d, _ = save("d", state(4), prefix="other")
-    assert main(["diff", a, d]) == 0
+    cli("diff", a, d)
 
 
 def entry(step, **leaves):
@@ -208,59 +183,49 @@ def entry(step, **leaves):
     return json.dumps({"step": step, "state": f"{sum(leaves.values()):016x}", "leaves": hexes}) + "\n"
 
 
-def test_diff_of_fingerprint_logs(tmp_path, capsys):
+def test_diff_of_fingerprint_logs(tmp_path, cli):
     a, b = tmp_path / "a.jsonl", tmp_path / "logdir" / "fingerprints.jsonl"
     b.parent.mkdir()
     a.write_text("".join(entry(step, w=step, b=7) for step in range(2, 20, 2)))
     b.write_text("".join(entry(step, w=step + (step >= 9), b=7) for step in range(3, 20, 3)))
-    assert main(["diff", str(a), str(a)]) == 0
-    assert main(["diff", str(a), str(b.parent)]) == 1
-    out = capsys.readouterr().out
+    cli("diff", a, a)
+    out = cli("diff", a, b.parent, code=1).out
     assert "the runs diverge at step 12 (identical at 1 earlier common step, of 3)" in out
     assert "\n  w\n" in out
-    assert main(["diff", str(a), str(b), "--json"]) == 1
-    assert strict(capsys.readouterr().out)["step"] == 12
+    assert strict(cli("diff", a, b, "--json", code=1).out)["step"] == 12
 
 
-def test_the_last_line_of_a_step_counts(tmp_path):
+def test_the_last_line_of_a_step_counts(tmp_path, cli):
     a, b = tmp_path / "a", tmp_path / "b"
     a.write_text(entry(2, w=1) + entry(4, w=2))
     b.write_text(entry(2, w=1) + entry(4, w=9) + entry(4, w=2))
-    assert main(["diff", str(a), str(b)]) == 0
+    cli("diff", a, b)
 
 
-def test_incomplete_and_invalid_logs(tmp_path, capsys):
+def test_incomplete_and_invalid_logs(tmp_path, cli):
     a, b = tmp_path / "a", tmp_path / "b"
     a.write_text(entry(2, w=1) + entry(4, w=2))
     b.write_text(entry(3, w=1))
-    assert main(["diff", str(a), str(b)]) == 2
-    assert "no step in common" in capsys.readouterr().err
+    assert "no step in common" in cli("diff", a, b, code=2).err
     b.write_text('{"step": 2, "state"\n' + entry(4, w=2))
-    assert main(["diff", str(a), str(b)]) == 2
-    assert "line 1 is not a fingerprint" in capsys.readouterr().err
+    assert "line 1 is not a fingerprint" in cli("diff", a, b, code=2).err
     b.write_text("notes")
-    assert main(["diff", str(a), str(b)]) == 2
-    assert "has no complete line. A log of fingerprints" in capsys.readouterr().err
+    assert "has no complete line. A log of fingerprints" in cli("diff", a, b, code=2).err
     b.write_text(entry(2, w=1) + entry(4, w=3)[:-9])  # the run is still writing, or was killed
-    assert main(["diff", str(a), str(b)]) == 0
+    cli("diff", a, b)
     b.write_text(json.dumps({"step": 2, "state": "f" * 16}) + "\n")
-    capsys.readouterr()
-    assert main(["diff", str(a), str(b)]) == 1
-    assert "per_leaf=False" in capsys.readouterr().out
+    assert "per_leaf=False" in cli("diff", a, b, code=1).out
     b.write_text(entry(2, v=1, w=0))
-    assert main(["diff", str(a), str(b)]) == 0  # the sum over all leaves is the same, and it decides
+    cli("diff", a, b)  # the sum over all leaves is the same, and it decides
     b.write_text(entry(2, v=5))
-    capsys.readouterr()
-    assert main(["diff", str(a), str(b)]) == 1
-    assert "only in A" in capsys.readouterr().out
+    assert "only in A" in cli("diff", a, b, code=1).out
 
 
-def test_diff_of_two_kinds_is_an_error(save, tmp_path, capsys):
+def test_diff_of_two_kinds_is_an_error(save, tmp_path, cli):
     directory, path = save("run", state(1))
     (tmp_path / "log").write_text(entry(1, w=1))
-    assert main(["diff", path, directory]) == 2
-    assert "pass two of the same kind" in capsys.readouterr().err
-    assert main(["diff", directory, str(tmp_path / "log")]) == 2
+    assert "pass two of the same kind" in cli("diff", path, directory, code=2).err
+    cli("diff", directory, tmp_path / "log", code=2)
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn"])
@@ -295,11 +260,10 @@ def test_large_differences():
     assert difference("x", np.array([True]), np.array([False])).number == 1
 
 
-def test_names_are_escaped_for_the_terminal(save, capsys):
+def test_names_are_escaped_for_the_terminal(save, cli):
     directory, path = save("run", state(1, **{"\x1b[31mred": jnp.ones(1)}))
     for arguments in (["inspect", path], ["inspect", directory]):
-        assert main(arguments) == 0
-        assert "\x1b" not in capsys.readouterr().out
+        assert "\x1b" not in cli(*arguments).out
 
 
 def test_help_fits_a_screen(capsys):
@@ -312,29 +276,24 @@ def test_help_fits_a_screen(capsys):
         assert words in out
 
 
-def test_left_out_leaves(tmp_path, capsys):
+def test_left_out_leaves(tmp_path, cli):
     def save(name, leave_out, **params):
         with jstep.Saver(tmp_path / name, leave_out=leave_out, async_save=False) as saver:
             return saver.save(state(3, **params))
 
     adapters, complete, other = save("a", ["w", "key"]), save("b", None), save("c", "w", w=jnp.ones((2, 3)))
-    assert main(["inspect", adapters, "--verify"]) == 0
-    out = capsys.readouterr().out
+    out = cli("inspect", adapters, "--verify").out
     lines = out[out.index("left out") :].splitlines()
     fingerprint_of_w = "".join(f"{int(word):08x}" for word in jstep.fingerprint(state(3), per_leaf=True)["params/w"])
     assert ["params/w", "float32", "[2,3]", fingerprint_of_w] in [line.split() for line in lines]
-    assert main(["inspect", adapters, "--json"]) == 0
-    result = strict(capsys.readouterr().out)
+    result = strict(cli("inspect", adapters, "--json").out)
     assert [leaf["path"] for leaf in result["left_out"]] == ["params/key", "params/w", "slots/momentum/w"]
-    assert main(["inspect", complete, "--json"]) == 0
-    assert "left_out" not in strict(capsys.readouterr().out)
+    assert "left_out" not in strict(cli("inspect", complete, "--json").out)
 
     for a, b in ((adapters, complete), (complete, adapters), (adapters, adapters)):
-        assert main(["diff", a, b]) == 0
-        assert "identical (6 leaves, bitwise)" in capsys.readouterr().out
+        assert "identical (6 leaves, bitwise)" in cli("diff", a, b).out
     for a, b in ((adapters, other), (other, complete)):
-        assert main(["diff", a, b]) == 1
-        out = capsys.readouterr().out
+        out = cli("diff", a, b, code=1).out
         assert "1 of 6 leaves differ" in out
         assert "params/w" in out
         assert "fingerprint" in out

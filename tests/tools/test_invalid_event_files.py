@@ -1,27 +1,26 @@
 """`events` of files that are empty or not event files, and differences of infinities."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from jstep.tools.cli import main
 from jstep.tools.cli_compare import difference
 
 
 @pytest.mark.parametrize("text", ["hi\n", "a longer text than the header of a record is, much longer\n", ""])
-def test_a_file_without_events_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+def test_a_file_without_events_is_an_error(tmp_path: Path, cli: Callable[..., Any], text: str) -> None:
     (tmp_path / "notes.txt").write_text(text)
-    assert main(["events", str(tmp_path / "notes.txt")]) == 2
-    assert "notes.txt" in (message := capsys.readouterr().err)
+    assert "notes.txt" in (message := cli("events", tmp_path / "notes.txt", code=2).err)
     assert "not an event file" in message
 
 
-def test_an_empty_event_file_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_event_file_is_valid(tmp_path: Path, cli: Callable[..., Any]) -> None:
     (tmp_path / "events.out.tfevents.1").write_bytes(b"")
-    assert main(["events", str(tmp_path / "events.out.tfevents.1")]) == 0
-    assert main(["events", str(tmp_path)]) == 0
-    assert capsys.readouterr().err == ""
+    cli("events", tmp_path / "events.out.tfevents.1")
+    assert cli("events", tmp_path).err == ""
 
 
 def test_infinities_of_opposite_signs_have_no_distance() -> None:

@@ -8,7 +8,6 @@ from processes import run_program
 from tensorboard.compat.proto import event_pb2, summary_pb2, types_pb2
 
 from jstep.summary.read import frame
-from jstep.tools.cli import main
 from jstep.tools.cli_common import as_json, printable
 
 
@@ -48,27 +47,26 @@ UNUSUAL = {
 
 @pytest.mark.thorough(except_for=["graph", "longer tensor", "step"])
 @pytest.mark.parametrize("name", UNUSUAL)
-def test_unusual_events_are_shown(tmp_path, capsys, name):
+def test_unusual_events_are_shown(tmp_path, cli, name):
     path = write_events(tmp_path / "run" / "events.out.tfevents.1.x", UNUSUAL[name], scalar_event(5, 1.0))
-    assert main(["events", path]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
-    assert main(["events", path, "--json"]) == 0
-    for line in capsys.readouterr().out.splitlines():
+    assert len(cli("events", path).out.splitlines()) == 2
+    for line in cli("events", path, "--json").out.splitlines():
         json.loads(line, parse_constant=pytest.fail)
-    assert main(["plot", str(tmp_path / "run"), "-o", str(tmp_path / "loss.png")]) == 0
+    cli("plot", tmp_path / "run", "-o", tmp_path / "loss.png")
 
 
-def test_tags_are_escaped_for_the_terminal(tmp_path, capsys):
+def test_tags_are_escaped_for_the_terminal(tmp_path, cli):
     tag = "loss\x1b[31m\x07\n2026 step 9  fake\u202e$x^$"
     path = write_events(
         tmp_path / "run\x1b" / "events.out.tfevents.1.x", scalar_event(1, 1.0, tag), scalar_event(2, 1.0, tag)
     )
-    assert main(["events", path]) == 0
-    assert main(["plot", str(tmp_path / "run\x1b"), "-o", str(tmp_path / "loss.png")]) == 0
-    assert main(["events", str(tmp_path / "missing\x1b")]) == 2
-    captured = capsys.readouterr()
-    assert len(captured.out.splitlines()) == 3
-    text = captured.out + captured.err
+    printed = [
+        *cli("events", path),
+        *cli("plot", tmp_path / "run\x1b", "-o", tmp_path / "loss.png"),
+        *cli("events", tmp_path / "missing\x1b", code=2),
+    ]
+    text = "".join(printed)
+    assert [len(part.splitlines()) for part in printed] == [2, 0, 1, 0, 0, 1]
     assert all(c.isprintable() or c == "\n" for c in text)
     assert r"loss\x1b[31m\x07\n2026 step 9  fake\u202e$x^$" in text
 
@@ -85,10 +83,9 @@ def partly_corrupted(tmp_path):
     return tmp_path
 
 
-def test_plot_draws_what_is_not_corrupted(partly_corrupted, capsys):
+def test_plot_draws_what_is_not_corrupted(partly_corrupted, cli):
     out = partly_corrupted / "loss.svg"
-    assert main(["plot", str(partly_corrupted), "-o", str(out)]) == 2
-    captured = capsys.readouterr()
+    captured = cli("plot", partly_corrupted, "-o", out, code=2)
     assert captured.out == f"{out}: loss, last\n"
     assert "<!-- run -->" in out.read_text()
     assert "<!-- other -->" in out.read_text()
@@ -97,9 +94,8 @@ def test_plot_draws_what_is_not_corrupted(partly_corrupted, capsys):
     assert all("corrupted record at offset" in line and "is not drawn" in line for line in errors)
 
 
-def test_events_prints_what_is_not_corrupted(partly_corrupted, capsys):
-    assert main(["events", str(partly_corrupted / "run")]) == 2
-    captured = capsys.readouterr()
+def test_events_prints_what_is_not_corrupted(partly_corrupted, cli):
+    captured = cli("events", partly_corrupted / "run", code=2)
     assert [line.split("  ")[1] for line in captured.out.splitlines()] == ["step 1", "step 2", "step 3"]
     assert len(captured.err.splitlines()) == 2
 
@@ -139,7 +135,6 @@ def test_output_escapes_and_valid_json():
 
 
 @pytest.mark.parametrize("command", ["plot", "events"])
-def test_urls_of_other_schemes(tmp_path, capsys, command):
+def test_urls_of_other_schemes(tmp_path, cli, command):
     arguments = [command, "ftp://host/run", *(["-o", str(tmp_path / "x.png")] if command == "plot" else [])]
-    assert main(arguments) == 2
-    assert "must be a path, gs://bucket/… or s3://bucket/…" in capsys.readouterr().err
+    assert "must be a path, gs://bucket/… or s3://bucket/…" in cli(*arguments, code=2).err

@@ -37,10 +37,9 @@ def logs(tmp_path):
     return str(tmp_path / "logs")
 
 
-def test_plot_writes_a_picture(logs, tmp_path, capsys):
+def test_plot_writes_a_picture(logs, tmp_path, cli):
     out = tmp_path / "loss.png"
-    assert main(["plot", logs, "-o", str(out)]) == 0
-    assert capsys.readouterr().out == f"{out}: loss, accuracy/test\n"
+    assert cli("plot", logs, "-o", out).out == f"{out}: loss, accuracy/test\n"
     pixels = np.asarray(Image.open(out).convert("RGB"))
     assert pixels.shape[0] > 300
     assert pixels.shape[1] > 1000  # two panels
@@ -123,14 +122,13 @@ def test_plot_skips_values_that_are_not_finite(tmp_path):
         (["events", "{}/corrupted"], "corrupted record at offset 0"),
     ],
 )
-def test_errors_are_printed_to_stderr(logs, tmp_path, capsys, arguments, message, monkeypatch):
+def test_errors_are_printed_to_stderr(logs, tmp_path, cli, arguments, message, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "corrupted").write_bytes(b"x" * 100)
     with summary.SummaryWriter(tmp_path / "text") as writer:
         writer.add_summary(summary.text("t", "x"))
-    assert main([argument.format(tmp_path) for argument in arguments]) == 2
-    captured = capsys.readouterr()
+    captured = cli(*(argument.format(tmp_path) for argument in arguments), code=2)
     assert captured.err.startswith(f"jstep {arguments[0]}: ")
     assert message in captured.err
     assert not os.path.exists("x.png")
@@ -159,9 +157,8 @@ def everything(tmp_path):
     return writer.path
 
 
-def test_events_as_text(everything, capsys):
-    assert main(["events", everything]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_events_as_text(everything, cli):
+    lines = cli("events", everything).out.splitlines()
     assert len(lines) == 8
     expected = [
         "step 0  file_version brain.Event:2",
@@ -177,13 +174,10 @@ def test_events_as_text(everything, capsys):
         assert part in line
 
 
-def test_events_as_json(everything, capsys):
-    assert main(["events", everything, "--json"]) == 0
-
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not JSON")
-
-    lines = [json.loads(line, parse_constant=refuse) for line in capsys.readouterr().out.splitlines()]
+def test_events_as_json(everything, cli):
+    out = cli("events", everything, "--json").out
+    assert cli("events", everything, "--format", "json").out == out
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()]
     assert lines[0]["file_version"] == "brain.Event:2"
     assert lines[2]["session_log"] == "START"
     assert lines[3]["values"] == [
@@ -195,21 +189,18 @@ def test_events_as_json(everything, capsys):
     assert lines[5]["values"][0]["width"] == 3
     assert lines[6]["values"][0]["strings"] == ["two\nlines"]
     assert all(isinstance(line["wall_time"], float) for line in lines)
-    assert main(["events", everything, "--format", "json"]) == 0
 
 
-def test_events_of_a_directory_filtered_by_tag(everything, capsys):
+def test_events_of_a_directory_filtered_by_tag(everything, cli):
     write(os.path.dirname(everything), {9: 1.0})
-    assert main(["events", os.path.dirname(everything), "-t", "los*"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = cli("events", os.path.dirname(everything), "-t", "los*").out.splitlines()
     assert [line.partition("  ")[2] for line in lines] == ["step 1  loss = 0.5", "step 9  loss = 1"]
 
 
-def test_events_before_a_corrupted_record_are_printed(everything, capsys):
+def test_events_before_a_corrupted_record_are_printed(everything, cli):
     with open(everything, "ab") as file:
         file.write(b"x" * 100)
-    assert main(["events", everything]) == 2
-    captured = capsys.readouterr()
+    captured = cli("events", everything, code=2)
     assert len(captured.out.splitlines()) == 8
     assert "corrupted record at offset" in captured.err
 
