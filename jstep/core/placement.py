@@ -409,13 +409,13 @@ def shape_of(leaf: Any, sharding: Any = None, *, weak: bool = False) -> jax.Shap
         weak: Whether a dtype that is JAX's choice stays one (`weak_type`), so that JAX finds the leaf's own program.
     """
     weak_type = weak and getattr(leaf, "weak_type", False)
-    return jax.ShapeDtypeStruct(np.shape(leaf), jax.numpy.result_type(leaf), sharding=sharding, weak_type=weak_type)
+    return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=sharding, weak_type=weak_type)
 
 
 def first_row(x: Any) -> jax.ShapeDtypeStruct:
     """Return the shape of an element, with the sharding of the stacked array."""
     if not isinstance(x, jax.Array):
-        return jax.ShapeDtypeStruct(np.shape(x)[1:], jax.numpy.result_type(x))
+        return jax.ShapeDtypeStruct(np.shape(x)[1:], jnp.result_type(x))
     whole: Any = jax.typeof(x).sharding
     sharding = None if whole.mesh.empty else NamedSharding(whole.mesh, PartitionSpec(*dims_of(whole.spec)[1:]))
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
@@ -429,7 +429,7 @@ def first_row(x: Any) -> jax.ShapeDtypeStruct:
 
 def compute_first(*arrays: Any) -> tuple[Any, ...]:
     """Materialize arrays (or trees) on a CPU before their uses, so that they are not recomputed."""
-    if not _is_traced(arrays):
+    if not _has_tracers(arrays):
         return arrays
     same: tuple[Any, ...] = jax.lax.platform_dependent(
         *arrays, cpu=lambda *arrays: jax.lax.optimization_barrier(arrays), default=lambda *arrays: arrays
@@ -456,12 +456,12 @@ def in_order(first: Array, *later: Array) -> list[Array]:
             found.append(first)
         return found
 
-    if not later or not _is_traced((first, later)):
+    if not later or not _has_tracers((first, later)):
         return list(later)
     return list(jax.lax.platform_dependent(first, *later, cpu=ordered, default=lambda first, *later: [*later]))
 
 
-def _is_traced(tree: Any) -> bool:
+def _has_tracers(tree: Any) -> bool:
     """Whether a program is being traced: outside of one the order is fixed, and `platform_dependent` would compile."""
     return any(map(trees.is_traced, jax.tree.leaves(tree)))
 

@@ -23,7 +23,7 @@ from jstep.hooks.hook import StopWith, key_of
 from jstep.hooks.numbers import is_number, read
 from jstep.hooks.run_info import RunInfo
 from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparameter
-from jstep.state.contents import StateContents, listed
+from jstep.state.contents import StateContents, briefly
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 from jstep.stores.objects import location, resolved
@@ -527,7 +527,7 @@ class KeepBest:
         if nan := contents.with_nan():  # for which a metric may be the best ever
             if jax.process_index() == 0:
                 text = "KeepBest: step %d is not kept, though %s=%g: NaN in %s"
-                _logger.warning(text, step, self.metric, value, listed(nan))
+                _logger.warning(text, step, self.metric, value, briefly(nan))
             return
         worse, _ = contents.worse_since(self._at_start)
         with internal_transfers(), saver.knowing(not worse):

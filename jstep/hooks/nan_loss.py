@@ -15,7 +15,7 @@ from jstep.hooks.hook import Metrics, name_of, step_of
 from jstep.hooks.metric_sums import BadStep, Interval
 from jstep.hooks.metric_sums_program import GRAD_NORM, LOSS
 from jstep.hooks.run_info import RunInfo
-from jstep.state.contents import NAN, NanLossDuringTrainingError, StateContents, in_words, listed
+from jstep.state.contents import NAN, NanLossDuringTrainingError, StateContents, briefly, in_words
 from jstep.state.train_state import TrainState
 
 # End runs before parameters are saved that are not finite.
@@ -53,7 +53,7 @@ class NonfiniteParametersHook(RunHook):
                 "The restored %s has parameters that are NaN: %s. Delete all checkpoints with NaN (python -m jstep "
                 "inspect shows them); the run then resumes from the newest of the others.",
                 checkpoint_name(saver.prefix, self.run.restored),
-                listed(bad),
+                briefly(bad),
             )
         return True
 
@@ -229,14 +229,14 @@ class NanLossHook(RunHook):
                 "square of a large finite gradient overflowed, and these elements are not updated any more; clip "
                 "gradients, and resume from an earlier checkpoint.",
                 step,
-                listed(infinite_slots),
+                briefly(infinite_slots),
             )
         if not nonfinite:
             self._checked, self._gradient = step, None
             return
         self._bad = True
         numbers = "NaN" if NAN in nonfinite.values() else "infinite numbers"
-        message = f"the state contains {numbers} after step {step}, though each loss is finite: {listed([*nonfinite])}"
+        message = f"the state contains {numbers} after step {step}, though each loss is finite: {briefly([*nonfinite])}"
         if self._gradient is not None:
             message += f"; the gradient is not finite {_at(self._gradient)}"
         elif self._checked < step - 1:
@@ -254,7 +254,7 @@ class NanLossHook(RunHook):
 
     def _about_start(self) -> str:
         return (
-            f"{listed(self._nan_at_start or [])} contained NaN when this run began, at step {self._began}. If it "
+            f"{briefly(self._nan_at_start or [])} contained NaN when this run began, at step {self._began}. If it "
             "resumed from a checkpoint, delete all that contain NaN (python -m jstep inspect shows it for each leaf); "
             "the run then resumes from the newest of the others."
         )

@@ -24,7 +24,7 @@ def numbers(value: Any, argument: str) -> Array:
     Raises:
         TypeError: The value is something else.
     """
-    if not (trees.is_array(value) or isinstance(value, bool | int | float | list | tuple | np.generic)):
+    if not (trees.is_array(value) or isinstance(value, bool | int | float | list | tuple)):
         raise TypeError(f"{argument}: must be an array of numbers, got {kind(value)}")
     array = jnp.asarray(value)
     if not any(jnp.issubdtype(array.dtype, one) for one in (jnp.floating, jnp.integer, jnp.bool_)):

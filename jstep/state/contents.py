@@ -79,7 +79,7 @@ def _field(state: Any, name: str) -> Any:
     return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
 
 
-def listed(paths: list[str]) -> str:
+def briefly(paths: list[str]) -> str:
     """Format paths as the first one and the number of others."""
     others = len(paths) - 1
     return paths[0] + (f" and {others} other lea{'ves' if others > 1 else 'f'}" if others else "")
@@ -88,7 +88,7 @@ def listed(paths: list[str]) -> str:
 def in_words(worse: Mapping[str, int]) -> str:
     """Describe leaves that are not finite: `params/w and 2 other leaves contain NaN`; empty if there are none."""
     what = "NaN" if NAN in worse.values() else "infinity"
-    return f"{listed([*worse])} contain{'s' if len(worse) == 1 else ''} {what}" if worse else ""
+    return f"{briefly([*worse])} contain{'s' if len(worse) == 1 else ''} {what}" if worse else ""
 
 
 def _is_inexact(leaf: Any) -> bool:
