@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 from object_states import state_at
 
@@ -157,8 +158,9 @@ def test_other_processes_wait_while_the_first_is_alive(gcs, monkeypatch, beats):
                 gcs.put("bkt", "run/model-1/data.1-a/outcome.json", b'{"failed": ""}')
 
     gcs.watch = watch
-    of_second = Directory("gs://bkt/run"), "model-1", "data.1-a", [], False, (1, 2), lambda files, before: None
-    save = object_store.ObjectSave(*of_second)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    save = object_store.ObjectSave(Directory("gs://bkt/run"), "model-1", "data.1-a", [], False, lambda *_: None)
     if beats == "stopped":
         with pytest.raises(jstep.CheckpointError, match="the first process has not reported the outcome"):
             save.wait()
