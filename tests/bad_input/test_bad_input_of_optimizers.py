@@ -25,11 +25,7 @@ CASES: dict[str, Case] = {
     "global_step traced float": (lambda: jax.jit(jstep.create_global_step)(1.0), TypeError, ("global_step",)),
     "create with a negative step": (lambda: create(PARAMS, adam, -3), ValueError, ("global_step", "-3")),
     "create with a float step": (lambda: create(PARAMS, adam, 1.5), TypeError, ("global_step", "1.5")),
-    "increment negative": (
-        lambda: jstep.increment_global_step(create(PARAMS, adam), -2),
-        ValueError,
-        ("amount", "-2"),
-    ),
+    "increment negative": (lambda: jstep.increment_global_step(create(PARAMS, adam), -2), ValueError, ("amount", "-2")),
     "increment float": (lambda: jstep.increment_global_step(create(PARAMS, adam), 0.5), TypeError, ("amount", "0.5")),
     "global_step of a state without": (
         lambda: jstep.global_step(create(PARAMS, adam).replace(global_step=None)),
@@ -43,11 +39,7 @@ CASES: dict[str, Case] = {
         ("params", "'layers/0/act'", "partition"),
     ),
     "params with a string": (lambda: create({"name": "dense"}, adam), TypeError, ("params", "'name'", "'dense'")),
-    "params with an object array": (
-        lambda: create({"a": np.array([None, 1])}, adam),
-        TypeError,
-        ("params", "'a'"),
-    ),
+    "params with an object array": (lambda: create({"a": np.array([None, 1])}, adam), TypeError, ("params", "'a'")),
     "params complex": (lambda: create({"a": {"b": jnp.ones(2, complex)}}, adam), TypeError, ("'a/b'", "complex")),
     "model_state with a string": (
         lambda: create(PARAMS, adam, model_state={"mode": "train"}),
@@ -62,11 +54,7 @@ CASES: dict[str, Case] = {
     "learning_rate vector": (lambda: jstep.adam(jnp.ones(2)), ValueError, ("learning_rate", "(2,)", "vmap")),
     "learning_rate nan": (lambda: jstep.adam(float("nan")), ValueError, ("learning_rate", "nan")),
     "learning_rate inf": (lambda: jstep.momentum(np.inf, 0.9), ValueError, ("learning_rate", "inf")),
-    "learning_rate negative array": (
-        lambda: jstep.adagrad(jnp.float32(-1)),
-        ValueError,
-        ("learning_rate", "-1"),
-    ),
+    "learning_rate negative array": (lambda: jstep.adagrad(jnp.float32(-1)), ValueError, ("learning_rate", "-1")),
     "learning_rate bool": (lambda: jstep.rmsprop(True), TypeError, ("learning_rate", "True")),
     "learning_rate complex": (lambda: jstep.adam(1j), TypeError, ("learning_rate", "1j")),
     "momentum too large": (lambda: jstep.momentum(0.1, 1.5), ValueError, ("momentum", "1.5")),
@@ -76,11 +64,7 @@ CASES: dict[str, Case] = {
         ValueError,
         ("initial_accumulator_value", "0", "> 0"),
     ),
-    "adagrad accumulator negative": (
-        lambda: jstep.adagrad(0.1, -1),
-        ValueError,
-        ("initial_accumulator_value", "-1"),
-    ),
+    "adagrad accumulator negative": (lambda: jstep.adagrad(0.1, -1), ValueError, ("initial_accumulator_value", "-1")),
     "beta1 one": (lambda: jstep.adam(0.1, beta1=1.0), ValueError, ("beta1", "1.0", "< 1")),
     "beta1 negative": (lambda: jstep.adam(0.1, beta1=-0.1), ValueError, ("beta1", "-0.1")),
     "beta2 too large": (lambda: jstep.adam(0.1, beta2=1.5), ValueError, ("beta2", "1.5")),
@@ -138,11 +122,7 @@ CASES: dict[str, Case] = {
         TypeError,
         ("'dense/bias'", "int32", "floating"),
     ),
-    "gradient of an integer leaf": (
-        lambda: apply({**GRADS, "n": jnp.ones(2)}),
-        TypeError,
-        ("'n'", "int32", "None"),
-    ),
+    "gradient of an integer leaf": (lambda: apply({**GRADS, "n": jnp.ones(2)}), TypeError, ("'n'", "int32", "None")),
     "gradient a string": (lambda: apply(changed(bias="zero")), TypeError, ("'dense/bias'", "str")),
     "gradient a subtree": (lambda: apply(changed(bias={"a": jnp.ones(3)})), ValueError, ("dense/bias",)),
     "gradient a list for a dict": (lambda: apply([jnp.ones(3)]), ValueError, ("gradients", "structure")),
@@ -225,10 +205,7 @@ CASES: dict[str, Case] = {
         ("'learning_rate'", "jstep.scope("),
     ),
     "chain of colliding slots": (
-        lambda: create(
-            PARAMS,
-            jstep.chain(*(jstep.Optimizer(o.init, o.update, lambda n: {}) for o in (adam, adam))),
-        ),
+        lambda: create(PARAMS, jstep.chain(*(jstep.Optimizer(o.init, o.update, lambda n: {}) for o in (adam, adam)))),
         ValueError,
         ("'m'", "jstep.scope("),
     ),

@@ -17,11 +17,7 @@ def scanned(**kwargs: Any) -> Any:
 
 CASES: dict[str, Case] = {
     # Loss and its arguments.
-    "loss a vector": (
-        lambda: compute(lambda p, x: x @ p["dense"]["kernel"]),
-        ValueError,
-        ("loss", "(6, 3)", "scalar"),
-    ),
+    "loss a vector": (lambda: compute(lambda p, x: x @ p["dense"]["kernel"]), ValueError, ("loss", "(6, 3)", "scalar")),
     "loss an integer": (lambda: compute(lambda p, x: jnp.int32(1)), TypeError, ("loss", "int32")),
     "loss None": (lambda: compute(lambda p, x: None), TypeError, ("loss", "NoneType")),
     "loss a tuple": (lambda: compute(lambda p, x: (linear(p, x), 1)), TypeError, ("has_aux=True",)),
@@ -47,11 +43,7 @@ CASES: dict[str, Case] = {
         ("var_list", "'dense/kernal'", "'dense/kernel'"),
     ),
     "var_list glob of nothing": (lambda: compute(var_list=["decoder/*"]), ValueError, ("'decoder/*'", "dense/")),
-    "var_list second entry": (
-        lambda: compute(var_list=["dense/*", "bias"]),
-        ValueError,
-        ("'bias'", "dense/bias"),
-    ),
+    "var_list second entry": (lambda: compute(var_list=["dense/*", "bias"]), ValueError, ("'bias'", "dense/bias")),
     "var_list a subtree's name": (lambda: compute(var_list=["dense"]), ValueError, ("'dense'", "'dense/*'")),
     "var_list only integers": (lambda: compute(var_list=["n"]), ValueError, ("'n'", "int32")),
     "var_list empty": (lambda: compute(var_list=[]), ValueError, ("var_list",)),

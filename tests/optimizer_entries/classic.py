@@ -92,11 +92,7 @@ CLASSIC = {
         averages=("average",),
     ),
     "skip_nonfinite": Entry(
-        lambda lr: jstep.skip_nonfinite(jstep.adam(lr)),
-        ZEROS,
-        ADAM,
-        {"last_finite_step": MADE_AT, **AGED},
-        rate=0.02,
+        lambda lr: jstep.skip_nonfinite(jstep.adam(lr)), ZEROS, ADAM, {"last_finite_step": MADE_AT, **AGED}, rate=0.02
     ),
     "everything": Entry(
         lambda lr: jstep.skip_nonfinite(

@@ -163,13 +163,7 @@ MODERN = {
         jstep.novograd, {"m": 0.0, "v": "other"}, names(*DECAY), AGED, rate=0.002, copies=1.1, steps=4000
     ),
     "signum": Entry(jstep.signum, {"m": 0.0}, ("beta", "learning_rate"), rate=0.002, steps=4000, slope=False),
-    "adan": Entry(
-        jstep.adan,
-        {**ZEROS, "d": 0.0, "previous": 0.0},
-        names("beta3", *DECAY),
-        AGED,
-        rate=0.02,
-    ),
+    "adan": Entry(jstep.adan, {**ZEROS, "d": 0.0, "previous": 0.0}, names("beta3", *DECAY), AGED, rate=0.02),
     "adopt": Entry(jstep.adopt, ZEROS, ADAM, AGED, rate=0.02, steps=4000, idle=1, matching_steps=10),
     "madgrad": Entry(
         jstep.madgrad,

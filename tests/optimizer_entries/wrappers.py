@@ -31,11 +31,7 @@ def from_optax(lr: object) -> jstep.Optimizer:
 
 WRAPPERS = {
     "from_optax": Entry(
-        from_optax,
-        {"optax/0/mu": 0.0, "optax/0/nu": 0.0},
-        ("learning_rate",),
-        {"optax/0/count": 0},
-        rate=0.02,
+        from_optax, {"optax/0/mu": 0.0, "optax/0/nu": 0.0}, ("learning_rate",), {"optax/0/count": 0}, rate=0.02
     ),
     "held": Entry(
         lambda lr: jstep.adam(lr, epsilon=jstep.held("epsilon", 1e-8)),
@@ -84,13 +80,7 @@ WRAPPERS = {
         {"noise/gradient_noise": 0.0, "noise/gradient_square": 0.0, "noise/weight": 0.0, **AGED},
         rate=0.02,
     ),
-    "with_projection": Entry(
-        lambda lr: jstep.with_projection(jstep.adam(lr), clipped),
-        ZEROS,
-        ADAM,
-        AGED,
-        rate=0.02,
-    ),
+    "with_projection": Entry(lambda lr: jstep.with_projection(jstep.adam(lr), clipped), ZEROS, ADAM, AGED, rate=0.02),
     "average_of_some": Entry(
         lambda lr: jstep.with_moving_average(
             jstep.momentum(lr, 0.9),
@@ -126,9 +116,7 @@ WRAPPERS = {
     ),
     "decay_weights": with_element(jstep.decay_weights(1e-3, ["*"]), "decoupled_weight_decay", after=True),
     "decay_cautiously": with_element(
-        jstep.decay_weights(jstep.constant(1e-3), cautious=True),
-        "decoupled_weight_decay",
-        after=True,
+        jstep.decay_weights(jstep.constant(1e-3), cautious=True), "decoupled_weight_decay", after=True
     ),
     "scale_updates": with_element(jstep.scale_updates({"*": 0.5}), "scale/*", after=True),
     "adaptive_clipping": with_element(jstep.clip_gradients(adaptive=0.5), "clip_adaptive"),
