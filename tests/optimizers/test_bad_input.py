@@ -14,9 +14,7 @@ GRADS = {"dense": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}, "scale": jn
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: jstep.adamw(-1.0), ValueError, "learning_rate=-1"),
-        (lambda: jstep.adamw(float), TypeError, "learning_rate=float"),
-        (lambda: jstep.adamw(beta1=1.0), ValueError, "beta1=1.0"),
+        (lambda: jstep.adamw(float), TypeError, "learning_rate=float: .* got a class"),
         (lambda: jstep.adamw(amsgrad="no"), TypeError, "amsgrad='no': must be True or False"),
         (lambda: jstep.adamw(m_dtype=int), TypeError, "m_dtype=.*floating"),
         (lambda: jstep.adamw(m_dtype="bf"), TypeError, "m_dtype='bf'.*floating"),

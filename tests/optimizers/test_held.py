@@ -130,11 +130,6 @@ def test_names_of_other_arguments_raise() -> None:
     )  # each name appears once
 
 
-def test_a_class_is_not_a_schedule() -> None:
-    with pytest.raises(TypeError, match=r"learning_rate=float: .* got a class"):
-        jstep.adam(float)
-
-
 def test_sharding_vmap_and_x64() -> None:
     optimizer = jstep.gradient_descent(jstep.held("rate", 0.5))
     mesh = jax.make_mesh((8,), ("data",))

@@ -241,23 +241,3 @@ def test_on_a_mesh_and_in_microbatches():
 def test_bad_functions(fn, error, message):
     with pytest.raises(error, match=message):
         stepped(jstep.with_projection(jstep.adam(), fn))
-
-
-def test_a_run_in_two_parts(tmp_path):
-    ema = jstep.ExponentialMovingAverage(jstep.linear(0.5, 1.0, 6))
-    optimizer = jstep.with_moving_average(jstep.with_projection(jstep.adam(0.5), unit_norms), ema)
-    params = {"w": PARAMS["w"] / 1e4}
-    step = jstep.minimize(lambda p, x: jnp.mean((x @ p["w"]) ** 2), optimizer)
-    data = jnp.asarray(RNG.normal(size=(6, 8, 8)), jnp.float32)
-    whole = jstep.TrainState.create(params, optimizer)
-    for x in data:
-        whole, _ = step(whole, x)
-    part = jstep.TrainState.create(params, optimizer)
-    for x in data[:3]:
-        part, _ = step(part, x)
-    with jstep.Saver(tmp_path) as saver:
-        saver.save(part)
-        part = saver.restore(jstep.TrainState.create(params, optimizer))
-    for x in data[3:]:
-        part, _ = step(part, x)
-    assert bits(part) == bits(whole)

@@ -259,28 +259,6 @@ def test_states_of_optax_are_preserved():
     assert_close(state.slots, reference.slots)
 
 
-def test_context_is_passed_through():
-    def update(updates, slots, params, step, context):
-        loss, grads = context.value_and_grad(params)
-        return jax.tree.map(lambda g: -loss * g, grads), {}
-
-    inner = jstep.Optimizer(lambda params, global_step=0: {}, update, lambda step: {}, takes_context=True)
-    optimizer = jstep.update_every(2, inner)
-    state = jstep.TrainState.create({"w": 1.0}, optimizer)
-    step = jstep.minimize(lambda params: params["w"] ** 2, optimizer)
-    state, _ = step(state)
-    assert state.params["w"] == 1.0
-    state, _ = step(state)
-    assert state.params["w"] == -1.0
-
-
-def test_an_inner_loss_scale_is_rejected():
-    optimizer = jstep.update_every(2, jstep.dynamic_loss_scale(jstep.adam()))
-    state = jstep.TrainState.create(PARAMS, optimizer)
-    with pytest.raises(ValueError, match=r"must be outermost, got the loss scale 'loss_scale', .*in update_every"):
-        jstep.minimize(lambda params: params["a"].sum(), optimizer)(state)
-
-
 @pytest.mark.parametrize(
     ("args", "kwargs", "error", "match"),
     [

@@ -104,6 +104,16 @@ def test_arguments_of_schedules_may_be_traced() -> None:
         lambda lr: jstep.piecewise_constant([3], [lr, 0.5]),
         lambda lr: jstep.join([lr, 0.5], [7]),
         lambda lr: jstep.shift(lr, 3),
+        lambda lr: jstep.linear(lr, 0.5, 10),
+        lambda lr: jstep.linear(0.5, lr, 10),
+        lambda lr: jstep.warmup_cosine_decay(lr, 2, 10, lr, lr),
+        lambda lr: jstep.warmup_stable_decay(lr, 2, 0, 10, lr),
+        lambda lr: jstep.one_cycle(lr, 10, div_factor=lr, final_div_factor=lr),
+        lambda lr: jstep.inverse_sqrt_decay(lr, 2),
+        lambda lr: jstep.cyclical(lr, 0.5, 7),
+        lambda lr: jstep.times(lr, lr),
+        lambda lr: jstep.ademamix_alpha(lr, 10),
+        lambda lr: jstep.ademamix_beta3(lr, 1 - lr / 2, 10),
     ):
         together = jax.vmap(lambda lr, make=make: make(lr)(3))(rates)
         np.testing.assert_allclose(together, [float(make(float(lr))(3)) for lr in rates], rtol=2e-6)

@@ -19,19 +19,8 @@ import jstep
 
 def test_known_values_of_exponential_decay() -> None:
     schedule = jstep.exponential_decay(0.1, 10, 2)
-    assert [f"{schedule(n):.6g}" for n in range(11)] == [
-        "0.1",
-        "0.107177",
-        "0.11487",
-        "0.123114",
-        "0.131951",
-        "0.141421",
-        "0.151572",
-        "0.16245",
-        "0.17411",
-        "0.186607",
-        "0.2",
-    ]
+    known = "0.1 0.107177 0.11487 0.123114 0.131951 0.141421 0.151572 0.16245 0.17411 0.186607 0.2"
+    assert " ".join(f"{schedule(n):.6g}" for n in range(11)) == known
 
 
 @pytest.mark.parametrize("length", [2**24 + 1, 2**24 - 1, 2**30 + 1, LAST])

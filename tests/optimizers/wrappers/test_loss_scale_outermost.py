@@ -21,6 +21,7 @@ REJECTED: dict[str, Callable[[], jstep.Optimizer]] = {
     "deep": lambda: jstep.skip_nonfinite(
         jstep.scope("s", jstep.partition({"a": jstep.master_weights(SCALED())}, lambda path, leaf: "a"))
     ),
+    "every": lambda: jstep.update_every(2, SCALED()),
     "twice": lambda: jstep.dynamic_loss_scale(jstep.scope("s", SCALED())),
 }
 ACCEPTED: dict[str, Callable[[], jstep.Optimizer]] = {
