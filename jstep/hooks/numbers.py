@@ -19,12 +19,8 @@ from jstep.hooks.hook import Metrics
 
 def text(values: Mapping[str, Any]) -> str:
     """Format values as `loss 0.1234  learning_rate 0.001`; reads them from the device."""
-    numbers = values if all(type(value) in (float, int, bool) for value in values.values()) else read(values)
-    return "  ".join([f"{name} {_short(number)}" for name, number in numbers.items()])
-
-
-def _short(number: Any) -> str:
-    return str(number) if isinstance(number, int) else f"{number:.4g}"
+    short = {name: number if isinstance(number, int) else f"{number:.4g}" for name, number in read(values).items()}
+    return "  ".join([f"{name} {number}" for name, number in short.items()])
 
 
 def scalars(metrics: Metrics, leave_out: Collection[str] = ()) -> dict[str, Any]:
