@@ -24,11 +24,6 @@ def test_stop_at_step():
         assert hook.next_due(start) == start + 5
 
 
-def test_a_run_restored_at_or_past_the_last_step_stops():
-    for start in (5, 6):
-        assert jstep.StopAtStepHook(last_step=5).begin(state_at(start))
-
-
 # NanLossHook
 
 

@@ -81,14 +81,6 @@ def test_a_true_result_stops_after_that_step():
     assert same(state, by_hand(4))
 
 
-def test_a_numpy_bool_stops_the_run():
-    class Stop(jstep.Hook):
-        def after_step(self, step, state, metrics):
-            return np.bool_(step == 2)
-
-    assert jstep.global_step(train(9, hooks=[Stop()])) == 2
-
-
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_stop_at_step(steps_per_call, tmp_path):
     hook = jstep.StopAtStepHook(last_step=6)
