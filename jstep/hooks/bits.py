@@ -20,7 +20,7 @@ from jstep.hooks.hook import Metrics
 from jstep.hooks.numbers import TransferQueue, transferred
 from jstep.hooks.run_info import Call, Repeated, RunCall, Timed
 from jstep.state import fingerprints as _log
-from jstep.state.fingerprints import ByDevice, Difference, by_device, named_leaves, stacked
+from jstep.state.fingerprints import ByDevice, Difference, by_device, named_leaves
 from jstep.state.train_state import TrainState
 from jstep.stores.files import LocalLines, ObjectLines, is_directory, open_lines
 from jstep.stores.objects import join, location
@@ -134,10 +134,9 @@ class FingerprintHook(RunHook):
         Raises:
             DivergenceError: A repeated step produced different bits.
         """
-        paths, leaves, keys = named_leaves(state)
-        parts = stacked(leaves, keys)
-        entry = functools.partial(_entry_of, step, paths, parts, self._per_leaf)
-        self._pending.add(step, transferred([part for _, part in parts], entry), self._finish, self)
+        found = by_device(state)
+        entry = functools.partial(_log.entry_of, step, found, self._per_leaf)
+        self._pending.add(step, transferred([part for _, part in found.parts], entry), self._finish, self)
         # If processes must raise together, each one finishes the same steps: those before the latest.
         if self._raises and not processes.is_single_process():
             self._pending.deliver_all(before=step)
@@ -204,10 +203,6 @@ class FingerprintHook(RunHook):
         if self._raises:
             raise DivergenceError(message, step, difference.leaves)
         _logger.warning("%s", message)
-
-
-def _entry_of(step: int, paths: list[str], parts: list[tuple[list[int], Any]], per_leaf: bool) -> _log.Entry:
-    return _log.as_entry(step, paths, _log.words_of(parts), per_leaf=per_leaf)
 
 
 def _entries_of(path: str) -> dict[int, _log.Entry]:

@@ -435,16 +435,16 @@ def difference(first: Entry, second: Entry) -> Difference | None:
     )
 
 
-def as_entry(step: int, paths: Any, words: Any, *, per_leaf: bool) -> Entry:
-    """Create the entry of a step.
+def entry_of(step: int, found: ByDevice, per_leaf: bool) -> Entry:
+    """Create the entry of a step. Blocks.
 
     Args:
         step: The step.
-        paths: The paths of the leaves.
-        words: The fingerprints of the leaves, uint32 `[n, 2]`, in host memory.
-        per_leaf: Whether to record the fingerprints of the leaves.
+        found: The fingerprints of the leaves.
+        per_leaf: Whether to record them.
     """
-    leaves = dict(zip(paths, map(as_text, words), strict=True)) if per_leaf else None
+    words = words_of(found.parts)
+    leaves = dict(zip(found.paths, map(as_text, words), strict=True)) if per_leaf else None
     return Entry(step, as_text(np.sum(words, axis=0, dtype=U)), leaves)
 
 

@@ -212,7 +212,7 @@ def test_the_loop_does_not_wait_for_the_device(tmp_path, monkeypatch):
         requested.append(Unfinished())
         return [(list(range(len(leaves))), requested[-1])]
 
-    monkeypatch.setattr("jstep.hooks.bits.stacked", stacked)
+    monkeypatch.setattr("jstep.state.fingerprints.stacked", stacked)
     monkeypatch.setattr("jstep.hooks.numbers.is_ready", lambda values: all(value.is_ready() for value in values))
     start = jstep.TrainState.create({"w": jnp.zeros(3)}, jstep.gradient_descent(0.1), model_state={"n": jnp.zeros(2)})
     hook = jstep.FingerprintHook(every_n_steps=1, path=tmp_path / "log")
