@@ -1,0 +1,176 @@
+"""What processes agree on, with threads in their place: values, texts, errors, shapes, signals and the time limit."""
+
+import signal
+import socket
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fellows import Fellows
+
+import jstep
+from jstep.distributed import processes
+from jstep.loop.signals import StopSignals
+
+
+@pytest.fixture
+def three(monkeypatch: Any) -> Fellows:
+    return Fellows(monkeypatch, 3)
+
+
+def test_any_and_max_of_all_processes(three: Fellows) -> None:
+    assert three.each(lambda i: processes.any_process(i == 2)) == [True] * 3
+    assert three.each(lambda i: processes.any_process(False)) == [False] * 3
+    rows = np.array([[1, 5], [2, 0], [0, 4]], np.int32)
+    assert [found.tolist() for found in three.each(lambda i: processes.max_over_processes(rows[i]))] == [[2, 5]] * 3
+
+
+def test_texts_of_all_processes_in_order(three: Fellows) -> None:
+    """Texts of few sizes are exchanged: 1024 bytes, or twice as many until the longest fits."""
+    for longest, room in ((0, 1024), (1024, 1024), (1025, 2048), (2048, 2048)):
+        texts = ["é", "", "x" * longest]
+        three.exchanges.clear()
+        assert three.each(lambda i, texts=texts: processes.gather_texts(texts[i])) == [texts] * 3
+        assert [one.shape for one in three.exchanges] == [(3, 1), (3, room)]
+
+
+def test_integers_and_bytes_are_those_of_process_0(three: Fellows) -> None:
+    numbers = [0, 1, 2**31, 2**61 + 12345, -1, -(2**40)]
+    assert three.each(lambda i: processes.broadcast_ints(*(n + i for n in numbers))) == [numbers] * 3
+    for data in (b"", b"a", bytes(range(256))):
+        others = [data, b"longer" * 100, b""]
+        assert three.each(lambda i, others=others: processes.broadcast_bytes(others[i])) == [data] * 3
+
+
+def test_an_error_of_one_process_is_an_error_of_all(three: Fellows) -> None:
+    def fails(index: int) -> str:
+        if index:
+            raise KeyError(f"of process {index}")
+        return "fine"
+
+    def on_all(index: int) -> str:
+        return processes.on_all_processes(lambda: fails(index), "it cannot be read", OSError)
+
+    here, *others = three.each(on_all)
+    assert type(here) is OSError
+    assert str(here) == "it cannot be read: process 1: KeyError: 'of process 1'"
+    assert [repr(error) for error in others] == ["KeyError('of process 1')", "KeyError('of process 2')"]
+    assert three.each(lambda i: processes.on_all_processes(lambda: i * 2, "none fails")) == [0, 2, 4]
+
+
+def test_shapes_are_compared_once_and_errors_name_what_differs(three: Fellows, monkeypatch: Any) -> None:
+    """Arrays of one process are told nobody; with `shapes`, which stand for them, the leaves are not looked at."""
+    agreed = [processes.AgreedShapes() for _ in range(3)]
+    same, other = {"x": jnp.ones((2, 3)), "y": jnp.ones(2)}, {"x": jnp.ones((2, 4)), "y": jnp.ones(2)}
+    assert three.each(lambda i: agreed[i].check(None, ({"x": jnp.ones(i)},))) == [None] * 3
+    assert not three.exchanges
+    monkeypatch.setattr(processes, "_spans_processes", lambda leaf: isinstance(leaf, jax.Array))
+    for _ in range(2):
+        assert three.each(lambda i: agreed[i].check(None, (same,))) == [None] * 3
+        assert three.each(lambda i: agreed[i].check(None, (same,), "known")) == [None] * 3
+    assert len(three.exchanges) == 4  # each time the sizes and the texts
+    assert three.each(lambda i: agreed[i].check(None, (other if i else same,), "known")) == [None] * 3
+    errors = three.each(lambda i: agreed[i].check(None, (other if i == 1 else same,), "new"))
+    assert {str(error) for error in errors} == {
+        "batch: its arrays must have the same shapes on all processes, got float32[2,3] at 'x' on process 0 and "
+        "float32[2,4] at 'x' on process 1; give each process as many rows, as jstep.batches does"
+    }
+    fewer = three.each(lambda i: agreed[i].check(None, (same["x"],) if i < 2 else (same["x"], same["y"]), "other"))
+    assert "got float32[2,3] on process 0 and float32[2,3] at '0', float32[2] at '1' on process 2" in str(fewer[0])
+    kept = three.each(lambda i: agreed[i].check(None, (same["y"],) if i < 2 else (same["y"], same["y"]), "new"))
+    assert all(isinstance(error, ValueError) for error in kept)  # what failed is not known
+
+
+def test_all_processes_leave_with_the_signal_of_one(three: Fellows, monkeypatch: Any) -> None:
+    """JAX's service says at which call; SIGTERM of the service is less than the signal that one process has."""
+    calls = {i: iter([False, True]) for i in range(3)}
+    monkeypatch.setattr(processes, "reached_stop", lambda: next(calls[three.index]))
+    monkeypatch.setattr(processes, "request_stop", lambda: asked.append(three.index))
+    asked: list[int] = []
+
+    def stopped(index: int) -> Any:
+        stop = StopSignals()
+        if index == 1:
+            stop._note(signal.SIGHUP, None)
+            stop._note(signal.SIGTERM, None)  # the service's, and the first one counts
+        if index == 2:
+            stop._note(signal.SIGINT, None)
+        assert not stop.is_stopping  # waits do not end here: the others would wait for this process
+        first = stop.to_stop()
+        last = [stop.to_stop(), stop.to_stop()]  # the service is asked no more
+        error = stop.stopped("at step 3")
+        return first, last, stop.is_over, stop.received, str(error), getattr(error, "code", None)
+
+    assert three.each(stopped) == [
+        (False, [True, True], False, signal.SIGHUP, "SIGHUP stopped the run at step 3", 129),
+        (False, [True, True], False, signal.SIGHUP, "SIGHUP stopped the run at step 3", 129),
+        (False, [True, True], False, signal.SIGINT, "SIGINT stopped the run at step 3", None),
+    ]
+    assert sorted(asked) == [1, 2]
+
+
+def test_the_time_limit_is_that_of_process_0(three: Fellows, monkeypatch: Any) -> None:
+    monkeypatch.setattr(processes, "reached_stop", lambda: False)
+
+    def stopped(index: int) -> Any:
+        now = iter([0.0, 4.0, 9.9, 10.0] if index == 0 else [100.0] * 4)
+        stop = StopSignals(10.0, clock=lambda: next(now))
+        assert stop._timer is None
+        polls = [stop.to_stop() for _ in range(3)]
+        return polls, stop.is_over, stop.received, str(stop.stopped("at step 3"))
+
+    expected = ([False, False, True], True, signal.SIGTERM, "stop_secs stopped the run at step 3")
+    assert three.each(stopped) == [expected] * 3
+
+
+def test_a_signal_that_comes_too_late_for_the_others(three: Fellows) -> None:
+    def left(index: int, number: signal.Signals | None) -> Any:
+        stop = StopSignals()
+        stop.received = number if index == 1 else None
+        stop.agree_at_end()
+        return stop.received
+
+    assert three.each(lambda i: left(i, None)) == [None] * 3
+    assert three.each(lambda i: left(i, signal.SIGHUP)) == [signal.SIGHUP] * 3
+    assert three.each(lambda i: left(i, signal.SIGINT)) == [signal.SIGTERM, signal.SIGINT, signal.SIGTERM]
+
+
+def test_process_0_is_waited_for_until_the_time_is_over(monkeypatch: Any) -> None:
+    now, sleeps = [0.0], []
+    monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(processes.time, "sleep", lambda secs: (sleeps.append(secs), now.append(now.pop() + 1.0)))
+    tried: list[tuple[Any, float]] = []
+
+    def connect(address: Any, timeout: float) -> Any:
+        tried.append((address, timeout))
+        if len(tried) == 2 and address[1] == 1:
+            return socket.socket()
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    where = processes.Setting("[::1]:1", "coordinator_address")
+    processes._wait_for("[::1]", 1, where, 3)
+    assert tried == [(("::1", 1), 3.0), (("::1", 1), 2.0)]
+    now[0] = 0.0
+    tried.clear()
+    with pytest.raises(TimeoutError) as error:
+        processes._wait_for("host", 2, processes.Setting("host:2", "coordinator_address"), 2)
+    assert [secs for _, secs in tried] == [2.0, 1.0, 0.1]
+    assert str(error.value) == (
+        "coordinator_address='host:2' could not be reached within 2 s (refused). Is process 0 running there, and is "
+        "the port open?"
+    )
+    assert sleeps == [0.1] * 3
+
+
+def test_what_jax_was_initialized_with_is_kept(monkeypatch: Any) -> None:
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    jstep.distributed.initialize(num_processes=jax.process_count(), process_id=jax.process_index())
+    jstep.distributed.initialize()
+    with pytest.raises(RuntimeError) as error:
+        jstep.distributed.initialize("h:1", 4, 0)
+    assert str(error.value) == "num_processes=4: JAX is already initialized with num_processes=1; initialize only once"
+    with pytest.raises(RuntimeError, match=r"^process_id=1: JAX is already initialized with process_id=0;"):
+        jstep.distributed.initialize("h:1", process_id=1)
