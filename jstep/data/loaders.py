@@ -553,8 +553,7 @@ def _resumed(
     owner: Any, kept: SavedPosition | None, start: int, last_step: int, without: str = _WITHOUT
 ) -> tuple[Any, Any]:
     """Set the position of an earlier run, if there is one; return `Source.position` and `Source.begin`."""
-    name, (get, set_to) = type(owner).__name__, _methods(owner)
-    where = functools.partial(_position, get, name, without)
+    name, where = type(owner).__name__, functools.partial(position_of, owner, without)
     if kept is None:
         if start:
             _logger.warning(
@@ -572,7 +571,7 @@ def _resumed(
         if kept.value is not None:
             value = decode_position(kept.value, name)
             try:
-                set_to(value)  # before iter(), which is when loaders read it
+                _methods(owner)[1](value)  # before iter(), which is when loaders read it
             except Exception as error:
                 note(
                     error,
@@ -581,11 +580,6 @@ def _resumed(
                 )
                 raise
     return where, lambda: kept.value
-
-
-def _position(get: Callable[[], Any], owner: str, without: str = _WITHOUT) -> Any:
-    state = get()
-    return None if state is None else copied_position(state, owner, without)
 
 
 def keeps_position(batches: Any) -> bool:
@@ -607,9 +601,10 @@ def owner_of(batches: Any) -> Any:
     return batches if keeps_position(batches) else None
 
 
-def position_of(owner: Any) -> Any:
+def position_of(owner: Any, without: str = _WITHOUT) -> Any:
     """The current position of a loader that keeps it, from `copied_position`; None if it does not know it yet."""
-    return _position(_methods(owner)[0], type(owner).__name__)
+    state = _methods(owner)[0]()
+    return None if state is None else copied_position(state, type(owner).__name__, without)
 
 
 def set_position(owner: Any, position: Any) -> None:
