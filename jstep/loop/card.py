@@ -410,7 +410,7 @@ class Cards(Observer):
         with _logging_errors():
             program, traced, args = call.program, call.trace(state), call.of_one
             about, pure = {"stage": program.stage.first, "steps": program.most}, minimized(program.stage.step)
-            given = traced, program.constants.arrays, args, None if pure is None else pure.optimizer
+            given = traced, program.constants.values, args, None if pure is None else pure.optimizer
             self._begin(lambda: self._record(about | program_card(*given)))
 
     def past(self, step: int) -> dict[str, Any]:

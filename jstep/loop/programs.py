@@ -70,8 +70,7 @@ class OneStep:
             self.constants = metrics.constants
             if sums.is_wanted and type(metrics.computed) is dict:
                 sums.add(call.first, metrics.computed, metrics.constants.skipped, metrics.constants)
-            constants = metrics.constants
-            return new, {**metrics.computed, **constants.arrays} if constants.values else metrics.computed
+            return new, metrics.whole()
         # A step that jstep did not make.
         if trees.is_donated(state):  # on a mesh, JAX would crash
             require_alive(state)

@@ -1,5 +1,6 @@
 """The metrics of a step: those that its program computes, and constants, hyperparameters that are plain numbers."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,18 +17,16 @@ class Constants:
     """Numbers known without running the program; a pytree without leaves that compares by their values.
 
     Attributes:
-        values: Name → read-only NumPy array.
+        values: Name → NumPy scalar or read-only array; not to be changed. The same objects at each call, because they
+            are compared by identity at every step.
         skipped: The name of the metric that reports whether the update was skipped; None without a guard.
-        arrays: Name → NumPy scalar or read-only array; not to be changed.
     """
 
-    def __init__(self, values: dict[str, np.ndarray[Any, Any]], skipped: str | None = None) -> None:
-        self.values = values
+    def __init__(self, values: Mapping[str, Any], skipped: str | None = None) -> None:
+        self.values = {name: value[()] for name, value in values.items()}
         self.skipped = skipped
-        known = ((name, str(value.dtype), value.shape, value.tobytes()) for name, value in values.items())
+        known = ((name, str(value.dtype), value.shape, value.tobytes()) for name, value in self.values.items())
         self._key = (skipped, *known)
-        # The same objects at each call, because they are compared by identity at every step.
-        self.arrays = {name: value[()] for name, value in values.items()}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Constants) and self._key == other._key
@@ -54,7 +53,7 @@ class Metrics(NamedTuple):
 
     def whole(self) -> Any:
         """All metrics, as the caller of a step gets them."""
-        return {**self.computed, **self.constants.arrays} if self.constants.values else self.computed
+        return {**self.computed, **self.constants.values} if self.constants.values else self.computed
 
 
 def split(metrics: Any, skipped: str | None = None) -> Metrics:

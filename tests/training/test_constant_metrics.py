@@ -73,7 +73,7 @@ def test_constants_are_the_same_objects_in_each_call() -> None:
     both = []
     for _ in range(2):
         state, _, constants = many(state, jnp.stack([X] * 3), jnp.stack([Y] * 3))
-        both.append(constants.arrays)
+        both.append(constants.values)
     assert set(both[0]) == names
     assert all(both[0][name] is both[1][name] for name in both[0])
 
