@@ -91,7 +91,7 @@ _Waiting: TypeAlias = dict[threading.Condition, Callable[[], bool]]
 class BoundedQueue:
     """A bounded queue; subclasses choose the next element.
 
-    The elements are those in `_items`, in order of arrival, and `_held` more that a subclass has
+    The elements are those in `_items`, in order of arrival, and those in `_pool`, which a subclass has
     taken out of it. One mutex guards everything. It is reentrant: a signal handler may close the
     queue while the main thread holds the mutex.
 
@@ -108,7 +108,7 @@ class BoundedQueue:
                 "wait forever. A capacity of min_after_dequeue plus a few batches is usual"
             )
         self._items: deque[Any] = deque()
-        self._held = 0
+        self._pool: list[Any] = []
         self._empty_batch: tuple[Any, ...] | None = None  # of shapes; None before the first element
         self._mutex = threading.RLock()
         self._producers: _Waiting = {}  # threads that enqueue
@@ -133,7 +133,7 @@ class BoundedQueue:
     def size(self) -> int:
         """Return the current number of elements in the queue."""
         with self._mutex:
-            return len(self._items) + self._held
+            return len(self._items) + len(self._pool)
 
     def is_closed(self) -> bool:
         """Return whether `close` was called; a closed queue may still hold elements."""
@@ -150,7 +150,7 @@ class BoundedQueue:
                 the wait. The element was not added.
         """
         with self._mutex:
-            if self._closed or self._adding or len(self._items) + self._held >= self._room:
+            if self._closed or self._adding or len(self._items) + len(self._pool) >= self._room:
                 self._wait_to_add(self._wait, self._producers, self._can_add)
             if self._empty_batch is None:
                 self._empty_batch = _empty_batch_of(element)
@@ -206,7 +206,7 @@ class BoundedQueue:
             OutOfRangeError: The queue is closed and empty.
         """
         with self._mutex:
-            if self._collecting or len(self._items) + self._held <= self._min_after:
+            if self._collecting or len(self._items) + len(self._pool) <= self._min_after:
                 self._wait(self._consumers, self._can_take)
                 if not self.size():
                     self._refuse(1)
@@ -360,10 +360,10 @@ class BoundedQueue:
         return False
 
     def _can_add(self) -> bool:
-        return self._cancelled or (not self._adding and len(self._items) + self._held < self._room)
+        return self._cancelled or (not self._adding and len(self._items) + len(self._pool) < self._room)
 
     def _can_take(self) -> bool:
-        return not self._collecting and (len(self._items) + self._held > self._min_after or self._has_ended())
+        return not self._collecting and (len(self._items) + len(self._pool) > self._min_after or self._has_ended())
 
     def _wait_to_add(self, wait: Callable[..., None], *args: Any) -> None:
         name = type(self).__name__
@@ -495,7 +495,6 @@ class RandomShuffleQueue(BoundedQueue):
 
     def __init__(self, capacity: int, min_after_dequeue: int, seed: int | None = None) -> None:
         super().__init__(capacity, min_after_dequeue)
-        self._pool: list[Any] = []
         self._random = random.Random(seed if seed is None else as_int(seed, "seed"))
 
     def _take(self) -> Any:
@@ -508,10 +507,7 @@ class RandomShuffleQueue(BoundedQueue):
             items.clear()
         i = int(self._random.random() * len(pool))
         pool[i], pool[-1] = pool[-1], pool[i]
-        element = pool.pop()
-        self._held = len(pool)
-        return element
+        return pool.pop()
 
     def _put_back(self, elements: list[Any]) -> None:
         self._pool.extend(elements)
-        self._held = len(self._pool)
