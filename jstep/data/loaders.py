@@ -265,22 +265,22 @@ def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:
     )
 
 
-def gather_positions(position: Any, files: Files | None = None) -> dict[str, Any]:
+def gather_positions(position: Any, files: Files) -> dict[str, Any]:
     """Gather the positions of all processes, for a checkpoint's `extra`. Must be called on every process.
 
     Args:
         position: The position of this process, from `copied_position`; None if not known.
-        files: Where to put large arrays of the position of this process, which become files; None to keep all as text.
+        files: Where to put large arrays of the position of this process, which become files.
     """
     index, count = jax.process_index(), jax.process_count()
-    mine = None if files is None else Files(by_content=count > 1)
+    mine = Files(by_content=count > 1)
     gathered = [tagged_json.as_json(position, mine)]
     if count > 1:
         gathered = [json.loads(text) for text in processes.gather_texts(json.dumps(gathered[0]))]
     if all(one is None for one in gathered):
         return {}
     are_equal = all(one == gathered[0] for one in gathered)
-    if files is not None and mine and (index == 0 or not are_equal):
+    if index == 0 or not are_equal:
         files |= {f"{_file_stem(index)}{name}": one for name, one in mine.items()}
     positions = [
         tagged_json.with_files(one, functools.partial(_reference, _file_stem(process)))

@@ -81,13 +81,13 @@ class Plan(NamedTuple):
 
 
 class PlanReader:
-    """A function from step to the rows of a share of its batch, for one iterator.
+    """A function from step to the rows of this process's share of its batch, for one iterator.
 
     Its state are caches of pure functions, each replaced in one assignment, so threads may share it.
     """
 
-    def __init__(self, plan: Plan, share: Share) -> None:
-        self._plan, self._share = plan, share
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
         self._ahead = [Lookahead(*stream) for stream in plan.streams]
         self._known: tuple[int, Any] = (0, ())  # a step, and the row numbers of this and following steps
         self._counts: tuple[int, tuple[int, ...]] = (0, (0,) * len(plan.streams))
@@ -104,7 +104,7 @@ class PlanReader:
             first = plan.counts_at(before)
         after = plan.counts_at(before + size)
         self._counts = (before + size, after)
-        low, high = self._share.of(size)
+        low, high = plan.share.of(size)
         # Before mixing, the batch consists of the rows of the first source, then those of the second, and so on.
         ends = np.cumsum([b - a for a, b in zip(first, after, strict=True)])
         sources = np.searchsorted(ends, self._order(step, size), side="right")
@@ -125,7 +125,7 @@ class PlanReader:
             return found
         plan, (ahead,), ((num_rows, _),) = self._plan, self._ahead, self._plan.streams
         run = plan.sizes.run_of(step)
-        low, high = self._share.of(run.at(step))
+        low, high = plan.share.of(run.at(step))
         start, count = run.position_at(step) + low, high - low
         epoch, offset = divmod(start, num_rows)
         if not plan.shuffle or offset + count > num_rows:

@@ -252,7 +252,7 @@ class Rows:
         name: The name of the tree in a mixture; empty otherwise.
     """
 
-    def __init__(self, sources: list[Source], treedef: Any, name: str = "") -> None:
+    def __init__(self, sources: list[Source], treedef: Any, name: str) -> None:
         self._sources, self._treedef, self.name = sources, treedef, name
 
     def __len__(self) -> int:
@@ -349,7 +349,7 @@ class BatchSequence(abc.ABC):
 
     def _reader(self) -> Callable[[int], Any]:
         """Return a new function from step to batch for one iterator, in steps of the original sequence."""
-        reader, sources = PlanReader(self._plan, self._plan.share), [self._rows[name] for name in sorted(self._rows)]
+        reader, sources = PlanReader(self._plan), [self._rows[name] for name in sorted(self._rows)]
         if len(sources) == 1:  # its rows are in order, and need no indices
             return functools.partial(_take, reader.of_one, sources[0].take)
         return functools.partial(_read, reader, sources)
@@ -457,7 +457,7 @@ class BatchSequence(abc.ABC):
         count, names, hashed = len(self), sorted(self._rows), hashlib.blake2b(digest_size=16)
         used = {name: rows for name, rows in self._counts_before(count).items() if rows}
         hashed.update(repr((count, sorted(used.items()))).encode())
-        rows_of = PlanReader(self._plan, Share(self._plan.share.sizes, (0, 1)))  # on all processes
+        rows_of = PlanReader(self._plan._replace(share=Share(self._plan.share.sizes, (0, 1))))  # on all processes
         for step in sorted({*(count * i // 4 for i in range(4)), count - 1}) if count else ():
             for of in rows_of(self._steps[step]):
                 hashed.update(repr(names[of.source]).encode())

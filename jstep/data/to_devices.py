@@ -313,13 +313,12 @@ def is_axes(value: Any) -> bool:
     return bool(names) and all(isinstance(name, str) for name in names)
 
 
-def over_axes(sharding: Any, state: Any, argument: str = "batch_sharding") -> Any:
+def over_axes(sharding: Any, state: Any) -> Any:
     """Replace each name of a mesh axis, and tuple of names, in a tree of shardings by a sharding over the state's mesh.
 
     Args:
-        sharding: The user's value.
+        sharding: The user's `batch_sharding`.
         state: The state, or its shapes.
-        argument: The name of the argument, for errors.
 
     Raises:
         ValueError: The state is on no mesh, or its mesh has no such axis.
@@ -328,7 +327,7 @@ def over_axes(sharding: Any, state: Any, argument: str = "batch_sharding") -> An
     def leaf(axes: Any) -> Any:
         if not is_axes(axes):
             return axes
-        mesh, what = mesh_of(state), f"{argument}={axes!r}"
+        mesh, what = mesh_of(state), f"batch_sharding={axes!r}"
         if mesh is None:
             names = mesh_axes_of(axes)
             sizes = ", ".join(["jax.device_count()", *["1"] * (len(names) - 1)]) + ("," if len(names) == 1 else "")

@@ -8,6 +8,7 @@ import pytest
 from sources import Positioned, Stateful
 
 from jstep.data.loaders import POSITION, POSITIONS, gather_positions, saved_position, source_of
+from jstep.stores.tagged_json import Files
 
 
 @pytest.fixture
@@ -82,16 +83,16 @@ def test_one_process_without_a_position(process, caplog):
 
 
 def test_gather_positions(process, monkeypatch):
-    assert gather_positions(A) == {POSITION: A}
-    assert gather_positions(None) == {}
+    assert gather_positions(A, Files()) == {POSITION: A}
+    assert gather_positions(None, Files()) == {}
     process(0, 2)
     for others, expected in (
         (B, positions_of(A, B)),
         (A, {POSITION: A, POSITIONS: {"processes": 2, "positions": [A]}}),
     ):
         monkeypatch.setattr("jstep.distributed.processes.gather_texts", lambda text, o=others: [text, json.dumps(o)])
-        assert gather_positions(A) == expected
+        assert gather_positions(A, Files()) == expected
     monkeypatch.setattr("jstep.distributed.processes.gather_texts", lambda text: [text, text])
-    assert gather_positions(None) == {}
+    assert gather_positions(None, Files()) == {}
     monkeypatch.setattr("jstep.distributed.processes.gather_texts", lambda text: [text, json.dumps(B)])
-    assert gather_positions(None) == {POSITIONS: {"processes": 2, "positions": [None, B]}}
+    assert gather_positions(None, Files()) == {POSITIONS: {"processes": 2, "positions": [None, B]}}
