@@ -242,6 +242,16 @@ def test_skipped_steps_inside_a_guard_do_not_age():
     assert (state.slots["start_step"], state.slots["last_finite_step"]) == (4, 5)
 
 
+def test_a_guard_inside_skips_only_updates_that_are_due():
+    optimizer = jstep.update_every(2, jstep.skip_nonfinite(jstep.gradient_descent(0.1)))
+    step = jstep.minimize(lambda params, x: params["w"] * x, optimizer)
+    state, skipped = jstep.TrainState.create({"w": 1.0}, optimizer), []
+    for _ in range(2):
+        state, metrics = step(state, jnp.float32(jnp.nan))
+        skipped.append(float(metrics["skipped"]))
+    assert skipped == [0.0, 1.0]
+
+
 def test_held_values_can_be_set_at_any_step():
     optimizer = jstep.update_every(2, jstep.gradient_descent(jstep.held("rate", 1.0)))
     state = run(optimizer, [{"w": jnp.float32(1.0)}], {"w": 0.0})[-1]
