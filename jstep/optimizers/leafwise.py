@@ -1,6 +1,5 @@
 """Optimizers from a rule for one leaf, and the parts of an optimizer that others build on."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -203,8 +202,8 @@ def call_update(
 
     def update(slots: Slots, params: Params) -> tuple[Updates, Slots]:
         # Conditions inside a custom update may belong to a program of its own.
-        is_custom = not isinstance(optimizer.init, Init)
-        with setting(hyperparameters.CONDITIONS, ()) if is_custom else contextlib.nullcontext():
+        seen_by = hyperparameters.CONDITIONS.get() if isinstance(optimizer.init, Init) else ()
+        with setting(hyperparameters.CONDITIONS, seen_by):
             return optimizer.update(updates, slots, params, step, *further)
 
     loads = getattr(optimizer.update, "loads_slots", False)
