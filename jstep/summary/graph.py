@@ -141,7 +141,6 @@ def _split(path: str) -> list[str]:
 Env: TypeAlias = dict[Any, Ref]
 
 _OPENED = {"stablehlo.while": ("cond", "body"), "stablehlo.case": (), "stablehlo.if": ("true", "false")}
-_RETURNS = ("func.return", "stablehlo.return")
 _KINDS = {"ui": "uint", "i": "int", "f": "float"}
 _ELEMENTS = {"i1": "bool", "bf16": "bfloat16", "complex<f32>": "complex64", "complex<f64>": "complex128"}
 
@@ -177,10 +176,9 @@ class _LoweredWalker:
 
         `outer` is the location of the operation that holds the block, which is a prefix of the locations inside.
         """
-        for view in block.operations:
+        *views, returned = block.operations
+        for view in views:
             op = view.operation
-            if op.name in _RETURNS:
-                return [env[value] for value in op.operands]
             where = _parts(_loc(op.location))
             inner = where[len(outer) :] if where[: len(outer)] == outer else where
             if outer and inner and re.fullmatch(r"cond|body|branch_\d+_fun", inner[0]):
@@ -188,7 +186,7 @@ class _LoweredWalker:
             scopes = scopes_of("/".join(inner[:-1]))
             here = "/".join(filter(None, [scope, *scopes]))
             env.update(zip(op.results, self._operation(op, env, here, where), strict=True))
-        return []
+        return [env[value] for value in returned.operation.operands]
 
     def _operation(self, op: Any, env: Env, scope: str, where: list[str]) -> list[Ref]:
         inputs = [env[value] for value in op.operands]
