@@ -387,14 +387,8 @@ def evaluator(
     has_model_state = as_bool(has_model_state, "has_model_state")
     passes = EvaluationBatches(batches)
     evaluation_batches.check_sharding(batch_sharding)
-    return CheckedEvaluation(
-        compute=_replicated(_computing(metric_fn, as_lanes(lanes))),
-        merge=_replicated(evaluation_batches.merge_objects),
-        passes=passes,
-        use_averages=use_averages,
-        has_model_state=has_model_state,
-        batch_sharding=batch_sharding,
-    )
+    compute, merge = _replicated(_computing(metric_fn, as_lanes(lanes))), _replicated(evaluation_batches.merge_objects)
+    return CheckedEvaluation(compute, merge, passes, use_averages, has_model_state, batch_sharding)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
