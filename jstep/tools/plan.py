@@ -194,19 +194,17 @@ class Plan(Report):
         panels += [self._draw_rows] if self._rows_at and len(self.steps) > 1 else []
         across = 1 if len(panels) <= 2 else 2
         down = math.ceil(len(panels) / across)
-        fig = figure()
-        heights = [1.0] * down
-        heights += [0.3 + 0.17 * len(self.stages)] if len(self.stages) > 1 else []
-        heights += [0.25 + 0.17 * len(self.due)] if self.due else []
+        # Below the panels, over the whole width.
+        lines = [(0.3 + 0.17 * len(self.stages), self._draw_stages)] if len(self.stages) > 1 else []
+        lines += [(0.25 + 0.17 * len(self.due), self._draw_due)] if self.due else []
+        fig, heights = figure(), [1.0] * down + [height for height, _ in lines]
         fig.set_size_inches(6.5, max(1.2, 1.9 * sum(heights) + 0.3))
         if heights:
             grid = fig.add_gridspec(len(heights), across, height_ratios=heights)
             for i, panel in enumerate(panels):
                 panel(self._axes(fig, grid[i // across, i % across]))
-            if len(self.stages) > 1:
-                self._draw_stages(self._axes(fig, grid[down, :]))
-            if self.due:
-                self._draw_due(self._axes(fig, grid[len(heights) - 1, :]))
+            for row, (_, draw) in enumerate(lines, down):
+                draw(self._axes(fig, grid[row, :]))
         others = {name: column for name, column in self.hyperparameters.items() if name not in self._changing}
         constant = [f"{name} = {_number(column[0])}" for name, column in others.items() if column.ndim == 1]
         if constant:
