@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jstep
+from jstep.distributed import processes
 
 X = np.arange(24.0, dtype=np.float32).reshape(12, 2)
 OWN = jstep.batches(X, 4, shuffle=False, num_epochs=1)
@@ -130,6 +131,19 @@ def test_batches_that_are_left_alone():
     calls = []
     run(lambda state: calls.append(int(state.global_step)) or {"loss": 1.0})
     assert calls == [4]
+
+
+def test_batches_of_several_processes(monkeypatch):
+    """Rows of each process need a sharding; others are not read, since processes may have different numbers of them."""
+    monkeypatch.setattr(processes, "is_single_process", lambda: False)
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, jstep.adam(0.1))
+    own = jstep.evaluator(metric_fn, OWN)
+    for call in (own, own.check):
+        with pytest.raises(ValueError, match=r"batch_sharding=None: jstep\.batches gives each process its own rows"):
+            call(state)
+    loader, traced = Loader(), []
+    jstep.evaluator(lambda params, x: traced.append(1) or metric_fn(params, x), loader).check(state)
+    assert (loader.given, traced) == (0, [])
 
 
 @pytest.mark.thorough(except_for="each value once")

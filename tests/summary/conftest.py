@@ -29,6 +29,18 @@ def accumulate():
     return read
 
 
+@pytest.fixture
+def written(tmp_path, accumulate):
+    """A function that writes a summary, and reads it with TensorBoard's reader."""
+
+    def write(created, step=None, name="."):
+        with summary.SummaryWriter(tmp_path / name) as writer:
+            writer.add_summary(created, step)
+        return accumulate(tmp_path / name)
+
+    return write
+
+
 @pytest.fixture(autouse=True)
 def clear_collections():
     """Discard the eager summaries of earlier tests."""

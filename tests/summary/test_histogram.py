@@ -96,10 +96,10 @@ def test_64_bits_without_x64():
         np.finfo(np.float64).max,
     ],
 )
-def test_finite_doubles_beyond_float32_are_counted(tmp_path, accumulate, values):
+def test_finite_doubles_beyond_float32_are_counted(written, values):
     wide = np.array(values)
     np.testing.assert_array_equal(counts(wide), expected_counts(wide))
-    (event,) = read(tmp_path, accumulate, summary.histogram("h", wide))
+    (event,) = written(summary.histogram("h", wide), 1).Histograms("h")
     histogram = event.histogram_value
     assert (histogram.min, histogram.max, histogram.num) == (wide.min(), wide.max(), wide.size)
     assert histogram.sum == pytest.approx(wide.sum(), rel=1e-12)
@@ -112,16 +112,10 @@ def test_only_values_that_are_not_finite_are_reported(bad):
         counts(np.array([1e300, bad, 1.0]))
 
 
-def read(tmp_path, accumulate, summaries, step=1):
-    with summary.SummaryWriter(tmp_path) as writer:
-        writer.add_summary(summaries, step)
-    return accumulate(tmp_path).Histograms(summaries.tags[0])
-
-
 @pytest.mark.parametrize("scale", [1.0, 1e-20, 1e25, 3e37])
-def test_event_equals_that_of_tensorflow(tmp_path, accumulate, scale):
+def test_event_equals_that_of_tensorflow(written, scale):
     values = np.random.default_rng(0).standard_normal((37, 53)).astype(np.float32) * np.float32(scale)
-    (event,) = read(tmp_path, accumulate, summary.histogram("h", values))
+    (event,) = written(summary.histogram("h", values), 1).Histograms("h")
     histogram, wide = event.histogram_value, values.astype(np.float64)
     assert (histogram.min, histogram.max) == (values.min(), values.max())
     assert histogram.num == values.size
@@ -149,16 +143,16 @@ def _encode_to_proto(filled):
 
 
 @pytest.mark.parametrize("values", [np.zeros(5), np.zeros((0, 3)), np.float32(2.0), np.full(3, 1e-30)])
-def test_few_or_equal_values(tmp_path, accumulate, values):
-    (event,) = read(tmp_path, accumulate, summary.histogram("h", values))
+def test_few_or_equal_values(written, values):
+    (event,) = written(summary.histogram("h", values), 1).Histograms("h")
     histogram = event.histogram_value
     assert histogram.num == sum(histogram.bucket) == np.size(values)
     assert histogram.sum == pytest.approx(np.sum(values), rel=1e-6)
 
 
-def test_a_sum_of_many_values_is_accurate(tmp_path, accumulate):
+def test_a_sum_of_many_values_is_accurate(written):
     values = np.random.default_rng(0).uniform(0.9, 1.1, 1_000_001).astype(np.float32)
-    (event,) = read(tmp_path, accumulate, summary.histogram("h", values))
+    (event,) = written(summary.histogram("h", values), 1).Histograms("h")
     assert event.histogram_value.sum == pytest.approx(values.astype(np.float64).sum(), rel=1e-6)
 
 
@@ -167,7 +161,7 @@ def test_leaves_are_counts_not_values():
     assert sum(leaf.nbytes for leaf in leaves) < 8000
 
 
-def test_under_jit_vmap_and_scan(tmp_path, accumulate):
+def test_under_jit_vmap_and_scan(written):
     x = jnp.arange(12.0).reshape(3, 4)
     rows = [expected_counts(row) for row in np.asarray(x)]
     (part,) = jax.jit(lambda x: summary.histogram("h", x))(x).parts
@@ -175,7 +169,7 @@ def test_under_jit_vmap_and_scan(tmp_path, accumulate):
     (part,) = jax.vmap(lambda x: summary.histogram("h", x))(x).parts
     np.testing.assert_array_equal(part.counts, rows)
     _, stacked = jax.lax.scan(lambda c, row: (c, summary.histogram("h", row)), 0, x)
-    events = read(tmp_path, accumulate, stacked, step=30)
+    events = written(stacked, 30).Histograms("h")
     assert [(e.step, e.histogram_value.max) for e in events] == [(28, 3.0), (29, 7.0), (30, 11.0)]
 
 
@@ -189,7 +183,7 @@ def test_a_sharded_array_on_a_mesh_of_either_kind(kind):
     assert np.asarray(summaries.parts[1].pixels).ravel().tolist() == [0, 255, 170, 255]
 
 
-def test_sum_over_microbatches_is_the_histogram_of_all(tmp_path, accumulate):
+def test_sum_over_microbatches_is_the_histogram_of_all(written):
     values = np.random.default_rng(0).standard_normal((4, 100)).astype(np.float32)
     parts = [summary.histogram("h", row) for row in values]
 
@@ -198,7 +192,7 @@ def test_sum_over_microbatches_is_the_histogram_of_all(tmp_path, accumulate):
         stacked = jnp.stack(leaves)
         return stacked.mean(axis=0) if jnp.issubdtype(stacked.dtype, jnp.floating) else stacked.sum(axis=0)
 
-    (event,) = read(tmp_path, accumulate, jax.tree.map(mean_or_sum, *parts))
+    (event,) = written(jax.tree.map(mean_or_sum, *parts), 1).Histograms("h")
     histogram = event.histogram_value
     assert list(histogram.bucket) == _encode_to_proto(expected_counts(values))[1]
     assert histogram.num == 400

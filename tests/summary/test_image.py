@@ -87,12 +87,10 @@ def test_tags_depend_on_max_images():
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_images_are_read_as_written(tmp_path, accumulate, channels):
+def test_images_are_read_as_written(written, channels):
     rng = np.random.default_rng(0)
     given = rng.integers(0, 256, (2, 5, 7, channels), dtype=np.uint8)
-    with summary.SummaryWriter(tmp_path) as writer:
-        writer.add_summary(summary.image("x", given), 3)
-    events = accumulate(tmp_path)
+    events = written(summary.image("x", given), 3)
     for i in range(2):
         (event,) = events.Images(f"x/image/{i}")
         assert (event.step, event.height, event.width) == (3, 5, 7)
@@ -100,23 +98,19 @@ def test_images_are_read_as_written(tmp_path, accumulate, channels):
         np.testing.assert_array_equal(decoded, given[i])
 
 
-def test_under_jit_and_scan(tmp_path, accumulate):
+def test_under_jit_and_scan(written):
     frames = jnp.arange(3, dtype=jnp.uint8).reshape(3, 1, 1, 1, 1) * jnp.ones((3, 1, 2, 2, 1), jnp.uint8)
     _, stacked = jax.jit(lambda xs: jax.lax.scan(lambda c, x: (c, summary.image("x", x)), 0, xs))(frames)
-    with summary.SummaryWriter(tmp_path) as writer:
-        writer.add_summary(stacked, 10)
-    events = accumulate(tmp_path).Images("x/image/0")
+    events = written(stacked, 10).Images("x/image/0")
     assert [e.step for e in events] == [8, 9, 10]
     assert [np.asarray(Image.open(io.BytesIO(e.encoded_image_string))).max() for e in events] == [0, 1, 2]
 
 
-def test_eager_images_are_copied_before_their_buffer_is_deleted(tmp_path, accumulate):
+def test_eager_images_are_copied_before_their_buffer_is_deleted(written):
     batch = jnp.full((1, 2, 2, 1), 7, jnp.uint8)
     images = summary.image("x", batch)
     batch.delete()
-    with summary.SummaryWriter(tmp_path) as writer:
-        writer.add_summary(images)
-    assert len(accumulate(tmp_path).Images("x/image/0")) == 1
+    assert len(written(images).Images("x/image/0")) == 1
 
 
 @pytest.mark.parametrize("reduce", [lambda a, b: a + b, lambda a, b: (a + b) / 2])
@@ -156,7 +150,5 @@ def test_max_images_must_be_positive(max_images):
         summary.image("x", np.zeros((1, 1, 1, 1)), max_images=max_images)
 
 
-def test_an_empty_batch_writes_no_events(tmp_path, accumulate):
-    with summary.SummaryWriter(tmp_path) as writer:
-        writer.add_summary(summary.image("x", np.zeros((0, 2, 2, 1), np.uint8)))
-    assert accumulate(tmp_path).Tags()["images"] == []
+def test_an_empty_batch_writes_no_events(written):
+    assert written(summary.image("x", np.zeros((0, 2, 2, 1), np.uint8))).Tags()["images"] == []

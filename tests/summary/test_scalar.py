@@ -5,15 +5,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from event_reading import scalars
 
 from jstep import summary
 
 
-def write_and_read(tmp_path, accumulate, created, step=1):
-    with summary.SummaryWriter(tmp_path) as writer:
-        writer.add_summary(created, step)
-    events = accumulate(tmp_path)
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+def all_scalars(events):
+    return {tag: scalars(events, tag) for tag in events.Tags()["scalars"]}
 
 
 @pytest.mark.parametrize(
@@ -27,35 +25,35 @@ def write_and_read(tmp_path, accumulate, created, step=1):
         np.array(2.5, ml_dtypes.bfloat16),
     ],
 )
-def test_numbers_of_any_type(tmp_path, accumulate, value):
-    assert write_and_read(tmp_path, accumulate, summary.scalar("loss", value)) == {"loss": [(1, 2.5)]}
+def test_numbers_of_any_type(written, value):
+    assert all_scalars(written(summary.scalar("loss", value), 1)) == {"loss": [(1, 2.5)]}
 
 
 @pytest.mark.parametrize(("value", "expected"), [(3, 3.0), (True, 1.0), (np.int8(-1), -1.0), (2**40, 2.0**40)])
-def test_integers_and_bools(tmp_path, accumulate, value, expected):
-    assert write_and_read(tmp_path, accumulate, summary.scalar("n", value)) == {"n": [(1, expected)]}
+def test_integers_and_bools(written, value, expected):
+    assert all_scalars(written(summary.scalar("n", value), 1)) == {"n": [(1, expected)]}
 
 
-def test_overflow_of_float32_and_nan(tmp_path, accumulate):
+def test_overflow_of_float32_and_nan(written):
     created = summary.scalar(["big", "nan"], [1e300, float("nan")])
-    read = write_and_read(tmp_path, accumulate, created)
+    read = all_scalars(written(created, 1))
     assert read["big"] == [(1, np.inf)]
     assert np.isnan(read["nan"][0][1])
 
 
 @pytest.mark.parametrize("tags", [["a", "b"], ("a", "b"), np.array(["a", "b"])])
 @pytest.mark.parametrize("values", [[1.0, 2.0], (1.0, np.float32(2)), np.array([1, 2]), jnp.array([1.0, 2.0])])
-def test_vectors_of_tags_and_values(tmp_path, accumulate, tags, values):
-    read = write_and_read(tmp_path, accumulate, summary.scalar(tags, values))
+def test_vectors_of_tags_and_values(written, tags, values):
+    read = all_scalars(written(summary.scalar(tags, values), 1))
     assert read == {"a": [(1, 1.0)], "b": [(1, 2.0)]}
 
 
-def test_a_matrix_of_tags(tmp_path, accumulate):
+def test_a_matrix_of_tags(written):
     created = summary.scalar([["a", "b"], ["c", "d"]], jnp.arange(4.0).reshape(2, 2))
     assert created.tags == ("a", "b", "c", "d")
-    assert write_and_read(tmp_path, accumulate, created)["d"] == [(1, 3.0)]
+    assert all_scalars(written(created, 1))["d"] == [(1, 3.0)]
     nested = summary.scalar([["a", "b"], ["c", "d"]], [[0.0, 1.0], [2.0, jnp.float32(3.0)]])
-    assert write_and_read(tmp_path / "nested", accumulate, nested)["d"] == [(1, 3.0)]
+    assert all_scalars(written(nested, 1, "nested"))["d"] == [(1, 3.0)]
 
 
 def test_a_list_may_contain_tracers():
@@ -63,8 +61,8 @@ def test_a_list_may_contain_tracers():
     assert [float(part.values) for part in created.parts] == [3.0, 6.0]
 
 
-def test_without_tags_nothing_is_written(tmp_path, accumulate):
-    assert write_and_read(tmp_path, accumulate, summary.scalar([], [])) == {}
+def test_without_tags_nothing_is_written(written):
+    assert all_scalars(written(summary.scalar([], []), 1)) == {}
 
 
 @pytest.mark.parametrize(
@@ -118,7 +116,7 @@ def test_tags_are_compared_by_their_hashes(values):
     assert len(compared) < 300
 
 
-def test_values_are_captured_at_the_call(tmp_path, accumulate):
+def test_values_are_captured_at_the_call(written):
     host = np.array(1.0)
     donated = jnp.float32(2.0)
     pending = jax.jit(lambda x: jnp.linalg.norm(x @ x) * 0 + 3.0)(jnp.ones((500, 500)))
@@ -128,7 +126,7 @@ def test_values_are_captured_at_the_call(tmp_path, accumulate):
     host[...] = -1
     donated.delete()
     pending.delete()
-    read = write_and_read(tmp_path, accumulate, created)
+    read = all_scalars(written(created, 1))
     assert read == {"host": [(1, 1.0)], "device": [(1, 2.0)], "new": [(1, 3.0)]}
 
 
