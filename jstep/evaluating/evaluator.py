@@ -391,7 +391,7 @@ def evaluator(
     return CheckedEvaluation(compute, merge, passes, use_averages, has_model_state, batch_sharding)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+@dataclasses.dataclass(eq=False, repr=False)  # not frozen: a user may name it, as by functools.update_wrapper
 class CheckedEvaluation:
     """An `evaluate(state)` that finds before the first step what cannot work.
 

@@ -1,5 +1,6 @@
 """`evaluator`: exact results for all batch sizes, shardings and dtypes; endless batches; bad input."""
 
+import functools
 import itertools
 
 import jax
@@ -81,6 +82,12 @@ def test_prefix_shardings_and_batches_of_several_arguments():
     for sharding in (rows, (rows, replicated), ({"a": rows}, rows)):
         found = jstep.evaluator(metric_fn, batches, batch_sharding=sharding)(jstep.shard_state(make_state(), mesh))
         assert found["error"] == pytest.approx(0, abs=1e-10)
+
+
+def test_it_can_be_named_as_a_function():
+    evaluate = functools.update_wrapper(jstep.evaluator(metrics, in_batches(X, 8)), metrics)
+    assert evaluate.__name__ == "metrics"
+    assert evaluate(make_state())["right"] == EXPECTED["right"]
 
 
 def test_it_compiles_once_per_batch_shape(compilations):
