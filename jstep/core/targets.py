@@ -107,11 +107,10 @@ def _by_prefix(paths: Sequence[str], most: int) -> str:
     """Count paths by their common prefixes, for the end of a listing that does not show all of them."""
     if len(paths) <= most:
         return ""
-    groups: dict[tuple[str, ...], list[list[str]]] = {}
     for depth in (2, 1):  # by entries of a field, or by field
-        groups = {}
-        for path in paths:
-            groups.setdefault(tuple(path.split("/")[:depth]), []).append(path.split("/"))
+        groups: dict[tuple[str, ...], list[list[str]]] = {}
+        for parts in (path.split("/") for path in paths):
+            groups.setdefault(tuple(parts[:depth]), []).append(parts)
         if len(groups) <= _GROUPS:
             break
     counted = []
