@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.tools.cli import main
 from jstep.tools.cli_common import at
 from jstep.tools.cli_compare import difference
 
@@ -266,16 +265,6 @@ def test_names_are_escaped_for_the_terminal(save, cli):
         assert "\x1b" not in cli(*arguments).out
 
 
-def test_help_fits_a_screen(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    assert caught.value.code == 0
-    out = capsys.readouterr().out
-    assert len(out.splitlines()) < 25
-    for words in ("inspect", "diff", "plot", "events", "Exit codes: 0 on success; 1 if", "or `stalls` a process"):
-        assert words in out
-
-
 def test_left_out_leaves(tmp_path, cli):
     def save(name, leave_out, **params):
         with jstep.Saver(tmp_path / name, leave_out=leave_out, async_save=False) as saver:
@@ -297,6 +286,13 @@ def test_left_out_leaves(tmp_path, cli):
         assert "1 of 6 leaves differ" in out
         assert "params/w" in out
         assert "fingerprint" in out
+
+    narrow, saved = (save(name, out, w=jnp.ones((2, 3), jnp.bfloat16)) for name, out in (("d", "w"), ("e", None)))
+    more = save("f", "new", new=jnp.ones(1))
+    assert "float32[2, 3] in A, bfloat16[2, 3] in B, left out of both" in cli("diff", other, narrow, code=1).out
+    assert "float32 in A, bfloat16 in B" in cli("diff", complete, saved, code=1).out
+    assert "only in B, left out of B" in cli("diff", complete, more, code=1).out
+    assert "only in A, left out of A" in cli("diff", more, complete, code=1).out
 
 
 def test_each_size_is_read_once(save, monkeypatch):
