@@ -216,12 +216,11 @@ def _directory(path: str, arguments: argparse.Namespace, not_one: ValueError | N
         keys["parameters"] = "finite"
     if any(row["passing"] for row in rows):
         keys["kept"] = "passing"
-    verdict = {True: "as written", False: "CORRUPTED", None: ""}
     shown = [
         {
             **row,
             "bytes": size(row["bytes"]),
-            "verified": verdict[row.get("verified")],
+            "verified": "as written" if row.get("verified") else "CORRUPTED",
             "finite": "finite" if row["finite"] else "NOT FINITE",
             "passing": "until the next" if row["passing"] else "",
         }

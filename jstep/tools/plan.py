@@ -509,7 +509,7 @@ def _column_groups(names: Iterable[str], step_width: int) -> list[list[str]]:
     return groups
 
 
-# Plots of plans with matplotlib; no display is needed.
+# The look of plots.
 
 _INK, _MARK, _FAINT = "#1b4f72", "#7b241c", "#b3b6b7"
 _MARKS = 400
