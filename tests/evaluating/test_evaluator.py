@@ -85,7 +85,7 @@ def test_prefix_shardings_and_batches_of_several_arguments():
 
 
 def test_it_can_be_named_as_a_function():
-    evaluate = functools.update_wrapper(jstep.evaluator(metrics, in_batches(X, 8)), metrics)
+    evaluate = functools.update_wrapper(jstep.evaluator(metrics, in_batches(8, X)), metrics)
     assert evaluate.__name__ == "metrics"
     assert evaluate(make_state())["right"] == EXPECTED["right"]
 
