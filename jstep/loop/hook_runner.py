@@ -35,8 +35,7 @@ class HookRunner:
         self._due: list[Due] = []
         self._ends: EndsAhead | None = None
         self.is_checking = self._was_last = False
-        self._next_check = self._counted = run.first
-        self._rows: int | None = None
+        self._next_check = run.first
         self.is_done = False
         self.ended_at: int | None = run.resumed.extra.get(ENDED)
         # Hooks of the user's own that have something to do at the end; what jstep's do there shows in the checkpoint.
@@ -72,27 +71,19 @@ class HookRunner:
         """Run hooks after a call that began at step `first`; return whether the run stops here."""
         run = self._run
         step = run.step
-        if run.rows != self._rows:
-            self._count_examples(first)
+        run.reports.count_examples(step - first, run.rows)
         if first >= self._next_check:
             self._check_step(first)
         for due in self._timed:
             if due.cadence.clock() >= due.deadline:
                 self._next_due = step
         if step >= self._next_due or run.pending:
-            self._count_examples(step)
             self._call_due_hooks()
         if self._ends is not None:
             self._ends.extend()
         if run.signals.to_stop():
             run.signals.is_heeded = True
         return run.signals.is_heeded or run.stopped_by is not None
-
-    def _count_examples(self, step: int) -> None:
-        """Count the examples up to a step: before hooks read them, and before batches of another size are counted."""
-        run = self._run
-        run.reports.count_examples(step - self._counted, self._rows)
-        self._counted, self._rows = step, run.rows
 
     def _check_step(self, first: int) -> None:
         """Check, once for each stage, that its step advances the global step by one; waits for the device."""
@@ -165,7 +156,6 @@ class HookRunner:
         if run.step == run.first or self._was_last:
             return
         self._was_last = True
-        self._count_examples(run.step)
         pending, run.pending = run.pending, []
         last = {id(due.hook): due.hook for due in self._due if due.at_last(run.step)}  # each once
         for hook, look in [*pending, *((hook, None) for hook in last.values())]:
