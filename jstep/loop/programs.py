@@ -58,14 +58,13 @@ class OneStep:
 
     def __init__(self, stage: Stage) -> None:
         self.stage, self.step = stage, stage.single
-        self._is_train_step = isinstance(stage.single, TrainStep)
         self.rows: int | None = None
         self.constants = NONE
         self.is_called = False
 
     def run(self, state: Any, call: Call, sums: MetricSums) -> Any:
         """Run the step; return the new state and its metrics."""
-        if self._is_train_step:
+        if isinstance(self.step, TrainStep):
             new, metrics = run(self.step, state, call.args)
             self.constants = metrics.constants
             if sums.is_wanted and type(metrics.computed) is dict:
@@ -84,7 +83,7 @@ class OneStep:
 
     def traceable(self, state: Any, args: tuple[Any, ...], sums: MetricSums) -> tuple[Any, tuple[Any, ...]]:
         """The compiled function of a call, and its arguments besides the state; for arrays or shapes."""
-        return (program_of(self.step, state, args) if self._is_train_step else self.step), args
+        return (program_of(self.step, state, args) if isinstance(self.step, TrainStep) else self.step), args
 
     def repeated(self, call: Call, sums: MetricSums) -> Callable[..., Any]:
         """A function that repeats a call, without adding its metrics to the sums."""
