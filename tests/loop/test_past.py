@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.hooks.card_differences import Changes
+from jstep.hooks.card_differences import Changes, changes
 from jstep.loop.card import past_changes, past_of, report_changes
 
 OPTIMIZER = jstep.gradient_descent(0.1)
@@ -198,3 +198,10 @@ def test_rows_that_changed_for_another_reason_are_reported(caplog):
     kept = past_of(batches(), 4, {})
     report_changes("model-4", Changes(past_changes(4, "model-4", {**kept, "rows": "other"}, kept), []))
     assert "their definition is the same" in warnings(caplog)[0]
+
+
+def test_a_setting_that_one_version_does_not_record_is_no_change():
+    before, now = ({"settings": {"jax_disable_jit": False, **more}} for more in ({}, {"jax_new": "on"}))
+    assert changes(before, now, 4) == changes(now, before, 4) == Changes([], [])
+    other = {"settings": {"jax_disable_jit": True}}
+    assert changes(before, other, 4) == Changes(["jax_disable_jit: false before, true now"], [])

@@ -148,6 +148,10 @@ PLACES = {
         lambda stuck, _: {"step": slow_device(stuck), "batches": lambda step: jnp.full(3, float(step))},
     ),
     "evaluation": (r"in an evaluation at step 12", lambda stuck, _: {"hooks": evaluating(stuck)}),
+    "numbers for a hook": (
+        r"in the hook MetricsHook at step 12",
+        lambda stuck, _: {"hooks": [jstep.MetricsHook(once(stuck, lambda *_: None, 4), every_n_steps=3)]},
+    ),
     "first save": (
         r"saving step 5",
         lambda stuck, patch: patch.setattr(Saver, "save", once(stuck, Saver.save)) or {"save_checkpoint_steps": 5},

@@ -46,6 +46,18 @@ def test_a_restart_reports_early_stopping(tmp_path, caplog):
     assert any("EarlyStopping(v) stopped it at step 6" in line for line in messages(caplog))
 
 
+def test_a_hook_that_says_why_no_step_is_run_is_quoted(caplog):
+    class Done(jstep.Hook):
+        why = "all is done"
+
+        def begin(self, state):
+            return True
+
+    caplog.set_level(logging.INFO)
+    train(20, hooks=[Done()])
+    assert "the run is at step 0 already: no step is run. all is done" in messages(caplog)
+
+
 class Converged(jstep.Hook):
     over = False
 

@@ -281,6 +281,26 @@ def test_the_note_names_the_hook_that_failed_first_not_one_whose_numbers_were_de
     assert "in every(5, " in note_of(caught.value)
 
 
+def test_an_error_that_prevents_saving_where_a_checkpoint_is_due(tmp_path):
+    error = KeyError("no")
+    error.prevents_saving = True
+    with pytest.raises(KeyError) as caught:
+        train(12, hooks=hook_failing(error), checkpoint_dir=tmp_path, save_checkpoint_steps=5)
+    assert "and is not saved" in note_of(caught.value)
+    assert jstep.Saver(tmp_path).all_steps() == []
+
+
+def test_the_note_names_the_hook_whose_last_numbers_could_not_be_delivered(monkeypatch):
+    monkeypatch.setattr("jstep.hooks.numbers.is_ready", lambda values: False)
+
+    def write(step, values):
+        raise OSError("full")
+
+    with pytest.raises(OSError, match="full") as caught:
+        train(5, hooks=[jstep.MetricsHook(write, every_n_steps=5)])
+    assert "in MetricsHook.after_step" in note_of(caught.value)
+
+
 def test_a_donated_state_is_reported_as_lost():
     """The step fails on the device, after the state was donated."""
 
