@@ -387,8 +387,7 @@ def mismatch(first: ByDevice, second: ByDevice) -> Mismatch | None:
             "state must be the same in every call"
         )
     devices = jax.devices()
-    marks = _marks(first, second, devices)
-    found = marks if processes.is_single_process() else processes.max_over_processes(marks)
+    found = processes.max_over_processes(_marks(first, second, devices))
     differ, of_devices = found[: len(first.paths)], found[len(first.paths) :]
     if not differ.any():
         return None
