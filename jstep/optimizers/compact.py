@@ -518,7 +518,7 @@ def _specs(state: TrainState, made: TrainState) -> TrainState:
 
     specs = treedef.unflatten(list(map(spec, jax.tree.leaves(state.params), *slots)))
     mesh: Any = explicit_mesh(state)
-    _, shardings, _ = state_shardings(state.params, made.slots, mesh, specs, None, slot_roles.roles_in(made))
+    _, shardings = state_shardings(state.params, made.slots, mesh, specs, None, slot_roles.roles_in(made))
     like = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), made.slots, shardings
     )

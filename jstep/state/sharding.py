@@ -189,8 +189,8 @@ def checked(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], path: st
 
 def state_shardings(
     params: Params, slots: Slots, mesh: AnyMesh, param_specs: ParamSpecs, slot_axis: Any, roles: Roles = NO_ROLES
-) -> tuple[Any, Slots, NamedSharding]:
-    """Return a sharding for each leaf of params and slots (arrays or shapes), and one for scalars.
+) -> tuple[Any, Slots]:
+    """Return a sharding for each leaf of params and slots (arrays or shapes).
 
     Args:
         params: The parameters.
@@ -201,7 +201,6 @@ def state_shardings(
         slot_axis: The axis over which slots of replicated parameters are split.
         roles: The roles of the slots, as far as they are known.
     """
-    on_all = everywhere(mesh)
     named = trees.leaves_with_paths(params)
     placed = [
         checked(mesh, spec, np.shape(leaf), path)
@@ -215,7 +214,7 @@ def state_shardings(
         # Non-trained variables may have the structure of the parameters by accident; they are not per-parameter slots.
         of_all = name == MODEL_STATE or (name in roles and roles.has_one_value(name))
         if of_all or not trees.is_like(params, tree):
-            return jax.tree.map(lambda _: on_all, tree)
+            return jax.tree.map(lambda _: everywhere(mesh), tree)
         # A state made by hand has no roles.
         by_name = Role.ROWS if name.endswith("_row") else Role.COLUMNS if name.endswith("_col") else None
         role = roles.get(name, by_name)
@@ -224,7 +223,7 @@ def state_shardings(
             for leaf, sharding, (_, parameter) in zip(treedef.flatten_up_to(tree), placed, named, strict=True)
         )
 
-    return treedef.unflatten(placed), {name: slot(name, tree) for name, tree in slots.items()}, on_all
+    return treedef.unflatten(placed), {name: slot(name, tree) for name, tree in slots.items()}
 
 
 def in_memory(shardings: Slots, slots: Slots, kind: str | None) -> Slots:

@@ -589,9 +589,8 @@ def shard_state(
 
 def _shardings_of(state: TrainState, mesh: Any, param_specs: Any, slot_axis: Any, memory: str | None) -> TrainState:
     """Return a state with the sharding of each leaf in its place."""
-    params, slots, everywhere = layout.state_shardings(
-        state.params, state.slots, mesh, param_specs, slot_axis, roles_in(state)
-    )
+    roles = roles_in(state)
+    params, slots = layout.state_shardings(state.params, state.slots, mesh, param_specs, slot_axis, roles)
     slots = layout.in_memory(slots, state.slots, memory)
-    step: Any = None if state.global_step is None else everywhere
+    step: Any = None if state.global_step is None else layout.everywhere(mesh)
     return state.replace(params=params, slots=slots, global_step=step)
