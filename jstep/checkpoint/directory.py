@@ -20,7 +20,7 @@ from jstep.checkpoint.claims import FileClaim
 from jstep.checkpoint.listing import ASIDE, DELETED, REPLACED, is_remains, listed
 from jstep.checkpoint.manifest import NAME, Manifest, encode
 from jstep.checkpoint.retention import evict
-from jstep.checkpoint.store import IN_FLIGHT, Commit, Store
+from jstep.checkpoint.store import IN_FLIGHT, Commit, Store, Write
 from jstep.core.checks import size
 from jstep.stores.files import make_folders, new_file, sync_folder
 from jstep.stores.objects import ABSENT, ReadResult
@@ -154,7 +154,10 @@ class DirectoryStore(Store):
 
             if self._arrays is None:
                 self._arrays = orbax_arrays.Checkpointer(self._prefix)
-            self._arrays.save(path, orbax_arrays.SaveArgs(dict(arrays), compress, files), end)
+            try:
+                self._arrays.save(path, orbax_arrays.SaveArgs(dict(arrays), compress, files), end)
+            finally:
+                self._write = Write(path + listing.TEMPORARY, self._arrays.finish, "jstep-save")
         self._is_cleaned = True
 
     def _publish(self, temporary: str, final: str, manifest: Manifest) -> list[str]:
@@ -200,8 +203,7 @@ class DirectoryStore(Store):
     def wait(self) -> None:
         """See `Store.wait`."""
         with self._explained():
-            if self._arrays is not None:
-                self._arrays.wait()
+            super().wait()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -267,9 +269,9 @@ class DirectoryStore(Store):
 
     def close(self, wait: bool = True) -> None:
         """See `Store.close`."""
+        super().close(wait)
         if self._arrays is not None and wait:
             self._arrays.close()
-        super().close(wait)
 
 
 def _set_aside(path: str) -> None:

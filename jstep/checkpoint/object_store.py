@@ -7,13 +7,11 @@ import itertools
 import json
 import logging
 import math
-import os
 import secrets
 import shlex
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent import futures
 from typing import Any
 
 import jax
@@ -23,8 +21,7 @@ from jstep.checkpoint.checksums import Record, StartRead
 from jstep.checkpoint.claims import ObjectClaim, key_of, owner_in
 from jstep.checkpoint.listing import Checkpoints
 from jstep.checkpoint.manifest import NAME, CheckpointError, CorruptedError, Manifest, decode, encode
-from jstep.checkpoint.store import IN_FLIGHT, Commit, Files, Store, finish_at_exit
-from jstep.core.meshes import in_background
+from jstep.checkpoint.store import Commit, Files, Store, Write
 from jstep.distributed import processes
 from jstep.stores.objects import STARTING, Directory, Pending, at_once, parts_of_url, spec
 
@@ -47,7 +44,6 @@ class ObjectStore(Store):
         self._listed: Checkpoints | None = None
         """What a save in progress has listed, while it decides which checkpoints to keep."""
         self._hurried = False
-        self._save: ObjectSave | None = None
         self._saving = ""
         self._warned = self._forbidden = False
 
@@ -138,7 +134,8 @@ class ObjectStore(Store):
         blocks = itertools.chain(packs.own_blocks(arrays), packs.file_blocks(files))
         end = functools.partial(self._commit, name, attempt, commit)
         self._saving = f"{name}/{attempt}"
-        self._save = ObjectSave(self._objects, name, attempt, blocks, compress, end)
+        one = ObjectSave(self._objects, name, attempt, blocks, compress, end)
+        self._write = Write(self._saving, one.run, f"jstep-save-{name}")
 
     def _commit(self, name: str, attempt: str, commit: Commit, files: Files, before: bytes) -> None:
         listed = self._listed = self._list(self._prefix)  # one list request per save
@@ -195,13 +192,6 @@ class ObjectStore(Store):
                 victims = list(attempts) if gone else []
             self.erase([key for victim in victims for key in attempts[victim]])
 
-    def wait(self) -> None:
-        """See `Store.wait`."""
-        if self._save is not None:
-            self._save.join()  # Ctrl-C leaves the save in progress, and the next call waits for it
-            save, self._save = self._save, None
-            save.wait()
-
     def abandon(self, path: str) -> None:
         """See `Store.abandon`. The next save removes what remains."""
         self._hurried = True  # the error names the newest checkpoint only if the store responds quickly
@@ -246,9 +236,9 @@ class ObjectStore(Store):
             _logger.warning("old checkpoints in %s stay because they cannot be deleted: %s", self.directory, error)
 
     def close(self, wait: bool = True) -> None:
-        """See `Store.close`. The claim is held until a save that Ctrl-C has not let end has ended."""
-        if self._save is not None:
-            (self._save.join if wait else self._save.detach)()
+        """See `Store.close`."""
+        if self._write is not None and not wait:
+            self._write.detach()
         super().close(wait)
 
 
@@ -273,7 +263,7 @@ _OTHERS = 120.0
 
 
 class ObjectSave:
-    """A save in progress.
+    """What one process does for a save.
 
     Args:
         objects: The directory of objects.
@@ -297,28 +287,9 @@ class ObjectSave:
         self._objects, self._name, self.folder = objects, name, f"{name}/{attempt}"
         self._blocks, self._compress, self._commit = blocks, compress, commit
         self._index, self._count = jax.process_index(), jax.process_count()
-        IN_FLIGHT[self.folder] = self
-        finish_at_exit()
-        self._pid = os.getpid()
-        self._done: futures.Future[None] = in_background(self._run, name=f"jstep-save-{name}", daemon=True)
 
-    def detach(self) -> None:
-        """Let the interpreter exit without waiting for the save."""
-        IN_FLIGHT.pop(self.folder, None)
-
-    def join(self) -> None:
-        """Wait for the save to end, whether it fails or not; in a fork, whose parent saves, do nothing."""
-        if self._pid == os.getpid():
-            futures.wait([self._done])
-
-    def wait(self) -> None:
-        """Wait as `join` does, and raise the error of a save that failed."""
-        self.join()  # after Ctrl-C, the interpreter waits for the save, and logs its error
-        if self._pid == os.getpid():
-            self.detach()
-            self._done.result()
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Write this process's part; on the first one, commit what all of them wrote, and on the others wait for it."""
         try:
             before = self._objects.read(f"{self._name}/{NAME}").stamp if self._index == 0 else b""
             began = time.monotonic()
@@ -338,7 +309,6 @@ class ObjectSave:
             )
             if failed := json.loads(data)["failed"]:
                 raise CheckpointError(f"on the first process: {failed}")
-        self.detach()
 
     def _write(self) -> bytes:
         blocks, self._blocks = self._blocks, ()

@@ -10,7 +10,6 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent import futures
 from typing import Any
 
 import jax
@@ -23,7 +22,6 @@ from jstep.checkpoint.checksums import write_files, write_part
 from jstep.checkpoint.listing import TEMPORARY
 from jstep.checkpoint.manifest import CorruptedError, Manifest
 from jstep.checkpoint.slots import stored_kind
-from jstep.checkpoint.store import IN_FLIGHT, finish_at_exit
 from jstep.core.meshes import in_background
 from jstep.core.placement import is_of_host, local_parts, place, slices
 
@@ -395,10 +393,8 @@ class Checkpointer:
             (np.ndarray, _NumpyArrays(begun, deepcopy_host_arrays=False)),
         )
         processes = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=f"jstep-{prefix}")
-        self._pid = os.getpid()
         self._quiet = contextlib.ExitStack()
         self._publish: Callable[[str, str], None] | None = None
-        self._done: futures.Future[None] | None = None
         self.error: Exception | None = None
         self._async = ocp.AsyncCheckpointer(
             Handler(self, begun, type_handler_registry=registry, multiprocessing_options=processes),
@@ -425,14 +421,8 @@ class Checkpointer:
         """Start to write; return when the arrays may be donated. `publish(temporary, final)` ends the write."""
         self._publish = publish
         self._quiet.enter_context(silenced())
-        IN_FLIGHT[path + TEMPORARY] = self
-        finish_at_exit()
-        try:
-            with self._one_error():
-                self._async.save(path, args=args)
-        finally:
-            # Python 3.11 takes a thread for ended if Ctrl-C interrupts its `join`: another thread joins that of Orbax.
-            self._done = in_background(self._async.wait_until_finished, name="jstep-save", daemon=True)
+        with self._one_error():
+            self._async.save(path, args=args)
 
     def _end(self, temporary: str, final: str) -> None:
         publish, self._publish = self._publish, None  # do not keep the function, and what it references, alive
@@ -440,26 +430,19 @@ class Checkpointer:
             if self.error is None and publish is not None:
                 publish(temporary, final)
 
-    def join(self) -> None:
-        """Wait for the write to end, whether it fails or not; in a fork, which lacks the threads, do nothing."""
-        if self._done is not None and self._pid == os.getpid():
-            futures.wait([self._done])
+    def finish(self) -> None:
+        """Wait for the write to end, and raise its error if it failed.
 
-    def wait(self) -> None:
-        """Wait as `join` does, and raise the error of a write that failed."""
-        self.join()  # Ctrl-C leaves the write in progress, and the next call waits for it
-        if self._done is None or self._pid != os.getpid():
-            return
-        done, self._done = self._done, None
+        Another thread than the main one calls this: Python 3.11 takes Orbax's thread for ended if Ctrl-C interrupts its
+        `join`.
+        """
         try:
-            with silenced(), self._one_error():
-                done.result()
+            with self._one_error():
+                self._async.wait_until_finished()
             if self.error is not None:
                 raise self.error
         finally:
             self.error = None
-            for path in [path for path, checkpointer in IN_FLIGHT.items() if checkpointer is self]:
-                del IN_FLIGHT[path]
             self._quiet.close()
 
     @contextlib.contextmanager
@@ -476,6 +459,5 @@ class Checkpointer:
 
     @silenced()
     def close(self) -> None:
-        """End the threads, when a write has ended."""
-        self.join()
+        """End the threads."""
         self._async.close()

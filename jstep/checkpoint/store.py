@@ -9,9 +9,11 @@ import contextlib
 import functools
 import gc
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent import futures
 from typing import Any, NamedTuple, Protocol
 
 from jstep.checkpoint import checksums
@@ -58,6 +60,7 @@ class Store(Protocol):
     """Seconds between two looks of who waits for a checkpoint."""
     _prefix: str
     _claim: FileClaim | ObjectClaim | None = None
+    _write: "Write | None" = None
     _is_left: bool = False
 
     def __init__(self, directory: str, prefix: str | None) -> None:
@@ -201,6 +204,10 @@ class Store(Protocol):
 
     def wait(self) -> None:
         """Wait for the write to end, and raise its error if it failed."""
+        if self._write is not None:
+            self._write.join()  # Ctrl-C leaves the write in progress, and the next call waits for it
+            write, self._write = self._write, None
+            write.wait()
 
     def abandon(self, path: str) -> None:
         """Remove what a failed save left behind, as far as possible; never raises."""
@@ -234,11 +241,15 @@ class Store(Protocol):
         self.close()
 
     def close(self, wait: bool = True) -> None:
-        """End the threads and release the claim. Reading still works.
+        """End the threads and release the claim, which is held until a write that Ctrl-C has not let end has ended.
+
+        Reading still works.
 
         Args:
             wait: False to wait for nothing: the user has pressed Ctrl-C twice.
         """
+        if self._write is not None and wait:
+            self._write.join()
         if self._claim is not None:
             self._claim.release(wait)
             self._claim = None
@@ -246,12 +257,50 @@ class Store(Protocol):
 
 # Saves in progress, which the interpreter finishes before it exits.
 
-IN_FLIGHT: dict[str, Any] = {}
-"""What is being written, such as the path of a temporary folder → what writes it, and has a method `wait`."""
+IN_FLIGHT: "dict[str, Write]" = {}
+"""What is being written, such as the path of a temporary folder → its write."""
+
+
+class Write:
+    """The write of a checkpoint in the background, which the interpreter finishes before it exits.
+
+    Args:
+        name: What is being written.
+        run: The function that writes it, or waits until it is written; its error is that of the write.
+        thread: The name of the thread that calls the function.
+    """
+
+    def __init__(self, name: str, run: Callable[[], None], thread: str) -> None:
+        from jstep.core.meshes import in_background  # not at the top: it imports JAX
+
+        def write() -> None:
+            run()
+            self.detach()
+
+        self._name, self._pid = name, os.getpid()
+        IN_FLIGHT[name] = self
+        _finish_at_exit()
+        self._done = in_background(write, name=thread, daemon=True)
+
+    def detach(self) -> None:
+        """Let the interpreter exit without waiting for the write."""
+        IN_FLIGHT.pop(self._name, None)
+
+    def join(self) -> None:
+        """Wait for the write to end, whether it fails or not; in a fork, whose parent writes, do nothing."""
+        if self._pid == os.getpid():
+            futures.wait([self._done])
+
+    def wait(self) -> None:
+        """Wait as `join` does, and raise the error of a write that failed."""
+        self.join()  # after Ctrl-C, the interpreter waits for the write, and logs its error
+        if self._pid == os.getpid():
+            self.detach()
+            self._done.result()
 
 
 @functools.cache
-def finish_at_exit() -> None:
+def _finish_at_exit() -> None:
     """Register the saves in progress to be finished when the interpreter exits: their threads end with it."""
     # Executors, which Orbax uses, refuse work once threading shuts down, which happens before atexit functions run.
     with contextlib.suppress(RuntimeError):  # it is shutting down already
@@ -259,8 +308,8 @@ def finish_at_exit() -> None:
 
 
 def _finish() -> None:
-    for name, save in list(IN_FLIGHT.items()):
+    for name, write in list(IN_FLIGHT.items()):
         try:
-            save.wait()
+            write.wait()
         except Exception:
             _logger.exception("%s was not saved", name.removesuffix(TEMPORARY))

@@ -163,9 +163,9 @@ def test_other_processes_wait_while_the_first_is_alive(gcs, monkeypatch, beats):
     save = object_store.ObjectSave(Directory("gs://bkt/run"), "model-1", "data.1-a", [], False, lambda *_: None)
     if beats == "stopped":
         with pytest.raises(jstep.CheckpointError, match="the first process has not reported the outcome"):
-            save.wait()
+            save.run()
     else:
-        save.wait()
+        save.run()
 
 
 CHILD = """
