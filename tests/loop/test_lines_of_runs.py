@@ -1,0 +1,234 @@
+"""What whole runs log, write and leave behind, line by line; `python tests/loop/test_lines_of_runs.py` writes it anew.
+
+The lines are in lines_of_runs.txt beside this file: a change of a message, of an order or of a field is a change of
+that file, to be looked at. Times and paths are masked.
+"""
+
+import itertools
+import json
+import logging
+import os
+import pathlib
+import re
+import signal
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+from jstep.summary import read
+
+FILE = pathlib.Path(__file__).with_name("lines_of_runs.txt")
+OPTIMIZER = jstep.momentum(jstep.exponential_decay(0.1, 10, 0.5), 0.9)
+
+
+def loss_fn(params: Any, x: Any) -> Any:
+    return jnp.mean((x["x"] @ params["w"] - 1.0) ** 2)
+
+
+def later_loss(params: Any, x: Any) -> Any:
+    return 2.0 * loss_fn(params, x)
+
+
+STEP, LATER = jstep.minimize(loss_fn, OPTIMIZER), jstep.minimize(later_loss, OPTIMIZER)
+ROWS = np.linspace(-1.0, 1.0, 40, dtype=np.float32).reshape(20, 2)
+DATA = jstep.batches({"x": ROWS}, 4, seed=3)
+
+
+class AfterStep(jstep.Hook):
+    """A hook that does something after a step."""
+
+    def __init__(self, at: int, what: Callable[[], Any]) -> None:
+        self._at, self._what = at, what
+
+    def after_step(self, step: int, state: Any, metrics: Any) -> None:
+        if step == self._at:
+            self._what()
+
+
+class Recorded(logging.Handler):
+    """The lines of the log of jstep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines += [f"{record.levelname} {line}" for line in record.getMessage().splitlines()]
+
+
+def run(
+    folder: str, last_step: int = 6, *, step: Any = STEP, state: Any = None, batches: Any = DATA, **options: Any
+) -> list[str]:
+    """Return what a run says and leaves behind: the log, its end, the timeline, the files and the events."""
+    logger, log = logging.getLogger("jstep"), Recorded()
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(log)
+    where = os.path.join(folder, "run")
+    known = len(timeline(where))
+    options = {"checkpoint_dir": where, "save_checkpoint_steps": 3, "log_steps": 2, "progress": False} | options
+    try:
+        state = jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER) if state is None else state
+        done = jstep.train(step, state, batches, last_step, **options)
+        end = [f"ends at step {int(done.global_step)}"]
+    except BaseException as error:
+        notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("jstep")]  # the others are JAX's
+        end = [f"raises {type(error).__name__}: {error}", *(f"note: {note}" for note in notes)]
+        end += [f"exit code {error.code}"] if isinstance(error, SystemExit) else []
+    finally:
+        logger.removeHandler(log)
+        logger.setLevel(before)
+    files = [f"file {os.path.relpath(path, folder)}" for path in sorted(map(str, pathlib.Path(where).glob("*")))]
+    return [*log.lines, *end, *timeline(where)[known:], *files]
+
+
+MASKED = {
+    *("time", "time_again", "pid", "began", "versions", "environment", "devices", "settings", "hash", "sharding"),
+    *("operations", "numbers"),  # of the traced program, which other versions of JAX trace otherwise
+}
+
+
+_KINDS = ("start", "card", "parts")
+
+
+def timeline(where: str) -> list[str]:
+    """Return the lines of the timeline, without those of parts of the time that later ones replace."""
+    path = pathlib.Path(where, "timeline.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    kept = []
+    for i, line in enumerate(lines):
+        later = itertools.takewhile(lambda one: one["kind"] != "start", lines[i + 1 :])
+        if line["kind"] != "parts" or "checkpoint" in line or all(one["kind"] != "parts" for one in later):
+            kept.append(line)
+    # A program is described when it is compiled, in the background.
+    starts = list(itertools.accumulate(line["kind"] == "start" for line in kept))
+    kept = [kept[i] for i in sorted(range(len(kept)), key=lambda i: (starts[i], _KINDS.index(kept[i]["kind"])))]
+    return [f"timeline {json.dumps(_masked(line), ensure_ascii=False)}" for line in kept]
+
+
+def _masked(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_masked(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    found = {name: "…" if one and name in MASKED else _masked(one) for name, one in value.items() if name != "start"}
+    return found | ({"seconds": sorted(found["seconds"])} if "seconds" in found else {})
+
+
+# Runs.
+
+
+def fresh_resumed_and_finished(folder: str) -> list[str]:
+    return ["-- fresh", *run(folder), "-- resumed", *run(folder, 10), "-- finished before", *run(folder, 10)]
+
+
+def with_stages_and_evaluations(folder: str) -> list[str]:
+    evaluate = jstep.evaluator(lambda params, x: {"loss": loss_fn(params, x)}, [{"x": ROWS}])
+    hooks = [
+        jstep.LoggingHook(every_n_steps=3),
+        jstep.EvaluationHook(evaluate, every_n_steps=4, then=[jstep.EarlyStopping("loss", patience=1, min_delta=9.0)]),
+    ]
+    options: dict[str, Any] = {"hooks": hooks, "logdir": os.path.join(folder, "log"), "save_summaries_steps": 2}
+    lines = run(
+        folder, 20, step={0: STEP, 3: LATER}, batches=jstep.batches({"x": ROWS}, {0: 4, 5: 5}, seed=3), **options
+    )
+    return [*lines, *events(os.path.join(folder, "log"))]
+
+
+def events(where: str) -> list[str]:
+    """Return the tags of the event files, each with its steps."""
+    found = read.read_scalars(where)
+    return [f"event {tag} at {[point.step for point in points]}" for tag, points in sorted(found.items())]
+
+
+def several_steps_per_call(folder: str) -> list[str]:
+    return run(folder, 9, steps_per_call=4, save_checkpoint_steps=6)
+
+
+def stopped_by_a_signal(folder: str) -> list[str]:
+    hook = AfterStep(4, lambda: signal.raise_signal(signal.SIGTERM))
+    return ["-- stopped", *run(folder, hooks=[hook]), "-- resumed", *run(folder)]
+
+
+def a_loss_that_is_nan(folder: str) -> list[str]:
+    bad = np.full((4, 2), np.nan, np.float32)
+    return run(folder, batches=lambda step: {"x": bad if step == 4 else ROWS[:4]})
+
+
+def a_hook_that_raises(folder: str) -> list[str]:
+    def fails() -> None:
+        raise OSError("the disk is away")
+
+    return ["-- raised", *run(folder, hooks=[AfterStep(4, fails)]), "-- resumed", *run(folder)]
+
+
+def batches_that_fail(folder: str) -> list[str]:
+    def batch(step: int) -> Any:
+        if step == 4:
+            raise KeyError("no such row")
+        return {"x": ROWS[:4]}
+
+    return run(folder, batches=batch)
+
+
+def batches_that_end_or_change(folder: str) -> list[str]:
+    ends = run(os.path.join(folder, "a"), batches=[{"x": ROWS[:4]}] * 4)
+    return [
+        "-- end",
+        *ends,
+        "-- change",
+        *run(os.path.join(folder, "b"), batches=[{"x": ROWS[:4]}] * 2 + [{"y": ROWS}]),
+    ]
+
+
+def other_parameters_than_were_saved(folder: str) -> list[str]:
+    other = jstep.TrainState.create({"w": jnp.ones(3), "b": jnp.ones(2)}, OPTIMIZER)
+    return run(folder)[:1] + run(folder, 8, state=other)
+
+
+REPORTS: dict[str, Callable[[str], list[str]]] = {
+    one.__name__: one
+    for one in (
+        *(fresh_resumed_and_finished, with_stages_and_evaluations, several_steps_per_call, stopped_by_a_signal),
+        *(a_loss_that_is_nan, a_hook_that_raises, batches_that_fail, batches_that_end_or_change),
+        other_parameters_than_were_saved,
+    )
+}
+
+
+def text_of(name: str) -> str:
+    """Return what the runs of a report say, without what differs between machines and versions of JAX."""
+    with tempfile.TemporaryDirectory() as folder:
+        lines = REPORTS[name](folder)
+        # Programs are compiled in the background, so that these lines may come earlier or later.
+        text = "\n".join(line for line in lines if not line.startswith("INFO compiled "))
+        text = (
+            text.replace(os.path.realpath(folder), "FOLDER")
+            .replace(folder, "FOLDER")
+            .replace("__main__.", f"test_{FILE.stem}.")
+        )
+    text = re.sub(r"[\d.e+]+ (examples/s|steps/s)", r"N \1", text)
+    return re.sub(r"(\d\.\d{4})\d{6,}", r"\1…", text)
+
+
+def stored() -> dict[str, str]:
+    parts = re.split(r"^=== (\w+)\n", FILE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    return {name: body.rstrip("\n") for name, body in zip(parts[::2], parts[1::2], strict=True)}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_each_line_of_a_run(name: str) -> None:
+    assert text_of(name).splitlines() == stored()[name].splitlines()
+
+
+def test_each_stored_text_is_compared() -> None:
+    assert list(stored()) == list(REPORTS)
+
+
+if __name__ == "__main__":
+    FILE.write_text("\n".join(f"=== {name}\n{text_of(name)}\n" for name in REPORTS), encoding="utf-8")
