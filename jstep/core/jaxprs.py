@@ -224,8 +224,7 @@ def walk(body: Subprogram) -> Iterator[Operation]:
     """Yield all operations, including nested ones."""
     for operation in body.operations:
         yield operation
-        for inner in operation.bodies:
-            yield from walk(inner)
+        yield from inside(operation)
 
 
 def inside(operation: Operation) -> Iterator[Operation]:

@@ -3,7 +3,7 @@
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, Unpack
 
 import jax
@@ -279,8 +279,9 @@ def lengths(part: ShardBounds) -> tuple[int, ...]:
 
 def local_parts(shape: Sequence[int], sharding: Any) -> list[ShardBounds]:
     """Return the distinct parts of an array that the devices of this process hold; the whole array without sharding."""
-    whole = (slice(None),) * len(shape)
-    indices: Iterable[Any] = [whole] if sharding is None else _indices(shape, sharding).values()
+    if sharding is None:
+        return [tuple((0, size) for size in shape)]
+    indices = sharding.addressable_devices_indices_map(tuple(shape)).values()
     return list(dict.fromkeys(bounds(index, shape) for index in indices))
 
 
@@ -295,7 +296,7 @@ def place(
         sharding: Its sharding.
         parts: The values of `local_parts(shape, sharding)`.
     """
-    indices = _indices(shape, sharding)
+    indices = sharding.addressable_devices_indices_map(tuple(shape))
     devices = [jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in indices]
     values = [parts[bounds(index, shape)] for index in indices.values()]
     with internal_transfers():
@@ -349,10 +350,6 @@ def _on_devices(sharding: Any, path: str) -> jax.sharding.NamedSharding:
             "jax.set_mesh(mesh)"
         )
     return jax.sharding.NamedSharding(mesh, sharding.spec)
-
-
-def _indices(shape: Sequence[int], sharding: Any) -> Mapping[Any, Any]:
-    return sharding.addressable_devices_indices_map(tuple(shape))
 
 
 # Scans that unroll if the compiled loop would be slow.

@@ -694,17 +694,15 @@ def _rows(array: Any) -> list[Any]:
 
 
 def _check_same(arrays: Sequence[Any], path: str, what: str, name: Callable[[int], str]) -> None:
-    def check(aspect: str, of: Callable[[Any], Any]) -> None:
-        for i, array in enumerate(arrays):
-            if of(array) != of(arrays[0]):
-                raise ValueError(
-                    f"{what}: {aspect}s differ at {quoted(path)}: {of(arrays[0])} in {name(0)}, {of(array)} in "
-                    f"{name(i)}. Elements must match to be stacked: pad, crop or cast them before."
-                )
-
-    check("shape", lambda a: a.shape)
     # Strings may have different lengths; the dtypes of PRNG keys have no kind.
-    check("dtype", lambda a: a.dtype.kind if getattr(a.dtype, "kind", "V") in "SU" else a.dtype)
+    dtypes = [a.dtype.kind if getattr(a.dtype, "kind", "V") in "SU" else a.dtype for a in arrays]
+    for aspect, each in (("shape", [a.shape for a in arrays]), ("dtype", dtypes)):
+        for i, one in enumerate(each):
+            if one != each[0]:
+                raise ValueError(
+                    f"{what}: {aspect}s differ at {quoted(path)}: {each[0]} in {name(0)}, {one} in {name(i)}. "
+                    "Elements must match to be stacked: pad, crop or cast them before."
+                )
 
 
 # Sparse gradients of tables, such as embeddings.
