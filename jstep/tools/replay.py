@@ -315,13 +315,11 @@ def verify_resume(
 @scoped
 def _each_warning_once() -> Iterator[None]:
     """Context manager that logs a warning once, because the runs of a comparison repeat those of the first one."""
-    logged: set[str] = set()
+    logged: list[str] = []
 
     def is_new(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        is_repeated = record.levelno >= logging.WARNING and text in logged
-        logged.add(text)
-        return not is_repeated
+        logged.append(record.getMessage())
+        return record.levelno < logging.WARNING or logged.count(logged[-1]) == 1
 
     _logger.addFilter(is_new)
     try:
