@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jstep.core import trees
@@ -212,18 +212,6 @@ class HookRunner:
         is_last = run.step >= run.options.last_step or run.stopped_by is not None
         is_evaluated = all(run.step in hook.results for hook in run.evaluations)
         return is_last and is_evaluated and not (self._ends_of_users or run.signals.is_heeded)
-
-    def save(self, savers: Sequence[CheckpointSaverHook]) -> list[tuple[Any, bool | Exception]]:
-        """Save the state by each of these savers; return whether each has saved it, or its error."""
-        run, outcomes = self._run, list[tuple[Any, bool | Exception]]()
-        for hook in savers:
-            run.calling = Calling(hook, "save")
-            try:
-                outcomes.append((hook, hook.save(run.step, run.state, wait=True)))
-            except Exception as error:
-                outcomes.append((hook, error))
-        run.calling = None
-        return outcomes
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
         run, calling = self._run, Calling(hook, method)

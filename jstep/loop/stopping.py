@@ -99,19 +99,18 @@ def exit_on_signal(run: Run) -> NoReturn:
     when = f"after step {run.step}"
     why = why_not_finite(run) if run.savers else ""
     savers = [hook for hook in run.savers if not why or hook.allows_nonfinite]
-    outcomes, errors = run.runner.save(savers), Errors(run)
-    for hook, outcome in outcomes:
-        if isinstance(outcome, Exception):
-            errors.add(outcome, Calling(hook, "save"))
+    are_saved, errors = list[bool](), Errors(run)
+    for hook in savers:
+        run.calling = Calling(hook, "save")
+        with errors:
+            are_saved.append(hook.save(run.step, run.state, wait=True))
     errors.end()
     if len(savers) < len(run.savers):
         run.before_save(run.step)  # `NanLossHook` raises a more specific error
         raise run.finite.error or run.signals.stopped(f"{when}, which is not saved: {why}")
-    if outcomes:
-        is_saved = all(outcome for _, outcome in outcomes)
-        when += (
-            f", which {'is saved; start the run again to resume' if is_saved else 'is not saved, as a hook demands'}"
-        )
+    if savers:
+        is_saved = "is saved; start the run again to resume" if all(are_saved) else "is not saved, as a hook demands"
+        when += f", which {is_saved}"
     raise run.signals.stopped(when)
 
 
@@ -185,19 +184,24 @@ def _saved(run: Run, error: BaseException) -> str:
         lost = why_position_lost(run)
     except Exception as failure:  # of an earlier save
         return f", and could not be saved: {_text(failure)}"
-    others = run.runner.save([hook for hook in savers if not (lost and isinstance(hook, RunSaverHook))])
-    first = None if lost else others.pop(0)
-    for hook, outcome in others:
-        if isinstance(outcome, Exception) and str(outcome) != str(error):
-            note(error, f"Additionally, {name_of(hook)} could not save step {run.step}: {_text(outcome)}")
-    if first is None:
-        return f", and is not saved: {lost}"
-    hook, outcome = first
-    if isinstance(outcome, Exception):
-        return ", and is not saved" if str(outcome) == str(error) else f", and could not be saved: {_text(outcome)}"
-    if not outcome:
-        return ", and is not saved, as a hook demands"
-    return f", and is saved as {checkpoint_name(hook.prefix, run.step)}; start the run again to resume"
+    saved = f", and is not saved: {lost}" if lost else ""
+    for hook in savers:
+        if lost and isinstance(hook, RunSaverHook):
+            continue
+        run.calling = Calling(hook, "save")
+        try:
+            if hook.save(run.step, run.state, wait=True):
+                outcome = f", and is saved as {checkpoint_name(hook.prefix, run.step)}; start the run again to resume"
+            else:
+                outcome = ", and is not saved, as a hook demands"
+        except Exception as failure:
+            is_same = str(failure) == str(error)
+            outcome = ", and is not saved" if is_same else f", and could not be saved: {_text(failure)}"
+            if saved and not is_same:
+                note(error, f"Additionally, {name_of(hook)} could not save step {run.step}: {_text(failure)}")
+        saved = saved or outcome
+    run.calling = None
+    return saved
 
 
 def _text(error: Exception) -> str:
