@@ -109,8 +109,9 @@ class Run(RunInfo):
 
     def write_line(self, kind: str, **fields: Any) -> None:
         """Write a line about the run, from any thread, if a file is open."""
-        if self.reports.timeline is not None:
-            self.reports.timeline.write(kind, **fields)
+        timeline = self.reports.timeline
+        if timeline is not None:
+            timeline.write(kind, **fields)
 
     def constant_metrics(self) -> Collection[str]:
         """The names of metrics that never change."""

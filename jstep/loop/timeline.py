@@ -26,7 +26,6 @@ class TimelineRecorder(Observer):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._wall = stopwatch.CLOCKS.wall() - sum(run.watch.seconds().values())
-        self._timeline: Timeline | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="jstep-timeline", daemon=True)
 
@@ -34,10 +33,11 @@ class TimelineRecorder(Observer):
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10)  # it may be blocked on an object store
-        if self._timeline is not None:
+        reports = self.run.reports
+        if reports.timeline is not None:
             self.times()
-            self._timeline.close()
-            self._timeline = None
+            reports.timeline.close()
+            reports.timeline = None
         self.run.watch.stop()
 
     def opened(self) -> None:
@@ -47,19 +47,19 @@ class TimelineRecorder(Observer):
             self.run.watch.stop()
             return
         try:
-            self._timeline = Timeline(where, run.options.checkpoint_prefix if run.saver is None else run.saver.prefix)
+            timeline = Timeline(where, run.options.checkpoint_prefix if run.saver is None else run.saver.prefix)
         except OSError as error:
             _logger.warning("%s: the times of this run cannot be kept: %s", where, error)
             self.run.watch.stop()
             return
-        self.run.reports.timeline = self._timeline
-        self.run.reports.flushes.append(self._timeline.flush)  # no line is older than the newest checkpoint
+        run.reports.timeline = timeline
+        run.reports.flushes.append(timeline.flush)  # no line is older than the newest checkpoint
         self.times(START, version=VERSION)
         self._thread.start()
 
     def times(self, kind: str = TIMES, **fields: Any) -> None:
         """Write a line with the times so far, if the file is open."""
-        run, timeline = self.run, self._timeline
+        run, timeline = self.run, self.run.reports.timeline
         if timeline is None:
             return
         first, step, seconds = run.resumed.first if run.resumed.is_begun else None, run.step, run.watch.seconds()
