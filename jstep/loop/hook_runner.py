@@ -25,7 +25,6 @@ class HookRunner:
 
     Attributes:
         is_checking: Whether the first state of a stage is being checked.
-        is_done: Whether one of the hooks ends the run before any step.
         ended_at: The step at which `end` of the hooks was called last, by this start or an earlier one, or None.
     """
 
@@ -36,36 +35,37 @@ class HookRunner:
         self._ends: EndsAhead | None = None
         self.is_checking = self._was_last = False
         self._next_check = run.first
-        self.is_done = False
         self.ended_at: int | None = run.resumed.extra.get(ENDED)
         # Hooks of the user's own that have something to do at the end; what jstep's do there shows in the checkpoint.
         self._ends_of_users = any(_overrides(hook, "end") and not is_public(type(hook)) for hook in run.options.hooks)
 
-    def begin(self) -> None:
-        """Begin the hooks, one of which may end the run before any step."""
-        run = self._run
+    def begin(self) -> bool:
+        """Begin the hooks; return whether one of them ends the run before any step."""
+        run, is_done = self._run, False
         for hook in run.hooks:
             if hasattr(hook, "begin") and self._call(hook, "begin", run.state):
-                self.is_done = True
+                is_done = True
         self._due = [Due(hook, run.first) for hook in run.hooks if _acts(hook)]
         self._timed = [due for due in self._due if due.deadline != math.inf]
         self._next_due = min((due.next for due in self._due), default=NEVER)
+        return is_done
 
     def before(self) -> None:
         """Call `before_step` of the hooks that have one, before a call."""
         for hook in self._before:
             self._call(hook, "before_step", self._run.step, self._run.state)
 
-    def evaluate(self, method: str) -> None:
-        """Evaluate before the first step, which may end the run.
+    def evaluate(self, method: str) -> bool:
+        """Evaluate before the first step; return whether that ends the run.
 
         Args:
             method: `evaluate_first`, or `evaluate_owed` for what a signal interrupted before the restart.
         """
-        run = self._run
+        run, is_done = self._run, False
         for hook in run.evaluations:
             if self._take(hook, method, self._call(hook, method, run.step, run.state)):
-                self.is_done, run.stopped_by = True, hook.stopped_by or run.stopped_by
+                is_done, run.stopped_by = True, hook.stopped_by or run.stopped_by
+        return is_done
 
     def after(self, first: int) -> bool:
         """Run hooks after a call that began at step `first`; return whether the run stops here."""

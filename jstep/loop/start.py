@@ -54,15 +54,15 @@ def begin(run: Run, batches: Any) -> None:
     runner = run.runner = HookRunner(run)
     source, items = processes.on_all_processes(lambda: started or _open_batches(run, batches), _PROBLEM)
     check_owners(run.hooks)
-    runner.begin()
+    is_over = runner.begin()
     if run.restored is not None:
-        runner.is_done = restore_hooks(run) or runner.is_done
-        runner.evaluate("evaluate_owed")  # what a signal interrupted
+        is_over = restore_hooks(run) or is_over
+        is_over = runner.evaluate("evaluate_owed") or is_over  # what a signal interrupted
     elif run.saver is not None:
         get_states(run.hooks)  # a state that cannot be kept is an error now, not at the first save
-    if run.restored is None and not runner.is_done and run.first < run.options.last_step:
-        runner.evaluate("evaluate_first")
-    if runner.is_done or run.first >= run.options.last_step:
+    if run.restored is None and not is_over and run.first < run.options.last_step:
+        is_over = runner.evaluate("evaluate_first")
+    if is_over or run.first >= run.options.last_step:
         report_done(run)
         return
     if run.resumed.extra.get(STOPPED) is not None:
