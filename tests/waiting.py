@@ -18,11 +18,15 @@ def wait_until(condition):
 
 def interrupt(call):
     """Press Ctrl-C while a call waits for something."""
+
+    def interrupted():
+        threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        call()
+
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            call()
+            interrupted()
     finally:
         signal.signal(signal.SIGINT, handler)
 

@@ -65,7 +65,8 @@ def test_invalid_content_with_a_valid_checksum(saved, change):
     edit_manifest(path, change)
     for call in (saver.restore, saver.extra, lambda: saver.restore(state_at(0))):
         with pytest.raises(
-            CheckpointError, match=r"model-2 is corrupted: .*manifest.json.*newest intact checkpoint is step 1"
+            CheckpointError,
+            match=r"model-2 is corrupted: .*manifest.json: .*content is not what jstep .*intact checkpoint is step 1",
         ):
             call()
     # the other checkpoints remain usable
@@ -153,13 +154,6 @@ def test_a_linked_checkpoint_is_restored_and_evicted(tmp_path):
         assert saver.all_steps() == [3]
     assert listing(tmp_path / "run") == ["model-3"]
     assert listing(tmp_path / "elsewhere") == ["model-1"]
-
-
-def test_the_error_for_an_invalid_field_says_what_is_wrong(saved):
-    saver, path = saved
-    edit_manifest(path, lambda data: data.update(step="2"))
-    with pytest.raises(CheckpointError, match="content is not what jstep"):
-        saver.extra()
 
 
 def reading(path):
