@@ -648,22 +648,14 @@ def own_leaves(params: Params) -> list[tuple[str, Any]]:
 
 def on_whole(params: Params, of: Callable[[Params], list[Any]]) -> list[Any]:
     """Apply `of` to all parameters, even inside `partition`, and return its values for the leaves of params."""
-    whole = _whole(params)
-    if whole is None:
+    whole = _WHOLE.get()
+    everything, structure_of_all = trees.flatten(whole, is_leaf=trees.is_none)
+    leaves, structure = trees.flatten(params, is_leaf=trees.is_none)
+    if whole is None or structure != structure_of_all:  # params are no part, or other form, of others
         return of(params)
     values = iter(of(whole))
-    by_all = [None if leaf is None else next(values) for leaf in _with_nones(whole)[0]]
-    return [value for value, leaf in zip(by_all, _with_nones(params)[0], strict=True) if leaf is not None]
-
-
-def _whole(params: Params) -> Params | None:
-    """The parameters of the state, if params are a part or another form of them; otherwise None."""
-    whole = _WHOLE.get()
-    return None if whole is None or _with_nones(params)[1] != _with_nones(whole)[1] else whole
-
-
-def _with_nones(tree: Any) -> tuple[list[Any], Any]:
-    return jax.tree.flatten(tree, is_leaf=trees.is_none)
+    by_all = [None if leaf is None else next(values) for leaf in everything]
+    return [value for value, leaf in zip(by_all, leaves, strict=True) if leaf is not None]
 
 
 def leaf_numbers(params: Params) -> list[int]:
