@@ -350,8 +350,7 @@ def with_moving_average(
             counts = moves & ema.is_due(after)
             ages = {name: jnp.where(counts, own[name], own[name] + 1) for name in own.keys() - {ema.name}}
         else:
-            starts = at.starts or [None] * len(found)
-            weights = _weights_at_updates(now, after, at.step, list(zip(averages, gradients, starts, strict=True)))
+            weights = _weights_at_updates(now, after, at.step, list(zip(averages, gradients, at.starts, strict=True)))
 
         def call(average: Any, p: Any, u: Any, weight: Any) -> Any:
             return None if average is None or weight is None else (_followed, p, u, weight)

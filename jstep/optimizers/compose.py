@@ -94,7 +94,8 @@ class Ages(NamedTuple):
     """The ages of a wrapper.
 
     Attributes:
-        of_leaves: The slot with the `start_step` of each leaf, in order; None for a leaf that is never updated.
+        of_leaves: The slot with the `start_step` of each leaf, in order; None for a leaf that is never updated, and
+            for all if the wrapper is not aged.
         slots: These slots → whether the wrapper keeps them; otherwise the inner optimizer does.
     """
 
@@ -103,8 +104,7 @@ class Ages(NamedTuple):
 
     def after(self, starts: Slots, gradients: Sequence[Any], own: Own, step: Step) -> Slots:
         """The slots that the wrapper keeps, after an update: later by one if it did not count for their leaves."""
-        # Without an age there are no slots of leaves.
-        updated = {slot for slot, g in zip(self.of_leaves, gradients, strict=False) if g is not None}
+        updated = {slot for slot, g in zip(self.of_leaves, gradients, strict=True) if g is not None}
 
         def later(slot: str, start: Array) -> Array:
             if slot not in updated:
@@ -170,7 +170,7 @@ def wrap_optimizer(
 
     def age_slots(params: Params) -> Ages:
         if not own.aged:
-            return Ages([], {})
+            return Ages([None] * len(jax.tree.leaves(params)), {})
         inner, found = roles_of(optimizer, params), labels_of(optimizer, params)
 
         def free(slot: str) -> str:
