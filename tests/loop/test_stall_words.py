@@ -1,0 +1,278 @@
+"""What the watch for stalls says of each wait, of other processes, and in which order it ends a process."""
+
+import dataclasses
+import types
+from typing import Any
+
+import pytest
+
+import jstep
+from jstep.core.stopwatch import AGREEING, AGREEING_ON_SHAPES, FIRST_CALL, SAVING, STARTING, STEPPING, TRACING, WAITING
+from jstep.loop import stalls
+from jstep.loop.stalls import StallWatch, Wait
+
+
+def run_of(**more: Any) -> Any:
+    """A run at step 5 of one that began at step 2, in a call of the steps 5 and 6."""
+    feeder = types.SimpleNamespace(waiting=False, steps=2, got=3)
+    compiled = types.SimpleNamespace(unfinished=0)
+    fields = {
+        "step": 5, "first": 2, "is_over": False, "feeder": feeder, "calling": None, "restored": None, "saver": None,
+        "resumed": types.SimpleNamespace(is_begun=True, latest=None),
+        "reports": types.SimpleNamespace(transfers=types.SimpleNamespace(owner=None)),
+        "runner": types.SimpleNamespace(is_checking=False), "fetched": types.SimpleNamespace(count=4),
+        "watch": types.SimpleNamespace(
+            current=STEPPING, lasted={FIRST_CALL: [], SAVING: []}, visits=lambda *_, **__: []
+        ),
+        "programs": types.SimpleNamespace(
+            first_compiler=None, compiled=compiled, tracing=types.SimpleNamespace(locked=lambda: False)
+        ),
+    }  # fmt: skip
+    return types.SimpleNamespace(**fields | more)
+
+
+def watch_of(run: Any, **more: Any) -> StallWatch:
+    """A watch of a stand-in for a run, without a thread."""
+    watch = object.__new__(StallWatch)
+    files = types.SimpleNamespace(others=[], shown=None, period=1.0, settle=lambda fields: None)
+    fields = {
+        "run": run, "_hook": jstep.StallHook(warn_secs=2.0), "_warn": 2.0, "_who": "process 0 of 3", "_process": 0,
+        "_processes": 3, "_survived": {}, "_ident": 1, "_device": None, "_main": None, "_per_step": [],
+        "_is_shared": True, "_caller": None, "_files": files, "_samples": [],
+    }  # fmt: skip
+    for name, value in (fields | more).items():
+        setattr(watch, name, value)
+    return watch
+
+
+def of_hook(name: str, thing: Any, *, is_users: bool = True) -> Any:
+    return types.SimpleNamespace(name=name, thing=thing, hook=None, method="after_step", is_users=is_users)
+
+
+def waits(**more: Any) -> dict[str, Any]:
+    """Each wait, by the run that is in it."""
+    base = run_of(**more)
+
+    def of(**fields: Any) -> Any:
+        return types.SimpleNamespace(**vars(base) | fields)
+
+    def programs(**fields: Any) -> Any:
+        return types.SimpleNamespace(**vars(base.programs) | fields)
+
+    resumed = types.SimpleNamespace(is_begun=True, latest=3)
+    waiting = types.SimpleNamespace(**vars(base.feeder) | {"waiting": True})
+    starting = types.SimpleNamespace(**vars(base.watch) | {"current": STARTING})
+    saving = types.SimpleNamespace(**vars(base.watch) | {"current": SAVING})
+    locked = types.SimpleNamespace(locked=lambda: True)
+    return {
+        "in a call of steps 5 to 6": of(),
+        "in a call of steps 3 to 4": of(runner=types.SimpleNamespace(is_checking=True)),
+        "saving step 5": of(watch=saving),
+        "in the hook Mine at step 5": of(calling=of_hook("Mine", "thing")),
+        "closing after step 5": of(is_over=True),
+        "restoring step 3": of(feeder=None, resumed=resumed),
+        "starting at step 5": of(feeder=None, resumed=resumed, restored=object()),
+        "starting: it looks for checkpoints": of(
+            feeder=None, resumed=types.SimpleNamespace(is_begun=False, latest=None)
+        ),
+        "compiling step 5's program": of(watch=starting),
+        "waiting for batch 6": of(feeder=waiting),
+        "compiling step 5's program #2": of(programs=programs(tracing=locked), feeder=waiting),
+        "compiling step 5's program #3": of(programs=programs(compiled=types.SimpleNamespace(unfinished=3))),
+        "in a call of steps 5 to 6 #2": of(programs=programs(compiled=types.SimpleNamespace(unfinished=2))),
+        "in a call of steps 2 to 3": of(watch=starting, step=2),
+        "compiling step 2's program": of(watch=starting, step=2, programs=programs(first_compiler=object())),
+    }
+
+
+@pytest.mark.parametrize("what", waits())
+def test_what_is_waited_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stalls, "done_by", lambda ident: ())
+    assert watch_of(waits()[what])._of_main_thread().what == what.partition(" #")[0]
+
+
+def test_tracing_is_compiling_unless_a_batch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stalls, "done_by", lambda ident: (TRACING,))
+    runs = waits()
+    assert watch_of(runs["in a call of steps 5 to 6"])._of_main_thread().kind == "compile"
+    assert watch_of(runs["waiting for batch 6"])._of_main_thread().kind == "batch"
+    assert watch_of(runs["in the hook Mine at step 5"])._of_main_thread().kind == "hook"
+
+
+@pytest.mark.parametrize(
+    ("what", "topic"),
+    [
+        ("in a call of steps 5 to 6", "what is due at step 5"),
+        ("waiting for batch 6", "what is due at step 5"),
+        ("starting at step 5", "what is due at step 5"),
+        ("in the hook Mine at step 5", "the hook Mine at step 5"),
+        ("saving step 5", "saving step 5"),
+    ],
+)
+def test_what_processes_agree_on(what: str, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stalls, "done_by", lambda ident: (AGREEING,))
+    wait = watch_of(waits()[what])._of_main_thread()
+    assert (wait.kind, wait.thing, wait.what) == (
+        *(stalls.WITH_OTHERS, stalls.WITH_OTHERS),
+        f"waiting for other processes to agree on {topic}",
+    )
+    monkeypatch.setattr(stalls, "done_by", lambda ident: (AGREEING, AGREEING_ON_SHAPES))
+    assert watch_of(waits()[what])._of_main_thread().what.endswith("agree on the new shapes of batch 5")
+
+
+def other(process: int, what: str = "waiting for batch 7", kind: str = "batch", **more: Any) -> dict[str, Any]:
+    return {"process": process, "host": f"h{process}", "what": what, "kind": kind, **more}
+
+
+def test_the_others_are_named_or_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stalls.time, "monotonic", lambda: 10.0)
+    agree = "waiting for other processes to agree on what is due at step 4"
+    in_calls = [other(i, f"in steps {i} to {i + 3}", stalls.CALL, steps=[i, i + 3]) for i in (1, 2)]
+    agreeing = [other(i, agree, stalls.WITH_OTHERS) for i in (3, 4)]
+    watch = watch_of(run_of(), _processes=7)
+    wait = Wait(stalls.CALL, "in a call of step 2", 0, age=4.0)
+    files: Any = watch._files
+    files.others = [*in_calls, *agreeing, other(5)]
+    assert list(watch._elsewhere(wait)) == [
+        *("2 others are in steps 2 to 4", f"2 others are {agree}", "process 5 (host h5) is waiting for batch 7"),
+    ]
+    files.others = [in_calls[0], agreeing[0]]  # one of each is named
+    assert list(watch._elsewhere(wait)) == ["process 1 (host h1) is in steps 1 to 4", f"process 3 (host h3) is {agree}"]
+    files.others = [other(i) for i in range(1, 11)]  # eight at most
+    assert len(list(watch._elsewhere(wait))) == 8
+    same = [other(i, "in step 4", stalls.CALL, steps=[4, 4]) for i in (1, 2)]
+    files.others, files.shown = same, 7.5  # 2.5 periods ago, so that the others have had time to answer
+    silent = "nothing is heard of processes 3, 4, 5, 6"
+    assert list(watch._elsewhere(wait)) == ["2 others are in step 4", silent]
+    files.others = [*same, *map(other, (3, 4, 5))]
+    assert list(watch._elsewhere(wait))[-1] == "nothing is heard of process 6"
+    for later, age in ((7.6, 4.0), (7.5, 3.9)):
+        files.shown = later
+        assert "nothing" not in "".join(watch._elsewhere(dataclasses.replace(wait, age=age)))
+    watch._is_shared = False
+    files.shown = 7.5
+    assert "nothing" not in "".join(watch._elsewhere(wait))
+
+
+def test_the_seconds_that_a_thing_usually_takes() -> None:
+    visits = {(WAITING,): [1.0, 3.0, 2.0], (STEPPING, WAITING): [4.0]}
+    run = run_of()
+    run.watch.visits = lambda part, after=None: visits.get((part,) if after is None else (part, after), [])
+    run.watch.lasted |= {"thing": [1.0, 5.0], "other": []}
+    watch = watch_of(run, _survived={"thing": 7.0})
+    assert watch._usual(Wait("hook", "", 0, "thing")) == 7.0  # what was reported stays known
+    assert watch._usual(Wait("hook", "", 0, "other")) is None
+    assert watch._usual(Wait("batch", "", 0)) == 2.0
+    assert watch._usual(Wait(stalls.CALL, "", 0)) == 4.0
+    device = watch._device = Wait(stalls.CALL, "", 0, steps=(5, 6))
+    run.watch.lasted[FIRST_CALL] = [1.0]
+    assert watch._usual(device) == 2.0  # half of a call of two steps
+    run.watch.lasted[FIRST_CALL] = [3.0]
+    assert watch._usual(device) == 3.0
+    watch._per_step = [0.5, 0.7, 0.6]
+    assert watch._usual(device) == 0.6
+    watch._per_step, run.feeder = [], None
+    assert watch._usual(device) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0204, "0.02"),
+        (0.1, "0.1"),
+        (1.0, "1"),
+        (1.54, "1.5"),
+        (9.94, "9.9"),
+        (9.95, "10"),
+        (94.4, "94"),
+        (132, "132"),
+    ],
+)
+def test_seconds_have_two_digits(seconds: float, text: str) -> None:
+    assert stalls._secs(seconds) == text
+
+
+class LeftError(Exception):
+    """In place of the end of the process."""
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said and done while a process is ended, in order."""
+    found: list[str] = []
+
+    def leave(code: int) -> None:
+        found.append(f"exit {code}")
+        raise LeftError
+
+    monkeypatch.setattr(stalls, "_say", found.append)
+    monkeypatch.setattr(stalls, "_in_time", lambda fn, seconds=5.0: bool(fn() or seconds))
+    monkeypatch.setattr(stalls.faulthandler, "dump_traceback", lambda file, all_threads: found.append(f"dump {file}"))
+    monkeypatch.setattr(stalls.logging, "shutdown", lambda: found.append("shutdown"))
+    monkeypatch.setattr(stalls.os, "_exit", leave)
+    monkeypatch.setattr(stalls.time, "sleep", lambda secs: found.append(f"sleep {secs}"))
+    monkeypatch.setattr(stalls, "save_while_it_hangs", lambda run: f"step {run.step} is saved")
+    monkeypatch.setattr(stalls._logger, "warning", lambda form, text: found.append(form % text))
+    return found
+
+
+def ended(watch: StallWatch, wait: Wait, said: list[str]) -> list[str]:
+    written: list[Any] = []
+    files: Any = watch._files
+    files.settle = lambda fields: written.append(fields())
+    watch.run.write_line = lambda kind, **fields: said.append(f"{kind} {fields['part']} {fields['stalled']}")
+    with pytest.raises(LeftError):
+        watch._exit(wait)
+    assert (written[0]["exit_code"], written[0]["stall"], written[0]["what"]) == (75, True, wait.what)
+    return said
+
+
+def test_a_process_ends_after_it_has_said_why_and_saved(said: list[str]) -> None:
+    run = run_of(saver=object())
+    wait = Wait("batch", "waiting for batch 6", 0, age=61.2345)
+    assert ended(watch_of(run, _processes=1), wait, said) == [
+        "process 0 of 3 has been waiting for batch 6 for 61 s: it ends with exit code 75",
+        *("dump 2", f"stall {STEPPING} 61.234", "step 5 is saved", "shutdown", "exit 75"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "is_saved"),
+    [
+        ("evaluation", {}, True),
+        ("hook", {}, True),
+        ("hook", {"calling": of_hook("Mine", 0)}, True),
+        ("hook", {"calling": of_hook("Own", 0, is_users=False)}, False),
+        ("compile", {}, False),
+        ("call", {}, False),
+        ("batch", {"saver": None}, False),
+        ("batch", {"step": 2}, False),
+        ("batch", {"step": 3}, True),
+    ],
+)
+def test_only_what_hangs_in_code_of_the_user_is_saved(kind: str, more: Any, is_saved: bool, said: list[str]) -> None:
+    run = run_of(**{"saver": object(), **more})
+    done = ended(watch_of(run, _processes=1), Wait(kind, "hanging", 0, age=61.0), said)
+    assert any("is saved" in line for line in done) is is_saved
+
+
+@pytest.mark.parametrize(("process", "warn", "secs"), [(0, 2.0, 4.0), (1, 2.0, 2.0), (1, 0.5, 1.5), (0, 60.0, 10.0)])
+def test_several_processes_save_nothing_and_leave_process_0_last(
+    process: int, warn: float, secs: float, said: list[str]
+) -> None:
+    watch = watch_of(run_of(saver=object()), _process=process, _warn=warn)
+    assert ended(watch, Wait("batch", "hanging", 0, age=61.0), said)[-3:] == ["shutdown", f"sleep {secs}", "exit 75"]
+
+
+@pytest.mark.parametrize(("usual", "limit"), [([], 20.0), ([0.5, 0.1], 2.0), ([4.0], 12.0)])
+def test_a_save_may_take_three_times_as_long_as_before(
+    usual: list[float], limit: float, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+    monkeypatch.setattr(stalls, "_in_time", lambda fn, seconds=5.0: (limits.append(seconds), fn(), seconds == 5.0)[-1])
+    run = run_of(saver=object())
+    run.watch.lasted[SAVING] = usual
+    done = ended(watch_of(run, _processes=1), Wait("batch", "hanging", 0, age=61.0), said)
+    assert limits.count(5.0) == len(limits) - 1
+    assert max(limits, key=lambda one: one != 5.0) == limit
+    assert f"step 5 could not be saved within {stalls._secs(limit)} s" in done
