@@ -84,13 +84,22 @@ def test_an_iterator_begins_at_a_later_initial_step(number):
 
 
 def test_each_warning_of_a_loader_at_a_later_step_is_logged_once(caplog):
-    assert verify(Positioned(DATA.__getitem__, bytes), make_state=make_later_state)
-    assert [text for text in caplog.messages if "no position for the Positioned" in text] == [
+    logger = logging.getLogger("jstep")
+    caplog.set_level(logging.INFO, logger.name)
+
+    def step(state, batch):
+        logger.info("a step")
+        return STEP(state, batch)
+
+    assert verify(Positioned(DATA.__getitem__, bytes), step, make_later_state)
+    assert caplog.messages.count("a step") == 7 + 3 + 4  # of both runs and the restart
+    warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert [text for text in warned if "no position" in text] == [
         "The run resumes at step 5, but there is no position for the Positioned in the checkpoint: its batches start "
         "from its current position."
     ]
-    logging.getLogger("jstep").warning(caplog.messages[0])
-    assert caplog.messages[-1] == caplog.messages[0]  # the filter is gone
+    logger.warning(warned[0])
+    assert caplog.messages[-1] == warned[0]  # the filter is gone
 
 
 def test_integers_and_model_state_resume():
