@@ -669,4 +669,4 @@ def _has_parts(leaf: Any, mesh: Mesh) -> bool:
     if not leaf.committed:
         return True
     is_named = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
-    return is_named and not (getattr(sharding.spec, "unreduced", None) or getattr(sharding.spec, "reduced", None))
+    return is_named and not (sharding.spec.unreduced or sharding.spec.reduced)

@@ -401,8 +401,10 @@ def _bytes_text(tree: Any) -> str:
 
 
 def _step_text(step: Any) -> str:
-    if trees.is_traced(step) or is_shape(step):
-        return "traced" if trees.is_traced(step) else "abstract"
+    if trees.is_traced(step):
+        return "traced"
+    if is_shape(step):
+        return "abstract"
     if isinstance(step, jax.Array) and step.is_deleted():
         return "donated"
     return str(np.asarray(step))
