@@ -51,9 +51,10 @@ def explain_one_argument(error: BaseException, args: Sequence[Any]) -> None:
     if len(args) != 1 or not isinstance(error, TypeError | AttributeError):
         return
     batch = args[0]
+    lacks_parts = set(_missing_arguments(error)) - set(_PASSED_WITH) or _TOO_MANY.search(str(error))
     if isinstance(batch, list):
         note(error, _A_LIST)
-    elif not jax.tree_util.all_leaves([batch]) and _wants_more_arguments(error):
+    elif lacks_parts and not jax.tree_util.all_leaves([batch]):
         if isinstance(batch, Mapping):
             parts = [f"batch[{key!r}]" for key in batch]
         else:
@@ -68,11 +69,6 @@ def _missing_arguments(error: BaseException) -> list[str]:
     """The names of the arguments that a function was called without, if that is the error."""
     found = _MISSING_ARGUMENT.search(str(error)) if isinstance(error, TypeError) else None
     return [] if found is None else re.findall(r"'(\w+)'", found[1])
-
-
-def _wants_more_arguments(error: BaseException) -> bool:
-    """Whether a function was called without arguments that a batch has, or not by their names."""
-    return bool(set(_missing_arguments(error)) - set(_PASSED_WITH)) or bool(_TOO_MANY.search(str(error)))
 
 
 _TOO_MANY = re.compile(r"takes \d+ positional arguments? but \d+ (?:was|were) given")  # others are keyword-only
