@@ -223,6 +223,8 @@ def test_debug_nans_with_donating_steps() -> None:
         state, _ = step(jstep.TrainState.create({"w": ones}, optimizer), ones)
         with pytest.raises(FloatingPointError, match="encountered in log"):
             step(state, -ones)
+    with jax.debug_infs(True), pytest.raises(FloatingPointError, match=r"\(inf\) encountered in log"):
+        step(state, 0 * ones)
     assert not state.params["w"].is_deleted()
 
 

@@ -62,7 +62,9 @@ def test_lowering_and_tracing() -> None:
     optimizer = jstep.adam(0.1)
     step = jstep.minimize(loss_fn, optimizer)
     shapes = jax.eval_shape(lambda: fresh(optimizer))
-    compiled = step.lower(shapes, X, Y).compile()
+    lowered = step.lower(shapes, X, Y)
+    assert "module @jit_train_step" in lowered.as_text()  # its name in JAX's errors and profiles
+    compiled = lowered.compile()
     assert compiled.memory_analysis().alias_size_in_bytes > 0
     assert step.eval_shape(shapes, X, Y)[0].params["w"].shape == (3,)
 
