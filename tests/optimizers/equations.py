@@ -1,11 +1,11 @@
 """Equations of the optimizers in NumPy float64, one leaf at a time: the reference of the golden tests.
 
 Each rule is a function `rule(g, p, s, h) -> p'`: s holds the state of the leaf, h the hyperparameters at the step, with
-t, the age of the slots, and wd, which is 0 for a leaf that does not decay.
+t, the age of the slots, and wd, which is 0 for a leaf that does not decay. `averages` at the end follows a parameter.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -259,3 +259,21 @@ def normuon(g, p, s, h):
 
 def normuonh(g, p, s, h):
     return on_ball(per_neuron(nesterov_polar(g, s, h), s, h), p, h)
+
+
+def averages(ema: Any, first: float, moves: Iterable[tuple[int, float] | None]) -> list[float]:
+    """The averages after each update: `moves` has its step and the new parameter, or None where they do not move."""
+    average, entered, found = 0.0 if ema.starts_at_zeros else first, 0, []
+    for move in moves:
+        if move is not None:
+            (step, p), n = move, move[0] + 1
+            due = n > ema.start_step and (n - ema.start_step) % ema.every == 0
+            entered += due
+            rate = 1 - ema.decay if ema.rate is None else float(ema.rate(step))
+            rate = max(rate, 9 / (10 + n)) if ema.num_updates else rate
+            if ema.zero_debias and due:
+                rate = 1 / entered if rate == 0 else rate / (1 - (1 - rate) ** entered)
+            rate = 1.0 if n <= ema.start_step else rate if due else 0.0
+            average += rate * (p - average)
+        found.append(average)
+    return found

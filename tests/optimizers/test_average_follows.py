@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equations
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,22 +87,11 @@ AROUND: dict[str, Callable[[EMA], jstep.Optimizer]] = {
 
 def averages_by_hand(states: list[Any], ema: EMA, player: str, moves: Callable[[int], bool] = lambda n: True) -> Any:
     """The averages after each update of PROGRAM, in float64."""
-    average = 0.0 if ema.starts_at_zeros else float(states[0].params[player])
-    entered, found = 0, []
+    found: list[Any] = []
     for i, update in enumerate(PROGRAM):
-        step = int(states[i].global_step)
-        if update.increment and not update.is_nan and moves(i):
-            n, p = step + 1, float(states[i + 1].params[player])
-            due = n > ema.start_step and (n - ema.start_step) % ema.every == 0
-            entered += due
-            rate = 1 - ema.decay if ema.rate is None else float(ema.rate(step))
-            rate = max(rate, 9 / (10 + n)) if ema.num_updates else rate
-            if ema.zero_debias and due:
-                rate = 1 / entered if rate == 0 else rate / (1 - (1 - rate) ** entered)
-            rate = 1.0 if n <= ema.start_step else rate if due else 0.0
-            average += rate * (p - average)
-        found.append(average)
-    return found
+        is_made = update.increment and not update.is_nan and moves(i)
+        found.append((int(states[i].global_step), float(states[i + 1].params[player])) if is_made else None)
+    return equations.averages(ema, float(states[0].params[player]), found)
 
 
 def run(optimizer: jstep.Optimizer, jit: bool = True) -> list[Any]:

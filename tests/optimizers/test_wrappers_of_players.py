@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import equations
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,23 +50,11 @@ def run(optimizer: jstep.Optimizer, order: Sequence[Any], cycles: int = 6, jit: 
 
 def averages_by_hand(states: Any, player: str, ema: jstep.ExponentialMovingAverage) -> list[float]:
     """The averages of one player's parameter, by its own updates alone."""
-    average = 0.0 if ema.zero_debias and not ema.start_step else float(states[0][1].params[player])
-    entered, found = 0, []
-    for (_, before), (moved, after) in itertools.pairwise(states):
-        number = int(before.global_step) + 1
-        if moved == player:
-            since = number - ema.start_step
-            due = since > 0 and since % ema.every == 0
-            entered += due
-            rate = 1 - ema.decay
-            if ema.num_updates:
-                rate = max(rate, 9 / (10 + number))
-            if ema.zero_debias and due:
-                rate = 1 / entered if rate == 0 else rate / (1 - (1 - rate) ** entered)
-            rate = 1.0 if since <= 0 else rate if due else 0.0
-            average += rate * (float(after.params[player]) - average)
-        found.append(average)
-    return found
+    moves = [
+        (int(before.global_step), float(after.params[player])) if moved == player else None
+        for (_, before), (moved, after) in itertools.pairwise(states)
+    ]
+    return equations.averages(ema, float(states[0][1].params[player]), moves)
 
 
 AVERAGES = {
