@@ -39,7 +39,7 @@ from jstep.hooks.nan_loss import nonfinite_params
 from jstep.hooks.numbers import host, read
 from jstep.hooks.run_info import Resumed
 from jstep.hooks.stock import CheckpointSaverHook
-from jstep.loop.arguments import MOST_SECS, Options
+from jstep.loop.arguments import MOST_SECS
 from jstep.loop.calls import AUTO
 from jstep.loop.run import Run
 from jstep.optimizers.hyperparameters import held_values
@@ -62,11 +62,17 @@ def open_checkpoints(run: Run) -> None:
 
     Then the step at which the run begins is known, unless what is wrong with the checkpoint is left to `restore`.
     """
-    options, state = run.options, run.state
-    if options.checkpoint_dir is not None:
-        saver, latest = processes.on_all_processes(lambda: _opened(options), "the checkpoints cannot be read")
+    options, state, directory = run.options, run.state, run.options.checkpoint_dir
+    if directory is not None:
+
+        def opened() -> tuple[Saver, int | None]:
+            saver = directory if isinstance(directory, Saver) else Saver(directory, prefix=options.checkpoint_prefix)
+            return saver, saver.latest_step()
+
+        saver, latest = processes.on_all_processes(opened, "the checkpoints cannot be read")
         run.closing.push(functools.partial(_leave, run, saver))
-        given = _step_if_known(state)
+        has_values = trees.is_array(state.global_step) and not trees.is_donated(state)  # or it may be a template alone
+        given = step_of(state) if has_values else None
         run.saver = saver
         run.resumed = Resumed(latest=latest, given=given, held={} if given is None else _held(state))
         if latest is None or latest < options.last_step:
@@ -84,14 +90,6 @@ def open_checkpoints(run: Run) -> None:
         return
     with contextlib.suppress(Exception):  # `restore` reports what is wrong
         run.resumed = dataclasses.replace(run.resumed, first=latest, extra=_extra(run.saver, latest))
-
-
-def _opened(options: Options) -> tuple[Saver, int | None]:
-    """Open the checkpoints of a run, and find the newest one."""
-    given = options.checkpoint_dir
-    assert given is not None
-    saver = given if isinstance(given, Saver) else Saver(given, prefix=options.checkpoint_prefix)
-    return saver, saver.latest_step()
 
 
 def restore(run: Run) -> None:
@@ -115,9 +113,9 @@ def restore(run: Run) -> None:
     restored = step_of(run.state)
     extra = run.resumed.extra if restored == run.resumed.first else _extra(saver, restored)
     run.begin_at(restored)
-    _logger.info("restored %s", checkpoint_name(saver.prefix, restored))
-    then, before = run.resumed, extra.get(HELD)
-    _warn_if_different(then.given, then.held, restored, before, checkpoint_name(saver.prefix, restored))
+    name, then, before = checkpoint_name(saver.prefix, restored), run.resumed, extra.get(HELD)
+    _logger.info("restored %s", name)
+    _warn_if_different(then.given, then.held, restored, before, name)
     held = (before or {}) if then.given else then.held
     run.resumed = dataclasses.replace(then, restored=restored, extra=extra, held=held)
 
@@ -137,14 +135,6 @@ def _begin_with_given(run: Run, why: str) -> None:
             )
     require_alive(run.state)
     run.begin_at(step_of(run.state))
-
-
-def _step_if_known(state: TrainState) -> int | None:
-    """The step of the given state; None if it is abstract or was donated."""
-    step = state.global_step
-    if not trees.is_array(step) or trees.donated_leaf(state) is not None:
-        return None
-    return step_of(state)
 
 
 def _held(state: TrainState) -> dict[str, float]:
