@@ -47,7 +47,7 @@ say(digest(train(30, Counted(), checkpoint_dir=directory)) == digest(train(30, C
 @pytest.mark.thorough
 def test_sigterm_without_a_checkpoint_dir(tmp_path):
     process = start(
-        'train(10**9, hooks=[jstep.EvaluationHook(lambda s: say("here") or {}, every_n_steps=100)])', tmp_path
+        'train(16_000, hooks=[jstep.EvaluationHook(lambda s: say("here") or {}, every_n_steps=100)])', tmp_path
     )
     read_until(process, "here")
     process.terminate()
