@@ -4,10 +4,11 @@ import json
 import logging
 
 import jax
+import numpy as np
 import pytest
 from sources import Positioned, Stateful
 
-from jstep.data.loaders import POSITION, POSITIONS, gather_positions, saved_position, source_of
+from jstep.data.loaders import POSITION, POSITIONS, copied_position, gather_positions, saved_position, source_of
 from jstep.stores.tagged_json import Files
 
 
@@ -96,3 +97,13 @@ def test_gather_positions(process, monkeypatch):
     assert gather_positions(None, Files()) == {}
     monkeypatch.setattr("jstep.distributed.processes.gather_texts", lambda text: [text, json.dumps(B)])
     assert gather_positions(None, Files()) == {POSITIONS: {"processes": 2, "positions": [None, B]}}
+
+
+def test_large_arrays_of_equal_positions_are_written_by_the_first_process(process, monkeypatch):
+    large = copied_position({"buffer": np.zeros(10**5, np.uint8)}, "Loader", "")
+    for index, of_first, written in ((0, None, 1), (1, None, 0), (1, json.dumps(A), 1)):
+        process(index, 2)
+        gathered = lambda text, of_first=of_first: [of_first or text, text]  # noqa: E731
+        monkeypatch.setattr("jstep.distributed.processes.gather_texts", gathered)
+        gather_positions(large, files := Files())
+        assert [name.startswith(f"position.process_{index}.") for name in files] == [True] * written
