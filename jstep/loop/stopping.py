@@ -138,7 +138,7 @@ def rescue(run: Run, error: BaseException) -> None:
     is_saved = run.signals.at_once or (run.signals.received is not None and not isinstance(error, Exception))
     if runner is not None and not run.signals.at_once:
         runner.last(failed=lambda other: None if other is error else note(error, f"Additionally, {other}"))
-    lost = trees.donated_leaf(run.state) is not None
+    lost = trees.is_donated(run.state)
     with contextlib.suppress(Exception):
         error.state = None if lost else run.state  # type: ignore[attr-defined]
     if runner is None:
