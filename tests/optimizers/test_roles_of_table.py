@@ -1,0 +1,67 @@
+"""What each optimizer says about its slots, whole; `python tests/optimizers/test_roles_of_table.py` writes it anew.
+
+Shapes, dtypes and roles of the slots, and the names of the hyperparameters, are in roles_of_table.json beside this
+file: what restores, shards, averages and skips slots goes by them.
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from typing import Any
+
+import pytest
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import jax
+import jax.numpy as jnp
+from optimizer_table import TABLE
+
+import jstep
+from jstep.core.slot_roles import roles_in
+
+FILE = pathlib.Path(__file__).with_name("roles_of_table.json")
+
+
+def roles_of(name: str) -> dict[str, str]:
+    """Return the slots of an optimizer and each field of their roles, as texts without addresses."""
+    optimizer = TABLE[name].make(0.1)
+    params = {"w": jnp.ones((8, 4), jnp.bfloat16), "b": jnp.ones(4)}
+    state = jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))
+    roles: Any = roles_in(state)
+    found = {"slots": str({path: (x.shape, str(x.dtype)) for path, x in _leaves(state.slots)})}
+    for field in dataclasses.fields(roles):
+        value = getattr(roles, field.name)
+        if value:
+            found[field.name] = _text(value)
+    return found
+
+
+def _leaves(slots: Any) -> list[tuple[str, Any]]:
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(slots)]
+
+
+def _text(value: Any) -> str:
+    """A text of a value that is the same in each process: functions by their names, sets sorted."""
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    if hasattr(value, "items"):
+        return f"{{{', '.join(f'{_text(key)}: {_text(one)}' for key, one in sorted(value.items()))}}}"
+    if dataclasses.is_dataclass(value):
+        parts = [f"{one.name}={_text(getattr(value, one.name))}" for one in dataclasses.fields(value)]
+        return f"{type(value).__name__}({', '.join(parts)})"
+    return getattr(value, "__qualname__", type(value).__name__) if callable(value) else str(value)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_roles_of_slots(name: str) -> None:
+    assert roles_of(name) == json.loads(FILE.read_text(encoding="utf-8"))[name]
+
+
+if __name__ == "__main__":
+    found = {name: roles_of(name) for name in TABLE}
+    FILE.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
