@@ -4,6 +4,8 @@ import dataclasses
 import types
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jstep
@@ -173,6 +175,50 @@ def test_the_seconds_that_a_thing_usually_takes() -> None:
     assert watch._usual(device) == 0.6
     watch._per_step, run.feeder = [], None
     assert watch._usual(device) is None
+
+
+class Result:
+    """A result of a call, which the device has or has not."""
+
+    def __init__(self) -> None:
+        self.ready = self.deleted = False
+
+    def is_ready(self) -> bool:
+        assert not self.deleted, "a deleted array cannot be asked"
+        return self.ready
+
+    def is_deleted(self) -> bool:
+        return self.deleted
+
+
+def test_the_calls_that_the_device_has_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr(stalls.time, "monotonic", lambda: now[0])
+    key, small, large = jax.random.key(0), jnp.ones(2), jnp.ones(3)
+    run = run_of(metrics={"text": "a", "key": key, "large": large, "small": small})
+    watch = watch_of(run, _done=0, _since=0.0)
+    assert watch._of_device() is None
+    assert [(step, one is small) for step, one in watch._samples] == [(4, True)]  # the smallest, and not the key
+    watch._of_device()
+    assert len(watch._samples) == 0  # it was ready
+    first, second = Result(), Result()
+    watch._samples, watch._done, watch._per_step, now[0] = [(4, first), (6, second)], 2, [], 12.0
+    watch._since, run.step = 10.0, 7
+    wait = watch._of_device()
+    assert (wait.what, wait.steps) == ("in a call of steps 2 to 4", (2, 4))
+    assert len(watch._samples) == 2  # the newest step is known already
+    first.ready, now[0] = True, 16.0
+    wait = watch._of_device()
+    assert (wait.what, wait.steps) == ("in a call of steps 5 to 6", (5, 6))
+    assert watch._per_step == [2.0]  # three steps in six seconds
+    second.deleted, run.step, now[0] = True, 8, 18.0
+    assert watch._of_device() is None
+    assert watch._per_step == [2.0, 1.0]
+    assert [step for step, _ in watch._samples] == [7]
+    run.metrics = {}
+    watch._samples.clear()
+    assert watch._of_device() is None
+    assert not watch._samples
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,40 @@
+"""Metrics that a step returns as plain numbers, and results that are no dict."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.training.metrics import Constants, split
+
+
+def test_plain_numbers_are_constants() -> None:
+    loss = jnp.ones(())
+    found = split({"loss": loss, "rate": 0.5, "name": "a"}, "skipped")
+    assert found.computed == {"loss": loss, "name": "a"}
+    assert found.constants.values == {"rate": 0.5}
+    assert found.constants.skipped == "skipped"
+    assert found.whole() == {"loss": loss, "name": "a", "rate": 0.5}
+    assert split({"loss": loss}).whole() == {"loss": loss}
+
+
+def test_what_is_no_dict_is_computed() -> None:
+    for metrics in (jnp.ones(()), (1.0, 2.0), None):
+        found = split(metrics, "skipped")
+        assert found.computed is metrics
+        assert found.whole() is metrics
+        assert found.constants.values == {}
+        assert found.constants.skipped == "skipped"
+
+
+def test_constants_are_equal_by_their_bits() -> None:
+    """They are static metadata of a program: a NaN equals itself, and a guard's metric counts."""
+    nan = np.float32(np.nan)
+    one, same = (Constants({"a": nan, "b": np.float32(0)}, "skipped") for _ in range(2))
+    assert one == same
+    assert hash(one) == hash(same)
+    others = [Constants({"a": nan, "b": np.float32(-0.0)}, "skipped"), Constants({"a": nan, "b": np.float32(0)})]
+    others += [Constants({"a": nan, "b": np.float64(0)}, "skipped"), Constants({"a": nan}, "skipped")]
+    assert [one == other for other in [*others, "skipped"]] == [False] * 5
+    repeated = one.repeated(3)
+    assert {name: value.tolist() for name, value in repeated.values.items() if name == "b"} == {"b": [0.0] * 3}
+    assert repeated.values["a"].shape == (3,)
+    assert repeated.skipped == "skipped"
