@@ -8,6 +8,7 @@ import logging
 import math
 import re
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -43,6 +44,9 @@ _SETTINGS = tuple(
 """Settings: `jax.config.jax_<name>` is the value in this thread, `jax.<name>(value)` is its context manager."""
 
 _GUARDS = tuple(name for name in _SETTINGS if name.startswith("transfer_guard_"))
+_JOIN_SECS = 0.005
+"""How often `join` looks whether a thread has ended."""
+
 NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 """What `internal_transfers` returns if the caller has set no guard."""
 
@@ -64,6 +68,21 @@ class Thread(threading.Thread):
             super().run()
         else:
             in_contexts(super().run)
+
+
+def join(thread: threading.Thread, timeout: float = math.inf) -> None:
+    """Wait for a thread to end, as long as `timeout` says. Ctrl-C may interrupt it; the next call waits again.
+
+    Python 3.11 takes a thread for ended once an exception has interrupted `Thread.join`: nothing waits for it any more,
+    not even the end of the interpreter.
+    """
+    deadline = time.monotonic() + timeout
+    while thread in threading.enumerate():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return
+        time.sleep(min(left, _JOIN_SECS))
+    thread.join()  # it has ended but for the interpreter's own part
 
 
 def _captured() -> Callable[[Callable[[], None]], None]:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from jstep.core.checks import as_bool, as_function, as_number, as_text, kind, shown
-from jstep.core.meshes import Thread
+from jstep.core.meshes import Thread, join
 from jstep.core.stopwatch import MAKING, doing
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.queues.queues import CancelledError, FIFOQueue, OutOfRangeError, RandomShuffleQueue, runner_thread
@@ -266,7 +266,7 @@ class Coordinator:
             left = math.inf if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 return
-            alive.join(min(left, _SLICE_SECS))
+            join(alive, min(left, _SLICE_SECS))  # after Ctrl-C, the next `join` waits for the thread, too
 
     @property
     def joined(self) -> bool:

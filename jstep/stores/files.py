@@ -476,4 +476,6 @@ class ObjectLines:
 
     def _wait(self) -> None:
         if self._thread is not None:
-            self._thread.join()
+            from jstep.core.meshes import join  # as above
+
+            join(self._thread)  # after Ctrl-C, the next call waits again: two uploads at once would race

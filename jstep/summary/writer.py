@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jstep.core.checks import as_int, as_number, kind, note, shown
-from jstep.core.meshes import Thread, internal_transfers
+from jstep.core.meshes import Thread, internal_transfers, join
 from jstep.core.trees import Step, is_traced
 from jstep.stores.objects import location
 from jstep.summary.encode import Sink, encode_job, open_event_file
@@ -147,9 +147,10 @@ class Worker:
         self._ask(self._end)
 
     def close(self) -> None:
-        """Write the queued jobs, close the file and end the thread."""
-        self.request_close()
-        self._thread.join()
+        """Write the queued jobs, close the file and end the thread; after Ctrl-C, the next call waits for that."""
+        if not self._ended:
+            self.request_close()
+        join(self._thread)
         _running.discard(self)
 
     def _run(self) -> None:
@@ -191,6 +192,8 @@ class Worker:
             self.sync()
 
     def _end(self) -> None:
+        if self._ended:  # somebody else has asked for it, too
+            return
         self._flush()
         self._do_what_is_due()
         with self._io:
@@ -472,13 +475,13 @@ class SummaryWriter:
             self._worker.sync()
 
     def close(self) -> None:
-        """Write everything added, flush it to disk, close the file and end the thread. A second call does nothing.
+        """Write everything added, flush it to disk, close the file and end the thread.
+
+        A second call does nothing, unless Ctrl-C has interrupted the first one: it waits for the end, too.
 
         Raises:
             Exception: An event could not be written, and no earlier call has raised the error.
         """
-        if self._closed:
-            return
         self._closed = True
         if self._worker is not None:
             self._worker.close()

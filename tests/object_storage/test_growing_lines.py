@@ -1,8 +1,10 @@
 """Growing files of JSON lines, on a disk and below a URL."""
 
 import os
+import threading
 
 import pytest
+from waiting import TIMEOUT, interrupt
 
 from jstep.stores import files
 from jstep.stores.files import open_lines
@@ -109,3 +111,27 @@ def test_the_name_of_a_new_file_is_flushed_to_the_disk_once(tmp_path, monkeypatc
     lines.sync(to_disk=True)
     lines.close()
     assert folders == [str(tmp_path)]
+
+
+def test_after_ctrl_c_the_next_upload_waits_for_the_one_before(gcs, fast_retries, monkeypatch):
+    write, released, uploads = Objects.write, threading.Event(), []
+
+    def held(objects, *args):
+        is_first = not uploads
+        uploads.append("begun")
+        if is_first:
+            released.wait(TIMEOUT)
+        result = write(objects, *args)
+        uploads.append("ended")
+        return result
+
+    lines = open_lines("gs://bkt/run/log.jsonl", resume=False)
+    monkeypatch.setattr(Objects, "write", held)
+    lines.write(b"1\n")
+    lines.sync(to_disk=False)
+    lines.write(b"2\n")
+    interrupt(lines.close)
+    threading.Timer(0.2, released.set).start()
+    lines.close()
+    assert uploads == ["begun", "ended"] * 2
+    assert read(lines.path) == b"1\n2\n"

@@ -6,7 +6,7 @@ import threading
 import pytest
 from coordinator_threads import blocking_event, fail_with, start_thread
 from processes import running_program
-from waiting import TIMEOUT
+from waiting import TIMEOUT, interrupt
 
 from jstep.queues.coordinator import Coordinator
 
@@ -148,3 +148,14 @@ def test_signals_interrupt_join_and_wait_for_stop():
             process.send_signal(signum)
             assert process.stdout.readline() == f"{output}\n"
         assert process.wait(timeout=60) == 0
+
+
+def test_join_after_an_interrupted_join_waits_for_the_thread(release):
+    coord = Coordinator()
+    thread = start_thread(release.wait)
+    interrupt(lambda: coord.join([thread]))
+    coord.request_stop()
+    threading.Timer(0.2, release.set).start()
+    coord.join([thread], stop_grace_period_secs=TIMEOUT)
+    assert release.is_set()
+    assert not thread.is_alive()

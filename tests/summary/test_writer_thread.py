@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from event_reading import events_of, scalars, wait_until
 from tensorboard.compat.proto import event_pb2
+from waiting import interrupt
 
 from jstep import summary
 from jstep.summary import encode as event_file
@@ -184,3 +185,29 @@ def test_only_process_0_writes(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(RuntimeError, match="closed"):
         writer.add_summary(summary.scalar("loss", 1.0), 1)
+
+
+@pytest.mark.parametrize("at_exit", [False, True])
+def test_what_follows_an_interrupted_close_waits_for_the_events(tmp_path, accumulate, at_exit):
+    released = threading.Event()
+    writer = SummaryWriter(tmp_path)
+    encode = writer._worker._encode
+    writer._worker._encode = lambda *args: released.wait(60) and encode(*args)
+    writer.add_summary(summary.scalar("loss", 2.0), 1)
+    interrupt(writer.close)
+    threading.Timer(0.2, released.set).start()
+    worker._close_all() if at_exit else writer.close()
+    assert scalars(accumulate(tmp_path)) == [(1, 2.0)]
+
+
+def test_a_writer_that_was_told_to_end_twice_is_closed_once(tmp_path, caplog):
+    released = threading.Event()
+    writer = SummaryWriter(tmp_path)
+    encode = writer._worker._encode
+    writer._worker._encode = lambda *args: released.wait(60) and encode(*args)
+    writer.add_summary(summary.scalar("loss", 2.0), 1)
+    wait_until(lambda: not writer._worker._jobs)
+    writer._worker.request_close()  # as when it is garbage-collected
+    threading.Timer(0.2, released.set).start()
+    worker._close_all()
+    assert caplog.text == ""
