@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.metrics.classification import Count, counted
+from jstep.metrics.classification import AUC, F1, Accuracy, Count, Perplexity, Sum, Thresholds, counted, joined
 
 M = jstep.metrics
 FIVE = jnp.arange(5.0)
@@ -51,6 +51,58 @@ def test_counts_carry():
     assert doubled.exact().tolist() == expected.tolist()
     many = Count(jnp.zeros(2**20, jnp.uint32), jnp.full(2**20, 4095, jnp.uint32))
     assert many.segment_sum(jnp.zeros(2**20, jnp.int32), 1).exact().tolist() == [4095 * 2**20]
+
+
+def test_counts_and_sums_of_weights_add_in_either_order():
+    """Batches without weights count each example once beside those with weights."""
+    counts = Count(jnp.uint32([2**19, 1]), jnp.uint32([1, 3]))
+    sums = Sum(jnp.float32([0.5, 2.0]), jnp.float32([2**-30, 0.0]))
+    total = [2.0**31 + 1.5 + 2**-30, 4101.0]
+    assert (counts + sums).exact().tolist() == (sums + counts).exact().tolist() == total
+    for first, second in ((counts, sums), (sums, counts), (counts, counts), (sums, sums)):
+        assert joined(first, second).exact().tolist() == [*first.exact().tolist(), *second.exact().tolist()]
+    assert [counts.approximate().tolist(), counts.unit()] == [[2.0**31, 4099.0], 1.0]
+    assert [sums.approximate().tolist(), sums.unit()] == [[0.5, 2.0], 0.5]
+    assert Sum(jnp.zeros(2), jnp.zeros(2)).unit() == math.inf
+
+
+def count(*numbers):
+    return Count(jnp.zeros(len(numbers), jnp.uint32), jnp.uint32(numbers))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "positive", "negative", "roc", "pr"),
+    [
+        ((0, 0), (0, 0), (0, 0), (0, 0), math.nan, math.nan),
+        ((1, math.nan), (1, math.nan), (1, 1), (1, 1), math.nan, math.nan),
+        ((1, math.nan), (1, math.nan), (1, 0), (1, 0), 0.5, 0.5),  # an empty bin
+        ((1, 2), (1, 2), (0, 0), (2, 1), math.nan, 0.0),
+        ((1, 2), (1, 2), (2, 1), (0, 0), math.nan, 1.0),
+        ((1, 2, 3, 4), (1, 2, 3, 4), (0, 1, 0, 1), (1, 0, 1, 0), 0.75, 5 / 6),
+        ((1, 2), (1, 2), (1, 3), (2, 2), (2 * 3.5 + 2 * 1.5) / 16, (3 * 3 / 5 + 4 / 8) / 4),
+        # The precision (1 + 2u/3) / (2 + u), averaged over the scores of a span.
+        ((1, 3), (2, 3), (2, 1), (1, 1), 2.5 / 6, (0.5 + 2 * (2 / 3 - math.log(2.5) / 9)) / 3),
+        ((1, 3), (2, 4), (1, 1), (1, 0), 0.75, (1.5 + math.log(3) / 4) / 2),
+    ],
+)
+def test_areas_of_a_few_bins(low, high, positive, negative, roc, pr):
+    bins = Thresholds(jnp.float32(low), jnp.float32(high), count(*positive), count(*negative))
+    found = [AUC(bins, curve).compute() for curve in ("ROC", "PR")]
+    assert found == pytest.approx([roc, pr], rel=1e-12, nan_ok=True)
+
+
+def test_results_without_examples_and_beyond_floats():
+    none, zero = Count(jnp.uint32(0), jnp.uint32(0)), Sum(jnp.float32(0), jnp.float32(0))
+    one = counted(jnp.uint32(1))
+    for nothing in (none, zero):
+        assert math.isnan(Accuracy(nothing, nothing).compute())
+        assert math.isnan(Perplexity(zero, nothing).compute())
+        assert F1(nothing, nothing, nothing).compute() == 0.0
+    assert Accuracy(one, counted(jnp.uint32(4))).compute() == 0.25
+    assert F1(one, one, counted(jnp.uint32(3))).compute() == 0.5
+    losses = [Sum(jnp.float32(loss), jnp.float32(0)) for loss in (708.5, 710.0, math.inf, math.nan)]
+    found = [Perplexity(loss, one).compute() for loss in losses]
+    assert found == pytest.approx([math.exp(708.5), math.inf, math.inf, math.nan], nan_ok=True)
 
 
 def test_the_sum_of_perplexity_is_more_precise_than_float32():

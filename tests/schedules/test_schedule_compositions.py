@@ -137,6 +137,18 @@ def test_a_decay_lasts_a_step_at_least(make, bad):
     assert callable(make(1.5))
 
 
+def test_values_of_pieces_may_be_traced() -> None:
+    found = jax.jit(lambda rate: jstep.piecewise_constant([3], [rate, 0.5])(np.array([3, 4])))(0.25)
+    assert (found.tolist(), found.dtype) == ([0.25, 0.5], jnp.float32)
+    assert jax.jit(lambda rate: jstep.piecewise_constant([], [rate])(np.array([3, 4])))(0.25).tolist() == [0.25, 0.25]
+
+
+def test_traced_steps_of_other_dtypes_do_not_wrap_around() -> None:
+    compiled = jax.jit(jstep.piecewise_constant([5], [1.0, 2.0]))
+    steps = [np.uint32(2**32 - 1), np.uint32(5), np.uint8(255), np.int8(-1), np.int16(6)]
+    assert [float(compiled(step)) for step in steps] == [2.0, 1.0, 2.0, 1.0, 2.0]
+
+
 def test_plain_numbers_are_one_table():
     def inputs(count):
         schedule = jstep.piecewise_constant([*range(count)], [0.5] * (count + 1))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from thorough import examples
 
 import jstep
+from jstep.schedules import arithmetic
 
 
 def test_known_values_of_exponential_decay() -> None:
@@ -157,6 +158,24 @@ def test_the_power_of_a_polynomial_may_be_traced() -> None:
     powers = jnp.array([0.5, 1.0, 2.0])
     found = jax.vmap(lambda power: jstep.polynomial_decay(1.0, 10, 0.0, power=power)(5))(powers)
     np.testing.assert_allclose(found, 0.5**powers, rtol=1e-6)
+
+
+def test_a_period_below_a_step_with_many_digits() -> None:
+    length, steps = Fraction("0.7182818284"), [1, 7, 1000, 100_000]
+    periods = arithmetic.split(jnp.array(steps), length)
+    whole = sum(multiplier * count.astype(int) for multiplier, count in periods.counts)
+    assert whole.tolist() == [math.floor(step / length) for step in steps]
+    expected = [float(step / length % 1) for step in steps]
+    np.testing.assert_allclose(periods.fraction, expected, atol=1e-3)
+    np.testing.assert_allclose(periods.remaining, 1 - np.array(expected), atol=1e-3)
+    assert float(arithmetic.split(jnp.int32(1), Fraction(1, 10**12)).whole) == pytest.approx(2**31)
+
+
+def test_a_rate_of_decay_may_be_traced_or_zero() -> None:
+    for staircase, exponents in ((False, [0.0, 0.5, 1.0, 2.5]), (True, [0.0, 0.0, 1.0, 2.0])):
+        found = jax.jit(lambda rate, s=staircase: jstep.exponential_decay(3.0, 10, rate, s)(np.array([0, 5, 10, 25])))
+        np.testing.assert_allclose(found(0.25), 3 * 0.25 ** np.array(exponents), rtol=1e-6)
+        assert jstep.exponential_decay(3.0, 10, 0.0, staircase)(np.array([0, 5, 10])).tolist() == [3, 3 * staircase, 0]
 
 
 @pytest.mark.parametrize("zero", [np.int64(0), np.int32(0), np.float32(0), jnp.int32(0)])

@@ -178,6 +178,11 @@ def test_times_is_the_product() -> None:
         (lambda: jstep.cyclical(0.0, 1.0, 4, 0), ValueError, "step_size_down=0"),
         (lambda: jstep.ademamix_alpha(-1.0, 10), ValueError, "alpha=-1"),
         (lambda: jstep.ademamix_beta3(0.9, 1.0, 10), ValueError, "beta3=1.0"),
+        (
+            lambda: jax.eval_shape(lambda n: jstep.exponential_decay(1.0, n, 0.5)(3), jnp.int32(4)),
+            TypeError,
+            "decay_steps is traced: must be a plain number",
+        ),
     ],
 )
 def test_bad_arguments(make, error, message) -> None:

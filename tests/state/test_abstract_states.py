@@ -82,6 +82,17 @@ def test_program_from_shapes_is_that_of_arrays(mesh, num_microbatches, options):
     assert costs[0].alias_bytes == costs[1].alias_bytes
 
 
+def test_arrays_beside_shapes_become_shapes():
+    given = {"a": jnp.ones((8, 2), jnp.bfloat16), "b": jax.ShapeDtypeStruct((3,), jnp.float32), "c": 1.0, "d": np.ones(4)}
+    found = jstep.TrainState.create(given, jstep.gradient_descent(0.1), mesh=AUTO, param_specs=[("a", P("data"))])
+    assert {name: (type(leaf), leaf.shape, leaf.dtype, leaf.sharding.spec) for name, leaf in found.params.items()} == {
+        "a": (jax.ShapeDtypeStruct, (8, 2), jnp.bfloat16, P("data")),
+        "b": (jax.ShapeDtypeStruct, (3,), jnp.float32, P()),
+        "c": (jax.ShapeDtypeStruct, (), jnp.float32, P()),
+        "d": (jax.ShapeDtypeStruct, (4,), jnp.float32, P()),
+    }
+
+
 def test_abstract_states_cannot_run():
     train_step = jstep.minimize(loss_fn, OPTIMIZER)
     shapes = jstep.TrainState.create(jax.eval_shape(init), OPTIMIZER, mesh=AUTO)

@@ -164,6 +164,18 @@ def test_leaves_on_different_devices():
     assert as_text(jstep.fingerprint(tree, per_leaf=True)["b"]) == as_text(jstep.fingerprint({"b": x}, True)["b"])
 
 
+def test_leaves_on_two_meshes_of_the_same_devices():
+    x = np.arange(16, dtype=np.float32).reshape(8, 2)
+    auto = (AxisType.Auto,)
+    meshes = jax.make_mesh((4, 2), ("a", "b"), axis_types=2 * auto), jax.make_mesh((8,), ("c",), axis_types=auto)
+    tree = {"a": jax.device_put(x, NamedSharding(meshes[0], PartitionSpec("b")))}
+    tree |= {"c": jax.device_put(x + 1, NamedSharding(meshes[1], PartitionSpec("c")))}
+    expected = {"a": x, "c": x + 1}
+    assert text(tree) == text(expected)
+    found, of_host = jstep.fingerprint(tree, per_leaf=True), jstep.fingerprint(expected, per_leaf=True)
+    assert {path: as_text(pair) for path, pair in found.items()} == {p: as_text(pair) for p, pair in of_host.items()}
+
+
 @pytest.mark.thorough
 def test_inside_other_transformations():
     x = jnp.arange(4.0)
