@@ -83,7 +83,12 @@ def test_program_from_shapes_is_that_of_arrays(mesh, num_microbatches, options):
 
 
 def test_arrays_beside_shapes_become_shapes():
-    given = {"a": jnp.ones((8, 2), jnp.bfloat16), "b": jax.ShapeDtypeStruct((3,), jnp.float32), "c": 1.0, "d": np.ones(4)}
+    given = {
+        "a": jnp.ones((8, 2), jnp.bfloat16),
+        "b": jax.ShapeDtypeStruct((3,), jnp.float32),
+        "c": 1.0,
+        "d": np.ones(4),
+    }
     found = jstep.TrainState.create(given, jstep.gradient_descent(0.1), mesh=AUTO, param_specs=[("a", P("data"))])
     assert {name: (type(leaf), leaf.shape, leaf.dtype, leaf.sharding.spec) for name, leaf in found.params.items()} == {
         "a": (jax.ShapeDtypeStruct, (8, 2), jnp.bfloat16, P("data")),
