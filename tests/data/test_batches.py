@@ -270,6 +270,7 @@ class TestSequence:
         assert repr(data) == "<Batches of 3 from 10 rows, shuffled by seed 4, 6 steps>"
         assert repr(batches(np.arange(10), 3, shuffle=False)) == "<Batches of 3 from 10 rows, in order, without end>"
         assert "4, 6, …" in repr(batches(np.arange(10), 3)[4::2])
+        assert repr(batches(np.arange(10), 3, seed=4)[2:2]).endswith("shuffled by seed 4, 0 steps>")
 
     def test_pickle(self):
         data = batches(rows(10), 3, seed=4)

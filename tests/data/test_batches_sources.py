@@ -197,6 +197,20 @@ class TestSources:
         with pytest.raises(OSError, match="disk on fire"):
             batches(Broken(), 4)[0]
 
+    def test_a_disk_that_fails_for_each_row_is_not_a_source_of_lists(self):
+        asked = []
+
+        class Broken(ListItems):
+            def __getitem__(self, i):
+                asked.append(i)
+                if isinstance(i, list):
+                    return super().__getitem__(i)
+                raise OSError("disk on fire")
+
+        with pytest.raises(OSError, match="disk on fire"):
+            batches(Broken(), 4, shuffle=False)[1]
+        assert asked == [4]
+
     def test_getitems_that_returns_too_few_items(self):
         class Short(BatchItems):
             def __getitems__(self, indices):

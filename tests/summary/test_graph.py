@@ -2,6 +2,7 @@
 
 import os
 import re
+import types
 from pathlib import Path
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from tensorboard.compat.proto import graph_pb2, types_pb2
 
 from jstep import summary
+from jstep.summary import graph as graphs
 from jstep.summary.graph import graph_def
 
 
@@ -177,6 +179,12 @@ def test_deleted_arguments_still_have_shapes():
     state = jax.tree.map(jnp.copy, STATE)
     jax.tree.map(lambda x: x.delete(), state)
     assert "state/params/square" in nodes(graph_def(train_step, state, BATCH))
+
+
+def test_scopes_of_calls_and_types_without_a_shape():
+    assert graphs.scopes_of("jit(f)/a/transpose(jvp(b))/vmap(c/d)/mul") == ["gradients", "a", "b", "c", "d", "mul"]
+    assert graphs.scopes_of("pjit(f)/a/x(y)z") == ["a", "x(y)z"]
+    assert graphs._lowered_tensor(types.SimpleNamespace(type="!stablehlo.token")) == graphs.Tensor(None, "")
 
 
 def test_bad_input():

@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as hnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jstep import summary
+from jstep.summary import encode
 from jstep.summary.encode import bucket_limits
 
 
@@ -200,6 +201,17 @@ def test_sum_over_microbatches_is_the_histogram_of_all(written):
     assert values.max() <= histogram.max <= values.max() * 1.1
     assert histogram.sum == pytest.approx(values.sum(), abs=0.1 * float(np.abs(values).sum()))
     assert histogram.sum_squares == pytest.approx((values**2).sum(), rel=0.1)
+
+
+def test_moments_estimated_from_buckets():
+    limits = bucket_limits()
+    counts = np.zeros(len(limits))
+    assert encode._from_buckets(counts) == (0.0, 0.0, 0.0, 0.0)
+    first, last = np.searchsorted(limits, [-3.0, 7.0])
+    counts[[first, last]] = 2, 3
+    middles = [(limits[i - 1] + limits[i]) / 2 for i in (first, last)]
+    sums = [2 * middles[0] ** k + 3 * middles[1] ** k for k in (1, 2)]
+    assert encode._from_buckets(counts) == pytest.approx((limits[first - 1], limits[last], *sums), rel=1e-12)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -11,6 +11,7 @@ import pytest
 from event_reading import events_of, scalars
 
 from jstep import summary
+from jstep.summary.encode import LocalFile
 from jstep.summary.writer import SummaryWriter
 
 
@@ -111,6 +112,29 @@ def test_a_full_disk_leaves_no_partial_record(tmp_path):
     writer.close()  # the error was already raised; does not wait for the discarded events
     assert os.path.getsize(writer.path) == size
     assert [e.step for e in events_of(writer)] == [0, 1]
+
+
+def test_a_record_that_cannot_be_taken_back_is_a_warning(tmp_path, caplog):
+    class Stuck(FullDisk):
+        def truncate(self, size):
+            raise OSError(5, "Input/output error")
+
+    sink = LocalFile(str(tmp_path))
+    whole, sink._file = sink._file, Stuck(sink._file, room=10)
+    with pytest.raises(OSError, match=f"No space left on device: '{sink.path}'"):
+        sink.write(b"x" * 20)
+    assert [record.getMessage() for record in caplog.records] == [f"{sink.path}: its last record may be incomplete"]
+    whole.close()
+
+
+def test_a_file_whose_first_record_fails_is_removed(tmp_path, monkeypatch):
+    def append(self, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LocalFile, "_append", append)
+    with pytest.raises(OSError, match="No space left on device"):
+        LocalFile(str(tmp_path / "new"))
+    assert os.listdir(tmp_path / "new") == []
 
 
 def test_a_disk_that_cannot_be_flushed_is_an_error_of_that_flush_alone(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors_files import same
 
 import jstep
+from jstep.weights import save
 from jstep.weights.tensors import read_header
 
 OLD = {name: np.full((4, 4), 1, np.float32) for name in "abc"}
@@ -217,6 +218,53 @@ def test_a_failed_save_keeps_the_earlier_one(tmp_path, before, after, monkeypatc
             assert loaded_values(tmp_path) == {2.0}
             jstep.save_weights(path, OLD, max_shard_bytes=KINDS[before])
             assert listed(tmp_path) == files
+
+
+@pytest.mark.parametrize("size", [10**9, 64])
+def test_a_first_save_that_fails_leaves_nothing(tmp_path, size, monkeypatch):
+    """Also if only the flush of the folder fails, when all files have their names."""
+    counts = []
+    for fails_at in range(10):
+        calls = []
+
+        def flush(folder, calls=calls, fails_at=fails_at):
+            calls.append((folder, len(listed(folder))))
+            if len(calls) == fails_at + 1:
+                raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(save, "sync_folder", flush)
+        try:
+            jstep.save_weights(tmp_path / "model.safetensors", NEW, max_shard_bytes=size)
+        except OSError:
+            assert listed(tmp_path) == []
+            counts.append(calls[-1][1])
+            continue
+        break
+    assert counts == ([1] if size > 64 else [4, 4])
+    assert loaded_values(tmp_path) == {2.0}
+
+
+def test_shards_are_copied_where_there_are_no_links(tmp_path, monkeypatch):
+    def link(*args):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    for params, value in ((OLD, 1.0), (NEW, 2.0)):
+        jstep.save_weights(tmp_path / "model.safetensors", params, max_shard_bytes=64)
+        assert listed(tmp_path) == [*shards(3), "model.safetensors.index.json"]
+        assert loaded_values(tmp_path) == {value}
+
+
+def test_a_header_as_long_as_readers_allow(tmp_path, monkeypatch):
+    path = jstep.save_weights(tmp_path / "a.safetensors", OLD, metadata={"x": "y" * 101})
+    length = int.from_bytes((tmp_path / "a.safetensors").read_bytes()[:8], "little")
+    assert length % 8 == 0
+    monkeypatch.setattr(save, "LARGEST", length)
+    jstep.save_weights(path, NEW, metadata={"x": "y" * 101})
+    monkeypatch.setattr(save, "LARGEST", length - 1)
+    with pytest.raises(ValueError, match=f"would have {length} bytes, and {length - 1} are allowed; shorten the meta"):
+        jstep.save_weights(path, OLD, metadata={"x": "y" * 101})
+    assert (listed(tmp_path), loaded_values(tmp_path)) == (["a.safetensors"], {2.0})
 
 
 def test_a_reader_never_loads_a_mix_of_two_saves(tmp_path, monkeypatch):
