@@ -10,6 +10,8 @@ import pathlib
 import re
 from typing import Any
 
+import numpy as np
+
 import jstep
 
 WRONG: tuple[Any, ...] = (-1, 0, 1, 2.5, float("nan"), float("inf"), "x", True, None)
@@ -21,9 +23,12 @@ GIVEN: dict[str, Any] = {
     "initial_learning_rate": 0.1, "step_size_up": 3, "stable_steps": 3, "optimizer": jstep.gradient_descent(0.1),
     "clip_norm": 1.0, "every_n_steps": 2, "decay": 0.9, "schedule": lambda step: 0.1, "first_decay_steps": 4,
     "fn": lambda *args: None, "num_classes": 3, "k": 2, "n": 2, "inner": jstep.gradient_descent(0.1),
+    "arrays": {"x": np.zeros((20, 2))}, "sources": {"a": {"x": np.zeros((20, 2))}}, "weights": {"a": 1.0},
+    "batch_size": 4, "batches": [()],
+    "metric_fn": lambda params: {}, "evaluate": lambda state: {}, "metric": "loss", "loss_fn": lambda params: 0.0,
 }  # fmt: skip
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-ROOMS = ("optimizers", "schedules", "hooks", "queues")
+ROOMS = ("optimizers", "schedules", "hooks", "queues", "data", "evaluating", "training", "differentiate")
 
 
 def makers(room: str) -> dict[str, Any]:
