@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import types
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from fellows import Fellows
 
 import jstep
 from jstep.distributed import processes
+from jstep.loop import signals
 from jstep.loop.signals import StopSignals
 
 
@@ -114,9 +116,11 @@ def test_all_processes_leave_with_the_signal_of_one(three: Fellows, monkeypatch:
 def test_the_time_limit_is_that_of_process_0(three: Fellows, monkeypatch: Any) -> None:
     monkeypatch.setattr(processes, "reached_stop", lambda: False)
 
+    clocks = {i: iter([0.0, 4.0, 9.9, 10.0] if i == 0 else [100.0] * 4) for i in range(3)}
+    monkeypatch.setattr(signals, "time", types.SimpleNamespace(monotonic=lambda: next(clocks[three.index])))
+
     def stopped(index: int) -> Any:
-        now = iter([0.0, 4.0, 9.9, 10.0] if index == 0 else [100.0] * 4)
-        stop = StopSignals(10.0, clock=lambda: next(now))
+        stop = StopSignals(10.0)
         assert stop._timer is None
         polls = [stop.to_stop() for _ in range(3)]
         return polls, stop.is_over, stop.received, str(stop.stopped("at step 3"))
