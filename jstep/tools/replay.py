@@ -315,11 +315,13 @@ def verify_resume(
 @scoped
 def _each_warning_once() -> Iterator[None]:
     """Context manager that logs a warning once, because the runs of a comparison repeat those of the first one."""
-    logged: list[str] = []
+    logged: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
-        logged.append(record.getMessage())
-        return record.levelno < logging.WARNING or logged.count(logged[-1]) == 1
+        text = record.getMessage()
+        is_known = text in logged
+        logged.add(text)
+        return record.levelno < logging.WARNING or not is_known
 
     _logger.addFilter(is_new)
     try:
