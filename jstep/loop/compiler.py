@@ -374,6 +374,7 @@ class FirstBatch:
         if future is not None:
             is_done(future, lambda: False)
         if future is not None and self._again is not None and future.exception() is not None:
+            del future  # with the error, whose traceback holds what the call had made
             yield from self._again()
             return
         first = self.make() if future is None else future.result()
