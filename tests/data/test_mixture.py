@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from processes import run_program
 from thorough import examples
 
-from jstep.data.batches import Batches, mixture
+from jstep.data.batches import Batches, batches, mixture
 
 A, B, C = np.arange(30), np.arange(100, 107), np.arange(200, 201)
 SOURCES = {"a": A, "b": B, "c": C}
@@ -183,6 +183,12 @@ def test_properties_and_repr():
     mix = mixture(SOURCES, 6, WEIGHTS, seed=4)
     assert mix.num_rows == {"a": 30, "b": 7, "c": 1}
     assert mix.batch_size == 6
+    assert mix.weights() == {
+        0: {"a": 0.6, "b": 0.4, "c": 0.0},
+        20: {"a": 0.25, "b": 0.0, "c": 0.75},
+        35: dict.fromkeys("abc", 1 / 3),
+    }
+    assert batches(A, 3).weights() == {}
     assert repr(mix) == "<Mixture of 6 from a (30 rows), b (7 rows), c (1 rows), shuffled by seed 4, without end>"
     assert not isinstance(mix, Batches)
     assert mix

@@ -58,6 +58,31 @@ def test_gradients_with_grad_ys() -> None:
     np.testing.assert_array_equal(jstep.gradients(fn, x, grad_ys=(None, jnp.zeros(2))), [2.0, 4.0])
 
 
+def test_grad_ys_of_a_tree_with_integers() -> None:
+    def fn(x: jax.Array) -> Any:
+        return {"n": jnp.argmax(x), "y": x**2}
+
+    x = jnp.array([1.0, 3.0])
+    np.testing.assert_array_equal(jstep.gradients(fn, x), [2.0, 6.0])
+    np.testing.assert_array_equal(jstep.gradients(fn, x, grad_ys={"n": None, "y": np.array([1, 10])}), [2.0, 60.0])
+    bad: list[tuple[Any, type[Exception], str]] = [
+        ({"y": x}, ValueError, "grad_ys has the structure .*, fn.xs. has "),
+        ({"n": None, "y": "x"}, TypeError, "grad_ys: .*'y'"),
+        (
+            {"n": None, "y": jnp.ones(3)},
+            ValueError,
+            r"grad_ys: the leaf at 'y' has shape \(3,\), but fn\(xs\) has \(2,\)",
+        ),
+    ]
+    for grad_ys, error, message in bad:
+        with pytest.raises(error, match=message):
+            jstep.gradients(fn, x, grad_ys=grad_ys)
+    with pytest.raises(TypeError, match=r"xs: no leaf is floating point, got dtypes \['int32'\]"):
+        jstep.gradients(fn, {"a": jnp.arange(2)})
+    with pytest.raises(TypeError, match=r"fn returned no floating-point array, but dtypes \['int32'\]"):
+        jstep.gradients(jnp.argmax, x)
+
+
 def test_gradients_of_integers_are_none() -> None:
     found = jstep.gradients(lambda xs: xs["a"] * xs["n"].astype(jnp.float32), {"a": 2.0, "n": jnp.int32(3)})
     assert found["n"] is None

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jstep
 
@@ -114,6 +116,25 @@ def test_step_does_not_allocate_the_table() -> None:
     step = jstep.minimize(loss_fn, optimizer)
     program = step.lower(state, jax.ShapeDtypeStruct((16,), jnp.int32)).compile()
     assert program.memory_analysis().temp_size_in_bytes < 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("table", "ids", "rows"),
+    [
+        (P(None, "model"), P("data"), P("data", "model")),
+        (P("data", "model"), P(), P(None, "model")),
+        (P(None, "model"), P("model"), P("model", None)),
+        (P(None, ("data", "model")), P(None), P(None, ("data", "model"))),
+    ],
+)
+def test_rows_on_explicit_axes_are_sharded_like_ids_and_table(table: Any, ids: Any, rows: Any) -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    values, places = np.arange(32.0).reshape(8, 4), np.array([5, 1, 7, 1])
+    given = jax.device_put(values, NamedSharding(mesh, table)), jax.device_put(places, NamedSharding(mesh, ids))
+    with jax.set_mesh(mesh):
+        found = jstep.lookup(*given)
+    assert jax.typeof(found).sharding.spec == rows
+    np.testing.assert_array_equal(found, values[places])
 
 
 def test_lookup_outside_a_loss_and_invalid_arguments() -> None:

@@ -10,6 +10,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jstep
+from jstep.differentiate.lane_state import Merge, merges_of
+from jstep.differentiate.lanes import Lanes, alike
 
 X = jnp.arange(32.0).reshape(16, 2) / 32
 LABELS = jnp.arange(16) % 3
@@ -98,6 +100,10 @@ COUNTS: dict[str, Any] = {
         jnp.zeros(3, jnp.int32),
     ),
     "jit": (lambda old, x, labels, rng: jax.jit(lambda a, b: a + classes(b))(old, labels), jnp.zeros(3, jnp.int32)),
+    "wider": (
+        lambda old, x, labels, rng: (old.astype(jnp.int32) + classes(labels)).astype(jnp.int8),
+        jnp.zeros(3, jnp.int8),
+    ),
     "checkpoint": (
         lambda old, x, labels, rng: jax.checkpoint(lambda a, b: a + classes(b))(old, labels),
         jnp.zeros(3, jnp.int32),
@@ -134,6 +140,18 @@ MIXED: dict[str, Any] = {
     "through_a_float": (
         lambda old, x, labels, rng: (old.astype(jnp.float32) + x.sum()).astype(jnp.int32),
         jnp.int32(0),
+    ),
+    "through_a_narrow_integer": (
+        lambda old, x, labels, rng: (old.astype(jnp.int8) + classes(labels).astype(jnp.int8)).astype(jnp.int32),
+        jnp.zeros(3, jnp.int32),
+    ),
+    "chosen_by_rows": (
+        lambda old, x, labels, rng: jax.lax.cond(x[0, 0] > 1, lambda s: s, lambda s: s + s, old),
+        jnp.int32(3),
+    ),
+    "while_by_rows": (
+        lambda old, x, labels, rng: jax.lax.while_loop(lambda s: s < labels[0], lambda s: s + s, old),
+        jnp.int32(3),
     ),
     "folded_key": (
         lambda old, x, labels, rng: jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(old), labels[0])),
@@ -177,6 +195,26 @@ def test_what_the_lanes_cannot_add_is_refused(options: str, name: str) -> None:
         TypeError, match=r"lanes=4: the leaf 'a/leaf' of model_state depends on the rows or the key of a"
     ):
         run(change, old, **OPTIONS[options])
+
+
+@pytest.mark.parametrize("name", [*COUNTS, *ALIKE, *MIXED])
+def test_the_traced_loss_says_how_integers_are_merged(name: str) -> None:
+    change, old = (COUNTS | ALIKE | MIXED)[name]
+
+    def new_state(i: Any, olds: Any, others: Any, rows: Any) -> list[Any]:
+        return [change(olds[0], *rows, None), olds[1], olds[2] + 1]
+
+    def merges() -> list[Merge]:
+        model_state = {"a": old, "b": jnp.float32(0.0), "c": jnp.int32(0)}
+        return merges_of(Lanes(4), new_state, model_state, [jnp.ones(2)], [X, LABELS], 4)
+
+    if name in MIXED:
+        with pytest.raises(
+            TypeError, match=r"lanes=4: the leaf 'a' of model_state depends on the rows or the key of a"
+        ):
+            merges()
+    else:
+        assert merges() == [Merge.CHANGES if name in COUNTS else Merge.FIRST, Merge.MEAN, Merge.FIRST]
 
 
 def test_integers_that_depend_on_the_key_of_a_lane_are_summed() -> None:
@@ -230,3 +268,29 @@ def test_counts_are_the_same_on_a_mesh(kind: AxisType) -> None:
     split, _ = step(jstep.shard_state(state, mesh), *(jax.device_put(x, rows) for x in twice))
     jax.tree.map(np.testing.assert_array_equal, alone.model_state, split.model_state)
     assert (int(split.model_state["seen"]), int(split.model_state["steps"])) == (32, 2)
+
+
+def test_what_all_lanes_compute_alike_is_what_the_function_computes() -> None:
+    """Programs of conditions and loops are computed in the same way as the others."""
+
+    def fn(x: Any, n: Any) -> Any:
+        most = n.astype(jnp.float32)
+
+        def turn(carry: Any) -> Any:
+            i, y = carry
+            return i + 1, y / jnp.sum(y) * most + 1
+
+        return {
+            "cond": jax.lax.cond(n > 1, lambda y: y / jnp.sum(y), lambda y: y * jnp.sum(y), x),
+            "while": jax.lax.while_loop(
+                lambda carry: jnp.sum(carry[1]) * carry[0].astype(jnp.float32) < most * 40, turn, (1, x)
+            ),
+            "nothing": jnp.zeros(3),
+            "norm": jax.jit(lambda y: jnp.sqrt(jnp.sum(y**2)))(x) * 2.0,
+            "given": n,
+        }
+
+    x = jnp.arange(6.0) + 1
+    for n in (jnp.int32(1), jnp.int32(2)):
+        found, expected = alike(Lanes(2), fn, x, n), jax.jit(fn)(x, n)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, strict=True), found, expected)

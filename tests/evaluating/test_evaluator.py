@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from evaluated_runs import in_batches
+from fellows import Fellows
 from jax.sharding import NamedSharding, PartitionSpec
 from positioned import Positioned
 
 import jstep
+from jstep.evaluating.evaluation_batches import _mean, _total
+from jstep.evaluating.evaluator import _of_process_0
 
 X = np.random.default_rng(0).normal(size=(23, 3)).astype(np.float32)
 W = np.array([1.0, -2.0, 0.5], np.float32)
@@ -124,6 +127,24 @@ def test_sums_are_rounded_once():
     assert jstep.evaluator(lambda params, x: {"x": x}, [values[:1], values[1:2], values[2:]])(make_state()) == {
         "x": 0.5
     }
+
+
+def test_sums_and_means_beyond_floats():
+    most, inf = float(np.finfo(np.float64).max), np.inf
+    with np.errstate(all="ignore"):
+        found = [_total(numbers) for numbers in ([2**70, 1], [0.1] * 10, [most, most], [inf, 1.0], [inf, -inf])]
+    assert found[:4] == [2**70 + 1, 1.0, inf, inf]
+    assert np.isnan(found[4])
+    assert [_mean([(1, 2), (2, 2)]), _mean([(10**400, 1)]), _mean([(3.0, 0.5)])] == [0.75, inf, 6.0]
+    assert np.isnan(_mean([(1, 0)]))
+
+
+def test_callbacks_of_all_processes_see_the_numbers_of_process_0(monkeypatch):
+    three = Fellows(monkeypatch, 3)
+    found = three.each(
+        lambda i: _of_process_0({"a": np.float32(0.1 + i), "b": i + 1e-17, "text": str(i), "c": jnp.int32(i)})
+    )
+    assert found == 3 * [{"a": float(np.float32(0.1)), "b": 1e-17, "c": 0.0}]
 
 
 def test_zero_counts_nan_and_infinity():

@@ -115,6 +115,9 @@ def test_abstract_states_cannot_run():
     ):
         with pytest.raises(ValueError, match="must be arrays, got shapes"):
             run()
+    for given in ((shapes, state.params), (state, shapes.params)):
+        with pytest.raises(ValueError, match=r"^state and gradients: must be arrays, got shapes"):
+            jstep.apply_gradients(*given, OPTIMIZER)
 
 
 def test_state_and_batch_on_different_devices():

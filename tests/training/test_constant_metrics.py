@@ -12,7 +12,7 @@ from regression import X, Y, fresh, loss_fn
 import jstep
 from jstep.hooks.metric_sums_program import Accumulate, Sums, columns_of
 from jstep.training.looped import looped_step
-from jstep.training.metrics import Constants
+from jstep.training.metrics import Constants, split
 from jstep.training.step import run
 
 
@@ -54,6 +54,8 @@ def test_constants_compare_by_their_values() -> None:
     assert Constants(one) != Constants(other)
     assert Constants(one) != Constants(one, "skipped")
     assert Constants({}) != ()
+    assert len({hash(Constants(x)) for x in (one, same)}) == 1
+    assert split((1.0, 2.0), "skipped") == ((1.0, 2.0), Constants({}, "skipped"))
 
 
 def test_constants_are_the_same_objects_in_each_call() -> None:

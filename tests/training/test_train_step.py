@@ -38,6 +38,26 @@ def test_second_call_does_not_compile(compilations: Any) -> None:
     assert jstep.global_step(state) == 9
 
 
+def test_programs_can_be_forgotten() -> None:
+    step = jstep.TrainStep(lambda state, x: (state + x, {}))
+    step(jnp.int32(1), 2)
+    assert step._cache_size() == 1
+    step.clear_cache()
+    assert step._cache_size() == 0
+
+
+def test_a_state_and_a_batch_on_different_devices_are_explained() -> None:
+    optimizer = jstep.sgd(0.1)
+    step = jstep.minimize(lambda params, x: jnp.sum(params["w"] * x), optimizer)
+    state = jax.device_put(jstep.TrainState.create({"w": jnp.ones(2)}, optimizer), jax.devices()[0])
+    with pytest.raises(ValueError, match="incompatible devices") as caught:
+        step(state, jax.device_put(jnp.ones(2), jax.devices()[1]))
+    assert [note for note in caught.value.__notes__ if "mesh" in note] == [
+        "The state and the batch, or arrays that the loss closes over, are on different devices or on different "
+        "meshes. Put all of them on one mesh object: jstep.shard_state(state, mesh), jstep.shard_batch(batch, mesh)."
+    ]
+
+
 def test_state_is_donated_by_default() -> None:
     optimizer = jstep.adam(0.1)
     state = fresh(optimizer)

@@ -1,0 +1,166 @@
+"""What a reader finds out about checkpoints that it cannot use, with stores that answer as they are told."""
+
+import logging
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_states import save_all, state_at
+
+import jstep
+from jstep.checkpoint import slots, store
+from jstep.checkpoint.claims import owner_in
+from jstep.checkpoint.directory import DirectoryStore, _lost
+from jstep.checkpoint.manifest import CheckpointError
+from jstep.checkpoint.reading import COMPLETE, CORRUPTED, GONE, INTACT, UNUSABLE, Reader, condition
+from jstep.checkpoint.saver import Saver, is_worthwhile
+
+
+def raising(error: Exception) -> Any:
+    def act(*args: Any) -> Any:
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("most", "step", "corruption", "expected"),
+    [
+        (30, 7, [], (INTACT, 30)),
+        (29, 7, [], (COMPLETE, 0)),
+        (30, 7, ["a: differs"], (UNUSABLE, 30)),
+        (30, 8, [], (UNUSABLE, 0)),
+        (30, FileNotFoundError("gone"), [], (GONE, 0)),
+        (30, CheckpointError("corrupted"), [], (UNUSABLE, 0)),
+        (30, PermissionError("no"), [], (UNUSABLE, 0)),
+    ],
+)
+def test_the_condition_of_a_checkpoint(most: int, step: Any, corruption: Any, expected: Any) -> None:
+    def manifest(path: str) -> Any:
+        if isinstance(step, Exception):
+            raise step
+        return types.SimpleNamespace(step=step, files={"a": {"bytes": 10}, "b": {"bytes": 20}})
+
+    found: Any = types.SimpleNamespace(manifest=manifest, find_corruption=lambda path, manifest: corruption)
+    assert condition(found, "model-7", 7, most) == expected
+
+
+def test_a_checkpoint_that_cannot_be_looked_at_again() -> None:
+    manifest: Any = types.SimpleNamespace(files={"a": 1})
+    found: Any = types.SimpleNamespace(manifest=lambda path: types.SimpleNamespace(files={"a": 1}))
+    reader = Reader(found, "model", True)
+    assert not reader._is_gone("model-7", manifest)
+    found.manifest = lambda path: types.SimpleNamespace(files={"a": 2})
+    assert reader._is_gone("model-7", manifest)
+    found.manifest = raising(FileNotFoundError("gone"))
+    assert reader._is_gone("model-7", manifest)
+    assert reader._manifest("model-7") == (None, "", CORRUPTED)
+    for error in (OSError("no"), CheckpointError("damaged")):
+        found.manifest = raising(error)
+        assert not reader._is_gone("model-7", manifest)
+    assert reader._manifest("model-7") == (None, "damaged", CORRUPTED)
+    found.newest_first = raising(OSError("no network"))
+    assert str(reader._unusable("model-7", ["it is damaged"], CORRUPTED, " Its extra can be read.")) == (
+        "model-7 is corrupted: it is damaged. Its extra can be read. "
+        "The other checkpoints cannot be listed now (no network)."
+    )
+
+
+def test_params_of_another_model_without_slots(tmp_path: Any) -> None:
+    optimizer = jstep.gradient_descent(0.1)
+    with Saver(tmp_path) as saver:
+        saver.save(jstep.TrainState.create({"w": jnp.ones(3)}, optimizer, 2))
+    reader = Reader(DirectoryStore(str(tmp_path), None), "model", True)
+    reader.check_run(jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer), 2)
+    with pytest.raises(ValueError, match="saved by a run with another model: its params differ from those of state"):
+        reader.check_run(jstep.TrainState.create({"b": jnp.ones(3)}, optimizer), 2)
+
+
+def test_folders_that_are_hidden_moved_or_stay(tmp_path: Any, caplog: Any) -> None:
+    with Saver(tmp_path) as saver:
+        save_all(saver, [1, 2])
+        with pytest.raises(FileNotFoundError, match=rf"step=7: there is no checkpoint model-7 in {tmp_path}$"):
+            saver.delete(7)
+    found = DirectoryStore(str(tmp_path), None)
+    assert found.hide(f"{tmp_path}/model-7") == []
+    for number in range(2):
+        assert (
+            found.command_to_set_aside(f"{tmp_path}/model-1")
+            == f"mv {tmp_path}/model-1 {tmp_path}/model-1.aside.{number}"
+        )
+        (tmp_path / f"model-1.aside.{number}").mkdir()
+    found.log_undeleted("model-1", OSError("busy"))
+    # The user has taken the name of a checkpoint that was being replaced when the run was killed.
+    (tmp_path / "model-2").rename(tmp_path / "model-2.jstep-replaced")
+    (tmp_path / "model-2").write_text("notes")
+    with Saver(tmp_path) as saver:
+        saver.save(state_at(3))
+        assert saver.all_steps() == [1, 2, 3]
+    assert (tmp_path / "model-2.set-aside-0").read_text() == "notes"
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        "model-1 could not be deleted: busy",
+        f"{tmp_path}/model-2 is not a checkpoint, but a checkpoint needs its name: moved to "
+        f"{tmp_path}/model-2.set-aside-0",
+    ]
+
+
+def test_what_is_missing_of_files_in_words() -> None:
+    assert _lost(lambda: None) is None
+    assert _lost(lambda: "a/b") == "'a/b' no longer exists"
+    assert _lost(raising(ValueError("x" * 400))) == f"the written files cannot be read ({'x' * 300})"
+
+
+def test_an_error_before_anything_is_written_names_the_newest(tmp_path: Any, monkeypatch: Any) -> None:
+    with Saver(tmp_path) as saver:
+        for there in ("there are none yet.", f"the newest is {tmp_path}/model-1."):
+            with monkeypatch.context() as patch:
+                patch.setattr(saver._store, "save", raising(OSError(28, "No space left", "file")))
+                with pytest.raises(CheckpointError) as caught:
+                    saver.save(state_at(2))
+            assert str(caught.value) == (
+                f"{tmp_path}/model-2 was not saved: No space left: file. Earlier checkpoints are unchanged; {there}"
+            )
+            saver.save(state_at(1))
+
+
+def test_an_interpreter_that_exits_logs_the_saves_that_fail(monkeypatch: Any, caplog: Any) -> None:
+    ended = []
+    writes = {
+        f"d/model-1{store.TEMPORARY}": types.SimpleNamespace(wait=raising(OSError("full"))),
+        f"d/model-2{store.TEMPORARY}": types.SimpleNamespace(wait=lambda: ended.append(2)),
+    }
+    monkeypatch.setattr(store, "IN_FLIGHT", writes)
+    store._finish()
+    assert ended == [2]
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()) == ("ERROR", "d/model-1 was not saved")
+    assert str(record.exc_info[1]) == "full"
+
+
+def test_the_owner_in_a_lock() -> None:
+    assert [owner_in(data) for data in (None, b"", b"{", b"[1]", b'{"pid": 3}')] == [{}, {}, {}, {}, {"pid": 3}]
+
+
+def test_steps_of_any_kind_of_number() -> None:
+    deleted = jnp.int32(3) + 0
+    deleted.delete()
+    values = [jnp.int32(3), np.int64(3), np.array(3), 3, jnp.arange(2), np.arange(2), None, 3.5, "3", deleted]
+    assert [slots._number(value) for value in values] == [3, 3, 3, 3, None, None, None, None, None, None]
+
+
+def test_which_arrays_are_worth_compressing(monkeypatch: Any) -> None:
+    rng = np.random.default_rng(0)
+    noise = rng.integers(0, 256, 4096, np.uint8)
+    assert is_worthwhile([np.zeros(4096, np.uint8), noise[:2000]])
+    assert not is_worthwhile([np.zeros(4096, np.uint8), noise, noise])
+    assert not is_worthwhile([noise])
+    # The middle is looked into.
+    middle = np.zeros(4096, np.uint8)
+    middle[2048:3072] = noise[:1024]
+    assert not is_worthwhile([middle])
+    assert is_worthwhile([jnp.zeros(4096)])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert not is_worthwhile([np.zeros(4096, np.uint8)])
