@@ -269,25 +269,49 @@ def test_several_processes_leave_at_one_step(how: str, tmp_path: Path) -> None:
 
 
 LATE = """
-class AtTheEnd(jstep.Hook):
+from jstep.distributed import processes
+from jstep.hooks.base import RunHook
+where, reached, has_ended = sys.argv[5], processes.reached_stop, False
+
+class AtTheEnd(RunHook):
     def end(self, n, state):
-        if process == 1:
+        global has_ended
+        has_ended = where == "end"
+        if has_ended and process == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
+    def close(self):
+        if where == "close" and process == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+def after_the_service():  # which takes up to a second; the processes may ask it a different number of times
+    while has_ended and not reached():
+        time.sleep(0.01)
+    return has_ended or reached()
+
+processes.reached_stop = after_the_service
 step = jstep.minimize(loss_fn, optimizer)
 state = jstep.TrainState.create(init, optimizer, mesh=mesh)
 try:
     state = jstep.train(step, state, batches, 5, hooks=[AtTheEnd()], checkpoint_dir=directory, progress=False,
                         batch_sharding=rows)
 except jstep.Preempted as error:
-    print("raised", jstep.global_step(error.state), error, flush=True)
+    print("raised", jstep.global_step(error.state), error)
+    print("is_same", weights(jstep.Saver(directory).restore(error.state)) == weights(error.state), flush=True)
     raise
 print("weights", weights(state))  # waits for ever for a process that has left
 """
 
 
 @pytest.mark.thorough
-def test_all_processes_leave_for_a_signal_that_one_receives_at_the_end(tmp_path: Path) -> None:
-    ended = wait_for(start_all(LATE, 2, tmp_path))
+@pytest.mark.parametrize(
+    ("where", "when"),
+    [("end", "which is saved; start the run again to resume"), ("close", "while it closed")],
+    ids=["before the last look", "after it"],
+)
+def test_all_processes_leave_for_a_signal_that_one_receives_at_the_end(where: str, when: str, tmp_path: Path) -> None:
+    ended = wait_for(start_all(LATE, 2, tmp_path, where))
     assert [one.code for one in ended] == [138, 138]
-    first, second = (printed(one.out.split("\n"), "raised") for one in ended)
-    assert first == second == "5 SIGUSR1 stopped the run after step 5, while it closed"
+    for one in ended:
+        assert printed(one.out.split("\n"), "raised") == f"5 SIGUSR1 stopped the run after step 5, {when}"
+        assert printed(one.out.split("\n"), "is_same") == "True"
+    assert jstep.Saver(tmp_path).all_steps() == [5]
