@@ -1,5 +1,7 @@
 """Placement of data that was read from storage."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,22 @@ from comparisons import aligned
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jstep.core.placement import Placements, back, local_parts, place, place_anywhere, placements_of, slices
+from jstep.core.placement import (
+    Placements,
+    back,
+    checked_memory,
+    is_on_host,
+    local_parts,
+    on_devices,
+    place,
+    place_anywhere,
+    placements_of,
+    refuse_compile_only,
+    refuse_shapes,
+    slices,
+    when_concrete,
+    with_checks,
+)
 
 
 @pytest.mark.parametrize("memory_kind", [None, "pinned_host"])
@@ -76,3 +93,78 @@ def test_an_array_goes_back_to_where_the_one_that_it_replaces_is():
     for before in (jnp.zeros(8), np.zeros(8), None):
         assert back(made, before) is made
     assert back(number := np.float32(1), jax.device_put(jnp.zeros(8), split)) is number
+
+
+def test_an_array_in_host_memory_is_moved_to_its_devices_with_or_without_a_program():
+    mesh = jax.make_mesh((8,), ("x",))
+    there = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("x"), memory_kind="pinned_host"))
+    here = jnp.ones(2)
+    found = on_devices({"there": there, "here": here, "number": 3})
+    assert not is_on_host(found["there"])
+    assert found["there"].sharding == NamedSharding(mesh, P("x"), memory_kind="device")
+    np.testing.assert_array_equal(found["there"], np.arange(8.0))
+    assert (found["here"] is here, found["number"]) == (True, 3)
+
+
+def a_mesh(kinds, name="TPU v5"):
+    """A mesh of devices that only compile, without kinds of memory, or of others."""
+    memories = [types.SimpleNamespace(kind=kind) for kind in kinds]
+    device = types.SimpleNamespace(
+        device_kind=name, addressable_memories=lambda: memories, default_memory=lambda: memories[0]
+    )
+    return types.SimpleNamespace(devices=np.array([device], object))
+
+
+def test_the_memory_of_slots_is_one_that_the_devices_have():
+    mesh = a_mesh(["device", "pinned_host"])
+    assert [checked_memory(kind, mesh) for kind in (None, "device", "pinned_host")] == [None, None, "pinned_host"]
+    assert checked_memory("hbm", a_mesh(["hbm", "host"])) is None  # their default
+    for kinds, expected in (
+        (["device", "host"], "slots_memory='far': TPU v5 devices have the memory kinds ['device', 'host']"),
+        (
+            [],
+            "slots_memory='far': TPU v5 devices that only compile do not report their memory kinds; leave it out",
+        ),
+    ):
+        with pytest.raises(ValueError, match="slots_memory") as caught:
+            checked_memory("far", a_mesh(kinds))
+        assert str(caught.value) == expected
+
+
+def test_shapes_are_refused_where_arrays_are_needed(monkeypatch):
+    array, shape = jnp.ones(2), jax.ShapeDtypeStruct((2,), jnp.float32)
+    refuse_shapes({"a": array, "b": 3}, "state")
+    with pytest.raises(ValueError, match="state and batch") as caught:
+        refuse_shapes({"a": array, "b": shape}, "state and batch")
+    assert str(caught.value) == (
+        "state and batch: must be arrays, got shapes (jax.ShapeDtypeStruct), which cannot be run; use jstep.cost or "
+        "lower with them"
+    )
+    sharding = NamedSharding(jax.make_mesh((8,), ("x",)), P("x"))
+    sharded = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
+    refuse_compile_only({"a": sharded, "b": sharding, "c": array, "d": shape}, "state")
+    monkeypatch.setattr("jstep.core.placement.is_compile_only", lambda device: True)
+    for tree in (sharded, sharding):
+        with pytest.raises(ValueError, match="only compile") as caught:
+            refuse_compile_only([shape, tree], "state")
+        assert str(caught.value) == (
+            "state: these 8 'cpu' devices only compile; use jstep.cost or lower with them, and run on devices of this "
+            "machine"
+        )
+
+
+def test_checks_wait_for_parameters_once_each():
+    """Outside of `with_checks` nothing waits; a path that is not among the parameters is passed over."""
+    found = []
+
+    def check(path, leaf, *args):
+        found.append((path, float(leaf), *args))
+
+    def make(value):
+        for path, *args in (("a",), ("a",), ("a", 2), ("b",), ("c",)):
+            when_concrete(path, check, *args)
+        return types.SimpleNamespace(params={"a": value, "b": 2 * value})
+
+    when_concrete("a", check)
+    assert with_checks(make, 1.0).params == {"a": 1.0, "b": 2.0}
+    assert found == [("a", 1.0), ("a", 1.0, 2), ("b", 2.0)]

@@ -1,0 +1,130 @@
+"""Optimizers and schedules show the call that made them, as one would type it."""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+from jstep.core.calls import Call, RememberedFunction, call_of, elements_of, makes_optimizer, typed
+
+
+def function(a: int, b: int = 2, *rest: int, c: int = 3, **more: int) -> None:
+    """A function of every kind of parameter."""
+
+
+@pytest.mark.parametrize(
+    ("positional", "args", "kwargs", "expected"),
+    [
+        (0, (1,), {}, "function(a=1)"),
+        (1, (1,), {"b": 5}, "function(1, b=5)"),
+        (2, (1, 5, 6, 7), {}, "function(1, 5, 6, 7)"),
+        (2, (1,), {"c": 4, "d": 8}, "function(1, c=4, d=8)"),
+    ],
+)
+def test_calls(positional: int, args: tuple[Any, ...], kwargs: dict[str, Any], expected: str) -> None:
+    assert repr(Call(function, positional, args, kwargs)) == expected
+
+
+def test_an_argument_after_one_that_was_left_out_has_its_name() -> None:
+    def two(a: int = 1, b: int = 2) -> None: ...
+
+    assert repr(Call(two, 2, (), {"b": 3})) == "two(b=3)"
+
+
+@dataclasses.dataclass
+class Plain:
+    a: int = 1
+    b: float = 2.0
+    hidden: int = dataclasses.field(default=0, repr=False)
+
+
+@dataclasses.dataclass(repr=False)
+class Own:
+    a: int = 1
+
+    def __repr__(self) -> str:
+        return "its own"
+
+
+class Other: ...
+
+
+def a_loss(x: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (1.5, "1.5"),
+        (np.float32(0.5), "0.5"),
+        ("x", "'x'"),
+        (jnp.ones((2, 3)), "float32[2,3]"),
+        (np.ones(2, np.int8), "int8[2]"),
+        (jnp.bfloat16, "'bfloat16'"),
+        (np.dtype("int8"), "'int8'"),
+        ([1, 2], "[1, 2]"),
+        ((1,), "(1,)"),
+        ((1, 2), "(1, 2)"),
+        ({"a": 1, 2: "b"}, "{'a': 1, 2: 'b'}"),
+        (functools.partial(a_loss, 1, x=2), "partial(a_loss, 1, x=2)"),
+        (Plain(), "Plain()"),
+        (Plain(1, 3.0, 4), "Plain(b=3.0)"),
+        (Plain(True, 2), "Plain(a=True, b=2)"),  # of other types than the defaults  # type: ignore[arg-type]
+        (Own(), "its own"),
+        (a_loss, "a_loss"),
+        (Other(), "Other(…)"),
+        (range(3), "range(0, 3)"),
+    ],
+)
+def test_arguments(value: Any, expected: str) -> None:
+    assert typed(value) == expected
+
+
+def test_only_calls_are_shown_in_full() -> None:
+    long = [*range(1000)]
+    for value in (long, tuple(long), dict.fromkeys(long), "x" * 1000):
+        assert len(typed(value)) == 200
+        assert typed(value)[-1] in "….'"
+    optimizers = [jstep.adam(0.1 + i) for i in range(40)]
+    for value in (optimizers, tuple(optimizers), dict(enumerate(optimizers))):
+        assert typed(value).count("adam(learning_rate=") == 40
+
+
+def test_an_optimizer_of_ones_own_is_no_call_of_jstep() -> None:
+    own = jstep.Optimizer(lambda params, step=0: {}, lambda *args: args[:2], lambda step: {})
+
+    @makes_optimizer()
+    def mine(rate: float) -> jstep.Optimizer:
+        return own
+
+    assert mine(0.1) is own
+    assert call_of(own) is None
+    known = jstep.momentum(0.1, 0.9)
+    assert call_of(known).function.__name__ == "momentum"  # type: ignore[union-attr]
+    for change in ({"update": own.update}, {"hyperparameters": own.hyperparameters}):
+        assert call_of(known._replace(**change)) is None  # type: ignore[arg-type]
+
+
+def test_the_names_of_elements() -> None:
+    twice = jstep.chain(jstep.scale_by_trust_ratio(), jstep.scale_by_trust_ratio(), jstep.gradient_descent(2.0))
+    own = jstep.Optimizer(lambda params, step=0: {}, lambda *args: args[:2], lambda step: {})
+    assert elements_of(jstep.partition({"a": twice, "b": own}, a_loss)) == {
+        "partition": {"labels": a_loss},
+        "a/chain": {},
+        "a/scale_by_trust_ratio": {},
+        "a/scale_by_trust_ratio 2": {},
+        "a/gradient_descent": {"learning_rate": 2.0},
+        "b/Optimizer(init=<lambda>, update=<lambda>, hyperparameters=<lambda>)": {},
+    }
+
+
+def test_functions_that_remember_their_call_are_copied_as_functions() -> None:
+    made: Callable[..., Any] = RememberedFunction(lambda x, y=0: x - y, Call(function, 0, (1,), {}))
+    assert copy.deepcopy(made) is made
+    assert (made(3, y=1), repr(made), typed(made)) == (2, "function(a=1)", "function(a=1)")

@@ -1,0 +1,123 @@
+"""Transformations of other libraries as optimizers: what they are given, and what is said of those that do not fit."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+
+class Transformation(NamedTuple):
+    init: Any
+    update: Any
+
+
+def plain(updates: Any, state: Any, params: Any) -> Any:
+    return jax.tree.map(lambda g: -g, updates), state
+
+
+def apply(transformation: Any, params: Any, grads: Any, context: Any = None) -> Any:
+    optimizer = jstep.from_optax(transformation)
+    state = jstep.TrainState.create(params, optimizer)
+    return jstep.apply_gradients(state, grads, optimizer, **({} if context is None else {"context": context}))
+
+
+def fails(error: Exception) -> Any:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return fail
+
+
+OTHER = (
+    "transformation: its {} does not take a plain tree of parameters (no attribute): from_optax gives it the tree of "
+    "the trainable leaves of params, and gradients of the same structure"
+)
+NEEDS = (
+    "transformation: needs value, grad of the step's loss, which apply_gradients does not know; train with "
+    "jstep.minimize, which gives them, or pass context=jstep.Context(loss, value_and_grad)"
+)
+
+
+def needy(updates: Any, state: Any, params: Any, *, value: Any, grad: Any) -> Any:
+    return jax.tree.map(lambda g: -value * g, grad), state
+
+
+def grown(updates: Any, state: Any, params: Any) -> Any:
+    return updates, {"a": state["a"], "b": state["a"]}
+
+
+@pytest.mark.parametrize(
+    ("transformation", "kind", "message"),
+    [
+        (Transformation(fails(AttributeError("no attribute")), plain), TypeError, OTHER.format("init")),
+        (Transformation(fails(TypeError("no attribute")), plain), TypeError, OTHER.format("init")),
+        (Transformation(lambda p: {}, fails(AttributeError("no attribute"))), TypeError, OTHER.format("update")),
+        (Transformation(lambda p: {}, fails(TypeError("another"))), TypeError, "another"),
+        (Transformation(lambda p: {}, needy), TypeError, NEEDS),
+        (Transformation(lambda p: {"a": jnp.ones(())}, grown), ValueError, "transformation: its update returned "
+         "['optax/a', 'optax/b'], its init returned ['optax/a']; a compiled step needs the same structure after each "
+         "update"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit(transformation: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind) as caught:
+        apply(transformation, {"w": jnp.ones(2)}, {"w": jnp.ones(2)})
+    assert str(caught.value) == message
+
+
+class WithoutSignature:
+    __signature__ = "none"
+
+    def __call__(self, updates: Any, state: Any, params: Any) -> Any:
+        return plain(updates, state, params)
+
+
+def test_a_callable_without_a_signature_takes_nothing_else() -> None:
+    transformation = Transformation(lambda params: {}, WithoutSignature())
+    assert not jstep.from_optax(transformation).takes_context
+    assert apply(transformation, {"w": 1.0}, {"w": 0.25}).params == {"w": 0.75}
+
+
+def test_keys_of_an_initial_state_are_copies() -> None:
+    key = jax.random.key(3)
+    transformation = Transformation(lambda params: {"key": key, "n": 2, "same": params}, plain)
+    params = {"w": jnp.ones(2, jnp.bfloat16)}
+    slots = jstep.TrainState.create(params, jstep.from_optax(transformation)).slots
+    assert slots["optax/key"] is not key
+    assert jnp.array_equal(jax.random.key_data(slots["optax/key"]), jax.random.key_data(key))
+    assert (slots["optax/n"].dtype, slots["optax/n"].weak_type, int(slots["optax/n"])) == (jnp.int32, False, 2)
+    assert slots["optax/same"]["w"].dtype == jnp.float32
+
+
+def test_the_loss_as_a_function_is_that_of_the_step_and_has_its_derivative() -> None:
+    """In the dtypes of the parameters, without the leaves that are not trained."""
+    params = {"n": jnp.int32(3), "w": jnp.array([1.0, 2.0], jnp.bfloat16), "v": jnp.float32(2)}
+    seen: list[Any] = []
+
+    def value_and_grad(params: Any) -> Any:
+        seen.append([(name, str(leaf.dtype)) for name, leaf in sorted(params.items())])
+        grads = {"n": None, "w": 2 * params["w"] * params["v"], "v": None}
+        return (jnp.sum(params["w"] ** 2) * params["v"]).astype(jnp.bfloat16), grads
+
+    found: dict[str, Any] = {}
+
+    def update(updates: Any, state: Any, params: Any, *, value: Any, grad: Any, value_fn: Any) -> Any:
+        found.update(value=value, grad=grad, loss=value_fn(params), slope=jax.grad(value_fn)(params))
+        return updates, state
+
+    context = jstep.Context(jnp.bfloat16(7), value_and_grad)
+    made = apply(Transformation(lambda params: {}, update), params, {"n": None, "w": jnp.ones(2), "v": None}, context)
+    assert seen == [[("n", "int32"), ("v", "float32"), ("w", "bfloat16")]] * 2
+    assert (found["value"].dtype, float(found["value"])) == (jnp.float32, 7)
+    assert (found["loss"].dtype, float(found["loss"])) == (jnp.float32, 10)
+    assert found["grad"]["n"] is found["slope"]["n"] is None
+    np.testing.assert_array_equal(found["grad"]["w"], [1, 1])
+    np.testing.assert_array_equal(found["grad"]["v"], 0)  # a zero for a leaf without a gradient
+    np.testing.assert_array_equal(found["slope"]["w"], [4, 8])
+    assert {found[name]["w"].dtype for name in ("grad", "slope")} == {jnp.dtype("float32")}
+    np.testing.assert_array_equal(made.params["w"], np.array([2, 3], jnp.bfloat16))
+    assert float(made.params["v"]) == 2
