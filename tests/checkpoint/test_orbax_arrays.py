@@ -1,5 +1,9 @@
 """The database of the arrays of a checkpoint."""
 
+import types
+
+import numpy as np
+import pytest
 import tensorstore as ts
 
 from jstep.checkpoint import orbax_arrays
@@ -23,3 +27,17 @@ def test_the_entries_of_many_arrays_are_in_several_nodes(tmp_path):
     assert newest["root_height"] == 1
     merged = ts.KvStore.open({"driver": "ocdbt", "base": orbax_arrays.in_folder(str(tmp_path))}).result()
     assert {name: merged[name] for name in entries} == entries
+
+
+def test_an_array_without_one_of_its_chunks_is_not_read_as_zeros(tmp_path):
+    """The checksums find it before, unless they are not verified."""
+    store = {"driver": "ocdbt", "base": orbax_arrays.in_folder(str(tmp_path)), "path": "params.w/"}
+    metadata = {"shape": [4], "chunks": [2], "dtype": "<f4", "compressor": None}
+    array = ts.open({"driver": "zarr", "kvstore": store, "metadata": metadata}, create=True).result()
+    array[:2].write(np.ones(2, np.float32)).result()
+    manifest = types.SimpleNamespace(leaves=())
+    with pytest.raises(ValueError, match="missing"):
+        orbax_arrays.read(orbax_arrays.in_folder(str(tmp_path)), manifest, {"params.w": None})
+    array[2:].write(np.ones(2, np.float32)).result()
+    found = orbax_arrays.read(orbax_arrays.in_folder(str(tmp_path)), manifest, {"params.w": None})
+    assert found["params.w"].tolist() == [1.0] * 4
