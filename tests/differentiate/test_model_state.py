@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jstep
+from jstep.core.jaxprs import body_of
 from jstep.differentiate.lane_state import Merge, merges_of
-from jstep.differentiate.lanes import Lanes, alike
+from jstep.differentiate.lanes import Lanes, _way, alike, traced
 
 X = jnp.arange(32.0).reshape(16, 2) / 32
 LABELS = jnp.arange(16) % 3
@@ -294,3 +295,37 @@ def test_what_all_lanes_compute_alike_is_what_the_function_computes() -> None:
     for n in (jnp.int32(1), jnp.int32(2)):
         found, expected = alike(Lanes(2), fn, x, n), jax.jit(fn)(x, n)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, strict=True), found, expected)
+
+
+def test_which_operations_every_device_computes_on_its_parts() -> None:
+    """The others would have other bits on another number of devices."""
+
+    def fn(x: Any, y: Any, n: Any) -> list[Any]:
+        return [
+            x + 1.0,
+            jnp.sum(x),
+            jnp.sum(y),
+            jax.lax.cond(n > 1, lambda v: v * 2, lambda v: v, x),
+            jax.lax.cond(n > 1, lambda v: v / jnp.sum(v), lambda v: v, x),
+            jax.lax.while_loop(lambda c: c < 3, lambda c: c + 1, n),
+            jnp.argmax(x) + n,
+            x @ x,
+            jax.jit(lambda v: v * 3)(x),
+            jax.jit(jnp.cumsum)(x),
+        ]
+
+    program, _ = traced(Lanes(4), lambda given: fn(*given), [jnp.arange(8.0), jnp.ones(3), jnp.int32(2)])
+    operations = [one for one in body_of(program).operations if one.name not in ("gt", "convert_element_type")]
+    assert [(one.name, _way(4, one)) for one in operations] == [
+        ("add", "parts"),
+        ("reduce_sum", "sum"),
+        ("reduce_sum", "whole"),
+        ("cond", "parts"),
+        ("cond", "apart"),
+        ("while", "whole"),
+        ("argmax", "parts"),
+        ("add", "parts"),
+        ("dot_general", "whole"),
+        ("jit", "parts"),
+        ("jit", "apart"),
+    ]

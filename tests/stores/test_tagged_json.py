@@ -344,7 +344,9 @@ def test_arrays_that_do_not_overlap_are_encoded_alone():
     assert "$view" not in json.dumps(encode([WHOLE[:4], WHOLE[4:], WHOLE[:0], np.zeros((0, 3)), np.zeros(3)]))
     table = np.zeros((100, 1000), np.int8)
     assert len(json.dumps(encode([table[:, 0], table[:, 1], table[::-1, 2]]))) < 1000  # not the whole table
-    found = round_trip([table[:, n] for n in range(100)] + [table[0]])  # too many to compare in pairs
+    assert "$view" not in json.dumps(encode([table[:, n] for n in range(64)]))
+    assert "$view" in json.dumps(encode([table[:, n] for n in range(65)]))  # too many to compare in pairs
+    found = round_trip([table[:, n] for n in range(100)] + [table[0]])
     assert np.shares_memory(found[7], found[-1])
 
 
@@ -449,6 +451,9 @@ def test_the_limit_is_64_kb():
         files = Files()
         as_json(copied([np.zeros(size, np.uint8), bytes(size), bytearray(size)]), files)
         assert len(files) == 3 * number
+    sizes = {b"abc": 9, "abc": 3, 1: 8, None: 8, (1, 2): 22, ("a", 1): 15, (1.5, 2): 22, (): 6}
+    assert {value: size_of(copied(value)) for value in sizes} == sizes
+    assert [size_of(copied(jnp.ones(5))), size_of(LargeBytes(b"a"))] == [52, LARGE + 1]
     assert size_of(copied({"a": [0] * 8200})) > LARGE >= size_of(copied({"a": [0] * 8000, "b": "x" * 1000}))
 
 

@@ -1,0 +1,151 @@
+"""The save of several processes to an object store, with threads in their place and a dict for the store."""
+
+import json
+import types
+from typing import Any
+
+import pytest
+from fellows import Fellows
+
+from jstep.checkpoint import listing, object_store
+from jstep.checkpoint.manifest import CheckpointError
+from jstep.checkpoint.object_store import ObjectSave
+from jstep.stores.objects import ABSENT, ReadResult
+
+FOLDER = "model-3/data.1"
+
+
+class Store(dict[str, bytes]):
+    """Objects by key; writes of some keys fail."""
+
+    failing: tuple[str, ...] = ()
+
+    def at(self, key: str) -> str:
+        return f"gs://bkt/{key}"
+
+    def read(self, key: str) -> ReadResult:
+        return ReadResult(self.get(key), b"stamp" if key in self else ABSENT)
+
+    def write(self, key: str, data: bytes) -> None:
+        if key in self.failing:
+            raise OSError(f"no right to write {key}")
+        self[key] = data
+
+
+def saved(monkeypatch: Any, store: Any, commit: Any, blocks: Any = lambda i: ()) -> list[Any]:
+    two = Fellows(monkeypatch)
+
+    def run(index: int) -> Any:
+        return ObjectSave(store, "model-3", "data.1", blocks(index), False, commit).run()
+
+    return two.each(run)
+
+
+def fails(error: Exception) -> Any:
+    def act(*args: Any) -> Any:
+        raise error
+
+    return act
+
+
+def test_the_first_process_commits_what_all_wrote(monkeypatch: Any) -> None:
+    store, committed = Store({"model-3/manifest.json": b"older"}), []
+    assert saved(monkeypatch, store, lambda *args: committed.append(args)) == [None, None]
+    ((files, before),) = committed
+    assert before == b"stamp"
+    assert list(files) == ["part.0.json", "part.1.json"]
+    assert [files[key]["bytes"] for key in files] == [len(store[f"{FOLDER}/{key}"]) for key in files]
+    assert sorted(store) == [f"{FOLDER}/{name}" for name in ("outcome.json", "part.0.json", "part.1.json")] + [
+        "model-3/manifest.json"
+    ]
+    assert json.loads(store[f"{FOLDER}/outcome.json"]) == {"failed": ""}
+
+
+def test_an_error_of_one_process_is_an_error_of_both(monkeypatch: Any, caplog: Any) -> None:
+    def blocks(index: int) -> Any:
+        return map(fails(ValueError("x" * 400)), [1]) if index == 1 else ()
+
+    first, second = saved(monkeypatch, Store(), fails(AssertionError), blocks)
+    assert repr(second) == f"ValueError({'x' * 400!r})"
+    assert (type(first), str(first)) == (CheckpointError, f"process 1: ValueError: {'x' * 288}")
+
+    store = Store()
+    first, second = saved(monkeypatch, store, fails(OSError("full")))
+    assert repr(first) == "OSError('full')"
+    assert (type(second), str(second)) == (CheckpointError, "on the first process: OSError: full")
+    assert not caplog.records
+
+    store.failing = (f"{FOLDER}/outcome.json",)
+    del store[f"{FOLDER}/outcome.json"]
+    monkeypatch.setattr(ObjectSave, "_silence", lambda self, patience: lambda: True)
+    first, second = saved(monkeypatch, store, fails(OSError("full")))
+    assert repr(first) == "OSError('full')"
+    assert str(second) == f"gs://bkt/{FOLDER}/outcome.json: the first process has not reported the outcome"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the outcome of {FOLDER} could not be reported to the other processes: no right to write {FOLDER}/outcome.json"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("read", "late_at"),
+    [
+        (lambda now: (b'{"beat": 0}', b"a"), 31),  # it has no right to replace objects, or does not renew yet
+        (lambda now: (b"{}", b"a"), 31),
+        (lambda now: (b'{"beat": 0}', b"a" if now < 20 else b"b"), 81),
+        (lambda now: (b'{"beat": 3}', b"a"), 71),
+        (lambda now: (None, ABSENT), 71),
+        (lambda now: (b'{"beat": 3}', b"a%d" % (min(now, 100) // 10)), 161),
+        (lambda now: (b'{"beat": 3}', b"a%d" % (now // 10)), 1801),
+    ],
+)
+def test_how_long_the_others_wait_for_the_first_process(monkeypatch: Any, read: Any, late_at: int) -> None:
+    """A minute after its last sign of life, half an hour at most; without any as long as they were told."""
+    now, looks = [0], []
+    monkeypatch.setattr(object_store.time, "monotonic", lambda: now[0])
+
+    def look(key: str) -> ReadResult:
+        looks.append((key, now[0]))
+        return ReadResult(*read(now[0]))
+
+    save = ObjectSave(types.SimpleNamespace(read=look), "a-b-3", "data.1", (), False, fails(AssertionError))
+    is_late = save._silence(30)
+    while not is_late():
+        now[0] += 1
+    assert now[0] == late_at
+    assert looks == [("~claims/a-b", at) for at in range(10, late_at + 1, 10)]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_attempt", "old_from"),
+    [
+        ("data.1000-0badcafe", True, 4601),
+        ("data.0badcafe", True, None),
+        ("data.1000-a/b", False, None),
+        ("data.", False, None),
+        ("manifest.json", False, None),
+        (None, False, None),
+    ],
+)
+def test_attempts_and_their_age(name: str | None, is_attempt: bool, old_from: int | None) -> None:
+    assert listing.is_attempt(name) == is_attempt
+    if name is not None:
+        found = [now for now in (1000, 4600, 4601) if listing.is_old(name, now)]
+        assert found == ([] if old_from is None else [old_from])
+
+
+def test_checkpoints_in_a_list_of_keys() -> None:
+    keys = [
+        "model-3/manifest.json", "model-3/data.1-a/pack.0", "model-3/data.1-a/part.0.json", "model-3/data.2-b/x",
+        "model-3/data.3", "model-3/other", "model-03/manifest.json", "model/manifest.json", "best-7/manifest.json",
+        "my-model-0/data.x/y", "model-4/data.5/pack.0", "~claims/model", "model-3/manifest.json/x",
+    ]  # fmt: skip
+    found = listing.Checkpoints(keys, "model")
+    assert found.committed == {"model-3": 3}
+    attempts = {
+        "model-3": {"data.1-a": keys[1:3], "data.2-b": keys[3:4]},
+        "model-4": {"data.5": ["model-4/data.5/pack.0"]},
+    }
+    assert found.attempts == attempts
+    every = listing.Checkpoints(keys, None)
+    assert every.committed == {"model-3": 3, "best-7": 7}
+    assert every.attempts == attempts | {"my-model-0": {"data.x": ["my-model-0/data.x/y"]}}
