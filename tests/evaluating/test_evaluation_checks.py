@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jstep
 from jstep.distributed import processes
+from jstep.evaluating.evaluation_batches import EvaluationBatches
 
 X = np.arange(24.0, dtype=np.float32).reshape(12, 2)
 OWN = jstep.batches(X, 4, shuffle=False, num_epochs=1)
@@ -83,6 +84,9 @@ def test_a_missing_model_state_is_named():
     evaluate = jstep.evaluator(lambda params, model_state, x: metric_fn(params, x - model_state["mean"]), OWN)
     error = refused(evaluate, TypeError, "missing 1 required", state=state)
     assert any("has_model_state=True" in line for line in error.__notes__)
+    with pytest.raises(TypeError, match="missing 1 required") as caught:
+        evaluate(jstep.TrainState.create({"w": jnp.ones(2)}, optimizer, model_state={"mean": jnp.zeros(2)}))
+    assert any("has_model_state=True" in line for line in caught.value.__notes__)
     refused(jstep.evaluator(metric_fn, OWN, has_model_state=True), ValueError, "the state has no model state")
 
 
@@ -110,6 +114,32 @@ def test_the_check_runs_and_reads_nothing_twice():
     assert len(traced) == 1
     by_list = run(jstep.evaluator(metric_fn, [X[:4], X[4:8], X[8:]]))[1]
     assert hook.results == by_list.results
+
+
+class Places(Loader):
+    """A loader that keeps a position."""
+
+    def state_dict(self):
+        return {}
+
+
+def test_which_first_batches_are_known_before_an_evaluation():
+    """The one that was read is the first of the evaluation; positions, iterators and what fails are left alone."""
+    for source in (OWN, [X[:4], X[4:8], X[8:]], Loader()):
+        passes = EvaluationBatches(source)
+        for _ in range(2):
+            (shape,) = passes.first_shapes(None)
+            assert (shape.shape, shape.dtype, shape.sharding) == ((4, 2), np.float32, None)
+        assert [batch[0, 0] for batch in passes] == [0.0, 8.0, 16.0]
+        assert [batch[0, 0] for batch in passes] == [0.0, 8.0, 16.0]
+    for source in (Places(), iter([X]), []):
+        passes = EvaluationBatches(source)
+        assert passes.first_shapes(None) is None
+    assert len(list(EvaluationBatches(Places()))) == 3
+    rows = NamedSharding(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), P("data"))
+    fits, does_not = (EvaluationBatches([X[:n]]).first_shapes(rows)[0].sharding.spec for n in (4, 3))
+    assert (fits, does_not) == (P("data"), P(None))
+    assert EvaluationBatches([(X, 3)]).first_shapes(None)[1] == 3  # a Python number stays one, as in the evaluation
 
 
 def test_batches_that_are_left_alone():

@@ -259,6 +259,7 @@ def test_an_endless_generator_is_rejected(monkeypatch):
     monkeypatch.setattr("jstep.evaluating.evaluation_batches.MOST", 20)
     with pytest.raises(ValueError, match="no end after 20"):
         jstep.evaluator(metrics, (X for _ in itertools.count()))(make_state())
+    assert jstep.evaluator(metrics, [X] * 20)(make_state()) == pytest.approx(EXPECTED, rel=1e-6)
     assert jstep.evaluator(metrics, itertools.repeat(X, 2))(make_state()) == pytest.approx(EXPECTED, rel=1e-6)
     assert jstep.evaluator(metrics, ENDLESS[3:5])(make_state())
 

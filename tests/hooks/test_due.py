@@ -8,10 +8,13 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from fellows import Fellows
 from hook_fakes import Clock
 from hooked_runs import batches, train
 
 import jstep
+from jstep.hooks.base import RunHook
+from jstep.hooks.cadence import Cadence, Due, next_call
 
 
 def nan_at(bad):
@@ -206,3 +209,34 @@ def test_the_progress_line_ends_with_the_last_step():
     with pytest.raises(OSError, match="stop"):
         train(9, [jstep.ProgressHook(last_step=9, every_n_secs=0, file=file), Fails()])
     assert "loss 5" in file.getvalue().rsplit("\r", 1)[-1]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_what_all_processes_do_together_is_due_by_the_clock_of_process_0(together, monkeypatch):
+    """Each asks after every call, because all must ask at the same steps."""
+    three = Fellows(monkeypatch, 3)
+
+    def due_at(index):
+        clock, hook, found = Clock(), RunHook(), []
+        hook.cadence = Cadence(5, 10.0, clock, together=together)
+        due = Due(hook, 0)
+        for step in range(1, 12):
+            clock.now += 0 if index == 2 else 3 + index
+            if due.now(step):
+                found.append(step)
+                due.done(step)
+        return found, due.next, due.deadline
+
+    own = [([4, 5, 9, 10], 15, 1040.0), ([3, 5, 8, 10], 15, 1050.0), ([5, 10], 15, 1010.0)]
+    assert three.each(due_at) == ([([4, 5, 9, 10], 0, math.inf)] * 3 if together else own)
+
+
+def test_a_next_due_that_returns_no_later_step_is_refused():
+    for given, error, words in (
+        ("soon", TypeError, "Mine.next_due(7) returned a str: must be a step, or None"),
+        (7, ValueError, "Mine.next_due(7) returned 7: must be a later step, or None"),
+    ):
+        hook = type("Mine", (jstep.Hook,), {"next_due": lambda self, step, given=given: given})()
+        with pytest.raises(error) as caught:
+            next_call(hook, 7)
+        assert str(caught.value) == words

@@ -110,10 +110,11 @@ def test_a_later_compilation_is_shown_while_it_lasts(monkeypatch):
     assert hook._ticker is not None, "that before the first step is shown until that step"
     hook.after_step(11, state_at(11), {"loss": 0.5})
     assert hook._ticker is None
-    before = len(file.text)
+    before, words = len(file.text), hook._bar.postfix
+    assert words == "loss 0.5"
     with hook.compiling("train_step"):
         wait_until(lambda: "compiling" in file.text[before:])
-    assert hook._ticker is None
+    assert (hook._ticker, hook._bar.postfix) == (None, words)
     hook.close()
 
 

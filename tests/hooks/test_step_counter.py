@@ -2,6 +2,7 @@
 
 import logging
 
+import jax
 import jax.numpy as jnp
 import pytest
 from hook_fakes import Clock, state_at
@@ -140,3 +141,12 @@ def test_examples_per_sec_of_batches_of_many_shapes():
         assert examples == pytest.approx(6 * steps)
         assert rate((jnp.ones((6, 2)), jnp.ones(5)), steps_per_call=steps_per_call)[0] is None
         assert rate(jnp.float32(1), steps_per_call=steps_per_call)[0] is None
+
+
+def test_what_is_ready_when_a_step_is_finished():
+    loss, key = jnp.ones(2), jax.random.key(0)
+    (marker,) = speed._markers({"loss": loss, "other": key})
+    assert marker is loss
+    first, second = speed._markers({"loss": 1.0, "a": loss, "b": {"n": 3, "key": key}})
+    assert first is loss
+    assert second.tolist() == jax.random.key_data(key).tolist()

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from fellows import Fellows
 from loop_runs import OPTIMIZER, make_state, train
 from waiting import wait_until
 
@@ -56,6 +57,28 @@ def test_long_steps_stay_alone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert timed(*[0.2] * 7) == []
     assert caplog.messages == ['steps_per_call="auto": 1 step a call, as a step takes 200 ms']
+
+
+@pytest.mark.parametrize(("fails_on", "switched"), [(None, [("switch", 4, 9)]), (1, [])])
+def test_all_processes_take_as_many_steps_as_the_slowest(
+    fails_on: int | None, switched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for the program, and no one uses it if one process has none."""
+    three = Fellows(monkeypatch, 3)
+
+    def done_by(index: int) -> list[Any]:
+        done: list[Any] = []
+
+        def compile(most: int) -> None:
+            done.append(("compile", most))
+            if index == fails_on:
+                raise MemoryError("too large")
+
+        auto = AutoSteps(compile, lambda most, first: done.append(("switch", most, first)))
+        auto._choose([1e-4, 1e-3, 5e-4][index], 9)
+        return done
+
+    assert three.each(done_by) == [[("compile", 4), *switched]] * 3
 
 
 def test_a_program_that_cannot_be_compiled_is_logged_and_not_used(caplog: pytest.LogCaptureFixture) -> None:

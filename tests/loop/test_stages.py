@@ -13,6 +13,7 @@ from loop_runs import train
 import jstep
 from jstep.loop.compiler import BackgroundCompiler, CompileJob
 from jstep.loop.signals import StopWaiting
+from jstep.loop.stages import Segment, StageBoundaries, stages_of
 
 BATCHES = [np.full(3, n, np.float32) for n in range(40)]
 
@@ -323,3 +324,13 @@ def test_jobs_that_did_not_start_are_left_to_the_step():
     compiler = BackgroundCompiler([CompileJob(5, "late", lambda *_: pytest.fail("began"))])
     compiler.before(5)
     compiler.after({}, ())
+
+
+def test_of_a_stage_only_so_many_changes_of_shapes_are_compiled_ahead():
+    """The stages after it are compiled ahead whatever it has."""
+    boundaries = StageBoundaries(stages_of({0: NEAR, 100: FAR}), lambda step: step + 1)
+    first = [Segment(n, n + 1, 0, n == 0) for n in range(65)]
+    second = [Segment(n, n + 1, 1, n == 100) for n in range(100, 165)]
+    assert list(boundaries.segments(0, 300)) == first + second
+    assert list(boundaries.segments(0, 100)) == first
+    assert list(boundaries.segments(70, 80)) == [Segment(n, n + 1, 0, False) for n in range(70, 80)]

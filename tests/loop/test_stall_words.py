@@ -221,6 +221,75 @@ def test_the_calls_that_the_device_has_not_finished(monkeypatch: pytest.MonkeyPa
     assert not watch._samples
 
 
+def test_whether_there_are_files_and_others_who_read_them(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for count, where, expected in (
+        (1, tmp_path, (True, False)),
+        (2, tmp_path, (True, True)),
+        (2, None, (False, False)),
+    ):
+        monkeypatch.setattr(jax, "process_count", lambda count=count: count)
+        options = types.SimpleNamespace(hooks=[jstep.StallHook(warn_secs=None)], where=where and str(where))
+        watch = StallWatch(run_of(options=options))
+        assert (watch._has_files, watch._is_shared) == expected
+
+
+def looked(says: list[str], *, looks: int = 14, reads: Any = lambda age: 0, **more: Any) -> list[Any]:
+    """What a watch says, and what it exchanges, at looks a second apart while the loop waits for one batch."""
+    watch = watch_of(run_of(), **{"_step": 5, "_quiet": 0.0, "_processes": 1, "_is_shared": False, **more})
+    exchanged: list[Any] = []
+    files: Any = watch._files
+    files.exchange = lambda fields, read, at_once=False: exchanged.append((fields and fields(), read, at_once))
+    stand_ins = {
+        "_of_main_thread": lambda: Wait("batch", "waiting for batch 6", "key"),
+        "_of_device": lambda: None,
+        "_line": lambda wait: f"line at {wait.age:g}",
+        "_exit": lambda wait: says.append(f"exit at {wait.age:g}"),
+        "_fields": lambda wait, stall=True: (wait.age, stall),
+        "_record": lambda wait: says.append(f"recorded after {wait.age:g}"),
+    }
+    for name, fn in stand_ins.items():
+        setattr(watch, name, fn)
+    for age in range(looks):
+        files.reads = reads(age)
+        watch._look(1.0, 1.0)
+    watch._main = watch._followed(watch._main, None, 1.0, 1.0)
+    return exchanged
+
+
+def test_a_line_is_written_at_twice_the_age_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    says: list[str] = []
+    monkeypatch.setattr(stalls, "_say", says.append)
+    monkeypatch.setattr(StallWatch, "_is_stall", lambda self, wait: wait.age > 2)
+    over = ["process 0 of 3, which was waiting for batch 6, went on after 13 s", "recorded after 13"]
+    quiet, due = [(None, False, False)] * 3, {3, 6, 12}
+    exchanged = looked(says, _has_files=False)
+    assert exchanged == quiet + [((age, True), age in due, age in due) for age in range(3, 14)]
+    assert says == ["line at 3", "line at 6", "line at 12", *over]
+    says.clear()  # the line waits until the files of the others have been read, or four seconds
+    looked(says, _has_files=True, reads=lambda age: age // 4)
+    assert says == ["line at 4", "line at 12", *over]
+    says.clear()
+    looked(says, _has_files=True)
+    assert says == ["line at 8", *over]
+    says.clear()  # other processes need another read
+    looked(says, _has_files=True, _is_shared=True, reads=lambda age: age // 2)
+    assert says == ["line at 6", *over]
+    says.clear()
+    looked(says, looks=6, _has_files=False, _hook=jstep.StallHook(warn_secs=1.0, exit_secs=3.5))
+    assert says == ["line at 3", "exit at 4", "exit at 5", over[0].replace("13", "5"), "recorded after 5"]
+
+
+def test_who_does_not_hang_tells_those_who_do_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StallWatch, "_is_stall", lambda self, wait: False)
+    for stall, shared in ((True, True), (False, True), (True, False)):
+        says: list[str] = []
+        files = types.SimpleNamespace(others=[{"stall": stall}], reads=0)
+        found = looked(says, looks=4, _files=files, _is_shared=shared, _has_files=True)
+        told = [((age, False) if stall else None, True, False) for age in (2.0, 3.0)]
+        assert found == [(None, False, False)] * 2 + (told if shared else [(None, False, False)] * 2)
+        assert says == []
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [

@@ -16,6 +16,8 @@ from processes import printed, wait_for
 from processes import start as start_all
 
 import jstep
+from jstep.loop import signals
+from jstep.loop.signals import StopSignals
 
 
 def kill(number: int, at: int = 5) -> Any:
@@ -92,6 +94,25 @@ def test_the_time_limit(tmp_path: Path) -> None:
     assert caught.value.code == 143
     assert jstep.Saver(tmp_path).latest_step() == jstep.global_step(caught.value.state)
     assert jstep.global_step(train(3, checkpoint_dir=tmp_path / "short", stop_secs=600.0)) == 3
+
+
+def test_a_limit_that_ends_after_a_signal_or_the_run_stops_nothing() -> None:
+    stop = StopSignals(1000.0)
+    stop.received = signal.SIGINT
+    stop._expire()
+    assert not stop.is_over
+    stop.received = None
+    stop.end()
+    stop._expire()
+    assert (stop.is_over, stop.received, stop.is_stopping) == (False, None, False)
+
+
+def test_without_proc_a_signal_with_its_default_action_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: str) -> Any:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(signals, "open", missing, raising=False)
+    assert [signals._is_free(number) for number in (signal.SIGUSR1, signal.SIGINT)] == [True, False]
 
 
 def test_the_time_limit_ends_a_wait(tmp_path: Path) -> None:
