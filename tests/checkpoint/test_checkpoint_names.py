@@ -13,7 +13,7 @@ from file_operations import before
 
 import jstep
 from jstep.checkpoint.manifest import CheckpointError
-from jstep.checkpoint.names import checkpoint_name, latest_checkpoint
+from jstep.checkpoint.names import checkpoint_name, json_copy, latest_checkpoint
 from jstep.checkpoint.saver import Saver
 
 
@@ -38,6 +38,9 @@ class TestNames:
         for step in (np.True_, jnp.ones((1,), jnp.int32), np.array([3])):
             with pytest.raises(TypeError, match="step="):
                 checkpoint_name("model", step)
+        assert checkpoint_name("é" * 90, 1) == "é" * 90 + "-1"
+        with pytest.raises(ValueError, match="must be at most 180 bytes, got 182; file systems refuse it"):
+            checkpoint_name("é" * 91, 1)
         with pytest.raises(ValueError, match="prefix=''"):
             checkpoint_name("", 1)
         with pytest.raises(TypeError, match="prefix=3"):
@@ -111,6 +114,11 @@ class TestExtra:
         with Saver(tmp_path) as saver:
             saver.save(state_at(1), extra={"a": shared, "b": [shared, shared]})
             assert saver.extra() == {"a": [1], "b": [[1], [1]]}
+
+    def test_extra_is_nested_a_hundred_levels_deep_at_most(self):
+        assert json_copy(nested(100), "extra") == nested(100)
+        with pytest.raises(TypeError, match=r"^extra(\[0\])+\[0…: is nested deeper than 100 levels; flatten it"):
+            json_copy(nested(101), "extra")
 
     def test_extra_is_restored_as_saved(self, tmp_path):
         extra = {"epoch": 3, "loss": [0.5, None, float("inf")], "name": "é\n", "on": True, "deep": {"a": {"b": 2**70}}}

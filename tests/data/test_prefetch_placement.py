@@ -11,8 +11,9 @@ from prefetch_source import Source, check_no_leftover_threads
 from processes import run
 from waiting import wait_until
 
+from jstep.core import placement
 from jstep.data.batches import batches
-from jstep.data.to_devices import fitting, prefetch_to_device
+from jstep.data.to_devices import as_shardings, fitting, prefetch_to_device, shard_batch
 
 no_leftover_threads = pytest.fixture(autouse=True)(check_no_leftover_threads)
 
@@ -107,7 +108,8 @@ class TestPlacement:
     def test_each_process_passes_its_own_rows(self, tmp_path):
         program = """
             from jstep.data.batches import batches
-            from jstep.data.to_devices import fitting, prefetch_to_device
+            from jstep.core import placement
+from jstep.data.to_devices import as_shardings, fitting, prefetch_to_device, shard_batch
             data = batches((np.arange(40), np.arange(40.0)), 8, seed=1)
             full = batches(np.arange(40), 8, seed=1, process_index=0, process_count=1)
             for step, (x, y) in enumerate(prefetch_to_device(data.from_step(0), sharding=(rows, rows))):
@@ -164,9 +166,30 @@ def test_grain_iterator_resumes_from_its_state():
     assert [x.tolist() for x in itertools.islice(prefetch_to_device(resumed), 3)] == want
 
 
+def test_devices_that_only_compile_take_no_items_and_batches_of_shapes(monkeypatch):
+    monkeypatch.setattr(placement, "is_compile_only", lambda device: True)
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    with pytest.raises(ValueError, match=r"^sharding: these 8 'cpu' devices only compile; use jstep.cost or lower with"):
+        prefetch_to_device([np.ones(8)], sharding=NamedSharding(mesh, PartitionSpec("data")))
+    found = shard_batch({"x": np.ones((8, 3), np.float64)}, mesh, "data")
+    assert [(one.shape, one.dtype, one.sharding.spec) for one in jax.tree.leaves(found["x"])] == [
+        ((8, 3), np.float32, PartitionSpec("data"))
+    ]
+
+
 def test_axes_that_do_not_divide_an_array_are_dropped_and_other_shardings_kept():
     rows = jax.NamedSharding(jax.make_mesh((8,), ("x",)), jax.P("x"))
     assert fitting(rows, (16, 2)).is_equivalent_to(rows, 2)
     assert fitting(rows, (3, 2)).is_fully_replicated
     one = jax.sharding.SingleDeviceSharding(jax.devices()[1])
     assert fitting(one, (3, 2)) is one
+
+
+def test_other_shardings_stay_and_specs_refer_to_the_current_mesh():
+    mesh, on_one = jax.make_mesh((8,), ("data",)), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    spec = PartitionSpec("data")
+    assert as_shardings({"a": on_one, "b": spec, "c": None}) == {"a": on_one, "b": spec, "c": None}
+    with jax.set_mesh(mesh):
+        found = as_shardings({"a": on_one, "b": spec, "c": NamedSharding(mesh, spec)}, stacked=True)
+    stacked = NamedSharding(mesh, PartitionSpec(None, "data"))
+    assert found == {"a": on_one, "b": stacked, "c": stacked}

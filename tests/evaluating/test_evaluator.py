@@ -1,5 +1,6 @@
 """`evaluator`: exact results for all batch sizes, shardings and dtypes; endless batches; bad input."""
 
+import contextlib
 import functools
 import itertools
 
@@ -13,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from positioned import Positioned
 
 import jstep
+from jstep.evaluating import evaluation_batches
 from jstep.evaluating.evaluation_batches import _mean, _total
 from jstep.evaluating.evaluator import _of_process_0
 
@@ -242,6 +244,14 @@ def test_a_generator_is_exhausted_by_the_first_evaluation():
 def test_empty_batches_are_rejected(batches):
     with pytest.raises(ValueError, match="empty, there is nothing to evaluate"):
         jstep.evaluator(metrics, batches)(make_state())
+
+
+def test_as_many_batches_as_an_evaluation_takes(monkeypatch):
+    monkeypatch.setattr(evaluation_batches, "MOST", 3)
+    for number in (3, 4):
+        batches = evaluation_batches.EvaluationBatches(x for x in range(number))
+        with contextlib.nullcontext() if number == 3 else pytest.raises(ValueError, match="no end after 3 of them"):
+            assert list(batches) == [0, 1, 2]
 
 
 ENDLESS = jstep.batches(X, 4)

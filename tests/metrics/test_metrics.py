@@ -91,6 +91,15 @@ def test_areas_of_a_few_bins(low, high, positive, negative, roc, pr):
     assert found == pytest.approx([roc, pr], rel=1e-12, nan_ok=True)
 
 
+def test_a_score_at_the_threshold_is_not_positive():
+    found = M.f1(jnp.float32([0.5, 0.75, 0.25, 1.0]), jnp.float32([1, 1, 0, 2]))
+    assert [int(part.exact()) for part in (found.both, found.predicted, found.true)] == [1, 2, 2]
+    shapes = jax.eval_shape(lambda x: M.auc(x, x, num_thresholds=2**14), FIVE)
+    assert shapes.thresholds.low.shape == (2**19,)
+    with pytest.raises(ValueError, match="num_thresholds=16385: must be at most 16384"):
+        M.auc(FIVE, FIVE, num_thresholds=2**14 + 1)
+
+
 def test_results_without_examples_and_beyond_floats():
     none, zero = Count(jnp.uint32(0), jnp.uint32(0)), Sum(jnp.float32(0), jnp.float32(0))
     one = counted(jnp.uint32(1))

@@ -58,6 +58,24 @@ def test_constants_compare_by_their_values() -> None:
     assert split((1.0, 2.0), "skipped") == ((1.0, 2.0), Constants({}, "skipped"))
 
 
+def test_numbers_that_32_bits_hold_are_constants() -> None:
+    values = {
+        "low": -(2**31),
+        "high": 2**31 - 1,
+        "flag": True,
+        "half": 0.5,
+        "array": np.int64(3),
+        "off": np.bool_(False),
+    }
+    others = {"below": -(2**31) - 1, "above": 2**31, "vector": np.ones(2), "text": np.str_("x"), "jax": jnp.float32(1)}
+    computed, constants = split(values | others)
+    assert list(computed) == list(others)
+    kinds = {"i": "int32", "f": "float32", "b": "bool"}
+    assert {name: (one, str(one.dtype)) for name, one in constants.values.items()} == {
+        name: (value, kinds[np.asarray(value).dtype.kind]) for name, value in values.items()
+    }
+
+
 def test_constants_are_the_same_objects_in_each_call() -> None:
     """Hooks compare them by identity at every step, since comparing values would cost more than the step."""
     optimizer = jstep.adam(0.1)

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from safetensors_files import same
 
 import jstep
-from jstep.weights import save
-from jstep.weights.tensors import read_header
+from jstep.weights import files, save
+from jstep.weights.tensors import in_groups, read_header
 
 OLD = {name: np.full((4, 4), 1, np.float32) for name in "abc"}
 NEW = {name: np.full((4, 4), 2, np.float32) for name in "abc"}
@@ -253,6 +253,31 @@ def test_shards_are_copied_where_there_are_no_links(tmp_path, monkeypatch):
         jstep.save_weights(tmp_path / "model.safetensors", params, max_shard_bytes=64)
         assert listed(tmp_path) == [*shards(3), "model.safetensors.index.json"]
         assert loaded_values(tmp_path) == {value}
+
+
+def test_groups_of_tensors() -> None:
+    def groups(most, *items):
+        return [list(group.items()) for group in in_groups(((name, size, name * 2) for name, size in items), most)]
+
+    a, b, c = ("a", "aa"), ("b", "bb"), ("c", "cc")
+    assert groups(5, ("a", 2), ("b", 3), ("c", 1)) == [[a, b], [c]]
+    assert groups(5, ("a", 9), ("b", 5), ("c", 0)) == [[a], [b, c]]
+    assert groups(9, ("a", 1), ("a", 1), ("b", 1)) == [[a], [a, b]]  # no name twice
+    assert groups(9) == []
+
+
+def test_an_index_as_long_as_readers_allow(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors.index.json"
+    jstep.save_weights(tmp_path / "model.safetensors", NEW, max_shard_bytes=64)
+    size = path.stat().st_size
+    monkeypatch.setattr(files, "LARGEST", size)
+    assert loaded_values(path) == {2.0}
+    monkeypatch.setattr(files, "LARGEST", size - 1)
+    with pytest.raises(ValueError, match=f"{path}: the index is too large: {size - 1} bytes are allowed"):
+        loaded_values(path)
+    path.write_text('{"weight_map": {}}')
+    with pytest.raises(ValueError, match=f"{path}: the index lists no tensor"):
+        loaded_values(path)
 
 
 def test_a_header_as_long_as_readers_allow(tmp_path, monkeypatch):
