@@ -12,7 +12,7 @@ from checkpoint_states import assert_same, edit_manifest, files_of, flip, listin
 from file_operations import before
 
 import jstep
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Manifest, RetainedSteps, decode, encode
 from jstep.checkpoint.names import checkpoint_name, json_copy, latest_checkpoint
 from jstep.checkpoint.saver import Saver
 
@@ -170,6 +170,54 @@ class TestManifest:
         on_disk = {os.path.relpath(file, path): os.path.getsize(file) for file in files_of(path)}
         del on_disk["manifest.json"]
         assert {name: record["bytes"] for name, record in loaded["files"].items()} == on_disk
+
+    def test_the_text_is_that_of_earlier_versions(self):
+        fields = ("params/w/x", ("params", "w/x"), (2,), "bfloat16")
+        leaves = (
+            Leaf("params/a", ("params", "a"), (2, 3), "float32", 24, "params/a"),
+            Leaf(*fields, 4, "params.1", "uint16", "fry", "slots/half"),
+            Leaf("slots/b", ("slots", "b"), (0,), "int8", 0, None),
+        )
+        files = {"d/f": {"bytes": 9}, "g": {"bytes": 1}}
+        retained, left_out = RetainedSteps(frozenset({5, 2}), 0.25), (LeftOut(*fields, "0123456789abcdef"),)
+        whole = Manifest(7, 1.5, leaves, {"n": [1]}, retained, files, "1.0", "data.1", left_out, False, True)
+        text = """{
+ "format": 1,
+ "jstep": "1.0",
+ "step": 7,
+ "saved_at": 1.5,
+ "bytes": 28,
+ "extra": {"n": [1]},
+ "retention": {"kept": [2, 5], "since": 0.25},
+ "finite": false,
+ "passing": true,
+ "data": "data.1",
+ "leaves": [
+  {"path": "params/a", "shape": [2, 3], "dtype": "float32", "bytes": 24},
+  {"path": "params/w/x", "shape": [2], "dtype": "bfloat16", "bytes": 4, "keys": ["params", "w/x"], \
+"array": "params.1", "stored_as": "uint16", "key_impl": "fry", "half": "slots/half"},
+  {"path": "slots/b", "shape": [0], "dtype": "int8", "bytes": 0, "array": null}
+ ],
+ "files": {
+  "d/f": {"bytes": 9},
+  "g": {"bytes": 1}
+ },
+ "left_out": [
+  {"path": "params/w/x", "shape": [2], "dtype": "bfloat16", "fingerprint": "0123456789abcdef", \
+"keys": ["params", "w/x"]}
+ ],
+ "crc32": "4e3fedc5"
+}
+"""
+        assert encode(whole).decode() == text
+        assert decode(encode(whole)) == whole
+        plain = Manifest(7, 1.5, leaves[:1], jstep="1.0")
+        assert decode(encode(plain)) == plain
+        assert not {b'"passing"', b'"data"', b'"left_out"'} & set(encode(plain).split())
+        assert whole.is_packed
+        assert not plain.is_packed
+        assert list(whole.by_array) == ["params/a", "params.1"]
+        assert whole.paths() == ["params/a", "params/w/x", "slots/b", "params/w/x"]
 
     def test_a_later_format_is_refused(self, tmp_path):
         with Saver(tmp_path) as saver:
