@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.differentiate.microbatches import Squares, estimated, together_squared
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
 PARAMS = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.float32(0.5), "unused": jnp.ones(2)}
@@ -108,3 +109,20 @@ def test_held_and_invalid_radii_are_refused() -> None:
     eager = jstep.minimize(loss_fn, jstep.adam(), sharpness=lambda step: -1.0, jit=False)
     with pytest.raises(ValueError, match=r"sharpness=-1\.0: must be ≥ 0 and finite"):
         eager(jstep.TrainState.create(PARAMS, jstep.adam()), X)
+
+
+def test_the_gradient_noise_of_parts_by_hand() -> None:
+    def found(weights: Any, parts: Any, whole: float) -> list[float]:
+        return [float(one) for one in estimated(Squares(weights, jnp.float32(parts), jnp.float32(whole)))]
+
+    assert found(1.0, [4.0, 8.0], 5.0) == [2.0, 4.0]
+    assert found(jnp.float32([1, 0, 3]), [4.0, np.nan, 8.0], 6.0) == [4.0, 5.0]
+    assert found(16, [4.0, 8.0, 9.0], 5.0) == [48.0, 4.0]
+    assert np.isnan(found(1.0, [4.0], 4.0)).all()
+    assert np.isnan(found(jnp.float32([1, 0]), [4.0, 8.0], 4.0)).all()
+    one, other = (Squares(2, jnp.float32([k, 2]), jnp.float32(k)) for k in (1, 5))
+    assert together_squared([]) is together_squared([None, None]) is None
+    for some, parts, whole in (([None, one], [1, 2], 1), ([one, None, other], [6, 4], 6)):
+        together = together_squared(some)
+        assert together is not None
+        assert (together.weights, together.parts.tolist(), float(together.whole)) == (2, parts, whole)

@@ -381,3 +381,58 @@ def test_the_mode_that_is_meant_is_remembered(kind):
 def test_a_metric_must_be_a_number():
     with pytest.raises(TypeError, match="metric='loss': must be a number"):
         jstep.EarlyStopping("loss", 1)(1, None, {"loss": "low"})
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (None, "was written by another version of it"),
+        ({"metric": "accuracy"}, "is for metric='accuracy', but it has metric='loss'"),
+        ({"mode": "max"}, "is for mode='max', but it has mode='min'"),
+        ({"bad": -1}, "cannot be read (ValueError: -1 is not a number of evaluations)"),
+        ({"bad": True}, "cannot be read (ValueError: True is not a number of evaluations)"),
+        ({"bad": None}, "cannot be read (ValueError: None is not a number of evaluations)"),
+        ({"stopped_at": 1.5}, "cannot be read (ValueError: 1.5 is not a number of evaluations)"),
+        ({"best": "x"}, "cannot be read (ValueError: 'x' is not a number)"),
+        ({"best": True}, "cannot be read (ValueError: True is not a number)"),
+    ],
+)
+def test_a_state_that_cannot_be_used_is_logged_and_ignored(change, why, caplog):
+    saved = {"metric": "loss", "mode": "min", "best": 2.0, "bad": 1, "stopped_at": None}
+    stop = jstep.EarlyStopping("loss", 3)
+    assert stop.set_state(saved) is False
+    assert (stop.best, stop.bad, stop.get_state()) == (2.0, 1, saved)
+    for bad in (change, *([] if change is None else [{**saved, **change}])):
+        caplog.clear()
+        assert stop.set_state(bad) is False
+    assert stop.get_state() == saved
+    assert [record.getMessage() for record in caplog.records] == [
+        f"EarlyStopping(loss) starts fresh: its state in the checkpoint {why}"
+    ]
+
+
+def test_best_values_that_json_lacks_are_text(caplog):
+    for best in (math.inf, -math.inf):
+        stop = jstep.EarlyStopping("loss", 3)
+        stop.set_state({**stop.get_state(), "best": str(best), "stopped_at": 0})
+        assert stop.best == best
+        assert stop.get_state() == {"metric": "loss", "mode": "min", "best": str(best), "bad": 0, "stopped_at": None}
+    again = jstep.EarlyStopping("loss", 3, reset=True)
+    assert again.set_state({**stop.get_state(), "bad": 9}) is False
+    assert (again.bad, again.why) == (0, None)
+    assert [record.getMessage() for record in caplog.records] == [
+        "EarlyStopping(loss) starts fresh: its state in the checkpoint is forgotten because of reset=True"
+    ]
+
+
+def test_a_plateau_of_tiny_changes_and_its_line(caplog):
+    caplog.set_level("INFO", "jstep")
+    reduce = jstep.ReduceOnPlateau("loss", "learning_rate", factor=0.5, patience=0, min_value=1e-8)
+    state = state_at(rate=2.5e-8)
+    assert reduce(1, state, {"loss": 1.0}) is None
+    state = reduce(2, state, {"loss": 1.0})
+    assert jstep.get_hyperparameter(state, "learning_rate") == pytest.approx(1.25e-8)
+    assert reduce(3, state, {"loss": 1.0}) is None  # it would change by less than 1e-8
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 2: loss is on a plateau; learning_rate 1.25e-08, was 2.5e-08"
+    ]

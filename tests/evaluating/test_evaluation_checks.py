@@ -201,3 +201,22 @@ def test_meshes(axis_type, use_averages):
         state=jstep.shard_state(jstep.TrainState.create({"w": jnp.ones(2)}, optimizer), mesh, P()),
         batch_sharding=rows,
     )
+
+
+def test_the_state_of_a_hook_in_a_checkpoint(caplog):
+    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2)
+    fresh = hook.get_state()
+    assert (fresh["step"], fresh["owed"], "left" in fresh) == (None, None, False)
+    assert not hook.set_state(fresh | {"step": 2, "owed": 4, "left": 5})
+    assert hook.get_state() == fresh | {"step": 2, "owed": 4, "left": 5}
+    assert (hook.owes_end(5), hook.owes_end(4)) == (True, False)
+    assert hook.evaluate_owed(6, None) is None  # of another step
+    assert hook.get_state() == fresh | {"step": 2, "left": 5}
+    assert not caplog.records
+    for bad in (None, [], {"owed": None}, {"step": None}, {"step": "2", "owed": None}, fresh | {"left": 1.0}):
+        assert not hook.set_state(bad)
+        assert hook.get_state()["step"] == 2
+    assert {record.getMessage() for record in caplog.records} == {
+        "hooks: EvaluationHook(eval) cannot read its state in the checkpoint: it starts fresh"
+    }
+    assert len(caplog.records) == 6
