@@ -380,7 +380,7 @@ def scale_by_ratio(p: Array, u: Array, rate: Any = 1.0, coefficient: Any = 1.0, 
     """
     of_p, of_u = norm_of([p]), norm_of([u])
     neither = (of_p > 0) & (of_u > 0)
-    divisor = jnp.where(neither, of_u + epsilon, jnp.ones_like(of_u))
+    divisor = jnp.where(neither, of_u + epsilon, jnp.full_like(of_u, 0.5))  # whose power of two is 1
     unit = _power_of_two(divisor)
     return rate * jnp.where(neither, coefficient * of_p / (divisor * unit), 1.0) * (u * unit)
 

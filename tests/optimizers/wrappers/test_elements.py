@@ -23,6 +23,12 @@ def with_descent(element: jstep.Optimizer) -> jstep.Optimizer:
     return jstep.chain(element, jstep.gradient_descent(1.0))
 
 
+def after_one(optimizer: jstep.Optimizer, params: Any, grads: Any) -> Any:
+    """The parameters after one compiled update."""
+    state = jstep.TrainState.create(params, optimizer)
+    return jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))(state, grads).params
+
+
 @pytest.mark.thorough(except_for=["centralize", "normalize to"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_elements_match_optax(name: str) -> None:
@@ -156,3 +162,62 @@ def test_lookahead_keeps_the_update_of_a_leaf_without_an_age() -> None:
     params, grads = {"w": jnp.array([1.0]), "b": jnp.array([1.0])}, {"w": jnp.array([1.0]), "b": jnp.array([1.0])}
     new = run_jstep(jstep.lookahead(jstep.chain(frozen, moved), 1, 0.5), [grads], params).params
     np.testing.assert_allclose([*new["w"], *new["b"]], [0.75, 1.25])
+
+
+SLICES = jstep.IndexedSlices(jnp.array([[3.0, 0.0], [1.0, 4.0], [5.0, 0.0]]), jnp.array([2, 0, 2]), (4, 2))
+"""Of which row 2 is named twice."""
+TABLE = np.array([[1.0, 4.0], [0.0, 0.0], [8.0, 0.0], [0.0, 0.0]], np.float32)
+
+
+@pytest.mark.parametrize("per_leaf", [False, True])
+@pytest.mark.parametrize("grad", [SLICES, jnp.asarray(TABLE)], ids=["slices", "dense"])
+def test_gradients_are_normalized_by_their_sums(grad: Any, per_leaf: bool) -> None:
+    """Slices that name a row twice have the norm of the table; leaves are normalized together or each by itself."""
+    optimizer = with_descent(jstep.normalize_gradients(2.0, per_leaf))
+    new = after_one(optimizer, {"t": jnp.zeros((4, 2)), "w": jnp.zeros(1)}, {"t": grad, "w": jnp.array([2.0])})
+    of_table, of_other = (9.0, 2.0) if per_leaf else (np.sqrt(85.0),) * 2
+    np.testing.assert_allclose(new["t"], -2 * TABLE / of_table, rtol=1e-5)
+    np.testing.assert_allclose(new["w"], [-4 / of_other], rtol=1e-5)
+
+
+@pytest.mark.parametrize("grad", [SLICES, jnp.asarray(TABLE)], ids=["slices", "dense"])
+def test_the_trust_ratio_is_that_of_a_leaf_and_its_update(grad: Any) -> None:
+    optimizer = with_descent(jstep.scale_by_trust_ratio())
+    params = {"n": jnp.int32(1), "t": jnp.full((4, 2), 2.0), "z": jnp.zeros(1, jnp.bfloat16)}
+    new = after_one(optimizer, params, {"n": None, "t": grad, "z": jnp.array([3.0])})
+    np.testing.assert_allclose(new["t"], 2 - TABLE * np.sqrt(32.0) / 9, rtol=1e-6)
+    assert (float(new["z"][0]), new["z"].dtype, int(new["n"])) == (-3, jnp.bfloat16, 1)
+    with pytest.raises(ValueError, match="has shape"):
+        optimizer.update({"n": None, "t": jnp.ones(3), "z": None}, {}, params, 0)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [with_descent(jstep.scale_by_trust_ratio()), jstep.lars(1.0), jstep.lamb(1.0, 0.0, 0.0)],
+    ids=["scale_by_trust_ratio", "lars", "lamb"],
+)
+def test_the_trust_ratio_is_1_where_a_norm_is_0(optimizer: jstep.Optimizer) -> None:
+    """So that a bias that begins at 0 is trained at the learning rate itself."""
+    params = {"zero": jnp.zeros(2), "one": jnp.array([0.0, 1.0])}
+    new = after_one(optimizer, params, {"zero": jnp.array([1.0, -1.0]), "one": jnp.zeros(2)})
+    np.testing.assert_allclose(new["zero"], [-1, 1], rtol=1e-5)
+    np.testing.assert_allclose(new["one"], [0, 1])
+
+
+def test_units_of_adaptive_clipping_are_neurons() -> None:
+    """All of a vector, or of what is one but for axes of 1; the inputs of each neuron of a matrix or a filter."""
+    optimizer = with_descent(jstep.clip_gradients(adaptive=0.1))
+    params = {
+        "one": jnp.array([3.0, 4.0]),
+        "row": jnp.array([[3.0, 4.0]]),
+        "matrix": jnp.array([[3.0, 1.0], [4.0, 1.0]]),
+        "filters": jnp.array([[3.0, 1.0], [4.0, 1.0]]).reshape(2, 1, 1, 2),
+        "dense": jnp.array([[3.0, 1.0], [4.0, 1.0]]).reshape(2, 1, 2),
+    }
+    new = after_one(optimizer, params, jax.tree.map(jnp.ones_like, params))
+    moved = {name: np.ravel(params[name] - new[name]) for name in params}
+    whole, each = 0.5 / np.sqrt(2), [0.5 / np.sqrt(2), 0.1]
+    for name, expected in {
+        "one": [whole] * 2, "row": [whole] * 2, "matrix": each * 2, "filters": each * 2, "dense": each * 2,
+    }.items():  # fmt: skip
+        np.testing.assert_allclose(moved[name], expected, rtol=1e-5, err_msg=name)
