@@ -1,0 +1,103 @@
+"""What is known of slots: their roles, under prefixes and joined, and what a state carries of them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jstep.core import slot_roles
+from jstep.core.slot_roles import BLOCK, CLIP, NO_ROLES, SCALE, Counted, Order, Role, Roles, of_slots
+
+COUNTED = Counted(frozenset({"rate"}), dict, lambda: "n")
+
+
+def counted(**changes: Any) -> Counted:
+    return dataclasses.replace(COUNTED, **changes)
+
+
+FULL = Roles(
+    {"m": None, "v": Role.ROWS, "age": Role.OWN_AGE, "last": Role.LAST_FINITE},
+    holds={"m": "mean"},
+    halves={"m": "m_scale"},
+    formats={"compact"},
+    hidden={"last"},
+    details={"v": "detail"},
+    counted=(COUNTED,),
+    in_order={"m"},
+)
+
+
+def test_roles_under_a_prefix_and_joined() -> None:
+    assert vars(FULL.prefixed("a")) == {
+        "roles": {"a/m": None, "a/v": Role.ROWS, "a/age": Role.OWN_AGE, "a/last": Role.LAST_FINITE},
+        "complete": True,
+        "holds": {"a/m": "mean"},
+        "halves": {"a/m": "a/m_scale"},
+        "formats": {"compact"},
+        "hidden": {"a/last"},
+        "details": {"a/v": "detail"},
+        "counted": (counted(prefix="a/"),),
+        "in_order": {"a/m"},
+    }
+    for one, other in ((FULL, Roles()), (Roles(), FULL)):
+        assert vars(one.joined(other)) == vars(FULL)
+    both = Roles({"x": None}, complete=False, formats={"m_dtype"}).joined(FULL)
+    assert (list(both), both.complete, both.formats) == (["x", *FULL], False, {"compact", "m_dtype"})
+
+
+def test_roles_that_are_changed() -> None:
+    assert FULL.stored_by("m_dtype").formats == {"compact", "m_dtype"}
+    assert FULL.hiding(Role.ROWS).hidden == {"last", "v"}
+    assert FULL.ordered().in_order == set(FULL)
+    assert Roles({"n": Role.AGE}).of_own_age()["n"] is Role.OWN_AGE
+    assert FULL.at_some_steps().counted == (counted(lags=True),)
+    carried = FULL.of_state()
+    assert (carried["age"], carried.counted, carried.holds) == (Role.AGE, (), FULL.holds)
+    assert FULL.of(Role.ROWS, Role.LAST_FINITE) == ["v", "last"]
+    assert (FULL.with_detail("detail"), FULL.with_detail("other")) == (["v"], [])
+    assert [name for name in FULL if FULL.has_one_value(name)] == ["age", "last"]
+
+
+def test_roles_are_equal_where_states_have_one_structure() -> None:
+    one = Roles({"m": None, "age": Role.AGE})
+    assert one == Roles({"m": None, "age": Role.AGE}, holds={"m": "mean"})
+    assert one != Roles({"m": Role.ROWS, "age": Role.AGE})
+    assert one != Roles({"m": None, "age": Role.AGE}, complete=False)
+    assert one == NO_ROLES
+    assert one == NO_ROLES
+    assert one != Roles()
+    assert one != {"m": None, "age": Role.AGE}
+    assert repr(one) == "Roles(m, age)"
+    assert slot_roles.roles_in(one) is slot_roles.roles_in(3) is NO_ROLES
+
+
+def test_orders_by_default() -> None:
+    assert Order() == Order(is_known=False, raw=False, partly_raw=False, clips=False, late_clip="")
+    assert Order(is_known=True) == SCALE
+    assert Order(True, True, True) == BLOCK
+    assert Order(True, True, True, clips=True) == CLIP
+
+
+def test_slots_of_a_single_leaf_are_told_from_values_of_all() -> None:
+    """By those that two such leaves get; where these cannot be made, counts are of all, and nothing else."""
+    leaf = jnp.ones(3)
+
+    def make(params: Any) -> Any:
+        return {"m": jax.tree.map(jnp.zeros_like, params), "n": jnp.int32(0), "d": jnp.float32(1), "c": params}
+
+    def fail(params: Any) -> Any:
+        raise TypeError
+
+    known = {"c": Role.COPY}
+    slots = make(leaf)
+    assert dict(of_slots(slots, leaf, known, make)) == {
+        "m": None, "n": Role.SHARED, "d": Role.SHARED, "c": Role.COPY,
+    }  # fmt: skip
+    assert dict(of_slots(slots | {"p": 3.0}, leaf, known, fail)) == {
+        "m": None, "n": Role.SHARED, "d": None, "c": Role.COPY, "p": None,
+    }  # fmt: skip
+    params = {"w": leaf}
+    assert dict(of_slots(make(params), params, {}, fail)) == {
+        "m": None, "n": Role.SHARED, "d": Role.SHARED, "c": None,
+    }  # fmt: skip
