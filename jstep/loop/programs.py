@@ -409,11 +409,6 @@ class Programs:
         again: Callable[..., Any] = call.program.repeated(call, self.sums)
         return again
 
-    def release(self) -> None:
-        """Drop references to the run."""
-        self.first_compiler = self.ahead_compiler = None
-        self.after_call, self.after_first, self.compiling = [], [], contextlib.nullcontext
-
     @property
     def constants(self) -> Constants:
         """The constant metrics of the latest call, which are not computed by the step."""

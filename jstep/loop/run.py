@@ -161,7 +161,6 @@ class Run(RunInfo):
         self.phase, self.feeder, self.runner, self.hooks = ENDING, None, None, []
         self.signals.on_first = lambda: None
         self.in_flight.clear()
-        self.programs.release()
 
 
 class Observer(contextlib.AbstractContextManager["Observer"]):
