@@ -197,7 +197,6 @@ class EvaluationHook(RunHook):
     def evaluate_owed(self, step: int, state: TrainState) -> Any:
         """Called once after a restore: repeats the evaluation that a signal interrupted at this step."""
         if self._owed != step:
-            self._owed = None
             return None
         result = self._evaluate_at(step, state, self._is_on_cadence(step))
         return True if self._owed == step else result  # interrupted again
