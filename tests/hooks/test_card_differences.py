@@ -173,5 +173,6 @@ def test_values_that_are_long_are_cut() -> None:
     assert list(differences("x", "a" * 80, "", BEFORE_AND_NOW)) == [f'x: {"a" * 80} before, "" now']
     assert list(differences("x", 1, True)) == ["x: 1 in A, true in B"]  # equal in Python
     assert list(differences("x", {"0": 1}, {"0": {"1": 2}})) == ['x: 1 in A, {"1": 2} in B']
+    assert list(differences("x", {"0": 1}, {"0": 2}, BEFORE_AND_NOW)) == ["x: 1 before, 2 now"]
     assert list(differences("", {"b": 1, "a": 2}, {"b": 2, "a": 3})) == ["b: 1 in A, 2 in B", "a: 2 in A, 3 in B"]
     assert list(differences("", {"b": 1}, {"a": 3})) == ["a: absent in A, 3 in B", "b: 1 in A, absent in B"]

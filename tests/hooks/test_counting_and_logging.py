@@ -179,7 +179,9 @@ def test_log_every_n_counts_by_line(caplog):
     for i in range(7):
         jstep.log_every_n(logging.INFO, "here %d", 3, i)
         jstep.log_every_n("warning", "there %d", 5, i)
-    assert lines(caplog) == ["here 0", "there 0", "here 3", "there 5", "here 6"]
+        jstep.log_every_n(logging.INFO, "of even ones %d", 4, i)
+    expected = ["here 0", "there 0", "of even ones 0", "here 3", "of even ones 4", "there 5", "here 6"]
+    assert lines(caplog) == expected
     assert {record.filename for record in caplog.records} == {"test_counting_and_logging.py"}
     assert [record.levelno for record in caplog.records][:2] == [logging.INFO, logging.WARNING]
 

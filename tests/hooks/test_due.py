@@ -69,6 +69,22 @@ def test_seconds_count_from_the_end_of_the_last_call():
     assert evaluated == [3, 5, 8, 10, 12]
 
 
+def test_seconds_alone_are_looked_at_after_every_call():
+    clock, evaluated = Clock(), []
+
+    def ticks(step):
+        clock.now += 1
+        return batches(step)
+
+    def evaluate(state):
+        evaluated.append(jstep.global_step(state))
+        return {"w": 1.0}
+
+    hook = jstep.EvaluationHook(evaluate, every_n_secs=3, clock=clock)
+    train(11, [hook], batches=ticks, steps_per_call=1, log_steps=None)
+    assert evaluated == [3, 6, 9, 11]
+
+
 def test_a_prevented_save_is_tried_again_after_its_interval(tmp_path):
     asked = []
 

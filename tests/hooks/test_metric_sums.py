@@ -296,3 +296,27 @@ def test_a_hook_may_change_the_mapping_of_the_metrics():
     expected = rows()
     assert rows(jstep.every(3, lambda step, state, metrics: metrics.clear())) == expected
     assert rows(Clears(lambda *row: None, every_n_steps=3)) == expected
+
+
+def test_skipped_steps_count_from_none():
+    sums, constants = MetricSums(), Constants({}, "skipped")
+    number = sums.subscribe(max_skipped=2)
+    for step, skipped in enumerate((1.0, 0.0, 1.0)):
+        metrics = {"loss": jnp.asarray(1.0), "skipped": jnp.asarray(skipped)}
+        sums.add(step, metrics, constants.skipped, constants)
+    totals = sums.take(number).totals
+    assert (totals.over, int(totals.skips)) == ({}, 1)
+
+
+@pytest.mark.parametrize(("setting", "value"), [(jax.debug_nans, math.nan), (jax.debug_infs, math.inf)])
+def test_numbers_that_are_not_finite_are_added_whatever_jax_debugs(setting, value):
+    """Whether they end the run is for `NanLossHook` to say."""
+    sums, constants = MetricSums(), Constants({}, None)
+    number = sums.subscribe()
+    values = [jnp.asarray(value), jnp.asarray(1.0)]
+    with setting(True):
+        for step, one in enumerate(values):
+            sums.add(step, {"loss": one}, constants.skipped, constants)
+        totals = sums.take(number).totals
+    assert totals.bad.step == 1
+    np.testing.assert_array_equal(totals.sums["loss"], (value, 2.0))

@@ -227,6 +227,17 @@ def warnings_of(caplog):
     return found
 
 
+def test_restored_nan_in_slots_alone_is_not_one_in_parameters(tmp_path, caplog):
+    optimizer = jstep.momentum(0.1, 0.9)
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer, global_step=2)
+    with jstep.Saver(tmp_path) as saver:
+        saver.save(state.replace(slots=jax.tree.map(lambda x: x * math.nan, state.slots)))
+    step = jstep.minimize(lambda params, x: jnp.sum(params["w"] * x), optimizer)
+    with pytest.raises(jstep.NanLossDuringTrainingError, match="params/w"):
+        jstep.train(step, state, batches, 4, hooks=(), checkpoint_dir=tmp_path, progress=False)
+    assert not [line for line in caplog.messages if "has parameters that are NaN" in line]
+
+
 def test_restored_nan_is_a_warning_and_does_not_end_the_run(tmp_path, caplog):
     run(BAD, hooks=[], checkpoint_dir=jstep.Saver(tmp_path, allow_nonfinite=True))
     assert warnings_of(caplog) == []

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hook_fakes import state_at
 
-from jstep.hooks.hook import check_hook_result, check_returned_state, check_step
+from jstep.hooks.hook import StopWith, check_hook_result, check_returned_state, check_step
 from jstep.state.train_state import TrainState
 
 
@@ -41,3 +41,48 @@ def test_a_hook_may_return_its_state_or_another_of_the_same_step():
         np.testing.assert_array_equal(other.params["w"], np.full(3, 7.0))
     with pytest.raises(ValueError, match="hook returned a state at step 6: must be at step 5"):
         check_returned_state(state_at(6), state, 5, "hook")
+
+
+def test_callbacks_may_stop_and_replace_the_state_at_once():
+    state = state_at(5)
+    stop, found = check_hook_result(StopWith(state_at(5, 7.0)), state, 5, "hook")
+    assert stop
+    assert found.params["w"].tolist() == [7.0] * 3
+    with pytest.raises(ValueError, match="hook returned a state at step 6: must be at step 5"):
+        check_hook_result(StopWith(state_at(6)), state, 5, "hook")
+
+
+@pytest.mark.parametrize(
+    ("leaf", "got"),
+    [
+        (jnp.ones(4), "float32 of shape (4,)"),
+        (jnp.ones(3, jnp.int32), "int32 of shape (3,)"),
+        (np.ones(3), "float64 of shape (3,)"),
+        (3.0, "a float"),
+    ],
+)
+def test_a_leaf_of_another_shape_or_dtype_is_named(leaf, got):
+    state = state_at(5)
+    with pytest.raises(ValueError) as caught:
+        check_returned_state(state.replace(params={"w": leaf}), state, 5, "hook")
+    want = f"hook returned a state whose 'params/w' is {got}: must be float32 of shape (3,), as before"
+    assert str(caught.value) == want
+
+
+def test_the_leaves_of_a_returned_state_can_be_donated():
+    """Each once; without the weak type of a Python number, for which the step would be compiled again."""
+    state = state_at(5)
+    same = jnp.full(3, 3.0, jnp.float32)
+    slots = {name: {"w": same} for name in state.slots}
+    found = check_returned_state(TrainState({"w": same}, slots, state.global_step), state, 5, "hook")
+    first, second = found.params["w"], found.slots["momentum"]["w"]
+    assert first is same
+    assert second is not same
+    assert second.tolist() == [3.0] * 3
+    weak = jnp.broadcast_to(jnp.asarray(2.0), (3,))
+    assert weak.weak_type
+    found = check_returned_state(state.replace(params={"w": weak}), state, 5, "hook")
+    assert (found.params["w"].weak_type, found.params["w"].tolist()) == (False, [2.0] * 3)
+    same.delete()
+    with pytest.raises(RuntimeError, match="hook returned a state whose 'params/w' was donated to a step and deleted"):
+        check_returned_state(state.replace(params={"w": same}), state, 5, "hook")

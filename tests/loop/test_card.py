@@ -14,6 +14,7 @@ from cards import card_of, loss
 from processes import python
 
 import jstep
+from jstep.core.jaxprs import ProgramHash
 from jstep.hooks.card_differences import card_difference
 from jstep.loop import card
 from jstep.stores.timeline import Timeline
@@ -239,6 +240,20 @@ def test_a_start_from_another_directory_has_the_same_hashes(tmp_path):
     assert from_here["programs"][0]["hash"]
     for part in ("programs", "state", "batches", "stages", "arguments", "versions", "environment"):
         assert from_child[part] == from_here[part]
+
+
+def test_of_many_numbers_a_program_has_only_the_hash():
+    for count in (200, 201):
+        numbers = {str(n): 1 for n in range(count)}
+        shuffled = dict(reversed(numbers.items()))
+        found = card._hash_card(ProgramHash("abc", {"mul": 1, "add": 2}, shuffled, {}))
+        assert found == {
+            "hash": "abc",
+            "operations": {"add": 2, "mul": 1},
+            "numbers": numbers if count == 200 else None,
+        }
+        assert list(found["operations"]) == ["add", "mul"]
+        assert list(found["numbers"] or sorted(numbers)) == sorted(numbers)
 
 
 def test_a_function_is_recorded_as_one():

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from loop_runs import DATA, OPTIMIZER, Calls, Counted, by_hand, loss_fn, make_state, train
 
 import jstep
 from jstep.loop import feeder
+from jstep.loop.compiler import stacked_shapes
 
 # Several steps per call
 
@@ -281,3 +283,18 @@ def test_programs_of_sums_are_not_logged_as_those_of_the_step(stages, caplog, no
     again = [text for text in caplog.messages if "again for" in text]
     assert len(again) == 1
     assert "(float32[2, 7])" in again[0]
+
+
+def test_the_shapes_of_stacked_batches():
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    rows = NamedSharding(mesh, PartitionSpec("data", None))
+    split = jax.ShapeDtypeStruct((4, 2), np.float32, sharding=rows)
+    one = {"host": np.ones((2, 3), np.int8), "x": jax.ShapeDtypeStruct((4,), np.float32), "split": split}
+    found = stacked_shapes(one, 5)
+    assert {name: (leaf.shape, str(leaf.dtype)) for name, leaf in found.items()} == {
+        "host": ((5, 2, 3), "int8"),
+        "x": ((5, 4), "float32"),
+        "split": ((5, 4, 2), "float32"),
+    }
+    specs = {name: leaf.sharding and leaf.sharding.spec for name, leaf in found.items()}
+    assert specs == {"host": None, "x": None, "split": PartitionSpec(None, "data", None)}
