@@ -357,6 +357,11 @@ class FirstBatch:
         with self._times.part("first batch"), doing(MAKING):
             return next(self._items, None)
 
+    def wait(self) -> None:
+        """Wait for the thread, whose batch is not wanted; whoever opens the batches again then reads them alone."""
+        if self._first is not None:
+            is_done(self._first, lambda: False)
+
     def peek(self, is_over: Callable[[], bool]) -> Any:
         """Wait for the first batch and return it; None if there is no batch, or the run ends first."""
         future = self._to_peek

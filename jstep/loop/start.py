@@ -45,9 +45,13 @@ def begin(run: Run, batches: Any) -> None:
     if run.saver is not None and run.resumed.latest is not None and run.resumed.first is not None:
         with contextlib.suppress(FileNotFoundError):  # `restore` takes the one that is then the newest
             run.saver.check_run(run.state, run.resumed.latest)  # before a program is compiled, which takes longer
-    started = processes.on_all_processes(lambda: _begin_batches(run, batches), _PROBLEM)
+    started, sought = processes.on_all_processes(lambda: _begin_batches(run, batches), _PROBLEM), run.first
     with contextlib.nullcontext() if run.resumed.latest is None else run.times.part("restore"):
         restore(run)
+    if started is not None and started[0].seekable and run.first != sought:
+        # A save that an earlier run had left in progress has ended meanwhile: the batches begin at another step.
+        started[1].wait()
+        started = None
     for observer in run.observers:
         observer.restored(batches)
     processes.on_all_processes(lambda: build_hooks(run), "the logs cannot be opened")

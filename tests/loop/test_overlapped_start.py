@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import queue
+import shutil
 import signal
 import threading
 import weakref
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from loop_runs import same
+from positioned import Positioned
 
 import jstep
 
@@ -97,6 +99,25 @@ def test_no_program_of_a_step_is_compiled_twice(kind, steps_per_call, restores, 
     names = [r.getMessage() for r in caplog.records if "Finished XLA compilation of jit(train_step" in r.getMessage()]
     assert len(names) == 1
     assert seen.count("jstep-compile") == 1
+
+
+class Late(jstep.Saver):
+    """A Saver in whose directory a save of an earlier run ends after the newest checkpoint was looked up."""
+
+    def restore(self, *args, **kwargs):
+        shutil.copytree(f"{self.directory}/../later/model-5", f"{self.directory}/model-5", dirs_exist_ok=True)
+        return super().restore(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", ["data", "function", "loader"])
+def test_batches_begin_at_the_step_that_is_restored(tmp_path, kind):
+    data = batches_of("data")
+    make = (lambda: Positioned(lambda n: data[n])) if kind == "loader" else lambda: batches_of(kind)
+    train(make_step(), make(), 3, tmp_path / "now")
+    train(make_step(), make(), 5, tmp_path / "later")
+    with Late(tmp_path / "now") as saver:
+        resumed = train(make_step(), make(), 9, saver)
+    assert same(resumed.params, train(make_step(), make(), 9, None).params)
 
 
 def test_results_are_bitwise_identical(tmp_path):
