@@ -215,6 +215,8 @@ def test_the_traced_loss_says_how_integers_are_merged(name: str) -> None:
         ):
             merges()
     else:
+        only_floats: Any = merges_of(Lanes(4), new_state, {"a": jnp.ones(2), "k": jax.random.key(0)}, [], [], 4)
+        assert only_floats == [Merge.MEAN, Merge.FIRST]  # found without tracing
         assert merges() == [Merge.CHANGES if name in COUNTS else Merge.FIRST, Merge.MEAN, Merge.FIRST]
 
 
