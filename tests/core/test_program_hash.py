@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jstep.core.jaxprs import program_hash, without_addresses
 
@@ -66,6 +68,8 @@ def everything(x):
         (lambda x: jax.lax.scan(lambda c, _: (c * 2, None), x, None, length=3)[0],
          lambda x: jax.lax.scan(lambda c, _: (c * 2, None), x, None, length=4)[0]),
         (with_callback(on_the_host), with_callback(np.sin)),
+        (with_callback(functools.partial(np.full_like, fill_value=1)),
+         with_callback(functools.partial(np.full_like, fill_value=2))),
         (lambda x: (x, x * 2), lambda x: (x * 2, x)),
     ],
 )  # fmt: skip
@@ -109,6 +113,23 @@ def test_constants_of_all_dtypes():
 
 def constant_of(value):
     return lambda x: (x, value)
+
+
+def test_constants_of_several_processes_have_their_shape_and_dtype(monkeypatch):
+    sharding = NamedSharding(jax.make_mesh((8,), ("x",)), P("x"))
+    one, same, longer, other = (jax.device_put(jnp.full(n, n + i, dtype), sharding) for i, (n, dtype) in enumerate(
+        [(8, float), (8, float), (16, float), (8, int)]
+    ))  # fmt: skip
+    closed = jax.make_jaxpr(constant_of(one))(X)
+    (at,) = (i for i, const in enumerate(closed.consts) if const is one)
+
+    def with_const(value):
+        return program_hash(closed.replace(consts=[*closed.consts[:at], value, *closed.consts[at + 1 :]])).digest
+
+    assert len(set(map(with_const, (one, same, longer, other)))) == 4
+    monkeypatch.setattr(NamedSharding, "is_fully_addressable", False)
+    assert with_const(one) == with_const(same)
+    assert len(set(map(with_const, (one, longer, other)))) == 3
 
 
 def test_addresses_and_files_are_removed():

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jstep
 from jstep.optimizers import by_slices
@@ -105,6 +106,61 @@ def test_the_shape_of_slices(monkeypatch):
     assert of(2**24, blocks=Blocks(0, 128)) == (2**19,)
     assert of(2**21, 3, blocks=Blocks(0, 128)) == (2**17, 3)
     assert of(1021, 1031) == (1021, 1031)  # no axis can be cut
+
+
+def test_axes_that_a_mesh_splits_are_not_cut(monkeypatch):
+    """With the layout unknown on several TPUs, no axis is."""
+    from jstep.core.checks import setting
+    from jstep.core.placement import LAYOUTS
+
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    for spec, expected in {
+        (): (1, 128, 4096), ("x",): (64, 32, 256), (None, "y"): (1, 4096, 128), ("x", "y"): (64, 4096, 128),
+    }.items():  # fmt: skip
+        layouts = {"w": NamedSharding(mesh, PartitionSpec(*spec))}
+        with setting(LAYOUTS, layouts):
+            assert by_slices.slice_shape("w", (64, 4096, 4096), None) == expected, spec
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert by_slices.slice_shape("w", (64, 4096, 4096), None) == (64, 4096, 4096)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert by_slices.slice_shape("w", (64, 4096, 4096), None) == (1, 128, 4096)
+
+
+def test_arrays_are_replaced_slice_by_slice():
+    """At the positions of the slices, with fewer numbers along an axis for scales, and with scalars for all."""
+    shape, part = (4, 3, 6), (2, 3, 2)
+    rng = np.random.default_rng(0)
+    x, y, scales = (jnp.asarray(rng.normal(size=(4, 3, n)), jnp.float32) for n in (6, 6, 3))
+    shapes = []
+
+    def body(position, now, read):
+        shapes.append([np.shape(leaf) for leaf in (*now, *read)])
+        place = 100 * position[0] + 10 * position[1] + position[2]
+        return now[0] - read[1] * read[0], now[1] + place
+
+    made, found = by_slices.over_slices(body, shape, part, (x, scales), (y, jnp.float32(2)))
+    assert shapes == [[part, (2, 3, 1), part, ()]]
+    np.testing.assert_allclose(made, x - 2 * y, rtol=1e-6)
+    places = np.array([[0.0, 2, 4], [200, 202, 204]]).repeat(2, 0)[:, None]
+    np.testing.assert_allclose(found, scales + places, rtol=1e-6)
+    whole = by_slices.over_slices(body, shape, shape, (x, scales), (y, jnp.float32(2)))
+    np.testing.assert_array_equal(whole[0], x - 2 * y)
+    np.testing.assert_array_equal(whole[1], scales)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda", "default"])
+def test_conditions_of_an_update_reach_the_wrappers_around_it(platform, monkeypatch):
+    """A projection leaves a parameter alone whose update is not due, whatever the platform."""
+    monkeypatch.setattr(by_slices, "LARGE", 4096)
+    optimizer = jstep.with_projection(
+        jstep.compact(jstep.update_every(2, jstep.lion(LR))), lambda p: jax.tree.map(lambda x: jnp.clip(x, 0, 0.5), p)
+    )
+    state = jstep.TrainState.create({"w": jnp.ones((64, 128), jnp.bfloat16)}, optimizer)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, **ways: ways.get(platform, ways["default"])(*args))
+    step = jax.jit(lambda state: jstep.apply_gradients(state, state.params, optimizer))
+    for expected in (1.0, 0.5):
+        state = step(state)
+        np.testing.assert_array_equal(state.params["w"], np.full((64, 128), expected, jnp.bfloat16))
 
 
 def test_the_end_of_a_program_stops_at_what_is_not_elementwise():
