@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jstep.checkpoint import checksums
+from jstep.checkpoint.listing import UNUSED
 from jstep.checkpoint.manifest import CorruptedError
 from jstep.stores.objects import ReadResult, TruncatedError
 
@@ -106,6 +107,51 @@ def test_a_file_is_read_with_its_checksums() -> None:
         with pytest.raises(CorruptedError) as caught:
             checksums.read_file(start_read, manifest, name)
         assert caught.value.problems == [f"{name}: {problem}"]
+
+
+def test_problems_of_files_that_nothing_reads_are_warnings(caplog: Any) -> None:
+    one, *others = sorted(UNUSED)
+    found = {"a": "missing", "b": "", one: "3 bytes instead of 4"}
+
+    def problems(found: Any, **options: bool) -> list[str]:
+        caplog.clear()
+        return checksums.problems_of("model-1", found, **options)
+
+    assert problems(found, is_first=True, every=False) == ["model-1/a: missing"]
+    assert caplog.messages == [
+        f"model-1: {one} (3 bytes instead of 4): nothing reads this file, and the checkpoint restores without"
+    ]
+    assert problems(found | dict.fromkeys(others, "missing"), is_first=True, every=False) == ["model-1/a: missing"]
+    also = "".join(f" and {name} (missing)" for name in others)
+    assert caplog.messages == [
+        f"model-1: {one} (3 bytes instead of 4){also}: nothing reads these files, and the checkpoint restores without"
+    ]
+    assert problems(found, is_first=False, every=False) == ["model-1/a: missing"]
+    assert not caplog.messages
+    every = ["model-1/a: missing", f"model-1/{one}: 3 bytes instead of 4"]
+    assert problems(found, is_first=True, every=True) == every
+    assert problems({"a": "", one: ""}, is_first=True, every=False) == []
+    assert not caplog.messages
+
+
+def test_a_file_that_nothing_reads_may_be_unreadable(tmp_path: Any, monkeypatch: Any) -> None:
+    (name, *_), size, said = sorted(UNUSED), os.path.getsize, [""]
+    for path in (name, "a"):
+        (tmp_path / path).write_bytes(b"0")
+    record = {"bytes": 1, "crc32": [crc(b"0")]}
+    expected = {"a": record, name: record, "../a": record}
+
+    def refused(path: str) -> int:
+        if path.endswith(name):
+            raise PermissionError(13, said[-1])
+        return size(path)
+
+    link = "a link out of the checkpoint"
+    assert checksums.differences(str(tmp_path), expected) == {"a": "", name: "", "../a": link}
+    monkeypatch.setattr(os.path, "getsize", refused)
+    for text, words in (("Permission denied", "Permission denied"), ("", "it cannot be read")):
+        said.append(text)
+        assert checksums.differences(str(tmp_path), expected) == {"a": "", name: words, "../a": link}
 
 
 def test_large_files_are_shared_out() -> None:
