@@ -2,7 +2,10 @@
 
 import importlib.metadata
 import json
+import math
 import pathlib
+import platform
+import sys
 import textwrap
 
 import cards
@@ -18,6 +21,7 @@ from jstep.core.jaxprs import ProgramHash
 from jstep.hooks.card_differences import card_difference
 from jstep.loop import card
 from jstep.stores.timeline import Timeline
+from jstep.training.metrics import Metrics
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +258,40 @@ def test_of_many_numbers_a_program_has_only_the_hash():
         }
         assert list(found["operations"]) == ["add", "mul"]
         assert list(found["numbers"] or sorted(numbers)) == sorted(numbers)
+
+
+def test_values_are_recorded_as_json():
+    values = [np.float32(0.1), np.array([1, 2]), np.array([[0.5, np.inf]]), math.nan, np.bool_(True), {"a"}, None, "a"]
+    assert [card._json(value) for value in values] == [0.1, [1, 2], [[0.5, "inf"]], "nan", True, "{'a'}", None, "a"]
+    arguments = (jnp.float32(0.1), jnp.ones(1), 3, None, np.float32(0.5))
+    assert [card._argument(value) for value in arguments] == [0.1, "float32[1]", 3, None, 0.5]
+    assert card._argument(jstep.held("rate", 0.5)) == "held('rate')"
+    others = card._results_with_bits({"w": 1}, Metrics([1, 2], None), 3)
+    named = card._results_with_bits({"w": 1}, Metrics({"loss": 1, "other": 2}, None), 3)
+    assert (others, named) == ([True] * 4, [True, True, False, True])
+
+
+def test_versions_of_packages_that_are_not_installed(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert card._versions() == {
+        "python": platform.python_version(),
+        "jstep": jstep.__version__,
+        "jax": jax.__version__,
+        "jaxlib": sys.modules["jaxlib"].__version__,
+        "orbax-checkpoint": None,
+    }
+
+
+def test_batches_of_another_kind_differ_in_that_alone():
+    then = {"kind": "A", "rows": 1}
+    assert card._changes_of_batches(then, {"kind": "B", "rows": 2}) == ["kind: A before, B now"]
+    assert card._changes_of_batches(then, {"kind": "A", "rows": 2}) == ["rows: 1 before, 2 now"]
+    assert card._changes_of_batches(then, then) == [
+        "their definition is the same, but it takes other rows in this version of jstep"
+    ]
 
 
 def test_a_function_is_recorded_as_one():
