@@ -264,7 +264,7 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
             error.add_note(warning)
         raise
     if warning:
-        warnings.warn(warning, UserWarning, stacklevel=3)  # above the decorator
+        warnings.warn(warning, UserWarning, stacklevel=4)  # above both decorators
 
     @loads_slots
     def update(

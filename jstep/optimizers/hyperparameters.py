@@ -294,7 +294,7 @@ def deprecated_m_dtype(dtype: Any) -> Any:
     found = low_dtype("m_dtype", dtype)
     if found is not None:
         text = "m_dtype is deprecated and will be removed: jstep.compact(optimizer) stores m in 8 bits"
-        warnings.warn(text, DeprecationWarning, stacklevel=4)  # above the decorator of the optimizer
+        warnings.warn(text, DeprecationWarning, stacklevel=5)  # above both decorators of the optimizer
     return found
 
 

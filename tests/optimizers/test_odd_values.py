@@ -1,0 +1,123 @@
+"""Odd values of optimizers: names that are no strings, schedules that cannot be traced, leaves that are no arrays."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jstep
+from jstep.core import trees
+from jstep.optimizers import leafwise
+from jstep.optimizers.hyperparameters import value_at
+from jstep.optimizers.soap import FIRST, update_eigenbases
+
+HELD = jstep.adam(jstep.held("rate", 0.5))
+
+
+def state_of(optimizer: Any) -> jstep.TrainState:
+    return jstep.TrainState.create({"w": 1.0}, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: jstep.ExponentialMovingAverage(0.9, name=3), TypeError, "name=3: must be a string"),
+        (lambda: jstep.get_hyperparameter(state_of(HELD), 3), TypeError, "name=3: must be a string, got int"),
+        (lambda: jstep.get_hyperparameter(3, "rate"), TypeError, "state: must be a TrainState, got int"),
+        (lambda: jstep.Slot(holds="sum"), ValueError,
+         "holds='sum': must be 'mean', 'slow', 'square', 'weight' or None"),
+        (lambda: jstep.Slot(keeps="row"), ValueError, "keeps='row': must be 'rows', 'columns' or None"),
+        (lambda: value_at("rate", jstep.held("x", 0.5), 0, {"m": 0, "age": 1}), ValueError,
+         "rate=held('x', …): the state has no slot 'held/x', it has ['age', 'm']; create it with this optimizer: "
+         "TrainState.create(params, optimizer)"),
+        (lambda: value_at("rate", jstep.held("x", 0.5), 0), ValueError,
+         "rate=held('x', …): the state has no slot 'held/x', it has []; create it with this optimizer: "
+         "TrainState.create(params, optimizer)"),
+        (lambda: value_at("rate", lambda step: "x", 0), TypeError,
+         "rate: the schedule returned 'x'; it must return a number"),
+        (lambda: value_at("rate", lambda step: jnp.ones(2), 0), ValueError,
+         "rate: the schedule returned shape (2,) at one step; it must be a scalar"),
+        (lambda: jstep.chain(), ValueError, "chain() needs at least one optimizer"),
+        (lambda: jstep.partition({}, lambda path, leaf: "a"), ValueError,
+         "optimizers={}: partition needs at least one optimizer"),
+        (lambda: jstep.clip_gradients(by_value=(1, 2, 3)), ValueError,
+         "by_value=(1, 2, 3): must be (min, max), or c for (-c, c)"),
+        (lambda: jstep.clip_gradients(by_value=(2, 1)), ValueError, "by_value=(2, 1): min is larger than max"),
+        (lambda: trees.check(jstep.IndexedSlices(jnp.ones(1), jnp.array([0]), ())), ValueError,
+         "IndexedSlices: dense_shape=() has no rows; a scalar takes a plain gradient"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_odd_values(call: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind) as caught:
+        call()
+    assert str(caught.value) == message
+
+
+def test_hyperparameters_of_others_have_names() -> None:
+    transformation = type("T", (), {"init": lambda p: (), "update": lambda u, s, p: (u, s)})
+    for key, got in ((3, "an int"), (None, "None")):
+        with pytest.raises(TypeError) as caught:
+            jstep.from_optax(transformation(), hyperparameters={key: 0.1})
+        assert str(caught.value) == f"hyperparameters: {key} must be a string, got {got}"
+
+
+RATE = jstep.gradient_descent(0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: jstep.adamw(m_dtype=jnp.bfloat16), "m_dtype is deprecated and will be removed: jstep.compact"),
+        (lambda: jstep.lion(m_dtype=jnp.bfloat16), "m_dtype is deprecated and will be removed: jstep.compact"),
+        (lambda: jstep.chain(RATE, jstep.scope("b", RATE)), "the sign flips twice, so this is gradient ascent"),
+    ],
+)
+def test_warnings_are_on_the_line_of_the_caller(make: Any, text: str) -> None:
+    """Where Python shows those about what is deprecated, and each once."""
+    with pytest.warns(match=text) as caught:
+        make()
+    assert [(one.filename, one.lineno) for one in caught] == [(__file__, make.__code__.co_firstlineno)]
+
+
+def test_a_schedule_that_needs_its_step_may_be_chained() -> None:
+    """Its names are known only where it is used."""
+
+    def rate(step: Any) -> dict[str, Any]:
+        return {"learning_rate": 0.1 / (int(step) + 1)}
+
+    own = jstep.Optimizer(lambda params, step=0: {}, lambda *args: args[:2], rate)
+    chained = jstep.chain(own, jstep.scale_by_trust_ratio())
+    assert chained.hyperparameters(1) == {"learning_rate": 0.05}
+    assert [leafwise.makes_finished_updates(one) for one in (own, jstep.gradient_descent(0.1))] == [False, True]
+    assert [leafwise.is_rated(one) for one in (own, jstep.gradient_descent(0.1))] == [False, True]
+
+
+def test_updates_are_wide_where_they_are_numbers() -> None:
+    """Slices by their values; what is no floating-point array is passed on."""
+    narrow, count = jnp.ones(2, jnp.bfloat16), jnp.arange(2)
+    slices = jstep.IndexedSlices(narrow[None], jnp.array([1]), (3, 2))
+    found = leafwise.wide_updates({"a": narrow, "n": count, "none": None, "s": slices}, lambda u: 2 * u)
+    assert (found["n"] is count, found["none"]) == (True, None)
+    assert (found["a"].dtype, found["a"].tolist()) == (jnp.float32, [2, 2])
+    assert (found["s"].values.dtype, found["s"].values.tolist(), found["s"].indices is slices.indices) == (
+        jnp.float32, [[2, 2]], True,
+    )  # fmt: skip
+
+
+def test_a_held_value_that_several_processes_hold_is_set_on_their_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    sharding = NamedSharding(jax.make_mesh((8,), ("x",)), P())
+    state = jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), state_of(HELD))
+    with monkeypatch.context() as patched:
+        patched.setattr(NamedSharding, "is_fully_addressable", False)
+        new = jstep.set_hyperparameter(state, "rate", 0.25)
+    (slot,) = (name for name in state.slots if name.startswith("held/"))
+    assert new.slots[slot].sharding == sharding
+    np.testing.assert_array_equal(new.slots[slot], np.float32(0.25))
+
+
+def test_no_leaf_has_an_eigenbasis() -> None:
+    assert update_eigenbases(jnp.int32(FIRST), []) == []
