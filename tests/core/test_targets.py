@@ -1,0 +1,108 @@
+"""What is said of a target that does not fit what was saved, whole; and the arrays into which its leaves are read."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jstep.core import selection
+from jstep.core.targets import Match, Wanted, entries, kind_of, matched, require_value
+
+FLOAT = np.dtype("float32")
+
+
+class Found(Match[Wanted[Any]]):
+    TITLES = "missing", "unused", "differing"
+    MOST = 2
+
+
+def wanted(path: str, name: str | None = "", source: Any = None, problem: str = "") -> Wanted[Any]:
+    return Wanted(path, 0.0, (), FLOAT, path if name == "" else name, source, problem)
+
+
+def test_what_does_not_fit_is_listed() -> None:
+    fits, without = wanted("a", source=1), wanted("b", name=None)
+    assert Found([fits, without], []).differences() == ""
+    two = [wanted("p/w"), wanted("p/b", "bias")]
+    assert Found([fits, *two], ["x"]).differences() == (
+        "; missing (2): 'p/w', 'bias' (for 'p/b'); unused (1): 'x'"
+    )  # fmt: skip
+    many = [*two, wanted("q/c/d"), wanted("q/c/e"), wanted("r")]
+    problems = [wanted(f"s{i}", problem=f"why {i}") for i in range(3)]
+    assert Found([*many, *problems], ["u/a", "u/b", "u/c"]).differences() == (
+        "; missing (5): 'p/w', 'bias' (for 'p/b'), … and 3 more, that is, 'p/w', 'p/b', 'q/c/*' (2 leaves), 'r'"
+        "; unused (3): 'u/a', 'u/b', … and 1 more, that is, 'u/a', 'u/b', 'u/c'"
+        "; differing (3): why 0, why 1, … and 1 more"
+    )
+    nine = [wanted(f"p/{i}/w") for i in range(9)]
+    assert Found(nine, []).differences() == (
+        "; missing (9): 'p/0/w', 'p/1/w', … and 7 more, that is, 'p/*' (9 leaves)"
+    )  # fmt: skip
+    assert Found(nine[:8], []).differences().endswith(", that is, " + ", ".join(repr(one.path) for one in nine[:8]))
+
+
+def test_a_leaf_has_the_source_that_fits() -> None:
+    leaf = wanted("a")
+    sources = {"a": 3}
+    assert matched(leaf, "a", sources, lambda one, source: "") == wanted("a", source=3)
+    assert matched(leaf, "a", sources, lambda one, source: f"not {source}") == wanted("a", problem="not 3")
+    for key in (None, "b"):
+        assert matched(leaf, key, sources, lambda one, source: "never") == leaf
+    assert [one.is_missing for one in (leaf, wanted("a", None), wanted("a", source=1), wanted("a", problem="x"))] == [
+        True, False, False, False,
+    ]  # fmt: skip
+
+
+KNOWN = [("w", "dense"), ("dense", "b"), ("v",)]
+
+
+def test_entries_by_path() -> None:
+    assert entries(None, KNOWN, "target", "a mapping") == {}
+    assert entries(str.upper, KNOWN, "target", "a mapping") == {"w": "W", "dense": "DENSE", "v": "V"}
+    assert entries({"dense": 1, "v": None}, KNOWN, "target", "a mapping") == {"dense": 1, "v": None}  # a full path
+    for names, kind, message in (
+        (3, TypeError, "names=3: must be a mapping, got an int"),
+        ({"x": 1}, ValueError, "names: target has no leaf at 'x'; nearest: 'w', 'dense', 'v'"),
+        ({"densee": 1}, ValueError, "names: target has no leaf at 'densee'; nearest: 'dense'"),
+        ({"b": 1, "dense": 2}, ValueError, "names: 'b' and 'dense' are the same leaf of target; keep one of them"),
+    ):
+        with pytest.raises(kind) as caught:
+            entries(names, KNOWN, "target", "a mapping")
+        assert str(caught.value) == message
+
+
+def test_leaves_that_stay_have_values() -> None:
+    deleted = jnp.ones(2)
+    deleted.delete()
+    require_value(Wanted("a", np.ones(2), (2,), FLOAT, None, None))
+    for leaf, got in ((jax.ShapeDtypeStruct((2,), FLOAT), "a shape"), (deleted, "a deleted array")):
+        with pytest.raises(ValueError, match="must have a value") as caught:
+            require_value(Wanted("a", leaf, (2,), FLOAT, None, None))
+        assert str(caught.value) == (
+            "target: 'a' stays as it is, since nothing that was saved fits or names maps it to None, and must have a "
+            f"value, got {got}; pass an array there"
+        )
+
+
+def test_kinds_of_leaves() -> None:
+    for leaf, expected in (
+        (2, ((), np.dtype("int32"))),
+        (1.5, ((), FLOAT)),
+        (np.ones((2, 3), ">f4"), ((2, 3), FLOAT)),
+        (jax.ShapeDtypeStruct((4,), jnp.bfloat16), ((4,), np.dtype(jnp.bfloat16))),
+    ):
+        assert kind_of(leaf, "a", "pass an array") == expected
+    assert kind_of(np.ones(1, ">f4"), "a", "")[1].isnative
+    key = jax.random.key(0)
+    assert kind_of(key, "a", "") == ((), key.dtype)
+    with pytest.raises(TypeError, match=r"^target: 'a' is str; pass an array$"):
+        kind_of("x", "a", "pass an array")
+
+
+def test_nothing_is_selected_where_nothing_is_named() -> None:
+    params = {"a": jnp.ones(2), "n": jnp.int32(1)}
+    assert selection.resolve(params, None, "keep") == [False, False]
+    assert selection.resolve(params, "n", "keep") == [False, True]
+    assert selection.flags(params, None, "keep") == [True, False]
