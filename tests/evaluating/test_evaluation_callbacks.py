@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.checkpoint.listing import read_manifest
 from jstep.hooks.run_info import Resumed, RunInfo
 
 
@@ -285,6 +286,33 @@ def test_parameters_with_nan_are_not_kept(tmp_path, caplog):
     best.close()
     assert set(steps(tmp_path)) == {1}
     assert "step 2 is not kept, though error=0: NaN in params" in caplog.text
+
+
+def test_what_is_kept_is_on_the_disk_before_a_checkpoint_of_the_run(tmp_path, monkeypatch):
+    """A run that resumes from that checkpoint does not evaluate its step again."""
+    settled = []
+    monkeypatch.setattr(jstep.Saver, "settle", lambda saver: settled.append(saver.prefix))
+    run, best = RunInfo(resumed=Resumed()), jstep.KeepBest(tmp_path, "loss")
+    best.use_run(run)
+    (flush,) = run.reports.flushes
+    flush()
+    assert settled == []  # nothing is open yet
+    best.begin(state_at())
+    settled.clear()  # the Saver itself waits for its own writes
+    flush()
+    assert settled == ["best"]
+    best.close()
+
+
+@pytest.mark.parametrize("is_so_at_start", [True, False])
+def test_infinities_that_a_run_begins_with_count_as_finite(is_so_at_start, tmp_path):
+    state = state_at(1)
+    infinite = state.replace(params=jax.tree.map(lambda x: x * math.inf, state.params))
+    best = jstep.KeepBest(tmp_path, "error")
+    best.begin(infinite if is_so_at_start else state)
+    best(1, infinite, {"error": 0.5})
+    best.close()
+    assert read_manifest(str(tmp_path / "best-1")).finite is is_so_at_start
 
 
 def test_a_directory_that_cannot_be_written(tmp_path):

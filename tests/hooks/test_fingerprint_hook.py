@@ -6,8 +6,10 @@ import logging
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fellows import Fellows
 
 import jstep
+from jstep.hooks import bits
 from jstep.hooks.base import RunHook
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
@@ -249,3 +251,35 @@ def test_a_hook_can_be_used_in_several_runs(tmp_path):
     for name in ("a", "b"):
         run(2, hook, logdir=tmp_path / name)
     assert (tmp_path / "a/fingerprints.jsonl").read_text() == (tmp_path / "b/fingerprints.jsonl").read_text()
+
+
+def test_all_processes_compare_with_the_lines_that_process_0_has_read(tmp_path, monkeypatch):
+    path = tmp_path / "bits"
+    run(6, jstep.FingerprintHook(path, every_n_steps=2))
+    read = bits._entries_of(str(path))
+    assert list(read) == [2, 4, 6]
+    three = Fellows(monkeypatch, 3)
+    assert three.each(lambda i: bits._broadcast({} if i else read)) == [read] * 3
+
+
+def test_fingerprints_that_cannot_be_written_at_the_end_do_not_hide_another_error(tmp_path, caplog):
+    class Full:
+        def sync(self, *, to_disk):
+            pass
+
+        def write(self, line):
+            raise OSError("the disk is full")
+
+        def close(self):
+            closed.append(1)
+
+    closed = []
+    hook = jstep.FingerprintHook(tmp_path / "bits", every_n_steps=1)
+    hook.begin(state())
+    hook._file.close()
+    hook._file = Full()
+    hook._pending.add(1, bits.transferred([], lambda: "entry"), lambda step, entry: hook._file.write(entry), hook)
+    hook.close()
+    assert closed == [1]
+    assert hook._file is None
+    assert caplog.messages == [f"{tmp_path / 'bits'}: the last fingerprints are lost: the disk is full"]

@@ -1,5 +1,7 @@
 """`StopAtStepHook`, `NanLossHook` and `ProfilerHook`."""
 
+import collections
+import functools
 import math
 
 import jax
@@ -8,7 +10,7 @@ import pytest
 from hook_fakes import state_at
 
 import jstep
-from jstep.hooks.hook import NEVER
+from jstep.hooks.hook import NEVER, list_of_hooks
 
 # StopAtStepHook
 
@@ -112,3 +114,36 @@ def test_profiler_stops_when_the_run_ends(traced):
         hook.close()
         assert traced == [("start", "logs"), "stop"]
         traced.clear()
+
+
+# every
+
+
+def test_a_function_is_called_at_multiples():
+    seen = []
+
+    def looks(step, state, metrics):
+        seen.append((step, state, metrics))
+        return "result"
+
+    hook = jstep.every(3, looks)
+    assert [hook.after_step(step, "state", "metrics") for step in (2, 3, 4, 6)] == [None, "result", None, "result"]
+    assert seen == [(3, "state", "metrics"), (6, "state", "metrics")]
+    assert [hook.next_due(step) for step in (0, 2, 3)] == [3, 3, 6]
+    assert repr(hook) == f"<jstep.every(3, {looks.__qualname__})>"
+    assert repr(jstep.every(2, functools.partial(looks))) == "<jstep.every(2, partial)>"
+
+
+def test_a_method_of_a_hook_that_is_no_function_is_refused():
+    hook = type("Mine", (jstep.Hook,), {"begin": 3})()
+    with pytest.raises(TypeError, match=r"^hooks\[1\]\.begin: must be a function, got an int$"):
+        list_of_hooks([jstep.Hook(), hook])
+
+
+def test_a_state_that_cannot_be_referred_to_weakly_is_known_as_saved(tmp_path):
+    """Such as a NamedTuple with a global step; another one that is equal is not the one that was saved."""
+    hook = jstep.CheckpointSaverHook(tmp_path, save_steps=1)
+    pair = collections.namedtuple("State", "global_step")
+    one = pair(3)
+    hook.is_saved(3, one)
+    assert [hook.has_saved(3, one), hook.has_saved(2, one), hook.has_saved(3, pair(3))] == [True, False, False]

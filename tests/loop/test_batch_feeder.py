@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fellows import Fellows
 from sources import Positioned, Program, handed_out, in_loops
 from waiting import prefetch_threads as threads
 from waiting import wait_until
@@ -17,7 +18,7 @@ import jstep
 from jstep.data.loaders import Source, source_of
 from jstep.loop import feeder as feeder_module
 from jstep.loop.calls import AHEAD, make_calls
-from jstep.loop.feeder import BatchFeeder, copied_batches
+from jstep.loop.feeder import BatchFeeder, copied_batches, fetched_by_all
 from jstep.loop.signals import StopSignals, StopWaiting
 
 # From batches to the arguments of calls
@@ -267,3 +268,20 @@ def test_close_ends_the_thread(way):
     feeder.close()
     assert not threads()
     feeder.close()
+
+
+def test_all_processes_fetch_the_first_batch_or_none_does(monkeypatch):
+    three = Fellows(monkeypatch, 3)
+    assert three.each(lambda i: list(fetched_by_all([i, "next"]))) == [[0, "next"], [1, "next"], [2, "next"]]
+    assert three.each(lambda i: list(fetched_by_all([]))) == [[], [], []]
+    first, none, last = three.each(lambda i: list(fetched_by_all([] if i == 1 else [i])))
+    words = "batches: another process has no batch at all; give each process a part"
+    assert (repr(first), none, repr(last)) == (f"ValueError({words!r})", [], f"ValueError({words!r})")
+
+    def broken():
+        raise OSError("a file is gone")
+        yield
+
+    *others, own = three.each(lambda i: list(fetched_by_all(broken() if i == 2 else [i])))
+    words = "batches: the first one cannot be fetched: process 2: OSError: a file is gone"
+    assert [*map(repr, others), repr(own)] == [f"RuntimeError({words!r})"] * 2 + ["OSError('a file is gone')"]
