@@ -114,7 +114,11 @@ class StallWatch(Observer):
         self._survived: dict[Hashable, float] = {}  # how long the longest stall of a thing lasted that was reported
         if self._warn:
             self._ident, self._caller = threading.get_ident(), sys._getframe(1).f_code
-            self._thread.start()
+            try:
+                self._thread.start()
+            except BaseException:  # Ctrl-C: nobody has this watch yet, to end it
+                self._over.set()
+                raise
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if not self._warn:

@@ -11,9 +11,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hangs import STEP, X, data, hang, line_of, loss_fn, once_at, train
+from waiting import TIMEOUT
 
 import jstep
 from jstep.checkpoint.saver import Saver
+from jstep.core.meshes import Thread
+from jstep.loop import stalls
 from jstep.loop.stalls import StallWatch, Wait
 
 
@@ -295,6 +298,24 @@ def test_the_settings_are_keywords():
     assert (hook.warn_secs, hook.exit_secs, hook.factor) == (60.0, None, 30.0)
     with pytest.raises(TypeError):
         jstep.StallHook(60.0)
+
+
+def test_a_watch_that_is_interrupted_as_it_starts_ends(monkeypatch):
+    """Otherwise it would call a run a stall that has not begun, and `exit_secs` would end the process."""
+    watches = []
+
+    class Interrupted(Thread):
+        def start(self):
+            super().start()
+            watches.append(self)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(stalls, "Thread", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    (watch,) = watches
+    watch.join(TIMEOUT)
+    assert not watch.is_alive()
 
 
 def test_a_run_that_is_not_watched_starts_no_thread(tmp_path):
