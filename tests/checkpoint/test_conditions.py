@@ -77,6 +77,12 @@ def test_params_of_another_model_without_slots(tmp_path: Any) -> None:
     reader.check_run(jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer), 2)
     with pytest.raises(ValueError, match="saved by a run with another model: its params differ from those of state"):
         reader.check_run(jstep.TrainState.create({"b": jnp.ones(3)}, optimizer), 2)
+    with Saver(tmp_path) as saver:
+        saver.save({"params": {"w": jnp.ones(3)}}, step=3)
+    with pytest.raises(
+        ValueError, match=r"target does not fit .*/model-3; missing in the checkpoint \(1\): 'global_step'"
+    ):
+        reader.check_run(jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer), 3)
 
 
 def test_folders_that_are_hidden_moved_or_stay(tmp_path: Any, caplog: Any) -> None:

@@ -184,6 +184,17 @@ class TestRetention:
         decided = found._decide(head(step=3, saved_at=saved_at), within)
         assert decided == (["model-2"], found._retained, is_passing)
 
+    def test_what_may_be_evicted_before_a_save(self):
+        kept = retention.RetainedSteps(frozenset({2}), 0.0)
+        store = types.SimpleNamespace(
+            newest_first=lambda prefix: [(step, f"model-{step}") for step in (4, 2, 1)],
+            manifest=lambda path: types.SimpleNamespace(retention=kept if path == "model-4" else None),
+        )
+        found = retention.Retention(store, "model", None, None, 0.0)
+        assert found.evictable() == ["model-1", "model-4"]
+        found._retained = retention.RetainedSteps(frozenset({1}), 0.0)
+        assert found.evictable() == ["model-2", "model-4"]
+
     def test_a_long_pause_counts_as_one_interval(self):
         hour = 3600.0
         existing = {step: 100 * hour + step for step in range(5)}

@@ -209,6 +209,8 @@ def test_a_better_checkpoint_is_on_the_disk_before_a_worse_one_is_deleted(tmp_pa
         "0-values6-kwargs6-expected6",
         "1-values1-kwargs1-expected1",
         "2-values2-kwargs2-expected2",
+        "0-values3-kwargs3-expected3",
+        "1-values4-kwargs4-expected4",
         "0-values9-kwargs9-expected9",
     ]
 )
@@ -232,6 +234,16 @@ def test_the_best_are_kept_across_a_restart(values, kwargs, expected, cut, tmp_p
     keep(tmp_path, values[:cut], **kwargs)
     keep(tmp_path, values[cut:], start=1 + min(cut, len(values)), **kwargs)
     assert steps(tmp_path) == {step: {"accuracy": value} for step, value in expected.items()}
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("max", [3, 1, 4, 2]), ("min", [2, 4, 3, 1])])
+def test_the_worst_goes_first_and_of_equal_ones_the_later(mode, expected, tmp_path):
+    best, found = jstep.KeepBest(tmp_path, "accuracy", mode), []
+    best.values = {1: 0.5, 2: 0.9, 3: 0.5, 4: 0.7}
+    while best.values:
+        found.append(best._worst())
+        del best.values[found[-1]]
+    assert found == expected
 
 
 def test_keep_best_saves_the_state_of_that_step(tmp_path):
