@@ -117,7 +117,7 @@ def exit_on_signal(run: Run) -> NoReturn:
 def leave_at_once(run: Run, error: KeyboardInterrupt) -> NoReturn:
     """Leave after a second Ctrl-C, which interrupted code anywhere: its traceback would fill many pages."""
     again = KeyboardInterrupt(f"SIGINT came twice: the run was left at once, at step {run.step}")
-    again.state = getattr(error, "state", None)  # type: ignore[attr-defined]
+    again.state = error.state  # type: ignore[attr-defined]
     raise again.with_traceback(None) from None
 
 
