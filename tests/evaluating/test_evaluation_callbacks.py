@@ -309,7 +309,10 @@ def test_what_is_kept_is_on_the_disk_before_a_checkpoint_of_the_run(tmp_path, mo
     (flush,) = run.reports.flushes
     flush()
     assert settled == []  # nothing is open yet
+    claimed = []
+    monkeypatch.setattr(jstep.Saver, "claim", lambda saver: claimed.append(saver.prefix))
     best.begin(state_at())
+    assert claimed == ["best"]  # no other run that lives may keep its own there
     settled.clear()  # the Saver itself waits for its own writes
     flush()
     assert settled == ["best"]

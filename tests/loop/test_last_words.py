@@ -12,6 +12,7 @@ from loop_runs import DATA, Calls, train
 import jstep
 from jstep.checkpoint.listing import read_manifest
 from jstep.hooks.base import RunHook
+from jstep.hooks.cadence import Cadence
 from jstep.loop import stopping
 from jstep.loop.saving import RunSaverHook
 
@@ -121,3 +122,27 @@ def test_a_loss_that_is_not_finite_prevents_a_save(loss: Any, why: str, tmp_path
         return stopping.why_not_finite(run)
 
     assert said_in(tmp_path, look) == why
+
+
+@pytest.mark.parametrize("is_same", [False, True])
+def test_another_error_of_a_hook_that_the_last_step_calls_is_a_note(is_same: bool) -> None:
+    error = KeyError("mine")
+
+    class AtLast(RunHook):
+        cadence = Cadence(100, at_last=True)
+
+        def after_step(self, step: int, state: Any, metrics: Any) -> None:
+            called.append(step)
+            raise error if is_same else ValueError("another")
+
+    def batches(step: int) -> Any:
+        if step == 3:
+            raise error
+        return DATA[step]
+
+    called: list[int] = []
+    with pytest.raises(KeyError) as caught:
+        train(5, batches, hooks=[AtLast()])
+    assert called == [3]
+    notes = [line for line in caught.value.__notes__ if line.startswith("Additionally")]
+    assert notes == ([] if is_same else ["Additionally, another"])

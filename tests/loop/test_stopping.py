@@ -35,6 +35,25 @@ def test_a_signal_saves_and_leaves_with_its_code(number: int, tmp_path: Path) ->
     assert signal.getsignal(number) == before
 
 
+def test_a_step_is_on_the_disk_before_it_is_called_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    wait, stopped = jstep.Saver.wait, StopSignals.stopped
+
+    def waits(saver: jstep.Saver) -> None:
+        wait(saver)
+        order.append("on the disk")
+
+    def says(self: StopSignals, when: str) -> BaseException:
+        order.append(when)
+        return stopped(self, when)
+
+    monkeypatch.setattr(jstep.Saver, "wait", waits)
+    monkeypatch.setattr(StopSignals, "stopped", says)
+    with pytest.raises(jstep.Preempted):
+        train(50, hooks=[kill(signal.SIGTERM)], checkpoint_dir=tmp_path)
+    assert order[:2] == ["on the disk", "after step 5, which is saved; start the run again to resume"]
+
+
 def test_a_limit_that_is_over_when_the_run_begins(tmp_path: Path) -> None:
     """Devices may take longer to start. The handlers of before are there again: later signals must not be ignored."""
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
