@@ -1,0 +1,114 @@
+"""What a step refuses, and what it asks for before it runs: shapes, wide integers, agreement of processes, losses."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import jstep
+from jstep.training import step as room
+from jstep.training.looped import without_step_axis
+
+OPTIMIZER = jstep.gradient_descent(0.5)
+SHAPES = "must be arrays, got shapes (jax.ShapeDtypeStruct), which cannot be run; use jstep.cost or lower with them"
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    return jnp.sum(params["w"] * batch)
+
+
+def state_of() -> jstep.TrainState:
+    return jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
+
+
+def test_shapes_are_no_state_and_no_gradients() -> None:
+    state = state_of()
+    shapes, grads = jax.eval_shape(lambda: state), {"w": jnp.ones(())}
+    for given in ((shapes, grads), (state, jax.eval_shape(lambda: grads))):
+        with pytest.raises(ValueError, match="must be arrays") as caught:
+            jstep.apply_gradients(*given, OPTIMIZER)
+        assert str(caught.value) == f"state and gradients: {SHAPES}"
+    for jit in (True, False):
+        step = jstep.minimize(loss_fn, OPTIMIZER, jit=jit)
+        for given in ((shapes, jnp.ones(2)), (state, jax.ShapeDtypeStruct((2,), jnp.float32))):
+            with pytest.raises(ValueError, match="must be arrays") as caught:
+                step(*given)
+            assert str(caught.value) == f"state and batch: {SHAPES}"
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_integers_of_a_batch_fit_their_dtype(jit: bool) -> None:
+    step = jstep.minimize(loss_fn, OPTIMIZER, jit=jit)
+    wide = {"a": np.ones(2), "ids": np.array([1, 2**40])}
+    with pytest.raises(OverflowError, match="64-bit types are off") as caught:
+        step(state_of(), wide)
+    assert str(caught.value) == (
+        "batch: the leaf at 'ids' must hold integers that fit int32 while 64-bit types are off, got 1099511627776; map "
+        "them to smaller integers on the host, such as ids % num_buckets, or set jax_enable_x64"
+    )
+
+
+def test_processes_agree_on_shapes_before_they_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    step, state, batch = jstep.minimize(loss_fn, OPTIMIZER, donate=False), state_of(), np.ones(2, np.float32)
+    monkeypatch.setattr(room.AgreedShapes, "check", lambda self, *given: asked.append(given))
+    step(state, batch)
+    assert asked == []
+    monkeypatch.setattr(room, "is_single_process", lambda: False)
+    step(state, batch)
+    assert [(one is state, [arg is batch for arg in args]) for one, args in asked] == [(True, [True])]
+
+
+class WithoutSignature:
+    __signature__ = "none"
+
+    def __call__(self, params: Any, *args: Any) -> Any:
+        if not isinstance(params, dict):
+            raise TypeError("no parameters")
+        return jnp.sum(params["w"])
+
+
+def test_a_loss_that_was_given_as_a_step_is_named() -> None:
+    cause = ValueError("cause")
+    for fn, name in ((loss_fn, "loss_fn"), (WithoutSignature(), "loss_fn"), (lambda p, batch: (p["w"], 1), "loss_fn")):
+        with pytest.raises(TypeError, match="must be a training step") as caught:
+            room.refuse_a_loss(fn, state_of(), (jnp.ones(2),), cause)
+        assert str(caught.value) == (
+            f"train_step={name}: must be a training step (state, *args) -> (state, metrics), got a loss, which is a "
+            f"function of the parameters; its step is jstep.minimize({name}, optimizer)"
+        )
+        assert caught.value.__cause__ is cause
+    for fn in (lambda p, batch: jnp.ones(3), lambda p, batch: jnp.int32(1), lambda p: p["w"]):
+        room.refuse_a_loss(fn, state_of(), (jnp.ones(2),), cause)
+    room.refuse_a_loss(loss_fn, {"w": 1.0}, (jnp.ones(2),), cause)
+
+
+def test_the_sharding_of_a_row_of_a_stack() -> None:
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    one = SingleDeviceSharding(jax.devices()[0])
+    assert without_step_axis(NamedSharding(mesh, P("x", "y"))) == NamedSharding(mesh, P("y"))
+    assert without_step_axis(NamedSharding(mesh, P())) == NamedSharding(mesh, P())
+    assert (without_step_axis(one), without_step_axis(None)) == (one, None)
+
+
+def test_each_step_of_a_scan_knows_how_its_rows_are_split() -> None:
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    step, seen = room.pure(jstep.minimize(loss_fn, OPTIMIZER, max_rows_per_device=2)), []
+
+    def body(state: Any, args: Any, specs: Any) -> Any:
+        seen.append(specs)
+        return step.body(state, args, specs)
+
+    many = jstep.scan_steps(dataclasses.replace(step, body=body))
+    stack = np.ones((3, 16), np.float32)
+    state = jax.device_put(state_of(), NamedSharding(mesh, P()))
+    _, metrics = many(state, jax.device_put(stack, NamedSharding(mesh, P(None, "x"))))
+    assert seen == [(NamedSharding(mesh, P("x")),)]
+    assert metrics["loss"].shape == (3,)
+    many(state_of(), stack)
+    assert seen[1:] == [None]
