@@ -11,6 +11,8 @@ from evaluated_runs import make_state, rate, scripted, train
 from positioned import Positioned
 
 import jstep
+from jstep.hooks.numbers import TransferQueue
+from jstep.loop.run import Run
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 3])
@@ -241,3 +243,57 @@ def test_a_failed_evaluation_restores_the_transfer_guard():
     gc.collect()
     assert guards == ["disallow", "disallow"]
     assert jax.config.jax_transfer_guard_host_to_device is None
+
+
+# The order around an evaluation
+
+
+def test_rows_of_earlier_steps_come_before_an_evaluation(monkeypatch):
+    order = []
+    deliver = TransferQueue.deliver_all
+
+    def delivers(queue, *args, **kwargs):
+        order.append("delivered")
+        return deliver(queue, *args, **kwargs)
+
+    monkeypatch.setattr(TransferQueue, "deliver_all", delivers)
+    train(3, [jstep.EvaluationHook(lambda state: order.append("evaluated") or {"x": 1.0}, every_n_steps=1)])
+    assert order[:6] == ["delivered", "evaluated"] * 3
+
+
+def test_positions_are_kept_before_callbacks_of_an_evaluation_off_the_cadence(monkeypatch):
+    """They may replace the state with which the next batch of `from_state` is made."""
+    order = []
+    monkeypatch.setattr(Run, "before_off_cadence", lambda run: order.append("kept"))
+    hook = jstep.EvaluationHook(
+        lambda state: {"x": 1.0}, every_n_steps=2, callbacks=[lambda step, *_: order.append(step)]
+    )
+    train(3, [hook])
+    assert order == [2, "kept", 3]
+
+
+def test_callbacks_that_are_new_to_a_finished_run_are_not_called(tmp_path):
+    train(4, [], checkpoint_dir=tmp_path)
+    seen = []
+    hook = jstep.EvaluationHook(lambda state: {"x": 1.0}, every_n_steps=2, callbacks=[lambda *_: seen.append(1)])
+    train(4, [hook], checkpoint_dir=tmp_path)
+    assert (hook.results, seen) == ({4: {"x": 1.0}}, [])
+
+
+def test_a_state_of_a_callback_that_cannot_be_kept_is_an_error_of_the_first_evaluation(tmp_path):
+    class Odd:
+        value = None
+
+        def __call__(self, step, state, results):
+            self.value = object()
+
+        def get_state(self):
+            return self.value
+
+        def set_state(self, value):
+            pass
+
+    hook = jstep.EvaluationHook(lambda state: {"x": 1.0}, every_n_steps=1, callbacks=[Odd()])
+    with pytest.raises(TypeError, match="Odd cannot be kept with a checkpoint"):
+        train(9, [hook], checkpoint_dir=tmp_path, save_checkpoint_steps=9, save_checkpoint_secs=None)
+    assert list(hook.results) == [1]
