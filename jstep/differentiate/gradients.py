@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import get_opaque_trace_state
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import meshes, trees
 from jstep.core.checks import as_function, kind, scoped, setting
@@ -72,14 +72,15 @@ def _joined(shape: tuple[int, ...], taken: list[tuple[Array, Array]], dense: Arr
 
 def _rows(table: Array, ids: Array) -> Array:
     """Return `table[ids]`; on Explicit axes the result is sharded like the ids and, within rows, like the table."""
-    if meshes.explicit_mesh((table, ids)) is None:
+    mesh = meshes.explicit_mesh((table, ids))
+    if mesh is None:
         return table[ids]
     of_ids = meshes.dims_of(meshes.spec_of(ids))
     used = {name for axis in of_ids for name in meshes.mesh_axes_of(axis)}
     of_row = [
         None if used & set(meshes.mesh_axes_of(axis)) else axis for axis in meshes.dims_of(meshes.spec_of(table))[1:]
     ]
-    return table.at[ids].get(out_sharding=PartitionSpec(*of_ids, *of_row))
+    return table.at[ids].get(out_sharding=NamedSharding(mesh, PartitionSpec(*of_ids, *of_row)))  # also under no mesh
 
 
 _active: contextvars.ContextVar[Tables | None] = contextvars.ContextVar("jstep_tables", default=None)
