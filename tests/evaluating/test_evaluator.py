@@ -148,6 +148,16 @@ def test_callbacks_of_all_processes_see_the_numbers_of_process_0(monkeypatch):
     )
     assert found == 3 * [{"a": float(np.float32(0.1)), "b": 1e-17, "c": 0.0}]
 
+    def seen(index):
+        heard = []
+        hook = jstep.EvaluationHook(
+            lambda state: {"loss": 0.5 + index}, every_n_steps=1, callbacks=[lambda *given: heard.append(given[2])]
+        )
+        hook.when_due(1, make_state(), {})
+        return hook.results, heard
+
+    assert three.each(seen) == 3 * [({1: {"loss": 0.5}}, [{"loss": 0.5}])]
+
 
 def test_zero_counts_nan_and_infinity():
     found = jstep.evaluator(

@@ -200,6 +200,14 @@ def test_a_plain_function_is_not_traced(base):
     assert any("the stage from step 0: loss in A, step in B" in line for line in card_difference(base, found))
 
 
+def test_a_run_that_keeps_no_checkpoints_has_a_card(tmp_path):
+    optimizer = jstep.gradient_descent(0.1)
+    state = jstep.TrainState.create({"w": 1.0}, optimizer)
+    step = jstep.minimize(lambda params, x: params["w"] * x, optimizer)
+    jstep.train(step, state, lambda step: 1.0, 2, logdir=tmp_path, progress=False)
+    assert len(cards.merged(cards.recorded(tmp_path))["programs"]) == 1
+
+
 def test_a_run_without_a_step_has_a_card():
     found = card_of(last_step=0)
     assert (found["programs"], found["arguments"]["last_step"]) == ([], 0)
