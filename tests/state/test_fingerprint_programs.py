@@ -47,6 +47,11 @@ def test_recorded_fingerprints_of_jax_arrays(names):
         assert texts(committed) == KNOWN[name]
 
 
+def test_recorded_sums_of_more_positions_than_32_bits_count():
+    """By rows of four positions, as those of an array of more than 2³² elements are."""
+    assert fingerprints._sums(np.arange(11, dtype=np.uint32), 4, 1).tolist() == [7014690802, 10152985857]
+
+
 @pytest.mark.thorough
 def test_recorded_fingerprints_of_64_bits(x64):
     for name in golden_fingerprints.WIDE:
