@@ -38,11 +38,12 @@ def test_an_unreferenced_saver_releases_its_claim(store):
 
 @pytest.mark.thorough(except_for=["s3"])
 def test_an_unreferenced_saver_whose_save_failed_releases_its_claim(store, caplog):
-    store.fail = [("", "pack", 403, 10**6)]
-    jstep.Saver(store.run).save(state_at(1))
+    first = jstep.Saver(store.run)
+    first.claim()
+    store.fail = [("PUT|POST", "", 403, 1)]
+    first.save(state_at(1))
+    del first
     with jstep.Saver(store.run) as saver:
-        saver.claim()
-        store.fail = []
         saver.save(state_at(2))
         assert saver.all_steps() == [2]
     assert f"the save in progress in {store.run} was not saved" in caplog.text
