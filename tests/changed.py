@@ -17,15 +17,18 @@ ROOT = pathlib.Path(__file__).parents[1]
 TESTED_BY = {
     "checkpoint": ["object_storage"],
     "core": ["bad_input", "composition"],
-    "data": ["loop"],
-    "differentiate": ["optimizers", "training"],
-    "evaluating": ["loop"],
+    "data": ["bad_input", "loop"],
+    "differentiate": ["bad_input", "optimizers", "training"],
+    "evaluating": ["bad_input", "loop"],
+    "hooks": ["bad_input"],
     "loop": ["distributed", "hooks"],
     "metrics": ["evaluating"],
     "optimizers": ["bad_input", "composition", "sharding"],
+    "queues": ["bad_input"],
+    "schedules": ["bad_input"],
     "state": ["bad_input", "composition", "optimizers", "sharding"],
     "stores": ["object_storage"],
-    "training": ["composition", "sharding"],
+    "training": ["bad_input", "composition", "sharding"],
 }
 PAGES = {"docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "mkdocs.yml"}
 

@@ -1,7 +1,7 @@
-"""What wrong numbers are told, whole: a file beside each test has the messages; `python tests/messages.py` writes them.
+"""What wrong numbers are told, whole; `python tests/bad_input/test_messages.py` writes it anew.
 
 Each parameter of each optimizer, schedule, hook and queue is given numbers that it may refuse. Their borders, and what
-a number means, are looked at there.
+a number means, are looked at there. The messages are in a file for each room beside this one.
 """
 
 import inspect
@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 import numpy as np
+import pytest
 
 import jstep
 
@@ -68,13 +69,15 @@ def messages_of(make: Any) -> dict[str, dict[str, str]]:
 
 
 def file_of(room: str) -> pathlib.Path:
-    return pathlib.Path(__file__).with_name(room) / f"messages_of_{room}.json"
+    return pathlib.Path(__file__).with_name(f"messages_of_{room}.json")
 
 
-def stored(room: str) -> dict[str, Any]:
-    """The messages that a room has."""
-    found: dict[str, Any] = json.loads(file_of(room).read_text(encoding="utf-8"))
-    return found
+@pytest.mark.parametrize(
+    ("room", "name", "make"),
+    [pytest.param(room, *one, id=f"{room}-{one[0]}") for room in ROOMS for one in makers(room).items()],
+)
+def test_the_messages(room: str, name: str, make: Any) -> None:
+    assert messages_of(make) == json.loads(file_of(room).read_text(encoding="utf-8")).get(name, {})
 
 
 if __name__ == "__main__":
