@@ -77,12 +77,12 @@ def join(thread: threading.Thread, timeout: float = math.inf) -> None:
     not even the end of the interpreter.
     """
     deadline = time.monotonic() + timeout
-    while thread in threading.enumerate():
+    while thread in threading.enumerate() and thread is not threading.current_thread():
         left = deadline - time.monotonic()
         if left <= 0:
             return
         time.sleep(min(left, _JOIN_SECS))
-    thread.join()  # it has ended but for the interpreter's own part
+    thread.join()  # it has ended but for the interpreter's own part; an error in the thread itself
 
 
 def _captured() -> Callable[[Callable[[], None]], None]:

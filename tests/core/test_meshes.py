@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from waiting import TIMEOUT
 
 from jstep.core import meshes
 
@@ -127,3 +128,19 @@ def test_a_program_that_cannot_be_traced_adds_nothing_to_the_callers() -> None:
         return x
 
     assert str(jax.make_jaxpr(caller)(1.0)).count(" add ") == 1
+
+
+def test_a_thread_that_waits_for_itself_is_an_error() -> None:
+    """As with `Thread.join`: a close of a writer that its own thread calls must not hang."""
+    seen: list[Exception] = []
+
+    def own() -> None:
+        try:
+            meshes.join(threading.current_thread())
+        except RuntimeError as error:
+            seen.append(error)
+
+    thread = meshes.Thread(target=own, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT)
+    assert "cannot join current thread" in str(seen)
