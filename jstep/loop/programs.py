@@ -231,8 +231,11 @@ class Programs:
         one_step: bool = False,
     ) -> Iterator[Call]:
         """The batches from a step on, as calls, which end at the steps `ends`; of one step each if `one_step`."""
-        alone: ProgramFor = lambda step, *_: OneStep(self.stage_of(step))  # noqa: E731
-        program_for = alone if one_step else self.program_for
+
+        def alone(step: int, *_: Any) -> Program:
+            return OneStep(self.stage_of(step))
+
+        program_for: ProgramFor = alone if one_step else self.program_for
         return make_calls(items, start, program_for, sharding, on_device=self.on_device, ends=ends)
 
     def program_for(self, step: int, shapes: Any, args: Callable[[], tuple[Any, ...]]) -> Program:
