@@ -10,9 +10,9 @@ import pytest
 from source_files import ROOT, text_of
 
 import jstep
-from jstep.core.names_of_others import PAGES, explain
+from jstep.core.names_of_others import explain, pages
 
-ALL = [(page, ours, name) for page, names in PAGES.items() for ours, their in names.items() for name in their.split()]
+ALL = [(page, ours, name) for page, names in pages().items() for ours, their in names.items() for name in their.split()]
 
 
 @pytest.mark.parametrize(
