@@ -118,7 +118,9 @@ def adamw(
     `torch.optim.AdamW`, and `optax.adamw` except for AMSGrad.
     """
     amsgrad, m_dtype = as_bool(amsgrad, "amsgrad"), deprecated_m_dtype(m_dtype)
-    slots = {"m": Slot(dtype=m_dtype, holds="mean"), "v": SQUARE} | ({"v_max": SQUARE} if amsgrad else {})
+    # The parameter is computed from m before it is rounded: without an order XLA copies it first.
+    m = Slot(dtype=m_dtype, holds="mean", in_order=m_dtype is not None)
+    slots = {"m": m, "v": SQUARE} | ({"v_max": SQUARE} if amsgrad else {})
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
     return elements.from_direction("adamw", adam_direction, slots, hyper, prepare=corrections)
