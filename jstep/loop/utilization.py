@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import importlib.resources
 import logging
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
@@ -165,25 +167,7 @@ class Meters(Observer):
 
 # Peak operations per second of a device, by the format of its matrix products.
 #
-# Figures are for dense products, without structured sparsity, at the clock that the vendor assumes. They are per JAX
-# device: TPUs before v4, and tpu7x, have two devices per chip.
-#
-# Source: for TPUs `docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm` and its pages of v2 to tpu7x, a chip's
-# "peak compute". For GPUs NVIDIA's data sheets of V100, T4, A100, A10, L4, L40S, H100, H200, GH200 and Blackwell
-# (HGX B200, GB200), halved if they count sparsity. How a device computes a float32 product: `jax.lax.Precision`.
-
-
-def _rates(**rates: float) -> Mapping[str, float]:
-    return {name: rate * 1e12 for name, rate in rates.items() if rate}
-
-
-def _nvidia(half: float, tf32: float, f32: float, f64: float, int8: float, f8: float = 0.0) -> Mapping[str, float]:
-    return _rates(bf16=half, f16=half, tf32=tf32, f32=f32, f64=f64, int8=int8, f8=f8)
-
-
-def _tpu(bf16: float, int8: float = 0.0, f8: float = 0.0) -> Mapping[str, float]:
-    return _rates(bf16=bf16, int8=int8 or bf16, f8=f8 or bf16)
-
+# How a device computes a float32 product: `jax.lax.Precision`.
 
 _NEGLIGIBLE = 0.01
 """Products of formats without a figure are ignored below this share of all operations."""
@@ -193,39 +177,15 @@ _FORMATS = {"bfloat16": "bf16", "float16": "f16", "float64": "f64", "int8": "int
 _PASSES = {"DEFAULT": 1, "HIGH": 3, "HIGHEST": 6}
 """bfloat16 passes that a TPU runs for a float32 product, by precision."""
 
-_HOPPER_PEAKS = _nvidia(989.4, 494.7, 66.9, 66.9, 1978.9, 1978.9)
+_SHEETS = tomllib.loads(importlib.resources.files("jstep.loop").joinpath("peaks.toml").read_text(encoding="utf-8"))
 
 
-GPU_PEAKS: Mapping[str, Mapping[str, float]] = {
-    **{f"Tesla V100-SXM2-{size}GB": _rates(f16=125, f32=15.7, f64=7.8) for size in (16, 32)},
-    **{f"Tesla V100-PCIE-{size}GB": _rates(f16=112, f32=14, f64=7) for size in (16, 32)},
-    "Tesla T4": _rates(f16=65, f32=8.1, f64=0.25, int8=130),
-    **dict.fromkeys(
-        ["NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"],
-        _nvidia(312, 156, 19.5, 19.5, 624),
-    ),
-    "NVIDIA A10": _nvidia(125, 62.5, 31.2, 0.49, 250),
-    "NVIDIA L4": _nvidia(121, 60.5, 30.3, 0.47, 242.5, 242.5),
-    "NVIDIA L40S": _nvidia(362.05, 183, 91.6, 1.43, 733, 733),
-    "NVIDIA H100 80GB HBM3": _HOPPER_PEAKS,
-    "NVIDIA H100 PCIe": _nvidia(756.5, 378, 51, 51, 1513, 1513),
-    "NVIDIA H100 NVL": _nvidia(835.5, 417.5, 60, 60, 1670.5, 1670.5),
-    **dict.fromkeys(["NVIDIA H200", "NVIDIA GH200 480GB", "NVIDIA GH200 120GB"], _HOPPER_PEAKS),
-    "NVIDIA B200": _nvidia(2250, 1125, 75, 37, 4500, 4500),
-    "NVIDIA GB200": _nvidia(2500, 1250, 80, 40, 5000, 5000),
-}
-"""`device_kind` → format → operations per second."""
+def _peaks(of: str) -> Mapping[str, Mapping[str, float]]:
+    """`device_kind` → format → operations per second."""
+    return {kind: {name: rate * 1e12 for name, rate in rates.items()} for kind, rates in _SHEETS[of].items()}
 
-TPU_PEAKS: Mapping[str, Mapping[str, float]] = {
-    "TPU v2": _tpu(46 / 2),
-    "TPU v3": _tpu(123 / 2),
-    "TPU v4": _tpu(275),
-    **dict.fromkeys(["TPU v5 lite", "TPU v5e"], _tpu(197, int8=393)),
-    **dict.fromkeys(["TPU v5", "TPU v5p"], _tpu(459, int8=918)),
-    **dict.fromkeys(["TPU v6 lite", "TPU v6e"], _tpu(918, int8=1836)),
-    "TPU7x": _tpu(2307 / 2, f8=4614 / 2),
-}
-"""`device_kind` → format → operations per second."""
+
+GPU_PEAKS, TPU_PEAKS = _peaks("gpu"), _peaks("tpu")
 
 
 def has_peaks(device_kind: str) -> bool:
