@@ -95,7 +95,7 @@ def __getattr__(name: str) -> object:
 
     place = _EXPORTS.get(name)
     if place is None:
-        others: object = importlib.import_module("jstep.core.names_of_others").explain(name)
+        others: object = importlib.import_module("jstep.core.public_names").explain(name)
         text = f"module 'jstep' has no attribute {name!r}{others}"
         raise AttributeError(text, name=name, obj=sys.modules[__name__])
     if place == "jstep":  # a package of names

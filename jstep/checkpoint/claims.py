@@ -240,7 +240,7 @@ class ObjectClaim:
         self._stamp = self._take()
         _held[self.id] = self
         self._pid = os.getpid()
-        from jstep.core.meshes import Thread  # not at the top: it imports JAX
+        from jstep.core.threads import Thread
 
         self._thread = Thread(target=_renew, args=(weakref.ref(self), self._ended), daemon=True)
         self._thread.name = f"jstep-claim-{prefix}"

@@ -13,9 +13,10 @@ from jstep.checkpoint.manifest import Leaf, LeftOut, Manifest
 from jstep.checkpoint.slots import GLOBAL_STEP, PARAMS, Keys, Kind
 from jstep.core import targets, trees
 from jstep.core.checks import array_type, kind, listing, shown
+from jstep.core.compact_numbers import opened, split
 from jstep.core.placement import is_of_host, on_devices, place_anywhere, target_sharding
 from jstep.core.selection import names_of
-from jstep.core.slot_roles import opened, roles_in, split
+from jstep.core.slot_roles import roles_in
 
 # Matching of the leaves of a target to the leaves of a checkpoint.
 

@@ -22,8 +22,8 @@ from jstep.checkpoint.checksums import write_files, write_part
 from jstep.checkpoint.listing import TEMPORARY
 from jstep.checkpoint.manifest import CorruptedError, Manifest
 from jstep.checkpoint.slots import stored_kind
-from jstep.core.meshes import in_background
 from jstep.core.placement import is_of_host, local_parts, place, slices
+from jstep.core.threads import in_background
 
 # Writing of arrays, and reading onto shardings, with tensorstore. Imported on first use: tensorstore imports slowly.
 #

@@ -21,7 +21,8 @@ from jstep.checkpoint.reading import Reader, newest_in_words, short
 from jstep.checkpoint.retention import Retention
 from jstep.checkpoint.slots import PARAMS, left_out_indices, named_leaves, started_slots, to_stored
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function, as_int, as_number, kind, note, scoped
+from jstep.core.checks import as_bool, as_function, as_int, as_number, kind
+from jstep.core.exceptions import note, scoped
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import is_on_cpus, refuse_compile_only
 from jstep.core.selection import VarList, check_form

@@ -14,8 +14,9 @@ import numpy as np
 from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Recorded
 from jstep.core import trees
 from jstep.core.checks import kind, listed
+from jstep.core.compact_numbers import opened
 from jstep.core.selection import VarList, resolve
-from jstep.core.slot_roles import AGES, COPIES, Role, Roles, opened, roles_in
+from jstep.core.slot_roles import AGES, COPIES, Role, Roles, roles_in
 from jstep.state.fingerprints import as_text, leaf_key, stacked, words_of
 from jstep.state.train_state import TrainState, owners
 

@@ -271,7 +271,7 @@ class Write:
     """
 
     def __init__(self, name: str, run: Callable[[], None], thread: str) -> None:
-        from jstep.core.meshes import in_background  # not at the top: it imports JAX
+        from jstep.core.threads import in_background
 
         def write() -> None:
             run()

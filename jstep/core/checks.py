@@ -1,19 +1,11 @@
-"""Checks of arguments, and the words of errors: numbers, sizes and lists for people."""
+"""Checks of arguments, and the words of their errors: numbers, sizes and lists for people."""
 
-import contextlib
-import contextvars
-import dataclasses
-import functools
 import inspect
 import math
 import operator
-import re
-import sys
-import types
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypedDict, Unpack
 
-import ml_dtypes
 import numpy as np
 
 # Text for people: numbers, sizes, lists.
@@ -74,170 +66,6 @@ def listing(title: str, items: Sequence[str], most: int = SHOWN) -> str:
         return ""
     more = f", … and {len(items) - most} more" if len(items) > most else ""
     return f"; {title} ({len(items)}): " + ", ".join(items[:most]) + more
-
-
-# The user's exceptions: notes on them, and context managers that let them pass as they are.
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
-def scoped(make: Callable[_P, Iterator[_T]]) -> "Callable[_P, contextlib.AbstractContextManager[_T]]":
-    """Make a context manager of a generator that yields once, like `contextlib.contextmanager`.
-
-    An exception that leaves the context is not thrown into the generator, which is closed: only its `finally` runs.
-    `contextlib` sets `__traceback__` of the exception, so that one of a class that refuses attributes, such as a frozen
-    dataclass, would be replaced by another error. Use it around the user's code.
-    """
-
-    @functools.wraps(make)
-    def scope(*args: _P.args, **kwargs: _P.kwargs) -> contextlib.AbstractContextManager[_T]:
-        return _Scope(make(*args, **kwargs))
-
-    return scope
-
-
-class _Scope(contextlib.AbstractContextManager[_T], Generic[_T]):
-    __slots__ = ("_body",)
-
-    def __init__(self, body: Any) -> None:
-        self._body: Generator[_T] = body
-
-    def __enter__(self) -> _T:
-        return next(self._body)
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            next(self._body, None)
-        else:
-            self._body.close()
-
-
-@scoped
-def setting(variable: contextvars.ContextVar[Any], value: _T) -> Iterator[_T]:
-    """Context manager that sets a context variable."""
-    token = variable.set(value)
-    try:
-        yield value
-    finally:
-        variable.reset(token)
-
-
-def note(error: BaseException, text: str) -> None:
-    """Add a note to an exception, if its class allows it."""
-    with contextlib.suppress(Exception):
-        error.add_note(text)
-
-
-_AXIS = re.compile("unbound axis name: (.+?)(?:\\.|$)")
-_KEEPS_TYPES = re.compile("carry input and carry output must have equal types|branches must have equal output types")
-
-
-def explain_jax(error: BaseException) -> None:
-    """Add a note to an error of JAX in a user's function if its message does not show the way out."""
-    text = str(error)
-    if isinstance(error, NameError) and (found := _AXIS.search(text)):
-        way_out = _UNBOUND_AXIS.format(found[1])
-    elif isinstance(error, TypeError) and _KEEPS_TYPES.search(text):
-        way_out = _OF_ONE_TYPE
-    elif type(error).__name__ == "TraceContextError" and type(error).__module__.startswith("flax"):
-        way_out = _SHARED_VARIABLES
-    else:
-        return
-    if way_out not in getattr(error, "__notes__", ()):
-        note(error, way_out)
-
-
-_UNBOUND_AXIS = (
-    "A model written for pmap names its axis {0!r}. A step of jstep is one program over the whole batch, also on a "
-    "mesh: leave the name out (BatchNorm without axis_name, jnp.mean for lax.pmean), or bind it with "
-    "jax.vmap(fn, axis_name={0!r}) over an axis of one element: x[None]."
-)
-_OF_ONE_TYPE = (
-    "A carry keeps its dtypes from step to step, and so does what branches return. Create states with "
-    "TrainState.create, whose arrays are not weakly typed, and other initial values as arrays of their final dtype "
-    "(jnp.float32(0) for 0); or cast what comes out with .astype."
-)
-_SHARED_VARIABLES = (
-    "jstep: a Flax NNX model that the loss makes must have variables of its own, which copy=True gives it: "
-    "net = nnx.merge(graphdef, params, rest, copy=True). Otherwise they are those of the arguments, which belong to "
-    "another trace. A model from outside the loss cannot be changed in it at all: split it, and merge it in the loss"
-)
-
-
-# Ranges of the numbers in NumPy arrays, without importing JAX.
-
-
-def is_inexact(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype, of NumPy or of ml_dtypes, has floating-point numbers, real or complex."""
-    try:
-        ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
-    except ValueError:
-        return False
-    return True
-
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """The range of the numbers in an array; for complex arrays, of their magnitudes.
-
-    Attributes:
-        dtype: Its dtype.
-        shape: Its shape.
-        low: The lowest finite number; None if no number is finite.
-        high: The highest finite number; None if no number is finite.
-        nans: Number of NaNs.
-        infinities: Number of infinities.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    low: float | None
-    high: float | None
-    nans: int = 0
-    infinities: int = 0
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all numbers are finite."""
-        return not self.nans + self.infinities
-
-    def __str__(self) -> str:
-        kind = array_type(self.shape, self.dtype)
-        if self.low is None:
-            finite = "empty" if self.is_finite else ""
-        elif self.low == self.high:
-            finite = f"all {self.low:.6g}" if self.shape else f"{self.low:.6g}"
-        else:
-            finite = f"from {self.low:.6g} to {self.high:.6g}"
-        bad = [f"{self.nans} NaN"] * bool(self.nans) + [f"{self.infinities} infinite"] * bool(self.infinities)
-        return f"{kind} {', '.join([*([finite] if finite else []), *bad])}"
-
-
-def range_of(array: np.ndarray[Any, Any]) -> Range:
-    """Return the range of the numbers in an array."""
-    host = array
-    if np.iscomplexobj(host):
-        host = np.where(np.isfinite(host.real) & np.isfinite(host.imag), np.abs(host), host.real + host.imag)
-    host = host.astype(np.float64) if is_inexact(host.dtype) else host
-    finite = host[np.isfinite(host)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (None, None)
-    nans = int(np.isnan(host).sum())
-    return Range(str(array.dtype), array.shape, low, high, nans, host.size - finite.size - nans)
-
-
-def first_beyond(integers: Any, dtype: np.dtype[Any]) -> int | None:
-    """Return the first integer of an array, or a Python integer, that a dtype cannot hold; None if it holds all."""
-    limits = _limits(dtype)
-    if isinstance(integers, int):
-        return None if limits.min <= integers <= limits.max else int(integers)
-    if not integers.size or (integers.max() <= limits.max and integers.min() >= limits.min):
-        return None
-    array = np.asarray(integers)
-    return int(array[(array < limits.min) | (array > limits.max)][0])
-
-
-_limits = functools.cache(np.iinfo)
 
 
 # Argument validation. Error messages have the form `name=value: must be …, got …; what to do`.
@@ -439,23 +267,3 @@ def one_of(value: Any, argument: str, choices: Any) -> Any:
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         raise ValueError(f"{argument}={shown(value)}: must be one of {', '.join(map(repr, choices))}")
     return value
-
-
-# Public names of packages: `__module__` of exported objects.
-
-
-def set_public_module(namespace: dict[str, Any]) -> None:
-    """Set `__module__` of the functions and classes that a package exports to their public location.
-
-    This is `jstep` for names exported at the root, and the package for the rest. Errors, reprs and documentation then
-    show the public name.
-
-    Args:
-        namespace: The `globals()` of the package, with `__all__`.
-    """
-    package = namespace["__name__"]
-    root = sys.modules[package.partition(".")[0]]
-    for name in namespace["__all__"]:
-        value = namespace.get(name)
-        if isinstance(value, type | types.FunctionType) and value.__module__.startswith("jstep"):
-            value.__module__ = root.__name__ if name in root.__all__ else package

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import trees
-from jstep.core.checks import array_type, note
-from jstep.core.trees import IndexedSlices, Params, Slots, Updates
+from jstep.core import indexed_slices, trees
+from jstep.core.checks import array_type
+from jstep.core.exceptions import note
+from jstep.core.indexed_slices import IndexedSlices
+from jstep.core.trees import Params, Slots, Updates
 
 
 class NoGradientsError(ValueError):
@@ -23,7 +25,7 @@ def explain_missing_gradients(error: Exception, params: Params, gradients: Updat
     """Add a note to the error of a custom optimizer that computes with a gradient that is None."""
     if "None" not in str(error) or isinstance(error, NoGradientsError):
         return
-    found = trees.flatten_like(params, gradients, "gradients", is_leaf=trees.is_slices)
+    found = trees.flatten_like(params, gradients, "gradients", is_leaf=indexed_slices.is_slices)
     leaves = zip(trees.leaves_with_paths(params), found, strict=True)
     missing = [path for (path, leaf), g in leaves if trees.is_none(g) and trees.is_trainable(leaf)]
     if missing:
@@ -44,7 +46,7 @@ def match_gradients(updates: Updates, params: Params) -> list[Any]:
         TypeError: A gradient is not floating point, or is given for a leaf that is not trainable.
         ValueError: The structure or a shape differs from params, or there is no gradient at all.
     """
-    found = trees.flatten_like(params, updates, "gradients", is_leaf=trees.is_slices)
+    found = trees.flatten_like(params, updates, "gradients", is_leaf=indexed_slices.is_slices)
     leaves = jax.tree.leaves(params)
     gradients = [
         None if trees.is_none(gradient) else _checked_gradient(gradient, leaf, lambda i=i: trees.paths_of(params)[i])  # type: ignore[misc]
@@ -64,7 +66,7 @@ def _checked_gradient(gradient: Any, leaf: Any, path: Callable[[], str]) -> Any:
             "trained; pass None instead"
         )
     if isinstance(gradient, IndexedSlices):
-        trees.check(gradient, path(), np.shape(leaf))
+        indexed_slices.check(gradient, path(), np.shape(leaf))
         dtype = jnp.result_type(gradient.values)
     else:
         if not (trees.is_array(gradient) or isinstance(gradient, float | int)):

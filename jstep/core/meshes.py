@@ -1,34 +1,26 @@
-"""Meshes and the other contexts of JAX: which one applies, and code that must not depend on the user's."""
+"""Meshes and the other contexts of JAX: which one applies, and code that must not depend on the user's.
+
+The mesh and its axis types belong to the user: arrays that the user sees are never converted. A user's function is
+traced on the given axis types; jstep's own computations run with Auto axes, and their results are sharded like their
+arguments.
+"""
 
 import contextlib
-import contextvars
 import functools
 import inspect
 import logging
 import math
 import re
-import threading
-import time
 import types
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jstep.core.checks import explain_jax, scoped
+from jstep.core.exceptions import explain_jax, scoped
 from jstep.core.trees import arrays_of, is_traced
-
-# Propagation of JAX contexts to threads, and exemption of internal transfers from `transfer_guard`.
-#
-# JAX's context managers set thread-local values, not context variables: a new thread has JAX's defaults. A thread of
-# jstep therefore copies from the thread that starts it the context variables, and all JAX settings that have a context
-# manager in the installed version of JAX.
-#
-# Not propagated, because JAX has no public way to read them: `with mesh:` (use `jax.set_mesh(mesh)`), contexts of
-# `jax.make_user_context`, and `jax.thread_guard`, which by design belongs to one thread.
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -36,96 +28,17 @@ _R = TypeVar("_R")
 _NOT_CARRIED = {"thread_guard", "transfer_guard"}
 """The first belongs to one thread; the second is an alias of three settings, which are propagated."""
 
-_SETTINGS = tuple(
+SETTINGS = tuple(
     name
     for name in (entry.removeprefix("jax_") for entry in jax.config.values if entry.startswith("jax_"))
     if name not in _NOT_CARRIED and callable(getattr(jax, name, None))
 )
 """Settings: `jax.config.jax_<name>` is the value in this thread, `jax.<name>(value)` is its context manager."""
 
-_GUARDS = tuple(name for name in _SETTINGS if name.startswith("transfer_guard_"))
-_JOIN_SECS = 0.005
-"""How often `join` looks whether a thread has ended."""
+_GUARDS = tuple(name for name in SETTINGS if name.startswith("transfer_guard_"))
 
 NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 """What `internal_transfers` returns if the caller has set no guard."""
-
-
-class Thread(threading.Thread):
-    """A thread that runs in a copy of the contexts of the caller of `start`."""
-
-    _in_contexts: Callable[[Callable[[], None]], None] | None = None
-
-    def start(self) -> None:
-        """Start the thread in a copy of the caller's contexts."""
-        self._in_contexts = _captured()
-        super().start()
-
-    def run(self) -> None:
-        """Run the target in the captured contexts."""
-        in_contexts, self._in_contexts = self._in_contexts, None  # release them when the thread ends
-        if in_contexts is None:
-            super().run()
-        else:
-            in_contexts(super().run)
-
-
-def join(thread: threading.Thread, timeout: float = math.inf) -> None:
-    """Wait for a thread to end, as long as `timeout` says. Ctrl-C may interrupt it; the next call waits again.
-
-    Python 3.11 takes a thread for ended once an exception has interrupted `Thread.join`: nothing waits for it any more,
-    not even the end of the interpreter.
-    """
-    deadline = time.monotonic() + timeout
-    while thread in threading.enumerate() and thread is not threading.current_thread():
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return
-        time.sleep(min(left, _JOIN_SECS))
-    thread.join()  # it has ended but for the interpreter's own part; an error in the thread itself
-
-
-def _captured() -> Callable[[Callable[[], None]], None]:
-    """Return a function that calls another in the contexts of this thread: context variables, JAX's settings, mesh."""
-    mesh, abstract_mesh, variables = current_mesh(), jax.sharding.get_abstract_mesh(), contextvars.copy_context()
-    settings = {name: _read(name) for name in _SETTINGS}
-
-    def run(fn: Callable[[], None]) -> None:
-        # Equal settings are not set again, so that they still follow `jax.config.update`.
-        with contextlib.ExitStack() as stack:
-            for name, value in settings.items():
-                if _read(name) != value:
-                    stack.enter_context(getattr(jax, name)(value))
-            if mesh is not None and jax.sharding.get_mesh() != mesh:
-                stack.enter_context(jax.set_mesh(mesh))
-            if mesh is not None and jax.sharding.get_abstract_mesh() != abstract_mesh:
-                stack.enter_context(jax.sharding.use_abstract_mesh(abstract_mesh))
-            fn()
-
-    return lambda fn: variables.run(run, fn)
-
-
-def in_background(fn: Callable[[], _R], *, name: str, daemon: bool = False) -> "Future[_R]":
-    """Call a function in a thread of its own, in a copy of the caller's contexts.
-
-    Args:
-        fn: The function.
-        name: The name of the thread.
-        daemon: Whether the process may end while it runs; a compiler must not be abandoned, it aborts the process.
-
-    Returns:
-        Its result, or its exception.
-    """
-    future: Future[_R] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(fn())
-        except BaseException as error:
-            future.set_exception(error)
-
-    Thread(target=run, name=name, daemon=daemon).start()
-    return future
 
 
 def internal_transfers() -> contextlib.AbstractContextManager[object]:
@@ -150,7 +63,7 @@ def internal_transfers() -> contextlib.AbstractContextManager[object]:
         or config.jax_transfer_guard_device_to_device  # type: ignore[attr-defined]
     ):
         return NO_GUARD
-    return _allowed([name for name in _GUARDS if str(_read(name)).startswith("disallow")])
+    return _allowed([name for name in _GUARDS if str(read_setting(name)).startswith("disallow")])
 
 
 @scoped
@@ -161,15 +74,10 @@ def _allowed(guards: list[str]) -> Iterator[None]:
         yield
 
 
-def _read(name: str) -> Any:
+def read_setting(name: str) -> Any:
+    """Return the value of one of `SETTINGS` in this thread."""
     return getattr(jax.config, f"jax_{name}")
 
-
-# Computation on the user's mesh, with Explicit or Auto axes.
-#
-# The mesh and its axis types belong to the user: arrays that the user sees are never converted. A user's function is
-# traced on the given axis types; jstep's own computations run with Auto axes, and their results are sharded like their
-# arguments.
 
 _logger = logging.getLogger("jstep")
 

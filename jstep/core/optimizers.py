@@ -9,10 +9,11 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.calls import has_init_and_update, makes_optimizer
-from jstep.core.checks import scoped
+from jstep.core.exceptions import scoped
+from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.matching import match_gradients, require_slots
 from jstep.core.slot_roles import Init, Roles, copies_in, of_slots
-from jstep.core.trees import Array, Context, IndexedSlices, Optimizer, Params, Slots, Step, Updates
+from jstep.core.trees import Array, Context, Optimizer, Params, Slots, Step, Updates
 
 
 def require_optimizer(name: str, value: Any) -> Optimizer:

@@ -1,23 +1,18 @@
-"""Placement of arrays: devices, memory kinds, shards, the order of updates in place; checks of arrays."""
+"""Placement of arrays: shardings, devices, memory kinds, computation on their devices, and data read from storage."""
 
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, Unpack
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.checks import Bounds, as_int, as_number, as_text, kind, setting, shown
-from jstep.core.jaxprs import is_slow_in_loops
-from jstep.core.meshes import dims_of, internal_transfers, mesh_of, on_host, parts_along, using_mesh
-from jstep.core.trees import Array
-
-# Placement of arrays: shardings, devices, memory kinds, computation on their devices, and data read from storage.
+from jstep.core.checks import as_text, shown
+from jstep.core.meshes import internal_transfers, mesh_of, parts_along, using_mesh
 
 
 def sharding_of(leaf: Any) -> Any:
@@ -180,7 +175,7 @@ def placements_of(leaves: Sequence[Any]) -> Placements:
     return Placements(list(placements.values()), on_host)
 
 
-_NO_MESH = Mesh(np.empty((), object), ())
+NO_MESH = Mesh(np.empty((), object), ())
 
 
 def compute_on(mesh: Any, fn: Callable[..., Any], *args: Any) -> Any:
@@ -190,7 +185,7 @@ def compute_on(mesh: Any, fn: Callable[..., Any], *args: Any) -> Any:
     """
     if mesh is None:
         args = jax.tree.map(_of_its_device, args)
-    with using_mesh(_NO_MESH if mesh is None else mesh):
+    with using_mesh(NO_MESH if mesh is None else mesh):
         return _compiled(fn, mesh)(*args)
 
 
@@ -350,223 +345,3 @@ def _on_devices(sharding: Any, path: str) -> jax.sharding.NamedSharding:
             "jax.set_mesh(mesh)"
         )
     return jax.sharding.NamedSharding(mesh, sharding.spec)
-
-
-# Scans that unroll if the compiled loop would be slow.
-
-Unroll = int | bool | None
-
-
-def as_unroll(value: Any) -> Unroll:
-    """Validate `unroll`, the number of scan iterations per loop iteration, as in `jax.lax.scan`; None is automatic.
-
-    Raises:
-        TypeError: The value is not an integer, a bool or None.
-        ValueError: The value is below 1.
-    """
-    if value is None or isinstance(value, bool | np.bool_):
-        return None if value is None else bool(value)
-    try:
-        return as_int(value, "unroll", 1, "a number of iterations")
-    except TypeError:
-        raise TypeError(f"unroll={shown(value)}: must be an integer, a bool or None, got {kind(value)}") from None
-
-
-def scan(
-    body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, length: int, unroll: Unroll = None
-) -> tuple[Any, Any]:
-    """`jax.lax.scan` with automatic unrolling for unroll=None.
-
-    Args:
-        body: `body(carry, x) -> (carry, y)`; traced once.
-        carry: The loop carry.
-        xs: The inputs of the iterations, stacked on a leading axis.
-        length: The number of iterations.
-        unroll: As in `jax.lax.scan`. None: fully unrolled if the body has operations that are slow in a loop, else 1.
-    """
-    if unroll is None and jax.default_backend() == "cpu" and length > 1:
-        first = jax.tree.map(first_row, xs)
-        traced, shapes = jax.make_jaxpr(body, return_shape=True)(carry, first)
-        out = jax.tree.structure(shapes)
-
-        def body(carry: Any, x: Any) -> Any:  # reuse the trace
-            values = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *jax.tree.leaves((carry, x)))
-            return jax.tree.unflatten(out, values)
-
-        unroll = is_slow_in_loops(traced.jaxpr) or 1
-    return jax.lax.scan(body, carry, xs, length=length, unroll=1 if unroll is None else unroll)
-
-
-def shape_of(leaf: Any, sharding: Any = None, *, weak: bool = False) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype that an array, a number or a shape has on a device.
-
-    Args:
-        leaf: The leaf.
-        sharding: The sharding of the shape; by default it has none.
-        weak: Whether a dtype that is JAX's choice stays one (`weak_type`), so that JAX finds the leaf's own program.
-    """
-    weak_type = weak and getattr(leaf, "weak_type", False)
-    return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=sharding, weak_type=weak_type)
-
-
-def first_row(x: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape of an element, with the sharding of the stacked array."""
-    if not isinstance(x, jax.Array):
-        return jax.ShapeDtypeStruct(np.shape(x)[1:], jnp.result_type(x))
-    whole: Any = jax.typeof(x).sharding
-    sharding = None if whole.mesh.empty else NamedSharding(whole.mesh, PartitionSpec(*dims_of(whole.spec)[1:]))
-    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
-
-
-# Execution order of a step on CPUs, so that XLA overwrites slots without copying them.
-#
-# XLA's CPU backend computes each array in a separate kernel. On TPUs and GPUs one kernel computes all arrays of a leaf,
-# and reads each operand once; an enforced order would split it and read operands twice.
-
-
-def compute_first(*arrays: Any) -> tuple[Any, ...]:
-    """Materialize arrays (or trees) on a CPU before their uses, so that they are not recomputed."""
-    if not _has_tracers(arrays):
-        return arrays
-    same: tuple[Any, ...] = jax.lax.platform_dependent(
-        *arrays, cpu=lambda *arrays: jax.lax.optimization_barrier(arrays), default=lambda *arrays: arrays
-    )
-    return same
-
-
-def in_order(first: Array, *later: Array) -> list[Array]:
-    """Return the later arrays, on a CPU each computed by a kernel that XLA must run after that of the one before it.
-
-    If two kernels read a slot that one of them overwrites, XLA copies the slot unless the other must run earlier, which
-    only a data dependency ensures. The condition is never true; LLVM detects this and XLA does not, so the dependency
-    adds no memory traffic. The barrier keeps XLA from computing `first` again in the kernel that is to wait for it.
-
-    An order that nothing needs is not free: a kernel that other kernels wait for becomes two, and with 1000 leaves the
-    two slots of Adam take half as long to compile again.
-    """
-
-    def ordered(first: Array, *later: Array) -> list[Array]:
-        found = []
-        for x in later:
-            first = jax.lax.optimization_barrier(first)
-            first = jax.lax.select((first > 0) & (first < 0), first.astype(x.dtype), x)
-            found.append(first)
-        return found
-
-    if not later or not _has_tracers((first, later)):
-        return list(later)
-    return list(jax.lax.platform_dependent(first, *later, cpu=ordered, default=lambda first, *later: [*later]))
-
-
-def _has_tracers(tree: Any) -> bool:
-    """Whether a program is being traced: outside of one the order is fixed, and `platform_dependent` would compile."""
-    return any(map(trees.is_traced, jax.tree.leaves(tree)))
-
-
-# Validation of arguments that may be traced: numbers, PRNG keys, and checks that wait for values.
-
-
-def as_scalar(
-    value: Any,
-    argument: str,
-    *,
-    integer: bool = False,
-    expected: str = "",
-    meaning: str = "",
-    **bounds: Unpack[Bounds],
-) -> Any:
-    """Check a number or a scalar array, which may be traced; its range is checked if it is concrete.
-
-    Args:
-        value: The user's value.
-        argument: The name of the argument, for the error.
-        integer: Whether it must be an integer.
-        expected: What the value must be, for the error; "a number" or "an integer" by default.
-        meaning: What to do, for the error.
-        **bounds: The valid range.
-
-    Returns:
-        A float (or int) for a Python or NumPy number, and for an array on a mesh, so that it can be used on any other;
-        any other JAX array as it is.
-
-    Raises:
-        TypeError: The value is not a real number, or not an integer; names the argument.
-        ValueError: The value is not a scalar, or out of range.
-    """
-    hint = f"; {meaning}" if meaning else ""
-    wanted = expected or ("an integer" if integer else "a number")
-    plain, dtypes = (int, [jnp.integer]) if integer else (float, [jnp.integer, jnp.floating])
-    if isinstance(value, bool | np.bool_) or not (isinstance(value, int | plain) or trees.is_array(value)):
-        raise TypeError(f"{argument}={shown(value)}: must be {wanted}, got {kind(value)}{hint}")
-    if np.ndim(value):
-        raise ValueError(
-            f"{argument}: must be a scalar, got shape {np.shape(value)}; map over several values with jax.vmap"
-        )
-    if trees.is_array(value) and not any(jnp.issubdtype(value.dtype, one) for one in dtypes):
-        raise TypeError(f"{argument}={shown(value)}: must be {wanted}, got dtype {value.dtype}{hint}")
-    on_mesh = on_host(value)
-    with internal_transfers():
-        known = trees.concrete(value) if on_mesh is None else on_mesh
-    if known is None:
-        return value
-    number = as_number(known.item(), argument, expected=wanted, meaning=meaning, **bounds)
-    if isinstance(value, jax.Array) and on_mesh is None:
-        return value
-    return int(known) if integer else number
-
-
-def as_key(value: Any, argument: str) -> Any:
-    """Validate a single PRNG key, typed (`jax.random.key`) or raw (`jax.random.PRNGKey`), traced or not.
-
-    A key on a mesh, such as one created while a mesh was set, is copied off the mesh, so that it works with any state.
-
-    Raises:
-        TypeError: The value is not a key.
-        ValueError: The value is an array of several keys.
-    """
-    dtype = getattr(value, "dtype", None)
-    typed = trees.is_key(value)
-    if not typed and not (dtype == np.uint32 and np.ndim(value) > 0):
-        raise TypeError(f"{argument}={shown(value)}: must be a key, such as jax.random.key(0), got {kind(value)}")
-    if np.ndim(value) != (0 if typed else 1):
-        raise ValueError(f"{argument}: must be one key, got keys of shape {np.shape(value)}; select one of them")
-    data = None if not isinstance(value, jax.Array) or trees.is_traced(value) else on_host(trees.key_data(value))
-    if data is None:
-        return value
-    with internal_transfers(), jax.set_mesh(_NO_MESH):
-        array = jnp.asarray(data)
-        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(value)) if typed else array
-
-
-Check: TypeAlias = Callable[..., None]
-Waiting: TypeAlias = dict[tuple[str, Check, tuple[Hashable, ...]], None]
-
-_WAITING: contextvars.ContextVar[Waiting | None] = contextvars.ContextVar("jstep_when_concrete", default=None)
-
-
-def when_concrete(path: str, check: Check, *args: Hashable) -> None:
-    """Defer `check(path, leaf, *args)` until the leaf of params at `path` is concrete; see `with_checks`.
-
-    Parameters are still traced while slots are created by a compiled function.
-
-    Args:
-        path: The path among the state's parameters.
-        check: A module-level function, so that equal checks of several traces run once.
-        *args: Additional arguments of `check`.
-    """
-    waiting = _WAITING.get()
-    if waiting is not None:
-        waiting[path, check, args] = None
-
-
-def with_checks(make: Callable[..., Any], *args: Any) -> Any:
-    """Return the state `make(*args)` after the checks that `when_concrete` deferred; they skip traced parameters."""
-    waiting = Waiting()
-    with setting(_WAITING, waiting):
-        state = make(*args)
-    leaves = dict(trees.leaves_with_paths(state.params)) if waiting else {}
-    with internal_transfers():
-        for path, check, args in waiting:
-            if path in leaves:
-                check(path, leaves[path], *args)
-    return state

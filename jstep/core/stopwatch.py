@@ -1,4 +1,4 @@
-"""What a run spends its time on: a stopwatch of its parts, without gaps, and what each thread is doing."""
+"""A stopwatch of the parts of a run, without gaps."""
 
 import os
 import threading
@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
-from jstep.core.checks import scoped
+from jstep.core.exceptions import scoped
 
 STARTING, STEPPING, WAITING = "starting", "stepping", "waiting"
 SAVING, EVALUATING, HOOKS = "saving", "evaluating", "hooks"
@@ -163,44 +163,3 @@ CLOCKS = Clocks()
 def new_watch() -> Stopwatch:
     """The stopwatch of a run; for the first run of a process, it starts with the process."""
     return Stopwatch(CLOCKS.before(), CLOCKS.seconds)
-
-
-# What a thread is doing that may take long: whoever does it says so, and who watches a run that hangs reads it.
-
-TRACING = "tracing"
-"""A step is traced, by JAX, whoever called it."""
-AGREEING, AGREEING_ON_SHAPES = "agreeing", "agreeing on shapes"
-"""All processes exchange something; the shapes of a batch."""
-MAKING, WAITING_FOR_ROOM = "making", "waiting for room"
-"""A thread makes batches or programs for the loop; it has made a batch, and waits until it is taken."""
-
-_of_threads: dict[int, list[str]] = {}
-"""The identifier of a thread → what it is doing, the innermost last."""
-
-
-@scoped
-def doing(what: str) -> Iterator[None]:
-    """Say that this thread is doing something, one of the above, inside the context."""
-    ident = threading.get_ident()
-    mine = _of_threads.setdefault(ident, [])
-    mine.append(what)
-    try:
-        yield
-    finally:
-        mine.pop()
-        if not mine:
-            del _of_threads[ident]
-
-
-taken = [0]
-"""The number of batches that the evaluators of this process have taken: it grows during a long evaluation."""
-
-
-def done_by(ident: int) -> frozenset[str]:
-    """Return what a thread is doing; called from any thread."""
-    return frozenset(_of_threads.get(ident, ()))
-
-
-def doers(what: str) -> list[int]:
-    """Return the threads that are doing something."""
-    return [ident for ident, each in tuple(_of_threads.items()) if what in each]

@@ -1,4 +1,4 @@
-"""Trees: types of parameters, slots and updates, leaves and their paths, and the sparse gradients of tables."""
+"""Trees: types of parameters, slots, updates and optimizers, and leaves with their paths."""
 
 import dataclasses
 import difflib
@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.calls import call_of, typed
-from jstep.core.checks import first_beyond, kind, shown
+from jstep.core.checks import kind, shown
+from jstep.core.ranges import first_beyond
 
 # Core types: optimizers, schedules, and type aliases of parameters, updates, slots and steps.
 
@@ -542,6 +543,18 @@ def first_wide(leaf: Any) -> tuple[int, np.dtype[Any]] | None:
     return value, narrow
 
 
+def shape_of(leaf: Any, sharding: Any = None, *, weak: bool = False) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype that an array, a number or a shape has on a device.
+
+    Args:
+        leaf: The leaf.
+        sharding: The sharding of the shape; by default it has none.
+        weak: Whether a dtype that is JAX's choice stays one (`weak_type`), so that JAX finds the leaf's own program.
+    """
+    weak_type = weak and getattr(leaf, "weak_type", False)
+    return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=sharding, weak_type=weak_type)
+
+
 def is_like(params: Any, tree: Any) -> bool:
     """Whether a tree has the structure of params; leaves may be None."""
     try:
@@ -703,191 +716,3 @@ def _check_same(arrays: Sequence[Any], path: str, what: str, name: Callable[[int
                     f"{what}: {aspect}s differ at {quoted(path)}: {each[0]} in {name(0)}, {one} in {name(i)}. "
                     "Elements must match to be stacked: pad, crop or cast them before."
                 )
-
-
-# Sparse gradients of tables, such as embeddings.
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class IndexedSlices:
-    """Sparse rows of a table: `dense[indices[i]] += values[i]`, zero elsewhere.
-
-    With a sparse gradient leaf the cost of an update depends on the number of rows, not on the size of the table.
-    Repeated indices are allowed; their rows are summed first. Concrete indices out of range raise an error, traced ones
-    are dropped.
-
-    Attributes:
-        values: The rows, shape (n, *dense_shape[1:]).
-        indices: Their indices along the first axis, integers of shape (n,).
-        dense_shape: The shape of the table.
-
-    Example:
-        >>> import jax.numpy as jnp, jstep
-        >>> rows = jstep.IndexedSlices(jnp.ones((2, 1)), jnp.array([2, 2]), (4, 1))
-        >>> print(rows.to_dense().ravel())
-        [0. 0. 2. 0.]
-
-    Source: `tf.IndexedSlices`.
-    """
-
-    values: Any
-    indices: Any
-    dense_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-
-    def __post_init__(self) -> None:
-        # Unflattening passes leaves of any type: convert only what users type, and validate later.
-        if isinstance(self.values, list | tuple):
-            object.__setattr__(self, "values", jnp.asarray(self.values))
-        if isinstance(self.indices, list | tuple):
-            object.__setattr__(self, "indices", jnp.asarray(self.indices))
-        object.__setattr__(self, "dense_shape", tuple(int(size) for size in self.dense_shape))
-
-    def to_dense(self) -> Array:
-        """Return the table as an array of shape `dense_shape`."""
-        rows = combined(self)
-        dense = jnp.zeros(self.dense_shape, rows.values.dtype)
-        return dense.at[rows.indices].add(rows.values, mode="drop")
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RowsInOrder(IndexedSlices):
-    """Slices with one entry for each row of the table, in order, of which only some are named.
-
-    Entry i names row i if `indices[i] == i`. The others are zero rows at the first named index, so that these are valid
-    slices for code that does not know them; code that does needs no sort, no gather and no scatter. Make them with
-    `rows_in_order`.
-    """
-
-    @property
-    def named(self) -> Array:
-        """Whether each row is named, a mask that broadcasts over values."""
-        return _column(self.indices == jnp.arange(self.dense_shape[0]), jnp.ndim(self.values))
-
-    def to_dense(self) -> Array:
-        """Return the table as an array of shape `dense_shape`."""
-        return combined(self).values
-
-
-def rows_in_order(values: Array, named: Array) -> IndexedSlices:
-    """Return slices of a table of which only some rows are named.
-
-    Args:
-        values: The table; rows that are not named are ignored.
-        named: A mask of shape (rows,).
-    """
-    rows = values.shape[0]
-    known = concrete(named)
-    if not rows or (known is not None and not known.any()):
-        return IndexedSlices(values[:0], jnp.zeros((0,), default_int()), values.shape)
-    order = jnp.arange(rows, dtype=default_int())
-    first = jnp.where(jnp.any(named), jnp.argmax(named), rows).astype(order.dtype)
-    values = jnp.where(_column(named, values.ndim), values, jnp.zeros_like(values))
-    return RowsInOrder(values, jnp.where(named, order, first), values.shape)
-
-
-def on_table(function: Callable[[Array], Array], gradient: Any) -> Any:
-    """Apply a function of a dense gradient, which maps zero rows to zero rows; slices name the same rows afterwards."""
-    if not isinstance(gradient, IndexedSlices):
-        return function(jnp.asarray(gradient))
-    none = jnp.zeros(gradient.dense_shape[:1], bool)
-    named = none.at[combined(gradient).indices].set(True, mode="drop")
-    return rows_in_order(function(gradient.to_dense()), named)
-
-
-def _column(mask: Array, ndim: int) -> Array:
-    return mask.reshape(-1, *(1,) * (ndim - 1))
-
-
-def is_slices(x: Any) -> bool:
-    """Whether a node of a tree is an `IndexedSlices`, for `is_leaf`."""
-    return isinstance(x, IndexedSlices)
-
-
-def check(slices: IndexedSlices, path: str = "", shape: tuple[int, ...] | None = None) -> None:
-    """Validate slices of a table.
-
-    Args:
-        slices: The slices; the range of indices is checked only if they are concrete.
-        path: The path of the leaf, for the error.
-        shape: The shape of the table, if known.
-
-    Raises:
-        TypeError: The indices are not integers.
-        ValueError: Shapes do not match, or an index is out of range.
-    """
-    where = f"IndexedSlices at {quoted(path)}" if path else "IndexedSlices"
-    if shape is not None and slices.dense_shape != tuple(shape):
-        raise ValueError(f"{where}: dense_shape={slices.dense_shape}, but the parameter has shape {tuple(shape)}")
-    if not slices.dense_shape:
-        raise ValueError(f"{where}: dense_shape=() has no rows; a scalar takes a plain gradient")
-    if not jnp.issubdtype(jnp.result_type(slices.indices), jnp.integer):
-        raise TypeError(f"{where}: indices must be integers, got {jnp.result_type(slices.indices)}")
-    if np.ndim(slices.indices) != 1:
-        raise ValueError(f"{where}: indices must have shape (n,), got {np.shape(slices.indices)}")
-    expected = (np.shape(slices.indices)[0], *slices.dense_shape[1:])
-    if np.shape(slices.values) != expected:
-        raise ValueError(
-            f"{where}: values must have shape {expected} (one row of dense_shape={slices.dense_shape} for each of "
-            f"the indices), got {np.shape(slices.values)}"
-        )
-    indices = concrete(slices.indices)
-    if indices is not None and indices.size:
-        low, high = int(indices.min()), int(indices.max())
-        if low < 0 or high >= slices.dense_shape[0]:
-            raise ValueError(
-                f"{where}: index {low if low < 0 else high} is out of range for a table of "
-                f"{slices.dense_shape[0]} rows (0 ≤ index < {slices.dense_shape[0]})"
-            )
-
-
-def within(rows: IndexedSlices) -> IndexedSlices:
-    """Make a result of `combined` valid slices again: unused entries become zero rows at its first index.
-
-    They must not name a row that the gradient does not name: an optimizer with momentum would move it. If all indices
-    were out of range, they remain so.
-    """
-    if not rows.indices.shape[0]:
-        return rows
-    if isinstance(rows, RowsInOrder):
-        return rows_in_order(rows.values, rows.named.reshape(-1))
-    inside = rows.indices < rows.dense_shape[0]
-    values = jnp.where(_column(inside, rows.values.ndim), rows.values, jnp.zeros_like(rows.values))
-    return IndexedSlices(values, jnp.where(inside, rows.indices, rows.indices[0]), rows.dense_shape)
-
-
-def combined(slices: IndexedSlices, path: str = "") -> IndexedSlices:
-    """Sum rows with the same index, in float32 or wider, so that each index occurs once.
-
-    Shapes are unchanged, so that this can be compiled: unused entries are zero rows with indices past the end of the
-    table, which `mode="drop"` drops. The result is meant for setting rows; `within` converts it to rows to add.
-
-    Args:
-        slices: The slices to combine.
-        path: The path of the leaf, for errors.
-    """
-    check(slices, path)
-    rows = slices.dense_shape[0]
-    values, indices = jnp.asarray(slices.values), jnp.asarray(slices.indices)
-    values = values.astype(compute_dtype(values.dtype))
-    if isinstance(slices, RowsInOrder):
-        past = jnp.where(slices.named.reshape(-1), indices, rows)
-        return dataclasses.replace(slices, values=jnp.where(slices.named, values, jnp.zeros_like(values)), indices=past)
-    n = indices.shape[0]
-    if n == 0:
-        return IndexedSlices(values, indices.astype(default_int()), slices.dense_shape)
-    outside = indices < 0
-    # Narrow and unsigned index dtypes cannot represent the index past the end, or a negative one.
-    if rows <= jnp.iinfo(indices.dtype).max:  # type: ignore[no-untyped-call]
-        outside |= indices >= rows
-    indices = jnp.where(outside, rows, indices.astype(default_int()))
-    order = jnp.argsort(indices)
-    indices = indices[order]
-    first = jnp.concatenate([jnp.ones((1,), bool), indices[1:] != indices[:-1]])
-    group = jnp.cumsum(first) - 1
-    values = jax.ops.segment_sum(values[order], group, num_segments=n, indices_are_sorted=True)
-    unique = jnp.full((n,), rows, indices.dtype).at[group].set(indices)
-    # Indices out of range share one group at the end; their values must not enter a norm.
-    values = jnp.where(_column(unique < rows, values.ndim), values, jnp.zeros_like(values))
-    return IndexedSlices(values, unique, slices.dense_shape)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jstep.core.checks import scoped
+from jstep.core.exceptions import scoped
 
 FIRST_SECS, EVERY_SECS = 5.0, 1.0
 """The seconds after which a compilation is shown to be in progress, and the interval of the clock."""

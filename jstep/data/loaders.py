@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from jstep.core.checks import can_take, kind, may_take, note, shown
+from jstep.core.checks import can_take, kind, may_take, shown
+from jstep.core.exceptions import note
 from jstep.data.sequence import BatchIterator, BatchSequence, StateBatches
 from jstep.distributed import processes
 from jstep.queues.queues import until_end

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jstep.core.checks import as_function, as_int, kind, note, shown
-from jstep.core.meshes import Thread, dims_of, internal_transfers, mesh_axes_of, mesh_of, parts_along, require_mesh
+from jstep.core.checks import as_function, as_int, kind, shown
+from jstep.core.exceptions import note
+from jstep.core.meshes import dims_of, internal_transfers, mesh_axes_of, mesh_of, parts_along, require_mesh
 from jstep.core.placement import compiles_only, is_shape, refuse_compile_only
-from jstep.core.stopwatch import MAKING, doing
+from jstep.core.threads import MAKING, Thread, doing
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import (
     arrays_of,

@@ -11,9 +11,11 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_int
+from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, within
 from jstep.core.meshes import internal_transfers, on_any_mesh
-from jstep.core.placement import as_scalar, compute_first
-from jstep.core.trees import Array, IndexedSlices, Number, combined, is_slices, within
+from jstep.core.on_cpus import compute_first
+from jstep.core.traced_arguments import as_scalar
+from jstep.core.trees import Array, Number
 
 # Gradient clipping by value, norm, average norm and global norm.
 

@@ -14,13 +14,16 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import meshes, trees
-from jstep.core.checks import as_bool, as_function, as_int, kind, setting, shown
+from jstep.core.checks import as_bool, as_function, as_int, kind, shown
+from jstep.core.exceptions import setting
+from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.jaxprs import Operation, Subprogram, body_of, evaluate
 from jstep.core.meshes import Attempts
-from jstep.core.placement import Unroll, as_unroll, sharding_of
+from jstep.core.on_cpus import Unroll, as_unroll
+from jstep.core.placement import sharding_of
 from jstep.core.selection import VarList, check_form, selected
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Array, IndexedSlices, Number, Params
+from jstep.core.trees import Array, Number, Params
 from jstep.differentiate import microbatches
 from jstep.differentiate.gradients import tables
 from jstep.differentiate.lane_state import Merge, merged, merges_of, summand

@@ -13,10 +13,12 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import meshes, trees
-from jstep.core.checks import as_function, kind, scoped, setting
+from jstep.core.checks import as_function, kind
+from jstep.core.exceptions import scoped, setting
+from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, within
 from jstep.core.meshes import Attempts
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Array, IndexedSlices, Updates, combined, is_slices, within
+from jstep.core.trees import Array, Updates
 
 # Embedding lookup with sparse gradients.
 

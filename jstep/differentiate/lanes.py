@@ -13,11 +13,12 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jstep.core import jaxprs, meshes, trees
-from jstep.core.checks import as_int, explain_jax, setting
+from jstep.core.checks import as_int
+from jstep.core.exceptions import explain_jax, setting
 from jstep.core.jaxprs import ELEMENTWISE, Operation, Subprogram
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh, without_explicit_axes
-from jstep.core.placement import SHARDINGS, on_devices, shape_of, shardings_of
-from jstep.core.trees import Array
+from jstep.core.placement import SHARDINGS, on_devices, shardings_of
+from jstep.core.trees import Array, shape_of
 from jstep.differentiate.microbatches import specs_of_rows
 
 # Lanes: a batch in L parts, each computed by one device with the same program, and sums in one binary tree.

@@ -13,9 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import shown
+from jstep.core.indexed_slices import IndexedSlices, combined
 from jstep.core.meshes import dims_of, explicit_mesh, parts_along, reduced, spec_of, without_explicit_axes
-from jstep.core.placement import Unroll, as_scalar, scan
-from jstep.core.trees import Array, GradientNoise, Held, IndexedSlices, combined
+from jstep.core.on_cpus import Unroll, scan
+from jstep.core.traced_arguments import as_scalar
+from jstep.core.trees import Array, GradientNoise, Held
 from jstep.data.to_devices import fitting_spec
 from jstep.differentiate.clipping import global_norm
 

@@ -1,6 +1,6 @@
 """Multi-process training: initialization, and agreement between processes."""
 
-from jstep.core.checks import set_public_module as _set_public_module
+from jstep.core.public_names import set_public_module as _set_public_module
 from jstep.distributed.processes import initialize
 
 __all__ = [

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jstep.core import trees
 from jstep.core.checks import array_type, as_int
 from jstep.core.meshes import internal_transfers
-from jstep.core.stopwatch import AGREEING, AGREEING_ON_SHAPES, doing
+from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, doing
 
 # Agreement of the processes of a run: when to stop, when to save, and on values.
 

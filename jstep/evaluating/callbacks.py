@@ -14,7 +14,8 @@ import jax
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
-from jstep.core.checks import as_bool, as_int, as_number, as_text, kind, one_of, setting, shown
+from jstep.core.checks import as_bool, as_int, as_number, as_text, kind, one_of, shown
+from jstep.core.exceptions import setting
 from jstep.core.meshes import internal_transfers
 from jstep.core.selection import VarList, check_form
 from jstep.hooks import hook

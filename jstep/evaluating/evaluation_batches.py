@@ -17,10 +17,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jstep.core import trees
-from jstep.core.checks import kind, note, shown
+from jstep.core.checks import kind, shown
+from jstep.core.exceptions import note
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh, without_explicit_axes
-from jstep.core.placement import shape_of
-from jstep.core.stopwatch import taken
+from jstep.core.threads import taken
+from jstep.core.trees import shape_of
 from jstep.data.batches import Batches
 from jstep.data.sequence import BatchSequence
 from jstep.data.to_devices import as_shardings, copied, fitting, is_axes, over_axes, owners_of, place_rows, placement

@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function, as_text, explain_jax, kind, note, shown
+from jstep.core.checks import as_bool, as_function, as_text, kind, shown
+from jstep.core.exceptions import explain_jax, note
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, using_mesh
 from jstep.core.placement import refuse_shapes
 from jstep.core.stopwatch import EVALUATING, STEPPING

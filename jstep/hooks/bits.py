@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jstep.core.checks import as_bool, as_int, note, one_of
+from jstep.core.checks import as_bool, as_int, one_of
+from jstep.core.exceptions import note
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import is_array
 from jstep.distributed import processes

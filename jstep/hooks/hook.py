@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import kind, note, shown
+from jstep.core.checks import kind, shown
+from jstep.core.exceptions import note
 from jstep.core.matching import difference
 from jstep.core.meshes import internal_transfers
 from jstep.core.slot_roles import roles_in

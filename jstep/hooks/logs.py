@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from jstep.core.checks import as_int, scoped
+from jstep.core.checks import as_int
+from jstep.core.exceptions import scoped
 
 _logger = logging.getLogger("jstep")
 

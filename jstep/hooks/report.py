@@ -10,7 +10,8 @@ import jax
 
 from jstep import summary
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function, kind, note, shown
+from jstep.core.checks import as_bool, as_function, kind, shown
+from jstep.core.exceptions import note
 from jstep.hooks.base import RunHook, check_writer, scalar
 from jstep.hooks.cadence import UNSET, Cadence, cadence
 from jstep.hooks.hook import Clock, Metrics

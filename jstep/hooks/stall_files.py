@@ -102,7 +102,7 @@ class StallFiles:
 
     def exchange(self, fields: Callable[[], Fields] | None, *, read: bool = False, at_once: bool = False) -> None:
         """Begin to write the file (None: to remove it), and to read those of the others, if it is time for that."""
-        from jstep.core.meshes import in_background  # not at the top: it imports JAX
+        from jstep.core.threads import in_background
 
         is_wanted = fields is not None or read or self._may_exist
         is_time = at_once or time.monotonic() - self._begun >= self.period or (fields is None and self._may_exist)

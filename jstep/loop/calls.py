@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.meshes import in_background
+from jstep.core.threads import in_background
 from jstep.core.trees import arguments_of
 from jstep.data.to_devices import as_shardings, placement
 from jstep.distributed import processes

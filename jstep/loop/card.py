@@ -31,7 +31,8 @@ from jstep.core.jaxprs import (
     program_hash,
     without_addresses,
 )
-from jstep.core.meshes import in_background, internal_transfers, mesh_of, mesh_text, sharding_text
+from jstep.core.meshes import internal_transfers, mesh_of, mesh_text, sharding_text
+from jstep.core.threads import in_background
 from jstep.core.trees import Held
 from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.data.to_devices import ReplayedBatches

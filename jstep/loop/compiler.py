@@ -15,10 +15,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core.checks import scoped
-from jstep.core.meshes import dims_of, in_background
-from jstep.core.placement import shape_of
-from jstep.core.stopwatch import MAKING, doing
+from jstep.core.exceptions import scoped
+from jstep.core.meshes import dims_of
+from jstep.core.threads import MAKING, doing, in_background
+from jstep.core.trees import shape_of
 from jstep.loop.calls import CopiedBatches
 from jstep.loop.signals import StopWaiting
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jstep.core import trees
-from jstep.core.checks import note
+from jstep.core.exceptions import note
 from jstep.core.stopwatch import FIRST_CALL, HOOKS, STEPPING
 from jstep.hooks.base import RunHook
 from jstep.hooks.cadence import Due, next_call

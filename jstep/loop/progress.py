@@ -14,7 +14,8 @@ from typing import Any
 
 import jax
 
-from jstep.core.checks import as_int, as_number, scoped
+from jstep.core.checks import as_int, as_number
+from jstep.core.exceptions import scoped
 from jstep.core.waiting import Ticker, slow
 from jstep.hooks.base import RunHook
 from jstep.hooks.cadence import Cadence

@@ -27,7 +27,7 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.checkpoint.slots import left_out_indices
 from jstep.core import trees
-from jstep.core.checks import note, scoped
+from jstep.core.exceptions import note, scoped
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING, STEPPING
 from jstep.data.loaders import gather_positions, kept_positions, with_files

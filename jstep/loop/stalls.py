@@ -22,21 +22,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jstep.core.meshes import Thread, in_background
-from jstep.core.stopwatch import (
+from jstep.core.stopwatch import EVALUATING, FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
+from jstep.core.threads import (
     AGREEING,
     AGREEING_ON_SHAPES,
-    EVALUATING,
-    FIRST_CALL,
     MAKING,
-    SAVING,
-    STARTING,
-    STEPPING,
     TRACING,
-    WAITING,
     WAITING_FOR_ROOM,
+    Thread,
     doers,
     done_by,
+    in_background,
     taken,
 )
 from jstep.hooks.stall_files import CALL, WITH_OTHERS, StallFiles, silent

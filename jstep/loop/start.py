@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from jstep.core import trees
-from jstep.core.checks import note
+from jstep.core.exceptions import note
 from jstep.core.matching import difference
-from jstep.core.meshes import in_background
+from jstep.core.threads import in_background
 from jstep.data.loaders import RarePosition, Source, saved_position, source_of
 from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.data.to_devices import as_shardings, copied, placement

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from jstep.checkpoint.names import checkpoint_name
 from jstep.core import trees
-from jstep.core.checks import note
+from jstep.core.exceptions import note
 from jstep.distributed import processes
 from jstep.hooks.hook import name_of
 from jstep.loop.hook_runner import Errors

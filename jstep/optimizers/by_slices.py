@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jstep.core.compact_numbers import Blocks
 from jstep.core.jaxprs import Operation, Subprogram, apply, evaluate, is_elementwise_operation, part_of, variables
 from jstep.core.meshes import parts_along
 from jstep.core.placement import layout_of
-from jstep.core.slot_roles import Blocks
 from jstep.core.trees import Array
 
 LARGE = 2**20

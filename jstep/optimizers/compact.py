@@ -9,17 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jstep.core import meshes, slot_roles, trees
+from jstep.core import compact_numbers, meshes, slot_roles, trees
 from jstep.core.calls import makes_optimizer
-from jstep.core.checks import as_int, setting, shown
+from jstep.core.checks import as_int, shown
+from jstep.core.compact_numbers import KINDS, SMALLEST_BLOCK, Blocks, Turn
+from jstep.core.exceptions import setting
+from jstep.core.indexed_slices import is_slices
 from jstep.core.jaxprs import Subprogram, on_slices, without_calls
 from jstep.core.matching import require_slots
 from jstep.core.meshes import dims_of, explicit_mesh, internal_transfers, sharded_like, without_explicit_axes
 from jstep.core.optimizers import require_optimizer
 from jstep.core.placement import is_shape, may_run_on, on_devices
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import HALVES, KINDS, SMALLEST_BLOCK, Blocks, Role, Roles, Turn
-from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates, is_slices
+from jstep.core.slot_roles import HALVES, Role, Roles
+from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import by_slices, leafwise
 from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers.compose import trained
@@ -160,11 +163,11 @@ def _blocks(leaf: Any, least: int, near: int) -> Blocks | None:
     small = not shape or np.size(leaf) < max(least, 1)
     if small or not trees.is_trainable(leaf) or trees.compute_dtype(jnp.result_type(leaf)) != np.float32:
         return None
-    return slot_roles.blocks_of(shape, near)
+    return compact_numbers.blocks_of(shape, near)
 
 
 def _rounded(p: Any, master: Any) -> Any:
-    return master if p.dtype == master.dtype else slot_roles.split(master)[0]
+    return master if p.dtype == master.dtype else compact_numbers.split(master)[0]
 
 
 def _first_slots(values: Slots, params: Params, known: Roles, blocks: list[Blocks | None]) -> Slots:
@@ -251,7 +254,7 @@ def value_of(stored: Any, half: Any, flat: bool = False) -> Any:
     return stored if half is None else _opened(stored, half, flat)
 
 
-_opened = jax.jit(slot_roles.opened, static_argnums=2)  # one trace for all leaves of a shape, as in leafwise
+_opened = jax.jit(compact_numbers.opened, static_argnums=2)  # one trace for all leaves of a shape, as in leafwise
 
 
 def _values(row: Row, halves: Mapping[str, str], flat: bool = False) -> Row:
@@ -317,7 +320,7 @@ def _closed_leaf(
     row: Row, new: Row, master: Any, u: Any, turns: dict[str, Turn], blocks: Blocks | None, halves: Any
 ) -> tuple[Any, Row]:
     scales = _scales(row, new, blocks, dict(halves))
-    at = functools.partial(slot_roles.fractions_at, np.shape(master))
+    at = functools.partial(compact_numbers.fractions_at, np.shape(master))
     value = None if trees.is_none(u) else add(master, u)
     return _closed_row(row, new, value, scales, lambda name: at(turns[name]), blocks, dict(halves))
 
@@ -325,7 +328,7 @@ def _closed_leaf(
 def _scales(row: Row, new: Row, blocks: Blocks | None, halves: Mapping[str, str]) -> dict[str, Any]:
     """The scales of new values that become codes, by name."""
     coded = [name for name in new if halves.get(name) in row and row[name].dtype != jnp.bfloat16]
-    return {} if blocks is None else {name: slot_roles.scales_of(new[name], blocks) for name in coded}
+    return {} if blocks is None else {name: compact_numbers.scales_of(new[name], blocks) for name in coded}
 
 
 def _closed_row(
@@ -344,19 +347,19 @@ def _closed_row(
         half = halves.get(name, "")
         if name in scales:
             made[half] = scales[name]
-            codes = slot_roles.codes_of(x, scales[name], blocks, row[name].dtype, fractions(name), flat)
+            codes = compact_numbers.codes_of(x, scales[name], blocks, row[name].dtype, fractions(name), flat)
             # In a block of which no value has changed the scale has not, either: nothing is rounded again.
-            before = slot_roles.decoded(row[name], scales[name], flat)
+            before = compact_numbers.decoded(row[name], scales[name], flat)
             before, x, old, codes = (
-                a if flat else slot_roles.in_blocks(a, blocks) for a in (before, x, row[name], codes)
+                a if flat else compact_numbers.in_blocks(a, blocks) for a in (before, x, row[name], codes)
             )
             made[name] = jnp.where(before == x, old, codes).reshape(row[name].shape)
         elif half in row:
-            made[name], made[half] = slot_roles.split(x, fractions(name))  # unchanged values have no bits to drop
+            made[name], made[half] = compact_numbers.split(x, fractions(name))  # unchanged values have no bits to drop
         else:
             made[name] = x
     if value is not None and REMAINDER in row:
-        value, made[REMAINDER] = slot_roles.split(value, fractions(REMAINDER))
+        value, made[REMAINDER] = compact_numbers.split(value, fractions(REMAINDER))
     return value, made
 
 
@@ -446,7 +449,7 @@ def _closed_by_itself(
             master, u, new = values(now, read)
 
         def fractions(name: str) -> Array:
-            return slot_roles.fractions_at(leaf.part, leaf.turns[name], position)
+            return compact_numbers.fractions_at(leaf.part, leaf.turns[name], position)
 
         return _closed_row(now[1], new, add(master, u), scales, fractions, leaf.blocks, halves, platform == GPU)
 
@@ -459,7 +462,7 @@ def _closed_by_itself(
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def nearest(x: Array, blocks: Blocks, dtype: Any) -> tuple[Array, Array]:
     """Both halves of values, rounded to nearest, for codes of a dtype; a bfloat16 and its remainder for None."""
-    return slot_roles.split(x) if dtype is None else slot_roles.encoded(x, blocks, dtype)
+    return compact_numbers.split(x) if dtype is None else compact_numbers.encoded(x, blocks, dtype)
 
 
 # States between formats: float32 slots, `compact` and `master_weights`.
@@ -582,7 +585,7 @@ def _stored(name: str, tree: Any, wanted: Slots, half: str | None, params: Any) 
     tops, codes, halves = (trees.flatten_like(params, one, name) for one in (tree, wanted[name], wanted[half]))
     for i, like in enumerate(halves):
         if like is not None:
-            blocks = slot_roles.blocks_between(codes[i].shape, like.shape)
+            blocks = compact_numbers.blocks_between(codes[i].shape, like.shape)
             dtype = None if codes[i].dtype == jnp.bfloat16 else codes[i].dtype
             tops[i], halves[i] = nearest(tops[i].astype(jnp.float32), blocks, dtype)
     treedef = trees.structure(params)

@@ -14,9 +14,8 @@ from jstep.core import optimizers, trees
 from jstep.core.calls import has_init_and_update, makes_optimizer
 from jstep.core.checks import as_text, kind, shown
 from jstep.core.jaxprs import Operation, Subprogram, apply, body_of, evaluate
-from jstep.core.placement import shape_of
 from jstep.core.slot_roles import Counted, Init, Roles, abstractly
-from jstep.core.trees import Held, Optimizer, Params, Step
+from jstep.core.trees import Held, Optimizer, Params, Step, shape_of
 from jstep.optimizers.hyperparameters import LEARNING_RATE, as_arrays, check_prefix, checked, log_warning, report
 
 

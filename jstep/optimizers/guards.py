@@ -5,14 +5,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jstep.core import trees
+from jstep.core import indexed_slices, trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int, as_number
+from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.matching import match_gradients
 from jstep.core.optimizers import require_optimizer
 from jstep.core.placement import is_on_host, on_devices
 from jstep.core.slot_roles import ACCUMULATED, AGES, Role, Roles, roles_of
-from jstep.core.trees import Array, IndexedSlices, Optimizer, OptimizerLike, Params, Slots, Step, Updates
+from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.differentiate.clipping import global_norm
 from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers.compose import Own, StepInputs, wrap_optimizer
@@ -441,7 +442,7 @@ def _mean_and_rest(own: Slots, gradient: Any, due: Array) -> tuple[Any, Slots]:
     """The mean of a leaf's gradients including a new one, and their sum and number, which begin again if it is used."""
     total = own[GRADIENT_SUM]
     if isinstance(gradient, IndexedSlices):
-        rows = trees.combined(gradient)
+        rows = indexed_slices.combined(gradient)
         total = total.at[rows.indices].add(_named_zeros(rows.values.astype(total.dtype)), mode="drop")
     else:
         total = total + _named_zeros(gradient.astype(total.dtype))
@@ -449,7 +450,7 @@ def _mean_and_rest(own: Slots, gradient: Any, due: Array) -> tuple[Any, Slots]:
     mean: Any = total * (1 / count)  # XLA would store a quotient in memory
     if isinstance(gradient, IndexedSlices):
         named = ~(jnp.signbit(total) & (total == 0))  # by any gradient in the sum
-        mean = trees.rows_in_order(mean, jnp.any(named, axis=tuple(range(1, total.ndim))))
+        mean = indexed_slices.rows_in_order(mean, jnp.any(named, axis=tuple(range(1, total.ndim))))
     rest = jnp.where(due, jnp.full_like(total, NOTHING), total), jnp.where(due, jnp.zeros_like(count), count)
     return mean, dict(zip((GRADIENT_SUM, GRADIENT_COUNT), rest, strict=True))
 

@@ -16,11 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import Bounds, as_function, kind, setting, shown
-from jstep.core.placement import as_scalar, on_devices
+from jstep.core.checks import Bounds, as_function, kind, shown
+from jstep.core.exceptions import setting
+from jstep.core.indexed_slices import IndexedSlices, is_slices
+from jstep.core.placement import on_devices
 from jstep.core.selection import VarList, check_form, flags, is_named, names_of
 from jstep.core.slot_roles import Role, Roles
-from jstep.core.trees import Array, Held, IndexedSlices, Params, ScalarOrSchedule, Slots, Step, Updates, is_slices
+from jstep.core.traced_arguments import as_scalar
+from jstep.core.trees import Array, Held, Params, ScalarOrSchedule, Slots, Step, Updates
 
 # Hyperparameters stored in the state, which can be changed during training and are saved in checkpoints.
 

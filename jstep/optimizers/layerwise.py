@@ -13,10 +13,11 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int
+from jstep.core.indexed_slices import on_table
 from jstep.core.matching import match_gradients
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import BLOCK, Order
-from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates, on_table
+from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.differentiate.clipping import norm_of
 from jstep.optimizers import elements
 from jstep.optimizers.adam import M_V, adam_direction, corrections

@@ -8,25 +8,16 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jstep.core import trees
+from jstep.core import indexed_slices, trees
 from jstep.core.calls import makes_optimizer
-from jstep.core.checks import as_function, setting
+from jstep.core.checks import as_function
+from jstep.core.compact_numbers import KINDS
+from jstep.core.exceptions import setting
+from jstep.core.indexed_slices import IndexedSlices, RowsInOrder
 from jstep.core.matching import match_gradients, require_slots
 from jstep.core.placement import on_devices
-from jstep.core.slot_roles import (
-    KINDS,
-    OUTERMOST,
-    Init,
-    Labels,
-    Order,
-    Role,
-    Roles,
-    abstractly,
-    labels_of,
-    order_of,
-    roles_of,
-)
-from jstep.core.trees import Array, Context, Held, IndexedSlices, Optimizer, Params, RowsInOrder, Slots, Step, Updates
+from jstep.core.slot_roles import OUTERMOST, Init, Labels, Order, Role, Roles, abstractly, labels_of, order_of, roles_of
+from jstep.core.trees import Array, Context, Held, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.hyperparameters import LEARNING_RATE, Flag, Hyper, held_roles, held_slots, value_at, values_at
 from jstep.optimizers.updates import loads_slots, on_leaves, slot_leaves, with_slots_loaded
@@ -63,13 +54,13 @@ def wide_updates(updates: Updates, fn: Callable[[Array], Array] = lambda u: u) -
     """
 
     def wide(u: Any) -> Any:
-        if trees.is_slices(u):
+        if indexed_slices.is_slices(u):
             return dataclasses.replace(u, values=wide(jnp.asarray(u.values)))
         if not (trees.is_array(u) and trees.is_floating(u.dtype)):
             return u
         return fn(u.astype(trees.compute_dtype(u.dtype)))
 
-    return jax.tree.map(wide, updates, is_leaf=trees.is_slices)
+    return jax.tree.map(wide, updates, is_leaf=indexed_slices.is_slices)
 
 
 def with_init(optimizer: Optimizer, **changes: Any) -> Optimizer:
@@ -138,7 +129,10 @@ def map_leaves(fn: Callable[..., Any], params: Params, *others: Any) -> Any:
         {'b': None, 'n': None, 'w': Array(0.5, dtype=float32)}
     """
     as_function(fn, "fn", "(path, leaf, …)")
-    found = [trees.flatten_like(params, tree, f"others[{i}]", is_leaf=trees.is_slices) for i, tree in enumerate(others)]
+    found = [
+        trees.flatten_like(params, tree, f"others[{i}]", is_leaf=indexed_slices.is_slices)
+        for i, tree in enumerate(others)
+    ]
     results: list[Any] = []
     for (path, leaf), *rest in zip(trees.leaves_with_paths(params), *found, strict=True):
         if not trees.is_trainable(leaf) or any(trees.is_none(one) for one in rest):
@@ -167,7 +161,7 @@ def map_updates(
 
 
 def _wide(x: Any, dtype: Any) -> Any:
-    x = x.to_dense() if trees.is_slices(x) else jnp.asarray(x)
+    x = x.to_dense() if indexed_slices.is_slices(x) else jnp.asarray(x)
     return x.astype(dtype) if trees.is_floating(x.dtype) else x
 
 
@@ -731,18 +725,18 @@ def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> A
         if not isinstance(gradient, IndexedSlices):
             result, new = rule(gradient.astype(dtype), leaf.astype(dtype), Values(jax.tree.map(wide, slots)), h)
             return result, {name: narrow(name, value) for name, value in new.items()}
-        rows = trees.combined(gradient)
+        rows = indexed_slices.combined(gradient)
         if isinstance(rows, RowsInOrder):
             update, new = rule(rows.values.astype(dtype), leaf.astype(dtype), Values(jax.tree.map(wide, slots)), h)
             kept = {name: jnp.where(rows.named, narrow(name, x), slots[name]) for name, x in new.items()}
-            return trees.within(dataclasses.replace(rows, values=update)), kept
+            return indexed_slices.within(dataclasses.replace(rows, values=update)), kept
         # Rows past the end are computed from the last row and dropped.
         old = Values({name: wide(slot.at[rows.indices].get(mode="clip")) for name, slot in slots.items()})
         at_rows = leaf.at[rows.indices].get(mode="clip").astype(dtype)
         update, new = rule(rows.values.astype(dtype), at_rows, old, h)
         # Indices are unique except for those past the end, so setting is well-defined.
         kept = {name: slots[name].at[rows.indices].set(narrow(name, x), mode="drop") for name, x in new.items()}
-        return trees.within(dataclasses.replace(rows, values=update)), kept
+        return indexed_slices.within(dataclasses.replace(rows, values=update)), kept
 
     on_leaf.__name__ = getattr(rule, "__name__", "rule")
     return jax.jit(on_leaf, static_argnums=4)

@@ -10,8 +10,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from jstep.core.checks import as_bool, as_function, as_number, as_text, kind, shown
-from jstep.core.meshes import Thread, join
-from jstep.core.stopwatch import MAKING, doing
+from jstep.core.threads import MAKING, Thread, doing, join
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.queues.queues import CancelledError, FIFOQueue, OutOfRangeError, RandomShuffleQueue, runner_thread
 

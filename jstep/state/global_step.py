@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import kind, note
+from jstep.core.checks import kind
+from jstep.core.exceptions import note
 from jstep.core.meshes import on_any_mesh
-from jstep.core.placement import as_scalar, refuse_shapes
+from jstep.core.placement import refuse_shapes
 from jstep.core.slot_roles import COUNTS, roles_in
+from jstep.core.traced_arguments import as_scalar
 from jstep.core.trees import Array, Step
 
 

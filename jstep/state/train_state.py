@@ -13,13 +13,15 @@ from jax.sharding import AxisType, Mesh
 
 from jstep.core import meshes, trees
 from jstep.core.checks import as_bool, as_text, kind, size
+from jstep.core.compact_numbers import opened
 from jstep.core.optimizers import require_optimizer
-from jstep.core.placement import checked_memory, compiles_only, is_shape, on_devices, shape_of, with_checks
+from jstep.core.placement import checked_memory, compiles_only, is_shape, on_devices
 from jstep.core.report import html_table
 from jstep.core.selection import index_of
-from jstep.core.slot_roles import HALVES, NO_ROLES, Role, Roles, opened, roles_in, roles_of
+from jstep.core.slot_roles import HALVES, NO_ROLES, Role, Roles, roles_in, roles_of
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step
+from jstep.core.traced_arguments import with_checks
+from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, shape_of
 from jstep.state import sharding as layout
 from jstep.state.global_step import create_global_step
 

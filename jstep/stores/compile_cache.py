@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jstep.core.checks import scoped
+from jstep.core.exceptions import scoped
 from jstep.stores.files import make_folders, sync_files, sync_folder
 
 _logger = logging.getLogger("jstep")

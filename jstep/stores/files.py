@@ -459,7 +459,7 @@ class ObjectLines:
             self._wait()
             self._appender.sync()
         elif self._appender.due() <= time.monotonic() and (self._thread is None or not self._thread.is_alive()):
-            from jstep.core.meshes import Thread  # not at the top: it imports JAX
+            from jstep.core.threads import Thread
 
             # A thread and no future: in a fork, which has no such thread, nothing waits for it.
             self._thread = Thread(target=self._appender.sync, name="jstep-lines", daemon=True)
@@ -476,6 +476,6 @@ class ObjectLines:
 
     def _wait(self) -> None:
         if self._thread is not None:
-            from jstep.core.meshes import join  # as above
+            from jstep.core.threads import join
 
             join(self._thread)  # after Ctrl-C, the next call waits again: two uploads at once would race

@@ -9,7 +9,7 @@ import importlib as _importlib
 import sys as _sys
 from typing import TYPE_CHECKING
 
-from jstep.core.checks import set_public_module as _set_public_module
+from jstep.core.public_names import set_public_module as _set_public_module
 from jstep.summary.read import DataLossError, summary_iterator
 
 if TYPE_CHECKING:

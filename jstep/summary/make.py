@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import get_opaque_trace_state as _trace
 
-from jstep.core.checks import as_function, as_int, as_text, kind, setting, shown
+from jstep.core.checks import as_function, as_int, as_text, kind, shown
+from jstep.core.exceptions import setting
 from jstep.core.meshes import internal_transfers, without_explicit_axes
 from jstep.core.placement import is_on_cpus
 from jstep.core.trees import Array, is_array, is_traced

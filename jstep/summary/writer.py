@@ -17,8 +17,10 @@ from typing import Any, Self, TypeAlias
 import jax
 import numpy as np
 
-from jstep.core.checks import as_int, as_number, kind, note, shown
-from jstep.core.meshes import Thread, internal_transfers, join
+from jstep.core.checks import as_int, as_number, kind, shown
+from jstep.core.exceptions import note
+from jstep.core.meshes import internal_transfers
+from jstep.core.threads import Thread, join
 from jstep.core.trees import Step, is_traced
 from jstep.stores.objects import location
 from jstep.summary.encode import Sink, encode_job, open_event_file

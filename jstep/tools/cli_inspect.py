@@ -9,7 +9,8 @@ import numpy as np
 
 from jstep.checkpoint.manifest import NAME as MANIFEST
 from jstep.checkpoint.manifest import CheckpointError
-from jstep.core.checks import cut_path, is_inexact, range_of, size
+from jstep.core.checks import cut_path, size
+from jstep.core.ranges import is_inexact, range_of
 from jstep.stores.files import is_directory
 from jstep.stores.objects import is_url, location
 from jstep.tools import cli_common as common

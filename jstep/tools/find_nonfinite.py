@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import Range, as_function, listed
+from jstep.core.checks import as_function, listed
 from jstep.core.jaxprs import (
     Operation,
     Subprogram,
@@ -24,6 +24,7 @@ from jstep.core.jaxprs import (
     with_consts_as_arguments,
 )
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
+from jstep.core.ranges import Range
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState

@@ -14,10 +14,10 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core import checks, jaxprs
-from jstep.core.checks import Range
+from jstep.core import jaxprs, ranges
 from jstep.core.jaxprs import HARMLESS, MOVES, Operation, Subprogram
 from jstep.core.meshes import reduced
+from jstep.core.ranges import Range
 
 # Tests for non-finite numbers, also of traced values.
 
@@ -105,7 +105,7 @@ def range_of(value: Any) -> Range:
     dtype = jnp.result_type(value)
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return Range(str(dtype), tuple(np.shape(value)), None, None)
-    return dataclasses.replace(checks.range_of(np.asarray(value)), dtype=str(dtype))
+    return dataclasses.replace(ranges.range_of(np.asarray(value)), dtype=str(dtype))
 
 
 # Evaluation of a program with instruments: the control flow of a pass over calls, branches, loops and shard_maps.

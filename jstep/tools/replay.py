@@ -15,7 +15,8 @@ import numpy as np
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
-from jstep.core.checks import as_function, as_int, kind, scoped, shown
+from jstep.core.checks import as_function, as_int, kind, shown
+from jstep.core.exceptions import scoped
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_shapes
 from jstep.core.tracebacks import shortens_tracebacks

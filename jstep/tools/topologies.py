@@ -21,7 +21,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.checks import as_int, as_text, cut, kind, shown
 from jstep.core.meshes import mesh_of, using_mesh
-from jstep.core.placement import compiles_only, is_shape, shape_of
+from jstep.core.placement import compiles_only, is_shape
+from jstep.core.trees import shape_of
 from jstep.core.waiting import slow, without_noise
 from jstep.state.train_state import TrainState, shard_state
 from jstep.tools.devices import GPUS, TPUS, Name, parsed, target_config

@@ -8,7 +8,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from jstep.core import trees
-from jstep.core.checks import explain_jax, kind, note
+from jstep.core.checks import kind
+from jstep.core.exceptions import explain_jax, note
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
 from jstep.training.layout import is_spent, refuse_shared_buffers

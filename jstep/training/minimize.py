@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from jstep.core import meshes, placement, trees
-from jstep.core.checks import as_bool, as_function, as_text, kind, note, setting, shown
+from jstep.core import indexed_slices, meshes, placement, traced_arguments, trees
+from jstep.core.checks import as_bool, as_function, as_text, kind, shown
+from jstep.core.exceptions import note, setting
 from jstep.core.matching import NoGradientsError, explain_missing_gradients, match_gradients
 from jstep.core.meshes import internal_transfers, leaving_auto_axes, sharded_like, without_explicit_axes
+from jstep.core.on_cpus import Unroll
 from jstep.core.optimizers import require_optimizer
-from jstep.core.placement import Layouts, Unroll
+from jstep.core.placement import Layouts
 from jstep.core.selection import VarList, check_form, selected
 from jstep.core.slot_roles import COUNTS, Role, Roles, labels_of, roles_of
 from jstep.core.tracebacks import shortens_tracebacks
@@ -177,7 +179,7 @@ def _of_trained(optimizer: Optimizer, params: Params, grads: Updates, context: C
     """
     inwards = functools.partial(without_frozen, optimizer, params)
     grads = inwards(grads)
-    if all(map(trees.is_none, jax.tree.leaves(grads, is_leaf=trees.is_slices))):
+    if all(map(trees.is_none, jax.tree.leaves(grads, is_leaf=indexed_slices.is_slices))):
         raise NoGradientsError(params, "All gradients are None or of frozen leaves.")
     return grads, inner_context(context, lambda params: params, inwards)
 
@@ -573,7 +575,7 @@ def minimize(
         wanted,
         has_aux=has_aux,
         has_model_state=has_model_state,
-        rng=None if rng is None else placement.as_key(rng, "rng"),
+        rng=None if rng is None else traced_arguments.as_key(rng, "rng"),
         averages=as_average_names(use_averages),
         schedule=sharpness if callable(sharpness) else None,
         increments=increment_global_step,

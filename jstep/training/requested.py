@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jstep.core import trees
+from jstep.core import indexed_slices, trees
 from jstep.core.calls import typed
-from jstep.core.checks import as_function, kind, note
+from jstep.core.checks import as_function, kind
+from jstep.core.exceptions import note
 from jstep.core.meshes import Attempts
 from jstep.core.trees import Array, Params, Updates
 from jstep.differentiate.clipping import global_norm
@@ -72,9 +73,9 @@ def _public(updates: Updates) -> Updates:
     def leaf(x: Any) -> Any:
         if trees.is_none(x):
             return None
-        return x.to_dense() if isinstance(x, trees.RowsInOrder) else x
+        return x.to_dense() if isinstance(x, indexed_slices.RowsInOrder) else x
 
-    return jax.tree.map(leaf, updates, is_leaf=trees.is_slices)
+    return jax.tree.map(leaf, updates, is_leaf=indexed_slices.is_slices)
 
 
 def requested(metrics: Any, argument: str, number: int) -> Requested:

@@ -10,10 +10,11 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function, kind, setting
+from jstep.core.checks import as_bool, as_function, kind
+from jstep.core.exceptions import setting
 from jstep.core.meshes import NO_GUARD, Attempts, internal_transfers, mesh_of, sharded_like, using_mesh
 from jstep.core.placement import SHARDINGS, refuse_shapes
-from jstep.core.stopwatch import TRACING, doing
+from jstep.core.threads import TRACING, doing
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, Params
 from jstep.distributed.processes import AgreedShapes, is_single_process

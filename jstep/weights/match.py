@@ -13,7 +13,8 @@ import numpy as np
 
 from jstep.checkpoint.slots import PARAMS, as_integers
 from jstep.core import placement, targets, trees
-from jstep.core.checks import array_type, kind, note, shown
+from jstep.core.checks import array_type, kind, shown
+from jstep.core.exceptions import note
 from jstep.core.meshes import internal_transfers
 from jstep.core.selection import ambiguous, names_of
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.core import checks
+from jstep.core import checks, ranges
 from jstep.core.matching import difference
-from jstep.core.placement import as_scalar
+from jstep.core.traced_arguments import as_scalar
 from jstep.state.global_step import require_alive, step_of
 from jstep.state.train_state import require_state
 
@@ -133,7 +133,7 @@ def test_scalars_that_are_arrays_stay_arrays() -> None:
     ],
 )
 def test_the_range_of_an_array_as_text(array: np.ndarray, text: str) -> None:
-    assert str(checks.range_of(array)) == text
+    assert str(ranges.range_of(array)) == text
 
 
 def test_numbers_as_text() -> None:

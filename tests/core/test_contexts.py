@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jstep.core import meshes
-from jstep.core.checks import scoped
+from jstep.core import meshes, threads
+from jstep.core.exceptions import scoped
 
 SECS = 60
 
@@ -35,7 +35,7 @@ SETTINGS = {
 }
 
 
-def in_thread(fn, thread=meshes.Thread):
+def in_thread(fn, thread=threads.Thread):
     """Return the result of `fn` in a new thread."""
     results = []
     worker = thread(target=lambda: results.append(fn()))
@@ -96,7 +96,7 @@ def test_threads_get_a_copy_of_context_variables():
 
 def test_contexts_are_captured_when_the_thread_starts():
     seen = []
-    worker = meshes.Thread(target=lambda: seen.append(jax.config.jax_enable_x64))
+    worker = threads.Thread(target=lambda: seen.append(jax.config.jax_enable_x64))
     with jax.enable_x64(True):
         worker.start()
     worker.join(SECS)
@@ -113,7 +113,7 @@ def test_later_updates_of_the_configuration_reach_the_thread():
         return jax.config.jax_log_compiles
 
     seen = []
-    worker = meshes.Thread(target=lambda: seen.append(look()))
+    worker = threads.Thread(target=lambda: seen.append(look()))
     worker.start()
     assert started.wait(SECS)
     try:
@@ -140,7 +140,7 @@ def test_an_error_restores_the_contexts():
         raise OSError("disk")
 
     with jax.enable_x64(True):
-        failed = meshes.in_background(fail, name="failing")
+        failed = threads.in_background(fail, name="failing")
     with pytest.raises(OSError, match="disk"):
         failed.result(SECS)
     assert jax.config.jax_enable_x64 is False

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from waiting import TIMEOUT
 
-from jstep.core import meshes
+from jstep.core import meshes, threads
 
 EXPLICIT = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
 MIXED = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Auto))
@@ -101,7 +101,7 @@ def test_words_of_meshes_and_shardings() -> None:
 
 def test_a_thread_that_was_not_started_runs_in_the_contexts_of_its_caller() -> None:
     found: list[Any] = []
-    thread = meshes.Thread(target=lambda: found.append(threading.current_thread()))
+    thread = threads.Thread(target=lambda: found.append(threading.current_thread()))
     thread.run()
     assert found == [threading.current_thread()]
 
@@ -136,11 +136,11 @@ def test_a_thread_that_waits_for_itself_is_an_error() -> None:
 
     def own() -> None:
         try:
-            meshes.join(threading.current_thread())
+            threads.join(threading.current_thread())
         except RuntimeError as error:
             seen.append(error)
 
-    thread = meshes.Thread(target=own, daemon=True)
+    thread = threads.Thread(target=own, daemon=True)
     thread.start()
     thread.join(TIMEOUT)
     assert "cannot join current thread" in str(seen)

@@ -10,7 +10,7 @@ import pytest
 from source_files import ROOT, text_of
 
 import jstep
-from jstep.core.names_of_others import explain, pages
+from jstep.core.public_names import explain, pages
 
 ALL = [(page, ours, name) for page, names in pages().items() for ours, their in names.items() for name in their.split()]
 

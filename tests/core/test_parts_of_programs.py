@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.core import trees
+from jstep.core import indexed_slices
 from jstep.core.jaxprs import body_of, is_elementwise, on_slices, without_calls
 
 SHAPE = (4, 3)
@@ -73,13 +73,13 @@ def test_slices_of_lists_are_arrays() -> None:
 
 def test_rows_in_order() -> None:
     values = jnp.arange(8.0).reshape(4, 2)
-    rows = trees.rows_in_order(values, jnp.array([False, True, False, True]))
+    rows = indexed_slices.rows_in_order(values, jnp.array([False, True, False, True]))
     assert rows.indices.tolist() == [1, 1, 1, 3]
     assert rows.values.tolist() == [[0, 0], [2, 3], [0, 0], [6, 7]]
     assert rows.to_dense().tolist() == [[0, 0], [2, 3], [0, 0], [6, 7]]
-    none = trees.rows_in_order(values, jnp.zeros(4, bool))
+    none = indexed_slices.rows_in_order(values, jnp.zeros(4, bool))
     assert (none.values.shape, none.indices.shape, none.dense_shape) == ((0, 2), (0,), (4, 2))
     assert none.to_dense().tolist() == [[0, 0]] * 4
-    traced = jax.jit(trees.rows_in_order)(values, jnp.zeros(4, bool))
+    traced = jax.jit(indexed_slices.rows_in_order)(values, jnp.zeros(4, bool))
     assert traced.indices.tolist() == [4, 4, 4, 4]  # out of range, so that nothing is named
-    assert trees.on_table(lambda table: table * 2, jnp.ones(2)).tolist() == [2, 2]
+    assert indexed_slices.on_table(lambda table: table * 2, jnp.ones(2)).tolist() == [2, 2]

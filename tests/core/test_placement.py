@@ -23,9 +23,8 @@ from jstep.core.placement import (
     refuse_compile_only,
     refuse_shapes,
     slices,
-    when_concrete,
-    with_checks,
 )
+from jstep.core.traced_arguments import when_concrete, with_checks
 
 
 @pytest.mark.parametrize("memory_kind", [None, "pinned_host"])

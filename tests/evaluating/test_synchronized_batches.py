@@ -7,7 +7,7 @@ from fellows import Fellows
 from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
-from jstep.core.stopwatch import taken as taken_so_far
+from jstep.core.threads import taken as taken_so_far
 from jstep.evaluating.evaluation_batches import _ENDED, _FAILED, _GLOBAL, _synchronized, placed
 
 ROWS = np.arange(6.0, dtype=np.float32).reshape(3, 2)

@@ -15,7 +15,7 @@ from waiting import TIMEOUT
 
 import jstep
 from jstep.checkpoint.saver import Saver
-from jstep.core.meshes import Thread
+from jstep.core.threads import Thread
 from jstep.loop import stalls
 from jstep.loop.stalls import StallWatch, Wait
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.core.stopwatch import AGREEING, AGREEING_ON_SHAPES, FIRST_CALL, SAVING, STARTING, STEPPING, TRACING, WAITING
+from jstep.core.stopwatch import FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
+from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, TRACING
 from jstep.loop import stalls
 from jstep.loop.stalls import StallWatch, Wait
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jstep
-from jstep.core import trees
+from jstep.core import indexed_slices
 from jstep.optimizers import leafwise
 from jstep.optimizers.hyperparameters import value_at
 from jstep.optimizers.soap import FIRST, update_eigenbases
@@ -47,7 +47,7 @@ def state_of(optimizer: Any) -> jstep.TrainState:
         (lambda: jstep.clip_gradients(by_value=(1, 2, 3)), ValueError,
          "by_value=(1, 2, 3): must be (min, max), or c for (-c, c)"),
         (lambda: jstep.clip_gradients(by_value=(2, 1)), ValueError, "by_value=(2, 1): min is larger than max"),
-        (lambda: trees.check(jstep.IndexedSlices(jnp.ones(1), jnp.array([0]), ())), ValueError,
+        (lambda: indexed_slices.check(jstep.IndexedSlices(jnp.ones(1), jnp.array([0]), ())), ValueError,
          "IndexedSlices: dense_shape=() has no rows; a scalar takes a plain gradient"),
     ],
 )  # fmt: skip

@@ -96,7 +96,7 @@ def values(state):
 
 
 def test_the_shape_of_slices(monkeypatch):
-    from jstep.core.slot_roles import Blocks
+    from jstep.core.compact_numbers import Blocks
 
     def of(*shape, blocks=None):
         return by_slices.slice_shape("w", shape, blocks)
@@ -110,7 +110,7 @@ def test_the_shape_of_slices(monkeypatch):
 
 def test_axes_that_a_mesh_splits_are_not_cut(monkeypatch):
     """With the layout unknown on several TPUs, no axis is."""
-    from jstep.core.checks import setting
+    from jstep.core.exceptions import setting
     from jstep.core.placement import LAYOUTS
 
     mesh = jax.make_mesh((4, 2), ("x", "y"))

@@ -1,9 +1,29 @@
-"""Names of other libraries that jstep has by another name, or does otherwise, for the error of `jstep.X`."""
+"""The names of jstep: the module that public ones show, and what there is for names of other libraries."""
 
 import functools
 import importlib.resources
+import sys
 import tomllib
+import types
 from collections.abc import Mapping
+from typing import Any
+
+
+def set_public_module(namespace: dict[str, Any]) -> None:
+    """Set `__module__` of the functions and classes that a package exports to their public location.
+
+    This is `jstep` for names exported at the root, and the package for the rest. Errors, reprs and documentation then
+    show the public name.
+
+    Args:
+        namespace: The `globals()` of the package, with `__all__`.
+    """
+    package = namespace["__name__"]
+    root = sys.modules[package.partition(".")[0]]
+    for name in namespace["__all__"]:
+        value = namespace.get(name)
+        if isinstance(value, type | types.FunctionType) and value.__module__.startswith("jstep"):
+            value.__module__ = root.__name__ if name in root.__all__ else package
 
 
 def explain(name: str) -> str:

@@ -1,0 +1,82 @@
+"""Ranges of the numbers in NumPy arrays, without importing JAX."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jstep.core.checks import array_type
+
+
+def is_inexact(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype, of NumPy or of ml_dtypes, has floating-point numbers, real or complex."""
+    try:
+        ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    except ValueError:
+        return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The range of the numbers in an array; for complex arrays, of their magnitudes.
+
+    Attributes:
+        dtype: Its dtype.
+        shape: Its shape.
+        low: The lowest finite number; None if no number is finite.
+        high: The highest finite number; None if no number is finite.
+        nans: Number of NaNs.
+        infinities: Number of infinities.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    low: float | None
+    high: float | None
+    nans: int = 0
+    infinities: int = 0
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all numbers are finite."""
+        return not self.nans + self.infinities
+
+    def __str__(self) -> str:
+        kind = array_type(self.shape, self.dtype)
+        if self.low is None:
+            finite = "empty" if self.is_finite else ""
+        elif self.low == self.high:
+            finite = f"all {self.low:.6g}" if self.shape else f"{self.low:.6g}"
+        else:
+            finite = f"from {self.low:.6g} to {self.high:.6g}"
+        bad = [f"{self.nans} NaN"] * bool(self.nans) + [f"{self.infinities} infinite"] * bool(self.infinities)
+        return f"{kind} {', '.join([*([finite] if finite else []), *bad])}"
+
+
+def range_of(array: np.ndarray[Any, Any]) -> Range:
+    """Return the range of the numbers in an array."""
+    host = array
+    if np.iscomplexobj(host):
+        host = np.where(np.isfinite(host.real) & np.isfinite(host.imag), np.abs(host), host.real + host.imag)
+    host = host.astype(np.float64) if is_inexact(host.dtype) else host
+    finite = host[np.isfinite(host)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (None, None)
+    nans = int(np.isnan(host).sum())
+    return Range(str(array.dtype), array.shape, low, high, nans, host.size - finite.size - nans)
+
+
+def first_beyond(integers: Any, dtype: np.dtype[Any]) -> int | None:
+    """Return the first integer of an array, or a Python integer, that a dtype cannot hold; None if it holds all."""
+    limits = _limits(dtype)
+    if isinstance(integers, int):
+        return None if limits.min <= integers <= limits.max else int(integers)
+    if not integers.size or (integers.max() <= limits.max and integers.min() >= limits.min):
+        return None
+    array = np.asarray(integers)
+    return int(array[(array < limits.min) | (array > limits.max)][0])
+
+
+_limits = functools.cache(np.iinfo)
