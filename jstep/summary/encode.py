@@ -268,8 +268,6 @@ def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[l
     Leading axes, added by scan and vmap, are steps in order, and the last one is `last_step`; without a step they are
     numbered from 0. If a part cannot be encoded, the others still are.
     """
-    if all(type(part) is Scalars and type(part.values) is float for part in summary.parts):
-        return _numbers(summary, last_step or 0, wall_time), []
     for leaf in jax.tree.leaves(summary):
         if isinstance(leaf, jax.Array) and not (leaf.is_deleted() or make.is_here(leaf)) and leaf.is_fully_addressable:
             leaf.copy_to_host_async()  # start all transfers before waiting for the first
@@ -291,16 +289,6 @@ def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[l
         if by_age[age]
     ]
     return events, errors
-
-
-def _numbers(summary: Summary, step: int, wall_time: float) -> list[bytes]:
-    """Encode scalars that are Python floats, the most common case, which waits for nothing."""
-    if not summary.parts:
-        return []
-    event = proto("Event")(step=step, wall_time=wall_time)
-    for part in summary.parts:
-        event.summary.value.add(tag=part.tags[0], simple_value=part.values)  # type: ignore[union-attr]
-    return [event.SerializeToString()]
 
 
 def _stacked(x: Any, rank: int, tag: str) -> NumPyArray:

@@ -122,8 +122,6 @@ def find_summaries(tree: Any) -> Iterator[Summary]:
 
 def has_tracers(part: Part) -> bool:
     """Whether a value of the part is traced."""
-    if type(part) is Scalars:
-        return is_traced(part.values)
     return any(map(is_traced, jax.tree.leaves(part)))
 
 
@@ -189,8 +187,6 @@ def _no_trace() -> Any:
 
 def register(part: Part, collections: Sequence[str] | None) -> None:
     """Add a new part to its collections. A traced part is added only to an active `collect`, which returns it."""
-    if type(collections) is tuple and not collections:
-        return
     collectors = COLLECTORS.get()
     traced = has_tracers(part)
     for key in _checked(collections):
@@ -429,10 +425,6 @@ def scalar(tags: Any, values: Any, collections: Sequence[str] | None = DEFAULT) 
 
     Source: TensorFlow's `scalar_summary`.
     """
-    if type(tags) is str and tags and type(values) is float:
-        part = Scalars((tags,), 0, values)
-        register(part, collections)
-        return Summary((part,))
     parts = (_one(tags, values),) if isinstance(tags, str) else _many(tags, values)
     for part in parts:
         register(part, collections)

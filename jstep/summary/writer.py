@@ -25,7 +25,7 @@ from jstep.core.trees import Step, is_traced
 from jstep.stores.objects import location
 from jstep.summary.encode import Sink, encode_job, open_event_file
 from jstep.summary.graph import graph_def
-from jstep.summary.make import Scalars, Summary, has_tracers, keep
+from jstep.summary.make import Summary, has_tracers, keep
 from jstep.summary.read import CHECKSUMS, frame, imported, is_message, parsed, proto
 
 # The background thread that waits for arrays, encodes events and writes them.
@@ -337,17 +337,14 @@ class SummaryWriter:
             Exception: An earlier event could not be written.
         """
         self._check_ready()
-        step = global_step if type(global_step) is int else as_step(global_step)
+        step = as_step(global_step)
         if type(summary) is not Summary:
             if summary is None:
                 return
             data = as_serialized(summary, "Summary")
             self._put({"summary": proto("Summary").FromString(data)}, step)
             return
-        size = 0
         for part in summary.parts:
-            if type(part) is Scalars and type(part.values) is float:
-                continue
             if has_tracers(part):
                 raise TypeError(
                     f"add_summary: summary {part.tags[0]!r} is traced: it has no value, since it comes from "
@@ -355,9 +352,7 @@ class SummaryWriter:
                     "scan, vmap, and grad with has_aux=True), or wrap it in jstep.summary.collect, and write "
                     "what it returns."
                 )
-            if type(part) is not Scalars:
-                size += sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(part))
-        self._put(summary, step, size)
+        self._put(summary, step, sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(summary)))
 
     def add_event(self, event: Any) -> None:
         """Write an event unchanged.
