@@ -1,4 +1,4 @@
-"""Access to local paths and URLs of object stores. Independent of checkpoints and event files.
+"""Access to local paths and URLs of object stores, and reading of event files. Independent of checkpoints.
 
 tensorstore is imported when the first URL is used.
 """

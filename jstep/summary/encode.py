@@ -20,11 +20,11 @@ import numpy as np
 
 from jstep.core.meshes import internal_transfers, on_any_mesh
 from jstep.core.trees import Array, is_traced
+from jstep.stores.event_files import frame, imported, is_event_file, proto
 from jstep.stores.files import ObjectAppender, make_folders, sync, sync_folder
 from jstep.stores.objects import STARTING, Objects, is_url
 from jstep.summary import make
 from jstep.summary.make import DEFAULT, Histogram, Images, Part, Scalars, Summary, Text
-from jstep.summary.read import frame, imported, is_event_file, proto
 
 # Histogram summaries, counted on the device into TensorFlow's exponential buckets.
 #

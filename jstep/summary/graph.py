@@ -14,9 +14,9 @@ import numpy as np
 from jstep.core import checks
 from jstep.core.jaxprs import Operation, Subprogram, argument_names, body_of, evaluate, name_stack, shown_parameters
 from jstep.core.trees import path_str
+from jstep.stores.event_files import is_message, parsed, proto
 from jstep.stores.files import replace_file
 from jstep.stores.objects import join, location
-from jstep.summary.read import is_message, parsed, proto
 
 # A GraphDef under construction: unique names, scopes, shapes and dtypes.
 

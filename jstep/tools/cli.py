@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from jstep.summary.read import DataLossError
+from jstep.stores.event_files import DataLossError
 from jstep.tools import cli_common as common
 from jstep.tools.cli_common import OK, TROUBLE, Command
 

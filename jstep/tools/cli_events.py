@@ -11,10 +11,10 @@ from typing import Any
 from jstep.core.checks import cut
 from jstep.core.report import figure
 from jstep.hooks.stall_files import read_stalls, silent, waited_for
+from jstep.stores import event_files
+from jstep.stores.event_files import DataLossError, Point
 from jstep.stores.files import is_directory, opened
 from jstep.stores.objects import absolute, is_url, location
-from jstep.summary import read
-from jstep.summary.read import DataLossError, Point
 from jstep.tools.cli_common import DIFFERENT, OK, Command, answer, as_json, complain, printable, table, time_text
 
 # `plot`: curves of scalars with matplotlib, without a display or a server.
@@ -64,12 +64,12 @@ def _read(logdirs: Sequence[str], on_corrupted: Callable[[DataLossError], None])
     for logdir in logdirs:
         if not is_url(logdir) and not os.path.exists(logdir):
             raise FileNotFoundError(f"no such directory: {logdir}")
-        found = read.find_runs(logdir) if is_directory(logdir) else [logdir]
+        found = event_files.find_runs(logdir) if is_directory(logdir) else [logdir]
         if not found:
             raise FileNotFoundError(f"no event files (events.out.tfevents.*) in {logdir} or below")
         paths += found
     paths = list(dict.fromkeys(map(absolute, paths)))
-    return {name: read.read_scalars(path, on_corrupted) for name, path in zip(_names(paths), paths, strict=True)}
+    return {name: event_files.read_scalars(path, on_corrupted) for name, path in zip(_names(paths), paths, strict=True)}
 
 
 def _names(paths: Sequence[str]) -> list[str]:
@@ -153,14 +153,14 @@ def _run_events(arguments: argparse.Namespace) -> int:
         FileNotFoundError: The file does not exist, or the directory contains no event files.
     """
     path, tags = location(arguments.file, "file"), arguments.tags or ["*"]
-    files = read.event_files(path)
+    files = event_files.event_files(path)
     if not files:
         raise FileNotFoundError(f"no event files (events.out.tfevents.*) in {path}")
     code = OK
     for file in files:
         found = False
         try:
-            for event in read.summary_iterator(file):
+            for event in event_files.summary_iterator(file):
                 found = True
                 entry = _entry(event, tags)
                 if entry is not None:
@@ -171,7 +171,7 @@ def _run_events(arguments: argparse.Namespace) -> int:
         else:
             # Files in a directory are known to be event files by name, and a killed run may leave an empty one.
             is_event_file = found or file != path
-            if not is_event_file and read.is_event_file(file):
+            if not is_event_file and event_files.is_event_file(file):
                 with opened(file) as data:
                     is_event_file = not data.read(1)
             if not is_event_file:
@@ -195,7 +195,7 @@ def _entry(event: Any, tags: Sequence[str]) -> dict[str, Any] | None:
     elif what == "graph_def":
         entry["graph_def"] = _graph(event.graph_def)
     elif what == "session_log":
-        number, statuses = event.session_log.status, read.proto("SessionLog").SessionStatus
+        number, statuses = event.session_log.status, event_files.proto("SessionLog").SessionStatus
         entry["session_log"] = statuses.Name(number) if number in statuses.values() else f"unknown ({number})"
     elif what == "file_version":
         entry["file_version"] = event.file_version
@@ -206,8 +206,8 @@ def _entry(event: Any, tags: Sequence[str]) -> dict[str, Any] | None:
 
 def _graph(data: bytes) -> dict[str, Any]:
     try:
-        return {"nodes": len(read.proto("GraphDef").FromString(data).node), "bytes": len(data)}
-    except read.decode_error():
+        return {"nodes": len(event_files.proto("GraphDef").FromString(data).node), "bytes": len(data)}
+    except event_files.decode_error():
         return {"nodes": None, "bytes": len(data)}
 
 

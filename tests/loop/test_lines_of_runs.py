@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.summary import read
+from jstep.stores import event_files
 
 FILE = pathlib.Path(__file__).with_name("lines_of_runs.txt")
 OPTIMIZER = jstep.momentum(jstep.exponential_decay(0.1, 10, 0.5), 0.9)
@@ -142,7 +142,7 @@ def with_stages_and_evaluations(folder: str) -> list[str]:
 
 def events(where: str) -> list[str]:
     """Return the tags of the event files, each with its steps."""
-    found = read.read_scalars(where)
+    found = event_files.read_scalars(where)
     return [f"event {tag} at {[point.step for point in points]}" for tag, points in sorted(found.items())]
 
 

@@ -12,9 +12,9 @@ import pytest
 
 import jstep
 from jstep.stores import files as growing
+from jstep.stores.event_files import read_scalars
 from jstep.stores.objects import ABSENT, Objects
 from jstep.summary import SummaryWriter, scalar
-from jstep.summary.read import read_scalars
 
 pytestmark = pytest.mark.thorough
 

@@ -5,8 +5,8 @@ import pytest
 import jstep
 from jstep.stores import files as growing
 from jstep.stores import objects
+from jstep.stores.event_files import event_files, find_runs, read_scalars
 from jstep.summary import SummaryWriter, scalar, summary_iterator
-from jstep.summary.read import event_files, find_runs, read_scalars
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import pytest
 from object_states import state_at
 
 import jstep
-from jstep.summary.read import read_scalars
+from jstep.stores.event_files import read_scalars
 
 pytestmark = pytest.mark.usefixtures("one_retry")
 

@@ -23,7 +23,7 @@ import jstep
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.state import fingerprints
 from jstep.stores import timeline as timeline_lines
-from jstep.summary.read import read_scalars
+from jstep.stores.event_files import read_scalars
 
 ACCEPTABLE = "acceptable"
 REFUSED = "refused"

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jstep.summary import read
-from jstep.summary.read import Point, proto
+from jstep.stores import event_files
+from jstep.stores.event_files import Point, proto
 
 TYPES = proto("DataType")
 
@@ -39,7 +39,7 @@ def content(dtype: str, *numbers: float) -> bytes:
     ],
 )
 def test_the_number_in_a_value(value: Any, expected: float | None) -> None:
-    assert read._number(value) == expected
+    assert event_files._number(value) == expected
 
 
 def test_later_events_and_starts_replace_points() -> None:
@@ -52,7 +52,7 @@ def test_later_events_and_starts_replace_points() -> None:
             event.session_log.status = status
         if tag:
             event.summary.value.add(tag=tag, simple_value=number)
-        read._add(series, event)
+        event_files._add(series, event)
 
     for step in (1, 2, 3, 4):
         add(step, "b", step)

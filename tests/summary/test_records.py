@@ -11,7 +11,8 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from jstep import summary
-from jstep.summary import DataLossError, read
+from jstep.stores import event_files
+from jstep.summary import DataLossError
 
 
 @pytest.fixture
@@ -26,20 +27,20 @@ def offsets(path):
     """Return the offset of each record, and the size of the file."""
     offsets = [0]
     with open(path, "rb") as file:
-        for begin, data in read.read_records(file, path):
+        for begin, data in event_files.read_records(file, path):
             assert begin == offsets[-1]
-            offsets.append(begin + len(data) + read.HEADER + read.FOOTER)
+            offsets.append(begin + len(data) + event_files.HEADER + event_files.FOOTER)
     return offsets
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=300))
 def test_the_checksum_is_that_of_tensorboard(data):
-    assert read.masked_crc(data) == masked_crc32c(data)
+    assert event_files.masked_crc(data) == masked_crc32c(data)
 
 
 def test_the_checksum_of_the_crc32c_test_vector():
-    assert read.imported(read.CHECKSUMS).value(b"123456789") == 0xE3069283
+    assert event_files.imported(event_files.CHECKSUMS).value(b"123456789") == 0xE3069283
 
 
 def test_the_framing_is_that_of_tensorboard(tmp_path):
@@ -49,7 +50,7 @@ def test_the_framing_is_that_of_tensorboard(tmp_path):
         reference = RecordWriter(out)
         for record in data:
             reference.write(record)
-    assert path.read_bytes() == b"".join(map(read.frame, data))
+    assert path.read_bytes() == b"".join(map(event_files.frame, data))
 
 
 def test_events_are_protos(file):
@@ -91,7 +92,7 @@ def test_error_for_any_flipped_bit_names_the_offset(tmp_path_factory, position, 
 def test_events_before_a_corrupted_record_are_read(file):
     begins = offsets(file)
     with open(file, "r+b") as out:
-        out.seek(begins[3] + read.HEADER + 2)
+        out.seek(begins[3] + event_files.HEADER + 2)
         out.write(b"\x00\x00")
     events = summary.summary_iterator(file)
     assert [next(events).step for _ in range(3)] == [0, 1, 2]
@@ -101,7 +102,7 @@ def test_events_before_a_corrupted_record_are_read(file):
 
 def test_a_record_that_is_not_an_event_is_an_error(tmp_path):
     path = tmp_path / "events"
-    path.write_bytes(read.frame(b"\xff\xff\xff"))
+    path.write_bytes(event_files.frame(b"\xff\xff\xff"))
     with pytest.raises(DataLossError, match="offset 0: it is not an Event"):
         list(summary.summary_iterator(path))
 
@@ -113,7 +114,7 @@ def test_a_malicious_length_does_not_allocate_memory(tmp_path):
 
     def write_record(claimed):
         length = struct.pack("<Q", claimed)
-        path.write_bytes(length + struct.pack("<I", read.masked_crc(length)) + b"abc")
+        path.write_bytes(length + struct.pack("<I", event_files.masked_crc(length)) + b"abc")
 
     write_record(2**31 - 1)  # like the truncated record of a killed run
     assert list(summary.summary_iterator(path)) == []
@@ -129,7 +130,7 @@ def test_an_event_that_is_too_long_is_an_error():
             return 2**31
 
     with pytest.raises(ValueError, match="an event of 2147483648 bytes: must be less"):
-        read.frame(Long())
+        event_files.frame(Long())
 
 
 def test_an_empty_file_has_no_events(tmp_path):
@@ -155,13 +156,13 @@ def test_an_abandoned_iterator_closes_its_file(file):
 
 
 def test_scalars_before_a_corrupted_record_are_kept_if_somebody_is_told(file):
-    steps = [point.step for point in read.read_scalars(file)["loss"]]
+    steps = [point.step for point in event_files.read_scalars(file)["loss"]]
     assert steps == [1, 2, 3, 4, 5]
     with open(file, "r+b") as opened:
         opened.seek(-4, os.SEEK_END)  # the checksum of the last record
         opened.write(b"\0\0\0\0")
     errors = []
-    assert [point.step for point in read.read_scalars(file, errors.append)["loss"]] == steps[:-1]
+    assert [point.step for point in event_files.read_scalars(file, errors.append)["loss"]] == steps[:-1]
     assert [type(error) for error in errors] == [DataLossError]
     with pytest.raises(DataLossError, match="corrupted record"):
-        read.read_scalars(file)
+        event_files.read_scalars(file)

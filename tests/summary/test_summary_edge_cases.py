@@ -12,7 +12,7 @@ import pytest
 from event_reading import events_of
 
 from jstep import summary
-from jstep.summary.read import proto
+from jstep.stores.event_files import proto
 
 
 def test_none_means_the_default():

@@ -7,7 +7,7 @@ import pytest
 from processes import run_program
 from tensorboard.compat.proto import event_pb2, summary_pb2, types_pb2
 
-from jstep.summary.read import frame
+from jstep.stores.event_files import frame
 from jstep.tools.cli_common import as_json, printable
 
 

@@ -14,8 +14,8 @@ from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.util import tensor_util
 
 from jstep import summary
-from jstep.summary import read
-from jstep.summary.read import find_runs, read_scalars
+from jstep.stores import event_files
+from jstep.stores.event_files import find_runs, read_scalars
 from jstep.tools.cli import main
 from jstep.tools.cli_events import _smooth
 
@@ -251,7 +251,7 @@ def test_scalars_stored_as_tensors_by_tensorflow_2(tmp_path):
         for tensor in (tensor_util.make_tensor_proto(np.asarray(0.5, dtype)), _packed(0.5, dtype)):
             value = summary_pb2.Summary.Value(tag="loss", metadata=metadata, tensor=tensor)
             event = event_pb2.Event(step=len(written), summary=summary_pb2.Summary(value=[value]))
-            written.append(read.frame(event.SerializeToString()))
+            written.append(event_files.frame(event.SerializeToString()))
     (tmp_path / "events.out.tfevents.1.host").write_bytes(b"".join(written))
     assert [(p.step, p.value) for p in read_scalars(tmp_path)["loss"]] == [(i, 0.5) for i in range(4)]
 
