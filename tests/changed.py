@@ -1,7 +1,8 @@
 """The tests of what changed since a commit: `python tests/changed.py [commit]` lists them for `tests/changed.sh`.
 
 A changed file of a package leads to the tests of that package and of those that its changes reach; a changed test to
-itself; a changed module of tests to the files that import it; a page to the tests of the pages.
+itself; a changed module of tests to the files that import it; data beside tests to their folder; a page to the tests of
+the pages.
 """
 
 import functools
@@ -80,6 +81,8 @@ def tests_of(file: str) -> set[str]:
             return {"/".join(parts[:-1])}
         package = parts[1] if len(parts) > 2 and parts[1].startswith("optimizer_") else pathlib.PurePath(name).stem
         return {file} if name.startswith("test_") else importers(package)
+    if parts[0] == "tests" and len(parts) > 2:
+        return {f"tests/{parts[1]}"}  # data beside tests
     if parts[0] == "examples":
         return {"tests/examples"}
     return {"tests/docs"} if parts[0] in PAGES else {"tests/test_scripts.py", "tests/test_public_names.py"}

@@ -79,6 +79,7 @@ def test_tests_that_are_named_run(
         ("jstep/stores/objects.py", {"jstep/stores/objects.py", "tests/stores", "tests/object_storage"}),
         ("tests/tools/test_cost_command.py", {"tests/tools/test_cost_command.py"}),
         ("tests/sharding/conftest.py", {"tests/sharding"}),
+        ("tests/bad_input/refused_calls/hooks.txt", {"tests/bad_input"}),
         ("docs/how/resume.md", {"tests/docs"}),
         ("examples/digits.py", {"tests/examples"}),
     ],

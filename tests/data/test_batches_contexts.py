@@ -121,18 +121,6 @@ def test_torch_iterable_dataset():
         assert [float(item) for item in items] == [0.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("argument", ["shuffle", "drop_remainder"])
-@pytest.mark.parametrize("value", ["no", 0, None, np.ones(2, bool)])
-def test_flags_must_be_booleans(argument, value):
-    with pytest.raises(TypeError, match=f"{argument}=.*must be True or False"):
-        batches(np.arange(10), 2, **{argument: value})
-
-
-def test_state_fn_must_be_a_function():
-    with pytest.raises(TypeError, match="state_fn=3: must be a function"):
-        prefetch_to_device([1], state_fn=3)
-
-
 def test_slices_are_batches():
     data = batches(np.arange(10), 3, num_epochs=4)
     view = data[2:][::3]
@@ -154,8 +142,3 @@ def test_prng_keys_as_rows():
     assert batches(keys, 4, shuffle=False)[1].shape == (4,)
     with prefetch_to_device(data[:1]) as items:
         assert next(items)["key"].dtype == keys.dtype
-
-
-def test_slice_with_stride_zero():
-    with pytest.raises(ValueError, match="slice step=0"):
-        batches(np.arange(10), 3)[::0]

@@ -104,17 +104,3 @@ def test_properties():
         data.steps_per_epoch
     assert repr(data) == "<Batches of {0: 4, 10: 8, 30: 4} from 100 rows, shuffled by seed 0, without end>"
     assert same(pickle.loads(pickle.dumps(data))[15], data[15])
-
-
-@pytest.mark.parametrize(
-    ("sizes", "error", "message"),
-    [
-        ({5: 2}, ValueError, "batch_size: must have a value for step 0"),
-        ({0: 2, 1000: 0}, ValueError, r"batch_size\[1000\]=0: must be at least 1"),
-        ({0: 2, 1000: 2.5}, TypeError, r"batch_size\[1000\]=2.5"),
-        ({0: 2, 1000: 11}, ValueError, r"batch_size\[1000\]=11: must not be more than the 10 rows"),
-    ],
-)
-def test_misuse(sizes, error, message):
-    with pytest.raises(error, match=message):
-        batches(np.arange(10), sizes)

@@ -91,24 +91,6 @@ def test_many_skips():
     assert len(repr(data)) < 300
 
 
-@pytest.mark.parametrize(
-    ("start", "stop", "error", "message"),
-    [
-        (3, 3, ValueError, r"skip\(3, 3\): must have start < stop, got an empty range"),
-        (5, 3, ValueError, r"skip\(5, 3\): must have start < stop, got a reversed range"),
-        (-1, 3, ValueError, "start=-1"),
-        (0, -3, ValueError, "stop=-3"),
-        (0, 21, ValueError, r"skip\(0, 21\): must have stop ≤ 20"),
-        (0.0, 3, TypeError, "start=0.0"),
-        (0, None, TypeError, "stop=None"),
-        (0, True, TypeError, "stop=True"),
-    ],
-)
-def test_misuse(start, stop, error, message):
-    with pytest.raises(error, match=message):
-        batches(np.arange(10), 2, num_epochs=4).skip(start, stop)
-
-
 def test_skipping_up_to_the_end():
     data = batches(np.arange(10), 2, num_epochs=4)
     assert len(data.skip(15, 20)) == 15

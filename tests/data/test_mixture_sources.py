@@ -1,7 +1,4 @@
-"""Sources of mixtures and invalid arguments."""
-
-import collections
-import math
+"""Sources of mixtures."""
 
 import jax
 import jax.numpy as jnp
@@ -57,89 +54,6 @@ def test_prng_keys_and_jax_arrays():
     both = np.concatenate([jax.random.key_data(keys[name]) for name in "ab"])
     want = both[[x if x < 6 else x - 4 for x in batch["x"]]]
     assert np.array_equal(jax.random.key_data(batch["key"]), want)
-
-
-X = np.zeros((5, 3), np.float32)
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ({"x": X}, "got a leaf at 'y' from 'a' and none from 'b'"),
-        ({"x": X, "y": X, "z": X}, "got a leaf at 'z' from 'b' and none from 'a'"),
-        ({"x": X.astype(np.float64), "y": X}, r"got float64\[3\] for a row of 'x' from 'b' and float32\[3\] from 'a'"),
-        ({"x": X, "y": X[:, :2]}, r"got float32\[2\] for a row of 'y' from 'b' and float32\[3\] from 'a'"),
-        ({"x": X, "y": X[:4]}, "same number of rows; there are 5 at 'b/x', 4 at 'b/y'"),
-        ({"x": X, "y": X[:0]}, "the ndarray at 'b/y' has no rows"),
-        (collections.OrderedDict(x=X, y=X), "must be batches of one structure"),
-        (None, "sources={'b': None}: holds no array"),
-    ],
-)
-def test_sources_of_different_structures(other, message):
-    with pytest.raises(ValueError, match=message):
-        mixture({"a": {"x": X, "y": X}, "b": other}, 2, EVEN)
-
-
-@pytest.mark.parametrize(
-    ("sources", "error", "message"),
-    [
-        ({}, ValueError, "sources={}"),
-        ([X, X], TypeError, "must be a mapping from name to source, got a list"),
-        ({1: X}, TypeError, "sources: a name=1"),
-        ({"": X}, ValueError, "sources: a name=''"),
-        ({"a": X, "b": "text"}, TypeError, "sources: the str at 'b' is a string"),
-        ({"a": X, "b": {"x": 3.0}}, TypeError, "sources: the float at 'b/x' has no __getitem__"),
-    ],
-)
-def test_invalid_sources_of_mixtures(sources, error, message):
-    with pytest.raises(error, match=message):
-        mixture(sources, 2, EVEN)
-
-
-@pytest.mark.parametrize(
-    ("weights", "error", "message"),
-    [
-        ({"a": 1}, ValueError, r"weights=.*got none for \['b'\]"),
-        ({}, ValueError, "weights={}"),
-        ({"a": 1, "b": 1, "d": 1}, ValueError, r"weights=.*got one for \['d'\]"),
-        ({"a": 1, "b": -1}, ValueError, r"weights\['b'\]=-1"),
-        ({"a": math.nan, "b": 1}, ValueError, r"weights\['a'\]=nan"),
-        ({"a": math.inf, "b": 1}, ValueError, r"weights\['a'\]=inf"),
-        ({"a": 0, "b": 0.0}, ValueError, "must have a weight above 0"),
-        ({"a": "1", "b": 1}, TypeError, r"weights\['a'\]='1'"),
-        ({"a": True, "b": 1}, TypeError, r"weights\['a'\]=True"),
-        ([1, 1], TypeError, "weights=.*must be a mapping"),
-        ({0: EVEN, 1000: {"a": 1}}, ValueError, r"weights\[1000\]=.*got none for \['b'\]"),
-        ({0: EVEN, 1000: {"a": 1, "b": -0.5}}, ValueError, r"weights\[1000\]\['b'\]=-0.5"),
-        ({0: EVEN, 1000: {"a": 0, "b": 0}}, ValueError, r"weights\[1000\]=.*above 0"),
-        ({0: EVEN, 1000: 0.5}, TypeError, r"weights\[1000\]=0.5: must be a mapping"),
-        ({5: EVEN}, ValueError, "weights: must have a value for step 0"),
-        ({"x": EVEN}, TypeError, "weights: a step='x'"),
-    ],
-)
-def test_invalid_weights(weights, error, message):
-    with pytest.raises(error, match=message):
-        mixture({"a": X, "b": X}, 2, weights)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"batch_size": {0: 2, 9: 0}}, ValueError, r"batch_size\[9\]=0"),
-        ({"batch_size": 2.5}, TypeError, "batch_size=2.5"),
-        ({"seed": -1}, ValueError, "seed=-1"),
-        ({"shuffle": "no"}, TypeError, "shuffle='no'"),
-        (
-            {"batch_size": {0: 4, 9: 6}, "process_index": 0, "process_count": 4},
-            ValueError,
-            r"batch_size\[9\]=6: must be",
-        ),
-        ({"process_index": 0}, ValueError, "give both"),
-    ],
-)
-def test_other_invalid_arguments(arguments, error, message):
-    with pytest.raises(error, match=message):
-        mixture({"a": X, "b": X}, **{"batch_size": 2, "weights": EVEN, **arguments})
 
 
 def test_sources_smaller_than_a_batch():

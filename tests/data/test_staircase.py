@@ -1,7 +1,6 @@
 """Staircases: values, edges and validation."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,21 +34,3 @@ def test_constant_staircases():
 
 def test_numpy_steps():
     assert staircase({np.int64(4): 2, np.uint8(0): 1}, "size", positive).firsts == (0, 4)
-
-
-@pytest.mark.parametrize(
-    ("mapping", "error", "message"),
-    [
-        ({}, ValueError, r"size=\{\}: must have a value for step 0"),
-        ({5: 1}, ValueError, r"size: must have a value for step 0, got values for the steps \[5\]"),
-        ({0: 1, -3: 2}, ValueError, r"size: a step=-3: must be at least 0"),
-        ({0: 1, 2.0: 2}, TypeError, r"size: a step=2.0: must be an integer, got float"),
-        ({False: 1, 2: 2}, TypeError, r"size: a step=False: must be an integer, got bool"),
-        ({0: 1, "1": 2}, TypeError, r"size: a step='1': must be an integer, got str"),
-        ({0: 1, 1000: 0}, ValueError, r"size\[1000\]=0: must be at least 1"),
-        (0, ValueError, r"^size=0: must be at least 1"),
-    ],
-)
-def test_bad_staircases(mapping, error, message):
-    with pytest.raises(error, match=message):
-        as_staircase(mapping, "size", positive)

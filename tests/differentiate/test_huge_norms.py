@@ -1,4 +1,4 @@
-"""Norms whose squares overflow, norms that are not finite, and invalid arguments."""
+"""Norms whose squares overflow, and norms that are not finite."""
 
 from typing import Any
 
@@ -83,31 +83,6 @@ def test_clipping_with_debug_nans() -> None:
         for clip in CLIPS.values():
             clip({"a": jnp.array([3.0, 4.0])}, 1.0)
             clip({"a": jnp.array([3e30, 4.0])}, 1.0)
-
-
-BAD = [
-    (lambda: jstep.clip_by_norm([3.0, 4.0], 1.0), TypeError, "list or tuple of numbers.*give an array"),
-    (lambda: jstep.clip_by_norm({"a": (3.0, 4.0)}, 1.0), TypeError, "numbers at 'a'"),
-    (lambda: jstep.clip_by_average_norm((3.0, 4.0), 1.0), TypeError, "give an array"),
-    (lambda: jstep.clip_by_global_norm([3.0, 4.0], 1.0), TypeError, "give an array"),
-    (lambda: jstep.clip_by_value([3.0, 4.0], 0.0, 1.0), TypeError, "give an array"),
-    (lambda: jstep.clip_by_norm(jnp.ones(2), 1.0, axes="x"), TypeError, "axes='x': must be an integer"),
-    (lambda: jstep.clip_by_norm(jnp.ones(2), 1.0, axes=True), TypeError, "axes=True: must be an integer"),
-    (lambda: jstep.clip_by_norm(jnp.ones(2), 1.0, axes=(0, 0)), ValueError, "names an axis twice"),
-    (lambda: jstep.clip_by_norm(jnp.ones((2, 2)), 1.0, axes=(0, -2)), ValueError, "names an axis twice"),
-    (lambda: jstep.clip_by_value({"a": jnp.ones(2)}, jnp.zeros(3), 1.0), ValueError, "min: has shape .3,.*'a'"),
-    (lambda: jstep.clip_by_value(jnp.ones(2), jnp.zeros(2), jnp.ones(3)), ValueError, "do not fit together"),
-    (lambda: jstep.clip_by_value(jnp.array([1j]), 0.0, 1.0), TypeError, "has no order|no order"),
-    (lambda: jstep.gradients(jnp.sum, "x"), TypeError, "xs: the leaf at .* is a str"),
-    (lambda: jstep.gradients(3, jnp.ones(2)), TypeError, "fn=3: must be a function"),
-    (lambda: jstep.gradients(lambda x: "y", jnp.ones(2)), TypeError, "the result of fn"),
-]
-
-
-@pytest.mark.parametrize(("act", "kind", "message"), BAD)
-def test_bad_arguments(act: Any, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        act()
 
 
 CLIPPED = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam(0.1))

@@ -94,20 +94,3 @@ def test_on_a_mesh_norms_are_replicated(kind: AxisType) -> None:
                 {"a": 1244**0.5, "b": 1240**0.5}
             )
             assert all(norm.sharding.is_fully_replicated for norm in norms.values())
-
-
-@pytest.mark.parametrize(
-    ("tree", "depth", "error", "message"),
-    [
-        (TREE, 0, ValueError, "depth=0: must be at least 1"),
-        (TREE, -1, ValueError, "depth=-1"),
-        (TREE, 1.0, TypeError, "depth=1.0: must be an integer"),
-        (TREE, True, TypeError, "depth=True"),
-        ({"a": {"key": jax.random.key(0)}}, 1, TypeError, "layer_norms: the leaf at 'a/key' has dtype key<fry>"),
-        ({"a": {"fn": jax.nn.relu}}, 1, TypeError, "layer_norms: the leaf at 'a/fn'"),
-        ({"a/b": 1.0, "a": {"b": 2.0}}, 2, ValueError, "a path of its own for each layer, got 'a/b' for two"),
-    ],
-)
-def test_bad_arguments(tree: Any, depth: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        jstep.layer_norms(tree, depth)

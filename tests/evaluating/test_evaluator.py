@@ -1,4 +1,4 @@
-"""`evaluator`: exact results for all batch sizes, shardings and dtypes; endless batches; bad input."""
+"""`evaluator`: exact results for all batch sizes, shardings and dtypes; endless batches."""
 
 import contextlib
 import functools
@@ -250,12 +250,6 @@ def test_a_generator_is_exhausted_by_the_first_evaluation():
         evaluate(make_state())
 
 
-@pytest.mark.parametrize("batches", [[], (x for x in ()), np.ones((0, 2))])
-def test_empty_batches_are_rejected(batches):
-    with pytest.raises(ValueError, match="empty, there is nothing to evaluate"):
-        jstep.evaluator(metrics, batches)(make_state())
-
-
 def test_as_many_batches_as_an_evaluation_takes(monkeypatch):
     monkeypatch.setattr(evaluation_batches, "MOST", 3)
     for number in (3, 4):
@@ -304,24 +298,6 @@ def test_bad_arguments(arguments, error, words):
     args, kwargs = arguments[:2], (arguments[2:] or ({},))[0]
     with pytest.raises(error, match=words):
         jstep.evaluator(*args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("metric", "error", "words"),
-    [
-        (lambda x: x, ValueError, r"the metric 'm' has shape \(23, 3\) for a batch of 23 examples: must be a vector"),
-        (lambda x: jnp.ones(5), ValueError, r"the metric 'm' has shape \(5,\)"),
-        (lambda x: (x[:, 0], x[:, 1]), ValueError, r"the metric 'm' is a tuple of shapes \[\(23,\), \(23,\)\]"),
-        (lambda x: (1.0, 2.0, 3.0), ValueError, "the metric 'm' is a tuple"),
-        (lambda x: {"a": 1.0}, TypeError, "the metric 'm' is a dict: must be a vector"),
-        (lambda x: "text", TypeError, "the metric 'm' is a str"),
-        (lambda x: None, TypeError, "the metric 'm' is None"),
-        (lambda x: jax.lax.complex(x[0, 0], x[0, 0]), TypeError, "the metric 'm' is an array of complex64"),
-    ],
-)
-def test_an_invalid_metric_is_named(metric, error, words):
-    with pytest.raises(error, match=words):
-        jstep.evaluator(lambda params, x: {"m": metric(x)}, [X])(make_state())
 
 
 def test_invalid_results_and_arguments_of_metric_fn():

@@ -186,20 +186,6 @@ def test_log_every_n_counts_by_line(caplog):
     assert [record.levelno for record in caplog.records][:2] == [logging.INFO, logging.WARNING]
 
 
-@pytest.mark.parametrize(
-    ("level", "n", "error", "words"),
-    [
-        ("info", 0, ValueError, "n=0"),
-        ("info", 1.5, TypeError, "n=1.5"),
-        ("info", True, TypeError, "n=True"),
-        ("loud", 1, ValueError, "level='loud': must be a level of logging"),
-    ],
-)
-def test_log_every_n_rejects_bad_arguments(level, n, error, words):
-    with pytest.raises(error, match=words):
-        jstep.log_every_n(level, "message", n)
-
-
 def test_log_every_n_formats_only_what_it_logs(caplog):
     caplog.set_level(logging.INFO)
 

@@ -231,21 +231,6 @@ def test_the_loop_does_not_wait_for_the_device(tmp_path, monkeypatch):
     assert [line["step"] for line in lines(tmp_path / "log")] == [1, 2, 3]
 
 
-BAD = [
-    ({"every_n_steps": 0}, ValueError, "every_n_steps=0: must be at least 1"),
-    ({"every_n_steps": 1.5}, TypeError, "every_n_steps=1.5: must be an integer"),
-    ({"path": 3}, TypeError, "path=3: must be a path"),
-    ({"per_leaf": "no"}, TypeError, "per_leaf='no': must be True or False"),
-    ({"on_divergence": "warn"}, ValueError, "on_divergence='warn': must be one of 'log', 'raise'"),
-]
-
-
-@pytest.mark.parametrize(("kwargs", "error", "message"), BAD, ids=str)
-def test_bad_arguments(kwargs, error, message):
-    with pytest.raises(error, match=message):
-        jstep.FingerprintHook(**kwargs)
-
-
 def test_a_hook_can_be_used_in_several_runs(tmp_path):
     hook = jstep.FingerprintHook(every_n_steps=2)
     for name in ("a", "b"):

@@ -69,20 +69,6 @@ def test_a_hook_may_be_called_itself_too(method):
     train(3, hooks=[kind(), type("Called", (jstep.Hook,), {"__call__": print})()])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ((0, print), ValueError, "n=0: must be at least 1"),
-        ((1.5, print), TypeError, "n=1.5: must be an integer"),
-        ((print, 100), TypeError, "n=<built-in function print>: must be an integer"),
-        ((100, 3), TypeError, r"fn=3: must be a function \(step, state, metrics\)"),
-    ],
-)
-def test_every_rejects_bad_arguments(arguments, error, words):
-    with pytest.raises(error, match=words):
-        jstep.every(*arguments)
-
-
 # Results of hooks
 
 

@@ -174,8 +174,3 @@ def averaged(state: Any, like: Any) -> Any:
     kept = jax.tree.leaves(like, is_leaf=lambda x: x is None)
     params = jax.tree.leaves(state.params)
     return treedef.unflatten([p for p, avg in zip(params, kept, strict=True) if avg is not None])
-
-
-def test_follows_is_one_of_two() -> None:
-    with pytest.raises(ValueError, match="follows='steps': must be one of 'updates', 'step'"):
-        EMA(0.9, follows="steps")

@@ -81,14 +81,6 @@ def test_nonfinite_params_between_updates_are_ignored() -> None:
     assert float(averages["w"]) == 1.0
 
 
-@pytest.mark.parametrize("name", ["start_step", "every"])
-def test_start_step_and_every_must_be_integers(name: str) -> None:
-    with pytest.raises(TypeError, match=name):
-        jstep.ExponentialMovingAverage(0.5, **{name: 1.5})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=name):
-        jstep.ExponentialMovingAverage(0.5, **{name: -1})  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     "var_list", [["w"], "w*", lambda path, leaf: path == "w", {"w": True, "deep": False, "n": False}]
 )

@@ -57,13 +57,6 @@ def test_a_plain_weight_decay_applies_to_the_leaves_of_the_mask(mask: Any, w: fl
     assert jstep.get_slot_names(state) == ["m"]
 
 
-def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match=r"weight_decay_mask=\['w'\]: must be None without a weight_decay"):
-        jstep.from_direction("new", _average, {"m": 0.0}, {"learning_rate": 0.1}, weight_decay_mask=["w"])
-    with pytest.raises(ValueError, match=r"beta1=1.5: must be"):
-        jstep.from_direction("new", _average, {"m": 0.0}, {"learning_rate": 0.1, "beta1": 1.5})
-
-
 RULES = {
     "attributes": lambda g, p, s, h: (-h.rate * (s.m + g), {"m": s.m + g}),
     "items": lambda g, p, s, h: (-h["rate"] * (s["m"] + g), {"m": s["m"] + g}),

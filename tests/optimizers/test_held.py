@@ -113,15 +113,6 @@ def test_name_and_initial_value_are_validated() -> None:
         jstep.held(3, 1.0)  # type: ignore[arg-type]
 
 
-def test_duplicate_names_raise() -> None:
-    with pytest.raises(ValueError, match="learning_rate and epsilon both hold a hyperparameter named 'x'"):
-        jstep.adam(jstep.held("x", 0.1), epsilon=jstep.held("x", 0.1))
-    with pytest.raises(ValueError, match=r"optimizers\[0\] and optimizers\[1\] both have a slot named 'held/x'.*scope"):
-        jstep.chain(jstep.clip_gradients(by_norm=jstep.held("x", 1.0)), jstep.adam(jstep.held("x", 0.1)))
-    with pytest.raises(ValueError, match="in lookahead and lookahead both have a slot named 'held/x'"):
-        jstep.lookahead(jstep.adam(jstep.held("x", 0.1)), slow_step_size=jstep.held("x", 0.5))
-
-
 def test_names_of_other_arguments_raise() -> None:
     with pytest.raises(ValueError, match=r"learning_rate holds .* named 'weight_decay'.*held\('learning_rate', …\)"):
         jstep.adamw(jstep.held("weight_decay", 0.1))

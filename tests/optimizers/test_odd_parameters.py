@@ -57,8 +57,3 @@ def test_odd_leaves(name: str) -> None:
         assert avals(new) == before, kind
         for path, leaf in jax.tree_util.tree_leaves_with_path(new.params):
             assert bool(jnp.isfinite(leaf).all()), (kind, path)
-
-
-def test_complex_parameters_are_refused_by_their_path() -> None:
-    with pytest.raises(TypeError, match=r"the leaf at 'c' is complex.*two leaves"):
-        jstep.TrainState.create({"c": jnp.ones(3, jnp.complex64)}, jstep.adam())

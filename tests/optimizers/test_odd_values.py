@@ -10,9 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jstep
-from jstep.core import indexed_slices
 from jstep.optimizers import leafwise
-from jstep.optimizers.hyperparameters import value_at
 from jstep.optimizers.soap import FIRST, update_eigenbases
 
 HELD = jstep.adam(jstep.held("rate", 0.5))
@@ -20,41 +18,6 @@ HELD = jstep.adam(jstep.held("rate", 0.5))
 
 def state_of(optimizer: Any) -> jstep.TrainState:
     return jstep.TrainState.create({"w": 1.0}, optimizer)
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "message"),
-    [
-        (lambda: jstep.ExponentialMovingAverage(0.9, name=3), TypeError, "name=3: must be a string"),
-        (lambda: jstep.get_hyperparameter(state_of(HELD), 3), TypeError, "name=3: must be a string, got int"),
-        (lambda: jstep.get_hyperparameter(3, "rate"), TypeError, "state: must be a TrainState, got int"),
-        (lambda: jstep.Slot(holds="sum"), ValueError,
-         "holds='sum': must be 'mean', 'slow', 'square', 'weight' or None"),
-        (lambda: jstep.Slot(keeps="row"), ValueError, "keeps='row': must be 'rows', 'columns' or None"),
-        (lambda: value_at("rate", jstep.held("x", 0.5), 0, {"m": 0, "age": 1}), ValueError,
-         "rate=held('x', …): the state has no slot 'held/x', it has ['age', 'm']; create it with this optimizer: "
-         "TrainState.create(params, optimizer)"),
-        (lambda: value_at("rate", jstep.held("x", 0.5), 0), ValueError,
-         "rate=held('x', …): the state has no slot 'held/x', it has []; create it with this optimizer: "
-         "TrainState.create(params, optimizer)"),
-        (lambda: value_at("rate", lambda step: "x", 0), TypeError,
-         "rate: the schedule returned 'x'; it must return a number"),
-        (lambda: value_at("rate", lambda step: jnp.ones(2), 0), ValueError,
-         "rate: the schedule returned shape (2,) at one step; it must be a scalar"),
-        (lambda: jstep.chain(), ValueError, "chain() needs at least one optimizer"),
-        (lambda: jstep.partition({}, lambda path, leaf: "a"), ValueError,
-         "optimizers={}: partition needs at least one optimizer"),
-        (lambda: jstep.clip_gradients(by_value=(1, 2, 3)), ValueError,
-         "by_value=(1, 2, 3): must be (min, max), or c for (-c, c)"),
-        (lambda: jstep.clip_gradients(by_value=(2, 1)), ValueError, "by_value=(2, 1): min is larger than max"),
-        (lambda: indexed_slices.check(jstep.IndexedSlices(jnp.ones(1), jnp.array([0]), ())), ValueError,
-         "IndexedSlices: dense_shape=() has no rows; a scalar takes a plain gradient"),
-    ],
-)  # fmt: skip
-def test_what_is_said_of_odd_values(call: Any, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind) as caught:
-        call()
-    assert str(caught.value) == message
 
 
 def test_hyperparameters_of_others_have_names() -> None:

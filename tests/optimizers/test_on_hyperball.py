@@ -177,35 +177,6 @@ def test_the_suggested_partition_works(label: str) -> None:
     assert jstep.apply_gradients(state, params, optimizer).params["w"].shape == (4, 3)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: jstep.on_hyperball(-0.1), ValueError, "learning_rate=-0.1"),
-        (lambda: jstep.on_hyperball(np.nan), ValueError, "learning_rate=nan"),
-        (lambda: jstep.on_hyperball(0.1, 0.0), ValueError, "radius=0"),
-        (lambda: jstep.on_hyperball(0.1, np.nan), ValueError, "radius=nan"),
-        (lambda: jstep.on_hyperball(0.1, float), TypeError, "radius=float"),
-        (lambda: jstep.on_hyperball(0.1, "2"), TypeError, "radius='2'"),
-        (lambda: jstep.on_hyperball(0.1, axes=(0, 1)), TypeError, r"axes=\(0, 1\): must be a function"),
-        (lambda: jstep.normalize_neurons(1.0), ValueError, "beta2=1.0"),
-        (lambda: jstep.normalize_neurons(epsilon=0.0), ValueError, "epsilon=0"),
-        (lambda: jstep.normalize_neurons(over="long"), ValueError, "over='long'.*'neuron', 'short'"),
-        (lambda: jstep.madgrad(0.1, 1.0), ValueError, "momentum=1.0"),
-        (lambda: jstep.madgrad(0.1, weight_decay=-1.0), ValueError, "weight_decay=-1"),
-        (lambda: jstep.madgrad(0.1, epsilon=-1e-6), ValueError, "epsilon=-1e-06"),
-    ],
-)
-def test_constructors_validate_arguments(make: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
-
-
-@pytest.mark.parametrize(("radius", "error"), [(-1.0, ValueError), (np.inf, ValueError), ("x", TypeError)])
-def test_radii_by_path_are_validated_at_init(radius: Any, error: Any) -> None:
-    with pytest.raises(error, match=r"radius at 'w'="):
-        jstep.TrainState.create({"w": random_normal(2, 2)}, jstep.on_hyperball(0.1, lambda path, leaf: radius))
-
-
 def test_on_hyperball_makes_finished_updates() -> None:
     with pytest.warns(UserWarning, match="climbs"):
         jstep.chain(jstep.on_hyperball(0.1), jstep.scope("s", jstep.gradient_descent(0.1)))

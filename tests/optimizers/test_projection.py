@@ -221,23 +221,3 @@ def test_on_a_mesh_and_in_microbatches():
     assert float(jnp.abs(state.params["w"]).max()) == np.float32(0.1)
     np.testing.assert_allclose(state.params["w"], alone.params["w"], rtol=1e-6)
     assert state.params["w"].sharding.spec == P("data")
-
-
-@pytest.mark.parametrize(
-    ("fn", "error", "message"),
-    [
-        (lambda p: p["w"], ValueError, "got an array of .* Give the result of fn the structure of params.$"),
-        (lambda p: {**p, "w": p["w"][0]}, ValueError, r"'w' is float32\[8, 4\], and the result float32\[4\]"),
-        (
-            lambda p: {**p, "half": p["half"].astype(jnp.float32)},
-            ValueError,
-            r"'half' .* cast it with .astype.bfloat16",
-        ),
-        (lambda p: {**p, "b": None}, TypeError, "fn: must return an array at 'b', got nothing"),
-        (3, TypeError, "fn=3: must be a function"),
-        (lambda p, step: p, TypeError, r"fn=.*: must be a function \(params\) -> params.* takes \(p, step\)"),
-    ],
-)
-def test_bad_functions(fn, error, message):
-    with pytest.raises(error, match=message):
-        stepped(jstep.with_projection(jstep.adam(), fn))

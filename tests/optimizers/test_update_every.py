@@ -269,25 +269,6 @@ def test_states_of_optax_are_preserved():
     assert_close(state.slots, reference.slots)
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs", "error", "match"),
-    [
-        ((0, jstep.adam()), {}, ValueError, "k=0: must be at least 1"),
-        ((2.0, jstep.adam()), {}, TypeError, r"k=2\.0: must be an integer"),
-        ((True, jstep.adam()), {}, TypeError, "k=True: must be an integer"),
-        ((jstep.adam(), 2), {}, TypeError, r"k=adam\(\): must be an integer"),
-        ((2, jstep.adam), {}, TypeError, r"optimizer=.*call it: adam"),
-        ((2, jstep.adam()), {"phase": 2}, ValueError, "phase=2: must be below k=2"),
-        ((2, jstep.adam()), {"phase": -1}, ValueError, "phase=-1: must be at least 0"),
-        ((2, jstep.adam()), {"phase": 0.5}, TypeError, "phase=0.5: must be an integer"),
-        ((2, jstep.adam()), {"accumulate": "no"}, TypeError, "accumulate='no': must be True or False"),
-    ],
-)
-def test_bad_arguments(args, kwargs, error, match):
-    with pytest.raises(error, match=match):
-        jstep.update_every(*args, **kwargs)
-
-
 @pytest.mark.thorough(except_for=["-0.0-True"])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("zero", [0.0, -0.0])

@@ -127,69 +127,6 @@ def test_times_is_the_product() -> None:
     assert float(jstep.times(3)(0)) == 3.0
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: jstep.exponential_decay(0.1, 5, 1000, 0.96), TypeError, "staircase=0.96.*global_step"),
-        (lambda: jstep.inverse_time_decay(0.1, 5, 1000, 1), TypeError, "staircase=1: must be True or False"),
-        (lambda: jstep.polynomial_decay(0.1, 5, 10, 1e-3, 1.0), TypeError, "cycle=1.0.*global_step"),
-        (lambda: jstep.polynomial_decay(0.1, 5, cycle="no"), TypeError, "cycle='no'"),
-        (lambda: jstep.cosine_decay(0.1, jstep.create_global_step(), 10), ValueError, "decay_steps=0.*global_step"),
-        (lambda: jstep.linear_warmup(float, 5), TypeError, "schedule=.*class float"),
-        (lambda: jstep.join([float, 1.0], [5]), TypeError, r"schedules\[0\]=.*class float"),
-        (lambda: jstep.join(3, [5]), TypeError, "schedules=3: must be a list"),
-        (lambda: jstep.join("ab", [5]), TypeError, "schedules='ab': must be a list"),
-        (lambda: jstep.join([1, 2], 5), TypeError, "boundaries=5: must be a list"),
-        (lambda: jstep.piecewise_constant([5], 3), TypeError, "values=3: must be a list"),
-        (lambda: jstep.shift(1.0, "x"), TypeError, "start_step='x': must be an integer"),
-        (lambda: jstep.times(), TypeError, "at least one"),
-        (lambda: jstep.times([1.0, 2.0]), TypeError, r"schedules\[0\]=.*times\(\*"),
-        (lambda: jstep.times(1.0, int), TypeError, r"schedules\[1\]=.*class int"),
-        (lambda: jstep.linear(0.0, 1.0, 0), ValueError, "steps=0: must be > 0"),
-        (lambda: jstep.linear(0.0, float, 3), TypeError, "end_value=.*class float"),
-        (lambda: jstep.warmup_cosine_decay(1.0, 10, 10), ValueError, "decay_steps=10: must be > warmup_steps=10"),
-        (
-            lambda: jstep.warmup_cosine_decay(0.0, 1e-3, 100, 1000),
-            TypeError,
-            r"warmup_steps=0.001: must be an integer.*warmup_cosine_decay\(peak, warmup_steps, decay_steps, init_value",
-        ),
-        (lambda: jstep.linear_warmup(100, 1e-3), TypeError, r"warmup_steps=0.001.*linear_warmup\(schedule, warmup_st"),
-        (lambda: jstep.linear_warmup(100, jnp.float32(1)), TypeError, "warmup_steps=.*must be an integer"),
-        (lambda: jstep.linear_warmup(1000, jstep.constant(1.0)), TypeError, r"warmup_steps=.*linear_warmup\(schedule"),
-        (lambda: jstep.warmup_cosine_decay(1.0, 10, 100.0), TypeError, "decay_steps=100.0"),
-        (lambda: jstep.warmup_stable_decay(1.0, 1e-3, 1, 1), TypeError, "warmup_steps=0.001"),
-        (lambda: jstep.warmup_stable_decay(1.0, 1, 1e-3, 1), TypeError, "stable_steps=0.001"),
-        (lambda: jstep.warmup_stable_decay(1.0, 1, 1, 1e-3), TypeError, "decay_steps=0.001"),
-        (lambda: jstep.inverse_sqrt_decay(100, np.float64(0.1)), TypeError, "warmup_steps=.*inverse_sqrt_decay"),
-        (lambda: jstep.linear(0.0, 1.0, 0.5), TypeError, r"steps=0.5.*linear\(init_value, end_value, steps\)"),
-        (lambda: jstep.one_cycle(1000, 0.1), TypeError, "total_steps=0.1.*max_value, total_steps"),
-        (lambda: jstep.cyclical(0.0, 1.0, 0.5), TypeError, "step_size_up=0.5"),
-        (lambda: jstep.cyclical(0.0, 1.0, 4, 0.5), TypeError, "step_size_down=0.5"),
-        (lambda: jstep.ademamix_alpha(1000, 5.0), TypeError, r"steps=5.0.*ademamix_alpha\(alpha, steps\)"),
-        (lambda: jstep.ademamix_beta3(0.9, 0.99, 0.5), TypeError, "steps=0.5"),
-        (lambda: jstep.warmup_cosine_decay(1.0, -1, 10), ValueError, "warmup_steps=-1"),
-        (lambda: jstep.warmup_stable_decay(1.0, 1, 1, 0), ValueError, "decay_steps=0"),
-        (lambda: jstep.warmup_stable_decay(1.0, 1, 1, 1, shape="1-sqrt"), ValueError, "shape='1-sqrt'.*'sqrt'"),
-        (lambda: jstep.one_cycle(1.0, 0), ValueError, "total_steps=0"),
-        (lambda: jstep.one_cycle(1.0, 10, 1.5), ValueError, "pct_start=1.5"),
-        (lambda: jstep.one_cycle(1.0, 10, div_factor=0.0), ValueError, "div_factor=0.0"),
-        (lambda: jstep.one_cycle(1.0, 10, anneal="cosine"), ValueError, "anneal='cosine'.*'cos'"),
-        (lambda: jstep.inverse_sqrt_decay(1.0, 0), ValueError, "warmup_steps=0"),
-        (lambda: jstep.cyclical(0.0, 1.0, 4, 0), ValueError, "step_size_down=0"),
-        (lambda: jstep.ademamix_alpha(-1.0, 10), ValueError, "alpha=-1"),
-        (lambda: jstep.ademamix_beta3(0.9, 1.0, 10), ValueError, "beta3=1.0"),
-        (
-            lambda: jax.eval_shape(lambda n: jstep.exponential_decay(1.0, n, 0.5)(3), jnp.int32(4)),
-            TypeError,
-            "decay_steps is traced: must be a plain number",
-        ),
-    ],
-)
-def test_bad_arguments(make, error, message) -> None:
-    with pytest.raises(error, match=message):
-        make()
-
-
 STEP = jstep.create_global_step(3)
 IN_ORDER_OF_TF = {
     "exponential_decay": [(500, 0.96), (500, 0.96, True), (1000, 0.5, False)],
@@ -224,12 +161,6 @@ def test_a_step_in_place_of_a_learning_rate_is_refused(name: str) -> None:
     rate = {"decay_rate": 0.5} if "decay_rate" in inspect.signature(make).parameters else {}
     with pytest.raises(TypeError, match=r"^learning_rate=.*: must not be a step"):
         make(STEP, 10, **rate)
-
-
-@pytest.mark.parametrize("given", [(5, [100], [0.1, 0.01]), (STEP, [0.1, 0.01])])
-def test_piecewise_constant_in_the_order_of_tf(given: Any) -> None:
-    with pytest.raises(TypeError, match="leave out TF's global_step"):
-        jstep.piecewise_constant(*given)
 
 
 def test_steps_where_rates_belong_and_what_is_none() -> None:

@@ -220,8 +220,3 @@ def test_eager_updates_and_ensembles():
         return jax.device_get(jstep.TrainStep(step)(state, jnp.ones(8))[0].params)
 
     assert_same(members(optimizer), members(undistributed))
-
-
-def test_distribute_must_be_a_boolean():
-    with pytest.raises(TypeError, match="distribute="):
-        jstep.muon(1e-2, distribute=1)

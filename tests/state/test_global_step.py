@@ -11,12 +11,6 @@ import jstep
 
 LAST = 2**31 - 1
 OPTIMIZER = jstep.gradient_descent(0.1)
-FUNCTIONS = [
-    jstep.get_global_step,
-    jstep.get_or_create_global_step,
-    jstep.global_step,
-    jstep.increment_global_step,
-]
 
 
 def state(step: Any = 0) -> jstep.TrainState:
@@ -35,13 +29,6 @@ def test_functions_accept_a_step(step: Any) -> None:
     assert later.dtype == jnp.int32
     assert int(jstep.increment_global_step(step, 3)) == 10
     assert int(jax.jit(jstep.increment_global_step)(step)) == 8
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("value", [1.5, "7", None, True, jnp.float32(7), {"w": 1}, [7], object()])
-def test_invalid_states_and_steps(function: Any, value: Any) -> None:
-    with pytest.raises(TypeError, match="must be a state with a global_step, or a step"):
-        function(value)
 
 
 def test_states_with_and_without_a_step() -> None:
@@ -78,11 +65,6 @@ def test_a_step_that_is_a_python_number() -> None:
     by_hand = state().replace(global_step=3)
     assert int(jstep.increment_global_step(by_hand).global_step) == 4
     assert jstep.get_global_step(by_hand).dtype == jnp.int32
-
-
-def test_shapes_cannot_be_incremented() -> None:
-    with pytest.raises(ValueError, match="shapes"):
-        jstep.increment_global_step(jax.eval_shape(state))
 
 
 def test_donated_step_raises() -> None:
@@ -124,12 +106,6 @@ def test_steps_under_x64(x64: None) -> None:
     assert jstep.global_step(current) == LAST + 1
     assert jstep.create_global_step(2**40).dtype == jnp.int64
     assert jstep.global_step(jstep.increment_global_step(state(2**40))) == 2**40 + 1
-
-
-@pytest.mark.parametrize("amount", [-1, 1.5, True, "1", 2**40])
-def test_invalid_increments(amount: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="amount="):
-        jstep.increment_global_step(state(), amount)
 
 
 @pytest.mark.parametrize(("age", "later"), [(2, 5), (np.int32(2), 5), (None, None)])

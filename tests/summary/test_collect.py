@@ -115,11 +115,6 @@ def test_an_exception_discards_the_summaries():
     assert merge_all().tags == ("after",)
 
 
-def test_a_duplicate_tag_is_an_error():
-    with pytest.raises(ValueError, match="duplicate tag 'x'"):
-        collect(lambda x: [scalar("x", x), scalar("x", x)])(1.0)
-
-
 def loss_fn(x):
     scalar("inside", x * 2)
     return x**2
@@ -252,9 +247,3 @@ def test_collect_does_not_receive_summaries_of_threads():
 
     assert collect(fn)()[1].tags == ("main",)
     assert merge_all().tags == ("thread",)
-
-
-@pytest.mark.parametrize("collections", ["summaries", 3, ("a", 3)])
-def test_collections_must_be_names(collections):
-    with pytest.raises(TypeError, match=r"collections=.*: must be a sequence of names"):
-        scalar("a", 1.0, collections=collections)

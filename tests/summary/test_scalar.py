@@ -65,42 +65,6 @@ def test_without_tags_nothing_is_written(written):
     assert all_scalars(written(summary.scalar([], []), 1)) == {}
 
 
-@pytest.mark.parametrize(
-    ("tags", "values", "shapes"),
-    [
-        ("loss", np.ones(2), r"\[\] != \[2\]"),
-        ("loss", np.ones(1), r"\[\] != \[1\]"),
-        ("loss", [1.0], r"\[\] != \[1\]"),
-        (["loss"], 1.0, r"\[1\] != \[\]"),
-        (["loss", "b"], [1.0], r"\[2\] != \[1\]"),
-        (["loss", "b"], np.ones(3), r"\[2\] != \[3\]"),
-        ([["loss"], ["b"]], [1.0, 2.0], r"\[2, 1\] != \[2\]"),
-    ],
-)
-def test_error_for_mismatched_shapes_names_both(tags, values, shapes):
-    with pytest.raises(ValueError, match=rf"'loss'.*not the same shape: {shapes}"):
-        summary.scalar(tags, values)
-
-
-@pytest.mark.parametrize("value", ["0.5", None, 1j, np.array(1j), np.array("x"), jax.random.key(0)])
-def test_error_for_other_values_names_the_tag(value):
-    with pytest.raises(TypeError, match="scalar 'loss': values must be real numbers"):
-        summary.scalar("loss", value)
-
-
-def test_bad_tags():
-    with pytest.raises(ValueError, match="scalar: tag='': must not be empty; give the value a name"):
-        summary.scalar("", 1.0)
-    with pytest.raises(TypeError, match=r"scalar\(tags, values\): tags must be a str.* not float 0\.5"):
-        summary.scalar(0.5, "loss")
-    with pytest.raises(ValueError, match="scalar 'n': int too large"):
-        summary.scalar("n", 10**400)
-    with pytest.raises(TypeError, match=r"scalar: tag=3: must be a string, got an int"):
-        summary.scalar(["a", 3], [1.0, 2.0])
-    with pytest.raises(ValueError, match="duplicate tag 'a'"):
-        summary.scalar(["a", "a"], [1.0, 2.0])
-
-
 @pytest.mark.parametrize("values", [[0.5] * 300, np.zeros(300)], ids=["a list", "an array"])
 def test_tags_are_compared_by_their_hashes(values):
     compared = []
@@ -168,12 +132,6 @@ def test_text(tmp_path, accumulate):
     assert [dim.size for dim in table.tensor_proto.tensor_shape.dim] == [2, 2]
 
 
-@pytest.mark.parametrize("text", [3, None, b"bytes", ["a", 3], [["a", "b"], ["c"]], [[["a"]]]])
-def test_text_must_be_strings(text):
-    with pytest.raises(TypeError, match="text 'notes': must be a str"):
-        summary.text("notes", text)
-
-
 def test_merge():
     a, b = summary.scalar("a", 1.0), summary.text("b", "x")
     assert summary.merge([a, None, b]).tags == ("a", "b")
@@ -191,13 +149,6 @@ def test_duplicate_tags_of_any_kind_are_an_error(other):
     }
     with pytest.raises(ValueError, match="duplicate tag 'a/image/0'"):
         summary.merge([summary.scalar("a/image/0", 1.0), same[other]()])
-
-
-def test_merge_accepts_only_summaries():
-    with pytest.raises(TypeError, match=r"must be summaries of jstep\.summary, not float"):
-        summary.merge([1.0])
-    with pytest.raises(TypeError, match=r"write merge\(\[summary\]\)"):
-        summary.merge(summary.scalar("a", 1.0))
 
 
 def test_summaries_in_a_tree():

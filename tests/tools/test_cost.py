@@ -115,13 +115,6 @@ def test_report_says_that_it_does_not_fit(single_device):
     assert text.startswith("a step on each of 4 devices")
 
 
-def test_invalid_arguments():
-    with pytest.raises(TypeError, match="train_step=3: must be a function"):
-        jstep.cost(3, state())
-    with pytest.raises(TypeError, match="state: must be a TrainState"):
-        jstep.cost(STEP, {}, BATCH)
-
-
 def test_host_slots_are_counted_separately(host_memory):
     mesh = jax.make_mesh((8,), ("data",))
     batch = jstep.shard_batch(BATCH, mesh)

@@ -339,13 +339,6 @@ def test_sharded_state():
     assert found.inputs[-1].shape == (8, 2)
 
 
-def test_invalid_function_and_nonfinite_input():
-    with pytest.raises(TypeError, match="fn=3: must be a function"):
-        jstep.find_nonfinite(3)
-    with pytest.raises(ValueError, match=r"params: w .*1 NaN.*x .*1 infinite.*replay"):
-        jstep.find_nonfinite(lambda params, x: x, {"w": jnp.array([jnp.nan, 1.0])}, np.inf)
-
-
 def test_functions_that_move_arrays_between_devices():
     first, second = jax.devices()[:2]
     found = jstep.find_nonfinite(

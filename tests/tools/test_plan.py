@@ -180,27 +180,6 @@ def test_the_suffix_is_the_format(tmp_path, suffix, begin):
     assert path.read_bytes().startswith(begin)
 
 
-INVALID = [
-    ({"optimizer": 3}, TypeError, "optimizer=3: must be an optimizer, a schedule or a dict"),
-    ({"optimizer": float}, TypeError, "optimizer="),
-    ({"optimizer": {"a": "x"}}, TypeError, r"optimizer\['a'\]='x': must be a schedule or a number"),
-    ({"last_step": 0}, ValueError, "last_step=0: must be at least 1"),
-    ({"last_step": 1.5}, TypeError, "last_step=1.5: must be an integer"),
-    ({"last_step": 2**31 + 1}, ValueError, "must be at most 2147483647"),
-    ({"start": 10}, ValueError, "start=10: must be before last_step=10"),
-    ({"start": -1}, ValueError, "start=-1"),
-    ({"points": 0}, ValueError, "points=0"),
-    ({"hooks": print}, TypeError, "hooks="),
-    ({"hooks": [print]}, TypeError, r"hooks\[0\]"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "error", "message"), INVALID, ids=str)
-def test_invalid_arguments(arguments, error, message):
-    with pytest.raises(error, match=message):
-        jstep.plan(**{"optimizer": RATE, "last_step": 10} | arguments)
-
-
 # Stages, batch sizes and rows.
 
 

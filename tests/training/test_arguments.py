@@ -16,16 +16,6 @@ def loss_fn(params: Any) -> Any:
     return params["w"] ** 2
 
 
-FLAGS = ["has_aux", "has_model_state", "jit", "donate", "increment_global_step", "adaptive"]
-
-
-@pytest.mark.parametrize("name", FLAGS)
-@pytest.mark.parametrize("value", ["no", 1, 0, None])
-def test_flags_of_minimize_must_be_booleans(name: str, value: Any) -> None:
-    with pytest.raises(TypeError, match=f"{name}=.*: must be True or False"):
-        jstep.minimize(loss_fn, OPTIMIZER, **{name: value})
-
-
 def test_flags_of_other_functions_must_be_booleans() -> None:
     state = jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
     with pytest.raises(TypeError, match="has_aux='no': must be True or False"):
@@ -34,32 +24,6 @@ def test_flags_of_other_functions_must_be_booleans() -> None:
         jstep.TrainState.create({"w": 1.0}, OPTIMIZER, copy="no")
     with pytest.raises(TypeError, match="increment_global_step=1: must be True or False"):
         jstep.apply_gradients(state, {"w": jnp.float32(1)}, OPTIMIZER, increment_global_step=1)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "kind", "message"),
-    [
-        (
-            {"rng": jnp.ones(2)},
-            TypeError,
-            r"rng=.*: must be a key, such .*, got an array of float32",
-        ),
-        ({"rng": 3}, TypeError, "rng=3: must be a key"),
-        ({"rng": jax.random.split(jax.random.key(0))}, ValueError, r"rng: must be one key, got keys of shape \(2,\)"),
-        ({"num_microbatches": True}, TypeError, "num_microbatches=True: must be an integer"),
-        ({"num_microbatches": 0}, ValueError, "num_microbatches=0: must be at least 1"),
-        ({"weight_fn": 3}, TypeError, "weight_fn=3: must be a function"),
-        ({"gate_gradients": 3}, ValueError, "gate_gradients=3: must be GATE_NONE"),
-        ({"gate_gradients": [1]}, ValueError, "gate_gradients="),
-        ({"aggregation_method": 0}, TypeError, "aggregation_method=0"),
-        ({"var_list": 3}, TypeError, "var_list=3: must be None, a predicate"),
-        ({"metrics": 3}, TypeError, "metrics=3"),
-        ({"metrics": ("gradnorm",)}, ValueError, "nearest: 'grad_norm'"),
-    ],
-)
-def test_other_invalid_arguments(kwargs: Any, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        jstep.minimize(loss_fn, OPTIMIZER, **kwargs)
 
 
 @pytest.mark.parametrize("bad", [3, None, "loss"])

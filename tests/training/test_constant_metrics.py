@@ -174,12 +174,6 @@ def test_partial_and_bound_steps() -> None:
     assert looped_step(partial, 2, Accumulate()) is looped_step(partial, 2, Accumulate())
 
 
-@pytest.mark.parametrize("donate", ["yes", 1, None])
-def test_donate_must_be_a_boolean(donate: Any) -> None:
-    with pytest.raises(TypeError, match=r"donate=.*: must be True or False"):
-        jstep.TrainStep(by_shape, donate=donate)
-
-
 # Returned metrics do not share memory with the step.
 
 

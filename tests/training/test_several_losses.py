@@ -187,42 +187,6 @@ def test_titles_of_steps():
     assert jstep.minimize(lambda params: 0.0, SGD).title == "train_step"
 
 
-@pytest.mark.parametrize(
-    ("losses", "kwargs", "error", "match"),
-    [
-        ({}, {}, ValueError, r"loss_fn=\{\}: must have at least one"),
-        ({"c": critic_loss}, {}, TypeError, r"loss_fn\['c'\]=.*must be \(loss, var_list\)"),
-        ({"c": (critic_loss,)}, {}, TypeError, r"loss_fn\['c'\]=.*must be \(loss, var_list\)"),
-        ({"c": ("critic/*", critic_loss)}, {}, TypeError, r"loss_fn\['c'\]\[0\]='critic/\*': must be a function"),
-        ({"c": (critic_loss, 3)}, {}, TypeError, r"loss_fn\['c'\]\[1\]=3: must be None, a predicate"),
-        ({"": (critic_loss, None)}, {}, ValueError, "a name in loss_fn='': must not be empty"),
-        ({1: (critic_loss, None)}, {}, TypeError, "a name in loss_fn=1: must be a string"),
-        (LOSSES, {"var_list": "*"}, ValueError, "var_list: must not be given beside a mapping"),
-        (LOSSES, {"has_model_state": True}, ValueError, "has_model_state: must not be given beside a mapping"),
-        (LOSSES, {"num_microbatches": 0}, ValueError, "num_microbatches=0"),
-    ],
-)
-def test_invalid_losses(losses, kwargs, error, match):
-    with pytest.raises(error, match=match):
-        jstep.minimize(losses, SGD, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("losses", "match"),
-    [
-        (
-            LOSSES | {"all": (critic_loss, None)},
-            r"losses 'critic' and 'all' both train \['critic/w'\]; give each parameter to one",
-        ),
-        ({"c": (critic_loss, "critc/*")}, r"loss_fn\['c'\]\[1\]: 'critc/\*' matches no parameter; nearest: 'critic/w'"),
-        ({"c": (critic_loss, lambda path, leaf: False)}, r"No variables to optimize: loss_fn\['c'\]\[1\]="),
-    ],
-)
-def test_invalid_var_lists(losses, match):
-    with pytest.raises(ValueError, match=match):
-        jstep.minimize(losses, SGD)(jstep.TrainState.create(PARAMS, SGD), X)
-
-
 def test_error_names_the_loss():
     losses = {"critic": (critic_loss, "critic/*"), "actor": (lambda p, x: p["actor"]["w"], "actor/*")}
     with pytest.raises(ValueError, match="the loss has shape") as caught:

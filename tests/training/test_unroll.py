@@ -61,12 +61,3 @@ def test_loss_is_traced_once() -> None:
     step = jstep.minimize(loss_fn, OPTIMIZER, num_microbatches=2)
     jstep.scan_steps(step)(fresh(), jnp.stack([IMAGES, IMAGES]))
     assert len(seen) == 1
-
-
-@pytest.mark.parametrize(
-    "make", [lambda **k: jstep.scan_steps(len, **k), lambda **k: jstep.minimize(dense, OPTIMIZER, **k)]
-)
-@pytest.mark.parametrize(("unroll", "kind"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), ("all", TypeError)])
-def test_invalid_unroll(make: Any, unroll: Any, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match="unroll="):
-        make(unroll=unroll)

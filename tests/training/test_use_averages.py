@@ -101,12 +101,6 @@ def test_missing_averages_raise_with_a_hint():
         step(jstep.TrainState.create(PARAMS, averaging), X)
 
 
-@pytest.mark.parametrize(("value", "error"), [(1, TypeError), (None, TypeError), ("", ValueError)])
-def test_invalid_use_averages(value, error):
-    with pytest.raises(error, match="use_averages="):
-        jstep.minimize(distance, jstep.adam(), use_averages=value)
-
-
 def of_players():
     """Averages inside each label: two slots, with different leaves."""
     parts = {name: jstep.with_moving_average(jstep.gradient_descent(0.5), EMA) for name in ("critic", "actor")}

@@ -109,12 +109,6 @@ def test_inner_averages_are_those_of_the_master_weights() -> None:
     assert jstep.averaged_params(state)["w"].dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int32, "x", None])
-def test_master_weights_need_a_wide_dtype(dtype: Any) -> None:
-    with pytest.raises(TypeError, match="dtype="):
-        jstep.master_weights(jstep.adam(), dtype)
-
-
 def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
     params = {"w": jnp.ones(40_000, jnp.bfloat16), "h": jnp.ones(4, jnp.float16), "f": jnp.ones(4)}
     grads = jax.tree.map(jnp.ones_like, params)

@@ -83,15 +83,6 @@ def test_custom_optimizers_may_return_the_slots_they_got() -> None:
     assert float(state.slots["m"]["head"][0]) > 0
 
 
-def test_errors_about_collisions_suggest_scope() -> None:
-    with pytest.raises(ValueError, match=r"label 'a' and .* label 'a/b' both have a slot named 'a/b/m'.*jstep.scope"):
-        jstep.partition({"a": jstep.scope("b", jstep.adam()), "a/b": jstep.adam()}, lambda path, leaf: "a")
-    with pytest.raises(ValueError, match="and skip_nonfinite both have a slot named 'last_finite_step'"):
-        jstep.skip_nonfinite(jstep.skip_nonfinite(jstep.adam()))
-    with pytest.raises(ValueError, match="both have a hyperparameter named 'decoupled_weight_decay'"):
-        jstep.chain(jstep.adam(), jstep.decay_weights(0.1), jstep.decay_weights(0.2))
-
-
 def test_two_finished_updates_in_a_chain_warn() -> None:
     first, second = jstep.scope("a", jstep.adam(1.0)), jstep.gradient_descent(0.1)
     with pytest.warns(UserWarning, match=r"optimizers\[0\] makes finished updates.*climb.*scale_by_adam.*partition"):
@@ -115,14 +106,6 @@ def test_a_list_of_optimizers_raises_a_short_error() -> None:
     with pytest.raises(TypeError, match=r"chain\(\*\[…\]\)") as caught:
         jstep.chain([jstep.adam(), jstep.momentum(0.1, 0.9)])  # type: ignore[arg-type]
     assert len(str(caught.value)) < 150
-
-
-@pytest.mark.parametrize("name", ["held", "a/held", "held/b"])
-def test_held_is_reserved_in_names(name: str) -> None:
-    with pytest.raises(ValueError, match="must not have the part 'held'"):
-        jstep.scope(name, jstep.adam())
-    with pytest.raises(ValueError, match="must not have the part 'held'"):
-        jstep.partition({name: jstep.adam()}, lambda path, leaf: name)
 
 
 def test_masks_inside_partition_match_against_all_params() -> None:

@@ -1,0 +1,94 @@
+"""What calls that are refused are told, whole: files of calls and messages as a session of Python shows them.
+
+A new call is a line of `refused_calls/ROOM.txt`, `>>> jstep.adam(beta1=2)`, without its message;
+`python tests/bad_input/test_refused_calls.py` then writes the messages of all calls anew, to be read before they are
+committed. A statement has no message: it prepares the calls of its file. The names that a file may use without
+preparing them are those of `bad_input.py`.
+"""
+
+import pathlib
+import re
+import warnings
+from typing import Any, NamedTuple
+
+import bad_input
+import jax
+import jax.numpy as jnp
+import pytest
+from bad_input import PARAMS, adam, create, linear
+
+import jstep
+
+FILES = sorted(pathlib.Path(__file__).with_name("refused_calls").glob("*.txt"))
+CALL = re.compile(r"^>>> (.+)\n((?:(?!>>> |# ).+\n)*)", re.MULTILINE)
+VARYING = re.compile(r" at 0x[0-9a-f]+|\bJit(?=Tracer\()")
+"""What differs from one run or version of JAX to the next."""
+
+
+class Refused(NamedTuple):
+    """A call that is refused and what it is told: the name of the error and its text."""
+
+    call: str
+    told: str
+
+
+def prepared(path: pathlib.Path) -> tuple[dict[str, Any], list[Refused]]:
+    """Return the names that the calls of a file use, and these calls."""
+    names, calls = dict(vars(bad_input)), []
+    for found in CALL.finditer(path.read_text(encoding="utf-8")):
+        try:
+            compile(found[1], path.name, "eval")
+            calls.append(Refused(*found.groups()))
+        except SyntaxError:
+            exec(found[1], names)
+    return names, calls
+
+
+def told(call: str, names: dict[str, Any]) -> str:
+    """Return the error that a call raises as a file shows it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            result = eval(call, dict(names))
+        except NameError:
+            raise  # the call itself is wrong
+        except Exception as error:
+            return VARYING.sub("", f"{type(error).__name__}: {error}\n")
+    raise AssertionError(f"{call} is not refused: it returned {result!r}")
+
+
+@pytest.mark.parametrize(
+    ("names", "refused"),
+    [
+        pytest.param(names, one, id=f"{path.stem}-{one.call}")
+        for path in FILES
+        for names, calls in [prepared(path)]
+        for one in calls
+    ],
+)
+def test_what_a_refused_call_is_told(names: dict[str, Any], refused: Refused) -> None:
+    assert told(refused.call, names) == refused.told
+
+
+def test_an_error_leaves_the_state_usable() -> None:
+    """The error is raised before compiling, so nothing is donated."""
+    state = create(PARAMS, adam)
+    good, bad = jstep.minimize(linear, adam), jstep.minimize(linear, adam, var_list=["nothing"])
+    for wrong in (lambda: bad(state, jnp.ones((6, 2))), lambda: good(state, jnp.ones((6, 5)))):
+        with pytest.raises((ValueError, TypeError)):
+            wrong()
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    state, _ = good(state, jnp.ones((6, 2)))
+    assert jstep.global_step(state) == 1
+
+
+def with_messages(path: pathlib.Path) -> str:
+    """Return the text of a file with the messages that its calls are told now."""
+    names, calls = prepared(path)
+    texts = {one.call: told(one.call, names) for one in calls}
+    return CALL.sub(lambda found: f">>> {found[1]}\n{texts.get(found[1], '')}", path.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    for path in FILES:
+        path.write_text(with_messages(path), encoding="utf-8")
