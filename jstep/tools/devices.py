@@ -1,5 +1,6 @@
 """TPU generations and NVIDIA GPUs: sizes of slices, memory, and the names of topologies."""
 
+import importlib.resources
 import math
 import re
 from collections.abc import Mapping
@@ -56,83 +57,33 @@ SHARE = 0.75
 
 
 class Gpu(NamedTuple):
-    """Specification of a GPU, with the fields of XLA's `GpuTargetConfigProto`.
-
-    Source: `xla/backends/gpu/target_config/specs` in github.com/openxla/xla.
+    """A GPU, in its largest board (SXM). What XLA's compiler must know of it is in a file of the folder `gpus`.
 
     Attributes:
         description: The value of `device.device_kind`.
-        capability: CUDA's compute capability.
-        features: Instruction-set extensions beyond the capability.
-        cores: The number of multiprocessors.
-        fpus: Floating-point units per multiprocessor.
-        shared_memory: Bytes of shared memory per multiprocessor.
-        shared_memory_per_block: Bytes of shared memory that a block may request (opt-in).
-        bandwidth: Memory bandwidth in bytes per second.
-        l2_cache: Size of the L2 cache in bytes.
-        clock: Clock rate in GHz.
         memory: Device memory in bytes.
     """
 
     description: str
-    capability: tuple[int, int]
-    features: str
-    cores: int
-    fpus: int
-    shared_memory: int
-    shared_memory_per_block: int
-    bandwidth: int
-    l2_cache: int
-    clock: float
     memory: int
 
 
-_AMPERE = ("NONE", 108, 64, 167936, 166912)
-_HOPPER = ("ACCELERATED_FEATURES", 132, 128, 233472, 232448)
-_BLACKWELL = ("ACCELERATED_FEATURES", 148, 128, 233472, 232448)
-
 GPUS: Mapping[str, Gpu] = {
-    # Name, capability; features, cores and shared memory; bandwidth, L2 cache, clock, memory.
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), *_AMPERE, 2039040000000, 41943040, 1.41, 85100068864),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), *_HOPPER, 3352320000000, 52428800, 1.98, 84942979072),
-    "h200": Gpu("NVIDIA H200", (9, 0), *_HOPPER, 4800000000000, 52428800, 1.98, 151397597184),
-    "b200": Gpu("NVIDIA B200", (10, 0), *_BLACKWELL, 7672320000000, 132644864, 1.965, 191514411008),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", 85100068864),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 84942979072),
+    "h200": Gpu("NVIDIA H200", 151397597184),
+    "b200": Gpu("NVIDIA B200", 191514411008),
 }
-"""Name → GPU, in its largest board (SXM)."""
+"""Name → GPU."""
 
 
-def target_config(gpu: Gpu) -> str:
-    """Return a `GpuTargetConfigProto` in protobuf's text format."""
-    major, minor = gpu.capability
-    minor_text = f" minor: {minor}" if minor else ""
-    return f"""\
-gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: {gpu.shared_memory}
-  threads_per_core_limit: 2048
-  core_count: {gpu.cores}
-  fpus_per_core: {gpu.fpus}
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: {gpu.bandwidth}
-  l2_cache_size: {gpu.l2_cache}
-  clock_rate_ghz: {gpu.clock}
-  device_memory_size: {gpu.memory}
-  shared_memory_per_block_optin: {gpu.shared_memory_per_block}
-  cuda_compute_capability {{ major: {major}{minor_text} feature_extension: {gpu.features} }}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 }}
-device_description_str: "{gpu.description}"
-"""
+def target_config(name: str) -> str:
+    """Return XLA's specification of a GPU, a `GpuTargetConfigProto` in protobuf's text format.
+
+    Source: `xla/backends/gpu/target_config/specs` in github.com/openxla/xla, which has more of them.
+    """
+    place = importlib.resources.files("jstep.tools").joinpath("gpus", f"{name}.txtpb")
+    return place.read_text(encoding="utf-8")
 
 
 def memory_of(device: Any) -> int | None:

@@ -265,7 +265,7 @@ def _gpus(name: Name) -> Sequence[Any]:
     size = "x".join(map(str, name.sizes))
 
     def make() -> Sequence[Any]:
-        options = {"target_config": target_config(GPUS[name.kind]), "topology": f"1x{size}"}
+        options = {"target_config": target_config(name.kind), "topology": f"1x{size}"}
         return tuple(topologies.get_topology_desc(platform="cuda", topology_name="", **options).devices)
 
     try:

@@ -195,8 +195,9 @@ def test_compiler_that_fails_for_every_program(monkeypatch):
 def test_device_tables_are_plausible():
     assert len({tpu.device_kind for tpu in TPUS.values()}) == len(TPUS)
     assert all(7 * 2**30 < tpu.memory < 2**37 for tpu in TPUS.values())
-    for gpu in GPUS.values():
-        text = target_config(gpu)
+    for name, gpu in GPUS.items():
+        text = target_config(name)
         assert text.count("{") == text.count("}") == 3
-        assert f"device_memory_size: {gpu.memory}" in text
+        assert f"device_memory_size: {gpu.memory}\n" in text
+        assert f'device_description_str: "{gpu.description}"\n' in text
         assert 0.75 * gpu.memory > 55 * 2**30
