@@ -90,22 +90,13 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
         raise ValueError(
             f"axes={sizes}: one axis must be a multiple of the {known.slices} slices of {known}, which it spans"
         )
-    devices, shape = devices_of(known), tuple(sizes.values())
+    inner = [size // known.slices if dim == across else size for dim, size in enumerate(sizes.values())]
     if known.slices == 1:
-        return Mesh(_within_a_slice(shape, devices), tuple(sizes), axis_types=tuple(types))
-    inner = tuple(size // known.slices if dim == across else size for dim, size in enumerate(shape))
-    by_slice = ([device for device in devices if device.slice_index == i] for i in range(known.slices))
-    arranged = np.concatenate([_within_a_slice(inner, some) for some in by_slice], axis=across)
-    return Mesh(arranged, tuple(sizes), axis_types=tuple(types))
-
-
-def _within_a_slice(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Arrange devices as `jax.make_mesh` does."""
-    names = [str(dim) for dim in range(len(shape))]
-    try:
-        return jax.make_mesh(shape, names, devices=devices).devices
-    except NotImplementedError:  # make_mesh splits no physical axis, which these sizes require
-        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        devices = mesh_utils.create_device_mesh(inner, devices_of(known), allow_split_physical_axes=True)
+    else:
+        outer = [known.slices if dim == across else 1 for dim in range(len(inner))]
+        devices = mesh_utils.create_hybrid_device_mesh(inner, outer, devices_of(known), allow_split_physical_axes=True)
+    return Mesh(devices, tuple(sizes), axis_types=tuple(types))
 
 
 # Placing state and batch on the devices of a topology.

@@ -18,6 +18,8 @@ from jstep.tools.devices import parsed
 class Slice:
     """A device of a TPU slice."""
 
+    device_kind, platform = "a device", "cpu"
+
     def __init__(self, number: int, slice_index: int) -> None:
         self.number, self.slice_index = number, slice_index
 
@@ -56,23 +58,21 @@ def test_the_first_axis_that_they_divide_spans_the_slices(monkeypatch: Any, axes
     found = [Slice(number, number // 4) for number in (4, 5, 6, 7, 0, 1, 2, 3)]
     monkeypatch.setattr(topologies, "devices_of", lambda name: found)
     monkeypatch.setattr(topologies, "Mesh", lambda devices, names, axis_types: (devices, names, axis_types))
-    monkeypatch.setattr(topologies, "_within_a_slice", lambda shape, devices: np.array(devices, object).reshape(shape))
     devices, names, axis_types = jstep.topology("v5e:2x2*2", axes)  # type: ignore[misc]
     assert np.vectorize(lambda one: one.number)(devices).tolist() == expected
     assert (names, len(axis_types)) == (tuple(axes), len(axes))
 
 
-def test_devices_that_make_mesh_cannot_arrange(monkeypatch: Any) -> None:
-    def make_mesh(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError
-
+def test_an_axis_may_split_one_of_the_hardware(on_cpus: list[Any], monkeypatch: Any) -> None:
     asked = []
-    monkeypatch.setattr(topologies.jax, "make_mesh", make_mesh)
-    monkeypatch.setattr(
-        topologies.mesh_utils, "create_device_mesh", lambda *args, **options: asked.append((args, options))
-    )
-    topologies._within_a_slice((2, 4), ["devices"])
-    assert asked == [(((2, 4), ["devices"]), {"allow_split_physical_axes": True})]
+
+    def arranged(*args: Any, **options: Any) -> Any:
+        asked.append((args, options))
+        return np.array(jax.devices()).reshape(2, 4)
+
+    monkeypatch.setattr(topologies.mesh_utils, "create_device_mesh", arranged)
+    jstep.topology("v5e:2x4", {"data": 2, "model": 4})
+    assert asked == [(([2, 4], jax.devices()), {"allow_split_physical_axes": True})]
 
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
