@@ -171,13 +171,17 @@ class Checkpoint:
         """The records of the leaves that were left out, by path."""
         return {leaf.path: leaf for leaf in self.manifest.left_out}
 
-    def leaves(self) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
-        """Iterate over all leaves with their names and values, in order; PRNG keys are returned as their data.
+    def leaves(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
+        """Iterate over leaves with their names and values; PRNG keys are returned as their data.
+
+        Args:
+            names: The names of those to read, in this order; by default all.
 
         Raises:
             CheckpointError: The checkpoint cannot be read.
         """
-        for group in in_groups(((name, leaf.nbytes, leaf) for name, leaf in self.named.items()), _AT_ONCE):
+        chosen = ((name, self.named[name]) for name in (self.named if names is None else names))
+        for group in in_groups(((name, leaf.nbytes, leaf) for name, leaf in chosen), _AT_ONCE):
             yield from self._read(group)
 
     def _read(self, leaves: dict[str, Leaf]) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,10 +86,7 @@ def _by_how_much(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[floa
     if not is_inexact(a.dtype):
         if a.dtype == np.bool_:
             return None, None
-        low, high = (np.array([int(f(x)) for x in (a, b)], object) for f in (np.min, np.max))
-        fits = min(low) >= -(2**62) and max(high) < 2**62
-        gap = np.abs(a.astype(np.int64) - b.astype(np.int64)) if fits else np.abs(a.astype(object) - b.astype(object))
-        return float(gap.max()), None
+        return float(_gap(a, b)), None
     wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
     finite = np.isfinite(wide_a) & np.isfinite(wide_b)
     with np.errstate(over="ignore"):
@@ -102,9 +99,12 @@ def _ulps(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int | None:
     """Return the largest distance in units in the last place."""
     if not a.size:
         return None
-    order_a, order_b = _order(a), _order(b)
-    above, under = np.maximum(order_a, order_b), np.minimum(order_a, order_b)
-    # The distance of two int64 may overflow int64, but it fits in uint64.
+    return _gap(_order(a), _order(b))
+
+
+def _gap(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
+    """Return the largest difference of integers; that of two int64 may overflow int64, but it fits in uint64."""
+    above, under = np.maximum(a, b), np.minimum(a, b)
     return int((above.astype(np.uint64) - under.astype(np.uint64)).max())
 
 
@@ -229,11 +229,12 @@ def differences_left_out(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifferenc
 
 def _saved(one: Checkpoint, paths: set[str]) -> dict[str, LeftOut]:
     """Return the records that saved leaves would have if they had been left out."""
-    if not paths & one.named.keys():
+    saved = paths & one.named.keys()
+    if not saved:
         return {}
     from jstep.checkpoint.slots import started_slots  # imports JAX, which is not needed above
 
-    return {name: started_slots([(leaf, array)])()[0] for name, leaf, array in one.leaves() if name in paths}
+    return {name: started_slots([(leaf, array)])()[0] for name, leaf, array in one.leaves(saved)}
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -280,7 +281,7 @@ def _run(arguments: argparse.Namespace) -> int:
         (one,), (other,) = a.steps.values(), b.steps.values()
         every = {name for x in (one, other) for name in (*x.left_out, *x.named)}
         steps = {"a": one.step, "b": other.step}
-        result = _result(a, b, list(_leaves(one, other)), steps=steps, compared=len(every))
+        result = _result(a, b, _leaves(one, other), steps=steps, compared=len(every))
     else:
         result = _runs(a, b)
     code = cli_common.answer(
@@ -345,7 +346,7 @@ def _runs(a: _Side, b: _Side) -> dict[str, Any]:
         if a.kind == "a log of fingerprints":
             found = _of_entries(of_a[key], of_b[key])
         else:
-            leaves = list(_leaves(of_a[key], of_b[key]))
+            leaves = _leaves(of_a[key], of_b[key])
             found = (leaves, {}) if leaves else None
         if found is not None:
             return _result(a, b, found[0], step=key[0], common=common, same_before=before, same=False, **found[1])
@@ -365,40 +366,26 @@ def _of_entries(a: Any, b: Any) -> tuple[list[LeafDifference], dict[str, bool]] 
     return [LeafDifference(path, only.get(path, "fingerprint"), only.get(path, "")) for path in found.leaves], {}
 
 
-def _leaves(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
-    absent = a.left_out.keys() | b.left_out.keys()
+def _leaves(a: Checkpoint, b: Checkpoint) -> list[LeafDifference]:
     for one in (a, b):
         if problems := one.problems():
             raise ValueError(f"{one.path} is corrupted: {'; '.join(problems[:3])}")
-    # Read leaf by leaf in the order of A, because two checkpoints may not fit into memory.
-    later = _by_name(b)
-    for name, leaf, array in a.leaves():
-        other = b.named.get(name)
-        if name in absent:
-            continue
+    absent = a.left_out.keys() | b.left_out.keys()
+    of_a, of_b = ({name: leaf for name, leaf in x.named.items() if name not in absent} for x in (a, b))
+    found: dict[str, LeafDifference] = {}
+    for name, leaf in of_a.items():
+        other = of_b.get(name)
         if other is None:
-            yield LeafDifference(name, "only in A", "only in A")
+            found[name] = LeafDifference(name, "only in A", "only in A")
         elif (leaf.dtype, leaf.key_impl) != (other.dtype, other.key_impl):
-            yield LeafDifference(name, "dtype", f"{leaf.dtype} in A, {other.dtype} in B")
-        elif (found := difference(name, array, later(name))) is not None:
-            yield found
-    others = [name for name in b.named if name not in a.named and name not in absent]
-    yield from (LeafDifference(name, "only in B", "only in B") for name in others)
-    yield from differences_left_out(a, b)
-
-
-def _by_name(one: Checkpoint) -> Callable[[str], Any]:
-    """Return a function that reads until it reaches a leaf, and keeps the leaves before it for later."""
-    rest = one.leaves()
-    kept: dict[str, Any] = {}
-
-    def get(name: str) -> Any:
-        while name not in kept:
-            at_name, _, array = next(rest)
-            kept[at_name] = array
-        return kept.pop(name)
-
-    return get
+            found[name] = LeafDifference(name, "dtype", f"{leaf.dtype} in A, {other.dtype} in B")
+    both = [name for name in of_a if name not in found]
+    # Read leaf by leaf, because two checkpoints may not fit into memory.
+    for (name, _, array), (_, _, its) in zip(a.leaves(both), b.leaves(both), strict=True):
+        if (differing := difference(name, array, its)) is not None:
+            found[name] = differing
+    others = [LeafDifference(name, "only in B", "only in B") for name in of_b if name not in of_a]
+    return [*(found[name] for name in of_a if name in found), *others, *differences_left_out(a, b)]
 
 
 def _result(a: _Side, b: _Side, found: list[LeafDifference], **more: Any) -> dict[str, Any]:
