@@ -94,15 +94,12 @@ def exchanges_of(program: Program) -> list[Exchange]:
     In loops, they count as often as the loops run (once if that depends on values). Of a conditional, the branch that
     moves the most bytes counts. An asynchronous exchange counts once, although it has several instructions.
     """
-    reached = compiled.containing(
-        program, lambda one: one.opcode == "send" or one.opcode.removesuffix("-start") in KINDS
-    )
     computations = program.computations.values()
     # On a TPU several copies of an instruction may belong to one exchange, and one of them starts it.
     started = {_chain(one) for each in computations for one in each.instructions.values() if _is_started(each, one)}
 
     def within(frame: Frame, times: int) -> Iterator[Exchange]:
-        for one in frame.computation.instructions.values() if frame.computation.name in reached else ():
+        for one in frame.computation.instructions.values():
             kind, chain = _kind(frame, one), _chain(one)
             is_continued = chain and chain in started and not _is_started(frame.computation, one)
             if kind is not None and not is_continued:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import NamedTuple, TypeAlias
 
 # Parser of compiled programs: computations, instructions, and the types of their results.
@@ -423,27 +423,9 @@ def _constant(value: _Value | None) -> int | None:
     return None if begin is None else begin + value.offset
 
 
-def containing(program: Program, wanted: Callable[[Instruction], bool]) -> set[str]:
-    """Return the computations that contain a wanted instruction, directly or through calls."""
-
-    @functools.cache
-    def contains(name: str) -> bool:
-        computation = program.computations.get(name)
-        instructions = computation.instructions.values() if computation is not None else ()
-        return any(wanted(one) or any(contains(inner) for _, inner in one.called) for one in instructions)
-
-    return set(filter(contains, program.computations))
-
-
-def instructions_of(program: Program, wanted: Callable[[Instruction], bool]) -> Iterator[tuple[Frame, Instruction]]:
-    """Iterate over the wanted instructions, once for each call of their computation."""
-    reached = containing(program, wanted)
-
-    def within(frame: Frame) -> Iterator[tuple[Frame, Instruction]]:
-        for one in frame.computation.instructions.values() if frame.computation.name in reached else ():
-            if wanted(one):
-                yield frame, one
-            for inner in frame.inner(one):
-                yield from within(inner)
-
-    return within(Frame(program, program.entry))
+def instructions_within(frame: Frame) -> Iterator[tuple[Frame, Instruction]]:
+    """Iterate over the instructions of a frame and of those that it calls, once for each call of their computation."""
+    for one in frame.computation.instructions.values():
+        yield frame, one
+        for inner in frame.inner(one):
+            yield from instructions_within(inner)

@@ -28,7 +28,7 @@ from jstep.core.work import work_of
 from jstep.data.to_devices import mesh_without_batch
 from jstep.state.train_state import TrainState, require_state
 from jstep.tools.collectives import Collective, Exchange, collectives_of, exchanges_of, uses_of
-from jstep.tools.compiled import Array, Instruction, Program, argument_of, instructions_of, parse_program, recomputes
+from jstep.tools.compiled import Array, Frame, Program, argument_of, instructions_within, parse_program, recomputes
 from jstep.tools.devices import memory_of, parsed
 from jstep.tools.topologies import name_of, on_topology, refuse_other_devices, require_working, versions
 
@@ -456,13 +456,14 @@ def _resharded(
         for kind in ("all-gather", "all-to-all")
     )
     split = {number for number, (path, leaf) in leaves.items() if path.startswith("params") and _is_split(leaf, axis)}
-
-    def is_product(one: Instruction) -> bool:
-        return one.opcode in _PRODUCTS and _OF_THE_LOSS in one.op_name
-
     # Whether a matrix product of the loss has one of these arguments as an operand, each device its shard.
-    products = instructions_of(program, is_product) if gathers and split else iter(())
-    if not others and not any(argument_of(frame, name) in split for frame, one in products for name in one.operands):
+    products = (
+        (frame, name)
+        for frame, one in instructions_within(Frame(program, program.entry))
+        if one.opcode in _PRODUCTS and _OF_THE_LOSS in one.op_name
+        for name in one.operands
+    )
+    if not others and not (gathers and any(argument_of(frame, name) in split for frame, name in products)):
         return ""
     what = " and ".join(kind for kind, found in (("all-gather", gathers), ("all-to-all", others)) if found)
     return f"activations are resharded ({what}, {size(gathers + others)} per step): {_remedy(axis)}"
