@@ -113,7 +113,7 @@ def batches(
     plan = Plan(
         streams, each, Share(sizes, process), seed, shuffle, num_epochs=num_epochs, drop_remainder=drop_remainder
     )
-    end = NO_END if num_epochs is None else each.runs[-1].stop
+    end = NO_END if num_epochs is None else each.runs.values[-1].stop
     return Batches(plan, {"": rows}, Steps([range(end)]))
 
 
@@ -191,7 +191,7 @@ def _sizes_in_epochs(num_rows: int, sizes: Staircase[int], drop_remainder: bool,
             epochs, i = divmod(run_stop - 1 - first, period)
             epoch, offset = epoch + epochs, min(offset + (i + 1) * size, num_rows)
             first, before = run_stop, run.before_step(run_stop)
-    return Sizes(tuple(runs))
+    return Sizes(Staircase(tuple(run.first for run in runs), tuple(runs)))
 
 
 # Weighted mixtures of data sources, as batches by step.
@@ -270,7 +270,8 @@ def mixture(
     seed, shuffle = as_int(seed, "seed", 0), as_bool(shuffle, "shuffle")
     share = Share(stairs, given_process(process_index, process_count))
     streams = tuple((len(rows[name]), derived_seed(seed, ROWS, name)) for name in names)
-    counts = counts_of(stages, sizes) if len(names) > 1 else None
+    by_rows = [(sizes.before(stage.first), stage.value) for stage in stages.stages()]
+    counts = counts_of(by_rows) if len(names) > 1 else None
     plan = Plan(streams, sizes, share, seed, shuffle, stages, counts)
     return Mixture(plan, rows, Steps([range(NO_END)]))
 

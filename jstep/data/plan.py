@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jstep.data.permutation import Lookahead, RowNumbers, Rows, domain, draw_keys, permute
-from jstep.data.proportions import Counts, Weights
+from jstep.data.proportions import CountStage, Weights
 from jstep.data.sizes import Share, Sizes
 from jstep.data.staircase import Staircase
 from jstep.data.steps import count_of
@@ -59,13 +59,13 @@ class Plan(NamedTuple):
     seed: int
     shuffle: bool
     weights: Staircase[Weights] = Staircase((0,), ((Fraction(1),),))
-    counts: Counts | None = None
+    counts: Staircase[CountStage] | None = None
     num_epochs: int | None = None
     drop_remainder: bool | None = None
 
     def counts_at(self, rows: int) -> tuple[int, ...]:
         """Return the number of rows from each source among the first `rows`."""
-        return (rows,) if self.counts is None else self.counts.at(rows)
+        return (rows,) if self.counts is None else self.counts.at(rows).counts(rows)
 
     def counts_of(self, steps: range) -> tuple[int, ...]:
         """Return the number of rows of each source in the batches of some steps; with a stride, step by step."""
@@ -124,7 +124,7 @@ class PlanReader:
             found: RowNumbers = lines[step - first]
             return found
         plan, (ahead,), ((num_rows, _),) = self._plan, self._ahead, self._plan.streams
-        run = plan.sizes.run_of(step)
+        run = plan.sizes.runs.at(step)
         low, high = plan.share.of(run.at(step))
         start, count = run.position_at(step) + low, high - low
         epoch, offset = divmod(start, num_rows)

@@ -1,8 +1,9 @@
 """The weights of a mixture, and the number of rows that come from each source, in exact arithmetic.
 
-`counts` returns how many of the first T rows are from each source. Consider a stage that begins with counts c and
-ideals I, and whose weights w sum to 1. A fluid flows into the sources at one row per time unit. It first fills the
-sources that are furthest behind, measured by c - I, until they are level with the next, and then follows the weights:
+`CountStage.counts` returns how many of the first T rows are from each source. Consider a stage that begins with counts
+c and ideals I, and whose weights w sum to 1. A fluid flows into the sources at one row per time unit. It first fills
+the sources that are furthest behind, measured by c - I, until they are level with the next, and then follows the
+weights:
 
     F_s(t) = max(c_s, I_s + w_s·t + level(t)),   sum of F_s(t) = sum of c_s + t
 
@@ -21,7 +22,6 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from jstep.core.checks import as_number, kind, shown
-from jstep.data.sizes import Sizes
 from jstep.data.staircase import Staircase, staircase
 
 Weights = tuple[Fraction, ...]
@@ -90,30 +90,27 @@ class CountStage(NamedTuple):
         return math.inf
 
 
-class Counts:
-    """The number of rows from each source among the first T rows.
+def counts_of(stages: Sequence[tuple[int, Weights]]) -> Staircase[CountStage]:
+    """Return the stages of the counts of rows from each source, by the number of rows from which they hold.
 
     Args:
         stages: The number of rows before each stage, ascending from 0, and its weights.
     """
-
-    def __init__(self, stages: Sequence[tuple[int, Weights]]) -> None:
-        self._stages: list[CountStage] = []
-        counts = (0,) * len(stages[0][1])
-        ideals: list[Fraction] = [Fraction(0)] * len(counts)
-        previous = stages[0]
-        for first, weights in stages:
-            if self._stages:
-                grown = [i + w * (first - previous[0]) for i, w in zip(ideals, previous[1], strict=True)]
-                counts = self._stages[-1].counts(first)
-                errors = [round((c - i) * _PRECISION) for c, i in zip(counts, grown, strict=True)]
-                ideals = [c - Fraction(e, _PRECISION) for c, e in zip(counts, errors, strict=True)]
-            self._stages.append(CountStage(first, _phases(counts, ideals, weights), sum(w > 0 for w in weights)))
-            previous = first, weights
-
-    def at(self, rows: int) -> tuple[int, ...]:
-        """Return the number of rows from each source among the first `rows`."""
-        return self._stages[bisect.bisect_right(self._stages, rows, key=lambda stage: stage.first) - 1].counts(rows)
+    found: list[CountStage] = []
+    start, before = stages[0]
+    counts = (0,) * len(before)
+    ideals: list[Fraction] = [Fraction(0)] * len(before)
+    for first, weights in stages:
+        if found and weights == before:  # its order continues
+            continue
+        if found:
+            grown = [i + w * (first - start) for i, w in zip(ideals, before, strict=True)]
+            counts = found[-1].counts(first)
+            errors = [round((c - i) * _PRECISION) for c, i in zip(counts, grown, strict=True)]
+            ideals = [c - Fraction(e, _PRECISION) for c, e in zip(counts, errors, strict=True)]
+        found.append(CountStage(first, _phases(counts, ideals, weights), sum(w > 0 for w in weights)))
+        start, before = first, weights
+    return Staircase(tuple(stage.first for stage in found), tuple(found))
 
 
 def _phases(counts: tuple[int, ...], ideals: list[Fraction], weights: Weights) -> tuple[Phase, ...]:
@@ -176,13 +173,3 @@ def as_weights(given: Any, names: Sequence[str]) -> Staircase[Weights]:
     if isinstance(given, Mapping) and any(not isinstance(k, str) or isinstance(v, Mapping) for k, v in given.items()):
         return staircase(given, "weights", check)
     return Staircase((0,), (check(given, "weights"),))
-
-
-def counts_of(weights: Staircase[Weights], sizes: Sizes) -> Counts:
-    """Return the counts of rows from each source, for weights that change at given steps."""
-    # A stage with the same weights as the previous one continues its order.
-    stages: list[tuple[int, Weights]] = []
-    for first, _, value in weights.stages():
-        if not stages or stages[-1][1] != value:
-            stages.append((sizes.before(first), value))
-    return Counts(stages)

@@ -380,9 +380,9 @@ class BatchSequence(abc.ABC):
 
         A smaller last batch of an epoch (`drop_remainder=False`) does not count as a change.
         """
-        found = self._steps.changes((run.first, run.stop, run.size) for run in self._plan.sizes.runs)
+        found = self._steps.changes((run.first, run.stop, run.size) for run in self._plan.sizes.runs.values)
         if not found:
-            return self._plan.sizes.runs[0].size
+            return self._plan.sizes.runs.at(0).size
         return found[0] if len(found) == 1 else found
 
     @property

@@ -1,7 +1,5 @@
 """The number of rows of each batch, in closed form over runs of steps, and the share of each process."""
 
-import bisect
-import operator
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -59,29 +57,18 @@ class Run(NamedTuple):
         return next((step for step in candidates if step in steps and self.at(step) != size), None)
 
 
-_FIRST = operator.attrgetter("first")
-
-
 class Sizes(NamedTuple):
-    """The rows of each batch, as consecutive runs without gaps."""
+    """The rows of each batch, as consecutive runs without gaps; the last one also holds for the step after the end."""
 
-    runs: tuple[Run, ...]
-
-    def number_of(self, step: int) -> int:
-        """Return the number of the run that contains a step; the last run for the step after the end."""
-        return bisect.bisect_right(self.runs, step, key=_FIRST) - 1
-
-    def run_of(self, step: int) -> Run:
-        """Return the run that contains a step; the last run for the step after the end."""
-        return self.runs[self.number_of(step)]
+    runs: Staircase[Run]
 
     def at(self, step: int) -> int:
         """Return the rows of the batch of a step."""
-        return self.run_of(step).at(step)
+        return self.runs.at(step).at(step)
 
     def before(self, step: int) -> int:
         """Return the rows of all batches before a step."""
-        return self.run_of(step).before_step(step)
+        return self.runs.at(step).before_step(step)
 
     def total(self, steps: range) -> int:
         """Return the rows of the batches of some steps, step by step where the last batch of an epoch is smaller."""
@@ -94,11 +81,12 @@ class Sizes(NamedTuple):
         """Split steps into ranges within one run each, in their order."""
         if not steps:
             return
-        ends = self.number_of(steps[0]), self.number_of(steps[-1])
+        ends = self.runs.index(steps[0]), self.runs.index(steps[-1])
         for i in range(ends[0], ends[1] + 1) if steps.step > 0 else range(ends[0], ends[1] - 1, -1):
-            inner = within(steps, self.runs[i].first, self.runs[i].stop)
+            run = self.runs.values[i]
+            inner = within(steps, run.first, run.stop)
             if inner:
-                yield inner, self.runs[i]
+                yield inner, run
 
 
 class Share:

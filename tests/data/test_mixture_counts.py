@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from thorough import examples
 
 from jstep.data import proportions
-from jstep.data.proportions import Counts
+from jstep.data.proportions import counts_of
 
 
 def normalize(weights):
@@ -45,11 +45,11 @@ def ideal_counts(stages, rows):
 @examples(150)
 @given(schedules())
 def test_counts_are_bounded_and_monotonic(stages):
-    counts = Counts(stages)
+    counts = counts_of(stages)
     n = len(stages[0][1])
     last = (0,) * n
     for rows in range(stages[-1][0] + 60):
-        now = counts.at(rows)
+        now = counts.at(rows).counts(rows)
         assert sum(now) == rows
         assert all(
             abs(c - i) <= Fraction(n - 1, 2) + Fraction(1, 2**100)
@@ -66,21 +66,24 @@ def test_counts_are_bounded_and_monotonic(stages):
 def test_rows_of_one_stage_follow_virtual_times(weights, far):
     """Row j of a source has the virtual time (2j + 1) / (2w); rows are taken in that order."""
     exact = normalize(weights)
-    counts = Counts([(0, exact)])
+    counts = counts_of([(0, exact)])
     found = [0] * len(weights)
     for rows in range(50):
-        assert counts.at(rows) == tuple(found)
+        assert counts.at(rows).counts(rows) == tuple(found)
         due = [(Fraction(2 * c + 1) / (2 * w), s) for s, (c, w) in enumerate(zip(found, exact, strict=True)) if w]
         found[min(due)[1]] += 1
-    assert all(abs(c - far * w) <= Fraction(len(weights) - 1, 2) for c, w in zip(counts.at(far), exact, strict=True))
+    assert all(
+        abs(c - far * w) <= Fraction(len(weights) - 1, 2)
+        for c, w in zip(counts.at(far).counts(far), exact, strict=True)
+    )
 
 
 @given(schedules(), st.integers(0, 50), st.data())
 def test_later_stages_do_not_affect_earlier_counts(stages, rows, data):
     kept = data.draw(st.integers(1, len(stages)))
     edge = stages[kept][0] if kept < len(stages) else stages[-1][0] + 50
-    one, other = Counts(stages), Counts(stages[:kept])
-    assert one.at(min(rows, edge)) == other.at(min(rows, edge))
+    one, other = counts_of(stages), counts_of(stages[:kept])
+    assert one.at(min(rows, edge)).counts(min(rows, edge)) == other.at(min(rows, edge)).counts(min(rows, edge))
 
 
 def test_bound_holds_for_adversarial_weights():
@@ -95,10 +98,10 @@ def test_bound_holds_for_adversarial_weights():
         stages.append((first, normalize(weights)))
         first += 3 + 4999 * (turn % 2)
         frozen = turn % n
-    counts = Counts(stages)
+    counts = counts_of(stages)
     for stage, _ in stages:
         for rows in range(max(stage - 3, 0), stage + 4):
-            found = zip(counts.at(rows), ideal_counts(stages, rows), strict=True)
+            found = zip(counts.at(rows).counts(rows), ideal_counts(stages, rows), strict=True)
             assert all(abs(c - i) <= Fraction(n - 1, 2) + Fraction(1, 2**100) for c, i in found)
 
 
@@ -109,8 +112,8 @@ def test_counts_are_exact_for_many_rows(rows):
         (10**9 + 7, normalize([0.3, 0.3, 0])),
         (10**11 + 3, normalize([1, 1e-9, math.e])),
     ]
-    counts = Counts(stages)
-    steps = [counts.at(rows + i) for i in range(200)]
+    counts = counts_of(stages)
+    steps = [counts.at(rows + i).counts(rows + i) for i in range(200)]
     for i, found in enumerate(steps):
         assert sum(found) == rows + i
         assert all(
@@ -121,7 +124,7 @@ def test_counts_are_exact_for_many_rows(rows):
 
 def test_integers_stay_small_with_many_stages():
     stages = [(10 * i, normalize([0.1 + 0.7 / (i + 1), 0.3, math.sqrt(i + 2)])) for i in range(2000)]
-    assert all(phase.unit.bit_length() < 1000 for stage in Counts(stages)._stages for phase in stage.phases)
+    assert all(phase.unit.bit_length() < 1000 for stage in counts_of(stages).values for phase in stage.phases)
 
 
 def test_comparisons_per_source(monkeypatch):
@@ -141,5 +144,5 @@ def test_comparisons_per_source(monkeypatch):
     monkeypatch.setattr(proportions.CountStage, "_due", lambda *args: Counted(due(*args)))
     names = [f"source {n}" for n in range(300)]
     weights = proportions.as_weights({name: n + 1 for n, name in enumerate(names)}, names).at(0)
-    assert sum(proportions.Counts([(0, weights)]).at(1000)) == 1000
+    assert sum(counts_of([(0, weights)]).at(0).counts(1000)) == 1000
     assert 0 < len(compared) < 20 * len(names)
