@@ -24,8 +24,6 @@ from jstep.core.threads import MAKING, Thread, doing
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import (
     arrays_of,
-    first_wide,
-    flatten,
     is_key,
     is_plain_tuple,
     leading_sizes,
@@ -167,20 +165,9 @@ def copied(item: Any, *, fresh: bool = False) -> Any:
     Raises:
         OverflowError: An integer does not fit its dtype on a device. The message contains the path of its leaf.
     """
-    leaves, treedef = flatten(item)
-    if not all(map(_is_known, leaves)):
-        item = _as_known(item)
-        refuse_wide(item, "batch")
-        leaves = jax.tree.leaves(item)
-    copies = []
-    for leaf in leaves:  # inlined: a function for each leaf costs as much as a small step
-        if isinstance(leaf, np.ndarray):
-            if leaf.dtype.itemsize == 8 and first_wide(leaf) is not None:
-                refuse_wide(item, "batch")
-            if not fresh:
-                leaf = np.array(leaf, order="C") if leaf.nbytes < _LARGE else _aligned_copy(leaf)
-        copies.append(leaf)
-    return treedef.unflatten(copies)
+    item = _as_known(item)
+    refuse_wide(item, "batch")
+    return item if fresh else jax.tree.map(lambda leaf: _copy(leaf) if isinstance(leaf, np.ndarray) else leaf, item)
 
 
 _LARGE = 2**18
@@ -189,8 +176,10 @@ _ALIGNMENT = 64
 """On a CPU a program uses an array that begins at a multiple of so many bytes where it is, and copies others again."""
 
 
-def _aligned_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Copy an array to where a program on a CPU can use it without another copy."""
+def _copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Copy an array, a large one to where a program on a CPU can use it without another copy."""
+    if array.nbytes < _LARGE:
+        return np.array(array, order="C")
     memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     copy: np.ndarray[Any, Any] = np.ndarray(array.shape, array.dtype, memory, start)
