@@ -1,6 +1,5 @@
 """Callbacks of evaluations: early stopping, plateaus, the best checkpoint; how they are called and interrupted."""
 
-import contextlib
 import contextvars
 import dataclasses
 import logging
@@ -15,11 +14,9 @@ from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_bool, as_int, as_number, as_text, kind, one_of, shown
-from jstep.core.exceptions import setting
 from jstep.core.meshes import internal_transfers
 from jstep.core.selection import VarList, check_form
 from jstep.hooks import hook
-from jstep.hooks.base import as_functions
 from jstep.hooks.hook import StopWith, key_of
 from jstep.hooks.numbers import is_number, read
 from jstep.hooks.run_info import RunInfo
@@ -586,9 +583,10 @@ class KeepBest:
 
 # Interrupt an evaluation between two batches when a signal stops the run.
 
-_stop_requested: contextvars.ContextVar[Callable[[], bool] | None] = contextvars.ContextVar(
+STOP_REQUESTED: contextvars.ContextVar[Callable[[], bool] | None] = contextvars.ContextVar(
     "stop_requested", default=None
 )
+"""What says whether the run is stopping, while a hook evaluates; must be called equally often on all processes."""
 
 
 class EvaluationAbandoned(BaseException):
@@ -598,22 +596,13 @@ class EvaluationAbandoned(BaseException):
     """
 
 
-def interruptible(stop_requested: Callable[[], bool]) -> contextlib.AbstractContextManager[Callable[[], bool]]:
-    """Make evaluators that are called inside interruptible.
-
-    Args:
-        stop_requested: Returns whether the run is stopping; must be called equally often on all processes.
-    """
-    return setting(_stop_requested, stop_requested)
-
-
 def raise_if_stop_requested() -> None:
-    """Raise if the run is stopping; called between batches. Outside of `interruptible` it does nothing.
+    """Raise if the run is stopping; called between batches. Outside of an evaluation hook it does nothing.
 
     Raises:
         EvaluationAbandoned: The run is stopping.
     """
-    stop_requested = _stop_requested.get()
+    stop_requested = STOP_REQUESTED.get()
     if stop_requested is not None and stop_requested():
         raise EvaluationAbandoned
 
@@ -623,74 +612,41 @@ def raise_if_stop_requested() -> None:
 EvaluationCallback = Callable[[int, TrainState, Mapping[str, Any]], "bool | TrainState | None"]
 
 
-class Callbacks:
-    """Functions `(step, state, results)`, called in order.
+def call_each(functions: Sequence[EvaluationCallback], method: str, *args: Any) -> list[bool]:
+    """Call a method of all callbacks that have it."""
+    return [bool(getattr(one, method)(*args)) for one in functions if hasattr(one, method)]
+
+
+def called(
+    functions: Sequence[EvaluationCallback],
+    argument: str,
+    step: int,
+    state: TrainState,
+    results: Mapping[str, Any],
+    *,
+    on_cadence: bool,
+) -> tuple[Any, str | None]:
+    """Call the callbacks in order, and combine their results: one may stop the run while another replaces the state.
 
     Args:
-        functions: The functions.
-        argument: The name of the argument, for errors.
+        functions: The callbacks.
+        argument: The name of the argument that has them, for errors.
+        step: The step.
+        state: The evaluated state.
+        results: The results of the evaluation.
+        on_cadence: Whether the evaluation was due; if not, callbacks with a true `on_cadence_only` are skipped.
 
-    Attributes:
-        stopped_by: The key of the callback that stopped the run, or None.
-
-    Raises:
-        TypeError: The argument is not a sequence of functions.
+    Returns:
+        The result of the hook, and the key of the first callback that stops the run, or None.
     """
-
-    def __init__(self, functions: Sequence[EvaluationCallback], argument: str) -> None:
-        self._functions = as_functions(functions, argument, "(step, state, results)")
-        self._argument, self._where = argument, f"EvaluationHook({argument}=…)"
-        self.stopped_by: str | None = None
-
-    def __len__(self) -> int:
-        return len(self._functions)
-
-    @property
-    def why(self) -> str | None:
-        """The `why` of a callback that ends the run before any step, or None."""
-        return next((one.why for one in self._functions if isinstance(getattr(one, "why", None), str)), None)
-
-    def begin(self, state: TrainState) -> bool:
-        """Call `begin` of the callbacks; return whether one of them ends the run before any step.
-
-        Raises:
-            TypeError: A callback has `get_state` without `set_state`.
-            ValueError: Two callbacks have the same `key`.
-        """
-        hook.check_owners(self._functions, self._where)
-        self.stopped_by = None
-        return any(self.each("begin", state))
-
-    def get_state(self) -> Any:
-        """Return the states of the callbacks."""
-        return hook.get_states(self._functions, self._where)
-
-    def set_state(self, value: Any) -> bool:
-        """Restore the states; return whether one of the callbacks ends the run."""
-        return hook.set_states(self._functions, value, self._where)
-
-    def __call__(self, step: int, state: TrainState, results: Mapping[str, Any], *, on_cadence: bool) -> Any:
-        """Call the callbacks and combine their results: one may stop the run while another replaces the state.
-
-        Args:
-            step: The step.
-            state: The evaluated state.
-            results: The results of the evaluation.
-            on_cadence: Whether the evaluation was due; if not, callbacks with a true `on_cadence_only` are skipped.
-        """
-        given, stop = state, False
-        for function in self._functions:
-            if not on_cadence and getattr(function, "on_cadence_only", False):
-                continue
-            result = function(step, given, results)
-            stop_now, given = hook.check_hook_result(result, given, step, f"{self._argument}: {hook.name_of(function)}")
-            if stop_now and self.stopped_by is None:
-                self.stopped_by = hook.key_of(function)
-            stop = stop or stop_now
-        if given is state:
-            return stop or None
-        return StopWith(given) if stop else given
-
-    def each(self, method: str, *args: Any) -> list[bool]:
-        """Call a method of all callbacks that have it."""
-        return [bool(getattr(one, method)(*args)) for one in self._functions if hasattr(one, method)]
+    given, stopped_by = state, None
+    for function in functions:
+        if not on_cadence and getattr(function, "on_cadence_only", False):
+            continue
+        result = function(step, given, results)
+        stop, given = hook.check_hook_result(result, given, step, f"{argument}: {hook.name_of(function)}")
+        if stop and stopped_by is None:
+            stopped_by = hook.key_of(function)
+    if given is state:
+        return (True if stopped_by else None), stopped_by
+    return (StopWith(given) if stopped_by else given), stopped_by

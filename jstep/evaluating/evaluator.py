@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, as_text, kind, shown
-from jstep.core.exceptions import explain_jax, note
+from jstep.core.exceptions import explain_jax, note, setting
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, using_mesh
 from jstep.core.placement import refuse_shapes
 from jstep.core.stopwatch import EVALUATING, STEPPING
@@ -25,16 +25,17 @@ from jstep.differentiate.lanes import Lanes, as_lanes, of_each_lane, on_lanes, s
 from jstep.distributed import processes
 from jstep.evaluating import evaluation_batches
 from jstep.evaluating.callbacks import (
-    Callbacks,
+    STOP_REQUESTED,
     EvaluationAbandoned,
     EvaluationCallback,
-    interruptible,
+    call_each,
+    called,
     raise_if_stop_requested,
 )
 from jstep.evaluating.evaluation_batches import OBJECT, EvaluationBatches, Metric, Totals
-from jstep.hooks.base import OwnRun, RunHook, check_writer, scalar
+from jstep.hooks.base import OwnRun, RunHook, as_functions, check_writer, scalar
 from jstep.hooks.cadence import cadence
-from jstep.hooks.hook import Clock, Metrics, StopWith, key_of
+from jstep.hooks.hook import Clock, Metrics, StopWith, check_owners, get_states, key_of, set_states
 from jstep.hooks.numbers import numbers_of, read, text
 from jstep.hooks.run_info import RunInfo
 from jstep.optimizers.averages import NAME, as_average_names, averaged_params
@@ -130,7 +131,10 @@ class EvaluationHook(RunHook):
         self.key = None if key is None else as_text(key, "key", "the name under which checkpoints store its state")
         if callbacks is not None and then != ():
             raise TypeError("then and callbacks are two names of one argument: give one of them")
-        self._callbacks = Callbacks(then, "then") if callbacks is None else Callbacks(callbacks, "callbacks")
+        self._argument, given = ("then", then) if callbacks is None else ("callbacks", callbacks)
+        self._callbacks = as_functions(given, self._argument, "(step, state, results)")
+        self._where = f"EvaluationHook({self._argument}=…)"  # in errors and logs
+        self.stopped_by: str | None = None  # the key of the callback that stopped the run
         # The state is sharded over all processes, so all of them evaluate it.
         steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
         self.cadence = cadence(steps=steps, secs=secs, clock=clock, together=True)
@@ -143,12 +147,7 @@ class EvaluationHook(RunHook):
     @property
     def why(self) -> str | None:
         """The `why` of the callback that ends the run before any step, or None."""
-        return self._callbacks.why
-
-    @property
-    def stopped_by(self) -> str | None:
-        """The callback that stopped the run, or None."""
-        return self._callbacks.stopped_by
+        return next((one.why for one in self._callbacks if isinstance(getattr(one, "why", None), str)), None)
 
     def use_run(self, run: RunInfo) -> None:
         """Pass the run to callbacks; refuse two hooks with one prefix."""
@@ -159,7 +158,7 @@ class EvaluationHook(RunHook):
             )
         super().use_run(run)
         if not isinstance(run, OwnRun):
-            self._callbacks.each("use_run", run)
+            call_each(self._callbacks, "use_run", run)
 
     @shortens_tracebacks
     def begin(self, state: TrainState) -> bool:
@@ -174,12 +173,15 @@ class EvaluationHook(RunHook):
         super().begin(state)
         if isinstance(self._evaluate, CheckedEvaluation):
             self._evaluate.check(state)
-        return self._callbacks.begin(state)
+        check_owners(self._callbacks, self._where)
+        self.stopped_by = None
+        return any(call_each(self._callbacks, "begin", state))
 
     def get_state(self) -> Any:
         """Return the states of callbacks, the last step they have seen, and the step of an interrupted evaluation."""
         left = {} if self._left is None else {"left": self._left}
-        return {"step": self._reported_step, "owed": self._owed, "then": self._callbacks.get_state(), **left}
+        then = get_states(self._callbacks, self._where)
+        return {"step": self._reported_step, "owed": self._owed, "then": then, **left}
 
     def set_state(self, value: Any) -> bool:
         """Restore the states; return True if a callback had stopped the run. A value of unknown format is logged."""
@@ -189,7 +191,7 @@ class EvaluationHook(RunHook):
             _logger.warning("hooks: %s cannot read its state in the checkpoint: it starts fresh", key_of(self))
             return False
         self._reported_step, self._owed, self._left = steps
-        return self._callbacks.set_state(fields.get("then"))
+        return set_states(self._callbacks, fields.get("then"), self._where)
 
     def evaluate_first(self, step: int, state: TrainState) -> Any:
         """Called once before the first step of a fresh run."""
@@ -227,12 +229,12 @@ class EvaluationHook(RunHook):
 
     def before_save(self, step: int) -> bool | None:
         """Call `before_save` of the callbacks; return whether one of them prevents the save."""
-        return any(self._callbacks.each("before_save", step))
+        return any(call_each(self._callbacks, "before_save", step))
 
     def close(self) -> None:
         """Close the callbacks."""
         super().close()
-        self._callbacks.each("close")
+        call_each(self._callbacks, "close")
 
     def _is_on_cadence(self, step: int) -> bool:
         """Whether an evaluation is due at this step, or was due when it was interrupted."""
@@ -246,7 +248,7 @@ class EvaluationHook(RunHook):
             jax.block_until_ready(state)
         self.run.reports.transfers.deliver_all()  # rows of earlier steps precede these results
         try:
-            with interruptible(self.run.stop_requested):
+            with setting(STOP_REQUESTED, self.run.stop_requested):
                 values = self._evaluate(state)
         except EvaluationAbandoned:
             if jax.process_index() == 0:
@@ -278,7 +280,8 @@ class EvaluationHook(RunHook):
         self._reported_step = step
         if not on_cadence:
             self.run.before_off_cadence()
-        result = self._callbacks(step, state, values, on_cadence=on_cadence)
+        result, stopped_by = called(self._callbacks, self._argument, step, state, values, on_cadence=on_cadence)
+        self.stopped_by = self.stopped_by or stopped_by
         if self.run.saver is not None and len(self.results) == 1:
             self.get_state()  # raises now, not at the first save, if a state cannot be saved
         return result
