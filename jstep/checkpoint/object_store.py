@@ -11,7 +11,7 @@ import secrets
 import shlex
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -134,7 +134,7 @@ class ObjectStore(Store):
         blocks = itertools.chain(packs.own_blocks(arrays), packs.file_blocks(files))
         end = functools.partial(self._commit, name, attempt, commit)
         self._saving = f"{name}/{attempt}"
-        one = ObjectSave(self._objects, name, attempt, blocks, compress, end)
+        one = ObjectSave(self._objects, name, self._saving, blocks, compress, end)
         self._write = Write(self._saving, one.run, f"jstep-save-{name}")
 
     def _commit(self, name: str, attempt: str, commit: Commit, files: Files, before: bytes) -> None:
@@ -262,44 +262,40 @@ _OTHERS = 120.0
 """Seconds that processes wait for each other without heartbeats, plus ten times the time of their own part."""
 
 
+@dataclasses.dataclass(frozen=True)
 class ObjectSave:
     """What one process does for a save.
 
-    Args:
+    Attributes:
         objects: The directory of objects.
         name: The name of the checkpoint.
-        attempt: The name of the attempt below it.
-        blocks: The blocks that this process writes.
+        folder: The folder of the attempt, below the name.
+        blocks: The blocks that this process writes, each of them once: then their memory is free.
         compress: Whether to compress them.
         commit: Called on the first process when everything is written, with the records of all objects and the stamp of
             the manifest that was there before.
     """
 
-    def __init__(
-        self,
-        objects: Directory,
-        name: str,
-        attempt: str,
-        blocks: Iterable[packs.Block],
-        compress: bool,
-        commit: Callable[[Files, bytes], None],
-    ) -> None:
-        self._objects, self._name, self.folder = objects, name, f"{name}/{attempt}"
-        self._blocks, self._compress, self._commit = blocks, compress, commit
-        self._index, self._count = jax.process_index(), jax.process_count()
+    objects: Directory
+    name: str
+    folder: str
+    blocks: Iterator[packs.Block]
+    compress: bool
+    commit: Callable[[Files, bytes], None]
 
     def run(self) -> None:
         """Write this process's part; on the first one, commit what all of them wrote, and on the others wait for it."""
+        is_first = jax.process_index() == 0
         try:
-            before = self._objects.read(f"{self._name}/{NAME}").stamp if self._index == 0 else b""
+            before = self.objects.read(f"{self.name}/{NAME}").stamp if is_first else b""
             began = time.monotonic()
             part = self._write()
-            if self._index == 0:
-                self._commit(self._parts(part, time.monotonic() - began), before)
+            if is_first:
+                self.commit(self._parts(part, time.monotonic() - began), before)
         except BaseException as error:
             self._report(f"{type(error).__name__}: {error}"[:300])
             raise
-        if self._index == 0:
+        if is_first:
             self._report("")
         else:
             data = self._polled(
@@ -311,16 +307,16 @@ class ObjectSave:
                 raise CheckpointError(f"on the first process: {failed}")
 
     def _write(self) -> bytes:
-        blocks, self._blocks = self._blocks, ()
-        part = packs.write(self._objects, self.folder, self._index, blocks, self._compress)
-        self._objects.write(f"{self.folder}/part.{self._index}.json", part)
+        index = jax.process_index()
+        part = packs.write(self.objects, self.folder, index, self.blocks, self.compress)
+        self.objects.write(f"{self.folder}/part.{index}.json", part)
         return part
 
     def _parts(self, own: bytes, took: float) -> dict[str, dict[str, Any]]:
         """Return the records of all objects of this attempt, for the manifest."""
         files: dict[str, dict[str, Any]] = {}
         until = time.monotonic() + _OTHERS + 10 * took
-        for index in range(self._count):
+        for index in range(jax.process_count()):
             key = f"part.{index}.json"
             late = f"process {index} has not written"
             data = own if index == 0 else self._polled(f"{self.folder}/{key}", lambda: time.monotonic() > until, late)
@@ -332,19 +328,20 @@ class ObjectSave:
 
     def _polled(self, key: str, is_late: Callable[[], bool], missing: str) -> bytes:
         pause = 0.02
-        while (data := self._objects.read(key).data) is None:
+        while (data := self.objects.read(key).data) is None:
             if is_late():
-                raise CheckpointError(f"{self._objects.at(key)}: {missing}")
+                raise CheckpointError(f"{self.objects.at(key)}: {missing}")
             time.sleep(pause)
             pause = min(1.0, 1.5 * pause)
         return data
 
     def _report(self, failed: str) -> None:
         """Report the outcome on this process to the processes that wait for it."""
-        if self._count > 1:
-            key = OUTCOME if self._index == 0 else f"part.{self._index}.json"
+        if jax.process_count() > 1:
+            index = jax.process_index()
+            key = OUTCOME if index == 0 else f"part.{index}.json"
             try:
-                self._objects.write(f"{self.folder}/{key}", json.dumps({"failed": failed}).encode())
+                self.objects.write(f"{self.folder}/{key}", json.dumps({"failed": failed}).encode())
             except OSError as error:
                 _logger.warning(
                     "the outcome of %s could not be reported to the other processes: %s", self.folder, error
@@ -355,7 +352,7 @@ class ObjectSave:
 
         It renews its claim, if it has the right to replace objects.
         """
-        key = key_of(self._name.rpartition("-")[0])
+        key = key_of(self.name.rpartition("-")[0])
         began = time.monotonic()
         latest, next_look = began + _OUTCOME_TIMEOUT, began + claims.BEAT
         stamp, changed, renews = b"", began, False
@@ -365,7 +362,7 @@ class ObjectSave:
             now = time.monotonic()
             if now >= next_look:
                 next_look = now + claims.BEAT
-                found = self._objects.read(key)
+                found = self.objects.read(key)
                 if found.stamp != stamp:
                     renews = bool(stamp) or found.data is None or owner_in(found.data).get("beat", 0) != 0
                     stamp, changed = found.stamp, now

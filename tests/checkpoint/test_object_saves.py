@@ -36,7 +36,7 @@ def saved(monkeypatch: Any, store: Any, commit: Any, blocks: Any = lambda i: ())
     two = Fellows(monkeypatch)
 
     def run(index: int) -> Any:
-        return ObjectSave(store, "model-3", "data.1", blocks(index), False, commit).run()
+        return ObjectSave(store, "model-3", FOLDER, blocks(index), False, commit).run()
 
     return two.each(run)
 
@@ -107,7 +107,7 @@ def test_how_long_the_others_wait_for_the_first_process(monkeypatch: Any, read: 
         looks.append((key, now[0]))
         return ReadResult(*read(now[0]))
 
-    save = ObjectSave(types.SimpleNamespace(read=look), "a-b-3", "data.1", (), False, fails(AssertionError))
+    save = ObjectSave(types.SimpleNamespace(read=look), "a-b-3", "a-b-3/data.1", (), False, fails(AssertionError))
     is_late = save._silence(30)
     while not is_late():
         now[0] += 1

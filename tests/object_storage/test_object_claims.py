@@ -161,7 +161,7 @@ def test_other_processes_wait_while_the_first_is_alive(gcs, monkeypatch, beats):
     gcs.watch = watch
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    save = object_store.ObjectSave(Directory("gs://bkt/run"), "model-1", "data.1-a", [], False, lambda *_: None)
+    save = object_store.ObjectSave(Directory("gs://bkt/run"), "model-1", "model-1/data.1-a", [], False, lambda *_: None)
     if beats == "stopped":
         with pytest.raises(jstep.CheckpointError, match="the first process has not reported the outcome"):
             save.run()
