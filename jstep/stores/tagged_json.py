@@ -198,7 +198,6 @@ class _Encoder:
 
     def __init__(self, value: Any) -> None:
         self._seen: set[int] = set()
-        self._plain: set[int] = set()
         self._arrays: list[np.ndarray[Any, Any]] = []
         self._numbers: dict[int, int | None] = {}
         """Identity of an object in several places → its number; `_UNSEEN` before it is encoded, None meanwhile."""
@@ -221,17 +220,12 @@ class _Encoder:
                 return
             self._seen.add(id(value))
         if of is dict or of is collections.OrderedDict:
-            for key, item in value.items():
-                if type(key) is not str:
-                    self._look(key, depth + 1)
-                if type(item) not in _ATOMS:
-                    self._look(item, depth + 1)
+            for pair in value.items():
+                for one in pair:
+                    self._look(one, depth + 1)
         elif of in (list, tuple, set, frozenset):
-            if of is list and _are_plain(value):
-                self._plain.add(id(value))
-                return
-            for item in value:
-                if type(item) not in _ATOMS:
+            if not (of is list and _are_plain(value)):
+                for item in value:
                     self._look(item, depth + 1)
         elif of is np.ndarray:
             if value.size and value.itemsize:
@@ -289,8 +283,7 @@ class _Encoder:
     def _parts(self, value: Any, depth: int) -> Any:
         of = type(value)
         if of is list:
-            is_plain = id(value) in self._plain or _are_plain(value)
-            return list(value) if is_plain else self._each(enumerate(value), depth + 1)
+            return list(value) if _are_plain(value) else self._each(enumerate(value), depth + 1)
         if of is tuple:
             return {"$tuple": list(value) if _are_plain(value) else self._each(enumerate(value), depth + 2)}
         if of is set or of is frozenset:
