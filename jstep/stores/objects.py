@@ -3,6 +3,7 @@
 import collections
 import configparser
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -445,8 +446,6 @@ class Objects:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._lock = threading.Lock()
-        self._opened: Any = None
         self._deadline = threading.local()
 
     def at(self, key: str) -> str:
@@ -461,10 +460,8 @@ class Objects:
 
     def start_read(self, key: str, start: int = 0, stop: int | None = None) -> Pending:
         """Start to read an object, or a range of its bytes; `Pending.read` returns the result."""
-        whole = start == 0 and stop is None
-        options: dict[str, Any] = {} if whole else {"byte_range": slice(start, stop)}
         nbytes = 0 if stop is None else stop - start
-        return self._begin("read", key, lambda kv: kv.read(key, **options), nbytes)
+        return self._begin("read", key, lambda kv: kv.read(key, byte_range=slice(start, stop)), nbytes)
 
     def write(self, key: str, data: bytes) -> bytes:
         """Write an object unconditionally, and return its stamp."""
@@ -529,21 +526,18 @@ class Objects:
         return float(getattr(self._deadline, "at", float("inf")))
 
     def _begin(self, verb: str, key: str, ask: Any, nbytes: int = 0) -> Pending:
-        kv = self._store()
+        store = self._store
         try:
-            return Pending(self, ask(kv), verb, key, nbytes)
+            return Pending(self, ask(store), verb, key, nbytes)
         except _ERRORS as error:
             problem = translated(error, verb, self.at(key))
         raise problem
 
+    @functools.cached_property
     def _store(self) -> Any:
-        with self._lock:
-            if self._opened is None:
-                import tensorstore as ts  # not at the top: importing tensorstore is slow
+        import tensorstore as ts  # not at the top: importing tensorstore is slow
 
-                future = ts.KvStore.open(spec(self.url))
-                self._opened = Pending(self, future, "open", "").result()
-            return self._opened
+        return Pending(self, ts.KvStore.open(spec(self.url)), "open", "").result()
 
 
 def spec(url: str) -> dict[str, Any]:
