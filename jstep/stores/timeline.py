@@ -1,5 +1,6 @@
 """The timeline of a run, the file or objects that keep its times: its lines, read and written."""
 
+import contextlib
 import json
 import logging
 import math
@@ -7,7 +8,7 @@ import secrets
 import threading
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -55,27 +56,26 @@ class Timeline:
         """
         line = {"kind": kind, "start": self.start, "prefix": self._prefix, **fields}
         text = (json.dumps(line, allow_nan=False) + "\n").encode()
-        with self._lock:
-            try:
-                self._lines.write(text, replaceable=kind == TIMES and "checkpoint" not in fields)
-                self._lines.sync(to_disk=False)
-            except OSError as error:
-                self._warn(error)
-            else:
-                self._failing = False
+        with self._kept():
+            self._lines.write(text, replaceable=kind == TIMES and "checkpoint" not in fields)
+            self._lines.sync(to_disk=False)
+            self._failing = False
 
     def flush(self) -> None:
         """Flush the lines to the disk, or upload them."""
+        with self._kept():
+            self._lines.sync(to_disk=True)
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[None]:
+        """A context for one thread at a time; the first of several errors is logged."""
         with self._lock:
             try:
-                self._lines.sync(to_disk=True)
+                yield
             except OSError as error:
-                self._warn(error)
-
-    def _warn(self, error: OSError) -> None:
-        if not self._failing:
-            _logger.warning("%s: the times of this run cannot be kept: %s", self._lines.path, error)
-        self._failing = True
+                if not self._failing:
+                    _logger.warning("%s: the times of this run cannot be kept: %s", self._lines.path, error)
+                self._failing = True
 
     def close(self) -> None:
         """Close the timeline."""
