@@ -99,11 +99,8 @@ def boxes(shape: tuple[int, ...], itemsize: int, most: int) -> Iterator[Box]:
     step = max(1, most // row)
     for start in range(0, shape[axis], step):
         part = slice(start, min(start + step, shape[axis]))
-        if row <= most:
-            yield (*whole[:axis], part, *whole[axis + 1 :])
-        else:  # one row at a time, split further
-            for rest in boxes(shape[axis + 1 :], itemsize, most):
-                yield (*whole[:axis], part, *rest)
+        for rest in boxes(shape[axis + 1 :], itemsize, most):  # one row at a time is split further
+            yield (*whole[:axis], part, *rest)
 
 
 def overlap(part: ShardBounds, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, Box] | None:
