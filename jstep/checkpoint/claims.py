@@ -184,10 +184,8 @@ def _read(handle: int) -> dict[str, Any]:
 
 
 def _unlock(path: str, handle: int, pid: int) -> None:
-    if pid != os.getpid():
-        return  # a fork that began while the claim was being made, so that nothing detached its finalizer
     with contextlib.suppress(OSError):
-        if _same_file(handle, path):
+        if pid == os.getpid() and _same_file(handle, path):
             os.unlink(path)
     with contextlib.suppress(OSError):
         os.close(handle)
@@ -196,9 +194,7 @@ def _unlock(path: str, handle: int, pid: int) -> None:
 def _release_in_fork() -> None:
     """Close a fork's copies of the locked files, so that the claims end with the parent."""
     for claim in list(_HELD):
-        if claim.finalizer.detach() is not None:
-            with contextlib.suppress(OSError):
-                os.close(claim.handle)
+        claim.release()
 
 
 if hasattr(os, "register_at_fork"):
