@@ -274,36 +274,13 @@ class _OneTransaction:
 _TIMEOUT = 2 * 3600  # seconds within which a write must end, on the slowest disk
 _ERRORS = 16  # a save writes its metadata twice, and each write may fail
 
-_logger = logging.getLogger("jstep")
 
-
-class _Written:
-    """A future for all writes of this process, whether they succeed or fail."""
-
-    def __init__(self, owner: "Checkpointer", futures: Sequence[Any], temporary: str, files: Mapping[str, Any]) -> None:
-        self._owner, self._futures, self._temporary, self._files = owner, futures, temporary, files
-
-    def result(self, timeout: float | None = None) -> None:
-        with self._owner.deferred():
-            errors = _ended(self._futures, timeout)
-            if errors:  # raised when all have ended, so that no thread writes into a folder that is being removed
-                raise errors[0]
-            files, self._files = self._files, {}
-            write_files(self._temporary, files)
-            if jax.process_count() > 1:
-                write_part(self._temporary, jax.process_index(), files)
-
-    def cancel(self) -> None:
-        for future in self._futures:
-            future.cancel()
-
-
-def _ended(futures: Sequence[Any], timeout: float | None = None) -> list[Exception]:
+def _ended(futures: Sequence[Any]) -> list[Exception]:
     """Wait for all futures, and return their errors."""
     errors = []
     for future in futures:
         try:
-            future.result(timeout=timeout)
+            future.result(timeout=_TIMEOUT)
         except Exception as error:
             errors.append(error)
     return errors
@@ -328,13 +305,23 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         """Start to write in the background."""
         arrays = ocp.args.PyTreeSave(args.arrays)
         try:
-            futures = await self._handlers[args.compress].async_save(directory, args=arrays)
-            return [_Written(self._owner, [*(futures or []), *self._begun], str(directory), args.files)]
+            futures = await self._handlers[args.compress].async_save(directory, args=arrays) or []
+            write = functools.partial(self._end, [*futures, *self._begun], str(directory), args.files)
+            return [in_background(write, name="jstep-write-files")]
         except Exception:
             _ended(self._begun)
             raise
         finally:
             self._begun.clear()
+
+    def _end(self, futures: Sequence[Any], temporary: str, files: Mapping[str, Any]) -> None:
+        """Wait for all writes of this process, whether they succeed or fail, and write its files."""
+        with self._owner.deferred():
+            if errors := _ended(futures):  # raised when all have ended: no thread writes into a folder being removed
+                raise errors[0]
+            write_files(temporary, files)
+            if jax.process_count() > 1:
+                write_part(temporary, jax.process_index(), files)
 
     def save(self, directory: Any, args: Any) -> None:
         """Unused, and `restore`, too: `AsyncCheckpointer` calls `async_save`, and `read` reads."""
