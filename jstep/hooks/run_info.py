@@ -5,6 +5,8 @@ import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
+import jax
+
 from jstep.checkpoint.saver import Saver
 from jstep.core.stopwatch import Stopwatch
 from jstep.hooks.hook import Hook, Metrics
@@ -17,37 +19,44 @@ from jstep.stores.timeline import Timeline
 # What a call is, for hooks that wrap calls.
 
 
-class Program(Protocol):
-    """The program of a call."""
+@dataclasses.dataclass(slots=True)  # not frozen: creating a frozen one takes four times as long
+class Call:
+    """The batches of one call, and the program that runs its steps.
+
+    Attributes:
+        program: The program, a `OneStep` or a `StepLoop`.
+        args: The arguments of one step; if stacked, those of `program.most` steps, the last ones being padding.
+        steps: The number of steps.
+        first: The step at which the call begins.
+        position: The position of the source after these batches, from `copied_position`; None if not known.
+    """
+
+    program: Any
+    args: tuple[Any, ...]
+    steps: int
+    first: int
+    position: Any = None
 
     @property
+    def of_one(self) -> tuple[Any, ...]:
+        """The arguments of one step, or their shapes."""
+        return self.args if self.program.args is None else self.program.args
+
+    def trace(self, state: Any) -> Any:
+        """The trace of one of its steps, with the state that the call returned; None if it cannot be traced."""
+        return self.program.stage.trace(state, self.of_one)
+
     def rows(self) -> int | None:
-        """The number of rows of each batch; None if not known."""
+        """The size of the leading axis of all arguments of a step; None if the sizes differ or none has one."""
+        axis = int(self.program.is_stacked)
+        shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(self.args)]
+        sizes = {shape[axis] for shape in shapes if shape is not None and len(shape) > axis}
+        return sizes.pop() if len(sizes) == 1 else None
 
 
-class Call(Protocol):
-    """The steps that one compiled program runs at once."""
-
-    @property
-    def first(self) -> int:
-        """The step of the state before them."""
-
-    @property
-    def steps(self) -> int:
-        """Their number."""
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """The arguments besides the state, stacked if there may be several steps."""
-
-    @property
-    def program(self) -> Program:
-        """The program that runs them."""
-
-
-RunCall = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+RunCall = Callable[[TrainState, Call], tuple[TrainState, Metrics]]
 """`run_call(state, call)` runs the steps of a `Call`, and returns the new state and the metrics of the last step."""
-Repeated = Callable[[Any], Callable[..., tuple[TrainState, Metrics]]]
+Repeated = Callable[[Call], Callable[..., tuple[TrainState, Metrics]]]
 """Maps a `Call` to a function `(state, *call.args)` that repeats it, and adds no metrics to the sums."""
 Timed = Callable[[], contextlib.AbstractContextManager[object]]
 """Makes a context whose time counts as that of hooks."""

@@ -1,6 +1,5 @@
 """Batches as the arguments of calls, each of one step or several, and how many steps of a call "auto" chooses."""
 
-import dataclasses
 import functools
 import logging
 import math
@@ -16,42 +15,7 @@ from jstep.core.threads import in_background
 from jstep.core.trees import arguments_of
 from jstep.data.to_devices import as_shardings, placement
 from jstep.distributed import processes
-
-
-@dataclasses.dataclass(slots=True)  # not frozen: creating a frozen one takes four times as long
-class Call:
-    """The batches of one call, and the program that runs its steps.
-
-    Attributes:
-        program: The program, a `OneStep` or a `StepLoop`.
-        args: The arguments of one step; if stacked, those of `program.most` steps, the last ones being padding.
-        steps: The number of steps.
-        first: The step at which the call begins.
-        position: The position of the source after these batches, from `copied_position`; None if not known.
-    """
-
-    program: Any
-    args: tuple[Any, ...]
-    steps: int
-    first: int
-    position: Any = None
-
-    @property
-    def of_one(self) -> tuple[Any, ...]:
-        """The arguments of one step, or their shapes."""
-        return self.args if self.program.args is None else self.program.args
-
-    def trace(self, state: Any) -> Any:
-        """The trace of one of its steps, with the state that the call returned; None if it cannot be traced."""
-        return self.program.stage.trace(state, self.of_one)
-
-    def rows(self) -> int | None:
-        """The size of the leading axis of all arguments of a step; None if the sizes differ or none has one."""
-        axis = int(self.program.is_stacked)
-        shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(self.args)]
-        sizes = {shape[axis] for shape in shapes if shape is not None and len(shape) > axis}
-        return sizes.pop() if len(sizes) == 1 else None
-
+from jstep.hooks.run_info import Call
 
 CopiedBatches = Iterator[tuple[Any, Any]]
 """Batches that no other code writes to, each with the position after it."""

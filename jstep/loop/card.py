@@ -48,8 +48,8 @@ from jstep.hooks.card_differences import (
 )
 from jstep.hooks.hook import key_of
 from jstep.hooks.metric_sums_program import LOSS
+from jstep.hooks.run_info import Call
 from jstep.loop.arguments import Options
-from jstep.loop.calls import Call
 from jstep.loop.compiler import shapes_of, type_text
 from jstep.loop.run import Observer, Run
 from jstep.loop.stages import TrainSteps, lanes_of, name_of_step

@@ -11,7 +11,8 @@ from jstep.core.stopwatch import Stopwatch
 from jstep.data.loaders import LivePosition, Source
 from jstep.data.to_devices import Reader, copied
 from jstep.distributed import processes
-from jstep.loop.calls import AHEAD, Call, CopiedBatches
+from jstep.hooks.run_info import Call
+from jstep.loop.calls import AHEAD, CopiedBatches
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.queues.queues import until_end
 

@@ -15,7 +15,7 @@ import jax
 from jstep.core.jaxprs import Product, body_of, recomputes
 from jstep.core.placement import device_count, device_of
 from jstep.core.work import work_of
-from jstep.loop.calls import Call
+from jstep.hooks.run_info import Call
 from jstep.loop.run import Observer, Run
 from jstep.state.train_state import TrainState
 

@@ -12,8 +12,9 @@ from loop_runs import OPTIMIZER, make_state, train
 from waiting import wait_until
 
 import jstep
+from jstep.hooks.run_info import Call
 from jstep.loop import calls as calls_module
-from jstep.loop.calls import AHEAD, AutoSteps, Call, most_steps
+from jstep.loop.calls import AHEAD, AutoSteps, most_steps
 from jstep.loop.programs import Programs
 from jstep.loop.stages import stages_of
 
