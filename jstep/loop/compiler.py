@@ -338,8 +338,7 @@ class FirstBatch:
     def __init__(self, items: CopiedBatches, times: StartTimes) -> None:
         self._items, self._times = items, times
         self._again: Callable[[], CopiedBatches] | None = None
-        self._first: Future[Any] | None = None
-        self._to_peek: Future[Any] | None = None
+        self._first: Future[Any] | None = None  # until the loop takes it, so that nothing else holds the batch
 
     def start(self, again: Callable[[], CopiedBatches] | None) -> None:
         """Start the thread.
@@ -350,34 +349,31 @@ class FirstBatch:
         """
         self._again = again
         # A daemon: a reader of the user's may hang.
-        self._first = self._to_peek = in_background(self.make, name="jstep-first-batch", daemon=True)
+        self._first = in_background(self.make, name="jstep-first-batch", daemon=True)
 
     def make(self) -> Any:
         """Make the first batch; all that the thread does."""
         with self._times.part("first batch"), doing(MAKING):
             return next(self._items, None)
 
-    def wait(self) -> None:
-        """Wait for the thread, whose batch is not wanted; whoever opens the batches again then reads them alone."""
-        if self._first is not None:
-            is_done(self._first, lambda: False)
+    def take(self) -> "Future[Any] | None":
+        """Wait for the thread, and return what it has made; None if there was none, or what it made was taken."""
+        future = self._first
+        if future is not None:
+            is_done(future, lambda: False)
+        self._first = None
+        return future
 
     def peek(self, is_over: Callable[[], bool]) -> Any:
         """Wait for the first batch and return it; None if there is no batch, or the run ends first."""
-        future = self._to_peek
+        future = self._first
         if future is None or not is_done(future, is_over) or future.exception() is not None:
             return None
         made = future.result()
         return None if made is None else made[0]
 
-    def forget(self) -> None:
-        """Release the batch kept for `peek`, so that only the loop holds a reference."""
-        self._to_peek = None
-
     def __iter__(self) -> CopiedBatches:
-        future, self._first = self._first, None
-        if future is not None:
-            is_done(future, lambda: False)
+        future = self.take()
         if future is not None and self._again is not None and future.exception() is not None:
             del future  # with the error, whose traceback holds what the call had made
             yield from self._again()

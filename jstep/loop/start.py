@@ -50,7 +50,7 @@ def begin(run: Run, batches: Any) -> None:
         restore(run)
     if started is not None and started[0].seekable and run.first != sought:
         # A save that an earlier run had left in progress has ended meanwhile: the batches begin at another step.
-        started[1].wait()
+        started[1].take()  # the thread ends before the batches are opened again
         started = None
     for observer in run.observers:
         observer.restored(batches)
@@ -247,26 +247,22 @@ def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any]
     programs, start, batch_sharding = run.programs, run.first, run.options.batch_sharding
     stage = programs.stage_of(start)
     if not stage.is_compiled:
-        first.forget()
         return
 
     def is_over() -> bool:
         return compiler.is_closed
 
     def make(state: Any, _: tuple[Any, ...]) -> bool:
-        try:
-            if shapes is not None and batch_sharding is None:
-                # A daemon: a reader of the user's may hang.
-                known = in_background(shapes, name="jstep-shapes", daemon=True)
-                batch = known.result() if is_done(known, is_over) else None
-            else:
-                batch = first.peek(is_over)
-            if batch is None:
-                return False
-            args = _shapes_as_args(batch, batch_sharding)
-            del batch
-        finally:
-            first.forget()
+        if shapes is not None and batch_sharding is None:
+            # A daemon: a reader of the user's may hang.
+            known = in_background(shapes, name="jstep-shapes", daemon=True)
+            batch = known.result() if is_done(known, is_over) else None
+        else:
+            batch = first.peek(is_over)
+        if batch is None:
+            return False
+        args = _shapes_as_args(batch, batch_sharding)
+        del batch  # so that only the loop holds it
         with run.times.compiling():
             return programs.compile(start, args)
 
