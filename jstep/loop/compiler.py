@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
@@ -102,11 +102,13 @@ class CompileJob(NamedTuple):
         name: The name, for logs.
         make: `make(state, args)` compiles the program for the shapes of the state and of the latest batch. It returns
             whether there was anything to compile.
+        is_quiet: Whether to log nothing.
     """
 
     first: int
     name: str
     make: Callable[[Any, tuple[Any, ...]], bool]
+    is_quiet: bool = False
 
 
 class BackgroundCompiler:
@@ -116,19 +118,18 @@ class BackgroundCompiler:
     returns while one is in progress, the process waits for it before it exits.
 
     Args:
-        jobs: The programs to compile, in the order of their steps.
         stopping: Returns whether the run is stopping and must not wait for a program.
-        is_quiet: Whether to log nothing.
 
     Attributes:
+        jobs: The programs to compile after a call, in the order of their steps.
+        begun: The programs that were begun, and that no call has needed yet.
         is_closed: Whether the run has ended.
     """
 
-    def __init__(
-        self, jobs: Sequence[CompileJob], stopping: Callable[[], bool] = lambda: False, *, is_quiet: bool = False
-    ) -> None:
-        self._jobs, self._stopping, self._is_quiet = deque(jobs), stopping, is_quiet
-        self._begun: deque[tuple[CompileJob, Future[None]]] = deque()
+    def __init__(self, stopping: Callable[[], bool] = lambda: False) -> None:
+        self._stopping = stopping
+        self.jobs: deque[CompileJob] = deque()
+        self.begun: deque[tuple[CompileJob, Future[None]]] = deque()
         self._state: Any = None
         self.is_closed = False
 
@@ -143,27 +144,26 @@ class BackgroundCompiler:
         Raises:
             StopWaiting: The run is stopping.
         """
-        while self._begun and step >= self._begun[0][0].first:
-            with waiting(), compiling(self._begun[0][0].name):
-                if not is_done(self._begun[0][1], self._stopping):
+        while self.begun and step >= self.begun[0][0].first:
+            with waiting(), compiling(self.begun[0][0].name):
+                if not is_done(self.begun[0][1], self._stopping):
                     raise StopWaiting
-            self._begun.popleft()
-        while self._jobs and step >= self._jobs[0].first:
-            self._jobs.popleft()  # not begun: the step compiles it
+            self.begun.popleft()
+        while self.jobs and step >= self.jobs[0].first:
+            self.jobs.popleft()  # not begun: the step compiles it
 
     def after(self, state: Any, args: tuple[Any, ...]) -> None:
         """Begin the next compilation, after a step with these arguments that returned this state."""
-        if not self._jobs or len(self._begun) == _MOST_AHEAD or (self._begun and not self._begun[-1][1].done()):
+        if not self.jobs or len(self.begun) == _MOST_AHEAD or (self.begun and not self.begun[-1][1].done()):
             return
         if self._state is None:
             self._state = shapes_of(state)
-        self.begin(self._state, shapes_of(args))
+        self.begin(self.jobs.popleft(), self._state, shapes_of(args))
 
-    def begin(self, state: Any, args: tuple[Any, ...] = ()) -> None:
-        """Begin the next compilation at once, with the shapes of a state and of a batch."""
-        job = self._jobs.popleft()
+    def begin(self, job: CompileJob, state: Any, args: tuple[Any, ...] = ()) -> None:
+        """Begin a compilation at once, with the shapes of a state and of a batch."""
         task = functools.partial(self.compile_job, job, state, args)
-        self._begun.append((job, in_background(task, name="jstep-compile")))
+        self.begun.append((job, in_background(task, name="jstep-compile")))
 
     def compile_job(self, job: CompileJob, state: Any, args: tuple[Any, ...]) -> None:
         """Compile a program; all that a thread does."""
@@ -172,7 +172,7 @@ class BackgroundCompiler:
             with doing(MAKING):
                 is_made = job.make(state, args)
         except Exception as error:
-            if not self._is_quiet:
+            if not job.is_quiet:
                 _logger.warning(
                     "%s, which step %d needs, could not be compiled ahead: %s: %s",
                     job.name,
@@ -181,7 +181,7 @@ class BackgroundCompiler:
                     error,
                 )
         else:
-            if is_made and not self._is_quiet:
+            if is_made and not job.is_quiet:
                 _logger.info(
                     "compiled %s ahead of step %d, in the background, in %.1f s",
                     job.name,
@@ -189,16 +189,11 @@ class BackgroundCompiler:
                     time.perf_counter() - then,
                 )
 
-    @property
-    def is_over(self) -> bool:
-        """Whether no program is left to compile or to wait for."""
-        return not self._jobs and not self._begun
-
     def close(self) -> None:
         """Begin no further compilations; log a line if the process has to wait for one."""
-        self._jobs.clear()
+        self.jobs.clear()
         self.is_closed = True
-        if not all(future.done() for _, future in self._begun):
+        if not all(future.done() for _, future in self.begun):
             _logger.info(_LEFT)
 
 

@@ -163,8 +163,7 @@ class Programs:
         on_device: Whether batches must be put on the device, for a step that is not compiled.
         is_looped: Whether calls may take several steps.
         state_shapes: The shapes of the state.
-        first_compiler: Compiles the first program in the background; None if it is not.
-        ahead_compiler: Compiles later programs in the background; None if there is none.
+        compiler: Compiles programs in the background, before they are due.
         after_call: Functions that are called after each call was dispatched.
         after_first: Functions that are called after the first call of each stage.
         compiling: A context for the time in which the loop waits for a program of the name that it is given.
@@ -196,8 +195,7 @@ class Programs:
         self.on_device = not self.is_looped and not all(stage.is_compiled for stage in self.stages)
         self.sums = MetricSums() if sums is None else sums
         self.state_shapes = shapes_of(state)
-        self.first_compiler: BackgroundCompiler | None = None
-        self.ahead_compiler: BackgroundCompiler | None = None
+        self.compiler = BackgroundCompiler(lambda: self.may_leave_call())
         self.after_call: list[Look] = []
         self.after_first: list[Look] = []
         self.compiling: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
@@ -313,8 +311,7 @@ class Programs:
         is_new, before, seconds = not program.is_called, compiled.programs, compiled.seconds
         if self._agreed is not None:
             self._agreed.check(state, call.args, program)
-        if self.ahead_compiler is not None:
-            self.ahead_compiler.before(call.first, functools.partial(self._watch.part, STARTING), self.compiling)
+        self.compiler.before(call.first, functools.partial(self._watch.part, STARTING), self.compiling)
         try:
             if is_new:
                 self._prepare(program, state, call)
@@ -332,8 +329,10 @@ class Programs:
         self._latest = program
         if is_new or compiled.programs != before:
             self._follow_up(call, result, compiled.seconds - seconds)
-        if self.after_call or self.ahead_compiler is not None:
-            self._look(call, result[0])
+        if self.compiler.jobs:
+            self.compiler.after(result[0], call.of_one)
+        for look in self.after_call:
+            look(call, result[0])
         return result
 
     def _prepare(self, program: Program, state: Any, call: Call) -> None:
@@ -343,9 +342,6 @@ class Programs:
             StopWaiting: The run is stopping.
         """
         stage = program.stage
-        if self.first_compiler is not None:
-            self.first_compiler.before(call.first, compiling=self.compiling)
-            self.first_compiler = None
         if stage not in self._begun:
             self._log_compilation(call)
         if self._first_call is not None:
@@ -398,15 +394,6 @@ class Programs:
         steps = {id(one.step): one.step for one in list(self._programs.values())}
         sizes = [getattr(step, "_cache_size", None) for step in steps.values()]
         return sum(self.compiled.programs if size is None else size() for size in sizes)
-
-    def _look(self, call: Call, state: Any) -> None:
-        """Begin the next compilation ahead, and call those that look at each call."""
-        if self.ahead_compiler is not None:
-            self.ahead_compiler.after(state, call.of_one)
-            if self.ahead_compiler.is_over:
-                self.ahead_compiler = None
-        for look in self.after_call:
-            look(call, state)
 
     def repeated(self, call: Call) -> Callable[..., Any]:
         """A function that repeats a call, `again(state, *call.args) -> (state, metrics)`; call it after the call."""

@@ -251,7 +251,7 @@ class StallWatch(Observer):
                 return Wait("restore", f"restoring step {run.resumed.latest}", "restore", "restore")
             what = f"starting at step {step}" if run.resumed.is_begun else "starting: it looks for checkpoints"
             return Wait(_START, what, what, _START)
-        waits_for_compiler = part == STARTING and (step > run.first or run.programs.first_compiler is not None)
+        waits_for_compiler = part == STARTING and (step > run.first or run.programs.compiler.begun)
         is_checking = run.runner.is_checking
         compiles = (
             is_tracing or waits_for_compiler or (not is_checking and run.programs.compiled.unfinished >= feeder.got)

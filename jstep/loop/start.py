@@ -24,7 +24,7 @@ from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
 from jstep.hooks.report import LoggingHook, SummarySaverHook
 from jstep.hooks.speed import StepCounterHook
 from jstep.hooks.stock import CheckpointSaverHook
-from jstep.loop.compiler import BackgroundCompiler, CompileJob, FirstBatch, is_done, shapes_of
+from jstep.loop.compiler import CompileJob, FirstBatch, is_done, shapes_of
 from jstep.loop.feeder import BatchFeeder, copied_batches
 from jstep.loop.foresight import look_ahead
 from jstep.loop.hook_runner import HookRunner
@@ -42,6 +42,7 @@ _PROBLEM = "the batches cannot be opened"
 
 def begin(run: Run, batches: Any) -> None:
     """Restore the state, begin the hooks, and make the calls of the run: `run.feeder`, None if it takes no step."""
+    run.closing.callback(run.programs.compiler.close)
     if run.saver is not None and run.resumed.latest is not None and run.resumed.first is not None:
         with contextlib.suppress(FileNotFoundError):  # `restore` takes the one that is then the newest
             run.saver.check_run(run.state, run.resumed.latest)  # before a program is compiled, which takes longer
@@ -212,7 +213,6 @@ def compile_ahead(run: Run, boundaries: StageBoundaries, source: Source) -> None
         return
     programs, shapes = run.programs, shapes_of(run.state)
     seen: set[Any] = set()
-    jobs = []
     for segment in (first, *later):
         stage, args = programs.stages[segment.stage], None
         if not stage.is_compiled:
@@ -231,9 +231,8 @@ def compile_ahead(run: Run, boundaries: StageBoundaries, source: Source) -> None
         elif not segment.is_edge:
             continue
         if segment is not first:
-            jobs.append(CompileJob(segment.first, stage.name, functools.partial(_compile, programs, segment, args)))
-    programs.ahead_compiler = BackgroundCompiler(jobs, run.may_leave_call)
-    run.closing.callback(programs.ahead_compiler.close)
+            make = functools.partial(_compile, programs, segment, args)
+            programs.compiler.jobs.append(CompileJob(segment.first, stage.name, make))
 
 
 def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any] | None) -> None:
@@ -245,7 +244,7 @@ def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any]
         shapes: Returns the shapes of the first batch without making it; None if they are not known.
     """
     programs, start, batch_sharding = run.programs, run.first, run.options.batch_sharding
-    stage = programs.stage_of(start)
+    stage, compiler = programs.stage_of(start), programs.compiler
     if not stage.is_compiled:
         return
 
@@ -266,10 +265,7 @@ def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any]
         with run.times.compiling():
             return programs.compile(start, args)
 
-    compiler = BackgroundCompiler([CompileJob(start, stage.name, make)], run.may_leave_call, is_quiet=True)
-    programs.first_compiler = compiler
-    run.closing.callback(compiler.close)
-    compiler.begin(programs.state_shapes)
+    compiler.begin(CompileJob(start, stage.name, make, is_quiet=True), programs.state_shapes)
 
 
 def _shapes_of_batch(source: Source, step: int, batch_sharding: Any) -> tuple[Any, ...] | None:

@@ -288,7 +288,8 @@ def test_a_run_that_stops_does_not_wait_for_the_compiler():
         return finish.wait(60)
 
     stop = []
-    compiler = BackgroundCompiler([CompileJob(5, "slow", slow)], stopping=lambda: bool(stop))
+    compiler = BackgroundCompiler(stopping=lambda: bool(stop))
+    compiler.jobs.append(CompileJob(5, "slow", slow))
     compiler.before(4)
     compiler.after({"w": jnp.ones(3)}, ())
     assert started.wait(60)
@@ -309,7 +310,8 @@ def test_only_a_compilation_in_progress_is_reported_at_the_end(is_finished, capl
         return finish.wait(60)
 
     caplog.set_level("INFO", "jstep")
-    compiler = BackgroundCompiler([CompileJob(5, "slow", slow)])
+    compiler = BackgroundCompiler()
+    compiler.jobs.append(CompileJob(5, "slow", slow))
     compiler.after({"w": jnp.ones(3)}, ())
     assert started.wait(60)
     if is_finished:
@@ -321,7 +323,8 @@ def test_only_a_compilation_in_progress_is_reported_at_the_end(is_finished, capl
 
 
 def test_jobs_that_did_not_start_are_left_to_the_step():
-    compiler = BackgroundCompiler([CompileJob(5, "late", lambda *_: pytest.fail("began"))])
+    compiler = BackgroundCompiler()
+    compiler.jobs.append(CompileJob(5, "late", lambda *_: pytest.fail("began")))
     compiler.before(5)
     compiler.after({}, ())
 

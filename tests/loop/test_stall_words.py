@@ -28,7 +28,9 @@ def run_of(**more: Any) -> Any:
             current=STEPPING, lasted={FIRST_CALL: [], SAVING: []}, visits=lambda *_, **__: []
         ),
         "programs": types.SimpleNamespace(
-            first_compiler=None, compiled=compiled, tracing=types.SimpleNamespace(locked=lambda: False)
+            compiler=types.SimpleNamespace(begun=[]),
+            compiled=compiled,
+            tracing=types.SimpleNamespace(locked=lambda: False),
         ),
     }  # fmt: skip
     return types.SimpleNamespace(**fields | more)
@@ -84,7 +86,9 @@ def waits(**more: Any) -> dict[str, Any]:
         "compiling step 5's program #3": of(programs=programs(compiled=types.SimpleNamespace(unfinished=3))),
         "in a call of steps 5 to 6 #2": of(programs=programs(compiled=types.SimpleNamespace(unfinished=2))),
         "in a call of steps 2 to 3": of(watch=starting, step=2),
-        "compiling step 2's program": of(watch=starting, step=2, programs=programs(first_compiler=object())),
+        "compiling step 2's program": of(
+            watch=starting, step=2, programs=programs(compiler=types.SimpleNamespace(begun=[1]))
+        ),
     }
 
 
