@@ -150,21 +150,15 @@ class StageBoundaries:
             yield step
 
     def segments(self, start: int, last_step: int) -> Iterator[Segment]:
-        """Yield the segments of a run in order."""
-        first, changes = start, 0
-        while first < last_step:
-            stop = self.after(first, last_step)
-            is_edge = first in self._stages.firsts
-            changes += not is_edge
-            if changes > _MOST_CHANGES:
-                # Skip to the next stage: all stages are compiled ahead.
-                edge = self._stages.edge_after(first)
-                if edge is None:
-                    return
-                first, changes = edge, 0
-                continue
-            yield Segment(first, stop, self._stages.index(first), is_edge)
-            first = stop
+        """Yield the segments of a run in order; of each stage only the first ones, but of all stages."""
+        for index, stage in enumerate(self._stages.stages()):
+            first, end = max(start, stage.first), last_step if stage.stop is None else min(stage.stop, last_step)
+            for _ in range(1 + _MOST_CHANGES):
+                if first >= end:
+                    break
+                stop = self.after(first, end)
+                yield Segment(first, stop, index, first == stage.first)
+                first = stop
 
 
 class EndsAhead(Iterator[int]):
