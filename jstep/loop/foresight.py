@@ -251,12 +251,9 @@ def _warn_of_averages_left_behind(run: Run) -> None:
 
 def _leaves_in(state: TrainState, slots: list[str]) -> list[bool]:
     """Whether one of some slots has a value for each parameter."""
+    nothing = [None for _ in jax.tree.leaves(state.params)]
     found = [trees.flatten_like(state.params, state.slots[name], name) for name in slots if name in state.slots]
-    return (
-        [any(leaf is not None for leaf in leaves) for leaves in zip(*found, strict=True)]
-        if found
-        else [False for _ in jax.tree.leaves(state.params)]
-    )
+    return [any(leaf is not None for leaf in leaves) for leaves in zip(nothing, *found, strict=True)]
 
 
 def _warn_of_averages_at_rest(call: Call, state: Any) -> None:
