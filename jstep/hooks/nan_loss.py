@@ -194,13 +194,13 @@ class NanLossHook(RunHook):
         if self._nan_at_start and (interval.skipped_since(self._began) if bad is None else bad.step <= self._began + 2):
             self._bad = True
             step, what = (self._began + 1, "every update was skipped") if bad is None else (bad.step, _loss(bad))
-            self._stop(f"{self._about_start()} Since then, {what}.", step, prevents_saving=True)
+            self._stop(f"{self._about_start()} Since then, {what}.", step)
         elif bad is not None and (over is None or bad.step <= over):
             # Set before raising, so that the state is not saved when the run fails.
             self._bad = True
             origin = bad.step if self._gradient is None else min(bad.step, self._gradient)
             before = f", after a gradient that is not finite {_at(origin)}" if origin < bad.step else ""
-            self._stop(f"{_loss(bad)}{before}{_advice(origin)}", origin, prevents_saving=True)
+            self._stop(f"{_loss(bad)}{before}{_advice(origin)}", origin)
         elif over is not None:
             self._over = True
             self._bad = bad is not None
@@ -209,7 +209,6 @@ class NanLossHook(RunHook):
                 f"{self.max_skipped_steps}), because their losses or gradients were not finite. Look at batch "
                 f"{over - 1}, lower the learning rate, or clip gradients.",
                 over,
-                prevents_saving=self._bad,
             )
 
     def _look_at_all(self, step: int, state: TrainState | None) -> None:
@@ -243,7 +242,7 @@ class NanLossHook(RunHook):
             hint = "" if self._has_norm else '; minimize(metrics=["grad_norm"]) shows which one'
             message += f"; one of the updates {self._checked} → {step} made it{hint}"
         origin = self._gradient or step
-        self._stop(message + _advice(origin), origin, prevents_saving=True)
+        self._stop(message + _advice(origin), origin)
 
     def _look_at_start(self) -> None:
         if self._at_start is None or self._nan_at_start is not None:
@@ -259,9 +258,9 @@ class NanLossHook(RunHook):
             "the run then resumes from the newest of the others."
         )
 
-    def _stop(self, message: str, step: int, *, prevents_saving: bool) -> None:
+    def _stop(self, message: str, step: int) -> None:
         if self._fail:
-            raise NanLossDuringTrainingError(message, step, prevents_saving=prevents_saving)
+            raise NanLossDuringTrainingError(message, step, prevents_saving=self._bad)
         _logger.warning("%s Stopping.", message)
         if not self.run.is_over:
             self.run.stopped_by = self.run.stopped_by or name_of(self)
