@@ -104,17 +104,12 @@ class ProgressHook(RunHook):
 
     def _tick(self) -> None:
         """Show each second how long a compilation has taken."""
-        tick = weakref.WeakMethod(self._show_compiling)
+        hook = weakref.proxy(self)  # a hook that nobody closes is not kept, and ends the thread
 
         def show(seconds: float) -> None:
-            method = tick()
-            if method is not None:
-                method(seconds)
+            hook._bar.set_postfix_str(_COMPILING.format(seconds))
 
         self._ticker = Ticker(show, first=_TICK_SECS, clock=self._clock)
-
-    def _show_compiling(self, seconds: float) -> None:
-        self._bar.set_postfix_str(_COMPILING.format(seconds))
 
     def _stop_ticking(self, words: str = "") -> None:
         """Show something else than the compilation."""
@@ -199,9 +194,7 @@ class ProgressHook(RunHook):
         """End the line and close the bar."""
         super().close()
         if self._bar is not None:
-            if self._ticker is not None:
-                self._ticker.stop()
-                self._ticker = None
+            self._stop_ticking(self._bar.postfix)
             self._bar.close()
             self._bar = None
 
