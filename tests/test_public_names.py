@@ -9,7 +9,6 @@ import sys
 import tomllib
 import typing
 
-import pytest
 from processes import python
 from source_files import PACKAGE, ROOT, text_of, tree_of
 
@@ -79,13 +78,6 @@ def test_the_package_docstring_lists_every_name() -> None:
     missing = [name for name in jstep.__all__ if name not in words]
     assert not missing, f"help(jstep) lists all names: add {missing} to the docstring of jstep"
     assert len((jstep.__doc__ or "").splitlines()) < 90
-
-
-def test_missing_names_raise_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'typing'"):
-        jstep.typing
-    with pytest.raises(AttributeError, match="no attribute 'adamm'"):
-        jstep.adamm
 
 
 def test_names_can_be_loaded_under_a_trace() -> None:

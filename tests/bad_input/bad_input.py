@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np  # noqa: F401 - for the calls
+import numpy as np
 
 import jstep
 
@@ -51,3 +51,8 @@ def with_norm(norm: Any) -> Any:
 def scanned(**kwargs: Any) -> Any:
     one = jstep.minimize(lambda p: linear(p, jnp.ones((1, 2))), adam)
     return jstep.scan_steps(one, **kwargs)(create(PARAMS, adam))
+
+
+def train(last_step: Any = 3, step: Any = None, batches: Any = lambda n: np.zeros(2, np.float32), **kwargs: Any) -> Any:
+    one = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), adam) if step is None else step
+    return jstep.train(one, create({"w": jnp.ones(2)}, adam), batches, last_step, progress=False, **kwargs)

@@ -20,38 +20,14 @@ def test_bools() -> None:
     assert checks.as_bool(np.False_, "flag") is False
 
 
-@pytest.mark.parametrize("value", ["no", 0, 1, None, [], jnp.array(True), float])
-def test_other_values_are_not_bools(value: object) -> None:
-    with pytest.raises(TypeError, match=r"^flag=.*: must be True or False, got "):
-        checks.as_bool(value, "flag")
-
-
 @pytest.mark.parametrize("value", [3, np.int8(3), jnp.int32(3)])
 def test_integers(value: object) -> None:
     assert checks.as_int(value, "n", 1) == 3
 
 
-@pytest.mark.parametrize("value", [True, np.True_, 1.0, "1", None, jnp.float32(1)])
-def test_other_values_are_not_integers(value: object) -> None:
-    with pytest.raises(TypeError, match=r"n=.*: must be an integer, got "):
-        checks.as_int(value, "n")
-
-
 @pytest.mark.parametrize("value", [2, 2.0, np.float32(2), jnp.float32(2), np.int64(2)])
 def test_numbers(value: object) -> None:
     assert checks.as_number(value, "x", low=0, high=2) == 2.0
-
-
-@pytest.mark.parametrize("value", [True, "2", None, 2j, [2.0], jnp.ones(1), float])
-def test_other_values_are_not_numbers(value: object) -> None:
-    with pytest.raises(TypeError, match=r"x=.*: must be a number, got "):
-        checks.as_number(value, "x")
-
-
-@pytest.mark.parametrize(("value", "limits"), [(0, {"low": 0, "above": True}), (1.0, {"high": 1, "below": True})])
-def test_exclusive_limits(value: float, limits: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"x=.*: must be [<>] [01]"):
-        checks.as_number(value, "x", **limits)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 10**400])
@@ -144,14 +120,6 @@ def test_scalars_on_a_mesh_become_python_numbers() -> None:
     mesh = jax.make_mesh((1,), ("data",))
     on_mesh = jax.device_put(jnp.float32(2), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
     assert type(as_scalar(on_mesh, "x")) is float
-
-
-@pytest.mark.parametrize("value", [True, np.True_, jnp.array(True), "2", None, 2j, [2.0], float, jax.random.key(0)])
-def test_other_values_are_not_scalars(value: object) -> None:
-    with pytest.raises(TypeError, match=r"(?s)^x=.*: must be a number, got "):
-        as_scalar(value, "x")
-    with pytest.raises(TypeError, match=r"^x=.*: must be an integer, got "):
-        as_scalar(2.0, "x", integer=True)
 
 
 @pytest.mark.parametrize("make", [float, np.float32, np.array, jnp.float32])

@@ -38,11 +38,6 @@ def test_a_name_of_others_is_explained(name: str, text: str) -> None:
     assert not hasattr(jstep, name)
 
 
-def test_unknown_names_are_not_explained() -> None:
-    with pytest.raises(AttributeError, match=r"^module 'jstep' has no attribute 'adan_w'$"):
-        _ = jstep.adan_w
-
-
 def test_what_the_table_names_exists() -> None:
     for page, ours, _ in ALL:
         assert (ROOT / page).is_file(), page

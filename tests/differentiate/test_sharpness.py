@@ -100,17 +100,6 @@ def test_schedule_is_evaluated_at_the_step(adaptive: bool) -> None:
     assert step._cache_size() == 1  # type: ignore[attr-defined]
 
 
-def test_held_and_invalid_radii_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"sharpness=held\('rho', ...\): .* the radius belongs to the loss"):
-        jstep.minimize(loss_fn, jstep.adam(), sharpness=jstep.held("rho", 0.1))
-    for wrong in ("0.1", True, float):
-        with pytest.raises(TypeError, match="sharpness="):
-            jstep.minimize(loss_fn, jstep.adam(), sharpness=wrong)  # type: ignore[arg-type]
-    eager = jstep.minimize(loss_fn, jstep.adam(), sharpness=lambda step: -1.0, jit=False)
-    with pytest.raises(ValueError, match=r"sharpness=-1\.0: must be ≥ 0 and finite"):
-        eager(jstep.TrainState.create(PARAMS, jstep.adam()), X)
-
-
 def test_the_gradient_noise_of_parts_by_hand() -> None:
     def found(weights: Any, parts: Any, whole: float) -> list[float]:
         return [float(one) for one in estimated(Squares(weights, jnp.float32(parts), jnp.float32(whole)))]

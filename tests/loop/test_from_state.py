@@ -174,17 +174,6 @@ def test_stages() -> None:
     assert jstep.global_step(state) == 6
 
 
-def test_functions_of_other_arguments_are_refused_with_the_way_out() -> None:
-    with pytest.raises(TypeError, match=r"fn=.*: must be a function \(step, state\) -> batch, got .* takes \(state\)"):
-        jstep.from_state(lambda state: state)  # type: ignore[arg-type, misc]
-    with pytest.raises(TypeError, match=r"make=.*: must be a function \(\) -> .*, got one that takes \(step\)"):
-        jstep.replayed(lambda step: [step])  # type: ignore[arg-type, misc]
-    with pytest.raises(TypeError, match=r"batches=.*: a function must take the step alone; .*from_state\(fn\)"):
-        trained(3, lambda step, state: step)
-    with pytest.raises(TypeError, match=r"batches=.*stream.*: a function must take the step alone; .*replayed\(fn\)"):
-        trained(3, stream)
-
-
 # Batches that a restart reads again.
 
 

@@ -3,13 +3,12 @@
 import itertools
 import json
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from sources import Indexed, Positioned, PositionedLoader, numbers
 
 import jstep
-from jstep.data.loaders import SavedPosition, check_batches, source_of
+from jstep.data.loaders import SavedPosition, source_of
 from jstep.stores.tagged_json import as_json
 
 
@@ -29,12 +28,6 @@ def test_a_sequence_ends_at_its_length():
     assert numbers((0, 10, 20), start=2) == [20]
     assert numbers([0, 10], start=5) == []
     assert numbers(list(np.arange(6).reshape(3, 2)), start=1) == [[2, 3], [4, 5]]
-
-
-@pytest.mark.parametrize("batches", [np.ones((5, 2)), jnp.ones(5), (np.ones(3), jnp.ones(3)), (np.ones(2),)])
-def test_arrays_are_rejected(batches):
-    with pytest.raises(TypeError, match=r"batches is an? .*array.*jstep\.batches\("):
-        check_batches(batches)
 
 
 def test_an_index_error_within_a_known_length_is_raised():
@@ -116,18 +109,6 @@ def test_a_grain_loader(kind):
     next(source.items)
     resumed = source_of(make(), 3, 100, SavedPosition(saved))
     assert [next(resumed.items).tolist() for _ in range(3)] == expected[3:]
-
-
-@pytest.mark.parametrize("batches", [{"x": 1}, "text", b"bytes"])
-def test_a_single_batch_is_rejected(batches):
-    with pytest.raises(TypeError, match=r"batches is a \w+, which may be one batch.*itertools.repeat"):
-        check_batches(batches)
-
-
-@pytest.mark.parametrize("batches", [None, 3, 0.5, object()])
-def test_objects_that_are_not_sources_are_rejected(batches):
-    with pytest.raises(TypeError, match=r"must have batches\[N\], be a function of the step, or be iterable"):
-        check_batches(batches)
 
 
 def test_resuming_without_a_position_is_a_warning(caplog):

@@ -62,21 +62,6 @@ def test_bad_input_is_named_and_creates_no_files(wrong, error, words, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("result", "words"),
-    [
-        (lambda state: state, "it returned TrainState"),
-        (lambda state: (state, {}, 3), "it returned tuple of 3"),
-        (lambda state: (state, jnp.float32(1)), r"it returned \(TrainState, ArrayImpl\)"),
-        (lambda state: ({}, {}), r"it returned \(dict, dict\)"),
-        (lambda state: (state, {3: 1.0}), "the name of a metric must be a string, got 3"),
-    ],
-)
-def test_a_step_that_returns_a_wrong_result(result, words):
-    with pytest.raises(TypeError, match=r"train_step must return \(state, metrics\).*" + words):
-        train(3, step=lambda state, batch: result(state))
-
-
 def advancing_by(updates):
     def step(state, batch):
         for _ in range(updates):

@@ -334,11 +334,6 @@ def test_batches_that_do_not_end_early_are_not_a_warning(hooks, caplog):
 # Too many steps, and populations
 
 
-def test_a_last_step_beyond_int32_is_rejected():
-    with pytest.raises(ValueError, match=f"last_step={2**31 + 5}: must be at most {2**31 - 1}, the last step"):
-        train(2**31 + 5)
-
-
 def test_a_population_of_states_is_rejected():
     states = jax.vmap(lambda w: jstep.TrainState.create({"w": w}, OPTIMIZER))(jnp.ones((3, 2)))
     with pytest.raises(ValueError, match=r"its global_step has shape \(3,\), must be a scalar: a population"):

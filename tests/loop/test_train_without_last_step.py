@@ -88,10 +88,3 @@ def test_the_card_of_the_run_has_no_last_step(tmp_path: Any) -> None:
     run([X] * 3, checkpoint_dir=tmp_path)
     lines = map(json.loads, (tmp_path / "timeline.jsonl").read_text().splitlines())
     assert [line["arguments"]["last_step"] for line in lines if "arguments" in line] == [None]
-
-
-def test_errors_name_the_way_out() -> None:
-    with pytest.raises(ValueError, match=r"last_step=-1: must be at least 0, or None if the batches, .* end the run"):
-        jstep.train(STEP, jstep.TrainState.create({"w": jnp.zeros(3)}, OPTIMIZER), [X], -1)
-    with pytest.raises(TypeError, match=r"last_step=None: .*a plan has an end"):
-        jstep.plan(OPTIMIZER, None)  # type: ignore[arg-type]

@@ -124,16 +124,6 @@ def test_a_rate_that_grows_slowly_is_that_of_float64():
     np.testing.assert_allclose(average["w"], 1 - left, rtol=1e-5)
 
 
-def test_decay_or_rate():
-    for given in ({}, {"decay": 0.9, "rate": 0.1}, {"decay": 0.9, "rate": 0.0}, {"decay": 0.0, "rate": 1.0}):
-        with pytest.raises(ValueError, match=r"decay=.*, rate=.*: must be one of them, where rate is 1 − decay, got"):
-            jstep.ExponentialMovingAverage(**given)
-    with pytest.raises(TypeError, match=r"rate=held\('speed', …\): its value is in the state"):
-        jstep.ExponentialMovingAverage(rate=jstep.held("speed", 0.5)).weight()
-    with pytest.raises(ValueError, match="a schedule needs the number of updates"):
-        jstep.ExponentialMovingAverage(rate=lambda step: 0.5).weight()
-
-
 def test_a_decay_out_of_range_is_refused():
     for argument in ("decay", "rate"):
         for value in (1.5, jstep.held("some", -0.1), float("nan"), "0.9"):

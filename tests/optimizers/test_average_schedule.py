@@ -93,14 +93,6 @@ def test_var_list_selects_the_averaged_params(var_list: Any) -> None:
     assert not np.array_equal(averaged["w"], state.params["w"])
 
 
-def test_invalid_var_list() -> None:
-    ema = jstep.ExponentialMovingAverage(0.5)
-    with pytest.raises(ValueError, match=r"var_list: 'dep/b' matches no parameter; nearest: 'deep/b'"):
-        run(jstep.with_moving_average(jstep.gradient_descent(0.1), ema, ["dep/b"]), 1)
-    with pytest.raises(TypeError, match="var_list=3"):
-        jstep.with_moving_average(jstep.gradient_descent(0.1), ema, 3)
-
-
 def test_averaged_params_with_invalid_arguments() -> None:
     with pytest.raises(TypeError, match="state=None: must be a TrainState"):
         jstep.averaged_params(None)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Masks, averages and slots that do not fit a state, and the error messages."""
+"""Masks that match no parameter, and the partition that an error suggests."""
 
 import jax.numpy as jnp
 import pytest
@@ -36,11 +36,3 @@ def test_unmatched_masks_suggest_the_nearest_path(make) -> None:
     optimizer = make(["dense/kernle"])
     with pytest.raises(ValueError, match="mask: 'dense/kernle' matches no parameter; nearest: 'dense/kernel'"):
         jstep.TrainState.create(PARAMS, optimizer)  # before the first step
-
-
-def test_schedule_free_params_without_its_slots() -> None:
-    state = jstep.TrainState.create(PARAMS, jstep.adam())
-    with pytest.raises(ValueError, match=r"\['m', 'start_step', 'v'\].*schedule_free_adamw and schedule_free_sgd"):
-        jstep.schedule_free_params(state)
-    with pytest.raises(TypeError, match="must be a TrainState"):
-        jstep.schedule_free_params({"w": 1.0})

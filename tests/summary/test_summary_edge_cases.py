@@ -31,6 +31,11 @@ def test_none_means_the_default():
     assert collected.tags == result.tags == ("e",)
 
 
+def test_the_fraction_of_values_that_are_no_array():
+    with pytest.raises(TypeError, match=r"value=\[1, \[2\]\]: must be an array of numbers"):
+        summary.zero_fraction([1, [2]])
+
+
 def test_public_names_have_the_public_module():
     for name in summary.__all__:
         value = getattr(summary, name)

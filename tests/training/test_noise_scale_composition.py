@@ -1,4 +1,4 @@
-"""The gradient noise scale: position of the wrapper, meshes, restarts, and invalid arguments."""
+"""The gradient noise scale: position of the wrapper, meshes and restarts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,35 +46,6 @@ def test_loss_scale_must_be_outermost() -> None:
     step = jstep.minimize(loss_fn, optimizer, num_microbatches=2, metrics=("noise_scale",))
     with pytest.raises(ValueError, match="dynamic_loss_scale: must be outermost"):
         step(jstep.TrainState.create(PARAMS, optimizer), jnp.ones(2))
-
-
-def test_invalid_noise_scale_arguments() -> None:
-    with pytest.raises(ValueError, match=r"num_microbatches=1: must be at least 2 .*noise_scale"):
-        jstep.minimize(loss_fn, MEASURING(), metrics=("noise_scale",))
-    with pytest.raises(ValueError, match=r"num_microbatches=1: must be at least 2"):
-        jstep.minimize(loss_fn, MEASURING(), metrics="noise_scale")
-    step = jstep.minimize(loss_fn, SGD(), num_microbatches=2, metrics=("noise_scale",))
-    with pytest.raises(ValueError, match=r"create state and step with jstep.with_noise_scale\(optimizer\)"):
-        step(jstep.TrainState.create(PARAMS, SGD()), jnp.ones(2))
-    step = jstep.minimize(loss_fn, MEASURING(), num_microbatches=2, metrics=("noise_scale",))
-    with pytest.raises(ValueError, match=r"no slot 'noise/gradient_noise'"):
-        step(jstep.TrainState.create(PARAMS, SGD()), jnp.ones(2))
-    with pytest.raises(ValueError, match="decay=1"):
-        jstep.with_noise_scale(SGD(), decay=1.0)
-    with pytest.raises(ValueError, match=r"decay=-0\.1"):
-        jstep.with_noise_scale(SGD(), decay=-0.1)
-    with pytest.raises(TypeError, match="decay"):
-        jstep.with_noise_scale(SGD(), decay=jstep.constant(0.9))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="optimizer="):
-        jstep.with_noise_scale(jstep.adam)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"'noise_scales' is unknown; nearest: 'noise_scale'"):
-        jstep.minimize(loss_fn, MEASURING(), metrics=("noise_scales",))
-
-    def create() -> Any:
-        return jstep.TrainState.create(PARAMS, jstep.with_noise_scale(MEASURING()))
-
-    with pytest.raises(ValueError, match="noise/gradient_noise"):
-        create()
 
 
 def test_aux_metric_of_the_same_name_is_refused() -> None:

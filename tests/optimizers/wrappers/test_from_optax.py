@@ -101,22 +101,6 @@ def test_moments_are_sharded_like_their_parameters() -> None:
         state, _ = jstep.minimize(lambda p: jnp.sum(p["w"]) + jnp.sum(p["b"]), optimizer)(state)
 
 
-def test_bad_arguments() -> None:
-    for wrong in (optax.adam, None, 0.1):
-        with pytest.raises(TypeError, match="must have init and update"):
-            jstep.from_optax(wrong)
-    adam = optax.adam(0.1)
-    with pytest.raises(TypeError, match="hyperparameters="):
-        jstep.from_optax(adam, 0.1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="held"):
-        jstep.from_optax(adam, {"learning_rate": jstep.held("x", 0.1)})
-    with pytest.raises(ValueError, match="name="):
-        jstep.from_optax(adam, name="a/")
-    state = jstep.TrainState.create({"w": 1.0}, jstep.adam())
-    with pytest.raises(ValueError, match="no slot"):
-        jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, jstep.from_optax(adam))
-
-
 def test_the_error_for_hyperparameters_that_optax_holds_names_their_slot():
     injected = optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.adam)(learning_rate=0.5))
     optimizer = jstep.partition({"net": jstep.from_optax(injected)}, lambda path, leaf: "net")

@@ -1,4 +1,4 @@
-"""Invalid arguments of a step raise when the step is created."""
+"""Errors of optimizers of the user, and of other libraries, in a step."""
 
 import dataclasses
 from typing import Any
@@ -9,43 +9,9 @@ import pytest
 
 import jstep
 
-OPTIMIZER = jstep.gradient_descent(0.1)
-
 
 def loss_fn(params: Any) -> Any:
     return params["w"] ** 2
-
-
-def test_flags_of_other_functions_must_be_booleans() -> None:
-    state = jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
-    with pytest.raises(TypeError, match="has_aux='no': must be True or False"):
-        jstep.compute_gradients(loss_fn, has_aux="no")
-    with pytest.raises(TypeError, match="copy='no': must be True or False"):
-        jstep.TrainState.create({"w": 1.0}, OPTIMIZER, copy="no")
-    with pytest.raises(TypeError, match="increment_global_step=1: must be True or False"):
-        jstep.apply_gradients(state, {"w": jnp.float32(1)}, OPTIMIZER, increment_global_step=1)
-
-
-@pytest.mark.parametrize("bad", [3, None, "loss"])
-def test_functions_are_required(bad: Any) -> None:
-    for make in (lambda: jstep.minimize(bad, OPTIMIZER), lambda: jstep.compute_gradients(bad)):
-        with pytest.raises(TypeError, match=r"loss_fn=.*: must be a function"):
-            make()
-    with pytest.raises(TypeError, match=r"train_step=.*: must be a function"):
-        jstep.scan_steps(bad)
-
-
-def test_invalid_scans_and_states() -> None:
-    step = jstep.minimize(lambda p, x: p["w"] * x, OPTIMIZER)
-    state = jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
-    with pytest.raises(ValueError, match="argument 0 is empty; there is no step to run"):
-        jstep.scan_steps(step)(state, jnp.ones(0))
-    for length, kind in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
-        with pytest.raises(kind, match="length="):
-            jstep.scan_steps(step, length=length)
-    for bad in ({"w": 1.0}, None, 3):
-        with pytest.raises(TypeError, match="state: must be a TrainState"):
-            step(bad, jnp.float32(1))
 
 
 def test_an_optimizer_that_computes_with_a_missing_gradient_gets_a_note() -> None:
