@@ -171,6 +171,15 @@ def test_a_period_below_a_step_with_many_digits() -> None:
     assert float(arithmetic.split(jnp.int32(1), Fraction(1, 10**12)).whole) == pytest.approx(2**31)
 
 
+@pytest.mark.parametrize("length", ["1.00000000000001", "1.000000001", "3.9999999999", "12345.678", "1073741823.5"])
+def test_a_period_with_many_digits_is_divided_exactly(length: str) -> None:
+    exact = Fraction(length).limit_denominator(int((2**31 - 2) / Fraction(length)))
+    steps = [0, 1, 2, 3, 12345, 12346, 10**9, 2**31 - 2, 2**31 - 1]
+    periods = arithmetic.split(jnp.array(steps), Fraction(length))
+    assert periods.counts[0][1].tolist() == [step // exact for step in steps]
+    np.testing.assert_allclose(periods.fraction, [float(step / exact % 1) for step in steps], rtol=1e-6)
+
+
 def test_a_rate_of_decay_may_be_traced_or_zero() -> None:
     for staircase, exponents in ((False, [0.0, 0.5, 1.0, 2.5]), (True, [0.0, 0.0, 1.0, 2.0])):
         found = jax.jit(lambda rate, s=staircase: jstep.exponential_decay(3.0, 10, rate, s)(np.array([0, 5, 10, 25])))
