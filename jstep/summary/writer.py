@@ -2,6 +2,7 @@
 
 import atexit
 import collections
+import functools
 import hashlib
 import json
 import logging
@@ -12,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -42,15 +43,11 @@ _logger = logging.getLogger("jstep")
 _running: weakref.WeakSet["Worker"] = weakref.WeakSet()
 
 
-_Job: TypeAlias = tuple[Any, Any, float, int]
-"""What to write, its step, its time, and about how many bytes it has."""
-
-
 class Worker:
     """Owner of an event file and its thread. Errors are kept until `check`; the thread runs until `close`.
 
     Jobs are written in the order of `put`, and flushed when `max_queue` events are buffered or `flush_secs` have passed
-    since the first of them. A request to flush or to close is a job too, a function of no arguments.
+    since the first of them. A request to flush or to close is a job, too.
 
     Args:
         sink: The result of `open_event_file`.
@@ -65,7 +62,7 @@ class Worker:
         self._flush_secs = flush_secs
         # A reentrant lock: the garbage collector may call `request_close` on a thread that holds it.
         self._changed = threading.Condition()
-        self._jobs: collections.deque[_Job | Callable[[], None]] = collections.deque()
+        self._jobs: collections.deque[tuple[Callable[[], None], int]] = collections.deque()  # with about their bytes
         self._io = threading.Lock()  # held while the file is written, flushed or closed
         self._bytes = 0
         self._is_urgent = False  # whether somebody waits for the thread
@@ -98,15 +95,15 @@ class Worker:
         return error
 
     def put(self, what: Any, step: Any, size: int = 0) -> None:
-        """Queue a job of about `size` bytes for the thread."""
+        """Queue what is to be written, of about `size` bytes, for the thread."""
+        job = functools.partial(self._write, what, step, time.time())
         with self._changed:
             if (size or len(self._jobs) > MAX_JOBS) and not self._has_room():
                 self._is_urgent = True
                 self._changed.notify_all()
                 self._changed.wait_for(self._has_room)
             self._bytes += size
-            # One tuple of existing objects: many small ones would keep the garbage collector busy.
-            self._jobs.append((what, step, time.time(), size))
+            self._jobs.append((job, size))
             if len(self._jobs) == 1:
                 self._changed.notify_all()
 
@@ -116,7 +113,7 @@ class Worker:
     def _ask(self, job: Callable[[], None]) -> None:
         """Queue a job that somebody waits for."""
         with self._changed:
-            self._jobs.append(job)
+            self._jobs.append((job, 0))
             self._is_urgent = True
             self._changed.notify_all()
 
@@ -158,7 +155,12 @@ class Worker:
     def _run(self) -> None:
         while not self._ended:
             for _ in range(self._wait()):
-                self._do(self._jobs.popleft())
+                job, size = self._jobs.popleft()
+                job()
+                if size or len(self._jobs) >= MAX_JOBS:  # otherwise nobody waits for room
+                    with self._changed:
+                        self._bytes -= size
+                        self._changed.notify_all()
                 self._do_what_is_due()
             self._do_what_is_due()
 
@@ -172,19 +174,6 @@ class Worker:
                 self._changed.wait_for(lambda: self._is_urgent, NAP)
             self._is_urgent = False
             return len(self._jobs)
-
-    def _do(self, job: _Job | Callable[[], None]) -> None:
-        size = 0
-        if callable(job):
-            job()
-        else:
-            what, step, wall_time, size = job
-            if self._broken is None:
-                self._write(what, step, wall_time)
-        if size or len(self._jobs) >= MAX_JOBS:  # otherwise nobody waits for room
-            with self._changed:
-                self._bytes -= size
-                self._changed.notify_all()
 
     def _do_what_is_due(self) -> None:
         now = time.monotonic()
@@ -206,6 +195,8 @@ class Worker:
             self._ended = True
 
     def _write(self, what: Any, step: Any, wall_time: float) -> None:
+        if self._broken is not None:
+            return
         try:
             with internal_transfers():
                 events, errors = self._encode(what, step, wall_time)
