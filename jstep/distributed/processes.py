@@ -241,15 +241,11 @@ def broadcast_ints(*numbers: int) -> list[int]:
 
 def _gathered(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the arrays of all processes, stacked."""
-    if is_single_process():
-        return mine[None]
     with internal_transfers(), doing(AGREEING):
         return np.asarray(multihost_utils.process_allgather(mine))
 
 
 def _of_process_0(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    if is_single_process():
-        return mine
     with internal_transfers(), doing(AGREEING):
         return np.asarray(multihost_utils.broadcast_one_to_all(mine))
 
