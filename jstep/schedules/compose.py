@@ -95,8 +95,6 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
             table = jnp.asarray(np.stack([np.asarray(number, dtype) for number in numbers]))
         else:
             table = jnp.stack([jnp.asarray(number, dtype) for number in numbers])
-        if not edges:
-            return jnp.broadcast_to(table[0], step.shape)
         last = np.iinfo(step.dtype).max
         firsts = jnp.asarray(np.array([min(max(edge, -1), last) for edge in edges], step.dtype))
         return table[jnp.searchsorted(firsts, step, side="left")]
