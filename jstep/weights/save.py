@@ -32,7 +32,6 @@ from jstep.weights.tensors import BITS, LARGEST, METADATA, code_of, confirm, in_
 
 # Atomic writing of safetensors files: to temporary names first, then all renamed together.
 
-_AT_ONCE = 2**26
 _ABANDONED = 86400.0
 """Seconds after which a temporary file of a process that cannot be looked up counts as left behind."""
 _TEMPORARY = re.compile(
@@ -84,9 +83,7 @@ def _header(items: Sequence[_Item], metadata: Mapping[str, str]) -> bytes:
 def write_tensor(file: Any, array: np.ndarray[Any, Any]) -> None:
     """Append the bytes of an array, in C order and little-endian."""
     array = np.asarray(array, array.dtype.newbyteorder("<"), order="C")
-    view = array.reshape(-1).view(np.uint8).data
-    for at in range(0, view.nbytes, _AT_ONCE):
-        file.write(view[at : at + _AT_ONCE])
+    file.write(array.reshape(-1).view(np.uint8).data)
 
 
 class Files:
