@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,8 @@ def _safetensors(path: str, arguments: argparse.Namespace) -> int:
         }
         for tensor in weights.tensors.values()
     ]
-    files = [{"path": one.file, "tensors": len(one.tensors)} for one in weights.files]
+    held = Counter(tensor.file for tensor in weights.tensors.values())
+    files = [{"path": file, "tensors": held[file]} for file in weights.files]
     several = len(files) > 1
     columns = ["dtype", "stored_as", "shape", "bytes"] + ["file"] * several
     about = {"format": "safetensors", **_sums(rows), "metadata": dict(weights.metadata), "files": files}

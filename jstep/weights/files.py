@@ -4,14 +4,14 @@ import json
 import ntpath
 import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from jstep.checkpoint.listing import OF_ORBAX, TEMPORARY, has_data, listed, missing
 from jstep.checkpoint.manifest import NAME as MANIFEST
 from jstep.core.checks import shown
 from jstep.stores.objects import is_url, location
-from jstep.weights.tensors import LARGEST, Header, Tensor, parsed, read_header
+from jstep.weights.tensors import LARGEST, Tensor, Weights, parsed, read_header
 
 # Finding of the files that hold the weights: a file, a folder, or an index with its shards.
 
@@ -19,22 +19,6 @@ SUFFIX = ".safetensors"
 INDEX = ".index.json"
 _DEFAULTS = (f"model{SUFFIX}", f"model{SUFFIX}{INDEX}")
 """The names that `transformers` writes, and looks for in a folder."""
-
-
-class Weights(NamedTuple):
-    """The combined content of all headers.
-
-    Attributes:
-        path: The file, or the index.
-        files: The headers of all files.
-        tensors: All tensors, by name.
-        metadata: The metadata strings of all files.
-    """
-
-    path: str
-    files: tuple[Header, ...]
-    tensors: Mapping[str, Tensor]
-    metadata: Mapping[str, str]
 
 
 def local(path: Any) -> str:
@@ -114,10 +98,7 @@ def read_headers(path: str) -> Weights:
         FileNotFoundError: An index names a missing file.
         ValueError: A file is corrupted, or the index contradicts the files.
     """
-    if _is_index(path):
-        return _sharded(path)
-    header = read_header(path)
-    return Weights(path, (header,), header.tensors, header.metadata)
+    return _sharded(path) if _is_index(path) else read_header(path)
 
 
 def _is_index(path: str) -> bool:
@@ -149,7 +130,7 @@ def _sharded(path: str) -> Weights:
         if name not in headers[file].tensors:
             raise ValueError(f"{path}: the tensor {name!r} should be in {file!r}, which does not have it")
     metadata = {key: text for header in headers.values() for key, text in header.metadata.items()}
-    return Weights(path, tuple(headers.values()), tensors, metadata)
+    return Weights(path, tuple(header.path for header in headers.values()), tensors, metadata)
 
 
 def _files_of(path: str) -> dict[str, str]:

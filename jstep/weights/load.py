@@ -222,7 +222,7 @@ def open_source(path: Any, *, partial: bool = False) -> Iterator[Source]:
     kind, place = kind_of(local(path))
     if kind == FILES:
         weights = read_headers(place)
-        confirm(header.file for header in weights.files)
+        confirm(weights.files)
         with contextlib.ExitStack() as stack:
             opened = functools.cache(lambda file: stack.enter_context(open(file, "rb", buffering=0)))
 

@@ -84,21 +84,23 @@ Read = Callable[[Mapping[str, Any]], dict[str, Any]]
 """Reads tensors: name → sharding, or None → an array with it, or the parts of this process; or a NumPy array."""
 
 
-class Header(NamedTuple):
-    """The content of a header.
+class Weights(NamedTuple):
+    """The content of a header, or of the headers of all shards of an index.
 
     Attributes:
-        file: The path of the file.
+        path: The path of the file, or of the index.
+        files: The paths of the files.
         tensors: The tensors by name, in the order of their bytes.
         metadata: The metadata strings.
     """
 
-    file: str
+    path: str
+    files: tuple[str, ...]
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str]
 
 
-def read_header(path: str) -> Header:
+def read_header(path: str) -> Weights:
     """Read and check the header of a file.
 
     Raises:
@@ -118,7 +120,7 @@ def read_header(path: str) -> Header:
         (_tensor(name, entry, path, data) for name, entry in entries.items()), key=lambda one: (one.start, one.nbytes)
     )
     _check_gaps(tensors, path, data, size)
-    return Header(path, {tensor.name: tensor for tensor in tensors}, metadata)
+    return Weights(path, (path,), {tensor.name: tensor for tensor in tensors}, metadata)
 
 
 def parsed(text: bytes, path: str) -> dict[str, Any]:
