@@ -170,8 +170,8 @@ class Roles(Mapping[str, Role | None]):
         return self.joined(Roles(formats={format}))
 
     def hiding(self, *roles: Role) -> "Roles":
-        """The roles of an optimizer that does not see all gradients: those of `OUTERMOST` are then hidden."""
-        return self.joined(Roles(hidden=set(self.of(*roles))))
+        """The roles of an optimizer that does not see all gradients: those of `OUTERMOST`, or some, are hidden."""
+        return self.joined(Roles(hidden=set(self.of(*(roles or OUTERMOST)))))
 
     def ordered(self) -> "Roles":
         """The roles of an optimizer all of whose leaves are updated in a fixed order."""

@@ -23,16 +23,7 @@ from jstep.core.traced_arguments import as_key, as_scalar
 from jstep.core.trees import Array, Held, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, leafwise
 from jstep.optimizers.compose import Own, StepInputs, trained, wrap_optimizer
-from jstep.optimizers.hyperparameters import (
-    Hyper,
-    age_of,
-    check_prefix,
-    checked,
-    is_update,
-    mask,
-    unless_skipped_by_guards,
-    value_at,
-)
+from jstep.optimizers.hyperparameters import age_of, check_prefix, checked, is_update, mask, unless_skipped_by_guards
 from jstep.optimizers.leafwise import Slot
 from jstep.optimizers.updates import add, apply_updates, find_slot, on_leaves
 from jstep.state.train_state import START_STEP, TrainState, values_of
@@ -209,7 +200,7 @@ class ExponentialMovingAverage:
         # In terms of 1 − d, because computing 1 − d for d near 1 would lose digits.
         argument, given = self.speed
         if callable(given):
-            given = value_at(argument, given, jnp.asarray(num_updates) - 1)
+            given = hyperparameters.value_at(argument, given, jnp.asarray(num_updates) - 1)
         rate: Any = 1 - given if argument == DECAY else given
         if self.num_updates:
             rate = jnp.maximum(jnp.asarray(rate, trees.default_float()), 9 / (10 + _count("num_updates", num_updates)))
@@ -359,15 +350,15 @@ def with_moving_average(
         on_leaves(params, {NAME: averages}, map(call, averages, jax.tree.leaves(params), found, weights))
         return updates, inner, {**ages, ema.name: trees.structure(params).unflatten(averages)}
 
-    return wrap_optimizer(optimizer, "with_moving_average", update, _own(ema, fresh, hyper, copied=initial is None))
+    role = Role.COPY if initial is None and not ema.starts_at_zeros else Role.AVERAGE
+    return wrap_optimizer(optimizer, "with_moving_average", update, _own(ema, fresh, role, hyper))
 
 
-def _own(ema: ExponentialMovingAverage, fresh: Callable[[Params, Step], Any], hyper: Hyper, *, copied: bool) -> Own:
+def _own(ema: ExponentialMovingAverage, fresh: Callable[[Params, Step], Any], role: Role, hyper: dict[str, Any]) -> Own:
     """The slots, ages and hyperparameters of `with_moving_average`."""
     follows_step = ema.follows == "step"
     # Averages that do not move at each update have an age of their own; the others have that of the optimizer.
     waits = ema.zero_debias and ema.waits
-    role = Role.COPY if copied and not ema.starts_at_zeros else Role.AVERAGE
     ages = [_age_name(ema)] if follows_step and ema.zero_debias else []
     return Own(
         {ema.name: fresh, **dict.fromkeys(ages, lambda params, step: hyperparameters.new_start_step(step))},

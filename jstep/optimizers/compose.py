@@ -17,7 +17,7 @@ from jstep.core.exceptions import scoped, setting
 from jstep.core.matching import NoGradientsError, require_slots
 from jstep.core.optimizers import require_optimizer
 from jstep.core.placement import on_devices
-from jstep.core.slot_roles import AGES, OUTERMOST, Init, Labels, Order, Role, Roles, labels_of, order_of, roles_of
+from jstep.core.slot_roles import AGES, Init, Labels, Order, Role, Roles, labels_of, order_of, roles_of
 from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, leafwise
 from jstep.optimizers.hyperparameters import Hyper, Projected, check_prefix, held_roles, is_update, values_at
@@ -538,7 +538,7 @@ class _Partition:
         """The roles of these slots."""
         with self.divided(params) as (_, divided):
             found = [roles_of(part.optimizer, part.params) for part in divided.values()]
-        return functools.reduce(Roles.joined, found).hiding(*OUTERMOST)
+        return functools.reduce(Roles.joined, found).hiding()
 
     @loads_slots
     def update(

@@ -21,18 +21,7 @@ from jstep.core.trees import Array, Held, Number, Optimizer, Params, ScalarOrSch
 from jstep.differentiate import clipping
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.hyperparameters import Flag, Hyper, UnitAxes, checked, first_match, own_leaves
-from jstep.optimizers.leafwise import (
-    DECAYED,
-    RULE,
-    Prepare,
-    Result,
-    Rule,
-    Values,
-    element,
-    leafwise,
-    map_updates,
-    with_init,
-)
+from jstep.optimizers.leafwise import DECAYED, Prepare, Result, Rule, Values, element, leafwise, map_updates, with_init
 
 # Transformations of gradients as elements of a chain: noise, centralization, normalization.
 
@@ -221,6 +210,10 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "threshold": {"low": 4},
 }
 """Name of a hyperparameter → its range. One with another range is checked by its optimizer."""
+
+
+RULE = "_rule"
+"""The end of the name under which the program of a step calls the rule of an optimizer: `adam_rule`."""
 
 
 class Scalar(NamedTuple):

@@ -16,7 +16,7 @@ from jstep.core.exceptions import setting
 from jstep.core.indexed_slices import IndexedSlices, RowsInOrder
 from jstep.core.matching import match_gradients, require_slots
 from jstep.core.placement import on_devices
-from jstep.core.slot_roles import OUTERMOST, Init, Labels, Order, Role, Roles, abstractly, labels_of, order_of, roles_of
+from jstep.core.slot_roles import Init, Labels, Order, Role, Roles, abstractly, labels_of, order_of, roles_of
 from jstep.core.trees import Array, Context, Held, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.hyperparameters import LEARNING_RATE, Flag, Hyper, held_roles, held_slots, value_at, values_at
@@ -349,7 +349,7 @@ def merged_roles(parts: Parts, params: Params) -> Roles:
     known = {part: roles_of(one, params) for part, one in parts.items()}
     merge(known.items(), "slot")
     merged = functools.reduce(Roles.joined, known.values(), Roles())
-    return merged.hiding(*OUTERMOST) if len(parts) > 1 else merged
+    return merged.hiding() if len(parts) > 1 else merged
 
 
 def merged_hyperparameters(parts: Parts) -> Callable[[Step], dict[str, Any]]:
@@ -460,10 +460,6 @@ Result: TypeAlias = tuple[Array, dict[str, Any]]
 Prepare: TypeAlias = Callable[[Values], dict[str, Any]]
 Rule: TypeAlias = Callable[[Array, Array, Values, Values], Result]
 """`rule(gradient, parameter, slots, h) -> (update, slots)`, all floating arrays of one dtype."""
-
-
-RULE = "_rule"
-"""The end of the name under which the program of a step calls the rule of an optimizer: `adam_rule`."""
 
 
 @dataclasses.dataclass(frozen=True)
