@@ -1,5 +1,6 @@
 """Guards of updates: finite gradients, loss scales, noise scales, every so many steps."""
 
+import functools
 from typing import Any
 
 import jax
@@ -409,7 +410,7 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
         raise ValueError(f"phase={offset}: must be below k={every}; phase + k updates at the same steps as phase")
     as_bool(accumulate, "accumulate")
     optimizer = require_optimizer("optimizer", optimizer)
-    count = Slot(shape=lambda path, leaf: ())
+    sums = {GRADIENT_SUM: Slot(NOTHING), GRADIENT_COUNT: Slot(shape=lambda path, leaf: ())} if accumulate else {}
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         due, params = (jnp.asarray(at.step) - offset) % every == every - 1, at.params
@@ -417,10 +418,7 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
         if not accumulate:
             return *conditional_update(due, optimizer, updates, inner, at), own
         gradients = match_gradients(updates, params)
-        mine = {
-            GRADIENT_SUM: slot_leaves(own, GRADIENT_SUM, params),
-            GRADIENT_COUNT: slot_leaves(own, GRADIENT_COUNT, params, count.shape),
-        }
+        mine = {name: slot_leaves(own, name, params, spec.shape) for name, spec in sums.items()}
         means = on_leaves(params, mine, [None if g is None else (_mean_and_rest, g, due) for g in gradients])
         updates, inner = conditional_update(due, optimizer, treedef.unflatten(means), inner, at)
         return updates, inner, {name: treedef.unflatten(leaves) for name, leaves in mine.items()}
@@ -428,14 +426,10 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
     def inner_roles(roles: Roles) -> Roles:
         return roles.at_some_steps().ordered().hiding(Role.LOSS_SCALE)
 
-    if not accumulate:
-        return wrap_optimizer(optimizer, "update_every", update, inner_roles=inner_roles)
-    added = {
-        GRADIENT_SUM: lambda params, step: fresh_slot(GRADIENT_SUM, Slot(NOTHING), params, step),
-        GRADIENT_COUNT: lambda params, step: fresh_slot(GRADIENT_COUNT, count, params, step),
-    }
-    own = Own(added, details={GRADIENT_COUNT: ACCUMULATED})
-    return wrap_optimizer(optimizer, "update_every", update, own, guarded=False, inner_roles=inner_roles)
+    added = {name: functools.partial(fresh_slot, name, spec) for name, spec in sums.items()}
+    own = Own(added, details={GRADIENT_COUNT: ACCUMULATED} if accumulate else {})
+    is_guarded = False if accumulate else None  # a gradient that is not finite would reach the sum
+    return wrap_optimizer(optimizer, "update_every", update, own, guarded=is_guarded, inner_roles=inner_roles)
 
 
 def _mean_and_rest(own: Slots, gradient: Any, due: Array) -> tuple[Any, Slots]:
