@@ -216,22 +216,22 @@ def triples_and_safety(given: Any, steps: int | None) -> tuple[tuple[Triple, ...
 
 
 def _own(given: Any, count: int) -> tuple[Triple, ...]:
-    def number(x: Any) -> bool:
-        return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
-
-    wrong = TypeError(
-        f"ns_coefficients={shown(given)}: must be three numbers (a, b, c), such a triple for each of the {count} "
-        f"steps, or one of {', '.join(map(repr, PRESETS))}, got {kind(given)}"
-    )
-    if not isinstance(given, list | tuple):
-        raise wrong
-    triples = [given] * count if len(given) == 3 and all(map(number, given)) else given
-    for triple in triples:
-        if not (isinstance(triple, list | tuple) and len(triple) == 3 and all(map(number, triple))):
-            raise wrong
+    triples = [given] * count if _is_triple(given) else given
+    if not (isinstance(triples, list | tuple) and all(map(_is_triple, triples))):
+        raise TypeError(
+            f"ns_coefficients={shown(given)}: must be three numbers (a, b, c), such a triple for each of the {count} "
+            f"steps, or one of {', '.join(map(repr, PRESETS))}, got {kind(given)}"
+        )
     if len(triples) != count:
         raise ValueError(f"ns_coefficients: must have a triple for each step, got {len(triples)} for ns_steps={count}")
     return tuple((float(a), float(b), float(c)) for a, b, c in triples)
+
+
+def _is_triple(x: Any) -> bool:
+    def is_number(x: Any) -> bool:
+        return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+    return isinstance(x, list | tuple) and len(x) == 3 and all(map(is_number, x))
 
 
 SMALL = 64 * 64
@@ -358,10 +358,7 @@ Over: TypeAlias = Literal["neuron", "short"]
 
 @makes_optimizer()
 def normalize_neurons(
-    beta2: ScalarOrSchedule = 0.95,
-    epsilon: ScalarOrSchedule = 1e-10,
-    axes: Axes | None = None,
-    over: Over = "neuron",
+    beta2: ScalarOrSchedule = 0.95, epsilon: ScalarOrSchedule = 1e-10, axes: Axes | None = None, over: Over = "neuron"
 ) -> Optimizer:
     """NorMuon's block: v averages the mean of u² over the inputs of each neuron; U = u/(√v + ε); u = U·‖u‖/(‖U‖ + ε).
 
