@@ -99,13 +99,11 @@ def from_optax(
                 log_once()
             return slot
 
-        if not found.complete:
-            return found
-        return found.joined(Roles(counted=(Counted(schedules, reported, count),) if schedules else ()))
+        known = found.complete and schedules
+        return found.joined(Roles(counted=(Counted(schedules, reported, count),) if known else ()))
 
     finished = isinstance(hyperparameters, Mapping) and LEARNING_RATE in hyperparameters
-    known = roles if schedules else plain.roles
-    init = dataclasses.replace(plain, roles=known, finished=finished, rated=LEARNING_RATE in depend)
+    init = dataclasses.replace(plain, roles=roles, finished=finished, rated=LEARNING_RATE in depend)
     return made._replace(init=init, hyperparameters=reported)
 
 

@@ -586,24 +586,19 @@ def mask(argument: str, var_list: VarList) -> Flag:
 
 def decay_mask(argument: str, var_list: VarList) -> Flag:
     """As `mask`, for a weight decay; it logs a warning once if it selects nothing, but not below a label."""
-    check_form(var_list, argument)
-    has_warned = False
+    flag, has_warned = mask(argument, var_list), False
 
     def selected(params: Params) -> list[bool]:
         nonlocal has_warned
-        found = flags(params, var_list, argument)
+        found = flag(params)
         is_empty = not any(found) and any(flags(params, None, argument))
         if is_empty and not has_warned and not IN_PART.get():
-            has_warned = True
-            log_warning(
-                "%s=%s: selects none of the parameters %s, so that nothing decays",
-                argument,
-                shown(var_list),
-                trees.paths_of(params)[:20],
-            )
+            has_warned, paths = True, trees.paths_of(params)[:20]
+            text = "%s=%s: selects none of the parameters %s, so that nothing decays"
+            log_warning(text, argument, shown(var_list), paths)
         return found
 
-    return lambda params: on_whole(params, selected)
+    return selected
 
 
 def log_warning(text: str, *args: Any) -> None:
