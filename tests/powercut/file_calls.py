@@ -204,7 +204,7 @@ def _places() -> Iterator[str]:
         name = os.path.abspath(frame.f_code.co_filename)
         if name.startswith(_PACKAGE):
             inner = os.path.relpath(name, _PACKAGE)
-            yield f"{inner}:{frame.f_lineno}"
+            yield f"{inner}:{frame.f_lineno} {frame.f_code.co_qualname}"
             if inner != os.path.join("stores", "files.py"):
                 return
         frame = frame.f_back
