@@ -25,7 +25,7 @@ from jstep.core.selection import VarList, check_form, selected
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Number, Params
 from jstep.differentiate import microbatches
-from jstep.differentiate.gradients import tables
+from jstep.differentiate.gradients import TABLES, Tables
 from jstep.differentiate.lane_state import Merge, merged, merges_of, summand
 from jstep.differentiate.lanes import Lanes, alike, as_lanes, of_each_lane, on_lanes, sum_over_lanes
 from jstep.differentiate.microbatches import AggregationMethod, Part, Squares
@@ -525,7 +525,8 @@ class Differentiation:
 
             collector = Collector("summaries")
             collectors = (*COLLECTORS.get(), collector) if self.gathers else COLLECTORS.get()
-            with tables(some) as looked_up, setting(COLLECTORS, collectors):
+            looked_up = Tables(some)
+            with setting(TABLES, looked_up), setting(COLLECTORS, collectors):
                 out = self.loss_fn(whole, *before, *given.args, **{**(given.kwargs or {}), **rng})
             loss, *others = self._outputs(out, given.model_state)
             is_empty = not (collector.parts or collector.nested)

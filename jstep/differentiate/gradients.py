@@ -3,7 +3,7 @@
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import meshes, trees
 from jstep.core.checks import as_function, kind
-from jstep.core.exceptions import scoped, setting
 from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, within
 from jstep.core.meshes import Attempts
 from jstep.core.tracebacks import shortens_tracebacks
@@ -24,18 +23,18 @@ from jstep.core.trees import Array, Updates
 
 
 class Tables:
-    """The tables available for lookups while the gradient of a loss is traced, and the gradients of their rows."""
+    """The tables available for lookups while the gradient of a loss is traced, and the gradients of their rows.
+
+    Args:
+        leaves: The tables, and other leaves that are differentiated. The caller keeps them alive while lookups are
+            made, so that their ids stay unique; they are not kept here, because they are tracers.
+    """
 
     def __init__(self, leaves: list[Array]) -> None:
-        self._leaves = leaves  # kept alive, so that their ids stay unique
         self._shapes = [leaf.shape for leaf in leaves]
         self._indices = {id(leaf): i for i, leaf in enumerate(leaves)}
         self._trace = get_opaque_trace_state()
         self._taken: list[tuple[int, Array, Array]] = []
-
-    def release(self) -> None:
-        """Release the leaves, which are tracers and must not be held after the loss is traced."""
-        self._leaves, self._indices = [], {}
 
     def index_of(self, table: Any) -> int | None:
         """Return the index of a table among the leaves; None for anything else, and under another transformation."""
@@ -85,18 +84,8 @@ def _rows(table: Array, ids: Array) -> Array:
     return table.at[ids].get(out_sharding=NamedSharding(mesh, PartitionSpec(*of_ids, *of_row)))  # also under no mesh
 
 
-_active: contextvars.ContextVar[Tables | None] = contextvars.ContextVar("jstep_tables", default=None)
-
-
-@scoped
-def tables(leaves: list[Array]) -> Iterator[Tables]:
-    """Make the differentiated leaves available to `lookup` while a loss is traced."""
-    made = Tables(leaves)
-    try:
-        with setting(_active, made):
-            yield made
-    finally:
-        made.release()
+TABLES: contextvars.ContextVar[Tables | None] = contextvars.ContextVar("jstep_tables", default=None)
+"""The tables available for lookups, while a loss is traced; None elsewhere."""
 
 
 def lookup(table: Any, ids: Any) -> Array:
@@ -133,7 +122,7 @@ def lookup(table: Any, ids: Any) -> Array:
         table = table.__jax_array__()  # a boxed variable of Flax NNX
     if not (trees.is_array(table) or isinstance(table, list | tuple)):
         raise TypeError(f"table: must be an array of rows, got {kind(table)}")
-    found = _active.get()
+    found = TABLES.get()
     place = None if found is None else found.index_of(table)
     table, ids = jnp.asarray(table), jnp.asarray(ids)
     if table.ndim == 0:
