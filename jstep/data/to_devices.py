@@ -16,23 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from jstep.core import trees
 from jstep.core.checks import as_function, as_int, kind, shown
 from jstep.core.exceptions import note
 from jstep.core.meshes import dims_of, internal_transfers, mesh_axes_of, mesh_of, parts_along, require_mesh
 from jstep.core.placement import compiles_only, is_shape, refuse_compile_only
 from jstep.core.threads import MAKING, Thread, doing
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import (
-    arrays_of,
-    is_key,
-    is_plain_tuple,
-    leading_sizes,
-    leaf_at,
-    leaves_with_paths,
-    path_str,
-    quoted,
-    refuse_wide,
-)
 from jstep.data.sequence import BatchIterator
 from jstep.queues.queues import until_end
 from jstep.state.sharding import axis_size
@@ -41,7 +31,7 @@ from jstep.state.sharding import axis_size
 
 
 def placement(sharding: Any, argument: str = "sharding") -> Callable[[Any], Any]:
-    """Return a function that places an item as `sharding` specifies; None means the default device.
+    """Return a function that places an item from `copied` as `sharding` specifies; None means the default device.
 
     Raises:
         TypeError: `sharding` contains something other than shardings. The message contains its path.
@@ -53,7 +43,7 @@ def placement(sharding: Any, argument: str = "sharding") -> Callable[[Any], Any]
     def as_sharding(keys: Any, leaf: Any) -> Sharding | jax.Device:
         if isinstance(leaf, Sharding | jax.Device):
             return leaf
-        what = f"{argument}: {leaf!r} at {quoted(path_str(keys))}"
+        what = f"{argument}: {leaf!r} at {trees.quoted(trees.path_str(keys))}"
         if not isinstance(leaf, PartitionSpec):
             raise TypeError(
                 f"{what} is not a jax.sharding.Sharding; make one from a mesh and a spec: "
@@ -73,7 +63,6 @@ def placement(sharding: Any, argument: str = "sharding") -> Callable[[Any], Any]
     local = all(getattr(s, "is_fully_addressable", True) for s in jax.tree.leaves(sharding))
 
     def place(item: Any) -> Any:
-        item = _as_known(item)
         try:
             with internal_transfers():
                 if local:
@@ -88,7 +77,7 @@ def placement(sharding: Any, argument: str = "sharding") -> Callable[[Any], Any]
 
 def _place_on_default_device(item: Any) -> Any:
     # A JAX array keeps its placement, which may span other processes.
-    others, filled = arrays_of(_as_known(item), lambda leaf: not isinstance(leaf, jax.Array))
+    others, filled = trees.arrays_of(item, lambda leaf: not isinstance(leaf, jax.Array))
     with internal_transfers():
         # One call for all: most of its time is spent in Python, which keeps the loop from running.
         return filled(jax.device_put(others))
@@ -100,7 +89,7 @@ def _explain(item: Any, sharding: Any, error: ValueError) -> None:
         each = jax.tree.leaves(jax.tree.broadcast(sharding, item))
     except ValueError:
         return  # the structures differ, as the original error reports
-    for (path, leaf), one in zip(leaves_with_paths(item), each, strict=True):
+    for (path, leaf), one in zip(trees.leaves_with_paths(item), each, strict=True):
         if not isinstance(one, NamedSharding):
             continue
         parts = 1 if one.is_fully_addressable else jax.process_count()
@@ -110,7 +99,7 @@ def _explain(item: Any, sharding: Any, error: ValueError) -> None:
             if dim >= np.ndim(leaf) or np.shape(leaf)[dim] % here:
                 raise ValueError(
                     f"sharding: {one.spec} splits dimension {dim} into {count} parts (axis {axis!r}), {here} of them "
-                    f"here, and {leaf_at(path)} has shape {np.shape(leaf)} on this process; choose a batch "
+                    f"here, and {trees.leaf_at(path)} has shape {np.shape(leaf)} on this process; choose a batch "
                     f"of a multiple of {here} rows"
                 ) from error
 
@@ -124,7 +113,7 @@ def _as_known(item: Any) -> Any:
         array = leaf if isinstance(leaf, np.ndarray | np.generic) else _taken_over(leaf)
         if isinstance(array, jax.Array) or (array is not None and array.dtype.kind in _KINDS):
             return array
-        where = f"the leaf at {path_str(keys)!r}" if keys else "the item"
+        where = f"the leaf at {trees.path_str(keys)!r}" if keys else "the item"
         what = kind(leaf) if array is None else f"{kind(leaf)} ({array.dtype})"
         raise TypeError(
             f"item: {where} must be a number or an array of numbers, got {shown(leaf, 60)}, {what}; remove from the "
@@ -166,7 +155,7 @@ def copied(item: Any, *, fresh: bool = False) -> Any:
         OverflowError: An integer does not fit its dtype on a device. The message contains the path of its leaf.
     """
     item = _as_known(item)
-    refuse_wide(item, "batch")
+    trees.refuse_wide(item, "batch")
     return item if fresh else jax.tree.map(lambda leaf: _copy(leaf) if isinstance(leaf, np.ndarray) else leaf, item)
 
 
@@ -221,15 +210,15 @@ def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
     """
     mesh = require_mesh(mesh)
     parts = axis_size(mesh, axis, f"axis={axis!r}")
-    refuse_wide(local_batch, "local_batch")
+    trees.refuse_wide(local_batch, "local_batch")
     sharding = NamedSharding(mesh, PartitionSpec(axis))
 
-    sizes = leading_sizes(local_batch)
+    sizes = trees.leading_sizes(local_batch)
     if len(sizes) > 1:
         raise ValueError(f"local_batch: all leaves must have the same number of rows; got {', '.join(sizes.values())}")
 
     def leaf(keys: Any, rows: Any) -> Any:
-        named = leaf_at(path_str(keys))
+        named = trees.leaf_at(trees.path_str(keys))
         if np.ndim(rows) == 0:
             raise ValueError(f"local_batch: {named} is a scalar and has no rows; close over it in the loss")
         if isinstance(rows, jax.Array) and not rows.is_fully_addressable:
@@ -299,7 +288,7 @@ def as_shardings(sharding: Any, *, stacked: bool = False) -> Any:
 
 def is_axes(value: Any) -> bool:
     """Whether a value is the name of a mesh axis, or a tuple of names, and not a spec."""
-    names = value if is_plain_tuple(value) and not isinstance(value, PartitionSpec) else (value,)
+    names = value if trees.is_plain_tuple(value) and not isinstance(value, PartitionSpec) else (value,)
     return bool(names) and all(isinstance(name, str) for name in names)
 
 
@@ -349,7 +338,7 @@ def mesh_without_batch(state: Any, args: Any) -> Mesh | None:
     mesh = mesh_of(state)
     if mesh is None or mesh.size == 1 or mesh_of(args) is not None:
         return None
-    has_rows = any(np.ndim(leaf) > 0 and not is_key(leaf) for leaf in jax.tree.leaves(args))
+    has_rows = any(np.ndim(leaf) > 0 and not trees.is_key(leaf) for leaf in jax.tree.leaves(args))
     return mesh if has_rows else None
 
 
@@ -582,9 +571,9 @@ def _read(source: Iterator[Any], place: Callable[[Any], Any], state_fn: Callable
     try:
         return place(item), state
     except Exception as error:
-        leaves = leaves_with_paths(item)[:20]
+        leaves = trees.leaves_with_paths(item)[:20]
         kinds = (f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}" for _, leaf in leaves)
-        which = ", ".join(f"{quoted(path)}: {kind}" for (path, _), kind in zip(leaves, kinds, strict=True))
+        which = ", ".join(f"{trees.quoted(path)}: {kind}" for (path, _), kind in zip(leaves, kinds, strict=True))
         note(error, f"raised by prefetch_to_device for the item {which}")
         raise
 
