@@ -26,7 +26,7 @@ from jstep.data.batches import Batches
 from jstep.data.sequence import BatchSequence
 from jstep.data.to_devices import as_shardings, copied, fitting, is_axes, over_axes, owners_of, place_rows, placement
 from jstep.distributed import processes
-from jstep.hooks.numbers import host, is_number, is_numeric
+from jstep.hooks.numbers import host, is_number, is_numeric, local
 from jstep.queues.queues import until_end
 
 # Batches of an evaluation: iteration over all of them, from the start each time, and their placement.
@@ -547,12 +547,6 @@ def _numbers_of(name: str, total: Any) -> dict[str, float]:
     Raises:
         TypeError: `compute` does not return a number or a dict of numbers. The message contains the metric.
     """
-
-    def local(leaf: Any) -> Any:
-        """Return the local copy of a leaf that is replicated over several processes."""
-        is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-        return leaf.addressable_data(0) if is_global else leaf
-
     try:
         computed = _mean(total) if isinstance(total, list) else jax.tree.map(local, total).compute()
     except Exception as error:

@@ -13,7 +13,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.hooks import metric_sums_program as device
 from jstep.hooks.hook import Metrics
 from jstep.hooks.metric_sums_program import Columns, Sums
-from jstep.hooks.numbers import host, is_number, is_ready, start_transfer
+from jstep.hooks.numbers import host, is_number, is_ready, local, start_transfer
 from jstep.training.metrics import Constants
 
 NONE = Constants({})
@@ -269,7 +269,7 @@ class MetricSums:
         assert layout is not None  # by `_select`
         if layout.names:
             values = [metrics[name] for name in layout.names]
-            calls.append(values if layout.is_local else list(map(_local, values)))
+            calls.append(values if layout.is_local else list(map(local, values)))
             if len(calls) >= layout.room:
                 self.flush()
 
@@ -379,12 +379,6 @@ class MetricSums:
                     skips = _put(host(skips), sharding)
             self._sums = empty if skips is None else empty._replace(skips=skips)
         return self._sums
-
-
-def _local(value: Any) -> Any:
-    """This process's copy of a value that is replicated over all processes."""
-    is_global = isinstance(value, jax.Array) and not value.is_fully_addressable
-    return value.addressable_data(0) if is_global else value
 
 
 def _sharding_of(value: Any) -> Any:

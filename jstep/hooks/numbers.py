@@ -86,6 +86,12 @@ def read(values: Mapping[str, Any]) -> dict[str, Any]:
         return {name: host(value).item() for name, value in values.items()}
 
 
+def local(value: Any) -> Any:
+    """This process's copy of a value that is replicated over all processes."""
+    is_global = isinstance(value, jax.Array) and not value.is_fully_addressable
+    return value.addressable_data(0) if is_global else value
+
+
 def host(value: Any) -> np.ndarray[Any, Any]:
     """Copy a value to the host; of an array replicated over several processes, this process's copy."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable and value.is_fully_replicated:
