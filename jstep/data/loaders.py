@@ -43,7 +43,7 @@ class SavedPosition(NamedTuple):
     """The position of this process's loader in a checkpoint.
 
     Attributes:
-        value: The position, as JSON, or as `copied_position` returns it; None if there is no position.
+        value: The position, as JSON, or as `position_of` returns it; None if there is no position.
         error: Why the position is not available; "" if it is.
         warning: A warning to log when the position is used; "" for no warning.
     """
@@ -62,7 +62,7 @@ class LivePosition:
     A large position is not copied before each batch, only when a checkpoint needs it. Once large, it counts as large.
 
     Args:
-        ask: Returns the current position, from `copied_position`.
+        ask: Returns the current position, from `position_of`.
         begin: Returns the position before the first batch, if the object does not know it yet; None if nothing does.
 
     Attributes:
@@ -151,7 +151,7 @@ class RarePosition:
     In between it is the position that was read last, with the number of batches since: a restart fetches these again.
 
     Args:
-        ask: Returns the position, from `copied_position`.
+        ask: Returns the position, from `position_of`.
         next_due: `next_due(number)`: after how many batches, more than that many, to read it in any case, because a
             checkpoint is due.
         clock: Returns the time in seconds.
@@ -189,34 +189,8 @@ class RarePosition:
         return position
 
 
-def copied_position(position: Any, owner: str, without: str) -> Any:
-    """Copy a position for `as_json`, because loaders may return a dict that they keep changing.
-
-    There is a copy for each batch, and JSON only for a checkpoint: the text of a replay buffer takes much longer.
-
-    Args:
-        position: The position that the loader returned.
-        owner: The name of the loader's class, for the error.
-        without: What to pass to `train` instead if no position has to be kept, for the error.
-
-    Raises:
-        TypeError: The position holds a value of an unsupported type; names the loader, the path and the type.
-    """
-    if isinstance(position, bytes):
-        return {_BYTES: bytes(position)}
-    try:
-        return {"value": tagged_json.copied(position)}
-    except UnsupportedError as error:
-        raise TypeError(
-            f"batches: the state of the {owner} cannot be kept with a checkpoint: state{error.path} {error.what}, and "
-            f"a position may hold only {tagged_json.SUPPORTED}. Convert that value where the state is returned "
-            "(state_dict or get_state) and back where it is taken (load_state_dict or set_state), in a subclass of "
-            f"the {owner} or a class around it; or pass {without}, which has no position to keep"
-        ) from None
-
-
 def decode_position(kept: Any, owner: str) -> Any:
-    """Decode a position from `copied_position`, or from `as_json` of it; it runs no code that the checkpoint brings.
+    """Decode a position from `position_of`, or from `as_json` of it; it runs no code that the checkpoint brings.
 
     Raises:
         ValueError: The position cannot be decoded, or was pickled by an older version of jstep; names the loader.
@@ -270,7 +244,7 @@ def gather_positions(position: Any, files: Files) -> dict[str, Any]:
     """Gather the positions of all processes, for a checkpoint's `extra`. Must be called on every process.
 
     Args:
-        position: The position of this process, from `copied_position`; None if not known.
+        position: The position of this process, from `position_of`; None if not known.
         files: Where to put large arrays of the position of this process, which become files.
     """
     index, count = jax.process_index(), jax.process_count()
@@ -349,7 +323,7 @@ class Source(NamedTuple):
 
     Attributes:
         items: The batches.
-        position: Returns the current position, from `copied_position`; None if the source has no position.
+        position: Returns the current position, from `position_of`; None if the source has no position.
         begin: Returns the position before the first batch; None if `position` does.
         by_step: The sequence or function that each batch can be fetched from again, by its step; None if there is none.
         fresh: Whether each batch is in new arrays that no other code writes to.
@@ -603,9 +577,33 @@ def owner_of(batches: Any) -> Any:
 
 
 def position_of(owner: Any, without: str = _WITHOUT) -> Any:
-    """The current position of a loader that keeps it, from `copied_position`; None if it does not know it yet."""
-    state = _methods(owner)[0]()
-    return None if state is None else copied_position(state, type(owner).__name__, without)
+    """The current position of a loader that keeps it, copied for `as_json`; None if it does not know it yet.
+
+    Loaders may return a dict that they keep changing. There is a copy for each batch, and JSON only for a checkpoint:
+    the text of a replay buffer takes much longer.
+
+    Args:
+        owner: The loader.
+        without: What to pass to `train` instead if no position has to be kept, for the error.
+
+    Raises:
+        TypeError: The position holds a value of an unsupported type; names the loader, the path and the type.
+    """
+    position = _methods(owner)[0]()
+    if position is None:
+        return None
+    if isinstance(position, bytes):
+        return {_BYTES: bytes(position)}
+    try:
+        return {"value": tagged_json.copied(position)}
+    except UnsupportedError as error:
+        name = type(owner).__name__
+        raise TypeError(
+            f"batches: the state of the {name} cannot be kept with a checkpoint: state{error.path} {error.what}, and "
+            f"a position may hold only {tagged_json.SUPPORTED}. Convert that value where the state is returned "
+            "(state_dict or get_state) and back where it is taken (load_state_dict or set_state), in a subclass of "
+            f"the {name} or a class around it; or pass {without}, which has no position to keep"
+        ) from None
 
 
 def set_position(owner: Any, position: Any) -> None:

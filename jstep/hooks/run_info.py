@@ -28,7 +28,7 @@ class Call:
         args: The arguments of one step; if stacked, those of `program.most` steps, the last ones being padding.
         steps: The number of steps.
         first: The step at which the call begins.
-        position: The position of the source after these batches, from `copied_position`; None if not known.
+        position: The position of the source after these batches, from `position_of`; None if not known.
     """
 
     program: Any

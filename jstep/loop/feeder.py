@@ -41,7 +41,7 @@ class BatchFeeder:
         steps: The number of steps of the latest call.
         got: When the loop got it, in seconds of the stopwatch.
         live: The position of a source whose batches are made with the state; None for any other.
-        position: The position of any other source after the latest call, from `copied_position`; None if not known.
+        position: The position of any other source after the latest call, from `position_of`; None if not known.
     """
 
     def __init__(

@@ -2,13 +2,14 @@
 
 import json
 import logging
+import types
 
 import jax
 import numpy as np
 import pytest
 from sources import Positioned, Stateful
 
-from jstep.data.loaders import POSITION, POSITIONS, copied_position, gather_positions, saved_position, source_of
+from jstep.data.loaders import POSITION, POSITIONS, gather_positions, position_of, saved_position, source_of
 from jstep.stores.tagged_json import Files
 
 
@@ -100,7 +101,8 @@ def test_gather_positions(process, monkeypatch):
 
 
 def test_large_arrays_of_equal_positions_are_written_by_the_first_process(process, monkeypatch):
-    large = copied_position({"buffer": np.zeros(10**5, np.uint8)}, "Loader", "")
+    state = {"buffer": np.zeros(10**5, np.uint8)}
+    large = position_of(types.SimpleNamespace(get_state=lambda: state, set_state=print))
     for index, of_first, written in ((0, None, 1), (1, None, 0), (1, json.dumps(A), 1)):
         process(index, 2)
         gathered = lambda text, of_first=of_first: [of_first or text, text]  # noqa: E731
