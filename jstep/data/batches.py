@@ -343,5 +343,4 @@ class Mixture(BatchSequence):
         Raises:
             IndexError: `step` is negative or past the end.
         """
-        counts = self._counts_before(step)
-        return {name: counts[name] for name in self._rows}
+        return self._counts_before(step)

@@ -1,12 +1,11 @@
 """Which rows of which sources are in each batch, as a pure function of the step."""
 
-import functools
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jstep.data.permutation import Lookahead, RowNumbers, Rows, domain, draw_keys, permute
+from jstep.data.permutation import Lookahead, RowNumbers, domain, draw_keys, permute
 from jstep.data.proportions import CountStage, Weights
 from jstep.data.sizes import Share, Sizes
 from jstep.data.staircase import Staircase
@@ -16,7 +15,6 @@ ROWS, _ORDER = 1, 2
 """The purposes that seeds are derived for."""
 
 
-@functools.lru_cache(maxsize=1024)
 def derived_seed(seed: int, purpose: int, name: str = "") -> int:
     """Return a seed for a purpose and a name, independent of other names and of their order."""
     sequence = np.random.SeedSequence(seed, spawn_key=(purpose, *name.encode("utf-8", "surrogatepass")))
@@ -89,6 +87,7 @@ class PlanReader:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._ahead = [Lookahead(*stream) for stream in plan.streams]
+        self._order_seed = derived_seed(plan.seed, _ORDER)
         self._known: tuple[int, Any] = (0, ())  # a step, and the row numbers of this and following steps
         self._counts: tuple[int, tuple[int, ...]] = (0, (0,) * len(plan.streams))
 
@@ -107,7 +106,9 @@ class PlanReader:
         low, high = plan.share.of(size)
         # Before mixing, the batch consists of the rows of the first source, then those of the second, and so on.
         ends = np.cumsum([b - a for a, b in zip(first, after, strict=True)])
-        sources = np.searchsorted(ends, self._order(step, size), side="right")
+        of = domain(size)
+        order = permute(of, draw_keys(of, self._order_seed, step), np.arange(size))
+        sources = np.searchsorted(ends, order, side="right")
         found = []
         for source in np.unique(sources[low:high]).tolist():
             indices = np.flatnonzero(sources[low:high] == source)
@@ -133,7 +134,3 @@ class PlanReader:
         lines = ahead.lines(epoch, offset, count, run.size)[: run.stop - step]
         self._known = (step, lines)
         return lines[0]
-
-    def _order(self, step: int, size: int) -> Rows:
-        of = domain(size)
-        return permute(of, draw_keys(of, derived_seed(self._plan.seed, _ORDER), step), np.arange(size))

@@ -360,7 +360,7 @@ class BatchSequence(abc.ABC):
         for _, part in self._steps.numbered(0, self._as_step(step, end=1)):
             for name, count in zip(counts, self._plan.counts_of(part), strict=True):
                 counts[name] += count
-        return counts
+        return {name: counts[name] for name in self._rows}
 
     def _extent(self) -> str:
         """The range of steps, for the repr."""
