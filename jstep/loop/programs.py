@@ -72,8 +72,7 @@ class OneStep:
                 sums.add(call.first, metrics.computed, metrics.constants.skipped, metrics.constants)
             return new, metrics.whole()
         # A step that jstep did not make.
-        if trees.is_donated(state):  # on a mesh, JAX would crash
-            require_alive(state)
+        require_alive(state)  # on a mesh, JAX would crash
         result = self.step(state, *call.args)
         if not (isinstance(result, tuple) and len(result) == 2):
             return result

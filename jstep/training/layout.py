@@ -88,12 +88,10 @@ def refuse_what_crashes(state: Any, args: Any, *, is_known: bool, donates: bool)
         RuntimeError: A leaf was donated.
         ValueError: Two leaves, or a leaf and an argument, share one buffer.
     """
-    leaves = jax.tree.leaves(state)
-    if trees.is_donated(leaves):
-        require_alive(state)
+    require_alive(state)
     if not donates:
         return
-    arrays = [*leaves, *(leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array))]
+    arrays = [leaf for leaf in jax.tree.leaves((state, args)) if isinstance(leaf, jax.Array)]
     if not is_known or len(set(map(id, arrays))) < len(arrays):
         refuse_shared_buffers(state, args)
 
