@@ -1,7 +1,6 @@
 """Ranges of the numbers in NumPy arrays, without importing JAX."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import ml_dtypes
@@ -66,17 +65,3 @@ def range_of(array: np.ndarray[Any, Any]) -> Range:
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (None, None)
     nans = int(np.isnan(host).sum())
     return Range(str(array.dtype), array.shape, low, high, nans, host.size - finite.size - nans)
-
-
-def first_beyond(integers: Any, dtype: np.dtype[Any]) -> int | None:
-    """Return the first integer of an array, or a Python integer, that a dtype cannot hold; None if it holds all."""
-    limits = _limits(dtype)
-    if isinstance(integers, int):
-        return None if limits.min <= integers <= limits.max else int(integers)
-    if not integers.size or (integers.max() <= limits.max and integers.min() >= limits.min):
-        return None
-    array = np.asarray(integers)
-    return int(array[(array < limits.min) | (array > limits.max)][0])
-
-
-_limits = functools.cache(np.iinfo)

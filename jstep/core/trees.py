@@ -12,7 +12,6 @@ import numpy as np
 
 from jstep.core.calls import call_of, typed
 from jstep.core.checks import kind, shown
-from jstep.core.ranges import first_beyond
 
 # Core types: optimizers, schedules, and type aliases of parameters, updates, slots and steps.
 
@@ -537,9 +536,10 @@ def first_wide(leaf: Any) -> tuple[int, np.dtype[Any]] | None:
         return None
     # Not of the dtype itself, which may have another order of bytes.
     narrow = np.dtype(jax.dtypes.canonicalize_dtype(np.uint64 if dtype.kind == "u" else np.int64))
-    if narrow.itemsize == 8 or (value := first_beyond(leaf, narrow)) is None:
+    values, limits = np.asarray(leaf), np.iinfo(narrow)
+    if narrow.itemsize == 8 or not values.size or limits.min <= values.min() <= values.max() <= limits.max:
         return None
-    return value, narrow
+    return int(values[(values < limits.min) | (values > limits.max)][0]), narrow
 
 
 def shape_of(leaf: Any, sharding: Any = None, *, weak: bool = False) -> jax.ShapeDtypeStruct:
