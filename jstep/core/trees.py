@@ -639,16 +639,10 @@ def stack_trees(trees: Sequence[Any], what: str, name: Callable[[int], str] = "e
             _check_same(leaves, path, what, name)
             return jnp.stack(leaves)  # without blocking on the device
         arrays = [np.asarray(leaf) for leaf in leaves]
-        first = arrays[0]
-        if not all(a.dtype == first.dtype and a.shape == first.shape for a in arrays):
-            _check_same(arrays, path, what, name)
-            return np.stack(arrays)  # strings of different lengths
-        if first.ndim == 0:
-            return np.array(leaves, dtype=first.dtype)
-        batch = np.empty((len(arrays), *first.shape), first.dtype)
-        for i, array in enumerate(arrays):
-            batch[i] = array
-        return batch
+        _check_same(arrays, path, what, name)
+        if any(a.dtype != arrays[0].dtype for a in arrays):  # strings of different lengths
+            return np.stack(arrays)
+        return np.stack(arrays, out=np.empty((len(arrays), *arrays[0].shape), arrays[0].dtype))
 
     return treedef.unflatten(list(map(stacked, zip(*(leaves for leaves, _ in flat), strict=True), paths_of(trees[0]))))
 
