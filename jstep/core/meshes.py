@@ -56,14 +56,8 @@ def internal_transfers() -> contextlib.AbstractContextManager[object]:
         >>> float(x)
         3.0
     """
-    config = jax.config  # inlined reads: this runs for every logged scalar
-    if not (
-        config.jax_transfer_guard_host_to_device  # type: ignore[attr-defined]
-        or config.jax_transfer_guard_device_to_host  # type: ignore[attr-defined]
-        or config.jax_transfer_guard_device_to_device  # type: ignore[attr-defined]
-    ):
-        return NO_GUARD
-    return _allowed([name for name in _GUARDS if str(read_setting(name)).startswith("disallow")])
+    guards = [name for name in _GUARDS if str(read_setting(name)).startswith("disallow")]
+    return _allowed(guards) if guards else NO_GUARD
 
 
 @scoped
