@@ -206,14 +206,7 @@ class TrainStep:
     def eval_shape(self, state: TrainState, *args: Any) -> Any:
         """Return the shapes of the new state and of all metrics; the new state has the sharding of the given one."""
         with using_mesh(mesh_of((state, args))):
-            batch_specs = self._pure.batch_specs(args)
-            new, metrics = jax.eval_shape(
-                lambda state, *args: whole(self._pure.body, state, args, batch_specs), state, *args
-            )
-        shardings = layout_of(state).shardings
-        if shardings is not None and trees.structure(new) == trees.structure(shardings):
-            new = jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), new, shardings)
-        return new, metrics
+            return program_of(self, state, args, "whole").eval_shape(state, *args)
 
     def clear_cache(self) -> None:
         """Clear the compilation cache."""
@@ -241,15 +234,14 @@ def run(step: TrainStep, state: Any, args: tuple[Any, ...]) -> Any:
     Returns:
         `(state, Metrics)`, or `(state, Metrics, sums)`.
     """
-    layout: Layout | None = getattr(state, "_layout", None)  # `known_layout`
-    if is_known := layout is not None:
-        was_spent = state.global_step.is_deleted()
-    else:
+    layout = known_layout(state)
+    is_known = layout is not None
+    if layout is None:
         state = trees.owned(state)
         refuse_shapes((state, args), "state and batch")
         trees.refuse_wide(state, "state")  # of a state that was made by hand
-        layout, was_spent = layout_of(state), is_spent(state)
-    if was_spent:  # a call that fails while it runs donates it, too
+        layout = layout_of(state)
+    if is_spent(state):  # a call that fails while it runs donates it, too
         require_alive(state)
     transfers, mesh, donates = internal_transfers(), layout.mesh, _donates(step)
     program = step._program(layout, args, donates=donates)
@@ -258,15 +250,12 @@ def run(step: TrainStep, state: Any, args: tuple[Any, ...]) -> Any:
     if mesh is not None:
         refuse_what_crashes(state, args, is_known=is_known, donates=donates)
     try:
-        if mesh is None and transfers is NO_GUARD:
-            new, metrics, *others = program(state, *args)
-        else:
-            with using_mesh(mesh):
-                if transfers is not NO_GUARD:
-                    # It applies to the loss, which is traced here, but not to batches of NumPy arrays.
-                    program.trace(state, *args)
-                with transfers:
-                    new, metrics, *others = program(state, *args)
+        with using_mesh(mesh):
+            if transfers is not NO_GUARD:
+                # It applies to the loss, which is traced here, but not to batches of NumPy arrays.
+                program.trace(state, *args)
+            with transfers:
+                new, metrics, *others = program(state, *args)
     except Exception as error:
         explain(error, state, args, donates=donates)
         raise
