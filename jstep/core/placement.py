@@ -4,7 +4,7 @@ import contextvars
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -143,20 +143,13 @@ def back(leaf: Any, before: Any) -> Any:
     return jax.device_put(leaf, sharding)
 
 
-class Placements(NamedTuple):
-    """Indices of arrays, grouped by placement.
+def placements_of(leaves: Sequence[Any]) -> tuple[list[tuple[list[int], Any]], list[int]]:
+    """Group arrays by their devices; those whose device JAX may choose join the others.
 
-    Attributes:
-        on_devices: The indices of the arrays on the same devices, and their mesh or None, for each set of devices.
-        on_host: The indices of NumPy arrays.
+    Returns:
+        The indices of the arrays on the same devices, and their mesh or None, for each set of devices; and the indices
+        of NumPy arrays.
     """
-
-    on_devices: list[tuple[list[int], Any]]
-    on_host: list[int]
-
-
-def placements_of(leaves: Sequence[Any]) -> Placements:
-    """Group arrays by their devices; those whose device JAX may choose join the others."""
     placements: dict[Any, tuple[list[int], Any]] = {}
     on_host = []
     for number, leaf in enumerate(leaves):
@@ -172,7 +165,7 @@ def placements_of(leaves: Sequence[Any]) -> Placements:
     if None in placements and len(placements) > 1:
         anywhere, _ = placements.pop(None)
         next(iter(placements.values()))[0].extend(anywhere)
-    return Placements(list(placements.values()), on_host)
+    return list(placements.values()), on_host
 
 
 NO_MESH = Mesh(np.empty((), object), ())

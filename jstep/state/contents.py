@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.meshes import internal_transfers
-from jstep.core.placement import compute_on, is_on_cpus, on_devices, placements_of
+from jstep.core.meshes import internal_transfers, mesh_of
+from jstep.core.placement import compute_on, is_on_cpus, on_devices
 from jstep.state.train_state import MODEL_STATE
 
 FINITE, INFINITE, NAN = range(3)
@@ -35,19 +35,8 @@ class StateContents:
         slots = None if params_only else _field(state, "slots")
         slots = {name: tree for name, tree in slots.items() if name != MODEL_STATE} if isinstance(slots, dict) else None
         named = trees.leaves_with_paths({"params": _field(state, "params"), "slots": slots})
-        named = [(path, leaf) for path, leaf in named if _is_inexact(leaf)]
-        here = {path for path, leaf in named if not isinstance(leaf, jax.Array) or (read_cpus and _is_on_cpu(leaf))}
-        elsewhere = [(path, leaf) for path, leaf in named if path not in here]
-        placements = placements_of([leaf for _, leaf in elsewhere])
-        self._found: dict[str, Any] = dict.fromkeys(path for path, _ in named)
         with internal_transfers():
-            self._found |= {path: _contents_on_host(leaf) for path, leaf in named if path in here}
-            for numbers, mesh in placements.on_devices:  # one program for all leaves of a shape
-                for path, leaf in map(elsewhere.__getitem__, numbers):
-                    # All processes that have a part of a leaf know its contents.
-                    self._found[path] = compute_on(mesh, _contents, leaf).addressable_data(0)
-        for path, _ in elsewhere:
-            self._found[path].copy_to_host_async()
+            self._found = {path: _found(leaf, read_cpus=read_cpus) for path, leaf in named if _is_inexact(leaf)}
 
     def contents(self) -> dict[str, int]:
         """Wait for the contents of each leaf and return them by path."""
@@ -95,9 +84,14 @@ def _is_inexact(leaf: Any) -> bool:
     return trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, np.inexact) and leaf.size > 0
 
 
-def _is_on_cpu(leaf: jax.Array) -> bool:
-    """Whether an array is on CPUs of this process."""
-    return leaf.is_fully_addressable and is_on_cpus(leaf)
+def _found(leaf: Any, *, read_cpus: bool) -> Any:
+    """The contents of a leaf: a number, or an array on a device that will have it."""
+    if not isinstance(leaf, jax.Array) or (read_cpus and leaf.is_fully_addressable and is_on_cpus(leaf)):
+        return _contents_on_host(leaf)
+    # One program for all leaves of a shape. All processes that have a part of a leaf know its contents.
+    found = compute_on(mesh_of(leaf), _contents, leaf).addressable_data(0)
+    found.copy_to_host_async()
+    return found
 
 
 def _contents_on_host(leaf: Any) -> int:

@@ -140,19 +140,19 @@ def _by_placement(
     leaves: Sequence[Any], keys: np.ndarray[Any, Any], form: Callable[..., Any]
 ) -> list[tuple[list[int], Any]]:
     """Compute the fingerprints as `_each` or `_total` of a set of devices; those in host memory by NumPy."""
-    placements = placements_of(leaves)
+    placements, on_host = placements_of(leaves)
     parts: list[tuple[list[int], Any]] = []
-    for numbers, mesh in placements.on_devices:
+    for numbers, mesh in placements:
         some = [leaves[number] for number in numbers]
         some_keys = keys[np.array(numbers)]
         if all(len(leaf.sharding.device_set) == 1 if mesh is None else _has_parts(leaf, mesh) for leaf in some):
             parts.append((numbers, _by_shape(some, some_keys, form, mesh)))
         else:
             parts.append((numbers, compute_on(mesh, _total_of if form is _total else _each_of, some, some_keys)))
-    if placements.on_host:
-        sums = np.stack([host_sums(np.asarray(leaves[number])) for number in placements.on_host])
-        of_host = np.stack(sealed(sums, keys[np.array(placements.on_host)]), axis=-1)
-        parts.append((placements.on_host, of_host.sum(axis=0, dtype=U) if form is _total else of_host))
+    if on_host:
+        sums = np.stack([host_sums(np.asarray(leaves[number])) for number in on_host])
+        of_host = np.stack(sealed(sums, keys[np.array(on_host)]), axis=-1)
+        parts.append((on_host, of_host.sum(axis=0, dtype=U) if form is _total else of_host))
     return parts
 
 

@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jstep.core.placement import (
-    Placements,
     back,
     checked_memory,
     is_on_host,
@@ -76,8 +75,8 @@ def test_arrays_whose_device_jax_may_choose_join_those_that_were_put_on_one():
     anywhere = jnp.ones(2)
     here, there = jax.device_put(jnp.ones(2), first), jax.device_put(jnp.ones(2), second)
     found = placements_of([anywhere, there, np.ones(2), here, jnp.zeros(3)])
-    assert found == Placements([([1, 0, 4], None), ([3], None)], [2])
-    assert placements_of([anywhere, np.ones(2)]) == Placements([([0], None)], [1])
+    assert found == ([([1, 0, 4], None), ([3], None)], [2])
+    assert placements_of([anywhere, np.ones(2)]) == ([([0], None)], [1])
 
 
 def test_an_array_goes_back_to_where_the_one_that_it_replaces_is():
