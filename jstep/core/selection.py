@@ -104,9 +104,8 @@ def flags(params: trees.Params, var_list: VarList, argument: str) -> list[bool]:
         TypeError: `var_list` has none of the four forms.
         ValueError: An entry matches nothing; names the nearest paths.
     """
-    named = trees.leaves_with_paths(params)
-    trainable = [trees.is_trainable(leaf) for _, leaf in named]
-    chosen = _chosen(params, named, trainable, var_list, argument)
+    trainable = list(map(trees.is_trainable, jax.tree.leaves(params)))
+    chosen = _chosen(params, trainable, var_list, argument)
     return [wanted and can for wanted, can in zip(chosen, trainable, strict=True)]
 
 
@@ -117,10 +116,8 @@ def resolve(params: trees.Params, var_list: VarList, argument: str) -> list[bool
         TypeError: `var_list` has none of the four forms.
         ValueError: An entry matches nothing; names the nearest paths.
     """
-    named = trees.leaves_with_paths(params)
-    if var_list is None:
-        return [False] * len(named)
-    return _chosen(params, named, [True] * len(named), var_list, argument)
+    count = len(jax.tree.leaves(params))
+    return [False] * count if var_list is None else _chosen(params, [True] * count, var_list, argument)
 
 
 def check_form(var_list: VarList, argument: str) -> None:
@@ -133,16 +130,15 @@ def check_form(var_list: VarList, argument: str) -> None:
         raise TypeError(f"{argument}={shown(var_list)}: must be {_FORMS}, got {type(var_list).__name__}")
 
 
-def _chosen(
-    params: trees.Params, named: list[tuple[str, Any]], trainable: list[bool], var_list: VarList, argument: str
-) -> list[bool]:
+def _chosen(params: trees.Params, trainable: list[bool], var_list: VarList, argument: str) -> list[bool]:
     if var_list is None:
         return trainable
+    named = trees.leaves_with_paths(params)
     if isinstance(var_list, str):
         var_list = [var_list]
     if isinstance(var_list, list | tuple | set | frozenset) and all(isinstance(entry, str) for entry in var_list):
         entries = sorted(var_list) if isinstance(var_list, set | frozenset) else var_list
-        return _by_globs(named, names_of(params), trainable, entries, argument)
+        return _by_globs(params, trainable, entries, argument)
     if callable(var_list) and trees.is_function(var_list):
         return [_as_bool(var_list(path, leaf), path, argument) for path, leaf in named]
     try:
@@ -156,25 +152,23 @@ def _chosen(
     return [_as_bool(flag, path, argument) for flag, (path, _) in zip(flags, named, strict=True)]
 
 
-def _by_globs(
-    named: list[tuple[str, Any]], names: list[tuple[str, ...]], trainable: list[bool], entries: Any, argument: str
-) -> list[bool]:
-    chosen = [False] * len(named)
+def _by_globs(params: trees.Params, trainable: list[bool], entries: Sequence[str], argument: str) -> list[bool]:
+    names, leaves = names_of(params), jax.tree.leaves(params)
+    every = [path for path, *_ in names]
+    chosen = [False] * len(leaves)
     for entry in entries:
         matches = [i for i, known in enumerate(names) if is_named(known, entry)]
         if not matches:
-            every = [path for path, _ in named]
             hint = trees.nearest(entry, every) or f"; paths are {every[:20]}"
             under = [path for path in every if path.startswith(f"{entry}/")]
             hint = f"; for all below it write {entry + '/*'!r}" if under else hint
             raise ValueError(f"{argument}: {entry!r} matches no parameter{hint}")
-        exact = [i for i in matches if named[i][0] == entry]
-        if len(exact) > 1:
-            raise ValueError(ambiguous(argument, entry, len(exact)))
+        if every.count(entry) > 1:
+            raise ValueError(ambiguous(argument, entry, every.count(entry)))
         if not any(trainable[i] for i in matches):
             raise ValueError(
-                f"{argument}: {entry!r} matches only {[named[i][0] for i in matches][:20]}, whose dtype "
-                f"{named[matches[0]][1].dtype} cannot be trained"
+                f"{argument}: {entry!r} matches only {[every[i] for i in matches][:20]}, whose dtype "
+                f"{leaves[matches[0]].dtype} cannot be trained"
             )
         for i in matches:
             chosen[i] = True
