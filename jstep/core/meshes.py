@@ -347,10 +347,7 @@ class Attempts:
             mesh = explicit_mesh(args)
             if mesh is None:
                 return fn(*args)
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(using_mesh(mesh_of(args)))
-                if jax.sharding.get_abstract_mesh() != mesh:
-                    stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+            with using_mesh(mesh_of(args)), jax.sharding.use_abstract_mesh(mesh):
                 try:
                     return atomic(fn, *args)
                 except Exception as error:
