@@ -29,7 +29,10 @@ MOST_SECS = 600.0
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The arguments of `train`, without the step, the state and the batches; validated when created."""
+    """The arguments of `train`, without the step, the state and the batches; validated when created.
+
+    What depends on the state or the batches is resolved before: `batch_sharding`, and `steps_per_call`.
+    """
 
     last_step: Any
     hooks: Sequence[Any]
@@ -59,20 +62,10 @@ class Options:
         given = {"checkpoint_dir": self.checkpoint_dir, "logdir": self.logdir}
         return next((location(place, name) for name, place in given.items() if place is not None), None)
 
-    def for_batches(self, batches: Any) -> "Options":
-        """The options for these batches: those that are made with the state allow one step a call.
-
-        Raises:
-            ValueError: `batches` are made with the state, and a call would take several steps.
-        """
-        steps = as_steps_per_call(self.steps_per_call, batches)
-        return self if steps == self.steps_per_call else dataclasses.replace(self, steps_per_call=steps)
-
     def __post_init__(self) -> None:
         checked = {
             "hooks": list_of_hooks(self.hooks),
             "last_step": LARGEST_STEP if self.last_step is None else as_int(self.last_step, "last_step", 0, _NO_END),
-            "steps_per_call": as_steps_per_call(self.steps_per_call),
             "progress": None if self.progress is None else as_bool(self.progress, "progress"),
             "stop_secs": None
             if self.stop_secs is None
@@ -186,7 +179,7 @@ def cache_directory(given: Any, checkpoint_dir: Any) -> str | None:
                 f"compile_cache=True: must have a local checkpoint_dir, got {shown(where)}; give a local directory, as "
                 "in compile_cache='/var/cache/jax'"
             )
-        return os.path.abspath(os.path.join(os.path.expanduser(os.fspath(where)), "compile_cache"))
+        given = os.path.join(os.fspath(where), "compile_cache")
     if not isinstance(given, str | os.PathLike):
         raise TypeError(f"compile_cache={shown(given)}: must be a directory, True or None, got {kind(given)}")
     if not os.fspath(given).strip():

@@ -20,7 +20,7 @@ from jstep.hooks.base import RunHook
 from jstep.hooks.hook import check_step
 from jstep.hooks.logs import log_to_stderr
 from jstep.hooks.run_info import ENDING, RUNNING
-from jstep.loop.arguments import Options, cache_directory, check
+from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check
 from jstep.loop.card import Cards
 from jstep.loop.compiler import StartTimes
 from jstep.loop.feeder import fetched_by_all
@@ -162,12 +162,12 @@ def train(
     """
     given, times = locals(), StartTimes()
     given["batch_sharding"] = over_axes(batch_sharding, state)
+    given["steps_per_call"] = as_steps_per_call(steps_per_call, batches)
     options = Options(**{field.name: given[field.name] for field in dataclasses.fields(Options)})
     stages = stages_of(train_step)
     check(state, options.last_step)
     processes.refuse_another_run()
     check_batches(batches)
-    options = options.for_batches(batches)
     cached_in = cache_directory(options.compile_cache, options.checkpoint_dir)
     with times.part("devices"):
         jax.devices()
