@@ -58,9 +58,7 @@ def is_numeric(value: Any) -> bool:
     dtype = getattr(value, "dtype", None)
     if dtype is None or not hasattr(value, "ndim"):
         return isinstance(value, int | float)
-    if getattr(dtype, "kind", "") in ("b", "i", "u", "f"):  # the dtype of a PRNG key has no kind
-        return True
-    return bool(jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer))
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
 
 
 # Their way to the host.
