@@ -100,14 +100,13 @@ class CompileJob(NamedTuple):
     Attributes:
         first: The first step that runs it.
         name: The name, for logs.
-        make: `make(state, args)` compiles the program for the shapes of the state and of the latest batch. It returns
-            whether there was anything to compile.
+        make: `make(state, args)` compiles the program for the shapes of the state and of the latest batch.
         is_quiet: Whether to log nothing.
     """
 
     first: int
     name: str
-    make: Callable[[Any, tuple[Any, ...]], bool]
+    make: Callable[[Any, tuple[Any, ...]], None]
     is_quiet: bool = False
 
 
@@ -170,7 +169,7 @@ class BackgroundCompiler:
         then = time.perf_counter()
         try:
             with doing(MAKING):
-                is_made = job.make(state, args)
+                job.make(state, args)
         except Exception as error:
             if not job.is_quiet:
                 _logger.warning(
@@ -181,7 +180,7 @@ class BackgroundCompiler:
                     error,
                 )
         else:
-            if is_made and not job.is_quiet:
+            if not job.is_quiet:
                 _logger.info(
                     "compiled %s ahead of step %d, in the background, in %.1f s",
                     job.name,

@@ -204,7 +204,7 @@ class Programs:
         self._latest: Program | None = None
         self._begun: set[Stage] = set()
         self._slow: set[Stage] = set()
-        self._compiled_ahead: set[Any] = set()
+        self._compiled_ahead: set[Stage | Program] = set()
         self._first_call: Callable[[], contextlib.AbstractContextManager[Any]] | None = first_call
         self._beginning = contextlib.ExitStack()  # for the time of the first call of a program
         # A step that is not compiled may make arrays of equal shapes from batches of different ones.
@@ -269,15 +269,10 @@ class Programs:
 
     # Compile programs before they are due.
 
-    def compile(self, step: int, args: tuple[Any, ...]) -> bool:
-        """Compile the program for the batches from a step on, for shapes; return False if it was compiled before."""
-        stage = self.stage_of(step)
-        key = stage, trees.structure(args), tuple(jax.tree.leaves(args))
-        if key in self._compiled_ahead:
-            return False
-        self._compiled_ahead |= {key, stage}
+    def compile(self, step: int, args: tuple[Any, ...]) -> None:
+        """Compile the program for the batches from a step on, for shapes, before its call needs it."""
+        self._compiled_ahead.add(self.stage_of(step))
         self._compile(self.program_for(step, shapes_in(trees.batch_of(args)), lambda: args), args)
-        return True
 
     def _compile(self, program: Program, args: tuple[Any, ...]) -> None:
         """Compile a program for the shapes of the arguments of one step."""

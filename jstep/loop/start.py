@@ -222,7 +222,7 @@ def compile_ahead(run: Run, boundaries: StageBoundaries, source: Source) -> None
             args = _shapes_of_batch(source, segment.first, run.options.batch_sharding)
             if args is None:  # the batches end earlier
                 break
-            key = (segment.stage, trees.structure(args), tuple(jax.tree.leaves(args)), segment.stop - segment.first)
+            key = (segment.stage, trees.structure(args), tuple(jax.tree.leaves(args)))
             if key in seen:
                 continue
             seen.add(key)
@@ -251,7 +251,7 @@ def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any]
     def is_over() -> bool:
         return compiler.is_closed
 
-    def make(state: Any, _: tuple[Any, ...]) -> bool:
+    def make(state: Any, _: tuple[Any, ...]) -> None:
         if shapes is not None and batch_sharding is None:
             # A daemon: a reader of the user's may hang.
             known = in_background(shapes, name="jstep-shapes", daemon=True)
@@ -259,11 +259,11 @@ def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any]
         else:
             batch = first.peek(is_over)
         if batch is None:
-            return False
+            return
         args = _shapes_as_args(batch, batch_sharding)
         del batch  # so that only the loop holds it
         with run.times.compiling():
-            return programs.compile(start, args)
+            programs.compile(start, args)
 
     compiler.begin(CompileJob(start, stage.name, make, is_quiet=True), programs.state_shapes)
 
@@ -309,5 +309,5 @@ def _check(stage: Stage, state: Any, args: tuple[Any, ...], segment: Segment) ->
 
 def _compile(
     programs: Programs, segment: Segment, args: tuple[Any, ...] | None, state: Any, latest: tuple[Any, ...]
-) -> bool:
-    return programs.compile(segment.first, latest if args is None else args)
+) -> None:
+    programs.compile(segment.first, latest if args is None else args)
