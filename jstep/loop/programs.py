@@ -205,8 +205,7 @@ class Programs:
         self._begun: set[Stage] = set()
         self._slow: set[Stage] = set()
         self._compiled_ahead: set[Stage | Program] = set()
-        self._first_call: Callable[[], contextlib.AbstractContextManager[Any]] | None = first_call
-        self._beginning = contextlib.ExitStack()  # for the time of the first call of a program
+        self._first_call = first_call
         # A step that is not compiled may make arrays of equal shapes from batches of different ones.
         self._agreed = None if processes.is_single_process() or self.on_device else processes.AgreedShapes()
         self.compiled = compiled_here()
@@ -307,19 +306,17 @@ class Programs:
             self._agreed.check(state, call.args, program)
         self.compiler.before(call.first, functools.partial(self._watch.part, STARTING), self.compiling)
         try:
-            if is_new:
-                self._prepare(program, state, call)
-            if self._auto is None or self._auto.is_over or program.args is None:
-                result = program.run(state, call, self.sums)
-            else:
-                result = self._auto.timed(program.run, state, call, self.sums)
+            with self._first_call() if self._latest is None else contextlib.nullcontext():
+                if is_new:
+                    self._prepare(program, state, call)
+                if self._auto is None or self._auto.is_over or program.args is None:
+                    result = program.run(state, call, self.sums)
+                else:
+                    result = self._auto.timed(program.run, state, call, self.sums)
         except Exception as error:
             explain_one_argument(error, call.args)
             refuse_a_loss(program.stage.step, state, call.of_one, error)
             raise
-        finally:
-            if is_new:
-                self._beginning.close()
         self._latest = program
         if is_new or compiled.programs != before:
             self._follow_up(call, result, compiled.seconds - seconds)
@@ -338,9 +335,6 @@ class Programs:
         stage = program.stage
         if stage not in self._begun:
             self._log_compilation(call)
-        if self._first_call is not None:
-            self._beginning.enter_context(self._first_call())
-            self._first_call = None
         if not stage.is_compiled or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return
         with self.compiling(stage.name), using_mesh(mesh_of((state, call.args))):
