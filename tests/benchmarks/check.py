@@ -1,6 +1,6 @@
-"""Run the benchmarks that have bounds in `bounds.py`; fail if a ratio is above its bound on an idle machine.
+"""Run the benchmarks that have bounds in `bounds.toml`; fail if a ratio is above its bound on an idle machine.
 
-    python tests/benchmarks/check.py               # those of all benchmarks in bounds.py
+    python tests/benchmarks/check.py               # those of all benchmarks in bounds.toml
     python tests/benchmarks/check.py --only feed   # bench_feed.py alone
 
 A busy machine changes ratios, so each run is judged together with what other processes did meanwhile: the cores that

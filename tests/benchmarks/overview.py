@@ -4,10 +4,11 @@
 
 They are made of the sections of `docs/benchmarks.md` alone, so that a figure is written in one place, by report.py.
 Each row is like for like: of the peers that a row names, the quickest counts in each case, and the row shows the range
-over the cases. A row whose benchmark was not run is left out.
+over the cases. A row whose benchmark was not run is left out. The rows are in overview.toml.
 """
 
 import re
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -45,134 +46,8 @@ class Row(NamedTuple):
     excuse: str = ""
 
 
-ROWS = (
-    Row(
-        "a training step, called by hand: two layers of 64, eight of 256, a transformer",
-        "Flax `TrainState` + Optax, donated or not, whichever is quicker",
-        "step",
-        "A step, called by hand",
-        "jstep, .*",
-        "Flax .*",
-        in_readme=True,
-        excuse="XLA's CPU backend copies some of what Optax's chain donates; an accelerator does not",
-    ),
-    Row(
-        "the same, 8 to 100 steps in one call",
-        "the same, in `lax.scan`",
-        "step",
-        "Several steps in one call",
-        "jstep, .*",
-        "Flax .*",
-    ),
-    Row(
-        "the same step, called by hand",
-        "a tuple of arrays, AdamW by hand",
-        "step",
-        "A step, called by hand",
-        "jstep, .*",
-        "a tuple of arrays",
-        excuse="the same program; by hand, a call checks the batch and the state, and JAX walks through the names of "
-        "the state, which takes microseconds; `train` hands the leaves to the program, without either",
-    ),
-    Row(
-        "`train` with logging, summaries and checkpoints: steps of 60 µs, 1 ms and 15 ms",
-        "a bare `for` loop of the same step",
-        "loop",
-        r"\d+ steps of .*",
-        "train, (?:four hooks|8 layers|transformer)",
-        "bare loop.*",
-        excuse="the loop does the same around each call, however short the step is; steps_per_call divides it",
-        in_readme=True,
-    ),
-    Row(
-        "an update of 16 leaves of 4M floats: AdamW, SGD with momentum, and with Nesterov's",
-        "Optax, donated",
-        "optimizers",
-        r"16 leaves of 4M floats, (?:AdamW|SGD.*)",
-        "jstep",
-        "Optax",
-        excuse="limited by memory: the same bytes in both",
-    ),
-    Row(
-        "tracing and compiling Adam over 100, 300 and 1000 leaves",
-        "Optax, or `optax.flatten`, whichever is quicker",
-        "leaves",
-        ".* compile",
-        "jstep",
-        ".*ptax.*",
-    ),
-    Row(
-        "gradients of 8 microbatches, and an update",
-        "Optax, the microbatches scanned by hand",
-        "large",
-        ".*microbatches of 4 rows.*",
-        "jstep.*",
-        "Optax, scanned by hand",
-    ),
-    Row(
-        "a shuffled batch of 128 to 2048 rows of 64 to 3136 bytes",
-        "`np.take` by a precomputed permutation, into memory that is used again",
-        "data",
-        "A batch of .*",
-        r"batches\[N\]",
-        "np.take",
-        excuse="`batches[N]` also computes the permutation, and its batches are new arrays",
-    ),
-    Row(
-        "saving 16, 64 and 256 MB, until it is on the disk",
-        "Orbax's `CheckpointManager`, with its default and with Zarr 3, whichever is quicker",
-        "checkpoint",
-        "Save of a state .*",
-        "Saver",
-        "orbax manager.*",
-        in_readme=True,
-    ),
-    Row(
-        "restoring them, every byte verified",
-        "the same, which verifies none",
-        "checkpoint",
-        r"Restore of a state .*\d arrays",
-        "Saver",
-        "orbax manager.*",
-        in_readme=True,
-    ),
-    Row(
-        "from a restart to the first step, programs in JAX's cache: three networks",
-        "the quickest toolkit on JAX",
-        "whole_runs",
-        ".* restart to its first step",
-        "jstep",
-        "the quickest on JAX.*",
-        in_readme=True,
-    ),
-    Row(
-        "a whole run, from start to test loss: three networks",
-        "the quickest toolkit on JAX: Flax + Optax + Orbax or Keras",
-        "whole_runs",
-        ".* seconds of the whole run",
-        "jstep",
-        "the quickest on JAX.*",
-        in_readme=True,
-    ),
-    Row(
-        "the same, a small transformer, on a CPU",
-        "the quickest toolkit on PyTorch: Lightning or the Hugging Face Trainer",
-        "whole_runs",
-        "transformer, .* seconds of the whole run",
-        "jstep",
-        "the quickest on PyTorch.*",
-        in_readme=True,
-        excuse="PyTorch's matrix products (oneDNN) take 0.6 of the time of XLA's (Eigen) on this processor",
-    ),
-    Row(
-        "the same, digits and an MLP",
-        "the same",
-        "whole_runs",
-        "(?:digits|mlp), .* seconds of the whole run",
-        "jstep",
-        "the quickest on PyTorch.*",
-    ),
-)
+_FILE = Path(__file__).with_suffix(".toml")
+ROWS = tuple(Row(**row) for row in tomllib.loads(_FILE.read_text(encoding="utf-8"))["row"])
 
 
 def ratios_of(row: Row, page: str) -> list[float]:

@@ -1,6 +1,7 @@
 """Collectives parsed from the HLO of compiled programs for CPUs, GPUs and TPUs."""
 
 import re
+import string
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from jstep.tools.collectives import collectives_of
 from jstep.tools.compiled import parse_program
 
 PROGRAMS = Path(__file__).parent / "compiled_programs"
+WRITTEN = Path(__file__).parent / "written_programs"
+"""Programs that were written for these tests."""
 A, B, X, F, LOSS = 512 * 256, 256, 256 * 1024, 1024, 1
 """Numbers of elements of the MLP's parameters. FSDP shards a, x and f over 8 devices; b is replicated."""
 STACK = 2 * 8 * 64 * 256
@@ -92,43 +95,6 @@ def test_async_collectives_are_counted_once():
     assert collectives_of(parse_program(one_channel)) == EXPECTED["fsdp_tpu_0_10_2"]
 
 
-LOOP = """\
-HloModule jit_step
-
-%add (a: f32[], b: f32[]) -> f32[] {{
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %r = f32[] add(%a, %b)
-}}
-
-%body (p: (s32[], f32[4,8], s32[])) -> (s32[], f32[4,8], s32[]) {{
-  %p = (s32[]{{:T(128)}}, f32[4,8]{{1,0:T(8,128)S(1)}}, s32[]) parameter(0)
-  %i = s32[]{{:T(128)}} get-tuple-element(%p), index=0
-  %step = s32[] constant({step})
-  %next = s32[] {operation}(%i, %step)
-  %g = f32[4,8]{{1,0:T(8,128)S(1)}} get-tuple-element(%p), index=1
-  %limit = s32[] get-tuple-element(%p), index=2
-  %sum = f32[4,8]{{1,0:T(8,128)S(1)}} all-reduce(%g), channel_id=1, replica_groups={{{{0,1}}}}, to_apply=%add
-  ROOT %out = (s32[], f32[4,8], /*index=2*/s32[]) tuple(%next, %sum, %limit)
-}}
-
-%cond (q: (s32[], f32[4,8], s32[])) -> pred[] {{
-  %q = (s32[], f32[4,8]{{1,0}}, s32[]) parameter(0)
-  %j = s32[] get-tuple-element(%q), index=0
-  %end = s32[] get-tuple-element(%q), index=2
-  ROOT %lt = pred[] compare({compared}), direction={direction}
-}}
-
-ENTRY %main (x: f32[4,8]) -> f32[4,8] {{
-  %x = f32[4,8]{{1,0}} parameter(0)
-  %start = s32[] constant({start})
-  %copied = s32[] copy(%start)
-  %stop = s32[] {stop}
-  %t = (s32[], f32[4,8]{{1,0}}, s32[]) tuple(%copied, %x, %stop)
-  %w = (s32[], f32[4,8]{{1,0}}, s32[]) while(%t), condition=%cond, body=%body
-  ROOT %r = f32[4,8]{{1,0}} get-tuple-element(%w), index=1
-}}
-"""
 FORWARD = {
     "step": 1,
     "operation": "add",
@@ -158,61 +124,13 @@ FORWARD = {
     ],
 )
 def test_trip_count_follows_from_the_counter(changed, runs):
-    found = collectives_of(parse_program(LOOP.format(**(FORWARD | changed))))
+    loop = string.Template((WRITTEN / "loop.txt").read_text()).substitute(FORWARD | changed)
+    found = collectives_of(parse_program(loop))
     assert found == ({"all-reduce": (runs, runs * 128)} if runs else {})
 
 
-PROGRAM = """\
-HloModule jit_step, is_scheduled=true
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  ROOT %r = f32[] add(%a, %a)
-}
-
-%small (s: f32[4,8]) -> f32[4,8] {
-  %s = f32[4,8]{1,0} parameter(0)
-  ROOT %all-reduce.2 = f32[4,8]{1,0} all-reduce(%s), replica_groups={{0,1}}, to_apply=%add
-}
-
-%large (l: f32[4,8]) -> f32[4,8] {
-  %l = f32[4,8]{1,0} parameter(0)
-  %gathered = f32[8,8]{1,0} all-gather(%l), replica_groups=mesh['a'=2] {'a'}, dimensions={0}
-  ROOT %half = f32[4,8]{1,0} slice(%gathered), slice={[0:4], [0:8]}
-}
-
-%called (c: f32[4,8]) -> f32[2,8] {
-  %c = f32[4,8]{1,0} parameter(0)
-  ROOT %rs = f32[2,8]{1,0} reduce-scatter(%c), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}, to_apply=%add
-}
-
-ENTRY %main (x: f32[4,8], i: s32[]) -> f32[4,8] {
-  %x = f32[4,8]{1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %y = f32[4,8]{1,0} conditional(%i, %x, %x), branch_computations={%small, %large}
-  %z = f32[2,8]{1,0} call(%x), to_apply=%called, metadata={op_name="calls=%small, while(body=%small)"}
-  %as = ((f32[4,8]{1,0}), f32[2,8]{1,0}, u32[]) async-start(%x), calls=%called
-  %ad = f32[2,8]{1,0} async-done(%as), calls=%called
-  %new = f32[2,8]{1,0} an-opcode-of-tomorrow(%x), called_computations={%called}
-  %ags = (f32[4,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
-  %agd = f32[8,8]{1,0} all-gather-done(%ags)
-  %n = s4[64,2]{1,0:T(8,128)E(4)} parameter(2)
-  %m = pred[3]{0} parameter(3)
-  %k = f8e4m3fn[7]{0} parameter(4)
-  %ata = (s4[64,2]{1,0:E(4)}, pred[3]{0}, f8e4m3fn[7]{0}) all-to-all(%n, %m, %k), replica_groups={{0,1}}
-  %cps = (f32[4,8]{1,0}, f32[4,8]{1,0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1}}
-  %cpd = f32[4,8]{1,0} collective-permute-done(%cps)
-  %tok = token[] after-all()
-  %cb = (f32[4,8]{1,0}, u32[], token[]) send(%x, %tok), channel_id=1, is_host_transfer=true
-  %p2p = (f32[4,8]{1,0}, u32[], token[]) send(%x, %tok), channel_id=2
-  %p2d = token[] send-done(%p2p), channel_id=2
-  ROOT %r = f32[4,8]{1,0} copy(%x)
-}
-"""
-
-
 def test_program_with_every_collective():
-    assert collectives_of(parse_program(PROGRAM)) == {
+    assert collectives_of(parse_program((WRITTEN / "every_collective.txt").read_text())) == {
         "all-gather": (2, 256 + 256),  # one in the branch that moves more
         "reduce-scatter": (3, 3 * 128),  # the input, which is larger than the output
         "all-to-all": (1, 64 + 3 + 7),
