@@ -147,12 +147,6 @@ class TestPartial:
             saver.restore(state_at(0), partial=flag)
 
 
-@pytest.mark.parametrize("name", ["async_save", "compress", "verify"])
-def test_flags_of_saver_must_be_bools(tmp_path, name):
-    with pytest.raises(TypeError, match=f"{name}='no': must be True or False"):
-        Saver(tmp_path, **{name: "no"})
-
-
 class TestOtherStates:
     def test_a_dict_with_a_global_step(self, tmp_path):
         state = {"global_step": jnp.int32(4), "w": jnp.arange(3.0)}

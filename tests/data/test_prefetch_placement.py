@@ -125,20 +125,6 @@ from jstep.data.to_devices import as_shardings, fitting, prefetch_to_device, sha
 
 
 class TestMisuse:
-    @pytest.mark.parametrize("size", [0, -1])
-    def test_size_must_be_positive(self, size):
-        with pytest.raises(ValueError, match=f"size={size}: must be at least 1"):
-            prefetch_to_device([], size)
-
-    @pytest.mark.parametrize("size", [2.0, "2", None, True])
-    def test_size_must_be_an_integer(self, size):
-        with pytest.raises(TypeError, match="size="):
-            prefetch_to_device([], size)
-
-    def test_iterator_must_be_iterable(self):
-        with pytest.raises(TypeError, match=r"iterator=3: must be iterable"):
-            prefetch_to_device(3)
-
     def test_invalid_shardings(self):
         mesh = jax.make_mesh((1,), ("data",))
         for wrong in (mesh, "data", {"x": 3}):

@@ -12,7 +12,7 @@ from queue_calls import Call, both_queues, disable_polling, drain, fifo, filled,
 from waiting import wait_until
 
 from jstep.queues import queues
-from jstep.queues.queues import CancelledError, FIFOQueue, OutOfRangeError, RandomShuffleQueue
+from jstep.queues.queues import CancelledError, FIFOQueue, OutOfRangeError
 
 no_polling = pytest.fixture(autouse=True)(disable_polling)
 
@@ -249,38 +249,6 @@ class TestInterrupts:
 
 
 class TestMisuse:
-    @pytest.mark.parametrize("capacity", [0, -3])
-    def test_capacity_must_be_positive(self, capacity):
-        for make in (FIFOQueue, lambda c: RandomShuffleQueue(c, 0, 0)):
-            with pytest.raises(ValueError, match=f"capacity={capacity}: must be at least 1"):
-                make(capacity)
-
-    @pytest.mark.parametrize("capacity", [2.5, "2", None, True])
-    def test_capacity_must_be_an_integer(self, capacity):
-        with pytest.raises(TypeError, match=r"capacity=.*: must be an integer"):
-            FIFOQueue(capacity)
-
-    def test_min_after_dequeue_out_of_range(self):
-        with pytest.raises(ValueError, match="min_after_dequeue=-1: must be at least 0"):
-            RandomShuffleQueue(10, -1, 0)
-        for minimum in (10, 11):
-            with pytest.raises(ValueError, match=f"min_after_dequeue={minimum}: must be less than capacity=10"):
-                RandomShuffleQueue(10, minimum, 0)
-        with pytest.raises(TypeError, match="min_after_dequeue"):
-            RandomShuffleQueue(10, 0.5, 0)
-
-    def test_seed_must_be_an_integer(self):
-        with pytest.raises(TypeError, match="seed='s'"):
-            RandomShuffleQueue(10, 0, "s")
-
-    def test_n_must_not_be_negative(self):
-        with pytest.raises(ValueError, match="n=-1: must be at least 0"):
-            fifo().dequeue_many(-1)
-
-    def test_n_must_be_an_integer(self):
-        with pytest.raises(TypeError, match=r"n=2\.5"):
-            fifo().dequeue_many(2.5)
-
     def test_repr(self):
         queue = filled(FIFOQueue(5), [1])
         assert repr(queue) == "<FIFOQueue 1 of 5>"

@@ -88,17 +88,6 @@ class TestCollections:
         assert drain(queue) == [0, 1, 2]
 
 
-class TestMisuse:
-    def test_enqueue_ops(self):
-        queue = FIFOQueue(1)
-        with pytest.raises(ValueError, match=r"enqueue_ops=\[\]"):
-            QueueRunner(queue, [])
-        with pytest.raises(TypeError, match="must be a list of callables"):
-            QueueRunner(queue, print)
-        with pytest.raises(TypeError, match=r"enqueue_ops\[1\]=None: must be callable"):
-            QueueRunner(queue, [print, queue.enqueue(1)])
-
-
 def test_names_and_repr():
     queue = FIFOQueue(1)
 

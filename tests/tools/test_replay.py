@@ -162,37 +162,6 @@ def test_replay_finds_the_origin_of_a_nan(tmp_path):
     assert found.source.endswith("(loss)")
 
 
-INVALID = [
-    ({"step": -1}, ValueError, "step=-1: must be at least 0"),
-    ({"step": "3"}, TypeError, "step='3': must be an integer"),
-    ({"train_step": 3}, TypeError, "train_step=3: must be a function"),
-    ({"state": {}}, TypeError, "state"),
-    ({"batches": iter([1])}, ValueError, "batches=.*must be able to go to step 0"),
-    ({"batches": (x for x in [1])}, ValueError, "must be able to go to step 0"),
-    ({"batches": 3}, TypeError, "batches=3"),
-    ({"batches": [batch(0)] * 3, "step": 5}, ValueError, "the batches end after 3 of the 6"),
-    ({"batches": [batch(0)] * 5, "step": 5}, ValueError, "the batches end after 5 of the 6"),
-    ({"steps_per_call": 0}, ValueError, "steps_per_call=0"),
-    ({"prefix": ""}, ValueError, "prefix=''"),
-    ({"checkpoint_dir": 3}, TypeError, "checkpoint_dir=3"),
-    ({"batch_sharding": "x"}, ValueError, "batch_sharding='x': must be an axis of the mesh"),
-    ({"batch_sharding": 3}, TypeError, "batch_sharding"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "error", "message"), INVALID, ids=lambda x: str(x)[:30])
-def test_invalid_replay_arguments(arguments, error, message):
-    kwargs = {
-        "train_step": STEP,
-        "state": make_state(),
-        "batches": batch,
-        "checkpoint_dir": None,
-        "step": 2,
-    } | arguments
-    with pytest.raises(error, match=message):
-        jstep.replay(**kwargs)
-
-
 def test_no_state_before_the_step(finished_run, tmp_path):
     with pytest.raises(
         ValueError, match=r"step=2: nothing lies before it: no checkpoint_dir.*state given is at step 5"

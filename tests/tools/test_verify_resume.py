@@ -195,26 +195,6 @@ def test_comparison_is_bitwise():
     assert verify(step=step, make_state=make)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"at": 0}, ValueError, "at=0, steps=7: must be 0 < at < steps"),
-        ({"at": 7}, ValueError, "at=7, steps=7: must be 0 < at < steps"),
-        ({"at": 2.0}, TypeError, "at=2.0: must be an integer, got float"),
-        ({"steps": True}, TypeError, "steps=True: must be an integer"),
-        ({"make_state": dict}, TypeError, "make_state returned a dict; it must return a TrainState"),
-        ({"make_state": make_state()}, TypeError, "make_state=.*: must be a function"),
-        ({"step": None}, TypeError, "train_step=None: must be a function"),
-        ({"batches": 3}, TypeError, "batches=3: must have"),
-        ({"batches": [DATA[0]]}, ValueError, "batches ended after 1 steps; steps=7 of them are needed"),
-        ({"batches": iter([DATA[0]] * 5)}, ValueError, "batches ended after 5 steps"),
-    ],
-)
-def test_invalid_verify_arguments(arguments, error, message):
-    with pytest.raises(error, match=message):
-        verify(**arguments)
-
-
 def test_make_state_that_returns_the_same_state():
     state = make_state()
     with pytest.raises(RuntimeError, match="donated"):
