@@ -1,5 +1,6 @@
 """Stand-ins that tests of several rooms use."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
@@ -8,3 +9,12 @@ class Pair(NamedTuple):
 
     x: Any
     y: Any
+
+
+def raising(error: BaseException | type[BaseException]) -> Callable[..., Any]:
+    """Return a function that raises an error, whatever it is called with."""
+
+    def raise_it(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return raise_it

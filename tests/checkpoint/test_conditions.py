@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_states import save_all, state_at
+from doubles import raising
 
 import jstep
 from jstep.checkpoint import slots, store
@@ -17,13 +18,6 @@ from jstep.checkpoint.directory import DirectoryStore, _lost
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.reading import COMPLETE, CORRUPTED, GONE, INTACT, UNUSABLE, Reader, condition
 from jstep.checkpoint.saver import Saver, is_worthwhile
-
-
-def raising(error: Exception) -> Any:
-    def act(*args: Any) -> Any:
-        raise error
-
-    return act
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import time
 import jax.numpy as jnp
 import pytest
 from checkpoint_states import files_of, listing, save_all, state_at
+from doubles import raising
 from file_operations import before, failing, held
 
 import jstep
@@ -218,12 +219,9 @@ def test_a_writer_flushes_to_the_disk(tmp_path, flushed):
 
 
 def test_an_event_file_that_cannot_be_flushed(tmp_path, monkeypatch):
-    def fails(handle):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with jstep.summary.SummaryWriter(tmp_path) as writer:
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fdatasync", fails)
+            patch.setattr(os, "fdatasync", raising(OSError(errno.EIO, os.strerror(errno.EIO))))
             with pytest.raises(OSError, match="could not be flushed to disk: Input/output error"):
                 writer.flush()
         writer.add_summary(jstep.summary.scalar("loss", 1.0), 1)

@@ -5,6 +5,7 @@ import types
 from typing import Any
 
 import pytest
+from doubles import raising
 from fellows import Fellows
 
 from jstep.checkpoint import listing, object_store
@@ -41,13 +42,6 @@ def saved(monkeypatch: Any, store: Any, commit: Any, blocks: Any = lambda i: ())
     return two.each(run)
 
 
-def fails(error: Exception) -> Any:
-    def act(*args: Any) -> Any:
-        raise error
-
-    return act
-
-
 def test_the_first_process_commits_what_all_wrote(monkeypatch: Any) -> None:
     store, committed = Store({"model-3/manifest.json": b"older"}), []
     assert saved(monkeypatch, store, lambda *args: committed.append(args)) == [None, None]
@@ -63,14 +57,14 @@ def test_the_first_process_commits_what_all_wrote(monkeypatch: Any) -> None:
 
 def test_an_error_of_one_process_is_an_error_of_both(monkeypatch: Any, caplog: Any) -> None:
     def blocks(index: int) -> Any:
-        return map(fails(ValueError("x" * 400)), [1]) if index == 1 else ()
+        return map(raising(ValueError("x" * 400)), [1]) if index == 1 else ()
 
-    first, second = saved(monkeypatch, Store(), fails(AssertionError), blocks)
+    first, second = saved(monkeypatch, Store(), raising(AssertionError), blocks)
     assert repr(second) == f"ValueError({'x' * 400!r})"
     assert (type(first), str(first)) == (CheckpointError, f"process 1: ValueError: {'x' * 288}")
 
     store = Store()
-    first, second = saved(monkeypatch, store, fails(OSError("full")))
+    first, second = saved(monkeypatch, store, raising(OSError("full")))
     assert repr(first) == "OSError('full')"
     assert (type(second), str(second)) == (CheckpointError, "on the first process: OSError: full")
     assert not caplog.records
@@ -78,7 +72,7 @@ def test_an_error_of_one_process_is_an_error_of_both(monkeypatch: Any, caplog: A
     store.failing = (f"{FOLDER}/outcome.json",)
     del store[f"{FOLDER}/outcome.json"]
     monkeypatch.setattr(ObjectSave, "_silence", lambda self, patience: lambda: True)
-    first, second = saved(monkeypatch, store, fails(OSError("full")))
+    first, second = saved(monkeypatch, store, raising(OSError("full")))
     assert repr(first) == "OSError('full')"
     assert str(second) == f"gs://bkt/{FOLDER}/outcome.json: the first process has not reported the outcome"
     assert [record.getMessage() for record in caplog.records] == [
@@ -107,7 +101,7 @@ def test_how_long_the_others_wait_for_the_first_process(monkeypatch: Any, read: 
         looks.append((key, now[0]))
         return ReadResult(*read(now[0]))
 
-    save = ObjectSave(types.SimpleNamespace(read=look), "a-b-3", "a-b-3/data.1", (), False, fails(AssertionError))
+    save = ObjectSave(types.SimpleNamespace(read=look), "a-b-3", "a-b-3/data.1", (), False, raising(AssertionError))
     is_late = save._silence(30)
     while not is_late():
         now[0] += 1

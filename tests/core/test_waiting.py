@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from doubles import raising
 from waiting import wait_until
 
 import jstep
@@ -188,12 +189,9 @@ def test_lines_of_compilers_with_invalid_argument_are_dropped(capfd: pytest.Capt
 
 
 def test_a_compiler_runs_without_a_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(descriptor: int) -> int:
-        raise OSError(9, "Bad file descriptor")
-
     seen = []
     with monkeypatch.context() as patched:
-        patched.setattr(os, "dup", closed)
+        patched.setattr(os, "dup", raising(OSError(9, "Bad file descriptor")))
         for n in range(2):
             with without_noise():
                 seen.append(n)

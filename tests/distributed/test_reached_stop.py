@@ -4,6 +4,7 @@ import threading
 from typing import Any
 
 import pytest
+from doubles import raising
 
 from jstep.distributed import processes
 
@@ -21,8 +22,9 @@ def test_a_stop_is_remembered_and_refuses_another_run(monkeypatch: Any) -> None:
 
 
 def test_without_the_service_nothing_stops(monkeypatch: Any) -> None:
-    def off(step: int) -> bool:
-        raise RuntimeError("the preemption service is off")
-
-    monkeypatch.setattr(processes.multihost_utils, "reached_preemption_sync_point", off)
+    monkeypatch.setattr(
+        processes.multihost_utils,
+        "reached_preemption_sync_point",
+        raising(RuntimeError("the preemption service is off")),
+    )
     assert not processes.reached_stop()

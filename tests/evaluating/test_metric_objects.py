@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from doubles import raising
 from evaluated_runs import in_batches, train
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -230,10 +231,7 @@ def test_an_invalid_object_is_named(cls, error, words):
 
 @pytest.mark.parametrize("method", ["merge", "compute"])
 def test_an_error_in_an_object_names_the_metric(method):
-    def fails(*args):
-        raise ZeroDivisionError
-
-    cls = make(**{"merge": first, "compute": x_of, method: fails})
+    cls = make(**{"merge": first, "compute": x_of, method: raising(ZeroDivisionError())})
     with pytest.raises(ZeroDivisionError) as caught:
         jstep.evaluator(lambda params, x: {"m": cls(x[0, 0])}, in_batches(5, X))(make_state())
     assert any(note.startswith(f"metric_fn: in {method} of the metric 'm'") for note in caught.value.__notes__)

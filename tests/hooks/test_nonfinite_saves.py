@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from doubles import raising
 from processes import start, wait_for
 
 import jstep
@@ -165,12 +166,9 @@ def test_a_signal_saves_only_what_is_allowed(tmp_path, allow):
 
 @pytest.mark.parametrize("allow", [False, True])
 def test_an_error_elsewhere_saves_only_what_is_allowed(tmp_path, allow):
-    def fail(step, state, metrics):
-        raise KeyError("mine")
-
     saver = jstep.Saver(tmp_path, allow_nonfinite=allow)
     with pytest.raises(KeyError, match="mine"):
-        run(value=math.inf, hooks=[jstep.every(27, fail)], checkpoint_dir=saver)
+        run(value=math.inf, hooks=[jstep.every(27, raising(KeyError("mine")))], checkpoint_dir=saver)
     assert saver.all_steps() == [10, 20, *[27] * allow]
     saver.close()
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from doubles import raising
 from fellows import Fellows
 from loop_runs import OPTIMIZER, make_state, train
 from waiting import wait_until
@@ -83,10 +84,7 @@ def test_all_processes_take_as_many_steps_as_the_slowest(
 
 
 def test_a_program_that_cannot_be_compiled_is_logged_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    def fail(most: int) -> None:
-        raise MemoryError("too large")
-
-    auto = AutoSteps(fail, lambda *_: pytest.fail("switched"), iter(range(100)).__next__)
+    auto = AutoSteps(raising(MemoryError("too large")), lambda *_: pytest.fail("switched"), iter(range(100)).__next__)
     auto._choose(0.001, 9)
     wait_until(lambda: any("could not be compiled: MemoryError: too large" in m for m in caplog.messages))
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from children import end, read_until, start
+from doubles import raising
 
 import jstep
 from jstep.checkpoint.listing import read_manifest
@@ -174,11 +175,8 @@ def test_a_step_that_fails_with_its_batch_saves_nothing(tmp_path: Path) -> None:
 
 
 def test_an_error_in_a_hook_loses_nothing(tmp_path: Path) -> None:
-    def fail(step: int, *_: Any) -> None:
-        raise OSError("no space")
-
     with pytest.raises(OSError, match="no space"):
-        train(Buffer(), 20, tmp_path, hooks=[jstep.every(12, fail)])
+        train(Buffer(), 20, tmp_path, hooks=[jstep.every(12, raising(OSError("no space")))])
     assert jstep.Saver(tmp_path).all_steps() == [12]
     assert train(Buffer(), 20, tmp_path) == by_hand(20)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from doubles import raising
 from loop_runs import DATA, Calls, train
 
 import jstep
@@ -69,10 +70,7 @@ def test_a_hang_is_not_saved_if_the_state_must_not_be_or_cannot(tmp_path: Path, 
     allowed: Any = jstep.Saver(tmp_path / "b", allow_nonfinite=True)
     assert said_in(allowed, at_step_3).startswith("step 3 is saved as model-3")
 
-    def full(self: Any, step: int, state: Any) -> None:
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr(RunSaverHook, "save_alone", full)
+    monkeypatch.setattr(RunSaverHook, "save_alone", raising(OSError("the disk is full")))
     said = said_in(tmp_path / "c", stopping.save_while_it_hangs)
     assert said == "step 3 could not be saved: OSError: the disk is full"
 
@@ -96,11 +94,8 @@ def test_what_is_said_of_the_state_after_an_error(tmp_path: Path, monkeypatch: A
     prevents.prevents_saving = True
     assert said_in(tmp_path / "c", saved(prevents)) == ", and is not saved"
 
-    def broken(run: Any) -> str:
-        raise OSError("of an earlier save")
-
     with monkeypatch.context() as lost:
-        lost.setattr(stopping, "why_position_lost", broken)
+        lost.setattr(stopping, "why_position_lost", raising(OSError("of an earlier save")))
         said = said_in(tmp_path / "d", saved(error))
     assert said == ", and could not be saved: OSError: of an earlier save"
     assert [steps_in(tmp_path / name) for name in "abcd"] == [[3, 5], [5], [5], [5]]

@@ -5,6 +5,7 @@ import logging
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from doubles import raising
 
 import jstep
 from jstep.hooks.card_differences import Changes, changes
@@ -105,14 +106,11 @@ def test_a_change_of_future_batches_is_not_reported(name, tmp_path, caplog):
 def test_batches_are_compared_with_the_run_that_saved(tmp_path, caplog):
     """A later run that saved nothing is ignored."""
 
-    def stop(step, state, metrics):
-        raise OSError("lost")
-
     run(tmp_path, batches(), 4)
     with jstep.Saver(tmp_path) as saver:
         saver.save = lambda *args, **kwargs: None
         with pytest.raises(OSError, match="lost"):
-            run(saver, batches(seed=2), 6, hooks=[jstep.every(1, stop)])
+            run(saver, batches(seed=2), 6, hooks=[jstep.every(1, raising(OSError("lost")))])
     assert len(warnings(caplog)) >= 1
     caplog.clear()
     run(tmp_path, batches(), 6)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from children import end, read_until, start
+from doubles import raising
 from loop_runs import OPTIMIZER, make_state, train
 
 import jstep
@@ -46,11 +47,10 @@ def test_while_a_run_closes(number: int, error: Any, tmp_path: Path) -> None:
 def test_while_a_run_closes_after_an_error(tmp_path: Path) -> None:
     """The signal takes effect, and the error is its context."""
 
-    def fails(step: int, state: Any, metrics: Any) -> None:
-        raise ValueError("my hook")
-
     with pytest.raises(jstep.Preempted) as caught:
-        train(5, hooks=[jstep.every(3, fails), Closes(signal.SIGTERM)], checkpoint_dir=tmp_path)
+        train(
+            5, hooks=[jstep.every(3, raising(ValueError("my hook"))), Closes(signal.SIGTERM)], checkpoint_dir=tmp_path
+        )
     assert isinstance(caught.value.__context__, ValueError)
     assert jstep.global_step(caught.value.state) == 3
     assert jstep.Saver(tmp_path).all_steps() == [3]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from doubles import raising
 from loop_runs import DATA, Calls, Counted, by_hand, same, train
 
 import jstep
@@ -203,11 +204,8 @@ def test_an_out_of_range_error_ends_the_batches(make, steps_per_call, caplog):
 
 
 def test_an_out_of_range_error_with_a_cause_is_an_error():
-    def fail():
-        raise OSError("no such shard")
-
     with pytest.raises(jstep.OutOfRangeError, match="its input failed") as raised:
-        train(100, batches_of_a_queue(2, fail))
+        train(100, batches_of_a_queue(2, raising(OSError("no such shard"))))
     assert isinstance(raised.value.__cause__, OSError)
 
 

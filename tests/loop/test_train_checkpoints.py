@@ -6,6 +6,7 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from doubles import raising
 from loop_runs import DATA, OPTIMIZER, Calls, Counted, by_hand, make_state, same, train
 
 import jstep
@@ -92,12 +93,9 @@ def test_a_hook_that_raises_leaves_the_last_checkpoint(event, slow, tmp_path):
 
 
 def test_a_step_that_raises_closes_the_hooks():
-    def step(state, batch):
-        raise FloatingPointError("in the step")
-
     calls = Calls()
     with pytest.raises(FloatingPointError):
-        train(3, hooks=[calls], step=step)
+        train(3, hooks=[calls], step=raising(FloatingPointError("in the step")))
     assert calls.seen == [("begin", 0), ("close",)]
 
 
@@ -105,12 +103,9 @@ def test_an_error_is_not_replaced_by_one_of_close(tmp_path, monkeypatch):
     """A save fails in the background while another error propagates."""
     from jstep.checkpoint.manifest import CheckpointError
 
-    def close(self):
-        raise CheckpointError("the disk is full")
-
     calls = Calls(fail=("step", 2))
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="failed at") as caught:  # noqa: PT012
-        patched.setattr(jstep.Saver, "close", close)
+        patched.setattr(jstep.Saver, "close", raising(CheckpointError("the disk is full")))
         train(3, hooks=[calls], checkpoint_dir=tmp_path)
     assert "Additionally, the disk is full" in caught.value.__notes__
 

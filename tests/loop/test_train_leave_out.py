@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from comparisons import bits
+from doubles import raising
 
 import jstep
 
@@ -78,11 +79,10 @@ def test_leaving_out_less_is_a_warning_before_the_first_step(tmp_path, caplog):
 
 
 def test_a_wrong_name_is_an_error_before_the_first_step(tmp_path):
-    def fail_if_called(step):
-        raise AssertionError("a batch was requested")
-
     with jstep.Saver(tmp_path, leave_out="bse/*") as saver, pytest.raises(ValueError, match="'bse/\\*' matches no"):
-        jstep.train(STEP, state(), fail_if_called, 5, checkpoint_dir=saver, progress=False)
+        jstep.train(
+            STEP, state(), raising(AssertionError("a batch was requested")), 5, checkpoint_dir=saver, progress=False
+        )
 
 
 def test_replay_needs_only_the_directory(tmp_path):

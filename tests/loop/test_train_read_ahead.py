@@ -8,6 +8,7 @@ import threading
 
 import jax
 import pytest
+from doubles import raising
 from loop_runs import DATA, OPTIMIZER, STEP, Calls, Counted, loss_fn, make_state, same, train
 
 import jstep
@@ -68,12 +69,9 @@ def test_a_resumed_run_is_identical(way, tmp_path):
 
 
 def test_an_error_of_the_source_ends_the_run_at_its_step(way):
-    def fail():
-        raise OSError("no such shard")
-
     calls = Calls()
     with pytest.raises(OSError, match="no such shard") as error:
-        train(40, Watched({20: fail}), hooks=[calls])
+        train(40, Watched({20: raising(OSError("no such shard"))}), hooks=[calls])
     assert calls.steps() == list(range(1, 21))
     assert any("while batch 20 was fetched" in note for note in error.value.__notes__)
     assert jstep.global_step(error.value.state) == 20

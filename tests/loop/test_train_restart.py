@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from doubles import raising
 from loop_runs import DATA, make_state, same, train
 
 import jstep
@@ -181,22 +182,16 @@ class StubbornError(Exception):
 
 
 def test_an_exception_without_notes_is_not_replaced(tmp_path):
-    def fail(step, state, metrics):
-        raise StubbornError("first")
-
     class Other(jstep.Hook):
         def after_step(self, step, state, metrics):
             raise ValueError("second")
 
     with pytest.raises(StubbornError, match="first") as caught:
-        train(3, hooks=[jstep.every(1, fail), Other()], checkpoint_dir=tmp_path)
+        train(3, hooks=[jstep.every(1, raising(StubbornError("first"))), Other()], checkpoint_dir=tmp_path)
     assert jstep.global_step(caught.value.state) == 1
 
-    def write(step, values):
-        raise StubbornError("write")
-
     with pytest.raises(StubbornError, match="write"):
-        train(3, hooks=[jstep.MetricsHook(write, every_n_steps=1)])
+        train(3, hooks=[jstep.MetricsHook(raising(StubbornError("write")), every_n_steps=1)])
 
     def broken(n):
         raise StubbornError("loader")

@@ -8,6 +8,7 @@ import logging
 import math
 
 import pytest
+from doubles import raising
 
 from jstep.stores import files, timeline
 from jstep.stores.files import LocalLines, ObjectAppender, may_be_file
@@ -210,8 +211,5 @@ def test_whether_there_may_be_a_file(tmp_path, monkeypatch):
     names = ["file", ".", "none", "file/none", "null\0character", "x" * 300]
     assert [may_be_file(str(tmp_path / name)) for name in names] == [True, False, False, False, False, False]
 
-    def refused(path):
-        raise PermissionError(errno.EACCES, "no")
-
-    monkeypatch.setattr(files.os, "stat", refused)
+    monkeypatch.setattr(files.os, "stat", raising(PermissionError(errno.EACCES, "no")))
     assert may_be_file("file")

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from doubles import raising
 from tensorboard.compat.proto import graph_pb2, types_pb2
 
 from jstep import summary
@@ -227,10 +228,7 @@ def test_write_graph_is_atomic(tmp_path, monkeypatch):
     path = summary.write_graph(lambda: jnp.ones(3), tmp_path, "graph.mlir")
     before = Path(path).read_text()
 
-    def fails(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", fails)
+    monkeypatch.setattr(os, "replace", raising(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         summary.write_graph(lambda: jnp.zeros(4), tmp_path, "graph.mlir")
     assert os.listdir(tmp_path) == ["graph.mlir"]

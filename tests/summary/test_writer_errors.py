@@ -8,6 +8,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import pytest
+from doubles import raising
 from event_reading import events_of, scalars
 
 from jstep import summary
@@ -128,10 +129,7 @@ def test_a_record_that_cannot_be_taken_back_is_a_warning(tmp_path, caplog):
 
 
 def test_a_file_whose_first_record_fails_is_removed(tmp_path, monkeypatch):
-    def append(self, data):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(LocalFile, "_append", append)
+    monkeypatch.setattr(LocalFile, "_append", raising(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left on device"):
         LocalFile(str(tmp_path / "new"))
     assert os.listdir(tmp_path / "new") == []
@@ -154,13 +152,10 @@ def test_a_disk_that_cannot_be_flushed_is_an_error_of_that_flush_alone(tmp_path,
 
 @pytest.mark.parametrize("call", ["flush", "settle"])
 def test_any_error_of_a_flush_to_disk_is_raised_and_the_thread_goes_on(tmp_path, monkeypatch, call):
-    def fails():
-        raise ValueError("a handle of another kind")
-
     with SummaryWriter(tmp_path) as writer:
         writer.add_summary(summary.scalar("loss", 1.0), 1)
         with monkeypatch.context() as broken:
-            broken.setattr(writer._worker._sink, "sync", fails)
+            broken.setattr(writer._worker._sink, "sync", raising(ValueError("a handle of another kind")))
             if call == "settle":
                 writer.settle()
             with pytest.raises(ValueError, match="a handle of another kind") as caught:

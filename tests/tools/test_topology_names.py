@@ -6,6 +6,7 @@ import types
 
 import jax
 import pytest
+from doubles import raising
 
 import jstep
 from jstep.tools.cost import compiled_cost
@@ -74,10 +75,7 @@ def test_axes_are_checked_before_a_compiler_is_looked_for(monkeypatch, name, axe
     class ReachedError(Exception):
         pass
 
-    def devices_of(name):
-        raise ReachedError
-
-    monkeypatch.setattr("jstep.tools.topologies.devices_of", devices_of)
+    monkeypatch.setattr("jstep.tools.topologies.devices_of", raising(ReachedError()))
     with pytest.raises(ValueError, match=words) if words else pytest.raises(ReachedError):
         jstep.topology(name, axes)
 
@@ -152,14 +150,11 @@ def test_nvidia_compiler_that_does_not_work(monkeypatch, tmp_path, files, words)
     ],
 )
 def test_compiler_that_does_not_load(monkeypatch, tmp_path, name, words, extra, error):
-    def load(*args, **options):
-        raise error
-
     fake_cuda(tmp_path)
     (tmp_path / "libtpu.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("jstep.tools.topologies._cuda_roots", lambda: [str(tmp_path)])
-    monkeypatch.setattr("jstep.tools.topologies.topologies.get_topology_desc", load)
+    monkeypatch.setattr("jstep.tools.topologies.topologies.get_topology_desc", raising(error))
     monkeypatch.setattr("jstep.tools.topologies.prepare", lambda: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     found = rf"{name}: {words} is installed, but does not work \({type(error).__name__}: {error}.*'jstep\[{extra}\]'"

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from doubles import raising
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors_files import entry, same, write_arrays, write_raw
@@ -113,11 +114,8 @@ def test_error_lists_transforms_that_depend_on_values(path):
 
 
 def test_error_of_a_transform_names_the_leaf(path):
-    def fails(x):
-        raise RuntimeError("no")
-
     with pytest.raises(RuntimeError, match="no") as caught:
-        jstep.load_weights(path, SHAPES, {**NAMES, "dense/kernel": ("dense.weight", fails)})
+        jstep.load_weights(path, SHAPES, {**NAMES, "dense/kernel": ("dense.weight", raising(RuntimeError("no")))})
     assert "'dense/kernel'" in caught.value.__notes__[0]
     with pytest.raises(TypeError, match="'dense/kernel' returned None"):
         jstep.load_weights(path, SHAPES, {**NAMES, "dense/kernel": ("dense.weight", lambda x: None)})

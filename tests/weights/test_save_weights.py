@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from doubles import raising
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors_files import same
@@ -245,10 +246,7 @@ def test_a_first_save_that_fails_leaves_nothing(tmp_path, size, monkeypatch):
 
 
 def test_shards_are_copied_where_there_are_no_links(tmp_path, monkeypatch):
-    def link(*args):
-        raise OSError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr(os, "link", raising(OSError(1, "Operation not permitted")))
     for params, value in ((OLD, 1.0), (NEW, 2.0)):
         jstep.save_weights(tmp_path / "model.safetensors", params, max_shard_bytes=64)
         assert listed(tmp_path) == [*shards(3), "model.safetensors.index.json"]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from doubles import raising
 
 import jstep
 
@@ -23,13 +24,6 @@ def apply(transformation: Any, params: Any, grads: Any, context: Any = None) -> 
     optimizer = jstep.from_optax(transformation)
     state = jstep.TrainState.create(params, optimizer)
     return jstep.apply_gradients(state, grads, optimizer, **({} if context is None else {"context": context}))
-
-
-def fails(error: Exception) -> Any:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise error
-
-    return fail
 
 
 OTHER = (
@@ -53,10 +47,10 @@ def grown(updates: Any, state: Any, params: Any) -> Any:
 @pytest.mark.parametrize(
     ("transformation", "kind", "message"),
     [
-        (Transformation(fails(AttributeError("no attribute")), plain), TypeError, OTHER.format("init")),
-        (Transformation(fails(TypeError("no attribute")), plain), TypeError, OTHER.format("init")),
-        (Transformation(lambda p: {}, fails(AttributeError("no attribute"))), TypeError, OTHER.format("update")),
-        (Transformation(lambda p: {}, fails(TypeError("another"))), TypeError, "another"),
+        (Transformation(raising(AttributeError("no attribute")), plain), TypeError, OTHER.format("init")),
+        (Transformation(raising(TypeError("no attribute")), plain), TypeError, OTHER.format("init")),
+        (Transformation(lambda p: {}, raising(AttributeError("no attribute"))), TypeError, OTHER.format("update")),
+        (Transformation(lambda p: {}, raising(TypeError("another"))), TypeError, "another"),
         (Transformation(lambda p: {}, needy), TypeError, NEEDS),
         (Transformation(lambda p: {"a": jnp.ones(())}, grown), ValueError, "transformation: its update returned "
          "['optax/a', 'optax/b'], its init returned ['optax/a']; a compiled step needs the same structure after each "
