@@ -422,19 +422,14 @@ def on_slices(body: Subprogram, values: Sequence[Any], shape: tuple[int, ...]) -
     """Evaluate an elementwise program on slices of its arrays, of a shape."""
 
     def on_slice(operation: Operation, values: list[Any]) -> list[Any]:
+        eqn = operation.eqn
         if operation.kind == "call":
             return on_slices(operation.bodies[0], values, shape)
-        return on_part(operation, values, shape)
+        if operation.name == "broadcast_in_dim" and eqn.params["shape"]:
+            eqn = eqn.replace(params={**eqn.params, "shape": shape})
+        return apply(dataclasses.replace(operation, eqn=eqn), values)
 
     return evaluate(body, values, on_slice)
-
-
-def on_part(operation: Operation, values: list[Any], shape: tuple[int, ...]) -> list[Any]:
-    """Evaluate an elementwise operation, other than a call, on parts of its arrays, of a shape."""
-    eqn = operation.eqn
-    if operation.name == "broadcast_in_dim" and eqn.params["shape"]:
-        eqn = eqn.replace(params={**eqn.params, "shape": shape})
-    return apply(dataclasses.replace(operation, eqn=eqn), values)
 
 
 def without_calls(fn: Callable[..., Any], platform: str, *args: Any) -> tuple[Subprogram, Any]:
