@@ -635,11 +635,11 @@ def stack_trees(trees: Sequence[Any], what: str, name: Callable[[int], str] = "e
             )
 
     def stacked(leaves: Sequence[Any], path: str) -> Any:
-        if all(isinstance(leaf, jax.Array) for leaf in leaves):
-            _check_same(leaves, path, what, name)
-            return jnp.stack(leaves)  # without blocking on the device
-        arrays = [np.asarray(leaf) for leaf in leaves]
+        is_on_device = all(isinstance(leaf, jax.Array) for leaf in leaves)
+        arrays = leaves if is_on_device else [np.asarray(leaf) for leaf in leaves]
         _check_same(arrays, path, what, name)
+        if is_on_device:
+            return jnp.stack(arrays)  # without blocking on the device
         if any(a.dtype != arrays[0].dtype for a in arrays):  # strings of different lengths
             return np.stack(arrays)
         return np.stack(arrays, out=np.empty((len(arrays), *arrays[0].shape), arrays[0].dtype))
