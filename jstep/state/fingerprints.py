@@ -299,16 +299,22 @@ def _host_words(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
     flat = np.asarray(array, array.dtype.newbyteorder("="), order="C").reshape(-1)
     if not flat.size:
         return []
-    name = flat.dtype.name
-    if name.startswith("float4"):
-        return [flat.astype(np.float32).view(U)]
-    if name in ("int2", "int4", "uint2", "uint4"):
-        return [flat.astype(np.int8 if name.startswith("int") else np.uint8).view(np.uint8)]
+    flat = _in_whole_bytes(flat)
     size = flat.dtype.itemsize
     if size <= 4:
         return [flat.view(f"u{size}")]
     words = flat.view("u4").reshape(flat.size, -1)
     return [words[:, at : at + 2] for at in range(0, words.shape[1], 2)]
+
+
+def _in_whole_bytes(array: Any) -> Any:
+    """Return an array of numbers of less than a byte, or of bools, as one of wider numbers; any other as it is."""
+    name = array.dtype.name
+    if name.startswith("float4"):
+        return array.astype(np.float32)
+    if name in ("int2", "int4"):
+        return array.astype(np.int8)
+    return array.astype(np.uint8) if name in ("uint2", "uint4", "bool") else array
 
 
 def _sums(words: np.ndarray[Any, Any], split: int, half: int) -> np.ndarray[Any, Any]:
@@ -430,9 +436,7 @@ def difference(first: Entry, second: Entry) -> Difference | None:
         return Difference(first.step, None)
     a, b = first.leaves, second.leaves
     leaves = tuple(path for path in dict.fromkeys([*a, *b]) if a.get(path) != b.get(path))
-    return Difference(
-        first.step, leaves, tuple(path for path in a if path not in b), tuple(path for path in b if path not in a)
-    )
+    return Difference(first.step, leaves, tuple(trees.only_in(a, b)), tuple(trees.only_in(b, a)))
 
 
 def entry_of(step: int, found: ByDevice, per_leaf: bool) -> Entry:
@@ -476,14 +480,7 @@ def _words(array: Any) -> list[tuple[Any, Any]]:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = [_words(part)[0] for part in (lax.real(array), lax.imag(array))]
         return parts if dtype.itemsize == 16 else [(parts[0][0], parts[1][0])]
-    if dtype.name.startswith("float4"):
-        array = array.astype(jnp.float32)
-    elif dtype == jnp.bool_:
-        array = array.astype(jnp.uint8)
-    elif dtype.name in ("int2", "int4"):
-        array = array.astype(jnp.int8)
-    elif dtype.name in ("uint2", "uint4"):
-        array = array.astype(jnp.uint8)
+    array = _in_whole_bytes(array)
     size = array.dtype.itemsize
     if size == 8:
         both = lax.bitcast_convert_type(array, U)
