@@ -219,7 +219,7 @@ def state_shardings(
         by_name = Role.ROWS if name.endswith("_row") else Role.COLUMNS if name.endswith("_col") else None
         role = roles.get(name, by_name)
         return treedef.unflatten(
-            None if leaf is None else of_slot(mesh, sharding, np.shape(parameter), np.shape(leaf), slot_axis, role)
+            None if leaf is None else of_slot(sharding, np.shape(parameter), np.shape(leaf), slot_axis, role)
             for leaf, sharding, (_, parameter) in zip(treedef.flatten_up_to(tree), placed, named, strict=True)
         )
 
@@ -245,26 +245,20 @@ def everywhere(mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def split_replicated(mesh: AnyMesh, sharding: NamedSharding, shape: tuple[int, ...], axis: Any) -> NamedSharding:
+def split_replicated(sharding: NamedSharding, shape: tuple[int, ...], axis: Any) -> NamedSharding:
     """Return the sharding of a slot: its parameter's, or split over `axis` if the parameter is replicated (ZeRO-1)."""
     if axis is None or any(part is not None for part in sharding.spec):
         return sharding
-    dim = largest_divisible(shape, parts_along(mesh, axis))
-    return sharding if dim is None else NamedSharding(mesh, PartitionSpec(*[None] * dim, axis))
+    dim = largest_divisible(shape, parts_along(sharding.mesh, axis))
+    return sharding if dim is None else NamedSharding(sharding.mesh, PartitionSpec(*[None] * dim, axis))
 
 
 def of_slot(
-    mesh: AnyMesh,
-    sharding: NamedSharding,
-    shape: tuple[int, ...],
-    slot_shape: tuple[int, ...],
-    slot_axis: Any,
-    role: Role | None = None,
+    sharding: NamedSharding, shape: tuple[int, ...], slot_shape: tuple[int, ...], slot_axis: Any, role: Role | None
 ) -> NamedSharding:
     """Return the sharding of a slot's leaf: its parameter's, without the dimensions that the slot lacks.
 
     Args:
-        mesh: The mesh.
         sharding: The parameter's sharding.
         shape: The parameter's shape.
         slot_shape: The slot's shape: the parameter's shape, the same with some dimensions reduced (removed or 1), or
@@ -273,7 +267,7 @@ def of_slot(
         role: The slot's role, which resolves the ambiguity of square parameters: one number for each row, or for each
             column.
     """
-    sharding = split_replicated(mesh, sharding, shape, slot_axis)
+    mesh, sharding = sharding.mesh, split_replicated(sharding, shape, slot_axis)
     if role is Role.SCALES:
         # That of their codes, except along an axis whose blocks are split.
         parts = zip(sharding.spec, slot_shape, strict=False)
@@ -284,7 +278,7 @@ def of_slot(
     spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
     if len(slot_shape) == len(shape) and all(size in (1, whole) for size, whole in zip(slot_shape, shape, strict=True)):
         kept_dims = (part if size == whole else None for part, size, whole in zip(spec, slot_shape, shape, strict=True))
-        return split_replicated(mesh, NamedSharding(mesh, PartitionSpec(*kept_dims)), slot_shape, slot_axis)
+        return split_replicated(NamedSharding(mesh, PartitionSpec(*kept_dims)), slot_shape, slot_axis)
     kept = [
         PartitionSpec(*(spec[dim] for dim in dims))
         for dims in itertools.combinations(range(len(shape)), len(slot_shape))
@@ -296,7 +290,7 @@ def of_slot(
         chosen = kept[0] if role is Role.ROWS else kept[1]
     else:  # either dimension may be the reduced one: prefer more parts, to save memory
         chosen = max(kept, key=lambda one: sum(part is not None for part in one))
-    return split_replicated(mesh, NamedSharding(mesh, chosen), slot_shape, slot_axis)
+    return split_replicated(NamedSharding(mesh, chosen), slot_shape, slot_axis)
 
 
 def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:

@@ -34,12 +34,7 @@ def is_abstract(mesh: Mesh | None, *given: Any) -> bool:
 
 
 def made_on(
-    mesh: Mesh,
-    make: Callable[[Any, Any], Any],
-    params: Any,
-    model_state: Any,
-    shardings: Callable[[Any], Any],
-    of_params: Callable[[Any], Any],
+    mesh: Mesh, make: Callable[[Any, Any], Any], params: Any, model_state: Any, shardings: Callable[[Any], Any]
 ) -> Any:
     """Return the state `make(params, model_state)`, sharded over a mesh; shapes only if `is_abstract`.
 
@@ -49,7 +44,6 @@ def made_on(
         params: The parameters, or a function that returns them.
         model_state: Non-trained variables.
         shardings: Maps the state's shapes to its shardings.
-        of_params: Maps the parameters to their shardings.
     """
     abstract = is_abstract(mesh, params, model_state)
 
@@ -59,7 +53,9 @@ def made_on(
         return jax.tree.map(layout.put, tree, shardings(tree))
 
     with meshes.internal_transfers():
-        given = None if trees.is_function(params) else placed(params, "params", of_params)
+        given = None
+        if not trees.is_function(params):
+            given = placed(params, "params", lambda tree: shardings(TrainState(tree, {}, None)).params)
         others = placed(model_state, MODEL_STATE, lambda tree: jax.tree.map(lambda _: layout.everywhere(mesh), tree))
 
     def split(given: Any, others: Any) -> Any:
@@ -217,13 +213,10 @@ class TrainState:
         mesh = meshes.require_mesh(mesh)
         memory = checked_memory(slots_memory, mesh)
 
-        def of_params(params: Any) -> Any:
-            return layout.state_shardings(params, {}, mesh, param_specs, slot_axis)[0]
-
         def shardings(shapes: TrainState) -> TrainState:
             return _shardings_of(shapes, mesh, param_specs, slot_axis, memory)
 
-        return with_checks(made_on, mesh, make, params, model_state, shardings, of_params)
+        return with_checks(made_on, mesh, make, params, model_state, shardings)
 
     @property
     def model_state(self) -> Any:

@@ -31,7 +31,7 @@ CASES = [
 
 @pytest.mark.parametrize(("shape", "spec", "slot", "want"), CASES)
 def test_slots_drop_an_axis_of_the_sharding(shape: Any, spec: Any, slot: Any, want: Any) -> None:
-    got = of_slot(MESH, NamedSharding(MESH, spec), shape, slot, None)
+    got = of_slot(NamedSharding(MESH, spec), shape, slot, None, None)
     assert got.is_equivalent_to(NamedSharding(MESH, want), len(slot))
 
 
