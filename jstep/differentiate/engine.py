@@ -380,9 +380,7 @@ class Differentiation:
         trees.require_arrays(params, "params", trees.keep_arrays("params"))
         if given.lanes is not None:
             return self._of_batch(given)
-        given = given._replace(
-            batch_specs=microbatches.specs_of_rows(given.args, given.batch_specs) if self.looks_at_rows else None
-        )
+        given = given._replace(batch_specs=microbatches.specs_of_rows(given.args, given.batch_specs))
         there = meshes.sharded_like(Part(None, given.model_state, None, params))  # type: ignore[arg-type]
         assert self.attempts is not None  # set in __post_init__
         return self.attempts(self._of_batch, given, place=there)
