@@ -116,8 +116,6 @@ class ItemSource:
     def __init__(self, items: Any, path: str, argument: str) -> None:
         self._items = items
         self.path = path
-        self._has_getitems = _is_of_same_rows(type(items))
-        self._is_known = _takes_lists(type(items))
         # Whether `__getitem__` refuses an integer and takes a list; None until it has been tried.
         self._takes_only_lists: bool | None = None
         self._what = f"{argument}: items of the {type(items).__name__} at {path}"
@@ -141,7 +139,7 @@ class ItemSource:
         numbers = list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()
         if not numbers:  # this process's part of a small remainder
             return jax.tree.map(lambda leaf: leaf[:0], self.rows(slice(0, 1)))
-        if self._has_getitems:
+        if _is_of_same_rows(type(self._items)):
             items = list(self._items.__getitems__(numbers))
             if len(items) != len(numbers):
                 raise ValueError(f"{self._what}: __getitems__ gave {len(items)} items for {len(numbers)} indices")
@@ -149,7 +147,7 @@ class ItemSource:
         if self._takes_only_lists:
             return self._from_list(numbers)
         # A library may refuse some lists: HDF5 takes only ascending ones.
-        if self._is_known and (batch := self._tried_list(numbers)) is not None:
+        if _takes_lists(type(self._items)) and (batch := self._tried_list(numbers)) is not None:
             return batch
         items = []
         try:
