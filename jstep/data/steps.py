@@ -52,13 +52,9 @@ class Steps:
         return Steps([*self.sliced(slice(start)).parts, *self.sliced(slice(stop, None)).parts])
 
     def numbered(self, start: int, stop: int | None = None) -> Iterator[tuple[int, range]]:
-        """Yield the ranges of steps numbered `start` up to `stop`, each with its first number."""
-        for i in range(max(bisect.bisect_right(self.firsts, start) - 1, 0), len(self.parts)):
-            first, part = self.firsts[i], self.parts[i]
-            low = max(start - first, 0)
-            high = count_of(part) if stop is None else min(stop - first, count_of(part))
-            if high > low:
-                yield first + low, part[low:high]
+        """Return the ranges of steps numbered `start` up to `stop`, each with its first number."""
+        found = self.sliced(slice(start, stop))
+        return zip((start + first for first in found.firsts), found.parts, strict=True)
 
     def changes(self, stages: Iterable[tuple[int, int | None, T]]) -> dict[int, T]:
         """Return the values of stages by the step number from which they hold.
@@ -83,10 +79,8 @@ def count_of(numbers: range) -> int:
 
 def within(numbers: range, low: int, high: int) -> range:
     """Return the numbers of a range with low ≤ number < high, in their order."""
-    start, stride = numbers.start, numbers.step
-    # low ≤ start + stride·i < high holds for first ≤ i < last.
-    if stride > 0:
-        first, last = -((start - low) // stride), -((start - high) // stride)
-    else:
-        first, last = (start - high) // -stride + 1, (start - low) // -stride + 1
+    if numbers.step < 0:
+        return within(numbers[::-1], low, high)[::-1]
+    # low ≤ start + step·i < high holds for first ≤ i < last.
+    first, last = (-((numbers.start - end) // numbers.step) for end in (low, high))
     return numbers[max(first, 0) : max(last, 0)]
