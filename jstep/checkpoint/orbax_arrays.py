@@ -272,7 +272,6 @@ class _OneTransaction:
 
 
 _TIMEOUT = 2 * 3600  # seconds within which a write must end, on the slowest disk
-_ERRORS = 16  # a save writes its metadata twice, and each write may fail
 
 
 def _ended(futures: Sequence[Any]) -> list[Exception]:
@@ -351,15 +350,7 @@ class _TemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ign
 
     publish: Callable[[str, str], None]
 
-    @classmethod
-    def from_final(cls, final_path: Any, *, checkpoint_metadata_store: Any = None, **options: Any) -> Any:
-        made = super().from_final(final_path, checkpoint_metadata_store=checkpoint_metadata_store, **options)
-        made.metadata_store = checkpoint_metadata_store
-        return made
-
     async def finalize(self) -> None:
-        if self.metadata_store is not None:
-            self.metadata_store.wait_until_finished()
         type(self).publish(str(self.get()), str(self.get_final()))
 
 
@@ -390,6 +381,8 @@ class Checkpointer:
             multiprocessing_options=processes,
             # `publish` replaces an existing checkpoint of the step once the new one is complete.
             file_options=ocp.options.FileOptions(skip_sync_file_validations=True),
+            # By default, its threads would keep an error of each write, to raise it at the next save.
+            checkpoint_metadata_store=ocp.metadata.metadata_store(enable_write=True, blocking_write=True),
             temporary_path_class=type("_OwnPath", (_TemporaryPath,), {"publish": staticmethod(self._end)}),
         )
 
@@ -408,8 +401,7 @@ class Checkpointer:
         """Start to write; return when the arrays may be donated. `publish(temporary, final)` ends the write."""
         self._publish = publish
         self._quiet.enter_context(silenced())
-        with self._one_error():
-            self._async.save(path, args=args)
+        self._async.save(path, args=args)
 
     def _end(self, temporary: str, final: str) -> None:
         publish, self._publish = self._publish, None  # do not keep the function, and what it references, alive
@@ -424,25 +416,12 @@ class Checkpointer:
         `join`.
         """
         try:
-            with self._one_error():
-                self._async.wait_until_finished()
+            self._async.wait_until_finished()
             if self.error is not None:
                 raise self.error
         finally:
             self.error = None
             self._quiet.close()
-
-    @contextlib.contextmanager
-    def _one_error(self) -> Iterator[None]:
-        """A context whose error is the only one: Orbax keeps one of each write, and raises it at the next save."""
-        try:
-            yield
-        except Exception:
-            for _ in range(_ERRORS):
-                with contextlib.suppress(Exception):
-                    self._async.wait_until_finished()
-                    break
-            raise
 
     @silenced()
     def close(self) -> None:
