@@ -19,7 +19,6 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from jstep.checkpoint.checksums import write_files, write_part
-from jstep.checkpoint.listing import TEMPORARY
 from jstep.checkpoint.manifest import CorruptedError, Manifest
 from jstep.checkpoint.slots import stored_kind
 from jstep.core.placement import is_of_host, local_parts, place, slices
@@ -221,22 +220,19 @@ def _within(name: str) -> str:
 
 
 def _is_of_others(record: logging.LogRecord) -> bool:
-    """Return whether a record is neither Orbax's nor of a failed save, whose futures Orbax leaves to the collector."""
-    return "orbax" not in record.pathname and (record.name != "asyncio" or TEMPORARY not in record.getMessage())
+    return "orbax" not in record.pathname
 
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
     """A context manager or decorator that drops Orbax's log lines, from all threads."""
-    loggers = logging.getLogger("absl"), logging.getLogger("asyncio")
+    logger = logging.getLogger("absl")
     own = functools.partial(_is_of_others)  # contexts overlap: each adds and removes a filter of its own
-    for logger in loggers:
-        logger.addFilter(own)
+    logger.addFilter(own)
     try:
         yield
     finally:
-        for logger in loggers:
-            logger.removeFilter(own)
+        logger.removeFilter(own)
 
 
 class _OneTransaction:
@@ -396,7 +392,6 @@ class Checkpointer:
                 raise
             self.error = self.error or error
 
-    @silenced()
     def save(self, path: str, args: SaveArgs, publish: Callable[[str, str], None]) -> None:
         """Start to write; return when the arrays may be donated. `publish(temporary, final)` ends the write."""
         self._publish = publish
