@@ -247,12 +247,10 @@ def between(
 
 
 def ramp(step: Array, length: Fraction) -> Array:
-    """Linear warmup with a nonzero first rate: min(1, (step + 1) / length), or 1 if length is 0."""
+    """Linear warmup with a nonzero first rate: min(1, (step + 1) / length), for a length of at least 1."""
     real, largest = trees.default_float(), int(np.iinfo(step.dtype).max)
     # The first step N with N + 1 ≥ length; N + 1 itself could overflow.
     full = min(math.ceil(length) - 1, largest)
-    if full <= 0:
-        return jnp.ones(step.shape, real)
     early = jnp.minimum(step, min(full, largest - 1)) + 1
     factor = early.astype(real) / jnp.asarray(float(length), real)
     return jnp.where(step >= full, jnp.ones_like(factor), factor)
