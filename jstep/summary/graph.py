@@ -26,19 +26,8 @@ GRADIENTS = "gradients"
 Ref: TypeAlias = str
 """Reference to an output of a node: `node`, or `node:1` for a later output."""
 
-_TYPES = {
-    "bool": "DT_BOOL",
-    "float16": "DT_HALF",
-    "float32": "DT_FLOAT",
-    "float64": "DT_DOUBLE",
-    "bfloat16": "DT_BFLOAT16",
-    "complex64": "DT_COMPLEX64",
-    "complex128": "DT_COMPLEX128",
-    "float8_e4m3fn": "DT_FLOAT8_E4M3FN",
-    "float8_e5m2": "DT_FLOAT8_E5M2",
-    **{f"{kind}int{bits}": f"DT_{kind.upper()}INT{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64)},
-    **{f"{kind}int4": f"DT_{kind.upper()}INT4" for kind in ("", "u")},
-}
+_TYPES = {"float16": "half", "float32": "float", "float64": "double"}
+"""The dtypes that TensorFlow calls by another name."""
 _MAX_ATTR = 500  # characters; TensorBoard shows them in a side panel
 
 
@@ -86,8 +75,10 @@ class GraphBuilder:
             shape = proto("TensorShapeProto")
             shapes = [shape(dim=[{"size": n} for n in t.shape or ()]) for t in outputs]
             node.attr["_output_shapes"].list.shape.extend(shapes)
-        if outputs and (dtype := _TYPES.get(outputs[0].dtype)) is not None:
-            node.attr["dtype"].type = proto("DataType").Value(dtype)
+        dtype = outputs[0].dtype if outputs else ""
+        number = getattr(proto("DataType"), f"DT_{_TYPES.get(dtype, dtype).upper()}", None)
+        if number is not None:
+            node.attr["dtype"].type = number
         return [full, *(f"{full}:{i}" for i in range(1, max(1, len(outputs))))]
 
     @staticmethod

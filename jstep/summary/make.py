@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
@@ -110,14 +110,10 @@ class Summary:
         return f"Summary({', '.join(map(repr, self.tags))})"
 
 
-def is_summary(x: Any) -> bool:
-    """Whether x is a summary."""
-    return isinstance(x, Summary)
-
-
-def find_summaries(tree: Any) -> Iterator[Summary]:
+def find_summaries(tree: Any) -> list[Summary]:
     """Return all summaries in a pytree, in JAX's order of leaves."""
-    return filter(is_summary, jax.tree.leaves(tree, is_leaf=is_summary))
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Summary))
+    return [leaf for leaf in leaves if isinstance(leaf, Summary)]
 
 
 def has_tracers(part: Part) -> bool:
@@ -724,5 +720,5 @@ def summaries_in(tree: Any) -> Summary | None:
         >>> summary.summaries_in({"loss": 0.1, "aux": [summary.scalar("accuracy", 0.9)]})
         Summary('accuracy')
     """
-    found = list(find_summaries(tree))
+    found = find_summaries(tree)
     return merge(found) if found else None
