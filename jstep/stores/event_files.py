@@ -22,17 +22,7 @@ from jstep.stores.objects import is_url, join, location
 # `tensorboard.compat.proto`, which contains message classes: tensorboard's own writer uses `tensorboard.compat.tf`,
 # which imports TensorFlow if it is installed.
 
-_HOME = {
-    "DataType": "types_pb2",
-    "Event": "event_pb2",
-    "GraphDef": "graph_pb2",
-    "HistogramProto": "summary_pb2",
-    "SessionLog": "event_pb2",
-    "Summary": "summary_pb2",
-    "SummaryMetadata": "summary_pb2",
-    "TensorProto": "tensor_pb2",
-    "TensorShapeProto": "tensor_shape_pb2",
-}
+_PROTOS = ("event_pb2", "summary_pb2", "tensor_pb2", "tensor_shape_pb2", "types_pb2", "graph_pb2")
 
 
 @functools.cache
@@ -53,7 +43,8 @@ def imported(module: str, what: str = "an event file") -> Any:
 @functools.cache
 def proto(name: str) -> Any:
     """Return a message class or an enum by name, such as `proto("Event")`."""
-    return getattr(imported(f"tensorboard.compat.proto.{_HOME[name]}"), name)
+    modules = (imported(f"tensorboard.compat.proto.{module}") for module in _PROTOS)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
 def decode_error() -> type[Exception]:
