@@ -80,12 +80,6 @@ def _header(items: Sequence[_Item], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_tensor(file: Any, array: np.ndarray[Any, Any]) -> None:
-    """Append the bytes of an array, in C order and little-endian."""
-    array = np.asarray(array, array.dtype.newbyteorder("<"), order="C")
-    file.write(array.reshape(-1).view(np.uint8).data)
-
-
 class Files:
     """The files of one save, which are written under temporary names and then published.
 
@@ -297,7 +291,7 @@ def _write(files: Files, shards: Sequence[Sequence[_Item]], arrays: Iterator[Any
             with files.writing(number) as file:
                 file.write(_header(shard, metadata))
                 for item in shard:
-                    write_tensor(file, _stored(item, next(arrays)))
+                    file.write(_stored(item, next(arrays)).reshape(-1).view(np.uint8).data)
                     shard_of[str(item.rule.name)] = number
                     total += item.nbytes
         files.publish(shard_of, total)
@@ -357,7 +351,7 @@ def _shards(items: Sequence[_Item], limit: int) -> list[list[_Item]]:
 
 
 def _stored(item: _Item, array: Any) -> np.ndarray[Any, Any]:
-    """Return the tensor to store for the leaf on the host."""
+    """Return the tensor to store for the leaf on the host, in C order and little-endian."""
     if item.rule.transform is not None:
         array = _call(item.rule, array, item.path)
     if (array.shape, code_of(array.dtype)) != (item.shape, item.code):
@@ -365,7 +359,7 @@ def _stored(item: _Item, array: Any) -> np.ndarray[Any, Any]:
             f"names: the transform for {item.path!r} returned {array.dtype}{list(array.shape)} for the leaf, but "
             f"{item.code}{list(item.shape)} for ones of its shape; it must depend on shape and dtype alone"
         )
-    return array
+    return np.asarray(array, array.dtype.newbyteorder("<"), order="C")
 
 
 def _call(rule: Rule, array: Any, path: str) -> np.ndarray[Any, Any]:
