@@ -32,13 +32,12 @@ def steps(step: Any) -> Array:
     if not jnp.issubdtype(kind, jnp.integer):
         raise TypeError(f"step={step!r}: must be an integer or an array of integers, got dtype {kind}")
     value = trees.concrete(step)
-    if value is not None and value.size:
-        if value.min() < 0:
-            raise ValueError(f"step={value.min()}: must be ≥ 0, it counts the updates applied")
-        if value.max() > np.iinfo(dtype).max:
-            raise ValueError(f"step={value.max()}: does not fit {np.dtype(dtype).name}; enable jax_enable_x64")
     if value is not None:
         step = value  # independent of the mesh of the step and of the current mesh
+        if value.size and value.min() < 0:
+            raise ValueError(f"step={value.min()}: must be ≥ 0, it counts the updates applied")
+        if value.size and value.max() > np.iinfo(dtype).max:
+            raise ValueError(f"step={value.max()}: does not fit {np.dtype(dtype).name}; enable jax_enable_x64")
     # Clamp before the cast: an unsigned or wider type would otherwise wrap around.
     array = jnp.asarray(step)
     if array.dtype != dtype and np.iinfo(array.dtype).max > np.iinfo(dtype).max:
