@@ -18,7 +18,7 @@ _NAME = re.compile(r"%([\w.\-]+)")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _CALLED = re.compile(
     r"(body|condition|calls|to_apply|true_computation|false_computation|branch_computations|called_computations)="
-    r"(?:%?([\w.\-]+)|\{([^}]*)\})"
+    r"(%[\w.\-]+|\{[^}]*\})"
 )
 _REMATERIALIZED = re.compile(r"\.remat(?:\d|_compressed|_uncompressed|\.|$)")
 """Names of rematerialized instructions: "fusion.3.remat", "fusion.3.remat2.1".
@@ -72,20 +72,15 @@ class Instruction:
     @functools.cached_property
     def operands(self) -> tuple[str, ...]:
         """The names of its operands."""
-        names = _NAME.findall(self.argument)
-        if names or self.opcode in ("constant", "parameter"):
-            return tuple(names)
-        return tuple(part.split()[-1] for part in self.argument.split(",") if part.strip())
+        return tuple(_NAME.findall(self.argument))
 
     @functools.cached_property
     def called(self) -> tuple[tuple[str, str], ...]:
         """The computations that it calls, as (role, name); the end of an asynchronous call calls none."""
-        found: list[tuple[str, str]] = []
-        if ("=%" not in self.attributes and "={%" not in self.attributes) or self.opcode.endswith(("-update", "-done")):
+        if self.opcode.endswith(("-update", "-done")):
             return ()
-        for role, one, several in _CALLED.findall(_QUOTED.sub('""', self.attributes)):
-            found += [(role, name) for name in ([one] if one else re.findall(r"[\w.\-]+", several))]
-        return tuple(found)
+        found = _CALLED.findall(_QUOTED.sub('""', self.attributes))
+        return tuple((role, name) for role, names in found for name in _NAME.findall(names))
 
     @functools.cached_property
     def op_name(self) -> str:
