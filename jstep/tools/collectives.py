@@ -224,9 +224,6 @@ def uses_of(traced: Any) -> list[float]:
         return evaluate(body, given, lambda one, taken: site(one, taken, times), lambda constant: frozenset())
 
     def site(operation: Operation, taken: list[_Sources], times: float) -> list[_Sources]:
-        nothing: list[_Sources] = [frozenset()] * len(operation.eqn.outvars)
-        if not any(taken):
-            return nothing
         if operation.kind in _LOOPS:
             return loop(operation, taken, times)
         if operation.kind == "cond":
@@ -240,7 +237,7 @@ def uses_of(traced: Any) -> list[float]:
         for atom, found in zip(operation.eqn.invars, taken, strict=True):
             for source in found:
                 uses[source] += math.inf if opaque else times * min(1.0, _size(atom) / max(1, sizes[source]))
-        return nothing
+        return [frozenset()] * len(operation.eqn.outvars)
 
     def loop(operation: Operation, taken: list[_Sources], times: float) -> list[_Sources]:
         """Iterate until the sources of the carried values, which an iteration passes to the next, no longer change."""

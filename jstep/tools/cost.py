@@ -344,10 +344,7 @@ def bytes_of(tree: Any, *, on_host: bool | None = None) -> int:
         shape, dtype, sharding = np.shape(leaf), getattr(leaf, "dtype", None), sharding_of(leaf)
         if dtype is None or on_host not in (None, sharding is not None and is_of_host(sharding)):
             continue
-        here = jax.ShapeDtypeStruct(shape if sharding is None else sharding.shard_shape(shape), dtype)
-        if trees.is_key(here):
-            here = jax.eval_shape(jax.random.key_data, here)
-        total += math.prod(here.shape) * here.dtype.itemsize
+        total += math.prod(shape if sharding is None else sharding.shard_shape(shape)) * dtype.itemsize
     return total
 
 
@@ -384,7 +381,7 @@ def warnings_of(program: Program, state: Any, args: Sequence[Any], traced: Any, 
     leaves = _leaves(program, state)
     moved = exchanges_of(program)
     found = [_resharded(program, moved, leaves, args, traced), _undonated(program, leaves, state, result)]
-    found += [_gathered_slots(moved, leaves), _gathered_parameters(moved, leaves, lambda: _uses(state, args, traced))]
+    found += [_gathered_slots(moved, leaves), _gathered_parameters(moved, leaves, _uses(state, traced))]
     return list(filter(None, [*found, _split_blocks(state)]))
 
 
@@ -429,13 +426,11 @@ def _leaves(program: Program, state: Any) -> dict[int, tuple[str, Any]]:
     return found
 
 
-def _uses(state: Any, args: Sequence[Any], traced: Any) -> dict[str, float]:
-    """Return path of a leaf → how often the step uses it; empty if the jaxpr has other arguments."""
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
-    counted = uses_of(traced)
-    if len(counted) != len(paths) + len(jax.tree.leaves(args)):
-        return {}
-    return {jax.tree_util.keystr(path).removeprefix("."): count for path, count in zip(paths, counted, strict=False)}
+def _uses(state: Any, traced: Any) -> dict[str, float]:
+    """Return path of a leaf → how often the step uses it."""
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+    # The leaves of the state are the first arguments.
+    return {path.removeprefix("."): count for path, count in zip(paths, uses_of(traced), strict=False)}
 
 
 def _resharded(
@@ -527,7 +522,7 @@ def _gathered_slots(moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, A
 
 
 def _gathered_parameters(
-    moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]], uses: Callable[[], Mapping[str, float]]
+    moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]], uses: Mapping[str, float]
 ) -> str:
     """Return a warning about parameters that are gathered more often than they are used, or the empty string.
 
@@ -540,10 +535,9 @@ def _gathered_parameters(
         if isinstance(shape, Array):
             share = math.prod(shape.dims) / max(1, math.prod(leaf.sharding.shard_shape(np.shape(leaf))))
             often[path] = often.get(path, 0.0) + one.times * share
-    used = uses() if max(often.values(), default=0) > 1 else {}
-    too_often = [path for path, count in often.items() if count > used.get(path, math.inf) + 0.5]
+    too_often = [path for path, count in often.items() if count > uses.get(path, math.inf) + 0.5]
     worst = sorted(too_often, key=lambda path: -often[path])
-    if not worst:
+    if not worst or max(often.values()) <= 1:
         return ""
     return (
         f"parameters are gathered more often than they are used ({listed(worst)}; {often[worst[0]]:.0f} times per "

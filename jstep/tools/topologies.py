@@ -194,7 +194,7 @@ def devices_of(name: Name) -> Sequence[Any]:
                 with without_noise(), slow(f"topology: loading the compiler of {name}"):
                     devices = _gpus(name) if name.kind in GPUS else _tpus(name)
             except Exception as error:  # of Python, of the loader, or of the compiler
-                raise _broken(name, _compiler_of(name), error) from error
+                raise _unusable(name, _compiler_of(name), error) from error
             if name.kind in GPUS:
                 _require_nvidia(name)
             _made[name] = devices
@@ -216,7 +216,7 @@ def require_working(name: Name, device: Any) -> None:
             lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         what = "NVIDIA's compiler (ptxas and libdevice)" if name.kind in GPUS else _compiler_of(name)
-        raise _broken(name, what, error) from error
+        raise _unusable(name, what, error) from error
 
 
 def require_compiler(name: Name) -> None:
@@ -227,11 +227,11 @@ def require_compiler(name: Name) -> None:
     """
     if name.kind not in GPUS:
         if not os.environ.get("TPU_LIBRARY_PATH") and importlib.util.find_spec("libtpu") is None:
-            raise _missing(name, "libtpu", "tpu")
+            raise _unusable(name, "libtpu")
     elif not _plugins():
-        raise _missing(name, "the CUDA plugin of JAX", "aot-cuda")
+        raise _unusable(name, "the CUDA plugin of JAX")
     elif not _has_cuda_compiler():
-        raise _missing(name, "NVIDIA's compiler (ptxas and libdevice)", "aot-cuda")
+        raise _unusable(name, "NVIDIA's compiler (ptxas and libdevice)")
 
 
 def name_of(device: Any) -> Name | None:
@@ -320,23 +320,15 @@ def _require_nvidia(name: Name) -> None:
             if file.read(4) not in _BITCODE:
                 raise ValueError("it is not LLVM bitcode")
     except (OSError, ValueError) as error:
-        raise _broken(name, f"NVIDIA's libdevice ({library})", error) from error
-    failed: Exception | None = None
-    for root in roots:  # XLA uses the first ptxas that works
-        program = f"{root}/{_PTXAS}"
-        if os.path.exists(program):
-            try:
-                subprocess.run([program, "--version"], capture_output=True, check=True, timeout=60)
-            except (OSError, subprocess.SubprocessError) as error:
-                failed = failed or _broken(name, f"NVIDIA's ptxas ({program})", error)
-            else:
-                return
-    if failed is not None:
-        raise failed
-
-
-def _missing(name: Name, what: str, extra: str) -> ImportError:
-    return ImportError(f"{name}: {what} is not installed; run: pip install 'jstep[{extra}]'")
+        raise _unusable(name, f"NVIDIA's libdevice ({library})", error) from error
+    failed = []
+    for program in filter(os.path.exists, (f"{root}/{_PTXAS}" for root in roots)):  # XLA uses the first that works
+        try:
+            subprocess.run([program, "--version"], capture_output=True, check=True, timeout=60)
+            return
+        except (OSError, subprocess.SubprocessError) as error:
+            failed.append(_unusable(name, f"NVIDIA's ptxas ({program})", error))
+    raise failed[0]
 
 
 def _compiler_of(name: Name) -> str:
@@ -347,8 +339,12 @@ def _compiler_of(name: Name) -> str:
     return "libtpu" if given is None else f"libtpu (TPU_LIBRARY_PATH={given!r})"
 
 
-def _broken(name: Name, what: str, error: Exception) -> ImportError:
-    extra, said = "aot-cuda" if name.kind in GPUS else "tpu", cut(" ".join(str(error).split()), 500)
+def _unusable(name: Name, what: str, error: Exception | None = None) -> ImportError:
+    """Return the error for a compiler that is not installed, or whose use raised an error."""
+    extra = "aot-cuda" if name.kind in GPUS else "tpu"
+    if error is None:
+        return ImportError(f"{name}: {what} is not installed; run: pip install 'jstep[{extra}]'")
+    said = cut(" ".join(str(error).split()), 500)
     return ImportError(
         f"{name}: {what} is installed, but does not work ({type(error).__name__}: {said}); "
         f"run: pip install 'jstep[{extra}]' --force-reinstall"

@@ -290,7 +290,7 @@ def test_blocks_that_devices_share_are_reported():
 
     def text(block, specs):
         state = create(init, specs=specs, optimizer=jstep.compact(jstep.adam(1e-3), block=block))
-        return "\n".join(warnings_of(parse_program(""), state, (), None))
+        return "\n".join(warnings_of(parse_program(""), state, (), jax.make_jaxpr(lambda: None)()))
 
     specs = [("w", P(None, "data"))]
     assert "blocks of slots are split between devices (slots/m/w and 1 more)" in text(128, specs)
