@@ -128,10 +128,8 @@ def html_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = 
     return "".join([*parts, "</div>"])
 
 
-def html_picture(png: bytes | None, alt: str) -> str:
-    """Format an inline image; an empty string without an image."""
-    if png is None:
-        return ""
+def html_picture(png: bytes, alt: str) -> str:
+    """Format an inline image."""
     source = base64.b64encode(png).decode()
     # White background also in dark themes, because plots are drawn in black.
     style = "max-width: 44em; width: 100%; background: white; border-radius: 4px; padding: 4px"

@@ -2,6 +2,7 @@
 
 import argparse
 import fnmatch
+import itertools
 import math
 import os
 import time
@@ -74,9 +75,8 @@ def _read(logdirs: Sequence[str], on_corrupted: Callable[[DataLossError], None])
 
 def _names(paths: Sequence[str]) -> list[str]:
     parts = [path.split("/" if is_url(path) else os.sep) for path in paths]
-    shared = len(parts[0]) - 1 if len(parts) == 1 else 0
-    while len(parts) > 1 and all(len(part) > shared and part[shared] == parts[0][shared] for part in parts):
-        shared += 1
+    alike = itertools.takewhile(lambda some: len(set(some)) == 1, zip(*parts, strict=False))
+    shared = len(parts[0]) - 1 if len(parts) == 1 else len(list(alike))
     return ["/".join(part[shared:]) or "." for part in parts]
 
 
@@ -197,8 +197,6 @@ def _entry(event: Any, tags: Sequence[str]) -> dict[str, Any] | None:
     elif what == "session_log":
         number, statuses = event.session_log.status, event_files.proto("SessionLog").SessionStatus
         entry["session_log"] = statuses.Name(number) if number in statuses.values() else f"unknown ({number})"
-    elif what == "file_version":
-        entry["file_version"] = event.file_version
     elif what is not None:
         entry[what] = str(getattr(event, what)).strip()
     return entry

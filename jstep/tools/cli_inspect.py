@@ -209,16 +209,12 @@ def _directory(path: str, arguments: argparse.Namespace, not_one: ValueError | N
             except (CheckpointError, OSError) as error:
                 wrong = [str(error)]
         problems += [f"{one.path} is corrupted: {problem}" for problem in wrong]
-        rows.append({"name": one.name, **_about(one), "leaves": len(one.manifest.leaves)})
-        if arguments.verify:
-            rows[-1]["verified"] = not wrong
+        verified = {"verified": not wrong} if arguments.verify else {}
+        rows.append({"name": one.name, **_about(one), "leaves": len(one.manifest.leaves), **verified})
     keys = {"checkpoint": "name", "saved": "time", "step": "step", "leaves": "leaves", "size": "bytes"}
-    if arguments.verify:
-        keys["every byte"] = "verified"
-    if not all(row["finite"] for row in rows):
-        keys["parameters"] = "finite"
-    if any(row["passing"] for row in rows):
-        keys["kept"] = "passing"
+    keys |= {"every byte": "verified"} if arguments.verify else {}
+    keys |= {} if all(row["finite"] for row in rows) else {"parameters": "finite"}
+    keys |= {"kept": "passing"} if any(row["passing"] for row in rows) else {}
     shown = [
         {
             **row,

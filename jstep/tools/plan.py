@@ -1,6 +1,5 @@
 """`plan`: what a run will do at which step, as figures and as a table."""
 
-import contextlib
 import dataclasses
 import functools
 import io
@@ -125,10 +124,12 @@ class Plan(Report):
         return [*self._warnings(), *constants, *self._schedule(), *due]
 
     def _repr_html_(self) -> str:
-        picture = io.BytesIO()
-        with contextlib.suppress(ImportError):  # without matplotlib there is no picture
+        picture, table = io.BytesIO(), super()._repr_html_()
+        try:
             self._draw(picture, format="png")
-        return super()._repr_html_() + html_picture(picture.getvalue() or None, "the plan, drawn")
+        except ImportError:  # without matplotlib there is no picture
+            return table
+        return table + html_picture(picture.getvalue(), "the plan, drawn")
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the plan.
