@@ -71,17 +71,15 @@ def columns(rows: Sequence[Sequence[str]], left: int, most: int | None = None) -
             below their heads; or, if these are too wide, too, each after its head. Nothing is cut off.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def line(cells: Sequence[str], widths: Sequence[int], left: int) -> str:
-        pairs = enumerate(zip(cells, widths, strict=True))
-        return "  ".join(cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in pairs).rstrip()
-
     if most is None or breadth(rows) <= most:
-        return [line(cells, widths, left) for cells in rows]
+        sides = [str.ljust if i < left else str.rjust for i in range(len(widths))]
+        padded = [[put(cell, width) for put, cell, width in zip(sides, cells, widths, strict=True)] for cells in rows]
+        return ["  ".join(cells).rstrip() for cells in padded]
     if len(widths) == 2:
         return [part for first, other in rows for part in (*folded(first, most), *folded(f"  {other}", most, 2))]
-    if widths[0] == max(widths) and breadth([cells[1:] for cells in rows]) + 2 <= most:
-        below = [f"  {line(cells[1:], widths[1:], left - 1)}" for cells in rows]
+    others = [cells[1:] for cells in rows]
+    if widths[0] == max(widths) and breadth(others) + 2 <= most:
+        below = [f"  {line}" for line in columns(others, left - 1)]
         return [part for cells, rest in zip(rows, below, strict=True) for part in (*folded(cells[0], most), rest)]
     heads = ["", *rows[0][1:]]
     named = ["  ".join(f"{head} {cell}".strip() for head, cell in zip(heads, cells, strict=True)) for cells in rows[1:]]

@@ -14,6 +14,8 @@ from jstep.stores.timeline import STALL, fields_with, is_seconds, read
 from jstep.tools.cli_common import Command, answer
 
 _COPIED = tuple(part for part in PARTS if part != STEPPING)
+_ALL = ("productive", "rewound", *_COPIED, "down")
+"""The parts of the time of a run."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -63,11 +65,7 @@ class Goodput(Report):
     @property
     def parts(self) -> dict[str, float]:
         """Name → seconds of the parts, which sum to `total`."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in ("starts", "steps", "stalled")
-        }
+        return {name: getattr(self, name) for name in _ALL}
 
     @property
     def total(self) -> float:
@@ -136,7 +134,7 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
 
 
 def _accounted(all_starts: Sequence[Sequence[Mapping[str, Any]]]) -> Goodput:
-    seconds = dict.fromkeys((*_COPIED, "productive", "rewound", "down"), 0.0)
+    seconds = dict.fromkeys(_ALL, 0.0)
     ended: float | None = None
     for lines in all_starts:
         last = lines[-1]

@@ -101,11 +101,8 @@ def on_current_mesh(value: Any) -> Any:
 
 
 def range_of(value: Any) -> Range:
-    """Return the range of the numbers in an array or a number."""
-    dtype = jnp.result_type(value)
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return Range(str(dtype), tuple(np.shape(value)), None, None)
-    return dataclasses.replace(ranges.range_of(np.asarray(value)), dtype=str(dtype))
+    """Return the range of the floating-point numbers in an array, or of a number."""
+    return dataclasses.replace(ranges.range_of(np.asarray(value)), dtype=str(jnp.result_type(value)))
 
 
 # Evaluation of a program with instruments: the control flow of a pass over calls, branches, loops and shard_maps.

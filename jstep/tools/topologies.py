@@ -127,9 +127,7 @@ def on_topology(name: str, train_step: Any, state: TrainState, args: tuple[Any, 
                 f"topology={name!r}: the batch's leaf {trees.path_str(keys)!r} has {shape[lead]} rows, which do not "
                 f"split over {mesh.size} devices; use a multiple of {mesh.size}"
             )
-        is_numpy = isinstance(leaf, np.ndarray)
-        dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)) if is_numpy else leaf.dtype
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        return shape_of(leaf, NamedSharding(mesh, spec))
 
     return shard_state(state, mesh), jax.tree_util.tree_map_with_path(row_shape, args)
 
