@@ -218,12 +218,9 @@ def write_part(checkpoint: str, process: int, files: Iterable[str]) -> None:
         process: The index of the process.
         files: The names of its files besides those of the arrays.
     """
-    paths = list(files)
-    for path in files_below(checkpoint):
-        # Orbax names its folders ocdbt.process_3, with a suffix for replicas.
-        match = re.match(r"ocdbt\.process_([0-9]+)", path.split("/")[0])
-        paths += [path] if match and match[1] == str(process) else []
-    part = _flushed_records(checkpoint, paths)
+    # Orbax names its folders ocdbt.process_3, with a suffix for replicas.
+    of_arrays = re.compile(rf"ocdbt\.process_{process}(?![0-9])")
+    part = _flushed_records(checkpoint, [*files, *filter(of_arrays.match, files_below(checkpoint))])
     with open(os.path.join(checkpoint, f"{_PART}{process}"), "w") as file:
         json.dump(part, file)
 
