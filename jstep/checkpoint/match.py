@@ -10,7 +10,7 @@ import numpy as np
 
 from jstep.checkpoint import slots
 from jstep.checkpoint.manifest import Leaf, LeftOut, Manifest
-from jstep.checkpoint.slots import GLOBAL_STEP, PARAMS, Keys, Kind
+from jstep.checkpoint.slots import GLOBAL_STEP, PARAMS, SLOTS, Keys, Kind
 from jstep.core import targets, trees
 from jstep.core.checks import array_type, kind, listing, shown
 from jstep.core.compact_numbers import opened, split
@@ -233,23 +233,22 @@ def check_run(found: Match, manifest: Manifest, where: str) -> None:
     Raises:
         ValueError: Something does not fit.
     """
-    unmatched = [one.path for one in found.wanted if one.is_missing or one.problem]
-    differ = {path.split("/")[0] for path in (*unmatched, *found.unused)}
-    if found.in_other_format or not found.differences() or not differ & {PARAMS, "slots"}:
+    try:
         check(found, manifest, False, where)
-        return
-    other = "model: its params and slots differ" if {PARAMS, "slots"} <= differ else "optimizer: its slots differ"
-    if "slots" not in differ:
-        other = "model: its params differ"
-    directory, _, name = where.rpartition("/")
-    prefix = name.rpartition("-")[0]
-    saver = f"jstep.Saver({directory!r}{'' if prefix == 'model' else f', prefix={prefix!r}'})"
-    raise ValueError(
-        f"checkpoint_dir: {name} was saved by a run with another {other} from those of state. For a new run, give "
-        f"another checkpoint_dir; to begin it with parameters of this one, take {saver}.restore_params(params). In "
-        f"detail, target does not fit {where}{found.differences()}. Nothing was restored; Saver.restore(target, "
-        "partial=True) restores what fits, and names={…} maps leaves that have another path."
-    )
+    except ValueError as error:
+        unmatched = [one.path for one in found.wanted if one.is_missing or one.problem]
+        differ = {path.split("/")[0] for path in (*unmatched, *found.unused)} & {PARAMS, SLOTS}
+        if found.in_other_format or not differ:
+            raise
+        other = f"{'model' if PARAMS in differ else 'optimizer'}: its {' and '.join(sorted(differ))} differ"
+        directory, _, name = where.rpartition("/")
+        prefix = name.rpartition("-")[0]
+        saver = f"jstep.Saver({directory!r}{'' if prefix == 'model' else f', prefix={prefix!r}'})"
+        raise ValueError(
+            f"checkpoint_dir: {name} was saved by a run with another {other} from those of state. For a new run, give "
+            f"another checkpoint_dir; to begin it with parameters of this one, take {saver}.restore_params(params). In "
+            f"detail, {error}"
+        ) from None
 
 
 def _renamed(names: Names | None, target: Any, saved: set[str], where: str) -> dict[str, str]:
