@@ -60,10 +60,9 @@ def persistent_cache(directory: str | None) -> Iterator[None]:
     with _lock:
         if _cache is None:
             _remove_incomplete(_entries(directory))
-            _cache = _Cache(
-                directory, {name: getattr(jax.config, name) for name in (*_SETTINGS, "jax_compilation_cache_dir")}
-            )
-            _set({**_SETTINGS, "jax_compilation_cache_dir": directory})
+            settings = {**_SETTINGS, "jax_compilation_cache_dir": directory}
+            _cache = _Cache(directory, {name: getattr(jax.config, name) for name in settings})
+            _set(settings)
         elif directory != _cache.directory:
             _logger.warning(
                 "compile_cache=%s: another run of this process uses %s; both use it", directory, _cache.directory

@@ -451,12 +451,8 @@ def _random_state(parts: Any) -> np.random.RandomState:
 def _seed(parts: Any) -> np.random.SeedSequence:
     if not 4 <= parts["pool_size"] <= 1024:  # mixing takes time in proportion to its square
         raise ValueError("pool_size must be from 4 to 1024")
-    return np.random.SeedSequence(
-        parts["entropy"],
-        spawn_key=parts["spawn_key"],
-        pool_size=parts["pool_size"],
-        n_children_spawned=parts["n_children_spawned"],
-    )
+    names = ("entropy", "spawn_key", "pool_size", "n_children_spawned")
+    return np.random.SeedSequence(**{name: parts[name] for name in names})
 
 
 def _python_random(state: Any) -> random.Random:

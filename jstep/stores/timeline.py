@@ -163,14 +163,12 @@ def read(path: Any, prefix: str = "model") -> list[Times]:
                         _logger.warning(
                             "%s: line %d is not a line of a timeline and is skipped: %s", place, number, text
                         )
-                    continue
-                if line["prefix"] != prefix:
+                elif line["prefix"] != prefix:
                     others.setdefault(line["prefix"])
-                    continue
-                if line["kind"] == START:
-                    _check_version(line.get("version"), place, number)
-                    known.add(line["start"])
-                if line["kind"] in (START, TIMES):
+                elif line["kind"] in (START, TIMES):
+                    if line["kind"] == START:
+                        _check_version(line.get("version"), place, number)
+                        known.add(line["start"])
                     starts[line["start"]].append(line)
     if not known:
         raise ValueError(
