@@ -15,6 +15,7 @@ from jstep.hooks.numbers import TransferQueue
 from jstep.state.contents import StateContents
 from jstep.state.train_state import TrainState
 from jstep.stores.timeline import Timeline
+from jstep.summary.writer import SummaryWriter
 
 # What a call is, for hooks that wrap calls.
 
@@ -64,21 +65,6 @@ Timed = Callable[[], contextlib.AbstractContextManager[object]]
 # What hooks share.
 
 
-class Writer(Protocol):
-    """What hooks use of the run's `SummaryWriter`."""
-
-    logdir: str
-
-    def add_summary(self, summary: Any, global_step: Any = None) -> None:
-        """Write a summary."""
-
-    def settle(self) -> None:
-        """Flush what was added when the writer was drained last."""
-
-    def drain(self) -> None:
-        """Wait for the values of what was added."""
-
-
 class Rates(Protocol):
     """What is shown of a `StepCounterHook`."""
 
@@ -105,7 +91,7 @@ class Reports:
     transfers: TransferQueue = dataclasses.field(default_factory=TransferQueue)
     examples: tuple[int, int] = (0, 0)
     counter: Rates | None = None
-    writer: Writer | None = None
+    writer: SummaryWriter | None = None
     timeline: Timeline | None = None
     flushes: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 

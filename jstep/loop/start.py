@@ -33,6 +33,7 @@ from jstep.loop.run import Run
 from jstep.loop.saving import STOPPED, RunSaverHook, restore, restore_hooks
 from jstep.loop.stages import Segment, Stage, StageBoundaries
 from jstep.loop.stopping import report_done
+from jstep.summary.writer import SummaryWriter
 from jstep.training.step import refuse_a_loss
 
 _logger = logging.getLogger("jstep")
@@ -181,11 +182,9 @@ def build_hooks(run: Run) -> None:
             run.closing.enter_context(run.saver.flushing(flush))
 
 
-def _open_writer(run: Run) -> Any:
+def _open_writer(run: Run) -> SummaryWriter | None:
     if run.options.logdir is None:
         return None
-    from jstep.summary.writer import SummaryWriter
-
     writer = run.closing.enter_context(SummaryWriter(run.options.logdir))
     # TensorBoard drops the events of earlier runs from this step on, so nothing is shown twice.
     writer.add_session_log("START", run.first + 1)
