@@ -44,15 +44,8 @@ class BatchFeeder:
         position: The position of any other source after the latest call, from `position_of`; None if not known.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        made: Iterator[Call],
-        signals: StopSignals | None = None,
-        watch: Stopwatch | None = None,
-    ) -> None:
-        self._watch = Stopwatch() if watch is None else watch
-        self._made, self._signals = made, StopSignals() if signals is None else signals
+    def __init__(self, source: Source, made: Iterator[Call], signals: StopSignals, watch: Stopwatch) -> None:
+        self._made, self._signals, self._watch = made, signals, watch
         self._reader, self._has_thread = Reader(functools.partial(next, made)), False
         # The time of the look before, what the loop has waited since, and for how many calls.
         self._looked, self._waited, self._calls = math.inf if source.is_of_state else -math.inf, 0.0, 0

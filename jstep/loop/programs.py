@@ -219,13 +219,7 @@ class Programs:
     # From batches to calls.
 
     def calls(
-        self,
-        items: CopiedBatches,
-        start: int,
-        ends: Iterable[float] = (math.inf,),
-        sharding: Any = None,
-        *,
-        one_step: bool = False,
+        self, items: CopiedBatches, start: int, ends: Iterable[float], sharding: Any, *, one_step: bool = False
     ) -> Iterator[Call]:
         """The batches from a step on, as calls, which end at the steps `ends`; of one step each if `one_step`."""
 

@@ -15,6 +15,7 @@ from waiting import prefetch_threads as threads
 from waiting import wait_until
 
 import jstep
+from jstep.core.stopwatch import Stopwatch
 from jstep.data.loaders import Source, source_of
 from jstep.loop import feeder as feeder_module
 from jstep.loop.calls import AHEAD, make_calls
@@ -117,10 +118,10 @@ def look(feeder):
         feeder._reader.request(AHEAD)
 
 
-def make_feeder(batches, way, ends=(math.inf,), **kwargs):
+def make_feeder(batches, way, ends=(math.inf,), signals=None):
     source = source_of(batches, 0, 100, None)
     made = make_calls(copied_batches(source), 0, in_loops(9 if ends[0] < math.inf else 1), ends=ends)
-    feeder = BatchFeeder(source, made, **kwargs)
+    feeder = BatchFeeder(source, made, signals or StopSignals(), Stopwatch())
     feeder.starts_after = {"direct": None, "ahead": 1, "later": 3}.get(way, way)
     return feeder
 

@@ -12,6 +12,7 @@ from jstep.core.stopwatch import Stopwatch
 from jstep.data.loaders import source_of
 from jstep.loop.calls import make_calls
 from jstep.loop.feeder import BatchFeeder, copied_batches
+from jstep.loop.signals import StopSignals
 
 
 def starts(read: Any, step: Any, calls: int = 3000, most: int = 1, batches: Any = None) -> float | None:
@@ -32,7 +33,7 @@ def starts(read: Any, step: Any, calls: int = 3000, most: int = 1, batches: Any 
 
     source = source_of((batches or (lambda fn: fn))(batch), 0, 10**6, None)
     made = make_calls(copied_batches(source), 0, in_loops(most), ends=range(most, 10**6, most))
-    feeder = BatchFeeder(source, made, watch=Stopwatch(clock=lambda: now[0]))
+    feeder = BatchFeeder(source, made, StopSignals(), Stopwatch(clock=lambda: now[0]))
     try:
         for n in range(calls):
             next(feeder)
