@@ -325,8 +325,7 @@ def _of_optimizers(a: Mapping[str, Any], b: Mapping[str, Any], runs: tuple[str, 
     if a.get("hash") is not None and a.get("hash") == b.get("hash"):
         return
     yield from differences("optimizer", list(in_a), list(in_b), runs)
-    in_a, in_b = ({name: of for name, of in one.items() if isinstance(of, dict)} for one in (in_a, in_b))
-    often = Counter(name for of in (in_a | in_b).items() for name in _argument_names(*of))
+    often = Counter(_argument_name(element, argument) for element, of in (in_a | in_b).items() for argument in of)
     for element in [element for element in in_a if element in in_b]:
         one, other = in_a[element], in_b[element]
         for argument in one:
@@ -334,15 +333,15 @@ def _of_optimizers(a: Mapping[str, Any], b: Mapping[str, Any], runs: tuple[str, 
             # Of functions only the names are known; the traced step tells what they do.
             if old == new or (isinstance(old, dict) and isinstance(new, dict)):
                 continue
-            (name,) = _argument_names(element, {argument})
+            name = _argument_name(element, argument)
             name = name if often[name] == 1 else f"{element}.{argument}"
             yield f"{name}: {_argument(old)} {runs[0]}, {_argument(new)} {runs[1]}"
 
 
-def _argument_names(element: str, arguments: Iterable[str]) -> list[str]:
-    """The names of an element's arguments, below its label: `critic/learning_rate`."""
+def _argument_name(element: str, argument: str) -> str:
+    """The name of an argument of an element, below its label: `critic/learning_rate`."""
     label, slash, _ = element.rpartition("/")
-    return [f"{label}{slash}{argument}" for argument in arguments]
+    return f"{label}{slash}{argument}"
 
 
 def _argument(value: Any) -> str:
