@@ -111,11 +111,9 @@ class NanLossHook(RunHook):
         # The sums of a call are the same wherever it ends, so no call must end for this hook.
         self.cadence = cadence(steps=("every_n_steps", every_n_steps), ends_calls=False)
         self._fail = as_bool(fail_on_nan_loss, "fail_on_nan_loss")
-        self.max_skipped_steps = (
-            None
-            if max_skipped_steps is None
-            else as_int(max_skipped_steps, "max_skipped_steps", 1, "a number of steps")
-        )
+        if max_skipped_steps is not None:
+            max_skipped_steps = as_int(max_skipped_steps, "max_skipped_steps", 1, "a number of steps")
+        self.max_skipped_steps = max_skipped_steps
         self._reset(None)
 
     def _reset(self, state: TrainState | None) -> None:
