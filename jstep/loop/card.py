@@ -440,17 +440,15 @@ class Cards(Observer):
         self._latest = [in_background(run, name="jstep-card")]
 
     def _record(self, program: dict[str, Any]) -> None:
+        """Write the line of a program; of the first one, report what has changed since the checkpoint was made."""
         if program.get("optimizer"):
             self._optimizers[str(program["stage"])] = ", ".join(program["optimizer"])
         self.run.write_line("card", programs=[program])
         kept, self._kept = self._kept, None
         saver, step = self.run.saver, self.run.restored
-        if kept is not None and saver is not None and step is not None:
-            self._compare(step, checkpoint_name(saver.prefix, step), kept, program)
-
-    def _compare(self, step: int, name: str, kept: Mapping[str, Any], program: Mapping[str, Any]) -> None:
-        """Report what has changed since the start that made the checkpoint."""
-        past, found = self._past(step), None
+        if kept is None or saver is None or step is None:
+            return
+        name, past, found = checkpoint_name(saver.prefix, step), self._past(step), None
         if self._card is not None:
             found = self._changes_since(kept.get(START), name, {**self._card, "programs": [program]}, step)
         of_past = past_changes(step, name, kept, past, optimizers=found is None)
