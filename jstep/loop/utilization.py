@@ -155,7 +155,7 @@ class Meters(Observer):
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
         """Make a meter, before the first step; None if the peak of the device is not known."""
         device, dispatched, after_call = device_of(state), self._dispatched, self.run.programs.after_call
-        if peak_flops is None and not has_peaks(device.device_kind):
+        if peak_flops is None and device.device_kind not in PEAKS:
             if device.platform != "cpu" or flops_per_step is not None:
                 _log_unknown(f"the peak of the device {device.device_kind!r} is not known")
             return None
@@ -177,20 +177,12 @@ _FORMATS = {"bfloat16": "bf16", "float16": "f16", "float64": "f64", "int8": "int
 _PASSES = {"DEFAULT": 1, "HIGH": 3, "HIGHEST": 6}
 """bfloat16 passes that a TPU runs for a float32 product, by precision."""
 
-_SHEETS = tomllib.loads(importlib.resources.files("jstep.loop").joinpath("peaks.toml").read_text(encoding="utf-8"))
+_SHEETS = importlib.resources.files("jstep.loop").joinpath("peaks.toml").read_text(encoding="utf-8")
 
-
-def _peaks(of: str) -> Mapping[str, Mapping[str, float]]:
-    """`device_kind` → format → operations per second."""
-    return {kind: {name: rate * 1e12 for name, rate in rates.items()} for kind, rates in _SHEETS[of].items()}
-
-
-GPU_PEAKS, TPU_PEAKS = _peaks("gpu"), _peaks("tpu")
-
-
-def has_peaks(device_kind: str) -> bool:
-    """Whether peak figures are known for a device."""
-    return device_kind in TPU_PEAKS or device_kind in GPU_PEAKS
+PEAKS: Mapping[str, Mapping[str, float]] = {
+    kind: {name: rate * 1e12 for name, rate in rates.items()} for kind, rates in tomllib.loads(_SHEETS).items()
+}
+"""`device_kind` → format → operations per second."""
 
 
 def peak_of(device_kind: str, products: Mapping[Product, float]) -> float | None:
@@ -218,8 +210,7 @@ def rate_of(device_kind: str, product: Product) -> float | None:
     preset = _PRESET.fullmatch(product.precision)
     if preset is None and product.precision not in (*_PASSES, "ANY_F8"):
         return None
-    on_tpu = device_kind in TPU_PEAKS
-    rates = TPU_PEAKS[device_kind] if on_tpu else GPU_PEAKS.get(device_kind, {})
+    on_tpu, rates = device_kind.startswith("TPU"), PEAKS.get(device_kind, {})
     is_float8 = product.dtype.startswith("float8") or product.precision == "ANY_F8"
     name, passes = "f8" if is_float8 else _FORMATS.get(product.dtype, ""), 1
     if on_tpu and preset is not None:

@@ -24,7 +24,7 @@ from part_report import QUICK, PartReport, each, installed, last_line, run_child
 from small_networks import network
 
 import jstep
-from jstep.loop.utilization import GPU_PEAKS, TPU_PEAKS
+from jstep.loop.utilization import PEAKS
 
 REPORT = PartReport("speed")
 MILLION = 2**20 // 64 if QUICK else 2**20
@@ -404,7 +404,7 @@ def transformer() -> None:
     size = sum(leaf.size for leaf in jax.tree.leaves(params)) - params["position"].size
     per_token = 6 * size + 6 * layers * context * width  # causal attention: half of 12 · layers · context · width
     kind = jax.devices()[0].device_kind
-    sheet = {**GPU_PEAKS, **TPU_PEAKS}.get(kind, {}).get("bf16")
+    sheet = PEAKS.get(kind, {}).get("bf16")
     if sheet is None:
         REPORT.say(f"  no data sheet of {kind!r} is known: no MFU, only the share of what a product reaches")
     for name, seconds in times.items():

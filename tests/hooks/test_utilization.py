@@ -144,7 +144,7 @@ def test_flops_are_divided_among_devices():
 @contextlib.contextmanager
 def patched_peaks(monkeypatch, peak_flops_by_dtype):
     with monkeypatch.context() as patched:
-        patched.setattr(utilization, "GPU_PEAKS", {jax.devices()[0].device_kind: peak_flops_by_dtype})
+        patched.setattr(utilization, "PEAKS", {jax.devices()[0].device_kind: peak_flops_by_dtype})
         yield
 
 
