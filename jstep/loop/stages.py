@@ -77,7 +77,7 @@ class Stage:
     @property
     def is_compiled(self) -> bool:
         """Whether it is compiled, so that it receives JAX arrays whatever it is called with."""
-        return is_compiled(self.single)
+        return hasattr(self.single, "lower")
 
     def trace(self, state: Any, args: tuple[Any, ...]) -> Any:
         """The trace of one step, for arrays or shapes. JAX caches it, so a call and its trace share the work.
@@ -97,11 +97,6 @@ class Stage:
             return self.single.trace(state, *args)
 
 
-def is_compiled(step: Any) -> bool:
-    """Whether a step is compiled."""
-    return isinstance(step, TrainStep) or hasattr(step, "lower")
-
-
 def made_stages(stages: TrainSteps, *, compiled: bool) -> list[Stage]:
     """The stages of a run.
 
@@ -114,7 +109,7 @@ def made_stages(stages: TrainSteps, *, compiled: bool) -> list[Stage]:
             step,
             name_of_step(step) if len(stages.values) > 1 else getattr(step, "__name__", "train_step"),
             first,
-            step if is_compiled(step) or not compiled else TrainStep(step, donate=False),
+            step if hasattr(step, "lower") or not compiled else TrainStep(step, donate=False),
         )
         for step, first in zip(stages.values, stages.firsts, strict=True)
     ]
