@@ -16,22 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jstep.stores.tagged_arrays import (
-    LARGE,
-    MemoryRange,
-    UnsupportedError,
-    array_of,
-    array_parts,
-    bounds_of,
-    dtype_parts,
-    jax_array_of,
-    jax_parts,
-    on_host,
-    share_memory,
-    tensor_of,
-    tensor_parts,
-    view_of,
-)
+from jstep.stores import tagged_arrays
+from jstep.stores.tagged_arrays import LARGE, UnsupportedError
 
 _DEEPEST = 80  # levels of nested JSON; a checkpoint accepts 100 in all
 _LONGEST = 4096  # bits of an integer: Python refuses to write much longer ones in decimal
@@ -129,7 +115,7 @@ def as_json(copy: Any, files: Files | None = None) -> Any:
         return as_json(copy.read()) if files is None else files.add(copy)
     if of is bytes:
         return base64.b64encode(copy).decode() if files is None or len(copy) <= LARGE else files.add(copy)
-    return as_json(on_host(copy), files) if isinstance(copy, jax.Array) else copy
+    return as_json(tagged_arrays.on_host(copy), files) if isinstance(copy, jax.Array) else copy
 
 
 def with_files(encoded: Any, found: Callable[[str], Any]) -> Any:
@@ -239,7 +225,7 @@ class _Encoder:
 
     def _find_views(self) -> None:
         """Find arrays that overlap: ranges of addresses can only do so in one allocation."""
-        bounds = sorted(((*bounds_of(array), i) for i, array in enumerate(self._arrays)))
+        bounds = sorted(((*tagged_arrays.bounds_of(array), i) for i, array in enumerate(self._arrays)))
         groups: list[list[tuple[int, int, int]]] = []
         stop = -1
         for one in bounds:
@@ -248,9 +234,9 @@ class _Encoder:
             groups[-1].append(one)
             stop = max(stop, one[1])
         for group in groups:
-            if len(group) > 1 and share_memory([self._arrays[i] for _, _, i in group]):
+            if len(group) > 1 and tagged_arrays.share_memory([self._arrays[i] for _, _, i in group]):
                 start = group[0][0]
-                block = np.asarray(MemoryRange(start, max(one[1] for one in group)))
+                block = np.asarray(tagged_arrays.MemoryRange(start, max(one[1] for one in group)))
                 self._numbers[id(block)] = _UNSEEN
                 self._blocks |= {id(self._arrays[i]): (block, start) for _, _, i in group}
 
@@ -299,11 +285,11 @@ class _Encoder:
         if of is bytes:
             return {"$bytes": value}
         if isinstance(value, jax.Array):
-            return jax_parts(value)
+            return tagged_arrays.jax_parts(value)
         if of is np.ndarray and id(value) in self._blocks:
             block, start = self._blocks[id(value)]
             offset = value.__array_interface__["data"][0] - start
-            parts = {"of": block, "offset": offset, "dtype": dtype_parts(value.dtype)}
+            parts = {"of": block, "offset": offset, "dtype": tagged_arrays.dtype_parts(value.dtype)}
             where = {"shape": list(value.shape), "strides": list(value.strides)}
             return {"$view": self.encode(parts | where, depth + 1)}
         tag = _tag_of(value)
@@ -483,14 +469,14 @@ _BIT_GENERATORS: dict[str, type[np.random.BitGenerator]] = {
     for of in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
 }
 _BITS = frozenset(_BIT_GENERATORS.values())
-_SCALAR = _Tag("$scalar", lambda scalar: array_parts(np.asarray(scalar)), lambda parts: array_of(parts)[()])
-_TENSOR = _Tag("$tensor", tensor_parts, tensor_of)
+_SCALAR = _Tag("$scalar", lambda x: tagged_arrays.array_parts(np.asarray(x)), lambda x: tagged_arrays.array_of(x)[()])
+_TENSOR = _Tag("$tensor", tagged_arrays.tensor_parts, tagged_arrays.tensor_of)
 _TAGS: dict[type, _Tag] = {
     int: _Tag("$int", hex, lambda text: int(text, 16)),
     float: _Tag("$float", repr, float),
     complex: _Tag("$complex", lambda number: [number.real, number.imag], lambda parts: complex(*parts)),
     bytearray: _Tag("$bytearray", bytes, bytearray),
-    np.ndarray: _Tag("$array", array_parts, array_of),
+    np.ndarray: _Tag("$array", tagged_arrays.array_parts, tagged_arrays.array_of),
     np.random.Generator: _Tag("$generator", lambda generator: generator.bit_generator, _generator),
     np.random.RandomState: _Tag("$random_state", lambda generator: generator.get_state(legacy=False), _random_state),
     np.random.SeedSequence: _Tag("$seed_sequence", lambda seed: dict(seed.state), _seed),
@@ -504,8 +490,8 @@ _WHOLE: dict[str, Callable[[Any], Any]] = {
     "$frozenset": frozenset,
     "$dict": dict,
     "$ordered_dict": collections.OrderedDict,
-    "$view": view_of,
-    "$jax": jax_array_of,
+    "$view": tagged_arrays.view_of,
+    "$jax": tagged_arrays.jax_array_of,
     **{tag.key: tag.whole for tag in (*_TAGS.values(), _SCALAR, _TENSOR)},
 }
 
