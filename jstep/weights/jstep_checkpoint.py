@@ -1,7 +1,6 @@
 """Reading of the arrays of checkpoints that jstep wrote."""
 
 import logging
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -66,7 +65,7 @@ def opened(path: str, *, partial: bool = False) -> tuple[dict[str, Tensor], Read
         # That of PRNG keys is their data.
         shape, stored = slots.stored_kind(leaf) if leaf.key_impl is not None else (leaf.shape, leaf.dtype)
         code, dtype = (leaf.dtype, jnp.dtype(stored)) if half is None else ("float32", np.dtype(np.float32))
-        arrays[name] = Tensor(name, code, shape, dtype, math.prod(shape) * dtype.itemsize)
+        arrays[name] = Tensor(name, code, shape, dtype)
     return arrays, read
 
 

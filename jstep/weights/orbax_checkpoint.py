@@ -1,6 +1,5 @@
 """Reading of checkpoints that Orbax wrote, through Orbax, which it imports."""
 
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -50,7 +49,7 @@ def opened(folder: str) -> tuple[dict[str, Tensor], Read]:
         shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
         if shape is not None and dtype is not None:  # not a string
             dtype = jnp.dtype(dtype)
-            arrays[name] = Tensor(name, str(dtype), tuple(shape), dtype, math.prod(shape) * dtype.itemsize)
+            arrays[name] = Tensor(name, str(dtype), tuple(shape), dtype)
     sharing = _sharing({name: ".".join(keys_of(keys)) for name, (keys, _) in zip(names, flat, strict=True)})
 
     def values(wanted: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import json
-import math
 import os
 import re
 import secrets
@@ -27,8 +26,8 @@ from jstep.core.placement import refuse_shapes
 from jstep.distributed.processes import on_all_processes
 from jstep.stores.files import make_folders, new_file, sync_folder
 from jstep.weights.files import INDEX, local
-from jstep.weights.match import Names, Rule, rules, transform_of_ones, transformed
-from jstep.weights.tensors import BITS, LARGEST, METADATA, code_of, confirm, in_groups, package
+from jstep.weights.match import Names, Rule, Transform, rules, transform_of_ones, transformed
+from jstep.weights.tensors import BITS, LARGEST, METADATA, Tensor, code_of, confirm, in_groups, package
 
 # Atomic writing of safetensors files: to temporary names first, then all renamed together.
 
@@ -47,18 +46,14 @@ class _Item(NamedTuple):
     Attributes:
         path: The path of the leaf.
         leaf: The leaf, or its tensor, if that had to be computed to find its shape.
-        rule: The name of the tensor, and the transform from the leaf.
-        code: The safetensors code of its dtype; empty if it has none.
-        shape: Its shape.
-        nbytes: Its size.
+        transform: From the leaf to the tensor; None for the identity.
+        tensor: The tensor; its code is empty if safetensors lacks its dtype.
     """
 
     path: str
     leaf: Any
-    rule: Rule
-    code: str
-    shape: tuple[int, ...]
-    nbytes: int
+    transform: Transform | None
+    tensor: Tensor
 
 
 def _header(items: Sequence[_Item], metadata: Mapping[str, str]) -> bytes:
@@ -70,9 +65,9 @@ def _header(items: Sequence[_Item], metadata: Mapping[str, str]) -> bytes:
     found: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     at = 0
     for item in items:
-        offsets = [at, at + item.nbytes]
-        found[str(item.rule.name)] = {"dtype": item.code, "shape": item.shape, "data_offsets": offsets}
-        at += item.nbytes
+        one, end = item.tensor, at + item.tensor.nbytes
+        found[one.name] = {"dtype": one.code, "shape": one.shape, "data_offsets": [at, end]}
+        at = end
     text = json.dumps(found, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # align the tensors
     if len(text) > LARGEST:
@@ -292,8 +287,8 @@ def _write(files: Files, shards: Sequence[Sequence[_Item]], arrays: Iterator[Any
                 file.write(_header(shard, metadata))
                 for item in shard:
                     file.write(_stored(item, next(arrays)).reshape(-1).view(np.uint8).data)
-                    shard_of[str(item.rule.name)] = number
-                    total += item.nbytes
+                    shard_of[item.tensor.name] = number
+                    total += item.tensor.nbytes
         files.publish(shard_of, total)
     finally:
         files.discard()
@@ -317,7 +312,7 @@ def _items(params: Any, names: Any) -> list[_Item]:
             problems.append(f"{path!r} {problem}")
         owners.setdefault(rule.name, path)
         item = _item(path, leaf, rule)
-        if item.code:
+        if item.tensor.code:
             items.append(item)
         else:
             problems.append(f"{path!r} is {item.leaf.dtype}")
@@ -333,40 +328,39 @@ def _items(params: Any, names: Any) -> list[_Item]:
 
 
 def _item(path: str, leaf: Any, rule: Rule) -> _Item:
-    found = leaf
-    if rule.transform is not None and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        found = transform_of_ones(rule.transform, leaf.shape, leaf.dtype, path)
+    found, transform = leaf, rule.transform
+    if transform is not None and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        found = transform_of_ones(transform, leaf.shape, leaf.dtype, path)
         if found is None:  # the transform depends on values
-            found = leaf = _call(rule, _host(leaf), path)
-            rule = Rule(rule.name)
-    code = code_of(found.dtype) or ""
-    nbytes = math.prod(found.shape) * found.dtype.itemsize if code else 0
-    return _Item(path, leaf, rule, code, tuple(found.shape), nbytes)
+            found = leaf = _call(transform, _host(leaf), path)
+            transform = None
+    tensor = Tensor(str(rule.name), code_of(found.dtype) or "", tuple(found.shape), found.dtype)
+    return _Item(path, leaf, transform, tensor)
 
 
 def _shards(items: Sequence[_Item], limit: int) -> list[list[_Item]]:
     """Split leaves into files: each is filled in tree order, then sorted so that large elements are aligned."""
-    shards = in_groups(((str(item.rule.name), item.nbytes, item) for item in items), limit)
-    return [sorted(shard.values(), key=lambda item: BITS[item.code], reverse=True) for shard in shards]
+    shards = in_groups(((item.tensor.name, item.tensor.nbytes, item) for item in items), limit)
+    return [sorted(shard.values(), key=lambda item: BITS[item.tensor.code], reverse=True) for shard in shards]
 
 
 def _stored(item: _Item, array: Any) -> np.ndarray[Any, Any]:
     """Return the tensor to store for the leaf on the host, in C order and little-endian."""
-    if item.rule.transform is not None:
-        array = _call(item.rule, array, item.path)
-    if (array.shape, code_of(array.dtype)) != (item.shape, item.code):
+    if item.transform is not None:
+        array = _call(item.transform, array, item.path)
+    code, shape = item.tensor.code, item.tensor.shape
+    if (code_of(array.dtype), array.shape) != (code, shape):
         raise ValueError(
             f"names: the transform for {item.path!r} returned {array.dtype}{list(array.shape)} for the leaf, but "
-            f"{item.code}{list(item.shape)} for ones of its shape; it must depend on shape and dtype alone"
+            f"{code}{list(shape)} for ones of its shape; it must depend on shape and dtype alone"
         )
     return np.asarray(array, array.dtype.newbyteorder("<"), order="C")
 
 
-def _call(rule: Rule, array: Any, path: str) -> np.ndarray[Any, Any]:
-    assert rule.transform is not None
+def _call(transform: Transform, array: Any, path: str) -> np.ndarray[Any, Any]:
     array = array.view()
     array.flags.writeable = False  # it may alias the user's array
-    result = transformed(rule.transform, array, path)
+    result = transformed(transform, array, path)
     with internal_transfers():
         return np.asarray(result)
 

@@ -66,7 +66,6 @@ class Tensor(NamedTuple):
         code: The safetensors code of its dtype, or the name of that, such as `key<fry>` for the data of PRNG keys.
         shape: Its shape.
         dtype: The NumPy dtype; None if JAX cannot hold it.
-        nbytes: Its number of bytes.
         file: The path of its file.
         start: The offset of its first byte in the file.
     """
@@ -75,9 +74,14 @@ class Tensor(NamedTuple):
     code: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any] | None
-    nbytes: int
     file: str = ""
     start: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Its number of bytes."""
+        bits = BITS[self.code] if self.dtype is None else 8 * self.dtype.itemsize
+        return math.prod(self.shape) * bits // 8
 
 
 Read = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -190,7 +194,7 @@ def _tensor(name: str, entry: Any, path: str, data: int) -> Tensor:
             f"{where} has {nbytes} bytes by its data_offsets, and {shown(needed / 8 if needed % 8 else needed // 8)} "
             f"by its dtype {code} and shape {shown(shape)}"
         )
-    return Tensor(name, code, tuple(shape), _DTYPES.get(code), nbytes, path, data + offsets[0])
+    return Tensor(name, code, tuple(shape), _DTYPES.get(code), path, data + offsets[0])
 
 
 def _are_counts(value: Any) -> bool:
