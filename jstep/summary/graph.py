@@ -79,7 +79,7 @@ class GraphBuilder:
         number = getattr(proto("DataType"), f"DT_{_TYPES.get(dtype, dtype).upper()}", None)
         if number is not None:
             node.attr["dtype"].type = number
-        return [full, *(f"{full}:{i}" for i in range(1, max(1, len(outputs))))]
+        return [f"{full}:{i}" if i else full for i in range(len(outputs))]
 
     @staticmethod
     def _unique(name: str, taken: set[str]) -> str:
@@ -146,20 +146,22 @@ def from_lowered(lowered: Any) -> Any:
     block = main.regions[0].blocks[0]
     env: Env = {}
     for i, argument in enumerate(block.arguments):
-        (env[argument],) = walker.builder.add(
+        (env[argument],) = walker.add(
             "", _path(_loc(argument.location)) or f"arg{i}", "Parameter", [], [_lowered_tensor(argument)]
         )
     results = walker.block(block, env, "", [])
     infos = main.attributes["res_attrs"] if "res_attrs" in main.attributes else [{}] * len(results)
     for i, (ref, info) in enumerate(zip(results, infos, strict=True)):
         path = _path(_text(info["jax.result_info"])) if "jax.result_info" in info else ""
-        walker.builder.add("result", path.removeprefix("result/") or f"{i}", "Result", [ref], [])
-    return walker.builder.graph
+        walker.add("result", path.removeprefix("result/") or f"{i}", "Result", [ref], [])
+    return walker.graph
 
 
-class _LoweredWalker:
+class _LoweredWalker(GraphBuilder):
+    """A builder of the graph of a module, whose functions have names."""
+
     def __init__(self, functions: dict[str, Any]) -> None:
-        self.builder = GraphBuilder()
+        super().__init__()
         self._functions = functions
 
     def block(self, block: Any, env: Env, scope: str, outer: list[str]) -> list[Ref]:
@@ -185,17 +187,14 @@ class _LoweredWalker:
         if op.name == "func.call":
             callee = _text(op.attributes["callee"]).lstrip("@")
             body = self._functions[callee].regions[0].blocks[0]
-            return self.block(
-                body, dict(zip(body.arguments, inputs, strict=True)), self.builder.scope(scope, callee), []
-            )
-        outputs = [*map(_lowered_tensor, op.results)]
+            return self.block(body, dict(zip(body.arguments, inputs, strict=True)), self.scope(scope, callee), [])
         attrs = {name: str(op.attributes[name]) for name in op.attributes}
         kind = "Const" if op.name == "stablehlo.constant" else op.name
         if op.name in _OPENED:
             # The scope holds the operations inside, and a node that takes the inputs and the regions' results.
-            scope = self.builder.scope(scope, short)
+            scope = self.scope(scope, short)
             inputs += self._inside(op, env, scope, inputs, where)
-        return self.builder.add(scope, short, kind, inputs, outputs, attrs)[: len(outputs)]
+        return self.add(scope, short, kind, inputs, [*map(_lowered_tensor, op.results)], attrs)
 
     def _inside(self, op: Any, env: Env, scope: str, inputs: Sequence[Ref], where: list[str]) -> list[Ref]:
         names = _OPENED[op.name] or [f"branch_{i}" for i, _ in enumerate(op.regions)]
@@ -203,7 +202,7 @@ class _LoweredWalker:
         for name, region in zip(names, op.regions, strict=True):
             block = region.blocks[0]
             arguments = dict(zip(block.arguments, inputs, strict=False))
-            returned += self.block(block, env | arguments, self.builder.scope(scope, name), where)
+            returned += self.block(block, env | arguments, self.scope(scope, name), where)
         return returned
 
 
@@ -257,7 +256,7 @@ def from_traced(traced: Any) -> Any:
     names = [path_str(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)]
     for value, var, path in zip(results, body.jaxpr.outvars, names, strict=True):
         walker.node("result", path or "value", "Result", [walker.ref(value, var, "result")], var)
-    return walker.builder.graph
+    return walker.graph
 
 
 def _argument_names(traced: Any, count: int) -> list[str]:
@@ -281,17 +280,14 @@ def _traced_tensor(var: Any) -> Tensor:
     return Tensor(sizes, str(getattr(aval, "dtype", "")))
 
 
-class _TracedWalker:
-    """Conversion of operations to nodes. Values are references, or constants that are operands."""
-
-    def __init__(self) -> None:
-        self.builder = GraphBuilder()
+class _TracedWalker(GraphBuilder):
+    """A builder of the graph of a jaxpr. Values are references, or constants that are operands."""
 
     def node(
         self, scope: str, name: str, op: str, inputs: Sequence[Ref], var: Any, attrs: dict[str, str] | None = None
     ) -> Ref:
         """Add a node with one output, of the type of a variable."""
-        return self.builder.add(scope, name, op, inputs, [_traced_tensor(var)], attrs)[0]
+        return self.add(scope, name, op, inputs, [_traced_tensor(var)], attrs)[0]
 
     def constant(self, value: Any, var: Any, scope: str, name: str = "const") -> Ref:
         """Add the node of a constant."""
@@ -325,14 +321,13 @@ class _TracedWalker:
             attrs = {f"input_{i}": str(value) for i, value in enumerate(values) if not isinstance(value, str)}
             attrs |= shown_parameters(eqn)
             inputs = [value if isinstance(value, str) else None for value in values]
-            outputs = [*map(_traced_tensor, eqn.outvars)]
-            return self.builder.add(scope, name, name, inputs, outputs, attrs)[: len(outputs)]
+            return self.add(scope, name, name, inputs, [*map(_traced_tensor, eqn.outvars)], attrs)
         if _is_call(operation):
             label, inner = operation.called or name, operation.bodies[0].operations
             # A custom_jvp_call that holds only jit[relu] becomes one scope, relu, not two.
-            opened = scope if len(inner) == 1 and _is_call(inner[0]) else self.builder.scope(scope, label)
+            opened = scope if len(inner) == 1 and _is_call(inner[0]) else self.scope(scope, label)
             return self._program(operation.bodies[0], self._refs(values, eqn.invars, opened), opened)
-        opened = self.builder.scope(scope, operation.kind)
+        opened = self.scope(scope, operation.kind)
         build = {"scan": self._scan, "while": self._while, "cond": self._cond}[operation.kind]
         return build(operation, self._refs(values, eqn.invars, opened), opened)
 
@@ -355,8 +350,8 @@ class _TracedWalker:
             self.node(scope, "carry", "WhileCarry", [ref], var)
             for ref, var in zip(inputs[start:], eqn.outvars, strict=True)
         ]
-        (predicate,) = self._program(condition, inputs[:first] + carries, self.builder.scope(scope, "cond"))
-        results = self._program(body, inputs[first:start] + carries, self.builder.scope(scope, "body"))
+        (predicate,) = self._program(condition, inputs[:first] + carries, self.scope(scope, "cond"))
+        results = self._program(body, inputs[first:start] + carries, self.scope(scope, "body"))
         control = f"^{predicate.partition(':')[0]}"
         return [
             self.node(scope, "exit", "WhileExit", [ref, control], var)
@@ -365,7 +360,7 @@ class _TracedWalker:
 
     def _cond(self, operation: Operation, inputs: list[Ref], scope: str) -> list[Ref]:
         branches = [
-            self._program(branch, inputs[1:], self.builder.scope(scope, f"branch_{i}"))
+            self._program(branch, inputs[1:], self.scope(scope, f"branch_{i}"))
             for i, branch in enumerate(operation.bodies)
         ]
         return [
