@@ -185,7 +185,7 @@ class _LoweredWalker(GraphBuilder):
         inputs = [env[value] for value in op.operands]
         short = op.name.rpartition(".")[2]
         if op.name == "func.call":
-            callee = _text(op.attributes["callee"]).lstrip("@")
+            callee = _text(op.attributes["callee"]).strip('@"')
             body = self._functions[callee].regions[0].blocks[0]
             return self.block(body, dict(zip(body.arguments, inputs, strict=True)), self.scope(scope, callee), [])
         attrs = {name: str(op.attributes[name]) for name in op.attributes}

@@ -140,6 +140,13 @@ def test_nodes_of_a_lowered_function():
     assert by_name["dense/dot_general"].attr["dtype"].type == types_pb2.DT_FLOAT
 
 
+def test_a_lowered_function_that_calls_a_jitted_lambda():
+    """Names that are no identifiers are in quotation marks in StableHLO."""
+    double = jax.jit(lambda x: jnp.sin(x) * 2)
+    by_name = nodes(graph_def(jax.jit(lambda x: double(x) + double(2 * x)).lower(jnp.ones(3))))
+    assert {node.op for node in by_name.values()} >= {"stablehlo.sine", "stablehlo.add"}
+
+
 DTYPES = ["bool", "int8", "uint32", "float16", "bfloat16", "complex64", "float8_e5m2", "float8_e4m3fn"]
 
 
