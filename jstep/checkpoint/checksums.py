@@ -36,7 +36,7 @@ StartRead = Callable[..., Any]
 def files_below(checkpoint: str) -> list[str]:
     """Return the sorted paths, relative to the checkpoint, of all its files except the manifest."""
     found = {
-        os.path.relpath(os.path.join(folder, name), checkpoint)
+        os.path.relpath(os.path.join(folder, name), checkpoint).replace(os.sep, "/")
         for folder, _, names in os.walk(checkpoint)
         for name in names
     }

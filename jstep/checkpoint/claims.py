@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import math
@@ -17,6 +16,11 @@ from typing import Any
 
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.stores.objects import ABSENT, Directory
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 # The process that a claim names. Temporary files of weights and files of stalls name theirs in the same way.
 
@@ -40,6 +44,8 @@ def started(pid: int) -> str | None:
     with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]  # killed, but not yet reaped by its parent
+    if os.name != "posix":
+        return "unknown"  # os.kill would end the process
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -151,14 +157,15 @@ def _opened(path: str) -> tuple[int, bool]:
 
 
 def _lock(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        if error.errno not in _NO_LOCKS:
-            raise
+    if fcntl is not None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                return False
+            if error.errno not in _NO_LOCKS:
+                raise
     who = _read(handle)
     alive = is_alive(who) if who else False
     return not (time.time() - os.fstat(handle).st_mtime < _SILENT if alive is None else alive)
@@ -190,7 +197,8 @@ def _release_in_fork() -> None:
         claim.release()
 
 
-os.register_at_fork(after_in_child=_release_in_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_in_fork)
 
 
 # Write lock of a prefix in an object store, which has no locks: an object that names its writer, who renews it.

@@ -174,7 +174,7 @@ def checked_directory(directory: Any) -> str:
         raise ValueError(
             f"directory={path!r}: must be encodable as UTF-8, or tensorstore cannot write there; give another one"
         )
-    if "\\" in path:
+    if "\\" in path and os.sep != "\\":
         raise ValueError(
             f"directory={path!r}: must not contain a backslash, which tensorstore reads as a slash; give another one"
         )
@@ -192,7 +192,7 @@ def checked_prefix(prefix: Any) -> str:
     """Return a valid prefix of checkpoint names."""
     hint = "the beginning of a file name, such as 'model'"
     text = as_text(prefix, "prefix", hint)
-    if text in (".", "..") or any(c in text for c in ("/", "\\", "\0")):
+    if text in (".", "..") or any(c in text for c in ("/", "\\", os.sep, "\0")):
         raise ValueError(f"prefix={text!r}: must be {hint}; pass directories as `directory`")
     if not is_utf8(text):
         raise ValueError(f"prefix={text!r}: must be encodable as UTF-8")
