@@ -1,9 +1,8 @@
 """Matching gradients and slots to their parameters, and the difference of two states."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -47,10 +46,9 @@ def match_gradients(updates: Updates, params: Params) -> list[Any]:
         ValueError: The structure or a shape differs from params, or there is no gradient at all.
     """
     found = trees.flatten_like(params, updates, "gradients", is_leaf=indexed_slices.is_slices)
-    leaves = jax.tree.leaves(params)
     gradients = [
-        None if trees.is_none(gradient) else _checked_gradient(gradient, leaf, lambda i=i: trees.paths_of(params)[i])  # type: ignore[misc]
-        for i, (gradient, leaf) in enumerate(zip(found, leaves, strict=True))
+        None if trees.is_none(gradient) else _checked_gradient(gradient, leaf, path)
+        for (path, leaf), gradient in zip(trees.leaves_with_paths(params), found, strict=True)
     ]
     if all(gradient is None for gradient in gradients):
         raise NoGradientsError(
@@ -59,34 +57,30 @@ def match_gradients(updates: Updates, params: Params) -> list[Any]:
     return gradients
 
 
-def _checked_gradient(gradient: Any, leaf: Any, path: Callable[[], str]) -> Any:
+def _checked_gradient(gradient: Any, leaf: Any, path: str) -> Any:
     if not trees.is_trainable(leaf):
         raise TypeError(
-            f"gradients: got a gradient for {trees.quoted(path())}, whose dtype {jnp.result_type(leaf)} cannot be "
+            f"gradients: got a gradient for {trees.quoted(path)}, whose dtype {jnp.result_type(leaf)} cannot be "
             "trained; pass None instead"
         )
+    where = f"gradients: the gradient at {trees.quoted(path)}"
     if isinstance(gradient, IndexedSlices):
-        indexed_slices.check(gradient, path(), np.shape(leaf))
+        indexed_slices.check(gradient, path, np.shape(leaf))
         dtype = jnp.result_type(gradient.values)
     else:
         if not (trees.is_array(gradient) or isinstance(gradient, float | int)):
-            raise TypeError(
-                f"gradients: the gradient at {trees.quoted(path())} must be an array, got {type(gradient).__name__}"
-            )
+            raise TypeError(f"{where} must be an array, got {type(gradient).__name__}")
         if not trees.is_array(gradient):
             gradient = jnp.asarray(gradient, jnp.result_type(leaf))
         dtype = gradient.dtype
         if gradient.shape != np.shape(leaf):
             by_example = gradient.shape[1:] == np.shape(leaf)
             raise ValueError(
-                f"gradients: the gradient at {trees.quoted(path())} has shape {gradient.shape}, its parameter has "
-                f"shape {np.shape(leaf)}"
+                f"{where} has shape {gradient.shape}, its parameter has shape {np.shape(leaf)}"
                 + ("; take the mean of gradients per example over axis 0" if by_example else "")
             )
     if not trees.is_floating(dtype):
-        raise TypeError(
-            f"gradients: the gradient at {trees.quoted(path())} has dtype {dtype}; it must be floating point"
-        )
+        raise TypeError(f"{where} has dtype {dtype}; it must be floating point")
     return gradient
 
 
