@@ -60,7 +60,7 @@ def fingerprint(tree: Any, per_leaf: bool = False) -> Any:
     per_leaf = as_bool(per_leaf, "per_leaf")
     paths, leaves, keys = named_leaves(tree)
     if any(trees.is_traced(leaf) for leaf in leaves):
-        found = list(_each_of(leaves, keys))
+        found = list(_each(_stacked_sums(leaves), keys))
         return dict(zip(paths, found, strict=True)) if per_leaf else sum(found[1:], found[0])
     # Inside a traced function, concrete leaves are hashed without tracing. `ensure_compile_time_eval` would also
     # compute the keys of all positions and store them in the program.
@@ -148,7 +148,7 @@ def _by_placement(
         if all(len(leaf.sharding.device_set) == 1 if mesh is None else _has_parts(leaf, mesh) for leaf in some):
             parts.append((numbers, _by_shape(some, some_keys, form, mesh)))
         else:
-            parts.append((numbers, compute_on(mesh, _total_of if form is _total else _each_of, some, some_keys)))
+            parts.append((numbers, compute_on(mesh, _formed_of(form), some, some_keys)))
     if on_host:
         sums = np.stack([host_sums(np.asarray(leaves[number])) for number in on_host])
         of_host = np.stack(sealed(sums, keys[np.array(on_host)]), axis=-1)
@@ -610,12 +610,10 @@ def _total(sums: Any, keys: Any, rows: Any = None) -> Any:
     return _each(sums, keys, rows).sum(axis=0, dtype=U)
 
 
-def _each_of(leaves: list[Any], keys: Any) -> Any:
-    return _each(_stacked_sums(leaves), keys)
-
-
-def _total_of(leaves: list[Any], keys: Any) -> Any:
-    return _total(_stacked_sums(leaves), keys)
+@functools.cache
+def _formed_of(form: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `form` for leaves instead of their sums."""
+    return lambda leaves, keys: form(_stacked_sums(leaves), keys)
 
 
 def _by_shape(leaves: Sequence[Any], keys: Any, form: Callable[..., Any], mesh: Mesh | None) -> Any:
