@@ -530,12 +530,9 @@ def _with_sums(rows: Any, start: Any, arrays: Sequence[Any], parts: Parts = ()) 
     """Return rows with the sums of arrays, or of their parts on this device; see `_keys`."""
     counts = [parts[axis][1] if axis < len(parts) else 1 for axis in range(arrays[0].ndim)]
     shape = tuple(size * count for size, count in zip(arrays[0].shape, counts, strict=True))
-    if len(arrays) == 1:
-        sums = _sums_of_words(_words(arrays[0]), shape, parts)[None]
-    else:
-        # Words and not numbers are stacked: XLA may move a NaN as one with other bits.
-        words = jax.tree.map(lambda *some: jnp.stack(some), *map(_words, arrays))
-        sums = jax.vmap(lambda words: _sums_of_words(words, shape, parts), axis_size=len(arrays))(words)
+    # Words and not numbers are stacked: XLA may move a NaN as one with other bits.
+    words = jax.tree.map(lambda *some: jnp.stack(some), *map(_words, arrays))
+    sums = jax.vmap(lambda words: _sums_of_words(words, shape, parts), axis_size=len(arrays))(words)
     return lax.dynamic_update_slice(rows, sums, (start, np.int32(0)))
 
 
