@@ -308,9 +308,8 @@ def is_trainable(leaf: Any) -> bool:
     return is_floating(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf))
 
 
-@functools.cache
 def is_floating(dtype: Any) -> bool:
-    """Whether a dtype is real floating point; cached, because it is called for every leaf."""
+    """Whether a dtype is real floating point."""
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
@@ -395,7 +394,6 @@ def concrete(x: Any) -> np.ndarray[Any, Any] | None:
     return np.asarray(x)
 
 
-@functools.cache
 def compute_dtype(dtype: Any) -> Any:
     """Return the dtype for arithmetic on a leaf: its own, or float32 if that is wider."""
     return dtype if np.dtype(dtype).itemsize > 4 else np.dtype(np.float32)
