@@ -12,8 +12,6 @@ import jax.numpy as jnp
 
 from jstep.core.jaxprs import Operation, Product, Subprogram, flops_of, product_of, shard_counts
 
-_NONE: Mapping[Product, float] = MappingProxyType({})
-
 
 class Work(NamedTuple):
     """Operations and memory traffic of a program, summed over all devices.
@@ -32,7 +30,7 @@ class Work(NamedTuple):
     once_bytes: float = 0.0
     all_bytes: float = 0.0
     unknown: int = 0
-    products: Mapping[Product, float] = _NONE
+    products: Mapping[Product, float] = MappingProxyType({})
 
     def plus(self, other: "Work") -> "Work":
         """The sum."""
@@ -75,7 +73,7 @@ def _work_of_operation(operation: Operation) -> Work:
     flops = flops_of(operation.eqn)
     moved = sum(_bytes(var.aval) for var in (*operation.eqn.invars, *operation.eqn.outvars))
     product = product_of(operation.eqn)
-    return Work(flops, flops, moved, moved, products=_NONE if product is None else {product: flops})
+    return Work(flops, flops, moved, moved, products={} if product is None else {product: flops})
 
 
 def _bytes(aval: Any) -> float:

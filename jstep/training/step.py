@@ -169,10 +169,9 @@ class TrainStep:
         batch_specs = self._pure.batch_specs(args)
         specs = None if batch_specs is None else (trees.structure(batch_specs), tuple(jax.tree.leaves(batch_specs)))
         key = kind, donates, layout, specs
-        found = self._programs.get(key)
-        if found is None:
-            found = self._programs[key] = self._made(kind, donates, layout, batch_specs)
-        return found
+        if key not in self._programs:
+            self._programs[key] = self._made(kind, donates, layout, batch_specs)
+        return self._programs[key]
 
     def _made(self, kind: str, donates: bool, layout: Layout, batch_specs: Any) -> Any:
         body = self._pure.body if kind == "call" else functools.partial(whole, self._pure.body)
