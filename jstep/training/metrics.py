@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
@@ -73,13 +74,10 @@ def split(metrics: Any, skipped: str | None = None) -> Metrics:
 
 def _plain(value: Any) -> np.ndarray[Any, Any] | None:
     """Convert a plain number to the dtype that JAX would give it; return None for anything else."""
-    if isinstance(value, bool | np.bool_):
-        return np.asarray(value)
-    if isinstance(value, int):
-        fits = -(2**31) <= value < 2**31 or trees.default_int() == np.int64
-        return np.asarray(value, trees.default_int()) if fits else None
-    if isinstance(value, float):
-        return np.asarray(value, trees.default_float())
-    if isinstance(value, np.ndarray | np.generic) and value.ndim == 0 and value.dtype.kind in "iufcV":
-        return np.asarray(value, jax.dtypes.canonicalize_dtype(value.dtype))
-    return None
+    is_scalar = isinstance(value, np.ndarray | np.generic) and value.ndim == 0 and value.dtype.kind in "iufcV"
+    if not (isinstance(value, bool | np.bool_ | int | float) or is_scalar):
+        return None
+    if isinstance(value, int) and trees.first_wide(value) is not None:
+        return None
+    dtype = value.dtype if is_scalar else jnp.result_type(value)
+    return np.asarray(value, jax.dtypes.canonicalize_dtype(dtype))
