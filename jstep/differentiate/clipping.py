@@ -453,19 +453,17 @@ def _squares(arrays: Sequence[Array], axes: Any, factor: Any) -> Array:
 
     low = [part for part in parts if part.dtype.itemsize < 4]
     # XLA adds converted numbers in another order if they are multiplied first, even by 1.
-    of_low = jax.lax.cond(
-        jnp.all(factor == 1), lambda low, _: [_square(part, axes) for part in low], squared, low, factor
+    of_low = iter(
+        jax.lax.cond(jnp.all(factor == 1), lambda low, _: [_square(part, axes) for part in low], squared, low, factor)
     )
     of_wide = iter(squared([part for part in parts if part.dtype.itemsize >= 4], factor))
-    of_low = iter(of_low)
     squares = [next(of_low if part.dtype.itemsize < 4 else of_wide) for part in parts]
-    if not squares:
-        return jnp.zeros((), np.float32)
-    total = squares[0]
-    for square in squares[1:]:
-        dtype = max(total.dtype, square.dtype, key=lambda dtype: dtype.itemsize)
-        total = total.astype(dtype) + square.astype(dtype)
-    return total
+    return functools.reduce(_added, squares) if squares else jnp.zeros((), np.float32)
+
+
+def _added(one: Array, other: Array) -> Array:
+    dtype = max(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+    return one.astype(dtype) + other.astype(dtype)
 
 
 def _square(x: Array, axes: Any, factor: Any = None) -> Array:
