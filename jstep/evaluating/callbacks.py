@@ -1,6 +1,5 @@
-"""Callbacks of evaluations: early stopping, plateaus, the best checkpoint; how they are called and interrupted."""
+"""Callbacks of evaluations: early stopping, plateaus, the best checkpoint; how they are called."""
 
-import contextvars
 import dataclasses
 import logging
 import math
@@ -579,32 +578,6 @@ class KeepBest:
                     )
         saver.claim()
         return saver
-
-
-# Interrupt an evaluation between two batches when a signal stops the run.
-
-STOP_REQUESTED: contextvars.ContextVar[Callable[[], bool] | None] = contextvars.ContextVar(
-    "stop_requested", default=None
-)
-"""What says whether the run is stopping, while a hook evaluates; must be called equally often on all processes."""
-
-
-class EvaluationAbandoned(BaseException):
-    """Raised between two batches of an evaluation when the run stops; the evaluation hook catches it.
-
-    It is not an Exception, so that user code around the evaluator, such as a retry, does not catch it.
-    """
-
-
-def raise_if_stop_requested() -> None:
-    """Raise if the run is stopping; called between batches. Outside of an evaluation hook it does nothing.
-
-    Raises:
-        EvaluationAbandoned: The run is stopping.
-    """
-    stop_requested = STOP_REQUESTED.get()
-    if stop_requested is not None and stop_requested():
-        raise EvaluationAbandoned
 
 
 # Callbacks on the results of an evaluation.

@@ -1,6 +1,7 @@
 """The evaluator, and the hook that calls it."""
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import json
@@ -24,14 +25,7 @@ from jstep.data.sequence import BatchSequence
 from jstep.differentiate.lanes import Lanes, as_lanes, of_each_lane, on_lanes, sum_over_lanes
 from jstep.distributed import processes
 from jstep.evaluating import evaluation_batches
-from jstep.evaluating.callbacks import (
-    STOP_REQUESTED,
-    EvaluationAbandoned,
-    EvaluationCallback,
-    call_each,
-    called,
-    raise_if_stop_requested,
-)
+from jstep.evaluating.callbacks import EvaluationCallback, call_each, called
 from jstep.evaluating.evaluation_batches import OBJECT, EvaluationBatches, Metric, Totals
 from jstep.hooks.base import OwnRun, RunHook, as_functions, check_writer, scalar
 from jstep.hooks.cadence import cadence
@@ -248,7 +242,7 @@ class EvaluationHook(RunHook):
             jax.block_until_ready(state)
         self.run.reports.transfers.deliver_all()  # rows of earlier steps precede these results
         try:
-            with setting(STOP_REQUESTED, self.run.stop_requested):
+            with setting(_STOP_REQUESTED, self.run.stop_requested):
                 values = self._evaluate(state)
         except EvaluationAbandoned:
             if jax.process_index() == 0:
@@ -302,6 +296,27 @@ def _of_process_0(values: Mapping[str, Any]) -> dict[str, Any]:
     numbers = {name: repr(float(value)) for name, value in read(numbers_of(values)).items()}
     shared = processes.broadcast_bytes(json.dumps(numbers).encode())
     return {name: float(value) for name, value in json.loads(shared).items()}
+
+
+# Interrupt an evaluation between two batches when a signal stops the run.
+
+_STOP_REQUESTED: contextvars.ContextVar[Callable[[], bool] | None] = contextvars.ContextVar(
+    "stop_requested", default=None
+)
+"""What says whether the run is stopping, while a hook evaluates; must be called equally often on all processes."""
+
+
+class EvaluationAbandoned(BaseException):
+    """Raised between two batches of an evaluation when the run stops; the evaluation hook catches it.
+
+    It is not an Exception, so that user code around the evaluator, such as a retry, does not catch it.
+    """
+
+
+def _raise_if_stop_requested() -> None:
+    stop_requested = _STOP_REQUESTED.get()
+    if stop_requested is not None and stop_requested():
+        raise EvaluationAbandoned
 
 
 # Exact evaluation of metrics over a data set.
@@ -423,7 +438,7 @@ class CheckedEvaluation:
             is_global = _mesh_of_processes((params, args)) is not None
             # Otherwise the processes may have different numbers of batches.
             if is_global or processes.is_single_process():
-                raise_if_stop_requested()
+                _raise_if_stop_requested()
             with using_mesh(mesh_of((params, args))), _explained(state, self.has_model_state, args):
                 # NumPy arrays, which are identical on all of several processes, become global arrays here.
                 with internal_transfers() if is_global else contextlib.nullcontext():
