@@ -206,9 +206,7 @@ def decode_position(kept: Any, owner: str) -> Any:
             "checkpoint_dir=new_directory)"
         )
     try:
-        if _BYTES in kept:
-            return tagged_json.decode({"$bytes": kept[_BYTES]})
-        return tagged_json.decode(kept["value"])
+        return tagged_json.decode({"$bytes": kept[_BYTES]} if _BYTES in kept else kept["value"])
     except KeyError as error:
         raise ValueError(f"{what} is not a position (it has no {error})") from None
     except (TypeError, ValueError, RecursionError) as error:
