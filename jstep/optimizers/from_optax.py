@@ -1,6 +1,5 @@
 """Use Optax transformations as jstep optimizers."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +13,9 @@ from jstep.core import optimizers, trees
 from jstep.core.calls import has_init_and_update, makes_optimizer
 from jstep.core.checks import as_text, kind, shown
 from jstep.core.jaxprs import Operation, Subprogram, apply, body_of, evaluate
-from jstep.core.slot_roles import Counted, Init, Roles, abstractly
+from jstep.core.slot_roles import Counted, Init, Roles
 from jstep.core.trees import Held, Optimizer, Params, Step, shape_of
-from jstep.optimizers.hyperparameters import LEARNING_RATE, as_arrays, check_prefix, checked, log_warning, report
+from jstep.optimizers import hyperparameters as hyper
 
 
 @makes_optimizer(1)
@@ -80,9 +79,9 @@ def from_optax(
             f"transformation={shown(transformation)}: must have init and update, like the result of optax.adam(1e-3), "
             f"got {kind(transformation)}"
         )
-    check_prefix("name", as_text(name, "name"))
+    hyper.check_prefix("name", as_text(name, "name"))
     reported = _reported(hyperparameters)
-    depend = _names_in(reported)
+    depend = hyper.reported_names(reported)
     schedules = frozenset(key for key, is_schedule in depend.items() if is_schedule)
     log_once = functools.cache(functools.partial(_log_that_no_count_is_known, schedules))
     made = optimizers.from_optax(transformation, name)
@@ -102,21 +101,13 @@ def from_optax(
         known = found.complete and schedules
         return found.joined(Roles(counted=(Counted(schedules, reported, count),) if known else ()))
 
-    finished = isinstance(hyperparameters, Mapping) and LEARNING_RATE in hyperparameters
-    init = dataclasses.replace(plain, roles=roles, finished=finished, rated=LEARNING_RATE in depend)
+    finished = isinstance(hyperparameters, Mapping) and hyper.LEARNING_RATE in hyperparameters
+    init = dataclasses.replace(plain, roles=roles, finished=finished, rated=hyper.LEARNING_RATE in depend)
     return made._replace(init=init, hyperparameters=reported)
 
 
-def _names_in(reported: Callable[[Step], Mapping[str, Any]]) -> dict[str, bool]:
-    """The names of hyperparameters, and whether they depend on the step. Uses no device."""
-    found: dict[str, bool] = {}
-    with contextlib.suppress(Exception):  # a function that needs a concrete step, which no compiled step gives it
-        abstractly(lambda step: found.update({key: trees.is_traced(value) for key, value in reported(step).items()}))
-    return found
-
-
 def _log_that_no_count_is_known(names: frozenset[str]) -> None:
-    log_warning(
+    hyper.log_warning(
         "from_optax: %s not reported, because the count at which Optax evaluates %s is not known. To report the rate "
         "that is used, leave it to jstep: jstep.chain(jstep.from_optax(optax.scale_by_…), "
         "jstep.scale_by_learning_rate(rate))",
@@ -196,10 +187,10 @@ def _reported(given: Any) -> Any:
                 raise TypeError(f"hyperparameters: {shown(key)} must be a string, got {kind(key)}")
             if isinstance(value, Held):
                 raise TypeError(f"hyperparameters: {key!r} is held, which Optax does not read")
-        return report({key: checked(key, value) for key, value in given.items()})
+        return hyper.report({key: hyper.checked(key, value) for key, value in given.items()})
     if not callable(given):
         raise TypeError(
             f"hyperparameters={shown(given)}: must map names to numbers or schedules, or be a function of the step, "
             f"got {kind(given)}"
         )
-    return lambda step, /: as_arrays(dict(given(step)), step)
+    return lambda step, /: hyper.as_arrays(dict(given(step)), step)

@@ -21,7 +21,7 @@ from jstep.core.exceptions import setting
 from jstep.core.indexed_slices import IndexedSlices, is_slices
 from jstep.core.placement import on_devices
 from jstep.core.selection import VarList, check_form, flags, is_named, names_of
-from jstep.core.slot_roles import Role, Roles
+from jstep.core.slot_roles import Role, Roles, abstractly
 from jstep.core.traced_arguments import as_scalar
 from jstep.core.trees import Array, Held, Params, ScalarOrSchedule, Slots, Step, Updates
 
@@ -371,6 +371,17 @@ def report(given: Mapping[str, Any]) -> Callable[[Step], dict[str, Array]]:
     given = {name: value for name, value in given.items() if not isinstance(value, Held)}
 
     return lambda step, /: as_arrays(values_at(given, step), step)
+
+
+def reported_names(reported: Callable[[Step], Mapping[str, Any]]) -> dict[str, bool]:
+    """The names of the hyperparameters that a function reports, and whether they depend on the step. Uses no device.
+
+    There are none if the function needs a concrete step, which no compiled step gives it.
+    """
+    found: dict[str, bool] = {}
+    with contextlib.suppress(Exception):
+        abstractly(lambda step: found.update({key: trees.is_traced(value) for key, value in reported(step).items()}))
+    return found
 
 
 def as_arrays(values: Mapping[str, Any], step: Step) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from jstep.core.exceptions import setting
 from jstep.core.indexed_slices import IndexedSlices, RowsInOrder
 from jstep.core.matching import match_gradients, require_slots
 from jstep.core.placement import on_devices
-from jstep.core.slot_roles import Init, Labels, Order, Role, Roles, abstractly, labels_of, order_of, roles_of
+from jstep.core.slot_roles import Init, Labels, Order, Role, Roles, labels_of, order_of, roles_of
 from jstep.core.trees import Array, Context, Held, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.hyperparameters import LEARNING_RATE, Flag, Hyper, held_roles, held_slots, value_at, values_at
@@ -267,13 +267,6 @@ def own_slots(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = 
     return {name: slots[prefix + name] for name in known if prefix + name in slots}
 
 
-def hyperparameter_names(optimizer: Optimizer) -> list[str]:
-    """The names of an optimizer's hyperparameters. Uses no device."""
-    names: list[str] = []
-    abstractly(lambda step: names.extend(optimizer.hyperparameters(step)))
-    return names
-
-
 def is_guarded(optimizer: Optimizer) -> bool:
     """Whether gradients that are not finite are known to reach neither parameters nor slots."""
     return isinstance(optimizer.init, Init) and optimizer.init.guarded
@@ -292,11 +285,7 @@ def is_rated(optimizer: Optimizer) -> bool:
 
 
 def _reports_a_rate(optimizer: Optimizer) -> bool:
-    try:
-        names = hyperparameter_names(optimizer)
-    except Exception:  # a user-defined function, which may need a concrete step
-        return False
-    return any(map(hyperparameters.is_learning_rate, names))
+    return any(map(hyperparameters.is_learning_rate, hyperparameters.reported_names(optimizer.hyperparameters)))
 
 
 def wrapped_init(
@@ -363,13 +352,10 @@ def check_names(parts: Parts) -> None:
     Uses no device, because `jax.distributed.initialize` may be called later.
     """
     merged_roles(parts, {})
-    hyper = []
-    for part, one in parts.items():
-        try:
-            hyper.append((part, dict.fromkeys(hyperparameter_names(one))))
-        except Exception:  # a schedule may need a concrete step: names are then checked at first use
-            continue
-    merge(hyper, "hyperparameter")
+    # Those of a schedule that needs a concrete step are checked at first use.
+    merge(
+        [(part, hyperparameters.reported_names(one.hyperparameters)) for part, one in parts.items()], "hyperparameter"
+    )
 
 
 def refuse_formats(by: str, optimizer: Optimizer, why: Mapping[str, str]) -> None:
