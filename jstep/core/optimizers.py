@@ -44,6 +44,8 @@ def is_transformation(value: Any) -> bool:
 
 # A transformation of Optax as an optimizer. Optax itself is not imported.
 
+EMPTY_CONTEXT = Context()
+
 
 @makes_optimizer(1)
 def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
@@ -79,7 +81,7 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
         return of_slots(shapes, params, copies, lambda both: skeleton(both).slots).ordered()
 
     def update(
-        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = _EMPTY, /
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
         gradients = match_gradients(updates, params)
         leaves, treedef = trees.flatten(params)
@@ -115,9 +117,6 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
         return treedef.unflatten([None if out else u for u, out in zip(added, absent, strict=True)]), kept
 
     return Optimizer(Init(init, roles), update, lambda step: {}, any(map(takes, EXTRA)))
-
-
-_EMPTY = Context()
 
 
 def _other_params(function: str, error: Exception) -> TypeError:

@@ -18,7 +18,7 @@ from jstep.core.indexed_slices import is_slices
 from jstep.core.jaxprs import Subprogram, on_slices, without_calls
 from jstep.core.matching import require_slots
 from jstep.core.meshes import dims_of, explicit_mesh, internal_transfers, sharded_like, without_explicit_axes
-from jstep.core.optimizers import require_optimizer
+from jstep.core.optimizers import EMPTY_CONTEXT, require_optimizer
 from jstep.core.placement import is_shape, may_run_on, on_devices
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import HALVES, Role, Roles
@@ -28,7 +28,6 @@ from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers.compose import trained
 from jstep.optimizers.hyperparameters import Conditions, Projected
 from jstep.optimizers.hyperparameters import report_condition as report
-from jstep.optimizers.leafwise import EMPTY_CONTEXT
 from jstep.optimizers.updates import add
 from jstep.state.global_step import step_of
 from jstep.state.sharding import state_shardings

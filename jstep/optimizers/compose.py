@@ -15,13 +15,12 @@ from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function, as_text
 from jstep.core.exceptions import scoped, setting
 from jstep.core.matching import NoGradientsError, require_slots
-from jstep.core.optimizers import require_optimizer
+from jstep.core.optimizers import EMPTY_CONTEXT, require_optimizer
 from jstep.core.placement import on_devices
 from jstep.core.slot_roles import AGES, Init, Labels, Order, Role, Roles, labels_of, order_of, roles_of
 from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, leafwise
 from jstep.optimizers.hyperparameters import Hyper, Projected, check_prefix, held_roles, is_update, values_at
-from jstep.optimizers.leafwise import EMPTY_CONTEXT
 from jstep.optimizers.updates import apply_updates, loads_slots
 from jstep.state.train_state import START_STEP
 
@@ -694,8 +693,7 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
 def _checked(params: Params, projected: Any) -> list[Any]:
     """Return the leaves of projected parameters; those that are not trainable are ignored later."""
     found = trees.flatten_like(params, projected, "the result of fn", may_leave_out=False)
-    leaves = jax.tree.leaves(params)
-    for (path, leaf), new in zip(trees.leaves_with_paths(params), found, strict=True):
+    for i, ((path, leaf), new) in enumerate(zip(trees.leaves_with_paths(params), found, strict=True)):
         if not trees.is_trainable(leaf):
             continue
         if not (trees.is_array(new) or isinstance(new, bool | int | float | complex)):
@@ -709,4 +707,5 @@ def _checked(params: Params, projected: Any) -> list[Any]:
                 f"fn: must return params of the same shapes and dtypes: {trees.quoted(path)} is {shown[0]}, and the "
                 f"result {shown[1]}{cast}"
             )
-    return [jnp.asarray(new) if trees.is_trainable(leaf) else new for leaf, new in zip(leaves, found, strict=True)]
+        found[i] = jnp.asarray(new)
+    return found

@@ -167,8 +167,6 @@ def _wide(x: Any, dtype: Any) -> Any:
 
 # The parts of a composed optimizer: the names of their slots and hyperparameters, and calls of their updates.
 
-EMPTY_CONTEXT = Context()
-
 
 def call_update(
     optimizer: Optimizer,

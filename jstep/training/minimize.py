@@ -20,7 +20,7 @@ from jstep.core.exceptions import note, setting
 from jstep.core.matching import NoGradientsError, explain_missing_gradients, match_gradients
 from jstep.core.meshes import internal_transfers, leaving_auto_axes, sharded_like, without_explicit_axes
 from jstep.core.on_cpus import Unroll
-from jstep.core.optimizers import require_optimizer
+from jstep.core.optimizers import EMPTY_CONTEXT, require_optimizer
 from jstep.core.placement import Layouts
 from jstep.core.selection import VarList, check_form, selected
 from jstep.core.slot_roles import COUNTS, Role, Roles, labels_of, roles_of
@@ -43,7 +43,7 @@ from jstep.optimizers.hyperparameters import (
     value_at,
     values_used,
 )
-from jstep.optimizers.leafwise import EMPTY_CONTEXT, call_update, inner_context, is_guarded
+from jstep.optimizers.leafwise import call_update, inner_context, is_guarded
 from jstep.optimizers.updates import TRANSFERS, Transfers, apply_in_order, with_small_ones_loaded
 from jstep.state.global_step import later_step, require_alive, step_of
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
