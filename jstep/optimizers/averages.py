@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import indexed_slices, trees
+from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function, as_int, as_text, kind, one_of, shown
+from jstep.core.indexed_slices import is_slices
 from jstep.core.meshes import on_any_mesh
 from jstep.core.optimizers import require_optimizer
 from jstep.core.placement import on_devices
@@ -327,7 +328,7 @@ def with_moving_average(
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         params, after = at.params, jnp.asarray(at.step) + 1
-        gradients = trees.flatten_like(params, updates, "gradients", is_leaf=indexed_slices.is_slices)
+        gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
         conditions = hyperparameters.Conditions()
         with hyperparameters.observing_conditions(conditions):
             updates, inner = leafwise.call_update(optimizer, updates, inner, params, at.step, at.context, exact=True)
@@ -548,7 +549,7 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
         params = at.params
         updates, inner = leafwise.call_update(optimizer, updates, inner, params, at.step, at.context)
         treedef = trees.structure(params)
-        found = trees.flatten_like(params, updates, "updates", is_leaf=indexed_slices.is_slices)
+        found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
         slows = trees.flatten_like(params, own[SLOW], f"slot {SLOW!r}")
         rate = jnp.asarray(at.h["slow_step_size"], trees.default_float())
 
@@ -571,7 +572,7 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
 
 def _synchronised(own: Slots, u: Any, p: Array, rate: Array, due: Array) -> tuple[Array, Slots]:
     """The update to slow + α·(p + u − slow) if it is due, else u; and the new slow weights."""
-    u, slow = u.to_dense() if indexed_slices.is_slices(u) else u, own[SLOW]
+    u, slow = u.to_dense() if is_slices(u) else u, own[SLOW]
     dtype = slow.dtype
     # u appears once: if it were read twice, XLA would store it in memory.
     back = jnp.where(due, 1 - rate, 0.0).astype(dtype)
@@ -735,7 +736,7 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
         def rounded(u: Any, p: Array, i: int) -> Any:
             if p.dtype != jnp.bfloat16:
                 return u
-            u = (u.to_dense() if indexed_slices.is_slices(u) else u).astype(jnp.float32)
+            u = (u.to_dense() if is_slices(u) else u).astype(jnp.float32)
             own_key = jax.random.fold_in(of_step, i)
             exact = apply_updates(p.astype(jnp.float32), u)
             # The dropped 16 bits are the probability of rounding up.

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import indexed_slices, trees
+from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function, as_text
 from jstep.core.exceptions import scoped, setting
+from jstep.core.indexed_slices import is_slices, on_table
 from jstep.core.matching import NoGradientsError, require_slots
 from jstep.core.optimizers import EMPTY_CONTEXT, require_optimizer
 from jstep.core.placement import on_devices
@@ -125,7 +126,7 @@ def without_frozen(optimizer: Optimizer, params: Params, gradients: Updates) -> 
     frozen = frozen_leaves(optimizer, params)
     if not any(frozen):
         return gradients
-    found = trees.flatten_like(params, gradients, "gradients", is_leaf=indexed_slices.is_slices)
+    found = trees.flatten_like(params, gradients, "gradients", is_leaf=is_slices)
     return trees.structure(params).unflatten([None if out else g for out, g in zip(frozen, found, strict=True)])
 
 
@@ -202,9 +203,7 @@ def wrap_optimizer(
         ages = age_slots(params)
         mine, starts = require_slots(own_roles, slots), require_slots(ages.slots, slots)
         inner = leafwise.own_slots(optimizer, slots, params)
-        later = ages.after(
-            starts, trees.flatten_like(params, updates, "gradients", is_leaf=indexed_slices.is_slices), own, step
-        )
+        later = ages.after(starts, trees.flatten_like(params, updates, "gradients", is_leaf=is_slices), own, step)
         h, of_leaves = values_at(own.hyper, step, slots), [starts.get(slot or "") for slot in ages.of_leaves]
         at = StepInputs(params, step, context, h, of_leaves)
         updates, inner, changed = update(updates, inner, mine, at)
@@ -470,7 +469,7 @@ class _Part:
     def update(self, gradients: list[Any], slots: Slots, step: Step, context: Context) -> tuple[Updates, Slots]:
         """The updates of these leaves, and the new slots."""
         own = self._restricted(gradients)
-        if not jax.tree.leaves(own, is_leaf=indexed_slices.is_slices):
+        if not jax.tree.leaves(own, is_leaf=is_slices):
             raise NoGradientsError(self.params, "All gradients of this part are None.")
 
         def in_whole(params: Params) -> Params:
@@ -506,10 +505,8 @@ class _Partition:
         """Give the label of each leaf, in order, and the leaves of each label; masks inside see all parameters."""
         with hyperparameters.partial_params(params), setting(hyperparameters.IN_PART, True):
             names = [self._label_of(path, leaf) for path, leaf in hyperparameters.own_leaves(params)]
-            yield (
-                names,
-                {label: _Part(one, params, [mine == label for mine in names]) for label, one in self.parts.items()},
-            )
+            parts = {label: _Part(one, params, [mine == label for mine in names]) for label, one in self.parts.items()}
+            yield names, parts
 
     def _label_of(self, path: str, leaf: Any) -> str | None:
         label = self.labels(path, leaf)
@@ -544,7 +541,7 @@ class _Partition:
         self, updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
         """The updates and slots of all parts; one without any gradient stays as it is, and does not age."""
-        gradients = trees.flatten_like(params, updates, "gradients", is_leaf=indexed_slices.is_slices)
+        gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
         merged: list[Any] = [None] * len(gradients)
         new: Slots = {}
         idle = 0
@@ -609,16 +606,16 @@ def cautious(optimizer: OptimizerLike) -> Optimizer:
     optimizer = require_optimizer("optimizer", optimizer)
 
     def masked(u: Any, g: Any) -> Any:
-        g = g.to_dense() if indexed_slices.is_slices(g) else jnp.asarray(g)
+        g = g.to_dense() if is_slices(g) else jnp.asarray(g)
 
         def of_table(u: Array) -> Array:
             agrees = (((u < 0) & (g > 0)) | ((u > 0) & (g < 0))).astype(u.dtype)
             return u * (agrees / jnp.maximum(jnp.mean(agrees), LEAST_SHARE))
 
-        return indexed_slices.on_table(of_table, u)
+        return on_table(of_table, u)
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        gradients = trees.flatten_like(at.params, updates, "gradients", is_leaf=indexed_slices.is_slices)
+        gradients = trees.flatten_like(at.params, updates, "gradients", is_leaf=is_slices)
         updates, inner = leafwise.call_update(optimizer, updates, inner, at.params, at.step, at.context)
         return leafwise.map_updates(masked, at.params, updates, gradients, what="updates"), inner, {}
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import indexed_slices, trees
+from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_number, kind, shown
-from jstep.core.indexed_slices import IndexedSlices
+from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, on_table, within
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import BLOCK, CLIP, SCALE
 from jstep.core.traced_arguments import as_key
@@ -65,7 +65,7 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
         of_step = jax.random.fold_in(key, step)
 
         def of_leaf(g: Any, i: int) -> Array:
-            g = g.to_dense() if indexed_slices.is_slices(g) else jnp.asarray(g)
+            g = g.to_dense() if is_slices(g) else jnp.asarray(g)
             dtype = trees.compute_dtype(g.dtype)
             noise = jax.random.normal(jax.random.fold_in(of_step, i), g.shape, dtype)
             return g.astype(dtype) + sigma.astype(dtype) * noise
@@ -111,8 +111,8 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
                 wide = g.astype(trees.compute_dtype(g.dtype))
                 return wide - jnp.mean(wide, axis=over, keepdims=True) if over else wide
 
-            mixes = indexed_slices.is_slices(g) and any(axis % len(g.dense_shape) == 0 for axis in over)
-            return centred(g.to_dense()) if mixes else indexed_slices.on_table(centred, g)
+            mixes = is_slices(g) and any(axis % len(g.dense_shape) == 0 for axis in over)
+            return centred(g.to_dense()) if mixes else on_table(centred, g)
 
         return map_updates(of_leaf, params, updates, own_leaves(params))
 
@@ -144,18 +144,16 @@ def normalize_gradients(scale: ScalarOrSchedule = 1.0, per_leaf: bool = False) -
 
     def normalize(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
         norm = None if each else clipping.global_norm(updates)
-        return jax.tree.map(
-            lambda g: _normalized(g, norm, h["gradient_norm"]), updates, is_leaf=indexed_slices.is_slices
-        )
+        return jax.tree.map(lambda g: _normalized(g, norm, h["gradient_norm"]), updates, is_leaf=is_slices)
 
     return element(normalize, {"gradient_norm": checked("scale", scale, low=0, above=True)}, BLOCK)
 
 
 def _normalized(g: Array | IndexedSlices, norm: Array | None, scale: Array) -> Array | IndexedSlices:
     if isinstance(g, IndexedSlices):
-        rows = indexed_slices.combined(g)
+        rows = combined(g)
         values = _normalized(rows.values, norm, scale)
-        return indexed_slices.within(dataclasses.replace(rows, values=values))
+        return within(dataclasses.replace(rows, values=values))
     dtype = trees.compute_dtype(g.dtype)
     by = scale / ((clipping.global_norm(g) if norm is None else norm).astype(dtype) + EPSILON)
     return g.astype(dtype) * by.astype(dtype)
@@ -727,7 +725,7 @@ def clip_gradients(
             return clipping.clip_by_average_norm(updates, h["clip_by_average_norm"])
 
         def by_unit(g: Any, p: Array, leaf: tuple[str, Any]) -> Any:
-            return indexed_slices.on_table(lambda g: _clipped_units(g, p, h["clip_adaptive"], axes_of(*leaf)), g)
+            return on_table(lambda g: _clipped_units(g, p, h["clip_adaptive"], axes_of(*leaf)), g)
 
         return map_updates(by_unit, params, updates, jax.tree.leaves(params), own_leaves(params))
 

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jstep.core import indexed_slices, trees
+from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int, as_number
-from jstep.core.indexed_slices import IndexedSlices
+from jstep.core.indexed_slices import IndexedSlices, combined, rows_in_order
 from jstep.core.matching import match_gradients
 from jstep.core.optimizers import require_optimizer
 from jstep.core.placement import is_on_host, on_devices
@@ -436,7 +436,7 @@ def _mean_and_rest(own: Slots, gradient: Any, due: Array) -> tuple[Any, Slots]:
     """The mean of a leaf's gradients including a new one, and their sum and number, which begin again if it is used."""
     total = own[GRADIENT_SUM]
     if isinstance(gradient, IndexedSlices):
-        rows = indexed_slices.combined(gradient)
+        rows = combined(gradient)
         total = total.at[rows.indices].add(_named_zeros(rows.values.astype(total.dtype)), mode="drop")
     else:
         total = total + _named_zeros(gradient.astype(total.dtype))
@@ -444,7 +444,7 @@ def _mean_and_rest(own: Slots, gradient: Any, due: Array) -> tuple[Any, Slots]:
     mean: Any = total * (1 / count)  # XLA would store a quotient in memory
     if isinstance(gradient, IndexedSlices):
         named = ~(jnp.signbit(total) & (total == 0))  # by any gradient in the sum
-        mean = indexed_slices.rows_in_order(mean, jnp.any(named, axis=tuple(range(1, total.ndim))))
+        mean = rows_in_order(mean, jnp.any(named, axis=tuple(range(1, total.ndim))))
     rest = jnp.where(due, jnp.full_like(total, NOTHING), total), jnp.where(due, jnp.zeros_like(count), count)
     return mean, dict(zip((GRADIENT_SUM, GRADIENT_COUNT), rest, strict=True))
 

@@ -8,12 +8,12 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jstep.core import indexed_slices, trees
+from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function
 from jstep.core.compact_numbers import KINDS
 from jstep.core.exceptions import setting
-from jstep.core.indexed_slices import IndexedSlices, RowsInOrder
+from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, combined, is_slices, within
 from jstep.core.matching import match_gradients, require_slots
 from jstep.core.placement import on_devices
 from jstep.core.slot_roles import Init, Labels, Order, Role, Roles, labels_of, order_of, roles_of
@@ -54,13 +54,13 @@ def wide_updates(updates: Updates, fn: Callable[[Array], Array] = lambda u: u) -
     """
 
     def wide(u: Any) -> Any:
-        if indexed_slices.is_slices(u):
+        if is_slices(u):
             return dataclasses.replace(u, values=wide(jnp.asarray(u.values)))
         if not (trees.is_array(u) and trees.is_floating(u.dtype)):
             return u
         return fn(u.astype(trees.compute_dtype(u.dtype)))
 
-    return jax.tree.map(wide, updates, is_leaf=indexed_slices.is_slices)
+    return jax.tree.map(wide, updates, is_leaf=is_slices)
 
 
 def with_init(optimizer: Optimizer, **changes: Any) -> Optimizer:
@@ -129,10 +129,7 @@ def map_leaves(fn: Callable[..., Any], params: Params, *others: Any) -> Any:
         {'b': None, 'n': None, 'w': Array(0.5, dtype=float32)}
     """
     as_function(fn, "fn", "(path, leaf, …)")
-    found = [
-        trees.flatten_like(params, tree, f"others[{i}]", is_leaf=indexed_slices.is_slices)
-        for i, tree in enumerate(others)
-    ]
+    found = [trees.flatten_like(params, tree, f"others[{i}]", is_leaf=is_slices) for i, tree in enumerate(others)]
     results: list[Any] = []
     for (path, leaf), *rest in zip(trees.leaves_with_paths(params), *found, strict=True):
         if not trees.is_trainable(leaf) or any(trees.is_none(one) for one in rest):
@@ -161,7 +158,7 @@ def map_updates(
 
 
 def _wide(x: Any, dtype: Any) -> Any:
-    x = x.to_dense() if indexed_slices.is_slices(x) else jnp.asarray(x)
+    x = x.to_dense() if is_slices(x) else jnp.asarray(x)
     return x.astype(dtype) if trees.is_floating(x.dtype) else x
 
 
@@ -705,18 +702,18 @@ def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> A
         if not isinstance(gradient, IndexedSlices):
             result, new = rule(gradient.astype(dtype), leaf.astype(dtype), Values(jax.tree.map(wide, slots)), h)
             return result, {name: narrow(name, value) for name, value in new.items()}
-        rows = indexed_slices.combined(gradient)
+        rows = combined(gradient)
         if isinstance(rows, RowsInOrder):
             update, new = rule(rows.values.astype(dtype), leaf.astype(dtype), Values(jax.tree.map(wide, slots)), h)
             kept = {name: jnp.where(rows.named, narrow(name, x), slots[name]) for name, x in new.items()}
-            return indexed_slices.within(dataclasses.replace(rows, values=update)), kept
+            return within(dataclasses.replace(rows, values=update)), kept
         # Rows past the end are computed from the last row and dropped.
         old = Values({name: wide(slot.at[rows.indices].get(mode="clip")) for name, slot in slots.items()})
         at_rows = leaf.at[rows.indices].get(mode="clip").astype(dtype)
         update, new = rule(rows.values.astype(dtype), at_rows, old, h)
         # Indices are unique except for those past the end, so setting is well-defined.
         kept = {name: slots[name].at[rows.indices].set(narrow(name, x), mode="drop") for name, x in new.items()}
-        return indexed_slices.within(dataclasses.replace(rows, values=update)), kept
+        return within(dataclasses.replace(rows, values=update)), kept
 
     on_leaf.__name__ = getattr(rule, "__name__", "rule")
     return jax.jit(on_leaf, static_argnums=4)

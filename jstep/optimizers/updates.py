@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import indexed_slices, trees
+from jstep.core import trees
 from jstep.core.checks import kind
 from jstep.core.exceptions import setting
-from jstep.core.indexed_slices import IndexedSlices, RowsInOrder
+from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, combined
 from jstep.core.jaxprs import Subprogram, body_of, evaluate, is_elementwise, on_slices
 from jstep.core.matching import require_slots
 from jstep.core.meshes import on_any_mesh, parts_along
@@ -107,7 +107,7 @@ def add(leaf: Array, update: Any) -> Array:
         return jnp.where(update.named, add(leaf, update.values), leaf)
     if leaf.dtype == dtype:
         return leaf.at[update.indices].add(update.values.astype(dtype), mode="drop")
-    rows = indexed_slices.combined(update)
+    rows = combined(update)
     old = leaf.at[rows.indices].get(mode="clip").astype(dtype)
     return leaf.at[rows.indices].set((old + rows.values).astype(leaf.dtype), mode="drop")
 
