@@ -23,9 +23,9 @@ from jstep.core.slot_roles import FOLLOWS_STEP, FOLLOWS_UPDATES, Role, Roles
 from jstep.core.traced_arguments import as_key, as_scalar
 from jstep.core.trees import Array, Held, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, leafwise
-from jstep.optimizers.compose import Own, StepInputs, trained, wrap_optimizer
+from jstep.optimizers.compose import Own, trained, wrap_optimizer
 from jstep.optimizers.hyperparameters import age_of, check_prefix, checked, is_update, mask, unless_skipped_by_guards
-from jstep.optimizers.leafwise import Slot
+from jstep.optimizers.leafwise import Slot, StepInputs
 from jstep.optimizers.updates import add, apply_updates, find_slot, on_leaves
 from jstep.state.train_state import START_STEP, TrainState, values_of
 
@@ -331,7 +331,7 @@ def with_moving_average(
         gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
         conditions = hyperparameters.Conditions()
         with hyperparameters.observing_conditions(conditions):
-            updates, inner = leafwise.call_update(optimizer, updates, inner, params, at.step, at.context, exact=True)
+            updates, inner = leafwise.call_update(optimizer, updates, inner, at, exact=True)
         now = dataclasses.replace(ema, **{argument: at.h[f"{ema.name}/{argument}"]}) if hyper else ema
         averages = trees.flatten_like(params, own[ema.name], "averages")
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
@@ -547,7 +547,7 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         params = at.params
-        updates, inner = leafwise.call_update(optimizer, updates, inner, params, at.step, at.context)
+        updates, inner = leafwise.call_update(optimizer, updates, inner, at)
         treedef = trees.structure(params)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
         slows = trees.flatten_like(params, own[SLOW], f"slot {SLOW!r}")
@@ -655,11 +655,11 @@ def master_weights(optimizer: OptimizerLike, dtype: Any = jnp.float32) -> Optimi
         return jax.tree.map(lambda leaf: widened(leaf) if trees.is_trainable(leaf) else None, params)
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        params, step = at.params, at.step
+        params = at.params
         leaves, treedef = trees.flatten(params)
         kept = trees.flatten_like(params, own[MASTER], f"slot {MASTER!r}")
         whole = treedef.unflatten([p if m is None else m for m, p in zip(kept, leaves, strict=True)])
-        updates, inner = leafwise.update_masters(optimizer, updates, inner, whole, params, step, at.context, _rounded)
+        updates, inner = leafwise.update_masters(optimizer, updates, inner, whole, at, _rounded)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         calls = [None if trees.is_none(u) else (_moved_master, u, p) for u, p in zip(found, leaves, strict=True)]
         found = on_leaves(params, {MASTER: kept}, calls)
@@ -730,7 +730,7 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
     key = as_key(key, "key")
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        updates, inner = leafwise.call_update(optimizer, updates, inner, at.params, at.step, at.context)
+        updates, inner = leafwise.call_update(optimizer, updates, inner, at)
         of_step = jax.random.fold_in(key, at.step)
 
         def rounded(u: Any, p: Array, i: int) -> Any:

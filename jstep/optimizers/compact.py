@@ -143,7 +143,8 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
         stored = Stored(params, slots, known.halves, inside, blocks_in(params), step)
 
         def inner(updates: Updates, values: Slots, masters: Params) -> tuple[Updates, Slots]:
-            return leafwise.update_masters(optimizer, updates, values, masters, params, step, context, _rounded)
+            at = leafwise.StepInputs(params, step, context)
+            return leafwise.update_masters(optimizer, updates, values, masters, at, _rounded)
 
         return updated(stored, inner, updates)
 

@@ -21,30 +21,12 @@ from jstep.core.placement import on_devices
 from jstep.core.slot_roles import AGES, Init, Labels, Order, Role, Roles, labels_of, order_of, roles_of
 from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, leafwise
-from jstep.optimizers.hyperparameters import Hyper, Projected, check_prefix, held_roles, is_update, values_at
+from jstep.optimizers.hyperparameters import Projected, check_prefix, held_roles, is_update, values_at
+from jstep.optimizers.leafwise import StepInputs
 from jstep.optimizers.updates import apply_updates, loads_slots
 from jstep.state.train_state import START_STEP
 
 # Wrap an optimizer: the slots of the inner one keep their names, and the wrapper may add its own.
-
-
-class StepInputs(NamedTuple):
-    """Inputs of a wrapper's update besides updates and slots.
-
-    Attributes:
-        params: The parameters.
-        step: The step.
-        context: The context, for the inner optimizer.
-        h: The values of the wrapper's hyperparameters at the step.
-        starts: The `start_step` of each leaf, in order: the step minus the updates that had a gradient of its label.
-            None for a leaf that is never updated, and if the wrapper is not aged.
-    """
-
-    params: Params
-    step: Step
-    context: Context
-    h: Hyper
-    starts: list[Array | None]
 
 
 WrappedUpdate: TypeAlias = Callable[[Updates, Slots, Slots, StepInputs], tuple[Updates, Slots, Slots]]
@@ -272,10 +254,11 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
         new: Slots = {}
+        at = StepInputs(params, step, context)
         for i, optimizer in enumerate(elements):
             mine = leafwise.own_slots(optimizer, slots, params)
             is_last = i == len(elements) - 1
-            updates, own = leafwise.call_update(optimizer, updates, mine, params, step, context, exact=is_last)
+            updates, own = leafwise.call_update(optimizer, updates, mine, at, exact=is_last)
             new |= own
         return updates, new
 
@@ -373,7 +356,7 @@ def scope(name: str, optimizer: OptimizerLike) -> Optimizer:
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
         mine = leafwise.own_slots(optimizer, slots, params, f"{name}/")
-        updates, own = leafwise.call_update(optimizer, updates, mine, params, step, context, exact=True)
+        updates, own = leafwise.call_update(optimizer, updates, mine, StepInputs(params, step, context), exact=True)
         return updates, leafwise.prefixed(name, own)
 
     def labels(params: Params) -> Labels | None:
@@ -480,7 +463,7 @@ class _Part:
         own_context = leafwise.inner_context(
             context, in_whole, lambda tree: self._restricted(self._treedef.flatten_up_to(tree))
         )
-        return leafwise.call_update(self.optimizer, own, slots, self.params, step, own_context, exact=True)
+        return leafwise.call_update(self.optimizer, own, slots, StepInputs(self.params, step, own_context), exact=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -616,7 +599,7 @@ def cautious(optimizer: OptimizerLike) -> Optimizer:
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         gradients = trees.flatten_like(at.params, updates, "gradients", is_leaf=is_slices)
-        updates, inner = leafwise.call_update(optimizer, updates, inner, at.params, at.step, at.context)
+        updates, inner = leafwise.call_update(optimizer, updates, inner, at)
         return leafwise.map_updates(masked, at.params, updates, gradients, what="updates"), inner, {}
 
     return wrap_optimizer(optimizer, "cautious", update)
@@ -670,7 +653,7 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         params, conditions = at.params, hyperparameters.Conditions()
         with hyperparameters.observing_conditions(conditions):
-            updates, inner = leafwise.call_update(optimizer, updates, inner, params, at.step, at.context, exact=True)
+            updates, inner = leafwise.call_update(optimizer, updates, inner, at, exact=True)
         moved = apply_updates(params, updates)
         new = _checked(moved, fn(moved))
 

@@ -17,9 +17,9 @@ from jstep.core.slot_roles import ACCUMULATED, AGES, Role, Roles, roles_of
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.differentiate.clipping import global_norm
 from jstep.optimizers import hyperparameters as hyper
-from jstep.optimizers.compose import Own, StepInputs, wrap_optimizer
+from jstep.optimizers.compose import Own, wrap_optimizer
 from jstep.optimizers.hyperparameters import Projected
-from jstep.optimizers.leafwise import Slot, call_update, fresh_slot, map_updates, wide_updates
+from jstep.optimizers.leafwise import Slot, StepInputs, call_update, fresh_slot, map_updates, wide_updates
 from jstep.optimizers.updates import on_leaves, only_if, slot_leaves
 
 # Skip updates whose gradients are not finite, and other conditional updates.
@@ -109,7 +109,7 @@ def conditional_update(
     roles = roles_of(optimizer, at.params)
     hyper.report_condition(hyper.Condition(at.params, condition, is_guard))
     with only_if(condition):
-        updates, new_slots = call_update(optimizer, updates, slots, at.params, at.step, at.context, exact=True)
+        updates, new_slots = call_update(optimizer, updates, slots, at, exact=True)
 
     def zero_unless(update: Any, leaf: Any) -> Any:
         if isinstance(update, Projected):
@@ -295,7 +295,7 @@ def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer
     share = 1 - hyper.constant("decay", decay, low=0, high=1, below=True)
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        updates, inner = call_update(optimizer, updates, inner, at.params, at.step, at.context, exact=True)
+        updates, inner = call_update(optimizer, updates, inner, at, exact=True)
         measured = at.context.noise
         if measured is None:
             return updates, inner, own

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -165,15 +166,27 @@ def _wide(x: Any, dtype: Any) -> Any:
 # The parts of a composed optimizer: the names of their slots and hyperparameters, and calls of their updates.
 
 
+class StepInputs(NamedTuple):
+    """Inputs of an optimizer's update besides updates and slots.
+
+    Attributes:
+        params: The parameters.
+        step: The step.
+        context: The context.
+        h: For the update of a wrapper, the values of its hyperparameters at the step.
+        starts: For the update of a wrapper, the `start_step` of each leaf, in order: the step minus the updates that
+            had a gradient of its label. None for a leaf that is never updated, and if the wrapper is not aged.
+    """
+
+    params: Params
+    step: Step
+    context: Context
+    h: Mapping[str, Any] = MappingProxyType({})
+    starts: Sequence[Array | None] = ()
+
+
 def call_update(
-    optimizer: Optimizer,
-    updates: Updates,
-    slots: Slots,
-    params: Params,
-    step: Step,
-    context: Context,
-    *,
-    exact: bool = False,
+    optimizer: Optimizer, updates: Updates, slots: Slots, at: StepInputs, *, exact: bool = False
 ) -> tuple[Updates, Slots]:
     """Call the update of an optimizer, with the context if it takes one.
 
@@ -181,23 +194,21 @@ def call_update(
         optimizer: The optimizer.
         updates: Its gradients.
         slots: Its slots.
-        params: The parameters.
-        step: The step.
-        context: The context.
+        at: Its other inputs.
         exact: Whether the caller passes updates on unchanged, or adds them with `apply_updates`: then they may contain
             `Projected` leaves.
     """
-    further = (context,) if optimizer.takes_context else ()
+    further = (at.context,) if optimizer.takes_context else ()
 
     def update(slots: Slots, params: Params) -> tuple[Updates, Slots]:
         # Conditions inside a custom update may belong to a program of its own.
         seen_by = hyperparameters.CONDITIONS.get() if isinstance(optimizer.init, Init) else ()
         with setting(hyperparameters.CONDITIONS, seen_by):
-            return optimizer.update(updates, slots, params, step, *further)
+            return optimizer.update(updates, slots, params, at.step, *further)
 
     loads = getattr(optimizer.update, "loads_slots", False)
-    new, slots = update(slots, params) if loads else with_slots_loaded(update, slots, params)
-    return new if exact else hyperparameters.moves(params, new), slots
+    new, slots = update(slots, at.params) if loads else with_slots_loaded(update, slots, at.params)
+    return new if exact else hyperparameters.moves(at.params, new), slots
 
 
 def inner_context(
@@ -222,14 +233,7 @@ def inner_context(
 
 
 def update_masters(
-    optimizer: Optimizer,
-    updates: Updates,
-    slots: Slots,
-    masters: Params,
-    params: Params,
-    step: Step,
-    context: Context,
-    rounded: Callable[[Any, Any], Any],
+    optimizer: Optimizer, updates: Updates, slots: Slots, masters: Params, at: StepInputs, rounded: Callable[..., Any]
 ) -> tuple[Updates, Slots]:
     """Call the update of an optimizer whose parameters are the masters of others, with gradients as wide as these.
 
@@ -238,14 +242,13 @@ def update_masters(
         updates: The gradients.
         slots: Its slots.
         masters: The master of each parameter.
-        params: The parameters, which its labels and masks see, and a loss that it evaluates.
-        step: The step.
-        context: The context of the parameters.
+        at: The inputs of its wrapper. Labels and masks see the parameters, and so does a loss that it evaluates.
         rounded: `rounded(p, master)`, the value of a parameter for its master.
     """
-    at_params = inner_context(context, lambda masters: jax.tree.map(rounded, params, masters), wide_updates)
-    with hyperparameters.partial_params(params):
-        return call_update(optimizer, wide_updates(updates), slots, masters, step, at_params, exact=True)
+    context = inner_context(at.context, lambda masters: jax.tree.map(rounded, at.params, masters), wide_updates)
+    with hyperparameters.partial_params(at.params):
+        inside = StepInputs(masters, at.step, context)
+        return call_update(optimizer, wide_updates(updates), slots, inside, exact=True)
 
 
 def own_slots(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = "") -> Slots:

@@ -43,7 +43,7 @@ from jstep.optimizers.hyperparameters import (
     value_at,
     values_used,
 )
-from jstep.optimizers.leafwise import call_update, inner_context, is_guarded
+from jstep.optimizers.leafwise import StepInputs, call_update, inner_context, is_guarded
 from jstep.optimizers.updates import TRANSFERS, Transfers, apply_in_order, with_small_ones_loaded
 from jstep.state.global_step import later_step, require_alive, step_of
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
@@ -154,9 +154,10 @@ def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     grads, context = _of_trained(optimizer, state.params, grads, context)
     guarding = [name for name in roles.of(Role.LAST_FINITE) if name in held]
     not_reached = {name: jnp.full_like(held[name], guards.NOT_REACHED) for name in guarding}
+    inputs = StepInputs(state.params, step, context)
     try:
         with setting(ADVANCES, increment):
-            updates, own = call_update(optimizer, grads, held | not_reached, state.params, step, context, exact=True)
+            updates, own = call_update(optimizer, grads, held | not_reached, inputs, exact=True)
     except (AttributeError, TypeError, ValueError) as error:
         explain_missing_gradients(error, state.params, grads)
         raise
