@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import itertools
 import math
+import tomllib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -161,34 +163,13 @@ class Preset(NamedTuple):
     repeats: bool = False
 
 
-PRESETS = {
-    "jordan": Preset((COEFFICIENTS,), repeats=True),
-    "dion": Preset(
-        (
-            (4.0848, -6.8946, 2.9270),
-            (3.9505, -6.3029, 2.6377),
-            (3.7418, -5.5913, 2.3037),
-            (2.8769, -3.1427, 1.2046),
-            (2.8366, -3.0525, 1.2012),
-        )
-    ),
-    # Ten polynomials for singular values from 0.001, each optimal after the preceding ones, with a cushion of 0.02.
-    "polar_express": Preset(
-        (
-            (8.2373125, -23.1577474, 16.6805684),
-            (4.0824420, -2.8930477, 0.5252849),
-            (3.9263480, -2.8547468, 0.5318022),
-            (3.2982187, -2.4245420, 0.4863201),
-            (2.2970369, -1.6366256, 0.4002628),
-            (1.8763805, -1.2347897, 0.3589189),
-            *[(1.8564423, -1.2132450, 0.3568003)] * 3,
-            (1.875, -1.25, 0.375),
-        ),
-        steps=8,
-        safety=1.01,
-        repeats=True,
-    ),
-}
+def _presets() -> dict[str, Preset]:
+    table = importlib.resources.files("jstep.optimizers").joinpath("newton_schulz.toml").read_text(encoding="utf-8")
+    presets = tomllib.loads(table)
+    return {name: Preset(**one | {"triples": tuple(map(tuple, one["triples"]))}) for name, one in presets.items()}
+
+
+PRESETS = _presets()
 
 
 def triples_and_safety(given: Any, steps: int | None) -> tuple[tuple[Triple, ...], float]:
