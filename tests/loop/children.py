@@ -1,5 +1,7 @@
 """Child processes that tests start: common preludes, and functions to start, synchronize and end them."""
 
+import signal
+
 import forked
 
 IMPORTS = """
@@ -74,6 +76,14 @@ def read_until(process, word):
         if line.startswith(word):
             return line.split()
     raise AssertionError(process.stderr.read()[-3000:])
+
+
+def signalled(script, directory, word, number=signal.SIGTERM):
+    """Start a script and send it a signal as soon as it prints a line that starts with a word; return the process."""
+    process = start(script, directory)
+    read_until(process, word)
+    process.send_signal(number)
+    return process
 
 
 def release(process):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from children import end, read_until, start
+from children import end, signalled, start
 from doubles import raising
 
 import jstep
@@ -217,9 +217,7 @@ def run(last, **kwargs):
 
 
 def test_a_signal_in_fn_lets_batch_and_step_end(tmp_path: Path) -> None:
-    process = start(CHILD + "run(20, checkpoint_dir=directory)", tmp_path)
-    read_until(process, "in fn")
-    process.send_signal(signal.SIGTERM)
+    process = signalled(CHILD + "run(20, checkpoint_dir=directory)", tmp_path, "in fn")
     process.stdin.write("\n")
     process.stdin.flush()
     end(process, 143)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import end, read_until, start
+from children import end, signalled, start
 from loop_runs import make_state, same, train
 from processes import printed
 from processes import run as run_all
@@ -285,9 +285,7 @@ def look(step, state, metrics):
 state = train(80, hooks=[jstep.every(1, look)], checkpoint_dir=directory)
 say("end", digest(state) == digest(train(80)))
 """
-    process = start(script, tmp_path)
-    read_until(process, "saved")
-    process.send_signal(signal.SIGKILL)
+    process = signalled(script, tmp_path, "saved", signal.SIGKILL)
     process.wait(60)
     newest = jstep.Saver(tmp_path).latest_step()
     assert newest is not None

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from children import end, read_until, start
+from children import end, signalled
 from doubles import raising
 from loop_runs import OPTIMIZER, make_state, train
 
@@ -236,9 +236,7 @@ except jstep.Preempted:
     say("left", jstep.Saver(directory).all_steps())
     os._exit(0)
 """
-    process = start(script, tmp_path)
-    read_until(process, "new")
-    process.terminate()
+    process = signalled(script, tmp_path, "new")
     assert end(process)[0] == "left [5]\n"
 
 

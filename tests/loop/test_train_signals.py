@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from children import end, read_until, release, start
+from children import end, read_until, release, signalled, start
 
 from jstep.checkpoint.saver import Saver
 
@@ -26,9 +26,7 @@ except BaseException as error:
     say("left", type(error).__name__, getattr(error, "code", None), jstep.Saver(directory).latest_step())
     raise
 """
-    process = start(script, tmp_path)
-    read_until(process, "step 5")
-    process.send_signal(number)
+    process = signalled(script, tmp_path, "step 5", number)
     release(process)
     out, err = end(process, 143 if number == signal.SIGTERM else -signal.SIGINT)
     assert "over 5" in out  # the current step was completed
@@ -46,11 +44,8 @@ say(digest(train(30, Counted(), checkpoint_dir=directory)) == digest(train(30, C
 
 @pytest.mark.thorough
 def test_sigterm_without_a_checkpoint_dir(tmp_path):
-    process = start(
-        'train(16_000, hooks=[jstep.EvaluationHook(lambda s: say("here") or {}, every_n_steps=100)])', tmp_path
-    )
-    read_until(process, "here")
-    process.terminate()
+    script = 'train(16_000, hooks=[jstep.EvaluationHook(lambda s: say("here") or {}, every_n_steps=100)])'
+    process = signalled(script, tmp_path, "here")
     _, err = end(process, 143)
     assert err == ""
 
@@ -85,9 +80,8 @@ def count(step, state, metrics):
     last = step
 train(100, Hangs(), hooks=[jstep.every(1, count)], checkpoint_dir=directory)
 """
-    process = start(script, tmp_path)
-    read_until(process, "hangs")  # the steps before have ended; the loop waits, or is about to
-    process.send_signal(number)
+    # the steps before have ended; the loop waits, or is about to
+    process = signalled(script, tmp_path, "hangs", number)
     _, err = end(process, 143 if number == signal.SIGTERM else -signal.SIGINT)
     assert "The batches ended" not in err
     saver = Saver(tmp_path)
@@ -107,9 +101,7 @@ class Rows:
         time.sleep(1000)
 train(100, jstep.batches(Rows(), 8), checkpoint_dir=directory)
 """
-    process = start(script, tmp_path)
-    read_until(process, "hangs")
-    process.send_signal(number)
+    process = signalled(script, tmp_path, "hangs", number)
     end(process, 143 if number == signal.SIGTERM else -signal.SIGINT)
 
 
@@ -150,9 +142,7 @@ try:
 except KeyboardInterrupt:
     say("left")
 """
-    process = start(script, tmp_path)
-    read_until(process, "stuck")
-    process.send_signal(signal.SIGINT)
+    process = signalled(script, tmp_path, "stuck", signal.SIGINT)
     for _ in range(5):
         read_until(process, "still")  # the run continues after the first signal
     process.send_signal(signal.SIGINT)
@@ -173,9 +163,7 @@ class Slow(jstep.Hook):
 train(6, hooks=[Slow()], checkpoint_dir=directory)
 say("not reached")
 """
-    process = start(script, tmp_path)
-    read_until(process, "here")
-    process.terminate()
+    process = signalled(script, tmp_path, "here")
     if where == "end":
         release(process)
     out, _ = end(process, 143)
@@ -192,9 +180,7 @@ class Slow(jstep.Hook):
 train(100, lambda n: {"x": np.full((8, 8), np.nan if n == 3 else 1, np.float32)},
       hooks=[jstep.NanLossHook(every_n_steps=50), Slow()], checkpoint_dir=directory, save_checkpoint_steps=3)
 """
-    process = start(script, tmp_path)
-    read_until(process, "step 5")
-    process.terminate()
+    process = signalled(script, tmp_path, "step 5")
     _, err = end(process, 1)
     assert "NanLossDuringTrainingError: the loss is nan at step 4" in err
     assert Saver(tmp_path).all_steps() == [3]
@@ -217,9 +203,7 @@ except BaseException as error:
     assert "the state after step" in note, note
     say("left", type(error).__name__)
 """
-    process = start(script, tmp_path)
-    read_until(process, "step 5")
-    process.send_signal(number)
+    process = signalled(script, tmp_path, "step 5", number)
     out, _ = end(process)
     assert out.endswith("left Preempted\n" if number == signal.SIGTERM else "left KeyboardInterrupt\n")
 
