@@ -81,8 +81,7 @@ def _bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def _by_how_much(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float | None, int | None]:
     if np.iscomplexobj(a):
-        parts = [_by_how_much(one(a), one(b)) for one in (np.real, np.imag)]
-        return tuple(max((part[i] for part in parts if part[i] is not None), default=None) for i in (0, 1))  # type: ignore[return-value,type-var]
+        return _by_how_much(a.view(a.real.dtype), b.view(b.real.dtype))
     if not is_inexact(a.dtype):
         if a.dtype == np.bool_:
             return None, None
@@ -92,14 +91,8 @@ def _by_how_much(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[floa
     with np.errstate(over="ignore"):
         max_abs = float(np.abs(wide_a[finite] - wide_b[finite]).max()) if finite.any() else None
     numbers = ~(np.isnan(wide_a) | np.isnan(wide_b) | _are_opposite(wide_a, wide_b))
-    return (None if max_abs is None or not np.isfinite(max_abs) else max_abs), _ulps(a[numbers], b[numbers])
-
-
-def _ulps(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int | None:
-    """Return the largest distance in units in the last place."""
-    if not a.size:
-        return None
-    return _gap(_order(a), _order(b))
+    ulps = _gap(_order(a[numbers]), _order(b[numbers])) if numbers.any() else None
+    return (None if max_abs is None or not np.isfinite(max_abs) else max_abs), ulps
 
 
 def _gap(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
