@@ -33,8 +33,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if place.endswith(".py") and not os.path.isfile(place):
         raise FileNotFoundError(f"no file {place}")
     # These import JAX, which --help and the errors above do not need.
-    from jstep.core.meshes import mesh_of
-    from jstep.core.placement import compiles_only
+    from jstep.core.placement import device_of
     from jstep.tools.cost import cost
     from jstep.tools.devices import parsed
     from jstep.tools.topologies import name_of, prepare, require_compiler
@@ -44,8 +43,7 @@ def _run(arguments: argparse.Namespace) -> int:
         require_compiler(topology)
         prepare()  # before the program uses JAX, which would otherwise warn on stderr that the compilers lack devices
     step, state, *batch = _returned(place, function)
-    mesh = mesh_of((state, batch))
-    is_there = mesh is not None and compiles_only(mesh) and name_of(mesh.devices.flat[0]) == topology
+    is_there = name_of(device_of((state, batch))) == topology
     found = cost(step, state, *batch, topology=None if topology is None or is_there else str(topology))
     return answer(arguments, vars(found), [str(found)])  # exit code 0 even if the step does not fit into memory
 

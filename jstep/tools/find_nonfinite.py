@@ -202,9 +202,7 @@ def _check_finite(fn: Any, args: tuple[Any, ...]) -> None:
 _OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
 _MACHINERY = tuple(_OURS + name + os.sep for name in ("training", "differentiate", "loop", "tools", "evaluating"))
 _JAX = os.path.dirname(os.path.realpath(jax.__file__)) + os.sep
-_LIBRARIES = tuple(
-    {os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib")}
-)
+_LIBRARIES = tuple(os.path.realpath(path) + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name)
 
 
 def line_of(eqns: Sequence[Any], beside: Sequence[Any] = ()) -> str:

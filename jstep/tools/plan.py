@@ -402,9 +402,8 @@ def _data(batches: Any, start: int, last_step: int, steps: np.ndarray[Any, Any])
     Raises:
         ValueError: The batches end before the first step.
     """
-    if batches is None:
-        return {}
-    check_batches(batches)
+    if batches is not None:
+        check_batches(batches)
     if not isinstance(batches, BatchSequence):
         return {}
     stop = last_step if batches.is_endless else min(last_step, len(batches))
