@@ -194,6 +194,13 @@ class Pass:
         parts = (*level.iterations, number, *zeros, level.shard())
         return jnp.stack([on_current_mesh(jnp.asarray(part, jnp.int32)) for part in parts])
 
+    def _first(self, number: Any, positions: list[Any], level: Level) -> Any:
+        """Return the first position in a level: that of an operation, if there is one, or one of its parts."""
+        here = jnp.where(number == _NEVER, _NEVER, self._position(number, level))
+        stacked = jnp.stack([here, *positions])
+        # The numbers at the depth of the level are in execution order.
+        return stacked[jnp.argmin(stacked[:, len(level.iterations)])]
+
     def _evaluated(
         self, values: Sequence[Any], depends: Sequence[bool], found: Callable[[Any, list[Value]], Any]
     ) -> Any:
@@ -416,17 +423,14 @@ class BadGroups(Pass):
             level.notes.append((operation.number, made, len(level.parts)))
 
     def _record(self, level: Level) -> Any:
-        positions, bad = [jnp.full(self._width, _NEVER, jnp.int32)], jnp.zeros(self._numbers, bool)
-        for position, of_part in level.parts:
-            positions.append(position)
+        groups = self._groups(level.notes)
+        numbers = np.array([number for number, _ in groups], np.int32)
+        flags = jnp.array([is_any_bad(results) for _, results in groups], bool)
+        number = jnp.min(jnp.where(flags, numbers, _NEVER), initial=_NEVER)
+        bad = jnp.zeros(self._numbers, bool).at[numbers].set(flags)
+        for _, of_part in level.parts:
             bad |= of_part
-        if groups := self._groups(level.notes):
-            numbers = [number for number, _ in groups]
-            flags = jnp.stack([is_any_bad(results) for _, results in groups])
-            number = jnp.min(jnp.where(flags, np.array(numbers, np.int32), _NEVER))
-            positions.append(jnp.where(number == _NEVER, _NEVER, self._position(number, level)))
-            bad = bad.at[np.array(numbers)].set(flags)
-        return _first(positions, level), bad
+        return self._first(number, [position for position, _ in level.parts], level), bad
 
     def _groups(self, notes: list[tuple[int, list[Any], int]]) -> list[tuple[int, list[Any]]]:
         """Return the number and the results of each group of a level. None extends beyond a loop, branch or shard."""
@@ -449,12 +453,6 @@ class BadGroups(Pass):
 
     def _of_shards(self, records: Any) -> Any:
         return records[0][_lowest(records[0])], jnp.any(records[1], axis=0)
-
-
-def _first(positions: list[Any], level: Level) -> Any:
-    """Return the first position in a level, in which the numbers at its depth are in execution order."""
-    stacked = jnp.stack(positions)
-    return stacked[jnp.argmin(stacked[:, len(level.iterations)])]
 
 
 def _earlier(record: Any, later: Any) -> Any:
@@ -485,8 +483,7 @@ class FirstMade(Pass):
             level.notes.append((operation.number, operands, _inexact(outs), _depends(ins)))
 
     def _record(self, level: Level) -> Any:
-        number = _first_number(level.notes)
-        return _first([jnp.where(number == _NEVER, _NEVER, self._position(number, level)), *level.parts], level)
+        return self._first(_first_number(level.notes), level.parts, level)
 
     def _earlier(self, record: Any, later: Any) -> Any:
         return _earlier(record, later)
