@@ -213,15 +213,10 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
         "topology": None if name is None else str(name),
     }
     if needed is not None:
-        unknown: dict[str, Any] = dict.fromkeys((*_SIZES, "bytes_accessed", "collectives"))
-        return Cost(
-            **known,
-            **unknown | {"peak_bytes": needed[0]},
-            flops=work.all / devices,
-            memory_bytes=memory or needed[1],
-            fits=False,
-            warnings=(*unplaced_batch(state, args), *warnings_without_a_program(state, args, traced)),
-        )
+        known |= dict.fromkeys((*_SIZES, "bytes_accessed", "collectives"))
+        known |= {"flops": work.all / devices, "peak_bytes": needed[0], "memory_bytes": memory or needed[1]}
+        warned = (*unplaced_batch(state, args), *warnings_without_a_program(state, args, traced))
+        return Cost(**known, fits=False, warnings=warned)
     sizes = _memory(compiled, state, args, host, device.platform)
     peak = sizes["peak_bytes"]
     analysis, program = compiled.cost_analysis() or {}, parse_program(compiled.as_text())
