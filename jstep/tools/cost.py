@@ -435,28 +435,23 @@ def _resharded(
     if axis is None or is_annotated(traced):
         return ""
     # The bytes of activations, not parameters, that XLA gathers or reshards.
-    gathers, others = (
-        sum(
-            one.times * count
-            for one in moved
-            if one.kind == kind and _OF_THE_LOSS in one.instruction.op_name
-            for name, count in one.parts()
-            if argument_of(one.frame, name) is None
-        )
-        for kind in ("all-gather", "all-to-all")
-    )
+    found = {"all-gather": 0, "all-to-all": 0}
+    for one in moved:
+        if one.kind in found and _OF_THE_LOSS in one.instruction.op_name:
+            counts = [count for name, count in one.parts() if argument_of(one.frame, name) is None]
+            found[one.kind] += one.times * sum(counts)
     split = {number for number, (path, leaf) in leaves.items() if path.startswith("params") and _is_split(leaf, axis)}
     # Whether a matrix product of the loss has one of these arguments as an operand, each device its shard.
-    products = (
-        (frame, name)
+    is_sharded = any(
+        argument_of(frame, name) in split
         for frame, one in instructions_within(Frame(program, program.entry))
         if one.opcode in _PRODUCTS and _OF_THE_LOSS in one.op_name
         for name in one.operands
     )
-    if not others and not (gathers and any(argument_of(frame, name) in split for frame, name in products)):
+    if not found["all-to-all"] and not (found["all-gather"] and is_sharded):
         return ""
-    what = " and ".join(kind for kind, found in (("all-gather", gathers), ("all-to-all", others)) if found)
-    return f"activations are resharded ({what}, {size(gathers + others)} per step): {_remedy(axis)}"
+    what = " and ".join(kind for kind, count in found.items() if count)
+    return f"activations are resharded ({what}, {size(sum(found.values()))} per step): {_remedy(axis)}"
 
 
 def _remedy(axis: Any) -> str:

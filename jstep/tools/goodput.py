@@ -176,16 +176,11 @@ def _kept(lines: Sequence[Mapping[str, Any]], limit: float) -> tuple[float, int]
     saved = [_seconds(one)[STEPPING] for one in lines if one.get("checkpoint") == limit]
     if saved:
         return saved[-1], int(limit) - first
-    below = (first, 0.0)
-    for one in lines:
-        if one["step"] is None:
-            continue
-        step, seconds = one["step"][1], _seconds(one)[STEPPING]
-        if step >= limit:  # the first such line, because later ones include time of the next step
-            break
-        below = (step, seconds)
-    share = (limit - below[0]) / (step - below[0])
-    return below[1] + share * (seconds - below[1]), int(limit) - first
+    points = [(first, 0.0)] + [(one["step"][1], _seconds(one)[STEPPING]) for one in lines if one["step"] is not None]
+    # The first line that reaches the limit, because later ones include time of the next step.
+    after = next(i for i, (step, _) in enumerate(points) if step >= limit)
+    (low, before), (high, seconds) = points[after - 1 : after + 1]
+    return before + (limit - low) / (high - low) * (seconds - before), int(limit) - first
 
 
 # `goodput` of the command line.
