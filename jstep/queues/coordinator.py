@@ -140,10 +140,7 @@ class Coordinator:
         if timeout is not None:
             deadline = time.monotonic() + as_number(timeout, "timeout", finite=False, meaning="seconds, or None")
         with self._changed:
-            while not self._stopped:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
+            while not self._stopped and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(min(left, 10 * _SLICE_SECS))
             return self._stopped
 
