@@ -73,16 +73,10 @@ class AgreedClock:
     Args:
         secs: The period.
         clock: The clock of this process, in seconds.
-        broadcast: Returns the integers of process 0, on all processes; `broadcast_ints` by default.
     """
 
-    def __init__(
-        self,
-        secs: float,
-        clock: Callable[[], float] = time.monotonic,
-        broadcast: Callable[[int, int], list[int]] | None = None,
-    ) -> None:
-        self._secs, self._clock, self._broadcast = secs, clock, broadcast or broadcast_ints
+    def __init__(self, secs: float, clock: Callable[[], float]) -> None:
+        self._secs, self._clock = secs, clock
         self._last = self._began = clock()
         self._first_step: int | None = None
         self._ask_at = 0
@@ -97,7 +91,7 @@ class AgreedClock:
         per_step = (now - self._began) / max(1, step - self._first_step)
         left = max(0.0, self._secs - (now - self._last))
         gap = min(left, self._secs / 10) / max(per_step, 1e-6)
-        over, gap_of_all = self._broadcast(now - self._last >= self._secs, min(max(1, int(gap)), 100_000))
+        over, gap_of_all = broadcast_ints(now - self._last >= self._secs, min(max(1, int(gap)), 100_000))
         self._ask_at = step + gap_of_all
         return bool(over)
 
