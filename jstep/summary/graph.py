@@ -58,7 +58,7 @@ class GraphBuilder:
         scope: str,
         name: str,
         op: str,
-        inputs: Iterable[Ref | None],
+        inputs: Iterable[Ref],
         outputs: Sequence[Tensor],
         attrs: dict[str, str] | None = None,
     ) -> list[Ref]:
@@ -66,8 +66,7 @@ class GraphBuilder:
         full = self._unique(_join([scope, name]), self._nodes)
         self._nodes.add(full)
         node = self.graph.node.add(name=full, op=op)
-        data = [ref for ref in inputs if ref is not None]
-        node.input.extend(sorted(data, key=lambda ref: ref.startswith("^")))  # control inputs come last
+        node.input.extend(sorted(inputs, key=lambda ref: ref.startswith("^")))  # control inputs come last
         for key, text in (attrs or {}).items():
             if text:
                 node.attr[key].s = checks.cut(text, _MAX_ATTR).encode()
@@ -320,7 +319,7 @@ class _TracedWalker(GraphBuilder):
         if operation.kind == "operation":
             attrs = {f"input_{i}": str(value) for i, value in enumerate(values) if not isinstance(value, str)}
             attrs |= shown_parameters(eqn)
-            inputs = [value if isinstance(value, str) else None for value in values]
+            inputs = [value for value in values if isinstance(value, str)]
             return self.add(scope, name, name, inputs, [*map(_traced_tensor, eqn.outvars)], attrs)
         if _is_call(operation):
             label, inner = operation.called or name, operation.bodies[0].operations
