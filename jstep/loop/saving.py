@@ -269,14 +269,9 @@ class RunSaverHook(CheckpointSaverHook):
 
     def __init__(self, run: Run, saver: Saver) -> None:
         options = run.options
-        secs: Any = options.save_checkpoint_secs
-        is_auto = secs == AUTO
-        super().__init__(
-            saver,
-            save_secs=None if is_auto else secs,
-            save_steps=options.save_checkpoint_steps,
-            extra=self._made_extra,
-        )
+        is_auto = options.save_checkpoint_secs == AUTO
+        secs: Any = None if is_auto else options.save_checkpoint_secs
+        super().__init__(saver, save_secs=secs, save_steps=options.save_checkpoint_steps, extra=self._made_extra)
         self._interval = SaveInterval(saver) if is_auto else None
         if self._interval is not None:
             self.cadence = Cadence(secs=self._interval, together=True)
