@@ -134,8 +134,7 @@ class StallFiles:
             self.reads += read
 
     def _write(self, mine: Fields | None) -> None:
-        name = f"{self._process}.json"
         own = {"version": STALLS_VERSION, "process": self._process, "renewed": time.time()}
         data = json.dumps({**own, **this_process(), **(mine or {})}).encode()
-        path = join(self._folder, name)
+        path = join(self._folder, f"{self._process}.json")
         remove_file(path) if mine is None else replace_file(path, data)
