@@ -100,13 +100,15 @@ class CompileJob(NamedTuple):
     Attributes:
         first: The first step that runs it.
         name: The name, for logs.
-        make: `make(state, args)` compiles the program for the shapes of the state and of the latest batch.
+        make: `make(args)` compiles the program for the shapes of the arguments of one step.
+        args: These shapes; None for those of the latest call.
         is_quiet: Whether to log nothing.
     """
 
     first: int
     name: str
-    make: Callable[[Any, tuple[Any, ...]], None]
+    make: Callable[[tuple[Any, ...]], None]
+    args: tuple[Any, ...] | None = None
     is_quiet: bool = False
 
 
@@ -129,7 +131,6 @@ class BackgroundCompiler:
         self._stopping = stopping
         self.jobs: deque[CompileJob] = deque()
         self.begun: deque[tuple[CompileJob, Future[None]]] = deque()
-        self._state: Any = None
         self.is_closed = False
 
     def before(
@@ -151,25 +152,24 @@ class BackgroundCompiler:
         while self.jobs and step >= self.jobs[0].first:
             self.jobs.popleft()  # not begun: the step compiles it
 
-    def after(self, state: Any, args: tuple[Any, ...]) -> None:
-        """Begin the next compilation, after a step with these arguments that returned this state."""
+    def after(self, args: tuple[Any, ...]) -> None:
+        """Begin the next compilation, after a step with these arguments."""
         if not self.jobs or len(self.begun) == _MOST_AHEAD or (self.begun and not self.begun[-1][1].done()):
             return
-        if self._state is None:
-            self._state = shapes_of(state)
-        self.begin(self.jobs.popleft(), self._state, shapes_of(args))
+        job = self.jobs.popleft()
+        self.begin(job, shapes_of(args) if job.args is None else job.args)
 
-    def begin(self, job: CompileJob, state: Any, args: tuple[Any, ...] = ()) -> None:
-        """Begin a compilation at once, with the shapes of a state and of a batch."""
-        task = functools.partial(self.compile_job, job, state, args)
+    def begin(self, job: CompileJob, args: tuple[Any, ...] = ()) -> None:
+        """Begin a compilation at once, for shapes of the arguments of one step."""
+        task = functools.partial(self.compile_job, job, args)
         self.begun.append((job, in_background(task, name="jstep-compile")))
 
-    def compile_job(self, job: CompileJob, state: Any, args: tuple[Any, ...]) -> None:
+    def compile_job(self, job: CompileJob, args: tuple[Any, ...]) -> None:
         """Compile a program; all that a thread does."""
         then = time.perf_counter()
         try:
             with doing(MAKING):
-                job.make(state, args)
+                job.make(args)
         except Exception as error:
             if not job.is_quiet:
                 _logger.warning(

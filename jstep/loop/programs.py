@@ -315,7 +315,7 @@ class Programs:
         if is_new or compiled.programs != before:
             self._follow_up(call, result, compiled.seconds - seconds)
         if self.compiler.jobs:
-            self.compiler.after(result[0], call.of_one)
+            self.compiler.after(call.of_one)
         for look in self.after_call:
             look(call, result[0])
         return result

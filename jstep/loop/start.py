@@ -28,7 +28,6 @@ from jstep.loop.compiler import CompileJob, FirstBatch, is_done, shapes_of
 from jstep.loop.feeder import BatchFeeder, copied_batches
 from jstep.loop.foresight import look_ahead
 from jstep.loop.hook_runner import HookRunner
-from jstep.loop.programs import Programs
 from jstep.loop.run import Run
 from jstep.loop.saving import STOPPED, RunSaverHook, restore, restore_hooks
 from jstep.loop.stages import Segment, Stage, StageBoundaries
@@ -230,8 +229,8 @@ def compile_ahead(run: Run, boundaries: StageBoundaries, source: Source) -> None
         elif not segment.is_edge:
             continue
         if segment is not first:
-            make = functools.partial(_compile, programs, segment, args)
-            programs.compiler.jobs.append(CompileJob(segment.first, stage.name, make))
+            make = functools.partial(programs.compile, segment.first)
+            programs.compiler.jobs.append(CompileJob(segment.first, stage.name, make, args))
 
 
 def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any] | None) -> None:
@@ -250,7 +249,7 @@ def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any]
     def is_over() -> bool:
         return compiler.is_closed
 
-    def make(state: Any, _: tuple[Any, ...]) -> None:
+    def make(_: tuple[Any, ...]) -> None:
         if shapes is not None and batch_sharding is None:
             # A daemon: a reader of the user's may hang.
             known = in_background(shapes, name="jstep-shapes", daemon=True)
@@ -264,7 +263,7 @@ def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any]
         with run.times.compiling():
             programs.compile(start, args)
 
-    compiler.begin(CompileJob(start, stage.name, make, is_quiet=True), programs.state_shapes)
+    compiler.begin(CompileJob(start, stage.name, make, is_quiet=True))
 
 
 def _shapes_of_batch(source: Source, step: int, batch_sharding: Any) -> tuple[Any, ...] | None:
@@ -304,9 +303,3 @@ def _check(stage: Stage, state: Any, args: tuple[Any, ...], segment: Segment) ->
             f"{name}: all training steps of a run share one structure of the state, but this one returns a state "
             f"{different}; freeze parameters with var_list, and give all stages optimizers with the same slots"
         )
-
-
-def _compile(
-    programs: Programs, segment: Segment, args: tuple[Any, ...] | None, state: Any, latest: tuple[Any, ...]
-) -> None:
-    programs.compile(segment.first, latest if args is None else args)

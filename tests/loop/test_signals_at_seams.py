@@ -266,14 +266,14 @@ def test_while_a_later_stage_is_waited_for_a_batch_that_cannot_be_made_again_is_
 ) -> None:
     """A checkpoint without the position of its batches would begin them anew."""
     from jstep.loop import compiler
-    from jstep.loop import start as starting
+    from jstep.loop.programs import Programs
 
-    is_done, compile_stage, sent, released = compiler.is_done, starting._compile, [], threading.Event()
+    is_done, compile_stage, sent, released = compiler.is_done, Programs.compile, [], threading.Event()
     latest = [0]
 
-    def slow(*args: Any) -> bool:
+    def slow(*args: Any) -> None:
         released.wait(60)
-        return compile_stage(*args)
+        compile_stage(*args)
 
     def done(future: Any, is_over: Any) -> bool:
         def over() -> bool:
@@ -289,7 +289,7 @@ def test_while_a_later_stage_is_waited_for_a_batch_that_cannot_be_made_again_is_
     def keep(n: int, state: Any, metrics: Any) -> None:
         latest[0] = n
 
-    monkeypatch.setattr(starting, "_compile", slow)
+    monkeypatch.setattr(Programs, "compile", slow)
     monkeypatch.setattr(compiler, "is_done", done)
     steps = {0: jstep.minimize(mean_of_products, OPTIMIZER), 3: jstep.minimize(mean_of_products, OPTIMIZER)}
     try:

@@ -283,7 +283,7 @@ def test_a_compiler_error_is_raised_at_its_step(caplog):
 def test_a_run_that_stops_does_not_wait_for_the_compiler():
     started, finish = threading.Event(), threading.Event()
 
-    def slow(state, args):
+    def slow(args):
         started.set()
         return finish.wait(60)
 
@@ -291,7 +291,7 @@ def test_a_run_that_stops_does_not_wait_for_the_compiler():
     compiler = BackgroundCompiler(stopping=lambda: bool(stop))
     compiler.jobs.append(CompileJob(5, "slow", slow))
     compiler.before(4)
-    compiler.after({"w": jnp.ones(3)}, ())
+    compiler.after((jnp.ones(3),))
     assert started.wait(60)
     stop.append(True)
     with pytest.raises(StopWaiting):
@@ -305,14 +305,14 @@ def test_a_run_that_stops_does_not_wait_for_the_compiler():
 def test_only_a_compilation_in_progress_is_reported_at_the_end(is_finished, caplog):
     started, finish = threading.Event(), threading.Event()
 
-    def slow(state, args):
+    def slow(args):
         started.set()
         return finish.wait(60)
 
     caplog.set_level("INFO", "jstep")
     compiler = BackgroundCompiler()
     compiler.jobs.append(CompileJob(5, "slow", slow))
-    compiler.after({"w": jnp.ones(3)}, ())
+    compiler.after((jnp.ones(3),))
     assert started.wait(60)
     if is_finished:
         finish.set()
@@ -326,7 +326,7 @@ def test_jobs_that_did_not_start_are_left_to_the_step():
     compiler = BackgroundCompiler()
     compiler.jobs.append(CompileJob(5, "late", lambda *_: pytest.fail("began")))
     compiler.before(5)
-    compiler.after({}, ())
+    compiler.after(())
 
 
 def test_of_a_stage_only_so_many_changes_of_shapes_are_compiled_ahead():
