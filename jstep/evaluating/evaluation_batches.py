@@ -450,9 +450,7 @@ class Totals:
 
 def _sum(value: Any) -> int | float:
     numbers = host(value).ravel()
-    if numbers.dtype.kind in "biu":
-        return int(numbers.sum(dtype=np.uint64 if numbers.dtype.kind == "u" else np.int64))
-    return _total(numbers.astype(np.float64).tolist())
+    return _total((numbers if numbers.dtype.kind in "biu" else numbers.astype(np.float64)).tolist())
 
 
 def _total(numbers: Sequence[Any]) -> int | float:
