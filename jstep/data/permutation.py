@@ -81,26 +81,18 @@ def _encipher(domain: Domain, keys: list[Words], numbers: Words) -> Words:
     _, rounds, _, side, other_side, half, shift, mixer = domain
     digit = numbers // other_side
     other = numbers - digit * other_side
-    h, t = np.empty_like(numbers), np.empty_like(numbers)
     for r in range(rounds):
         # h = a hash of the other digit in range(side)
-        np.multiply(other, keys[2 * r], h)
-        np.add(h, keys[2 * r + 1], h)
-        np.right_shift(h, shift, t)
-        np.bitwise_xor(h, t, h)
-        np.multiply(h, mixer, h)
-        np.right_shift(h, half, h)
-        np.multiply(h, side, h)
-        np.right_shift(h, half, h)
+        h = other * keys[2 * r] + keys[2 * r + 1]
+        h ^= h >> shift
+        h *= mixer
+        h = (h >> half) * side >> half
         # digit = (digit + h) mod side; a negative difference wraps around
-        np.add(digit, h, digit)
-        np.subtract(digit, side, t)
-        np.minimum(digit, t, out=digit)
+        digit += h
+        np.minimum(digit, digit - side, out=digit)
         digit, other, side, other_side = other, digit, other_side, side
     # After an even number of rounds the digits are in their original positions.
-    np.multiply(digit, other_side, digit)
-    np.add(digit, other, digit)
-    return digit
+    return digit * other_side + other
 
 
 class Lookahead:
