@@ -1,6 +1,7 @@
 """The classic optimizers, with every hyperparameter as a number and as a schedule, and the equations they follow."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ class Case(NamedTuple):
     defaults: tuple[str, ...] = ()
 
 
-FTRL = {
+OF_FTRL = {
     "learning_rate": 0.3,
     "learning_rate_power": -0.5,
     "l1_regularization_strength": 0.0,
@@ -35,95 +36,49 @@ FTRL = {
     "l2_shrinkage_regularization_strength": 0.0,
     "beta": 0.0,
 }
-ADAM = {"learning_rate": 0.001, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
-RMSPROP = {"learning_rate": 0.1, "decay": 0.9, "momentum": 0.0, "epsilon": 1e-10}
+OF_ADAM = {"learning_rate": 0.001, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
+OF_RMSPROP = {"learning_rate": 0.1, "decay": 0.9, "momentum": 0.0, "epsilon": 1e-10}
+OTHERS = {"learning_rate": 0.05, "decay": 0.7, "momentum": 0.6, "epsilon": 0.01}
+SCHEDULED = {"learning_rate": FALLING, "decay": RISING, "momentum": RISING, "epsilon": FALLING}
 RMS = {"rms": 1.0, "momentum": 0.0}
 
 
+DESCENT = partial(Case, jstep.gradient_descent, reference.gradient_descent, {})
+MOMENTUM = partial(Case, jstep.momentum, reference.momentum, {"momentum": 0.0})
+NESTEROV = partial(Case, jstep.momentum, reference.nesterov, {"momentum": 0.0}, static={"use_nesterov": True})
+ADAGRAD = partial(Case, jstep.adagrad, reference.adagrad)
+ADAM = partial(Case, jstep.adam, reference.adam, {"m": 0.0, "v": 0.0})
+RMSPROP = partial(Case, jstep.rmsprop, reference.rmsprop, RMS)
+CENTERED = partial(Case, jstep.rmsprop, reference.rmsprop_centered, RMS | {"mg": 0.0}, static={"centered": True})
+
+
 def ftrl_case(accum: float = 0.1, **changes: Any) -> Case:
-    return Case(
-        jstep.ftrl,
-        reference.ftrl,
-        {"accum": accum, "linear": 0.0},
-        FTRL | changes,
-        {"initial_accumulator_value": accum},
-    )
+    slots = {"accum": accum, "linear": 0.0}
+    return Case(jstep.ftrl, reference.ftrl, slots, OF_FTRL | changes, {"initial_accumulator_value": accum})
 
 
 CASES = {
-    "gradient_descent": Case(jstep.gradient_descent, reference.gradient_descent, {}, {"learning_rate": 0.1}),
-    "gradient_descent-scheduled": Case(
-        jstep.gradient_descent, reference.gradient_descent, {}, {"learning_rate": FALLING}
+    "gradient_descent": DESCENT({"learning_rate": 0.1}),
+    "gradient_descent-scheduled": DESCENT({"learning_rate": FALLING}),
+    "momentum": MOMENTUM({"learning_rate": 0.1, "momentum": 0.9}),
+    "momentum-scheduled": MOMENTUM({"learning_rate": FALLING, "momentum": RISING}),
+    "nesterov": NESTEROV({"learning_rate": 0.1, "momentum": 0.9}),
+    "nesterov-scheduled": NESTEROV({"learning_rate": FALLING, "momentum": RISING}),
+    "adagrad-defaults": ADAGRAD({"accumulator": 0.1}, {"learning_rate": 0.2}),
+    "adagrad": ADAGRAD({"accumulator": 0.7}, {"learning_rate": FALLING}, {"initial_accumulator_value": 0.7}),
+    "adam-defaults": ADAM(OF_ADAM, defaults=tuple(OF_ADAM)),
+    "adam": ADAM({"learning_rate": 0.1, "beta1": 0.8, "beta2": 0.95, "epsilon": 0.1}),
+    "adam-no-averaging": ADAM(OF_ADAM | {"beta1": 0.0, "beta2": 0.0}),
+    "adam-rate-scheduled": ADAM(OF_ADAM | {"learning_rate": FALLING}),
+    "adam-all-scheduled": ADAM({"learning_rate": FALLING, "beta1": RISING, "beta2": RISING, "epsilon": FALLING}),
+    "rmsprop-defaults": RMSPROP(OF_RMSPROP, defaults=("decay", "momentum", "epsilon")),
+    "rmsprop": RMSPROP(OTHERS),
+    "rmsprop-scheduled": RMSPROP(SCHEDULED),
+    "rmsprop-centered": CENTERED(OTHERS),
+    "rmsprop-centered-scheduled": CENTERED(SCHEDULED),
+    "ftrl-defaults": Case(
+        jstep.ftrl, reference.ftrl, {"accum": 0.1, "linear": 0.0}, OF_FTRL, defaults=tuple(OF_FTRL)[1:]
     ),
-    "momentum": Case(jstep.momentum, reference.momentum, {"momentum": 0.0}, {"learning_rate": 0.1, "momentum": 0.9}),
-    "momentum-scheduled": Case(
-        jstep.momentum, reference.momentum, {"momentum": 0.0}, {"learning_rate": FALLING, "momentum": RISING}
-    ),
-    "nesterov": Case(
-        jstep.momentum,
-        reference.nesterov,
-        {"momentum": 0.0},
-        {"learning_rate": 0.1, "momentum": 0.9},
-        {"use_nesterov": True},
-    ),
-    "nesterov-scheduled": Case(
-        jstep.momentum,
-        reference.nesterov,
-        {"momentum": 0.0},
-        {"learning_rate": FALLING, "momentum": RISING},
-        {"use_nesterov": True},
-    ),
-    "adagrad-defaults": Case(jstep.adagrad, reference.adagrad, {"accumulator": 0.1}, {"learning_rate": 0.2}),
-    "adagrad": Case(
-        jstep.adagrad,
-        reference.adagrad,
-        {"accumulator": 0.7},
-        {"learning_rate": FALLING},
-        {"initial_accumulator_value": 0.7},
-    ),
-    "adam-defaults": Case(jstep.adam, reference.adam, {"m": 0.0, "v": 0.0}, ADAM, defaults=tuple(ADAM)),
-    "adam": Case(
-        jstep.adam,
-        reference.adam,
-        {"m": 0.0, "v": 0.0},
-        {"learning_rate": 0.1, "beta1": 0.8, "beta2": 0.95, "epsilon": 0.1},
-    ),
-    "adam-no-averaging": Case(jstep.adam, reference.adam, {"m": 0.0, "v": 0.0}, ADAM | {"beta1": 0.0, "beta2": 0.0}),
-    "adam-rate-scheduled": Case(jstep.adam, reference.adam, {"m": 0.0, "v": 0.0}, ADAM | {"learning_rate": FALLING}),
-    "adam-all-scheduled": Case(
-        jstep.adam,
-        reference.adam,
-        {"m": 0.0, "v": 0.0},
-        {"learning_rate": FALLING, "beta1": RISING, "beta2": RISING, "epsilon": FALLING},
-    ),
-    "rmsprop-defaults": Case(jstep.rmsprop, reference.rmsprop, RMS, RMSPROP, defaults=("decay", "momentum", "epsilon")),
-    "rmsprop": Case(
-        jstep.rmsprop,
-        reference.rmsprop,
-        RMS,
-        {"learning_rate": 0.05, "decay": 0.7, "momentum": 0.6, "epsilon": 0.01},
-    ),
-    "rmsprop-scheduled": Case(
-        jstep.rmsprop,
-        reference.rmsprop,
-        RMS,
-        {"learning_rate": FALLING, "decay": RISING, "momentum": RISING, "epsilon": FALLING},
-    ),
-    "rmsprop-centered": Case(
-        jstep.rmsprop,
-        reference.rmsprop_centered,
-        RMS | {"mg": 0.0},
-        {"learning_rate": 0.05, "decay": 0.7, "momentum": 0.6, "epsilon": 0.01},
-        {"centered": True},
-    ),
-    "rmsprop-centered-scheduled": Case(
-        jstep.rmsprop,
-        reference.rmsprop_centered,
-        RMS | {"mg": 0.0},
-        {"learning_rate": FALLING, "decay": RISING, "momentum": RISING, "epsilon": FALLING},
-        {"centered": True},
-    ),
-    "ftrl-defaults": Case(jstep.ftrl, reference.ftrl, {"accum": 0.1, "linear": 0.0}, FTRL, defaults=tuple(FTRL)[1:]),
     "ftrl-rate-scheduled": ftrl_case(learning_rate=FALLING),
     "ftrl-power": ftrl_case(learning_rate_power=-0.8),
     "ftrl-power-scheduled": ftrl_case(learning_rate_power=-RISING),
