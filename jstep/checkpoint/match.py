@@ -1,6 +1,7 @@
 """Matching of the leaves of a target to those of a checkpoint, and their placement."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -420,14 +421,11 @@ def place_leaf(wanted: Wanted, value: Any) -> Any:
     sharding = target_sharding(leaf, wanted.path)
     if sharding is None or not isinstance(value, jax.Array):
         return _from_host(wanted, record, np.asarray(value), sharding)
-    if record.key_impl is not None or value.dtype != leaf.dtype:
-
-        def leaf_of(stored: Any) -> Any:
-            if record.key_impl is not None:
-                return jax.random.wrap_key_data(stored, impl=record.key_impl)
-            return stored.astype(leaf.dtype)
-
-        value = jax.jit(leaf_of, out_shardings=sharding)(value)
+    if record.key_impl is not None:
+        wrap = functools.partial(jax.random.wrap_key_data, impl=record.key_impl)
+        value = jax.jit(wrap, out_shardings=sharding)(value)
+    elif value.dtype != leaf.dtype:
+        value = jax.jit(lambda stored: stored.astype(leaf.dtype), out_shardings=sharding)(value)
     return value if value.sharding == sharding else jax.device_put(value, sharding)
 
 
