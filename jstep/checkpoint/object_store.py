@@ -179,17 +179,15 @@ class ObjectStore(Store):
     def _clean_up(self, listed: Checkpoints, new: str, attempt: str, now: float) -> None:
         """Remove what the new manifest has replaced, and what interrupted saves left behind."""
         for name, attempts in listed.attempts.items():
-            if name == new and name not in listed.committed:
-                victims = [old for old in attempts if old != attempt]
-            elif name == new:  # a reader may still read what was replaced
-                victims = [old for old in attempts if old != attempt and listing.is_old(old, now)]
-            elif name in listed.committed:
-                victims = [old for old in attempts if listing.is_old(old, now)] if len(attempts) > 1 else []
-                data = self.manifest(self.path(name)).data if victims else None
-                victims = [old for old in victims if old != data]  # those of no existing checkpoint
-            else:  # a list is not reliable: only a read shows that there is no manifest
-                gone = self._objects.read(f"{name}/{NAME}").data is None
-                victims = list(attempts) if gone else []
+            old = [one for one in attempts if listing.is_old(one, now)]
+            victims: list[str] = []
+            if name == new:  # a reader may still read what was replaced
+                victims = [one for one in (old if name in listed.committed else attempts) if one != attempt]
+            elif name not in listed.committed:  # a list is not reliable: only a read shows that there is no manifest
+                victims = list(attempts) if self._objects.read(f"{name}/{NAME}").data is None else []
+            elif old and len(attempts) > 1:  # those of no existing checkpoint
+                data = self.manifest(self.path(name)).data
+                victims = [one for one in old if one != data]
             self.erase([key for victim in victims for key in attempts[victim]])
 
     def abandon(self, path: str) -> None:
