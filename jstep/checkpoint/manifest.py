@@ -170,7 +170,7 @@ class Manifest:
         saved_at: The time of the save, in seconds since 1970.
         leaves: The leaves of the state, in its order.
         extra: The user's values.
-        retention: Which checkpoints are kept permanently; None until the save ends.
+        retention: Which checkpoints are kept permanently; decided when the save ends.
         files: Path below the checkpoint → its size in bytes, and checksums or a stamp, depending on the store.
         jstep: The version that wrote it.
         data: The folder below the checkpoint that holds the files, if it was written to a bucket; None if it was
@@ -186,7 +186,7 @@ class Manifest:
     saved_at: float
     leaves: tuple[Leaf, ...]
     extra: Any = None
-    retention: RetainedSteps | None = None
+    retention: RetainedSteps = RetainedSteps(frozenset(), 0.0)
     files: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     # Not that of the installed package: another one, or none, may be installed under this name.
     jstep: str = dataclasses.field(default_factory=lambda: str(sys.modules["jstep"].__version__))
@@ -212,7 +212,6 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     """Encode the manifest as JSON, with a line for each leaf and file, and a final checksum of all lines before it."""
-    kept = manifest.retention
     head = {
         "format": FORMAT,
         "jstep": manifest.jstep,
@@ -220,7 +219,7 @@ def encode(manifest: Manifest) -> bytes:
         "saved_at": manifest.saved_at,
         "bytes": sum(leaf.nbytes for leaf in manifest.leaves),
         "extra": manifest.extra,
-        "retention": {} if kept is None else {"kept": sorted(kept.steps), "since": kept.since},
+        "retention": {"kept": sorted(manifest.retention.steps), "since": manifest.retention.since},
         "finite": manifest.finite,
     }
     head |= ({"passing": True} if manifest.passing else {}) | ({} if manifest.data is None else {"data": manifest.data})
@@ -266,9 +265,6 @@ def _checked(loaded: Mapping[str, Any]) -> Manifest:
         if path.startswith("/") or "\\" in path or "\0" in path or ".." in parts or "" in parts:
             _refuse(f"the file {path!r} is not below the checkpoint")
         _count(record["bytes"])
-    kept = None
-    if "kept" in retention:
-        kept = RetainedSteps(frozenset(map(_count, retention["kept"])), _number(retention["since"]))
     data = loaded.get("data")
     if data is not None and (_text(data) in ("", ".", "..") or "/" in data):
         _refuse(f"the folder {data!r} is not below the checkpoint")
@@ -277,7 +273,7 @@ def _checked(loaded: Mapping[str, Any]) -> Manifest:
         _number(loaded["saved_at"]),
         tuple(Leaf.from_json(leaf) for leaf in loaded["leaves"]),
         loaded["extra"],
-        kept,
+        RetainedSteps(frozenset(map(_count, retention["kept"])), _number(retention["since"])),
         files,
         _text(loaded["jstep"]),
         data,

@@ -188,7 +188,7 @@ class Retention:
     def evictable(self) -> list[str]:
         """Return the paths of the checkpoints that are not kept permanently, lowest step first."""
         found = dict(self._store.newest_first(self._prefix))
-        for_good = (self._retained or self._retained_in(self._newest_manifest())).steps
+        for_good = (self._retained or self._newest_manifest().retention).steps
         return [found[step] for step in sorted(found) if step not in for_good]
 
     def load(self, saved: Iterable[str]) -> RetainedSteps:
@@ -201,9 +201,9 @@ class Retention:
         """
         if self._retained is None:
             newest = self._newest_manifest()
-            self._retained = self._retained_in(newest)
-            absent = {leaf.path for leaf in newest.left_out} if newest is not None else set()
-            if newest is not None and (again := [repr(path) for path in saved if path in absent]):
+            self._retained = newest.retention
+            absent = {leaf.path for leaf in newest.left_out}
+            if again := [repr(path) for path in saved if path in absent]:
                 _logger.warning(
                     "%s left out leaves that the next checkpoint contains, because leave_out changed%s. To leave them "
                     "out again, pass the same leave_out; with train, "
@@ -219,15 +219,12 @@ class Retention:
         manifest = self._manifest(step, path)
         return retained.since if manifest is None else manifest.saved_at  # too young to keep permanently
 
-    def _newest_manifest(self) -> Manifest | None:
+    def _newest_manifest(self) -> Manifest:
+        """Return the manifest of the newest checkpoint; without one, the manifest of none."""
         for _, path in self._store.newest_first(self._prefix):
             with contextlib.suppress(CheckpointError, OSError):
                 return self._store.manifest(path)
-        return None
-
-    def _retained_in(self, newest: Manifest | None) -> RetainedSteps:
-        kept = None if newest is None else newest.retention
-        return kept or RetainedSteps(frozenset(), self._since)
+        return Manifest(-1, self._since, (), retention=RetainedSteps(frozenset(), self._since))
 
 
 def _head(manifest: Manifest) -> Manifest:
