@@ -131,7 +131,8 @@ class FileClaim:
 def _locked(path: str, directory: str, prefix: str) -> int:
     while True:
         handle, ours = _opened(path)
-        try:
+        with contextlib.ExitStack() as closing:
+            closing.callback(os.close, handle)
             if not _lock(handle):
                 raise refusal(directory, prefix, _read(handle))
             if not ours:
@@ -141,11 +142,8 @@ def _locked(path: str, directory: str, prefix: str) -> int:
                 with contextlib.suppress(OSError):  # a full disk: the lock counts, not the content of the file
                     os.ftruncate(handle, 0)
                     os.pwrite(handle, json.dumps(this_process()).encode(), 0)
+                closing.pop_all()
                 return handle
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)
 
 
 def _opened(path: str) -> tuple[int, bool]:

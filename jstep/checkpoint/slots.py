@@ -1,10 +1,11 @@
 """The leaves of a state as checkpoints describe them: kinds, slots that may be missing, and those left out."""
 
+import collections
 import dataclasses
 import functools
 import itertools
 import urllib.parse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -164,12 +165,8 @@ def leaves_by_id(saved: Sequence[_Record]) -> dict[tuple[str, int], _Record]:
 
 def ids(paths: Iterable[str]) -> list[tuple[str, int]]:
     """Return each path with its number among equal paths: the leaves of {'a': {'b': x}, 'a/b': y} share one."""
-    seen: dict[str, int] = {}
-    ids = []
-    for path in paths:
-        seen[path] = seen.get(path, 0) + 1
-        ids.append((path, seen[path]))
-    return ids
+    numbers: dict[str, Iterator[int]] = collections.defaultdict(lambda: itertools.count(1))
+    return [(path, next(numbers[path])) for path in paths]
 
 
 def unique(paths: Iterable[str]) -> list[str]:
