@@ -142,15 +142,13 @@ def _count(x: Array) -> dict[str, Array]:
         finite = jnp.isfinite(x)
         x = jnp.where(finite, x, jnp.zeros((), x.dtype))
     counts = jnp.zeros(bucket_limits().size + 1, jnp.int32).at[_bucket(x)].add(finite.astype(jnp.int32))
-    # No value is below -DBL_MAX, so TensorFlow's bucket i is the one that ends at limit i.
-    counts = counts[:-1]
     extremes = jnp.stack([x.min(), x.max()]) if x.size else jnp.zeros(2, x.dtype)
     y = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x
     _, exponent = jnp.frexp(jnp.max(jnp.abs(y), initial=0))
     half = exponent // 2
     y = y * _power_of_two(-half, y.dtype) * _power_of_two(half - exponent, y.dtype)
     return {
-        "counts": counts,
+        "counts": counts[:-1],  # no value is below -DBL_MAX: TensorFlow's bucket i is the one that ends at limit i
         "extremes": extremes,
         "sums": jnp.stack([_sum(y), _sum(y * y)]),
         "exponent": exponent,

@@ -1,7 +1,6 @@
 """Matching of tensors to the leaves of a target, and their placement."""
 
 import dataclasses
-import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -337,7 +336,6 @@ def _cast(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return result
 
 
-@functools.cache
 def _largest(dtype: Any) -> float:
     return float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
 
