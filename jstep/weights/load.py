@@ -106,7 +106,6 @@ def load_weights(
         by_name = match.rules(names, target, "target")
         found = match.match(target, source.tensors, by_name, float_dtype, with_more=source.is_checkpoint)
         if found.differences() and not partial:
-            found.wanted[:] = map(match.with_problem_of_ones, found.wanted)
             raise _misfit(found, source.path)
         for wanted in found.wanted:
             if wanted.source is None:
@@ -124,8 +123,7 @@ def load_weights(
                     continue
                 found.wanted[i] = dataclasses.replace(wanted, source=None, problem=problem)
                 if not partial:
-                    found.wanted[i + 1 :] = map(match.with_problem_of_ones, found.wanted[i + 1 :])
-                    raise _misfit(found, source.path)
+                    raise _misfit(found, source.path, i + 1)
                 require_value(wanted)
         if found.differences():
             nothing = "" if any(wanted.source for wanted in found.wanted) else ", and nothing was loaded"
@@ -148,7 +146,9 @@ def _keys(wanted: Wanted, data: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=impl[0])
 
 
-def _misfit(found: Match, path: str) -> ValueError:
+def _misfit(found: Match, path: str, begin: int = 0) -> ValueError:
+    """Return the error for a target that does not fit; its leaves from one on may have transforms not called yet."""
+    found.wanted[begin:] = map(match.with_problem_of_ones, found.wanted[begin:])
     return ValueError(
         f"target does not fit {path}{found.differences()}. Nothing was loaded; names= maps leaves to tensors (None: "
         f"none), dtype= casts floating tensors, and partial=True loads what fits{found.hint}"
