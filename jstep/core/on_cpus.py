@@ -73,7 +73,7 @@ def first_row(x: Any) -> jax.ShapeDtypeStruct:
 
 def compute_first(*arrays: Any) -> tuple[Any, ...]:
     """Materialize arrays (or trees) on a CPU before their uses, so that they are not recomputed."""
-    if not _has_tracers(arrays):
+    if not trees.has_tracers(arrays):  # outside of a program the order is fixed
         return arrays
     same: tuple[Any, ...] = jax.lax.platform_dependent(
         *arrays, cpu=lambda *arrays: jax.lax.optimization_barrier(arrays), default=lambda *arrays: arrays
@@ -100,11 +100,6 @@ def in_order(first: Array, *later: Array) -> list[Array]:
             found.append(first)
         return found
 
-    if not later or not _has_tracers((first, later)):
+    if not later or not trees.has_tracers((first, later)):
         return list(later)
     return list(jax.lax.platform_dependent(first, *later, cpu=ordered, default=lambda first, *later: [*later]))
-
-
-def _has_tracers(tree: Any) -> bool:
-    """Whether a program is being traced: outside of one the order is fixed, and `platform_dependent` would compile."""
-    return any(map(trees.is_traced, jax.tree.leaves(tree)))

@@ -364,6 +364,11 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
+def has_tracers(tree: Any) -> bool:
+    """Whether a leaf has no concrete value yet."""
+    return any(map(is_traced, jax.tree.leaves(tree)))
+
+
 def donated_leaf(tree: Any) -> str | None:
     """Return the path of the first donated leaf; None if no leaf is donated."""
     for i, leaf in enumerate(jax.tree.leaves(tree)):  # paths take longer: a step on a mesh asks at every call

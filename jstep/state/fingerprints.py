@@ -59,7 +59,7 @@ def fingerprint(tree: Any, per_leaf: bool = False) -> Any:
     """
     per_leaf = as_bool(per_leaf, "per_leaf")
     paths, leaves, keys = named_leaves(tree)
-    if any(trees.is_traced(leaf) for leaf in leaves):
+    if trees.has_tracers(leaves):
         found = list(_each(_stacked_sums(leaves), keys))
         return dict(zip(paths, found, strict=True)) if per_leaf else sum(found[1:], found[0])
     # Inside a traced function, concrete leaves are hashed without tracing. `ensure_compile_time_eval` would also

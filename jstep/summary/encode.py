@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.meshes import internal_transfers, on_any_mesh
-from jstep.core.trees import Array, is_traced
+from jstep.core.trees import Array, has_tracers, is_traced
 from jstep.stores.event_files import frame, imported, is_event_file, proto
 from jstep.stores.files import ObjectAppender, make_folders, sync, sync_folder
 from jstep.stores.objects import STARTING, Objects, is_url
@@ -431,7 +431,7 @@ def to_proto(summary: Summary) -> Any:
     if not isinstance(summary, Summary):
         raise TypeError(f"summary={summary!r}: must be a Summary of jstep.summary, got {type(summary).__name__}")
     for part in summary.parts:
-        if make.has_tracers(part):
+        if has_tracers(part):
             raise TypeError(f"summary {part.tags[0]!r} is traced and has no value; return it from the traced function")
     with internal_transfers():
         events, errors = encode(summary, None, 0.0)

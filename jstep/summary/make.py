@@ -17,7 +17,7 @@ from jstep.core.checks import as_function, as_int, as_text, kind, shown
 from jstep.core.exceptions import setting
 from jstep.core.meshes import internal_transfers, without_explicit_axes
 from jstep.core.placement import is_on_cpus
-from jstep.core.trees import Array, is_array, is_traced
+from jstep.core.trees import Array, has_tracers, is_array, is_traced
 from jstep.differentiate import engine
 from jstep.differentiate.engine import COLLECTORS, Collector
 
@@ -114,11 +114,6 @@ def find_summaries(tree: Any) -> list[Summary]:
     """Return all summaries in a pytree, in JAX's order of leaves."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Summary))
     return [leaf for leaf in leaves if isinstance(leaf, Summary)]
-
-
-def has_tracers(part: Part) -> bool:
-    """Whether a value of the part is traced."""
-    return any(map(is_traced, jax.tree.leaves(part)))
 
 
 def check_tag(tag: Any, what: str) -> str:

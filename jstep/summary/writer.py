@@ -22,12 +22,12 @@ from jstep.core.checks import as_int, as_number, kind, shown
 from jstep.core.exceptions import note
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import Thread, join
-from jstep.core.trees import Step, is_traced
+from jstep.core.trees import Step, has_tracers, is_traced
 from jstep.stores.event_files import CHECKSUMS, frame, imported, is_message, parsed, proto
 from jstep.stores.objects import location
 from jstep.summary.encode import Sink, encode_job, open_event_file
 from jstep.summary.graph import graph_def
-from jstep.summary.make import Summary, has_tracers, keep
+from jstep.summary.make import Summary, keep
 
 # The background thread that waits for arrays, encodes events and writes them.
 
