@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, kind
 from jstep.core.exceptions import setting
-from jstep.core.meshes import NO_GUARD, Attempts, internal_transfers, mesh_of, sharded_like, using_mesh
-from jstep.core.placement import SHARDINGS, refuse_shapes
+from jstep.core.meshes import NO_GUARD, Attempts, internal_transfers, mesh_of, read_setting, sharded_like, using_mesh
+from jstep.core.placement import SHARDINGS, refuse_shapes, sharding_of
 from jstep.core.threads import TRACING, doing
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, Params
@@ -73,7 +73,7 @@ class PureStep:
         """Return the shardings of a batch; None if the step ignores them or the batch is on no mesh."""
         if not self.looks_at_rows or mesh_of(args) is None:
             return None
-        return jax.tree.map(lambda leaf: None if trees.is_traced(leaf) else getattr(leaf, "sharding", None), args)
+        return jax.tree.map(sharding_of, args)
 
     def __repr__(self) -> str:
         return f"<jstep.PureStep {self.__name__}>"
@@ -273,9 +273,8 @@ def program_of(step: TrainStep, state: Any, args: tuple[Any, ...], kind: str = "
 
 
 def _donates(step: TrainStep) -> bool:
-    flags: Any = jax.config
     # JAX runs a step again that made a NaN, operation by operation, for which its inputs must be there.
-    return step.donate and not (flags.jax_debug_nans or flags.jax_debug_infs)
+    return step.donate and not (read_setting("debug_nans") or read_setting("debug_infs"))
 
 
 # A loss that was given as a step.
