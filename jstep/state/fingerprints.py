@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import json
 import math
 import operator
@@ -253,12 +254,8 @@ def lanes(low: Any, high: Any, key: Any) -> tuple[Any, Any]:
 
 def split_at(shape: tuple[int, ...]) -> int:
     """Return how many elements of the last axes 32 bits can index: all of them, except in huge arrays."""
-    size = 1
-    for length in reversed(shape):
-        if size * length > 2**32:
-            break
-        size *= length
-    return size
+    sizes = itertools.accumulate(reversed(shape), operator.mul)
+    return max((size for size in sizes if size <= 2**32), default=1)
 
 
 def leaf_key(path: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
