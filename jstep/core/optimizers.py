@@ -85,9 +85,8 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
     ) -> tuple[Updates, Slots]:
         gradients = match_gradients(updates, params)
         leaves, treedef = trees.flatten(params)
-        grads = treedef.unflatten(
-            [dense(g, p) if trees.is_trainable(p) else None for g, p in zip(gradients, leaves, strict=True)]
-        )
+        pairs = zip(gradients, leaves, strict=True)
+        grads = treedef.unflatten([dense(g, p) if trees.is_trainable(p) else None for g, p in pairs])
         shape = skeleton(params)
         require_slots(shape.slots, slots)
         with standard_promotion():

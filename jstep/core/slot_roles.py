@@ -183,9 +183,8 @@ class Roles(Mapping[str, Role | None]):
 
     def at_some_steps(self) -> "Roles":
         """The roles of an optimizer that makes an update at some steps only, by its own decision."""
-        return dataclasses.replace(
-            self.of_own_age(), counted=tuple(dataclasses.replace(one, lags=True) for one in self.counted)
-        )
+        counted = tuple(dataclasses.replace(one, lags=True) for one in self.counted)
+        return dataclasses.replace(self.of_own_age(), counted=counted)
 
     def of_state(self) -> "Roles":
         """The roles that a state carries: optimizers with the same slots give states of the same structure."""

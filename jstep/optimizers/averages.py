@@ -148,9 +148,8 @@ class ExponentialMovingAverage:
         weight = self.weight(num_updates, age)
         old = trees.flatten_like(params, averages, "averages")
         leaves, treedef = trees.flatten(params)
-        return treedef.unflatten(
-            [avg if avg is None else moved_average(avg, p, weight) for avg, p in zip(old, leaves, strict=True)]
-        )
+        new = [avg if avg is None else moved_average(avg, p, weight) for avg, p in zip(old, leaves, strict=True)]
+        return treedef.unflatten(new)
 
     @property
     def speed(self) -> tuple[str, Any]:

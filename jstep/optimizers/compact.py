@@ -497,12 +497,9 @@ def repack(state: TrainState, old_optimizer: OptimizerLike, new_optimizer: Optim
     new_optimizer = require_optimizer("new_optimizer", new_optimizer)
     if any(map(is_shape, jax.tree.leaves(require_state(state)))):
         return jax.eval_shape(lambda state: repack(state, old_optimizer, new_optimizer), state)
+    convert = functools.partial(_repacked, old_optimizer=old_optimizer, new_optimizer=new_optimizer)
     with internal_transfers():
-        return without_explicit_axes(
-            functools.partial(_repacked, old_optimizer=old_optimizer, new_optimizer=new_optimizer),
-            state,
-            place=functools.partial(_specs, state),
-        )
+        return without_explicit_axes(convert, state, place=functools.partial(_specs, state))
 
 
 def _specs(state: TrainState, made: TrainState) -> TrainState:
@@ -533,10 +530,8 @@ def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimi
     others = {MODEL_STATE: state.slots[MODEL_STATE]} if MODEL_STATE in state.slots else {}
     held = {name: on_devices(tree) for name, tree in state.slots.items() if name not in others}
     _check("old_optimizer", held, _shapes(state, old_optimizer))
-    known = TrainState(
-        state.params, held, state.global_step, roles=slot_roles.roles_of(old_optimizer, state.params).of_state()
-    )
-    old, treedef = slot_roles.roles_in(known), trees.structure(state.params)
+    old, treedef = slot_roles.roles_of(old_optimizer, state.params).of_state(), trees.structure(state.params)
+    known = TrainState(state.params, held, state.global_step, roles=old)
     masters = jax.tree.leaves(masters_of(known))
     for name in old.of(Role.MASTER):
         kept = trees.flatten_like(state.params, held[name], f"slot {name!r}")

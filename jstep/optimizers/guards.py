@@ -307,15 +307,11 @@ def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer
         values = (measured.noise, measured.square, jnp.ones((), jnp.float32))
         return updates, inner, {name: averaged(own[name], x) for name, x in zip(SLOTS, values, strict=True)}
 
+    def inner_roles(roles: Roles) -> Roles:
+        return roles.hiding(Role.LOSS_SCALE)
+
     own = Own(dict.fromkeys(SLOTS, lambda params, step: jnp.zeros((), jnp.float32)), SLOTS)
-    return wrap_optimizer(
-        optimizer,
-        "with_noise_scale",
-        update,
-        own,
-        inner_roles=lambda roles: roles.hiding(Role.LOSS_SCALE),
-        takes_context=True,
-    )
+    return wrap_optimizer(optimizer, "with_noise_scale", update, own, inner_roles=inner_roles, takes_context=True)
 
 
 def noise_slots(roles: Roles) -> list[str]:

@@ -104,11 +104,8 @@ def held_roles(hyper: Mapping[str, Any]) -> Roles:
 
 def held_slots(hyper: Mapping[str, Any]) -> Slots:
     """The initial slots of held hyperparameters."""
-    return {
-        f"{HELD}/{value.name}": jnp.array(value.value, dtype=jnp.float32, copy=True)
-        for value in hyper.values()
-        if isinstance(value, Held)
-    }
+    held = [value for value in hyper.values() if isinstance(value, Held)]
+    return {f"{HELD}/{one.name}": jnp.array(one.value, dtype=jnp.float32, copy=True) for one in held}
 
 
 def shown_name(slot: str) -> str | None:

@@ -351,9 +351,8 @@ def check_names(parts: Parts) -> None:
     """
     merged_roles(parts, {})
     # Those of a schedule that needs a concrete step are checked at first use.
-    merge(
-        [(part, hyperparameters.reported_names(one.hyperparameters)) for part, one in parts.items()], "hyperparameter"
-    )
+    names = [(part, hyperparameters.reported_names(one.hyperparameters)) for part, one in parts.items()]
+    merge(names, "hyperparameter")
 
 
 def refuse_formats(by: str, optimizer: Optimizer, why: Mapping[str, str]) -> None:

@@ -337,12 +337,11 @@ def schedule_free_params(state: Any, name: str | None = None) -> Any:
     Source: Facebook's `optimizer.eval()`, which changes the parameters in place.
     """
     hint = "Slots of schedule-free optimizers are created by schedule_free_adamw and schedule_free_sgd."
-    prefix = find_slot(
-        state,
-        "z" if name is None else name,
-        hint,
-        lambda slot: all(trees.is_array(state.slots.get(slot.removesuffix("z") + other)) for other in SCALARS),
-    ).removesuffix("z")
+
+    def has_scalars(slot: str) -> bool:
+        return all(trees.is_array(state.slots.get(slot.removesuffix("z") + other)) for other in SCALARS)
+
+    prefix = find_slot(state, "z" if name is None else name, hint, has_scalars).removesuffix("z")
     params, slots = state.params, state.slots
     leaves, treedef = trees.flatten(params)
     # Possible slots of `master_weights` around the optimizer of the prefix, found by name, outermost first.

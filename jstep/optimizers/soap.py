@@ -82,10 +82,8 @@ def soap(
     def slots(params: Params) -> dict[str, Any]:
         # At least two axes, so that the names do not depend on whether there is a matrix.
         axes = range(max([2, *(np.ndim(leaf) for leaf in jax.tree.leaves(params) if trees.is_trainable(leaf))]))
-        squares = [(axis, Slot(shape=partial(square, axis=axis))) for axis in axes]
-        return {"m": MEAN_IN_ORDER, "v": SQUARE} | {
-            f"{name}_{axis}": slot for axis, slot in squares for name in ("gg", "q")
-        }
+        squares = {f"{name}_{axis}": Slot(shape=partial(square, axis=axis)) for axis in axes for name in ("gg", "q")}
+        return {"m": MEAN_IN_ORDER, "v": SQUARE, **squares}
 
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"shampoo_beta": shampoo_beta, "weight_decay": Masked(weight_decay, weight_decay_mask)}

@@ -81,9 +81,8 @@ def apply_in_order(params: Params, updates: Updates, slots: Slots, names: Collec
 
 
 def _is_alike(slot: Any, leaf: Any) -> bool:
-    return (
-        trees.is_array(slot) and slot.shape == np.shape(leaf) and trees.is_floating(slot.dtype) and not is_on_host(slot)
-    )
+    fits = trees.is_array(slot) and slot.shape == np.shape(leaf)
+    return fits and trees.is_floating(slot.dtype) and not is_on_host(slot)
 
 
 def _is_sum(leaf: Any, update: Any) -> bool:
@@ -177,15 +176,13 @@ def with_small_ones_loaded(state: TrainState) -> tuple[Slots, int | None]:
     params, slots = state.params, state.slots
     if not is_worth_loops(state):
         return on_devices(slots), None
-    leaves = {
-        name: trees.flatten_like(params, tree, name) for name, tree in slots.items() if trees.is_like(params, tree)
-    }
+    treedef = trees.structure(params)
+    leaves = {name: treedef.flatten_up_to(tree) for name, tree in slots.items() if trees.is_like(params, tree)}
     sizes = [sum(map(_host_bytes, ones)) for ones in zip(*leaves.values(), strict=True)]
     limit = sum(sizes) // PARTS
     order = sorted(range(len(sizes)), key=sizes.__getitem__)
     totals = itertools.accumulate(sizes[i] for i in order)
     small = {i for i, total in zip(order, totals, strict=True) if total <= limit}
-    treedef = trees.structure(params)
     loaded = {
         name: treedef.unflatten([on_devices(leaf) if i in small else leaf for i, leaf in enumerate(leaves[name])])
         if name in leaves
