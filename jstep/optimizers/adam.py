@@ -606,9 +606,8 @@ def adopt(
     """
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
     hyper |= {"epsilon": elements.positive("epsilon", epsilon)}
-    return elements.from_direction(
-        "adopt", adopt_direction, {"m": MEAN_IN_ORDER, "v": SQUARE}, hyper, prepare=adopt_weights
-    )
+    slots = {"m": MEAN_IN_ORDER, "v": SQUARE}
+    return elements.from_direction("adopt", adopt_direction, slots, hyper, prepare=adopt_weights)
 
 
 def adopt_direction(g: Array, p: Array, s: Values, h: Values) -> Result:

@@ -640,9 +640,7 @@ def master_weights(optimizer: OptimizerLike, dtype: Any = jnp.float32) -> Optimi
     Source: Micikevicius et al., "Mixed Precision Training" (2017), section 3.1.
     """
     optimizer = require_optimizer("optimizer", optimizer)
-    leafwise.refuse_formats(
-        "master_weights", optimizer, {"compact": "which keeps masters itself: leave one of them out"}
-    )
+    leafwise.refuse_formats("master_weights", optimizer, compact="which keeps masters itself: leave one of them out")
     wide = _floating_dtype(dtype)
 
     def widened(leaf: Any) -> Any:
@@ -723,9 +721,7 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
     Source: Zamirai et al., "Revisiting BFloat16 Training" (2020).
     """
     optimizer = require_optimizer("optimizer", optimizer)
-    leafwise.refuse_formats(
-        "stochastic_rounding", optimizer, {"compact": "which loses no update: leave one of them out"}
-    )
+    leafwise.refuse_formats("stochastic_rounding", optimizer, compact="which loses no update: leave one of them out")
     key = as_key(key, "key")
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:

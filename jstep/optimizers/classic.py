@@ -144,9 +144,8 @@ def sgd(
     Source: `torch.optim.SGD`, whose results it matches. For TF's variant, see `momentum`.
     """
     use_nesterov = as_bool(use_nesterov, "use_nesterov")
-    hyper = elements.in_bounds(
-        {"learning_rate": learning_rate, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-    )
+    given = {"learning_rate": learning_rate, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+    hyper = elements.in_bounds(given)
     keeps, damped, decays = (not elements.is_zero(hyper[name]) for name in ("momentum", "dampening", "weight_decay"))
     if use_nesterov and (damped or not keeps):
         raise ValueError(

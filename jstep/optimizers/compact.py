@@ -94,7 +94,7 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
     "Revisiting BFloat16 Training" (2020), for split weights.
     """
     optimizer = require_optimizer("optimizer", optimizer)
-    leafwise.refuse_formats("compact", optimizer, _REFUSED)
+    leafwise.refuse_formats("compact", optimizer, **_REFUSED)
     least = as_int(min_size, "min_size", at_least=0)
     near = as_int(block, "block", at_least=SMALLEST_BLOCK)
     if near > LARGEST_BLOCK or near & (near - 1):
@@ -232,10 +232,8 @@ class Stored(NamedTuple):
     def turns(self) -> list[dict[str, Turn]]:
         """The position of the sequence for each leaf and slot; no two have the same."""
         names, step = (REMAINDER, *self.halves), jnp.asarray(self.step).astype(jnp.uint32)
-        return [
-            {name: Turn(step, np.uint32(len(names) * number + i)) for i, name in enumerate(names)}
-            for number in hyper.leaf_numbers(self.params)
-        ]
+        firsts = [len(names) * number for number in hyper.leaf_numbers(self.params)]
+        return [{name: Turn(step, np.uint32(first + i)) for i, name in enumerate(names)} for first in firsts]
 
     def large(self) -> list[bool]:
         """Whether the program of each leaf depends on the platform."""
@@ -349,10 +347,8 @@ def _closed_row(
             made[half] = scales[name]
             codes = compact_numbers.codes_of(x, scales[name], blocks, row[name].dtype, fractions(name), flat)
             # In a block of which no value has changed the scale has not, either: nothing is rounded again.
-            before = compact_numbers.decoded(row[name], scales[name], flat)
-            before, x, old, codes = (
-                a if flat else compact_numbers.in_blocks(a, blocks) for a in (before, x, row[name], codes)
-            )
+            arrays = [compact_numbers.decoded(row[name], scales[name], flat), x, row[name], codes]
+            before, x, old, codes = arrays if flat else [compact_numbers.in_blocks(a, blocks) for a in arrays]
             made[name] = jnp.where(before == x, old, codes).reshape(row[name].shape)
         elif half in row:
             made[name], made[half] = compact_numbers.split(x, fractions(name))  # unchanged values have no bits to drop
@@ -505,11 +501,8 @@ def repack(state: TrainState, old_optimizer: OptimizerLike, new_optimizer: Optim
 def _specs(state: TrainState, made: TrainState) -> TrainState:
     """The specs of a converted state: those that its leaves had; those of new slots follow parameters and old slots."""
     treedef = trees.structure(state.params)
-    slots = [
-        treedef.flatten_up_to(tree)
-        for name, tree in state.slots.items()
-        if name != MODEL_STATE and trees.is_like(state.params, tree)
-    ]
+    others = [tree for name, tree in state.slots.items() if name != MODEL_STATE]
+    slots = [treedef.flatten_up_to(tree) for tree in others if trees.is_like(state.params, tree)]
 
     def spec(*leaves: Any) -> PartitionSpec:
         """That of the parameter, or of a slot of its shape if only slots are split."""
@@ -519,10 +512,7 @@ def _specs(state: TrainState, made: TrainState) -> TrainState:
     specs = treedef.unflatten(list(map(spec, jax.tree.leaves(state.params), *slots)))
     mesh: Any = explicit_mesh(state)
     _, shardings = state_shardings(state.params, made.slots, mesh, specs, None, slot_roles.roles_in(made))
-    like = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), made.slots, shardings
-    )
-    return sharded_like(made.replace(slots=like), state)(made)
+    return sharded_like(made.replace(slots=jax.tree.map(trees.shape_of, made.slots, shardings)), state)(made)
 
 
 def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimizer) -> TrainState:

@@ -20,7 +20,7 @@ from jstep.core.traced_arguments import as_key
 from jstep.core.trees import Array, Held, Number, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.differentiate import clipping
 from jstep.optimizers import hyperparameters
-from jstep.optimizers.hyperparameters import Flag, Hyper, UnitAxes, checked, first_match, own_leaves
+from jstep.optimizers.hyperparameters import Flag, Hyper, UnitAxes, by_path, checked, constant, first_match, own_leaves
 from jstep.optimizers.leafwise import DECAYED, Prepare, Result, Rule, Values, element, leafwise, map_updates, with_init
 
 # Transformations of gradients as elements of a chain: noise, centralization, normalization.
@@ -475,9 +475,7 @@ def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any],
     if callable(factors) and not isinstance(factors, Mapping | Held):
         given = factors
         hyper: dict[str, Any] = {}
-        factor = hyperparameters.by_path(
-            lambda path, leaf: hyperparameters.constant(f"factors({path!r}, …)", given(path, leaf), low=0)
-        )
+        factor = by_path(lambda path, leaf: constant(f"factors({path!r}, …)", given(path, leaf), low=0))
     elif isinstance(factors, Mapping):
         _require_globs("factors", factors)
         hyper = {f"{PREFIX}/{glob}": checked(f"factors[{glob!r}]", value, low=0) for glob, value in factors.items()}

@@ -131,14 +131,15 @@ def map_leaves(fn: Callable[..., Any], params: Params, *others: Any) -> Any:
     """
     as_function(fn, "fn", "(path, leaf, …)")
     found = [trees.flatten_like(params, tree, f"others[{i}]", is_leaf=is_slices) for i, tree in enumerate(others)]
-    results: list[Any] = []
-    for (path, leaf), *rest in zip(trees.leaves_with_paths(params), *found, strict=True):
-        if not trees.is_trainable(leaf) or any(trees.is_none(one) for one in rest):
-            results.append(None)
-            continue
+
+    def result(path: str, leaf: Any, *rest: Any) -> Any:
+        if not trees.is_trainable(leaf) or any(map(trees.is_none, rest)):
+            return None
         dtype = trees.compute_dtype(jnp.result_type(leaf))
-        results.append(fn(path, *(_wide(one, dtype) for one in (leaf, *rest))))
-    return trees.structure(params).unflatten(results)
+        return fn(path, *(_wide(one, dtype) for one in (leaf, *rest)))
+
+    leaves, treedef = trees.flatten(params)
+    return treedef.unflatten(map(result, trees.paths_of(params), leaves, *found))
 
 
 def map_updates(
@@ -355,13 +356,13 @@ def check_names(parts: Parts) -> None:
     merge(names, "hyperparameter")
 
 
-def refuse_formats(by: str, optimizer: Optimizer, why: Mapping[str, str]) -> None:
+def refuse_formats(by: str, optimizer: Optimizer, **why: str) -> None:
     """Reject an optimizer that contains what a wrapper must not be around.
 
     Args:
         by: The name of the wrapper.
         optimizer: The optimizer.
-        why: What it must not contain, as in `Roles.formats` → the reason and the remedy.
+        **why: What it must not contain, as in `Roles.formats` → the reason and the remedy.
 
     Raises:
         ValueError: It contains one of them.

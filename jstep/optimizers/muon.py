@@ -99,10 +99,8 @@ def distribute_matrices(members: Sequence[Array], layout: Layout, compute: Calla
         stack = _constrained(stack, layout.mesh, hop)
     stack = stack.reshape((parts, -1, *shape))
     ends = list(itertools.accumulate((one.shape[1] for one in flat), initial=0))
-    return [
-        stack[:, first:end].reshape(member.shape)
-        for member, (first, end) in zip(members, itertools.pairwise(ends), strict=True)
-    ]
+    parts_of = zip(members, itertools.pairwise(ends), strict=True)
+    return [stack[:, first:end].reshape(member.shape) for member, (first, end) in parts_of]
 
 
 def _hops(layout: Layout, count: int) -> list[tuple[Names, Names, Names]]:

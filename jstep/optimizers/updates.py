@@ -237,10 +237,8 @@ def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *a
     closed, made = jax.make_jaxpr(rule, return_shape=True)(*jax.eval_shape(on_devices, (slots, *args)))
     body, given = body_of(closed), jax.tree.leaves((slots, *args))
     places = _replaced(made, slots, args)
-    start = [
-        jnp.zeros(x.shape, x.dtype) if i is None else given[i] for x, i in zip(closed.out_avals, places, strict=True)
-    ]
-
+    pairs = zip(closed.out_avals, places, strict=True)
+    start = [jnp.zeros(x.shape, x.dtype) if i is None else given[i] for x, i in pairs]
     count = _number_of_slices(body, path, -(-sum(map(_host_bytes, given)) // max(known.limit, 1)))
     rows = start[0].shape[0] // count if count > 1 else 0
 
