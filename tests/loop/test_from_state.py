@@ -13,16 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from points import OPTIMIZER, STEP, Remembering, make_state
 
 import jstep
 from jstep.data.loaders import decode_position, keeps_position, saved_position
-
-OPTIMIZER = jstep.momentum(0.1, 0.9)
-STEP = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), OPTIMIZER)
-
-
-def make_state() -> jstep.TrainState:
-    return jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER)
 
 
 class Environment:
@@ -88,7 +82,7 @@ def test_a_restart_continues_with_the_position_of_the_environment(tmp_path: Path
     assert STEP(replayed.state, *replayed.args)[0] == by_hand(step + 1)
 
 
-class ReplayBuffer:
+class ReplayBuffer(Remembering):
     """A buffer on the host that is written in place, which fails in step 7."""
 
     def __init__(self) -> None:
@@ -99,12 +93,6 @@ class ReplayBuffer:
         if step == 7:
             raise OSError("the environment is gone")
         return np.zeros(2, np.float32)
-
-    def state_dict(self) -> Any:
-        return {"rows": self.rows}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.rows = state["rows"]
 
 
 def test_a_buffer_is_encoded_for_checkpoints_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

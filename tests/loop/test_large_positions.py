@@ -13,19 +13,14 @@ import numpy as np
 import pytest
 from children import end, signalled, start
 from doubles import raising
+from points import STEP, Remembering, make_state
 
 import jstep
 from jstep.checkpoint.listing import read_manifest
 from jstep.stores.tagged_arrays import LARGE
 from jstep.tools.cli import main
 
-OPTIMIZER = jstep.momentum(0.1, 0.9)
-STEP = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), OPTIMIZER)
 ROWS = 20_000  # of 8 bytes
-
-
-def make_state() -> jstep.TrainState:
-    return jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER)
 
 
 class Buffer:
@@ -361,7 +356,7 @@ def test_deleted_checkpoints_leave_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*") if "position" in path.name] == []
 
 
-class OnDevice:
+class OnDevice(Remembering):
     """Batches that are drawn with a key of JAX, a large array on the device and a scale of a weak type."""
 
     def __init__(self) -> None:
@@ -373,12 +368,6 @@ class OnDevice:
         self.scale = self.scale * 1.1
         drawn = self.rows.sum(0).astype(jnp.bfloat16) * self.scale  # bfloat16, because the scale has a weak type
         return np.asarray(drawn.astype(jnp.float32))
-
-    def state_dict(self) -> Any:
-        return vars(self)
-
-    def load_state_dict(self, position: Any) -> None:
-        vars(self).update(position)
 
 
 class LoaderOnDevice(OnDevice):

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from points import Remembering
 from processes import printed
 from processes import run as run_all
 
@@ -31,7 +32,7 @@ def make_state() -> jstep.TrainState:
     return jstep.TrainState.create({"w": jnp.zeros(4)}, OPTIMIZER)
 
 
-class Buffer:
+class Buffer(Remembering):
     """Prioritized replay: rows are drawn by their errors, which a hook tells."""
 
     def __init__(self) -> None:
@@ -43,12 +44,6 @@ class Buffer:
 
     def tell(self, step: int, state: jstep.TrainState, metrics: Any) -> None:
         self.priority[self.last] = np.asarray(metrics["error"]) + 1e-3
-
-    def state_dict(self) -> Any:
-        return vars(self)
-
-    def load_state_dict(self, position: Any) -> None:
-        vars(self).update(position)
 
 
 class OwnState(Buffer):

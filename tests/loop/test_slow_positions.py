@@ -5,15 +5,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from points import STEP, make_state
 
 import jstep
 from jstep.data.loaders import RarePosition, saved_position, source_of
 
-OPTIMIZER = jstep.momentum(0.1, 0.9)
-STEP = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), OPTIMIZER)
 SLOW = 0.05
 
 
@@ -70,8 +68,7 @@ class Generator(Rows):
 def train(batches: Any, last: int, directory: Any, stop: int | None = None, **kwargs: Any) -> jstep.TrainState:
     hooks = [] if stop is None else [jstep.every(stop, lambda *_: True)]
     kwargs = {"progress": False, "log_steps": None, "save_checkpoint_secs": None} | kwargs
-    state = jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER)
-    return jstep.train(STEP, state, batches, last, hooks=hooks, checkpoint_dir=directory, **kwargs)
+    return jstep.train(STEP, make_state(), batches, last, hooks=hooks, checkpoint_dir=directory, **kwargs)
 
 
 def positions(directory: Path) -> dict[int, Any]:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from points import STEP, Remembering, make_state
 from test_copied_checkpoints import InBucket, OnDisk
 
 import jstep
@@ -14,11 +15,8 @@ from jstep.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
 
-OPTIMIZER = jstep.momentum(0.1, 0.9)
-STEP = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), OPTIMIZER)
 
-
-class Buffer(jstep.Hook):
+class Buffer(Remembering, jstep.Hook):
     """A buffer on the host, and a hook with the same."""
 
     def __init__(self):
@@ -31,17 +29,11 @@ class Buffer(jstep.Hook):
     def after_step(self, step, state, metrics):
         self.rows[-step] = step
 
-    def state_dict(self):
-        return {"rows": self.rows, "rng": self.rng}
-
-    def load_state_dict(self, position):
-        vars(self).update(position)
-
-    get_state, set_state = state_dict, load_state_dict
+    get_state, set_state = Remembering.state_dict, Remembering.load_state_dict
 
 
 def train(directory, last, **kwargs):
-    state, batches, hook = jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER), Buffer(), Buffer()
+    state, batches, hook = make_state(), Buffer(), Buffer()
     kwargs = {"save_checkpoint_steps": 5, "progress": False, "log_steps": None} | kwargs
     state = jstep.train(STEP, state, jstep.from_state(batches), last, checkpoint_dir=directory, hooks=[hook], **kwargs)
     return state, batches.rows, hook.rows

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from points import Remembering
 from positioned import Positioned
 from problems import DATA, OPTIMIZER, STEP, make_state
 
@@ -290,19 +291,13 @@ def test_what_a_position_does_not_keep_is_found():
 
 
 def test_large_positions_resume():
-    class Buffer:
+    class Buffer(Remembering):
         def __init__(self):
             self.rows = np.zeros(40_000)
 
         def __call__(self, step, state):
             self.rows[step] += 1 + self.rows[step - 1]
             return np.float32(self.rows.sum())
-
-        def state_dict(self):
-            return {"rows": self.rows}
-
-        def load_state_dict(self, position):
-            self.rows = position["rows"]
 
     optimizer = jstep.gradient_descent(0.1)
     step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
