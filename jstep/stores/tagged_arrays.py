@@ -1,5 +1,6 @@
 """Arrays in tagged JSON: those of NumPy with their views, tensors of torch, arrays and keys of JAX."""
 
+import contextlib
 import importlib
 import itertools
 import math
@@ -50,11 +51,9 @@ def dtype_parts(dtype: np.dtype[Any]) -> Any:
     """Return a description of a dtype: a name such as '<f4' or 'bfloat16', or a list of fields."""
     names: tuple[Any, ...] = () if dtype.hasobject else (dtype.str, dtype.name, npy.dtype_to_descr(dtype))
     for parts in names:
-        try:
+        with contextlib.suppress(TypeError):
             if npy.descr_to_dtype(parts) == dtype:
                 return parts
-        except TypeError:
-            pass
     raise UnsupportedError(f"is a NumPy array of dtype {dtype}")
 
 

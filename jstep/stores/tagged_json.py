@@ -301,15 +301,13 @@ class _Encoder:
     def _each(self, items: Iterable[tuple[Any, Any]], depth: int) -> list[Any]:
         """Encode the second items of pairs; the path in an error has the first one."""
         found: list[Any] = []
-        label: Any = None
-        try:
-            for pair in items:
-                label = pair[0]
-                found.append(self.encode(pair[1], depth))
-        except UnsupportedError as error:
-            path = f"[{label!r:.50}]{error.path}"
-            # The path of a value that contains itself is as long as the nesting is deep.
-            raise UnsupportedError(error.what, path if len(path) <= 200 else f"{path[:200]}…") from None
+        for label, item in items:
+            try:
+                found.append(self.encode(item, depth))
+            except UnsupportedError as error:
+                path = f"[{label!r:.50}]{error.path}"
+                # The path of a value that contains itself is as long as the nesting is deep.
+                raise UnsupportedError(error.what, path if len(path) <= 200 else f"{path[:200]}…") from None
         return found
 
 
