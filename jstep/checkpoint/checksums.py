@@ -190,15 +190,13 @@ def read_file(start_read: StartRead, manifest: Manifest, name: str) -> bytes:
     """
     try:
         data = start_read(name).read().data if name in manifest.files else None
+        if data is None:
+            raise ValueError("missing")
+        sums = [f"{zlib.crc32(data[at : at + BLOCK]):08x}" for at in range(0, len(data), BLOCK)]
+        if problem := difference(manifest.files[name], {"bytes": len(data), "crc32": sums}):
+            raise ValueError(problem)
     except (ValueError, TruncatedError) as error:
         raise CorruptedError([f"{name}: {error}"]) from error
-    actual = None
-    if data is not None:
-        sums = [f"{zlib.crc32(data[at : at + BLOCK]):08x}" for at in range(0, len(data), BLOCK)]
-        actual = {"bytes": len(data), "crc32": sums}
-    problem = difference(manifest.files.get(name, {}), actual)
-    if data is None or problem:
-        raise CorruptedError([f"{name}: {problem}"])
     return bytes(data)
 
 

@@ -50,11 +50,6 @@ class Extra(NamedTuple):
     values: Any
     files: Mapping[str, Any]
 
-    @staticmethod
-    def of(extra: Any) -> "Extra":
-        """Return an `extra` as one with files."""
-        return extra if isinstance(extra, Extra) else Extra(extra, {})
-
     def is_same(self, other: "Extra") -> bool:
         """Whether two are equal, whatever the order of their keys."""
         mine, its = (json.dumps(one.values, sort_keys=True) for one in (self, other))
@@ -204,10 +199,6 @@ class Manifest:
     def by_array(self) -> dict[str, Leaf]:
         """Name of a stored array → its leaf."""
         return {leaf.array: leaf for leaf in self.leaves if leaf.array is not None}
-
-    def paths(self) -> list[str]:
-        """Return the paths of all leaves of the state, saved or left out."""
-        return [leaf.path for leaf in self.leaves] + [leaf.path for leaf in self.left_out]
 
 
 def encode(manifest: Manifest) -> bytes:

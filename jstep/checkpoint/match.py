@@ -121,9 +121,7 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
         for key, one in zip(averaged, leaves, strict=True)
     ]
 
-    def difference(one: Wanted, source: Leaf | LeftOut) -> str:
-        return _difference(one, source, steps)
-
+    difference = functools.partial(_difference, steps=steps)
     leaves = [
         targets.matched(one, average or key, saved, difference if average is None else lambda *_: "")
         for one, key, average in zip(leaves, own, averaged, strict=True)
@@ -337,7 +335,8 @@ def match_params(
             f"{where} has no params: its leaves are {sorted({leaf.keys[0] for leaf in manifest.leaves})[:20]}; "
             "restore(None) returns them"
         )
-    whole = _whole_names(names, set(trees.paths_of(target)), set(manifest.paths()))
+    saved = {leaf.path for leaf in (*manifest.leaves, *manifest.left_out)}
+    whole = _whole_names(names, set(trees.paths_of(target)), saved)
     # A parameter may be restored from any leaf, by name or as its average; only extra params are reported.
     found = match(target, manifest, averages, whole, where)
     check(found, manifest, True, where)

@@ -243,7 +243,7 @@ class Saver:
             # All processes start this save, or none of them.
             problem = "the last checkpoint was not saved; see the error of another process"
             processes.on_all_processes(self.wait, problem, CheckpointError)
-            given = Extra.of(extra)
+            given = extra if isinstance(extra, Extra) else Extra(extra, {})
             given = Extra(naming.json_copy(given.values, "extra"), given.files)
             with internal_transfers():
                 path = self._save(state, step, given)
