@@ -79,11 +79,8 @@ class Sizes(NamedTuple):
 
     def split(self, steps: range) -> Iterator[tuple[range, Run]]:
         """Split steps into ranges within one run each, in their order."""
-        if not steps:
-            return
-        ends = self.runs.index(steps[0]), self.runs.index(steps[-1])
-        for i in range(ends[0], ends[1] + 1) if steps.step > 0 else range(ends[0], ends[1] - 1, -1):
-            run = self.runs.values[i]
+        runs = self.runs.values
+        for run in runs if steps.step > 0 else reversed(runs):
             inner = within(steps, run.first, run.stop)
             if inner:
                 yield inner, run

@@ -50,10 +50,8 @@ class Staircase(Generic[T]):
         return self.firsts[following] if following < len(self.firsts) else None
 
     def stages(self) -> Iterator[Stage[T]]:
-        """Yield the stages in order."""
-        stops: tuple[int | None, ...] = (*self.firsts[1:], None)
-        for first, stop, value in zip(self.firsts, stops, self.values, strict=True):
-            yield Stage(first, stop, value)
+        """Return the stages in order."""
+        return map(Stage, self.firsts, (*self.firsts[1:], None), self.values)
 
 
 def staircase(given: Mapping[Any, Any], argument: str, check: Callable[[Any, str], T]) -> Staircase[T]:

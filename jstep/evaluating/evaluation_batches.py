@@ -95,7 +95,7 @@ class EvaluationBatches:
     def first_shapes(self, shardings: Any) -> tuple[Any, ...] | None:
         """Return the arguments of the first batch as shapes; None if it cannot be read without changing an evaluation.
 
-        The first batch of a loader is kept for the next evaluation.
+        The first batch is kept for the next evaluation, so that it is not read twice.
 
         Args:
             shardings: As in `placed`.
@@ -104,8 +104,6 @@ class EvaluationBatches:
         try:
             if isinstance(batches, BatchSequence):
                 batch = batches.shapes(0)
-            elif isinstance(batches, Sequence):
-                batch = copied(batches[0])
             elif self._is_iterator or not hasattr(batches, "__iter__") or hasattr(batches, "state_dict"):
                 return None
             else:
