@@ -300,8 +300,8 @@ def _of_process_0(values: Mapping[str, Any]) -> dict[str, Any]:
 
 # Interrupt an evaluation between two batches when a signal stops the run.
 
-_STOP_REQUESTED: contextvars.ContextVar[Callable[[], bool] | None] = contextvars.ContextVar(
-    "stop_requested", default=None
+_STOP_REQUESTED: contextvars.ContextVar[Callable[[], bool]] = contextvars.ContextVar(
+    "stop_requested", default=lambda: False
 )
 """What says whether the run is stopping, while a hook evaluates; must be called equally often on all processes."""
 
@@ -311,12 +311,6 @@ class EvaluationAbandoned(BaseException):
 
     It is not an Exception, so that user code around the evaluator, such as a retry, does not catch it.
     """
-
-
-def _raise_if_stop_requested() -> None:
-    stop_requested = _STOP_REQUESTED.get()
-    if stop_requested is not None and stop_requested():
-        raise EvaluationAbandoned
 
 
 # Exact evaluation of metrics over a data set.
@@ -432,13 +426,13 @@ class CheckedEvaluation:
         """Evaluate the state."""
         self._check_state(state)
         params = (_params_of(state, self.use_averages), *_model_state_of(state, self.has_model_state))
-        totals = Totals(self.merge)
+        totals, stop_requested = Totals(self.merge), _STOP_REQUESTED.get()
         shardings = evaluation_batches.shardings_of(self.batch_sharding, state)
         for args in evaluation_batches.placed(self.passes, shardings):
             is_global = _mesh_of_processes((params, args)) is not None
             # Otherwise the processes may have different numbers of batches.
-            if is_global or processes.is_single_process():
-                _raise_if_stop_requested()
+            if (is_global or processes.is_single_process()) and stop_requested():
+                raise EvaluationAbandoned
             with using_mesh(mesh_of((params, args))), _explained(state, self.has_model_state, args):
                 # NumPy arrays, which are identical on all of several processes, become global arrays here.
                 with internal_transfers() if is_global else contextlib.nullcontext():
