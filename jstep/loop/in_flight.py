@@ -5,7 +5,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +17,6 @@ _SECONDS, _LEAST = 1.0, 2
 """The seconds of work that may be unfinished, and the number of calls that may be whatever they take."""
 _SHARE = 0.3
 """The weight of the newest observation in the time that a call takes."""
-
-
-class _Call(NamedTuple):
-    """A call that was dispatched.
-
-    Attributes:
-        result: An array that is ready when the call has finished.
-        step: The step after it.
-    """
-
-    result: Any
-    step: int
 
 
 class InFlight:
@@ -47,7 +35,7 @@ class InFlight:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.finished: int | None = None
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[tuple[Any, int]] = deque()  # an array that is ready with a call, and the step after it
         self._clock = clock
         self._busy_since = 0.0  # when the device began its present call, as far as is known
         self._each: float | None = None  # the seconds that a call takes
@@ -58,20 +46,20 @@ class InFlight:
         """Add a call that was dispatched, with the step after it and its results."""
         if not self._calls:
             self._busy_since = self._clock()
-        self._calls.append(_Call(_result(state, None if self._are_donated else metrics), step))
+        self._calls.append((_result(state, None if self._are_donated else metrics), step))
 
     def look(self) -> None:
         """Drop the calls that have finished; waits for none."""
-        calls, done = self._calls, 0
-        while calls:
-            if calls[0].result.is_deleted():  # a metric that is an array of the state, say: it tells nothing
+        done = 0
+        while self._calls:
+            result, step = self._calls[0]
+            if result.is_deleted():  # a metric that is an array of the state, say: it tells nothing
                 self._are_donated = True
-                calls.popleft()
-                continue
-            if not calls[0].result.is_ready():
+            elif result.is_ready():
+                self.finished, done = step, done + 1
+            else:
                 break
-            self.finished = calls.popleft().step
-            done += 1
+            self._calls.popleft()
         if not done:
             return
         now = self._clock()
@@ -84,8 +72,9 @@ class InFlight:
         """Wait until another call may be handed to the device; what is wrong with a call, its results raise."""
         self.look()
         while len(self._calls) >= self.most:
+            result, _ = self._calls[0]
             with contextlib.suppress(Exception):
-                self._calls[0].result.block_until_ready()
+                result.block_until_ready()
             self.look()
 
     def clear(self) -> None:

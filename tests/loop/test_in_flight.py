@@ -96,9 +96,9 @@ def test_what_is_waited_for(kind: str) -> None:
     flight = InFlight()
     flight.add(7, state, metrics)
     jax.tree.map(lambda x: x.delete(), state)  # the next call donates it
-    (call,) = flight._calls
-    assert call.result.size == {"loss": 1, "array": 2, "number": 1, "nothing": 1}[kind]
-    jax.block_until_ready(call.result)
+    ((result, _),) = flight._calls
+    assert result.size == {"loss": 1, "array": 2, "number": 1, "nothing": 1}[kind]
+    jax.block_until_ready(result)
     flight.look()
     assert flight.finished == 7
 
@@ -115,8 +115,8 @@ def test_a_metric_that_the_next_call_donates() -> None:
     assert flight._each is None
     flight.add(8, next_state, {"n": next_state.global_step})
     jax.tree.map(lambda x: x.delete(), next_state)
-    (call,) = flight._calls
-    jax.block_until_ready(call.result)
+    ((result, _),) = flight._calls
+    jax.block_until_ready(result)
     flight.look()
     assert flight.finished == 8
 
