@@ -124,14 +124,14 @@ class BackgroundCompiler:
     Attributes:
         jobs: The programs to compile after a call, in the order of their steps.
         begun: The programs that were begun, and that no call has needed yet.
-        is_closed: Whether the run has ended.
+        closed: Set when the run has ended.
     """
 
     def __init__(self, stopping: Callable[[], bool] = lambda: False) -> None:
         self._stopping = stopping
         self.jobs: deque[CompileJob] = deque()
         self.begun: deque[tuple[CompileJob, Future[None]]] = deque()
-        self.is_closed = False
+        self.closed = threading.Event()
 
     def before(
         self,
@@ -191,7 +191,7 @@ class BackgroundCompiler:
     def close(self) -> None:
         """Begin no further compilations; log a line if the process has to wait for one."""
         self.jobs.clear()
-        self.is_closed = True
+        self.closed.set()
         if not all(future.done() for _, future in self.begun):
             _logger.info(_LEFT)
 
@@ -277,27 +277,23 @@ class StartTimes:
         is_logged: Whether the run logs lines, and `log` one of them.
     """
 
-    clock: Callable[[], float] = time.perf_counter
-    began: float = 0.0
+    began: float = dataclasses.field(default_factory=time.perf_counter)
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     is_cached: bool = False
     is_logged: bool = False
 
-    def __post_init__(self) -> None:
-        self.began = self.clock()
-
     def left(self, seconds: float) -> float:
         """Return what is left of some seconds, counted from the begin of the start."""
-        return max(0.0, self.began + seconds - self.clock())
+        return max(0.0, self.began + seconds - time.perf_counter())
 
     @scoped
     def part(self, name: str) -> Iterator[None]:
         """Time a part."""
-        then = self.clock()
+        then = time.perf_counter()
         try:
             yield
         finally:
-            self.parts[name] = self.parts.get(name, 0.0) + self.clock() - then
+            self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - then
 
     @scoped
     def compiling(self) -> Iterator[None]:
@@ -318,7 +314,7 @@ class StartTimes:
             if name in self.parts
         ]
         if words and self.is_logged:
-            _logger.info("first step after %.1f s: %s", self.clock() - self.began, ", ".join(words))
+            _logger.info("first step after %.1f s: %s", time.perf_counter() - self.began, ", ".join(words))
 
 
 class FirstBatch:

@@ -246,16 +246,13 @@ def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any]
     if not stage.is_compiled:
         return
 
-    def is_over() -> bool:
-        return compiler.is_closed
-
     def make(_: tuple[Any, ...]) -> None:
         if shapes is not None and batch_sharding is None:
             # A daemon: a reader of the user's may hang.
             known = in_background(shapes, name="jstep-shapes", daemon=True)
-            batch = known.result() if is_done(known, is_over) else None
+            batch = known.result() if is_done(known, compiler.closed.is_set) else None
         else:
-            batch = first.peek(is_over)
+            batch = first.peek(compiler.closed.is_set)
         if batch is None:
             return
         args = _shapes_as_args(batch, batch_sharding)
