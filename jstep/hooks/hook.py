@@ -342,14 +342,13 @@ def _has(hook: Any, method: str) -> bool:
     return callable(getattr(hook, method, None))
 
 
-def check_owners(objects: Iterable[Any], where: str = "hooks") -> None:
+def check_owners(objects: Sequence[Any], where: str = "hooks") -> None:
     """Refuse states that could not be restored.
 
     Raises:
         TypeError: An object has `get_state` without `set_state`.
         ValueError: Two objects with state were given the same `key`.
     """
-    objects = tuple(objects)
     for hook in objects:
         if _has(hook, "get_state") and not _has(hook, "set_state"):
             raise TypeError(
