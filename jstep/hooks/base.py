@@ -8,7 +8,7 @@ from jstep.core.stopwatch import HOOKS
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.hooks.cadence import Cadence, Due
 from jstep.hooks.hook import Hook, Metrics
-from jstep.hooks.run_info import Repeated, RunCall, RunInfo, Timed
+from jstep.hooks.run_info import Repeated, RunCall, RunInfo
 from jstep.state.train_state import TrainState
 
 # The base class of stock hooks, and the run of one that other code than `train` calls.
@@ -72,7 +72,7 @@ class RunHook(Hook):
             return None
         return self.cadence.next_multiple(step)
 
-    def around_calls(self, run_call: RunCall, again: Repeated, timed: Timed) -> RunCall:
+    def around_calls(self, run_call: RunCall, again: Repeated) -> RunCall:
         """Return what runs the calls of the run: `run_call`, or what does more around it."""
         return run_call
 

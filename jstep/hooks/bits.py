@@ -19,7 +19,7 @@ from jstep.hooks.base import RunHook
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Metrics
 from jstep.hooks.numbers import TransferQueue, transferred
-from jstep.hooks.run_info import Call, Repeated, RunCall, Timed
+from jstep.hooks.run_info import Call, Repeated, RunCall
 from jstep.state import fingerprints as _log
 from jstep.state.fingerprints import ByDevice, Difference, by_device, named_leaves
 from jstep.state.train_state import TrainState
@@ -272,15 +272,15 @@ class AuditHook(RunHook):
         """
         named_leaves(state)
 
-    def around_calls(self, run_call: RunCall, again: Repeated, timed: Timed) -> RunCall:
+    def around_calls(self, run_call: RunCall, again: Repeated) -> RunCall:
         """Audit the calls that are due."""
-        return functools.partial(self.audit_call, run_call, again, timed)
+        return functools.partial(self.audit_call, run_call, again)
 
     def steps_between(self, start: int, last_step: int) -> range:
         """The steps N whose update N → N + 1 is audited, in a run from `start` to `last_step`."""
         return range(-(-start // self._n) * self._n, last_step, self._n)
 
-    def audit_call(self, run_call: RunCall, repeated: Repeated, timed: Timed, state: Any, call: Call) -> Any:
+    def audit_call(self, run_call: RunCall, repeated: Repeated, state: Any, call: Call) -> Any:
         """Run the steps of a call, and repeat them if they are due for an audit.
 
         Raises:
@@ -289,12 +289,12 @@ class AuditHook(RunHook):
         if -call.first % self._n >= call.steps:
             return run_call(state, call)
         step = repeated(call)
-        with timed():
+        with self.run.watch.part(self.part):
             again, args = _preserved(step, state, call.args)
         result = run_call(state, call)
         del state  # usually donated
         jax.block_until_ready(result[0])  # the time so far counts as the step's
-        with timed():
+        with self.run.watch.part(self.part):
             first = by_device(result[0])
             try:
                 second = by_device(step(again, *args)[0])

@@ -1,6 +1,5 @@
 """What the hooks of jstep may ask of the run that they are in."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
@@ -59,8 +58,6 @@ RunCall = Callable[[TrainState, Call], tuple[TrainState, Metrics]]
 """`run_call(state, call)` runs the steps of a `Call`, and returns the new state and the metrics of the last step."""
 Repeated = Callable[[Call], Callable[..., tuple[TrainState, Metrics]]]
 """Maps a `Call` to a function `(state, *call.args)` that repeats it, and adds no metrics to the sums."""
-Timed = Callable[[], contextlib.AbstractContextManager[object]]
-"""Makes a context whose time counts as that of hooks."""
 
 # What hooks share.
 

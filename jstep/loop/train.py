@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import jax
 
 from jstep.checkpoint.saver import Saver
 from jstep.core.meshes import mesh_of, overriding_mesh
-from jstep.core.stopwatch import HOOKS, SAVING, new_watch
+from jstep.core.stopwatch import SAVING, new_watch
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.loaders import check_batches
 from jstep.data.to_devices import over_axes
@@ -214,11 +213,10 @@ def _train(run: Run, batches: Any) -> TrainState:
 def _take_steps(run: Run) -> None:
     """Run the calls, and the hooks around them, until the run ends."""
     run.phase = RUNNING
-    timed = functools.partial(run.watch.part, HOOKS)
     run_call: Any = run.programs
     for hook in run.hooks:
         if isinstance(hook, RunHook):
-            run_call = hook.around_calls(run_call, run.programs.repeated, timed)
+            run_call = hook.around_calls(run_call, run.programs.repeated)
     runner, in_flight, last_step = run.runner, run.in_flight, run.options.last_step
     try:
         for call in fetched_by_all(run.feeder or ()):
