@@ -162,7 +162,7 @@ def _found(closed: Any, args: list[Any]) -> NonFinite | None:
     chain = path_to(body, number_of(position))
     operation = chain[-1][1]
     eqns = [one.eqn for _, one in reversed(chain)]
-    source = line_of(eqns, [one.eqn for one in chain[-1][0].operations])
+    source = line_of(eqns, [one.eqn for one in chain[-1][0].operations if one.number > operation.number])
     where = ", ".join(_entered(one, inner, position) for (_, one), (inner, _) in itertools.pairwise(chain))
     differentiated = any(map(is_differentiated, eqns))
     return NonFinite(operation.name, source, where, inputs, outputs, reaches, constant, differentiated)
@@ -205,7 +205,7 @@ _JAX = os.path.dirname(os.path.realpath(jax.__file__)) + os.sep
 _LIBRARIES = tuple(os.path.realpath(path) + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name)
 
 
-def line_of(eqns: Sequence[Any], beside: Sequence[Any] = ()) -> str:
+def line_of(eqns: Sequence[Any], later: Sequence[Any]) -> str:
     """Return the source line of an operation, such as "model.py:12 (loss_fn)".
 
     This is the innermost line called by the step that is neither in JAX nor in a library, or else the line in the
@@ -214,14 +214,11 @@ def line_of(eqns: Sequence[Any], beside: Sequence[Any] = ()) -> str:
     Args:
         eqns: The operation and the enclosing ones, innermost first. A function that JAX or a library compiles may have
             been traced for another caller; then the line is that of the operation that calls it.
-        beside: The operations of its program, for an operation without a line: `jnp.log`, passed to a cond under vmap,
-            is called by JAX only, and the next operation has the line of the cond.
+        later: The operations after it in its program, for an operation without a line: `jnp.log`, passed to a cond
+            under vmap, is called by JAX only, and the next operation has the line of the cond.
     """
-    found = _line(eqns)
-    if found is None:
-        at = next((i for i, eqn in enumerate(beside) if eqn is eqns[0]), 0)
-        found = next((line for eqn in beside[at:] if (line := _line([eqn]))), None)
-    return found or "unknown"
+    lines = map(_line, (eqns, *([eqn] for eqn in later)))
+    return next(filter(None, lines), "unknown")
 
 
 def _line(eqns: Sequence[Any]) -> str | None:
