@@ -89,7 +89,7 @@ def open_checkpoints(run: Run) -> None:
         run.resumed = dataclasses.replace(run.resumed, first=run.resumed.given)
         return
     with contextlib.suppress(Exception):  # `restore` reports what is wrong
-        run.resumed = dataclasses.replace(run.resumed, first=latest, extra=_extra(run.saver, latest))
+        run.resumed = dataclasses.replace(run.resumed, first=latest, extra=extra_at(run.saver, latest))
 
 
 def restore(run: Run) -> None:
@@ -111,7 +111,7 @@ def restore(run: Run) -> None:
             _logger.info("no checkpoint%s in %s: starts at step %d", kind, place, run.first)
         return
     restored = step_of(run.state)
-    extra = run.resumed.extra if restored == run.resumed.first else _extra(saver, restored)
+    extra = run.resumed.extra if restored == run.resumed.first else extra_at(saver, restored)
     run.begin_at(restored)
     name, then, before = checkpoint_name(saver.prefix, restored), run.resumed, extra.get(HELD)
     _logger.info("restored %s", name)
@@ -120,7 +120,8 @@ def restore(run: Run) -> None:
     run.resumed = dataclasses.replace(then, restored=restored, extra=extra, held=held)
 
 
-def _extra(saver: Saver, step: int) -> dict[str, Any]:
+def extra_at(saver: Saver, step: int) -> dict[str, Any]:
+    """What was saved beside the state at a step; empty if that is not from `train`."""
     extra = saver.extra(step)
     return with_files(extra, functools.partial(saver.read_file, step=step)) if isinstance(extra, dict) else {}
 

@@ -20,13 +20,14 @@ from jstep.core.exceptions import scoped
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_shapes
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.data.loaders import check_batches, owner_of, position_of, saved_position, set_position, source_of, with_files
+from jstep.data.loaders import check_batches, owner_of, position_of, saved_position, set_position, source_of
 from jstep.data.to_devices import over_axes
 from jstep.hooks.hook import check_step
 from jstep.hooks.run_info import LoopState
 from jstep.loop.arguments import as_steps_per_call, check, check_locations
 from jstep.loop.feeder import copied_batches
 from jstep.loop.programs import Programs
+from jstep.loop.saving import extra_at
 from jstep.loop.stages import StageBoundaries, stages_of
 from jstep.loop.train import train
 from jstep.queues.queues import OutOfRangeError, until_end
@@ -157,10 +158,7 @@ def _restored_start(state: TrainState, checkpoint_dir: Any, prefix: str, step: i
             if start is not None:
                 _log(checkpoint_name(saver.prefix, start), start, step)
                 with internal_transfers():
-                    state, extra = saver.restore(state, step=start), saver.extra(start)
-                if not isinstance(extra, dict):
-                    return start, state, None
-                return start, state, saved_position(with_files(extra, functools.partial(saver.read_file, step=start)))
+                    return start, saver.restore(state, step=start), saved_position(extra_at(saver, start))
         found = f"checkpoints of the steps {shown(there)}" if there else f"no checkpoint {prefix}-*"
         where = f"{os.fspath(checkpoint_dir if own else checkpoint_dir.directory)} has {found}"
     with internal_transfers():
