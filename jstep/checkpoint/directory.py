@@ -157,7 +157,8 @@ class DirectoryStore(Store):
             try:
                 self._arrays.save(path, orbax_arrays.SaveArgs(dict(arrays), compress, files), end)
             finally:
-                self._write = Write(path + listing.TEMPORARY, self._arrays.finish, "jstep-save")
+                finish = self._explained()(self._arrays.finish)
+                self._write = Write(path + listing.TEMPORARY, finish, "jstep-save")
         self._is_cleaned = True
 
     def _publish(self, temporary: str, final: str, manifest: Manifest) -> list[str]:
@@ -200,14 +201,9 @@ class DirectoryStore(Store):
             raise
         return [replaced]
 
-    def wait(self) -> None:
-        """See `Store.wait`."""
-        with self._explained():
-            super().wait()
-
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """A context whose error says that the disk is full, and how much is needed, if that is the cause."""
+        """A context, or decorator, whose error says that the disk is full, and what is needed, if that is the cause."""
         try:
             yield
         except Exception as error:
