@@ -199,21 +199,13 @@ def left_out_indices(state: Any, leave_out: VarList) -> set[int]:
             "TrainState, or a dict with 'params'"
         )
     chosen = resolve(params, leave_out, "leave_out")
-    roles = roles_in(state)
-    of_slots = {
-        str(name): iter([place is not None and chosen[place] for place in owners(str(name), tree, params, roles)])
-        for name, tree in (slots.items() if isinstance(slots, Mapping) else ())
-    }
-    of_params = iter(chosen)
-
-    def is_left_out(keys: Sequence[Any]) -> bool:
-        first, *rest = keys_of(keys)
-        if first == PARAMS:
-            return next(of_params)
-        return bool(first == SLOTS and rest and rest[0] in of_slots and next(of_slots[rest[0]]))
-
-    # The leaves of a subtree come in the same order as in the whole tree.
-    return {i for i, (keys, _) in enumerate(jax.tree_util.tree_leaves_with_path(state)) if is_left_out(keys)}
+    roles, numbers = roles_in(state), _numbers(state)
+    left_out = {i for i, is_chosen in zip(jax.tree.leaves(_field(numbers, PARAMS)), chosen, strict=True) if is_chosen}
+    for name, tree in slots.items() if isinstance(slots, Mapping) else ():
+        places = owners(str(name), tree, params, roles)
+        of_slot = zip(jax.tree.leaves(_field(numbers, SLOTS)[name]), places, strict=True)
+        left_out |= {i for i, place in of_slot if place is not None and chosen[place]}
+    return left_out
 
 
 def _field(state: Any, name: str) -> Any:
@@ -319,9 +311,14 @@ def copied(target: Any) -> dict[int, list[int]]:
 
 def _states_in(tree: Any) -> list[tuple[TrainState, TrainState]]:
     """Return each state in a tree, with a copy whose leaves are their indices among all leaves of the tree."""
-    indices = jax.tree.unflatten(trees.structure(tree), range(len(jax.tree.leaves(tree))))
-    nodes = (jax.tree.leaves(one, is_leaf=lambda node: isinstance(node, TrainState)) for one in (tree, indices))
+    both = tree, _numbers(tree)
+    nodes = (jax.tree.leaves(one, is_leaf=lambda node: isinstance(node, TrainState)) for one in both)
     return [both for both in zip(*nodes, strict=True) if isinstance(both[0], TrainState)]
+
+
+def _numbers(tree: Any) -> Any:
+    """Return a tree with the numbers of its leaves in their places."""
+    return jax.tree.unflatten(trees.structure(tree), range(len(jax.tree.leaves(tree))))
 
 
 def is_ageless(keys: Keys, leaf: Any, roles: Roles) -> bool:
