@@ -60,8 +60,7 @@ def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = No
         None
     """
     prefix = None if prefix is None else checked_prefix(prefix)
-    found = next(open_store(checked_directory(directory)).newest_first(prefix), None)
-    return None if found is None else found[1]
+    return next((path for _, path in open_store(checked_directory(directory)).newest_first(prefix)), None)
 
 
 _WAIT, _END = -1, -2

@@ -219,20 +219,19 @@ def _within(name: str) -> str:
 # folder is passed to `publish` instead, which adds the manifest and renames it.
 
 
-def _is_of_others(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname
-
-
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
     """A context manager or decorator that drops Orbax's log lines, from all threads."""
     logger = logging.getLogger("absl")
-    own = functools.partial(_is_of_others)  # contexts overlap: each adds and removes a filter of its own
-    logger.addFilter(own)
+
+    def is_of_others(record: logging.LogRecord) -> bool:  # contexts overlap: each has a filter of its own
+        return "orbax" not in record.pathname
+
+    logger.addFilter(is_of_others)
     try:
         yield
     finally:
-        logger.removeFilter(own)
+        logger.removeFilter(is_of_others)
 
 
 class _OneTransaction:
