@@ -372,7 +372,7 @@ def has_tracers(tree: Any) -> bool:
 def donated_leaf(tree: Any) -> str | None:
     """Return the path of the first donated leaf; None if no leaf is donated."""
     for i, leaf in enumerate(jax.tree.leaves(tree)):  # paths take longer: a step on a mesh asks at every call
-        if isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted():
+        if hasattr(leaf, "is_deleted") and not is_traced(leaf) and leaf.is_deleted():
             return paths_of(tree)[i]
     return None
 

@@ -90,7 +90,7 @@ def refuse_what_crashes(state: Any, args: Any, *, is_known: bool, donates: bool)
     require_alive(state)
     if not donates:
         return
-    arrays = [leaf for leaf in jax.tree.leaves((state, args)) if isinstance(leaf, jax.Array)]
+    arrays = [*jax.tree.leaves(state), *(leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array))]
     if not is_known or len(set(map(id, arrays))) < len(arrays):
         refuse_shared_buffers(state, args)
 
