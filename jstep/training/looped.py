@@ -55,7 +55,7 @@ def scan_steps(train_step: Callable[..., Any], length: int | None = None, unroll
 
     def body(state: TrainState, stacked: tuple[Any, ...], batch_specs: Any) -> tuple[TrainState, Metrics]:
         k = _leading_size(stacked, length)
-        batch_specs = None if batch_specs is None else jax.tree.map(without_step_axis, batch_specs)
+        batch_specs = jax.tree.map(without_step_axis, batch_specs)
 
         def one(state: TrainState, args: Any) -> tuple[TrainState, Metrics]:
             return step.body(state, args, batch_specs)
@@ -195,7 +195,7 @@ class LoopedStep(TrainStep):
     def _trace(self, state: Any, row: tuple[Any, ...], batch_specs: Any) -> TracedStep:
         """Trace one step within the trace of the program."""
         specs = None if batch_specs is None else batch_specs[2:]
-        if specs is not None and self.most is not None:
+        if self.most is not None:
             specs = jax.tree.map(without_step_axis, specs)
         body = pure(self._one).body
         jaxpr, shapes = jax.make_jaxpr(lambda state, args: body(state, args, specs), return_shape=True)(state, row)

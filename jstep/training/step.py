@@ -167,8 +167,7 @@ class TrainStep:
     def _program(self, layout: Layout, args: tuple[Any, ...], kind: str = "call", *, donates: bool) -> Any:
         """Return the program for the layouts of state and batch; `kind="whole"` returns all metrics together."""
         batch_specs = self._pure.batch_specs(args)
-        specs = None if batch_specs is None else (trees.structure(batch_specs), tuple(jax.tree.leaves(batch_specs)))
-        key = kind, donates, layout, specs
+        key = kind, donates, layout, trees.structure(batch_specs), *jax.tree.leaves(batch_specs)
         if key not in self._programs:
             self._programs[key] = self._made(kind, donates, layout, batch_specs)
         return self._programs[key]
