@@ -3,12 +3,15 @@
 A new call is a line of `refused_calls/ROOM.txt`, `>>> jstep.adam(beta1=2)`, without its message;
 `python tests/bad_input/test_refused_calls.py` then writes the messages of all calls anew, to be read before they are
 committed. A statement has no message: it prepares the calls of its file. The names that a file may use without
-preparing them are those of `bad_input.py`.
+preparing them are those of `bad_input.py`, and `folder`, the path of an empty directory.
 """
 
+import functools
 import pathlib
 import re
+import tempfile
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import bad_input
@@ -32,16 +35,27 @@ class Refused(NamedTuple):
     told: str
 
 
-def prepared(path: pathlib.Path) -> tuple[dict[str, Any], list[Refused]]:
-    """Return the names that the calls of a file use, and these calls."""
-    names, calls = dict(vars(bad_input)), []
-    for found in CALL.finditer(path.read_text(encoding="utf-8")):
-        try:
-            compile(found[1], path.name, "eval")
-            calls.append(Refused(*found.groups()))
-        except SyntaxError:
-            exec(found[1], names)
-    return names, calls
+def is_call(line: str) -> bool:
+    """Return whether a line is a call, not a statement that prepares calls."""
+    try:
+        compile(line, "line", "eval")
+    except SyntaxError:
+        return False
+    return True
+
+
+def calls_of(path: pathlib.Path) -> list[Refused]:
+    """Return the calls of a file."""
+    return [Refused(*found) for found in CALL.findall(path.read_text(encoding="utf-8")) if is_call(found[0])]
+
+
+def names_of(path: pathlib.Path, folder: str) -> dict[str, Any]:
+    """Return the names that the calls of a file use, `folder` among them, which is empty at first."""
+    names = vars(bad_input) | {"folder": folder}
+    for line, _ in CALL.findall(path.read_text(encoding="utf-8")):
+        if not is_call(line):
+            exec(line, names)
+    return names
 
 
 def told(call: str, names: dict[str, Any]) -> str:
@@ -53,21 +67,22 @@ def told(call: str, names: dict[str, Any]) -> str:
         except NameError:
             raise  # the call itself is wrong
         except Exception as error:
-            return VARYING.sub("", f"{type(error).__name__}: {error}\n")
+            return VARYING.sub("", f"{type(error).__name__}: {error}\n").replace(names["folder"], "FOLDER")
     raise AssertionError(f"{call} is not refused: it returned {result!r}")
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[pathlib.Path], dict[str, Any]]:
+    """A function from a file to the names that its calls use."""
+    return functools.cache(lambda path: names_of(path, str(tmp_path_factory.mktemp("folder"))))
+
+
 @pytest.mark.parametrize(
-    ("names", "refused"),
-    [
-        pytest.param(names, one, id=f"{path.stem}-{one.call}")
-        for path in FILES
-        for names, calls in [prepared(path)]
-        for one in calls
-    ],
+    ("path", "refused"),
+    [pytest.param(path, one, id=f"{path.stem}-{one.call}") for path in FILES for one in calls_of(path)],
 )
-def test_what_a_refused_call_is_told(names: dict[str, Any], refused: Refused) -> None:
-    assert told(refused.call, names) == refused.told
+def test_what_a_refused_call_is_told(prepared: Any, path: pathlib.Path, refused: Refused) -> None:
+    assert told(refused.call, prepared(path)) == refused.told
 
 
 def test_an_error_leaves_the_state_usable() -> None:
@@ -84,8 +99,9 @@ def test_an_error_leaves_the_state_usable() -> None:
 
 def with_messages(path: pathlib.Path) -> str:
     """Return the text of a file with the messages that its calls are told now."""
-    names, calls = prepared(path)
-    texts = {one.call: told(one.call, names) for one in calls}
+    with tempfile.TemporaryDirectory() as folder:
+        names = names_of(path, folder)
+        texts = {one.call: told(one.call, names) for one in calls_of(path)}
     return CALL.sub(lambda found: f">>> {found[1]}\n{texts.get(found[1], '')}", path.read_text(encoding="utf-8"))
 
 

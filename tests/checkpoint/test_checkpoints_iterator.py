@@ -106,12 +106,6 @@ def test_the_state_of_each_step_can_be_restored(tmp_path):
         assert int(reader.restore(state_at(0), step).global_step) == step
 
 
-def test_a_file_is_no_directory_of_checkpoints(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError):
-        jstep.checkpoints_iterator(tmp_path / "file")
-
-
 TWO_PROCESSES = """
 # Each process has a directory of its own: those of the second one are never asked for.
 steps = list(jstep.checkpoints_iterator(f"{directory}/{process}", timeout=0))

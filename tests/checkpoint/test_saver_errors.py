@@ -7,8 +7,6 @@ import pathlib
 import re
 import threading
 
-import jax
-import jax.numpy as jnp
 import pytest
 from checkpoint_states import failing_saves, held_saves, listing, save_all, state_at
 from file_operations import before, failing
@@ -20,32 +18,10 @@ from jstep.checkpoint.saver import Saver
 
 
 class TestErrors:
-    def test_bad_directories(self, tmp_path):
-        (tmp_path / "file").write_text("")
-        with pytest.raises(NotADirectoryError, match="there is a file of that name"):
-            Saver(tmp_path / "file")
-        with pytest.raises(NotADirectoryError, match="there is a file of that name"):
-            latest_checkpoint(tmp_path / "file")
-        saver = Saver(tmp_path / "file" / "below")
-        with pytest.raises(NotADirectoryError, match="directory of checkpoints cannot be created"):
-            saver.save(state_at(1))
-
-    def test_states_that_cannot_be_saved(self, tmp_path):
+    def test_a_state_that_cannot_be_saved_leaves_nothing(self, tmp_path):
         saver = Saver(tmp_path)
         with pytest.raises(TypeError, match="'params/w' is str"):
             saver.save(state_at(1).replace(params={"w": "x"}))
-        with pytest.raises(TypeError, match="'params/w' is ShapeDtypeStruct"):
-            saver.save(jax.eval_shape(lambda: state_at(1)))
-        with pytest.raises(TypeError, match="'params/w' is traced"):
-            jax.jit(saver.save)(state_at(1))
-        donated = state_at(1)
-        donated.params["w"].delete()
-        with pytest.raises(ValueError, match="'params/w' was donated to a step"):
-            saver.save(donated)
-        with pytest.raises(ValueError, match="has no global step"):
-            saver.save({"w": jnp.ones(2)})
-        with pytest.raises(TypeError, match=r"global_step=.*1\.5.*must be an integer"):
-            saver.save(state_at(1).replace(global_step=jnp.float32(1.5)))
         saver.close()
         assert listing(tmp_path) == []
 

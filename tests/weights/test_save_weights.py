@@ -55,48 +55,14 @@ def test_names_and_metadata(tmp_path):
     assert read_header(path).metadata == {}
 
 
-@pytest.mark.parametrize("metadata", [{"a": 1}, {1: "a"}, "pt", [("a", "b")], {"a": None}, 3])
-def test_metadata_must_be_strings(tmp_path, metadata):
-    with pytest.raises(TypeError, match=r"metadata(=|: ).* (must be a mapping|must be strings)"):
-        jstep.save_weights(tmp_path / "x", OLD, metadata=metadata)
-    with pytest.raises(ValueError, match=r"metadata: 'x.udcff' must be encodable as UTF-8"):
-        jstep.save_weights(tmp_path / "x", OLD, metadata={"a": "x\udcff"})
+def test_a_save_that_is_refused_leaves_nothing(tmp_path):
+    for names, metadata in (({"b": "a"}, None), (None, {"a": 1})):
+        with pytest.raises((TypeError, ValueError)):
+            jstep.save_weights(tmp_path / "x", OLD, names, metadata)
     assert listed(tmp_path) == []
 
 
-def test_invalid_tensor_names(tmp_path):
-    for names in ({"b": "a"}, {"a": "x", "c": ("x", np.transpose)}, lambda path: "x"):
-        with pytest.raises(ValueError, match=r"'.' and '.' have one name, '.'"):
-            jstep.save_weights(tmp_path / "x", OLD, names)
-    with pytest.raises(ValueError, match="'a' has the name '__metadata__'"):
-        jstep.save_weights(tmp_path / "x", OLD, {"a": "__metadata__"})
-    with pytest.raises(ValueError, match=r"'a' has the name .* UTF-8"):
-        jstep.save_weights(tmp_path / "x", OLD, {"a": "\ud800"})
-    with pytest.raises(ValueError, match="params has no leaf at 'd'"):
-        jstep.save_weights(tmp_path / "x", OLD, {"d": "a"})
-    with pytest.raises(ValueError, match="no leaf to save"):
-        jstep.save_weights(tmp_path / "x", OLD, lambda path: None)
-    assert listed(tmp_path) == []
-
-
-def test_error_names_leaves_that_safetensors_cannot_store(tmp_path):
-    deleted = jnp.ones(3)
-    deleted.delete()
-    for leaf, message in (
-        (jax.random.key(0), "key<fry>"),
-        (jnp.ones(3, jnp.int4), "int4"),
-        (np.ones(3, np.complex128), "complex128"),
-        (np.array(["a"]), "<U1"),
-        (deleted, "deleted"),
-        (jax.ShapeDtypeStruct((3,), np.float32), "shapes"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            jstep.save_weights(tmp_path / "x", {"a": leaf, "b": np.ones(2)})
-    with pytest.raises(ValueError, match="'a' is int4; 'b' is key<fry>"):
-        jstep.save_weights(tmp_path / "x", {"a": jnp.ones(3, jnp.int4), "b": jax.random.key(0)})
-    for leaf in ("text", np.sin, object()):
-        with pytest.raises(TypeError, match="params: 'a'"):
-            jstep.save_weights(tmp_path / "x", {"a": leaf})
+def test_a_transform_makes_a_leaf_one_that_can_be_stored(tmp_path):
     jstep.save_weights(tmp_path / "x", {"a": jnp.ones(3, jnp.int4)}, {"a": ("a", lambda x: x.astype(np.int8))})
     assert jstep.load_weights(tmp_path / "x", {"a": np.zeros(3, np.int8)})["a"].tolist() == [1, 1, 1]
 
