@@ -405,7 +405,7 @@ def test_nothing_is_unused() -> None:
         text_of(PACKAGE / room / "__init__.py") for room in ("distributed", "metrics", "summary")
     )
     public = set(re.findall(r"\w+", stub)) | {
-        command for module in MODULES for command in re.findall(r'"\w+\.(\w+)"\)', text_of(MODULES[module]))
+        command for module in MODULES for command in re.findall(r'"\w+:(\w+)"\)', text_of(MODULES[module]))
     }
     found = []
     for module, path in MODULES.items():

@@ -53,11 +53,10 @@ class Report:
 def wrapped(title: str, words: Sequence[str]) -> list[str]:
     """Wrap a list of words after a title."""
     lines = [f"{title}  "]
-    for i, word in enumerate(words):
-        more = word + ("" if i + 1 == len(words) else ", ")
-        if len(lines[-1]) + len(more.rstrip()) > WIDTH:
+    for word in [*(f"{word}, " for word in words[:-1]), *words[-1:]]:
+        if len(lines[-1]) + len(word.rstrip()) > WIDTH:
             lines.append(" " * (len(title) + 2))
-        lines[-1] += more
+        lines[-1] += word
     return [line.rstrip() for line in lines]
 
 

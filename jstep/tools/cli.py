@@ -1,9 +1,9 @@
 """The command line, `python -m jstep`: its commands, each in a module that is imported only when it is used."""
 
 import argparse
-import importlib
 import io
 import os
+import pkgutil
 import sys
 import traceback
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from jstep.tools import cli_common as common
 from jstep.tools.cli_common import OK, TROUBLE, Command
 
 COMMANDS = {
-    "inspect": ("show a checkpoint, a directory of checkpoints, or safetensors", "cli_inspect.INSPECT"),
-    "diff": ("find where two runs diverge: checkpoints, directories, logs", "cli_compare.DIFF"),
-    "plot": ("plot the scalars of one or several runs to a file", "cli_events.PLOT"),
-    "events": ("print the events of a file, one per line", "cli_events.EVENTS"),
-    "cost": ("estimate the cost of a step: operations, memory, transfers", "cli_cost.COST"),
-    "goodput": ("account for the wall time of a run, over all its starts", "goodput.GOODPUT"),
-    "stalls": ("show the processes that hang (exit code 1) and their waits", "cli_events.STALLS"),
+    "inspect": ("show a checkpoint, a directory of checkpoints, or safetensors", "cli_inspect:INSPECT"),
+    "diff": ("find where two runs diverge: checkpoints, directories, logs", "cli_compare:DIFF"),
+    "plot": ("plot the scalars of one or several runs to a file", "cli_events:PLOT"),
+    "events": ("print the events of a file, one per line", "cli_events:EVENTS"),
+    "cost": ("estimate the cost of a step: operations, memory, transfers", "cli_cost:COST"),
+    "goodput": ("account for the wall time of a run, over all its starts", "goodput:GOODPUT"),
+    "stalls": ("show the processes that hang (exit code 1) and their waits", "cli_events:STALLS"),
 }
 """Name → description, in the order and wording of `--help`, and where in `jstep.tools` the `Command` is."""
 
@@ -81,8 +81,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     for name, (words, place) in COMMANDS.items():
         own = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
         if name == chosen:
-            module, _, command_name = place.partition(".")
-            command: Command = getattr(importlib.import_module(f"jstep.tools.{module}"), command_name)
+            command: Command = pkgutil.resolve_name(f"jstep.tools.{place}")
             command.add_arguments(own)
             if command.has_json:
                 own.add_argument("--json", action="store_true", help="print one JSON object on one line")

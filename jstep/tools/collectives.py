@@ -194,7 +194,6 @@ def _is_started(computation: Computation, one: Instruction) -> bool:
 
 _PARTS = MOVES | {"convert_element_type", "bitcast_convert_type", "sharding_constraint", "reshard", "mesh_cast", "name"}
 """Operations that return a copy or a part of an operand; uses of the result are uses of the operand."""
-_LOOPS = {"scan", "while"}
 _Sources = frozenset[int]
 
 
@@ -224,7 +223,7 @@ def uses_of(traced: Any) -> list[float]:
         return evaluate(body, given, lambda one, taken: site(one, taken, times), lambda constant: frozenset())
 
     def site(operation: Operation, taken: list[_Sources], times: float) -> list[_Sources]:
-        if operation.kind in _LOOPS:
+        if operation.kind in ("scan", "while"):
             return loop(operation, taken, times)
         if operation.kind == "cond":
             branches = [run(body, taken[1:], times) for body in operation.bodies]

@@ -234,9 +234,8 @@ def require_compiler(name: Name) -> None:
 
 def name_of(device: Any) -> Name | None:
     """Return the topology that a device belongs to, or None for any other device."""
-    with _lock:
-        made = list(_made.items())
-    return next((name for name, devices in made if devices[0].client is device.client), None)
+    # A copy, because another thread may add one.
+    return next((name for name, devices in _made.copy().items() if devices[0].client is device.client), None)
 
 
 def _tpus(name: Name) -> Sequence[Any]:

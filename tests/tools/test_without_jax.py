@@ -122,7 +122,7 @@ def test_reading_arrays_imports_jax(run):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_a_module_and_help(name, capsys):
-    module, _, command = COMMANDS[name][1].partition(".")
+    module, _, command = COMMANDS[name][1].partition(":")
     assert isinstance(getattr(importlib.import_module(f"jstep.tools.{module}"), command), Command)
     with pytest.raises(SystemExit, match="0"):
         main([name, "--help"])
