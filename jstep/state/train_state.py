@@ -328,7 +328,7 @@ def _is_equal(a: Any, b: Any) -> bool:
     try:
         with meshes.internal_transfers():
             return bool(structure == other) and all(map(_has_same_bits, leaves, others))
-    except Exception:  # static parts of a user's class that cannot be compared
+    except Exception:  # static parts of a user's class that cannot be compared, or a donated leaf
         return False
 
 
@@ -337,11 +337,10 @@ def _has_same_bits(a: Any, b: Any) -> bool:
         return True
     if not (trees.is_array(a) and trees.is_array(b)):
         return bool(a == b)
-    if trees.is_traced(a) or trees.is_traced(b) or (a.dtype, a.shape) != (b.dtype, b.shape):
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    if any(isinstance(one, jax.Array) and (one.is_deleted() or not one.is_fully_addressable) for one in (a, b)):
-        return False
-    return np.asarray(trees.key_data(a)).tobytes() == np.asarray(trees.key_data(b)).tobytes()
+    one, other = (trees.concrete(trees.key_data(leaf)) for leaf in (a, b))
+    return one is not None and other is not None and one.tobytes() == other.tobytes()
 
 
 def _unshared(params: Params, slots: Slots) -> Slots:
