@@ -97,10 +97,9 @@ def require_mesh(mesh: Any) -> Mesh:
 def mesh_of(tree: Any) -> Mesh | None:
     """Return the mesh of arrays (or shapes with shardings); None on a single device, and for traced arrays."""
     for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not is_traced(leaf):
-            sharding = leaf.sharding
-            if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-                return sharding.mesh
+        sharding = None if is_traced(leaf) else sharding_on_mesh(leaf)
+        if sharding is not None and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
     return None
 
 
