@@ -91,11 +91,10 @@ def pure(step: Callable[..., Any]) -> PureStep:
     def body(state: Any, args: tuple[Any, ...], batch_specs: Any) -> tuple[Any, Metrics]:
         def one(state: Any, args: tuple[Any, ...]) -> Any:
             result = step(state, *args)
-            if not isinstance(result, tuple | list) or len(result) != 2:
-                raise TypeError(f"the step returned {kind(result)}; it must return (state, metrics)")
-            if isinstance(state, TrainState) and not isinstance(result[0], TrainState):
-                kinds = " and ".join(map(kind, result))
-                raise TypeError(f"the step returned {kinds}; it must return (state, metrics)")
+            is_pair = isinstance(result, tuple | list) and len(result) == 2
+            if not is_pair or (isinstance(state, TrainState) and not isinstance(result[0], TrainState)):
+                returned = " and ".join(map(kind, result)) if is_pair else kind(result)
+                raise TypeError(f"the step returned {returned}; it must return (state, metrics)")
             return keep_roles(state, result[0]), result[1]
 
         new, metrics = attempts(one, state, args, place=sharded_like((state,)))
