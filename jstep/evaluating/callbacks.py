@@ -21,7 +21,6 @@ from jstep.hooks.numbers import is_number, read
 from jstep.hooks.run_info import RunInfo
 from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparameter
 from jstep.state.contents import StateContents, briefly
-from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 from jstep.stores.objects import location, resolved
 
@@ -493,13 +492,11 @@ class KeepBest:
         self._open()
         self._at_start = StateContents(state, params_only=True)
         if self._is_fresh and self.values and jax.process_index() == 0:
-            with internal_transfers():
-                start = global_step(state)
             best = max(self.values, key=self._worse_first)
             _logger.warning(
                 "KeepBest: this run starts at step %d, not from a checkpoint of its own, but %s holds %s of another "
                 "run with %s=%g, which is kept unless this run does better; give a new directory to keep only its own",
-                start,
+                hook.step_of(state),
                 self._directory,
                 checkpoint_name(self._prefix, best),
                 self.metric,

@@ -422,14 +422,11 @@ class Totals:
         """
         while self._pending:
             self._read()
-        results: dict[str, float] = {}
         with using_mesh(mesh_of(self._totals)):
-            for name, total in self._totals.items():
-                for full, number in _numbers_of(name, total).items():
-                    if full in results:
-                        raise ValueError(f"metric_fn: two metrics are called {full!r}; rename {name!r} or the other")
-                    results[full] = number
-        return results
+            return trees.merged(
+                ((name, _numbers_of(name, total)) for name, total in self._totals.items()),
+                lambda full, _, name: f"metric_fn: two metrics are called {full!r}; rename {name!r} or the other",
+            )
 
     def _read(self) -> None:
         with internal_transfers():

@@ -30,7 +30,7 @@ from jstep.evaluating.evaluation_batches import OBJECT, EvaluationBatches, Metri
 from jstep.hooks.base import OwnRun, RunHook, as_functions, check_writer, scalar
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Clock, Metrics, StopWith, check_owners, get_states, key_of, set_states
-from jstep.hooks.numbers import numbers_of, read, text
+from jstep.hooks.numbers import numbers_of, read, start_transfer, text
 from jstep.hooks.run_info import RunInfo
 from jstep.optimizers.averages import NAME, as_average_names, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
@@ -438,8 +438,7 @@ class CheckedEvaluation:
                 with internal_transfers() if is_global else contextlib.nullcontext():
                     metrics = self.compute(params, args)
                 with internal_transfers():  # begin to read what is summed on the host
-                    for leaf in jax.tree.leaves([one for each in metrics for one in each if one.kind != OBJECT]):
-                        leaf.copy_to_host_async()
+                    start_transfer(jax.tree.leaves([one for each in metrics for one in each if one.kind != OBJECT]))
                 for each in metrics:
                     totals.add(each)
         return totals.results()
