@@ -14,7 +14,7 @@ import numpy as np
 from jstep.core.checks import as_function, as_int, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import flatten, is_key, leading_sizes, path_str, quoted, stack_trees, structure
+from jstep.core.trees import flatten, is_key, leading_sizes, path_str, quoted, stack_trees
 from jstep.data.permutation import RowNumbers
 from jstep.data.plan import Plan, PlanReader, SourceRows
 from jstep.data.sizes import Share
@@ -606,8 +606,7 @@ def _read(numbers: Callable[[int], list[SourceRows]], sources: Sequence[Rows], s
         firsts = [of.rows.start if isinstance(of.rows, slice) else int(of.rows[0]) for of in found]
         names = [f"row {row} of {sources[of.source].name!r}" for row, of in zip(firsts, found, strict=True)]
         stack_trees([jax.tree.map(lambda leaf: leaf[0], part) for part in parts], "sources", names.__getitem__)
-    columns = zip(*(flatten(part)[0] for part in parts), strict=True)
-    return structure(parts[0]).unflatten([_merge_leaves(leaves, indices) for leaves in columns])
+    return jax.tree.map(lambda *leaves: _merge_leaves(leaves, indices), *parts)
 
 
 def _row_shapes(rows: Any) -> Any:
