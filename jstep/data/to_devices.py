@@ -108,10 +108,10 @@ def _as_known(item: Any) -> Any:
     """Convert arrays of other libraries, such as PyTorch tensors, to NumPy arrays; reject other leaves."""
 
     def known(keys: Any, leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array | bool | int | float | complex):
+        if trees.is_array_or_number(leaf):
             return leaf
         array = leaf if isinstance(leaf, np.ndarray | np.generic) else _taken_over(leaf)
-        if isinstance(array, jax.Array) or (array is not None and array.dtype.kind in _KINDS):
+        if trees.is_array_or_number(array):
             return array
         where = f"the leaf at {trees.path_str(keys)!r}" if keys else "the item"
         what = kind(leaf) if array is None else f"{kind(leaf)} ({array.dtype})"
@@ -120,7 +120,7 @@ def _as_known(item: Any) -> Any:
             "item what a device cannot hold"
         )
 
-    if all(map(_is_known, jax.tree.leaves(item))):  # the common case, which is faster
+    if all(map(trees.is_array_or_number, jax.tree.leaves(item))):  # the common case, which is faster
         return item
     return jax.tree_util.tree_map_with_path(known, item)
 
@@ -174,14 +174,6 @@ def _copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     copy: np.ndarray[Any, Any] = np.ndarray(array.shape, array.dtype, memory, start)
     copy[...] = array
     return copy
-
-
-_KINDS = "biufcV"
-"""The kinds of dtypes of numbers; V are those that JAX adds, such as bfloat16."""
-
-
-def _is_known(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in _KINDS)
 
 
 # Shardings of batches, and global batches from the rows of each process.
