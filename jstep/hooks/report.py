@@ -35,15 +35,11 @@ class ReportingHook(RunHook):
     Args:
         when: The cadence.
         mean: Whether to deliver means over the steps since the last delivery, in place of the values of the step.
-        deliver: Called with a step and its values as Python numbers, in the order of the steps.
         leave_out: Returns the names of metrics that are left out.
     """
 
-    def __init__(
-        self, when: Cadence, mean: Any, deliver: Callable[[int, dict[str, Any]], None], leave_out: LeaveOut = tuple
-    ) -> None:
-        self.cadence, self._deliver = when, deliver
-        self._mean = as_bool(mean, "mean")
+    def __init__(self, when: Cadence, mean: Any, leave_out: LeaveOut = tuple) -> None:
+        self.cadence, self._mean = when, as_bool(mean, "mean")
         self._leave_out = as_function(leave_out, "leave_out", "() -> names")
 
     def use_run(self, run: RunInfo) -> None:
@@ -60,6 +56,9 @@ class ReportingHook(RunHook):
     def end(self, step: int, state: TrainState) -> None:
         """Deliver all pending rows."""
         self.run.reports.transfers.deliver_all()
+
+    def _deliver(self, step: int, values: dict[str, Any]) -> None:
+        """Called with a step and its values as Python numbers, in the order of the steps."""
 
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> Pending:
         """The numbers to deliver for a step; means start from zero again."""
@@ -106,13 +105,13 @@ class LoggingHook(ReportingHook):
         clock: Clock = time.monotonic,
     ) -> None:
         steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
-        super().__init__(cadence(steps=steps, secs=secs, clock=clock, at_last=True), mean, self._log, leave_out)
+        super().__init__(cadence(steps=steps, secs=secs, clock=clock, at_last=True), mean, leave_out)
         if counter is not None and not hasattr(counter, "steps_per_sec"):
             raise TypeError(f"counter={counter!r}: must be a StepCounterHook, got {type(counter).__name__}")
         self._given_counter = counter
         self._level = as_level(level)
 
-    def _log(self, step: int, values: dict[str, Any]) -> None:
+    def _deliver(self, step: int, values: dict[str, Any]) -> None:
         if jax.process_index() == 0:
             _logger.log(self._level, "step %d  %s%s", step, text(values), self._speed(step))
 
@@ -180,7 +179,7 @@ class MetricsHook(ReportingHook):
     ) -> None:
         self._write = as_function(write, "write", "(step, values)")
         self._named: set[str] = set()
-        super().__init__(cadence(steps=("every_n_steps", every_n_steps), at_last=True), mean, self._give)
+        super().__init__(cadence(steps=("every_n_steps", every_n_steps), at_last=True), mean)
 
     def begin(self, state: TrainState) -> bool | None:
         """Reset the hook for a new run."""
@@ -199,7 +198,7 @@ class MetricsHook(ReportingHook):
             )
         return super()._numbers(metrics, leave_out)
 
-    def _give(self, step: int, values: dict[str, Any]) -> None:
+    def _deliver(self, step: int, values: dict[str, Any]) -> None:
         if jax.process_index() != 0:
             return
         try:
@@ -248,7 +247,7 @@ class SummarySaverHook(ReportingHook):
     ) -> None:
         # The state is sharded over all processes, so all of them compute histograms.
         steps, secs = ("save_steps", save_steps), ("save_secs", save_secs)
-        super().__init__(cadence(steps=steps, secs=secs, clock=clock, together=True), mean, self._write, leave_out)
+        super().__init__(cadence(steps=steps, secs=secs, clock=clock, together=True), mean, leave_out)
         self._given_writer = check_writer(summary_writer)
         self.takes_writer = summary_writer is None  # that of the run
         self._histograms = _globs(histograms)
@@ -272,12 +271,12 @@ class SummarySaverHook(ReportingHook):
         leave_out = {*self._leave_out(), *(self.run.constant_metrics() if self.takes_writer else ())}
         if self._mean:
             self.run.reports.transfers.add(step, self._numbers(metrics, leave_out), self._deliver, self)
-        self._write(step, {} if self._mean else scalars(metrics, leave_out), metrics)
+        self._deliver(step, {} if self._mean else scalars(metrics, leave_out), metrics)
         if self._histograms:
             self._writer.add_summary(histograms_of(state, self._histograms), step)
         self.run.reports.transfers.deliver_ready()
 
-    def _write(self, step: int, values: dict[str, Any], metrics: Metrics | None = None) -> None:
+    def _deliver(self, step: int, values: dict[str, Any], metrics: Metrics | None = None) -> None:
         """Write one summary of some numbers, and of the summaries among the metrics, if there are any."""
         if is_ready(values.values()):  # numbers of the host are the quickest to write
             values = read(values)
