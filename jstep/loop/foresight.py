@@ -96,9 +96,9 @@ class ScheduledRates:
         return low
 
     def are_zero_for_good(self, first: int) -> bool:
-        """Whether the rates are 0 at a step and at the largest one."""
-        now, last = self.at([first, LARGEST_STEP - 1])
-        return bool(now == last and self._zero(now, first + 1) is not None)
+        """Whether the rates are 0 at a step, at steps farther and farther from it, and at the largest one."""
+        values = self.at([min(first + 2**i - 1, LARGEST_STEP - 1) for i in range(32)])
+        return bool(np.all(values == values[-1]) and self._zero(values[0], first + 1) is not None)
 
     def _zero(self, value: Any, stop: int) -> Any:
         """The value if it is 0, or that of a schedule to 0 in a compiled step, where rounding may leave something.
@@ -186,7 +186,7 @@ def _rates_in(run: Run, step: PureStep) -> ScheduledRates | None:
 def _zero_rate_from(run: Run) -> int | None:
     """The step from which all learning rates of a run are 0 up to its end, for two steps at least; else None.
 
-    Of a run without an end only its first step and the largest one are looked at.
+    Of a run without an end only its first step is looked at, and some later ones.
     """
     end = run.options.end
     begin = LARGEST_STEP if end is None else end

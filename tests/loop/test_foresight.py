@@ -177,6 +177,9 @@ def test_what_rounding_leaves_of_0_is_0_and_a_small_rate_is_not() -> None:
     assert [ended(value).zero_from(0, 99) for value in (0.0, -1.5e-9, 1e-7, np.nan)] == [50, 50, None, None]
     assert [ended(value).are_zero_for_good(50) for value in (0.0, -1.5e-9, 1e-7, np.nan)] == [True, True, False, False]
     assert not ended(0.0).are_zero_for_good(49)
+    from_0_to_0 = scheduled_rates(lambda step: {"learning_rate": jnp.where((step > 0) & (step < 50), 0.1, 0.0)})
+    assert from_0_to_0 is not None
+    assert not from_0_to_0.are_zero_for_good(0), "a warmup begins with 0"
     halves = scheduled_rates(lambda step: {"learning_rate": 0.1 * jnp.float32(0.5) ** step.astype(jnp.float32)})
     small = scheduled_rates(lambda step: {"learning_rate": jnp.where(step < 50, 1e-9, 2e-9)})
     assert halves is not None
