@@ -53,6 +53,13 @@ def scanned(**kwargs: Any) -> Any:
     return jstep.scan_steps(one, **kwargs)(create(PARAMS, adam))
 
 
-def train(last_step: Any = 3, step: Any = None, batches: Any = lambda n: np.zeros(2, np.float32), **kwargs: Any) -> Any:
+def train(
+    last_step: Any = 3,
+    step: Any = None,
+    batches: Any = lambda n: np.zeros(2, np.float32),
+    state: Any = None,
+    **kwargs: Any,
+) -> Any:
     one = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), adam) if step is None else step
-    return jstep.train(one, create({"w": jnp.ones(2)}, adam), batches, last_step, progress=False, **kwargs)
+    first = create({"w": jnp.ones(2)}, adam) if state is None else state
+    return jstep.train(one, first, batches, last_step, progress=False, **kwargs)

@@ -126,26 +126,12 @@ def test_a_wrong_callback_result_is_reported_at_the_first_evaluation(then, error
     assert jstep.global_step(caught.value.state) == 2
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (lambda d: [3], TypeError, r"then\[0\]=3: must be a function \(step, state, results\)"),
-        (lambda d: [jstep.EarlyStopping], TypeError, r"then\[0\]="),
-        (lambda d: jstep.EarlyStopping("loss", 1), TypeError, "then: must be a sequence of functions"),
-        (lambda d: [jstep.ReduceOnPlateau("loss", "rate")], KeyError, "rate"),
-        (lambda d: [jstep.KeepBest(d / "c", "loss", prefix="model")], ValueError, "the run's own checkpoints"),
-    ],
-)
-def test_wrong_callbacks_are_rejected_before_the_first_step(make, error, words, tmp_path):
-    with pytest.raises(error, match=words):
-        train(
-            3,
-            [
-                jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=1, then=make(tmp_path)),
-                jstep.every(1, fail_on_step),
-            ],
-            checkpoint_dir=tmp_path / "c",
-        )
+def test_a_wrong_callback_is_rejected_before_the_first_step():
+    hook = jstep.EvaluationHook(
+        lambda state: {"loss": 1.0}, every_n_steps=1, then=[jstep.ReduceOnPlateau("loss", "rate")]
+    )
+    with pytest.raises(KeyError, match="rate"):
+        train(3, [hook, jstep.every(1, fail_on_step)])
 
 
 def test_an_evaluation_that_donates_the_state_is_reported():

@@ -6,59 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loop_runs import OPTIMIZER, STEP, Calls, loss_fn, make_state, train
+from loop_runs import OPTIMIZER, STEP, Calls, loss_fn, train
 
 import jstep
 
 
-def no_step():
-    return make_state().replace(global_step=None)
-
-
-WRONG = [
-    ({"step": 3}, TypeError, r"train_step=3: must be a function \(state, \*args\) -> \(state, metrics\)"),
-    ({"state": {"w": 1}}, TypeError, "state: must be a TrainState, got a dict; make one with TrainState.create"),
-    ({"last_step": 1e4}, TypeError, "last_step=10000.0: must be an integer, got float"),
-    ({"last_step": True}, TypeError, "last_step=True: must be an integer"),
-    ({"last_step": -1}, ValueError, "last_step=-1: must be at least 0"),
-    ({"steps_per_call": 0}, ValueError, "steps_per_call=0: must be at least 1"),
-    ({"steps_per_call": 2.0}, TypeError, "steps_per_call=2.0: must be an integer"),
-    ({"batches": None}, TypeError, r"batches=None: must have .* for a step without a batch, give lambda step: \(\)"),
-    ({"batches": {"x": np.ones(3)}}, TypeError, "batches is a dict, which may be one batch"),
-    ({"hooks": [jstep.LoggingHook]}, TypeError, r"hooks\[0\]=LoggingHook is a class; give an instance: LoggingHook\("),
-    ({"hooks": [print]}, TypeError, r"hooks\[0\]=<built-in function print>: has none of begin, after_step"),
-    (
-        {"hooks": jstep.LoggingHook(every_n_steps=1)},
-        TypeError,
-        r"hooks=<.*LoggingHook.*: must be a sequence of hooks, hooks=\[...\]",
-    ),
-    ({"hooks": 3}, TypeError, "hooks=3: must be a sequence of hooks, got int"),
-    ({"save_checkpoint_steps": 0}, ValueError, "save_checkpoint_steps=0: must be at least 1"),
-    ({"save_checkpoint_secs": -5}, ValueError, "save_checkpoint_secs=-5: must be > 0"),
-    ({"save_checkpoint_secs": "600"}, ValueError, "save_checkpoint_secs='600': must be a number of seconds, None"),
-    ({"save_summaries_steps": 0}, ValueError, "save_summaries_steps=0: must be at least 1"),
-    ({"log_steps": -5}, ValueError, "log_steps=-5: must be at least 1"),
-    ({"log_steps": 2.5}, TypeError, "log_steps=2.5: must be an integer"),
-    ({"checkpoint_prefix": "a/b"}, ValueError, "prefix"),
-    ({"checkpoint_dir": 3}, TypeError, "directory"),
-    ({"checkpoint_dir": "ftp://x"}, ValueError, "^checkpoint_dir='ftp://x': must be a path"),
-    ({"logdir": "ftp://x", "checkpoint_dir": None}, ValueError, "^logdir='ftp://x': must be a path"),
-    ({"logdir": 3}, TypeError, "logdir=3: must be a directory or a URL, got an int"),
-    (
-        {"batch_sharding": "data"},
-        ValueError,
-        r"batch_sharding='data': must be an axis of the mesh .* state = jstep.shard_state\(state, mesh\)",
-    ),
-    ({"batch_sharding": 3}, TypeError, "sharding: 3"),
-    ({"state": no_step()}, RuntimeError, r"^Global step should be created to use StepCounterHook\.$"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "error", "words"), WRONG)
-def test_bad_input_is_named_and_creates_no_files(wrong, error, words, tmp_path):
-    arguments = {"last_step": 3, "checkpoint_dir": tmp_path / "c"} | wrong
-    with pytest.raises(error, match=words):
-        train(**arguments)
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [({"step": 3}, TypeError), ({"checkpoint_prefix": "a/b"}, ValueError), ({"logdir": 3}, TypeError)],
+)
+def test_a_run_that_is_refused_creates_no_files(wrong, error, tmp_path):
+    with pytest.raises(error):
+        train(**{"last_step": 3, "checkpoint_dir": tmp_path / "c"} | wrong)
     assert os.listdir(tmp_path) == []
 
 

@@ -27,36 +27,10 @@ def test_error_of_a_closed_writer_names_the_logdir(tmp_path, method):
         getattr(writer, method)(None)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"max_queue": 0}, ValueError, "max_queue=0: must be at least 1"),
-        ({"max_queue": -3}, ValueError, "max_queue=-3: must be at least 1"),
-        ({"max_queue": 1.5}, TypeError, "max_queue=1.5: must be an integer"),
-        ({"max_queue": True}, TypeError, "max_queue=True: must be an integer"),
-        ({"flush_secs": 0}, ValueError, "flush_secs=0: must be > 0"),
-        ({"flush_secs": float("nan")}, ValueError, "flush_secs=nan: must be > 0"),
-        ({"flush_secs": "x"}, TypeError, "flush_secs='x': must be a number, got a str"),
-        ({"flush_secs": None}, TypeError, "flush_secs=None: must be a number, got None"),
-    ],
-)
-def test_arguments_out_of_range(tmp_path, arguments, error, message):
-    with pytest.raises(error, match=message):
-        SummaryWriter(tmp_path / "logs", **arguments)
+def test_a_writer_that_is_refused_creates_nothing(tmp_path):
+    with pytest.raises(ValueError, match="max_queue=0"):
+        SummaryWriter(tmp_path / "logs", max_queue=0)
     assert not (tmp_path / "logs").exists()
-
-
-def test_error_for_an_unwritable_logdir_names_it(tmp_path):
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(FileExistsError, match=f"cannot write to its logdir.*'{file}'"):
-        SummaryWriter(file)
-    with pytest.raises(NotADirectoryError, match=f"cannot write to its logdir.*'{file}/below'"):
-        SummaryWriter(file / "below")
-    with pytest.raises(TypeError, match="logdir=3: must be a path or a URL, got int"):
-        SummaryWriter(3)
-    with pytest.raises(ValueError, match="logdir='ftp://host/logs': must be a path, gs://"):
-        SummaryWriter("ftp://host/logs")
 
 
 def test_a_step_beyond_64_bits_is_an_error(tmp_path):
