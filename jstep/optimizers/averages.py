@@ -418,17 +418,16 @@ def _initial(initial: Any, params: Params, averaged: Sequence[bool]) -> list[Any
     """Return the initial values at the leaves to average, and the other leaves of params."""
     found = initial(params) if trees.is_function(initial) else initial  # a model may be callable, and is a tree
     values = trees.flatten_like(params, found, "initial", may_leave_out=not all(averaged))
-    leaves = jax.tree.leaves(params)
-    wanted = [is_one and trees.is_trainable(leaf) for is_one, leaf in zip(averaged, leaves, strict=True)]
-    pairs = list(zip(trees.leaves_with_paths(params), values, wanted, strict=True))
-    for (path, leaf), value, is_wanted in pairs:
-        if is_wanted and (value is None or np.shape(value) != np.shape(leaf)):
+    made = []
+    for (path, leaf), value, is_averaged in zip(trees.leaves_with_paths(params), values, averaged, strict=True):
+        if not (is_averaged and trees.is_trainable(leaf)):
+            made.append(leaf)
+            continue
+        if value is None or np.shape(value) != np.shape(leaf):
             have = "nothing" if value is None else f"shape {np.shape(value)}"
             raise ValueError(f"initial: must have shape {np.shape(leaf)} at {trees.quoted(path)}, got {have}")
-    return [
-        jnp.asarray(value).astype(trees.compute_dtype(jnp.result_type(leaf))) if is_wanted else leaf
-        for (_, leaf), value, is_wanted in pairs
-    ]
+        made.append(jnp.asarray(value).astype(trees.compute_dtype(jnp.result_type(leaf))))
+    return made
 
 
 def as_average_names(use_averages: Any) -> tuple[str, ...] | None:

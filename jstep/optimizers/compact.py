@@ -26,8 +26,6 @@ from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, S
 from jstep.optimizers import by_slices, leafwise
 from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers.compose import trained
-from jstep.optimizers.hyperparameters import Conditions, Projected
-from jstep.optimizers.hyperparameters import report_condition as report
 from jstep.optimizers.updates import add
 from jstep.state.global_step import step_of
 from jstep.state.sharding import state_shardings
@@ -265,17 +263,17 @@ def updated(stored: Stored, inner: Inner, updates: Updates) -> tuple[Updates, Sl
     ways = [platform for platform, is_possible in known.items() if is_possible and any(stored.large())]
     if not ways:
         return _at_once(stored, inner, updates)
-    conditions = Conditions()
+    conditions = hyper.Conditions()
     made = {way: _collecting(conditions, _by_leaf, stored, inner, updates, way) for way in ways}
     default = _collecting(conditions, _at_once, stored, inner, updates)
     result, values = jax.lax.platform_dependent(default=default, **made)
     for condition, holds in zip(conditions, values, strict=True):
-        report(condition._replace(holds=holds))
+        hyper.report_condition(condition._replace(holds=holds))
     found: tuple[Updates, Slots] = result
     return found
 
 
-def _collecting(conditions: Conditions, update: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+def _collecting(conditions: hyper.Conditions, update: Callable[..., Any], *first: Any) -> Callable[..., Any]:
     """`update(*first, …)`, to be traced: it also returns the conditions reported in it, which replace the others."""
 
     def traced(*rest: Any) -> Any:
@@ -309,7 +307,7 @@ def _closed(
         u = found[i] if large[i] or REMAINDER in rows[i] else None
         args = rows[i], other, whole[i], u, turns[i], blocks, halves
         value, row = done[i] if i in done else _closed_leaf(*args)
-        found[i], rows[i] = found[i] if value is None else Projected(value), rows[i] | row
+        found[i], rows[i] = found[i] if value is None else hyper.Projected(value), rows[i] | row
     return trees.structure(stored.params).unflatten(found), stored.trees(rows, stored.slots | after)
 
 
@@ -387,7 +385,7 @@ def _by_leaf(stored: Stored, inner: Inner, updates: Updates, platform: str) -> t
     """The update with a program of its own for each large leaf: see `by_slices`."""
     values, named = stored.values(), trees.leaves_with_paths(stored.params)
     given, treedef = trees.flatten((updates, *values))
-    conditions = Conditions()
+    conditions = hyper.Conditions()
     traced = _collecting(conditions, lambda *xs: inner(*treedef.unflatten(xs)))
     program, shapes = without_calls(traced, platform, *given)
     results, structure = program.jaxpr.outvars, trees.structure(shapes)
@@ -413,7 +411,7 @@ def _by_leaf(stored: Stored, inner: Inner, updates: Updates, platform: str) -> t
     known = iter(by_slices.values_of(program, given, [*rest, *needed]))
     (updates, new), reached = structure.unflatten([None if n in done else next(known) for n in range(len(results))])
     for condition, holds in zip(conditions, reached, strict=True):
-        report(condition._replace(holds=holds))
+        hyper.report_condition(condition._replace(holds=holds))
     env = dict(zip(needed, known, strict=True))
     by_itself = {i: _closed_by_itself(named[i][1], leaf, stored.halves, env, platform) for i, leaf in leaves.items()}
     return _closed(stored, *values, updates, new, by_itself)

@@ -363,15 +363,17 @@ def scope(name: str, optimizer: OptimizerLike) -> Optimizer:
         inner = labels_of(optimizer, params)
         return None if inner is None else [None if label is None else f"{name}/{label}" for label in inner]
 
-    init = leafwise.wrapped_init(
-        optimizer,
-        lambda params, global_step: leafwise.prefixed(name, optimizer.init(params, global_step)),
-        lambda params: roles_of(optimizer, params).prefixed(name),
-        labels=labels,
-    )
-    return optimizer._replace(
-        init=init, update=update, hyperparameters=lambda step: leafwise.prefixed(name, optimizer.hyperparameters(step))
-    )
+    def init(params: Params, global_step: Step) -> Slots:
+        return leafwise.prefixed(name, optimizer.init(params, global_step))
+
+    def roles(params: Params) -> Roles:
+        return roles_of(optimizer, params).prefixed(name)
+
+    def hyper(step: Step, /) -> dict[str, Any]:
+        return leafwise.prefixed(name, optimizer.hyperparameters(step))
+
+    made = leafwise.wrapped_init(optimizer, init, roles, labels=labels)
+    return optimizer._replace(init=made, update=update, hyperparameters=hyper)
 
 
 # Use different optimizers for different parameters.

@@ -18,7 +18,6 @@ from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Ste
 from jstep.differentiate.clipping import global_norm
 from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers.compose import Own, wrap_optimizer
-from jstep.optimizers.hyperparameters import Projected
 from jstep.optimizers.leafwise import Slot, StepInputs, call_update, fresh_slot, map_updates, wide_updates
 from jstep.optimizers.updates import on_leaves, only_if, slot_leaves
 
@@ -112,8 +111,8 @@ def conditional_update(
         updates, new_slots = call_update(optimizer, updates, slots, at, exact=True)
 
     def zero_unless(update: Any, leaf: Any) -> Any:
-        if isinstance(update, Projected):
-            return Projected(_select(condition, on_devices(leaf), update.value))
+        if isinstance(update, hyper.Projected):
+            return hyper.Projected(_select(condition, on_devices(leaf), update.value))
         return jax.tree.map(lambda u: _zero_array_unless(condition, u), update)
 
     updates = map_updates(zero_unless, at.params, updates, jax.tree.leaves(at.params), what="updates")

@@ -620,11 +620,7 @@ _logger = logging.getLogger("jstep")
 
 def by_path(fn: Callable[[str, Any], Any]) -> Flag:
     """The flag `fn(path, leaf)`, which must be hashable and may depend on shape and dtype, not on values."""
-
-    def values(params: Params) -> list[Any]:
-        return [fn(path, leaf) if trees.is_trainable(leaf) else None for path, leaf in own_leaves(params)]
-
-    return values
+    return lambda params: [fn(path, leaf) if trees.is_trainable(leaf) else None for path, leaf in own_leaves(params)]
 
 
 def first_match(argument: str, entries: Iterable[str]) -> Flag:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -182,7 +181,7 @@ class StepInputs(NamedTuple):
     params: Params
     step: Step
     context: Context
-    h: Mapping[str, Any] = MappingProxyType({})
+    h: Mapping[str, Any] = {}
     starts: Sequence[Array | None] = ()
 
 
@@ -273,9 +272,7 @@ def is_guarded(optimizer: Optimizer) -> bool:
 
 def makes_finished_updates(optimizer: Optimizer) -> bool:
     """Whether the updates of an optimizer include −learning_rate, so that another one would flip their sign."""
-    if isinstance(optimizer.init, Init):
-        return optimizer.init.finished
-    return _reports_a_rate(optimizer)
+    return optimizer.init.finished if isinstance(optimizer.init, Init) else _reports_a_rate(optimizer)
 
 
 def is_rated(optimizer: Optimizer) -> bool:

@@ -183,13 +183,13 @@ def with_small_ones_loaded(state: TrainState) -> tuple[Slots, int | None]:
     order = sorted(range(len(sizes)), key=sizes.__getitem__)
     totals = itertools.accumulate(sizes[i] for i in order)
     small = {i for i, total in zip(order, totals, strict=True) if total <= limit}
-    loaded = {
-        name: treedef.unflatten([on_devices(leaf) if i in small else leaf for i, leaf in enumerate(leaves[name])])
-        if name in leaves
-        else on_devices(tree)
-        for name, tree in slots.items()
-    }
-    return loaded, limit
+
+    def loaded(name: str, tree: Any) -> Any:
+        if name not in leaves:
+            return on_devices(tree)
+        return treedef.unflatten([on_devices(leaf) if i in small else leaf for i, leaf in enumerate(leaves[name])])
+
+    return {name: loaded(name, tree) for name, tree in slots.items()}, limit
 
 
 def loads_slots(update: _Update) -> _Update:
