@@ -139,10 +139,9 @@ def s3_fields(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     env = os.environ if environ is None else environ
     files = _file(env, "AWS_SHARED_CREDENTIALS_FILE", "credentials"), _file(env, "AWS_CONFIG_FILE", "config")
     name = env.get("AWS_PROFILE") or env.get("AWS_DEFAULT_PROFILE") or "default"
-    has_keys = bool(env.get("AWS_ACCESS_KEY_ID") and env.get("AWS_SECRET_ACCESS_KEY"))
     settings = _profile(files, name)
     fields: dict[str, Any] = {}
-    if has_keys:
+    if env.get("AWS_ACCESS_KEY_ID") and env.get("AWS_SECRET_ACCESS_KEY"):
         fields["aws_credentials"] = {"type": "environment"}
     elif settings.keys() & _CREDENTIALS:
         there = [path if os.path.isfile(path) else os.devnull for path in files]

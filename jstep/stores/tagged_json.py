@@ -50,8 +50,7 @@ class LargeBytes:
     @property
     def nbytes(self) -> int:
         """The number of bytes in memory."""
-        data = self._data
-        return 0 if data is None else len(data)
+        return len(self._data or b"")
 
     def read(self) -> bytes:
         """Return the bytes."""
@@ -169,7 +168,8 @@ def copied(value: Any) -> Any:
 
 # Objects in several places, and arrays that overlap in memory.
 
-_ATOMS = frozenset({str, bool, int, float, complex, bytes, type(None)})
+_PLAIN = frozenset({str, bool, type(None)})
+_ATOMS = _PLAIN | {int, float, complex, bytes}
 _ALONE, _UNSEEN = -2, -1
 """In place of the number of an object: it is in one place only, or it was not encoded yet."""
 _ALIASED, _SAME = "$aliased", "$same"
@@ -248,11 +248,8 @@ class _Encoder:
             depth: The number of JSON levels around it.
         """
         of = type(value)
-        if of is str or of is bool or value is None:
-            return value
-        if of is int and value.bit_length() <= _LONGEST:
-            return value
-        if of is float and math.isfinite(value):
+        is_number = (of is int and value.bit_length() <= _LONGEST) or (of is float and math.isfinite(value))
+        if of in _PLAIN or is_number:
             return value
         number = self._numbers.get(id(value), _ALONE)
         if depth > _DEEPEST or number is None:
@@ -314,7 +311,7 @@ class _Encoder:
 def _are_plain(values: list[Any] | tuple[Any, ...]) -> bool:
     """Whether JSON holds all values as they are. Positions are copied with each batch, and may list many numbers."""
     kinds = set(map(type, values))
-    return kinds <= {str, bool, type(None)} or (kinds == {int} and -(2**63) <= min(values) <= max(values) < 2**63)
+    return kinds <= _PLAIN or (kinds == {int} and -(2**63) <= min(values) <= max(values) < 2**63)
 
 
 def decode(value: Any) -> Any:
