@@ -6,6 +6,7 @@ A checkpoint is written under a temporary name, its manifest last, and then rena
 import contextlib
 import errno
 import functools
+import itertools
 import logging
 import os
 import re
@@ -242,10 +243,6 @@ class DirectoryStore(Store):
         for path in remains:
             remove(path)
 
-    def log_undeleted(self, path: str, error: Exception) -> None:
-        """See `Store.log_undeleted`."""
-        _logger.warning("%s could not be deleted: %s", path, error)
-
     def _remove_leftovers(self) -> None:
         """Remove what interrupted saves and deletions of this prefix left behind.
 
@@ -278,10 +275,8 @@ def _set_aside(path: str) -> None:
 
 def _unused(stem: str) -> str:
     """Return the first name that does not exist, of those that begin so and end with a number."""
-    number = 0
-    while os.path.lexists(name := f"{stem}{number}"):
-        number += 1
-    return name
+    names = (f"{stem}{number}" for number in itertools.count())
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def remove(path: str) -> None:

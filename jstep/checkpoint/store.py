@@ -225,6 +225,7 @@ class Store(Protocol):
 
     def log_undeleted(self, path: str, error: Exception) -> None:
         """Log a warning that a checkpoint could not be deleted."""
+        _logger.warning("%s could not be deleted: %s", path, error)
 
     # The end.
 
