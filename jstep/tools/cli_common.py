@@ -154,11 +154,6 @@ class Checkpoint:
     manifest: Manifest
     store: Store
 
-    @property
-    def name(self) -> str:
-        """`prefix-step`."""
-        return f"{self.prefix}-{self.step}"
-
     @functools.cached_property
     def named(self) -> dict[str, Leaf]:
         """Name → leaf, in order: the name is its path, followed by a number if several leaves share the path."""

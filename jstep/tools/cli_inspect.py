@@ -210,7 +210,8 @@ def _directory(path: str, arguments: argparse.Namespace, not_one: ValueError | N
                 wrong = [str(error)]
         problems += [f"{one.path} is corrupted: {problem}" for problem in wrong]
         verified = {"verified": not wrong} if arguments.verify else {}
-        rows.append({"name": one.name, **_about(one), "leaves": len(one.manifest.leaves), **verified})
+        name = f"{one.prefix}-{one.step}"
+        rows.append({"name": name, **_about(one), "leaves": len(one.manifest.leaves), **verified})
     keys = {"checkpoint": "name", "saved": "time", "step": "step", "leaves": "leaves", "size": "bytes"}
     keys |= {"every byte": "verified"} if arguments.verify else {}
     keys |= {} if all(row["finite"] for row in rows) else {"parameters": "finite"}

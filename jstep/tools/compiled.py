@@ -31,12 +31,10 @@ class Array(NamedTuple):
     """The type of an array.
 
     Attributes:
-        dtype: XLA's name of the element type, such as `bf16`.
         dims: The lengths of its dimensions.
         bits: Bits per element; 0 for types without data (`token`, `opaque`).
     """
 
-    dtype: str
     dims: tuple[int, ...]
     bits: int
 
@@ -214,7 +212,7 @@ def parse_shape(text: str) -> Shape:
                 stack[-1].append(inner)
         else:
             dims = tuple(int(length) for length in found["dims"].replace("<=", "").split(",") if length)
-            stack[-1].append(Array(found["dtype"], dims, _bits(found["dtype"], found["layout"] or "")))
+            stack[-1].append(Array(dims, _bits(found["dtype"], found["layout"] or "")))
     return stack[0][0] if len(stack[0]) == 1 else tuple(stack[0])
 
 
