@@ -18,3 +18,10 @@ def raising(error: BaseException | type[BaseException]) -> Callable[..., Any]:
         raise error
 
     return raise_it
+
+
+class ImmutableError(Exception):
+    """An exception that takes no attributes, like a frozen dataclass."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise TypeError("immutable")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from doubles import ImmutableError
 
 from jstep.core import meshes, threads
 from jstep.core.exceptions import scoped
@@ -175,10 +176,6 @@ def test_a_scope_closes_its_generator_and_leaves_the_exception_alone():
             yield name
         finally:
             events.append("closed")
-
-    class ImmutableError(Exception):
-        def __setattr__(self, name, value):
-            raise TypeError("immutable")
 
     with scope("a") as name:
         assert name == "a"

@@ -90,14 +90,16 @@ def test_rows_of_steps_before_a_checkpoint_are_written_before_it(tmp_path):
     assert saved == [(5, [2, 4]), (9, [2, 4, 6, 8, 9])]
 
 
+def broken(step):
+    """Batches of which the one for step 7 cannot be read."""
+    if step == 7:
+        raise OSError("no shard")
+    return batches(step)
+
+
 @pytest.mark.parametrize("mean", [False, True])
 def test_all_rows_are_written_when_an_error_ends_the_run(mean):
     rows = []
-
-    def broken(step):
-        if step == 7:
-            raise OSError("no shard")
-        return batches(step)
 
     with pytest.raises(OSError, match="no shard"):
         train(20, [jstep.MetricsHook(lambda *row: rows.append(row), every_n_steps=5, mean=mean)], batches=broken)
@@ -187,11 +189,6 @@ def test_means_in_log_lines_and_at_the_last_step(steps_per_call, caplog):
 
 def test_the_last_step_is_always_logged(caplog):
     caplog.set_level(logging.INFO)
-
-    def broken(step):
-        if step == 7:
-            raise OSError("no shard")
-        return batches(step)
 
     with pytest.raises(OSError, match="no shard"):
         train(20, [jstep.LoggingHook(every_n_steps=5)], batches=broken)

@@ -280,16 +280,18 @@ def test_a_compiler_error_is_raised_at_its_step(caplog):
     assert "could not be compiled ahead" in caplog.text
 
 
-def test_a_run_that_stops_does_not_wait_for_the_compiler():
+@pytest.fixture
+def slow():
+    """A job that waits to be finished, and the events of its start and its end."""
     started, finish = threading.Event(), threading.Event()
+    return CompileJob(5, "slow", lambda args: started.set() or finish.wait(60)), started, finish
 
-    def slow(args):
-        started.set()
-        return finish.wait(60)
 
+def test_a_run_that_stops_does_not_wait_for_the_compiler(slow):
+    job, started, finish = slow
     stop = []
     compiler = BackgroundCompiler(stopping=lambda: bool(stop))
-    compiler.jobs.append(CompileJob(5, "slow", slow))
+    compiler.jobs.append(job)
     compiler.before(4)
     compiler.after((jnp.ones(3),))
     assert started.wait(60)
@@ -302,16 +304,11 @@ def test_a_run_that_stops_does_not_wait_for_the_compiler():
 
 
 @pytest.mark.parametrize("is_finished", [False, True])
-def test_only_a_compilation_in_progress_is_reported_at_the_end(is_finished, caplog):
-    started, finish = threading.Event(), threading.Event()
-
-    def slow(args):
-        started.set()
-        return finish.wait(60)
-
+def test_only_a_compilation_in_progress_is_reported_at_the_end(is_finished, caplog, slow):
+    job, started, finish = slow
     caplog.set_level("INFO", "jstep")
     compiler = BackgroundCompiler()
-    compiler.jobs.append(CompileJob(5, "slow", slow))
+    compiler.jobs.append(job)
     compiler.after((jnp.ones(3),))
     assert started.wait(60)
     if is_finished:

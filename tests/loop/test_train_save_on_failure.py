@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from doubles import ImmutableError
 from loop_runs import DATA, OPTIMIZER, STEP, Calls, Counted, by_hand, make_state, same, train
 
 import jstep
@@ -77,13 +78,6 @@ def test_the_last_state_is_in_the_exception_and_saved(name, saves, tmp_path):
     if saves:
         assert jstep.Saver(tmp_path).all_steps() == [5]
         assert same(train(12, checkpoint_dir=tmp_path), by_hand(12))
-
-
-class ImmutableError(Exception):
-    """An exception that takes no attributes, like a frozen dataclass."""
-
-    def __setattr__(self, name, value):
-        raise TypeError("immutable")
 
 
 class Raising(jstep.Hook):
