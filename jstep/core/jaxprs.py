@@ -721,14 +721,11 @@ def flops_of(eqn: Any) -> float:
     """Return the number of floating-point operations of an operation without inner programs."""
     name, params = _name(eqn), eqn.params
     size = sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars)
-    if name == "dot_general":
-        ((contracted, _), _) = params["dimension_numbers"]
-        return 2.0 * size * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
-    if name == "ragged_dot_general":
-        numbers = params["ragged_dot_dimension_numbers"]
-        ((contracted, _), _) = numbers.dot_dimension_numbers
+    if name in ("dot_general", "ragged_dot_general"):
+        ragged = params.get("ragged_dot_dimension_numbers")
+        ((contracted, _), _) = params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
         # If the groups are along a contracted axis, each result uses only the rows of one group.
-        is_parted = not set(numbers.lhs_ragged_dimensions).isdisjoint(contracted)
+        is_parted = ragged is not None and not set(ragged.lhs_ragged_dimensions).isdisjoint(contracted)
         groups = eqn.invars[2].aval.shape[-1] if is_parted else 1
         return 2.0 * size * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted) / groups
     if name == "pallas_call" and params.get("cost_estimate") is not None:
