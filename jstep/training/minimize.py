@@ -22,8 +22,8 @@ from jstep.core.meshes import internal_transfers, leaving_auto_axes, sharded_lik
 from jstep.core.on_cpus import Unroll
 from jstep.core.optimizers import EMPTY_CONTEXT, require_optimizer
 from jstep.core.placement import Layouts
-from jstep.core.selection import VarList, check_form, selected
-from jstep.core.slot_roles import COUNTS, Role, Roles, labels_of, roles_of
+from jstep.core.selection import VarList, check_form
+from jstep.core.slot_roles import COUNTS, Role, Roles, roles_of
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Updates
 from jstep.differentiate import engine
@@ -690,9 +690,8 @@ class Minimizing:
         """Return for each leaf whether a step trains it."""
         several = self.differentiate
         each = several.each.values() if isinstance(several, SeveralLosses) else [several]
-        chosen = {i for one in each for i in selected(params, one.var_list)}
-        labels = labels_of(self.optimizer, params) or [""] * len(jax.tree.leaves(params))
-        return [i in chosen and label is not None for i, label in enumerate(labels)]
+        chosen = {i for one in each for i in one.selected(params)}
+        return [i in chosen for i in range(len(jax.tree.leaves(params)))]
 
 
 def _in_lanes(number: int, pure: Callable[..., Any]) -> Body:
