@@ -141,7 +141,7 @@ NAMES = {
     lane_state: "_COMMUTING _TO_FIRST",
     lanes: "ON_PARTS",
     engine: "_SAME_ELEMENTS",
-    collectives: "_PARTS _LOOPS",
+    collectives: "_PARTS",
 }
 """Module → its sets of names of operations."""
 
