@@ -390,15 +390,13 @@ class LocalLines:
 
     def _replace(self, file: io.FileIO, at: int, before: bytes, line: bytes) -> bool:
         """Write over a line, if the file still has it at this place, and return whether that succeeded."""
-        try:
+        with contextlib.suppress(OSError):
             file.seek(at)
             if file.read(len(before)) != before:
                 return False
             file.seek(at)
             if file.write(line) == len(line):
                 return True
-        except OSError:
-            pass
         file.close()
         self._places = None
         return False
