@@ -188,10 +188,9 @@ def missing(path: str, manifest: Manifest) -> str | None:
     One byte of each chunk is read, which finds removed files.
     """
     store = ts.KvStore.open({"driver": "ocdbt", "base": in_folder(path)}).result()
-    there = {key.decode() for key in store.list().result()}
     wanted = manifest.by_array
     described = {name: store.read(_within(name) + ".zarray") for name in wanted}
-    reads = {}
+    reads = []
     for name, leaf in wanted.items():
         if not (found := described[name].result().value):
             return leaf.path
@@ -199,11 +198,9 @@ def missing(path: str, manifest: Manifest) -> str | None:
         grid = [-(-size // chunk) for size, chunk in zip(zarray["shape"], zarray["chunks"], strict=True)]
         for at in itertools.product(*map(range, grid)):
             key = _within(name) + (zarray.get("dimension_separator", ".").join(map(str, at)) or "0")
-            if key not in there:
-                return leaf.path
-            reads[key] = leaf.path, store.read(key, byte_range=slice(0, 1))
-    # For a removed file, the store returns an empty value.
-    return next((leaf for leaf, read in reads.values() if not read.result().value), None)
+            reads.append((leaf.path, store.read(key, byte_range=slice(0, 1))))
+    # For a key that it lacks, and for a removed file, the store returns an empty value.
+    return next((leaf for leaf, read in reads if not read.result().value), None)
 
 
 def _within(name: str) -> str:
