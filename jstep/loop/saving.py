@@ -74,7 +74,8 @@ def open_checkpoints(run: Run) -> None:
         has_values = trees.is_array(state.global_step) and not trees.is_donated(state)  # or it may be a template alone
         given = step_of(state) if has_values else None
         run.saver = saver
-        run.resumed = Resumed(latest=latest, given=given, held={} if given is None else _held(state))
+        first = given if latest is None else None
+        run.resumed = Resumed(first, latest=latest, given=given, held={} if given is None else _held(state))
         if latest is None or latest < options.last_step:
             saver.claim(state)  # fails now, not at the first save
         else:
@@ -83,13 +84,10 @@ def open_checkpoints(run: Run) -> None:
         observer.opened()
     if run.saver is None:
         _begin_with_given(run, "and no checkpoint_dir to restore from")
-        return
-    latest = run.resumed.latest
-    if latest is None:
-        run.resumed = dataclasses.replace(run.resumed, first=run.resumed.given)
-        return
-    with contextlib.suppress(Exception):  # `restore` reports what is wrong
-        run.resumed = dataclasses.replace(run.resumed, first=latest, extra=extra_at(run.saver, latest))
+    elif run.resumed.latest is not None:
+        with contextlib.suppress(Exception):  # `restore` reports what is wrong
+            newest = run.resumed.latest
+            run.resumed = dataclasses.replace(run.resumed, first=newest, extra=extra_at(run.saver, newest))
 
 
 def restore(run: Run) -> None:
