@@ -36,6 +36,9 @@ class CheckpointSaverHook(RunHook):
             save.
         clock: Returns seconds; replaced in tests.
 
+    Attributes:
+        saver: The `Saver`, as given or made for the directory.
+
     Source: `tf.train.CheckpointSaverHook`, which also saves at the first step.
     """
 
@@ -57,8 +60,7 @@ class CheckpointSaverHook(RunHook):
         self._extra = as_function(extra, "extra", "() -> values", optional=True)
         self._before_save = as_functions(before_save, "before_save", "of the step")
         self._directory = None if isinstance(saver, Saver) else saver
-        self._saver, self._is_closed = saver if isinstance(saver, Saver) else Saver(saver), False
-        self.prefix = self._saver.prefix
+        self.saver, self._is_closed = saver if isinstance(saver, Saver) else Saver(saver), False
         self._saved: tuple[int, Callable[[], TrainState | None]] | None = None
 
     def begin(self, state: TrainState) -> None:
@@ -79,7 +81,7 @@ class CheckpointSaverHook(RunHook):
         super().close()
         if self._directory is not None and not self._is_closed:
             self._is_closed = True
-            self._saver.close()
+            self.saver.close()
 
     def is_saved(self, step: int, state: TrainState) -> None:
         """Record that a checkpoint of this step holds this state, such as the restored one."""
@@ -87,11 +89,6 @@ class CheckpointSaverHook(RunHook):
 
     def _about_to_save(self, step: int) -> None:
         """Called before a save that nothing prevents any more."""
-
-    @property
-    def allows_nonfinite(self) -> bool:
-        """Whether its Saver saves parameters that became NaN or infinite."""
-        return self._saver.allow_nonfinite
 
     def has_saved(self, step: int, state: TrainState) -> bool:
         """Whether a checkpoint of this step holds this state, not changed by a hook since."""
@@ -123,18 +120,18 @@ class CheckpointSaverHook(RunHook):
                 return False
             hook.check_step(step, state)
             if self._directory is not None and self._is_closed:  # at the end of an earlier run
-                self._saver, self._is_closed = Saver(self._directory), False
+                self.saver, self._is_closed = Saver(self._directory), False
             nonfinite = self.run.finite.error
-            if nonfinite is not None and not self._saver.allow_nonfinite:
+            if nonfinite is not None and not self.saver.allow_nonfinite:
                 raise nonfinite
             self._about_to_save(step)
             extra = self._extra() if self._extra else None
-            with internal_transfers(), self._saver.knowing(nonfinite is None, self._passing_secs):
-                self._saver.save(state, extra=extra)
+            with internal_transfers(), self.saver.knowing(nonfinite is None, self._passing_secs):
+                self.saver.save(state, extra=extra)
             self.is_saved(step, state)
         if wait and not self._is_closed:
             try:
-                self._saver.wait()
+                self.saver.wait()
             except Exception:
                 self._saved = None  # another try saves it again, and does not say that it is there
                 raise

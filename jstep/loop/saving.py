@@ -326,9 +326,9 @@ class RunSaverHook(CheckpointSaverHook):
         if not super().has_saved(step, state):
             self._about_to_save(step)
             extra = self._extra_of(_Memory(self._positions(), self._memory.hooks))
-            with internal_transfers(), self._saver.knowing(not nonfinite_params(self._loop)):
-                self._saver.save(state, extra=extra)
-        self._saver.wait()
+            with internal_transfers(), self.saver.knowing(not nonfinite_params(self._loop)):
+                self.saver.save(state, extra=extra)
+        self.saver.wait()
 
     def restored(self, step: int, state: TrainState) -> None:
         """Record that a checkpoint of this step was restored, with the current state and states of hooks."""
@@ -340,7 +340,7 @@ class RunSaverHook(CheckpointSaverHook):
         super().is_saved(step, state)
         self._memory = self._of_this_save
         for name, one in self._memory.hooks.files.items():  # for `save_alone`, when they are no longer in memory
-            one.load = functools.partial(self._saver.read_file, name, step)
+            one.load = functools.partial(self.saver.read_file, name, step)
 
     def has_saved(self, step: int, state: TrainState) -> bool:
         """Whether a checkpoint of this step holds this state, and the current states of hooks and position."""

@@ -98,7 +98,7 @@ def exit_on_signal(run: Run) -> NoReturn:
     """Save the state and leave, after a signal."""
     when = f"after step {run.step}"
     why = why_not_finite(run) if run.savers else ""
-    savers = [hook for hook in run.savers if not why or hook.allows_nonfinite]
+    savers = [hook for hook in run.savers if not why or hook.saver.allow_nonfinite]
     are_saved, errors = list[bool](), Errors(run)
     for hook in savers:
         run.calling = Calling(hook, "save")
@@ -157,17 +157,17 @@ def save_while_it_hangs(run: Run) -> str:
     """Save the last complete state, by another thread than the loop's, and return the outcome, for the log."""
     step, calling = run.step, run.calling
     try:
-        saver = next(saver for saver in run.savers if isinstance(saver, RunSaverHook))
-        why = "" if saver.allows_nonfinite else why_not_finite(run)
+        hook = next(hook for hook in run.savers if isinstance(hook, RunSaverHook))
+        why = "" if hook.saver.allow_nonfinite else why_not_finite(run)
         if why := why or why_position_lost(run):
             return f"step {step} is not saved: {why}"
-        saver.save_alone(step, run.state)
+        hook.save_alone(step, run.state)
     except Exception as error:
         return f"step {step} could not be saved: {_text(error)}"
     missed = [] if calling is None else [f"{calling.name} did not return"]
     if calling is not None and calling.method == "after_step":
         missed += [f"{name} was not called" for name in run.runner.not_called()]
-    name = checkpoint_name(saver.prefix, step)
+    name = checkpoint_name(hook.saver.prefix, step)
     return "; ".join([f"step {step} is saved as {name}, with the states of hooks of the save before", *missed])
 
 
@@ -177,7 +177,7 @@ def _saved(run: Run, error: BaseException) -> str:
         return ", and is not saved: the other processes may be elsewhere"
     is_prevented = getattr(error, "prevents_saving", False)
     why = "" if is_prevented else why_not_finite(run)
-    savers = [hook for hook in run.savers if not (is_prevented or why) or hook.allows_nonfinite]
+    savers = [hook for hook in run.savers if not (is_prevented or why) or hook.saver.allow_nonfinite]
     if not savers:
         return f", and is not saved{why and ': '}{why}"
     try:
@@ -191,7 +191,8 @@ def _saved(run: Run, error: BaseException) -> str:
         run.calling = Calling(hook, "save")
         try:
             if hook.save(run.step, run.state, wait=True):
-                outcome = f", and is saved as {checkpoint_name(hook.prefix, run.step)}; start the run again to resume"
+                name = checkpoint_name(hook.saver.prefix, run.step)
+                outcome = f", and is saved as {name}; start the run again to resume"
             else:
                 outcome = ", and is not saved, as a hook demands"
         except Exception as failure:
