@@ -154,11 +154,9 @@ def _optimizers_in(value: Any) -> list[tuple[str, Any]]:
     """The optimizers of an argument, each with its label, or an empty one."""
     if has_init_and_update(value):
         return [("", value)]
-    labeled = value.items() if isinstance(value, Mapping) else ()
-    unlabeled = value if isinstance(value, list | tuple) else ()
-    return [
-        (str(label), one) for label, one in (*labeled, *(("", one) for one in unlabeled)) if has_init_and_update(one)
-    ]
+    if isinstance(value, Mapping):
+        return [(str(label), one) for label, one in value.items() if has_init_and_update(one)]
+    return [("", one) for one in (value if isinstance(value, list | tuple) else ()) if has_init_and_update(one)]
 
 
 def _remember(optimizer: Any, call: Call) -> Any:
