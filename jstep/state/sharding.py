@@ -307,11 +307,9 @@ def put(leaf: Any, sharding: NamedSharding) -> Any:
     if is_shape(leaf) or (compiles_only(sharding.mesh) and not trees.is_traced(leaf)):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     if sharding.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
-        # Without a copy the shard on the leaf's own device could alias the leaf, and be donated with the state.
-        if isinstance(leaf, jax.Array):
-            return jax.device_put(leaf.copy(), sharding)
-        # On a CPU may_alias=False is not honored: the state could alias NumPy's memory.
-        return jax.device_put(np.array(leaf), sharding)
+        # Without a copy the shard on the leaf's own device could alias the leaf, and be donated with the state. On a
+        # CPU may_alias=False is not honored: the state could alias NumPy's memory.
+        return jax.device_put(leaf.copy() if isinstance(leaf, jax.Array) else np.array(leaf), sharding)
     if trees.is_key(leaf):
         return jax.random.wrap_key_data(put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
     # Every process has the whole leaf and keeps its own shards.
