@@ -117,6 +117,8 @@ def check_locations(checkpoint_dir: Any, checkpoint_prefix: str, logdir: Any, ba
     for name, place in (("checkpoint_dir", checkpoint_dir), ("logdir", logdir)):
         if isinstance(place, str) and not place.strip():
             raise ValueError(f"{name}={place!r}: must be a directory or a URL, got an empty string; use None for none")
+        if isinstance(place, str | os.PathLike):
+            location(place, name)
     try:
         checkpoint_name(checkpoint_prefix, 0)
     except (TypeError, ValueError) as error:

@@ -13,7 +13,12 @@ import jstep
 
 @pytest.mark.parametrize(
     ("wrong", "error"),
-    [({"step": 3}, TypeError), ({"checkpoint_prefix": "a/b"}, ValueError), ({"logdir": 3}, TypeError)],
+    [
+        ({"step": 3}, TypeError),
+        ({"checkpoint_prefix": "a/b"}, ValueError),
+        ({"logdir": 3}, TypeError),
+        ({"logdir": "ftp://x"}, ValueError),
+    ],
 )
 def test_a_run_that_is_refused_creates_no_files(wrong, error, tmp_path):
     with pytest.raises(error):
