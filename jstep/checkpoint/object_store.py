@@ -81,11 +81,7 @@ class ObjectStore(Store):
     def reads(self, path: str) -> StartRead:
         """See `Store.reads`."""
         name = self._name(path)
-
-        def start_read(key: str, start: int = 0, stop: int | None = None) -> Pending:
-            return self._objects.start_read(f"{name}/{key}", start, stop)
-
-        return start_read
+        return lambda key, *bounds: self._objects.start_read(f"{name}/{key}", *bounds)
 
     def differences(self, path: str, expected: Mapping[str, Record]) -> dict[str, str]:
         """See `Store.differences`."""
@@ -166,10 +162,9 @@ class ObjectStore(Store):
                 "each run its own directory or prefix"
             )
         try:  # a process suspended between the two may have lost its claim and its data: undo the commit
-            if self._claim is not None:
-                self._claim.check()
-        except OSError:
-            pass
+            with contextlib.suppress(OSError):
+                if self._claim is not None:
+                    self._claim.check()
         except CheckpointError:
             self._objects.delete(key, stamp)
             raise
