@@ -11,7 +11,7 @@ import numpy as np
 
 from jstep.checkpoint import slots
 from jstep.checkpoint.manifest import Leaf, LeftOut, Manifest
-from jstep.checkpoint.slots import GLOBAL_STEP, PARAMS, SLOTS, Keys, Kind
+from jstep.checkpoint.slots import GLOBAL_STEP, PARAMS, SLOTS, Keys
 from jstep.core import targets, trees
 from jstep.core.checks import array_type, kind, listing, shown
 from jstep.core.compact_numbers import opened, split
@@ -70,11 +70,6 @@ class Wanted(targets.Wanted[Leaf | None]):
         """Whether the checkpoint lacks it, though it should not."""
         return super().is_missing and not self.is_guard and self.left_out is None
 
-    @property
-    def kind(self) -> Kind:
-        """The shape, and the name of the dtype."""
-        return self.shape, self.dtype
-
 
 @dataclasses.dataclass(frozen=True)
 class Match(targets.Match[Wanted]):
@@ -129,8 +124,9 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
     roles, halves, arrays = roles_in(target), slots.halves_in(target), manifest.by_array
 
     def is_in_other_format(i: int, record: Leaf) -> bool:
-        half, wanted = arrays.get(record.half or ""), halves.get(i)
-        return (half and (half.shape, half.dtype)) != (None if wanted is None else leaves[wanted].kind)
+        saved = arrays.get(record.half or "")
+        wanted = leaves[halves[i]] if i in halves else None
+        return (saved and (saved.shape, saved.dtype)) != (wanted and (wanted.shape, wanted.dtype))
 
     copies = {} if all(one.source for one in leaves) else _copies(target, leaves, halves)
     wanted = [
@@ -164,11 +160,11 @@ def _copies(target: Any, leaves: Sequence[Wanted], halves: Mapping[int, int]) ->
 
 def _difference(leaf: Wanted, source: Leaf | LeftOut, steps: Sequence[int]) -> str:
     """Describe why a saved leaf does not fit; the empty string if it fits."""
-    saved = source.shape, source.dtype
-    if saved == leaf.kind or (isinstance(source, Leaf) and slots.converts(leaf.keys, saved, leaf.kind, steps)):
+    saved, wanted = (source.shape, source.dtype), (leaf.shape, leaf.dtype)
+    if saved == wanted or (isinstance(source, Leaf) and slots.converts(leaf.keys, saved, wanted, steps)):
         return ""
     left_out = "left out as " if isinstance(source, LeftOut) else ""
-    return f"{leaf.path!r} ({left_out}{array_type(*saved)}, and {array_type(*leaf.kind)} in target)"
+    return f"{leaf.path!r} ({left_out}{array_type(*saved)}, and {array_type(*wanted)} in target)"
 
 
 _REPACK = (
