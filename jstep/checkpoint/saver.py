@@ -299,8 +299,7 @@ class Saver:
         partial, step = as_bool(partial, "partial"), _step_or_none(step)
         if names is not None and target is None:
             raise ValueError("names: must come with a target, whose paths it maps")
-        with self._lock:
-            self.wait()
+        with self._between_saves():
             refuse_compile_only(target, "target")
             return self._reader.restore(target, step, partial, averages, names)
 
@@ -346,8 +345,7 @@ class Saver:
                 "from jax.eval_shape. restore(None) returns a checkpoint without a target"
             )
         step, averages = _step_or_none(step), as_average_names(use_averages)
-        with self._lock:
-            self.wait()
+        with self._between_saves():
             refuse_compile_only(target_params, "target_params")
             target = {PARAMS: target_params}
             return self._reader.restore(target, step, False, averages, names, of_params=True)[PARAMS]
@@ -361,8 +359,7 @@ class Saver:
             CheckpointError: The manifest is corrupted, or a save failed in the background.
             FileNotFoundError: There is no checkpoint, or none of that step.
         """
-        with self._lock:
-            self.wait()
+        with self._between_saves():
             return self._reader.extra(_step_or_none(step))
 
     def read_file(self, name: str, step: int) -> bytes:
@@ -388,8 +385,7 @@ class Saver:
             FileNotFoundError: There is no checkpoint of that step.
             ValueError: The checkpoint is that of another model or optimizer: says which, and lists the paths.
         """
-        with self._lock:
-            self.wait()
+        with self._between_saves():
             self._reader.check_run(state, as_int(step, "step", 0))
 
     def delete(self, step: int) -> None:
@@ -417,21 +413,18 @@ class Saver:
 
     def all_steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, in ascending order."""
-        with self._lock:
-            self.wait()
+        with self._between_saves():
             return sorted(step for step, _ in self._store.newest_first(self.prefix))
 
     def latest_step(self) -> int | None:
         """Return the highest step with a complete checkpoint, or None."""
-        with self._lock:
-            self.wait()
+        with self._between_saves():
             return next((step for step, _ in self._store.newest_first(self.prefix)), None)
 
     @property
     def last_checkpoints(self) -> list[str]:
         """The paths of the last `max_to_keep` checkpoints, oldest first, without those kept permanently."""
-        with self._lock:
-            self.wait()
+        with self._between_saves():
             return self._retention.evictable()
 
     def wait(self) -> None:
@@ -577,6 +570,13 @@ class Saver:
             f"{path or 'the last checkpoint'} was not saved: {short(error)}. Earlier checkpoints are unchanged; "
             + newest_in_words(self._store, self.prefix)
         ) from error
+
+    @contextlib.contextmanager
+    def _between_saves(self) -> Iterator[None]:
+        """A context of one thread, in which no save is in progress; it raises the error of the last one."""
+        with self._lock:
+            self.wait()
+            yield
 
     def _check_open(self) -> None:
         if self._closed:
