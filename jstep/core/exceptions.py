@@ -5,7 +5,7 @@ import contextvars
 import functools
 import re
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -26,9 +26,7 @@ def scoped(make: Callable[_P, Iterator[_T]]) -> "Callable[_P, contextlib.Abstrac
     return scope
 
 
-class _Scope(contextlib.AbstractContextManager[_T], Generic[_T]):
-    __slots__ = ("_body",)
-
+class _Scope(contextlib.AbstractContextManager[_T]):
     def __init__(self, body: Any) -> None:
         self._body: Generator[_T] = body
 
