@@ -98,9 +98,8 @@ class Stopwatch:
         with self._lock:
             marks = list(self._latest)
         each = zip(marks, marks[1:], marks[2:], strict=False)
-        return [then - at for (before, _), (this, at), (_, then) in each if this == part and after in (None, before)][
-            -_VISITS:
-        ]
+        found = [then - at for (before, _), (this, at), (_, then) in each if this == part and after in (None, before)]
+        return found[-_VISITS:]
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each part so far."""
