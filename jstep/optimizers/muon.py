@@ -141,9 +141,6 @@ def _constrained(stack: Array, mesh: Any, hop: tuple[Names, Names, Names]) -> Ar
 
 Triple: TypeAlias = tuple[float, float, float]
 
-COEFFICIENTS: Triple = (3.4445, -4.775, 2.0315)
-"""Jordan's, the default."""
-
 
 class Preset(NamedTuple):
     """A list of coefficients.
@@ -168,6 +165,8 @@ def _presets() -> dict[str, Preset]:
 
 
 PRESETS = _presets()
+COEFFICIENTS: Triple = PRESETS["jordan"].triples[0]
+"""Those of Jordan, the default."""
 
 
 def triples_and_safety(given: Any, steps: int | None) -> tuple[tuple[Triple, ...], float]:
