@@ -57,7 +57,7 @@ def test_progress_of_a_run_counts_what_the_device_has_finished(monkeypatch):
 
     def look(flight):
         while len(flight._calls) > 1:
-            flight.finished = flight._calls.popleft().step
+            _, flight.finished = flight._calls.popleft()
 
     monkeypatch.setattr(in_flight.InFlight, "look", look)
     optimizer = jstep.gradient_descent(0.0)
