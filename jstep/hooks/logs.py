@@ -1,9 +1,9 @@
 """The lines of the logger `jstep`: one in n of them, and on standard error if logging is not configured."""
 
+import itertools
 import logging
 import sys
-import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +14,8 @@ _logger = logging.getLogger("jstep")
 
 # Rate-limited logging.
 
-_counts: Counter[tuple[str, int]] = Counter()
-_lock = threading.Lock()
+_counts: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
+"""A line of code → the numbers of its calls; `next` gives each number to one thread."""
 
 
 def log_every_n(level: int | str, msg: str, n: int, *args: Any) -> None:
@@ -37,10 +37,7 @@ def log_every_n(level: int | str, msg: str, n: int, *args: Any) -> None:
     n = as_int(n, "n", 1)
     number = as_level(level)
     frame = sys._getframe(1)
-    place = (frame.f_code.co_filename, frame.f_lineno)
-    with _lock:
-        count = _counts[place]
-        _counts[place] += 1
+    count = next(_counts[frame.f_code.co_filename, frame.f_lineno])
     if count % n == 0:
         _logger.log(number, msg, *args, stacklevel=2)
 
