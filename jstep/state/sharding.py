@@ -215,9 +215,7 @@ def state_shardings(
         of_all = name == MODEL_STATE or (name in roles and roles.has_one_value(name))
         if of_all or not trees.is_like(params, tree):
             return jax.tree.map(lambda _: everywhere(mesh), tree)
-        # A state made by hand has no roles.
-        by_name = Role.ROWS if name.endswith("_row") else Role.COLUMNS if name.endswith("_col") else None
-        role = roles.get(name, by_name)
+        role = roles.get(name)
         return treedef.unflatten(
             None if leaf is None else of_slot(sharding, np.shape(parameter), np.shape(leaf), slot_axis, role)
             for leaf, sharding, (_, parameter) in zip(treedef.flatten_up_to(tree), placed, named, strict=True)

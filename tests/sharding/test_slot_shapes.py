@@ -49,6 +49,13 @@ def test_factored_slots_of_square_parameters(shape: Any) -> None:
         assert leaf.sharding.is_equivalent_to(want, leaf.ndim), slot
 
 
+def test_the_name_of_a_slot_says_nothing_of_its_sharding() -> None:
+    """A state that was made by hand has no roles."""
+    slots = {name: {"w": jnp.ones(8)} for name in ("v_row", "v_col", "other")}
+    state = jstep.shard_state(jstep.TrainState({"w": jnp.ones((8, 8))}, slots, jnp.int32(0)), MESH, P("data", "model"))
+    assert len({tuple(tree["w"].sharding.spec) for tree in state.slots.values()}) == 1
+
+
 def test_factored_slots_keep_their_sharding() -> None:
     optimizer = jstep.adafactor(0.1, min_dim_size_to_factor=1)
     params = {"w": jnp.ones((8, 16))}
