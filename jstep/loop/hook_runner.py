@@ -9,7 +9,7 @@ from jstep.core import trees
 from jstep.core.exceptions import note
 from jstep.core.stopwatch import FIRST_CALL, HOOKS, STEPPING
 from jstep.hooks.base import RunHook
-from jstep.hooks.cadence import Due, next_call
+from jstep.hooks.cadence import Cadence, Due, next_call
 from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, is_public, name_of
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.loop.run import Calling, Run
@@ -231,9 +231,11 @@ class HookRunner:
     def ends(self, boundaries: StageBoundaries) -> EndsAhead:
         """The steps at which calls must end, also those at which a hook is due. Close it after the run."""
         run, known = self._run, [hook for hook in self._run.hooks if hasattr(hook, "next_due")]
+        # Process 0 alone writes lines, and all processes end a call where one is due.
+        lines = Cadence(None if run.options.progress is False else run.options.log_steps)
 
         def due_after(step: int) -> int:
-            due = NEVER
+            due = lines.next_multiple(step)
             for hook in known:
                 run.calling = Calling(hook, "next_due")
                 try:

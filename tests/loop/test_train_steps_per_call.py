@@ -26,6 +26,16 @@ def test_calls_end_at_due_steps():
     assert ("first", 5) in calls.seen
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_calls_end_at_the_lines_of_the_log_on_all_processes(process, monkeypatch):
+    """Process 0 alone writes them, and calls of other lengths would be other programs."""
+    monkeypatch.setattr(jax, "process_index", lambda *_: process)
+    calls = Calls(every_n=100)
+    counter = jstep.StepCounterHook(every_n_steps=9)
+    train(20, hooks=[calls, counter], steps_per_call=10, log_steps=6, progress=None)
+    assert calls.calls == [0, 6, 9, 12, 18]
+
+
 def test_a_hook_without_due_steps_is_called_after_every_call():
     calls = Calls()
     train(10, hooks=[calls], steps_per_call=4)
