@@ -13,8 +13,9 @@
 
 The exit code is that of `Preempted` after SIGTERM, SIGUSR1, SIGHUP and `stop_secs` (128 + signal, 143 after the last),
 of `KeyboardInterrupt` after SIGINT, of the error, and 75 after a hang. What is saved is the state after the last call
-that is complete, unless a loss or the parameters are not finite, or a hook prevents it. Several processes stop after
-the same call; an error or a hang of one of them saves nothing.
+that is complete, unless a loss or the parameters are not finite, or a hook prevents it. An evaluation is given up
+between two batches of a `jstep.evaluator`; another function is finished. Another thread saves if what hangs is the
+user's. Several processes stop after the same call; an error or a hang of one of them saves nothing.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ from jstep.hooks.hook import name_of
 from jstep.loop.hook_runner import Errors
 from jstep.loop.run import Calling, Run
 from jstep.loop.saving import STOPPED, RunSaverHook, why_not_finite, why_position_lost
+from jstep.state.contents import NanLossDuringTrainingError
 from jstep.state.train_state import TrainState
 
 # A run that ends by itself, or takes no step.
@@ -177,7 +179,9 @@ def _saved(run: Run, error: BaseException) -> str:
         return ", and is not saved: the other processes may be elsewhere"
     is_prevented = getattr(error, "prevents_saving", False)
     why = "" if is_prevented else why_not_finite(run)
-    savers = [hook for hook in run.savers if not (is_prevented or why) or hook.saver.allow_nonfinite]
+    # A Saver that allows parameters which are not finite does not allow other bits than those of the run.
+    may_be_bad = not is_prevented or isinstance(error, NanLossDuringTrainingError)
+    savers = [one for one in run.savers if not (is_prevented or why) or (may_be_bad and one.saver.allow_nonfinite)]
     if not savers:
         return f", and is not saved{why and ': '}{why}"
     try:
