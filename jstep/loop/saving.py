@@ -412,7 +412,8 @@ def _is_loss_nonfinite(run: Run) -> bool:
     try:
         with internal_transfers():
             latest, skip_metric = run.reports.sums.latest(), run.programs.constants.skipped
-            if latest is not None and latest.bad is not None:
+            before = run.step - (0 if run.feeder is None else run.feeder.steps)
+            if latest is not None and latest.bad is not None and latest.bad.step > before:
                 return True
             finite = np.isfinite(host(loss).astype(np.float64))
             skipped = host(metrics.get(skip_metric, 0)) == 1 if skip_metric is not None else np.False_

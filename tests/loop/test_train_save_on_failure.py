@@ -1,6 +1,7 @@
 """`train` saves the last complete state when a run fails, and the error reports the step and the cause."""
 
 import logging
+import math
 import os
 import re
 import signal
@@ -332,3 +333,32 @@ def test_a_population_of_states_is_rejected():
     states = jax.vmap(lambda w: jstep.TrainState.create({"w": w}, OPTIMIZER))(jnp.ones((3, 2)))
     with pytest.raises(ValueError, match=r"its global_step has shape \(3,\), must be a scalar: a population"):
         train(3, state=states)
+
+
+class OtherBitsError(RuntimeError):
+    prevents_saving = True
+
+
+def test_a_saver_that_allows_nonfinite_parameters_does_not_save_bits_that_are_wrong(tmp_path):
+    with jstep.Saver(tmp_path, allow_nonfinite=True) as saver, pytest.raises(OtherBitsError) as raised:
+        train(10, checkpoint_dir=saver, hooks=hook_failing(OtherBitsError("no")))
+    assert note_of(raised.value).endswith("is in the exception's `state`, and is not saved.")
+    assert saver.all_steps() == []
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+def test_a_loss_that_was_infinite_long_ago_prevents_no_save(steps_per_call, tmp_path):
+    def loss_fn(params, batch):
+        return jnp.sum(params["w"] ** 2) + jax.lax.stop_gradient(batch)
+
+    step = jstep.minimize(loss_fn, jstep.sgd(0.1))
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, jstep.sgd(0.1))
+    batches = [np.float32(math.inf if i == 2 else 0.0) for i in range(20)]
+    hooks = [jstep.every(12, raising_hook)]
+    with pytest.raises(KeyError) as raised:
+        train(20, batches, hooks, state, step, steps_per_call=steps_per_call, checkpoint_dir=tmp_path)
+    assert ", and is saved as model-12" in note_of(raised.value)
+
+
+def raising_hook(step, state, metrics):
+    raise KeyError(step)
