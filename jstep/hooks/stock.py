@@ -1,5 +1,6 @@
 """Stock hooks that save, watch for stalls, profile, stop, and call functions of the user."""
 
+import contextlib
 import os
 import time
 import weakref
@@ -126,7 +127,11 @@ class CheckpointSaverHook(RunHook):
                 raise nonfinite
             self._about_to_save(step)
             extra = self._extra() if self._extra else None
-            with internal_transfers(), self.saver.knowing(nonfinite is None, self._passing_secs):
+            has_looked = (
+                self.run.finite.at_start is not None
+            )  # a hook of the run, which none has that is called by hand
+            known = self.saver.knowing(nonfinite is None, self._passing_secs)
+            with internal_transfers(), known if has_looked else contextlib.nullcontext():
                 self.saver.save(state, extra=extra)
             self.is_saved(step, state)
         if wait and not self._is_closed:
@@ -156,7 +161,7 @@ class StallHook(Hook):
     the main thread is in: waiting for a batch, in a call of the step, compiling, restoring, saving, in an evaluation,
     in a hook, or waiting for other processes. A *stall* is one of these that has lasted longer than
 
-    limit = max(warn_secs, min(factor · usual, usual + 10 · warn_secs)),
+    limit = max(warn_secs, min(factor · usual, usual + 10 · warn_secs)), for calls in flight at least 2 · usual · steps,
 
     where *usual* is the longest of the last 64 of the same thing (for batches and calls, the median) and of all stalls
     of a hook, an evaluation or a save that were reported and ended. What has not been seen before, such as the first
