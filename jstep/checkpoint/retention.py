@@ -127,6 +127,7 @@ class Retention:
         if self._max_to_keep is None and passing_secs is None and not self._replaces:
             return [], retained, False
         found = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._complete))
+        self._known = {step: one for step, one in self._known.items() if step in found}
         # One that was kept is replaced by one that is kept: by hand, say, before the run saves this step by itself.
         same = {manifest.step: found.pop(manifest.step)} if manifest.step in found else {}
         was_kept = self._kept_at(same) is not None

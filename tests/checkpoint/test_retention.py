@@ -28,6 +28,12 @@ class TestRetention:
             save_all(saver, range(8))
             assert saver.all_steps() == list(range(8))
 
+    def test_nothing_is_known_of_checkpoints_that_are_gone(self, tmp_path):
+        """A run saves every ten seconds for months."""
+        with Saver(tmp_path, max_to_keep=2) as saver:
+            save_all(saver, range(1, 9))
+            assert len(saver._retention._known) <= 3
+
     def test_max_to_keep_after_a_restart(self, tmp_path):
         with Saver(tmp_path, max_to_keep=3) as saver:
             save_all(saver, [1, 2, 3])
