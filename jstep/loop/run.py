@@ -157,7 +157,7 @@ class Run(RunInfo):
 
     def release(self) -> None:
         """Drop references to the run's parts: hooks and signal handlers must not keep its state alive."""
-        self.state = self.metrics = None
+        self.state = self.metrics = self.calling = None
         self.phase, self.feeder, self.runner, self.hooks = ENDING, None, None, []
         self.signals.on_first = lambda: None
         self.in_flight.clear()

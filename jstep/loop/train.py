@@ -134,8 +134,8 @@ def train(
         The state after the last step.
 
     Raises:
-        Preempted: SIGTERM, SIGUSR1 or SIGHUP was received, or `stop_secs` are over, and the step in flight is saved. A
-            SystemExit with code 128 + signal, 143 for SIGTERM and `stop_secs`. SIGUSR1 and SIGHUP are left alone if
+        Preempted: SIGTERM, SIGUSR1 or SIGHUP was received, or `stop_secs` are over, and the step in flight is finished.
+            A SystemExit with code 128 + signal, 143 for SIGTERM and `stop_secs`. SIGUSR1 and SIGHUP are left alone if
             they are ignored or have a handler when the run starts.
         KeyboardInterrupt: SIGINT was received, and the step in flight is saved. A second SIGINT stops at once. If
             SIGINT is ignored when the run starts (`nohup`, a background job), it stays ignored.
