@@ -4,15 +4,18 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 from jstep.core.stopwatch import Stopwatch
+from jstep.core.threads import MAKING, doing, in_background
 from jstep.data.loaders import LivePosition, Source
 from jstep.data.to_devices import Reader, copied
 from jstep.distributed import processes
 from jstep.hooks.run_info import Call
 from jstep.loop.calls import AHEAD, CopiedBatches
+from jstep.loop.compiler import StartTimes, is_done
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.queues.queues import until_end
 
@@ -153,3 +156,62 @@ class FetchCounter:
     """The number of batches that were fetched."""
 
     count: int = 0
+
+
+class FirstBatch:
+    """Batches, the first of which is timed, and made when it is needed or earlier, in a thread.
+
+    Args:
+        items: The batches.
+        times: Measures the first batch.
+    """
+
+    def __init__(self, items: CopiedBatches, times: StartTimes) -> None:
+        self._items, self._times = items, times
+        self._again: Callable[[], CopiedBatches] | None = None
+        self._first: Future[Any] | None = None  # until the loop takes it, so that nothing else holds the batch
+
+    def start(self, again: Callable[[], CopiedBatches] | None) -> None:
+        """Start the thread.
+
+        Args:
+            again: Makes the batches again if the thread failed: it starts before the hooks have begun, and a batch may
+                need what a hook sets up. None if a source that has failed cannot be read again.
+        """
+        self._again = again
+        # A daemon: a reader of the user's may hang.
+        self._first = in_background(self.make, name="jstep-first-batch", daemon=True)
+
+    def make(self) -> Any:
+        """Make the first batch; all that the thread does."""
+        with self._times.part("first batch"), doing(MAKING):
+            return next(self._items, None)
+
+    def take(self) -> "Future[Any] | None":
+        """Wait for the thread, and return what it has made; None if there was none, or what it made was taken."""
+        future = self._first
+        if future is not None:
+            is_done(future, lambda: False)
+        self._first = None
+        return future
+
+    def peek(self, is_over: Callable[[], bool]) -> Any:
+        """Wait for the first batch and return it; None if there is no batch, or the run ends first."""
+        future = self._first
+        if future is None or not is_done(future, is_over) or future.exception() is not None:
+            return None
+        made = future.result()
+        return None if made is None else made[0]
+
+    def __iter__(self) -> CopiedBatches:
+        future = self.take()
+        if future is not None and self._again is not None and future.exception() is not None:
+            del future  # with the error, whose traceback holds what the call had made
+            yield from self._again()
+            return
+        first = self.make() if future is None else future.result()
+        del future
+        if first is not None:
+            yield first
+            del first
+            yield from self._items
