@@ -116,6 +116,11 @@ def find_summaries(tree: Any) -> list[Summary]:
     return [leaf for leaf in leaves if isinstance(leaf, Summary)]
 
 
+def is_float(part: Part) -> bool:
+    """Whether a part is one Python float, the most common case, which is neither traced nor waited for."""
+    return type(part) is Scalars and type(part.values) is float
+
+
 def check_tag(tag: Any, what: str) -> str:
     """Check that a tag is a non-empty string, and return it.
 
@@ -179,7 +184,7 @@ def _no_trace() -> Any:
 def register(part: Part, collections: Sequence[str] | None) -> None:
     """Add a new part to its collections. A traced part is added only to an active `collect`, which returns it."""
     collectors = COLLECTORS.get()
-    traced = has_tracers(part)
+    traced = not is_float(part) and has_tracers(part)
     for key in _checked(collections):
         collector = next((c for c in reversed(collectors) if c.key == key), None)
         if collector is None:
@@ -424,6 +429,8 @@ def scalar(tags: Any, values: Any, collections: Sequence[str] | None = DEFAULT) 
 
 def _one(tag: str, value: Any) -> Scalars:
     check_tag(tag, "scalar")
+    if type(value) is float:
+        return Scalars((tag,), 0, value)
     value = _number(value, tag, ())
     if isinstance(value, jax.Array):
         return Scalars((tag,), 0, value)

@@ -27,7 +27,7 @@ from jstep.stores.event_files import CHECKSUMS, frame, imported, is_message, par
 from jstep.stores.objects import location
 from jstep.summary.encode import Sink, encode_job, open_event_file
 from jstep.summary.graph import graph_def
-from jstep.summary.make import Summary, keep
+from jstep.summary.make import Summary, is_float, keep
 
 # The background thread that waits for arrays, encodes events and writes them.
 
@@ -328,14 +328,15 @@ class SummaryWriter:
             Exception: An earlier event could not be written.
         """
         self._check_ready()
-        step = as_step(global_step)
+        step = global_step if type(global_step) is int else as_step(global_step)
         if type(summary) is not Summary:
             if summary is None:
                 return
             data = as_serialized(summary, "Summary")
             self._put({"summary": proto("Summary").FromString(data)}, step)
             return
-        for part in summary.parts:
+        arrays = [part for part in summary.parts if not is_float(part)]
+        for part in arrays:
             if has_tracers(part):
                 raise TypeError(
                     f"add_summary: summary {part.tags[0]!r} is traced: it has no value, since it comes from "
@@ -343,7 +344,8 @@ class SummaryWriter:
                     "scan, vmap, and grad with has_aux=True), or wrap it in jstep.summary.collect, and write "
                     "what it returns."
                 )
-        self._put(summary, step, sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(summary)))
+        leaves = jax.tree.leaves(arrays) if arrays else []
+        self._put(summary, step, sum([getattr(leaf, "nbytes", 0) for leaf in leaves]))
 
     def add_event(self, event: Any) -> None:
         """Write an event unchanged.
