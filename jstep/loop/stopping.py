@@ -221,13 +221,11 @@ def _doing(run: Run) -> str:
     if run.calling is not None:
         hook = run.reports.transfers.failed_owner or run.calling.hook  # a hook may deliver the metrics of another
         return f"{at_step}, in {name_of(hook)}.{run.calling.method}"
-    if run.feeder is None:
-        return f"at step {run.step}"
-    if run.feeder.waiting:
+    if run.feeder is not None and run.feeder.waiting:
         # A call of several steps may have fetched some of its batches already.
         return f"{at_step}, while batch {run.first + run.fetched.count} was fetched"
-    is_over = run.signals.received is not None or run.step >= run.options.last_step
-    if is_over or run.runner.is_checking or run.stopped_by is not None:
+    is_over = run.signals.received is not None or run.step >= run.options.last_step or run.stopped_by is not None
+    if run.feeder is None or is_over or run.runner.is_checking:
         return at_step
     first, steps = run.step, run.feeder.steps
     batches = f"batch {first}" if steps == 1 else f"batches {first} to {first + steps - 1}"
