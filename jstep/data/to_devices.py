@@ -637,29 +637,33 @@ class ReplayedIterator(Iterator[Any]):
     """
 
     def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
-        self._make, self._count = make, 0
-        self._items = self._read()
+        self._make = make
+        self._items: Iterator[Any] | None = None
+        self._count = 0
 
     def __next__(self) -> Any:
+        if self._items is None:
+            self._items = self._begin()
         item = next(self._items)
         self._count += 1
         return item
 
-    def _read(self) -> Iterator[Any]:
+    def _begin(self) -> Iterator[Any]:
         made = self._make()
         if not isinstance(made, Iterable):
             raise TypeError(f"replayed: make() must return an iterable of batches, got {kind(made)}")
         items, used = until_end(made), self._count
-        if used:
-            began = time.perf_counter()
-            dropped = sum(1 for _ in itertools.islice(items, used))
-            if dropped < used:
-                raise ValueError(
-                    f"replayed: make() returned {dropped} batches, and the run has used {used}: it must return the "
-                    "same batches after a restart"
-                )
-            _logger.info("replayed: %d batches were read again in %.1f s", used, time.perf_counter() - began)
-        yield from items
+        if not used:
+            return items
+        began = time.perf_counter()
+        dropped = sum(1 for _ in itertools.islice(items, used))
+        if dropped < used:
+            raise ValueError(
+                f"replayed: make() returned {dropped} batches, and the run has used {used}: it must return the same "
+                "batches after a restart"
+            )
+        _logger.info("replayed: %d batches were read again in %.1f s", used, time.perf_counter() - began)
+        return items
 
     def get_state(self) -> dict[str, int]:
         """Return the number of batches that were used."""
@@ -672,4 +676,4 @@ class ReplayedIterator(Iterator[Any]):
                 f"state={shown(state)}: must be a position of jstep.replayed, a dict with the number of {_COUNT!r}; it "
                 "is that of another loader"
             )
-        self._count, self._items = state[_COUNT], self._read()
+        self._count, self._items = state[_COUNT], None
