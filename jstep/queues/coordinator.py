@@ -574,7 +574,11 @@ def start_queue_runners(
     if not runners:
         _log.warning("start_queue_runners: there are no queue runners in the collection %r.", collection)
     idle = [qr for qr in runners if not qr.is_running()]
-    return [thread for qr in idle for thread in qr.create_threads(coord, daemon=daemon, start=start)]
+    threads = [thread for qr in idle for thread in qr.create_threads(coord, daemon=daemon)]
+    if start:
+        for thread in threads:
+            thread.start()
+    return threads
 
 
 def _check_coordinator(coord: Any) -> None:
