@@ -266,7 +266,7 @@ def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[l
     Leading axes, added by scan and vmap, are steps in order, and the last one is `last_step`; without a step they are
     numbered from 0. If a part cannot be encoded, the others still are.
     """
-    if summary.parts and all(map(make.is_float, summary.parts)):
+    if summary.parts and all(type(part) is Scalars and type(part.values) is float for part in summary.parts):
         event = proto("Event")(step=last_step or 0, wall_time=wall_time)
         for part in summary.parts:
             event.summary.value.add(tag=part.tags[0], simple_value=part.values)  # type: ignore[union-attr]

@@ -116,9 +116,9 @@ def find_summaries(tree: Any) -> list[Summary]:
     return [leaf for leaf in leaves if isinstance(leaf, Summary)]
 
 
-def is_float(part: Part) -> bool:
-    """Whether a part is one Python float, the most common case, which is neither traced nor waited for."""
-    return type(part) is Scalars and type(part.values) is float
+def is_traced_part(part: Part) -> bool:
+    """Whether a value of a part is traced; quick for scalars, which are made at every step that is logged."""
+    return is_traced(part.values) if type(part) is Scalars else has_tracers(part)
 
 
 def check_tag(tag: Any, what: str) -> str:
@@ -184,7 +184,7 @@ def _no_trace() -> Any:
 def register(part: Part, collections: Sequence[str] | None) -> None:
     """Add a new part to its collections. A traced part is added only to an active `collect`, which returns it."""
     collectors = COLLECTORS.get()
-    traced = not is_float(part) and has_tracers(part)
+    traced = is_traced_part(part)
     for key in _checked(collections):
         collector = next((c for c in reversed(collectors) if c.key == key), None)
         if collector is None:

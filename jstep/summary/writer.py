@@ -22,12 +22,12 @@ from jstep.core.checks import as_int, as_number, kind, shown
 from jstep.core.exceptions import note
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import Thread, join
-from jstep.core.trees import Step, has_tracers, is_traced
+from jstep.core.trees import Step, is_traced
 from jstep.stores.event_files import CHECKSUMS, frame, imported, is_message, parsed, proto
 from jstep.stores.objects import location
 from jstep.summary.encode import Sink, encode_job, open_event_file
 from jstep.summary.graph import graph_def
-from jstep.summary.make import Summary, is_float, keep
+from jstep.summary.make import Scalars, Summary, is_traced_part, keep
 
 # The background thread that waits for arrays, encodes events and writes them.
 
@@ -157,6 +157,7 @@ class Worker:
             for _ in range(self._wait()):
                 job, size = self._jobs.popleft()
                 job()
+                del job  # with its arrays, which would stay on the device until the next one
                 if size or len(self._jobs) >= MAX_JOBS:  # otherwise nobody waits for room
                     with self._changed:
                         self._bytes -= size
@@ -335,17 +336,16 @@ class SummaryWriter:
             data = as_serialized(summary, "Summary")
             self._put({"summary": proto("Summary").FromString(data)}, step)
             return
-        arrays = [part for part in summary.parts if not is_float(part)]
-        for part in arrays:
-            if has_tracers(part):
+        for part in summary.parts:
+            if is_traced_part(part):
                 raise TypeError(
                     f"add_summary: summary {part.tags[0]!r} is traced: it has no value, since it comes from "
                     "inside a function that JAX transforms. Return the summary from that function (jit, "
                     "scan, vmap, and grad with has_aux=True), or wrap it in jstep.summary.collect, and write "
                     "what it returns."
                 )
-        leaves = jax.tree.leaves(arrays) if arrays else []
-        self._put(summary, step, sum([getattr(leaf, "nbytes", 0) for leaf in leaves]))
+        large = [part for part in summary.parts if type(part) is not Scalars]
+        self._put(summary, step, sum([getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(large)] if large else []))
 
     def add_event(self, event: Any) -> None:
         """Write an event unchanged.

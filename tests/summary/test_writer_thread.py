@@ -2,6 +2,7 @@
 
 import os
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -211,3 +212,13 @@ def test_a_writer_that_was_told_to_end_twice_is_closed_once(tmp_path, caplog):
     threading.Timer(0.2, released.set).start()
     worker._close_all()
     assert caplog.text == ""
+
+
+def test_the_thread_keeps_nothing_of_what_it_has_written(tmp_path):
+    with SummaryWriter(tmp_path) as writer:
+        written = summary.histogram("h", jnp.arange(1000.0), ())
+        leaves = [weakref.ref(leaf) for leaf in jax.tree.leaves(written) if isinstance(leaf, jax.Array)]
+        assert leaves
+        writer.add_summary(written, 1)
+        del written
+        wait_until(lambda: not [leaf for leaf in leaves if leaf() is not None])
