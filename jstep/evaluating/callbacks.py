@@ -618,5 +618,5 @@ def called(
         if stop and stopped_by is None:
             stopped_by = hook.key_of(function)
     if given is state:
-        return (True if stopped_by else None), stopped_by
-    return (StopWith(given) if stopped_by else given), stopped_by
+        return (None if stopped_by is None else True), stopped_by
+    return (given if stopped_by is None else StopWith(given)), stopped_by

@@ -95,7 +95,7 @@ class EvaluationBatches:
     def first_shapes(self, shardings: Any) -> tuple[Any, ...] | None:
         """Return the arguments of the first batch as shapes; None if it cannot be read without changing an evaluation.
 
-        The first batch is kept for the next evaluation, so that it is not read twice.
+        The first batch of a loader is kept for the next evaluation.
 
         Args:
             shardings: As in `placed`.
@@ -104,6 +104,8 @@ class EvaluationBatches:
         try:
             if isinstance(batches, BatchSequence):
                 batch = batches.shapes(0)
+            elif isinstance(batches, Sequence):  # read again by the evaluation: a hook may change it until then
+                batch = copied(batches[0])
             elif self._is_iterator or not hasattr(batches, "__iter__") or hasattr(batches, "state_dict"):
                 return None
             else:
@@ -445,7 +447,8 @@ class Totals:
 
 def _sum(value: Any) -> int | float:
     numbers = host(value).ravel()
-    return _total((numbers if numbers.dtype.kind in "biu" else numbers.astype(np.float64)).tolist())
+    exact = numbers if numbers.dtype.kind in "biu" else numbers.astype(np.float64)
+    return _total(exact.tolist())
 
 
 def _total(numbers: Sequence[Any]) -> int | float:

@@ -165,3 +165,14 @@ def test_averages_around_a_schedule_free_optimizer_are_used():
         state = jstep.apply_gradients(state, {"w": jnp.ones(4)}, optimizer)
     found = jstep.evaluator(lambda params, x: {"w": (params["w"][0], 1)}, [ROWS], use_averages=True)(state)
     assert found["w"] == pytest.approx(float(jstep.averaged_params(state)["w"][0]))
+
+
+def test_a_list_is_evaluated_as_it_is_then():
+    batches = [np.ones((2, 4), np.float32), np.ones((2, 4), np.float32)]
+    evaluate = jstep.evaluator(lambda params, x: {"mean": jnp.mean(x, 1)}, batches)
+    hook = jstep.EvaluationHook(evaluate, every_n_steps=2)
+    hook.begin(make_state())
+    batches[0] = np.full((2, 4), 3, np.float32)
+    batches[1][:] = 5
+    hook.after_step(2, make_state(), {})
+    assert hook.results[2]["mean"] == 4
