@@ -1,6 +1,7 @@
 """Batches that are made with the state (`from_state`), and those that a restart reads again (`replayed`)."""
 
 import base64
+import copy
 import functools
 import itertools
 import logging
@@ -370,3 +371,18 @@ def test_an_object_that_keeps_arrays_of_the_state_must_copy_them(use, is_copied)
         run()
     (note,) = [note for note in error.value.__notes__ if "jax.tree.map(jnp.copy, state.params)" in note]
     assert "were donated to the step after it" in note
+
+
+def test_batches_that_could_not_be_made_are_made_again() -> None:
+    calls = iter([OSError("not yet"), None])
+
+    def make() -> Any:
+        if (error := next(calls)) is not None:
+            raise error
+        return [1, 2]
+
+    items = iter(jstep.replayed(make))
+    with pytest.raises(OSError, match="not yet"):
+        next(items)
+    assert list(items) == [1, 2]
+    assert list(copy.deepcopy(iter(jstep.replayed(lambda: [3])))) == [3]

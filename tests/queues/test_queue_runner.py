@@ -8,7 +8,7 @@ from queue_calls import drain
 from runner_ops import check_no_leftover_threads, counting_op, failing_op, join_all
 from waiting import TIMEOUT
 
-from jstep.queues.coordinator import Coordinator, QueueRunner
+from jstep.queues.coordinator import Coordinator, QueueRunner, add_queue_runner, start_queue_runners
 from jstep.queues.queues import CancelledError, FIFOQueue, OutOfRangeError, RandomShuffleQueue
 
 no_leftover_threads = pytest.fixture(autouse=True)(check_no_leftover_threads)
@@ -211,3 +211,18 @@ def test_stress_through_two_queues():
     out = np.concatenate([rows.dequeue_many(100) for _ in range(160)])
     assert np.array_equal(np.sort(out), np.arange(16_000))
     coord.join()
+
+
+def test_runners_of_one_queue_are_created_before_one_of_them_closes_it():
+    for trial in range(20):
+        queue, elements, coordinator = FIFOQueue(10), iter(range(5)), Coordinator()
+
+        def ended():
+            raise StopIteration
+
+        def fill(queue=queue, elements=elements):
+            queue.enqueue(next(elements))
+
+        for op in (ended, fill):
+            add_queue_runner(QueueRunner(queue, [op]), f"of one queue {trial}")
+        coordinator.join(start_queue_runners(coordinator, collection=f"of one queue {trial}"))
