@@ -54,10 +54,7 @@ _Wanted = TypeVar("_Wanted", bound=Wanted[Any])
 
 
 def matched(
-    wanted: _Wanted,
-    key: Hashable,
-    sources: Mapping[Any, Source],
-    difference: Callable[[_Wanted, Source], str],
+    wanted: _Wanted, key: Hashable, sources: Mapping[Any, Source], difference: Callable[[_Wanted, Source], str]
 ) -> _Wanted:
     """Return a leaf with its source.
 

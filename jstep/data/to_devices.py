@@ -436,11 +436,7 @@ class PrefetchIterator(Iterator[Any]):
     """
 
     def __init__(
-        self,
-        source: Iterator[Any],
-        size: int,
-        place: Callable[[Any], Any],
-        state_fn: Callable[[], Any] | None,
+        self, source: Iterator[Any], size: int, place: Callable[[Any], Any], state_fn: Callable[[], Any] | None
     ) -> None:
         self.handed_out = 0
         self.state = state_fn() if state_fn else None

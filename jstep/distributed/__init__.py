@@ -3,8 +3,6 @@
 from jstep.core.public_names import set_public_module as _set_public_module
 from jstep.distributed.processes import initialize
 
-__all__ = [
-    "initialize",
-]
+__all__ = ["initialize"]
 
 _set_public_module(globals())

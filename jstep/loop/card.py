@@ -23,14 +23,7 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.calls import elements_of, typed
-from jstep.core.jaxprs import (
-    ProgramHash,
-    digest_of,
-    gradients_hash,
-    part_for,
-    program_hash,
-    without_addresses,
-)
+from jstep.core.jaxprs import ProgramHash, digest_of, gradients_hash, part_for, program_hash, without_addresses
 from jstep.core.meshes import internal_transfers, mesh_of, mesh_text, sharding_text
 from jstep.core.threads import in_background
 from jstep.core.trees import Held
@@ -169,10 +162,7 @@ def _argument(value: Any) -> Any:
 
 def _versions() -> dict[str, str | None]:
     """The versions of Python and of the packages that a run depends on."""
-    found: dict[str, str | None] = {
-        "python": platform.python_version(),
-        "jstep": str(sys.modules["jstep"].__version__),
-    }
+    found: dict[str, str | None] = {"python": platform.python_version(), "jstep": str(sys.modules["jstep"].__version__)}
     for name in ("jax", "jaxlib", "orbax-checkpoint"):
         try:
             found[name] = importlib.metadata.version(name)

@@ -206,12 +206,7 @@ def new_run(options: Options, train_steps: TrainSteps, state: TrainState, times:
         TransferQueue(functools.partial(watch.part, STEPPING)),
     )
     programs = Programs(
-        train_steps,
-        options.steps_per_call,
-        state=state,
-        sums=reports.sums,
-        first_call=times.compiling,
-        watch=watch,
+        train_steps, options.steps_per_call, state=state, sums=reports.sums, first_call=times.compiling, watch=watch
     )
     run = Run(
         state=trees.owned(state),

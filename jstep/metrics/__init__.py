@@ -3,12 +3,6 @@
 from jstep.core.public_names import set_public_module as _set_public_module
 from jstep.metrics.classification import accuracy, auc, confusion_matrix, f1, perplexity
 
-__all__ = [
-    "accuracy",
-    "auc",
-    "confusion_matrix",
-    "f1",
-    "perplexity",
-]
+__all__ = ["accuracy", "auc", "confusion_matrix", "f1", "perplexity"]
 
 _set_public_module(globals())

@@ -73,11 +73,7 @@ def _missing_arguments(error: BaseException) -> list[str]:
 
 
 _TOO_MANY = re.compile(r"takes \d+ positional arguments? but \d+ (?:was|were) given")  # others are keyword-only
-_PASSED_WITH = {
-    "rng": "rng=key",
-    "averages": "use_averages=True",
-    "model_state": "has_model_state=True",
-}
+_PASSED_WITH = {"rng": "rng=key", "averages": "use_averages=True", "model_state": "has_model_state=True"}
 """Arguments of a loss → what `minimize` passes them with."""
 
 
