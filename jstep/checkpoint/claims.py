@@ -183,7 +183,7 @@ def _read(handle: int) -> dict[str, Any]:
 
 def _unlock(path: str, handle: int, pid: int) -> None:
     with contextlib.suppress(OSError):
-        if pid == os.getpid() and _same_file(handle, path):
+        if pid == os.getpid() and _same_file(handle, path):  # a fork has a copy of the handle, and no claim
             os.unlink(path)
     with contextlib.suppress(OSError):
         os.close(handle)

@@ -20,11 +20,7 @@ def size(number: float, digits: int = 3) -> str:
 
 
 def scaled(
-    count: float,
-    unit: str,
-    base: int = 1000,
-    prefixes: Sequence[str] = ("", "k", "M", "G", "T", "P"),
-    digits: int = 3,
+    count: float, unit: str, base: int = 1000, prefixes: Sequence[str] = ("", "k", "M", "G", "T", "P"), digits: int = 3
 ) -> str:
     """Format a number with a prefix of its unit: 1.5 GFLOP."""
     power = 0

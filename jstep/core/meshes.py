@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 import math
+import operator
 import re
 import types
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ SETTINGS = tuple(
 """Settings: `jax.config.jax_<name>` is the value in this thread, `jax.<name>(value)` is its context manager."""
 
 _GUARDS = tuple(name for name in SETTINGS if name.startswith("transfer_guard_"))
+_guard_values = operator.attrgetter(*[f"jax_{name}" for name in _GUARDS])
 
 NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 """What `internal_transfers` returns if the caller has set no guard."""
@@ -56,8 +58,9 @@ def internal_transfers() -> contextlib.AbstractContextManager[object]:
         >>> float(x)
         3.0
     """
-    guards = [name for name in _GUARDS if str(read_setting(name)).startswith("disallow")]
-    return _allowed(guards) if guards else NO_GUARD
+    if not any(_guard_values(jax.config)):  # quick: it is asked at each step, and for every logged scalar
+        return NO_GUARD
+    return _allowed([name for name in _GUARDS if str(read_setting(name)).startswith("disallow")])
 
 
 @scoped

@@ -73,7 +73,7 @@ def first_row(x: Any) -> jax.ShapeDtypeStruct:
 
 def compute_first(*arrays: Any) -> tuple[Any, ...]:
     """Materialize arrays (or trees) on a CPU before their uses, so that they are not recomputed."""
-    if not trees.has_tracers(arrays):  # outside of a program the order is fixed
+    if not trees.has_tracers(arrays):  # outside of a program the order is fixed, and platform_dependent would compile
         return arrays
     same: tuple[Any, ...] = jax.lax.platform_dependent(
         *arrays, cpu=lambda *arrays: jax.lax.optimization_barrier(arrays), default=lambda *arrays: arrays
@@ -100,6 +100,6 @@ def in_order(first: Array, *later: Array) -> list[Array]:
             found.append(first)
         return found
 
-    if not later or not trees.has_tracers((first, later)):
+    if not later or not trees.has_tracers((first, later)):  # as in `compute_first`
         return list(later)
     return list(jax.lax.platform_dependent(first, *later, cpu=ordered, default=lambda first, *later: [*later]))

@@ -16,13 +16,7 @@ from jstep.core.placement import NO_MESH
 
 
 def as_scalar(
-    value: Any,
-    argument: str,
-    *,
-    integer: bool = False,
-    expected: str = "",
-    meaning: str = "",
-    **bounds: Unpack[Bounds],
+    value: Any, argument: str, *, integer: bool = False, expected: str = "", meaning: str = "", **bounds: Unpack[Bounds]
 ) -> Any:
     """Check a number or a scalar array, which may be traced; its range is checked if it is concrete.
 

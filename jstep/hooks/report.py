@@ -59,6 +59,7 @@ class ReportingHook(RunHook):
 
     def _deliver(self, step: int, values: dict[str, Any]) -> None:
         """Called with a step and its values as Python numbers, in the order of the steps."""
+        raise NotImplementedError
 
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> Pending:
         """The numbers to deliver for a step; means start from zero again."""

@@ -194,7 +194,7 @@ class Programs:
         self.on_device = not self.is_looped and not all(stage.is_compiled for stage in self.stages)
         self.sums = MetricSums() if sums is None else sums
         self.state_shapes = shapes_of(state)
-        self.compiler = BackgroundCompiler(lambda: self.may_leave_call())
+        self.compiler = BackgroundCompiler(lambda: self.may_leave_call())  # which the run sets later
         self.after_call: list[Look] = []
         self.after_first: list[Look] = []
         self.compiling: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext

@@ -594,16 +594,17 @@ def mask(argument: str, var_list: VarList) -> Flag:
 
 def decay_mask(argument: str, var_list: VarList) -> Flag:
     """As `mask`, for a weight decay; it logs a warning once if it selects nothing, but not below a label."""
-    flag, has_warned = mask(argument, var_list), False
+    flag = mask(argument, var_list)
+    has_warned = False
 
     def selected(params: Params) -> list[bool]:
         nonlocal has_warned
         found = flag(params)
         is_empty = not any(found) and any(flags(params, None, argument))
         if is_empty and not has_warned and not IN_PART.get():
-            has_warned, paths = True, trees.paths_of(params)[:20]
+            has_warned = True
             text = "%s=%s: selects none of the parameters %s, so that nothing decays"
-            log_warning(text, argument, shown(var_list), paths)
+            log_warning(text, argument, shown(var_list), trees.paths_of(params)[:20])
         return found
 
     return selected

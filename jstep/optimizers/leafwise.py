@@ -138,7 +138,7 @@ def map_leaves(fn: Callable[..., Any], params: Params, *others: Any) -> Any:
         return fn(path, *(_wide(one, dtype) for one in (leaf, *rest)))
 
     leaves, treedef = trees.flatten(params)
-    return treedef.unflatten(map(result, trees.paths_of(params), leaves, *found))
+    return treedef.unflatten([result(*one) for one in zip(trees.paths_of(params), leaves, *found, strict=True)])
 
 
 def map_updates(

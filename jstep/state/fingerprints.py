@@ -305,13 +305,14 @@ def _host_words(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
 
 
 def _in_whole_bytes(array: Any) -> Any:
-    """Return an array of numbers of less than a byte, or of bools, as one of wider numbers; any other as it is."""
+    """Return numbers of less than a byte as wider ones, as bools on a device; others as they are."""
     name = array.dtype.name
     if name.startswith("float4"):
         return array.astype(np.float32)
     if name in ("int2", "int4"):
         return array.astype(np.int8)
-    return array.astype(np.uint8) if name in ("uint2", "uint4", "bool") else array
+    is_unsigned = name in ("uint2", "uint4") or (name == "bool" and isinstance(array, jax.Array))
+    return array.astype(np.uint8) if is_unsigned else array
 
 
 def _sums(words: np.ndarray[Any, Any], split: int, half: int) -> np.ndarray[Any, Any]:

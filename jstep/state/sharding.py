@@ -265,7 +265,8 @@ def of_slot(
         role: The slot's role, which resolves the ambiguity of square parameters: one number for each row, or for each
             column.
     """
-    mesh, sharding = sharding.mesh, split_replicated(sharding, shape, slot_axis)
+    mesh = sharding.mesh
+    sharding = split_replicated(sharding, shape, slot_axis)
     if role is Role.SCALES:
         # That of their codes, except along an axis whose blocks are split.
         parts = zip(sharding.spec, slot_shape, strict=False)

@@ -206,7 +206,7 @@ class _Encoder:
                 return
             self._seen.add(id(value))
         if of is dict or of is collections.OrderedDict:
-            for pair in value.items():
+            for pair in value.items():  # keys, too
                 for one in pair:
                     self._look(one, depth + 1)
         elif of in (list, tuple, set, frozenset):

@@ -56,7 +56,8 @@ def handed_on(state: Any, new: Any, layout: Layout, *, donated: bool) -> Any:
     """
     if not isinstance(new, TrainState):
         return new
-    new = keep_roles(state, new)
+    if getattr(new, "roles", None) is not getattr(state, "roles", None):
+        new = keep_roles(state, new)
     step = new.global_step
     if not isinstance(step, jax.Array) or isinstance(step, jax.core.Tracer):
         return new

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, kind
 from jstep.core.exceptions import setting
-from jstep.core.meshes import NO_GUARD, Attempts, internal_transfers, mesh_of, read_setting, sharded_like, using_mesh
+from jstep.core.meshes import NO_GUARD, Attempts, internal_transfers, mesh_of, sharded_like, using_mesh
 from jstep.core.placement import SHARDINGS, refuse_shapes, sharding_of
 from jstep.core.threads import TRACING, doing
 from jstep.core.tracebacks import shortens_tracebacks
@@ -166,7 +166,8 @@ class TrainStep:
     def _program(self, layout: Layout, args: tuple[Any, ...], kind: str = "call", *, donates: bool) -> Any:
         """Return the program for the layouts of state and batch; `kind="whole"` returns all metrics together."""
         batch_specs = self._pure.batch_specs(args)
-        key = kind, donates, layout, trees.structure(batch_specs), *jax.tree.leaves(batch_specs)
+        specs = () if batch_specs is None else (trees.structure(batch_specs), *jax.tree.leaves(batch_specs))
+        key = kind, donates, layout, *specs
         if key not in self._programs:
             self._programs[key] = self._made(kind, donates, layout, batch_specs)
         return self._programs[key]
@@ -203,7 +204,14 @@ class TrainStep:
     def eval_shape(self, state: TrainState, *args: Any) -> Any:
         """Return the shapes of the new state and of all metrics; the new state has the sharding of the given one."""
         with using_mesh(mesh_of((state, args))):
-            return program_of(self, state, args, "whole").eval_shape(state, *args)
+            batch_specs = self._pure.batch_specs(args)
+            new, metrics = jax.eval_shape(
+                lambda state, *args: whole(self._pure.body, state, args, batch_specs), state, *args
+            )
+        shardings = layout_of(state).shardings
+        if shardings is not None and trees.structure(new) == trees.structure(shardings):
+            new = jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), new, shardings)
+        return new, metrics
 
     def clear_cache(self) -> None:
         """Clear the compilation cache."""
@@ -247,12 +255,15 @@ def run(step: TrainStep, state: Any, args: tuple[Any, ...]) -> Any:
     if mesh is not None:
         refuse_what_crashes(state, args, is_known=is_known, donates=donates)
     try:
-        with using_mesh(mesh):
-            if transfers is not NO_GUARD:
-                # It applies to the loss, which is traced here, but not to batches of NumPy arrays.
-                program.trace(state, *args)
-            with transfers:
-                new, metrics, *others = program(state, *args)
+        if mesh is None and transfers is NO_GUARD:  # of a small step, contexts that do nothing take a twentieth
+            new, metrics, *others = program(state, *args)
+        else:
+            with using_mesh(mesh):
+                if transfers is not NO_GUARD:
+                    # It applies to the loss, which is traced here, but not to batches of NumPy arrays.
+                    program.trace(state, *args)
+                with transfers:
+                    new, metrics, *others = program(state, *args)
     except Exception as error:
         explain(error, state, args, donates=donates)
         raise
@@ -272,7 +283,8 @@ def program_of(step: TrainStep, state: Any, args: tuple[Any, ...], kind: str = "
 
 def _donates(step: TrainStep) -> bool:
     # JAX runs a step again that made a NaN, operation by operation, for which its inputs must be there.
-    return step.donate and not (read_setting("debug_nans") or read_setting("debug_infs"))
+    flags: Any = jax.config
+    return step.donate and not (flags.jax_debug_nans or flags.jax_debug_infs)
 
 
 # A loss that was given as a step.
