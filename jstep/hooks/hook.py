@@ -292,7 +292,7 @@ def _without_aliases(leaves: list[Any]) -> list[Any]:
 _logger = logging.getLogger("jstep")
 
 _TAGGED = "is_tagged"
-"""The key that marks records whose state is tagged JSON: that of earlier versions was not."""
+"""The key that marks records whose state is tagged JSON."""
 
 
 class _Owner(NamedTuple):
@@ -397,7 +397,9 @@ def _record(owner: _Owner, hook: Any, where: str) -> dict[str, Any]:
 
 
 def _state_in(record: Mapping[str, Any], where: str) -> Any:
-    """The state in a record."""
+    """The state in a record; jstep 0.3 and earlier wrote plain JSON."""
+    if not record.get(_TAGGED):
+        return record["state"]
     try:
         return tagged_json.decode(record["state"])
     except (TypeError, ValueError, RecursionError) as error:
@@ -452,7 +454,7 @@ def set_states(objects: Iterable[Any], saved: Any, where: str = "hooks") -> bool
 
 
 def _is_record(record: Any) -> bool:
-    if not isinstance(record, dict) or not {"key", "class", "is_given", "state", _TAGGED} <= record.keys():
+    if not isinstance(record, dict) or not {"key", "class", "is_given", "state"} <= record.keys():
         return False
     return isinstance(record["key"], str) and isinstance(record["class"], str)
 

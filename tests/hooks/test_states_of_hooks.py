@@ -85,8 +85,7 @@ def test_one_of_several_ends_the_run() -> None:
         ({"Kept": [1]}, "an older version of jstep"),
         (3, "something else"),
         ([{"key": "Kept", "class": "Kept", "is_given": False}], "something else"),
-        ([{"key": "Kept", "class": 3, "is_given": False, "state": 1, "is_tagged": True}], "something else"),
-        ([{"key": "Kept", "class": f"{__name__}.Kept", "is_given": False, "state": 1}], "something else"),
+        ([{"key": "Kept", "class": 3, "is_given": False, "state": 1}], "something else"),
         ([None], "something else"),
         (None, None),
     ],
@@ -99,8 +98,11 @@ def test_what_is_no_list_of_states(saved: Any, by: str | None, caplog: pytest.Lo
     assert caplog.messages == ([line] if by else [])
 
 
-def test_states_that_cannot_be_decoded_or_kept() -> None:
+def test_states_that_are_plain_or_cannot_be_decoded_or_kept() -> None:
     hook = Kept("1")
+    record = {"key": "Kept", "class": f"{__name__}.Kept", "is_given": False, "state": {"t": 1}}
+    set_states([hook], [record])
+    assert hook.got == {"t": 1}
     (tagged,) = get_states([hook])
     with pytest.raises(ValueError) as caught:
         set_states([hook], [{**tagged, "state": {"$tuple": 3}}], "callbacks")

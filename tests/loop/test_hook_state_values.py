@@ -148,6 +148,20 @@ def test_get_state_without_set_state_is_an_error(kept, where, tmp_path):
     assert calls.steps() == []
 
 
+def test_states_of_earlier_versions_are_read(tmp_path):
+    """Jstep 0.3 wrote plain JSON, whose dicts with one key may look like tags."""
+    value = {"$array": [1, {"x": None}]}
+    record = {"key": "Keeps", "class": f"{__name__}.Keeps", "is_given": False, "state": value}
+    inner = record | {"key": "KeepsCallback", "class": f"{__name__}.KeepsCallback"}
+    outer = {"key": "EvaluationHook(eval)", "class": "jstep.EvaluationHook", "is_given": False}
+    outer["state"] = {"step": 2, "owed": None, "then": [inner]}
+    with jstep.Saver(tmp_path) as saver:
+        saver.save(make_state(2), extra={"hooks": [record, outer]})
+    hook, callback = Keeps(), KeepsCallback()
+    train(3, hooks=[hook, evaluation(callback)], checkpoint_dir=tmp_path)
+    assert hook.value == callback.value == value
+
+
 def test_a_state_that_was_changed_is_an_error_that_names_the_hook(tmp_path):
     train(3, hooks=[Keeps(np.ones(2))], checkpoint_dir=tmp_path / "a")
     with jstep.Saver(tmp_path / "a") as saver:
