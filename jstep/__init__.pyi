@@ -183,7 +183,7 @@ from jstep.queues.queues import OutOfRangeError as OutOfRangeError
 from jstep.queues.queues import RandomShuffleQueue as RandomShuffleQueue
 
 # The training loop and its hooks: those of TensorFlow 1, by its names.
-from jstep.hooks.logs import log_every_n as log_every_n
+from jstep.core.logs import log_every_n as log_every_n
 from jstep.hooks.report import SummarySaverHook as SummarySaverHook
 from jstep.hooks.speed import StepCounterHook as StepCounterHook
 from jstep.hooks.stock import CheckpointSaverHook as CheckpointSaverHook

@@ -48,7 +48,7 @@ class RunHook(Hook):
         self._run = run
 
     def begin(self, state: TrainState) -> bool | None:
-        """Begin a run; a subclass that overrides it calls it first."""
+        """Begin a run; a subclass with a cadence that overrides it calls it first."""
         if self._run is None or isinstance(self._run, OwnRun):
             self.use_run(OwnRun(self))
         return None

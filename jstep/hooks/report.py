@@ -12,10 +12,10 @@ from jstep import summary
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, kind, shown
 from jstep.core.exceptions import note
+from jstep.core.logs import as_level
 from jstep.hooks.base import RunHook, check_writer, scalar
 from jstep.hooks.cadence import UNSET, Cadence, cadence
 from jstep.hooks.hook import Clock, Metrics
-from jstep.hooks.logs import as_level
 from jstep.hooks.numbers import Pending, in_order, is_ready, names_of_arrays, read, scalars, text, transferred
 from jstep.hooks.run_info import RunInfo
 from jstep.hooks.speed import StepCounterHook, shown_share

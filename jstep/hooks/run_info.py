@@ -170,7 +170,11 @@ class LoopState:
 
 @dataclasses.dataclass(kw_only=True)
 class RunInfo(LoopState):
-    """What the hooks of jstep may ask of a run of `train`, kept up to date by the loop.
+    """What the hooks of jstep may ask of a run of `train`, kept up to date by the loop and by these hooks.
+
+    Written in more than one place are `state` (the restore, a call, what a hook returns), `step` (the start, a call),
+    `resumed` (the restore), `phase` (the loop, its end), `stopped_by` (the runner of hooks, `NanLossHook`), and
+    `pending` (hooks add to it, their runner removes).
 
     Attributes:
         phase: One of the phases above.
@@ -200,7 +204,7 @@ class RunInfo(LoopState):
 
     @property
     def is_over(self) -> bool:
-        """Whether the last step was taken."""
+        """Whether no further step is taken: the last one was, or something ends the run."""
         return self.phase == ENDING
 
     @property

@@ -65,7 +65,7 @@ class CheckpointSaverHook(RunHook):
         self._saved: tuple[int, Callable[[], TrainState | None]] | None = None
 
     def begin(self, state: TrainState) -> None:
-        """Start to count seconds."""
+        """Forget what was saved before."""
         super().begin(state)
         self._saved = None
 

@@ -1,7 +1,8 @@
 """The observer of runs that hang: it says what each process waits for, and ends a run that hangs for too long.
 
-The loop does not know it. It reads, in a thread of its own, what the record of the run and the stopwatch hold anyway:
-the hook that is called, the batch that is waited for, the part of the time, and how long the same things took before.
+The loop does not call it. It reads, in a thread of its own, what the record of the run and the stopwatch hold: the hook
+that is called, the batch that is waited for, the part of the time, how long the same things took before; and what those
+who wait say themselves (`core.threads.doing`).
 """
 
 import dataclasses

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jstep.checkpoint.saver import Saver
+from jstep.core.logs import log_to_stderr
 from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.core.stopwatch import SAVING, new_watch
 from jstep.core.tracebacks import shortens_tracebacks
@@ -17,7 +18,6 @@ from jstep.data.to_devices import over_axes
 from jstep.distributed import processes
 from jstep.hooks.base import RunHook
 from jstep.hooks.hook import check_step
-from jstep.hooks.logs import log_to_stderr
 from jstep.hooks.run_info import ENDING, RUNNING
 from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check
 from jstep.loop.card import Cards

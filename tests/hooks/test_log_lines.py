@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.hooks.logs import log_to_stderr
+from jstep.core.logs import log_to_stderr
 
 
 def run(hooks, progress):
