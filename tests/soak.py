@@ -10,6 +10,7 @@ import gc
 import logging
 import math
 import os
+import statistics
 import sys
 import tempfile
 import threading
@@ -87,8 +88,15 @@ def soak(steps, directory):
 
 
 def growth(found):
-    """Return the measurements that grew between the middle and the end of the run, by name."""
-    early, late = found[len(found) // 2 - 1], found[-1]
+    """Return the measurements that grew between the middle and the end of the run, by name.
+
+    They are medians of three: arrays that are in flight, and not collected yet, go up and down.
+    """
+    middle = len(found) // 2
+    early, late = (
+        {name: statistics.median(one[name] for one in some) for name in found[0]}
+        for some in (found[middle - 2 : middle + 1], found[-3:])
+    )
     tolerance = {"arrays": 8, "threads": 2, "descriptors": 6, "objects": 5000, "bytes": 32 * 2**20}
     return {name: (early[name], late[name]) for name in tolerance if late[name] > early[name] + tolerance[name]}
 
