@@ -253,7 +253,7 @@ def _line(raw: bytes) -> dict[str, Any] | None:
 
 def _has_times(found: dict[str, Any]) -> bool:
     step, seconds = found.get("step"), found.get("seconds")
-    if not is_seconds(found.get("time")) or not isinstance(seconds, dict):
+    if "step" not in found or not is_seconds(found.get("time")) or not isinstance(seconds, dict):
         return False
     if found.get(AGAIN, found["time"]) != found["time"]:  # partly written over the one before
         return False
