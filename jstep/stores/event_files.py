@@ -25,6 +25,7 @@ from jstep.stores.objects import is_url, join, location
 _PROTOS = ("event_pb2", "summary_pb2", "tensor_pb2", "tensor_shape_pb2", "types_pb2", "graph_pb2")
 
 
+@functools.cache
 def imported(module: str, what: str = "an event file") -> Any:
     """Import a module of the extra `summaries`.
 

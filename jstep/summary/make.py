@@ -128,6 +128,8 @@ def check_tag(tag: Any, what: str) -> str:
         TypeError: The tag is not a string.
         ValueError: The tag is empty.
     """
+    if type(tag) is str and tag:  # quick, as for each logged scalar
+        return tag
     return as_text(tag, f"{what}: tag", "give the value a name, such as 'loss'")
 
 

@@ -2,7 +2,6 @@
 
 import atexit
 import collections
-import functools
 import hashlib
 import json
 import logging
@@ -13,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import jax
 import numpy as np
@@ -43,6 +42,10 @@ _logger = logging.getLogger("jstep")
 _running: weakref.WeakSet["Worker"] = weakref.WeakSet()
 
 
+_Job: TypeAlias = tuple[Any, Any, float, int]
+"""What to write (or, for a request, a function), its step, its time, and about how many bytes it has."""
+
+
 class Worker:
     """Owner of an event file and its thread. Errors are kept until `check`; the thread runs until `close`.
 
@@ -62,7 +65,7 @@ class Worker:
         self._flush_secs = flush_secs
         # A reentrant lock: the garbage collector may call `request_close` on a thread that holds it.
         self._changed = threading.Condition()
-        self._jobs: collections.deque[tuple[Callable[[], None], int]] = collections.deque()  # with about their bytes
+        self._jobs: collections.deque[_Job] = collections.deque()
         self._io = threading.Lock()  # held while the file is written, flushed or closed
         self._bytes = 0
         self._is_urgent = False  # whether somebody waits for the thread
@@ -96,24 +99,24 @@ class Worker:
 
     def put(self, what: Any, step: Any, size: int = 0) -> None:
         """Queue what is to be written, of about `size` bytes, for the thread."""
-        job = functools.partial(self._write, what, step, time.time())
         with self._changed:
             if (size or len(self._jobs) > MAX_JOBS) and not self._has_room():
                 self._is_urgent = True
                 self._changed.notify_all()
                 self._changed.wait_for(self._has_room)
             self._bytes += size
-            self._jobs.append((job, size))
+            # One tuple of existing objects: many small ones would keep the garbage collector busy.
+            self._jobs.append((what, step, time.time(), size))
             if len(self._jobs) == 1:
                 self._changed.notify_all()
 
     def _has_room(self) -> bool:
         return self._bytes <= MAX_BYTES and len(self._jobs) <= MAX_JOBS
 
-    def _ask(self, job: Callable[[], None]) -> None:
-        """Queue a job that somebody waits for."""
+    def _ask(self, request: Callable[[], None]) -> None:
+        """Queue a request that somebody waits for."""
         with self._changed:
-            self._jobs.append((job, 0))
+            self._jobs.append((request, None, 0.0, 0))
             self._is_urgent = True
             self._changed.notify_all()
 
@@ -155,9 +158,12 @@ class Worker:
     def _run(self) -> None:
         while not self._ended:
             for _ in range(self._wait()):
-                job, size = self._jobs.popleft()
-                job()
-                del job  # with its arrays, which would stay on the device until the next one
+                what, step, wall_time, size = self._jobs.popleft()
+                if callable(what):
+                    what()
+                else:
+                    self._write(what, step, wall_time)
+                del what, step  # with their arrays, which would stay on the device until the next one
                 if size or len(self._jobs) >= MAX_JOBS:  # otherwise nobody waits for room
                     with self._changed:
                         self._bytes -= size
@@ -336,7 +342,10 @@ class SummaryWriter:
             data = as_serialized(summary, "Summary")
             self._put({"summary": proto("Summary").FromString(data)}, step)
             return
+        size = 0
         for part in summary.parts:
+            if type(part) is Scalars and type(part.values) is float:  # quick, for the most common summary
+                continue
             if is_traced_part(part):
                 raise TypeError(
                     f"add_summary: summary {part.tags[0]!r} is traced: it has no value, since it comes from "
@@ -344,8 +353,9 @@ class SummaryWriter:
                     "scan, vmap, and grad with has_aux=True), or wrap it in jstep.summary.collect, and write "
                     "what it returns."
                 )
-        large = [part for part in summary.parts if type(part) is not Scalars]
-        self._put(summary, step, sum([getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(large)] if large else []))
+            if type(part) is not Scalars:
+                size += sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(part))
+        self._put(summary, step, size)
 
     def add_event(self, event: Any) -> None:
         """Write an event unchanged.
