@@ -1,7 +1,8 @@
 """Metrics for `jstep.evaluator` that are not means over examples: objects with `merge` and `compute`."""
 
 from jstep.core.public_names import set_public_module as _set_public_module
-from jstep.metrics.classification import accuracy, auc, confusion_matrix, f1, perplexity
+from jstep.metrics.classification import accuracy, confusion_matrix, f1, perplexity
+from jstep.metrics.curves import auc
 
 __all__ = ["accuracy", "auc", "confusion_matrix", "f1", "perplexity"]
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.metrics.classification import AUC, F1, Accuracy, Count, Perplexity, Sum, Thresholds, counted, joined
+from jstep.metrics.classification import F1, Accuracy, Perplexity
+from jstep.metrics.curves import AUC, Thresholds
+from jstep.metrics.totals import Count, Sum, counted, joined
 
 M = jstep.metrics
 FIVE = jnp.arange(5.0)

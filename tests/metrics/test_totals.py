@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jstep
-from jstep.metrics.classification import Count, Sum, counted, joined
+from jstep.metrics.totals import Count, Sum, counted, joined
 
 
 def total(*numbers: int) -> Count:

@@ -1,0 +1,161 @@
+"""Totals of counts and of weights: exact, or with twice the digits of float32, without 64-bit numbers on the device."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core.meshes import internal_transfers
+from jstep.core.trees import Array
+
+_BITS = 12
+"""Bits of the low part: 2²⁰ low parts can be summed in 32 bits, and a count can be up to 2⁴⁴."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """Counts of any shape: high · 2¹² + low, both uint32. Exact up to 2⁴⁴.
+
+    Attributes:
+        high: The high part.
+        low: The low part, below 2¹².
+    """
+
+    high: Array
+    low: Array
+
+    def __add__(self, other: "Total") -> "Total":
+        if isinstance(other, Sum):
+            return self.as_sum(other.value.dtype) + other
+        return _carried(self.high + other.high, self.low + other.low)
+
+    def as_sum(self, dtype: Any) -> "Sum":
+        """Convert to a sum of weights."""
+        high, low = self.high.astype(dtype) * 2**_BITS, self.low.astype(dtype)
+        return Sum(high, jnp.zeros_like(high)) + Sum(low, jnp.zeros_like(low))
+
+    def segment_sum(self, segments: Array, num_segments: int) -> "Count":
+        """Sum up to 2²⁰ counts by segment, as `jax.ops.segment_sum`; counts out of range are dropped."""
+        high, low = (jax.ops.segment_sum(part, segments, num_segments) for part in (self.high, self.low))
+        return _carried(high, low)
+
+    def approximate(self) -> Array:
+        """In float32."""
+        return self.high.astype(jnp.float32) * 2**_BITS + self.low.astype(jnp.float32)
+
+    def unit(self) -> Array:
+        """The weight of one example: 1."""
+        return jnp.ones((), jnp.float32)
+
+    def exact(self) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        """Return the exact counts on the host."""
+        with internal_transfers():
+            high, low = (np.asarray(part).astype(np.int64) for part in (self.high, self.low))
+        return (high << _BITS) + low
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """Sums of weights, of any shape: value + rest, both floating, with twice the digits of each.
+
+    Attributes:
+        value: The sum, rounded.
+        rest: The rounding error of `value`.
+    """
+
+    value: Array
+    rest: Array
+
+    def __add__(self, other: "Total") -> "Sum":
+        if isinstance(other, Count):
+            return self + other.as_sum(self.value.dtype)
+        value = self.value + other.value
+        part = value - self.value
+        lost = (self.value - (value - part)) + (other.value - part)  # the exact error of that sum (Knuth)
+        return Sum(value, jnp.where(jnp.isfinite(value), lost + self.rest + other.rest, jnp.zeros_like(lost)))
+
+    def segment_sum(self, segments: Array, num_segments: int) -> "Sum":
+        """Sum by segment, as `jax.ops.segment_sum`; what is out of range is dropped."""
+        return _split_sum(self, lambda part: jax.ops.segment_sum(part, segments, num_segments))
+
+    def approximate(self) -> Array:
+        """In float32."""
+        return (self.value + self.rest).astype(jnp.float32)
+
+    def unit(self) -> Array:
+        """The smallest weight above 0, in float32; infinite if there is none."""
+        value = self.approximate()
+        return jnp.min(jnp.where(value > 0, value, jnp.full_like(value, jnp.inf)), initial=jnp.inf)
+
+    def exact(self) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        """Return the sums in float64 on the host."""
+        with internal_transfers():
+            value, rest = (np.asarray(part).astype(np.float64) for part in (self.value, self.rest))
+        return value + rest
+
+
+Total = Count | Sum
+
+
+def each(condition: Array, weights: Array | None) -> Total:
+    """Return the total of each element by itself: its weight if it is true, 1 without weights; 0 if it is false."""
+    if weights is None or weights.dtype == jnp.bool_:
+        return counted(condition if weights is None else condition & weights)
+    kept = jnp.where(condition, weights, jnp.zeros_like(weights))
+    return Sum(kept, jnp.zeros_like(kept))
+
+
+def total_of(condition: Array, weights: Array | None = None) -> Total:
+    """Return the number of true elements, or the sum of their weights."""
+    if weights is None or weights.dtype == jnp.bool_:
+        return counted(jnp.sum(condition if weights is None else condition & weights, dtype=jnp.uint32))
+    return summed(jnp.where(condition, weights, jnp.zeros_like(weights)))
+
+
+def counted(number: Array) -> Count:
+    """Convert the counts of one batch, each below 2³²."""
+    number = number.astype(jnp.uint32)
+    return _carried(jnp.zeros_like(number), number)
+
+
+def summed(values: Array) -> Sum:
+    """Return the sum of floating values, with twice their digits."""
+    return _split_sum(Sum(values, jnp.zeros_like(values)), jnp.sum)
+
+
+def joined(first: Any, second: Any) -> Any:
+    """Concatenate two vectors, of numbers or of totals."""
+    if isinstance(first, Sum) and isinstance(second, Count):
+        second = second.as_sum(first.value.dtype)
+    elif isinstance(first, Count) and isinstance(second, Sum):
+        first = first.as_sum(second.value.dtype)
+    return jax.tree.map(lambda one, other: jnp.concatenate([one, other]), first, second)
+
+
+def _carried(high: Array, low: Array) -> Count:
+    return Count(high + (low >> _BITS), low & (2**_BITS - 1))
+
+
+def _split_sum(given: Sum, add: Any) -> Sum:
+    """Sum with `add`, a plain sum over elements, without losing digits.
+
+    Values are split twice at a bit common to all, into parts of which any sum is exact, and a remainder below 2⁻²² of
+    the largest sum each time (Demmel and Nguyen, "Fast reproducible floating-point summation", 2013).
+    """
+
+    def summed_part(part: Array) -> Sum:
+        found = add(part)
+        return Sum(found, jnp.zeros_like(found))
+
+    left = given.value
+    total = summed_part(jnp.zeros_like(left))
+    for _ in range(2):
+        above = jnp.max(jnp.abs(left), initial=0) * jnp.asarray(2 * left.size, left.dtype)
+        part = jnp.where(jnp.isfinite(above), (left + above) - above, left)  # NaN and infinity: a plain sum
+        total += summed_part(part)
+        left = jnp.where(jnp.isfinite(left), left - part, jnp.zeros_like(left))
+    return total + summed_part(left + given.rest)
