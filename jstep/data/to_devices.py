@@ -104,25 +104,19 @@ def _explain(item: Any, sharding: Any, error: ValueError) -> None:
                 ) from error
 
 
-def _as_known(item: Any) -> Any:
-    """Convert arrays of other libraries, such as PyTorch tensors, to NumPy arrays; reject other leaves."""
-
-    def known(keys: Any, leaf: Any) -> Any:
-        if trees.is_array_or_number(leaf):
-            return leaf
-        array = leaf if isinstance(leaf, np.ndarray | np.generic) else _taken_over(leaf)
-        if trees.is_array_or_number(array):
-            return array
-        where = f"the leaf at {trees.path_str(keys)!r}" if keys else "the item"
-        what = kind(leaf) if array is None else f"{kind(leaf)} ({array.dtype})"
-        raise TypeError(
-            f"item: {where} must be a number or an array of numbers, got {shown(leaf, 60)}, {what}; remove from the "
-            "item what a device cannot hold"
-        )
-
-    if all(map(trees.is_array_or_number, jax.tree.leaves(item))):  # the common case, which is faster
-        return item
-    return jax.tree_util.tree_map_with_path(known, item)
+def _as_known(keys: Any, leaf: Any) -> Any:
+    """Convert an array of another library, such as a PyTorch tensor, to a NumPy array; reject other leaves."""
+    if trees.is_array_or_number(leaf):
+        return leaf
+    array = leaf if isinstance(leaf, np.ndarray | np.generic) else _taken_over(leaf)
+    if trees.is_array_or_number(array):
+        return array
+    where = f"the leaf at {trees.path_str(keys)!r}" if keys else "the item"
+    what = kind(leaf) if array is None else f"{kind(leaf)} ({array.dtype})"
+    raise TypeError(
+        f"item: {where} must be a number or an array of numbers, got {shown(leaf, 60)}, {what}; remove from the "
+        "item what a device cannot hold"
+    )
 
 
 def _taken_over(leaf: Any) -> Any:
@@ -154,9 +148,14 @@ def copied(item: Any, *, fresh: bool = False) -> Any:
     Raises:
         OverflowError: An integer does not fit its dtype on a device. The message contains the path of its leaf.
     """
-    item = _as_known(item)
+    leaves, treedef = trees.flatten(item)
+    if not all(map(trees.is_array_or_number, leaves)):
+        item = jax.tree_util.tree_map_with_path(_as_known, item)
+        leaves = jax.tree.leaves(item)
     trees.refuse_wide(item, "batch")
-    return item if fresh else jax.tree.map(lambda leaf: _copy(leaf) if isinstance(leaf, np.ndarray) else leaf, item)
+    if fresh:
+        return item
+    return treedef.unflatten([_copy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])
 
 
 _LARGE = 2**18
