@@ -184,6 +184,8 @@ class _Encoder:
 
     def __init__(self, value: Any) -> None:
         self._seen: set[int] = set()
+        self._plain: set[int] = set()
+        """Identities of the lists that are plain: to find out takes as long as all else for a list of many numbers."""
         self._arrays: list[np.ndarray[Any, Any]] = []
         self._numbers: dict[int, int | None] = {}
         """Identity of an object in several places → its number; `_UNSEEN` before it is encoded, None meanwhile."""
@@ -209,10 +211,11 @@ class _Encoder:
             for pair in value.items():  # keys, too
                 for one in pair:
                     self._look(one, depth + 1)
+        elif of is list and _are_plain(value):
+            self._plain.add(id(value))
         elif of in (list, tuple, set, frozenset):
-            if not (of is list and _are_plain(value)):
-                for item in value:
-                    self._look(item, depth + 1)
+            for item in value:
+                self._look(item, depth + 1)
         elif of is np.ndarray:
             if value.size and value.itemsize:
                 self._arrays.append(value)
@@ -266,7 +269,8 @@ class _Encoder:
     def _parts(self, value: Any, depth: int) -> Any:
         of = type(value)
         if of is list:
-            return list(value) if _are_plain(value) else self._each(enumerate(value), depth + 1)
+            is_plain = id(value) in self._plain or _are_plain(value)
+            return list(value) if is_plain else self._each(enumerate(value), depth + 1)
         if of is tuple:
             return {"$tuple": list(value) if _are_plain(value) else self._each(enumerate(value), depth + 2)}
         if of is set or of is frozenset:
