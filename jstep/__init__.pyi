@@ -32,10 +32,10 @@ from jstep.differentiate.clipping import clip_by_global_norm as clip_by_global_n
 from jstep.differentiate.clipping import clip_by_norm as clip_by_norm
 from jstep.differentiate.clipping import clip_by_value as clip_by_value
 from jstep.differentiate.clipping import global_norm as global_norm
-from jstep.differentiate.engine import GATE_GRAPH as GATE_GRAPH
-from jstep.differentiate.engine import GATE_NONE as GATE_NONE
-from jstep.differentiate.engine import GATE_OP as GATE_OP
-from jstep.differentiate.engine import compute_gradients as compute_gradients
+from jstep.differentiate.loss_gradients import GATE_GRAPH as GATE_GRAPH
+from jstep.differentiate.loss_gradients import GATE_NONE as GATE_NONE
+from jstep.differentiate.loss_gradients import GATE_OP as GATE_OP
+from jstep.differentiate.loss_gradients import compute_gradients as compute_gradients
 from jstep.differentiate.gradients import gradients as gradients
 from jstep.differentiate.gradients import stop_gradient as stop_gradient
 from jstep.differentiate.microbatches import AggregationMethod as AggregationMethod

@@ -18,8 +18,8 @@ from jstep.core.exceptions import setting
 from jstep.core.meshes import internal_transfers, without_explicit_axes
 from jstep.core.placement import is_on_cpus
 from jstep.core.trees import Array, has_tracers, is_array, is_traced
-from jstep.differentiate import engine
-from jstep.differentiate.engine import COLLECTORS, Collector
+from jstep.differentiate import loss_summaries
+from jstep.differentiate.loss_summaries import COLLECTORS, Collector
 
 # Summaries as pytrees.
 #
@@ -354,7 +354,7 @@ def _merged(returned: Any, made: Any) -> Summary | None:
     return merge_parts((*returned.parts, *made.parts)) if isinstance(returned, Summary) else None
 
 
-engine.SUMMARIES.update(unreturned=_unreturned, merge=_merged)
+loss_summaries.SUMMARIES.update(unreturned=_unreturned, merge=_merged)
 
 
 def _returned(result: Any, collector: Collector) -> list[Part]:

@@ -26,9 +26,9 @@ from jstep.core.selection import VarList, check_form
 from jstep.core.slot_roles import COUNTS, Role, Roles, roles_of
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Updates
-from jstep.differentiate import engine
-from jstep.differentiate.engine import GATE_NONE, GATE_OP, Differentiation, Inputs
 from jstep.differentiate.lanes import Lanes, alike, as_lanes, on_lanes
+from jstep.differentiate.loss_gradients import GATE_NONE, GATE_OP, Differentiation, Inputs, gated
+from jstep.differentiate.loss_summaries import join_returned, merge_summaries
 from jstep.differentiate.microbatches import AggregationMethod, Part, estimated, together_squared
 from jstep.optimizers import guards
 from jstep.optimizers.averages import as_average_names, averaged_params
@@ -303,8 +303,8 @@ class SeveralLosses:
             _sum([part.loss for part in parts.values()]),
             None,
             {name: (part.loss, part.aux) for name, part in parts.items()},
-            treedef.unflatten(engine.gated(gradients, self.gate_gradients)),
-            engine.merge_summaries([part.summaries for part in parts.values()]),
+            treedef.unflatten(gated(gradients, self.gate_gradients)),
+            merge_summaries([part.summaries for part in parts.values()]),
             together_squared([part.squares for part in parts.values()]),
         )
 
@@ -352,7 +352,7 @@ def replaced(differentiate: Differentiation | SeveralLosses, **changes: Any) -> 
 def shown_losses(part: Part, has_aux: bool, *, is_several: bool) -> dict[str, Mapping[str, Any]]:
     """Return the metrics of the losses, their aux and their summaries, by a description of their origin."""
     if not is_several:
-        aux, made = engine.join_returned(_by_name(part.aux), part.summaries)
+        aux, made = join_returned(_by_name(part.aux), part.summaries)
         found = {"the loss": {"loss": part.loss}, "aux": aux if has_aux else {}}
     else:
         made, found = part.summaries, {"the sum of the losses": {"loss": part.loss}}

@@ -1,0 +1,416 @@
+"""Differentiation of a loss, for `compute_gradients` and `minimize`: at once, in microbatches, in lanes, or twice."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from jstep.core import meshes, trees
+from jstep.core.checks import as_bool, as_function, as_int, kind, shown
+from jstep.core.exceptions import setting
+from jstep.core.indexed_slices import IndexedSlices
+from jstep.core.meshes import Attempts
+from jstep.core.on_cpus import Unroll, as_unroll
+from jstep.core.placement import sharding_of
+from jstep.core.selection import VarList, check_form, selected
+from jstep.core.tracebacks import shortens_tracebacks
+from jstep.core.trees import Array, Number, Params
+from jstep.differentiate import microbatches
+from jstep.differentiate.deferred_reduction import reduced_once, zeros_of_gradient
+from jstep.differentiate.gradients import TABLES, Tables
+from jstep.differentiate.lane_state import Merge, merged, merges_of, summand
+from jstep.differentiate.lanes import Lanes, alike, as_lanes, of_each_lane, on_lanes, sum_over_lanes
+from jstep.differentiate.loss_outputs import outputs_of
+from jstep.differentiate.loss_summaries import COLLECTORS, SUMMARIES, Collector
+from jstep.differentiate.microbatches import AggregationMethod, Part, Squares
+
+GATE_NONE = 0
+"""No gating: XLA may start an update before its gradient is complete."""
+GATE_OP = 1
+"""Each gradient is complete before its update begins."""
+GATE_GRAPH = 2
+"""All gradients are complete before any update begins."""
+
+
+def compute_gradients(
+    loss_fn: Callable[..., Any],
+    *,
+    var_list: VarList = None,
+    has_aux: bool = False,
+    num_microbatches: int = 1,
+    weight_fn: Callable[..., Any] | None = None,
+    gate_gradients: int = GATE_OP,
+    aggregation_method: AggregationMethod = AggregationMethod.DEFAULT,
+    sharpness: Number | None = None,
+    adaptive: bool = False,
+    lanes: int | None = None,
+) -> Callable[..., Any]:
+    """Return a function that computes a loss and its gradients.
+
+    Args:
+        loss_fn: `loss_fn(params, *args) -> loss`, a floating-point scalar; with has_aux `-> (loss, aux)`.
+        var_list: The parameters to differentiate: None (all), a predicate `(path, leaf) -> bool`, a list of paths or
+            globs (`"decoder/*"`), or a tree of bools. The others are not differentiated; their gradients are None, as
+            are those of parameters that the loss does not depend on.
+        has_aux: Whether loss_fn returns auxiliary values with the loss.
+        num_microbatches: Number of microbatches for gradient accumulation; the leading axis of every arg is split
+            into that many microbatches, which are processed in one scan. Microbatch i of n consists of rows i, i + n,
+            i + 2n, …: on a mesh each device has its share of them, so no row moves between devices, and microbatches do
+            not depend on the number of devices. Gradients, loss and floating (also complex) leaves of aux are means
+            in at least float32; integers and bools of aux are sums in at least int32. They are those of the whole batch
+            if the loss is a mean over rows. A loss that compares rows with each other (contrastive losses, BatchNorm)
+            sees those of one microbatch, so it is another objective for each number of microbatches; the recipe
+            "Contrastive losses in parts" computes such a loss exactly.
+        weight_fn: `weight_fn(*microbatch)`, the weight of a microbatch in the means, such as its number of tokens.
+        gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH: how far XLA may overlap gradients and updates. It affects
+            memory and time, never values.
+        aggregation_method: Whether to keep a running sum of the gradients of microbatches (DEFAULT) or all of them
+            (ADD_N).
+        sharpness: The radius ρ ≥ 0 of sharpness-aware minimization: gradients are taken at p + ρ·g/‖g‖, with the
+            same batch and key; loss and aux are those at p. It costs a second gradient.
+        adaptive: Whether to scale the radius by the magnitude of each element (ASAM): p + ρ·p²·g/‖|p|·g‖.
+        lanes: Number of lanes, a power of two, as in `minimize`: the gradients are those of its step, with the same
+            bits on any number of devices that divides it. Sums that a custom step computes elsewhere are not covered.
+            In a `jax.jit` of your own, set the mesh (`jax.set_mesh`); rows of unknown sharding are spread over all of
+            its devices.
+
+    Returns:
+        `f(params, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`. Keyword arguments are passed to
+        loss_fn unchanged in every microbatch.
+
+    Raises:
+        TypeError: An argument has the wrong type, or the loss is not floating point.
+        ValueError: An argument is out of range, the loss is not a scalar, a var_list entry matches nothing, or
+            num_microbatches or lanes do not fit the batch.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> f = jstep.compute_gradients(lambda p, x: jnp.mean(p["w"] * x + p["b"]), var_list=["w"])
+        >>> loss, grads = f({"w": jnp.float32(2.0), "b": jnp.float32(1.0)}, jnp.array([1.0, 3.0]))
+        >>> print(loss, grads)
+        5.0 {'b': None, 'w': Array(2., dtype=float32)}
+
+    Source: `tf.train.Optimizer.compute_gradients`; Foret et al., "Sharpness-Aware Minimization" (2020).
+    """
+    compute = Differentiation(
+        loss_fn,
+        var_list=var_list,
+        has_aux=has_aux,
+        num_microbatches=num_microbatches,
+        weight_fn=weight_fn,
+        gate_gradients=gate_gradients,
+        aggregation_method=aggregation_method,
+        sharpness=microbatches.checked_sharpness(sharpness),
+        adaptive=adaptive,
+        lanes=lanes,
+    )
+
+    @shortens_tracebacks
+    def loss_and_gradients(params: Params, *args: Any, **kwargs: Any) -> Any:
+        def run(lanes: Lanes | None, params: Params, args: tuple[Any, ...]) -> Part:
+            return compute(Inputs(params, args=args, kwargs=kwargs, lanes=lanes))
+
+        place = meshes.sharded_like(Part(None, None, None, params))  # type: ignore[arg-type]
+        part = on_lanes(compute.lanes, run, params, args, jax.tree.map(sharding_of, args), place=place)
+        return ((part.loss, part.aux), part.gradients) if has_aux else (part.loss, part.gradients)
+
+    return loss_and_gradients
+
+
+def gated(grads: list[Any], gate: int) -> list[Any]:
+    """Apply a gate, which keeps XLA from overlapping gradients and updates, to gradients.
+
+    It affects memory and time, never values.
+
+    Args:
+        grads: Arrays, `IndexedSlices` or None.
+        gate: GATE_NONE, GATE_OP or GATE_GRAPH.
+    """
+    if gate == GATE_OP:
+        return [None if g is None else jax.lax.optimization_barrier(g) for g in grads]
+    return jax.lax.optimization_barrier(grads) if gate == GATE_GRAPH else grads
+
+
+class Inputs(NamedTuple):
+    """The inputs of one evaluation of a loss.
+
+    Attributes:
+        params: The parameters.
+        model_state: Non-trained variables, if the loss has any.
+        args: The batch.
+        kwargs: Keyword arguments that are passed to the loss unchanged.
+        key: A PRNG key, passed to the loss as `rng`.
+        batch_specs: Shardings or specs of args, if known.
+        scale: The factor of the loss before differentiation; gradients are scaled by it.
+        lanes: The lanes of the batch, if it is computed in lanes: on Auto axes, in a program.
+    """
+
+    params: Params
+    model_state: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+    key: Any = None
+    batch_specs: Any = None
+    scale: Array | None = None
+    lanes: Lanes | None = None
+
+    def for_part(self, i: Any, **changes: Any) -> "Inputs":
+        """The inputs of one of several evaluations, with these changes and a key of its own."""
+        return self._replace(key=None if self.key is None else jax.random.fold_in(self.key, i), **changes)
+
+    def for_lane(self, i: Array, args: tuple[Any, ...], **changes: Any) -> "Inputs":
+        """The inputs of lane i, whose rows are args."""
+        return self.for_part(i, args=args, batch_specs=microbatches.specs_of_rows(args), **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Differentiation:
+    """The differentiation of a loss, with the options of `compute_gradients` and `minimize`, validated here."""
+
+    loss_fn: Callable[..., Any]
+    var_list: VarList = None
+    has_aux: bool = False
+    has_model_state: bool = False
+    num_microbatches: int = 1
+    max_rows_per_device: int | None = None
+    weight_fn: Callable[..., Any] | None = None
+    gate_gradients: int = GATE_OP
+    aggregation_method: AggregationMethod = AggregationMethod.DEFAULT
+    sharpness: Any = None
+    adaptive: bool = False
+    unroll: Unroll = None
+    lanes: int | None = None
+    gathers: bool = False
+    """Whether to collect summaries that the loss creates."""
+    names_aux: bool = False
+    """Whether the entries of aux are metrics by name."""
+    squares: bool = False
+    """Whether to compute the squared norms of the gradients of microbatches."""
+    frozen: Callable[[Params], Sequence[bool]] | None = None
+    """For each leaf of params, whether the optimizer freezes it, so that it is not differentiated; None if it is not
+    known."""
+    attempts: Attempts | None = dataclasses.field(default=None, repr=False, compare=False)
+    """The tracer of the loss, shared by all copies made with `dataclasses.replace`."""
+
+    def __post_init__(self) -> None:
+        as_function(self.loss_fn, "loss_fn", "(params, *args) -> loss")
+        if self.attempts is None:
+            object.__setattr__(self, "attempts", Attempts(getattr(self.loss_fn, "__name__", "loss_fn")))
+        check_form(self.var_list, "var_list")
+        as_bool(self.has_aux, "has_aux")
+        as_bool(self.has_model_state, "has_model_state")
+        as_bool(self.adaptive, "adaptive")
+        as_int(self.num_microbatches, "num_microbatches", 1)
+        if self.max_rows_per_device is not None:
+            as_int(self.max_rows_per_device, "max_rows_per_device", 1)
+        object.__setattr__(self, "lanes", as_lanes(self.lanes))
+        as_function(self.weight_fn, "weight_fn", "of a microbatch", optional=True)
+        if isinstance(self.gate_gradients, bool) or self.gate_gradients not in (GATE_NONE, GATE_OP, GATE_GRAPH):
+            raise ValueError(f"gate_gradients={shown(self.gate_gradients)}: must be GATE_NONE, GATE_OP or GATE_GRAPH")
+        if not isinstance(self.aggregation_method, AggregationMethod):
+            raise TypeError(
+                f"aggregation_method={shown(self.aggregation_method)}: must be AggregationMethod.DEFAULT or .ADD_N, "
+                f"got {kind(self.aggregation_method)}"
+            )
+        if microbatches.checked_radius(self.sharpness) is None and self.adaptive:
+            raise ValueError("adaptive=True: specifies how sharpness is measured; give sharpness as well")
+        as_unroll(self.unroll)
+
+    def __call__(self, given: Inputs) -> Part:
+        """Return the loss, new model_state, aux, gradients (a tree like params) and summaries."""
+        params = given.params
+        trees.require_arrays(params, "params", trees.keep_arrays("params"))
+        if given.lanes is not None:
+            return self._of_batch(given)
+        given = given._replace(batch_specs=microbatches.specs_of_rows(given.args, given.batch_specs))
+        there = meshes.sharded_like(Part(None, given.model_state, None, params))  # type: ignore[arg-type]
+        assert self.attempts is not None  # set in __post_init__
+        return self.attempts(self._of_batch, given, place=there)
+
+    @property
+    def looks_at_rows(self) -> bool:
+        """Whether the computation depends on how the rows of the batch are sharded."""
+        return self.num_microbatches > 1 or self.max_rows_per_device is not None or self.lanes is not None
+
+    def selected(self, params: Params, argument: str = "var_list") -> list[int]:
+        """Return the indices of the leaves that are differentiated; `argument` is the name of var_list in errors."""
+        return selected(params, self.var_list, argument, self.frozen and self.frozen(params))
+
+    def _of_batch(self, given: Inputs) -> Part:
+        params = given.params
+        leaves, treedef = trees.flatten(params)
+        indices = self.selected(params)
+        part = self._way(given)(given, indices)
+        if self.sharpness is not None:
+            some = [jnp.asarray(leaves[i]) for i in indices]
+            move = functools.partial(microbatches.perturbed, adaptive=self.adaptive)
+            on_auto_axes = functools.partial(meshes.without_explicit_axes, move, place=meshes.sharded_like(some))
+            there = alike(given.lanes, on_auto_axes, some, part.gradients, self.sharpness)
+            moved = treedef.unflatten(trees.with_leaves(leaves, indices, there))
+            calm = dataclasses.replace(self, gathers=False)
+            again = calm._way(given)(given._replace(params=moved), indices)
+            part = part._replace(gradients=again.gradients, squares=again.squares)
+        grads = gated(part.gradients, self.gate_gradients)
+        return part._replace(gradients=treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, grads)))
+
+    def _way(self, given: Inputs) -> Callable[[Inputs, list[int]], Part]:
+        """Return what differentiates the batch, in lanes, at once or in parts; gradients are a list for some leaves."""
+        if given.lanes is not None:
+            return functools.partial(self._in_lanes, given.lanes)
+        n = microbatches.number_of_parts(given.args, given.batch_specs, self.num_microbatches, self.max_rows_per_device)
+        return self._one if n == 1 else functools.partial(self._in_parts, n)
+
+    def _in_parts(self, n: int, given: Inputs, indices: list[int]) -> Part:
+        """Differentiate the batch in n microbatches."""
+        parts = microbatches.split(given.args, n, given.batch_specs)
+
+        def run(params: Params, parts: tuple[Any, ...]) -> Part:
+            def part_fn(model_state: Any, batch: Any, i: Array) -> Part:
+                return self._one(given.for_part(i, params=params, model_state=model_state, args=batch), indices)
+
+            leaves = jax.tree.leaves(params)
+            sums = [zeros_of_gradient(jnp.asarray(leaves[i])) for i in indices]
+            square = functools.partial(microbatches.squared_norm, scale=given.scale) if self.squares else None
+            return microbatches.accumulate(
+                part_fn,
+                parts,
+                given.model_state,
+                sums,
+                self.weight_fn,
+                method=self.aggregation_method,
+                unroll=self.unroll,
+                square=square,
+            )
+
+        # The squared norm of a microbatch gradient requires the sum over all devices, so reduction cannot be deferred.
+        if self.weight_fn is not None or self.aggregation_method is not AggregationMethod.DEFAULT or self.squares:
+            return run(given.params, parts)
+
+        def loss(params: Params, batch: Any) -> Array:
+            return self._one(given._replace(params=params, args=batch), []).loss
+
+        return reduced_once(run, given.params, parts, loss, indices)
+
+    def _in_lanes(self, lanes: Lanes, given: Inputs, indices: list[int]) -> Part:
+        """Differentiate the batch in lanes.
+
+        Loss, gradients and the floating leaves of aux are means over the lanes, integers of aux are sums. The leaves of
+        model_state are merged as `lane_state` explains.
+        """
+        alone = dataclasses.replace(self, lanes=None, squares=False)
+        size = microbatches.rows_of_part(given.args, lanes.number, f"lanes={lanes.number}", "use a multiple of it")
+        rows, of_rows = trees.flatten(given.args)
+        whole, filled = trees.arrays_of(given._replace(args=(), batch_specs=None, lanes=None))
+        merges = self._merges(lanes, given, size)
+
+        def part(i: Array, whole: list[Array], rows: list[Array]) -> Any:
+            here = filled(whole).for_lane(i, of_rows.unflatten(rows))
+            found = alone._way(here)(here, indices)
+            weight = microbatches.weight_of(self.weight_fn, here.args)
+            dense = [g.to_dense() if isinstance(g, IndexedSlices) else g for g in found.gradients]
+            grads = [None if g is None else microbatches.weighed(g, weight) for g in dense]
+            terms = functools.partial(microbatches.summand, weight)
+            others = jax.tree_util.tree_map_with_path(terms, (found.aux, found.summaries))
+            state = _by_leaf(functools.partial(summand, i), merges, found.model_state, here.model_state)
+            norms = None
+            if self.squares:
+                of_lane = jnp.float32(size) if weight is None else weight
+                norms = of_each_lane(lanes, i, (of_lane, microbatches.squared_norm(found.gradients, here.scale)))
+            return grads, microbatches.weighed(found.loss, weight), weight, others, state, norms
+
+        summed = sum_over_lanes(lanes, part, whole, [jnp.asarray(x) for x in rows], [0] * len(rows))
+        grads, loss, weight, others, state, norms = summed
+        total = jnp.float32(lanes.number) if weight is None else jnp.where(weight == 0, jnp.ones_like(weight), weight)
+
+        def mean(x: Array) -> Array:
+            return x if jnp.issubdtype(x.dtype, jnp.integer) else x / total.astype(x.dtype)
+
+        state = _by_leaf(functools.partial(merged, lanes.number), merges, state, given.model_state)
+        grads, loss, (aux, summaries) = jax.tree.map(mean, (grads, loss, others))
+        found = None
+        if norms is not None:
+            found = Squares(norms[0], norms[1], alike(lanes, microbatches.squared_norm, grads, given.scale))
+        return Part(loss, state, aux, grads, summaries, found)
+
+    def _merges(self, lanes: Lanes, given: Inputs, size: int) -> list[Merge]:
+        """Return how the leaves of model_state are merged, by the traced loss of a lane with a number of rows."""
+        rows, of_rows = trees.flatten(given.args)
+        of_state = trees.structure(given.model_state)
+        others, filled = trees.arrays_of(given._replace(args=(), model_state=None, batch_specs=None, lanes=None))
+        n = self.num_microbatches
+        if self.max_rows_per_device is not None:
+            lane = [jax.ShapeDtypeStruct((size, *np.shape(x)[1:]), jnp.result_type(x)) for x in rows]
+            n = microbatches.number_of_parts((lane,), [None] * len(lane), n, self.max_rows_per_device)
+        alone = dataclasses.replace(
+            self, lanes=None, squares=False, gathers=False, num_microbatches=n, max_rows_per_device=None, weight_fn=None
+        )
+
+        def new_state(i: Array, old: list[Array], others: list[Array], rows: list[Array]) -> list[Array]:
+            here = filled(others).for_lane(i, of_rows.unflatten(rows), model_state=of_state.unflatten(old))
+            return jax.tree.leaves(alone._way(here)(here, []).model_state)
+
+        return merges_of(lanes, new_state, given.model_state, others, [jnp.asarray(x) for x in rows], size)
+
+    def _one(self, given: Inputs, indices: list[int]) -> Part:
+        leaves, treedef = trees.flatten(given.params)
+        connected: set[int] = set()
+        looked_up: Any = None
+
+        def of_some(some: list[Array]) -> tuple[Array, Any]:
+            nonlocal looked_up
+            some = track_connected(some, connected)
+            whole = treedef.unflatten(trees.with_leaves(leaves, indices, some))
+            before = (given.model_state,) if self.has_model_state else ()
+            rng = {} if given.key is None else {"rng": given.key}
+
+            collector = Collector("summaries")
+            collectors = (*COLLECTORS.get(), collector) if self.gathers else COLLECTORS.get()
+            looked_up = Tables(some)
+            with setting(TABLES, looked_up), setting(COLLECTORS, collectors):
+                out = self.loss_fn(whole, *before, *given.args, **{**(given.kwargs or {}), **rng})
+            loss, *others = outputs_of(out, given.model_state, self.has_aux, self.has_model_state, self.names_aux)
+            is_empty = not (collector.parts or collector.nested)
+            summaries = None if is_empty else SUMMARIES["unreturned"](collector, out)
+            return _scaled(loss, given.scale), (loss, *others, summaries)
+
+        some = [jnp.asarray(leaves[i]) for i in indices]
+        (_, (loss, model_state, aux, summaries)), dense = jax.value_and_grad(of_some, has_aux=True)(some)
+        grads = [looked_up.gradient(i, g if i in connected else None) for i, g in enumerate(dense)]
+        return Part(loss, model_state, aux, grads, summaries)
+
+
+def track_connected(leaves: list[Array], connected: set[int]) -> list[Array]:
+    """Return the leaves; tracing the gradient adds the indices of those that receive a gradient to `connected`.
+
+    An identity function has a custom backward rule, which JAX runs once while it traces the gradient. The rule gets a
+    symbolic zero for a leaf that nothing depends on. It leaves no trace in the compiled program.
+    """
+
+    def forward(leaves: Any) -> tuple[list[Array], None]:
+        return [leaf.value for leaf in leaves], None
+
+    def backward(_: None, cotangents: list[Any]) -> tuple[list[Any]]:
+        connected.update(i for i, ct in enumerate(cotangents) if not isinstance(ct, SymbolicZero))
+        return ([None if isinstance(ct, SymbolicZero) else ct for ct in cotangents],)
+
+    identity = jax.custom_vjp(lambda leaves: leaves)
+    identity.defvjp(forward, backward, symbolic_zeros=True)
+    return list(identity(leaves))
+
+
+def _scaled(loss: Array, scale: Array | None) -> Array:
+    if scale is None:
+        return loss
+    dtype = trees.compute_dtype(loss.dtype)
+    return loss.astype(dtype) * scale.astype(dtype)
+
+
+def _by_leaf(fn: Callable[..., Array], merges: Sequence[Merge], tree: Any, old: Any) -> Any:
+    """Map `fn(merge, leaf, old leaf)` over the leaves of a tree like model_state."""
+    leaves, treedef = trees.flatten(tree)
+    return treedef.unflatten(map(fn, merges, leaves, jax.tree.leaves(old)))

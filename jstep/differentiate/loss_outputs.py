@@ -1,0 +1,112 @@
+"""The outputs of a loss: their form, and a model_state of the structure, shapes and dtypes of the one that it got."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.checks import kind
+from jstep.core.trees import Array
+
+
+def outputs_of(out: Any, old: Any, has_aux: bool, has_model_state: bool, names_aux: bool) -> tuple[Array, Any, Any]:
+    """Return loss, new model_state and aux from the output of a loss that got the old model_state."""
+    loss, model_state, aux = _split(out, has_aux, has_model_state)
+    for key in aux if names_aux and isinstance(aux, Mapping) else ():
+        if not isinstance(key, str):
+            raise TypeError(
+                f"aux: the key {key!r} must be a string, got {kind(key)}: entries of aux are metrics by name"
+            )
+    if not (trees.is_array(loss) or isinstance(loss, int | float)):
+        raise TypeError(f"loss_fn returned a {type(loss).__name__} as loss; it must be a floating-point scalar")
+    loss = jnp.asarray(loss)
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(f"the loss has dtype {loss.dtype}; it must be floating point")
+    if loss.ndim:
+        raise ValueError(f"the loss has shape {loss.shape}; it must be a scalar: reduce it, for instance with jnp.mean")
+    model_state = _like(old, model_state)
+    trees.require_arrays(aux, "aux", " and cannot leave a compiled step")
+    return loss, model_state, jax.tree.map(jnp.asarray, aux)
+
+
+def _split(out: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, Any, Any]:
+    if not (has_aux or has_model_state):
+        if isinstance(out, tuple | list):
+            raise TypeError(
+                f"loss_fn returned a {type(out).__name__} of {len(out)}; it must return a scalar loss. Set "
+                "has_aux=True if it returns (loss, aux), has_model_state=True if (loss, model_state)."
+            )
+        return out, None, None
+    want = "(loss, aux)" if not has_model_state else "(loss, (model_state, aux))" if has_aux else "(loss, model_state)"
+    options = f"has_aux={has_aux}" + (", has_model_state=True" if has_model_state else "")
+
+    def pair(value: Any, form: str) -> Any:
+        if not (isinstance(value, tuple | list) and len(value) == 2):
+            raise TypeError(f"loss_fn returned {form.format(_kind(value))}; with {options} it must return {want}")
+        return value
+
+    loss, rest = pair(out, "{}")
+    model_state, aux = pair(rest, "(loss, {})") if has_model_state and has_aux else (rest, rest)
+    return loss, model_state if has_model_state else None, aux if has_aux else None
+
+
+def _kind(x: Any) -> str:
+    return f"an array of shape {np.shape(x)}" if trees.is_array(x) else f"a {type(x).__name__}"
+
+
+def _refuse_other_structure(old: Any, new: Any) -> None:
+    """Raise an error for a new model_state of another structure than the old one."""
+    if isinstance(new, tuple | list) and len(new) == 2 and trees.structure(old) == trees.structure(new[0]):
+        raise ValueError(
+            f"loss_fn returned (loss, (model_state, aux)), where aux is {_kind(new[1])}; with has_aux=False it must "
+            "return (loss, model_state). Set has_aux=True to return aux, too"
+        )
+    before, after = trees.paths_of(old), trees.paths_of(new)
+    both = (("lacks", trees.only_in(before, after)), ("adds", trees.only_in(after, before)))
+    found = [f"{what} {', '.join(map(trees.quoted, some[:5]))}" for what, some in both if some]
+    what = " and ".join(found) or f"is {_kind(new)} with the same leaves as {_kind(old)} of the state"
+    raise ValueError(
+        f"loss_fn returned a model_state of another structure: it {what}; return all of the state's, changed or not, "
+        "and nothing else (a loss takes and returns it with has_model_state=True)"
+    )
+
+
+def _like(old: Any, new: Any) -> Any:
+    """Return the new model_state with the dtypes of the old one.
+
+    Raises:
+        ValueError: It has another structure, or a leaf another shape. The message contains the path.
+        TypeError: A leaf is of a kind that the state cannot hold, so that it would be truncated at each update: float
+            for an integer or bool, an integer for a bool, complex for a real number, or another kind of key.
+    """
+    if trees.structure(old) != trees.structure(new):
+        _refuse_other_structure(old, new)
+
+    def leaf(keys: Any, before: Any, after: Any) -> Array:
+        before, after = jnp.asarray(before), jnp.asarray(after)
+        what = f"loss_fn returned a model_state whose leaf {trees.quoted(trees.path_str(keys))}"
+        if before.shape != after.shape:
+            raise ValueError(f"{what} has shape {after.shape}; the state holds shape {before.shape}")
+        if before.dtype == after.dtype:
+            return after
+        one, other = _kind_of(before.dtype), _kind_of(after.dtype)
+        if other > one or -1 in (one, other):
+            raise TypeError(
+                f"{what} must be {before.dtype}, as in the state, got {after.dtype}; create the state with "
+                f"{after.dtype} there (TrainState.create(…, model_state=…)), or convert what loss_fn returns"
+            )
+        return after.astype(before.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, old, new)
+
+
+_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+"""Kinds of numbers, each of which holds the values of those before it."""
+
+
+def _kind_of(dtype: Any) -> int:
+    """The place of a dtype among `_KINDS`; -1 for a key."""
+    return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), -1)
