@@ -22,12 +22,14 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Number, Params
 from jstep.differentiate import microbatches
 from jstep.differentiate.deferred_reduction import reduced_once, zeros_of_gradient
+from jstep.differentiate.gradient_noise import Squares, squared_norm
 from jstep.differentiate.gradients import TABLES, Tables
 from jstep.differentiate.lane_state import Merge, merged, merges_of, summand
 from jstep.differentiate.lanes import Lanes, alike, as_lanes, of_each_lane, on_lanes, sum_over_lanes
 from jstep.differentiate.loss_outputs import outputs_of
 from jstep.differentiate.loss_summaries import COLLECTORS, SUMMARIES, Collector
-from jstep.differentiate.microbatches import AggregationMethod, Part, Squares
+from jstep.differentiate.microbatches import AggregationMethod, Part
+from jstep.differentiate.sharpness import checked_radius, checked_sharpness, perturbed
 
 GATE_NONE = 0
 """No gating: XLA may start an update before its gradient is complete."""
@@ -105,7 +107,7 @@ def compute_gradients(
         weight_fn=weight_fn,
         gate_gradients=gate_gradients,
         aggregation_method=aggregation_method,
-        sharpness=microbatches.checked_sharpness(sharpness),
+        sharpness=checked_sharpness(sharpness),
         adaptive=adaptive,
         lanes=lanes,
     )
@@ -217,7 +219,7 @@ class Differentiation:
                 f"aggregation_method={shown(self.aggregation_method)}: must be AggregationMethod.DEFAULT or .ADD_N, "
                 f"got {kind(self.aggregation_method)}"
             )
-        if microbatches.checked_radius(self.sharpness) is None and self.adaptive:
+        if checked_radius(self.sharpness) is None and self.adaptive:
             raise ValueError("adaptive=True: specifies how sharpness is measured; give sharpness as well")
         as_unroll(self.unroll)
 
@@ -248,7 +250,7 @@ class Differentiation:
         part = self._way(given)(given, indices)
         if self.sharpness is not None:
             some = [jnp.asarray(leaves[i]) for i in indices]
-            move = functools.partial(microbatches.perturbed, adaptive=self.adaptive)
+            move = functools.partial(perturbed, adaptive=self.adaptive)
             on_auto_axes = functools.partial(meshes.without_explicit_axes, move, place=meshes.sharded_like(some))
             there = alike(given.lanes, on_auto_axes, some, part.gradients, self.sharpness)
             moved = treedef.unflatten(trees.with_leaves(leaves, indices, there))
@@ -275,7 +277,7 @@ class Differentiation:
 
             leaves = jax.tree.leaves(params)
             sums = [zeros_of_gradient(jnp.asarray(leaves[i])) for i in indices]
-            square = functools.partial(microbatches.squared_norm, scale=given.scale) if self.squares else None
+            square = functools.partial(squared_norm, scale=given.scale) if self.squares else None
             return microbatches.accumulate(
                 part_fn,
                 parts,
@@ -320,7 +322,7 @@ class Differentiation:
             norms = None
             if self.squares:
                 of_lane = jnp.float32(size) if weight is None else weight
-                norms = of_each_lane(lanes, i, (of_lane, microbatches.squared_norm(found.gradients, here.scale)))
+                norms = of_each_lane(lanes, i, (of_lane, squared_norm(found.gradients, here.scale)))
             return grads, microbatches.weighed(found.loss, weight), weight, others, state, norms
 
         summed = sum_over_lanes(lanes, part, whole, [jnp.asarray(x) for x in rows], [0] * len(rows))
@@ -334,7 +336,7 @@ class Differentiation:
         grads, loss, (aux, summaries) = jax.tree.map(mean, (grads, loss, others))
         found = None
         if norms is not None:
-            found = Squares(norms[0], norms[1], alike(lanes, microbatches.squared_norm, grads, given.scale))
+            found = Squares(norms[0], norms[1], alike(lanes, squared_norm, grads, given.scale))
         return Part(loss, state, aux, grads, summaries, found)
 
     def _merges(self, lanes: Lanes, given: Inputs, size: int) -> list[Merge]:

@@ -1,10 +1,10 @@
-"""Gradients accumulated over microbatches, and what microbatches tell: noise and sharpness."""
+"""Microbatches: splitting a batch, on one device or over several, and gradient accumulation as a weighted mean."""
 
 import enum
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,142 +12,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.checks import shown
-from jstep.core.indexed_slices import IndexedSlices, combined
+from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.meshes import dims_of, explicit_mesh, parts_along, reduced, spec_of, without_explicit_axes
 from jstep.core.on_cpus import Unroll, scan
-from jstep.core.traced_arguments import as_scalar
-from jstep.core.trees import Array, GradientNoise, Held
+from jstep.core.trees import Array
 from jstep.data.to_devices import fitting_spec
-from jstep.differentiate.clipping import global_norm
-
-# Estimates of the gradient noise from the gradients of microbatches.
-#
-# Let G be the true gradient and Σ the covariance of the gradient of one example. The gradient of a microbatch of weight
-# w has an expected squared norm of |G|² + tr Σ/w, and that of the whole batch of weight W one of |G|² + tr Σ/W. Squared
-# norms at two weights determine both unknowns.
-
-Square: TypeAlias = Callable[[Sequence[Any]], Array]
-"""A function from gradients, some of which may be None, to their squared norm."""
-
-
-class Squares(NamedTuple):
-    """Squared norms of gradients.
-
-    Attributes:
-        weights: The weight of each part, of shape (n,); or the number of examples of each part.
-        parts: The squared norm of each part, of shape (n,).
-        whole: The squared norm of the mean.
-    """
-
-    weights: Any
-    parts: Array
-    whole: Array
-
-
-def squared_norm(gradients: Sequence[Any], scale: Array | None = None) -> Array:
-    """Return the squared norm of gradients in at least float32.
-
-    Args:
-        gradients: Arrays, `IndexedSlices` (whose duplicate rows are summed first) or None.
-        scale: The factor of the loss. It is divided out before squaring, because float32 may not hold the square.
-    """
-
-    def computed(gradients: list[Any], scale: Array | None) -> Array:
-        total = jnp.zeros((), trees.default_float())
-        for g in gradients:
-            values = combined(g).values if isinstance(g, IndexedSlices) else g
-            values = values.astype(trees.compute_dtype(values.dtype))
-            if scale is not None:
-                values = values * (1 / scale).astype(values.dtype)
-            total = total + jnp.sum(jnp.square(values)).astype(total.dtype)
-        return total
-
-    return without_explicit_axes(computed, [g for g in gradients if g is not None], scale)
-
-
-def together_squared(found: Sequence[Squares | None]) -> Squares | None:
-    """Combine the squared norms of gradients with respect to different parameters, for the same parts."""
-    known = [one for one in found if one is not None]
-    if not known:
-        return None
-    parts = sum((one.parts for one in known[1:]), known[0].parts)
-    return Squares(known[0].weights, parts, sum((one.whole for one in known[1:]), known[0].whole))
-
-
-def estimated(squares: Squares) -> GradientNoise:
-    """Return unbiased estimates of tr Σ and |G|² from one batch; NaN if fewer than two parts have a positive weight.
-
-    tr Σ = (small − big)·W/(n − 1) and |G|² = big − tr Σ/W, where big is the squared norm of the mean, small the
-    weighted mean of the squared norms of the parts, and W the sum of the n positive weights.
-
-    Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), appendix A, for parts of one size.
-    """
-
-    def computed(weights: Any, parts: Array, whole: Array) -> GradientNoise:
-        w = jnp.broadcast_to(jnp.asarray(weights, parts.dtype), parts.shape)
-        counts = w > 0
-        # 0 · NaN is NaN, but a part without weight must not contribute.
-        weighed = jnp.where(counts, w * parts, jnp.zeros_like(parts))
-        n, total = jnp.sum(counts), jnp.sum(jnp.where(counts, w, jnp.zeros_like(w)))
-        others = jnp.where(n > 1, (n - 1).astype(parts.dtype), jnp.nan)
-        noise = (jnp.sum(weighed) / total - whole) * (total / others)
-        return GradientNoise(noise, whole - noise / total)
-
-    return without_explicit_axes(computed, *squares)
-
-
-# Sharpness-aware minimization: the perturbed parameters at which the gradient is taken.
-
-
-def checked_sharpness(sharpness: Any) -> Any:
-    """Validate the radius ρ ≥ 0: a number, a scalar array (possibly traced), or None."""
-    return None if sharpness is None else as_scalar(sharpness, "sharpness", low=0, expected="a number or None")
-
-
-def checked_radius(sharpness: Any) -> Any:
-    """Validate the radius of a training step: as in `checked_sharpness`, or a schedule."""
-    if isinstance(sharpness, Held):
-        raise TypeError(
-            f"sharpness=held({sharpness.name!r}, ...): must be a number, an array or a schedule; held values are "
-            "optimizer slots, and the radius belongs to the loss, which has none"
-        )
-    if isinstance(sharpness, type):
-        raise TypeError(f"sharpness={shown(sharpness)}: must be a number, an array or a schedule, got a class")
-    return sharpness if callable(sharpness) else checked_sharpness(sharpness)
-
-
-def perturbed(leaves: list[Array], gradients: list[Any], rho: Any, *, adaptive: bool) -> list[Array]:
-    """Return the nearby parameters at which the loss is largest, to first order.
-
-    SAM: p + ρ·g / (‖g‖ + 1e-12); adaptive (ASAM): p + ρ·p²·g / (‖ |p|·g ‖ + 1e-12). Norms are over all leaves.
-
-    Args:
-        leaves: The parameters that are differentiated.
-        gradients: Their gradients, of any scale.
-        rho: The radius ρ.
-        adaptive: Whether to scale the radius by the magnitude of each element.
-
-    Source: Foret et al., "Sharpness-Aware Minimization" (2020); Kwon et al., "ASAM" (2021).
-    """
-    dense = [g.to_dense() if isinstance(g, IndexedSlices) else g for g in gradients]
-    wide = [None if g is None else g.astype(trees.compute_dtype(g.dtype)) for g in dense]
-    weights = [jnp.abs(p.astype(trees.compute_dtype(p.dtype))) if adaptive else None for p in map(jnp.asarray, leaves)]
-    weighed = [g if g is None or w is None else w.astype(g.dtype) * g for g, w in zip(wide, weights, strict=True)]
-    norm = global_norm(weighed)
-    scale = jnp.asarray(rho).astype(norm.dtype) / (norm + jnp.asarray(1e-12, norm.dtype))
-
-    def moved(p: Array, g: Array | None, w: Array | None) -> Array:
-        p = jnp.asarray(p)
-        if g is None:
-            return p
-        step = scale.astype(g.dtype) * (g if w is None else w.astype(g.dtype) * g)
-        return (p.astype(g.dtype) + step).astype(p.dtype)
-
-    return [moved(p, g, w) for p, g, w in zip(leaves, weighed, weights, strict=True)]
-
-
-# Microbatches: splitting a batch, on one device or over several, and gradient accumulation as a weighted mean.
+from jstep.differentiate.gradient_noise import Square, Squares
 
 _logger = logging.getLogger("jstep")
 

@@ -26,10 +26,11 @@ from jstep.core.selection import VarList, check_form
 from jstep.core.slot_roles import COUNTS, Role, Roles, roles_of
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Updates
+from jstep.differentiate.gradient_noise import estimated, together_squared
 from jstep.differentiate.lanes import Lanes, alike, as_lanes, on_lanes
 from jstep.differentiate.loss_gradients import GATE_NONE, GATE_OP, Differentiation, Inputs, gated
 from jstep.differentiate.loss_summaries import join_returned, merge_summaries
-from jstep.differentiate.microbatches import AggregationMethod, Part, estimated, together_squared
+from jstep.differentiate.microbatches import AggregationMethod, Part
 from jstep.optimizers import guards
 from jstep.optimizers.averages import as_average_names, averaged_params
 from jstep.optimizers.compose import frozen_leaves, warn_of_order, without_frozen
