@@ -18,7 +18,7 @@ from jstep.state.global_step import increment_global_step as increment_global_st
 from jstep.state.train_state import TrainState as TrainState
 
 # Training steps: those of TensorFlow 1, by its names.
-from jstep.training.minimize import apply_gradients as apply_gradients
+from jstep.training.apply_gradients import apply_gradients as apply_gradients
 from jstep.training.minimize import minimize as minimize
 
 # Training steps: the others.

@@ -34,7 +34,7 @@ HOST = {"checkpoint", "data", "queues", "summary"}
 STEP = {"core", "differentiate", "distributed", "metrics", "optimizers", "schedules", "state", "stores", "training"}
 """The rooms of a training step. Rooms of the host side may compile helpers, but they do not define steps."""
 PUBLIC_COMPILERS = {"training.step", "training.looped"}
-COUNTERS = {"training.minimize"}
+COUNTERS = {"training.apply_gradients"}
 BUILDERS = {"state.sharding"}
 """Creates states that are too large for one device under jit; it does not run steps or donate."""
 READERS = {"core.placement"}

@@ -1,407 +1,39 @@
-"""`minimize`: the step of a loss, or of several, and one update of the state, with global_step + 1."""
+"""`minimize`: training steps from a loss function, or several, and an optimizer."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
 
-from jstep.core import indexed_slices, meshes, placement, traced_arguments, trees
-from jstep.core.checks import as_bool, as_function, as_text, kind, shown
-from jstep.core.exceptions import note, setting
-from jstep.core.matching import NoGradientsError, explain_missing_gradients, match_gradients
-from jstep.core.meshes import internal_transfers, leaving_auto_axes, sharded_like, without_explicit_axes
+from jstep.core import placement, traced_arguments, trees
+from jstep.core.checks import as_bool
+from jstep.core.meshes import sharded_like
 from jstep.core.on_cpus import Unroll
 from jstep.core.optimizers import EMPTY_CONTEXT, require_optimizer
-from jstep.core.placement import Layouts
-from jstep.core.selection import VarList, check_form
-from jstep.core.slot_roles import COUNTS, Role, Roles, roles_of
-from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Updates
-from jstep.differentiate.gradient_noise import estimated, together_squared
+from jstep.core.selection import VarList
+from jstep.core.slot_roles import roles_of
+from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Updates
+from jstep.differentiate.gradient_noise import estimated
 from jstep.differentiate.lanes import Lanes, alike, as_lanes, on_lanes
-from jstep.differentiate.loss_gradients import GATE_NONE, GATE_OP, Differentiation, Inputs, gated
-from jstep.differentiate.loss_summaries import join_returned, merge_summaries
+from jstep.differentiate.loss_gradients import GATE_OP, Differentiation, Inputs
 from jstep.differentiate.microbatches import AggregationMethod, Part
 from jstep.optimizers import guards
 from jstep.optimizers.averages import as_average_names, averaged_params
-from jstep.optimizers.compose import frozen_leaves, warn_of_order, without_frozen
-from jstep.optimizers.hyperparameters import (
-    ADVANCES,
-    SKIPPED,
-    became_nonfinite,
-    moves,
-    shown_slots,
-    skips,
-    value_at,
-    values_used,
-)
-from jstep.optimizers.leafwise import StepInputs, call_update, inner_context, is_guarded
-from jstep.optimizers.updates import TRANSFERS, Transfers, apply_in_order, with_small_ones_loaded
-from jstep.state.global_step import later_step, require_alive, step_of
+from jstep.optimizers.compose import frozen_leaves, warn_of_order
+from jstep.optimizers.hyperparameters import SKIPPED, shown_slots, value_at, values_used
+from jstep.state.global_step import step_of
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
+from jstep.training.apply_gradients import applied, layouts_of, skip_metrics, unless_skipped
 from jstep.training.metrics import Metrics, split
 from jstep.training.requested import MetricFn, Requested, requested
+from jstep.training.several_losses import Losses, SeveralLosses, replaced, several_losses, shown_losses
 from jstep.training.step import Body, PureStep, TrainStep
-
-# One optimizer update of the state: params + updates, new slots, global_step + 1; and whether it was skipped.
-#
-# This is the only place that increments the global step.
-
-
-@shortens_tracebacks
-def apply_gradients(
-    state: TrainState,
-    grads: Updates,
-    optimizer: OptimizerLike,
-    *,
-    context: Context | None = None,
-    increment_global_step: bool = True,
-) -> TrainState:
-    """Apply gradients: return the state with params + updates, new slots and global_step + 1.
-
-    The function is pure; it neither compiles nor donates.
-
-    Args:
-        state: The state before the update.
-        grads: A tree like `state.params`. A leaf is an array, an `IndexedSlices`, or None for a parameter that is
-            not updated. The gradient of a parameter that a `partition` freezes is ignored: no norm includes it.
-        optimizer: The optimizer that the state was created with.
-        context: Information about the step besides the gradients, for an optimizer with `takes_context`.
-        increment_global_step: Whether to increment `global_step`. Ages, and so bias corrections, count the update in
-            either case; schedules read the step.
-
-    Raises:
-        TypeError: A gradient is not floating point, `context` is not a `Context`, or the global step is not an integer.
-        ValueError: All gradients are None or of frozen parameters, structures or shapes do not match (the message
-            contains the path), or the slots of the state are not those of the optimizer.
-
-    Example:
-        >>> import jax.numpy as jnp, jstep
-        >>> optimizer = jstep.gradient_descent(0.5)
-        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> state = jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer)
-        >>> print(state.params["w"], state.global_step)
-        0.5 1
-
-    Source: `tf.train.Optimizer.apply_gradients`.
-    """
-    as_bool(increment_global_step, "increment_global_step")
-    if not (context is None or isinstance(context, Context)):
-        raise TypeError(f"context: must be a jstep.Context or None, got {kind(context)}")
-    with internal_transfers():
-        return applied(state, grads, optimizer, increment_global_step, context or EMPTY_CONTEXT).state
-
-
-class Applied(NamedTuple):
-    """The result of an update.
-
-    Attributes:
-        state: The next state.
-        updates: The updates as added to the parameters.
-        slots: The optimizer's slots after the update.
-        roles: The roles of these slots.
-        left_out: The slot of each guard → whether that guard, or one around it, skipped the update.
-    """
-
-    state: TrainState
-    updates: Updates
-    slots: Slots
-    roles: Roles
-    left_out: dict[str, Array]
-
-
-def applied(state: TrainState, grads: Updates, optimizer: OptimizerLike, increment: bool, context: Context) -> Applied:
-    """Return the next state with the details of the update."""
-    optimizer = require_optimizer("optimizer", optimizer)
-    require_alive(require_state(state))
-    placement.refuse_shapes((state, grads), "state and gradients")
-    evaluate = context.value_and_grad and leaving_auto_axes(context.value_and_grad, state.params)
-    slots, limit = with_small_ones_loaded(state)
-
-    def run(state: TrainState, grads: Updates, known: Context) -> Applied:
-        # Always 1, which XLA cannot know.
-        transfers = None if limit is None else Transfers(limit, jnp.where(step_of(state) >= 0, 1, 0))
-        with setting(TRANSFERS, transfers):
-            found = _updated(state, grads, optimizer, increment, known._replace(value_and_grad=evaluate))
-        shown = moves(state.params, found.updates)  # as added to the parameters
-        params, slots = apply_in_order(state.params, found.updates, found.slots, found.roles.in_order)
-        new = found.state.replace(params=params, slots={**state.slots, **slots})
-        return found._replace(state=new, updates=shown, slots=slots)
-
-    place = sharded_like(Applied(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
-    with setting(placement.LAYOUTS, layouts_of(state)):
-        here = state.replace(slots=slots)
-        done = without_explicit_axes(run, here, grads, context._replace(value_and_grad=None), place=place)
-    return done._replace(state=jax.tree.map(placement.back, done.state, state))
-
-
-def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> Applied:
-    """The next state, with the old parameters."""
-    step = step_of(state)
-    match_gradients(grads, state.params)  # even if no element of a chain checks them
-    held = {name: tree for name, tree in state.slots.items() if name != MODEL_STATE}
-    roles = roles_of(optimizer, state.params)
-    guards.loss_scale_of(roles, held)
-    guards.noise_slots(roles)
-    grads, context = _of_trained(optimizer, state.params, grads, context)
-    guarding = [name for name in roles.of(Role.LAST_FINITE) if name in held]
-    not_reached = {name: jnp.full_like(held[name], guards.NOT_REACHED) for name in guarding}
-    inputs = StepInputs(state.params, step, context)
-    try:
-        with setting(ADVANCES, increment):
-            updates, own = call_update(optimizer, grads, held | not_reached, inputs, exact=True)
-    except (AttributeError, TypeError, ValueError) as error:
-        explain_missing_gradients(error, state.params, grads)
-        raise
-    _check_slots(held, own)
-    left_out = {name: own[name] == guards.LEFT_OUT for name in guarding}
-    own |= {name: jnp.where(own[name] < 0, held[name], own[name]) for name in guarding}
-    if not increment:
-        # An age is global_step − start_step: an update at the same step makes it larger by one, and none leaves it.
-        own |= {name: jax.tree.map(lambda slot: slot - 1, own[name]) for name in roles.of(*COUNTS)}
-        own |= {name: jnp.minimum(own[name], jnp.asarray(step).astype(own[name].dtype)) for name in guarding}
-    new = state.replace(slots={**state.slots, **own}, global_step=later_step(step) if increment else step)
-    return Applied(new, updates, own, roles, left_out)
-
-
-def _of_trained(optimizer: Optimizer, params: Params, grads: Updates, context: Context) -> tuple[Updates, Context]:
-    """The gradients, and the context, without those of frozen leaves: no norm and no wrapper sees them.
-
-    Raises:
-        NoGradientsError: All gradients are of frozen leaves.
-    """
-    inwards = functools.partial(without_frozen, optimizer, params)
-    grads = inwards(grads)
-    if all(map(trees.is_none, jax.tree.leaves(grads, is_leaf=indexed_slices.is_slices))):
-        raise NoGradientsError(params, "All gradients are None or of frozen leaves.")
-    return grads, inner_context(context, lambda params: params, inwards)
-
-
-def _check_slots(held: Slots, own: Slots) -> None:
-    if held.keys() != own.keys():
-        raise ValueError(
-            f"the optimizer's slots are not those of the state: missing in the state "
-            f"{sorted(own.keys() - held.keys())}, unknown to the optimizer {sorted(held.keys() - own.keys())}. "
-            "Use the optimizer the state was created with, "
-            "or create new slots with TrainState.create(params, optimizer, global_step=state.global_step)."
-        )
-    for name in held:
-        before, after = (trees.flatten(tree) for tree in (held[name], own[name]))
-        kinds = [[(leaf.shape, leaf.dtype) for leaf in map(jnp.asarray, leaves)] for leaves, _ in (before, after)]
-        if before[1] != after[1] or kinds[0] != kinds[1]:
-            raise ValueError(
-                f"slot {name!r}: the optimizer returned a tree of another structure, shape or dtype than the state "
-                "holds; slots must keep theirs from step to step"
-            )
-
-
-def layouts_of(state: TrainState) -> Layouts:
-    """Map the path of each parameter on a mesh to its sharding, or to that of its most finely sharded slot.
-
-    Under ZeRO-1, parameters are replicated and slots are sharded, and so are the values computed from them. Inside
-    `jax.shard_map` the result is empty, because a device sees only its own shard.
-    """
-    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
-        return {}
-    leaves, treedef = trees.flatten(state)
-    known = placement.shardings_of(state) or list(map(meshes.sharding_on_mesh, leaves))
-    if not any(known):
-        return {}
-    indices = treedef.unflatten(range(len(leaves)))
-    found: dict[str, NamedSharding] = {}
-    params = trees.leaves_with_paths(state.params)
-    like_params = [indices.slots[name] for name, tree in state.slots.items() if trees.is_like(state.params, tree)]
-    for tree in (indices.params, *like_params):
-        for (path, param), place in zip(params, trees.flatten_like(state.params, tree, "slots"), strict=True):
-            sharding = None if place is None else known[place]
-            if sharding is None or leaves[place].shape != param.shape:
-                continue
-            if path not in found or placement.parts_of(sharding) > placement.parts_of(found[path]):
-                found[path] = sharding
-    return found
-
-
-def skip_metrics(done: Applied, before: TrainState, grads: Updates, optimizer: Optimizer) -> dict[str, Array]:
-    """Return whether each guard skipped the update, and `skipped` overall; empty without guards."""
-    scale = guards.loss_scale_of(done.roles, before.slots)
-    found = skips(done.left_out, None if scale is None else ~guards.all_finite(grads, before.params), done.roles)
-    if not found:
-        return {}
-    overall = functools.reduce(jnp.logical_or, found.values())
-    if not is_guarded(optimizer):
-        overall &= ~became_nonfinite(done.updates, before.slots, done.slots, done.roles)
-    return {name: value.astype(jnp.float32) for name, value in (found | {SKIPPED: overall}).items()}
-
-
-def unless_skipped(skipped: Array, old: Any, new: Any) -> Any:
-    """Return the old model_state if the metric `skipped` is 1, else the new one.
-
-    A new one of another structure, shape or dtype is returned as it is: it is refused later.
-    """
-
-    def leaf(before: Any, after: Any) -> Any:
-        one, other = jax.typeof(before), jax.typeof(after)
-        fits = (one.shape, one.dtype, one.sharding) == (other.shape, other.dtype, other.sharding)
-        return jnp.where(skipped == 1, before, after) if fits else after
-
-    return jax.tree.map(leaf, old, new) if trees.structure(old) == trees.structure(new) else new
-
-
-# Several losses in one training step, each with its own parameters.
-
-Losses: TypeAlias = Mapping[str, tuple[Callable[..., Any], VarList]]
-"""Name → the loss and its var_list."""
-_FORM = "(loss, var_list), such as (critic_loss, 'critic/*')"
-
-
-@dataclasses.dataclass(frozen=True)
-class SeveralLosses:
-    """Losses that are differentiated at the same parameters, each with respect to its own.
-
-    Attributes:
-        each: Name of a loss → its differentiation.
-        gate_gradients: The gate of all gradients together.
-    """
-
-    each: Mapping[str, Differentiation]
-    gate_gradients: int
-
-    @property
-    def looks_at_rows(self) -> bool:
-        """Whether one of the losses depends on how the rows of the batch are sharded."""
-        return any(one.looks_at_rows for one in self.each.values())
-
-    def __call__(self, given: Inputs) -> Part:
-        """Return the sum of the losses, all gradients in one tree, and, as aux, the loss and aux of each by name."""
-        chosen = _without_overlap(given.params, self.each)
-        leaves, treedef = trees.flatten(given.params)
-        gradients: list[Any] = [None] * len(leaves)
-        parts: dict[str, Part] = {}
-        for i, (name, differentiate) in enumerate(self.each.items()):
-            try:
-                parts[name] = differentiate(given.for_part(i))
-            except Exception as error:
-                note(error, f"This error was raised while the loss {name!r} was differentiated.")
-                raise
-            found = treedef.flatten_up_to(parts[name].gradients)
-            if all(found[place] is None for place in chosen[name]):
-                paths = trees.paths_of(given.params)
-                raise ValueError(
-                    f"loss_fn: the loss {name!r} depends on none of the parameters that it trains, "
-                    f"{[paths[place] for place in chosen[name]][:20]}; give it others, or leave it out"
-                )
-            gradients = trees.with_leaves(gradients, chosen[name], [found[place] for place in chosen[name]])
-        return Part(
-            _sum([part.loss for part in parts.values()]),
-            None,
-            {name: (part.loss, part.aux) for name, part in parts.items()},
-            treedef.unflatten(gated(gradients, self.gate_gradients)),
-            merge_summaries([part.summaries for part in parts.values()]),
-            together_squared([part.squares for part in parts.values()]),
-        )
-
-
-def several_losses(losses: Losses, make: Callable[[Any, VarList], Differentiation], **without: bool) -> SeveralLosses:
-    """Create `SeveralLosses` from the arguments of `minimize`.
-
-    Args:
-        losses: Name → (loss, var_list).
-        make: Returns the differentiation of a loss with its var_list.
-        **without: Arguments that cannot be combined with several losses → whether they were given.
-
-    Raises:
-        TypeError: An entry is not of the form (loss, var_list). The message contains its name.
-        ValueError: There are no losses, or one of the arguments in `without` was given.
-    """
-    for argument, is_given in without.items():
-        if is_given:
-            why = "each loss has its own" if argument == "var_list" else "it has no owner among several losses"
-            raise ValueError(f"{argument}: must not be given beside a mapping of losses; {why}")
-    if not losses:
-        raise ValueError(f"loss_fn={shown(losses)}: must have at least one loss, name -> {_FORM}")
-    each = {}
-    for name, entry in losses.items():
-        as_text(name, "a name in loss_fn")
-        place = f"loss_fn[{name!r}]"
-        if not (isinstance(entry, tuple | list) and len(entry) == 2):
-            raise TypeError(f"{place}={shown(entry)}: must be {_FORM}, got {kind(entry)}")
-        as_function(entry[0], f"{place}[0]", "(params, *args) -> loss")
-        check_form(entry[1], f"{place}[1]")
-        each[name] = make(*entry)
-    gate = next(iter(each.values())).gate_gradients
-    each = {name: dataclasses.replace(one, gate_gradients=GATE_NONE) for name, one in each.items()}
-    return SeveralLosses(each, gate)
-
-
-def replaced(differentiate: Differentiation | SeveralLosses, **changes: Any) -> Differentiation | SeveralLosses:
-    """Apply `dataclasses.replace` to one loss, or to each of several."""
-    if not isinstance(differentiate, SeveralLosses):
-        return dataclasses.replace(differentiate, **changes)
-    each = {name: dataclasses.replace(one, **changes) for name, one in differentiate.each.items()}
-    return dataclasses.replace(differentiate, each=each)
-
-
-def shown_losses(part: Part, has_aux: bool, *, is_several: bool) -> dict[str, Mapping[str, Any]]:
-    """Return the metrics of the losses, their aux and their summaries, by a description of their origin."""
-    if not is_several:
-        aux, made = join_returned(_by_name(part.aux), part.summaries)
-        found = {"the loss": {"loss": part.loss}, "aux": aux if has_aux else {}}
-    else:
-        made, found = part.summaries, {"the sum of the losses": {"loss": part.loss}}
-        for name, (loss, aux) in part.aux.items():
-            found[f"the loss {name!r}"] = {f"{name}/loss": loss}
-            found[f"aux of {name!r}"] = {f"{name}/{key}": x for key, x in _by_name(aux).items()} if has_aux else {}
-    return found | {"the summaries of the loss": {} if made is None else {"summaries": made}}
-
-
-def _title_of(loss_fn: Any) -> str:
-    """Return the name of a step: that of its loss or losses; `train_step` if the loss has no name."""
-    if isinstance(loss_fn, Mapping):
-        return "+".join(loss_fn)
-    name = getattr(loss_fn, "__name__", "")
-    return name if isinstance(name, str) and name.isidentifier() else "train_step"
-
-
-def _by_name(aux: Any) -> Mapping[str, Any]:
-    return aux if isinstance(aux, Mapping) else {"aux": aux}
-
-
-def _without_overlap(params: Params, each: Mapping[str, Differentiation]) -> dict[str, list[int]]:
-    """Return the indices of the leaves that each loss trains.
-
-    Raises:
-        ValueError: Two losses train the same leaf. The message contains the paths.
-    """
-    chosen = {name: one.selected(params, f"loss_fn[{name!r}][1]") for name, one in each.items()}
-    for (first, its), (second, others) in itertools.combinations(chosen.items(), 2):
-        both = sorted({*its} & {*others})
-        if both:
-            paths = trees.paths_of(params)
-            raise ValueError(
-                f"loss_fn: the losses {first!r} and {second!r} both train {[paths[place] for place in both][:20]}; "
-                "give each parameter to one of them"
-            )
-    return chosen
-
-
-def _sum(losses: list[Array]) -> Array:
-    dtypes = {loss.dtype for loss in losses}
-    if len(dtypes) > 1:
-        widest = max((trees.compute_dtype(dtype) for dtype in dtypes), key=lambda dtype: dtype.itemsize)
-        losses = [loss.astype(widest) for loss in losses]
-    return functools.reduce(lambda total, loss: total + loss, losses)
-
-
-# Training steps from a loss function and an optimizer.
 
 _logger = logging.getLogger("jstep")
 
@@ -591,6 +223,14 @@ def minimize(
         trains=minimizing.trains,
     )
     return TrainStep(pure_step, donate=donate) if jit else pure_step
+
+
+def _title_of(loss_fn: Any) -> str:
+    """Return the name of a step: that of its loss or losses; `train_step` if the loss has no name."""
+    if isinstance(loss_fn, Mapping):
+        return "+".join(loss_fn)
+    name = getattr(loss_fn, "__name__", "")
+    return name if isinstance(name, str) and name.isidentifier() else "train_step"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,0 +1,230 @@
+"""One optimizer update of the state: params + updates, new slots, global_step + 1; and whether it was skipped.
+
+This is the only place that increments the global step.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+
+from jstep.core import indexed_slices, meshes, placement, trees
+from jstep.core.checks import as_bool, kind
+from jstep.core.exceptions import setting
+from jstep.core.matching import NoGradientsError, explain_missing_gradients, match_gradients
+from jstep.core.meshes import internal_transfers, leaving_auto_axes, sharded_like, without_explicit_axes
+from jstep.core.optimizers import EMPTY_CONTEXT, require_optimizer
+from jstep.core.placement import Layouts
+from jstep.core.slot_roles import COUNTS, Role, Roles, roles_of
+from jstep.core.tracebacks import shortens_tracebacks
+from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, Slots, Updates
+from jstep.optimizers import guards
+from jstep.optimizers.compose import without_frozen
+from jstep.optimizers.hyperparameters import ADVANCES, SKIPPED, became_nonfinite, moves, skips
+from jstep.optimizers.leafwise import StepInputs, call_update, inner_context, is_guarded
+from jstep.optimizers.updates import TRANSFERS, Transfers, apply_in_order, with_small_ones_loaded
+from jstep.state.global_step import later_step, require_alive, step_of
+from jstep.state.train_state import MODEL_STATE, TrainState, require_state
+
+
+@shortens_tracebacks
+def apply_gradients(
+    state: TrainState,
+    grads: Updates,
+    optimizer: OptimizerLike,
+    *,
+    context: Context | None = None,
+    increment_global_step: bool = True,
+) -> TrainState:
+    """Apply gradients: return the state with params + updates, new slots and global_step + 1.
+
+    The function is pure; it neither compiles nor donates.
+
+    Args:
+        state: The state before the update.
+        grads: A tree like `state.params`. A leaf is an array, an `IndexedSlices`, or None for a parameter that is
+            not updated. The gradient of a parameter that a `partition` freezes is ignored: no norm includes it.
+        optimizer: The optimizer that the state was created with.
+        context: Information about the step besides the gradients, for an optimizer with `takes_context`.
+        increment_global_step: Whether to increment `global_step`. Ages, and so bias corrections, count the update in
+            either case; schedules read the step.
+
+    Raises:
+        TypeError: A gradient is not floating point, `context` is not a `Context`, or the global step is not an integer.
+        ValueError: All gradients are None or of frozen parameters, structures or shapes do not match (the message
+            contains the path), or the slots of the state are not those of the optimizer.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.gradient_descent(0.5)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> state = jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer)
+        >>> print(state.params["w"], state.global_step)
+        0.5 1
+
+    Source: `tf.train.Optimizer.apply_gradients`.
+    """
+    as_bool(increment_global_step, "increment_global_step")
+    if not (context is None or isinstance(context, Context)):
+        raise TypeError(f"context: must be a jstep.Context or None, got {kind(context)}")
+    with internal_transfers():
+        return applied(state, grads, optimizer, increment_global_step, context or EMPTY_CONTEXT).state
+
+
+class Applied(NamedTuple):
+    """The result of an update.
+
+    Attributes:
+        state: The next state.
+        updates: The updates as added to the parameters.
+        slots: The optimizer's slots after the update.
+        roles: The roles of these slots.
+        left_out: The slot of each guard → whether that guard, or one around it, skipped the update.
+    """
+
+    state: TrainState
+    updates: Updates
+    slots: Slots
+    roles: Roles
+    left_out: dict[str, Array]
+
+
+def applied(state: TrainState, grads: Updates, optimizer: OptimizerLike, increment: bool, context: Context) -> Applied:
+    """Return the next state with the details of the update."""
+    optimizer = require_optimizer("optimizer", optimizer)
+    require_alive(require_state(state))
+    placement.refuse_shapes((state, grads), "state and gradients")
+    evaluate = context.value_and_grad and leaving_auto_axes(context.value_and_grad, state.params)
+    slots, limit = with_small_ones_loaded(state)
+
+    def run(state: TrainState, grads: Updates, known: Context) -> Applied:
+        # Always 1, which XLA cannot know.
+        transfers = None if limit is None else Transfers(limit, jnp.where(step_of(state) >= 0, 1, 0))
+        with setting(TRANSFERS, transfers):
+            found = _updated(state, grads, optimizer, increment, known._replace(value_and_grad=evaluate))
+        shown = moves(state.params, found.updates)  # as added to the parameters
+        params, slots = apply_in_order(state.params, found.updates, found.slots, found.roles.in_order)
+        new = found.state.replace(params=params, slots={**state.slots, **slots})
+        return found._replace(state=new, updates=shown, slots=slots)
+
+    place = sharded_like(Applied(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
+    with setting(placement.LAYOUTS, layouts_of(state)):
+        here = state.replace(slots=slots)
+        done = without_explicit_axes(run, here, grads, context._replace(value_and_grad=None), place=place)
+    return done._replace(state=jax.tree.map(placement.back, done.state, state))
+
+
+def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> Applied:
+    """The next state, with the old parameters."""
+    step = step_of(state)
+    match_gradients(grads, state.params)  # even if no element of a chain checks them
+    held = {name: tree for name, tree in state.slots.items() if name != MODEL_STATE}
+    roles = roles_of(optimizer, state.params)
+    guards.loss_scale_of(roles, held)
+    guards.noise_slots(roles)
+    grads, context = _of_trained(optimizer, state.params, grads, context)
+    guarding = [name for name in roles.of(Role.LAST_FINITE) if name in held]
+    not_reached = {name: jnp.full_like(held[name], guards.NOT_REACHED) for name in guarding}
+    inputs = StepInputs(state.params, step, context)
+    try:
+        with setting(ADVANCES, increment):
+            updates, own = call_update(optimizer, grads, held | not_reached, inputs, exact=True)
+    except (AttributeError, TypeError, ValueError) as error:
+        explain_missing_gradients(error, state.params, grads)
+        raise
+    _check_slots(held, own)
+    left_out = {name: own[name] == guards.LEFT_OUT for name in guarding}
+    own |= {name: jnp.where(own[name] < 0, held[name], own[name]) for name in guarding}
+    if not increment:
+        # An age is global_step − start_step: an update at the same step makes it larger by one, and none leaves it.
+        own |= {name: jax.tree.map(lambda slot: slot - 1, own[name]) for name in roles.of(*COUNTS)}
+        own |= {name: jnp.minimum(own[name], jnp.asarray(step).astype(own[name].dtype)) for name in guarding}
+    new = state.replace(slots={**state.slots, **own}, global_step=later_step(step) if increment else step)
+    return Applied(new, updates, own, roles, left_out)
+
+
+def _of_trained(optimizer: Optimizer, params: Params, grads: Updates, context: Context) -> tuple[Updates, Context]:
+    """The gradients, and the context, without those of frozen leaves: no norm and no wrapper sees them.
+
+    Raises:
+        NoGradientsError: All gradients are of frozen leaves.
+    """
+    inwards = functools.partial(without_frozen, optimizer, params)
+    grads = inwards(grads)
+    if all(map(trees.is_none, jax.tree.leaves(grads, is_leaf=indexed_slices.is_slices))):
+        raise NoGradientsError(params, "All gradients are None or of frozen leaves.")
+    return grads, inner_context(context, lambda params: params, inwards)
+
+
+def _check_slots(held: Slots, own: Slots) -> None:
+    if held.keys() != own.keys():
+        raise ValueError(
+            f"the optimizer's slots are not those of the state: missing in the state "
+            f"{sorted(own.keys() - held.keys())}, unknown to the optimizer {sorted(held.keys() - own.keys())}. "
+            "Use the optimizer the state was created with, "
+            "or create new slots with TrainState.create(params, optimizer, global_step=state.global_step)."
+        )
+    for name in held:
+        before, after = (trees.flatten(tree) for tree in (held[name], own[name]))
+        kinds = [[(leaf.shape, leaf.dtype) for leaf in map(jnp.asarray, leaves)] for leaves, _ in (before, after)]
+        if before[1] != after[1] or kinds[0] != kinds[1]:
+            raise ValueError(
+                f"slot {name!r}: the optimizer returned a tree of another structure, shape or dtype than the state "
+                "holds; slots must keep theirs from step to step"
+            )
+
+
+def layouts_of(state: TrainState) -> Layouts:
+    """Map the path of each parameter on a mesh to its sharding, or to that of its most finely sharded slot.
+
+    Under ZeRO-1, parameters are replicated and slots are sharded, and so are the values computed from them. Inside
+    `jax.shard_map` the result is empty, because a device sees only its own shard.
+    """
+    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+        return {}
+    leaves, treedef = trees.flatten(state)
+    known = placement.shardings_of(state) or list(map(meshes.sharding_on_mesh, leaves))
+    if not any(known):
+        return {}
+    indices = treedef.unflatten(range(len(leaves)))
+    found: dict[str, NamedSharding] = {}
+    params = trees.leaves_with_paths(state.params)
+    like_params = [indices.slots[name] for name, tree in state.slots.items() if trees.is_like(state.params, tree)]
+    for tree in (indices.params, *like_params):
+        for (path, param), place in zip(params, trees.flatten_like(state.params, tree, "slots"), strict=True):
+            sharding = None if place is None else known[place]
+            if sharding is None or leaves[place].shape != param.shape:
+                continue
+            if path not in found or placement.parts_of(sharding) > placement.parts_of(found[path]):
+                found[path] = sharding
+    return found
+
+
+def skip_metrics(done: Applied, before: TrainState, grads: Updates, optimizer: Optimizer) -> dict[str, Array]:
+    """Return whether each guard skipped the update, and `skipped` overall; empty without guards."""
+    scale = guards.loss_scale_of(done.roles, before.slots)
+    found = skips(done.left_out, None if scale is None else ~guards.all_finite(grads, before.params), done.roles)
+    if not found:
+        return {}
+    overall = functools.reduce(jnp.logical_or, found.values())
+    if not is_guarded(optimizer):
+        overall &= ~became_nonfinite(done.updates, before.slots, done.slots, done.roles)
+    return {name: value.astype(jnp.float32) for name, value in (found | {SKIPPED: overall}).items()}
+
+
+def unless_skipped(skipped: Array, old: Any, new: Any) -> Any:
+    """Return the old model_state if the metric `skipped` is 1, else the new one.
+
+    A new one of another structure, shape or dtype is returned as it is: it is refused later.
+    """
+
+    def leaf(before: Any, after: Any) -> Any:
+        one, other = jax.typeof(before), jax.typeof(after)
+        fits = (one.shape, one.dtype, one.sharding) == (other.shape, other.dtype, other.sharding)
+        return jnp.where(skipped == 1, before, after) if fits else after
+
+    return jax.tree.map(leaf, old, new) if trees.structure(old) == trees.structure(new) else new
