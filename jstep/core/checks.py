@@ -220,6 +220,21 @@ def as_function(value: Any, argument: str, form: str = "", *, optional: bool = F
     return value
 
 
+def as_functions(functions: Any, argument: str, form: str) -> tuple[Any, ...]:
+    """Return functions as a tuple; refuse anything but a sequence of them."""
+    try:
+        if callable(functions):
+            raise TypeError
+        given = tuple(functions)
+    except TypeError:
+        what = f"{argument}: must be a sequence of functions {form}, got {kind(functions)}"
+        raise TypeError(f"{what}; give a list: {argument}=[…]") from None
+    for i, function in enumerate(given):
+        if isinstance(function, type) or not callable(function):
+            raise TypeError(f"{argument}[{i}]={shown(function)}: must be a function {form}, got {kind(function)}")
+    return given
+
+
 def may_take(fn: Callable[..., Any], arguments: int) -> bool:
     """Like `can_take`; true for decorated functions: a decorator may supply arguments, and hides its own signature."""
     return hasattr(fn, "__wrapped__") or can_take(fn, arguments)

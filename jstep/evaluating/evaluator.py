@@ -14,8 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jstep import summary
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function, as_text, kind, shown
+from jstep.core.checks import as_bool, as_function, as_functions, as_text, kind, shown
 from jstep.core.exceptions import explain_jax, note, setting
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, using_mesh
 from jstep.core.placement import refuse_shapes
@@ -27,10 +28,10 @@ from jstep.distributed import processes
 from jstep.evaluating import evaluation_batches
 from jstep.evaluating.callbacks import EvaluationCallback, call_each, called
 from jstep.evaluating.evaluation_batches import OBJECT, EvaluationBatches, Metric, Totals
-from jstep.hooks.base import OwnRun, RunHook, as_functions, check_writer, scalar
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Clock, Metrics, StopWith, check_owners, get_states, key_of, set_states
 from jstep.hooks.numbers import numbers_of, read, start_transfer, text
+from jstep.hooks.run_hook import OwnRun, RunHook, check_writer
 from jstep.hooks.run_info import RunInfo
 from jstep.optimizers.averages import NAME, as_average_names, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
@@ -267,7 +268,7 @@ class EvaluationHook(RunHook):
         if self._writer is not None:
             with internal_transfers():
                 for name, value in named.items():
-                    self._writer.add_summary(scalar(name, value), step)
+                    self._writer.add_summary(summary.scalar(name, value, collections=()), step)
         # Started again before its hooks had ended, a finished run repeats an evaluation that callbacks have seen.
         if self._reported_step == step:
             return None

@@ -15,10 +15,10 @@ from jstep.core.exceptions import note
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import is_array
 from jstep.distributed import processes
-from jstep.hooks.base import RunHook
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Metrics
 from jstep.hooks.numbers import TransferQueue, transferred
+from jstep.hooks.run_hook import RunHook
 from jstep.hooks.run_info import Call, Repeated, RunCall
 from jstep.state import fingerprints as _log
 from jstep.state.fingerprints import ByDevice, Difference, by_device, named_leaves

@@ -9,11 +9,11 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.core.checks import as_bool, as_int
 from jstep.core.stopwatch import STEPPING
 from jstep.distributed import processes
-from jstep.hooks.base import RunHook
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Metrics, name_of, step_of
 from jstep.hooks.metric_sums import BadStep, Interval
 from jstep.hooks.metric_sums_program import GRAD_NORM, LOSS
+from jstep.hooks.run_hook import RunHook
 from jstep.hooks.run_info import RunInfo
 from jstep.state.contents import NAN, NanLossDuringTrainingError, StateContents, briefly, in_words
 from jstep.state.train_state import TrainState

@@ -13,10 +13,10 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, kind, shown
 from jstep.core.exceptions import note
 from jstep.core.logs import as_level
-from jstep.hooks.base import RunHook, check_writer, scalar
 from jstep.hooks.cadence import UNSET, Cadence, cadence
 from jstep.hooks.hook import Clock, Metrics
 from jstep.hooks.numbers import Pending, in_order, is_ready, names_of_arrays, read, scalars, text, transferred
+from jstep.hooks.run_hook import RunHook, check_writer
 from jstep.hooks.run_info import RunInfo
 from jstep.hooks.speed import StepCounterHook, shown_share
 from jstep.state.train_state import TrainState
@@ -281,7 +281,8 @@ class SummarySaverHook(ReportingHook):
         """Write one summary of some numbers, and of the summaries among the metrics, if there are any."""
         if is_ready(values.values()):  # numbers of the host are the quickest to write
             values = read(values)
-        merged = summary.merge([*map(scalar, values, values.values()), summary.summaries_in(dict(metrics or {}))])
+        scalars = [summary.scalar(name, value, collections=()) for name, value in values.items()]
+        merged = summary.merge([*scalars, summary.summaries_in(dict(metrics or {}))])
         if merged.parts:
             self._writer.add_summary(merged, step)
 

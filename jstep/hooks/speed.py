@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jstep import summary
 from jstep.core import trees
 from jstep.core.checks import as_number
 from jstep.core.stopwatch import STEPPING
-from jstep.hooks.base import RunHook, check_writer, scalar
 from jstep.hooks.cadence import UNSET, cadence
 from jstep.hooks.hook import Clock, Metrics
+from jstep.hooks.run_hook import RunHook, check_writer
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState
 
@@ -207,7 +208,7 @@ class StepCounterHook(RunHook):
             if count.step > since.step:
                 self._figures.append(_Figure(count.step, rate, examples, share))
                 for tag, value in values.items() if self._writer is not None else ():
-                    self._writer.add_summary(scalar(tag, value), count.step)
+                    self._writer.add_summary(summary.scalar(tag, value, collections=()), count.step)
 
 
 def _markers(metrics: Metrics) -> list[Any]:

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 
 from jstep.checkpoint.saver import Saver
-from jstep.core.checks import as_function, as_int, as_number
+from jstep.core.checks import as_function, as_functions, as_int, as_number
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING
 from jstep.hooks import hook
-from jstep.hooks.base import RunHook, as_functions
 from jstep.hooks.cadence import cadence, next_multiple
 from jstep.hooks.hook import NEVER, Clock, Hook, Metrics, step_of
+from jstep.hooks.run_hook import RunHook
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
 from jstep.stores.objects import is_url, location

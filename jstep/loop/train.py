@@ -16,8 +16,8 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.loaders import check_batches
 from jstep.data.to_devices import over_axes
 from jstep.distributed import processes
-from jstep.hooks.base import RunHook
 from jstep.hooks.hook import check_step
+from jstep.hooks.run_hook import RunHook
 from jstep.hooks.run_info import ENDING, RUNNING
 from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check
 from jstep.loop.card import Cards

@@ -20,7 +20,7 @@ from processes import printed
 from processes import run as run_all
 
 import jstep
-from jstep.hooks.base import RunHook
+from jstep.hooks.run_hook import RunHook
 
 OPTIMIZER = jstep.adam(0.05)
 Pair = collections.namedtuple("Pair", "x y")

@@ -17,7 +17,7 @@ layout = dict(param_specs=P("data")) if "fsdp" in sys.argv else dict(slot_axis="
 state = jstep.TrainState.create(init, optimizer, mesh=mesh, **layout)
 step = jstep.minimize(loss_fn, optimizer)
 saved = []
-from jstep.hooks.base import RunHook
+from jstep.hooks.run_hook import RunHook
 
 class Watch(RunHook):
     def after_step(self, step, state, metrics):
@@ -129,7 +129,7 @@ def test_time_based_saves_happen_at_the_same_steps(tmp_path):
     """A step takes 1 s by the clock of process 0, which decides, and 3 s by the clock of process 1."""
     script = """
     state = jstep.TrainState.create(init, optimizer, mesh=mesh)
-    from jstep.hooks.base import RunHook
+    from jstep.hooks.run_hook import RunHook
     class Steps(RunHook):
         done = 0
         def after_step(self, step, state, metrics):

@@ -13,8 +13,8 @@ from hook_fakes import Clock
 from hooked_runs import batches, train
 
 import jstep
-from jstep.hooks.base import RunHook
 from jstep.hooks.cadence import Cadence, Due, next_call
+from jstep.hooks.run_hook import RunHook
 
 
 def nan_at(bad):

@@ -10,7 +10,7 @@ from fellows import Fellows
 
 import jstep
 from jstep.hooks import bits
-from jstep.hooks.base import RunHook
+from jstep.hooks.run_hook import RunHook
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
 STEP = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).sum(), OPTIMIZER)

@@ -12,7 +12,7 @@ import pytest
 from hooked_runs import batches, train
 
 import jstep
-from jstep.hooks.base import RunHook
+from jstep.hooks.run_hook import RunHook
 
 
 def rows_of(last_step, every_n_steps, mean=False, **kwargs):

@@ -11,7 +11,7 @@ import pytest
 
 import jstep
 from jstep.core import stopwatch
-from jstep.hooks.base import RunHook
+from jstep.hooks.run_hook import RunHook
 
 BATCH = 1 / 32
 """The seconds that a batch takes; a step takes one second."""
@@ -168,7 +168,7 @@ KILLED = """
 import json, os, signal, sys, time
 import jax.numpy as jnp, jstep
 from jstep.core import stopwatch
-from jstep.hooks.base import RunHook
+from jstep.hooks.run_hook import RunHook
 directory, now, before, die_at, last_step = sys.argv[1], *map(float, sys.argv[2:4]), *map(int, sys.argv[4:6])
 clock = [now]
 stopwatch.CLOCKS = stopwatch.Clocks(lambda: clock[0], lambda: clock[0], lambda: before)

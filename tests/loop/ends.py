@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jstep
-from jstep.hooks.base import RunHook
+from jstep.hooks.run_hook import RunHook
 from jstep.loop import signals
 
 PHASES = "start", "waiting", "compiling", "call", "hook", "evaluation", "save", "closing"

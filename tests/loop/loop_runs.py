@@ -9,7 +9,7 @@ from problems import OPTIMIZER as OPTIMIZER
 from problems import loss_fn as loss_fn
 
 import jstep
-from jstep.hooks.base import RunHook
+from jstep.hooks.run_hook import RunHook
 
 
 def train(last_step, batches=DATA, hooks=(), state=None, step=STEP, **kwargs):

@@ -12,8 +12,8 @@ from loop_runs import DATA, Calls, train
 
 import jstep
 from jstep.checkpoint.listing import read_manifest
-from jstep.hooks.base import RunHook
 from jstep.hooks.cadence import Cadence
+from jstep.hooks.run_hook import RunHook
 from jstep.loop import stopping
 from jstep.loop.saving import RunSaverHook
 

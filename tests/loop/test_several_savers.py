@@ -10,7 +10,7 @@ import pytest
 from loop_runs import train
 
 import jstep
-from jstep.hooks.base import RunHook
+from jstep.hooks.run_hook import RunHook
 
 
 def fails(name: str) -> Any:

@@ -305,7 +305,7 @@ def test_several_processes_leave_at_one_step(how: str, tmp_path: Path) -> None:
 
 LATE = """
 from jstep.distributed import processes
-from jstep.hooks.base import RunHook
+from jstep.hooks.run_hook import RunHook
 where, reached, has_ended = sys.argv[5], processes.reached_stop, False
 
 class AtTheEnd(RunHook):

@@ -1,17 +1,14 @@
-"""The base classes of jstep's hooks."""
+"""The base class of jstep's hooks, which know their run, and the run of one that other code than `train` calls."""
 
 from typing import Any
 
-from jstep import summary
-from jstep.core.checks import kind, shown
+from jstep.core.checks import shown
 from jstep.core.stopwatch import HOOKS
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.hooks.cadence import Cadence, Due
 from jstep.hooks.hook import Hook, Metrics
 from jstep.hooks.run_info import Repeated, RunCall, RunInfo
 from jstep.state.train_state import TrainState
-
-# The base class of stock hooks, and the run of one that other code than `train` calls.
 
 
 class RunHook(Hook):
@@ -111,14 +108,6 @@ class OwnRun(RunInfo):
             self._due.done(step)
 
 
-# What hooks write to event files.
-
-
-def scalar(tag: str, value: Any) -> Any:
-    """A scalar summary that is not added to any collection."""
-    return summary.scalar(tag, value, collections=())
-
-
 def check_writer(summary_writer: Any) -> Any:
     """Return the writer, or None; refuse an object without `add_summary`.
 
@@ -133,21 +122,3 @@ def check_writer(summary_writer: Any) -> Any:
             "jstep.summary.SummaryWriter"
         )
     return summary_writer
-
-
-# Functions that hooks are given.
-
-
-def as_functions(functions: Any, argument: str, form: str) -> tuple[Any, ...]:
-    """Return functions as a tuple; refuse anything but a sequence of them."""
-    try:
-        if callable(functions):
-            raise TypeError
-        given = tuple(functions)
-    except TypeError:
-        what = f"{argument}: must be a sequence of functions {form}, got {kind(functions)}"
-        raise TypeError(f"{what}; give a list: {argument}=[…]") from None
-    for i, function in enumerate(given):
-        if isinstance(function, type) or not callable(function):
-            raise TypeError(f"{argument}[{i}]={shown(function)}: must be a function {form}, got {kind(function)}")
-    return given
