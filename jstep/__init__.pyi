@@ -184,14 +184,15 @@ from jstep.queues.queues import RandomShuffleQueue as RandomShuffleQueue
 
 # The training loop and its hooks: those of TensorFlow 1, by its names.
 from jstep.core.logs import log_every_n as log_every_n
+from jstep.hooks.at_steps import StopAtStepHook as StopAtStepHook
+from jstep.hooks.checkpoint_saver import CheckpointSaverHook as CheckpointSaverHook
+from jstep.hooks.profiler import ProfilerHook as ProfilerHook
 from jstep.hooks.report import SummarySaverHook as SummarySaverHook
 from jstep.hooks.speed import StepCounterHook as StepCounterHook
-from jstep.hooks.stock import CheckpointSaverHook as CheckpointSaverHook
-from jstep.hooks.stock import ProfilerHook as ProfilerHook
-from jstep.hooks.stock import StopAtStepHook as StopAtStepHook
 from jstep.state.contents import NanLossDuringTrainingError as NanLossDuringTrainingError
 
 # The training loop and its hooks: the others.
+from jstep.hooks.at_steps import every as every
 from jstep.hooks.bits import AuditError as AuditError
 from jstep.hooks.bits import AuditHook as AuditHook
 from jstep.hooks.bits import DivergenceError as DivergenceError
@@ -200,10 +201,9 @@ from jstep.hooks.hook import Hook as Hook
 from jstep.hooks.nan_loss import NanLossHook as NanLossHook
 from jstep.hooks.report import LoggingHook as LoggingHook
 from jstep.hooks.report import MetricsHook as MetricsHook
-from jstep.hooks.stock import StallHook as StallHook
-from jstep.hooks.stock import every as every
 from jstep.loop.progress import ProgressHook as ProgressHook
 from jstep.loop.signals import Preempted as Preempted
+from jstep.loop.stalls import StallHook as StallHook
 from jstep.loop.train import train as train
 
 # Evaluation.

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from jstep.core import trees
 from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING, Stopwatch
 from jstep.evaluating.evaluator import EvaluationHook
+from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.hook import name_of
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.numbers import TransferQueue
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.run_info import BEGINNING, ENDING, RUNNING, Reports, RunInfo
-from jstep.hooks.stock import CheckpointSaverHook
 from jstep.loop.arguments import Options
 from jstep.loop.compiler import StartTimes
 from jstep.loop.feeder import BatchFeeder, FetchCounter

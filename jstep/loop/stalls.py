@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jstep.core.checks import as_number
 from jstep.core.stopwatch import EVALUATING, FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
 from jstep.core.threads import (
     AGREEING,
@@ -36,8 +37,8 @@ from jstep.core.threads import (
     in_background,
     taken,
 )
+from jstep.hooks.hook import Hook
 from jstep.hooks.stall_files import CALL, WITH_OTHERS, StallFiles, silent
-from jstep.hooks.stock import StallHook
 from jstep.loop.run import Calling, Observer, Run
 from jstep.loop.stopping import save_while_it_hangs
 from jstep.stores.timeline import STALL
@@ -53,6 +54,53 @@ _MAY_BE_RARE = (_SAVE, _EVALUATION, _HOOK)
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (*(path + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name), "<frozen")
 _logger = logging.getLogger("jstep")
+
+
+class StallHook(Hook):
+    """A hook that says what a run that hangs waits for, and that can end it.
+
+    `train` has one with the default settings; one among `hooks` replaces it. A thread looks about once a second at what
+    the main thread is in: waiting for a batch, in a call of the step, compiling, restoring, saving, in an evaluation,
+    in a hook, or waiting for other processes. A *stall* is one of these that has lasted longer than
+
+    limit = max(warn_secs, min(factor · usual, usual + 10 · warn_secs)), for calls in flight at least 2 · usual · steps,
+
+    where *usual* is the longest of the last 64 of the same thing (for batches and calls, the median) and of all stalls
+    of a hook, an evaluation or a save that were reported and ended. What has not been seen before, such as the first
+    compilation or a restore, may take 10 · warn_secs, and time in which the process computes counts a tenth. Time in
+    which the process was stopped, or the machine slept, does not count. A hang that holds the interpreter's lock is
+    seen by the other processes only.
+
+    Each stall is a warning, repeated at twice, four times, eight times … its age. If the run has a directory, it is
+    also a file `stalls/PROCESS.json` there, which the other processes read, and so does `python -m jstep stalls`; see
+    [When a run hangs](../help/stalls.md).
+
+    Args:
+        warn_secs: Seconds that nothing is shorter than that is called a stall; None to watch nothing.
+        exit_secs: Seconds of one stall after which the process ends with exit code 75, for a launcher that starts it
+            again; None to wait forever. It writes the stacks of all threads first. If this is the only process, and it
+            hangs in the data loader or in a hook of yours, it also saves the last complete state.
+        factor: How many times longer than usual anything may take.
+
+    Raises:
+        TypeError: An argument is not a number.
+        ValueError: An argument is not positive and finite, or exit_secs is not above warn_secs.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.gradient_descent(0.25)
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> hooks = [jstep.StallHook(warn_secs=60.0, exit_secs=1800.0)]
+        >>> state = jstep.train(train_step, state, lambda step: jnp.ones(()), last_step=3, hooks=hooks)
+    """
+
+    def __init__(self, *, warn_secs: float | None = 60.0, exit_secs: float | None = None, factor: float = 30.0) -> None:
+        self.warn_secs = None if warn_secs is None else as_number(warn_secs, "warn_secs", low=0, above=True)
+        self.exit_secs = None if exit_secs is None else as_number(exit_secs, "exit_secs", low=0, above=True)
+        self.factor = as_number(factor, "factor", low=0, above=True)
+        if self.exit_secs is not None and (self.warn_secs is None or self.exit_secs <= self.warn_secs):
+            raise ValueError(f"exit_secs={exit_secs}, warn_secs={warn_secs}: exit_secs must be above warn_secs")
 
 
 @dataclasses.dataclass

@@ -1,0 +1,90 @@
+"""Hooks that act at steps which the user gives: a function at every n-th step, and the end of a run."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jstep.core.checks import as_function, as_int
+from jstep.hooks.cadence import next_multiple
+from jstep.hooks.hook import Hook, Metrics, step_of
+from jstep.state.train_state import TrainState
+
+
+def every(n: int, fn: Callable[[int, TrainState, Metrics], "bool | TrainState | None"]) -> Hook:
+    """Return a hook that calls a function at the multiples of n steps.
+
+    Args:
+        n: Interval in steps, ≥ 1.
+        fn: `fn(step, state, metrics)`. Its result has the meaning of `Hook.after_step`'s: None continues the run, True
+            stops it after this step, and a `TrainState` replaces the state. A run that it stopped and that is started
+            again calls it only after another step; see `Hook.after_step` for a hook that keeps the run stopped.
+
+    Returns:
+        A hook for `train`.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.gradient_descent(0.1)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> tell = jstep.every(2, lambda step, state, metrics: print("after update", step))
+        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 4, last_step=4, hooks=[tell])
+        after update 2
+        after update 4
+    """
+    return _Every(as_int(n, "n", 1, "a number of steps"), as_function(fn, "fn", "(step, state, metrics)"))
+
+
+class _Every(Hook):
+    def __init__(self, n: int, fn: Callable[..., Any]) -> None:
+        self._n, self._fn = n, fn
+        self.name = f"every({n}, {getattr(fn, '__qualname__', type(fn).__name__)})"
+
+    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
+        """When due, calls the function and returns its result."""
+        if step % self._n == 0:
+            return self._fn(step, state, metrics)
+        return None
+
+    def next_due(self, step: int) -> int:
+        """The next multiple."""
+        return next_multiple(step, self._n)
+
+    def __repr__(self) -> str:
+        return f"<jstep.{self.name}>"
+
+
+class StopAtStepHook(Hook):
+    """A hook that stops the run at a step, given relative to the start of the run or as a global step.
+
+    Args:
+        num_steps: The number of steps after the start of the run.
+        last_step: The global step. Exactly one of the two must be given.
+
+    Source: `tf.train.StopAtStepHook`.
+    """
+
+    def __init__(self, *, num_steps: int | None = None, last_step: int | None = None) -> None:
+        if (num_steps is None) == (last_step is None):
+            raise ValueError(f"num_steps={num_steps}, last_step={last_step}: give exactly one of them")
+        self._num_steps = None if num_steps is None else as_int(num_steps, "num_steps", 1, "a number of steps")
+        self._last_step = None if last_step is None else as_int(last_step, "last_step", 1, "a number of steps")
+
+    def begin(self, state: TrainState) -> bool:
+        """Count num_steps from here; return True if the state is already at last_step."""
+        step = step_of(state)
+        if self._num_steps is not None:
+            self._last_step = step + self._num_steps
+        return step >= (self._last_step or 0)
+
+    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool:
+        """Return True at the step or past it."""
+        return self._last_step is not None and step >= self._last_step
+
+    def next_due(self, step: int) -> int:
+        """The step to stop at, or the next step if the run has reached it."""
+        return max(step + 1, self._last_step or 0)
+
+    def steps_between(self, start: int, last_step: int) -> range:
+        """The step that stops a run from `start` to `last_step`, if it gets there."""
+        stop = max(start + 1, start + self._num_steps if self._num_steps else self._last_step or 0)
+        return range(stop, min(stop, last_step) + 1)

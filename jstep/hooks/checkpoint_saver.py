@@ -1,0 +1,145 @@
+"""The hook that saves checkpoints at intervals, and at the end."""
+
+import contextlib
+import os
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from jstep.checkpoint.saver import Saver
+from jstep.core.checks import as_function, as_functions
+from jstep.core.meshes import internal_transfers
+from jstep.core.stopwatch import SAVING
+from jstep.hooks.cadence import cadence
+from jstep.hooks.hook import Clock, Metrics, check_step
+from jstep.hooks.run_hook import RunHook
+from jstep.state.global_step import require_alive
+from jstep.state.train_state import TrainState
+
+
+class CheckpointSaverHook(RunHook):
+    """A hook that saves checkpoints at intervals of seconds or steps, and at the end.
+
+    Args:
+        saver: A `Saver`, or a directory.
+        save_secs: Interval in seconds of the host's clock.
+        save_steps: Interval in steps; due at its multiples.
+        extra: A function of no arguments whose JSON-serializable result is saved with each checkpoint, such as the
+            position of a loader.
+        before_save: Functions of the step, called before every save. One that raises or returns True prevents the
+            save.
+        clock: Returns seconds; replaced in tests.
+
+    Attributes:
+        saver: The `Saver`, as given or made for the directory.
+
+    Source: `tf.train.CheckpointSaverHook`, which also saves at the first step.
+    """
+
+    part = SAVING
+    _passing_secs: float | None = None
+
+    def __init__(
+        self,
+        saver: Saver | str | os.PathLike[str],
+        *,
+        save_secs: float | None = None,
+        save_steps: int | None = None,
+        extra: Callable[[], Any] | None = None,
+        before_save: tuple[Callable[[int], bool | None], ...] = (),
+        clock: Clock = time.monotonic,
+    ) -> None:
+        steps, secs = ("save_steps", save_steps), ("save_secs", save_secs)
+        self.cadence = cadence(steps=steps, secs=secs, clock=clock, required=False, together=True)
+        self._extra = as_function(extra, "extra", "() -> values", optional=True)
+        self._before_save = as_functions(before_save, "before_save", "of the step")
+        self._directory = None if isinstance(saver, Saver) else saver
+        self.saver, self._is_closed = saver if isinstance(saver, Saver) else Saver(saver), False
+        self._saved: tuple[int, Callable[[], TrainState | None]] | None = None
+
+    def begin(self, state: TrainState) -> None:
+        """Forget what was saved before."""
+        super().begin(state)
+        self._saved = None
+
+    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        """Save."""
+        self.save(step, state)
+
+    def end(self, step: int, state: TrainState) -> None:
+        """Save the last state, and wait until it is on disk."""
+        self.save(step, state, wait=True)
+
+    def close(self) -> None:
+        """Wait for pending writes, and close the `Saver` if the hook created it."""
+        super().close()
+        if self._directory is not None and not self._is_closed:
+            self._is_closed = True
+            self.saver.close()
+
+    def is_saved(self, step: int, state: TrainState) -> None:
+        """Record that a checkpoint of this step holds this state, such as the restored one."""
+        self._saved = step, _weakly(state)
+
+    def _about_to_save(self, step: int) -> None:
+        """Called before a save that nothing prevents any more."""
+
+    def has_saved(self, step: int, state: TrainState) -> bool:
+        """Whether a checkpoint of this step holds this state, not changed by a hook since."""
+        return self._saved is not None and self._saved[0] == step and self._saved[1]() is state
+
+    def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
+        """Save, unless this state is saved already.
+
+        Args:
+            step: The current step of the loop.
+            state: The state at that step.
+            wait: Whether to wait until the checkpoint is on disk.
+
+        Returns:
+            Whether there is a checkpoint of this step; False if a function in `before_save` prevented it.
+
+        Raises:
+            CheckpointError: The checkpoint could not be written.
+            NanLossDuringTrainingError: A parameter became NaN or infinite since the run began, and the Saver does not
+                allow them.
+            RuntimeError: The state was donated, by a hook, say.
+            ValueError: The state is at another step.
+        """
+        if not self.has_saved(step, state):
+            require_alive(state)
+            checks = (self.run.before_save, *self._before_save)
+            prevented = [bool(check(step)) for check in checks]  # a list: each must be called
+            if any(prevented):
+                return False
+            check_step(step, state)
+            if self._directory is not None and self._is_closed:  # at the end of an earlier run
+                self.saver, self._is_closed = Saver(self._directory), False
+            nonfinite = self.run.finite.error
+            if nonfinite is not None and not self.saver.allow_nonfinite:
+                raise nonfinite
+            self._about_to_save(step)
+            extra = self._extra() if self._extra else None
+            has_looked = (
+                self.run.finite.at_start is not None
+            )  # a hook of the run, which none has that is called by hand
+            known = self.saver.knowing(nonfinite is None, self._passing_secs)
+            with internal_transfers(), known if has_looked else contextlib.nullcontext():
+                self.saver.save(state, extra=extra)
+            self.is_saved(step, state)
+        if wait and not self._is_closed:
+            try:
+                self.saver.wait()
+            except Exception:
+                self._saved = None  # another try saves it again, and does not say that it is there
+                raise
+        return True
+
+
+def _weakly(state: Any) -> Callable[[], Any]:
+    """A weak reference to the state, or the state itself if it cannot be weakly referenced."""
+    try:
+        return weakref.ref(state)
+    except TypeError:  # a NamedTuple with a global step
+        return lambda: state
