@@ -15,10 +15,10 @@ from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_bool, as_int, as_number, as_text, kind, one_of, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.selection import VarList, check_form
-from jstep.hooks import hook
-from jstep.hooks.hook import StopWith, key_of
+from jstep.hooks.hook import StopWith, check_hook_result, name_of, step_of
 from jstep.hooks.numbers import is_number, read
 from jstep.hooks.run_info import RunInfo
+from jstep.hooks.states import key_of
 from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparameter
 from jstep.state.contents import StateContents, briefly
 from jstep.state.train_state import TrainState
@@ -496,7 +496,7 @@ class KeepBest:
             _logger.warning(
                 "KeepBest: this run starts at step %d, not from a checkpoint of its own, but %s holds %s of another "
                 "run with %s=%g, which is kept unless this run does better; give a new directory to keep only its own",
-                hook.step_of(state),
+                step_of(state),
                 self._directory,
                 checkpoint_name(self._prefix, best),
                 self.metric,
@@ -614,9 +614,9 @@ def called(
         if not on_cadence and getattr(function, "on_cadence_only", False):
             continue
         result = function(step, given, results)
-        stop, given = hook.check_hook_result(result, given, step, f"{argument}: {hook.name_of(function)}")
+        stop, given = check_hook_result(result, given, step, f"{argument}: {name_of(function)}")
         if stop and stopped_by is None:
-            stopped_by = hook.key_of(function)
+            stopped_by = key_of(function)
     if given is state:
         return (None if stopped_by is None else True), stopped_by
     return (given if stopped_by is None else StopWith(given)), stopped_by

@@ -29,10 +29,11 @@ from jstep.evaluating import evaluation_batches
 from jstep.evaluating.callbacks import EvaluationCallback, call_each, called
 from jstep.evaluating.evaluation_batches import OBJECT, EvaluationBatches, Metric, Totals
 from jstep.hooks.cadence import cadence
-from jstep.hooks.hook import Clock, Metrics, StopWith, check_owners, get_states, key_of, set_states
+from jstep.hooks.hook import Clock, Metrics, StopWith
 from jstep.hooks.numbers import numbers_of, read, start_transfer, text
 from jstep.hooks.run_hook import OwnRun, RunHook, check_writer
 from jstep.hooks.run_info import RunInfo
+from jstep.hooks.states import check_owners, get_states, key_of, set_states
 from jstep.optimizers.averages import NAME, as_average_names, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
 from jstep.state.global_step import require_alive

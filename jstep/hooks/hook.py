@@ -1,24 +1,19 @@
-"""The `Hook` protocol, what hooks may return, and their state in checkpoints."""
+"""The `Hook` protocol: the hooks that `train` is given, and what they may return."""
 
 import dataclasses
-import logging
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import kind, shown
-from jstep.core.exceptions import note
 from jstep.core.matching import difference
 from jstep.core.meshes import internal_transfers
 from jstep.core.slot_roles import roles_in
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
-from jstep.stores import tagged_json
-from jstep.stores.tagged_arrays import UnsupportedError
 
 # The `Hook` protocol.
 
@@ -281,210 +276,3 @@ def _without_aliases(leaves: list[Any]) -> list[Any]:
         distinct.append(leaf.copy() if id(leaf) in seen else leaf)
         seen.add(id(leaf))
     return distinct
-
-
-# Checkpointing of hook state, keyed by `key` or class, not by position.
-#
-# A hook, or a callback of an evaluation, is identified by its `key` if it has one, whatever its class, else by its
-# class and its attribute `watches` (`EarlyStopping(loss)`). Hooks of one class that watch the same have the same key:
-# they are matched by their settings, and by order if these are equal too.
-
-_logger = logging.getLogger("jstep")
-
-_TAGGED = "is_tagged"
-"""The key that marks records whose state is tagged JSON."""
-
-
-class _Owner(NamedTuple):
-    """The identity of a hook with state.
-
-    Attributes:
-        key: Its key, or its class and what it watches.
-        made_by: The module and name of its class; None if the key was given.
-    """
-
-    key: str
-    made_by: str | None
-
-
-def key_of(hook: Any) -> str:
-    """The name of a hook in logs and checkpoints: its key, or its class and what it watches."""
-    return _owner(hook).key
-
-
-def is_public(named: Any) -> bool:
-    """Whether a class or function is one of jstep's public ones."""
-    return getattr(sys.modules["jstep"], named.__qualname__, None) is named
-
-
-def _class_names(hook: Any) -> tuple[str, str]:
-    """The class of a hook with what it watches, and the full name of the class; for a function, its own name."""
-    named = hook if isinstance(getattr(hook, "__qualname__", None), str) else type(hook)
-    # The public name, whichever module was imported: `__module__` changes when one is first looked up in jstep.
-    made_by = f"{'jstep' if is_public(named) else named.__module__}.{named.__qualname__}"
-    watches = getattr(hook, "watches", None)
-    return f"{named.__qualname__}({watches})" if isinstance(watches, str) else str(named.__qualname__), made_by
-
-
-def _owner(hook: Any) -> _Owner:
-    key = getattr(hook, "key", None)
-    # An attribute `key` that is not a string is ignored.
-    return _Owner(key, None) if isinstance(key, str) and key else _Owner(*_class_names(hook))
-
-
-def _stateful(objects: Iterable[Any]) -> Iterator[tuple[_Owner, Any]]:
-    for hook in objects:
-        if _has(hook, "get_state") and _has(hook, "set_state"):
-            yield _owner(hook), hook
-
-
-def _has(hook: Any, method: str) -> bool:
-    return callable(getattr(hook, method, None))
-
-
-def check_owners(objects: Sequence[Any], where: str = "hooks") -> None:
-    """Refuse states that could not be restored.
-
-    Raises:
-        TypeError: An object has `get_state` without `set_state`.
-        ValueError: Two objects with state were given the same `key`.
-    """
-    for hook in objects:
-        if _has(hook, "get_state") and not _has(hook, "set_state"):
-            raise TypeError(
-                f"{where}: {key_of(hook)} has get_state() without set_state(value), so its state would be saved and "
-                "never restored; add set_state, or rename get_state if no state has to be kept"
-            )
-    seen: dict[str, Any] = {}
-    for owner, hook in _stateful(objects):
-        if owner.made_by is not None:
-            continue
-        if owner.key in seen:
-            both = " and ".join(_class_names(each)[0] for each in (seen[owner.key], hook))
-            raise ValueError(
-                f"{where}: key={owner.key!r}: must be the key of one, got it for {both}; give each a different key"
-            )
-        seen[owner.key] = hook
-
-
-def get_states(objects: Iterable[Any], where: str = "hooks") -> Any:
-    """Return the states of all objects as a list, copied; `tagged_json.as_json` makes it JSON.
-
-    Raises:
-        TypeError: A state cannot be kept; names the object, the path in its state and the type.
-    """
-    return [_record(owner, hook, where) for owner, hook in _stateful(objects)]
-
-
-def _record(owner: _Owner, hook: Any, where: str) -> dict[str, Any]:
-    try:
-        value = hook.get_state()
-    except Exception as error:
-        note(error, f"jstep: {where}: in {owner.key}.get_state(), whose result is kept with each checkpoint")
-        raise
-    try:
-        state = tagged_json.copied(value)
-    except UnsupportedError as error:
-        raise TypeError(
-            f"{where}: the state of {owner.key} cannot be kept with a checkpoint: get_state(){error.path} "
-            f"{error.what}, and a state may hold only {tagged_json.SUPPORTED}. Convert that value in get_state, and "
-            "back in set_state"
-        ) from None
-    made_by, is_given = _class_names(hook)[1], owner.made_by is None
-    record = {"key": owner.key, "class": made_by, "is_given": is_given, "state": state, _TAGGED: True}
-    settings = _settings(hook)
-    return record | {"settings": settings} if settings else record
-
-
-def _state_in(record: Mapping[str, Any], where: str) -> Any:
-    """The state in a record; jstep 0.3 and earlier wrote plain JSON."""
-    if not record.get(_TAGGED):
-        return record["state"]
-    try:
-        return tagged_json.decode(record["state"])
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{where}: the checkpoint's state of {record['key']} cannot be decoded ({error}); it was not saved by "
-            "jstep, or was changed"
-        ) from None
-
-
-def _settings(hook: Any) -> dict[str, Any]:
-    """The settings of a stock object, by which objects with the same key are matched."""
-    settings = getattr(hook, "identifying_settings", None)
-    return settings if isinstance(settings, dict) else {}
-
-
-def set_states(objects: Iterable[Any], saved: Any, where: str = "hooks") -> bool:
-    """Restore the state of each object; return whether one of them ends the run.
-
-    A state that cannot be restored is logged: its hook is missing, or the run has another number of hooks with the same
-    key.
-
-    Raises:
-        ValueError: The checkpoint's state of an object cannot be decoded.
-    """
-    if saved is None:
-        return False
-    if not (isinstance(saved, list) and all(map(_is_record, saved))):
-        what = "an older version of jstep" if isinstance(saved, Mapping) else "something else"
-        _logger.warning("%s: their states in the checkpoint were written by %s: all start fresh", where, what)
-        return False
-    here: dict[_Owner, list[Any]] = {}
-    for owner, hook in _stateful(objects):
-        here.setdefault(owner, []).append(hook)
-    there: dict[_Owner, list[Any]] = {}
-    for record in saved:
-        owner = _Owner(record["key"], None if record["is_given"] else record["class"])
-        there.setdefault(owner, []).append(record)
-    stop = False
-    for owner, records in there.items():
-        same_key = here.get(owner, [])
-        if len(same_key) != len(records):
-            _logger.warning("%s: %s", where, _mismatch_reason(owner, records, same_key))
-            continue
-        for hook, record in _matched(same_key, records, where):
-            made_by = _class_names(hook)[1]
-            if record["class"] != made_by:
-                _logger.info(
-                    "%s: %r was a %s and is a %s now: it keeps its state", where, owner.key, record["class"], made_by
-                )
-            stop = bool(hook.set_state(_state_in(record, where))) or stop
-    return stop
-
-
-def _is_record(record: Any) -> bool:
-    if not isinstance(record, dict) or not {"key", "class", "is_given", "state"} <= record.keys():
-        return False
-    return isinstance(record["key"], str) and isinstance(record["class"], str)
-
-
-def _mismatch_reason(owner: _Owner, records: Sequence[Any], same_key: Sequence[Any]) -> str:
-    if same_key:
-        return (
-            f"the checkpoint has the states of {len(records)} {owner.key}, but the run has {len(same_key)}: they "
-            "cannot be matched, and all of them start fresh; give each a different `key`"
-        )
-    return f"the checkpoint has the state of {owner.key}, which is not among them any more"
-
-
-def _matched(same_key: Sequence[Any], records: Sequence[Any], where: str) -> Iterator[tuple[Any, Any]]:
-    """Pair each object with its record: by settings, and by order if these are equal."""
-    if len(same_key) == 1:
-        yield same_key[0], records[0]
-        return
-    left = list(records)
-    for hook in same_key:
-        settings = _settings(hook)
-        found = next((record for record in left if record.get("settings", {}) == settings), None)
-        if found is None:
-            _logger.warning(
-                "%s: none of the %d %s in the checkpoint was made with %s: it starts fresh",
-                where,
-                len(records),
-                key_of(hook),
-                settings,
-            )
-            continue
-        left.remove(found)
-        yield hook, found

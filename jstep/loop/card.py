@@ -39,9 +39,9 @@ from jstep.hooks.card_differences import (
     is_whole,
     starts_of,
 )
-from jstep.hooks.hook import key_of
 from jstep.hooks.metric_sums_program import LOSS
 from jstep.hooks.run_info import Call
+from jstep.hooks.states import key_of
 from jstep.loop.arguments import Options
 from jstep.loop.compiler import shapes_of, type_text
 from jstep.loop.run import Observer, Run

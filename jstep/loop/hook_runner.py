@@ -10,8 +10,9 @@ from jstep.core.exceptions import note
 from jstep.core.stopwatch import FIRST_CALL, HOOKS, STEPPING
 from jstep.hooks.cadence import Cadence, Due, next_call
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, is_public, name_of
+from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, name_of
 from jstep.hooks.run_hook import RunHook
+from jstep.hooks.states import is_public
 from jstep.loop.run import Calling, Run
 from jstep.loop.saving import ENDED, RunSaverHook
 from jstep.loop.stages import EndsAhead, StageBoundaries

@@ -34,11 +34,12 @@ from jstep.data.loaders import gather_positions, kept_positions, with_files
 from jstep.distributed import processes
 from jstep.hooks.cadence import Cadence
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.hook import Metrics, get_states, set_states, step_of
+from jstep.hooks.hook import Metrics, step_of
 from jstep.hooks.metric_sums_program import is_bad
 from jstep.hooks.nan_loss import nonfinite_params
 from jstep.hooks.numbers import host, read
 from jstep.hooks.run_info import Resumed
+from jstep.hooks.states import get_states, set_states
 from jstep.loop.arguments import MOST_SECS
 from jstep.loop.calls import AUTO
 from jstep.loop.run import Run

@@ -13,11 +13,11 @@ from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.distributed import processes
 from jstep.hooks.cadence import next_multiple
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.hook import check_owners, get_states
 from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
 from jstep.hooks.report import LoggingHook, SummarySaverHook
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.speed import StepCounterHook
+from jstep.hooks.states import check_owners, get_states
 from jstep.loop.compile_ahead import compile_ahead, compile_first_program
 from jstep.loop.feeder import BatchFeeder, FirstBatch, copied_batches
 from jstep.loop.foresight import look_ahead

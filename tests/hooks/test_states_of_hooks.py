@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import jstep
-from jstep.hooks.hook import get_states, set_states
+from jstep.hooks.states import get_states, set_states
 
 
 class Kept(jstep.Hook):
