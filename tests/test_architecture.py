@@ -39,7 +39,7 @@ BUILDERS = {"state.sharding"}
 """Creates states that are too large for one device under jit; it does not run steps or donate."""
 READERS = {"core.placement"}
 """Reads arrays on their devices outside of steps, for fingerprints and checks of parameters. Donates nothing."""
-SUMS = {"hooks.metric_sums_program"}
+SUMS = {"hooks.metric_sums"}
 """Accumulates metrics in an array, which it donates; it never donates a state."""
 LOADED_WHEN_USED = {
     "checkpoint.orbax_arrays": {"orbax", "tensorstore"},

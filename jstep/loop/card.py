@@ -39,7 +39,7 @@ from jstep.hooks.card_differences import (
     is_whole,
     starts_of,
 )
-from jstep.hooks.metric_sums_program import LOSS
+from jstep.hooks.metric_sums import LOSS
 from jstep.hooks.run_info import Call
 from jstep.hooks.states import key_of
 from jstep.loop.arguments import Options

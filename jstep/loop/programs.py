@@ -22,8 +22,7 @@ from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.stopwatch import STARTING, Stopwatch
 from jstep.data.to_devices import mesh_without_batch
 from jstep.distributed import processes
-from jstep.hooks.metric_sums import NONE, MetricSums
-from jstep.hooks.metric_sums_program import Accumulate, skip_metric_of
+from jstep.hooks.metric_sums import NONE, Accumulate, MetricSums, skip_metric_of
 from jstep.hooks.run_info import Call
 from jstep.loop.calls import AUTO, AutoSteps, CopiedBatches, ProgramFor, make_calls, shapes_in
 from jstep.loop.compiler import BackgroundCompiler, compile_apart, compiled_here, shapes_of, stacked_shapes, type_text

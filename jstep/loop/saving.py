@@ -35,7 +35,7 @@ from jstep.distributed import processes
 from jstep.hooks.cadence import Cadence
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.hook import Metrics, step_of
-from jstep.hooks.metric_sums_program import is_bad
+from jstep.hooks.metric_sums import is_bad
 from jstep.hooks.nan_loss import nonfinite_params
 from jstep.hooks.numbers import host, read
 from jstep.hooks.run_info import Resumed

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.hooks import metric_sums_program
-from jstep.hooks.metric_sums import NONE, MetricSums
-from jstep.hooks.metric_sums_program import columns_of
+from jstep.hooks import metric_sums
+from jstep.hooks.metric_sums import NONE, MetricSums, columns_of
 from jstep.training.metrics import Constants
 
 
@@ -174,10 +173,8 @@ def test_pieces_of_a_long_interval_are_merged():
 
 def test_there_are_few_dispatches(monkeypatch):
     calls = []
-    real = metric_sums_program.program
-    monkeypatch.setattr(
-        metric_sums_program, "program", lambda *args: lambda *given: calls.append(1) or real(*args)(*given)
-    )
+    real = metric_sums.program
+    monkeypatch.setattr(metric_sums, "program", lambda *args: lambda *given: calls.append(1) or real(*args)(*given))
     sums = MetricSums()
     number, _ = sums.subscribe(), sums.subscribe()
     for n in range(100):

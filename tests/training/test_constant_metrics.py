@@ -10,7 +10,7 @@ import pytest
 from regression import X, Y, fresh, loss_fn
 
 import jstep
-from jstep.hooks.metric_sums_program import Accumulate, Sums, columns_of
+from jstep.hooks.metric_sums import Accumulate, Sums, columns_of
 from jstep.training.looped import looped_step
 from jstep.training.metrics import Constants, split
 from jstep.training.step import run

@@ -94,8 +94,7 @@ def test_in_a_run(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_program_of_several_steps(kind: str) -> None:
-    from jstep.hooks.metric_sums import MetricSums
-    from jstep.hooks.metric_sums_program import Accumulate
+    from jstep.hooks.metric_sums import Accumulate, MetricSums
 
     step, sums = make_step(), MetricSums()
     looped = looped_step(step, 2, Accumulate())
