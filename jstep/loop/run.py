@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jstep.core import trees
 from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING, Stopwatch
-from jstep.evaluating.evaluator import EvaluationHook
+from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.hook import name_of
 from jstep.hooks.metric_sums import MetricSums

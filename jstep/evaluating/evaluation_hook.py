@@ -1,0 +1,327 @@
+"""The hook that evaluates the state of a run, and calls callbacks with the results."""
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jstep import summary
+from jstep.core import trees
+from jstep.core.checks import as_bool, as_function, as_functions, as_text, kind, shown
+from jstep.core.exceptions import setting
+from jstep.core.meshes import internal_transfers
+from jstep.core.stopwatch import EVALUATING, STEPPING
+from jstep.core.tracebacks import shortens_tracebacks
+from jstep.distributed import processes
+from jstep.evaluating.evaluator import STOP_REQUESTED, CheckedEvaluation, EvaluationAbandoned
+from jstep.hooks.cadence import cadence
+from jstep.hooks.hook import Clock, Metrics, StopWith, check_hook_result, name_of
+from jstep.hooks.numbers import numbers_of, read, text
+from jstep.hooks.run_hook import OwnRun, RunHook, check_writer
+from jstep.hooks.run_info import RunInfo
+from jstep.hooks.states import check_owners, get_states, key_of, set_states
+from jstep.state.global_step import require_alive
+from jstep.state.train_state import TrainState
+
+_logger = logging.getLogger("jstep")
+
+EvaluationCallback = Callable[[int, TrainState, Mapping[str, Any]], "bool | TrainState | None"]
+
+
+class EvaluationHook(RunHook):
+    """A hook that evaluates the state periodically and at the end, logs and writes the results, and runs callbacks.
+
+    The states of callbacks (`get_state`, `set_state`) are saved with each checkpoint, under the key of this hook: after
+    a restart, the patience of `EarlyStopping` continues to count, and a run that stopped early stays stopped.
+
+    At the end of a run, the state is evaluated even if no evaluation is due at that step. Such an evaluation is logged
+    and passed to `KeepBest` and to custom callbacks, but not to callbacks with a true attribute `on_cadence_only`, such
+    as `EarlyStopping` and `ReduceOnPlateau`. A run in two parts thus makes the same decisions as a single run.
+
+    What a `jstep.evaluator` cannot evaluate is an error before the first step: its metric function is evaluated for the
+    shapes of the first batch, and its averages and model state are looked up.
+
+    If a signal arrives during an evaluation by `jstep.evaluator`, the evaluation is abandoned between two batches, the
+    run saves and exits, and the evaluation is repeated when the run is restarted.
+
+    Args:
+        evaluate: `evaluate(state) -> {name: number}`, such as a `jstep.evaluator`. It must not donate the state.
+        every_n_steps: Interval in steps; due at its multiples.
+        every_n_secs: Interval in seconds. If both are given, whichever comes first.
+        callbacks: Functions `(step, state, results)`, called in order after each evaluation: `EarlyStopping`,
+            `KeepBest`, `ReduceOnPlateau`, or your own. Each returns None, True (stop after this step) or a `TrainState`
+            to continue with, which later callbacks see. All of them are called.
+        then: An alias of `callbacks`; give only one of the two.
+        summary_writer: Any object with `add_summary(summary, global_step)`; receives each number as `prefix/name`.
+            None for the one that `train` opens in its `logdir`, if any.
+        prefix: Prefix of the names in the log and in the summaries; must be different for each hook of a run.
+        key: The name under which checkpoints store the state of the hook; None for its class and prefix.
+        clock: Returns seconds; replaced in tests.
+        at_start: Whether to evaluate the state before the first step of a fresh run, too, like at its end: not after a
+            restart.
+
+    Attributes:
+        key: The argument `key`.
+        results: Step → result of `evaluate`, for this run.
+
+    Raises:
+        TypeError: Both `callbacks` and `then` are given.
+        ValueError: An argument is not positive, or neither interval is given. Before the first step: two hooks have the
+            same prefix, or two callbacks the same `key`.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.gradient_descent(0.25)
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> def evaluate(state):
+        ...     return {"w": float(state.params["w"])}
+        >>> stop = jstep.EarlyStopping("w", patience=2, mode="max", min_delta=0.2)
+        >>> hook = jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=[stop])
+        >>> state = jstep.train(train_step, state, lambda n: jnp.ones(()), 10, hooks=[hook])
+        >>> hook.results
+        {1: {'w': 0.5}, 2: {'w': 0.75}, 3: {'w': 0.875}, 4: {'w': 0.9375}}
+
+    Source: `ValidationMonitor` of `tf.contrib.learn`.
+    """
+
+    key: str | None = None
+
+    part = EVALUATING
+
+    def __init__(
+        self,
+        evaluate: Callable[[TrainState], Mapping[str, Any]],
+        *,
+        every_n_steps: int | None = None,
+        every_n_secs: float | None = None,
+        then: Sequence[EvaluationCallback] = (),
+        callbacks: Sequence[EvaluationCallback] | None = None,
+        summary_writer: Any = None,
+        prefix: str = "eval",
+        key: str | None = None,
+        clock: Clock = time.monotonic,
+        at_start: bool = False,
+    ) -> None:
+        self._at_start = as_bool(at_start, "at_start")
+        self._evaluate = as_function(evaluate, "evaluate", "of the state")
+        self._given_writer, self.prefix = check_writer(summary_writer), as_text(prefix, "prefix")
+        self.watches = self.prefix  # identifies the hook among others of its class
+        self.key = None if key is None else as_text(key, "key", "the name under which checkpoints store its state")
+        if callbacks is not None and then != ():
+            raise TypeError("then and callbacks are two names of one argument: give one of them")
+        self._argument, given = ("then", then) if callbacks is None else ("callbacks", callbacks)
+        self._callbacks = as_functions(given, self._argument, "(step, state, results)")
+        self._where = f"EvaluationHook({self._argument}=…)"  # in errors and logs
+        self.stopped_by: str | None = None  # the key of the callback that stopped the run
+        # The state is sharded over all processes, so all of them evaluate it.
+        steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
+        self.cadence = cadence(steps=steps, secs=secs, clock=clock, together=True)
+        self.results: dict[int, Mapping[str, Any]] = {}
+        self.newest: tuple[int, dict[str, Any]] | None = None  # the last step and its results, by their logged names
+        self._reported_step: int | None = None
+        self._owed: int | None = None
+        self._left: int | None = None  # the last step, if a signal interrupted its evaluation off the cadence
+
+    @property
+    def why(self) -> str | None:
+        """The `why` of the callback that ends the run before any step, or None."""
+        return next((one.why for one in self._callbacks if isinstance(getattr(one, "why", None), str)), None)
+
+    def use_run(self, run: RunInfo) -> None:
+        """Pass the run to callbacks; refuse two hooks with one prefix."""
+        if sum(other.prefix == self.prefix for other in run.evaluations) > 1:
+            raise ValueError(
+                f"hooks: EvaluationHook(prefix={self.prefix!r}): must be the prefix of one hook, got it twice: their "
+                "results would be logged and written under the same names; give each hook a different prefix"
+            )
+        super().use_run(run)
+        if not isinstance(run, OwnRun):
+            call_each(self._callbacks, "use_run", run)
+
+    @shortens_tracebacks
+    def begin(self, state: TrainState) -> bool:
+        """Reset the clock and begin the callbacks; if one of them returns True, no step is run.
+
+        Raises:
+            Exception: A `jstep.evaluator` cannot evaluate this state: what its metric function raises, for example.
+            RuntimeError: The state was donated.
+        """
+        require_alive(state)
+        self.results, self.newest, self._reported_step, self._owed, self._left = {}, None, None, None, None
+        super().begin(state)
+        if isinstance(self._evaluate, CheckedEvaluation):
+            self._evaluate.check(state)
+        check_owners(self._callbacks, self._where)
+        self.stopped_by = None
+        return any(call_each(self._callbacks, "begin", state))
+
+    def get_state(self) -> Any:
+        """Return the states of callbacks, the last step they have seen, and the step of an interrupted evaluation."""
+        left = {} if self._left is None else {"left": self._left}
+        then = get_states(self._callbacks, self._where)
+        return {"step": self._reported_step, "owed": self._owed, "then": then, **left}
+
+    def set_state(self, value: Any) -> bool:
+        """Restore the states; return True if a callback had stopped the run. A value of unknown format is logged."""
+        fields = value if isinstance(value, dict) else {}
+        steps = [fields.get("step", ""), fields.get("owed", ""), fields.get("left")]
+        if not all(step is None or type(step) is int for step in steps):
+            _logger.warning("hooks: %s cannot read its state in the checkpoint: it starts fresh", key_of(self))
+            return False
+        self._reported_step, self._owed, self._left = steps
+        return set_states(self._callbacks, fields.get("then"), self._where)
+
+    def evaluate_first(self, step: int, state: TrainState) -> Any:
+        """Called once before the first step of a fresh run."""
+        return self._evaluate_at(step, state, on_cadence=False) if self._at_start else None
+
+    def evaluate_owed(self, step: int, state: TrainState) -> Any:
+        """Called once after a restore: repeats the evaluation that a signal interrupted at this step."""
+        if self._owed != step:
+            return None
+        result = self._evaluate_at(step, state, self._is_on_cadence(step))
+        return True if self._owed == step else result  # interrupted again
+
+    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
+        """Evaluate; return the combined result of the callbacks."""
+        return self._evaluate_at(step, state, on_cadence=True)
+
+    @shortens_tracebacks
+    def end(self, step: int, state: TrainState) -> "TrainState | None":
+        """Evaluate the last state, unless it was evaluated already."""
+        if step in self.results:
+            return None
+        result = self._evaluate_at(step, state, self._is_on_cadence(step))
+        result = result.state if isinstance(result, StopWith) else result
+        return result if isinstance(result, TrainState) else None
+
+    def owes_end(self, step: int) -> bool:
+        """Whether a signal interrupted the evaluation of this last step, so that callbacks have not seen it."""
+        return self._left == step
+
+    def repeat(self, step: int, state: TrainState) -> None:
+        """Evaluate the state of a finished run that is started again, without callbacks."""
+        self._reported_step = step
+        if step not in self.results:
+            self._evaluate_at(step, state, self._is_on_cadence(step))
+
+    def before_save(self, step: int) -> bool | None:
+        """Call `before_save` of the callbacks; return whether one of them prevents the save."""
+        return any(call_each(self._callbacks, "before_save", step))
+
+    def close(self) -> None:
+        """Close the callbacks."""
+        super().close()
+        call_each(self._callbacks, "close")
+
+    def _is_on_cadence(self, step: int) -> bool:
+        """Whether an evaluation is due at this step, or was due when it was interrupted."""
+        return self._owed == step or (self.cadence is not None and self.cadence.has_multiple(step))
+
+    def _evaluate_at(self, step: int, state: TrainState, on_cadence: bool) -> Any:
+        require_alive(state)  # another hook may have donated it; on a mesh, JAX would crash
+        # If this evaluation is interrupted, the checkpoint of this step records that it is owed.
+        self._owed, self._left = (step, None) if on_cadence else (None, step)
+        with self.run.watch.part(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
+            jax.block_until_ready(state)
+        self.run.reports.transfers.deliver_all()  # rows of earlier steps precede these results
+        try:
+            with setting(STOP_REQUESTED, self.run.stop_requested):
+                values = self._evaluate(state)
+        except EvaluationAbandoned:
+            if jax.process_index() == 0:
+                _logger.info("step %d: stopping; %s is interrupted and runs after the restart", step, key_of(self))
+            return None
+        if not isinstance(values, Mapping):
+            raise TypeError(f"evaluate returned {type(values).__name__}; it must return a mapping of names to numbers")
+        _refuse_text(values)
+        if (path := trees.donated_leaf(state)) is not None:
+            raise RuntimeError(
+                f"evaluate must not donate the state: its {path!r} was donated, and the run cannot continue. Evaluate "
+                "without donation, or evaluate a copy: jax.tree.map(jnp.copy, state)"
+            )
+        self._owed = self._left = None
+        if self._callbacks and not processes.is_single_process():
+            values = {**values, **_of_process_0(values)}
+        self.results[step] = values
+        named = {f"{self.prefix}/{name}": value for name, value in values.items()}
+        self.newest = (step, numbers_of(named))
+        if jax.process_index() == 0:
+            _logger.info("step %d  %s", step, text(named))
+        if self._writer is not None:
+            with internal_transfers():
+                for name, value in named.items():
+                    self._writer.add_summary(summary.scalar(name, value, collections=()), step)
+        # Started again before its hooks had ended, a finished run repeats an evaluation that callbacks have seen.
+        if self._reported_step == step:
+            return None
+        self._reported_step = step
+        if not on_cadence:
+            self.run.before_off_cadence()
+        result, stopped_by = called(self._callbacks, self._argument, step, state, values, on_cadence=on_cadence)
+        self.stopped_by = self.stopped_by or stopped_by
+        if self.run.saver is not None and len(self.results) == 1:
+            self.get_state()  # raises now, not at the first save, if a state cannot be saved
+        return result
+
+
+def _refuse_text(values: Mapping[str, Any]) -> None:
+    """Refuse results that are strings, or arrays of them."""
+    for name, value in values.items():
+        if isinstance(value, str | bytes) or getattr(getattr(value, "dtype", None), "kind", "") in ("U", "S"):
+            raise TypeError(
+                f"evaluate: results[{name!r}]={shown(value)}: must be a number, got {kind(value)}; leave it out, or "
+                "log it in evaluate"
+            )
+
+
+def _of_process_0(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of process 0, so that all processes make the same decisions."""
+    numbers = {name: repr(float(value)) for name, value in read(numbers_of(values)).items()}
+    shared = processes.broadcast_bytes(json.dumps(numbers).encode())
+    return {name: float(value) for name, value in json.loads(shared).items()}
+
+
+def call_each(functions: Sequence[EvaluationCallback], method: str, *args: Any) -> list[bool]:
+    """Call a method of all callbacks that have it."""
+    return [bool(getattr(one, method)(*args)) for one in functions if hasattr(one, method)]
+
+
+def called(
+    functions: Sequence[EvaluationCallback],
+    argument: str,
+    step: int,
+    state: TrainState,
+    results: Mapping[str, Any],
+    *,
+    on_cadence: bool,
+) -> tuple[Any, str | None]:
+    """Call the callbacks in order, and combine their results: one may stop the run while another replaces the state.
+
+    Args:
+        functions: The callbacks.
+        argument: The name of the argument that has them, for errors.
+        step: The step.
+        state: The evaluated state.
+        results: The results of the evaluation.
+        on_cadence: Whether the evaluation was due; if not, callbacks with a true `on_cadence_only` are skipped.
+
+    Returns:
+        The result of the hook, and the key of the first callback that stops the run, or None.
+    """
+    given, stopped_by = state, None
+    for function in functions:
+        if not on_cadence and getattr(function, "on_cadence_only", False):
+            continue
+        result = function(step, given, results)
+        stop, given = check_hook_result(result, given, step, f"{argument}: {name_of(function)}")
+        if stop and stopped_by is None:
+            stopped_by = key_of(function)
+    if given is state:
+        return (None if stopped_by is None else True), stopped_by
+    return (given if stopped_by is None else StopWith(given)), stopped_by
