@@ -1,13 +1,13 @@
-"""The batches of an evaluation on all processes, and the totals of their metrics."""
+"""The batches of an evaluation: all of them, from the start each time, and their placement.
+
+Their numbers of rows need not divide over the devices, nor agree on processes.
+"""
 
 import copy
-import dataclasses
 import functools
 import itertools
 import logging
-import math
 import operator
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,21 +17,15 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jstep.core import trees
-from jstep.core.checks import kind, shown
-from jstep.core.exceptions import note
-from jstep.core.meshes import internal_transfers, mesh_of, using_mesh, without_explicit_axes
+from jstep.core.checks import shown
+from jstep.core.meshes import internal_transfers
 from jstep.core.threads import taken
 from jstep.core.trees import shape_of
 from jstep.data.batches import Batches
 from jstep.data.sequence import BatchSequence
 from jstep.data.to_devices import as_shardings, copied, fitting, is_axes, over_axes, owners_of, place_rows, placement
 from jstep.distributed import processes
-from jstep.hooks.numbers import host, is_number, is_numeric, local
 from jstep.queues.queues import until_end
-
-# Batches of an evaluation: iteration over all of them, from the start each time, and their placement.
-#
-# Their numbers of rows need not divide over the devices, nor agree on processes.
 
 _logger = logging.getLogger("jstep")
 
@@ -308,254 +302,3 @@ def _global(counts: np.ndarray[Any, Any], rows: Any, sharding: Any) -> jax.Array
         parts = gathered.reshape(len(counts), -1)
         whole = np.concatenate([parts[p].copy().view(rows.dtype).reshape(most, *tail)[: counts[p]] for p in owners])
     return jax.make_array_from_callback(whole.shape, fitting(sharding, whole.shape), lambda index: whole[index])
-
-
-# Metrics of the batches of an evaluation, and their totals: exact for low-precision values and beyond 2³¹.
-#
-# Objects with `merge` and `compute` are merged over the batches on the device; all others are summed on the host.
-
-_METHODS = ("merge", "compute")
-_MUST_BE = (
-    "must be a vector with a value for each example, a scalar, a pair of scalars (sum, count), or an object with the "
-    "methods merge and compute"
-)
-_REGISTER = "; register other fields as static (meta_fields of jax.tree_util.register_dataclass)"
-PER_EXAMPLE, MEAN, PAIR, OBJECT = "per example", "mean", "sum and count", "object"
-
-_AHEAD = 2
-"""Number of batches dispatched to the device before the metrics of the first one are read."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Metric:
-    """A metric of one batch. All but the value is found while tracing and kept with the compiled program.
-
-    Attributes:
-        value: What the metric function returned.
-        name: Its name.
-        kind: What it is: a vector with a value for each example, a mean over them, a pair (sum, count), or an object.
-        rows: The number of examples, or a string that explains why it is unknown.
-    """
-
-    value: Any
-    name: str = dataclasses.field(metadata={"static": True})
-    kind: str = dataclasses.field(metadata={"static": True})
-    rows: int | str = dataclasses.field(metadata={"static": True})
-
-
-def metrics_of(found: Any, rows: int | str) -> list[Metric]:
-    """Return the metrics of a batch, whose kinds are determined by their shapes; works while tracing.
-
-    Args:
-        found: The return value of the metric function.
-        rows: The number of examples; a string explains why it is unknown.
-
-    Raises:
-        TypeError: `found` is not a mapping, or a metric is not a number.
-        ValueError: A metric has another shape. The message contains its name.
-    """
-    if not isinstance(found, Mapping):
-        raise TypeError(f"metric_fn returned {kind(found)}: must be a mapping of names to metrics, such as a dict")
-    for name in found:
-        if not isinstance(name, str):
-            raise TypeError(f"metric_fn: the name {name!r} of a metric is {type(name).__name__}, must be a string")
-    return [Metric(value, name, _kind(name, value, rows), rows) for name, value in found.items()]
-
-
-def _kind(name: str, value: Any, rows: int | str) -> str:
-    if _is_object(name, value):
-        return OBJECT
-    what, several = f"metric_fn: the metric {name!r}", isinstance(value, tuple | list)
-    if not all(map(is_numeric, value if several else (value,))):
-        raise TypeError(f"{what} is {kind(value)}: {_MUST_BE}")
-    if several:
-        shapes = [np.shape(part) for part in value]
-        if shapes == [(), ()]:
-            return PAIR
-        raise ValueError(f"{what} is a {type(value).__name__} of shapes {shapes}: {_MUST_BE}")
-    shape = np.shape(value)
-    if isinstance(rows, str):
-        found = f"has shape {shape}" if shape else "is a scalar"
-        raise ValueError(f"{what} {found}, which counts by the number of examples, and {rows}: {_MUST_BE}")
-    if shape not in ((), (rows,)):
-        raise ValueError(f"{what} has shape {shape} for a batch of {rows} examples: {_MUST_BE}")
-    return PER_EXAMPLE if shape else MEAN
-
-
-class Totals:
-    """The totals of all metrics, by name in the order of the metric function.
-
-    They are the sum and the count of each batch, on the host, or a merged object.
-
-    Args:
-        merge: `merge(totals, objects)` merges objects by name.
-    """
-
-    def __init__(self, merge: Callable[..., dict[str, Any]]) -> None:
-        self._merge = merge
-        self._totals: dict[str, Any] = {}
-        self._pending: deque[Sequence[Metric]] = deque()
-
-    def add(self, metrics: Sequence[Metric]) -> None:
-        """Add the metrics of a batch; wait for those of an earlier one.
-
-        Raises:
-            TypeError: A metric is an object in one batch and not in another, or `merge` is wrong.
-        """
-        objects = {metric.name: metric.value for metric in metrics if metric.kind == OBJECT}
-        before = {name: self._totals[name] for name in objects if name in self._totals}
-        for metric in metrics:
-            total = self._totals.setdefault(metric.name, metric.value if metric.kind == OBJECT else [])
-            if isinstance(total, list) == (metric.kind == OBJECT):
-                raise TypeError(f"metric_fn: the metric {metric.name!r} is an object in some batches: must be in all")
-        if before:
-            self._totals |= self._merge(before, {name: objects[name] for name in before})
-        self._pending.append(metrics)
-        if len(self._pending) > _AHEAD:
-            self._read()
-
-    def results(self) -> dict[str, float]:
-        """Return all results.
-
-        Raises:
-            TypeError: `compute` of an object does not return a number or a dict of numbers.
-            ValueError: A number computed by an object has the name of another metric.
-        """
-        while self._pending:
-            self._read()
-        with using_mesh(mesh_of(self._totals)):
-            return trees.merged(
-                ((name, _numbers_of(name, total)) for name, total in self._totals.items()),
-                lambda full, _, name: f"metric_fn: two metrics are called {full!r}; rename {name!r} or the other",
-            )
-
-    def _read(self) -> None:
-        with internal_transfers():
-            for metric in self._pending.popleft():
-                if metric.kind == OBJECT:
-                    jax.block_until_ready(metric.value)
-                    continue
-                if metric.kind == PAIR:
-                    total, count = map(_sum, metric.value)
-                else:
-                    count = int(metric.rows)
-                    weight = count if metric.kind == MEAN else 1
-                    total = _sum(metric.value) * weight if weight else 0  # not NaN · 0
-                self._totals[metric.name].append((total, count))
-
-
-def _sum(value: Any) -> int | float:
-    numbers = host(value).ravel()
-    exact = numbers if numbers.dtype.kind in "biu" else numbers.astype(np.float64)
-    return _total(exact.tolist())
-
-
-def _total(numbers: Sequence[Any]) -> int | float:
-    """Return the exact sum: an integer for integers, correctly rounded for floats, independent of their order."""
-    if all(isinstance(number, int) for number in numbers):
-        return sum(numbers)
-    try:
-        return math.fsum(numbers)
-    except (OverflowError, ValueError):  # infinities of both signs, or a sum beyond the range of floats
-        return float(np.sum(np.array(numbers, np.float64)))
-
-
-def _mean(parts: Sequence[tuple[int | float, int | float]]) -> float:
-    """Return sum / count of all batches; NaN if the count is 0."""
-    total, count = map(_total, zip(*parts, strict=True))
-    try:
-        return total / count if count else math.nan
-    except OverflowError:
-        return math.inf
-
-
-def _is_object(name: str, value: Any) -> bool:
-    """Return whether a metric is an object with `merge` and `compute`; works while tracing.
-
-    Raises:
-        TypeError: The metric has only one of the two methods, or is not a pytree of arrays. The message contains its
-            name.
-    """
-    missing = [method for method in _METHODS if not callable(getattr(value, method, None))]
-    if len(missing) == 2:
-        return False
-    what = f"metric_fn: the metric {name!r} is {kind(value)}"
-    if missing:
-        (other,) = set(_METHODS).difference(missing)
-        raise TypeError(
-            f"{what} with {other} and without {missing[0]}: must have both methods, merge(other) and compute()"
-        )
-    if isinstance(value, type):
-        raise TypeError(f"{what}: must be an object of it")
-    if jax.tree_util.all_leaves([value]):
-        raise TypeError(
-            f"{what}, which is not a pytree: register its class, for example a dataclass by "
-            "jax.tree_util.register_dataclass"
-        )
-    trees.require_arrays(value, what, _REGISTER)  # JAX's own error does not name the metric
-    return True
-
-
-def merge_objects(totals: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the objects of one more batch into the totals of the same names; for use in a compiled program.
-
-    Raises:
-        TypeError: `merge` does not return an object of the same structure. The message contains the metric.
-    """
-
-    def merged(totals: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: _merged(name, total, objects[name]) for name, total in totals.items()}
-
-    return without_explicit_axes(merged, totals, objects)
-
-
-def _merged(name: str, total: Any, one: Any) -> Any:
-    what = f"metric_fn: the metric {name!r}: merge of {kind(total)}"
-    _require_like(one, total, f"{what} was given", "all batches must give")
-    try:
-        merged = total.merge(one)
-    except Exception as error:
-        advice = "which is compiled: use jax.numpy on the leaves"
-        pairs = zip(trees.leaves_with_paths(total), jax.tree.leaves(one), strict=True)
-        differ = [f"{path} {np.shape(a)} and {np.shape(b)}" for (path, a), b in pairs if np.shape(a) != np.shape(b)]
-        if differ:
-            advice += (
-                f". Shapes of the merged batches and of the next one differ: {', '.join(differ)}; the last batch may "
-                "have fewer rows: sum over the rows, or concatenate them"
-            )
-        note(error, f"metric_fn: in merge of the metric {name!r}, {advice}")
-        raise
-    _require_like(merged, total, f"{what} returned", "must return")
-    trees.require_arrays(merged, f"{what} returned {kind(merged)}", _REGISTER)
-    return merged
-
-
-def _require_like(one: Any, total: Any, what: str, must: str) -> None:
-    given, wanted = trees.structure(one), trees.structure(total)
-    if type(one) is not type(total) or given != wanted:
-        raise TypeError(f"{what} {kind(one)} of another structure: {must} {wanted}, got {given}")
-
-
-def _numbers_of(name: str, total: Any) -> dict[str, float]:
-    """Compute the total of a metric; return its numbers by result name, `name` or `name/key`.
-
-    Raises:
-        TypeError: `compute` does not return a number or a dict of numbers. The message contains the metric.
-    """
-    try:
-        computed = _mean(total) if isinstance(total, list) else jax.tree.map(local, total).compute()
-    except Exception as error:
-        note(error, f"metric_fn: in compute of the metric {name!r}")
-        raise
-    values = computed if isinstance(computed, Mapping) else {None: computed}
-    what, numbers = f"metric_fn: the metric {name!r}: compute returned", {}
-    for key, value in values.items():
-        if key is not None and not isinstance(key, str):
-            raise TypeError(f"{what} the key {key!r}: must be a string")
-        if not is_number(value):
-            at = "" if key is None else f" at {key!r}"
-            raise TypeError(f"{what} {kind(value)}{at}: must be a number, or a dict of numbers")
-        with internal_transfers():
-            numbers[name if key is None else f"{name}/{key}"] = float(host(value))
-    return numbers

@@ -20,8 +20,8 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.sequence import BatchSequence
 from jstep.differentiate.lanes import Lanes, as_lanes, of_each_lane, on_lanes, sum_over_lanes
 from jstep.distributed import processes
-from jstep.evaluating import evaluation_batches
-from jstep.evaluating.evaluation_batches import OBJECT, EvaluationBatches, Metric, Totals
+from jstep.evaluating.evaluation_batches import EvaluationBatches, check_sharding, num_examples, placed, shardings_of
+from jstep.evaluating.evaluation_metrics import OBJECT, Metric, Totals, merge_objects, metrics_of
 from jstep.hooks.numbers import start_transfer
 from jstep.optimizers.averages import NAME, as_average_names, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
@@ -124,8 +124,8 @@ def evaluator(
     as_average_names(use_averages)
     has_model_state = as_bool(has_model_state, "has_model_state")
     passes = EvaluationBatches(batches)
-    evaluation_batches.check_sharding(batch_sharding)
-    compute, merge = _replicated(_computing(metric_fn, as_lanes(lanes))), _replicated(evaluation_batches.merge_objects)
+    check_sharding(batch_sharding)
+    compute, merge = _replicated(_computing(metric_fn, as_lanes(lanes))), _replicated(merge_objects)
     return CheckedEvaluation(compute, merge, passes, use_averages, has_model_state, batch_sharding)
 
 
@@ -153,8 +153,8 @@ class CheckedEvaluation:
         self._check_state(state)
         params = (_params_of(state, self.use_averages), *_model_state_of(state, self.has_model_state))
         totals, stop_requested = Totals(self.merge), STOP_REQUESTED.get()
-        shardings = evaluation_batches.shardings_of(self.batch_sharding, state)
-        for args in evaluation_batches.placed(self.passes, shardings):
+        shardings = shardings_of(self.batch_sharding, state)
+        for args in placed(self.passes, shardings):
             is_global = _mesh_of_processes((params, args)) is not None
             # Otherwise the processes may have different numbers of batches.
             if (is_global or processes.is_single_process()) and stop_requested():
@@ -178,7 +178,7 @@ class CheckedEvaluation:
         params = (params, *_model_state_of(state, self.has_model_state))
         if not processes.is_single_process():
             return
-        args = self.passes.first_shapes(evaluation_batches.shardings_of(self.batch_sharding, state))
+        args = self.passes.first_shapes(shardings_of(self.batch_sharding, state))
         if args is not None:
             with using_mesh(mesh_of((state, args))), _explained(state, self.has_model_state, args):
                 jax.eval_shape(self.compute, params, args)
@@ -213,7 +213,7 @@ def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..
     attempts = Attempts(name)
 
     def metrics(params: tuple[Any, ...], args: tuple[Any, ...]) -> list[Metric]:
-        return evaluation_batches.metrics_of(metric_fn(*params, *args), evaluation_batches.num_examples(args))
+        return metrics_of(metric_fn(*params, *args), num_examples(args))
 
     def compute(params: tuple[Any, ...], args: tuple[Any, ...]) -> list[list[Metric]]:
         if number is None:
@@ -226,7 +226,7 @@ def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..
 
 def _of_lanes(metrics: Callable[..., list[Metric]], lanes: Lanes, params: Any, args: Any) -> list[list[Metric]]:
     """Return the metrics of each lane; of one with the whole batch if they do not divide it."""
-    size = evaluation_batches.num_examples(args)
+    size = num_examples(args)
     if isinstance(size, str) or size == 0 or size % lanes.number:
         lanes = lanes._replace(number=1, axes=())
     leaves, treedef = trees.flatten(args)

@@ -15,8 +15,8 @@ from positioned import Positioned
 
 import jstep
 from jstep.evaluating import evaluation_batches
-from jstep.evaluating.evaluation_batches import _mean, _total
 from jstep.evaluating.evaluation_hook import _of_process_0
+from jstep.evaluating.evaluation_metrics import _mean, _total
 
 X = np.random.default_rng(0).normal(size=(23, 3)).astype(np.float32)
 W = np.array([1.0, -2.0, 0.5], np.float32)
