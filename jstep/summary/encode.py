@@ -23,8 +23,8 @@ from jstep.core.trees import Array, has_tracers, is_traced
 from jstep.stores.event_files import frame, imported, is_event_file, proto
 from jstep.stores.files import ObjectAppender, make_folders, sync, sync_folder
 from jstep.stores.objects import STARTING, Objects, is_url
-from jstep.summary import make
-from jstep.summary.make import DEFAULT, Histogram, Images, Part, Scalars, Summary, Text
+from jstep.summary.named_collections import DEFAULT, summary_of
+from jstep.summary.summaries import Histogram, Images, Part, Scalars, Summary, Text, check_tag, is_here
 
 # Histogram summaries, counted on the device into TensorFlow's exponential buckets.
 #
@@ -75,7 +75,7 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
 
     Source: TensorFlow's `histogram_summary` and `histogram::Histogram`.
     """
-    make.check_tag(tag, "histogram")
+    check_tag(tag, "histogram")
     if not is_traced(values):
         with internal_transfers():
             values = _eager(tag, values)
@@ -86,7 +86,7 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
     is_wide = isinstance(values, np.ndarray) and values.dtype != jax.dtypes.canonicalize_dtype(values.dtype)
     with internal_transfers():
         part = Histogram((tag,), **(_count_on_host(values) if is_wide else _count(values)))
-    return make.summary_of(part, collections)
+    return summary_of(part, collections)
 
 
 def _eager(tag: str, values: Any) -> Any:
@@ -113,7 +113,7 @@ def _eager(tag: str, values: Any) -> Any:
         # Finite doubles that overflow float32 stay doubles.
         if values.dtype != np.float64 or not np.isfinite(values[~np.isfinite(narrow)]).any():
             values = narrow
-    elif values.size > _READ_AT_ONCE or not make.is_here(values):
+    elif values.size > _READ_AT_ONCE or not is_here(values):
         return values
     if jnp.issubdtype(values.dtype, jnp.floating):
         bad = values.size - int(np.count_nonzero(np.isfinite(np.asarray(values).astype(np.float64))))
@@ -272,7 +272,7 @@ def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[l
             event.summary.value.add(tag=part.tags[0], simple_value=part.values)  # type: ignore[union-attr]
         return [event.SerializeToString()], []
     for leaf in jax.tree.leaves(summary):
-        if isinstance(leaf, jax.Array) and not (leaf.is_deleted() or make.is_here(leaf)) and leaf.is_fully_addressable:
+        if isinstance(leaf, jax.Array) and not (leaf.is_deleted() or is_here(leaf)) and leaf.is_fully_addressable:
             leaf.copy_to_host_async()  # start all transfers before waiting for the first
     by_age: defaultdict[int, Values] = defaultdict(list)  # steps before the last one → values
     errors: list[Exception] = []

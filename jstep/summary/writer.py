@@ -26,7 +26,7 @@ from jstep.stores.event_files import CHECKSUMS, frame, imported, is_message, par
 from jstep.stores.objects import location
 from jstep.summary.encode import Sink, encode_job, open_event_file
 from jstep.summary.graph import graph_def
-from jstep.summary.make import Scalars, Summary, is_traced_part, keep
+from jstep.summary.summaries import Scalars, Summary, is_traced_part, keep
 
 # The background thread that waits for arrays, encodes events and writes them.
 

@@ -1,0 +1,286 @@
+"""Creation of scalar, text and image summaries."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core.checks import as_int, kind, shown
+from jstep.core.meshes import internal_transfers, without_explicit_axes
+from jstep.core.trees import Array, is_array
+from jstep.summary.named_collections import DEFAULT, register, summary_of
+from jstep.summary.summaries import Images, Scalars, Summary, Text, check_tag, keep
+
+
+def scalar(tags: Any, values: Any, collections: Sequence[str] | None = DEFAULT) -> Summary:
+    """Return a summary of one number, or of an array of numbers with one tag each.
+
+    An eager call with an array on the device does not wait for it: the value is copied there and read when the summary
+    is written.
+
+    Args:
+        tags: A string, or a list or array of strings.
+        values: A real number, or an array or list of numbers with the shape of `tags`.
+        collections: The collections to add the summary to; None for the default one, () for none.
+
+    Returns:
+        A `Summary`, a pytree whose tags are static.
+
+    Raises:
+        ValueError: The shapes differ, or a tag is empty or given twice.
+        TypeError: A tag is not a string, or a value is not a real number.
+
+    Example:
+        >>> import jstep.summary
+        >>> jstep.summary.scalar("loss", 0.25)
+        Summary('loss')
+        >>> jstep.summary.scalar(["accuracy/train", "accuracy/test"], [0.9, 0.8])
+        Summary('accuracy/train', 'accuracy/test')
+
+    Source: TensorFlow's `scalar_summary`.
+    """
+    parts = (_one(tags, values),) if isinstance(tags, str) else _many(tags, values)
+    for part in parts:
+        register(part, collections)
+    return Summary(parts)
+
+
+def _one(tag: str, value: Any) -> Scalars:
+    check_tag(tag, "scalar")
+    if type(value) is float:
+        return Scalars((tag,), 0, value)
+    value = _number(value, tag, ())
+    if isinstance(value, jax.Array):
+        return Scalars((tag,), 0, value)
+    try:
+        return Scalars((tag,), 0, float(value))
+    except OverflowError as error:
+        raise ValueError(f"scalar {tag!r}: {error}") from error
+
+
+def _many(tags: Any, values: Any) -> tuple[Scalars, ...]:
+    if not isinstance(tags, list | tuple | np.ndarray):
+        raise TypeError(
+            f"scalar(tags, values): tags must be a str, or a list or array of them, not {type(tags).__name__} {tags!r}"
+        )
+    try:
+        names = np.asarray(tags, dtype=object)
+        flat = tuple(check_tag(tag, "scalar") for tag in names.ravel().tolist())
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"scalar: tags {tags!r}: {error}") from error
+    seen: set[str] = set()
+    for tag in flat:
+        if tag in seen:
+            raise ValueError(f"scalar: duplicate tag {tag!r} in {tags!r}")
+        seen.add(tag)
+    if is_array(values):
+        return (Scalars(flat, names.ndim, _number(values, flat[0] if flat else "", names.shape)),) if flat else ()
+    # A list may hold arrays, traced ones included. They are kept separate, to wait for none of them.
+    entries = jax.tree.leaves(values, is_leaf=lambda x: not isinstance(x, list | tuple))
+    if _nesting(values) != names.shape or len(entries) != len(flat):
+        raise _shape_error(flat[0] if flat else "", names.shape, _nesting(values))
+    return tuple(_one(tag, x) for tag, x in zip(flat, entries, strict=True))
+
+
+def _nesting(values: Any) -> tuple[int, ...]:
+    shape: tuple[int, ...] = ()
+    while isinstance(values, list | tuple):
+        shape = (*shape, len(values))
+        values = values[0] if values else None
+    return shape
+
+
+def _number(value: Any, tag: str, shape: tuple[int, ...]) -> Any:
+    is_real = isinstance(value, bool | int | float)
+    found = () if is_real else np.shape(value)
+    if isinstance(value, list | tuple) or found != shape:
+        raise _shape_error(tag, shape, found)
+    if is_array(value):
+        is_real = getattr(value.dtype, "kind", "V") in "fiub" or jnp.issubdtype(value.dtype, jnp.floating)
+    if not is_real:
+        what = value.dtype if is_array(value) else f"{type(value).__name__} {value!r}"
+        raise TypeError(f"scalar {tag!r}: values must be real numbers, not {what}")
+    return keep(value)
+
+
+def _shape_error(tag: str, tags: tuple[int, ...], values: tuple[int, ...]) -> ValueError:
+    return ValueError(
+        f"scalar {tag!r}: tags and values not the same shape: {list(tags)} != {list(values)}. "
+        "Give one tag for each value, or reduce the values (jnp.mean) to one number."
+    )
+
+
+def zero_fraction(value: Any) -> Array:
+    """Return the fraction of zeros in an array (its sparsity).
+
+    zero_fraction(x) = (number of i with x_i = 0) / (number of elements), NaN for an empty array, as in
+    TensorFlow.
+
+    Args:
+        value: Any array or number.
+
+    Returns:
+        A float32 scalar.
+
+    Raises:
+        TypeError: `value` is not an array of numbers.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jstep.summary
+        >>> print(jstep.summary.zero_fraction(jax.nn.relu(jnp.array([-1.0, -2.0, 0.0, 3.0]))))
+        0.75
+
+    Source: TensorFlow's `tf.nn.zero_fraction`. Zeros are counted as integers, so the count is exact.
+    """
+    why = ""
+    try:
+        dtype = value.dtype if isinstance(value, jax.Array) else np.asarray(value).dtype
+    except ValueError as error:
+        dtype, why = np.dtype(object), f": {error}"
+    if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype.kind in "OSUMm":
+        raise TypeError(f"value={shown(value)}: must be an array of numbers, got {kind(value)}{why}")
+    with internal_transfers():
+        value = jnp.asarray(value)
+        zeros = jnp.sum(value == jnp.zeros((), value.dtype), dtype=jnp.int32).astype(jnp.float32)
+        return zeros / jnp.float32(value.size)
+
+
+def text(tag: str, text: Any, collections: Sequence[str] | None = DEFAULT) -> Summary:
+    """Return a summary of strings, which TensorBoard's Text tab renders as Markdown.
+
+    The strings are static: inside a compiled function they are those of the trace.
+
+    Args:
+        tag: The tag.
+        text: A string, or a list or table (rank 1 or 2) of strings.
+        collections: The collections to add the summary to; None for the default one, () for none.
+
+    Returns:
+        A `Summary` without leaves.
+
+    Raises:
+        TypeError: `text` is not a string or a list or table of strings.
+
+    Example:
+        >>> import jstep.summary
+        >>> jstep.summary.text("config", "learning rate **0.1**")
+        Summary('config')
+    """
+    check_tag(tag, "text")
+    try:
+        strings = np.asarray(text, dtype=object)
+    except ValueError:
+        strings = np.asarray(None)
+    flat = tuple(strings.ravel().tolist())
+    if strings.ndim > 2 or not all(isinstance(s, str) for s in flat):
+        raise TypeError(
+            f"text {tag!r}: must be a str, or a list or table of them with rows of one length, "
+            f"not {type(text).__name__} {text!r}"
+        )
+    return summary_of(Text((tag,), strings.shape, flat), collections)
+
+
+CHANNELS = (1, 3, 4)
+"""Grayscale, RGB and RGBA."""
+
+
+def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequence[str] | None = DEFAULT) -> Summary:
+    """Return a summary of images: the first `max_images` of a batch.
+
+    uint8 pixels are left unchanged. Floats are rescaled separately for each image. If no value is negative, the largest
+    becomes 255. Otherwise 0 becomes 127, and the scale is the largest that keeps all values within 0 … 255:
+
+        y = ⌊255·x / max(x)⌋    or    y = ⌊127 + x·min(127 / |min(x)|, 128 / max(x))⌋
+
+    A pixel with a non-finite value is red (white if there is one channel) and does not affect the scale.
+
+    Args:
+        tag: The tag. The images are tagged `tag/image/0`, `tag/image/1`, …, or `tag/image` if `max_images` is 1.
+        tensor: `[batch, height, width, channels]`, uint8 or floating, with 1 (gray), 3 (RGB) or 4 (RGBA)
+            channels.
+        max_images: Maximum number of images to take; None for 3.
+        collections: The collections to add the summary to; None for the default one, () for none.
+
+    Returns:
+        A `Summary` with uint8 pixels, which are compressed to PNG on the writer's thread.
+
+    Raises:
+        ValueError: The tensor is not of rank 4, has another number of channels, or max_images < 1.
+        TypeError: Its dtype is neither uint8 nor floating.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep.summary
+        >>> jstep.summary.image("digits", jnp.zeros((8, 28, 28, 1)), max_images=2)
+        Summary('digits/image/0', 'digits/image/1')
+
+    Source: TensorFlow's `image_summary`. Its documentation maps 0 to 127; its kernel mapped it to 128, with a smallest
+    value of 1. This follows the documentation.
+    """
+    check_tag(tag, "image")
+    max_images = 3 if max_images is None else as_int(max_images, "max_images", 1, "the number of pictures to take")
+    if not is_array(tensor):
+        raise TypeError(
+            f"image {tag!r}: must be an array [batch, height, width, channels], not {type(tensor).__name__}"
+        )
+    shape = tensor.shape
+    if len(shape) != 4:
+        hint = "; add the batch axis: x[None]" if len(shape) == 3 else ""
+        raise ValueError(f"image {tag!r}: must be [batch, height, width, channels], got shape {shape}{hint}")
+    if shape[3] not in CHANNELS:
+        hint = "; channels come last: jnp.moveaxis(x, 1, -1)" if shape[1] in CHANNELS else ""
+        raise ValueError(
+            f"image {tag!r}: must have 1, 3 or 4 channels (the last axis), got {shape[3]} in shape {shape}{hint}"
+        )
+    if not (shape[1] and shape[2]):
+        raise ValueError(f"image {tag!r}: pictures without pixels: shape {shape}")
+    if tensor.dtype != jnp.uint8 and not jnp.issubdtype(tensor.dtype, jnp.floating):
+        raise TypeError(
+            f"image {tag!r}: pixels must be uint8 (0 … 255, unchanged) or floating (rescaled), "
+            f"not {tensor.dtype}; convert with x.astype"
+        )
+    count = min(max_images, shape[0])
+    # The tag depends on the requested number, so that a short batch does not start another series.
+    tags = (f"{tag}/image",) if max_images == 1 else tuple(f"{tag}/image/{i}" for i in range(count))
+    with internal_transfers():
+        pixels = _pixels(tensor, count)
+    return summary_of(Images(tags[:count], pixels, np.int32(1)), collections)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _pixels(x: Array, count: int) -> Array:
+    def as_uint8(x: Array) -> Array:
+        return jnp.copy(x[:count]) if x.dtype == jnp.uint8 else jax.vmap(_rescale)(x[:count])
+
+    return without_explicit_axes(as_uint8, x)
+
+
+def _rescale(x: Array) -> Array:
+    """Convert an image `[height, width, channels]` to uint8."""
+    # Scaled by 1/16, since the reciprocal of the largest float32 is not a normal number.
+    x = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32) * 0.0625
+    finite = jnp.all(jnp.isfinite(x), axis=-1, keepdims=True)
+
+    def of(else_value: float) -> Array:
+        return jnp.where(finite, x, jnp.array(else_value, x.dtype))
+
+    low, high = jnp.min(of(jnp.inf)), jnp.max(of(-jnp.inf))
+    zero = jnp.where(low < 0, 127.0, 0.0).astype(x.dtype)
+    largest = jnp.maximum(jnp.abs(low), jnp.abs(high))
+    is_flat = ~jnp.isfinite(largest) | (largest < _ZERO * 0.0625)
+    # Normalized to 1 first, so that the scale neither overflows nor underflows.
+    unit = jnp.where(is_flat, 1.0, largest).astype(x.dtype)
+    low, high = low / unit, high / unit
+    down = 127.0 / jnp.maximum(-low, _ZERO)
+    up = jnp.where(low < 0, 128.0, 255.0) / jnp.maximum(high, _ZERO)
+    scale = jnp.where(is_flat, 0.0, jnp.minimum(jnp.where(low < 0, down, jnp.inf), up)).astype(x.dtype)
+    # Truncated as in TensorFlow; the margin is for a largest value that would become 254.99998.
+    y = jnp.floor(of(0.0) / unit * scale + zero + 1e-3)
+    bad = jnp.array([255, 0, 0, 255][: x.shape[-1]] if x.shape[-1] > 1 else [255], dtype=jnp.uint8)
+    return jnp.where(finite, jnp.clip(y, 0, 255).astype(jnp.uint8), bad[None, None, :])
+
+
+_ZERO = 1e-6
+"""An image whose values are all below this is black, as in TensorFlow."""
