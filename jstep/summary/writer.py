@@ -24,8 +24,9 @@ from jstep.core.threads import Thread, join
 from jstep.core.trees import Step, is_traced
 from jstep.stores.event_files import CHECKSUMS, frame, imported, is_message, parsed, proto
 from jstep.stores.objects import location
-from jstep.summary.encode import Sink, encode_job, open_event_file
+from jstep.summary.encode import encode_job
 from jstep.summary.graph import graph_def
+from jstep.summary.new_event_files import Sink, open_event_file
 from jstep.summary.summaries import Scalars, Summary, is_traced_part, keep
 
 # The background thread that waits for arrays, encodes events and writes them.

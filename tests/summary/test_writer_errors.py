@@ -12,7 +12,7 @@ from doubles import raising
 from event_reading import events_of, scalars
 
 from jstep import summary
-from jstep.summary.encode import LocalFile
+from jstep.summary.new_event_files import LocalFile
 from jstep.summary.writer import SummaryWriter
 
 

@@ -13,7 +13,7 @@ from tensorboard.compat.proto import event_pb2
 from waiting import interrupt
 
 from jstep import summary
-from jstep.summary import encode as event_file
+from jstep.summary import new_event_files
 from jstep.summary import writer as worker
 from jstep.summary.writer import SummaryWriter
 
@@ -151,7 +151,7 @@ def test_memory_of_pending_events_is_bounded(tmp_path, accumulate, monkeypatch, 
 
 
 def test_writers_of_the_same_second_have_ordered_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(event_file.time, "time", lambda: 1000.7)
+    monkeypatch.setattr(new_event_files.time, "time", lambda: 1000.7)
     writers = [SummaryWriter(tmp_path) for _ in range(12)]
     for writer in writers:
         writer.close()
@@ -162,9 +162,9 @@ def test_writers_of_the_same_second_have_ordered_files(tmp_path, monkeypatch):
 
 
 def test_files_sort_in_order_despite_a_clock_that_is_ahead(tmp_path, monkeypatch):
-    monkeypatch.setattr(event_file.time, "time", lambda: 2000.0)
+    monkeypatch.setattr(new_event_files.time, "time", lambda: 2000.0)
     SummaryWriter(tmp_path).close()
-    monkeypatch.setattr(event_file.time, "time", lambda: 1500.0)
+    monkeypatch.setattr(new_event_files.time, "time", lambda: 1500.0)
     with SummaryWriter(tmp_path) as writer:
         pass
     assert sorted(os.listdir(tmp_path))[-1] == os.path.basename(writer.path)
