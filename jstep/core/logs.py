@@ -7,10 +7,19 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from jstep.core.checks import as_int
 from jstep.core.exceptions import scoped
 
 _logger = logging.getLogger("jstep")
+
+
+def log_warning(text: str, *args: Any) -> None:
+    """Log a warning on process 0. It starts no backend, as asking for the process would."""
+    if not jax.distributed.is_initialized() or jax.process_index() == 0:
+        _logger.warning(text, *args)
+
 
 # Rate-limited logging.
 

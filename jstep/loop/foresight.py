@@ -19,8 +19,9 @@ from jstep.loop.arguments import LARGEST_STEP
 from jstep.loop.compiler import shapes_of
 from jstep.loop.run import Run
 from jstep.optimizers.averages import MOVED
-from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate, values_used
+from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate
 from jstep.optimizers.leafwise import is_rated
+from jstep.optimizers.step_metrics import values_used
 from jstep.state.train_state import TrainState
 from jstep.training.step import PureStep, minimized, pure
 

@@ -11,8 +11,8 @@ from jstep.core.checks import as_bool
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import elements
-from jstep.optimizers.elements import Masked, Scalar
-from jstep.optimizers.hyperparameters import bias_correction, deprecated_m_dtype
+from jstep.optimizers.elements import Masked, Scalar, bias_correction
+from jstep.optimizers.hyperparameters import deprecated_m_dtype
 from jstep.optimizers.leafwise import MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Result, Slot, Values
 
 # Adam and its classic variants: AdamW, Adamax, NAdam, RAdam.

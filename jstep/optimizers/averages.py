@@ -22,11 +22,13 @@ from jstep.core.selection import VarList
 from jstep.core.slot_roles import FOLLOWS_STEP, FOLLOWS_UPDATES, Role, Roles
 from jstep.core.traced_arguments import as_key, as_scalar
 from jstep.core.trees import Array, Held, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Step, Updates
-from jstep.optimizers import hyperparameters, leafwise
+from jstep.optimizers import hyperparameters, leaf_values, leafwise
 from jstep.optimizers.compose import Own, trained, wrap_optimizer
-from jstep.optimizers.hyperparameters import age_of, check_prefix, checked, is_update, mask, unless_skipped_by_guards
-from jstep.optimizers.leafwise import Slot, StepInputs
-from jstep.optimizers.updates import add, apply_updates, find_slot, on_leaves
+from jstep.optimizers.conditions import ADVANCES, Conditions, observing_conditions, unless_skipped_by_guards
+from jstep.optimizers.hyperparameters import check_prefix, checked
+from jstep.optimizers.leaf_values import mask
+from jstep.optimizers.leafwise import Slot, StepInputs, age_of, new_start_step
+from jstep.optimizers.updates import add, apply_updates, find_slot, is_update, on_leaves
 from jstep.state.train_state import START_STEP, TrainState, values_of
 
 # Exponential moving averages of parameters, and the wrapper that keeps them.
@@ -328,15 +330,15 @@ def with_moving_average(
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         params, after = at.params, jnp.asarray(at.step) + 1
         gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
-        conditions = hyperparameters.Conditions()
-        with hyperparameters.observing_conditions(conditions):
+        conditions = Conditions()
+        with observing_conditions(conditions):
             updates, inner = leafwise.call_update(optimizer, updates, inner, at, exact=True)
         now = dataclasses.replace(ema, **{argument: at.h[f"{ema.name}/{argument}"]}) if hyper else ema
         averages = trees.flatten_like(params, own[ema.name], "averages")
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         ages: Slots = {}
         if ema.follows == "step":
-            moves = hyperparameters.ADVANCES.get() and unless_skipped_by_guards(conditions, gradients, params)
+            moves = ADVANCES.get() and unless_skipped_by_guards(conditions, gradients, params)
             age = age_of(at.step, own[_age_name(ema)]) if ema.zero_debias else None
             weights = [_weight_at_steps(now, after, age, moves)] * len(found)
             counts = moves & ema.is_due(after)
@@ -361,7 +363,7 @@ def _own(ema: ExponentialMovingAverage, fresh: Callable[[Params, Step], Any], ro
     waits = ema.zero_debias and ema.waits
     ages = [_age_name(ema)] if follows_step and ema.zero_debias else []
     return Own(
-        {ema.name: fresh, **dict.fromkeys(ages, lambda params, step: hyperparameters.new_start_step(step))},
+        {ema.name: fresh, **dict.fromkeys(ages, lambda params, step: new_start_step(step))},
         {ema.name: role, **dict.fromkeys(ages, Role.OWN_AGE)},
         {ema.name: "weight"},
         hyper,
@@ -739,7 +741,7 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
             cut = jax.lax.bitcast_convert_type((bits + chance) & jnp.uint32(0xFFFF0000), jnp.float32)
             return jnp.where(jnp.isfinite(exact) & jnp.isfinite(cut), cut, exact) - p.astype(jnp.float32)
 
-        leaves, numbers = jax.tree.leaves(at.params), hyperparameters.leaf_numbers(at.params)
+        leaves, numbers = jax.tree.leaves(at.params), leaf_values.leaf_numbers(at.params)
         return leafwise.map_updates(rounded, at.params, updates, leaves, numbers, what="updates"), inner, {}
 
     return wrap_optimizer(

@@ -23,10 +23,10 @@ from jstep.core.placement import is_shape, may_run_on, on_devices
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import HALVES, Role, Roles
 from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
-from jstep.optimizers import by_slices, leafwise
-from jstep.optimizers import hyperparameters as hyper
+from jstep.optimizers import by_slices, leaf_values, leafwise
 from jstep.optimizers.compose import trained
-from jstep.optimizers.updates import add
+from jstep.optimizers.conditions import CONDITIONS, Conditions, report_condition
+from jstep.optimizers.updates import Projected, add, is_update
 from jstep.state.global_step import step_of
 from jstep.state.sharding import state_shardings
 from jstep.state.train_state import MODEL_STATE, TrainState, masters_of, require_state, values_of
@@ -97,7 +97,7 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
     near = as_int(block, "block", at_least=SMALLEST_BLOCK)
     if near > LARGEST_BLOCK or near & (near - 1):
         raise ValueError(f"block={shown(block)}: must be a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}")
-    kept = None if keep is None else hyper.mask("keep", keep)
+    kept = None if keep is None else leaf_values.mask("keep", keep)
 
     def blocks_in(params: Params) -> list[Blocks | None]:
         leaves = jax.tree.leaves(params)
@@ -124,7 +124,7 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
                 )
         lows = [None if p is None or p.dtype != jnp.bfloat16 else jnp.zeros_like(p, jnp.int8) for p in owned]
         leaves, treedef = trees.flatten(params)
-        with hyper.partial_params(params):
+        with leaf_values.partial_params(params):
             fresh = optimizer.init(treedef.unflatten(map(value_of, leaves, lows)), global_step)
         known = roles(params)
         fresh |= {REMAINDER: treedef.unflatten(lows)} if REMAINDER in known else {}
@@ -230,7 +230,7 @@ class Stored(NamedTuple):
     def turns(self) -> list[dict[str, Turn]]:
         """The position of the sequence for each leaf and slot; no two have the same."""
         names, step = (REMAINDER, *self.halves), jnp.asarray(self.step).astype(jnp.uint32)
-        firsts = [len(names) * number for number in hyper.leaf_numbers(self.params)]
+        firsts = [len(names) * number for number in leaf_values.leaf_numbers(self.params)]
         return [{name: Turn(step, np.uint32(first + i)) for i, name in enumerate(names)} for first in firsts]
 
     def large(self) -> list[bool]:
@@ -263,22 +263,22 @@ def updated(stored: Stored, inner: Inner, updates: Updates) -> tuple[Updates, Sl
     ways = [platform for platform, is_possible in known.items() if is_possible and any(stored.large())]
     if not ways:
         return _at_once(stored, inner, updates)
-    conditions = hyper.Conditions()
+    conditions = Conditions()
     made = {way: _collecting(conditions, _by_leaf, stored, inner, updates, way) for way in ways}
     default = _collecting(conditions, _at_once, stored, inner, updates)
     result, values = jax.lax.platform_dependent(default=default, **made)
     for condition, holds in zip(conditions, values, strict=True):
-        hyper.report_condition(condition._replace(holds=holds))
+        report_condition(condition._replace(holds=holds))
     found: tuple[Updates, Slots] = result
     return found
 
 
-def _collecting(conditions: hyper.Conditions, update: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+def _collecting(conditions: Conditions, update: Callable[..., Any], *first: Any) -> Callable[..., Any]:
     """`update(*first, …)`, to be traced: it also returns the conditions reported in it, which replace the others."""
 
     def traced(*rest: Any) -> Any:
         conditions.clear()
-        with setting(hyper.CONDITIONS, (conditions,)):
+        with setting(CONDITIONS, (conditions,)):
             made = update(*first, *rest)
         return made, [condition.holds for condition in conditions]
 
@@ -299,7 +299,7 @@ def _closed(
     There is a new value in place of the update of a parameter that has a remainder, or is large. `done` has this value
     and what is stored for the leaves that were updated by themselves.
     """
-    found = trees.flatten_like(stored.params, updates, "updates", is_leaf=hyper.is_update)
+    found = trees.flatten_like(stored.params, updates, "updates", is_leaf=is_update)
     rows, old, new = stored.rows(stored.slots), stored.rows(before), stored.rows(after)
     halves, turns, large, whole = tuple(stored.halves.items()), stored.turns(), stored.large(), jax.tree.leaves(masters)
     for i, blocks in enumerate(stored.blocks):
@@ -307,7 +307,7 @@ def _closed(
         u = found[i] if large[i] or REMAINDER in rows[i] else None
         args = rows[i], other, whole[i], u, turns[i], blocks, halves
         value, row = done[i] if i in done else _closed_leaf(*args)
-        found[i], rows[i] = found[i] if value is None else hyper.Projected(value), rows[i] | row
+        found[i], rows[i] = found[i] if value is None else Projected(value), rows[i] | row
     return trees.structure(stored.params).unflatten(found), stored.trees(rows, stored.slots | after)
 
 
@@ -385,13 +385,13 @@ def _by_leaf(stored: Stored, inner: Inner, updates: Updates, platform: str) -> t
     """The update with a program of its own for each large leaf: see `by_slices`."""
     values, named = stored.values(), trees.leaves_with_paths(stored.params)
     given, treedef = trees.flatten((updates, *values))
-    conditions = hyper.Conditions()
+    conditions = Conditions()
     traced = _collecting(conditions, lambda *xs: inner(*treedef.unflatten(xs)))
     program, shapes = without_calls(traced, platform, *given)
     results, structure = program.jaxpr.outvars, trees.structure(shapes)
     _, slots, masters = treedef.unflatten(program.jaxpr.invars)
     (found, after), _ = structure.unflatten(range(len(results)))
-    nodes = trees.flatten_like(stored.params, found, "updates", is_leaf=hyper.is_update)
+    nodes = trees.flatten_like(stored.params, found, "updates", is_leaf=is_update)
     lists = stored.rows(stored.slots), stored.turns(), stored.blocks, jax.tree.leaves(masters), stored.rows(slots)
     large, after_rows = stored.large(), stored.rows(after)
     leaves: dict[int, _Leaf] = {}
@@ -411,7 +411,7 @@ def _by_leaf(stored: Stored, inner: Inner, updates: Updates, platform: str) -> t
     known = iter(by_slices.values_of(program, given, [*rest, *needed]))
     (updates, new), reached = structure.unflatten([None if n in done else next(known) for n in range(len(results))])
     for condition, holds in zip(conditions, reached, strict=True):
-        hyper.report_condition(condition._replace(holds=holds))
+        report_condition(condition._replace(holds=holds))
     env = dict(zip(needed, known, strict=True))
     by_itself = {i: _closed_by_itself(named[i][1], leaf, stored.halves, env, platform) for i, leaf in leaves.items()}
     return _closed(stored, *values, updates, new, by_itself)

@@ -15,15 +15,17 @@ from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function, as_text
 from jstep.core.exceptions import scoped, setting
 from jstep.core.indexed_slices import is_slices, on_table
+from jstep.core.logs import log_warning
 from jstep.core.matching import NoGradientsError, require_slots
 from jstep.core.optimizers import EMPTY_CONTEXT, require_optimizer
 from jstep.core.placement import on_devices
 from jstep.core.slot_roles import AGES, Init, Labels, Order, Role, Roles, labels_of, order_of, roles_of
 from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
-from jstep.optimizers import hyperparameters, leafwise
-from jstep.optimizers.hyperparameters import Projected, check_prefix, held_roles, is_update, values_at
-from jstep.optimizers.leafwise import StepInputs
-from jstep.optimizers.updates import apply_updates, loads_slots
+from jstep.optimizers import hyperparameters, leaf_values, leafwise
+from jstep.optimizers.conditions import Conditions, conditions_of, observing_conditions
+from jstep.optimizers.hyperparameters import check_prefix, held_roles, values_at
+from jstep.optimizers.leafwise import StepInputs, new_start_step
+from jstep.optimizers.updates import Projected, apply_updates, is_update, loads_slots
 from jstep.state.train_state import START_STEP
 
 # Wrap an optimizer: the slots of the inner one keep their names, and the wrapper may add its own.
@@ -168,11 +170,11 @@ def wrap_optimizer(
         return Ages(slots, {slot: slot not in inner for slot in slots if slot is not None})
 
     def init(params: Params, global_step: Step) -> Slots:
-        with hyperparameters.partial_params(params):
+        with leaf_values.partial_params(params):
             inner = optimizer.init(init_on(params), global_step)
         slots = leafwise.merge(zip(parts, (inner, own.init(params, global_step)), strict=True), "slot")
         ages = [age for age, is_own in age_slots(params).slots.items() if is_own]
-        return slots | {age: hyperparameters.new_start_step(global_step) for age in ages}
+        return slots | {age: new_start_step(global_step) for age in ages}
 
     def all_roles(params: Params) -> Roles:
         ages = Roles(dict.fromkeys(age_slots(params).slots, age_role))
@@ -320,9 +322,9 @@ def warn_of_order(optimizer: Optimizer) -> None:
     """Log a warning if a clip comes after the learning rate, and one if there is no learning rate at all."""
     order = order_of(optimizer)
     if order.late_clip:
-        hyperparameters.log_warning("chain: %s. %s", order.late_clip, _USUAL_ORDER)
+        log_warning("chain: %s. %s", order.late_clip, _USUAL_ORDER)
     if order.partly_raw:
-        hyperparameters.log_warning(
+        log_warning(
             "optimizer: nothing multiplies its updates by −learning_rate (scale_by_learning_rate, scale, "
             "on_hyperball), so that they are added as they are, uphill. %s",
             _USUAL_ORDER,
@@ -488,8 +490,8 @@ class _Partition:
     @scoped
     def divided(self, params: Params) -> Iterator[tuple[Labels, dict[str, _Part]]]:
         """Give the label of each leaf, in order, and the leaves of each label; masks inside see all parameters."""
-        with hyperparameters.partial_params(params), setting(hyperparameters.IN_PART, True):
-            names = [self._label_of(path, leaf) for path, leaf in hyperparameters.own_leaves(params)]
+        with leaf_values.partial_params(params), setting(leaf_values.IN_PART, True):
+            names = [self._label_of(path, leaf) for path, leaf in leaf_values.own_leaves(params)]
             parts = {label: _Part(one, params, [mine == label for mine in names]) for label, one in self.parts.items()}
             yield names, parts
 
@@ -653,8 +655,8 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
     as_function(fn, "fn", "(params) -> params, such as a clip of each leaf", takes=1)
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        params, conditions = at.params, hyperparameters.Conditions()
-        with hyperparameters.observing_conditions(conditions):
+        params, conditions = at.params, Conditions()
+        with observing_conditions(conditions):
             updates, inner = leafwise.call_update(optimizer, updates, inner, at, exact=True)
         moved = apply_updates(params, updates)
         new = _checked(moved, fn(moved))
@@ -666,7 +668,7 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
             # Behind a guard, or if no update was due, another element of a chain may still move the parameter.
             return Projected(jnp.where(condition | jnp.any(after != before), new, before))
 
-        leaves = jax.tree.leaves(params), jax.tree.leaves(moved), hyperparameters.conditions_of(params, conditions)
+        leaves = jax.tree.leaves(params), jax.tree.leaves(moved), conditions_of(params, conditions)
         return leafwise.map_updates(projected, params, updates, new, *leaves, what="updates"), inner, {}
 
     return wrap_optimizer(optimizer, "with_projection", update)

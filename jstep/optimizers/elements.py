@@ -19,8 +19,9 @@ from jstep.core.slot_roles import BLOCK, CLIP, SCALE
 from jstep.core.traced_arguments import as_key
 from jstep.core.trees import Array, Held, Number, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.differentiate import clipping
-from jstep.optimizers import hyperparameters
-from jstep.optimizers.hyperparameters import Flag, Hyper, UnitAxes, by_path, checked, constant, first_match, own_leaves
+from jstep.optimizers import leaf_values
+from jstep.optimizers.hyperparameters import Hyper, checked, constant
+from jstep.optimizers.leaf_values import Flag, UnitAxes, by_path, first_match, own_leaves
 from jstep.optimizers.leafwise import DECAYED, Prepare, Result, Rule, Values, element, leafwise, map_updates, with_init
 
 # Transformations of gradients as elements of a chain: noise, centralization, normalization.
@@ -70,7 +71,7 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
             noise = jax.random.normal(jax.random.fold_in(of_step, i), g.shape, dtype)
             return g.astype(dtype) + sigma.astype(dtype) * noise
 
-        return map_updates(of_leaf, params, updates, hyperparameters.leaf_numbers(params))
+        return map_updates(of_leaf, params, updates, leaf_values.leaf_numbers(params))
 
     hyper = {"noise_eta": checked("eta", eta, low=0), "noise_gamma": checked("gamma", gamma, low=0)}
     return element(noisy, hyper, BLOCK)
@@ -101,7 +102,7 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
 
     Source: Yong et al., "Gradient Centralization" (2020); `optax.centralize`.
     """
-    axes_of = hyperparameters.unit_axes(axes, lambda shape: tuple(range(1, len(shape))))
+    axes_of = leaf_values.unit_axes(axes, lambda shape: tuple(range(1, len(shape))))
 
     def centralize(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
         def of_leaf(g: Any, leaf: tuple[str, Any]) -> Any:
@@ -274,7 +275,7 @@ def from_update(
     decay = hyper.get("weight_decay")
     if isinstance(decay, Masked):
         hyper = {**hyper, "weight_decay": decay.weight_decay}
-        flags = {DECAYED: hyperparameters.decay_mask("weight_decay_mask", decay.mask), **(flags or {})}
+        flags = {DECAYED: leaf_values.decay_mask("weight_decay_mask", decay.mask), **(flags or {})}
     scalars = {name: slot.initial for name, slot in given.items() if isinstance(slot, Scalar)}
 
     def of_leaf(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -608,7 +609,7 @@ def decay_arguments(name: str, weight_decay: Any, mask_given: Any) -> tuple[dict
     else:
         hyper, which = {name: checked("weight_decay", weight_decay, low=0)}, None
     factors = _factors(mask_given)
-    scales = hyperparameters.decay_mask("mask", mask_given) if factors is None else first_match("mask", factors)
+    scales = leaf_values.decay_mask("mask", mask_given) if factors is None else first_match("mask", factors)
 
     def of_leaf(glob: str | None, scale: Any) -> Any:
         factor = float(scale) if factors is None else 1.0 if scale is None else factors[scale]
@@ -708,7 +709,7 @@ def clip_gradients(
     ((how, limit),) = given.items()
     if axes is not None and how != "adaptive":
         raise ValueError(f"axes={shown(axes)}: only clip_gradients(adaptive=…) takes axes, got {how}")
-    axes_of = hyperparameters.unit_axes(axes, _unit_axes)
+    axes_of = leaf_values.unit_axes(axes, _unit_axes)
     hyper = _value_bounds(limit) if how == "by_value" else {f"clip_{how}": checked(how, limit, low=0, above=True)}
 
     def clip(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
@@ -771,3 +772,13 @@ def _norm(x: Array, axes: tuple[int, ...]) -> Array:
     most = jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0)
     safe = jnp.where((most > 0) & jnp.isfinite(most), most, jnp.ones_like(most))
     return jnp.sqrt(jnp.sum(jnp.square(x / safe), axis=axes, keepdims=True)) * safe
+
+
+def bias_correction(beta: Any, age: Array) -> Array:
+    """1 − beta^age, computed without cancellation for beta near 1."""
+    real = trees.default_float()
+    if isinstance(beta, float):
+        log = jnp.asarray(np.log(beta) if beta > 0 else -np.inf, real)
+    else:
+        log = jnp.log(beta).astype(real)
+    return -jnp.expm1(age.astype(real) * log)

@@ -13,6 +13,7 @@ from jstep.core import optimizers, trees
 from jstep.core.calls import has_init_and_update, makes_optimizer
 from jstep.core.checks import as_text, kind, shown
 from jstep.core.jaxprs import Operation, Subprogram, apply, body_of, evaluate
+from jstep.core.logs import log_warning
 from jstep.core.slot_roles import Counted, Init, Roles
 from jstep.core.trees import Held, Optimizer, Params, Step, shape_of
 from jstep.optimizers import hyperparameters as hyper
@@ -107,7 +108,7 @@ def from_optax(
 
 
 def _log_that_no_count_is_known(names: frozenset[str]) -> None:
-    hyper.log_warning(
+    log_warning(
         "from_optax: %s not reported, because the count at which Optax evaluates %s is not known. To report the rate "
         "that is used, leave it to jstep: jstep.chain(jstep.from_optax(optax.scale_by_…), "
         "jstep.scale_by_learning_rate(rate))",

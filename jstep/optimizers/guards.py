@@ -16,10 +16,11 @@ from jstep.core.placement import is_on_host, on_devices
 from jstep.core.slot_roles import ACCUMULATED, AGES, Role, Roles, roles_of
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.differentiate.clipping import global_norm
+from jstep.optimizers import conditions, leafwise
 from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers.compose import Own, wrap_optimizer
 from jstep.optimizers.leafwise import Slot, StepInputs, call_update, fresh_slot, map_updates, wide_updates
-from jstep.optimizers.updates import on_leaves, only_if, slot_leaves
+from jstep.optimizers.updates import Projected, on_leaves, only_if, slot_leaves
 
 # Skip updates whose gradients are not finite, and other conditional updates.
 
@@ -77,7 +78,7 @@ def skip_nonfinite(optimizer: OptimizerLike) -> Optimizer:
 
 
 def _at_step(params: Params, step: Step) -> Array:
-    return hyper.new_start_step(step)
+    return leafwise.new_start_step(step)
 
 
 def _left_out(last: Array) -> Array:
@@ -106,13 +107,13 @@ def conditional_update(
         is_guard: Whether an update that is not made is skipped, and not one that was not due.
     """
     roles = roles_of(optimizer, at.params)
-    hyper.report_condition(hyper.Condition(at.params, condition, is_guard))
+    conditions.report_condition(conditions.Condition(at.params, condition, is_guard))
     with only_if(condition):
         updates, new_slots = call_update(optimizer, updates, slots, at, exact=True)
 
     def zero_unless(update: Any, leaf: Any) -> Any:
-        if isinstance(update, hyper.Projected):
-            return hyper.Projected(_select(condition, on_devices(leaf), update.value))
+        if isinstance(update, Projected):
+            return Projected(_select(condition, on_devices(leaf), update.value))
         return jax.tree.map(lambda u: _zero_array_unless(condition, u), update)
 
     updates = map_updates(zero_unless, at.params, updates, jax.tree.leaves(at.params), what="updates")

@@ -22,7 +22,8 @@ from jstep.differentiate.clipping import norm_of
 from jstep.optimizers import elements
 from jstep.optimizers.adam import M_V, adam_direction, corrections
 from jstep.optimizers.elements import BETA, POSITIVE, Masked
-from jstep.optimizers.hyperparameters import Hyper, checked, constant, deprecated_m_dtype, mask
+from jstep.optimizers.hyperparameters import Hyper, checked, constant, deprecated_m_dtype
+from jstep.optimizers.leaf_values import mask
 from jstep.optimizers.leafwise import MEAN, MEAN_IN_ORDER, Result, Slot, Values, element, map_updates, with_init
 
 # Lion, and other optimizers by the sign of the gradient: Signum, Rprop.

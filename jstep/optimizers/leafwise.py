@@ -18,9 +18,10 @@ from jstep.core.matching import match_gradients, require_slots
 from jstep.core.placement import on_devices
 from jstep.core.slot_roles import Init, Labels, Order, Role, Roles, labels_of, order_of, roles_of
 from jstep.core.trees import Array, Context, Held, Optimizer, Params, Slots, Step, Updates
-from jstep.optimizers import hyperparameters
-from jstep.optimizers.hyperparameters import LEARNING_RATE, Flag, Hyper, held_roles, held_slots, value_at, values_at
-from jstep.optimizers.updates import loads_slots, on_leaves, slot_leaves, with_slots_loaded
+from jstep.optimizers import conditions, hyperparameters, leaf_values
+from jstep.optimizers.hyperparameters import LEARNING_RATE, Hyper, held_roles, held_slots, value_at, values_at
+from jstep.optimizers.leaf_values import Flag
+from jstep.optimizers.updates import is_update, loads_slots, moves, on_leaves, slot_leaves, with_slots_loaded
 from jstep.state.train_state import START_STEP
 
 # Chain elements without a rule, and the leaves of custom optimizers.
@@ -153,7 +154,7 @@ def map_updates(
         *others: Values to pass with each update: one for each leaf of params, in order.
         what: The name of `updates`, for errors.
     """
-    found = trees.flatten_like(params, updates, what, is_leaf=hyperparameters.is_update)
+    found = trees.flatten_like(params, updates, what, is_leaf=is_update)
     rows = zip(found, *others, strict=True)
     return trees.structure(params).unflatten([None if trees.is_none(u) else fn(u, *rest) for u, *rest in rows])
 
@@ -202,13 +203,13 @@ def call_update(
 
     def update(slots: Slots, params: Params) -> tuple[Updates, Slots]:
         # Conditions inside a custom update may belong to a program of its own.
-        seen_by = hyperparameters.CONDITIONS.get() if isinstance(optimizer.init, Init) else ()
-        with setting(hyperparameters.CONDITIONS, seen_by):
+        seen_by = conditions.CONDITIONS.get() if isinstance(optimizer.init, Init) else ()
+        with setting(conditions.CONDITIONS, seen_by):
             return optimizer.update(updates, slots, params, at.step, *further)
 
     loads = getattr(optimizer.update, "loads_slots", False)
     new, slots = update(slots, at.params) if loads else with_slots_loaded(update, slots, at.params)
-    return new if exact else hyperparameters.moves(at.params, new), slots
+    return new if exact else moves(at.params, new), slots
 
 
 def inner_context(
@@ -246,7 +247,7 @@ def update_masters(
         rounded: `rounded(p, master)`, the value of a parameter for its master.
     """
     context = inner_context(at.context, lambda masters: jax.tree.map(rounded, at.params, masters), wide_updates)
-    with hyperparameters.partial_params(at.params):
+    with leaf_values.partial_params(at.params):
         inside = StepInputs(masters, at.step, context)
         return call_update(optimizer, wide_updates(updates), slots, inside, exact=True)
 
@@ -568,7 +569,7 @@ def leafwise(
             flag(params)  # a mask that matches nothing raises here, not at the first step
         fresh: Slots = {name: fresh_slot(name, spec, params, global_step) for name, spec in specs_for(params).items()}
         if aged:
-            fresh[START_STEP] = hyperparameters.new_start_step(global_step)
+            fresh[START_STEP] = new_start_step(global_step)
         fresh |= {name: _scalar(name, value, global_step) for name, value in scalars.items()}
         return fresh | held_slots(hyper)
 
@@ -584,7 +585,7 @@ def leafwise(
         h = Values(values_at(hyper, step, given), step=jnp.asarray(step))
         h |= {name: kept[name].astype(trees.default_float()) for name in scalars}
         if aged:
-            h["age"] = hyperparameters.age_of(step, kept[START_STEP])
+            h["age"] = age_of(step, kept[START_STEP])
         flag_values = {name: flag(params) for name, flag in flags.items()}
         statics = [tuple((name, values[i]) for name, values in flag_values.items()) for i in range(len(gradients))]
 
@@ -670,7 +671,7 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
         shape = spec.shape(path, like)
         return None if shape is None else jnp.full(shape, value, dtype)
 
-    pairs = zip(hyperparameters.own_leaves(params), jax.tree.leaves(params), strict=True)
+    pairs = zip(leaf_values.own_leaves(params), jax.tree.leaves(params), strict=True)
     return trees.structure(params).unflatten([leaf_slot(path, like, leaf) for (path, like), leaf in pairs])
 
 
@@ -743,3 +744,18 @@ def check_rule_result(rule: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return checked_rule
+
+
+def new_start_step(global_step: Step) -> Array:
+    """The scalar slot `start_step` of slots created at a step."""
+    return jnp.array(global_step, dtype=trees.default_int(), copy=True)
+
+
+def age_of(step: Step, start_step: Array) -> Array:
+    """The age of slots at the update from `step` to step + 1: 1 at their first update, k at the k-th.
+
+    `start_step` is the step minus the updates that the slots have had. It is constant while each step makes one update.
+    """
+    # If the step of a state was set back, start_step may be in the future; such slots count as new.
+    step = jnp.asarray(step).astype(start_step.dtype)
+    return jnp.maximum(step - start_step + 1, 1)

@@ -16,8 +16,8 @@ from jstep.core.on_cpus import compute_first
 from jstep.core.placement import on_devices
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
-from jstep.optimizers.elements import POSITIVE, Masked, Scalar, Sums, average, from_update, with_decay
-from jstep.optimizers.hyperparameters import bias_correction, checked, constant
+from jstep.optimizers.elements import POSITIVE, Masked, Scalar, Sums, average, bias_correction, from_update, with_decay
+from jstep.optimizers.hyperparameters import checked, constant
 from jstep.optimizers.leafwise import COPY, MEAN_IN_ORDER, SLOW, SQUARE, Result, Slot, Values
 from jstep.optimizers.updates import find_slot
 from jstep.state.train_state import masters_of, values_of

@@ -21,7 +21,7 @@ from jstep.core.meshes import on_any_mesh, parts_along
 from jstep.core.on_cpus import in_order
 from jstep.core.placement import is_on_host, layout_of, on_devices, shardings_of, to_host
 from jstep.core.trees import Array, Params, Slots, Updates
-from jstep.optimizers.hyperparameters import Projected, is_update, own_leaves
+from jstep.optimizers.leaf_values import own_leaves
 from jstep.state.train_state import TrainState
 
 # Adding updates to parameters.
@@ -380,3 +380,38 @@ def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], 
             f"{hint}"
         )
     return found[0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Projected:
+    """A leaf of updates that replaces the parameter by `value`, whose difference from the parameter may be rounded.
+
+    Only wrappers that pass updates on see it, by `call_update(…, exact=True)`; others see the difference.
+
+    Attributes:
+        value: The new value of the parameter, with its dtype.
+    """
+
+    value: Any
+
+
+def is_update(x: Any) -> bool:
+    """Whether a node of a tree of updates is an `IndexedSlices` or a `Projected`, for `is_leaf`."""
+    return isinstance(x, IndexedSlices | Projected)
+
+
+def moves(params: Params, updates: Updates) -> Updates:
+    """Return the updates with the difference from the parameter for each `Projected`."""
+    if not any(isinstance(u, Projected) for u in jax.tree.leaves(updates, is_leaf=is_update)):
+        return updates
+    found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
+    leaves, treedef = trees.flatten(on_devices(params))
+
+    def move(p: Any, u: Any) -> Any:
+        if not isinstance(u, Projected):
+            return u
+        dtype = trees.compute_dtype(jnp.result_type(p))
+        return u.value.astype(dtype) - jnp.asarray(p).astype(dtype)
+
+    return treedef.unflatten(map(move, leaves, found))

@@ -18,7 +18,7 @@ from jstep.core.threads import TRACING, doing
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, Params
 from jstep.distributed.processes import AgreedShapes, is_single_process
-from jstep.optimizers.hyperparameters import SKIPPED
+from jstep.optimizers.step_metrics import SKIPPED
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState, keep_roles
 from jstep.training.explain import explain

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jstep
-from jstep.optimizers.hyperparameters import by_path, mask
+from jstep.optimizers.leaf_values import by_path, mask
 
 PARAMS = {
     "w": {"a": jnp.ones((2, 3)), "b": jnp.ones((2, 3), jnp.bfloat16)},

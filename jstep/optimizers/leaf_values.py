@@ -1,0 +1,190 @@
+"""Static values of each leaf, computed from paths, shapes and dtypes: masks, factors, numbers, axes.
+
+Inside `partition` and other wrappers they are those of all parameters, as the state has them.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.checks import as_function, shown
+from jstep.core.exceptions import setting
+from jstep.core.logs import log_warning
+from jstep.core.selection import VarList, check_form, flags, is_named, names_of
+from jstep.core.trees import Params
+
+Flag: TypeAlias = Callable[[Params], list[Any]]
+"""Maps params to one hashable value per leaf, in order."""
+
+
+def mask(argument: str, var_list: VarList) -> Flag:
+    """The flag for whether each leaf is selected, in the grammar of `var_list`; None for all.
+
+    An entry that matches no parameter raises; inside `partition` it may match leaves of other labels only.
+
+    Args:
+        argument: The argument's name, for errors.
+        var_list: A predicate `(path, leaf) -> bool`, paths or globs, a tree of bools, or None.
+    """
+    check_form(var_list, argument)
+    return lambda params: on_whole(params, lambda whole: flags(whole, var_list, argument))
+
+
+def decay_mask(argument: str, var_list: VarList) -> Flag:
+    """As `mask`, for a weight decay; it logs a warning once if it selects nothing, but not below a label."""
+    flag = mask(argument, var_list)
+    has_warned = False
+
+    def selected(params: Params) -> list[bool]:
+        nonlocal has_warned
+        found = flag(params)
+        is_empty = not any(found) and any(flags(params, None, argument))
+        if is_empty and not has_warned and not IN_PART.get():
+            has_warned = True
+            text = "%s=%s: selects none of the parameters %s, so that nothing decays"
+            log_warning(text, argument, shown(var_list), trees.paths_of(params)[:20])
+        return found
+
+    return selected
+
+
+def by_path(fn: Callable[[str, Any], Any]) -> Flag:
+    """The flag `fn(path, leaf)`, which must be hashable and may depend on shape and dtype, not on values."""
+    return lambda params: [fn(path, leaf) if trees.is_trainable(leaf) else None for path, leaf in own_leaves(params)]
+
+
+def first_match(argument: str, entries: Iterable[str]) -> Flag:
+    """The flag for the first path or glob that matches each leaf, or None; every entry must match some leaf.
+
+    An entry that is the path of a leaf matches only that leaf, even if it contains glob characters.
+    """
+    globs = list(entries)
+
+    def of(params: Params) -> list[Any]:
+        flags(params, globs, argument)
+        everything = names_of(params)
+        exact = {name for names in everything for name in names}
+
+        def means(glob: str, names: tuple[str, ...]) -> bool:
+            return glob in names if glob in exact else is_named(names, glob)
+
+        return [next((glob for glob in globs if means(glob, names)), None) for names in everything]
+
+    return lambda params: on_whole(params, of)
+
+
+def own_leaves(params: Params) -> list[tuple[str, Any]]:
+    """The leaves of params with their paths, with the shapes and dtypes that they have in the state."""
+    return on_whole(params, trees.leaves_with_paths)
+
+
+def leaf_numbers(params: Params) -> list[int]:
+    """The index of each leaf among all parameters, even inside `partition`, for folding into PRNG keys."""
+    return on_whole(params, lambda whole: list(range(len(jax.tree.leaves(whole)))))
+
+
+def on_whole(params: Params, of: Callable[[Params], list[Any]]) -> list[Any]:
+    """Apply `of` to all parameters, even inside `partition`, and return its values for the leaves of params."""
+    whole = _WHOLE.get()
+    everything, structure_of_all = trees.flatten(whole, is_leaf=trees.is_none)
+    leaves, structure = trees.flatten(params, is_leaf=trees.is_none)
+    if whole is None or structure != structure_of_all:  # params are no part, or other form, of others
+        return of(params)
+    values = iter(of(whole))
+    by_all = [None if leaf is None else next(values) for leaf in everything]
+    return [value for value, leaf in zip(by_all, leaves, strict=True) if leaf is not None]
+
+
+_WHOLE: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_whole_params", default=None)
+
+
+def partial_params(params: Params) -> contextlib.AbstractContextManager[Params]:
+    """Make masks see `params` in this context, even if inner optimizers get None or another dtype for some leaves."""
+    return setting(_WHOLE, params if _WHOLE.get() is None else _WHOLE.get())
+
+
+IN_PART: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_in_part", default=False)
+"""Whether the optimizer is that of a label of a `partition`: its masks may select leaves of other labels alone."""
+
+Axes: TypeAlias = Callable[[str, Any], tuple[Any, Any]]
+
+MatrixAxes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def matrix_axes(axes: Axes | None, purpose: str, label: str, optimizer: str) -> Callable[[str, Any], MatrixAxes]:
+    """`(path, leaf) -> (rows, columns)`, the axes of a leaf that form the rows and the columns of its matrix.
+
+    It raises a ValueError if the leaf has fewer than two axes, or lacks an axis that `axes` returns.
+
+    Args:
+        axes: The argument `axes`; by default the last two axes are the matrix, (in, out) as in Flax.
+        purpose: Why a matrix is needed, for the error.
+        label: The label of the matrices in a partition that trains the other leaves with AdamW, for the error.
+        optimizer: The code of their optimizer in it.
+    """
+    as_function(axes, "axes", "(path, leaf) -> (in, out)", optional=True)
+
+    def of_leaf(path: str, leaf: Any) -> MatrixAxes:
+        shape = np.shape(leaf)
+        if len(shape) < 2:
+            raise ValueError(
+                f"params: the leaf at {trees.quoted(path)} has shape {shape}: must have two axes, a matrix, {purpose}; "
+                f"train the rest with another optimizer: jstep.partition({{'{label}': {optimizer}, 'adamw': "
+                f"jstep.adamw(1e-3)}}, lambda path, leaf: '{label}' if leaf.ndim == 2 and 'embed' not in path else "
+                "'adamw')"
+            )
+        given = (-2, -1) if axes is None else axes(path, leaf)
+        if not (isinstance(given, tuple | list) and len(given) == 2):
+            raise ValueError(f"axes: must return (in, out) for {path!r} of shape {shape}, got {shown(given)}")
+        try:
+            parts = [
+                tuple(range(len(shape))[axis] for axis in (part if isinstance(part, tuple | list) else (part,)))
+                for part in given
+            ]
+        except (IndexError, TypeError) as error:
+            raise ValueError(f"axes: {shown(given)} for {path!r}: must be axes of shape {shape}") from error
+        flat = [axis for part in parts for axis in part]
+        if not all(parts) or len(set(flat)) != len(flat):
+            raise ValueError(f"axes: {shown(given)} for {path!r} of shape {shape}: must be two parts of different axes")
+        return parts[0], parts[1]
+
+    return of_leaf
+
+
+UnitAxes: TypeAlias = tuple[int, ...] | int | Callable[[str, Any], Any] | None
+
+
+def unit_axes(
+    axes: UnitAxes, default: Callable[[tuple[int, ...]], tuple[int, ...]]
+) -> Callable[[str, Any], tuple[int, ...]]:
+    """`(path, leaf) -> axes`, the axes to reduce over at a leaf; a ValueError if it has no such axis.
+
+    Args:
+        axes: The argument `axes`.
+        default: The axes for a shape, if `axes` is None.
+    """
+
+    def as_axes(given: Any, where: str) -> tuple[int, ...]:
+        some = (given,) if isinstance(given, int) else given
+        if not isinstance(some, tuple | list) or not all(isinstance(a, int) and not isinstance(a, bool) for a in some):
+            raise TypeError(f"{where}={shown(given)}: must be a tuple of axes, or a function (path, leaf) -> tuple")
+        return tuple(some)
+
+    fixed = () if axes is None or callable(axes) else as_axes(axes, "axes")
+
+    def of_leaf(path: str, leaf: Any) -> tuple[int, ...]:
+        shape = np.shape(leaf)
+        if axes is None:
+            return default(shape)
+        some = as_axes(axes(path, leaf), f"axes at {trees.quoted(path)}") if callable(axes) else fixed
+        for axis in some:
+            if not -len(shape) <= axis < len(shape):
+                raise ValueError(f"axes={some}: the leaf at {trees.quoted(path)} of shape {shape} has no axis {axis}")
+        return some
+
+    return of_leaf
