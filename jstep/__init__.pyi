@@ -107,24 +107,24 @@ from jstep.optimizers.muon import on_hyperball as on_hyperball
 from jstep.optimizers.adam import scale_by_adam as scale_by_adam
 from jstep.optimizers.classic import scale_by_rms as scale_by_rms
 from jstep.optimizers.classic import trace as trace
-from jstep.optimizers.elements import add_noise as add_noise
-from jstep.optimizers.elements import add_weight_decay as add_weight_decay
-from jstep.optimizers.elements import centralize_gradients as centralize_gradients
-from jstep.optimizers.elements import clip_gradients as clip_gradients
-from jstep.optimizers.elements import decay_weights as decay_weights
-from jstep.optimizers.elements import normalize_gradients as normalize_gradients
-from jstep.optimizers.elements import scale as scale
-from jstep.optimizers.elements import scale_by_learning_rate as scale_by_learning_rate
-from jstep.optimizers.elements import scale_updates as scale_updates
+from jstep.optimizers.clip_gradients import clip_gradients as clip_gradients
+from jstep.optimizers.gradient_transformations import add_noise as add_noise
+from jstep.optimizers.gradient_transformations import centralize_gradients as centralize_gradients
+from jstep.optimizers.gradient_transformations import normalize_gradients as normalize_gradients
 from jstep.optimizers.layerwise import scale_by_lion as scale_by_lion
 from jstep.optimizers.layerwise import scale_by_trust_ratio as scale_by_trust_ratio
 from jstep.optimizers.muon import normalize_neurons as normalize_neurons
 from jstep.optimizers.muon import orthogonalize as orthogonalize
+from jstep.optimizers.scales import scale as scale
+from jstep.optimizers.scales import scale_by_learning_rate as scale_by_learning_rate
+from jstep.optimizers.scales import scale_updates as scale_updates
+from jstep.optimizers.weight_decay import add_weight_decay as add_weight_decay
+from jstep.optimizers.weight_decay import decay_weights as decay_weights
 
 # Optimizers of one's own.
 from jstep.core.trees import Context as Context
 from jstep.core.trees import Optimizer as Optimizer
-from jstep.optimizers.elements import from_direction as from_direction
+from jstep.optimizers.rules import from_direction as from_direction
 from jstep.optimizers.from_optax import from_optax as from_optax
 from jstep.optimizers.leafwise import Slot as Slot
 from jstep.optimizers.leafwise import leafwise as leafwise

@@ -46,7 +46,7 @@ from jstep.loop.arguments import Options
 from jstep.loop.compiler import shapes_of, type_text
 from jstep.loop.run import Observer, Run
 from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
-from jstep.optimizers.elements import RULE
+from jstep.optimizers.rules import RULE
 from jstep.stores.timeline import START
 from jstep.training.metrics import Metrics
 from jstep.training.step import minimized

@@ -10,10 +10,10 @@ from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
-from jstep.optimizers import elements
-from jstep.optimizers.elements import Masked, Scalar, bias_correction
+from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import deprecated_m_dtype
 from jstep.optimizers.leafwise import MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Result, Slot, Values
+from jstep.optimizers.rules import Masked, Scalar, bias_correction
 
 # Adam and its classic variants: AdamW, Adamax, NAdam, RAdam.
 
@@ -56,12 +56,12 @@ def adam(
     `tf.train.AdamOptimizer`. TF accumulates powers of β in float32; here they are computed from the step.
     """
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    return elements.from_update("adam", adam_update, M_V, hyper, prepare=signed_rate)
+    return rules.from_update("adam", adam_update, M_V, hyper, prepare=signed_rate)
 
 
 def adam_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The paper's efficient form, with both bias corrections in the rate."""
-    m, v = elements.average(s.m, g, h.beta1), elements.average(s.v, g * g, h.beta2)
+    m, v = rules.average(s.m, g, h.beta1), rules.average(s.v, g * g, h.beta2)
     return h.signed_rate * m / (jnp.sqrt(v) + h.epsilon), {"m": m, "v": v}
 
 
@@ -123,7 +123,7 @@ def adamw(
     slots = {"m": m, "v": SQUARE} | ({"v_max": SQUARE} if amsgrad else {})
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
-    return elements.from_direction("adamw", adam_direction, slots, hyper, prepare=corrections)
+    return rules.from_direction("adamw", adam_direction, slots, hyper, prepare=corrections)
 
 
 @makes_optimizer()
@@ -154,12 +154,12 @@ def scale_by_adam(
     Source: Kingma and Ba (2014); `optax.scale_by_adam`.
     """
     hyper = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    return elements.from_update("scale_by_adam", adam_direction, M_V, hyper, prepare=corrections)
+    return rules.from_update("scale_by_adam", adam_direction, M_V, hyper, prepare=corrections)
 
 
 def adam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The direction m̂ / (√v̂ + ε), with the largest v so far if there is a slot for it."""
-    m, v = elements.average(s.m, g, h.beta1), elements.average(s.v, g * g, h.beta2)
+    m, v = rules.average(s.m, g, h.beta1), rules.average(s.v, g * g, h.beta2)
     new = {"m": m, "v": v}
     if "v_max" in s:
         v = new["v_max"] = jnp.maximum(s.v_max, v)
@@ -207,13 +207,13 @@ def adamax(
     `optax.adamax` and `torch.optim.Adamax`. Keras adds ε to u.
     """
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
-    hyper |= {"epsilon": elements.positive("epsilon", epsilon)}
-    return elements.from_update("adamax", adamax_update, M_V, hyper, prepare=corrections)
+    hyper |= {"epsilon": rules.positive("epsilon", epsilon)}
+    return rules.from_update("adamax", adamax_update, M_V, hyper, prepare=corrections)
 
 
 def adamax_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The update by the infinity norm u."""
-    m, u = elements.average(s.m, g, h.beta1), jnp.maximum(h.beta2 * s.v, jnp.abs(g) + h.epsilon)
+    m, u = rules.average(s.m, g, h.beta1), jnp.maximum(h.beta2 * s.v, jnp.abs(g) + h.epsilon)
     return -h.learning_rate * h.unbias1 * m / u, {"m": m, "v": u}
 
 
@@ -261,14 +261,14 @@ def nadam(
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
     if momentum_decay is None:
-        return elements.from_direction("nadam", nadam_direction, M_V, hyper, prepare=nadam_weights)
+        return rules.from_direction("nadam", nadam_direction, M_V, hyper, prepare=nadam_weights)
     slots, hyper = M_V | {"mu_product": Scalar(1.0)}, hyper | {"momentum_decay": momentum_decay}
-    return elements.from_direction("nadam", nadam_direction, slots, hyper, prepare=growing_nadam_weights)
+    return rules.from_direction("nadam", nadam_direction, slots, hyper, prepare=growing_nadam_weights)
 
 
 def nadam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The direction with Nesterov momentum."""
-    m, v = elements.average(s.m, g, h.beta1), elements.average(s.v, g * g, h.beta2)
+    m, v = rules.average(s.m, g, h.beta1), rules.average(s.v, g * g, h.beta2)
     return (h.of_m * m + h.of_g * g) / (jnp.sqrt(h.unbias2 * v) + h.epsilon), {"m": m, "v": v}
 
 
@@ -341,12 +341,12 @@ def radam(
     """
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"threshold": threshold, "weight_decay": Masked(weight_decay, weight_decay_mask)}
-    return elements.from_direction("radam", radam_direction, M_V, hyper, prepare=rectification)
+    return rules.from_direction("radam", radam_direction, M_V, hyper, prepare=rectification)
 
 
 def radam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The rectified direction or, in the first steps, m̂."""
-    m, v = elements.average(s.m, g, h.beta1), elements.average(s.v, g * g, h.beta2)
+    m, v = rules.average(s.m, g, h.beta1), rules.average(s.v, g * g, h.beta2)
     factor = h.r / (jnp.sqrt(h.unbias2 * v) + h.epsilon)
     return h.unbias1 * m * jnp.where(h.rectified, factor, jnp.ones_like(factor)), {"m": m, "v": v}
 
@@ -400,13 +400,13 @@ def adabelief(
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"epsilon_root": epsilon_root}
     slots = {"v": SQUARE, "m": MEAN_IN_ORDER}  # v is computed from the old m
-    return elements.from_direction("adabelief", adabelief_direction, slots, hyper, prepare=corrections)
+    return rules.from_direction("adabelief", adabelief_direction, slots, hyper, prepare=corrections)
 
 
 def adabelief_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     """Adam's direction with the variance of g around m."""
-    m = elements.average(s.m, g, h.beta1)
-    v = elements.average(s.v, jnp.square(g - m), h.beta2) + h.epsilon_root
+    m = rules.average(s.m, g, h.beta1)
+    v = rules.average(s.v, jnp.square(g - m), h.beta2) + h.epsilon_root
     return unbiased(m, v, h), {"m": m, "v": v}
 
 
@@ -441,12 +441,12 @@ def yogi(
     """
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     slots = {"m": Slot(1e-6, holds="mean"), "v": Slot(1e-6, holds="square")}
-    return elements.from_direction("yogi", yogi_direction, slots, hyper, prepare=corrections)
+    return rules.from_direction("yogi", yogi_direction, slots, hyper, prepare=corrections)
 
 
 def yogi_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     """Adam's direction with a v that changes by at most (1−β2)·g²."""
-    m, square = elements.average(s.m, g, h.beta1), g * g
+    m, square = rules.average(s.m, g, h.beta1), g * g
     v = s.v - (1 - h.beta2) * jnp.sign(s.v - square) * square
     return unbiased(m, v, h), {"m": m, "v": v}
 
@@ -498,13 +498,13 @@ def ademamix(
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"beta3": beta3, "alpha": alpha, "weight_decay": Masked(weight_decay, weight_decay_mask)}
     slots = {"m1": MEAN, "m2": SLOW, "v": SQUARE}
-    return elements.from_direction("ademamix", ademamix_direction, slots, hyper, prepare=corrections)
+    return rules.from_direction("ademamix", ademamix_direction, slots, hyper, prepare=corrections)
 
 
 def ademamix_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     """Adam's direction with a second, slow average."""
-    m1, m2 = elements.average(s.m1, g, h.beta1), elements.average(s.m2, g, h.beta3)
-    v = elements.average(s.v, g * g, h.beta2)
+    m1, m2 = rules.average(s.m1, g, h.beta1), rules.average(s.m2, g, h.beta3)
+    v = rules.average(s.v, g * g, h.beta2)
     u = (h.unbias1 * m1 + h.alpha * m2) / (jnp.sqrt(h.unbias2 * v) + h.epsilon)
     return u, {"m1": m1, "m2": m2, "v": v}
 
@@ -553,17 +553,17 @@ def adan(
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"beta3": beta3, "weight_decay": Masked(weight_decay, weight_decay_mask)}
     slots = {"m": MEAN, "d": MEAN, "v": SQUARE, "previous": Slot(in_order=True)}
-    return elements.from_update("adan", adan_update, slots, hyper, prepare=adan_corrections)
+    return rules.from_update("adan", adan_update, slots, hyper, prepare=adan_corrections)
 
 
 def adan_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The update with proximal weight decay; the change of the gradient is 0 at the first update."""
     change = jnp.where(h.first, jnp.zeros_like(g), g - s.previous)
-    m, d = elements.average(s.m, g, h.beta1), elements.average(s.d, change, h.beta2)
-    n = elements.average(s.v, jnp.square(g + h.beta2 * change), h.beta3)
+    m, d = rules.average(s.m, g, h.beta1), rules.average(s.d, change, h.beta2)
+    n = rules.average(s.v, jnp.square(g + h.beta2 * change), h.beta3)
     u = h.unbias1 * m + h.beta2 * h.unbias2 * d
     update = -h.learning_rate * u / (jnp.sqrt(h.unbias3 * n) + h.epsilon)
-    if elements.decays(h):
+    if rules.decays(h):
         shrink = h.learning_rate * h.weight_decay
         update = (update - shrink * p) / (1 + shrink)
     return update, {"m": m, "d": d, "v": n, "previous": g}
@@ -605,9 +605,9 @@ def adopt(
     match `optax.contrib.adopt`.
     """
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
-    hyper |= {"epsilon": elements.positive("epsilon", epsilon)}
+    hyper |= {"epsilon": rules.positive("epsilon", epsilon)}
     slots = {"m": MEAN_IN_ORDER, "v": SQUARE}
-    return elements.from_direction("adopt", adopt_direction, slots, hyper, prepare=adopt_weights)
+    return rules.from_direction("adopt", adopt_direction, slots, hyper, prepare=adopt_weights)
 
 
 def adopt_direction(g: Array, p: Array, s: Values, h: Values) -> Result:

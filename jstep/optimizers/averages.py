@@ -22,11 +22,11 @@ from jstep.core.selection import VarList
 from jstep.core.slot_roles import FOLLOWS_STEP, FOLLOWS_UPDATES, Role, Roles
 from jstep.core.traced_arguments import as_key, as_scalar
 from jstep.core.trees import Array, Held, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Step, Updates
-from jstep.optimizers import hyperparameters, leaf_values, leafwise
+from jstep.optimizers import hyperparameters, leafwise
 from jstep.optimizers.compose import Own, trained, wrap_optimizer
 from jstep.optimizers.conditions import ADVANCES, Conditions, observing_conditions, unless_skipped_by_guards
 from jstep.optimizers.hyperparameters import check_prefix, checked
-from jstep.optimizers.leaf_values import mask
+from jstep.optimizers.leaf_values import leaf_numbers, mask
 from jstep.optimizers.leafwise import Slot, StepInputs, age_of, new_start_step
 from jstep.optimizers.updates import add, apply_updates, find_slot, is_update, on_leaves
 from jstep.state.train_state import START_STEP, TrainState, values_of
@@ -741,7 +741,7 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
             cut = jax.lax.bitcast_convert_type((bits + chance) & jnp.uint32(0xFFFF0000), jnp.float32)
             return jnp.where(jnp.isfinite(exact) & jnp.isfinite(cut), cut, exact) - p.astype(jnp.float32)
 
-        leaves, numbers = jax.tree.leaves(at.params), leaf_values.leaf_numbers(at.params)
+        leaves, numbers = jax.tree.leaves(at.params), leaf_numbers(at.params)
         return leafwise.map_updates(rounded, at.params, updates, leaves, numbers, what="updates"), inner, {}
 
     return wrap_optimizer(

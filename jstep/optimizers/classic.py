@@ -11,10 +11,10 @@ from jstep.core.checks import as_bool
 from jstep.core.on_cpus import compute_first, in_order
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Number, Optimizer, ScalarOrSchedule
-from jstep.optimizers import elements
-from jstep.optimizers.elements import BETA, RATE, Masked
+from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import checked
 from jstep.optimizers.leafwise import COPY, MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Result, Rule, Slot, Values
+from jstep.optimizers.rules import BETA, RATE, Masked
 
 # Gradient descent and momentum: Polyak's heavy ball and Nesterov's variant, as in TF and as in PyTorch.
 
@@ -39,7 +39,7 @@ def gradient_descent(learning_rate: ScalarOrSchedule) -> Optimizer:
     Source: `tf.train.GradientDescentOptimizer`.
     """
     hyper = {"learning_rate": learning_rate}
-    return elements.from_direction("gradient_descent", lambda g, p, s, h: (g, {}), {}, hyper, by_rows=True)
+    return rules.from_direction("gradient_descent", lambda g, p, s, h: (g, {}), {}, hyper, by_rows=True)
 
 
 @makes_optimizer()
@@ -67,7 +67,7 @@ def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_ne
     `tf.train.MomentumOptimizer`.
     """
     hyper = {"learning_rate": learning_rate, "momentum": momentum}
-    return elements.from_direction("momentum", _direction(use_nesterov), {"momentum": MEAN}, hyper, by_rows=True)
+    return rules.from_direction("momentum", _direction(use_nesterov), {"momentum": MEAN}, hyper, by_rows=True)
 
 
 @makes_optimizer()
@@ -91,7 +91,7 @@ def trace(momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
     Source: `optax.trace`.
     """
     hyper = {"momentum": momentum}
-    return elements.from_update("trace", _direction(use_nesterov), {"momentum": MEAN}, hyper, by_rows=True)
+    return rules.from_update("trace", _direction(use_nesterov), {"momentum": MEAN}, hyper, by_rows=True)
 
 
 def _direction(use_nesterov: bool) -> Rule:
@@ -145,8 +145,8 @@ def sgd(
     """
     use_nesterov = as_bool(use_nesterov, "use_nesterov")
     given = {"learning_rate": learning_rate, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-    hyper = elements.in_bounds(given)
-    keeps, damped, decays = (not elements.is_zero(hyper[name]) for name in ("momentum", "dampening", "weight_decay"))
+    hyper = rules.in_bounds(given)
+    keeps, damped, decays = (not rules.is_zero(hyper[name]) for name in ("momentum", "dampening", "weight_decay"))
     if use_nesterov and (damped or not keeps):
         raise ValueError(
             f"use_nesterov=True: requires a momentum > 0 and a dampening of 0, got momentum={momentum} and "
@@ -156,7 +156,7 @@ def sgd(
     slots, hyper["weight_decay"] = {"momentum": MEAN} if keeps else {}, Masked(weight_decay, weight_decay_mask)
     slots = {"momentum": MEAN_IN_ORDER} if use_nesterov else slots
     prepare = share_of_gradient if keeps and damped else None
-    return elements.from_update("sgd", rule, slots, hyper, prepare=prepare, by_rows=not decays)
+    return rules.from_update("sgd", rule, slots, hyper, prepare=prepare, by_rows=not decays)
 
 
 def share_of_gradient(h: Values) -> dict[str, Any]:
@@ -167,19 +167,19 @@ def share_of_gradient(h: Values) -> dict[str, Any]:
 def sgd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The update along the gradient, or along the buffer if there is a slot for it."""
     if "momentum" not in s:
-        return -h.learning_rate * elements.with_decay(g, p, h), {}
-    g = elements.with_decay(g, p, h)
+        return -h.learning_rate * rules.with_decay(g, p, h), {}
+    g = rules.with_decay(g, p, h)
     a = h.momentum * s.momentum + (h.share * g if "share" in h else g)
     return -h.learning_rate * a, {"momentum": a}
 
 
 def sgd_nesterov_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The update along the gradient and the new buffer."""
-    decayed = elements.with_decay(g, p, h)
+    decayed = rules.with_decay(g, p, h)
     a = h.momentum * s.momentum + decayed
     # The buffer is computed first; otherwise XLA would compute the parameter from a copy of the old buffer.
     a, g, p = compute_first(a, g, p)
-    return -h.learning_rate * (elements.with_decay(g, p, h) + h.momentum * a), {"momentum": a}
+    return -h.learning_rate * (rules.with_decay(g, p, h) + h.momentum * a), {"momentum": a}
 
 
 # Optimizers that divide by a root of squared gradients: Adagrad, RMSProp, Adadelta.
@@ -205,9 +205,9 @@ def adagrad(learning_rate: ScalarOrSchedule, initial_accumulator_value: Number =
 
     Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods" (2011); `tf.train.AdagradOptimizer`.
     """
-    first = elements.positive("initial_accumulator_value", initial_accumulator_value)
+    first = rules.positive("initial_accumulator_value", initial_accumulator_value)
     slots = {"accumulator": Slot(first, holds="square")}
-    return elements.from_update("adagrad", adagrad_update, slots, {"learning_rate": learning_rate}, by_rows=True)
+    return rules.from_update("adagrad", adagrad_update, slots, {"learning_rate": learning_rate}, by_rows=True)
 
 
 def adagrad_update(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -255,7 +255,7 @@ def rmsprop(
     slots = {"rms": Slot(1.0, holds=None if is_centered else "square"), "momentum": MEAN}
     slots |= {"mg": Slot()} if is_centered else {}
     hyper = {"learning_rate": learning_rate, "decay": decay, "momentum": momentum, "epsilon": epsilon}
-    return elements.from_update("rmsprop", rmsprop_update, slots, hyper, by_rows=True)
+    return rules.from_update("rmsprop", rmsprop_update, slots, hyper, by_rows=True)
 
 
 def rmsprop_update(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -291,12 +291,12 @@ def scale_by_rms(decay: ScalarOrSchedule = 0.9, epsilon: ScalarOrSchedule = 1e-8
     Source: Tieleman and Hinton (2012); `optax.scale_by_rms`.
     """
     hyper = {"decay": decay, "epsilon": epsilon}
-    return elements.from_update("scale_by_rms", rms_direction, {"rms": SQUARE}, hyper, by_rows=True)
+    return rules.from_update("scale_by_rms", rms_direction, {"rms": SQUARE}, hyper, by_rows=True)
 
 
 def rms_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The gradient over the root of an average of squares."""
-    rms = elements.average(s.rms, g * g, h.decay)
+    rms = rules.average(s.rms, g * g, h.decay)
     return g / jnp.sqrt(rms + h.epsilon), {"rms": rms}
 
 
@@ -326,7 +326,7 @@ def adadelta(
     """
     slots = {"accum_update": Slot(holds="square", in_order=True), "accum": SQUARE}
     hyper = {"learning_rate": learning_rate, "rho": rho, "epsilon": epsilon}
-    return elements.from_direction("adadelta", adadelta_direction, slots, hyper, by_rows=True)
+    return rules.from_direction("adadelta", adadelta_direction, slots, hyper, by_rows=True)
 
 
 def adadelta_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -336,10 +336,10 @@ def adadelta_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
         return g * jnp.sqrt(x + h.epsilon) / jnp.sqrt(e + h.epsilon)
 
     # On CPUs e is computed first, and the direction twice, for the parameter and for x, instead of being stored.
-    e, x, g = compute_first(elements.average(s.accum, g * g, h.rho), s.accum_update, g)
+    e, x, g = compute_first(rules.average(s.accum, g * g, h.rho), s.accum_update, g)
     d = direction(e, x, g)
     e, x, g = compute_first(e, x, g)
-    return d, {"accum": e, "accum_update": elements.average(x, jnp.square(direction(e, x, g)), h.rho)}
+    return d, {"accum": e, "accum_update": rules.average(x, jnp.square(direction(e, x, g)), h.rho)}
 
 
 # Optimizers that compute the parameter from sums of gradients: FTRL-Proximal and MADGRAD.
@@ -390,14 +390,14 @@ def ftrl(
         "linear": Slot(holds="slow", in_order=True),
     }
     hyper = {
-        "learning_rate": elements.positive("learning_rate", learning_rate),
+        "learning_rate": rules.positive("learning_rate", learning_rate),
         "learning_rate_power": learning_rate_power,
         "l1_regularization_strength": l1_regularization_strength,
         "l2_regularization_strength": l2_regularization_strength,
         "l2_shrinkage_regularization_strength": l2_shrinkage_regularization_strength,
         "beta": beta,
     }
-    return elements.from_update("ftrl", ftrl_update, slots, hyper, by_rows=True)
+    return rules.from_update("ftrl", ftrl_update, slots, hyper, by_rows=True)
 
 
 def ftrl_update(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -463,7 +463,7 @@ def madgrad(
     hyper = {"learning_rate": learning_rate, "momentum": checked("momentum", momentum, **BETA)}
     hyper |= {"weight_decay": weight_decay, "epsilon": epsilon}
     # Momentum also moves rows without a gradient.
-    return elements.from_update("madgrad", madgrad_update, slots, hyper, prepare=madgrad_weight)
+    return rules.from_update("madgrad", madgrad_update, slots, hyper, prepare=madgrad_weight)
 
 
 def madgrad_weight(h: Values) -> dict[str, Any]:
@@ -473,7 +473,7 @@ def madgrad_weight(h: Values) -> dict[str, Any]:
 
 def madgrad_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The update towards z."""
-    g = g if elements.is_zero(h.weight_decay) else g + h.weight_decay * p
+    g = g if rules.is_zero(h.weight_decay) else g + h.weight_decay * p
     total, total_square = s.s + h.weight * g, s.grad_sum_sq + h.weight * (g * g)
     root = jnp.cbrt(total_square) + h.epsilon
     # With ε = 0, a parameter whose gradient has always been 0 stays unchanged.

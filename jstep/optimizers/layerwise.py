@@ -19,12 +19,12 @@ from jstep.core.selection import VarList
 from jstep.core.slot_roles import BLOCK, Order
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.differentiate.clipping import norm_of
-from jstep.optimizers import elements
+from jstep.optimizers import rules
 from jstep.optimizers.adam import M_V, adam_direction, corrections
-from jstep.optimizers.elements import BETA, POSITIVE, Masked
 from jstep.optimizers.hyperparameters import Hyper, checked, constant, deprecated_m_dtype
 from jstep.optimizers.leaf_values import mask
 from jstep.optimizers.leafwise import MEAN, MEAN_IN_ORDER, Result, Slot, Values, element, map_updates, with_init
+from jstep.optimizers.rules import BETA, POSITIVE, Masked
 
 # Lion, and other optimizers by the sign of the gradient: Signum, Rprop.
 
@@ -69,7 +69,7 @@ def lion(
     slots = {"m": Slot(dtype=deprecated_m_dtype(m_dtype), holds="mean", in_order=True)}
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
     hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
-    return elements.from_direction("lion", lion_direction, slots, hyper)
+    return rules.from_direction("lion", lion_direction, slots, hyper)
 
 
 @makes_optimizer()
@@ -92,12 +92,12 @@ def scale_by_lion(beta1: ScalarOrSchedule = 0.9, beta2: ScalarOrSchedule = 0.99)
 
     Source: Chen et al. (2023); `optax.scale_by_lion`.
     """
-    return elements.from_update("scale_by_lion", lion_direction, {"m": MEAN_IN_ORDER}, {"beta1": beta1, "beta2": beta2})
+    return rules.from_update("scale_by_lion", lion_direction, {"m": MEAN_IN_ORDER}, {"beta1": beta1, "beta2": beta2})
 
 
 def lion_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The sign of an average that leans more to the gradient than the one that is kept."""
-    return jnp.sign(elements.average(s.m, g, h.beta1)), {"m": elements.average(s.m, g, h.beta2)}
+    return jnp.sign(rules.average(s.m, g, h.beta1)), {"m": rules.average(s.m, g, h.beta2)}
 
 
 @makes_optimizer()
@@ -121,12 +121,12 @@ def signum(learning_rate: ScalarOrSchedule = 1e-3, beta: ScalarOrSchedule = 0.9)
     Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems" (2018); `optax.signum`.
     """
     hyper = {"learning_rate": learning_rate, "beta": checked("beta", beta, **BETA)}
-    return elements.from_direction("signum", signum_direction, {"m": MEAN}, hyper)
+    return rules.from_direction("signum", signum_direction, {"m": MEAN}, hyper)
 
 
 def signum_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The sign of the average."""
-    m = elements.average(s.m, g, h.beta)
+    m = rules.average(s.m, g, h.beta)
     return jnp.sign(m), {"m": m}
 
 
@@ -165,7 +165,7 @@ def rprop(
     size = constant("learning_rate", learning_rate, **POSITIVE)
     hyper = {"learning_rate": size, "eta_minus": eta_minus, "eta_plus": eta_plus, "min_step_size": min_step_size}
     hyper |= {"max_step_size": max_step_size}
-    return elements.from_update("rprop", rprop_update, {"step_size": size, "previous": 0.0}, hyper)
+    return rules.from_update("rprop", rprop_update, {"step_size": size, "previous": 0.0}, hyper)
 
 
 def rprop_update(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -221,13 +221,13 @@ def lamb(
     """
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
-    return elements.from_update("lamb", lamb_update, M_V, hyper, prepare=corrections)
+    return rules.from_update("lamb", lamb_update, M_V, hyper, prepare=corrections)
 
 
 def lamb_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """Adam's direction with weight decay, scaled to the norm of the parameter."""
     u, new = adam_direction(g, p, s, h)
-    return scale_by_ratio(p, elements.with_decay(u, p, h), -h.learning_rate), new
+    return scale_by_ratio(p, rules.with_decay(u, p, h), -h.learning_rate), new
 
 
 @makes_optimizer()
@@ -280,12 +280,12 @@ def lars(
 
     def update(g: Array, p: Array, s: Values, h: Values) -> Result:
         kept, lr = h.momentum * s.momentum, h.learning_rate
-        g = elements.with_decay(g, p, h)
+        g = rules.with_decay(g, p, h)
         g = scale_by_ratio(p, g, lr, h.trust_coefficient, h.epsilon) if h.trusts else lr * g
         a = kept + g
         return -(g + h.momentum * a if is_ahead else a), {"momentum": a}
 
-    return elements.from_update("lars", update, {"momentum": MEAN}, hyper, flags=flags)
+    return rules.from_update("lars", update, {"momentum": MEAN}, hyper, flags=flags)
 
 
 @makes_optimizer()
@@ -328,13 +328,13 @@ def novograd(
     slots = {"m": MEAN, "v": Slot(shape=lambda path, leaf: ())}
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
-    return elements.from_update("novograd", novograd_update, slots, hyper, prepare=share_of_old)
+    return rules.from_update("novograd", novograd_update, slots, hyper, prepare=share_of_old)
 
 
 def novograd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The update along the average of normalized gradients."""
-    v = elements.average(s.v, jnp.sum(g * g), h.kept)
-    m = h.beta1 * s.m + elements.with_decay(g / (jnp.sqrt(v) + h.epsilon), p, h)
+    v = rules.average(s.v, jnp.sum(g * g), h.kept)
+    m = h.beta1 * s.m + rules.with_decay(g / (jnp.sqrt(v) + h.epsilon), p, h)
     return -h.learning_rate * m, {"m": m, "v": v}
 
 
@@ -453,7 +453,7 @@ def adafactor(
     start_step here.
     """
     least = as_int(min_dim_size_to_factor, "min_dim_size_to_factor", at_least=1)
-    hyper: dict[str, Any] = {"decay_rate": decay_rate, "epsilon": elements.positive("epsilon", epsilon)}
+    hyper: dict[str, Any] = {"decay_rate": decay_rate, "epsilon": rules.positive("epsilon", epsilon)}
     hyper |= {"epsilon_scale": epsilon_scale, "weight_decay": Masked(weight_decay, weight_decay_mask)}
     optional = {"learning_rate": learning_rate, "clip_threshold": clip_threshold}
     optional |= {"momentum": None if momentum is None else checked("momentum", momentum, **BETA)}
@@ -482,7 +482,7 @@ def adafactor(
         "v_col": Slot(shape=functools.partial(without, which=0), keeps="columns"),
         "v": Slot(shape=whole, holds="square"),
     } | ({} if momentum is None else {"m": MEAN})
-    made = elements.from_update("adafactor", adafactor_update, slots, hyper, prepare=prepare)
+    made = rules.from_update("adafactor", adafactor_update, slots, hyper, prepare=prepare)
     return with_init(made, finished=True, order=Order())  # also without a learning_rate
 
 
@@ -501,12 +501,12 @@ def adafactor_update(g: Array, p: Array, s: Values, h: Values) -> Result:
         axes = factored_axes(p.shape, 1)
         assert axes is not None
         second, largest = axes
-        row = new["v_row"] = elements.average(s.v_row, jnp.mean(square, largest), h.beta)
-        col = new["v_col"] = elements.average(s.v_col, jnp.mean(square, second), h.beta)
+        row = new["v_row"] = rules.average(s.v_row, jnp.mean(square, largest), h.beta)
+        col = new["v_col"] = rules.average(s.v_col, jnp.mean(square, second), h.beta)
         mean = jnp.mean(row, second - 1 if second > largest else second, keepdims=True)
         u = g * jnp.expand_dims(1 / jnp.sqrt(row / mean), largest) * jnp.expand_dims(1 / jnp.sqrt(col), second)
     else:
-        v = new["v"] = elements.average(s.v, square, h.beta)
+        v = new["v"] = rules.average(s.v, square, h.beta)
         u = g / jnp.sqrt(v)
     size = h.step_size
     if "clip_threshold" in h:
@@ -515,8 +515,8 @@ def adafactor_update(g: Array, p: Array, s: Values, h: Values) -> Result:
         size = size * jnp.maximum(h.epsilon_scale, root_mean_square(p))
     u = size * u
     if "momentum" in h:
-        u = new["m"] = elements.average(s.m, u, h.momentum)
-    return -(u + h.decay_size * h.weight_decay * p if elements.decays(h) else u), new
+        u = new["m"] = rules.average(s.m, u, h.momentum)
+    return -(u + h.decay_size * h.weight_decay * p if rules.decays(h) else u), new
 
 
 def root_mean_square(x: Array) -> Array:

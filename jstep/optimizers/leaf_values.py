@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_function, shown
+from jstep.core.checks import as_function, kind, shown
 from jstep.core.exceptions import setting
 from jstep.core.logs import log_warning
 from jstep.core.selection import VarList, check_form, flags, is_named, names_of
@@ -58,12 +58,15 @@ def by_path(fn: Callable[[str, Any], Any]) -> Flag:
     return lambda params: [fn(path, leaf) if trees.is_trainable(leaf) else None for path, leaf in own_leaves(params)]
 
 
-def first_match(argument: str, entries: Iterable[str]) -> Flag:
+def first_match(argument: str, entries: Iterable[Any]) -> Flag:
     """The flag for the first path or glob that matches each leaf, or None; every entry must match some leaf.
 
     An entry that is the path of a leaf matches only that leaf, even if it contains glob characters.
     """
     globs = list(entries)
+    for glob in globs:
+        if not isinstance(glob, str):
+            raise TypeError(f"{argument}: {shown(glob)} must be a path or a glob, got {kind(glob)}")
 
     def of(params: Params) -> list[Any]:
         flags(params, globs, argument)

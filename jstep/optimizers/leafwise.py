@@ -18,9 +18,9 @@ from jstep.core.matching import match_gradients, require_slots
 from jstep.core.placement import on_devices
 from jstep.core.slot_roles import Init, Labels, Order, Role, Roles, labels_of, order_of, roles_of
 from jstep.core.trees import Array, Context, Held, Optimizer, Params, Slots, Step, Updates
-from jstep.optimizers import conditions, hyperparameters, leaf_values
+from jstep.optimizers import conditions, hyperparameters
 from jstep.optimizers.hyperparameters import LEARNING_RATE, Hyper, held_roles, held_slots, value_at, values_at
-from jstep.optimizers.leaf_values import Flag
+from jstep.optimizers.leaf_values import Flag, own_leaves, partial_params
 from jstep.optimizers.updates import is_update, loads_slots, moves, on_leaves, slot_leaves, with_slots_loaded
 from jstep.state.train_state import START_STEP
 
@@ -247,7 +247,7 @@ def update_masters(
         rounded: `rounded(p, master)`, the value of a parameter for its master.
     """
     context = inner_context(at.context, lambda masters: jax.tree.map(rounded, at.params, masters), wide_updates)
-    with leaf_values.partial_params(at.params):
+    with partial_params(at.params):
         inside = StepInputs(masters, at.step, context)
         return call_update(optimizer, wide_updates(updates), slots, inside, exact=True)
 
@@ -671,7 +671,7 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
         shape = spec.shape(path, like)
         return None if shape is None else jnp.full(shape, value, dtype)
 
-    pairs = zip(leaf_values.own_leaves(params), jax.tree.leaves(params), strict=True)
+    pairs = zip(own_leaves(params), jax.tree.leaves(params), strict=True)
     return trees.structure(params).unflatten([leaf_slot(path, like, leaf) for (path, like), leaf in pairs])
 
 

@@ -25,12 +25,12 @@ from jstep.core.selection import VarList
 from jstep.core.slot_roles import BLOCK
 from jstep.core.traced_arguments import when_concrete
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates
-from jstep.optimizers import hyperparameters, leaf_values
+from jstep.optimizers import hyperparameters
 from jstep.optimizers.compose import chain
-from jstep.optimizers.elements import BETA, Masked, average, from_direction, from_update, positive
 from jstep.optimizers.hyperparameters import Hyper, checked
-from jstep.optimizers.leaf_values import Axes, MatrixAxes, by_path, matrix_axes
+from jstep.optimizers.leaf_values import Axes, MatrixAxes, by_path, matrix_axes, own_leaves
 from jstep.optimizers.leafwise import SLOW, Result, Slot, Values, checking, element
+from jstep.optimizers.rules import BETA, Masked, average, from_direction, from_update, positive
 
 # Distributing matrices of one shape over the devices of a mesh, so that no device repeats another's work.
 
@@ -485,7 +485,7 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
         hyper["radius"] = radius
 
     def check(params: Params) -> None:
-        for path, leaf in leaf_values.own_leaves(params):
+        for path, leaf in own_leaves(params):
             if trees.is_trainable(leaf) and trees.is_array(leaf) and np.size(leaf):
                 axes = sum(matrix(path, leaf), ())
                 if trees.is_traced(leaf):  # its value is not known yet
@@ -687,7 +687,7 @@ def orthogonalize(
         gradients, treedef = match_gradients(updates, params), trees.structure(params)
         new: list[Any] = [None] * len(gradients)
         matrices, ways, layouts = {}, {}, []
-        lists = gradients, jax.tree.leaves(params), axes_of(params), leaf_values.own_leaves(params)
+        lists = gradients, jax.tree.leaves(params), axes_of(params), own_leaves(params)
         for i, (gradient, leaf, where, (path, _)) in enumerate(zip(*lists, strict=True)):
             if gradient is not None:
                 sharding = layout_of(path) if is_spread else None

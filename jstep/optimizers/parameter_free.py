@@ -16,9 +16,10 @@ from jstep.core.on_cpus import compute_first
 from jstep.core.placement import on_devices
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
-from jstep.optimizers.elements import POSITIVE, Masked, Scalar, Sums, average, bias_correction, from_update, with_decay
+from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import checked, constant
 from jstep.optimizers.leafwise import COPY, MEAN_IN_ORDER, SLOW, SQUARE, Result, Slot, Values
+from jstep.optimizers.rules import Masked, Scalar, Sums, average, bias_correction, with_decay
 from jstep.optimizers.updates import find_slot
 from jstep.state.train_state import masters_of, values_of
 
@@ -79,7 +80,7 @@ def prodigy(
     Source: Mishchenko and Defazio, "Prodigy: An Expeditiously Adaptive Parameter-Free Learner" (2023); the results
     match the authors' `prodigyopt`. `optax.contrib.prodigy` always corrects the bias.
     """
-    first = checked("d0", d0, **POSITIVE)
+    first = checked("d0", d0, **rules.POSITIVE)
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "d0": first}
     hyper |= {"d_coef": d_coef, "weight_decay": Masked(weight_decay, weight_decay_mask)}
     if beta3 is not None:
@@ -91,7 +92,7 @@ def prodigy(
     scalars = {"d": Scalar(first), "d_max": Scalar(first), "d_numerator": Scalar()}
     sums = Sums(progress, estimate)
     prepare = functools.partial(decayed_sizes, corrected=corrected, guarded=guarded)
-    return from_update("prodigy", prodigy_update, slots | scalars, hyper, prepare=prepare, sums=sums)
+    return rules.from_update("prodigy", prodigy_update, slots | scalars, hyper, prepare=prepare, sums=sums)
 
 
 def decayed_sizes(h: Values, corrected: bool, guarded: bool) -> dict[str, Any]:
@@ -218,7 +219,7 @@ def schedule_free_adamw(
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"weight_lr_power": weight_lr_power, "r": r, "weight_decay": Masked(weight_decay, weight_decay_mask)}
     slots = {"z": Slot("copy", holds="weight", in_order=True), "v": SQUARE} | _scalars(beta1)
-    return from_update("schedule_free_adamw", adamw_update, slots, hyper, prepare=adamw_weights)
+    return rules.from_update("schedule_free_adamw", adamw_update, slots, hyper, prepare=adamw_weights)
 
 
 @makes_optimizer()
@@ -263,7 +264,7 @@ def schedule_free_sgd(
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "weight_lr_power": weight_lr_power, "r": r}
     hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
     slots = {"z": COPY} | _scalars(beta1)
-    return from_update("schedule_free_sgd", sgd_update, slots, hyper, prepare=weights)
+    return rules.from_update("schedule_free_sgd", sgd_update, slots, hyper, prepare=weights)
 
 
 def _beta1(value: float) -> float:

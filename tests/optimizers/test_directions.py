@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.optimizers.elements import from_update, with_decay
+from jstep.optimizers.rules import from_update, with_decay
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,7 @@ def test_update_of_a_step():
     step, state = make(lambda params, x: (params["w"] * x).sum(), optimizer, {"w": jnp.ones(3)})
     found = jstep.find_nonfinite(step, state, jnp.full(3, 1e30))
     assert found.primitive == "mul"
-    assert found.source.startswith("elements.py:")
+    assert found.source.startswith("rules.py:")
 
 
 def test_python_arguments_are_not_traced():

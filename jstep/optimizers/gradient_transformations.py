@@ -1,0 +1,154 @@
+"""Transformations of gradients as elements of a chain: noise, centralization, normalization."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jstep.core import trees
+from jstep.core.calls import makes_optimizer
+from jstep.core.checks import as_bool
+from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, on_table, within
+from jstep.core.slot_roles import BLOCK
+from jstep.core.traced_arguments import as_key
+from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates
+from jstep.differentiate import clipping
+from jstep.optimizers.hyperparameters import Hyper, checked
+from jstep.optimizers.leaf_values import UnitAxes, leaf_numbers, own_leaves, unit_axes
+from jstep.optimizers.leafwise import element, map_updates
+
+EPSILON = 1e-6
+
+
+@makes_optimizer()
+def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optimizer:
+    """Gradient noise: g += σ·z, z standard normal, σ² = η/(1 + N)^γ at the step N.
+
+    Args:
+        eta: The variance η ≥ 0 at step 0.
+        gamma: The exponent γ ≥ 0 by which the variance decreases; 0.55 is usual.
+        key: A PRNG key. The noise is a function of the key, the step and the leaf, so it is the same in a resumed run
+            and with every sharding.
+
+    Returns:
+        An `Optimizer` without slots, to be chained before an optimizer; its hyperparameters are `noise_eta` and
+        `noise_gamma`. Leaves without a gradient get no noise; sparse gradients become dense.
+
+    Raises:
+        ValueError: A number is out of its range.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jstep
+        >>> optimizer = jstep.chain(jstep.add_noise(0.01, 0.55, jax.random.key(0)), jstep.gradient_descent(1.0))
+        >>> state = jstep.TrainState.create({"w": jnp.zeros(10_000)}, optimizer)
+        >>> state = jstep.apply_gradients(state, {"w": jnp.ones(10_000)}, optimizer)
+        >>> print(f"{state.params['w'].mean():.2f} ± {state.params['w'].std():.2f}")
+        -1.00 ± 0.10
+
+    Source: Neelakantan et al., "Adding Gradient Noise Improves Learning for Very Deep Networks" (2015);
+    `optax.add_noise`, which splits and stores its key.
+    """
+    key = as_key(key, "key")
+
+    def noisy(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
+        real = trees.default_float()
+        steps = jnp.asarray(step).astype(real) + 1
+        sigma = jnp.sqrt(jnp.asarray(h["noise_eta"], real) * steps ** -jnp.asarray(h["noise_gamma"], real))
+        of_step = jax.random.fold_in(key, step)
+
+        def of_leaf(g: Any, i: int) -> Array:
+            g = g.to_dense() if is_slices(g) else jnp.asarray(g)
+            dtype = trees.compute_dtype(g.dtype)
+            noise = jax.random.normal(jax.random.fold_in(of_step, i), g.shape, dtype)
+            return g.astype(dtype) + sigma.astype(dtype) * noise
+
+        return map_updates(of_leaf, params, updates, leaf_numbers(params))
+
+    hyper = {"noise_eta": checked("eta", eta, low=0), "noise_gamma": checked("gamma", gamma, low=0)}
+    return element(noisy, hyper, BLOCK)
+
+
+@makes_optimizer()
+def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
+    """Gradient centralization: g −= mean(g) over the axes that feed one output, for leaves of two axes or more.
+
+    Args:
+        axes: The axes to average over: a tuple for all leaves that have them, or `(path, leaf) -> tuple`. None means
+            all but the first, which suits kernels of shape (out, in, …); for kernels (…, in, out), as in Flax, use
+            `lambda path, leaf: tuple(range(leaf.ndim - 1))`.
+
+    Returns:
+        An `Optimizer` without slots and hyperparameters, to be chained before an optimizer. If axes is None, leaves
+        with fewer than two axes stay unchanged; averages over the first axis make sparse gradients dense.
+
+    Raises:
+        ValueError: A leaf has no such axis.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.chain(jstep.centralize_gradients(), jstep.gradient_descent(1.0))
+        >>> state = jstep.TrainState.create({"w": jnp.zeros((1, 2))}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.array([[1.0, 3.0]])}, optimizer).params["w"])
+        [[ 1. -1.]]
+
+    Source: Yong et al., "Gradient Centralization" (2020); `optax.centralize`.
+    """
+    axes_of = unit_axes(axes, lambda shape: tuple(range(1, len(shape))))
+
+    def centralize(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
+        def of_leaf(g: Any, leaf: tuple[str, Any]) -> Any:
+            over = axes_of(*leaf)
+
+            def centred(g: Array) -> Array:
+                wide = g.astype(trees.compute_dtype(g.dtype))
+                return wide - jnp.mean(wide, axis=over, keepdims=True) if over else wide
+
+            mixes = is_slices(g) and any(axis % len(g.dense_shape) == 0 for axis in over)
+            return centred(g.to_dense()) if mixes else on_table(centred, g)
+
+        return map_updates(of_leaf, params, updates, own_leaves(params))
+
+    return element(centralize, {}, BLOCK)
+
+
+@makes_optimizer()
+def normalize_gradients(scale: ScalarOrSchedule = 1.0, per_leaf: bool = False) -> Optimizer:
+    """Normalization: g ·= scale / (‖g‖ + 0.000001), where ‖g‖ is the norm of all leaves together.
+
+    Args:
+        scale: The norm of the result, > 0.
+        per_leaf: Whether to normalize each leaf by its own norm.
+
+    Returns:
+        An `Optimizer` without slots, to be chained before an optimizer; its hyperparameter is `gradient_norm`.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.chain(jstep.normalize_gradients(), jstep.gradient_descent(1.0))
+        >>> state = jstep.TrainState.create({"w": jnp.zeros(2)}, optimizer)
+        >>> params = jstep.apply_gradients(state, {"w": jnp.array([30.0, -40.0])}, optimizer).params
+        >>> print(*(f"{x:.4f}" for x in params["w"]))
+        -0.6000 0.8000
+
+    Source: `optax.normalize_by_update_norm`.
+    """
+    each = as_bool(per_leaf, "per_leaf")
+
+    def normalize(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
+        norm = None if each else clipping.global_norm(updates)
+        return jax.tree.map(lambda g: _normalized(g, norm, h["gradient_norm"]), updates, is_leaf=is_slices)
+
+    return element(normalize, {"gradient_norm": checked("scale", scale, low=0, above=True)}, BLOCK)
+
+
+def _normalized(g: Array | IndexedSlices, norm: Array | None, scale: Array) -> Array | IndexedSlices:
+    if isinstance(g, IndexedSlices):
+        rows = combined(g)
+        values = _normalized(rows.values, norm, scale)
+        return within(dataclasses.replace(rows, values=values))
+    dtype = trees.compute_dtype(g.dtype)
+    by = scale / ((clipping.global_norm(g) if norm is None else norm).astype(dtype) + EPSILON)
+    return g.astype(dtype) * by.astype(dtype)
