@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint import slots
+from jstep.checkpoint import leaf_records, slots
 from jstep.checkpoint.manifest import Leaf, LeftOut, Manifest
 from jstep.checkpoint.slots import GLOBAL_STEP, PARAMS, SLOTS, Keys
 from jstep.core import targets, trees
@@ -98,8 +98,8 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
         TypeError: A leaf of the target has no shape and dtype, or names has values other than paths.
         ValueError: names has a path that does not exist.
     """
-    records = slots.leaves_by_id(manifest.leaves)
-    saved: dict[_Id, Leaf | LeftOut] = {**slots.leaves_by_id(manifest.left_out), **records}
+    records = leaf_records.leaves_by_id(manifest.leaves)
+    saved: dict[_Id, Leaf | LeftOut] = {**leaf_records.leaves_by_id(manifest.left_out), **records}
     renamed = _renamed(names, target, {path for path, _ in saved}, where)
     leaves = []
     for given, leaf in jax.tree_util.tree_leaves_with_path(target):
@@ -108,7 +108,7 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
         shape, dtype = targets.kind_of(leaf, path, _NO_KIND)
         leaves.append(Wanted(path, leaf, shape, str(dtype), renamed.get(path, path), None, keys=keys))
     steps = next((one.shape for one in leaves if one.keys == (GLOBAL_STEP,)), ())
-    numbers = [number for _, number in slots.ids(one.path for one in leaves)]
+    numbers = [number for _, number in leaf_records.ids(one.path for one in leaves)]
     own = [(str(one.name), number) for one, number in zip(leaves, numbers, strict=True)]
     averaged = [average_of(key, records, averages) for key in own]
     averaged = [
@@ -412,7 +412,7 @@ def place_leaf(wanted: Wanted, value: Any) -> Any:
     leaf, record = wanted.leaf, wanted.source
     assert record is not None
     if str(value.dtype) != wanted.dtype and record.key_impl is None and jnp.issubdtype(value.dtype, jnp.integer):
-        value = slots.as_integers(np.asarray(value), wanted.dtype, wanted.path)
+        value = leaf_records.as_integers(np.asarray(value), wanted.dtype, wanted.path)
     sharding = target_sharding(leaf, wanted.path)
     if sharding is None or not isinstance(value, jax.Array):
         return _from_host(wanted, record, np.asarray(value), sharding)
@@ -436,17 +436,17 @@ def _from_host(wanted: Wanted, record: Leaf, value: np.ndarray[Any, Any], shardi
 
 def nested_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: Sequence[str] | None) -> dict[str, Any]:
     """Return nested dicts of NumPy arrays; `averages` replace params if given."""
-    records, of_arrays = slots.leaves_by_id(leaves), {leaf.array: leaf for leaf in leaves}
+    records, of_arrays = leaf_records.leaves_by_id(leaves), {leaf.array: leaf for leaf in leaves}
     nested: dict[str, Any] = {}
     for key, record in records.items():
         average = average_of(key, records, averages)
         at = nested
         for part in record.keys[:-1]:
             at = at.setdefault(part, {})
-        value = slots.value_of(record, None, arrays)
+        value = leaf_records.value_of(record, None, arrays)
         if average is not None:
             source = records[average]
-            value = slots.value_of(source, of_arrays.get(source.half or ""), arrays).astype(value.dtype)
+            value = leaf_records.value_of(source, of_arrays.get(source.half or ""), arrays).astype(value.dtype)
         at[record.keys[-1]] = value
     return nested
 

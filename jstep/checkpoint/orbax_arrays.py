@@ -19,8 +19,8 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from jstep.checkpoint.checksums import write_files, write_part
+from jstep.checkpoint.leaf_records import stored_kind
 from jstep.checkpoint.manifest import CorruptedError, Manifest
-from jstep.checkpoint.slots import stored_kind
 from jstep.core.placement import is_of_host, local_parts, place, slices
 from jstep.core.threads import in_background
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.checkpoint.checksums import StartRead
+from jstep.checkpoint.leaf_records import stored_kind
 from jstep.checkpoint.manifest import CorruptedError, Manifest
-from jstep.checkpoint.slots import stored_kind
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import ShardBounds, lengths, local_parts, place
 from jstep.stores.objects import Objects, Pending, TruncatedError, at_once

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint import match, slots
+from jstep.checkpoint import leaf_records, match, slots
+from jstep.checkpoint.left_out_leaves import changed_leaves
 from jstep.checkpoint.listing import misnamed, name
 from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Manifest, UnsupportedFormatError
 from jstep.checkpoint.match import Match, Names
@@ -167,7 +168,7 @@ class Reader:
             arrays = self._read(path, manifest, shardings)
             for i, want in enumerate(found.wanted):
                 if want.source is not None:
-                    value = slots.value_of(want.source, want.half, arrays)
+                    value = leaf_records.value_of(want.source, want.half, arrays)
                     shared = uses[want.source.array] > 1 and isinstance(value, jax.Array)
                     values[i] = match.place_leaf(want, value.copy() if shared else value)
             for i, want in enumerate(found.wanted):
@@ -175,7 +176,7 @@ class Reader:
                     values[i] = match.copied_leaf(want, values)
             pairs = zip(found.wanted, values, strict=True)
             left_out = [(one.left_out, value) for one, value in pairs if one.left_out is not None]
-            changed = slots.changed_leaves(left_out)
+            changed = changed_leaves(left_out)
         if changed:
             _logger.warning(
                 "%s: target has other values, for leaves that Saver(leave_out=…) left out, than when the checkpoint "

@@ -132,8 +132,8 @@ class Store(Protocol):
     def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """Read arrays by their name in the manifest (`Leaf.array`); each process reads what it needs.
 
-        The stored shapes and dtypes are compared with the manifest (`slots.stored_kind`) before any byte is decoded.
-        Packed arrays (`Manifest.is_packed`) are verified as they are read; others need `find_corruption`.
+        The stored shapes and dtypes are compared with the manifest (`leaf_records.stored_kind`) before any byte is
+        decoded. Packed arrays (`Manifest.is_packed`) are verified as they are read; others need `find_corruption`.
 
         Args:
             path: The path of the checkpoint.

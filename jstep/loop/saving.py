@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jstep.checkpoint.left_out_leaves import left_out_indices
 from jstep.checkpoint.manifest import Extra
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
-from jstep.checkpoint.slots import left_out_indices
 from jstep.core import trees
 from jstep.core.exceptions import note, scoped
 from jstep.core.meshes import internal_transfers

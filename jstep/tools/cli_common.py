@@ -157,7 +157,7 @@ class Checkpoint:
     @functools.cached_property
     def named(self) -> dict[str, Leaf]:
         """Name → leaf, in order: the name is its path, followed by a number if several leaves share the path."""
-        from jstep.checkpoint.slots import unique
+        from jstep.checkpoint.leaf_records import unique
 
         return dict(zip(unique(leaf.path for leaf in self.manifest.leaves), self.manifest.leaves, strict=True))
 
@@ -181,7 +181,7 @@ class Checkpoint:
 
     def _read(self, leaves: dict[str, Leaf]) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
         # Imported here so that a directory is listed without JAX.
-        from jstep.checkpoint.slots import value_of
+        from jstep.checkpoint.leaf_records import value_of
 
         wanted: dict[str, Any] = {leaf.array: None for leaf in leaves.values() if leaf.array is not None}
         try:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint import slots
+from jstep.checkpoint import leaf_records
 from jstep.checkpoint.manifest import CheckpointError, Leaf, Manifest
 from jstep.checkpoint.names import open_store
 from jstep.checkpoint.reading import first_of, read_and_verify, short
@@ -42,7 +42,7 @@ def opened(path: str, *, partial: bool = False) -> tuple[dict[str, Tensor], Read
     known = manifest.by_array
     halved = [leaf for leaf in manifest.leaves if leaf.half in known and leaf.keys[0] != PARAMS]
     halves = {leaf.array: known[leaf.half] for leaf in halved if leaf.half is not None}
-    given = zip(slots.unique(leaf.path for leaf in manifest.leaves), manifest.leaves, strict=True)
+    given = zip(leaf_records.unique(leaf.path for leaf in manifest.leaves), manifest.leaves, strict=True)
     saved = {name: (leaf, halves.get(leaf.array)) for name, leaf in given if leaf not in halves.values()}
     verified = partial and jax.process_count() == 1
     if verified:
@@ -58,12 +58,12 @@ def opened(path: str, *, partial: bool = False) -> tuple[dict[str, Tensor], Read
         found = _read(store, path, manifest, stored, not verified)
         verified = True
         with internal_transfers():
-            return {name: slots.value_of(*saved[name], found) for name in shardings}
+            return {name: leaf_records.value_of(*saved[name], found) for name in shardings}
 
     arrays: dict[str, Tensor] = {}
     for name, (leaf, half) in saved.items():
         # That of PRNG keys is their data.
-        shape, stored = slots.stored_kind(leaf) if leaf.key_impl is not None else (leaf.shape, leaf.dtype)
+        shape, stored = leaf_records.stored_kind(leaf) if leaf.key_impl is not None else (leaf.shape, leaf.dtype)
         code, dtype = (leaf.dtype, jnp.dtype(stored)) if half is None else ("float32", np.dtype(np.float32))
         arrays[name] = Tensor(name, code, shape, dtype)
     return arrays, read

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.checkpoint.claims import is_alive, this_process
+from jstep.checkpoint.leaf_records import require_value
 from jstep.checkpoint.names import is_utf8
-from jstep.checkpoint.slots import require_value
 from jstep.core import trees
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.meshes import internal_transfers

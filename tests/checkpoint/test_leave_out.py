@@ -10,8 +10,8 @@ import pytest
 from checkpoint_states import assert_same, flip
 
 import jstep
+from jstep.checkpoint.left_out_leaves import left_out_indices
 from jstep.checkpoint.saver import Saver
-from jstep.checkpoint.slots import left_out_indices
 from jstep.core import trees
 
 EMA = jstep.ExponentialMovingAverage(0.5)
