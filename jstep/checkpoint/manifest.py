@@ -12,9 +12,12 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jstep.core.checks import shown
+
 NAME = "manifest.json"
 FORMAT = 1
 _LARGEST = 2**58  # elements of any dtype that NumPy can index, also where an axis has none
+_DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the stack may be deep already
 _SEAL = ',\n "crc32": "'
 
 
@@ -54,6 +57,34 @@ class Extra(NamedTuple):
         """Whether two are equal, whatever the order of their keys."""
         mine, its = (json.dumps(one.values, sort_keys=True) for one in (self, other))
         return mine == its and self.files == other.files
+
+
+def json_copy(value: Any, name: str) -> Any:
+    """Return the value as JSON decodes it: tuples become lists.
+
+    Raises:
+        TypeError: The value is not a JSON value (the message says where), or contains itself.
+    """
+    _check_json(value, name, ())
+    return json.loads(json.dumps(value))
+
+
+def _check_json(value: Any, name: str, above: tuple[int, ...]) -> None:
+    if id(value) in above:
+        raise TypeError(f"{name}: contains itself, which JSON cannot represent; leave that part out")
+    if len(above) > _DEEPEST:
+        raise TypeError(f"{name[:100]}…: is nested deeper than {_DEEPEST} levels; flatten it")
+    if isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(value, dict) and not isinstance(key, str):
+                raise TypeError(f"{name}: the key {shown(key)} is {type(key).__name__}; JSON keys must be strings")
+            _check_json(item, f"{name}[{key!r}]", (*above, id(value)))
+    elif not isinstance(value, str | int | float | None):
+        hint = "; convert it with .tolist()" if hasattr(value, "tolist") else ""
+        raise TypeError(
+            f"{name}: {type(value).__name__} is not a JSON value{hint}. extra takes dicts with string keys, lists, "
+            "strings, numbers, booleans and None; put arrays into the state"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

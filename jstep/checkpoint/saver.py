@@ -17,7 +17,7 @@ from jstep.checkpoint import names as naming
 from jstep.checkpoint.leaf_records import named_leaves, to_stored
 from jstep.checkpoint.left_out_leaves import left_out_indices, started_slots
 from jstep.checkpoint.listing import name
-from jstep.checkpoint.manifest import CheckpointError, Extra, Manifest
+from jstep.checkpoint.manifest import CheckpointError, Extra, Manifest, json_copy
 from jstep.checkpoint.match import Names
 from jstep.checkpoint.reading import Reader, newest_in_words, short
 from jstep.checkpoint.retention import Retention
@@ -246,7 +246,7 @@ class Saver:
             problem = "the last checkpoint was not saved; see the error of another process"
             processes.on_all_processes(self.wait, problem, CheckpointError)
             given = extra if isinstance(extra, Extra) else Extra(extra, {})
-            given = Extra(naming.json_copy(given.values, "extra"), given.files)
+            given = Extra(json_copy(given.values, "extra"), given.files)
             with internal_transfers():
                 path = self._save(state, step, given)
             if not self._async_save:

@@ -12,8 +12,8 @@ from checkpoint_states import assert_same, edit_manifest, files_of, flip, listin
 from file_operations import before
 
 import jstep
-from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Manifest, RetainedSteps, decode, encode
-from jstep.checkpoint.names import checkpoint_name, json_copy, latest_checkpoint
+from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Manifest, RetainedSteps, decode, encode, json_copy
+from jstep.checkpoint.names import checkpoint_name, latest_checkpoint
 from jstep.checkpoint.saver import Saver
 
 
