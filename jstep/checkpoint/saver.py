@@ -6,14 +6,14 @@ import os
 import threading
 import time
 import weakref
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
 from jstep.checkpoint import names as naming
+from jstep.checkpoint.compression import is_worthwhile
 from jstep.checkpoint.leaf_records import named_leaves, to_stored
 from jstep.checkpoint.left_out_leaves import left_out_indices, started_slots
 from jstep.checkpoint.listing import name
@@ -26,75 +26,12 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, as_int, as_number, kind
 from jstep.core.exceptions import note, scoped
 from jstep.core.meshes import internal_transfers
-from jstep.core.placement import is_on_cpus, refuse_compile_only
+from jstep.core.placement import refuse_compile_only
 from jstep.core.selection import VarList, check_form
 from jstep.distributed import processes
 from jstep.optimizers.averages import as_average_names
 from jstep.state.contents import StateContents
 from jstep.state.train_state import TrainState
-
-# Global steps of states, and whether compression is worthwhile.
-
-
-def step_of(state: Any, given: Any = None) -> int:
-    """Return the global step of a state: a field, a key, or the common step of the members of a population.
-
-    Args:
-        state: A `TrainState`, or any pytree with a `global_step`.
-        given: The step to use for a population whose members differ; usually None.
-
-    Raises:
-        TypeError: The step is not an integer.
-        ValueError: The state has no step, the step is negative, members of a population differ and `given` is None,
-            or `given` differs from the step of the state.
-    """
-    step = state.get("global_step") if isinstance(state, Mapping) else getattr(state, "global_step", None)
-    if step is None:
-        raise ValueError(
-            "state: it has no global step, which names the checkpoint; "
-            "add one with state.replace(global_step=jstep.create_global_step())"
-        )
-    if trees.is_array(step) and np.ndim(step) and not trees.is_traced(step):
-        if given is not None:
-            return as_int(given, "step", 0)
-        found = np.unique(np.asarray(step))
-        if len(found) != 1:
-            raise ValueError(
-                f"state: global_step has the shape {np.shape(step)} and the values {found[:5].tolist()}: the members "
-                "of this population have no step in common; name the checkpoint with save(state, step=…)"
-            )
-        return as_int(found[0], "state: global_step", 0)
-    number = as_int(step, "state: global_step", 0)
-    if given is not None and as_int(given, "step", 0) != number:
-        raise ValueError(f"step={given}: must be the state's global_step, {number}, which names its checkpoint")
-    return number
-
-
-_ARRAYS = 64  # number of arrays to sample, of all sizes
-_SAMPLE = 1024  # bytes from the middle of each array
-_WORTH_IT = 0.6
-
-
-def is_worthwhile(arrays: Iterable[Any]) -> bool:
-    """Return whether compression about halves the bytes, by a sample that takes a millisecond or two.
-
-    Only arrays on the CPU are sampled. Always False on several processes, which would have to agree.
-    """
-    by_size = sorted(arrays, key=lambda array: int(array.nbytes))
-    looked_into = by_size[-1 :: -max(1, len(by_size) // _ARRAYS)]  # the largest among them
-    if jax.process_count() > 1 or not all(isinstance(array, np.ndarray) or is_on_cpus(array) for array in looked_into):
-        return False
-    before, after = 0, 0.0
-    for array in looked_into:
-        part = array if isinstance(array, np.ndarray) else np.asarray(array.addressable_shards[0].data)
-        start = part.size // 2
-        sample = part.ravel("K")[start : start + _SAMPLE // part.itemsize].tobytes()
-        before += array.nbytes
-        after += array.nbytes * min(1.0, len(zlib.compress(sample, 1)) / max(len(sample), 1))
-    return after < _WORTH_IT * before
-
-
-# `Saver`: atomic checkpoints of a training state.
 
 
 class Saver:
@@ -545,7 +482,7 @@ class Saver:
         absent = left_out_indices(state, self.leave_out)
         everything = named_leaves(state)
         named = [one for i, one in enumerate(everything) if i not in absent]
-        step = step_of(state, step)
+        step = _step_of(state, step)
         finite = self._finite
         if finite is None:
             finite = StateContents(state, params_only=True).are_finite()
@@ -590,3 +527,37 @@ class Saver:
 
 def _step_or_none(step: Any) -> int | None:
     return None if step is None else as_int(step, "step", 0)
+
+
+def _step_of(state: Any, given: Any = None) -> int:
+    """Return the global step of a state: a field, a key, or the common step of the members of a population.
+
+    Args:
+        state: A `TrainState`, or any pytree with a `global_step`.
+        given: The step to use for a population whose members differ; usually None.
+
+    Raises:
+        TypeError: The step is not an integer.
+        ValueError: The state has no step, the step is negative, members of a population differ and `given` is None,
+            or `given` differs from the step of the state.
+    """
+    step = state.get("global_step") if isinstance(state, Mapping) else getattr(state, "global_step", None)
+    if step is None:
+        raise ValueError(
+            "state: it has no global step, which names the checkpoint; "
+            "add one with state.replace(global_step=jstep.create_global_step())"
+        )
+    if trees.is_array(step) and np.ndim(step) and not trees.is_traced(step):
+        if given is not None:
+            return as_int(given, "step", 0)
+        found = np.unique(np.asarray(step))
+        if len(found) != 1:
+            raise ValueError(
+                f"state: global_step has the shape {np.shape(step)} and the values {found[:5].tolist()}: the members "
+                "of this population have no step in common; name the checkpoint with save(state, step=…)"
+            )
+        return as_int(found[0], "state: global_step", 0)
+    number = as_int(step, "state: global_step", 0)
+    if given is not None and as_int(given, "step", 0) != number:
+        raise ValueError(f"step={given}: must be the state's global_step, {number}, which names its checkpoint")
+    return number
