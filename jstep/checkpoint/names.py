@@ -7,7 +7,7 @@ from jstep.checkpoint import listing
 from jstep.checkpoint.directory import DirectoryStore
 from jstep.checkpoint.store import Store
 from jstep.core.checks import as_int, as_text, shown
-from jstep.stores.objects import absolute, is_url, location
+from jstep.stores.urls import absolute, is_url, location
 
 _LONGEST = 180  # file names have at most 255 bytes; the step and temporary suffixes take some of them
 

@@ -23,7 +23,8 @@ from jstep.checkpoint.listing import Checkpoints
 from jstep.checkpoint.manifest import NAME, CheckpointError, Manifest, decode, encode
 from jstep.checkpoint.store import Commit, Files, Store, Write
 from jstep.distributed import processes
-from jstep.stores.objects import STARTING, Directory, Pending, at_once, parts_of_url, spec
+from jstep.stores.objects import STARTING, Directory, Pending, at_once, spec
+from jstep.stores.urls import parts_of_url
 
 HURRIED = 5.0
 """Seconds for optional requests."""

@@ -19,7 +19,7 @@ from jstep.core import trees
 from jstep.core.checks import listing
 from jstep.core.meshes import internal_transfers
 from jstep.distributed import processes
-from jstep.stores.objects import is_url
+from jstep.stores.urls import is_url
 
 INTACT, COMPLETE, UNUSABLE, GONE = "intact", "complete", "unusable", "gone"
 """Conditions of a checkpoint: verified, not verified, corrupted or not usable under its name now, and evicted."""

@@ -21,7 +21,7 @@ from jstep.checkpoint.checksums import Record, StartRead
 from jstep.checkpoint.claims import FileClaim, ObjectClaim
 from jstep.checkpoint.listing import TEMPORARY
 from jstep.checkpoint.manifest import CheckpointError, Manifest
-from jstep.stores.objects import join, resolved
+from jstep.stores.urls import join, resolved
 
 _logger = logging.getLogger("jstep")
 _HOLDERS: "weakref.WeakValueDictionary[tuple[str, str], Store]" = weakref.WeakValueDictionary()

@@ -19,7 +19,7 @@ from jstep.hooks.hook import step_of
 from jstep.hooks.run_info import RunInfo
 from jstep.state.contents import StateContents, briefly
 from jstep.state.train_state import TrainState
-from jstep.stores.objects import location, resolved
+from jstep.stores.urls import location, resolved
 
 _logger = logging.getLogger("jstep")
 

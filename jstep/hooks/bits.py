@@ -24,7 +24,7 @@ from jstep.state import fingerprints as _log
 from jstep.state.fingerprints import ByDevice, Difference, by_device, named_leaves
 from jstep.state.train_state import TrainState
 from jstep.stores.files import LocalLines, ObjectLines, is_directory, open_lines
-from jstep.stores.objects import join, location
+from jstep.stores.urls import join, location
 
 # Log fingerprints of the state during training.
 

@@ -8,7 +8,7 @@ from jstep.core.checks import as_int
 from jstep.hooks.hook import NEVER, Metrics, step_of
 from jstep.hooks.run_hook import RunHook
 from jstep.state.train_state import TrainState
-from jstep.stores.objects import is_url, location
+from jstep.stores.urls import is_url, location
 
 
 class ProfilerHook(RunHook):

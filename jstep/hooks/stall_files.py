@@ -11,7 +11,8 @@ from typing import Any
 
 from jstep.checkpoint.claims import is_alive, this_process
 from jstep.stores.files import is_directory, names_in, opened, remove_file, replace_file
-from jstep.stores.objects import Objects, absolute, is_url, join
+from jstep.stores.objects import Objects
+from jstep.stores.urls import absolute, is_url, join
 
 _logger = logging.getLogger("jstep")
 

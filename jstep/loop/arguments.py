@@ -19,7 +19,7 @@ from jstep.hooks.speed import StepCounterHook
 from jstep.loop.calls import AUTO
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import require_state
-from jstep.stores.objects import is_url, location
+from jstep.stores.urls import is_url, location
 
 LARGEST_STEP = int(np.iinfo(np.int32).max)
 _NO_END = "or None if the batches, a hook or a signal end the run"

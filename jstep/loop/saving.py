@@ -47,8 +47,8 @@ from jstep.optimizers.hyperparameters import held_values
 from jstep.state.contents import in_words
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
-from jstep.stores.objects import is_url
 from jstep.stores.tagged_json import Files, as_json
+from jstep.stores.urls import is_url
 
 HOOK_STATES, STOPPED, ENDED, HELD = "hooks", "stopped", "ended", "held"
 """Keys of a checkpoint's `extra`, besides those of positions and of observers."""

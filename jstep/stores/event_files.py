@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from jstep.stores.files import is_directory, names_in, opened, walked
-from jstep.stores.objects import is_url, join, location
+from jstep.stores.urls import is_url, join, location
 
 # The record format of event files (TFRecord), and the messages that records hold.
 #

@@ -15,7 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
-from jstep.stores.objects import STARTING, Directory, Objects, StoreError, is_url, join, split
+from jstep.stores.objects import STARTING, Directory, Objects
+from jstep.stores.store_errors import StoreError
+from jstep.stores.urls import is_url, join, split
 
 # Reading of local files and objects, for logs and the command line, and atomic and durable writing of files.
 

@@ -1,311 +1,27 @@
-"""Object stores: their URLs, errors, credentials, and reading and writing of objects."""
+"""The objects below a URL: read, write, conditional write, delete, list. Uses tensorstore's key-value stores.
+
+Every operation gives up within half a minute (large objects get more, by their size), with an OSError that names
+operation and URL. After one timeout, later requests wait less: a failed save is followed by a last attempt to save, by
+closing event files and logs, and by releasing the claim, each of which would wait as long, only to fail, too.
+
+A list is what the store returns, which may be wrong: for HTTP status 401, 403 or 404, tensorstore's gs:// driver
+returns an empty one, and a truncated one if a later page fails so. A run whose token has expired would find no
+checkpoint, start from step 0, and then delete old data. A `Directory` therefore has a mark, an object that sorts after
+all others, and rejects a list that does not end in it.
+"""
 
 import collections
-import configparser
 import contextlib
 import functools
 import logging
-import os
-import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-# Parser of local paths and URLs of object stores.
-#
-# A URL stays a string with its two slashes: `os.path` and `pathlib` turn `gs://bucket` into `gs:/bucket`, a local
-# folder.
-
-SCHEMES = ("gs", "s3")
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*[A-Za-z0-9]")
-
-
-def is_url(where: Any) -> bool:
-    """Return whether it is the URL of an object store, as returned by `location`."""
-    return isinstance(where, str) and where.startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
-
-
-def location(where: Any, name: str) -> str:
-    """Return a path with `~` expanded, or a validated URL without a trailing slash.
-
-    Args:
-        where: A string, or anything with `__fspath__`, such as `pathlib.Path` and `etils.epath.Path`. `file://` is
-            removed from an absolute path.
-        name: The name of the argument, for errors.
-
-    Raises:
-        TypeError: It is not a path or a URL.
-        ValueError: It is empty, a URL with another scheme or without a bucket, or a URL that pathlib has mangled.
-
-    Example:
-        >>> from jstep.stores.objects import location
-        >>> location("gs://bucket/run/", "directory"), location("/tmp/run", "directory")
-        ('gs://bucket/run', '/tmp/run')
-    """
-    path = os.fspath(where) if isinstance(where, os.PathLike) else where
-    if not isinstance(path, str):
-        raise TypeError(f"{name}={where!r}: must be a path or a URL, got {type(where).__name__}")
-    if not path:
-        raise ValueError(f"{name}='': must name a directory")
-    match = _SCHEME.match(path)
-    if match is None:
-        if re.match(rf"(?:{'|'.join(SCHEMES)}):(?:/|$)", path, re.IGNORECASE):
-            raise ValueError(
-                f"{name}={path!r}: must have two slashes after the scheme, which pathlib reduces to one; "
-                f"pass the URL as a string, such as '{path[:2].lower()}://bucket/run'"
-            )
-        return os.path.expanduser(path)
-    scheme, rest = match[1].lower(), path[match.end() :]
-    if scheme == "file":
-        if not rest.startswith("/"):
-            raise ValueError(f"{name}={path!r}: must be file:// and an absolute path, such as file:///tmp/run")
-        return rest
-    bucket, *parts = rest.split("/")
-    if scheme not in SCHEMES:
-        problem = (
-            f"must be a path, gs://bucket/… or s3://bucket/…, got the scheme {scheme!r}; mount other stores as a file "
-            "system and pass the path"
-        )
-    elif "@" in bucket:
-        problem = (
-            "must be a bucket, got a URL with credentials; they are read from where the cloud's own tools keep them, "
-            "never from a URL"
-        )
-    elif not bucket:
-        problem = f"must name a bucket, as in {scheme}://bucket/run"
-    elif not _BUCKET.fullmatch(bucket):
-        problem = f"must name a bucket, but {bucket!r} is not a valid name"
-    elif {".", ".."} & set(parts) or any(c in rest for c in "\0\r\n"):
-        problem = "must not contain '.', '..' or line breaks: keys are not paths"
-    else:
-        return "/".join([f"{scheme}://{bucket}", *filter(None, parts)])
-    # What precedes an @ may be a password.
-    raise ValueError(f"{name}={scheme + '://' + ('…' if '@' in rest else rest)!r}: {problem}")
-
-
-def parts_of_url(url: str) -> tuple[str, str, str]:
-    """Return scheme, bucket and key of a URL that `location` has validated."""
-    scheme, _, rest = url.partition("://")
-    name, _, key = rest.partition("/")
-    return scheme, name, key
-
-
-def join(where: str, *parts: str) -> str:
-    """Join a path or URL with further parts."""
-    return "/".join([where.rstrip("/"), *parts]) if is_url(where) else os.path.join(where, *parts)
-
-
-def split(where: str) -> tuple[str, str]:
-    """Split off the last name of a path or URL; it is empty for a bucket."""
-    if not is_url(where):
-        return os.path.split(where)
-    scheme, name, key = parts_of_url(where)
-    above, _, last = key.rstrip("/").rpartition("/")
-    return "/".join(part for part in (f"{scheme}://{name}", above) if part), last
-
-
-def absolute(where: str) -> str:
-    """Return the absolute form of a path; a URL is unchanged."""
-    return where if is_url(where) else os.path.abspath(where)
-
-
-def resolved(where: str) -> str:
-    """Return the absolute form of a path, with its links resolved; a URL is unchanged."""
-    return where if is_url(where) else os.path.realpath(where)
-
-
-# Endpoint and credentials of S3 for a tensorstore spec, from the environment and the profiles of AWS's tools.
-#
-# tensorstore 0.1.86 does not read profiles by itself and ignores `AWS_ENDPOINT_URL`: it would send unsigned requests,
-# and to Amazon. The spec contains paths of credential files, never their content, since a spec may be printed.
-
-_CREDENTIALS = {"aws_access_key_id", "role_arn", "credential_process"}
-"""The settings of a profile from which tensorstore obtains credentials."""
-
-
-def s3_fields(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the fields of an `s3` spec that give endpoint, region and credentials.
-
-    Keys in the environment come first, then the profile (`AWS_PROFILE`, `AWS_DEFAULT_PROFILE` or "default"), then
-    the role of the container or instance. The endpoint is `AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL` or the profile's
-    `endpoint_url`; Amazon's if `AWS_IGNORE_CONFIGURED_ENDPOINT_URLS`, or else the profile's
-    `ignore_configured_endpoint_urls`, is true. The region is `AWS_REGION`, `AWS_DEFAULT_REGION` or the profile's.
-
-    Raises:
-        PermissionError: AWS_PROFILE names a profile that neither file has.
-    """
-    env = os.environ if environ is None else environ
-    files = _file(env, "AWS_SHARED_CREDENTIALS_FILE", "credentials"), _file(env, "AWS_CONFIG_FILE", "config")
-    name = env.get("AWS_PROFILE") or env.get("AWS_DEFAULT_PROFILE") or "default"
-    settings = _profile(files, name)
-    fields: dict[str, Any] = {}
-    if env.get("AWS_ACCESS_KEY_ID") and env.get("AWS_SECRET_ACCESS_KEY"):
-        fields["aws_credentials"] = {"type": "environment"}
-    elif settings.keys() & _CREDENTIALS:
-        there = [path if os.path.isfile(path) else os.devnull for path in files]
-        paths = {"credentials_file": there[0], "config_file": there[1]}
-        fields["aws_credentials"] = {"type": "profile", "profile": name, **paths}
-    elif env.get("AWS_PROFILE") and not settings:
-        raise PermissionError(
-            f"AWS_PROFILE={name!r}: must be a profile in {files[0]} or {files[1]}, but neither has it; "
-            "set AWS_SHARED_CREDENTIALS_FILE and AWS_CONFIG_FILE to use other files"
-        )
-    region = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or settings.get("region")
-    endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or settings.get("endpoint_url")
-    # As in botocore: the variable decides if it is set, even to an empty string, and then the profile.
-    ignored = env.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", settings.get("ignore_configured_endpoint_urls", ""))
-    if ignored.lower() == "true":
-        endpoint = None
-    if endpoint:
-        fields["endpoint"] = endpoint.rstrip("/")
-    if region or endpoint:  # tensorstore requires a region with an endpoint, but uses only its name
-        fields["aws_region"] = region or "us-east-1"
-    return fields
-
-
-def _file(env: Mapping[str, str], variable: str, name: str) -> str:
-    return os.path.expanduser(env.get(variable) or os.path.join("~", ".aws", name))
-
-
-def _profile(files: tuple[str, str], name: str) -> dict[str, str]:
-    """Return the settings of a profile; those of the credentials file take precedence."""
-    settings: dict[str, str] = {}
-    for path, sections in ((files[0], (name,)), (files[1], (f"profile {name}", name))):
-        parser = configparser.RawConfigParser(strict=False, allow_no_value=True)
-        try:
-            parser.read(path, encoding="utf-8")
-        except (configparser.Error, OSError, UnicodeDecodeError):
-            continue
-        for section in filter(parser.has_section, sections):
-            settings = {key: (value or "").strip() for key, value in parser.items(section)} | settings
-    return settings
-
-
-# Translation of tensorstore's errors: they name the bucket, the operation and what to do, and never a secret.
-#
-# tensorstore raises one ValueError for everything: its message begins with a status word and ends with the body of the
-# response. That message is not passed on, since bodies contain keys and signatures.
-
-_RIGHTS = {
-    "gs": {"read": "storage.objects.get", "list": "storage.objects.list", "delete": "storage.objects.delete"},
-    "s3": {"read": "s3:GetObject", "list": "s3:ListBucket", "delete": "s3:DeleteObject"},
-}
-_WRITE = {"gs": "storage.objects.create and storage.objects.delete (to replace one)", "s3": "s3:PutObject"}
-_LOGIN = {
-    "gs": "`gcloud auth application-default login`, or GOOGLE_APPLICATION_CREDENTIALS",
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; temporary keys expire after some hours",
-}
-_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "RequestExpired"}
-_UNKNOWN_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthFailure", "UnrecognizedClientException"}
-_REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
-_ENDPOINT = {
-    "gs": "TENSORSTORE_GCS_HTTP_URL, if it is set",
-    "s3": "AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and AWS_REGION, if they are set",
-}
-
-
-class StoreError(OSError):
-    """A request to a store failed after all retries: the store is too busy, or the error is unknown."""
-
-
-class BusyError(StoreError):
-    """A store accepted no request for half a minute (429 and 5xx)."""
-
-
-class TruncatedError(StoreError):
-    """An object is shorter than the requested range of bytes."""
-
-
-def translated(error: Exception, verb: str, url: str) -> OSError:
-    """Return the error to raise `from None` in place of tensorstore's.
-
-    Args:
-        error: The error of tensorstore.
-        verb: The operation: read, write, delete, list or open.
-        url: The URL of the object or the directory.
-    """
-    text = str(error)
-    scheme, bucket, _ = parts_of_url(url)
-    what = f"{url}: cannot {verb}"
-    codes = re.findall(r"\[http_response_code='([0-9]+)'\]", text)
-    status = int(codes[-1]) if codes else 0
-    code = _code(text)
-    details = " ".join(str(part) for part in (status or "", code) if part)
-    if status == 416 or text.startswith("OUT_OF_RANGE"):
-        return TruncatedError(f"{url}: it is shorter than it was")
-    if code in _REGION or status in (301, 307):
-        return StoreError(f"{what}: the bucket is in another region ({details}); set AWS_REGION to that of the bucket")
-    if code in _EXPIRED | _UNKNOWN_KEYS or status == 401:
-        expired = "the credentials have expired" if code in _EXPIRED else "no valid credentials"
-        return PermissionError(f"{what}: {expired} ({details}): {_LOGIN[scheme]}")
-    if status == 403 or text.startswith("PERMISSION_DENIED"):
-        right = _RIGHTS[scheme].get(verb, _WRITE[scheme])
-        return PermissionError(
-            f"{what}: not permitted ({details or 'PERMISSION_DENIED'}). It needs the right {right} on the bucket "
-            f"{bucket!r}; for other credentials, use {_LOGIN[scheme]}"
-        )
-    if code == "NoSuchBucket" or (status == 404 and verb != "read"):
-        return no_bucket(url, verb)
-    if (curl := re.search(r"CURL error ([^:\[]*)", text)) is not None:
-        host = re.search(r"(?:Failed to connect to|resolve host:) ([^\s\[]+)(?: port ([0-9]+))?", text)
-        where = ":".join(part for part in host.groups() if part) if host else f"the host of {scheme}://{bucket}"
-        return ConnectionError(
-            f"{what}: {curl[1].strip()} ({where}), tried for half a minute. Check the network and the address: "
-            f"{_ENDPOINT[scheme]}"
-        )
-    if status:
-        tries = re.search(r"All ([0-9]+) retry attempts", text)
-        after = f", {int(tries[1]) + 1} tries in half a minute" if tries else ""
-        if tries or status == 429 or status >= 500:
-            return BusyError(
-                f"{what}: the store did not accept it (HTTP {details}{after}). It is busy or down; run again later"
-            )
-        # S3 returns 400 for expired temporary keys, and gives the reason only in a body, which a HEAD lacks.
-        hint = f"; have the credentials expired? {_LOGIN[scheme]}" if status == 400 else "; see the log of the store"
-        return StoreError(f"{what}: the store did not accept it (HTTP {details}){hint}")
-    return StoreError(f"{what}: {redact(text)}")
-
-
-def no_bucket(url: str, verb: str) -> FileNotFoundError:
-    """Return the error for a missing bucket."""
-    scheme, bucket, _ = parts_of_url(url)
-    tool = {"gs": f"gcloud storage buckets create gs://{bucket}", "s3": f"aws s3 mb s3://{bucket}"}[scheme]
-    return FileNotFoundError(
-        f"{url}: cannot {verb}: there is no bucket {bucket!r}; create it (`{tool}`), or correct the name"
-    )
-
-
-def _code(text: str) -> str:
-    found = re.search(r"<Code>(\w{1,60})</Code>", text)
-    if found is None:  # the driver puts the code before the message
-        found = re.match(r"(?:[A-Z_]+: )?(?:All [0-9]+ retry attempts failed: )?([A-Z][A-Za-z]{3,60})\b", text)
-        return found[1] if found and found[1] in _EXPIRED | _UNKNOWN_KEYS | _REGION | {"NoSuchBucket"} else ""
-    return found[1]
-
-
-def redact(text: str) -> str:
-    """Shorten an error message and remove secrets: response bodies, and values of variables with credentials."""
-    text = re.split(r"\s*\[(?:http_response_body|source locations)", text)[0].split("\n")[0]
-    words = ("SECRET", "TOKEN", "PASSWORD", "ACCESS_KEY", "CREDENTIAL")
-    for key, value in os.environ.items():
-        if len(value) >= 4 and any(word in key.upper() for word in words):
-            text = text.replace(value, "…")
-    text = re.sub(r"(?i)(authorization|signature|token|secret|password)([\"']?\s*[:=]\s*)\S+", r"\1\2…", text)
-    return text[:200]
-
-
-# The objects below a URL: read, write, conditional write, delete, list. Uses tensorstore's key-value stores.
-#
-# Every operation gives up within half a minute (large objects get more, by their size), with an OSError that names
-# operation and URL. After one timeout, later requests wait less: a failed save is followed by a last attempt to save,
-# by closing event files and logs, and by releasing the claim, each of which would wait as long, only to fail, too.
-#
-# A list is what the store returns, which may be wrong: for HTTP status 401, 403 or 404, tensorstore's gs:// driver
-# returns an empty one, and a truncated one if a later page fails so. A run whose token has expired would find no
-# checkpoint, start from step 0, and then delete old data. A `Directory` therefore has a mark, an object that sorts
-# after all others, and rejects a list that does not end in it.
+from jstep.stores.s3_credentials import s3_fields
+from jstep.stores.store_errors import ENDPOINT, BusyError, StoreError, no_bucket, translated
+from jstep.stores.urls import parts_of_url
 
 ABSENT = b"\x02"
 """The stamp of a missing object."""
@@ -369,7 +85,7 @@ class Pending:
         except TimeoutError:
             self._future.cancel()
             store = f"the store of {self._bucket} gave no response in {max(1.0, left):.0f} s"
-            known = f"{store}. Check the network and the address: {_ENDPOINT[self._bucket.partition('://')[0]]}"
+            known = f"{store}. Check the network and the address: {ENDPOINT[self._bucket.partition('://')[0]]}"
             reason = outage_of(self._bucket) or known  # that of an earlier failure
             problem: OSError = ConnectionError(f"{self.url}: cannot {self._verb}: {reason}")
         except _ERRORS as error:

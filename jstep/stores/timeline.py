@@ -15,7 +15,8 @@ from typing import Any
 from jstep.core.checks import as_text, shown
 from jstep.core.stopwatch import PARTS
 from jstep.stores.files import is_directory, names_in, open_lines, opened
-from jstep.stores.objects import Directory, absolute, is_url, join, location
+from jstep.stores.objects import Directory
+from jstep.stores.urls import absolute, is_url, join, location
 
 # Writing the timeline of a run, one line per write.
 
@@ -28,7 +29,7 @@ class Timeline:
     both, the newest times replace the previous ones, but not those of a checkpoint.
 
     Args:
-        where: The directory or URL, as returned by `jstep.stores.objects.location`.
+        where: The directory or URL, as returned by `jstep.stores.urls.location`.
         prefix: The prefix of the run's checkpoints.
 
     Attributes:

@@ -16,7 +16,7 @@ from jstep.core.jaxprs import Operation, Subprogram, argument_names, body_of, ev
 from jstep.core.trees import path_str
 from jstep.stores.event_files import is_message, parsed, proto
 from jstep.stores.files import replace_file
-from jstep.stores.objects import join, location
+from jstep.stores.urls import join, location
 
 # A GraphDef under construction: unique names, scopes, shapes and dtypes.
 

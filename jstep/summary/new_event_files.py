@@ -12,7 +12,8 @@ from typing import TypeAlias
 
 from jstep.stores.event_files import frame, is_event_file
 from jstep.stores.files import ObjectAppender, make_folders, sync, sync_folder
-from jstep.stores.objects import STARTING, Objects, is_url
+from jstep.stores.objects import STARTING, Objects
+from jstep.stores.urls import is_url
 from jstep.summary.encode import event_bytes
 
 _logger = logging.getLogger("jstep")

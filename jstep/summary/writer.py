@@ -23,7 +23,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.threads import Thread, join
 from jstep.core.trees import Step, is_traced
 from jstep.stores.event_files import CHECKSUMS, frame, imported, is_message, parsed, proto
-from jstep.stores.objects import location
+from jstep.stores.urls import location
 from jstep.summary.encode import encode_job
 from jstep.summary.graph import graph_def
 from jstep.summary.new_event_files import Sink, open_event_file

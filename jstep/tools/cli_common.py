@@ -22,7 +22,7 @@ from jstep.checkpoint.names import open_store
 from jstep.checkpoint.store import Store
 from jstep.core.report import breadth, columns, folded
 from jstep.stores.files import is_directory, names_in
-from jstep.stores.objects import absolute, is_url, split
+from jstep.stores.urls import absolute, is_url, split
 from jstep.weights.tensors import in_groups
 
 # The common parts of commands: interface, exit codes, and output as text, strict JSON and tables.

@@ -14,8 +14,8 @@ from jstep.core.ranges import is_inexact
 from jstep.core.report import columns
 from jstep.hooks.card_differences import VERSION, card_difference, changes, starts_of
 from jstep.stores.files import is_directory, names_in
-from jstep.stores.objects import is_url, join, location, split
 from jstep.stores.timeline import is_seconds
+from jstep.stores.urls import is_url, join, location, split
 from jstep.tools import cli_common
 from jstep.tools.cli_common import DIFFERENT, OK, Checkpoint, Command
 

@@ -13,7 +13,7 @@ from jstep.checkpoint.manifest import CheckpointError
 from jstep.core.checks import cut_path, size
 from jstep.core.ranges import is_inexact, range_of
 from jstep.stores.files import is_directory
-from jstep.stores.objects import is_url, location
+from jstep.stores.urls import is_url, location
 from jstep.tools import cli_common as common
 from jstep.tools.cli_common import Checkpoint, Command
 from jstep.weights.files import INDEX, SUFFIX, folder_of, kind_of, read_headers

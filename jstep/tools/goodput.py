@@ -9,8 +9,8 @@ from typing import Any
 
 from jstep.core.report import Report
 from jstep.core.stopwatch import PARTS, STEPPING
-from jstep.stores.objects import absolute, location
 from jstep.stores.timeline import STALL, fields_with, is_seconds, read
+from jstep.stores.urls import absolute, location
 from jstep.tools.cli_common import Command, answer
 
 _COPIED = tuple(part for part in PARTS if part != STEPPING)

@@ -10,7 +10,7 @@ from typing import Any
 from jstep.checkpoint.listing import OF_ORBAX, TEMPORARY, has_data, listed, missing
 from jstep.checkpoint.manifest import NAME as MANIFEST
 from jstep.core.checks import shown
-from jstep.stores.objects import is_url, location
+from jstep.stores.urls import is_url, location
 from jstep.weights.tensors import LARGEST, Tensor, Weights, parsed, read_header
 
 # Finding of the files that hold the weights: a file, a folder, or an index with its shards.

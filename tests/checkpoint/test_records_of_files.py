@@ -11,7 +11,8 @@ import pytest
 from jstep.checkpoint import checksums
 from jstep.checkpoint.listing import UNUSED
 from jstep.checkpoint.manifest import CorruptedError
-from jstep.stores.objects import ReadResult, TruncatedError
+from jstep.stores.objects import ReadResult
+from jstep.stores.store_errors import TruncatedError
 
 
 def crc(data: bytes) -> str:

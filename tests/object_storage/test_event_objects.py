@@ -4,7 +4,7 @@ import pytest
 
 import jstep
 from jstep.stores import files as growing
-from jstep.stores import objects
+from jstep.stores import objects, urls
 from jstep.stores.event_files import event_files, find_runs, read_scalars
 from jstep.summary import SummaryWriter, scalar, summary_iterator
 
@@ -148,7 +148,7 @@ def test_graphs_and_plots_of_objects(store, tmp_path, capsys):
 
     path = write_graph(lambda: 1.0, store.run, "sub/graph.pbtxt")
     assert path == f"{store.run}/sub/graph.pbtxt"
-    parent, name = objects.split(path)
+    parent, name = urls.split(path)
     assert b"node" in objects.Objects(parent).read(name).data
     for run in ("a", "b"):
         with SummaryWriter(f"{store.run}/{run}") as writer:

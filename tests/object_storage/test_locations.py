@@ -6,8 +6,10 @@ import pathlib
 import pytest
 from etils import epath
 
-from jstep.stores import objects
-from jstep.stores.objects import Objects, is_url, join, location, redact, split
+from jstep.stores.objects import Objects
+from jstep.stores.s3_credentials import s3_fields
+from jstep.stores.store_errors import redact
+from jstep.stores.urls import is_url, join, location, split
 
 
 @pytest.mark.parametrize(
@@ -48,11 +50,11 @@ def test_join_and_split():
 def test_aws_environment(tmp_path):
     keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
     no_files = {"AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "no"), "AWS_CONFIG_FILE": str(tmp_path / "none")}
-    assert objects.s3_fields(no_files) == {}
-    assert objects.s3_fields(no_files | keys) == {"aws_credentials": {"type": "environment"}}
+    assert s3_fields(no_files) == {}
+    assert s3_fields(no_files | keys) == {"aws_credentials": {"type": "environment"}}
     both = {"AWS_ENDPOINT_URL": "http://a", "AWS_ENDPOINT_URL_S3": "http://b/", "AWS_REGION": "x"}
-    assert objects.s3_fields(no_files | both) == {"endpoint": "http://b", "aws_region": "x"}
-    assert objects.s3_fields(no_files | {"AWS_DEFAULT_REGION": "y"}) == {"aws_region": "y"}
+    assert s3_fields(no_files | both) == {"endpoint": "http://b", "aws_region": "x"}
+    assert s3_fields(no_files | {"AWS_DEFAULT_REGION": "y"}) == {"aws_region": "y"}
 
 
 def test_aws_profiles(tmp_path):
@@ -63,14 +65,14 @@ def test_aws_profiles(tmp_path):
     config.write_text("[profile work]\nregion = eu-1\nendpoint_url = http://own\n[profile bare]\nregion = eu-2\n")
     files = {"AWS_SHARED_CREDENTIALS_FILE": str(credentials), "AWS_CONFIG_FILE": str(config)}
     paths = {"credentials_file": str(credentials), "config_file": str(config)}
-    assert objects.s3_fields(files) == {"aws_credentials": {"type": "profile", "profile": "default", **paths}}
-    work = objects.s3_fields(files | {"AWS_PROFILE": "work"})
+    assert s3_fields(files) == {"aws_credentials": {"type": "profile", "profile": "default", **paths}}
+    work = s3_fields(files | {"AWS_PROFILE": "work"})
     assert work["aws_credentials"] == {"type": "profile", "profile": "work", **paths}
     assert (work["aws_region"], work["endpoint"]) == ("eu-1", "http://own")
-    assert objects.s3_fields(files | {"AWS_PROFILE": "work", "AWS_REGION": "z"})["aws_region"] == "z"
+    assert s3_fields(files | {"AWS_PROFILE": "work", "AWS_REGION": "z"})["aws_region"] == "z"
     with pytest.raises(PermissionError, match="AWS_PROFILE='other'"):
-        objects.s3_fields(files | {"AWS_PROFILE": "other"})
-    assert objects.s3_fields(files | {"AWS_PROFILE": "bare"}) == {"aws_region": "eu-2"}  # the role of the machine
+        s3_fields(files | {"AWS_PROFILE": "other"})
+    assert s3_fields(files | {"AWS_PROFILE": "bare"}) == {"aws_region": "eu-2"}  # the role of the machine
     assert "c" not in str(work).split()
 
 
@@ -97,7 +99,7 @@ def test_configured_endpoints_are_ignored_as_by_botocore(variable, of_profile, i
     if variable is not None:
         environment["AWS_IGNORE_CONFIGURED_ENDPOINT_URLS"] = variable
     want = {} if is_ignored else {"endpoint": next(iter(endpoint.values()), "http://own")}
-    assert objects.s3_fields(environment) == want | {"aws_region": "eu-1"}
+    assert s3_fields(environment) == want | {"aws_region": "eu-1"}
 
 
 def test_requests_are_signed_with_the_profile(s3, tmp_path, monkeypatch):

@@ -1,0 +1,106 @@
+"""Local paths and URLs of object stores.
+
+A URL stays a string with its two slashes: `os.path` and `pathlib` turn `gs://bucket` into `gs:/bucket`, a local folder.
+"""
+
+import os
+import re
+from typing import Any
+
+SCHEMES = ("gs", "s3")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*[A-Za-z0-9]")
+
+
+def is_url(where: Any) -> bool:
+    """Return whether it is the URL of an object store, as returned by `location`."""
+    return isinstance(where, str) and where.startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
+
+
+def location(where: Any, name: str) -> str:
+    """Return a path with `~` expanded, or a validated URL without a trailing slash.
+
+    Args:
+        where: A string, or anything with `__fspath__`, such as `pathlib.Path` and `etils.epath.Path`. `file://` is
+            removed from an absolute path.
+        name: The name of the argument, for errors.
+
+    Raises:
+        TypeError: It is not a path or a URL.
+        ValueError: It is empty, a URL with another scheme or without a bucket, or a URL that pathlib has mangled.
+
+    Example:
+        >>> from jstep.stores.urls import location
+        >>> location("gs://bucket/run/", "directory"), location("/tmp/run", "directory")
+        ('gs://bucket/run', '/tmp/run')
+    """
+    path = os.fspath(where) if isinstance(where, os.PathLike) else where
+    if not isinstance(path, str):
+        raise TypeError(f"{name}={where!r}: must be a path or a URL, got {type(where).__name__}")
+    if not path:
+        raise ValueError(f"{name}='': must name a directory")
+    match = _SCHEME.match(path)
+    if match is None:
+        if re.match(rf"(?:{'|'.join(SCHEMES)}):(?:/|$)", path, re.IGNORECASE):
+            raise ValueError(
+                f"{name}={path!r}: must have two slashes after the scheme, which pathlib reduces to one; "
+                f"pass the URL as a string, such as '{path[:2].lower()}://bucket/run'"
+            )
+        return os.path.expanduser(path)
+    scheme, rest = match[1].lower(), path[match.end() :]
+    if scheme == "file":
+        if not rest.startswith("/"):
+            raise ValueError(f"{name}={path!r}: must be file:// and an absolute path, such as file:///tmp/run")
+        return rest
+    bucket, *parts = rest.split("/")
+    if scheme not in SCHEMES:
+        problem = (
+            f"must be a path, gs://bucket/… or s3://bucket/…, got the scheme {scheme!r}; mount other stores as a file "
+            "system and pass the path"
+        )
+    elif "@" in bucket:
+        problem = (
+            "must be a bucket, got a URL with credentials; they are read from where the cloud's own tools keep them, "
+            "never from a URL"
+        )
+    elif not bucket:
+        problem = f"must name a bucket, as in {scheme}://bucket/run"
+    elif not _BUCKET.fullmatch(bucket):
+        problem = f"must name a bucket, but {bucket!r} is not a valid name"
+    elif {".", ".."} & set(parts) or any(c in rest for c in "\0\r\n"):
+        problem = "must not contain '.', '..' or line breaks: keys are not paths"
+    else:
+        return "/".join([f"{scheme}://{bucket}", *filter(None, parts)])
+    # What precedes an @ may be a password.
+    raise ValueError(f"{name}={scheme + '://' + ('…' if '@' in rest else rest)!r}: {problem}")
+
+
+def parts_of_url(url: str) -> tuple[str, str, str]:
+    """Return scheme, bucket and key of a URL that `location` has validated."""
+    scheme, _, rest = url.partition("://")
+    name, _, key = rest.partition("/")
+    return scheme, name, key
+
+
+def join(where: str, *parts: str) -> str:
+    """Join a path or URL with further parts."""
+    return "/".join([where.rstrip("/"), *parts]) if is_url(where) else os.path.join(where, *parts)
+
+
+def split(where: str) -> tuple[str, str]:
+    """Split off the last name of a path or URL; it is empty for a bucket."""
+    if not is_url(where):
+        return os.path.split(where)
+    scheme, name, key = parts_of_url(where)
+    above, _, last = key.rstrip("/").rpartition("/")
+    return "/".join(part for part in (f"{scheme}://{name}", above) if part), last
+
+
+def absolute(where: str) -> str:
+    """Return the absolute form of a path; a URL is unchanged."""
+    return where if is_url(where) else os.path.abspath(where)
+
+
+def resolved(where: str) -> str:
+    """Return the absolute form of a path, with its links resolved; a URL is unchanged."""
+    return where if is_url(where) else os.path.realpath(where)
