@@ -168,9 +168,9 @@ from jstep.data.batches import Mixture as Mixture
 from jstep.data.batches import batches as batches
 from jstep.data.batches import mixture as mixture
 from jstep.data.sequence import from_state as from_state
-from jstep.data.to_devices import PrefetchIterator as PrefetchIterator
-from jstep.data.to_devices import prefetch_to_device as prefetch_to_device
-from jstep.data.to_devices import replayed as replayed
+from jstep.data.prefetch import PrefetchIterator as PrefetchIterator
+from jstep.data.prefetch import prefetch_to_device as prefetch_to_device
+from jstep.data.replayed import replayed as replayed
 
 # Queues and threads: those of TensorFlow 1, by its names.
 from jstep.queues.coordinator import Coordinator as Coordinator
@@ -225,7 +225,7 @@ from jstep.weights.load import load_weights as load_weights
 from jstep.weights.save import save_weights as save_weights
 
 # Several devices and processes.
-from jstep.data.to_devices import shard_batch as shard_batch
+from jstep.data.batch_shardings import shard_batch as shard_batch
 from jstep.state.sharding import fsdp_specs as fsdp_specs
 from jstep.state.train_state import shard_state as shard_state
 from jstep.tools.topologies import topology as topology

@@ -13,7 +13,8 @@ import numpy as np
 
 from jstep.core.threads import in_background
 from jstep.core.trees import arguments_of
-from jstep.data.to_devices import as_shardings, placement
+from jstep.data.batch_shardings import as_shardings
+from jstep.data.placement import placement
 from jstep.distributed import processes
 from jstep.hooks.run_info import Call
 

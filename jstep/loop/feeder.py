@@ -11,7 +11,8 @@ from typing import Any
 from jstep.core.stopwatch import Stopwatch
 from jstep.core.threads import MAKING, doing, in_background
 from jstep.data.loaders import LivePosition, Source
-from jstep.data.to_devices import Reader, copied
+from jstep.data.placement import copied
+from jstep.data.prefetch import Reader
 from jstep.distributed import processes
 from jstep.hooks.run_info import Call
 from jstep.loop.calls import AHEAD, CopiedBatches

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jstep.data.batches import batches
-from jstep.data.to_devices import prefetch_to_device
+from jstep.data.prefetch import prefetch_to_device
 
 MESHES = [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit]
 

@@ -12,7 +12,7 @@ from prefetch_source import Source, check_no_leftover_threads, threads
 from waiting import wait_until
 
 from jstep.data.batches import batches
-from jstep.data.to_devices import prefetch_to_device
+from jstep.data.prefetch import prefetch_to_device
 
 no_leftover_threads = pytest.fixture(autouse=True)(check_no_leftover_threads)
 

@@ -12,8 +12,9 @@ from processes import run
 from waiting import wait_until
 
 from jstep.core import placement
+from jstep.data.batch_shardings import as_shardings, fitting, shard_batch
 from jstep.data.batches import batches
-from jstep.data.to_devices import as_shardings, fitting, prefetch_to_device, shard_batch
+from jstep.data.prefetch import prefetch_to_device
 
 no_leftover_threads = pytest.fixture(autouse=True)(check_no_leftover_threads)
 
@@ -109,7 +110,8 @@ class TestPlacement:
         program = """
             from jstep.data.batches import batches
             from jstep.core import placement
-from jstep.data.to_devices import as_shardings, fitting, prefetch_to_device, shard_batch
+from jstep.data.batch_shardings import as_shardings, fitting, shard_batch
+from jstep.data.prefetch import prefetch_to_device
             data = batches((np.arange(40), np.arange(40.0)), 8, seed=1)
             full = batches(np.arange(40), 8, seed=1, process_index=0, process_count=1)
             for step, (x, y) in enumerate(prefetch_to_device(data.from_step(0), sharding=(rows, rows))):

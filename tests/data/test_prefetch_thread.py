@@ -10,7 +10,7 @@ from prefetch_source import Source, check_no_leftover_threads, threads
 from processes import run_program, running_program
 from waiting import TIMEOUT, wait_until
 
-from jstep.data.to_devices import prefetch_to_device
+from jstep.data.prefetch import prefetch_to_device
 
 no_leftover_threads = pytest.fixture(autouse=True)(check_no_leftover_threads)
 
@@ -105,7 +105,7 @@ class TestThreadEnds:
         program = """
             import itertools, time
             import jax
-            from jstep.data.to_devices import prefetch_to_device
+            from jstep.data.prefetch import prefetch_to_device
             full = [prefetch_to_device(one) for one in (itertools.count(), (jax.numpy.ones(4) for _ in iter(int, 1)))]
             asleep = prefetch_to_device(time.sleep(1000) for _ in [0])
             for items in full:
@@ -117,7 +117,7 @@ class TestThreadEnds:
     def test_ctrl_c_interrupts_next(self):
         program = """
             import threading, time
-            from jstep.data.to_devices import prefetch_to_device
+            from jstep.data.prefetch import prefetch_to_device
             def slow():
                 threading.Event().wait()
                 yield

@@ -15,7 +15,7 @@ from loop_runs import DATA, OPTIMIZER, train
 from positioned import Positioned
 
 import jstep
-from jstep.data.to_devices import copied
+from jstep.data.placement import copied
 
 STEP = jstep.minimize(lambda params, x: jnp.mean((params["a"] - x) ** 2), OPTIMIZER)
 

@@ -1,0 +1,248 @@
+"""Prefetching to devices: a background thread reads and transfers batches ahead of the loop."""
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.checks import as_function, as_int, shown
+from jstep.core.exceptions import note
+from jstep.core.threads import MAKING, Thread, doing
+from jstep.core.tracebacks import shortens_tracebacks
+from jstep.data.placement import copied, placement
+from jstep.data.sequence import BatchIterator
+
+# How long `close` waits for the thread; a thread that is blocked in a slow source ends later.
+_END_SECS = 0.5
+# The loop waits in intervals of this length, so that Ctrl-C works on every platform.
+_POLL_SECS = 0.5
+
+
+def prefetch_to_device(
+    iterator: Iterable[Any],
+    size: int = 2,
+    sharding: Any = None,
+    *,
+    state_fn: Callable[[], Any] | None = None,
+) -> "PrefetchIterator":
+    """Iterate over `iterator` in a background thread that transfers items to the device ahead of use.
+
+    While the device computes on one item, the thread reads the next ones and transfers them. The order
+    is preserved. An exception raised by `iterator` or by the transfer is raised by `next` in place of
+    its item. The thread starts at once. It ends when `iterator` is exhausted, when `close` is called, or
+    when the result is garbage-collected, for example after a `break` out of a `for` loop. It does not
+    keep the process alive.
+
+    The thread runs in a copy of the caller's context: context variables and JAX settings
+    (`jax.enable_x64`, `jax.set_mesh`, `jax.transfer_guard`, …). A transfer guard applies to the source,
+    but not to the transfer itself. The source may reuse its buffers for the next item: items are copied
+    before the transfer.
+
+    Args:
+        iterator: Any iterable: a list, a generator, `jstep.batches`, or a Grain, PyTorch or tf.data
+            loader. An item is a pytree of numbers and arrays. Arrays of other libraries (PyTorch
+            tensors) are accepted if they have `numpy()`, `__dlpack__` or `__array__`.
+        size: The maximum number of items held ahead of the loop, in device memory; at least 1.
+        sharding: Placement of the items: None for the default device, a `jax.sharding.Sharding`, or a
+            tree of shardings that is a prefix of the item. A PartitionSpec refers to the mesh of
+            `jax.set_mesh`. If a sharding spans processes, each process passes its own rows, which
+            become its part of one global array.
+        state_fn: A function whose value is stored with each item, such as `iterator.get_state` of a
+            loader with a position. The thread calls it right after reading the item. See
+            `PrefetchIterator.state`.
+
+    Returns:
+        An iterator over the same items as JAX arrays.
+
+    Raises:
+        TypeError: `iterator` is not iterable, `size` is not an integer, `state_fn` is not a function, or
+            `sharding` contains something else. From `next`: a leaf cannot be placed on a device, such as
+            a string.
+        ValueError: `size` is not positive.
+
+    Example:
+        >>> import numpy as np, jstep
+        >>> host = ({"x": np.full(2, i)} for i in range(3))
+        >>> for batch in jstep.prefetch_to_device(host):
+        ...     print(type(batch["x"]).__name__, batch["x"])
+        ArrayImpl [0 0]
+        ArrayImpl [1 1]
+        ArrayImpl [2 2]
+    """
+    try:
+        source = iter(iterator)
+    except TypeError:
+        raise TypeError(
+            f"iterator={shown(iterator)}: must be iterable; give a loader, a generator or `jstep.batches(...)`"
+        ) from None
+    size = as_int(size, "size", 1, "the number of items read ahead")
+    as_function(state_fn, "state_fn", "() -> state", optional=True)
+    place, fresh = placement(sharding), isinstance(source, BatchIterator)
+    return PrefetchIterator(source, size, lambda item: place(copied(item, fresh=fresh)), state_fn)
+
+
+class PrefetchIterator(Iterator[Any]):
+    """An iterator over items on the device, as returned by `prefetch_to_device`.
+
+    It is also a context manager, which calls `close` on exit.
+
+    Attributes:
+        handed_out: The number of items that `next` has returned. More may have been read ahead.
+        state: The value of `state_fn` for the last item that `next` has returned. Before the first item, it is the
+            value from before anything was read; without a `state_fn` it is None. Save it with a checkpoint and restore
+            it in a new source to resume with the next item.
+
+    Example:
+        A position that counts the items the loop has received, not those read ahead:
+
+        >>> import jstep
+        >>> class Loader:
+        ...     position = 0
+        ...     def __iter__(self):
+        ...         return self
+        ...     def __next__(self):
+        ...         self.position += 1
+        ...         return self.position
+        ...     def get_state(self):
+        ...         return {"position": self.position}
+        >>> loader = Loader()
+        >>> with jstep.prefetch_to_device(loader, size=2, state_fn=loader.get_state) as items:
+        ...     print(next(items), items.handed_out, items.state)
+        1 1 {'position': 1}
+    """
+
+    def __init__(
+        self, source: Iterator[Any], size: int, place: Callable[[Any], Any], state_fn: Callable[[], Any] | None
+    ) -> None:
+        self.handed_out = 0
+        self.state = state_fn() if state_fn else None
+        self._reader = Reader(functools.partial(_read, source, place, state_fn))
+        self._reader.request(size)
+
+    @shortens_tracebacks
+    def __next__(self) -> Any:
+        item, self.state = self._reader.take()
+        self._reader.request()  # only now: at most `size` items are ahead of the loop
+        self.handed_out += 1
+        return item
+
+    def close(self) -> None:
+        """End the thread and drop the items read ahead; `next` raises StopIteration from then on.
+
+        Returns within half a second. A thread that is blocked in its source ends as soon as the source
+        returns.
+        """
+        self._reader.close()
+
+    def __enter__(self) -> "PrefetchIterator":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _read(source: Iterator[Any], place: Callable[[Any], Any], state_fn: Callable[[], Any] | None) -> tuple[Any, Any]:
+    """Return the next item, placed, and the state after it."""
+    item = next(source)
+    state = state_fn() if state_fn else None
+    try:
+        return place(item), state
+    except Exception as error:
+        leaves = trees.leaves_with_paths(item)[:20]
+        kinds = (f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}" for _, leaf in leaves)
+        which = ", ".join(f"{trees.quoted(path)}: {kind}" for (path, _), kind in zip(leaves, kinds, strict=True))
+        note(error, f"raised by prefetch_to_device for the item {which}")
+        raise
+
+
+class Reader:
+    """A thread that calls a function once for each request and hands the results over, in order.
+
+    The thread starts with the first request, in the contexts of its caller. It is idle when it has served all requests;
+    other code may call the function then. It ends after the first exception, when `close` is called, or when the reader
+    is garbage-collected.
+
+    Args:
+        read: The function. Its exceptions, such as StopIteration, are raised by `take` in place of a result.
+    """
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self._shared = _Shared(SimpleQueue(), SimpleQueue(), threading.Event())
+        self._thread = Thread(target=serve, args=(read, self._shared), name="jstep-prefetch", daemon=True)
+        # Also runs at process exit, which a thread inside of JAX must not outlive.
+        self._end = weakref.finalize(self, _end, self._shared, self._thread)
+
+    def request(self, count: int = 1) -> None:
+        """Have the thread call the function that many more times."""
+        if self._thread.ident is None:
+            self._thread.start()
+        self._shared.requests.put(count)
+
+    def take(self) -> Any:
+        """Wait for the next result; raise StopIteration after an exception was raised, and once this is closed."""
+        _, results, over = self._shared
+        while not over.is_set():
+            try:
+                result, error = results.get(timeout=_POLL_SECS)
+            except Empty:
+                continue
+            if error is None:
+                return result
+            over.set()
+            try:
+                raise error
+            finally:
+                del error  # breaks the reference cycle with this frame, which its traceback holds
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the thread, without waiting for a call that takes long, and drop the results."""
+        self._end()
+
+
+class _Shared(NamedTuple):
+    """The objects that a reader shares with its thread, which must not keep the reader alive.
+
+    The queues are of a kind that `_end` may use wherever garbage collection runs it, even inside their own methods.
+    """
+
+    requests: "SimpleQueue[int]"
+    results: "SimpleQueue[tuple[Any, BaseException | None]]"
+    over: threading.Event
+
+
+def serve(read: Callable[[], Any], shared: _Shared) -> None:
+    """Serve the requests of a reader; all that its thread does."""
+    requests, results, over = shared
+    while True:
+        for _ in range(requests.get()):
+            if over.is_set():
+                return
+            try:
+                with doing(MAKING):
+                    result = read()
+            except BaseException as error:
+                results.put((None, error))
+                return
+            if over.is_set():
+                return
+            results.put((result, None))
+            del result  # otherwise it would stay alive until the next one is read
+
+
+def _end(shared: _Shared, thread: threading.Thread) -> None:
+    requests, results, over = shared
+    over.set()
+    requests.put(1)  # wakes the thread
+    with contextlib.suppress(Empty):
+        while True:
+            results.get_nowait()
+    results.put((None, StopIteration()))  # wakes a thread that waits in `take`
+    if thread.ident is not None and thread is not threading.current_thread():
+        thread.join(_END_SECS)
