@@ -19,7 +19,8 @@ import numpy as np
 
 from jstep.core.checks import can_take, kind, may_take, shown
 from jstep.core.exceptions import note
-from jstep.data.sequence import BatchIterator, BatchSequence, StateBatches
+from jstep.data.from_state import StateBatches
+from jstep.data.sequence import BatchIterator, BatchSequence
 from jstep.distributed import processes
 from jstep.queues.queues import until_end
 from jstep.stores import tagged_json

@@ -174,7 +174,7 @@ class Reader:
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self._shared = _Shared(SimpleQueue(), SimpleQueue(), threading.Event())
-        self._thread = Thread(target=serve, args=(read, self._shared), name="jstep-prefetch", daemon=True)
+        self._thread = Thread(target=_serve, args=(read, self._shared), name="jstep-prefetch", daemon=True)
         # Also runs at process exit, which a thread inside of JAX must not outlive.
         self._end = weakref.finalize(self, _end, self._shared, self._thread)
 
@@ -217,7 +217,7 @@ class _Shared(NamedTuple):
     over: threading.Event
 
 
-def serve(read: Callable[[], Any], shared: _Shared) -> None:
+def _serve(read: Callable[[], Any], shared: _Shared) -> None:
     """Serve the requests of a reader; all that its thread does."""
     requests, results, over = shared
     while True:

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 
+from jstep.data.from_state import StateBatches
 from jstep.data.loaders import RarePosition, Source, saved_position, source_of
-from jstep.data.sequence import BatchSequence, StateBatches
+from jstep.data.sequence import BatchSequence
 from jstep.distributed import processes
 from jstep.hooks.cadence import next_multiple
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook

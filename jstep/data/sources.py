@@ -1,0 +1,265 @@
+"""Rows of data sources: arrays, and objects with a length and items."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from jstep.core.checks import shown
+from jstep.core.meshes import internal_transfers
+from jstep.core.trees import is_key, leading_sizes, path_str, quoted, stack_trees
+from jstep.data.permutation import RowNumbers
+
+_NO_ORDER = "cannot be taken in any order"
+_ITERABLE = "; pass an iterable directly to jstep.train or prefetch_to_device"
+
+
+class ArraySource:
+    """Rows of an array in memory, or of a memory-mapped one; PRNG keys, which exist only on a device, stay there."""
+
+    def __init__(self, array: Any, path: str) -> None:
+        self.path = path
+        self._is_of_keys = isinstance(array, jax.Array) and is_key(array)
+        # np.asarray converts a memory map to the base class, so that its rows are plain arrays.
+        with internal_transfers():
+            self._array: Any = array if self._is_of_keys else np.asarray(array)
+        # np.take is the faster gather, but it first copies the whole array if that is not contiguous.
+        self._takes = not self._is_of_keys and self._array.flags.c_contiguous and self._array.flags.aligned
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def rows(self, rows: RowNumbers) -> Any:
+        """Return a new array of these rows."""
+        is_range = isinstance(rows, slice)
+        if self._takes and not is_range:
+            return self._array.take(rows, 0, None, "clip")  # rows are in range: "clip" only avoids a check of each
+        if self._is_of_keys:
+            with internal_transfers():
+                return self._array[rows]
+        return self._array[rows].copy() if is_range else self._array[rows]
+
+
+class ItemSource:
+    """Items of an object with `__len__` and `__getitem__`, stacked: the rows that `items[i]` gives.
+
+    A `__getitem__` that was written for one index may do something else with a list, without an error: it may look at
+    its index. So a list of indices is passed to `__getitems__`, to a `__getitem__` of a library that is known to take
+    one, and to one that refuses an integer.
+    """
+
+    def __init__(self, items: Any, path: str, argument: str) -> None:
+        self._items = items
+        self.path = path
+        # Whether `__getitem__` refuses an integer and takes a list; None until it has been tried.
+        self._takes_only_lists: bool | None = None
+        self._what = f"{argument}: items of the {type(items).__name__} at {path}"
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def rows(self, rows: RowNumbers) -> Any:
+        """Return the items at these rows, stacked leaf by leaf.
+
+        Raises:
+            TypeError: The source can only be iterated over; its `__getitem__` is not implemented.
+            ValueError: The items differ in structure, shape or dtype. The message contains the rows.
+        """
+        try:
+            return self._rows(rows)
+        except NotImplementedError as error:  # raised by __getitem__ of PyTorch's IterableDataset
+            raise TypeError(f"{self._what} {_NO_ORDER}: its __getitem__ is not implemented{_ITERABLE}") from error
+
+    def _rows(self, rows: RowNumbers) -> Any:
+        numbers = list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()
+        if not numbers:  # this process's part of a small remainder
+            return jax.tree.map(lambda leaf: leaf[:0], self.rows(slice(0, 1)))
+        if _is_of_same_rows(type(self._items)):
+            items = list(self._items.__getitems__(numbers))
+            if len(items) != len(numbers):
+                raise ValueError(f"{self._what}: __getitems__ gave {len(items)} items for {len(numbers)} indices")
+            return self._stack(items, numbers)
+        if self._takes_only_lists:
+            return self._from_list(numbers)
+        # A library may refuse some lists: HDF5 takes only ascending ones.
+        if _takes_lists(type(self._items)) and (batch := self._tried_list(numbers)) is not None:
+            return batch
+        items = []
+        try:
+            for i in numbers:
+                items.append(self._items[i])
+        except Exception as error:
+            if items or self._takes_only_lists is not None or not self._refuses_integers(error, numbers):
+                raise
+            if (batch := self._tried_list(numbers)) is None:
+                raise
+            self._takes_only_lists = True
+            return batch
+        self._takes_only_lists = False
+        return self._stack(items, numbers)
+
+    def _refuses_integers(self, error: Exception, numbers: list[int]) -> bool:
+        """Return whether the error of the first index is one of all integers, and not of a row or of its file."""
+        if isinstance(error, OSError):
+            return False
+        for i in (*numbers[1:], 0, len(self) - 1):
+            try:
+                self._items[i]
+            except Exception as other:
+                if type(other) is not type(error):
+                    return False
+            else:
+                return False
+        return True
+
+    def _tried_list(self, numbers: list[int]) -> Any:
+        try:
+            return self._from_list(numbers)
+        except Exception:
+            return None  # the error of the integers, which the list did not cause, is raised
+
+    def _stack(self, items: Sequence[Any], numbers: list[int]) -> Any:
+        trees = []
+        for i, item in zip(numbers, items, strict=True):
+            try:
+                trees.append(jax.tree.map(_as_array, item, is_leaf=_is_plain_list))
+            except ValueError as error:  # of a ragged list
+                raise ValueError(f"{self._what}: row {i} is not an array: {error}") from error
+        with internal_transfers():
+            return stack_trees(trees, self._what, lambda i: f"row {numbers[i]}")
+
+    def _from_list(self, numbers: list[int]) -> Any:
+        """Return the source's value for a list of indices; its lists are columns, with one entry per row."""
+
+        def column(leaf: Any) -> Any:
+            if not isinstance(leaf, list) or len(leaf) != len(numbers):
+                return _as_array(leaf)
+            try:
+                return np.asarray(leaf)
+            except ValueError:  # the entries differ in shape
+                return self._stack(leaf, numbers)
+
+        batch = jax.tree.map(column, self._items[numbers], is_leaf=lambda x: isinstance(x, list))
+        sizes = leading_sizes(batch)
+        if list(sizes) != [len(numbers)] or any(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(batch)):
+            found = ", ".join(sizes.values()) or "none"
+            raise ValueError(f"{self._what}: for a list of {len(numbers)} indices it gave rows: {found}")
+        return batch
+
+
+Source: TypeAlias = ArraySource | ItemSource
+
+
+class Rows:
+    """Rows of a tree of sources with equal numbers of rows.
+
+    Args:
+        sources: The sources, in the order of the tree's leaves.
+        treedef: The tree.
+        name: The name of the tree in a mixture; empty otherwise.
+    """
+
+    def __init__(self, sources: list[Source], treedef: Any, name: str) -> None:
+        self._sources, self._treedef, self.name = sources, treedef, name
+
+    def __len__(self) -> int:
+        return len(self._sources[0])
+
+    def take(self, rows: RowNumbers) -> Any:
+        """Return these rows as a tree of new arrays."""
+        return self._treedef.unflatten([source.rows(rows) for source in self._sources])
+
+
+def open_rows(arrays: Any, argument: str = "arrays", name: str = "") -> Rows:
+    """Open the rows of a tree of sources.
+
+    Args:
+        arrays: The tree; a list in it is one source.
+        argument: The name of the user's argument, for error messages.
+        name: The key of the tree in that argument, which begins the paths of its leaves; empty if the tree is the
+            argument itself.
+
+    Raises:
+        ValueError: There are no sources, one is empty, or they have different numbers of rows.
+        TypeError: A leaf has no length or no items.
+    """
+    tree = {name: arrays} if name else arrays
+    # A list holds examples. JAX warns about iterators in a tree; they are leaves here and rejected as sources.
+    leaves, whole = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: isinstance(x, list) or hasattr(x, "__next__")
+    )
+    treedef: Any = whole
+    if not leaves:
+        raise ValueError(f"{argument}={shown(tree)}: holds no array to take rows from")
+    sources = [_open(leaf, quoted(path_str(keys)), argument) for keys, leaf in leaves]
+    for (_, leaf), source in zip(leaves, sources, strict=True):
+        if len(source) == 0:
+            raise ValueError(f"{argument}: the {type(leaf).__name__} at {source.path} has no rows")
+    if len({len(source) for source in sources}) > 1:
+        each = ", ".join(f"{len(source)} at {source.path}" for source in sources)
+        raise ValueError(f"{argument}: all sources must have the same number of rows; there are {each}")
+    return Rows(sources, treedef.children()[0] if name else treedef, name)
+
+
+def _open(leaf: Any, path: str, argument: str) -> Source:
+    if hasattr(leaf, "to_numpy") and not hasattr(leaf, "columns"):  # a column of a data frame
+        leaf = leaf.to_numpy()
+    what = f"{argument}: the {type(leaf).__name__} at {path}"
+    if isinstance(leaf, np.ndarray | np.generic | jax.Array):
+        if leaf.ndim == 0:
+            raise TypeError(f"{what} is a scalar and has no rows")
+        return ArraySource(leaf, path)
+    if isinstance(leaf, str | bytes):
+        raise TypeError(f"{what} is a string, not a source of rows; give a list of strings")
+    if hasattr(leaf, "columns"):
+        raise TypeError(
+            f"{what} is indexed by column, not by row; give its columns, such as `dict(frame)`, or an array, such as "
+            "`frame.to_numpy()`"
+        )
+    if not hasattr(leaf, "__getitem__"):
+        raise TypeError(f"{what} has no __getitem__, so its rows {_NO_ORDER}{_ITERABLE}")
+    try:
+        len(leaf)
+    except TypeError as error:
+        raise TypeError(f"{what} has no len(), so its rows {_NO_ORDER} ({error}){_ITERABLE}") from None
+    return ItemSource(leaf, path, argument)
+
+
+def _is_of_same_rows(cls: type) -> bool:
+    """Return whether a class has a `__getitems__` that knows its `__getitem__`: no subclass has overridden that since.
+
+    It is looked for in the class: a wrapper that passes other attributes on has the `__getitems__` of what it wraps,
+    which knows nothing of the wrapper's items.
+    """
+    names = ({"__getitem__", "__getitems__"} & vars(base).keys() for base in cls.__mro__)
+    return "__getitems__" in next(filter(None, names), ()) and callable(getattr(cls, "__getitems__", None))
+
+
+_LIBRARIES = (("h5py", "Dataset"), ("zarr", "Array"), ("torch", "Tensor"), ("torch.utils.data", "TensorDataset"))
+"""Classes of libraries whose `__getitem__` gives the same rows for a list of indices as for each of them."""
+
+
+def _takes_lists(cls: type) -> bool:
+    """Return whether the `__getitem__` of a class is that of a library that takes lists of indices.
+
+    A subclass may have one of its own, and a module of the user's the name of a library.
+    """
+    own = getattr(cls, "__getitem__", None)
+    known = (getattr(sys.modules.get(module), name, None) for module, name in _LIBRARIES)
+    return any(
+        isinstance(one, type) and issubclass(cls, one) and own is getattr(one, "__getitem__", 0) for one in known
+    )
+
+
+def _as_array(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+
+
+def _is_plain_list(x: Any) -> bool:
+    if not isinstance(x, list):
+        return False
+    while isinstance(x, list) and x:
+        x = x[0]
+    return isinstance(x, list | bool | int | float | complex | str | bytes | np.generic)
