@@ -10,8 +10,9 @@ from typing import Any
 
 from jstep.core.stopwatch import Stopwatch
 from jstep.core.threads import MAKING, doing, in_background
-from jstep.data.loaders import LivePosition, Source
+from jstep.data.loaders import Source
 from jstep.data.placement import copied
+from jstep.data.positions import LivePosition
 from jstep.data.prefetch import Reader
 from jstep.distributed import processes
 from jstep.hooks.run_info import Call

@@ -30,7 +30,7 @@ from jstep.core import trees
 from jstep.core.exceptions import note, scoped
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING, STEPPING
-from jstep.data.loaders import gather_positions, kept_positions, with_files
+from jstep.data.positions import gather_positions, kept_positions, with_files
 from jstep.distributed import processes
 from jstep.hooks.cadence import Cadence
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from jstep.data.from_state import StateBatches
-from jstep.data.loaders import RarePosition, Source, saved_position, source_of
+from jstep.data.loaders import Source, source_of
+from jstep.data.positions import RarePosition, saved_position
 from jstep.data.sequence import BatchSequence
 from jstep.distributed import processes
 from jstep.hooks.cadence import next_multiple

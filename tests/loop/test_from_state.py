@@ -17,7 +17,8 @@ import pytest
 from points import OPTIMIZER, STEP, Remembering, make_state
 
 import jstep
-from jstep.data.loaders import decode_position, keeps_position, saved_position
+from jstep.data.loaders import keeps_position
+from jstep.data.positions import decode_position, saved_position
 
 
 class Environment:

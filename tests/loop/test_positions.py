@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from sources import Positioned, Stateful
 
-from jstep.data.loaders import POSITION, POSITIONS, gather_positions, position_of, saved_position, source_of
+from jstep.data.loaders import position_of, source_of
+from jstep.data.positions import POSITION, POSITIONS, gather_positions, saved_position
 from jstep.stores.tagged_json import Files
 
 

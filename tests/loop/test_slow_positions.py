@@ -10,7 +10,8 @@ import pytest
 from points import STEP, make_state
 
 import jstep
-from jstep.data.loaders import RarePosition, saved_position, source_of
+from jstep.data.loaders import source_of
+from jstep.data.positions import RarePosition, saved_position
 
 SLOW = 0.05
 

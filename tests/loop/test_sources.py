@@ -8,7 +8,8 @@ import pytest
 from sources import Indexed, Positioned, PositionedLoader, numbers
 
 import jstep
-from jstep.data.loaders import SavedPosition, source_of
+from jstep.data.loaders import source_of
+from jstep.data.positions import SavedPosition
 from jstep.stores.tagged_json import as_json
 
 

@@ -11,7 +11,8 @@ import pytest
 from sources import Positioned, Stateful, StatefulIterable, numbers
 
 import jstep
-from jstep.data.loaders import SavedPosition, source_of
+from jstep.data.loaders import source_of
+from jstep.data.positions import SavedPosition
 from jstep.loop.feeder import copied_batches
 
 OPTIMIZER = jstep.gradient_descent(0.5)

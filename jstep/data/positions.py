@@ -1,0 +1,296 @@
+"""Positions of data loaders on each process: in checkpoints, and while a run takes them."""
+
+import collections
+import contextlib
+import functools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+
+from jstep.core.checks import kind
+from jstep.distributed import processes
+from jstep.stores import tagged_json
+from jstep.stores.tagged_arrays import LARGE
+from jstep.stores.tagged_json import FILE, Files, LargeBytes
+
+T = TypeVar("T")
+POSITION, POSITIONS = "batches", "batches_of_processes"
+"""Keys of a checkpoint's `extra`: the position of process 0, and those of all processes if there are several."""
+_PROCESSES = "processes"
+BYTES = "base64"
+"""The key of a position that is nothing but bytes."""
+
+
+class SavedPosition(NamedTuple):
+    """The position of this process's loader in a checkpoint.
+
+    Attributes:
+        value: The position, as JSON, or as `position_of` returns it; None if there is no position.
+        error: Why the position is not available; "" if it is.
+        warning: A warning to log when the position is used; "" for no warning.
+    """
+
+    value: Any
+    error: str = ""
+    warning: str = ""
+
+
+def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:
+    """The position of this process's loader in a checkpoint's `extra`; None if there is no position."""
+    of_all, first, count = extra.get(POSITIONS), extra.get(POSITION), jax.process_count()
+    if of_all is None:
+        only_one = (
+            f"The checkpoint has one position of a loader for {count} processes: it was saved by one process, or by a "
+            "version of jstep that saved only the position of process 0. Every process resumes from it, which is wrong "
+            "if their loaders do not advance together."
+        )
+        return None if first is None else SavedPosition(first, warning=only_one if count > 1 else "")
+    before, positions = of_all[_PROCESSES], of_all["positions"]
+    if len(positions) == 1:  # they were all equal
+        return SavedPosition(positions[0])
+    if before == count:
+        mine = positions[jax.process_index()]
+        return None if mine is None else SavedPosition(mine)
+    return SavedPosition(
+        None,
+        f"the checkpoint was saved by {before} processes, whose loaders had different positions, and this run has "
+        f"{count}: the position of one process does not determine the share of another. Start the run with {before} "
+        "processes; or give batches whose position is the step (jstep.batches, a function of the step); or resume with "
+        "the loader as it is now: restore the state with Saver.restore, and train it with another checkpoint_dir",
+    )
+
+
+def gather_positions(position: Any, files: Files) -> dict[str, Any]:
+    """Gather the positions of all processes, for a checkpoint's `extra`. Must be called on every process.
+
+    Args:
+        position: The position of this process, from `position_of`; None if not known.
+        files: Where to put large arrays of the position of this process, which become files.
+    """
+    index, count = jax.process_index(), jax.process_count()
+    mine = Files(by_content=count > 1)
+    gathered = [tagged_json.as_json(position, mine)]
+    if count > 1:
+        gathered = [json.loads(text) for text in processes.gather_texts(json.dumps(gathered[0]))]
+    if all(one is None for one in gathered):
+        return {}
+    are_equal = all(one == gathered[0] for one in gathered)
+    if index == 0 or not are_equal:
+        files |= {f"{_file_stem(index)}{name}": one for name, one in mine.items()}
+    positions = [
+        tagged_json.with_files(one, functools.partial(_reference, _file_stem(process)))
+        for process, one in enumerate(gathered)
+    ]
+    first = {} if positions[0] is None else {POSITION: positions[0]}
+    if count == 1:
+        return first
+    distinct = positions[:1] if are_equal else positions
+    return first | {POSITIONS: {_PROCESSES: count, "positions": distinct}}
+
+
+def kept_positions(extra: Mapping[str, Any], files: Files) -> dict[str, Any]:
+    """Return the positions in another checkpoint's `extra`, from `with_files`, as `gather_positions` does.
+
+    Args:
+        extra: That `extra`.
+        files: Where the first process puts the files of all processes.
+    """
+    found = Files(_file_stem(0))
+    kept: dict[str, Any] = tagged_json.as_json(
+        {key: extra[key] for key in (POSITION, POSITIONS) if key in extra}, found
+    )
+    if jax.process_index() == 0:
+        files |= found
+    return kept
+
+
+def with_files(extra: dict[str, Any], read: Callable[[str], bytes]) -> dict[str, Any]:
+    """Return the `extra` of a checkpoint with large bytes, which are read when they are needed, in place of references.
+
+    Args:
+        extra: As `train` saved it.
+        read: Reads a file of that checkpoint, by its name.
+    """
+    found: dict[str, Any] = tagged_json.with_files(extra, lambda name: LargeBytes(load=functools.partial(read, name)))
+    return found
+
+
+def decode_position(kept: Any, owner: str) -> Any:
+    """Decode a position from `position_of`, or from `as_json` of it; it runs no code that the checkpoint brings.
+
+    Raises:
+        ValueError: The position cannot be decoded, or was pickled by an older version of jstep; names the loader.
+    """
+    what = f"batches: the checkpoint's position for the {owner}"
+    if not isinstance(kept, Mapping):
+        raise ValueError(f"{what} must be a position, got {kind(kept)}")
+    if "pickle" in kept:
+        raise ValueError(
+            f"{what} was pickled by an older version of jstep, and nothing in a checkpoint is unpickled, because that "
+            f"could run code of whoever wrote it. To continue from its state, with a {owner} that starts from its "
+            "current position: state = jstep.Saver(old_directory).restore(state), and jstep.train(…, "
+            "checkpoint_dir=new_directory)"
+        )
+    try:
+        return tagged_json.decode({"$bytes": kept[BYTES]} if BYTES in kept else kept["value"])
+    except KeyError as error:
+        raise ValueError(f"{what} is not a position (it has no {error})") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{what} cannot be decoded ({error}); it was not saved by jstep, or was changed") from None
+
+
+def _file_stem(process: int) -> str:
+    """Return what the names of the files begin with that a process writes for positions."""
+    return f"position.process_{process}."
+
+
+def _reference(stem: str, name: str) -> dict[str, str]:
+    return {FILE: f"{stem}{name}"}
+
+
+class LivePosition:
+    """The position of batches that are made one at a time, after the hooks of the step before: those of `from_state`.
+
+    Hooks tell the object that makes them what a step found, so its position is taken when a checkpoint is written. If a
+    batch could not be made, or its step failed, it is the position before that batch, which a restart makes again.
+
+    A large position is not copied before each batch, only when a checkpoint needs it. Once large, it counts as large.
+
+    Args:
+        ask: Returns the current position, from `position_of`.
+        begin: Returns the position before the first batch, if the object does not know it yet; None if nothing does.
+
+    Attributes:
+        before: The position before the latest batch, and after what hooks changed before that; None if it is large.
+        is_large: Whether the position is large.
+        is_moving: Whether a batch is being made that must not be interrupted, as the position before it is not known.
+    """
+
+    def __init__(self, ask: Callable[[], Any], begin: Callable[[], Any] | None) -> None:
+        self._ask = ask
+        self.before = None if begin is None else begin()
+        self.is_large = tagged_json.size_of(self.before) > LARGE
+        self.is_moving = self._is_fixed = self._is_known = False
+        self._at_end: Any = None
+
+    def is_lost(self, is_before: bool) -> bool:
+        """Whether the position that a checkpoint needs was not copied.
+
+        Args:
+            is_before: Whether it needs the one before the latest batch, which was made.
+        """
+        return self.is_large and self.before is None and (is_before or self._is_fixed)
+
+    def prepare(self) -> None:
+        """Take the position before a batch, if it is small; a signal may interrupt this."""
+        if not self.is_large:
+            # An object may not know its position before its first batch.
+            with contextlib.nullcontext() if self._is_known else contextlib.suppress(Exception):
+                self.before = self._ask()
+                self._is_known = True
+                self.is_large = tagged_json.size_of(self.before) > LARGE
+
+    def take(self, made: Iterator[T]) -> T:
+        """Return the next of what is made of one batch, after `prepare`, or raise StopIteration.
+
+        A signal may interrupt this if the position is small. A position that cannot be kept is refused after the first
+        batch.
+        """
+        if self.is_large:
+            self.is_moving = True
+            self.before = None
+        self._is_fixed = True
+        try:
+            found = next(made)
+        except StopIteration:
+            if self.is_large:
+                self._is_fixed, self._is_known = False, True
+            elif self._is_known:  # the search for a batch may have changed the object
+                self._at_end, self._is_fixed = tagged_json.as_json(self._ask()), False
+            raise
+        finally:
+            self.is_moving = False
+        if not self._is_known:
+            self.is_large = self.is_large or tagged_json.size_of(self._ask()) > LARGE
+            self._is_known = True
+        return found
+
+    def after_batch(self) -> None:
+        """The batch was made, and no signal interrupts the loop before its step and hooks are over."""
+        self._is_fixed = False
+
+    def fix(self) -> None:
+        """Take the position now, without what is changed later."""
+        self.before, self._is_fixed = self.now(), True
+
+    def now(self) -> Any:
+        """The position for a checkpoint of the latest state."""
+        if self._is_fixed or not self._is_known:
+            return self.before
+        position = self._ask()
+        is_at_end = self._at_end is not None and tagged_json.as_json(position) == self._at_end
+        return self.before if is_at_end else position
+
+
+_SHARE = 0.02
+"""The share of the time that reading the position of a loader may take."""
+_QUICK = 5e-5
+"""Seconds within which a position is read that is read after each batch, whatever a batch takes."""
+_AFTER = "after"
+"""The key of the number of batches since a position was read; absent for none."""
+
+
+class RarePosition:
+    """The position of a loader after each batch, read so rarely that it takes a small share of the time.
+
+    In between it is the position that was read last, with the number of batches since: a restart fetches these again.
+
+    Args:
+        ask: Returns the position, from `position_of`.
+        next_due: `next_due(number)`: after how many batches, more than that many, to read it in any case, because a
+            checkpoint is due.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(
+        self, ask: Callable[[], Any], next_due: Callable[[int], float], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._ask, self._next_due, self._clock = ask, next_due, clock
+        self._due = next_due(0)
+        self._took: collections.deque[float] = collections.deque(maxlen=2)
+        self._last: Any = None
+        self._number = self._since = 0
+        self._next = -math.inf
+
+    def __call__(self) -> Any:
+        """The position after the batch that was just made; must be called once after each."""
+        self._number += 1
+        if self._number >= self._due or self._last is None or self._clock() >= self._next:
+            self._last, self._since = self.read(), 0
+            self._due = self._next_due(self._number)
+            return self._last
+        self._since += 1
+        return {**self._last, _AFTER: self._since}
+
+    def read(self) -> Any:
+        """The position now, such as that before the first batch; how long this takes says when it is read again."""
+        began = self._clock()
+        position = self._ask()
+        now = self._clock()
+        took = now - began
+        self._took.append(took)
+        is_quick = min(self._took) < _QUICK  # one of two may have been interrupted by another process
+        self._next = -math.inf if is_quick else now + took * (1 / _SHARE - 1)
+        return position
+
+
+def fetched_since(position: SavedPosition | None) -> int:
+    """The number of batches that were fetched after a position was read, from `RarePosition`."""
+    number = position.value.get(_AFTER, 0) if position and isinstance(position.value, Mapping) else 0
+    if type(number) is not int or number < 0:
+        raise ValueError(f"batches: the checkpoint's position has {_AFTER}={number!r:.50}: must be a number of batches")
+    return number
