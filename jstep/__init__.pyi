@@ -10,8 +10,8 @@ from jstep.state.global_step import create_global_step as create_global_step
 from jstep.state.global_step import get_global_step as get_global_step
 from jstep.state.global_step import get_or_create_global_step as get_or_create_global_step
 from jstep.state.global_step import global_step as global_step
-from jstep.state.train_state import get_slot as get_slot
-from jstep.state.train_state import get_slot_names as get_slot_names
+from jstep.state.slots import get_slot as get_slot
+from jstep.state.slots import get_slot_names as get_slot_names
 
 # Training state and its global step: the others.
 from jstep.state.global_step import increment_global_step as increment_global_step

@@ -11,7 +11,7 @@ from jstep.checkpoint.slots import PARAMS, SLOTS, numbers_of_leaves
 from jstep.core.selection import VarList, resolve
 from jstep.core.slot_roles import roles_in
 from jstep.state.fingerprints import as_text, leaf_key, stacked, words_of
-from jstep.state.train_state import owners
+from jstep.state.slots import owners
 
 
 def left_out_indices(state: Any, leave_out: VarList) -> set[int]:

@@ -9,7 +9,8 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import listed
 from jstep.core.slot_roles import AGES, COPIES, Role, Roles, roles_in
-from jstep.state.train_state import TrainState, owners
+from jstep.state.slots import owners
+from jstep.state.train_state import TrainState
 
 GLOBAL_STEP = "global_step"
 PARAMS = "params"

@@ -29,7 +29,8 @@ from jstep.optimizers.hyperparameters import check_prefix, checked
 from jstep.optimizers.leaf_values import leaf_numbers, mask
 from jstep.optimizers.leafwise import Slot, StepInputs, age_of, new_start_step
 from jstep.optimizers.updates import add, apply_updates, find_slot, is_update, on_leaves
-from jstep.state.train_state import START_STEP, TrainState, values_of
+from jstep.state.slots import values_of
+from jstep.state.train_state import START_STEP, TrainState
 
 # Exponential moving averages of parameters, and the wrapper that keeps them.
 

@@ -29,7 +29,8 @@ from jstep.optimizers.conditions import CONDITIONS, Conditions, report_condition
 from jstep.optimizers.updates import Projected, add, is_update
 from jstep.state.global_step import step_of
 from jstep.state.sharding import state_shardings
-from jstep.state.train_state import MODEL_STATE, TrainState, masters_of, require_state, values_of
+from jstep.state.slots import masters_of, values_of
+from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 
 # Compact storage between updates: slots as 8- or 16-bit codes, bfloat16 parameters with an 8-bit remainder.
 #

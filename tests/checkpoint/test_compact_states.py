@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jstep
-from jstep.state.train_state import masters_of
+from jstep.state.slots import masters_of
 
 EMA = jstep.ExponentialMovingAverage(0.9)
 AVERAGE = "ExponentialMovingAverage"

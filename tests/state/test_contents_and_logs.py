@@ -17,7 +17,7 @@ from jstep.state import contents, fingerprints
 from jstep.state.contents import FINITE, INFINITE, NAN, StateContents, briefly, in_words
 from jstep.state.fingerprints import Difference, Entry, difference
 from jstep.state.sharding import put
-from jstep.state.train_state import owners
+from jstep.state.slots import owners
 
 
 def state_of(**slots: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jstep
 from jstep.optimizers import by_slices
-from jstep.state.train_state import masters_of
+from jstep.state.slots import masters_of
 
 LR = 1e-2
 EMA = jstep.ExponentialMovingAverage(0.9)

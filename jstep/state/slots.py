@@ -1,0 +1,127 @@
+"""Access to slots (optimizer state) by name and by parameter."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jstep.core import meshes, trees
+from jstep.core.checks import as_text
+from jstep.core.compact_numbers import opened
+from jstep.core.placement import is_shape, on_devices
+from jstep.core.selection import index_of
+from jstep.core.slot_roles import HALVES, NO_ROLES, Role, Roles, roles_in
+from jstep.core.trees import Params
+from jstep.state.train_state import MODEL_STATE, TrainState, require_state
+
+
+def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
+    """Return a slot as a tree, or its leaf for the parameter at `path`; None if it does not exist.
+
+    Args:
+        state: The state. What `compact` stores is returned in float32, as without it; `state.slots` has what is stored.
+        name: The name of the slot, such as `"m"` or `"embed/accumulator"`.
+        path: The path of a parameter, such as `"dense/kernel"`. The trailing `/value` of a Flax NNX variable may be
+            omitted.
+
+    Raises:
+        TypeError: `state` is not a TrainState, or `name` or `path` is not a string.
+        ValueError: Several leaves share the path.
+
+    Example:
+        >>> import jstep
+        >>> state = jstep.TrainState.create({"dense": {"kernel": 1.0}}, jstep.adagrad(0.1))
+        >>> print(jstep.get_slot(state, "accumulator", "dense/kernel"))
+        0.1
+    """
+    if as_text(name, "name") not in require_state(state).slots:
+        return None
+    tree = values_of(state, name)
+    if path is None:
+        return tree
+    place = index_of(tree, as_text(path, "path"), "get_slot")
+    return None if place is None else jax.tree.leaves(tree)[place]
+
+
+def get_slot_names(state: TrainState) -> list[str]:
+    """Return the sorted names of the per-parameter slots, without scalar slots and model_state.
+
+    Scales and remainders, which `compact` adds, are left out, too.
+
+    Example:
+        >>> import jstep
+        >>> jstep.get_slot_names(jstep.TrainState.create({"w": 1.0}, jstep.adam()))
+        ['m', 'v']
+    """
+    roles = roles_in(require_state(state))
+    return sorted(
+        name
+        for name, tree in state.slots.items()
+        if name != MODEL_STATE and not has_one_value(name, tree, state.params, roles) and roles.get(name) not in HALVES
+    )
+
+
+def values_of(state: TrainState, name: str) -> Any:
+    """Return the values of a slot: those of one that `compact` stores in float32, any other as it is."""
+    half = state.slots.get(roles_in(state).halves.get(name, ""))
+    if half is None:
+        return state.slots[name]
+
+    def values(tree: Any, half: Any) -> Any:
+        pairs = zip(*(trees.flatten_like(state.params, one, name) for one in (tree, half)), strict=True)
+        return trees.structure(state.params).unflatten([_value(*pair) for pair in pairs])
+
+    with meshes.internal_transfers():
+        whole = on_devices((state.slots[name], half))
+        return meshes.without_explicit_axes(values, *whole, place=meshes.sharded_like(state.slots[name]))
+
+
+def masters_of(state: TrainState) -> Params:
+    """Return the parameters, in float32 where a slot of `compact` has their remainder."""
+    roles = roles_in(state)
+    treedef, leaves = trees.structure(state.params), jax.tree.leaves(state.params)
+    for name in roles.of(Role.REMAINDER):
+        if name not in roles.halves.values() and name in state.slots:
+            lows = treedef.flatten_up_to(on_devices(state.slots[name]))
+            leaves = [_value(on_devices(leaf), low) for leaf, low in zip(leaves, lows, strict=True)]
+    return treedef.unflatten(leaves)
+
+
+def _value(stored: Any, half: Any) -> Any:
+    return jax.eval_shape(opened, stored, half) if is_shape(stored) else opened(stored, half)
+
+
+def has_one_value(name: str, tree: Any, params: Params, roles: Roles = NO_ROLES) -> bool:
+    """Whether a slot is one value for all parameters, such as `start_step` or `embed/start_step`.
+
+    Args:
+        name: The slot's name.
+        tree: The slot.
+        params: The parameters of its state.
+        roles: The roles that the state carries. For a slot that is not among them (of a state made by hand) the shape
+            decides, or the dtype if the shape is ambiguous.
+    """
+    if name in roles:
+        return roles.has_one_value(name)
+    if not jax.tree_util.all_leaves([tree]):
+        return False
+    if not jax.tree_util.all_leaves([params]):
+        return True
+    # If params is a single leaf, its slots look like values of all, of which steps are integers.
+    return not np.ndim(tree) and bool(np.issubdtype(getattr(tree, "dtype", np.float32), np.integer))
+
+
+def owners(name: str, tree: Any, params: Params, roles: Roles) -> list[int | None]:
+    """Return, for each leaf of a slot in order, the index of its parameter, or None.
+
+    A per-parameter slot has the structure of the parameters, with None or any tree in place of each parameter. Its name
+    does not matter, except for `model_state`, whose variables may have the same structure by accident.
+    """
+    unowned: list[int | None] = [None] * len(jax.tree.leaves(tree))
+    if name == MODEL_STATE or has_one_value(name, tree, params, roles):
+        return unowned
+    try:
+        found: list[Any] = trees.structure(params).flatten_up_to(tree)
+    except (ValueError, TypeError):
+        return unowned
+    return [place for place, part in enumerate(found) for _ in jax.tree.leaves(part)]
