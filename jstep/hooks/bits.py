@@ -20,8 +20,9 @@ from jstep.hooks.hook import Metrics
 from jstep.hooks.numbers import TransferQueue, transferred
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.run_info import Call, Repeated, RunCall
-from jstep.state import fingerprints as _log
-from jstep.state.fingerprints import ByDevice, Difference, by_device, named_leaves
+from jstep.state import fingerprint_logs as _log
+from jstep.state.fingerprint_logs import Difference
+from jstep.state.fingerprints import ByDevice, by_device, named_leaves
 from jstep.state.train_state import TrainState
 from jstep.stores.files import LocalLines, ObjectLines, is_directory, open_lines
 from jstep.stores.urls import join, location
