@@ -23,7 +23,7 @@ _UNKNOWN_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthFailure", "
 _REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 ENDPOINT = {
     "gs": "TENSORSTORE_GCS_HTTP_URL, if it is set",
-    "s3": "AWSENDPOINT_URL_S3, AWSENDPOINT_URL and AWS_REGION, if they are set",
+    "s3": "AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and AWS_REGION, if they are set",
 }
 
 
