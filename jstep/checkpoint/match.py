@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint import leaf_records, slots
+from jstep.checkpoint import leaf_records, slots, targets
 from jstep.checkpoint.manifest import Leaf, LeftOut, Manifest
 from jstep.checkpoint.slots import GLOBAL_STEP, PARAMS, SLOTS, Keys
-from jstep.core import targets, trees
+from jstep.core import trees
 from jstep.core.checks import array_type, kind, listing, shown
 from jstep.core.compact_numbers import opened, split
 from jstep.core.placement import is_of_host, on_devices, place_anywhere, target_sharding

@@ -14,9 +14,9 @@ import jax
 
 from jstep.core.jaxprs import Product, body_of, recomputes
 from jstep.core.placement import device_count, device_of
-from jstep.core.work import work_of
 from jstep.hooks.run_info import Call
 from jstep.loop.run import Observer, Run
+from jstep.loop.work import work_of
 from jstep.state.train_state import TrainState
 
 # The operations of the steps of a run, and the observer that compares them with the peak.

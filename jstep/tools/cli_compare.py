@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jstep.checkpoint.manifest import LeftOut
-from jstep.core.ranges import is_inexact
 from jstep.core.report import columns
 from jstep.hooks.card_differences import VERSION, card_difference, changes, starts_of
 from jstep.stores.files import is_directory, names_in
@@ -18,6 +17,7 @@ from jstep.stores.timeline import is_seconds
 from jstep.stores.urls import is_url, join, location, split
 from jstep.tools import cli_common
 from jstep.tools.cli_common import DIFFERENT, OK, Checkpoint, Command
+from jstep.tools.ranges import is_inexact
 
 # Comparison of two arrays, by absolute difference and by units in the last place.
 

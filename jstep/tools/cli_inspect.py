@@ -11,11 +11,11 @@ import numpy as np
 from jstep.checkpoint.manifest import NAME as MANIFEST
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.core.checks import cut_path, size
-from jstep.core.ranges import is_inexact, range_of
 from jstep.stores.files import is_directory
 from jstep.stores.urls import is_url, location
 from jstep.tools import cli_common as common
 from jstep.tools.cli_common import Checkpoint, Command
+from jstep.tools.ranges import is_inexact, range_of
 from jstep.weights.files import INDEX, SUFFIX, folder_of, kind_of, read_headers
 
 OWN_EXTRA = frozenset({"batches", "batches_of_processes", "ended", "held", "hooks", "past", "stopped"})

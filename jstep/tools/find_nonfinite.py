@@ -24,11 +24,11 @@ from jstep.core.jaxprs import (
     with_consts_as_arguments,
 )
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
-from jstep.core.ranges import Range
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 from jstep.tools.nonfinite_passes import Origins, Ranges, first_made, is_inexact, number_of, range_of
+from jstep.tools.ranges import Range
 from jstep.training.step import TrainStep
 
 # Finding the operation that makes the first NaN or infinity.

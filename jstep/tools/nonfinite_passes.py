@@ -14,10 +14,11 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core import jaxprs, ranges
+from jstep.core import jaxprs
 from jstep.core.jaxprs import HARMLESS, MOVES, Operation, Subprogram
 from jstep.core.meshes import reduced
-from jstep.core.ranges import Range
+from jstep.tools import ranges
+from jstep.tools.ranges import Range
 
 # Tests for non-finite numbers, also of traced values.
 

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jstep.checkpoint.targets import require_value
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_compile_only, target_sharding
-from jstep.core.targets import require_value
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.weights import jstep_checkpoint, match
 from jstep.weights.files import FILES, OF_JSTEP, kind_of, local, read_headers

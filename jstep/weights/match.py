@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jstep.checkpoint import targets
 from jstep.checkpoint.leaf_records import as_integers
 from jstep.checkpoint.slots import PARAMS
-from jstep.core import placement, targets, trees
+from jstep.core import placement, trees
 from jstep.core.checks import array_type, kind, shown
 from jstep.core.exceptions import note
 from jstep.core.meshes import internal_transfers

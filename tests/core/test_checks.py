@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.core import checks, ranges
+from jstep.core import checks
 from jstep.core.matching import difference
 from jstep.core.traced_arguments import as_scalar
 from jstep.state.global_step import require_alive, step_of
@@ -95,21 +95,6 @@ def test_scalars_that_are_arrays_stay_arrays() -> None:
     assert type(as_scalar(np.int32(2), "x", integer=True)) is int
     # A traced value has no range.
     assert jax.jit(lambda x: as_scalar(x, "x", low=0))(-1.0) == -1.0
-
-
-@pytest.mark.parametrize(
-    ("array", "text"),
-    [
-        (np.float16([1, np.nan, np.inf, 3, -np.inf]), "float16[5] from 1 to 3, 1 NaN, 2 infinite"),
-        (np.int8([[2, 2]]), "int8[1,2] all 2"),
-        (np.float32(0.5), "float32[] 0.5"),
-        (np.float32([np.nan]), "float32[1] 1 NaN"),
-        (np.zeros((0, 2), np.uint8), "uint8[0,2] empty"),
-        (np.complex64([3 + 4j, complex(np.inf, 0)]), "complex64[2] all 5, 1 infinite"),
-    ],
-)
-def test_the_range_of_an_array_as_text(array: np.ndarray, text: str) -> None:
-    assert str(ranges.range_of(array)) == text
 
 
 def test_numbers_as_text() -> None:

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from jstep.core.ranges import is_inexact
+from jstep.tools.ranges import is_inexact
 
 NAMES = (
     "bool_ int2 int4 int8 int64 uint4 uint64 float16 float32 float64 bfloat16 complex64 complex128 "

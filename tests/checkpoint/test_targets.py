@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jstep.checkpoint.targets import Match, Wanted, entries, kind_of, matched, require_value
 from jstep.core import selection
-from jstep.core.targets import Match, Wanted, entries, kind_of, matched, require_value
 
 FLOAT = np.dtype("float32")
 

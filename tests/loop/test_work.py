@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core.jaxprs import body_of
-from jstep.core.work import Work, work_of
+from jstep.loop.work import Work, work_of
 
 X = jnp.ones((4, 3))
 MOVED = 2 * 4 * 12
