@@ -14,7 +14,7 @@ import numpy as np
 
 from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut
 from jstep.checkpoint.slots import halves_in, keys_of
-from jstep.core import trees
+from jstep.core import device_values, trees
 from jstep.core.checks import kind
 from jstep.core.compact_numbers import opened
 
@@ -72,7 +72,7 @@ def _with_value(leaf: Any, path: str) -> Any:
             )
         return leaf
     if isinstance(leaf, bool | int | float | complex):
-        return trees.number(leaf, f"state: {path!r}")
+        return device_values.number(leaf, f"state: {path!r}")
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufcV" and leaf.dtype.names is None:
         # A copy, because the caller may modify the array while it is being saved, in native byte order.
         return np.array(leaf, leaf.dtype.newbyteorder("="))

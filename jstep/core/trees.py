@@ -229,24 +229,6 @@ def path_str(keys: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
-def number(value: Any, what: str) -> np.ndarray[Any, Any]:
-    """Return a Python number as an array of the dtype that JAX gives it.
-
-    Args:
-        value: The number.
-        what: Its name, for the error.
-
-    Raises:
-        ValueError: The dtype cannot hold it.
-    """
-    try:
-        return np.asarray(value, jax.dtypes.canonicalize_dtype(jnp.result_type(value)))
-    except OverflowError:
-        raise ValueError(
-            f"{what} is {value:.3g}, which int32 cannot hold; pass an array of another dtype, or enable jax_enable_x64"
-        ) from None
-
-
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
     """`jax.tree.flatten`, with a treedef of type Any for type checkers."""
     return jax.tree.flatten(tree, is_leaf)
@@ -342,6 +324,15 @@ def require_arrays(tree: Any, what: str, remedy: str = "") -> None:
     for path, leaf in leaves_with_paths(tree):
         if not is_array_or_number(leaf):
             raise not_an_array(leaf, path, what, remedy)
+
+
+def keep_arrays(argument: str) -> str:
+    """The remedy for a model with leaves that are not arrays, such as the functions of an Equinox module."""
+    return (
+        f". Keep only arrays in {argument}, by equinox.partition or flax.nnx.split. With `import equinox as eqx`:\n"
+        "    params, static = eqx.partition(model, eqx.is_inexact_array)  # before TrainState.create(params, …)\n"
+        "    model = eqx.combine(params, static)  # the first line of the loss, loss_fn(params, …)"
+    )
 
 
 def is_key(x: Any) -> bool:
@@ -465,86 +456,6 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"; nearest: {', '.join(map(repr, close))}" if close else ""
 
 
-def keep_arrays(argument: str) -> str:
-    """The remedy for a model with leaves that are not arrays, such as the functions of an Equinox module."""
-    return (
-        f". Keep only arrays in {argument}, by equinox.partition or flax.nnx.split. With `import equinox as eqx`:\n"
-        "    params, static = eqx.partition(model, eqx.is_inexact_array)  # before TrainState.create(params, …)\n"
-        "    model = eqx.combine(params, static)  # the first line of the loss, loss_fn(params, …)"
-    )
-
-
-def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str) -> Array:
-    """Convert a leaf of params, or of another argument, to an array with a strong dtype.
-
-    Raises:
-        TypeError: The leaf is neither an array nor a number, or is complex; names the path and what to do.
-        OverflowError: The leaf has an integer that its dtype on a device cannot hold; names the path and the integer.
-    """
-    if not is_array_or_number(leaf):
-        raise not_an_array(leaf, path, argument, keep_arrays(argument))
-    _refuse_wide(leaf, path, argument)
-    if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
-        raise TypeError(
-            f"{argument}: the leaf at {quoted(path)} is complex ({jnp.result_type(leaf)}); "
-            "jstep trains real parameters: keep its real and imaginary parts as two leaves."
-        )
-    if is_key(leaf):
-        return jnp.copy(leaf) if copy else leaf  # leaf.copy() fails where a program is traced
-    # A weak type would become strong in the first step, and cause a second compilation.
-    dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
-    return jnp.array(leaf, dtype=dtype, copy=True) if copy else jnp.asarray(leaf, dtype=dtype)
-
-
-def host_leaf(leaf: Any, path: str, argument: str) -> Any:
-    """As `as_leaf`, but arrays in host memory stay there, so that no device must hold the whole array."""
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
-        _refuse_wide(leaf, path, argument)
-        return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
-    return as_leaf(leaf, path, copy=False, argument=argument)
-
-
-# Integers that 32 bits cannot hold, while 64-bit types are off: JAX keeps their low bits, without an error.
-
-_OF_HOST = (np.ndarray, np.generic, int)
-
-
-def refuse_wide(tree: Any, argument: str) -> None:
-    """Refuse 64-bit integers in host memory that do not fit the dtype that they get on a device.
-
-    Args:
-        tree: The tree.
-        argument: Its name, for the error.
-
-    Raises:
-        OverflowError: A leaf has such an integer; names its path and the first one.
-    """
-    for i, leaf in enumerate(jax.tree.leaves(tree)):
-        if isinstance(leaf, _OF_HOST) and first_wide(leaf) is not None:
-            _refuse_wide(leaf, paths_of(tree)[i], argument)
-
-
-def _refuse_wide(leaf: Any, path: str, argument: str) -> None:
-    if isinstance(leaf, _OF_HOST) and (found := first_wide(leaf)) is not None:
-        raise OverflowError(
-            f"{argument}: {leaf_at(path)} must hold integers that fit {found[1].name} while 64-bit types are off, got "
-            f"{found[0]}; map them to smaller integers on the host, such as ids % num_buckets, or set jax_enable_x64"
-        )
-
-
-def first_wide(leaf: Any) -> tuple[int, np.dtype[Any]] | None:
-    """Return the first integer of a leaf that does not fit its dtype on a device, and that; None if all fit."""
-    dtype = np.dtype(np.int64) if isinstance(leaf, int) else leaf.dtype
-    if dtype.itemsize < 8 or dtype.kind not in "iu":
-        return None
-    # Not of the dtype itself, which may have another order of bytes.
-    narrow = np.dtype(jax.dtypes.canonicalize_dtype(np.uint64 if dtype.kind == "u" else np.int64))
-    values, limits = np.asarray(leaf), np.iinfo(narrow)
-    if narrow.itemsize == 8 or not values.size or limits.min <= values.min() <= values.max() <= limits.max:
-        return None
-    return int(values[(values < limits.min) | (values > limits.max)][0]), narrow
-
-
 def shape_of(leaf: Any, sharding: Any = None, *, weak: bool = False) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype that an array, a number or a shape has on a device.
 
@@ -613,102 +524,3 @@ def _mismatch(params: Any, tree: Any, what: str, is_leaf: Any) -> str:
         if paths(part) == want:  # (loss, gradients), (gradients, norm)
             text += f"; element {i} of this tuple has it: unpack the tuple"
     return text
-
-
-def stack_trees(trees: Sequence[Any], what: str, name: Callable[[int], str] = "element {}".format) -> Any:
-    """Stack trees leaf by leaf on a new leading axis.
-
-    Leaves become NumPy arrays; JAX arrays are stacked on their device.
-
-    Args:
-        trees: At least one tree; all must have the same structure, shapes and dtypes.
-        what: The name of the caller, for the error.
-        name: What the error calls a tree, by its number.
-
-    Raises:
-        ValueError: Structures, shapes or dtypes differ; names the path and the two elements.
-    """
-    flat = list(map(flatten, trees))
-    treedef = flat[0][1]
-    for i, (_, other) in enumerate(flat):
-        if other != treedef:
-            raise ValueError(
-                f"{what}: {name(i)} has the structure {other}, {name(0)} has {treedef}. Elements must "
-                "match to be stacked; dequeue or index them individually otherwise."
-            )
-
-    def stacked(leaves: Sequence[Any], path: str) -> Any:
-        is_on_device = all(isinstance(leaf, jax.Array) for leaf in leaves)
-        arrays = leaves if is_on_device else [np.asarray(leaf) for leaf in leaves]
-        _check_same(arrays, path, what, name)
-        if is_on_device:
-            return jnp.stack(arrays)  # without blocking on the device
-        if any(a.dtype != arrays[0].dtype for a in arrays):  # strings of different lengths
-            return np.stack(arrays)
-        return np.stack(arrays, out=np.empty((len(arrays), *arrays[0].shape), arrays[0].dtype))
-
-    return treedef.unflatten(list(map(stacked, zip(*(leaves for leaves, _ in flat), strict=True), paths_of(trees[0]))))
-
-
-def no_rows(tree: Any) -> Any:
-    """Return what `stack_trees` would return for no elements like `tree`, with shapes in place of JAX arrays."""
-
-    def leaf_of(leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array):
-            return jax.ShapeDtypeStruct((0, *leaf.shape), leaf.dtype)
-        array = np.asarray(leaf)
-        return np.empty((0, *array.shape), array.dtype)
-
-    return jax.tree.map(leaf_of, tree)
-
-
-def leading_sizes(tree: Any) -> dict[int, str]:
-    """Return the sizes of the leading axes of a tree, each with the first leaf that has it, as `8 at 'x'`."""
-    sizes: dict[int, str] = {}
-    for path, leaf in leaves_with_paths(tree):
-        for size in np.shape(leaf)[:1]:
-            sizes.setdefault(size, f"{size} at {quoted(path)}")
-    return sizes
-
-
-def rows_of(tree: Any, what: str) -> list[Any]:
-    """Return the rows of stacked trees, the inverse of `stack_trees`: copies, so that the arrays can be reused.
-
-    Args:
-        tree: A tree of arrays whose leading axes have the same size.
-        what: The name of the tree, for the error.
-
-    Raises:
-        ValueError: A leaf has no leading axis, sizes differ, or there is no leaf; names the paths.
-    """
-    leaves, treedef = flatten(tree)
-    arrays = [leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for leaf in leaves]
-    for path, array in zip(paths_of(tree), arrays, strict=True):
-        if not array.ndim:
-            raise ValueError(
-                f"{what}: {leaf_at(path)} has shape (): must have a leading axis, of the elements; stack them, for "
-                "example with np.stack"
-            )
-    sizes = leading_sizes(tree)
-    if len(sizes) != 1:
-        each = ", ".join(sizes.values())
-        found = f"leaves have leading axes of different sizes ({each})" if each else "the tree has no leaf"
-        raise ValueError(f"{what}: {found}: must have arrays with a leading axis of one size, the number of elements")
-    return [treedef.unflatten(row) for row in zip(*map(_rows, arrays), strict=True)]
-
-
-def _rows(array: Any) -> list[Any]:
-    """Return copies of the rows: a view would keep the whole array alive, and follow its changes."""
-    return list(array) if isinstance(array, jax.Array) or array.ndim == 1 else [row.copy() for row in array]
-
-
-def _check_same(arrays: Sequence[Any], path: str, what: str, name: Callable[[int], str]) -> None:
-    # Strings may have different lengths; the dtypes of PRNG keys have no kind.
-    dtypes = [a.dtype.kind if getattr(a.dtype, "kind", "V") in "SU" else a.dtype for a in arrays]
-    for aspect, each in (("shape", [a.shape for a in arrays]), ("dtype", dtypes)):
-        for i, one in enumerate(each):
-            if one != each[0]:
-                raise ValueError(
-                    f"{what}: {aspect}s differ at {quoted(path)}: {each[0]} in {name(0)}, {one} in {name(i)}. "
-                    "Elements must match to be stacked: pad, crop or cast them before."
-                )

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jstep.core import trees
+from jstep.core import device_values, trees
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, require_mesh
 from jstep.core.placement import compiles_only, is_shape
+from jstep.core.rows import leading_sizes
 from jstep.state.sharding import axis_size
 
 
@@ -36,10 +37,10 @@ def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
     """
     mesh = require_mesh(mesh)
     parts = axis_size(mesh, axis, f"axis={axis!r}")
-    trees.refuse_wide(local_batch, "local_batch")
+    device_values.refuse_wide(local_batch, "local_batch")
     sharding = NamedSharding(mesh, PartitionSpec(axis))
 
-    sizes = trees.leading_sizes(local_batch)
+    sizes = leading_sizes(local_batch)
     if len(sizes) > 1:
         raise ValueError(f"local_batch: all leaves must have the same number of rows; got {', '.join(sizes.values())}")
 

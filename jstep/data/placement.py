@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jstep.core import trees
+from jstep.core import device_values, trees
 from jstep.core.checks import kind, shown
 from jstep.core.meshes import internal_transfers, parts_along
 from jstep.core.placement import refuse_compile_only
@@ -104,7 +104,7 @@ def copied(item: Any, *, fresh: bool = False) -> Any:
     if not all(map(trees.is_array_or_number, leaves)):
         item = jax.tree_util.tree_map_with_path(_as_known, item)
         leaves = jax.tree.leaves(item)
-    trees.refuse_wide(item, "batch")
+    device_values.refuse_wide(item, "batch")
     if fresh:
         return item
     return treedef.unflatten([_copy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])

@@ -12,8 +12,9 @@ import numpy as np
 
 from jstep.core.checks import as_int
 from jstep.core.meshes import internal_transfers
+from jstep.core.rows import stack_trees
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import flatten, stack_trees
+from jstep.core.trees import flatten
 from jstep.data.permutation import RowNumbers
 from jstep.data.plan import Plan, PlanReader, SourceRows
 from jstep.data.sizes import Share

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jstep.core import meshes, trees
+from jstep.core import device_values, meshes, trees
 from jstep.core.checks import as_bool, kind, size
 from jstep.core.optimizers import require_optimizer
 from jstep.core.placement import checked_memory, compiles_only, is_shape
@@ -46,7 +46,7 @@ def made_on(
     abstract = is_abstract(mesh, params, model_state)
 
     def placed(tree: Any, argument: str, shardings: Callable[[Any], Any]) -> Any:
-        prepared = _shape_of if abstract else trees.host_leaf
+        prepared = _shape_of if abstract else device_values.host_leaf
         tree = jax.tree_util.tree_map_with_path(lambda keys, leaf: prepared(leaf, trees.path_str(keys), argument), tree)
         return jax.tree.map(layout.put, tree, shardings(tree))
 
@@ -77,7 +77,7 @@ def _shape_of(leaf: Any, path: str, argument: str) -> Any:
         return leaf
     if isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf"):
         return shape_of(leaf)
-    return jax.eval_shape(lambda: trees.as_leaf(leaf, path, copy=False, argument=argument))
+    return jax.eval_shape(lambda: device_values.as_leaf(leaf, path, copy=False, argument=argument))
 
 
 NOT_TRAINED = frozenset({"BatchStat", "Cache", "Intermediate", "Perturbation", "RngState"})
@@ -356,7 +356,7 @@ def _unshared(params: Params, slots: Slots) -> Slots:
 
 def _as_arrays(tree: Any, *, copy: bool, argument: str = "params") -> Any:
     return jax.tree_util.tree_map_with_path(
-        lambda keys, leaf: trees.as_leaf(leaf, trees.path_str(keys), copy=copy, argument=argument), tree
+        lambda keys, leaf: device_values.as_leaf(leaf, trees.path_str(keys), copy=copy, argument=argument), tree
     )
 
 
@@ -366,7 +366,7 @@ def _numbers_as_arrays(model_state: Any) -> Any:
     def converted(keys: Any, leaf: Any) -> Any:
         if not isinstance(leaf, bool | int | float | complex | np.generic):
             return leaf
-        return trees.as_leaf(leaf, trees.path_str(keys), copy=False, argument=MODEL_STATE)
+        return device_values.as_leaf(leaf, trees.path_str(keys), copy=False, argument=MODEL_STATE)
 
     with meshes.internal_transfers():
         return jax.tree_util.tree_map_with_path(converted, model_state)

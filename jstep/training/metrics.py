@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import trees
+from jstep.core import device_values
 
 # An output of a compiled program costs some 2 µs per call on a CPU, so constants are not outputs. They are a static
 # result of the trace, in the tree structure of its return value, which JAX keeps with the compiled program.
@@ -77,7 +77,7 @@ def _plain(value: Any) -> np.ndarray[Any, Any] | None:
     is_scalar = isinstance(value, np.ndarray | np.generic) and value.ndim == 0 and value.dtype.kind in "iufcV"
     if not (isinstance(value, bool | np.bool_ | int | float) or is_scalar):
         return None
-    if isinstance(value, int) and trees.first_wide(value) is not None:
+    if isinstance(value, int) and device_values.first_wide(value) is not None:
         return None
     dtype = value.dtype if is_scalar else jnp.result_type(value)
     return np.asarray(value, jax.dtypes.canonicalize_dtype(dtype))

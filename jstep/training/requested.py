@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jstep.core import indexed_slices, trees
+from jstep.core import device_values, indexed_slices, trees
 from jstep.core.calls import typed
 from jstep.core.checks import as_function, kind
 from jstep.core.exceptions import note
@@ -146,7 +146,7 @@ def _checked(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
                     f"{name}: must return a mapping of names to scalars, got {kind(value)} for {key!r}; reduce it, for "
                     "example by jnp.mean"
                 )
-        trees.refuse_wide(dict(found), name)
+        device_values.refuse_wide(dict(found), name)
         return dict(found)
 
     return functools.partial(Attempts(name), run)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core import trees
+from jstep.core import device_values, trees
 from jstep.core.checks import as_bool, as_function, kind
 from jstep.core.exceptions import setting
 from jstep.core.meshes import NO_GUARD, Attempts, internal_transfers, mesh_of, sharded_like, using_mesh
@@ -65,7 +65,7 @@ class PureStep:
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """Run one step."""
         refuse_shapes((state, args), "state and batch")
-        trees.refuse_wide(trees.batch_of(args), "batch")
+        device_values.refuse_wide(trees.batch_of(args), "batch")
         with using_mesh(mesh_of((state, args))):
             return whole(self.body, state, args, self.batch_specs(args))
 
@@ -157,7 +157,7 @@ class TrainStep:
     @shortens_tracebacks
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """Call the compiled step."""
-        trees.refuse_wide(trees.batch_of(args), "batch")
+        device_values.refuse_wide(trees.batch_of(args), "batch")
         if not is_single_process():
             self._agreed.check(state, args)
         new, metrics = run(self, state, args)
@@ -244,7 +244,7 @@ def run(step: TrainStep, state: Any, args: tuple[Any, ...]) -> Any:
     if layout is None:
         state = trees.owned(state)
         refuse_shapes((state, args), "state and batch")
-        trees.refuse_wide(state, "state")  # of a state that was made by hand
+        device_values.refuse_wide(state, "state")  # of a state that was made by hand
         layout = layout_of(state)
     if is_spent(state):  # a call that fails while it runs donates it, too
         require_alive(state)

@@ -19,7 +19,7 @@ import numpy as np
 from jstep.checkpoint.claims import is_alive, this_process
 from jstep.checkpoint.leaf_records import require_value
 from jstep.checkpoint.names import is_utf8
-from jstep.core import trees
+from jstep.core import device_values, trees
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_shapes
@@ -382,7 +382,7 @@ def _checked(leaf: Any, path: str) -> Any:
     what = f"params: {trees.quoted(path)}"
     require_value(leaf, what)
     if isinstance(leaf, bool | int | float | complex):
-        return trees.number(leaf, what)
+        return device_values.number(leaf, what)
     if not trees.is_array(leaf):
         raise TypeError(
             f"{what} is {kind(leaf)}, and must be an array; remove other leaves, for instance by "
