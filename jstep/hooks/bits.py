@@ -24,7 +24,8 @@ from jstep.state import fingerprint_logs as _log
 from jstep.state.fingerprint_logs import Difference
 from jstep.state.fingerprints import ByDevice, by_device, named_leaves
 from jstep.state.train_state import TrainState
-from jstep.stores.files import LocalLines, ObjectLines, is_directory, open_lines
+from jstep.stores.files import is_directory
+from jstep.stores.growing_files import LocalLines, ObjectLines, open_lines
 from jstep.stores.urls import join, location
 
 # Log fingerprints of the state during training.

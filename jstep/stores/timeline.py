@@ -14,7 +14,8 @@ from typing import Any
 
 from jstep.core.checks import as_text, shown
 from jstep.core.stopwatch import PARTS
-from jstep.stores.files import is_directory, names_in, open_lines, opened
+from jstep.stores.files import is_directory, names_in, opened
+from jstep.stores.growing_files import open_lines
 from jstep.stores.objects import Directory
 from jstep.stores.urls import absolute, is_url, join, location
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 from jstep.stores.event_files import frame, is_event_file
-from jstep.stores.files import ObjectAppender, make_folders, sync, sync_folder
+from jstep.stores.files import make_folders, sync, sync_folder
+from jstep.stores.growing_files import ObjectAppender
 from jstep.stores.objects import STARTING, Objects
 from jstep.stores.urls import is_url
 from jstep.summary.encode import event_bytes

@@ -14,8 +14,8 @@ import pytest
 import jstep
 from jstep.core import stopwatch
 from jstep.loop import timeline as recorder
-from jstep.stores import files, timeline
-from jstep.stores.files import LocalLines
+from jstep.stores import growing_files, timeline
+from jstep.stores.growing_files import LocalLines
 from jstep.stores.timeline import AGAIN, START, TIMES, VERSION, Timeline
 
 
@@ -141,7 +141,7 @@ def test_a_file_system_that_only_appends_gets_a_line_a_second(started, tmp_path,
             raise PermissionError(1, "Operation not permitted", path)
         return open(path, mode, buffering)
 
-    monkeypatch.setattr(files, "open", appending, raising=False)
+    monkeypatch.setattr(growing_files, "open", appending, raising=False)
     writer = started(tmp_path)
     for second in range(2, 6):
         times(writer, second)
@@ -203,7 +203,7 @@ def test_a_start_reads_the_end_of_the_file_alone(long_timeline, tmp_path, monkey
     path, whole = tmp_path / "timeline.jsonl", (folder / "timeline.jsonl").read_bytes()
     path.write_bytes(whole + end)
     monkeypatch.setattr(
-        files, "open", lambda path, mode, buffering: Counted(path, mode.replace("b", "")), raising=False
+        growing_files, "open", lambda path, mode, buffering: Counted(path, mode.replace("b", "")), raising=False
     )
     LocalLines(str(path)).close()
     assert path.read_bytes() == whole

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.stores import files as growing
+from jstep.stores import growing_files
 from jstep.stores.event_files import read_scalars
 from jstep.stores.objects import ABSENT, Objects
 from jstep.summary import SummaryWriter, scalar
@@ -114,7 +114,7 @@ def test_tensorboard_follows_growing_event_objects(moto, port, monkeypatch):
     # TensorBoard reads S3_ENDPOINT at import, and another test may have imported it.
     monkeypatch.setattr(files.get_filesystem("s3://bkt"), "_s3_endpoint", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setattr(growing, "SEGMENT", 600)
+    monkeypatch.setattr(growing_files, "SEGMENT", 600)
     with SummaryWriter("s3://bkt/board") as writer:
         board, counts = None, []
         for step in range(20):

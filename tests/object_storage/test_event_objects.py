@@ -3,8 +3,7 @@
 import pytest
 
 import jstep
-from jstep.stores import files as growing
-from jstep.stores import objects, urls
+from jstep.stores import growing_files, objects, urls
 from jstep.stores.event_files import event_files, find_runs, read_scalars
 from jstep.summary import SummaryWriter, scalar, summary_iterator
 
@@ -50,7 +49,7 @@ def test_flush_uploads_new_points(store):
 
 
 def test_uploads_are_rate_limited(store, monkeypatch):
-    monkeypatch.setattr(growing, "PERIOD", 10_000.0)
+    monkeypatch.setattr(growing_files, "PERIOD", 10_000.0)
     with SummaryWriter(store.run, max_queue=1, flush_secs=0.01) as writer:
         for step in range(100):
             writer.add_summary(scalar("loss", 1.0), step)
@@ -60,7 +59,7 @@ def test_uploads_are_rate_limited(store, monkeypatch):
 
 
 def test_points_are_uploaded_periodically(store, monkeypatch):
-    monkeypatch.setattr(growing, "PERIOD", 0.05)
+    monkeypatch.setattr(growing_files, "PERIOD", 0.05)
     with SummaryWriter(store.run, flush_secs=0.01) as writer:
         writer.add_summary(scalar("loss", 1.0), 1)
         directory = objects.Objects(store.run)
@@ -73,7 +72,7 @@ def test_points_are_uploaded_periodically(store, monkeypatch):
 
 
 def test_a_full_segment_starts_another_file(store, monkeypatch):
-    monkeypatch.setattr(growing, "SEGMENT", 2000)
+    monkeypatch.setattr(growing_files, "SEGMENT", 2000)
     with SummaryWriter(store.run) as writer:
         for step in range(200):
             writer.add_summary(scalar("loss", float(step)), step)

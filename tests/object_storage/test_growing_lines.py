@@ -6,8 +6,8 @@ import threading
 import pytest
 from waiting import TIMEOUT, interrupt
 
-from jstep.stores import files
-from jstep.stores.files import open_lines
+from jstep.stores import growing_files
+from jstep.stores.growing_files import open_lines
 from jstep.stores.objects import Objects
 
 
@@ -103,7 +103,7 @@ def test_a_line_of_an_object_takes_the_place_of_a_replaceable_one(gcs, fast_retr
 
 def test_the_name_of_a_new_file_is_flushed_to_the_disk_once(tmp_path, monkeypatch):
     folders = []
-    monkeypatch.setattr(files, "sync_folder", folders.append)
+    monkeypatch.setattr(growing_files, "sync_folder", folders.append)
     lines = open_lines(str(tmp_path / "log.jsonl"))
     lines.write(b"1\n")
     lines.sync(to_disk=False)

@@ -20,7 +20,8 @@ from file_calls import mark
 
 import jstep
 from jstep.state import fingerprint_logs
-from jstep.stores.files import open_lines, replace_file
+from jstep.stores.files import replace_file
+from jstep.stores.growing_files import open_lines
 
 ACKNOWLEDGED = "acknowledged "
 """Begin of the mark of a save after `wait` returned: the number of the save, or the step of a run."""

@@ -10,8 +10,9 @@ import math
 import pytest
 from doubles import raising
 
-from jstep.stores import files, timeline
-from jstep.stores.files import LocalLines, ObjectAppender, may_be_file
+from jstep.stores import files, growing_files, timeline
+from jstep.stores.files import may_be_file
+from jstep.stores.growing_files import LocalLines, ObjectAppender
 from jstep.stores.timeline import START, TIMES, VERSION, Timeline
 
 
@@ -83,8 +84,8 @@ def test_the_end_of_an_upload_that_may_fail_is_waited_for_a_little_longer():
 
 
 def test_an_object_is_full_at_its_size(monkeypatch):
-    monkeypatch.setattr(files, "SEGMENT", 4)
-    monkeypatch.setattr(files, "MOST", 7)
+    monkeypatch.setattr(growing_files, "SEGMENT", 4)
+    monkeypatch.setattr(growing_files, "MOST", 7)
     bucket = Bucket()
     lines = appender(bucket)
     assert (bucket.calls, lines.path, lines.due()) == ([("a", b"H", None)], "gs://bkt/a", math.inf)
@@ -92,7 +93,9 @@ def test_an_object_is_full_at_its_size(monkeypatch):
     lines.write(b"3")
     assert lines.due() < math.inf
     lines.write(b"45", instead_of=0)
-    with pytest.raises(files.StoreError, match=r"gs://bkt/a: 7 bytes are buffered in memory, since uploads fail"):
+    with pytest.raises(
+        growing_files.StoreError, match=r"gs://bkt/a: 7 bytes are buffered in memory, since uploads fail"
+    ):
         lines.write(b"6")
     assert lines.sync()
     lines.write(b"67")

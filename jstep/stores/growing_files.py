@@ -1,0 +1,303 @@
+"""Growing files: objects that are uploaded periodically, since stores cannot append, and logs of JSON lines."""
+
+import contextlib
+import io
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from jstep.stores.files import make_folders, sync, sync_folder
+from jstep.stores.objects import STARTING, Objects
+from jstep.stores.store_errors import StoreError
+from jstep.stores.urls import is_url, split
+
+SEGMENT = 2**20
+"""Bytes after which the next object begins, so that the cost of an upload stays bounded."""
+MOST = 2**28
+"""Maximum number of bytes to buffer while uploads fail."""
+PERIOD = 10.0
+"""Minimum seconds between two uploads. Stores allow one write per second to an object, and charge for each."""
+
+_logger = logging.getLogger("jstep")
+
+
+class ObjectAppender:
+    """A growing sequence of bytes, stored as one object or several. A failed upload loses nothing.
+
+    One thread may write while another one uploads.
+
+    Args:
+        objects: The directory of objects.
+        next_key: Returns the key of the first object, and of each one after it.
+        header: The first bytes of each object.
+        secs: Seconds between two uploads.
+        segmented: Whether a new object begins after `SEGMENT` bytes; if not, one object holds everything.
+        at_once: Whether to write the first header immediately, so that errors show early.
+
+    Raises:
+        OSError: The first upload, made here, failed.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        next_key: Callable[[], str],
+        header: bytes = b"",
+        secs: float = PERIOD,
+        *,
+        segmented: bool = True,
+        at_once: bool = True,
+    ) -> None:
+        self._objects, self._next_key, self._header = objects, next_key, header
+        self._period, self._segment = max(secs, PERIOD), SEGMENT if segmented else None
+        self._full: list[tuple[str, bytes]] = []
+        self._key, self._data = next_key(), bytearray(header)
+        self._changed, self._failing = at_once, False
+        self._hurried = not at_once
+        """Whether uploads must not delay the callers for long, since none has succeeded yet, or the last one failed."""
+        self._lock = threading.Lock()
+        self._last = -math.inf
+        self.path = objects.at(self._key)
+        """The URL of the first object."""
+        self._put()
+
+    def write(self, data: bytes, instead_of: int = 0) -> None:
+        """Append bytes, which stay in one object; does not upload.
+
+        Args:
+            data: The bytes.
+            instead_of: The number of last bytes to replace, which `write` must have added to this object.
+
+        Raises:
+            StoreError: Uploads have failed for so long that the buffer is full.
+        """
+        with self._lock:
+            if instead_of:
+                del self._data[-instead_of:]
+            if len(self._data) + sum(len(full) for _, full in self._full) + len(data) > MOST:
+                raise StoreError(f"{self.path}: {MOST} bytes are buffered in memory, since uploads fail")
+            self._data += data
+            self._changed = True
+            if self._segment is not None and len(self._data) >= self._segment:
+                self._full.append((self._key, bytes(self._data)))
+                self._key, self._data, self._changed = self._next_key(), bytearray(self._header), False
+
+    def due(self) -> float:
+        """Return the time of the next upload by the monotonic clock; infinity if there is nothing to upload."""
+        return self._last + self._period if self._changed or self._full else math.inf
+
+    def sync(self) -> bool:
+        """Upload new data and return whether that succeeded; a failure is logged once, and the data is kept."""
+        try:
+            with self._objects.within(5 if self._hurried else math.inf):
+                self._put()
+        except OSError as error:
+            if not self._failing:
+                _logger.warning("%s; the data is kept, and the upload is retried", error)
+            self._failing = self._hurried = True
+            return False
+        if self._failing:
+            _logger.info("%s is uploaded again", self.path)
+        self._failing = self._hurried = False
+        return True
+
+    def close(self) -> None:
+        """Upload new data.
+
+        Raises:
+            OSError: The upload failed.
+        """
+        with self._objects.within(8 if self._hurried else math.inf):
+            self._put()
+
+    def _put(self) -> None:
+        if not self._changed and not self._full:
+            return
+        self._last = time.monotonic()
+        while self._full:
+            self._objects.write(*self._full[0])
+            del self._full[0]
+        with self._lock:
+            key, data, changed, self._changed = self._key, bytes(self._data), self._changed, False
+        try:
+            if changed:
+                self._objects.write(key, data)
+        except BaseException:
+            self._changed = True
+            raise
+
+
+def open_lines(path: str, *, resume: bool = True) -> "LocalLines | ObjectLines":
+    """Open a file or object for appending; an incomplete last line is removed first.
+
+    Args:
+        path: Its path or URL.
+        resume: Whether an object may exist, and shows early whether it can be written.
+
+    Raises:
+        OSError: It cannot be created or written.
+    """
+    return ObjectLines(path, resume) if is_url(path) else LocalLines(path)
+
+
+def complete(data: bytes) -> bytes:
+    """Return the lines without an incomplete last one. JSON that only lacks its newline gets it."""
+    end = data.rfind(b"\n") + 1
+    try:
+        json.loads(data[end:])
+    except (ValueError, RecursionError):
+        return data[:end]
+    return data + b"\n"
+
+
+_BLOCK = 2**13
+_WIDTH = 64
+"""The lines that later ones replace are filled up with spaces to a multiple of this."""
+
+
+class LocalLines:
+    """A file, to which other processes may append lines at the same time: each line is one appending write.
+
+    A line that the next one replaces is written twice, one copy after the other, and so is the next one, at the same
+    place: a write that is torn leaves one copy whole, and no other line is changed or moved.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        make_folders(os.path.dirname(path))
+        self._is_named = False
+        self._file = open(path, "ab+", buffering=0)  # noqa: SIM115  closed by `close`
+        self._places: io.FileIO | None = None
+        """The file once more, since the other one writes at its end alone; None if lines cannot be replaced."""
+        self._latest = (0, b"")
+        """The place and the bytes that the next line may replace."""
+        with contextlib.suppress(OSError):  # a file system that only appends
+            self._places = open(path, "r+b", buffering=0)  # noqa: SIM115  closed by `close`
+        size = self._file.seek(0, os.SEEK_END)
+        found = self._last_line(size)
+        whole = complete(found)
+        if len(whole) < len(found):
+            self._file.truncate(size - len(found))
+        else:
+            self._file.write(whole[len(found) :])
+
+    def _last_line(self, start: int) -> bytes:
+        """Return what follows the last newline; only the end of a long file is read."""
+        found = b""
+        while start and b"\n" not in found:
+            size = min(start, max(_BLOCK, len(found)))
+            start -= size
+            self._file.seek(start)
+            found = self._file.read(size) + found
+        return found[found.rfind(b"\n") + 1 :]
+
+    def write(self, line: bytes, *, replaceable: bool = False) -> None:
+        """Append a line, or write it over the one before if both are `replaceable` and it is not longer.
+
+        Raises:
+            OSError: The line was not written, or only a part of it, which is then a line of its own.
+        """
+        (at, before), self._latest = self._latest, (0, b"")
+        if not replaceable or self._places is None:
+            self._append(line)
+            return
+        width = max(len(before) // 2, -(-len(line) // _WIDTH) * _WIDTH)
+        line = 2 * (line[:-1].ljust(width - 1) + b"\n")
+        if len(line) != len(before) or not self._replace(self._places, at, before, line):
+            self._append(line)
+            at = self._file.tell() - len(line)
+        self._latest = at, line
+
+    def _replace(self, file: io.FileIO, at: int, before: bytes, line: bytes) -> bool:
+        """Write over a line, if the file still has it at this place, and return whether that succeeded."""
+        with contextlib.suppress(OSError):
+            file.seek(at)
+            if file.read(len(before)) != before:
+                return False
+            file.seek(at)
+            if file.write(line) == len(line):
+                return True
+        file.close()
+        self._places = None
+        return False
+
+    def _append(self, line: bytes) -> None:
+        wrote = self._file.write(line)
+        if wrote is not None and wrote < len(line):  # the disk is full
+            self._file.write(b"\n")
+            raise OSError(f"{wrote} of {len(line)} bytes were written")
+
+    def sync(self, *, to_disk: bool) -> None:
+        """Flush the lines durably with `to_disk`, and the name of a new file; the operating system has them already.
+
+        A closed file was flushed when it was closed: a save that a run did not wait for may call this afterwards.
+        """
+        if not to_disk or self._file.closed:
+            return
+        sync(self._file.fileno(), self.path, data_only=True)
+        if not self._is_named:
+            with contextlib.suppress(FileNotFoundError):  # the directory was renamed
+                sync_folder(os.path.dirname(self.path))
+            self._is_named = True
+
+    def close(self) -> None:
+        """Flush the lines and close the file."""
+        if not self._file.closed:
+            with self._file, self._places or contextlib.nullcontext():
+                self.sync(to_disk=True)
+
+
+class ObjectLines:
+    """An object, which is kept in memory and periodically uploaded in the background.
+
+    Args:
+        path: The URL of the object.
+        resume: Whether to read the lines that the object has, and to upload them at once, so that errors show early.
+    """
+
+    def __init__(self, path: str, resume: bool) -> None:
+        above, name = split(path)
+        objects = Objects(above)
+        self.path = path
+        self._thread: threading.Thread | None = None
+        self._replaceable = 0
+        with objects.within(STARTING):
+            header = complete(objects.read(name).data or b"") if resume else b""
+            self._appender = ObjectAppender(objects, lambda: name, header, segmented=False, at_once=resume)
+
+    def write(self, line: bytes, *, replaceable: bool = False) -> None:
+        """Append a line, in place of the one before it if that is `replaceable`; see `ObjectAppender.write`."""
+        replaced, self._replaceable = self._replaceable, 0
+        self._appender.write(line, replaced)
+        self._replaceable = len(line) if replaceable else 0
+
+    def sync(self, *, to_disk: bool) -> None:
+        """Upload the lines with `to_disk`; otherwise, when an upload is due, start it in the background."""
+        if to_disk:
+            self._wait()
+            self._appender.sync()
+        elif self._appender.due() <= time.monotonic() and (self._thread is None or not self._thread.is_alive()):
+            from jstep.core.threads import Thread
+
+            # A thread and no future: in a fork, which has no such thread, nothing waits for it.
+            self._thread = Thread(target=self._appender.sync, name="jstep-lines", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Upload the lines.
+
+        Raises:
+            OSError: The upload failed.
+        """
+        self._wait()
+        self._appender.close()
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            from jstep.core.threads import join
+
+            join(self._thread)  # after Ctrl-C, the next call waits again: two uploads at once would race
