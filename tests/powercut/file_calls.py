@@ -197,15 +197,18 @@ def _carrying(submit: Any) -> Any:
 _thread = threading.local()
 
 
+_FILES = {os.path.join("stores", name) for name in ("files.py", "growing_files.py")}
+
+
 def _places() -> Iterator[str]:
-    """Yield the lines of jstep that are being run, up to the first one that is not in `stores/files.py`."""
+    """Yield the lines of jstep that are being run, up to the first one that is not in `_FILES`."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         name = os.path.abspath(frame.f_code.co_filename)
         if name.startswith(_PACKAGE):
             inner = os.path.relpath(name, _PACKAGE)
             yield f"{inner}:{frame.f_lineno} {frame.f_code.co_qualname}"
-            if inner != os.path.join("stores", "files.py"):
+            if inner not in _FILES:
                 return
         frame = frame.f_back
     yield from getattr(_thread, "places", ())
