@@ -17,7 +17,6 @@ from jstep.core.checks import as_function, as_int, as_text, kind, one_of, shown
 from jstep.core.indexed_slices import is_slices
 from jstep.core.meshes import on_any_mesh
 from jstep.core.optimizers import require_optimizer
-from jstep.core.placement import on_devices
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import FOLLOWS_STEP, FOLLOWS_UPDATES, Role, Roles
 from jstep.core.traced_arguments import as_key, as_scalar
@@ -25,11 +24,12 @@ from jstep.core.trees import Array, Held, Optimizer, OptimizerLike, Params, Scal
 from jstep.optimizers import hyperparameters, leafwise
 from jstep.optimizers.compose import Own, trained, wrap_optimizer
 from jstep.optimizers.conditions import ADVANCES, Conditions, observing_conditions, unless_skipped_by_guards
+from jstep.optimizers.host_slots import on_leaves
 from jstep.optimizers.hyperparameters import check_prefix, checked
 from jstep.optimizers.leaf_values import leaf_numbers, mask
 from jstep.optimizers.leafwise import Slot, StepInputs, age_of, new_start_step
-from jstep.optimizers.updates import add, apply_updates, find_slot, is_update, on_leaves
-from jstep.state.slots import values_of
+from jstep.optimizers.params_in_slots import params_from_slot
+from jstep.optimizers.updates import add, apply_updates, is_update
 from jstep.state.train_state import START_STEP, TrainState
 
 # Exponential moving averages of parameters, and the wrapper that keeps them.
@@ -484,28 +484,6 @@ def averaged_params(state: TrainState, name: str | Sequence[str] = NAME) -> Para
         1.0 0.5
     """
     return params_from_slot(state, name, "Averages are kept by jstep.with_moving_average(optimizer, ema).")
-
-
-def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) -> Params:
-    """The leaves of a slot in the dtypes of the parameters; parameters where the slot has None.
-
-    Args:
-        state: The state.
-        name: The name of the slot, with or without its prefix, or names of slots with different leaves.
-        hint: How such a slot is created, for the error.
-    """
-    names = (name,) if isinstance(name, str) or not isinstance(name, Sequence) else name
-    slots = dict.fromkeys(find_slot(state, one, hint) for one in names)
-    found = {slot: trees.flatten_like(state.params, values_of(state, slot), f"slot {slot!r}") for slot in slots}
-    leaves, treedef = trees.flatten(state.params)
-    new: list[Any] = []
-    for i, p in enumerate(leaves):
-        having = [slot for slot, values in found.items() if values[i] is not None]
-        if len(having) > 1:
-            path = trees.quoted(trees.paths_of(state.params)[i])
-            raise ValueError(f"name={list(names)!r}: the slots {having} all have the leaf {path}; give one of them")
-        new.append(on_devices(found[having[0]][i]).astype(jnp.result_type(p)) if having else p)
-    return treedef.unflatten(new)
 
 
 # Lookahead: slow weights that follow the fast ones.

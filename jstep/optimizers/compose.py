@@ -23,9 +23,10 @@ from jstep.core.slot_roles import AGES, Init, Labels, Order, Role, Roles, labels
 from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, leaf_values, leafwise
 from jstep.optimizers.conditions import Conditions, conditions_of, observing_conditions
+from jstep.optimizers.host_slots import loads_slots
 from jstep.optimizers.hyperparameters import check_prefix, held_roles, values_at
 from jstep.optimizers.leafwise import StepInputs, new_start_step
-from jstep.optimizers.updates import Projected, apply_updates, is_update, loads_slots
+from jstep.optimizers.updates import Projected, apply_updates, is_update
 from jstep.state.train_state import START_STEP
 
 # Wrap an optimizer: the slots of the inner one keep their names, and the wrapper may add its own.

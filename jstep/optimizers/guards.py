@@ -19,8 +19,9 @@ from jstep.differentiate.clipping import global_norm
 from jstep.optimizers import conditions, leafwise
 from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers.compose import Own, wrap_optimizer
-from jstep.optimizers.leafwise import Slot, StepInputs, call_update, fresh_slot, map_updates, wide_updates
-from jstep.optimizers.updates import Projected, on_leaves, only_if, slot_leaves
+from jstep.optimizers.host_slots import on_leaves, only_if
+from jstep.optimizers.leafwise import Slot, StepInputs, call_update, fresh_slot, map_updates, slot_leaves, wide_updates
+from jstep.optimizers.updates import Projected
 
 # Skip updates whose gradients are not finite, and other conditional updates.
 

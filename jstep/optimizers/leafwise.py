@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
@@ -19,9 +20,10 @@ from jstep.core.placement import on_devices
 from jstep.core.slot_roles import Init, Labels, Order, Role, Roles, labels_of, order_of, roles_of
 from jstep.core.trees import Array, Context, Held, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers import conditions, hyperparameters
+from jstep.optimizers.host_slots import loads_slots, on_leaves, with_slots_loaded
 from jstep.optimizers.hyperparameters import LEARNING_RATE, Hyper, held_roles, held_slots, value_at, values_at
 from jstep.optimizers.leaf_values import Flag, own_leaves, partial_params
-from jstep.optimizers.updates import is_update, loads_slots, moves, on_leaves, slot_leaves, with_slots_loaded
+from jstep.optimizers.updates import is_update, moves
 from jstep.state.train_state import START_STEP
 
 # Chain elements without a rule, and the leaves of custom optimizers.
@@ -759,3 +761,30 @@ def age_of(step: Step, start_step: Array) -> Array:
     # If the step of a state was set back, start_step may be in the future; such slots count as new.
     step = jnp.asarray(step).astype(start_step.dtype)
     return jnp.maximum(step - start_step + 1, 1)
+
+
+def slot_leaves(held: Slots, name: str, params: Params, shape: Callable[[str, Any], Any] | None = None) -> list[Any]:
+    """The leaves of a slot in the order of the leaves of params; None for a parameter without one.
+
+    Args:
+        held: The slots.
+        name: The slot's name.
+        params: The parameters.
+        shape: `shape(path, leaf)`, the shape of the slot's leaf, or None if it has none; by default the parameter's.
+
+    Raises:
+        ValueError: There is no such slot, or it belongs to other parameters.
+    """
+    leaves = trees.flatten_like(params, require_slots([name], held)[name], f"slot {name!r}")
+    seen = own_leaves(params) if shape else [("", None)] * len(leaves)
+    for i, (slot, leaf) in enumerate(zip(leaves, jax.tree.leaves(params), strict=True)):
+        want = (np.shape(leaf) if shape is None else shape(*seen[i])) if trees.is_trainable(leaf) else None
+        have = None if slot is None else np.shape(slot)
+        if have != (None if want is None else tuple(want)):
+            raise ValueError(
+                f"slot {name!r} has {'nothing' if have is None else f'shape {have}'} at "
+                f"{trees.quoted(trees.paths_of(params)[i])}, where the parameter has shape {np.shape(leaf)} and dtype "
+                f"{jnp.result_type(leaf)}{'' if shape is None else f' and the slot should have {want}'}. Slots belong "
+                "to the params they were created for: create them with TrainState.create(params, optimizer)."
+            )
+    return leaves

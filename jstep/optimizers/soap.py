@@ -16,9 +16,9 @@ from jstep.core.checks import as_int
 from jstep.core.meshes import on_every_device
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
+from jstep.optimizers.host_slots import loads_slots, with_slots_loaded
 from jstep.optimizers.leafwise import MEAN_IN_ORDER, SQUARE, Result, Slot, Values, age_of
 from jstep.optimizers.rules import Masked, bias_correction, decays, from_update
-from jstep.optimizers.updates import loads_slots, with_slots_loaded
 from jstep.state.train_state import START_STEP
 
 # SOAP: Adam in the eigenbasis of Shampoo's preconditioner.

@@ -10,7 +10,7 @@ from optimizer_table import TABLE
 
 import jstep
 from jstep.core.placement import is_on_host
-from jstep.optimizers import updates
+from jstep.optimizers import host_slots
 
 MESHES = {
     "auto": (jax.sharding.AxisType.Auto,) * 2,
@@ -21,7 +21,7 @@ MESHES = {
 @pytest.fixture
 def in_loops(monkeypatch, host_memory):
     """Update leaf by leaf on a CPU as on TPUs; a CPU needs no loops, since its memory is host memory."""
-    monkeypatch.setattr(updates, "is_worth_loops", lambda state: any(map(is_on_host, jax.tree.leaves(state.slots))))
+    monkeypatch.setattr(host_slots, "is_worth_loops", lambda state: any(map(is_on_host, jax.tree.leaves(state.slots))))
 
 
 def init():

@@ -1,0 +1,229 @@
+"""Updates of slots in host memory: loops, one for each leaf, transfer the slots.
+
+XLA would load all slots at once otherwise: it moves transfers across barriers, but not out of loops. Small leaves are
+loaded together before the update, large ones slice by slice if their rule is elementwise.
+
+Slots in host memory are arrays of another type, with which JAX computes nothing. The updates of this package read
+them by `per_leaf` or pass them on, and are marked with `loads_slots`. Any other update, such as that of a custom
+optimizer, gets its slots in device memory: correct, but all at once.
+"""
+
+import contextvars
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jstep.core import trees
+from jstep.core.exceptions import setting
+from jstep.core.jaxprs import Subprogram, body_of, evaluate, is_elementwise, on_slices
+from jstep.core.meshes import parts_along
+from jstep.core.placement import is_on_host, layout_of, on_devices, shardings_of, to_host
+from jstep.core.trees import Array, Params, Slots
+from jstep.state.train_state import TrainState
+
+PARTS = 16
+"""At most 1/PARTS of the offloaded bytes should be on the devices at once, loaded or to be sent back."""
+
+ROWS = {1: 4096, 2: 32}
+"""Number of dimensions → the row multiple of a slice: whole tiles of a TPU's memory, for every dtype."""
+
+_Update = TypeVar("_Update", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfers:
+    """The transfers of an update.
+
+    Attributes:
+        limit: The number of bytes that should be on the devices at once.
+        turns: 1, or 0 if the update is skipped. XLA must not know it: it inlines loops of one iteration.
+        is_certain: Whether no condition can skip the update.
+    """
+
+    limit: int
+    turns: Array
+    is_certain: bool = True
+
+
+TRANSFERS: contextvars.ContextVar[Transfers | None] = contextvars.ContextVar("jstep_transfers", default=None)
+"""How slots in host memory are loaded, leaf by leaf; None if all are loaded at once."""
+
+
+def only_if(condition: Array) -> AbstractContextManager[Transfers | None]:
+    """Update slots in host memory, in a context, only if a condition is true; otherwise nothing is transferred."""
+    known = TRANSFERS.get()
+    if known is not None:
+        known = Transfers(known.limit, jnp.where(condition, known.turns, 0), is_certain=False)
+    return setting(TRANSFERS, known)
+
+
+def is_worth_loops(state: Any) -> bool:
+    """Whether a traced state has arrays in host memory, and its compiler is known to support loops of transfers.
+
+    On a CPU, device memory is host memory. The GPU compiler is untested.
+    """
+    leaves = jax.tree.leaves(state)
+    if not (any(map(trees.is_traced, leaves)) and any(map(is_on_host, leaves))):
+        return False
+    known = shardings_of(state)
+    platform = jax.default_backend() if known is None else next(iter(known[0].device_set)).platform
+    return bool(platform == "tpu")
+
+
+def with_small_ones_loaded(state: TrainState) -> tuple[Slots, int | None]:
+    """Load the slots that need no loop, and return all slots and the limit in bytes for the others, None without loops.
+
+    These are the slots that are not trees like params, and those of the smallest parameters.
+    """
+    params, slots = state.params, state.slots
+    if not is_worth_loops(state):
+        return on_devices(slots), None
+    treedef = trees.structure(params)
+    leaves = {name: treedef.flatten_up_to(tree) for name, tree in slots.items() if trees.is_like(params, tree)}
+    sizes = [sum(map(_host_bytes, ones)) for ones in zip(*leaves.values(), strict=True)]
+    limit = sum(sizes) // PARTS
+    order = sorted(range(len(sizes)), key=sizes.__getitem__)
+    totals = itertools.accumulate(sizes[i] for i in order)
+    small = {i for i, total in zip(order, totals, strict=True) if total <= limit}
+
+    def loaded(name: str, tree: Any) -> Any:
+        if name not in leaves:
+            return on_devices(tree)
+        return treedef.unflatten([on_devices(leaf) if i in small else leaf for i, leaf in enumerate(leaves[name])])
+
+    return {name: loaded(name, tree) for name, tree in slots.items()}, limit
+
+
+def loads_slots(update: _Update) -> _Update:
+    """Decorator of the `update` of an optimizer that accepts slots and parameters in host memory."""
+    update.loads_slots = True  # type: ignore[attr-defined]
+    return update
+
+
+def with_slots_loaded(update: Callable[[Slots, Any], tuple[Any, Slots]], slots: Slots, params: Any) -> Any:
+    """Call `update(slots, params) -> (result, new slots)` with all slots on the devices, and send the new ones back."""
+    if not any(map(is_on_host, jax.tree.leaves((slots, params)))):
+        return update(slots, params)
+    loaded = on_devices(slots)
+    result, new = update(loaded, on_devices(params))
+    known = TRANSFERS.get()
+
+    def back(before: Any, old: Any, after: Any) -> Any:
+        if not is_on_host(before):
+            return after
+        return to_host(after if known is None or known.is_certain else jnp.where(known.turns > 0, after, old))
+
+    def of_slot(name: str, tree: Any) -> Any:
+        fits = name in slots and trees.structure(tree) == trees.structure(slots[name])
+        return jax.tree.map(back, slots[name], loaded[name], tree) if fits else tree
+
+    return result, {name: of_slot(name, tree) for name, tree in new.items()}
+
+
+def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *args: Any) -> tuple[Any, Slots]:
+    """Compute `rule(slots, *args) -> (result, new slots)` for one leaf, in a loop if some arrays are in host memory.
+
+    Args:
+        rule: A function of arrays on the devices. It may return fewer slots; these keep shape and dtype.
+        path: The path of the leaf.
+        slots: Name → the leaf of the slot, or None.
+        *args: Other trees of arrays.
+
+    Returns:
+        The result, on the devices, and the new slots, in the memory of the old ones. If the update is skipped, slots in
+        host memory keep their values, and the result is unspecified.
+    """
+    known = TRANSFERS.get()
+    if known is None or not any(map(is_on_host, jax.tree.leaves((slots, args)))):
+        return with_slots_loaded(lambda slots, args: rule(slots, *args), slots, args)
+    closed, made = jax.make_jaxpr(rule, return_shape=True)(*jax.eval_shape(on_devices, (slots, *args)))
+    body, given = body_of(closed), jax.tree.leaves((slots, *args))
+    places = _replaced(made, slots, args)
+    pairs = zip(closed.out_avals, places, strict=True)
+    start = [jnp.zeros(x.shape, x.dtype) if i is None else given[i] for x, i in pairs]
+    count = _number_of_slices(body, path, -(-sum(map(_host_bytes, given)) // max(known.limit, 1)))
+    rows = start[0].shape[0] // count if count > 1 else 0
+
+    def turn(i: Array, carry: list[Any]) -> list[Any]:
+        # The barriers hide from XLA that values are the same in all iterations: otherwise it would load a parameter in
+        # host memory, which the loop only reads, before the loop.
+        if rows and any(is_on_host(x) for k, x in enumerate(given) if k not in places):
+            first, i = jax.lax.optimization_barrier((carry[0], i))
+            carry = [first, *carry[1:]]
+        current = dict(zip(places, carry, strict=True))
+        values = [current.get(k, x) for k, x in enumerate(given)]
+        if rows:
+            parts = [jax.lax.dynamic_slice_in_dim(x, i * rows, rows, 0) if jnp.ndim(x) else x for x in values]
+            new = on_slices(body, on_devices(parts), (rows, *start[0].shape[1:]))
+        else:
+            new = evaluate(body, on_devices(jax.lax.optimization_barrier((values, i))[0]))
+        new = [to_host(x) if is_on_host(old) else x for old, x in zip(start, new, strict=True)]
+        if rows:
+            pairs = zip(carry, new, strict=True)
+            new = [jax.lax.dynamic_update_slice_in_dim(x, part, i * rows, 0) for x, part in pairs]
+        return new
+
+    turns = known.turns if not rows else count if known.is_certain else count * known.turns
+    values = jax.lax.fori_loop(0, turns, turn, start)
+    found: tuple[Any, Slots] = jax.tree.unflatten(jax.tree.structure(made), values)
+    return found
+
+
+def on_leaves(params: Params, slots: Mapping[str, list[Any]], calls: Iterable[tuple[Any, ...] | None]) -> list[Any]:
+    """Compute rules leaf by leaf, each as `per_leaf` does, and put the new slots in the place of the old ones.
+
+    Args:
+        params: The parameters.
+        slots: Name → the leaves of the slot, in order; they are replaced.
+        calls: For each leaf, in order: `(rule, *args)`, or None for a leaf that stays as it is.
+
+    Returns:
+        The result of each leaf; None for a leaf that stays as it is.
+    """
+    results: list[Any] = [None] * len(jax.tree.leaves(params))
+    for i, (path, call) in enumerate(zip(trees.paths_of(params), calls, strict=True)):
+        if call is not None:
+            rule, *args = call
+            results[i], new = per_leaf(rule, path, {name: leaves[i] for name, leaves in slots.items()}, *args)
+            for name, leaf in new.items():
+                slots[name][i] = leaf
+    return results
+
+
+def _replaced(made: tuple[Any, Slots], slots: Slots, args: Any) -> list[int | None]:
+    """Return the index of the array, among all in slots and args, that each array made by a rule replaces, or None.
+
+    A slot replaces the old one. A result replaces an argument, such as the gradient, whose memory the loop then reuses.
+    """
+    own, others = jax.tree.unflatten(jax.tree.structure((slots, args)), range(len(jax.tree.leaves((slots, args)))))
+    free = dict(zip(jax.tree.leaves(others), jax.tree.leaves(args), strict=True))
+    places: list[int | None] = []
+    for result in jax.tree.leaves(made[0]):
+        alike = [i for i, x in free.items() if not is_on_host(x) and (x.shape, x.dtype) == (result.shape, result.dtype)]
+        places.append(alike[0] if alike else None)
+        free.pop(places[-1], None)
+    return [*places, *jax.tree.leaves({name: own[name] for name, leaf in made[1].items() if leaf is not None})]
+
+
+def _number_of_slices(body: Subprogram, path: str, at_least: int) -> int:
+    """Return the number of slices along the first axis for a program; 1 if it cannot be computed in slices."""
+    shapes = {atom.aval.shape for atom in body.jaxpr.outvars}
+    layout = layout_of(path)
+    if len(shapes) != 1 or shapes == {()} or layout is None:
+        return 1
+    shape: tuple[int, ...] = shapes.pop()
+    is_split = len(layout.spec) > 0 and parts_along(layout.mesh, layout.spec[0]) > 1
+    if is_split or not is_elementwise(body, shape):
+        return 1
+    multiple = ROWS.get(len(shape), 1)
+    counts = [n for n in range(1, shape[0] + 1) if shape[0] % n == 0 and shape[0] // n % multiple == 0]
+    return min((n for n in counts if n >= at_least), default=max(counts, default=1))
+
+
+def _host_bytes(leaf: Any) -> int:
+    return int(leaf.size) * int(leaf.dtype.itemsize) if is_on_host(leaf) else 0
