@@ -86,17 +86,17 @@ from jstep.optimizers.averages import ExponentialMovingAverage as ExponentialMov
 # Wrappers of optimizers: the others.
 from jstep.optimizers.averages import averaged_params as averaged_params
 from jstep.optimizers.averages import lookahead as lookahead
-from jstep.optimizers.averages import master_weights as master_weights
+from jstep.optimizers.low_precision import master_weights as master_weights
 from jstep.optimizers.averages import slow_params as slow_params
-from jstep.optimizers.averages import stochastic_rounding as stochastic_rounding
+from jstep.optimizers.low_precision import stochastic_rounding as stochastic_rounding
 from jstep.optimizers.averages import with_moving_average as with_moving_average
 from jstep.optimizers.compact import compact as compact
 from jstep.optimizers.compact import repack as repack
-from jstep.optimizers.compose import cautious as cautious
-from jstep.optimizers.compose import chain as chain
-from jstep.optimizers.compose import partition as partition
-from jstep.optimizers.compose import scope as scope
-from jstep.optimizers.compose import with_projection as with_projection
+from jstep.optimizers.constraints import cautious as cautious
+from jstep.optimizers.chain import chain as chain
+from jstep.optimizers.partition import partition as partition
+from jstep.optimizers.chain import scope as scope
+from jstep.optimizers.constraints import with_projection as with_projection
 from jstep.optimizers.guards import dynamic_loss_scale as dynamic_loss_scale
 from jstep.optimizers.guards import skip_nonfinite as skip_nonfinite
 from jstep.optimizers.guards import update_every as update_every
@@ -107,7 +107,7 @@ from jstep.optimizers.muon import on_hyperball as on_hyperball
 from jstep.optimizers.adam import scale_by_adam as scale_by_adam
 from jstep.optimizers.classic import scale_by_rms as scale_by_rms
 from jstep.optimizers.classic import trace as trace
-from jstep.optimizers.clip_gradients import clip_gradients as clip_gradients
+from jstep.optimizers.gradient_transformations import clip_gradients as clip_gradients
 from jstep.optimizers.gradient_transformations import add_noise as add_noise
 from jstep.optimizers.gradient_transformations import centralize_gradients as centralize_gradients
 from jstep.optimizers.gradient_transformations import normalize_gradients as normalize_gradients
@@ -128,8 +128,8 @@ from jstep.optimizers.rules import from_direction as from_direction
 from jstep.optimizers.from_optax import from_optax as from_optax
 from jstep.optimizers.leafwise import Slot as Slot
 from jstep.optimizers.leafwise import leafwise as leafwise
-from jstep.optimizers.leafwise import map_leaves as map_leaves
-from jstep.optimizers.leafwise import stateless as stateless
+from jstep.optimizers.updates import map_leaves as map_leaves
+from jstep.optimizers.chain import stateless as stateless
 from jstep.optimizers.updates import apply_updates as apply_updates
 
 # Hyperparameters and schedules: those of TensorFlow 1, by its names.

@@ -14,12 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core.meshes import internal_transfers
 from jstep.hooks.hook import Metrics
 from jstep.hooks.numbers import host, is_number, is_numeric, is_ready, local, start_transfer
-from jstep.optimizers import step_metrics
+from jstep.training import optimizer_metrics
 from jstep.training.looped import TracedStep
 from jstep.training.metrics import Constants
 
 LOSS, GRAD_NORM = "loss", "grad_norm"
-SKIPPED = step_metrics.SKIPPED
+SKIPPED = optimizer_metrics.SKIPPED
 """The metric by which a custom step reports that its whole update was skipped: 1 or 0."""
 
 # For M metrics the array holds M sums, M corrections (the rounding errors), M counts, and the watched columns. Each sum

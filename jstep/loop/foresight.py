@@ -20,9 +20,9 @@ from jstep.loop.compiler import shapes_of
 from jstep.loop.run import Run
 from jstep.optimizers.averages import MOVED
 from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate
-from jstep.optimizers.leafwise import is_rated
-from jstep.optimizers.step_metrics import values_used
+from jstep.optimizers.nested import is_rated
 from jstep.state.train_state import TrainState
+from jstep.training.optimizer_metrics import values_used
 from jstep.training.step import PureStep, minimized, pure
 
 _logger = logging.getLogger("jstep")

@@ -1,9 +1,8 @@
-"""Further copies of the parameters: moving averages, lookahead, float32 master weights."""
+"""Copies that follow the parameters: exponential moving averages, and the slow weights of lookahead."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -19,17 +18,17 @@ from jstep.core.meshes import on_any_mesh
 from jstep.core.optimizers import require_optimizer
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import FOLLOWS_STEP, FOLLOWS_UPDATES, Role, Roles
-from jstep.core.traced_arguments import as_key, as_scalar
+from jstep.core.traced_arguments import as_scalar
 from jstep.core.trees import Array, Held, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Step, Updates
-from jstep.optimizers import hyperparameters, leafwise
-from jstep.optimizers.compose import Own, trained, wrap_optimizer
-from jstep.optimizers.conditions import ADVANCES, Conditions, observing_conditions, unless_skipped_by_guards
+from jstep.optimizers import hyperparameters, leafwise, nested
 from jstep.optimizers.host_slots import on_leaves
 from jstep.optimizers.hyperparameters import check_prefix, checked
-from jstep.optimizers.leaf_values import leaf_numbers, mask
-from jstep.optimizers.leafwise import Slot, StepInputs, age_of, new_start_step
-from jstep.optimizers.params_in_slots import params_from_slot
+from jstep.optimizers.leaf_values import mask
+from jstep.optimizers.leafwise import Slot, age_of, new_start_step
+from jstep.optimizers.nested import Own, StepInputs, wrap_optimizer
+from jstep.optimizers.partition import trained
 from jstep.optimizers.updates import add, apply_updates, is_update
+from jstep.state.slots import params_from_slot
 from jstep.state.train_state import START_STEP, TrainState
 
 # Exponential moving averages of parameters, and the wrapper that keeps them.
@@ -331,15 +330,15 @@ def with_moving_average(
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         params, after = at.params, jnp.asarray(at.step) + 1
         gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
-        conditions = Conditions()
-        with observing_conditions(conditions):
-            updates, inner = leafwise.call_update(optimizer, updates, inner, at, exact=True)
+        conditions = nested.Conditions()
+        with nested.observing_conditions(conditions):
+            updates, inner = nested.call_update(optimizer, updates, inner, at, exact=True)
         now = dataclasses.replace(ema, **{argument: at.h[f"{ema.name}/{argument}"]}) if hyper else ema
         averages = trees.flatten_like(params, own[ema.name], "averages")
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         ages: Slots = {}
         if ema.follows == "step":
-            moves = ADVANCES.get() and unless_skipped_by_guards(conditions, gradients, params)
+            moves = nested.ADVANCES.get() and nested.unless_skipped_by_guards(conditions, gradients, params)
             age = age_of(at.step, own[_age_name(ema)]) if ema.zero_debias else None
             weights = [_weight_at_steps(now, after, age, moves)] * len(found)
             counts = moves & ema.is_due(after)
@@ -526,7 +525,7 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         params = at.params
-        updates, inner = leafwise.call_update(optimizer, updates, inner, at)
+        updates, inner = nested.call_update(optimizer, updates, inner, at)
         treedef = trees.structure(params)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
         slows = trees.flatten_like(params, own[SLOW], f"slot {SLOW!r}")
@@ -583,146 +582,3 @@ def slow_params(state: TrainState, name: str = SLOW) -> Params:
 
 
 # Wrappers for low-precision parameters: float32 master weights, and stochastic rounding to bfloat16.
-
-MASTER = "master"
-
-
-@makes_optimizer(1)
-def master_weights(optimizer: OptimizerLike, dtype: Any = jnp.float32) -> Optimizer:
-    """Master weights: master += u; p = master, rounded to the parameter's dtype.
-
-    An update of 0.001 to a bfloat16 weight of 1 is lost to rounding, but not in its master. The parameters are
-    bitwise equal to the rounded parameters of a float32 run on the same gradients.
-
-    Args:
-        optimizer: The inner optimizer, which sees the master weights as its parameters, gradients in float32 at least,
-            and computes the updates u. Its labels, masks and other predicates see the parameters themselves, with their
-            dtypes.
-        dtype: The dtype of the master weights; wider parameters keep theirs.
-
-    Returns:
-        An `Optimizer` with one more slot, `master`, initially a copy of the parameters. It is the source of truth: if
-        you change parameters but not the slot, the next update reverts the change.
-
-    Raises:
-        TypeError: `dtype` is not a floating dtype of at least 32 bits.
-        ValueError: The optimizer already has a slot `master`, or contains `compact`.
-
-    Example:
-        >>> import jax.numpy as jnp, jstep
-        >>> optimizer = jstep.master_weights(jstep.gradient_descent(0.001))
-        >>> state = jstep.TrainState.create({"w": jnp.bfloat16(1.0)}, optimizer)
-        >>> for _ in range(8):
-        ...     state = jstep.apply_gradients(state, {"w": jnp.bfloat16(1.0)}, optimizer)
-        >>> print(state.params["w"], jnp.round(state.slots["master"]["w"], 4))
-        0.992188 0.992
-
-    Source: Micikevicius et al., "Mixed Precision Training" (2017), section 3.1.
-    """
-    optimizer = require_optimizer("optimizer", optimizer)
-    leafwise.refuse_formats("master_weights", optimizer, compact="which keeps masters itself: leave one of them out")
-    wide = _floating_dtype(dtype)
-
-    def widened(leaf: Any) -> Any:
-        if not trees.is_trainable(leaf):
-            return leaf
-        return jnp.array(leaf, leaf.dtype if leaf.dtype.itemsize > wide.itemsize else wide, copy=True)
-
-    def fresh(params: Params, global_step: Step) -> Any:
-        return jax.tree.map(lambda leaf: widened(leaf) if trees.is_trainable(leaf) else None, params)
-
-    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        params = at.params
-        leaves, treedef = trees.flatten(params)
-        kept = trees.flatten_like(params, own[MASTER], f"slot {MASTER!r}")
-        whole = treedef.unflatten([p if m is None else m for m, p in zip(kept, leaves, strict=True)])
-        updates, inner = leafwise.update_masters(optimizer, updates, inner, whole, at, _rounded)
-        found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
-        calls = [None if trees.is_none(u) else (_moved_master, u, p) for u, p in zip(found, leaves, strict=True)]
-        found = on_leaves(params, {MASTER: kept}, calls)
-        return treedef.unflatten(found), inner, {MASTER: treedef.unflatten(kept)}
-
-    def inner_roles(roles: Roles) -> Roles:
-        copies: dict[Role | None, Role] = {Role.COPY: Role.MASTER_COPY, Role.MASTER: Role.MASTER_COPY}
-        return roles.changed(copies).stored_by("master_weights").ordered()
-
-    own = Own({MASTER: fresh}, {MASTER: Role.MASTER})
-    init_on = functools.partial(jax.tree.map, widened)
-    return wrap_optimizer(optimizer, "master_weights", update, own, inner_roles=inner_roles, init_on=init_on)
-
-
-def _rounded(p: Any, master: Any) -> Any:
-    return master.astype(p.dtype) if trees.is_trainable(p) else master
-
-
-def _moved_master(own: Slots, u: Any, p: Any) -> tuple[Array, Slots]:
-    """The update of a parameter to its master, and the master."""
-    master = add(own[MASTER], u)
-    # The difference of two low-precision numbers is exact in the wider dtype unless they differ by a factor of about
-    # 2^13.
-    return _rounded(p, master).astype(master.dtype) - p.astype(master.dtype), {MASTER: master}
-
-
-def _floating_dtype(dtype: Any) -> Any:
-    try:
-        found = jnp.dtype("none" if dtype is None else dtype)  # None would be float64
-    except TypeError:
-        raise TypeError(f"dtype={shown(dtype)}: must be a floating dtype such as float32, got {kind(dtype)}") from None
-    if not trees.is_floating(found) or found.itemsize < 4:
-        raise TypeError(f"dtype={found}: must be a floating dtype of at least 32 bits, such as float32")
-    return jax.dtypes.canonicalize_dtype(found)
-
-
-@makes_optimizer(1)
-def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
-    """Stochastic rounding: p + u becomes one of its two neighbors in bfloat16, the nearer one with higher probability.
-
-    Updates that are too small to change a bfloat16 number individually still accumulate on average, without a second
-    copy of the parameters (see `master_weights` for that).
-
-    Args:
-        optimizer: The optimizer that computes the updates u. Put the rounding outermost: it is undone by wrappers that
-            change updates after it.
-        key: A PRNG key. The random bits are a function of the key, the step and the leaf, so they are the same in a
-            resumed run.
-
-    Returns:
-        An `Optimizer` with the same slots and hyperparameters. Leaves that are not bfloat16 are rounded normally;
-        sparse updates of bfloat16 tables become dense.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, jstep
-        >>> optimizer = jstep.stochastic_rounding(jstep.gradient_descent(0.001), jax.random.key(0))
-        >>> state = jstep.TrainState.create({"w": jnp.ones(1000, jnp.bfloat16)}, optimizer)
-        >>> state = jstep.apply_gradients(state, {"w": jnp.ones(1000, jnp.bfloat16)}, optimizer)
-        >>> print(jnp.unique(state.params["w"]))
-        [0.996094 1]
-
-    Source: Zamirai et al., "Revisiting BFloat16 Training" (2020).
-    """
-    optimizer = require_optimizer("optimizer", optimizer)
-    leafwise.refuse_formats("stochastic_rounding", optimizer, compact="which loses no update: leave one of them out")
-    key = as_key(key, "key")
-
-    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        updates, inner = leafwise.call_update(optimizer, updates, inner, at)
-        of_step = jax.random.fold_in(key, at.step)
-
-        def rounded(u: Any, p: Array, i: int) -> Any:
-            if p.dtype != jnp.bfloat16:
-                return u
-            u = (u.to_dense() if is_slices(u) else u).astype(jnp.float32)
-            own_key = jax.random.fold_in(of_step, i)
-            exact = apply_updates(p.astype(jnp.float32), u)
-            # The dropped 16 bits are the probability of rounding up.
-            bits = jax.lax.bitcast_convert_type(exact, jnp.uint32)
-            chance = jax.random.bits(own_key, p.shape, jnp.uint16).astype(jnp.uint32)
-            cut = jax.lax.bitcast_convert_type((bits + chance) & jnp.uint32(0xFFFF0000), jnp.float32)
-            return jnp.where(jnp.isfinite(exact) & jnp.isfinite(cut), cut, exact) - p.astype(jnp.float32)
-
-        leaves, numbers = jax.tree.leaves(at.params), leaf_numbers(at.params)
-        return leafwise.map_updates(rounded, at.params, updates, leaves, numbers, what="updates"), inner, {}
-
-    return wrap_optimizer(
-        optimizer, "stochastic_rounding", update, inner_roles=lambda roles: roles.stored_by("stochastic_rounding")
-    )

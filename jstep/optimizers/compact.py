@@ -23,9 +23,9 @@ from jstep.core.placement import is_shape, may_run_on, on_devices
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import HALVES, Role, Roles
 from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
-from jstep.optimizers import by_slices, leaf_values, leafwise
-from jstep.optimizers.compose import trained
-from jstep.optimizers.conditions import CONDITIONS, Conditions, report_condition
+from jstep.optimizers import by_slices, leaf_values, nested
+from jstep.optimizers.nested import CONDITIONS, Conditions, report_condition
+from jstep.optimizers.partition import trained
 from jstep.optimizers.updates import Projected, add, is_update
 from jstep.state.global_step import step_of
 from jstep.state.sharding import state_shardings
@@ -93,7 +93,7 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
     "Revisiting BFloat16 Training" (2020), for split weights.
     """
     optimizer = require_optimizer("optimizer", optimizer)
-    leafwise.refuse_formats("compact", optimizer, **_REFUSED)
+    nested.refuse_formats("compact", optimizer, **_REFUSED)
     least = as_int(min_size, "min_size", at_least=0)
     near = as_int(block, "block", at_least=SMALLEST_BLOCK)
     if near > LARGEST_BLOCK or near & (near - 1):
@@ -138,16 +138,16 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
         halves = known.of(*HALVES)
         require_slots((*known.halves, *halves), slots)
         others = {name: tree for name, tree in slots.items() if name not in halves}
-        inside = leafwise.own_slots(optimizer, others, params)
+        inside = nested.own_slots(optimizer, others, params)
         stored = Stored(params, slots, known.halves, inside, blocks_in(params), step)
 
         def inner(updates: Updates, values: Slots, masters: Params) -> tuple[Updates, Slots]:
-            at = leafwise.StepInputs(params, step, context)
-            return leafwise.update_masters(optimizer, updates, values, masters, at, _rounded)
+            at = nested.StepInputs(params, step, context)
+            return nested.update_masters(optimizer, updates, values, masters, at, _rounded)
 
         return updated(stored, inner, updates)
 
-    return optimizer._replace(init=leafwise.wrapped_init(optimizer, init, roles), update=update)
+    return optimizer._replace(init=nested.wrapped_init(optimizer, init, roles), update=update)
 
 
 def _trained_leaves(optimizer: Optimizer, params: Params) -> list[Any]:

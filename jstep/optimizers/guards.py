@@ -16,12 +16,12 @@ from jstep.core.placement import is_on_host, on_devices
 from jstep.core.slot_roles import ACCUMULATED, AGES, Role, Roles, roles_of
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.differentiate.clipping import global_norm
-from jstep.optimizers import conditions, leafwise
 from jstep.optimizers import hyperparameters as hyper
-from jstep.optimizers.compose import Own, wrap_optimizer
+from jstep.optimizers import leafwise, nested
 from jstep.optimizers.host_slots import on_leaves, only_if
-from jstep.optimizers.leafwise import Slot, StepInputs, call_update, fresh_slot, map_updates, slot_leaves, wide_updates
-from jstep.optimizers.updates import Projected
+from jstep.optimizers.leafwise import Slot, fresh_slot, slot_leaves
+from jstep.optimizers.nested import Own, StepInputs, call_update, wrap_optimizer
+from jstep.optimizers.updates import Projected, map_updates, wide_updates
 
 # Skip updates whose gradients are not finite, and other conditional updates.
 
@@ -108,7 +108,7 @@ def conditional_update(
         is_guard: Whether an update that is not made is skipped, and not one that was not due.
     """
     roles = roles_of(optimizer, at.params)
-    conditions.report_condition(conditions.Condition(at.params, condition, is_guard))
+    nested.report_condition(nested.Condition(at.params, condition, is_guard))
     with only_if(condition):
         updates, new_slots = call_update(optimizer, updates, slots, at, exact=True)
 

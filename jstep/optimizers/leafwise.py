@@ -1,9 +1,41 @@
-"""Optimizers from a rule for one leaf, and the parts of an optimizer that others build on."""
+"""Optimizers from the update rule of one leaf: `leafwise`.
+
+A rule is a module-level function of arrays of one floating dtype. `leafwise` handles the rest: traversing the tree,
+None and integer leaves, None gradients, `IndexedSlices`, dtypes of slots and of arithmetic, hyperparameters at a
+step (numbers, arrays, schedules, `held`), the age of the slots, masks by path, and names. RMSProp without momentum:
+
+    def rule(g, p, s, h):
+        rms = h.decay * s.rms + (1 - h.decay) * g * g
+        return -h.learning_rate * g / jnp.sqrt(rms + 1e-10), {"rms": rms}
+
+    def tiny_rmsprop(learning_rate, decay=0.9):
+        return leafwise(
+            rule,
+            hyper={"learning_rate": checked("learning_rate", learning_rate, low=0),
+                   "decay": checked("decay", decay, low=0, high=1)},
+            slots={"rms": 1.0},
+        )
+
+- `slots`: a number is the initial value of a slot for all leaves; a slot comes after those that are computed from its
+  old value, because CPUs overwrite them in this order. `Slot(...)` allows a copy of the parameter, another
+  shape or no slot for some leaves, or a narrower dtype. Slots that the rule does not return stay unchanged.
+- `h` contains every hyperparameter (a Python float if it is a plain number, so that 1 − 0.999 is exact), the scalar
+  slots, the flags of the leaf, its `dtype`, `step`, `age` if aged, and the values returned by `prepare` and
+  `conclude`.
+- `prepare(h)` runs once before the leaves. The values it returns are added to h; to change a scalar slot, it returns
+  the new value under the slot's name.
+- `measure(g, p, slots, h) -> {name: scalar}` runs on each leaf that has a gradient, and its results are summed over
+  these leaves. `conclude(h)` then runs once, before the rule, with the sums in h, and returns values as `prepare`
+  does.
+- `flags`: static values that depend on a leaf's path (`mask("weight_decay_mask", given)`, `by_path(fn)`), in h.
+- The rule sees the whole leaf: norms, matrix products and `lax.cond` are allowed. With `sparse=True` it is applied to
+  some rows of a table only, so it must be elementwise.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,398 +43,16 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
-from jstep.core.checks import as_function
 from jstep.core.compact_numbers import KINDS
-from jstep.core.exceptions import setting
-from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, combined, is_slices, within
+from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, combined, within
 from jstep.core.matching import match_gradients, require_slots
-from jstep.core.placement import on_devices
-from jstep.core.slot_roles import Init, Labels, Order, Role, Roles, labels_of, order_of, roles_of
-from jstep.core.trees import Array, Context, Held, Optimizer, Params, Slots, Step, Updates
-from jstep.optimizers import conditions, hyperparameters
-from jstep.optimizers.host_slots import loads_slots, on_leaves, with_slots_loaded
+from jstep.core.slot_roles import Init, Role, Roles
+from jstep.core.trees import Array, Held, Optimizer, Params, Slots, Step, Updates
+from jstep.optimizers import hyperparameters
+from jstep.optimizers.host_slots import loads_slots, on_leaves
 from jstep.optimizers.hyperparameters import LEARNING_RATE, Hyper, held_roles, held_slots, value_at, values_at
-from jstep.optimizers.leaf_values import Flag, own_leaves, partial_params
-from jstep.optimizers.updates import is_update, moves
+from jstep.optimizers.leaf_values import Flag, own_leaves
 from jstep.state.train_state import START_STEP
-
-# Chain elements without a rule, and the leaves of custom optimizers.
-
-
-def element(fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mapping[str, Any], order: Order) -> Optimizer:
-    """A chain element from `fn(updates, params, step, h) -> updates` and its hyperparameters.
-
-    Args:
-        fn: The transformation; it must handle None leaves and `IndexedSlices` itself. The leaves are float32 at least.
-        hyper: Name → the value returned by `checked`.
-        order: Its place in a chain.
-    """
-    held = held_roles(hyper)
-
-    @loads_slots
-    def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
-        kept = require_slots(held, slots)
-        return fn(wide_updates(updates), on_devices(params), step, values_at(hyper, step, slots)), kept
-
-    made = Init(lambda params, step: held_slots(hyper), lambda params: held, order=order, rated=LEARNING_RATE in hyper)
-    return Optimizer(made, update, hyperparameters.report(hyper))
-
-
-def wide_updates(updates: Updates, fn: Callable[[Array], Array] = lambda u: u) -> Updates:
-    """The updates in float32 at least: what is rounded to the dtype of low-precision gradients is lost to slots.
-
-    Args:
-        updates: The updates.
-        fn: What to compute of each array of numbers.
-    """
-
-    def wide(u: Any) -> Any:
-        if is_slices(u):
-            return dataclasses.replace(u, values=wide(jnp.asarray(u.values)))
-        if not (trees.is_array(u) and trees.is_floating(u.dtype)):
-            return u
-        return fn(u.astype(trees.compute_dtype(u.dtype)))
-
-    return jax.tree.map(wide, updates, is_leaf=is_slices)
-
-
-def with_init(optimizer: Optimizer, **changes: Any) -> Optimizer:
-    """An optimizer of this package with other attributes of its `Init`."""
-    assert isinstance(optimizer.init, Init)
-    return optimizer._replace(init=dataclasses.replace(optimizer.init, **changes))
-
-
-def checking(optimizer: Optimizer, check: Callable[[Params], Any]) -> Optimizer:
-    """An optimizer of this package whose `init` also calls `check(params)`, which raises if it cannot train them."""
-    made = optimizer.init
-    assert isinstance(made, Init)
-
-    def make(params: Params, global_step: Step) -> Slots:
-        slots = made.make(params, global_step)
-        check(params)
-        return slots
-
-    return with_init(optimizer, make=make)
-
-
-@makes_optimizer(1)
-def stateless(fn: Callable[[Updates, Params, Step], Updates]) -> Optimizer:
-    """A chain element from a pure function, without slots or hyperparameters.
-
-    Args:
-        fn: A pure function `fn(updates, params, step) -> updates`. Leaves of updates are arrays (in float32 at least),
-            `IndexedSlices` or None, which stays None; the step is the number of updates applied so far.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, jstep
-        >>> signs = jstep.stateless(lambda updates, params, step: jax.tree.map(jnp.sign, updates))
-        >>> optimizer = jstep.chain(signs, jstep.gradient_descent(0.5))
-        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
-        0.5
-
-    Source: `optax.stateless`.
-    """
-    as_function(fn, "fn", "(updates, params, step) -> updates")
-    return element(lambda updates, params, step, h: fn(updates, params, step), {}, Order())
-
-
-def map_leaves(fn: Callable[..., Any], params: Params, *others: Any) -> Any:
-    """Map `fn(path, leaf, …)` over the trainable leaves for which no other tree has None.
-
-    It handles None and integer leaves, None gradients, `IndexedSlices` (converted to dense) and low-precision leaves
-    (converted to float32).
-
-    Args:
-        fn: `fn(path, leaf, *others)`, with arrays of one floating dtype.
-        params: The parameters.
-        *others: Trees like params, such as gradients and slots; leaves may be None.
-
-    Returns:
-        A tree like params, with None where `fn` was not called: the form in which an `Optimizer` returns updates.
-
-    Raises:
-        ValueError: A tree does not have the structure of params.
-
-    Example:
-        >>> import jax.numpy as jnp, jstep
-        >>> params = {"w": jnp.bfloat16(2.0), "n": jnp.array(3), "b": jnp.float32(1.0)}
-        >>> grads = {"w": jnp.bfloat16(-4.0), "n": None, "b": None}
-        >>> jstep.map_leaves(lambda path, p, g: -0.5 * jnp.sign(g), params, grads)
-        {'b': None, 'n': None, 'w': Array(0.5, dtype=float32)}
-    """
-    as_function(fn, "fn", "(path, leaf, …)")
-    found = [trees.flatten_like(params, tree, f"others[{i}]", is_leaf=is_slices) for i, tree in enumerate(others)]
-
-    def result(path: str, leaf: Any, *rest: Any) -> Any:
-        if not trees.is_trainable(leaf) or any(map(trees.is_none, rest)):
-            return None
-        dtype = trees.compute_dtype(jnp.result_type(leaf))
-        return fn(path, *(_wide(one, dtype) for one in (leaf, *rest)))
-
-    leaves, treedef = trees.flatten(params)
-    return treedef.unflatten([result(*one) for one in zip(trees.paths_of(params), leaves, *found, strict=True)])
-
-
-def map_updates(
-    fn: Callable[..., Any], params: Params, updates: Updates, *others: Iterable[Any], what: str = "gradients"
-) -> Updates:
-    """Map `fn(update, …)` over the leaves that have an update, which may be an `IndexedSlices`; the others stay None.
-
-    Args:
-        fn: `fn(update, *others)`.
-        params: The parameters.
-        updates: A tree like params.
-        *others: Values to pass with each update: one for each leaf of params, in order.
-        what: The name of `updates`, for errors.
-    """
-    found = trees.flatten_like(params, updates, what, is_leaf=is_update)
-    rows = zip(found, *others, strict=True)
-    return trees.structure(params).unflatten([None if trees.is_none(u) else fn(u, *rest) for u, *rest in rows])
-
-
-def _wide(x: Any, dtype: Any) -> Any:
-    x = x.to_dense() if is_slices(x) else jnp.asarray(x)
-    return x.astype(dtype) if trees.is_floating(x.dtype) else x
-
-
-# The parts of a composed optimizer: the names of their slots and hyperparameters, and calls of their updates.
-
-
-class StepInputs(NamedTuple):
-    """Inputs of an optimizer's update besides updates and slots.
-
-    Attributes:
-        params: The parameters.
-        step: The step.
-        context: The context.
-        h: For the update of a wrapper, the values of its hyperparameters at the step.
-        starts: For the update of a wrapper, the `start_step` of each leaf, in order: the step minus the updates that
-            had a gradient of its label. None for a leaf that is never updated, and if the wrapper is not aged.
-    """
-
-    params: Params
-    step: Step
-    context: Context
-    h: Mapping[str, Any] = {}
-    starts: Sequence[Array | None] = ()
-
-
-def call_update(
-    optimizer: Optimizer, updates: Updates, slots: Slots, at: StepInputs, *, exact: bool = False
-) -> tuple[Updates, Slots]:
-    """Call the update of an optimizer, with the context if it takes one.
-
-    Args:
-        optimizer: The optimizer.
-        updates: Its gradients.
-        slots: Its slots.
-        at: Its other inputs.
-        exact: Whether the caller passes updates on unchanged, or adds them with `apply_updates`: then they may contain
-            `Projected` leaves.
-    """
-    further = (at.context,) if optimizer.takes_context else ()
-
-    def update(slots: Slots, params: Params) -> tuple[Updates, Slots]:
-        # Conditions inside a custom update may belong to a program of its own.
-        seen_by = conditions.CONDITIONS.get() if isinstance(optimizer.init, Init) else ()
-        with setting(conditions.CONDITIONS, seen_by):
-            return optimizer.update(updates, slots, params, at.step, *further)
-
-    loads = getattr(optimizer.update, "loads_slots", False)
-    new, slots = update(slots, at.params) if loads else with_slots_loaded(update, slots, at.params)
-    return new if exact else moves(at.params, new), slots
-
-
-def inner_context(
-    context: Context, outwards: Callable[[Params], Params], inwards: Callable[[Updates], Updates] = lambda tree: tree
-) -> Context:
-    """The context for an inner optimizer whose parameters differ from those of the outer one.
-
-    Args:
-        context: The context of the outer optimizer.
-        outwards: Maps the parameters of the inner optimizer to those of the outer one.
-        inwards: Maps the gradients of the outer optimizer to those of the inner one.
-    """
-    known = context.value_and_grad
-    if known is None:
-        return context
-
-    def value_and_grad(params: Params) -> tuple[Any, Updates]:
-        loss, gradients = known(outwards(params))
-        return loss, inwards(gradients)
-
-    return context._replace(value_and_grad=value_and_grad)
-
-
-def update_masters(
-    optimizer: Optimizer, updates: Updates, slots: Slots, masters: Params, at: StepInputs, rounded: Callable[..., Any]
-) -> tuple[Updates, Slots]:
-    """Call the update of an optimizer whose parameters are the masters of others, with gradients as wide as these.
-
-    Args:
-        optimizer: The optimizer.
-        updates: The gradients.
-        slots: Its slots.
-        masters: The master of each parameter.
-        at: The inputs of its wrapper. Labels and masks see the parameters, and so does a loss that it evaluates.
-        rounded: `rounded(p, master)`, the value of a parameter for its master.
-    """
-    context = inner_context(at.context, lambda masters: jax.tree.map(rounded, at.params, masters), wide_updates)
-    with partial_params(at.params):
-        inside = StepInputs(masters, at.step, context)
-        return call_update(optimizer, wide_updates(updates), slots, inside, exact=True)
-
-
-def own_slots(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = "") -> Slots:
-    """Select the slots of one optimizer, under the names it uses itself.
-
-    Args:
-        optimizer: The optimizer.
-        slots: The slots of all optimizers.
-        params: The parameters they are for.
-        prefix: The prefix of its names in `slots`.
-    """
-    roles = roles_of(optimizer, params)
-    known = roles if roles.complete else [name.removeprefix(prefix) for name in slots if name.startswith(prefix)]
-    return {name: slots[prefix + name] for name in known if prefix + name in slots}
-
-
-def is_guarded(optimizer: Optimizer) -> bool:
-    """Whether gradients that are not finite are known to reach neither parameters nor slots."""
-    return isinstance(optimizer.init, Init) and optimizer.init.guarded
-
-
-def makes_finished_updates(optimizer: Optimizer) -> bool:
-    """Whether the updates of an optimizer include −learning_rate, so that another one would flip their sign."""
-    return optimizer.init.finished if isinstance(optimizer.init, Init) else _reports_a_rate(optimizer)
-
-
-def is_rated(optimizer: Optimizer) -> bool:
-    """Whether all updates of an optimizer have been multiplied by a learning rate that it reports or holds."""
-    return optimizer.init.rated if isinstance(optimizer.init, Init) else _reports_a_rate(optimizer)
-
-
-def _reports_a_rate(optimizer: Optimizer) -> bool:
-    return any(map(hyperparameters.is_learning_rate, hyperparameters.reported_names(optimizer.hyperparameters)))
-
-
-def wrapped_init(
-    optimizer: Optimizer,
-    make: Callable[[Params, Step], Slots],
-    roles: Callable[[Params], Roles],
-    guarded: bool | None = None,
-    labels: Callable[[Params], Labels | None] | None = None,
-) -> Init:
-    """The `init` of a wrapper; what it does not change is as in the optimizer inside."""
-    is_safe = is_guarded(optimizer) if guarded is None else guarded
-    labels = labels or functools.partial(labels_of, optimizer)
-    finished = makes_finished_updates(optimizer)
-    return Init(make, roles, finished, is_safe, labels, order_of(optimizer), is_rated(optimizer))
-
-
-Parts = Mapping[str, Optimizer]
-"""The name of each part in errors → the part."""
-
-
-def merge(parts: Iterable[tuple[str, Mapping[str, Any]]], what: str) -> dict[str, Any]:
-    """Merge several dicts.
-
-    Args:
-        parts: The name of each part in errors, and its dict.
-        what: The kind of the entries, for the error.
-
-    Raises:
-        ValueError: A name occurs twice; the error suggests `scope`.
-    """
-
-    def refusal(name: str, first: str, second: str) -> str:
-        shown = hyperparameters.shown_name(name) if what == "slot" else None
-        of = "" if shown is None else f", that of the held hyperparameter {shown!r}"
-        return (
-            f"{first} and {second} both have a {what} named {name!r}{of}; give one of them a prefix "
-            f"with jstep.scope('name', optimizer), which makes it 'name/{name}'"
-        )
-
-    return trees.merged(parts, refusal)
-
-
-def prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values under `prefix/name`."""
-    return {f"{prefix}/{name}": value for name, value in values.items()}
-
-
-def merged_roles(parts: Parts, params: Params) -> Roles:
-    """The merged slots of several optimizers, and their roles."""
-    known = {part: roles_of(one, params) for part, one in parts.items()}
-    merge(known.items(), "slot")
-    merged = functools.reduce(Roles.joined, known.values(), Roles())
-    return merged.hiding() if len(parts) > 1 else merged
-
-
-def merged_hyperparameters(parts: Parts) -> Callable[[Step], dict[str, Any]]:
-    """The merged `hyperparameters` of several optimizers."""
-    return lambda step, /: merge([(part, one.hyperparameters(step)) for part, one in parts.items()], "hyperparameter")
-
-
-def check_names(parts: Parts) -> None:
-    """Raise for colliding names when optimizers are combined, not only when they are first used.
-
-    Uses no device, because `jax.distributed.initialize` may be called later.
-    """
-    merged_roles(parts, {})
-    # Those of a schedule that needs a concrete step are checked at first use.
-    names = [(part, hyperparameters.reported_names(one.hyperparameters)) for part, one in parts.items()]
-    merge(names, "hyperparameter")
-
-
-def refuse_formats(by: str, optimizer: Optimizer, **why: str) -> None:
-    """Reject an optimizer that contains what a wrapper must not be around.
-
-    Args:
-        by: The name of the wrapper.
-        optimizer: The optimizer.
-        **why: What it must not contain, as in `Roles.formats` → the reason and the remedy.
-
-    Raises:
-        ValueError: It contains one of them.
-    """
-    for name in sorted(roles_of(optimizer, {}).formats & why.keys()):
-        raise ValueError(f"optimizer: must not contain {name} inside {by}, {why[name]}")
-
-
-# `leafwise`: build an optimizer from the update rule of one leaf.
-#
-# A rule is a module-level function of arrays of one floating dtype. `leafwise` handles the rest: traversing the tree,
-# None and integer leaves, None gradients, `IndexedSlices`, dtypes of slots and of arithmetic, hyperparameters at a
-# step (numbers, arrays, schedules, `held`), the age of the slots, masks by path, and names. RMSProp without momentum:
-#
-#     def rule(g, p, s, h):
-#         rms = h.decay * s.rms + (1 - h.decay) * g * g
-#         return -h.learning_rate * g / jnp.sqrt(rms + 1e-10), {"rms": rms}
-#
-#     def tiny_rmsprop(learning_rate, decay=0.9):
-#         return leafwise(
-#             rule,
-#             hyper={"learning_rate": checked("learning_rate", learning_rate, low=0),
-#                    "decay": checked("decay", decay, low=0, high=1)},
-#             slots={"rms": 1.0},
-#         )
-#
-# - `slots`: a number is the initial value of a slot for all leaves; a slot comes after those that are computed from its
-#   old value, because CPUs overwrite them in this order. `Slot(...)` allows a copy of the parameter, another
-#   shape or no slot for some leaves, or a narrower dtype. Slots that the rule does not return stay unchanged.
-# - `h` contains every hyperparameter (a Python float if it is a plain number, so that 1 − 0.999 is exact), the scalar
-#   slots, the flags of the leaf, its `dtype`, `step`, `age` if aged, and the values returned by `prepare` and
-#   `conclude`.
-# - `prepare(h)` runs once before the leaves. The values it returns are added to h; to change a scalar slot, it returns
-#   the new value under the slot's name.
-# - `measure(g, p, slots, h) -> {name: scalar}` runs on each leaf that has a gradient, and its results are summed over
-#   these leaves. `conclude(h)` then runs once, before the rule, with the sums in h, and returns values as `prepare`
-#   does.
-# - `flags`: static values that depend on a leaf's path (`mask("weight_decay_mask", given)`, `by_path(fn)`), in h.
-# - The rule sees the whole leaf: norms, matrix products and `lax.cond` are allowed. With `sparse=True` it is applied to
-#   some rows of a table only, so it must be elementwise.
 
 DECAYED = "decayed"
 """The flag for whether weight decay applies to a leaf."""

@@ -26,10 +26,11 @@ from jstep.core.slot_roles import BLOCK
 from jstep.core.traced_arguments import when_concrete
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.optimizers import hyperparameters
-from jstep.optimizers.compose import chain
+from jstep.optimizers.chain import chain, element
 from jstep.optimizers.hyperparameters import Hyper, checked
 from jstep.optimizers.leaf_values import Axes, MatrixAxes, by_path, matrix_axes, own_leaves
-from jstep.optimizers.leafwise import SLOW, Result, Slot, Values, checking, element
+from jstep.optimizers.leafwise import SLOW, Result, Slot, Values
+from jstep.optimizers.nested import checking
 from jstep.optimizers.rules import BETA, Masked, average, from_direction, from_update, positive
 
 # Distributing matrices of one shape over the devices of a mesh, so that no device repeats another's work.

@@ -19,9 +19,8 @@ from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import checked, constant
 from jstep.optimizers.leafwise import COPY, MEAN_IN_ORDER, SLOW, SQUARE, Result, Slot, Values
-from jstep.optimizers.params_in_slots import find_slot
 from jstep.optimizers.rules import Masked, Scalar, Sums, average, bias_correction, with_decay
-from jstep.state.slots import masters_of, values_of
+from jstep.state.slots import find_slot, masters_of, values_of
 
 # Prodigy: Adam with an automatically estimated learning rate.
 

@@ -42,7 +42,8 @@ from jstep.core.slot_roles import BLOCK
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule
 from jstep.optimizers.hyperparameters import checked
 from jstep.optimizers.leaf_values import Flag, decay_mask
-from jstep.optimizers.leafwise import DECAYED, Prepare, Result, Rule, Values, leafwise, with_init
+from jstep.optimizers.leafwise import DECAYED, Prepare, Result, Rule, Values, leafwise
+from jstep.optimizers.nested import with_init
 
 
 @makes_optimizer(4)

@@ -11,7 +11,8 @@ from jstep.core.slot_roles import SCALE
 from jstep.core.trees import Array, Held, Optimizer, ScalarOrSchedule
 from jstep.optimizers.hyperparameters import checked, constant
 from jstep.optimizers.leaf_values import by_path, first_match
-from jstep.optimizers.leafwise import Result, Values, with_init
+from jstep.optimizers.leafwise import Result, Values
+from jstep.optimizers.nested import with_init
 from jstep.optimizers.rules import from_direction, from_update
 
 PREFIX = "scale"

@@ -1,7 +1,7 @@
-"""Updates, and new values in place of them where p + u cannot represent these exactly; adding them to parameters."""
+"""Updates, with new values in place of those that p + u cannot represent exactly; maps over them, and adding them."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, combined
+from jstep.core.checks import as_function
+from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, combined, is_slices
 from jstep.core.meshes import on_any_mesh
 from jstep.core.on_cpus import in_order
 from jstep.core.placement import is_on_host, on_devices
@@ -133,3 +134,80 @@ def moves(params: Params, updates: Updates) -> Updates:
         return u.value.astype(dtype) - jnp.asarray(p).astype(dtype)
 
     return treedef.unflatten(map(move, leaves, found))
+
+
+def map_updates(
+    fn: Callable[..., Any], params: Params, updates: Updates, *others: Iterable[Any], what: str = "gradients"
+) -> Updates:
+    """Map `fn(update, …)` over the leaves that have an update, which may be an `IndexedSlices`; the others stay None.
+
+    Args:
+        fn: `fn(update, *others)`.
+        params: The parameters.
+        updates: A tree like params.
+        *others: Values to pass with each update: one for each leaf of params, in order.
+        what: The name of `updates`, for errors.
+    """
+    found = trees.flatten_like(params, updates, what, is_leaf=is_update)
+    rows = zip(found, *others, strict=True)
+    return trees.structure(params).unflatten([None if trees.is_none(u) else fn(u, *rest) for u, *rest in rows])
+
+
+def map_leaves(fn: Callable[..., Any], params: Params, *others: Any) -> Any:
+    """Map `fn(path, leaf, …)` over the trainable leaves for which no other tree has None.
+
+    It handles None and integer leaves, None gradients, `IndexedSlices` (converted to dense) and low-precision leaves
+    (converted to float32).
+
+    Args:
+        fn: `fn(path, leaf, *others)`, with arrays of one floating dtype.
+        params: The parameters.
+        *others: Trees like params, such as gradients and slots; leaves may be None.
+
+    Returns:
+        A tree like params, with None where `fn` was not called: the form in which an `Optimizer` returns updates.
+
+    Raises:
+        ValueError: A tree does not have the structure of params.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> params = {"w": jnp.bfloat16(2.0), "n": jnp.array(3), "b": jnp.float32(1.0)}
+        >>> grads = {"w": jnp.bfloat16(-4.0), "n": None, "b": None}
+        >>> jstep.map_leaves(lambda path, p, g: -0.5 * jnp.sign(g), params, grads)
+        {'b': None, 'n': None, 'w': Array(0.5, dtype=float32)}
+    """
+    as_function(fn, "fn", "(path, leaf, …)")
+    found = [trees.flatten_like(params, tree, f"others[{i}]", is_leaf=is_slices) for i, tree in enumerate(others)]
+
+    def result(path: str, leaf: Any, *rest: Any) -> Any:
+        if not trees.is_trainable(leaf) or any(map(trees.is_none, rest)):
+            return None
+        dtype = trees.compute_dtype(jnp.result_type(leaf))
+        return fn(path, *(_wide(one, dtype) for one in (leaf, *rest)))
+
+    leaves, treedef = trees.flatten(params)
+    return treedef.unflatten([result(*one) for one in zip(trees.paths_of(params), leaves, *found, strict=True)])
+
+
+def _wide(x: Any, dtype: Any) -> Any:
+    x = x.to_dense() if is_slices(x) else jnp.asarray(x)
+    return x.astype(dtype) if trees.is_floating(x.dtype) else x
+
+
+def wide_updates(updates: Updates, fn: Callable[[Array], Array] = lambda u: u) -> Updates:
+    """The updates in float32 at least: what is rounded to the dtype of low-precision gradients is lost to slots.
+
+    Args:
+        updates: The updates.
+        fn: What to compute of each array of numbers.
+    """
+
+    def wide(u: Any) -> Any:
+        if is_slices(u):
+            return dataclasses.replace(u, values=wide(jnp.asarray(u.values)))
+        if not (trees.is_array(u) and trees.is_floating(u.dtype)):
+            return u
+        return fn(u.astype(trees.compute_dtype(u.dtype)))
+
+    return jax.tree.map(wide, updates, is_leaf=is_slices)

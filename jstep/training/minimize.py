@@ -25,13 +25,14 @@ from jstep.differentiate.loss_gradients import GATE_OP, Differentiation, Inputs
 from jstep.differentiate.microbatches import AggregationMethod, Part
 from jstep.optimizers import guards
 from jstep.optimizers.averages import as_average_names, averaged_params
-from jstep.optimizers.compose import frozen_leaves, warn_of_order
+from jstep.optimizers.chain import warn_of_order
 from jstep.optimizers.hyperparameters import value_at
-from jstep.optimizers.step_metrics import SKIPPED, shown_slots, values_used
+from jstep.optimizers.partition import frozen_leaves
 from jstep.state.global_step import step_of
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 from jstep.training.apply_gradients import applied, layouts_of, skip_metrics, unless_skipped
 from jstep.training.metrics import Metrics, split
+from jstep.training.optimizer_metrics import SKIPPED, shown_slots, values_used
 from jstep.training.requested import MetricFn, Requested, requested
 from jstep.training.several_losses import Losses, SeveralLosses, replaced, several_losses, shown_losses
 from jstep.training.step import Body, PureStep, TrainStep

@@ -18,12 +18,12 @@ from jstep.core.threads import TRACING, doing
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, Params
 from jstep.distributed.processes import AgreedShapes, is_single_process
-from jstep.optimizers.step_metrics import SKIPPED
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState, keep_roles
 from jstep.training.explain import explain
 from jstep.training.layout import Layout, handed_on, is_spent, known_layout, layout_of, refuse_what_crashes
 from jstep.training.metrics import Metrics, split
+from jstep.training.optimizer_metrics import SKIPPED
 
 Step = Callable[..., tuple[TrainState, dict[str, Any]]]
 Body = Callable[[Any, tuple[Any, ...], Any], Any]

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jstep
-from jstep.optimizers import leafwise
+from jstep.optimizers import nested, updates
 from jstep.optimizers.soap import FIRST, update_eigenbases
 
 HELD = jstep.adam(jstep.held("rate", 0.5))
@@ -55,15 +55,15 @@ def test_a_schedule_that_needs_its_step_may_be_chained() -> None:
     own = jstep.Optimizer(lambda params, step=0: {}, lambda *args: args[:2], rate)
     chained = jstep.chain(own, jstep.scale_by_trust_ratio())
     assert chained.hyperparameters(1) == {"learning_rate": 0.05}
-    assert [leafwise.makes_finished_updates(one) for one in (own, jstep.gradient_descent(0.1))] == [False, True]
-    assert [leafwise.is_rated(one) for one in (own, jstep.gradient_descent(0.1))] == [False, True]
+    assert [nested.makes_finished_updates(one) for one in (own, jstep.gradient_descent(0.1))] == [False, True]
+    assert [nested.is_rated(one) for one in (own, jstep.gradient_descent(0.1))] == [False, True]
 
 
 def test_updates_are_wide_where_they_are_numbers() -> None:
     """Slices by their values; what is no floating-point array is passed on."""
     narrow, count = jnp.ones(2, jnp.bfloat16), jnp.arange(2)
     slices = jstep.IndexedSlices(narrow[None], jnp.array([1]), (3, 2))
-    found = leafwise.wide_updates({"a": narrow, "n": count, "none": None, "s": slices}, lambda u: 2 * u)
+    found = updates.wide_updates({"a": narrow, "n": count, "none": None, "s": slices}, lambda u: 2 * u)
     assert (found["n"] is count, found["none"]) == (True, None)
     assert (found["a"].dtype, found["a"].tolist()) == (jnp.float32, [2, 2])
     assert (found["s"].values.dtype, found["s"].values.tolist(), found["s"].indices is slices.indices) == (

@@ -1,0 +1,148 @@
+"""Constraints of updates: parameters are projected (bounds, unit norms, manifolds), or gradients must agree."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.calls import makes_optimizer
+from jstep.core.checks import as_function
+from jstep.core.indexed_slices import is_slices, on_table
+from jstep.core.optimizers import require_optimizer
+from jstep.core.placement import on_devices
+from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Updates
+from jstep.optimizers import nested
+from jstep.optimizers.nested import Conditions, StepInputs, conditions_of, observing_conditions, wrap_optimizer
+from jstep.optimizers.updates import Projected, apply_updates, map_updates
+
+LEAST_SHARE = 1e-3
+
+
+@makes_optimizer(2)
+def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) -> Optimizer:
+    """Project the parameters after each update: p ← fn(p + u).
+
+    The new parameters are `fn(p + u)` bit for bit, so the bounds of a clip hold exactly. The metric `update_norm` is
+    that of the whole move, from p to the projected parameters.
+
+    Args:
+        optimizer: The optimizer that computes the updates u. Only guards (`skip_nonfinite`, `dynamic_loss_scale`),
+            `with_moving_average`, `update_every`, `master_weights`, `partition` and `scope` belong around the
+            projection: wrappers that change updates undo it.
+        fn: `fn(params) -> params`, of the same structure, shapes and dtypes, a pure function that JAX can trace. Below
+            a label of `partition`, the leaves of other parts are None. It sees integer leaves, too; what it returns for
+            them is ignored.
+
+    Returns:
+        An `Optimizer` with the same slots and hyperparameters. A leaf without an update keeps its value: if it has no
+        gradient, or a guard or `update_every`, around the projection or inside it, skipped its update. Averages around
+        the projection average the projected parameters. Sparse updates are added to their tables before the projection,
+        which reads whole tables.
+
+    Raises:
+        TypeError: `fn` is not a function of the params alone, or (in a step) returns a leaf that is not an array.
+        ValueError: In a step, `fn` returns another structure, shape or dtype; names the leaf.
+
+    Example:
+        Weights that stay in [−0.25, 0.25]:
+
+        >>> import jax, jax.numpy as jnp, jstep
+        >>> def clip(params):
+        ...     return jax.tree.map(lambda p: jnp.clip(p, -0.25, 0.25), params)
+        >>> optimizer = jstep.with_projection(jstep.gradient_descent(0.125), clip)
+        >>> state = jstep.TrainState.create({"w": jnp.array([0.0, 3.0])}, optimizer)
+        >>> state = jstep.apply_gradients(state, {"w": jnp.array([-1.0, -1.0])}, optimizer)
+        >>> print(state.params["w"])
+        [0.125 0.25 ]
+
+    Source: Bertsekas, "On the Goldstein-Levitin-Polyak gradient projection method" (1976).
+    """
+    optimizer = require_optimizer("optimizer", optimizer)
+    as_function(fn, "fn", "(params) -> params, such as a clip of each leaf", takes=1)
+
+    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        params, conditions = at.params, Conditions()
+        with observing_conditions(conditions):
+            updates, inner = nested.call_update(optimizer, updates, inner, at, exact=True)
+        moved = apply_updates(params, updates)
+        new = _checked(moved, fn(moved))
+
+        def projected(_: Any, new: Any, before: Any, after: Any, condition: Any) -> Projected:
+            if condition is None:
+                return Projected(new)
+            before = on_devices(before)
+            # Behind a guard, or if no update was due, another element of a chain may still move the parameter.
+            return Projected(jnp.where(condition | jnp.any(after != before), new, before))
+
+        leaves = jax.tree.leaves(params), jax.tree.leaves(moved), conditions_of(params, conditions)
+        return map_updates(projected, params, updates, new, *leaves, what="updates"), inner, {}
+
+    return wrap_optimizer(optimizer, "with_projection", update)
+
+
+def _checked(params: Params, projected: Any) -> list[Any]:
+    """Return the leaves of projected parameters; those that are not trainable are ignored later."""
+    found = trees.flatten_like(params, projected, "the result of fn", may_leave_out=False)
+    for i, ((path, leaf), new) in enumerate(zip(trees.leaves_with_paths(params), found, strict=True)):
+        if not trees.is_trainable(leaf):
+            continue
+        if not (trees.is_array(new) or isinstance(new, bool | int | float | complex)):
+            what = "nothing" if new is None else type(new).__name__
+            raise TypeError(f"fn: must return an array at {trees.quoted(path)}, got {what}")
+        kinds = [(np.shape(one), jnp.result_type(one)) for one in (leaf, new)]
+        if kinds[0] != kinds[1]:
+            shown = [f"{dtype}{list(shape)}" for shape, dtype in kinds]
+            cast = f"; cast it with .astype({kinds[0][1]})" if kinds[0][0] == kinds[1][0] else ""
+            raise ValueError(
+                f"fn: must return params of the same shapes and dtypes: {trees.quoted(path)} is {shown[0]}, and the "
+                f"result {shown[1]}{cast}"
+            )
+        found[i] = jnp.asarray(new)
+    return found
+
+
+@makes_optimizer(1)
+def cautious(optimizer: OptimizerLike) -> Optimizer:
+    """Cautious updates: u ← u·mask/max(mean(mask), 0.001), mask = (u·g < 0), for each leaf.
+
+    Elements whose update would go up the current gradient are not updated. The other updates are scaled up, so that
+    the leaf's step keeps its size.
+
+    Args:
+        optimizer: The optimizer that turns gradients g into updates u. Apply `decay_weights` outside of it, because
+            the mask is not meant for weight decay.
+
+    Returns:
+        An `Optimizer` with the same slots and hyperparameters.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.cautious(jstep.momentum(1.0, 0.9))
+        >>> state = jstep.TrainState.create({"w": [0.0, 0.0]}, optimizer)
+        >>> for g in ([1.0, 1.0], [1.0, -0.5]):
+        ...     state = jstep.apply_gradients(state, {"w": [jnp.float32(x) for x in g]}, optimizer)
+        >>> print(*state.params["w"])
+        -2.9 -1.0
+
+    Source: Liang et al., "Cautious Optimizers: Improving Training with One Line of Code" (2024).
+    """
+    optimizer = require_optimizer("optimizer", optimizer)
+
+    def masked(u: Any, g: Any) -> Any:
+        g = g.to_dense() if is_slices(g) else jnp.asarray(g)
+
+        def of_table(u: Array) -> Array:
+            agrees = (((u < 0) & (g > 0)) | ((u > 0) & (g < 0))).astype(u.dtype)
+            return u * (agrees / jnp.maximum(jnp.mean(agrees), LEAST_SHARE))
+
+        return on_table(of_table, u)
+
+    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        gradients = trees.flatten_like(at.params, updates, "gradients", is_leaf=is_slices)
+        updates, inner = nested.call_update(optimizer, updates, inner, at)
+        return map_updates(masked, at.params, updates, gradients, what="updates"), inner, {}
+
+    return wrap_optimizer(optimizer, "cautious", update)
