@@ -141,7 +141,7 @@ class EvaluationHook(RunHook):
             )
         super().use_run(run)
         if not isinstance(run, OwnRun):
-            call_each(self._callbacks, "use_run", run)
+            self._call_each("use_run", run)
 
     @shortens_tracebacks
     def begin(self, state: TrainState) -> bool:
@@ -158,7 +158,7 @@ class EvaluationHook(RunHook):
             self._evaluate.check(state)
         check_owners(self._callbacks, self._where)
         self.stopped_by = None
-        return any(call_each(self._callbacks, "begin", state))
+        return any(self._call_each("begin", state))
 
     def get_state(self) -> Any:
         """Return the states of callbacks, the last step they have seen, and the step of an interrupted evaluation."""
@@ -212,12 +212,12 @@ class EvaluationHook(RunHook):
 
     def before_save(self, step: int) -> bool | None:
         """Call `before_save` of the callbacks; return whether one of them prevents the save."""
-        return any(call_each(self._callbacks, "before_save", step))
+        return any(self._call_each("before_save", step))
 
     def close(self) -> None:
         """Close the callbacks."""
         super().close()
-        call_each(self._callbacks, "close")
+        self._call_each("close")
 
     def _is_on_cadence(self, step: int) -> bool:
         """Whether an evaluation is due at this step, or was due when it was interrupted."""
@@ -263,11 +263,32 @@ class EvaluationHook(RunHook):
         self._reported_step = step
         if not on_cadence:
             self.run.before_off_cadence()
-        result, stopped_by = called(self._callbacks, self._argument, step, state, values, on_cadence=on_cadence)
-        self.stopped_by = self.stopped_by or stopped_by
+        result = self._called(step, state, values, on_cadence)
         if self.run.saver is not None and len(self.results) == 1:
             self.get_state()  # raises now, not at the first save, if a state cannot be saved
         return result
+
+    def _called(self, step: int, state: TrainState, results: Mapping[str, Any], on_cadence: bool) -> Any:
+        """Call the callbacks in order, and combine their results: one may stop the run, another one replace the state.
+
+        If the evaluation was not due, callbacks with a true `on_cadence_only` are skipped.
+        """
+        given, stopped_by = state, None
+        for function in self._callbacks:
+            if not on_cadence and getattr(function, "on_cadence_only", False):
+                continue
+            result = function(step, given, results)
+            stop, given = check_hook_result(result, given, step, f"{self._argument}: {name_of(function)}")
+            if stop and stopped_by is None:
+                stopped_by = key_of(function)
+        self.stopped_by = self.stopped_by or stopped_by
+        if given is state:
+            return None if stopped_by is None else True
+        return given if stopped_by is None else StopWith(given)
+
+    def _call_each(self, method: str, *args: Any) -> list[bool]:
+        """Call a method of all callbacks that have it."""
+        return [bool(getattr(one, method)(*args)) for one in self._callbacks if hasattr(one, method)]
 
 
 def _refuse_text(values: Mapping[str, Any]) -> None:
@@ -285,43 +306,3 @@ def _of_process_0(values: Mapping[str, Any]) -> dict[str, Any]:
     numbers = {name: repr(float(value)) for name, value in read(numbers_of(values)).items()}
     shared = processes.broadcast_bytes(json.dumps(numbers).encode())
     return {name: float(value) for name, value in json.loads(shared).items()}
-
-
-def call_each(functions: Sequence[EvaluationCallback], method: str, *args: Any) -> list[bool]:
-    """Call a method of all callbacks that have it."""
-    return [bool(getattr(one, method)(*args)) for one in functions if hasattr(one, method)]
-
-
-def called(
-    functions: Sequence[EvaluationCallback],
-    argument: str,
-    step: int,
-    state: TrainState,
-    results: Mapping[str, Any],
-    *,
-    on_cadence: bool,
-) -> tuple[Any, str | None]:
-    """Call the callbacks in order, and combine their results: one may stop the run while another replaces the state.
-
-    Args:
-        functions: The callbacks.
-        argument: The name of the argument that has them, for errors.
-        step: The step.
-        state: The evaluated state.
-        results: The results of the evaluation.
-        on_cadence: Whether the evaluation was due; if not, callbacks with a true `on_cadence_only` are skipped.
-
-    Returns:
-        The result of the hook, and the key of the first callback that stops the run, or None.
-    """
-    given, stopped_by = state, None
-    for function in functions:
-        if not on_cadence and getattr(function, "on_cadence_only", False):
-            continue
-        result = function(step, given, results)
-        stop, given = check_hook_result(result, given, step, f"{argument}: {name_of(function)}")
-        if stop and stopped_by is None:
-            stopped_by = key_of(function)
-    if given is state:
-        return (None if stopped_by is None else True), stopped_by
-    return (given if stopped_by is None else StopWith(given)), stopped_by
