@@ -14,13 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core.meshes import internal_transfers
 from jstep.hooks.hook import Metrics
 from jstep.hooks.numbers import host, is_number, is_numeric, is_ready, local, start_transfer
-from jstep.training import optimizer_metrics
 from jstep.training.looped import TracedStep
 from jstep.training.metrics import Constants
+from jstep.training.optimizer_metrics import SKIPPED
 
 LOSS, GRAD_NORM = "loss", "grad_norm"
-SKIPPED = optimizer_metrics.SKIPPED
-"""The metric by which a custom step reports that its whole update was skipped: 1 or 0."""
 
 # For M metrics the array holds M sums, M corrections (the rounding errors), M counts, and the watched columns. Each sum
 # is stored in two floats, so that a mean is as accurate as one of float64.
@@ -60,7 +58,7 @@ class Totals(NamedTuple):
     Attributes:
         last: The last step.
         sums: The sums of the metrics.
-        skips: The number of consecutive skipped updates at the end.
+        skips: The number of consecutive skipped updates at the end, which may have begun before these steps.
         bad: The first step whose loss was not finite and whose update was applied, or None.
         gradient: The first step whose `grad_norm` was not finite and whose update was applied, or None.
         over: Limit of consecutive skipped updates → the step at which it was reached.
@@ -113,17 +111,11 @@ class Piece(NamedTuple):
         for name, total, lost, count in zip(self.columns.names, row[:m], row[m : 2 * m], row[2 * m :], strict=False):
             _plus(sums, name, float(total) + (float(lost) if math.isfinite(total) else 0.0), float(count))
         watched = row[3 * m :]
-        bad, gradient, *over = (
-            None if at < 0 else self.first + 1 + int(at) for at in (watched[BAD], watched[GRADIENT], *watched[WATCHED:])
-        )
-        return Totals(
-            self.last,
-            sums,
-            int(watched[SKIPS]),
-            None if bad is None else BadStep(bad, float(watched[VALUE])),
-            gradient,
-            {limit: at for limit, at in zip(self.columns.limits, over, strict=True) if at is not None},
-        )
+        firsts = watched[BAD], watched[GRADIENT], *watched[WATCHED:]
+        bad, gradient, *over = (None if at < 0 else self.first + 1 + int(at) for at in firsts)
+        bad_step = None if bad is None else BadStep(bad, float(watched[VALUE]))
+        reached = {limit: at for limit, at in zip(self.columns.limits, over, strict=True) if at is not None}
+        return Totals(self.last, sums, int(watched[SKIPS]), bad_step, gradient, reached)
 
 
 class Interval:
@@ -165,10 +157,6 @@ class Interval:
         sums = {} if self.totals is None else self.totals.sums
         found = {name: sums.get(name, (0.0, 0.0)) for name in names}
         return {name: total / count if count else math.nan for name, (total, count) in found.items()}
-
-    def skipped_since(self, start: int) -> bool:
-        """Whether all updates after a step were skipped, up to the last step of the interval; waits for the device."""
-        return self.totals is not None and self.totals.skips >= self.totals.last - start
 
 
 class Layout(NamedTuple):
@@ -636,7 +624,7 @@ def _total(high: Any, low: Any) -> tuple[Any, Any]:
 
 
 def skip_metric_of(train_step: Any) -> str | None:
-    """The name of the metric that is 1 if the whole update was skipped, or None."""
+    """The name of the metric that is 1 if the whole update was skipped, or None; a custom step has it as `skipped`."""
     name = getattr(train_step, "skip_metric", SKIPPED)
     return name if isinstance(name, str) else None
 

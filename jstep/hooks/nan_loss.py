@@ -188,7 +188,8 @@ class NanLossHook(RunHook):
             self._gradient = totals.gradient
         bad, over = totals.bad, totals.over.get(self.max_skipped_steps or 0)
         # NaN parameters show in the first loss, NaN slots in the second one.
-        if self._nan_at_start and (interval.skipped_since(self._began) if bad is None else bad.step <= self._began + 2):
+        are_skipped = totals.skips >= totals.last - self._began  # all updates so far
+        if self._nan_at_start and (are_skipped if bad is None else bad.step <= self._began + 2):
             self._bad = True
             step, what = (self._began + 1, "every update was skipped") if bad is None else (bad.step, _loss(bad))
             self._stop(f"{self._about_start()} Since then, {what}.", step)
