@@ -128,11 +128,7 @@ def check_locations(checkpoint_dir: Any, checkpoint_prefix: str, logdir: Any, ba
             f"checkpoint_prefix={checkpoint_prefix!r}: checkpoint_dir is a Saver, whose own prefix is "
             f"{checkpoint_dir.prefix!r}; make the Saver with the prefix"
         )
-    if batch_sharding is not None:
-        try:
-            placement(batch_sharding)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"batch_{error}") from None
+    placement(batch_sharding, "batch_sharding")
 
 
 def check(state: Any, last_step: int) -> None:
