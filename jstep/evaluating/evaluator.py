@@ -1,10 +1,10 @@
 """The evaluator: exact metrics of a state over all batches of a data set."""
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -29,9 +29,7 @@ from jstep.state.global_step import require_alive
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 from jstep.training.explain import explain_one_argument
 
-STOP_REQUESTED: contextvars.ContextVar[Callable[[], bool]] = contextvars.ContextVar(
-    "stop_requested", default=lambda: False
-)
+STOP_REQUESTED: ContextVar[Callable[[], bool]] = ContextVar("stop_requested", default=lambda: False)
 """What says whether the run is stopping, while a hook evaluates; must be called equally often on all processes."""
 
 

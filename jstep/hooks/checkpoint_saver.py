@@ -121,9 +121,8 @@ class CheckpointSaverHook(RunHook):
                 raise nonfinite
             self._about_to_save(step)
             extra = self._extra() if self._extra else None
-            has_looked = (
-                self.run.finite.at_start is not None
-            )  # a hook of the run, which none has that is called by hand
+            # A hook of the run looks at the parameters, which none has that is called by hand.
+            has_looked = self.run.finite.at_start is not None
             known = self.saver.knowing(nonfinite is None, self._passing_secs)
             with internal_transfers(), known if has_looked else contextlib.nullcontext():
                 self.saver.save(state, extra=extra)

@@ -115,11 +115,9 @@ def set_states(objects: Iterable[Any], saved: Any, where: str = "hooks") -> bool
             _logger.warning("%s: %s", where, _mismatch_reason(owner, records, same_key))
             continue
         for hook, record in _matched(same_key, records, where):
-            made_by = _class_names(hook)[1]
-            if record["class"] != made_by:
-                _logger.info(
-                    "%s: %r was a %s and is a %s now: it keeps its state", where, owner.key, record["class"], made_by
-                )
+            before, now = record["class"], _class_names(hook)[1]
+            if before != now:
+                _logger.info("%s: %r was a %s and is a %s now: it keeps its state", where, owner.key, before, now)
             stop = bool(hook.set_state(_state_in(record, where))) or stop
     return stop
 
@@ -162,13 +160,8 @@ def _matched(same_key: Sequence[Any], records: Sequence[Any], where: str) -> Ite
         settings = _settings(hook)
         found = next((record for record in left if record.get("settings", {}) == settings), None)
         if found is None:
-            _logger.warning(
-                "%s: none of the %d %s in the checkpoint was made with %s: it starts fresh",
-                where,
-                len(records),
-                key_of(hook),
-                settings,
-            )
+            text = "%s: none of the %d %s in the checkpoint was made with %s: it starts fresh"
+            _logger.warning(text, where, len(records), key_of(hook), settings)
             continue
         left.remove(found)
         yield hook, found

@@ -473,9 +473,8 @@ class Cards(Observer):
         return None
 
     def _past(self, step: int) -> dict[str, Any]:
-        found = past_of(
-            self._batches, step, self._optimizers, lanes_of(self.run.programs.train_steps.at(max(step - 1, 0)))
-        )
+        lanes = lanes_of(self.run.programs.train_steps.at(max(step - 1, 0)))
+        found = past_of(self._batches, step, self._optimizers, lanes)
         timeline = self.run.reports.timeline
         return found if timeline is None else {START: timeline.start, **found}
 

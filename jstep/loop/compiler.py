@@ -171,21 +171,12 @@ class BackgroundCompiler:
                 job.make(args)
         except Exception as error:
             if not job.is_quiet:
-                _logger.warning(
-                    "%s, which step %d needs, could not be compiled ahead: %s: %s",
-                    job.name,
-                    job.first,
-                    type(error).__name__,
-                    error,
-                )
+                text = "%s, which step %d needs, could not be compiled ahead: %s: %s"
+                _logger.warning(text, job.name, job.first, type(error).__name__, error)
         else:
             if not job.is_quiet:
-                _logger.info(
-                    "compiled %s ahead of step %d, in the background, in %.1f s",
-                    job.name,
-                    job.first,
-                    time.perf_counter() - then,
-                )
+                text = "compiled %s ahead of step %d, in the background, in %.1f s"
+                _logger.info(text, job.name, job.first, time.perf_counter() - then)
 
     def close(self) -> None:
         """Begin no further compilations; log a line if the process has to wait for one."""

@@ -285,9 +285,8 @@ class Errors:
 
     def add(self, error: Exception, calling: Calling | None) -> None:
         """Add the error of a call, which is one of the hook whose numbers it delivers."""
-        self.are_of_savers = (
-            self.are_of_savers and calling is not None and isinstance(calling.hook, CheckpointSaverHook)
-        )
+        is_of_saver = calling is not None and isinstance(calling.hook, CheckpointSaverHook)
+        self.are_of_savers = self.are_of_savers and is_of_saver
         transfers = self._run.reports.transfers
         owner, transfers.failed_owner = transfers.failed_owner, None
         if owner is not None:

@@ -81,9 +81,8 @@ class ProgressHook(RunHook):
             raise ImportError("a progress line needs tqdm: pip install 'jstep[progress]'") from error
         self._tqdm, self._file, self._clock = tqdm.tqdm, file, clock
         self._last_step = None if last_step is None else as_int(last_step, "last_step", 0)
-        self.cadence = Cadence(
-            secs=as_number(every_n_secs, "every_n_secs", low=0), clock=clock, at_last=True, again_at_last=True
-        )
+        secs = as_number(every_n_secs, "every_n_secs", low=0)
+        self.cadence = Cadence(secs=secs, clock=clock, at_last=True, again_at_last=True)
         self._bar: Any = None
         self._ticker: Ticker | None = None
 

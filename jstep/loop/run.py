@@ -201,12 +201,10 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
 def new_run(options: Options, train_steps: TrainSteps, state: TrainState, times: StartTimes, watch: Stopwatch) -> Run:
     """The record of a run that has not begun."""
     limits = [hook.max_skipped_steps for hook in options.hooks if isinstance(hook, NanLossHook)]
-    reports = Reports(
-        MetricSums(limit for limit in limits if limit is not None),
-        TransferQueue(functools.partial(watch.part, STEPPING)),
-    )
+    sums = MetricSums(limit for limit in limits if limit is not None)
+    reports = Reports(sums, TransferQueue(functools.partial(watch.part, STEPPING)))
     programs = Programs(
-        train_steps, options.steps_per_call, state=state, sums=reports.sums, first_call=times.compiling, watch=watch
+        train_steps, options.steps_per_call, state=state, sums=sums, first_call=times.compiling, watch=watch
     )
     run = Run(
         state=trees.owned(state),

@@ -105,15 +105,8 @@ def _open_batches(run: Run, batches: Any) -> tuple[Source, FirstBatch]:
 
 def _source(run: Run, batches: Any) -> Source:
     """The batches from the start of the run, at the position that was saved with its checkpoint."""
-    resumable = run.saver is not None
-    source = source_of(
-        batches,
-        run.first,
-        run.options.last_step,
-        saved_position(run.resumed.extra),
-        resumable=resumable,
-        state=lambda: run.state,
-    )
+    resumable, saved, last_step = run.saver is not None, saved_position(run.resumed.extra), run.options.last_step
+    source = source_of(batches, run.first, last_step, saved, resumable=resumable, state=lambda: run.state)
     if not resumable:
         return source._replace(position=None)  # the position is never saved
     if source.position is None:
