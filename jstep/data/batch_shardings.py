@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jstep.core import device_values, trees
-from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, require_mesh
-from jstep.core.placement import compiles_only, is_shape
+from jstep.core import device_values, meshes, placement, trees
 from jstep.core.rows import leading_sizes
 from jstep.state.sharding import axis_size
 
@@ -35,7 +33,7 @@ def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
         >>> tuple(jstep.shard_batch({"x": np.ones((8, 2))}, jax.make_mesh((1,), ("data",)))["x"].sharding.spec)
         ('data',)
     """
-    mesh = require_mesh(mesh)
+    mesh = meshes.require_mesh(mesh)
     parts = axis_size(mesh, axis, f"axis={axis!r}")
     device_values.refuse_wide(local_batch, "local_batch")
     sharding = NamedSharding(mesh, PartitionSpec(axis))
@@ -52,14 +50,14 @@ def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
             return jax.device_put(rows, sharding)
         here = np.shape(rows)[0]
         # With compile-only devices there are no other processes: the rows are the whole batch.
-        processes = 1 if compiles_only(mesh) else len(owners_of(sharding))
+        processes = 1 if placement.compiles_only(mesh) else len(owners_of(sharding))
         local_parts = max(1, parts // processes)
         if here % local_parts:
             raise ValueError(
                 f"local_batch: {named} has {here} rows on this process, which do not split over the "
                 f"{local_parts} parts that axis {axis!r} ({parts} in all) has here; use a multiple of {local_parts}"
             )
-        if compiles_only(mesh) or is_shape(rows):
+        if placement.compiles_only(mesh) or placement.is_shape(rows):
             dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(rows))
             return jax.ShapeDtypeStruct((here * processes, *np.shape(rows)[1:]), dtype, sharding=sharding)
         return place_rows(rows, sharding)
@@ -133,9 +131,9 @@ def over_axes(sharding: Any, state: Any) -> Any:
     def leaf(axes: Any) -> Any:
         if not is_axes(axes):
             return axes
-        mesh, what = mesh_of(state), f"batch_sharding={axes!r}"
+        mesh, what = meshes.mesh_of(state), f"batch_sharding={axes!r}"
         if mesh is None:
-            names = mesh_axes_of(axes)
+            names = meshes.mesh_axes_of(axes)
             sizes = ", ".join(["jax.device_count()", *["1"] * (len(names) - 1)]) + ("," if len(names) == 1 else "")
             raise ValueError(
                 f"{what}: must be an axis of the mesh of the state, which is on no mesh; put it on one: "
@@ -156,14 +154,14 @@ def fitting(sharding: Any, shape: tuple[int, ...]) -> Any:
 
 def fitting_spec(mesh: Any, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
     """Drop from a spec the mesh axes that do not divide an array of this shape."""
-    each = zip(shape, dims_of(spec), strict=False)
-    return PartitionSpec(*(axis if size % parts_along(mesh, axis) == 0 else None for size, axis in each))
+    each = zip(shape, meshes.dims_of(spec), strict=False)
+    return PartitionSpec(*(axis if size % meshes.parts_along(mesh, axis) == 0 else None for size, axis in each))
 
 
 def mesh_without_batch(state: Any, args: Any) -> Mesh | None:
     """Return the mesh of a state if it has several devices and no array of the batch is on it, although it has rows."""
-    mesh = mesh_of(state)
-    if mesh is None or mesh.size == 1 or mesh_of(args) is not None:
+    mesh = meshes.mesh_of(state)
+    if mesh is None or mesh.size == 1 or meshes.mesh_of(args) is not None:
         return None
     has_rows = any(np.ndim(leaf) > 0 and not trees.is_key(leaf) for leaf in jax.tree.leaves(args))
     return mesh if has_rows else None

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jstep.core import device_values, trees
+from jstep.core import device_values, meshes, trees
 from jstep.core.checks import kind, shown
-from jstep.core.meshes import internal_transfers, parts_along
 from jstep.core.placement import refuse_compile_only
 from jstep.data.batch_shardings import place_rows
 
@@ -49,7 +48,7 @@ def placement(sharding: Any, argument: str = "sharding") -> Callable[[Any], Any]
 
     def place(item: Any) -> Any:
         try:
-            with internal_transfers():
+            with meshes.internal_transfers():
                 if local:
                     return jax.device_put(item, sharding)
                 return jax.tree.map(place_rows, item, jax.tree.broadcast(sharding, item))
@@ -63,7 +62,7 @@ def placement(sharding: Any, argument: str = "sharding") -> Callable[[Any], Any]
 def _place_on_default_device(item: Any) -> Any:
     # A JAX array keeps its placement, which may span other processes.
     others, filled = trees.arrays_of(item, lambda leaf: not isinstance(leaf, jax.Array))
-    with internal_transfers():
+    with meshes.internal_transfers():
         # One call for all: most of its time is spent in Python, which keeps the loop from running.
         return filled(jax.device_put(others))
 
@@ -79,7 +78,7 @@ def _explain(item: Any, sharding: Any, error: ValueError) -> None:
             continue
         parts = 1 if one.is_fully_addressable else jax.process_count()
         for dim, axis in enumerate(one.spec):
-            count = parts_along(one.mesh, axis)
+            count = meshes.parts_along(one.mesh, axis)
             here = max(1, count // parts) if isinstance(leaf, np.ndarray) else count
             if dim >= np.ndim(leaf) or np.shape(leaf)[dim] % here:
                 raise ValueError(

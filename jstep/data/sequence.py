@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jstep.core import meshes, trees
 from jstep.core.checks import as_int
-from jstep.core.meshes import internal_transfers
 from jstep.core.rows import stack_trees
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import flatten
 from jstep.data.permutation import RowNumbers
 from jstep.data.plan import Plan, PlanReader, SourceRows
 from jstep.data.sizes import Share
@@ -301,13 +300,13 @@ def _read(numbers: Callable[[int], list[SourceRows]], sources: Sequence[Rows], s
 
 
 def _row_shapes(rows: Any) -> Any:
-    leaves, treedef = flatten(rows)
+    leaves, treedef = trees.flatten(rows)
     return treedef, [leaf.shape[1:] for leaf in leaves]
 
 
 def _merge_leaves(leaves: Sequence[Any], indices: Sequence[Any]) -> Any:
     """Merge a leaf of the rows of several sources into one; their indices together cover the batch."""
-    with internal_transfers():
+    with meshes.internal_transfers():
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             return jnp.concatenate(leaves)[np.argsort(np.concatenate(indices))]
         arrays = [np.asarray(leaf) for leaf in leaves]

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core import trees
+from jstep.core import meshes, trees
 from jstep.core.checks import kind
-from jstep.core.meshes import explicit_mesh
 from jstep.core.trees import Array
 
 
@@ -116,5 +115,5 @@ def _at_least_float32(array: Array) -> Array:
 
 def whole(vector: Array) -> Array:
     """Replicate a vector on an Explicit mesh, because JAX does not sort or scatter over Explicit axes."""
-    mesh = explicit_mesh(vector)
+    mesh = meshes.explicit_mesh(vector)
     return vector if mesh is None else jax.sharding.reshard(vector, NamedSharding(mesh, PartitionSpec()))

@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import trees
-from jstep.core.meshes import internal_transfers, mesh_of
-from jstep.core.placement import compute_on, is_on_cpus, on_devices
+from jstep.core import meshes, placement, trees
 from jstep.state.train_state import MODEL_STATE
 
 FINITE, INFINITE, NAN = range(3)
@@ -35,12 +33,12 @@ class StateContents:
         slots = None if params_only else _field(state, "slots")
         slots = {name: tree for name, tree in slots.items() if name != MODEL_STATE} if isinstance(slots, dict) else None
         named = trees.leaves_with_paths({"params": _field(state, "params"), "slots": slots})
-        with internal_transfers():
+        with meshes.internal_transfers():
             self._found = {path: _found(leaf, read_cpus=read_cpus) for path, leaf in named if _is_inexact(leaf)}
 
     def contents(self) -> dict[str, int]:
         """Wait for the contents of each leaf and return them by path."""
-        with internal_transfers():
+        with meshes.internal_transfers():
             return {path: int(one) for path, one in self._found.items()}
 
     def are_finite(self) -> bool:
@@ -86,10 +84,10 @@ def _is_inexact(leaf: Any) -> bool:
 
 def _found(leaf: Any, *, read_cpus: bool) -> Any:
     """The contents of a leaf: a number, or an array on a device that will have it."""
-    if not isinstance(leaf, jax.Array) or (read_cpus and leaf.is_fully_addressable and is_on_cpus(leaf)):
+    if not isinstance(leaf, jax.Array) or (read_cpus and leaf.is_fully_addressable and placement.is_on_cpus(leaf)):
         return _contents_on_host(leaf)
     # One program for all leaves of a shape. All processes that have a part of a leaf know its contents.
-    found = compute_on(mesh_of(leaf), _contents, leaf).addressable_data(0)
+    found = placement.compute_on(meshes.mesh_of(leaf), _contents, leaf).addressable_data(0)
     found.copy_to_host_async()
     return found
 
@@ -105,7 +103,7 @@ def _contents_on_host(leaf: Any) -> int:
 
 
 def _contents(leaf: Any) -> jax.Array:
-    leaf = on_devices(leaf)
+    leaf = placement.on_devices(leaf)
     worst = jnp.where(jnp.isnan(leaf), np.int8(NAN), jnp.where(jnp.isinf(leaf), np.int8(INFINITE), np.int8(FINITE)))
     return worst.max()
 

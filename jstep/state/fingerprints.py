@@ -14,9 +14,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jstep.core import trees
+from jstep.core import meshes, trees
 from jstep.core.checks import as_bool, kind
-from jstep.core.meshes import dims_of, internal_transfers, mesh_axes_of, mesh_of, parts_along
 from jstep.core.placement import compute_on, on_devices, placements_of, refuse_shapes
 
 # Fingerprint (64-bit hash) of a tree of arrays, of all devices together or by each device.
@@ -62,7 +61,7 @@ def fingerprint(tree: Any, per_leaf: bool = False) -> Any:
         return dict(zip(paths, found, strict=True)) if per_leaf else sum(found[1:], found[0])
     # Inside a traced function, concrete leaves are hashed without tracing. `ensure_compile_time_eval` would also
     # compute the keys of all positions and store them in the program.
-    with internal_transfers(), jax.core.eval_context():
+    with meshes.internal_transfers(), jax.core.eval_context():
         parts = _by_placement(leaves, keys, _each if per_leaf else _total)
         if not per_leaf:
             return _sum_over_places([part for _, part in parts])
@@ -99,14 +98,14 @@ def named_leaves(tree: Any) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]
 
 def stacked(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
     """Start computing the fingerprints of leaves: indices of leaves, and their fingerprints as uint32 `[n, 2]`."""
-    with internal_transfers():
+    with meshes.internal_transfers():
         return _by_placement(leaves, keys, _each)
 
 
 def words_of(parts: Sequence[tuple[list[int], Any]]) -> np.ndarray[Any, Any]:
     """Return the fingerprints that `stacked` has started, in the order of the leaves, as uint32 `[n, 2]`. Blocks."""
     found = np.zeros((sum(len(numbers) for numbers, _ in parts), 2), U)
-    with internal_transfers():
+    with meshes.internal_transfers():
         for numbers, part in parts:
             found[numbers] = np.asarray(part)
     return found
@@ -182,7 +181,7 @@ class ByDevice(NamedTuple):
     def words(self) -> dict[Any, np.ndarray[Any, Any]]:
         """Return device (None: host) → int64 `[leaves, 2]`, −1 for leaves that the device does not hold. Blocks."""
         found: dict[Any, np.ndarray[Any, Any]] = {}
-        with internal_transfers():
+        with meshes.internal_transfers():
             for numbers, part in self.parts:
                 on_each: list[tuple[Any, Any]] = [(None, part)]
                 if isinstance(part, jax.Array):
@@ -422,7 +421,7 @@ def _written_on(mesh: Mesh | None, spec: PartitionSpec) -> Callable[..., Any]:
         arrays = [trees.key_data(on_devices(leaf)) for leaf in leaves]
         if mesh is None:
             return _with_sums(rows, start, arrays)
-        parts = tuple((mesh_axes_of(names), parts_along(mesh, names)) for names in dims_of(spec))
+        parts = tuple((meshes.mesh_axes_of(names), meshes.parts_along(mesh, names)) for names in meshes.dims_of(spec))
         specs = (_EVERYWHERE, _EVERYWHERE, [spec] * len(arrays))
         return _on_each_device(functools.partial(_with_sums, parts=parts), mesh, specs)(rows, start, arrays)
 
@@ -465,7 +464,7 @@ def _split(rows: Any) -> list[Any]:
     """Return the rows of an array on devices, by one program for all: n results of one program are slow to compile."""
     found = []
     for _ in range(len(rows)):
-        row, rows = compute_on(mesh_of(rows), _shifted, rows)
+        row, rows = compute_on(meshes.mesh_of(rows), _shifted, rows)
         found.append(row)
     return found
 
@@ -525,7 +524,7 @@ def _by_shape(leaves: Sequence[Any], keys: Any, form: Callable[..., Any], mesh: 
 
 def _axes_of(spec: PartitionSpec) -> tuple[str, ...]:
     """The mesh axes that split an array."""
-    return tuple(sorted(name for dim in dims_of(spec) for name in mesh_axes_of(dim)))
+    return tuple(sorted(name for dim in meshes.dims_of(spec) for name in meshes.mesh_axes_of(dim)))
 
 
 def _has_parts(leaf: Any, mesh: Mesh) -> bool:

@@ -7,17 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import trees
+from jstep.core import meshes, placement, trees
 from jstep.core.checks import kind
 from jstep.core.exceptions import note
-from jstep.core.meshes import on_any_mesh
-from jstep.core.placement import refuse_shapes
 from jstep.core.slot_roles import COUNTS, roles_in
 from jstep.core.traced_arguments import as_scalar
 from jstep.core.trees import Array, Step
 
 
-@on_any_mesh()
+@meshes.on_any_mesh()
 def create_global_step(value: Step = 0) -> Array:
     """Create a global step: the integer scalar that counts the updates applied.
 
@@ -149,7 +147,7 @@ def global_step(state: Any) -> int:
     """
     step = step_of(state, scalar=True)
     require_alive({"global_step": step})
-    refuse_shapes(step, "state")
+    placement.refuse_shapes(step, "state")
     try:
         return int(step)
     except jax.errors.ConcretizationTypeError as error:
@@ -175,7 +173,7 @@ def require_alive(state: Any, cause: BaseException | None = None) -> None:
         ) from cause
 
 
-@on_any_mesh("state")
+@meshes.on_any_mesh("state")
 def increment_global_step(state: Any, amount: Step = 1) -> Any:
     """Return a new state with the global step incremented by `amount`; for a step itself, step + amount.
 
@@ -198,7 +196,7 @@ def increment_global_step(state: Any, amount: Step = 1) -> Any:
     """
     more = _as_count(amount, "amount")
     before = step_of(state, scalar=True)
-    refuse_shapes(before, "state")
+    placement.refuse_shapes(before, "state")
     later = later_step(before, more)
     if isinstance(state, Mapping):
         return {**state, "global_step": later}

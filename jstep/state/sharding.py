@@ -10,11 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jstep.core import trees
+from jstep.core import meshes, placement, selection, trees
 from jstep.core.checks import as_int
-from jstep.core.meshes import mesh_axes_of, parts_along, require_mesh
-from jstep.core.placement import compiles_only, is_shape
-from jstep.core.selection import is_named, names_of
 from jstep.core.slot_roles import NO_ROLES, Role, Roles
 from jstep.core.trees import Params, Slots
 
@@ -52,7 +49,7 @@ def fsdp_specs(params: Params, mesh: Any, axis: Any = "data", min_size: int = 2*
     Source: Zhao et al., "PyTorch FSDP" (2023); Rajbhandari et al., "ZeRO" (2019), stage 3.
     """
     as_int(min_size, "min_size", 0, "a number of elements")
-    size = axis_size(require_mesh(mesh), axis, f"axis={axis!r}")
+    size = axis_size(meshes.require_mesh(mesh), axis, f"axis={axis!r}")
 
     def spec(leaf: Any) -> PartitionSpec:
         shape = np.shape(leaf)
@@ -111,7 +108,7 @@ def axis_size(mesh: AnyMesh, axis: Any, argument: str) -> int:
         if name not in mesh.shape:
             hint = trees.nearest(str(name), map(str, mesh.axis_names))
             raise ValueError(f"{argument}: the mesh has no axis {name!r}{hint}; its axes are {dict(mesh.shape)}")
-    return parts_along(mesh, axis)
+    return meshes.parts_along(mesh, axis)
 
 
 def specs_of(params: Params, param_specs: ParamSpecs) -> list[PartitionSpec]:
@@ -127,7 +124,7 @@ def specs_of(params: Params, param_specs: ParamSpecs) -> list[PartitionSpec]:
     if isinstance(param_specs, list | tuple) and all(
         isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str) for rule in param_specs
     ):
-        return _by_rules(named, names_of(params), param_specs)
+        return _by_rules(named, selection.names_of(params), param_specs)
     if trees.is_function(param_specs):
         return [_as_spec(param_specs(path, leaf), path) for path, leaf in named]
     try:
@@ -145,11 +142,11 @@ def _by_rules(
     named: list[tuple[str, Any]], names: list[tuple[str, ...]], rules: Sequence[tuple[str, Any]]
 ) -> list[PartitionSpec]:
     for glob, _ in rules:
-        if not any(is_named(known, glob) for known in names):
+        if not any(selection.is_named(known, glob) for known in names):
             hint = trees.nearest(glob, [path for path, _ in named])
             raise ValueError(f"param_specs: the rule {glob!r} matches no parameter{hint}")
     return [
-        next((_as_spec(spec, path) for glob, spec in rules if is_named(known, glob)), PartitionSpec())
+        next((_as_spec(spec, path) for glob, spec in rules if selection.is_named(known, glob)), PartitionSpec())
         for known, (path, _) in zip(names, named, strict=True)
     ]
 
@@ -172,7 +169,7 @@ def checked(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], path: st
     where = f"param_specs: {spec} at {trees.quoted(path)}"
     if len(spec) > len(shape):
         raise ValueError(f"{where} has {len(spec)} dimensions, but the parameter has shape {shape}")
-    names = [name for axis in spec for name in mesh_axes_of(axis)]
+    names = [name for axis in spec for name in meshes.mesh_axes_of(axis)]
     if len(set(names)) < len(names):
         raise ValueError(f"{where} has an axis twice; each mesh axis can split only one dimension")
     for dim, axis in enumerate(spec):
@@ -247,7 +244,7 @@ def split_replicated(sharding: NamedSharding, shape: tuple[int, ...], axis: Any)
     """Return the sharding of a slot: its parameter's, or split over `axis` if the parameter is replicated (ZeRO-1)."""
     if axis is None or any(part is not None for part in sharding.spec):
         return sharding
-    dim = largest_divisible(shape, parts_along(sharding.mesh, axis))
+    dim = largest_divisible(shape, meshes.parts_along(sharding.mesh, axis))
     return sharding if dim is None else NamedSharding(sharding.mesh, PartitionSpec(*[None] * dim, axis))
 
 
@@ -270,7 +267,7 @@ def of_slot(
     if role is Role.SCALES:
         # That of their codes, except along an axis whose blocks are split.
         parts = zip(sharding.spec, slot_shape, strict=False)
-        fitting = (None if size % parts_along(mesh, part) else part for part, size in parts)
+        fitting = (None if size % meshes.parts_along(mesh, part) else part for part, size in parts)
         return NamedSharding(mesh, PartitionSpec(*fitting))
     if slot_shape == shape:
         return sharding
@@ -303,7 +300,7 @@ def put(leaf: Any, sharding: NamedSharding) -> Any:
 
     For a shape, or on compile-only devices, return the shape with the sharding.
     """
-    if is_shape(leaf) or (compiles_only(sharding.mesh) and not trees.is_traced(leaf)):
+    if placement.is_shape(leaf) or (placement.compiles_only(sharding.mesh) and not trees.is_traced(leaf)):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     if sharding.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
         # Without a copy the shard on the leaf's own device could alias the leaf, and be donated with the state. On a

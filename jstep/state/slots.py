@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import meshes, trees
+from jstep.core import meshes, placement, selection, trees
 from jstep.core.checks import as_text, kind
 from jstep.core.compact_numbers import opened
-from jstep.core.placement import is_shape, on_devices
-from jstep.core.selection import index_of
 from jstep.core.slot_roles import HALVES, NO_ROLES, Role, Roles, roles_in
 from jstep.core.trees import Params
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
@@ -41,7 +39,7 @@ def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
     tree = values_of(state, name)
     if path is None:
         return tree
-    place = index_of(tree, as_text(path, "path"), "get_slot")
+    place = selection.index_of(tree, as_text(path, "path"), "get_slot")
     return None if place is None else jax.tree.leaves(tree)[place]
 
 
@@ -74,7 +72,7 @@ def values_of(state: TrainState, name: str) -> Any:
         return trees.structure(state.params).unflatten([_value(*pair) for pair in pairs])
 
     with meshes.internal_transfers():
-        whole = on_devices((state.slots[name], half))
+        whole = placement.on_devices((state.slots[name], half))
         return meshes.without_explicit_axes(values, *whole, place=meshes.sharded_like(state.slots[name]))
 
 
@@ -84,13 +82,13 @@ def masters_of(state: TrainState) -> Params:
     treedef, leaves = trees.structure(state.params), jax.tree.leaves(state.params)
     for name in roles.of(Role.REMAINDER):
         if name not in roles.halves.values() and name in state.slots:
-            lows = treedef.flatten_up_to(on_devices(state.slots[name]))
-            leaves = [_value(on_devices(leaf), low) for leaf, low in zip(leaves, lows, strict=True)]
+            lows = treedef.flatten_up_to(placement.on_devices(state.slots[name]))
+            leaves = [_value(placement.on_devices(leaf), low) for leaf, low in zip(leaves, lows, strict=True)]
     return treedef.unflatten(leaves)
 
 
 def _value(stored: Any, half: Any) -> Any:
-    return jax.eval_shape(opened, stored, half) if is_shape(stored) else opened(stored, half)
+    return jax.eval_shape(opened, stored, half) if placement.is_shape(stored) else opened(stored, half)
 
 
 def has_one_value(name: str, tree: Any, params: Params, roles: Roles = NO_ROLES) -> bool:
@@ -147,7 +145,7 @@ def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) ->
         if len(having) > 1:
             path = trees.quoted(trees.paths_of(state.params)[i])
             raise ValueError(f"name={list(names)!r}: the slots {having} all have the leaf {path}; give one of them")
-        new.append(on_devices(found[having[0]][i]).astype(jnp.result_type(p)) if having else p)
+        new.append(placement.on_devices(found[having[0]][i]).astype(jnp.result_type(p)) if having else p)
     return treedef.unflatten(new)
 
 
