@@ -455,18 +455,10 @@ def _on_each_device(fn: Callable[..., Any], mesh: Mesh, specs: Any) -> Callable[
     return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=_EVERYWHERE, check_vma=False)
 
 
-def _shifted(rows: Any) -> tuple[Any, Any]:
-    """Return the first row, and the rows with that one as the last; to be traced."""
-    return rows[0], jnp.roll(rows, -1, axis=0)
-
-
 def _split(rows: Any) -> list[Any]:
     """Return the rows of an array on devices, by one program for all: n results of one program are slow to compile."""
-    found = []
-    for _ in range(len(rows)):
-        row, rows = compute_on(meshes.mesh_of(rows), _shifted, rows)
-        found.append(row)
-    return found
+    mesh = meshes.mesh_of(rows)
+    return [compute_on(mesh, operator.getitem, rows, np.int32(number)) for number in range(len(rows))]
 
 
 def _each(sums: Any, keys: Any, rows: Any = None) -> Any:
