@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,7 @@ _FINER = 32
 _MOST = 2**14
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Thresholds:
+class Thresholds(NamedTuple):
     """Examples in bins of one score or a span of scores each. Vectors of the same length.
 
     Attributes:
