@@ -87,7 +87,7 @@ def prefetch_to_device(
     return PrefetchIterator(source, size, lambda item: place(copied(item, fresh=fresh)), state_fn)
 
 
-class PrefetchIterator(Iterator[Any]):
+class PrefetchIterator(Iterator[Any], contextlib.AbstractContextManager["PrefetchIterator"]):
     """An iterator over items on the device, as returned by `prefetch_to_device`.
 
     It is also a context manager, which calls `close` on exit.
@@ -139,9 +139,6 @@ class PrefetchIterator(Iterator[Any]):
         returns.
         """
         self._reader.close()
-
-    def __enter__(self) -> "PrefetchIterator":
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
