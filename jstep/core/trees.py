@@ -108,6 +108,9 @@ class Context(NamedTuple):
     noise: GradientNoise | None = None
 
 
+EMPTY_CONTEXT = Context()
+
+
 UpdateFn: TypeAlias = Callable[..., tuple[Updates, Slots]]
 """`update(updates, slots, params, step) -> (updates, slots)`, a pure function: it maps gradients (or the updates of the
 previous element of a chain) to updates to add, and to new slots. With `takes_context` it takes a `Context` as its fifth

@@ -15,7 +15,7 @@ from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function, as_int, as_text, kind, one_of, shown
 from jstep.core.indexed_slices import is_slices
 from jstep.core.meshes import on_any_mesh
-from jstep.core.optimizers import require_optimizer
+from jstep.core.optax_transformations import require_optimizer
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import FOLLOWS_STEP, FOLLOWS_UPDATES, Role, Roles
 from jstep.core.traced_arguments import as_scalar

@@ -9,10 +9,10 @@ from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function, as_text
 from jstep.core.logs import log_warning
 from jstep.core.matching import require_slots
-from jstep.core.optimizers import EMPTY_CONTEXT, require_optimizer
+from jstep.core.optax_transformations import require_optimizer
 from jstep.core.placement import on_devices
 from jstep.core.slot_roles import Init, Labels, Order, Roles, labels_of, order_of, roles_of
-from jstep.core.trees import Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
+from jstep.core.trees import EMPTY_CONTEXT, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, nested
 from jstep.optimizers.host_slots import loads_slots
 from jstep.optimizers.hyperparameters import LEARNING_RATE, Hyper, check_prefix, held_roles, held_slots, values_at

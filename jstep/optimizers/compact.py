@@ -18,11 +18,11 @@ from jstep.core.indexed_slices import is_slices
 from jstep.core.jaxprs import Subprogram, on_slices, without_calls
 from jstep.core.matching import require_slots
 from jstep.core.meshes import dims_of, explicit_mesh, internal_transfers, sharded_like, without_explicit_axes
-from jstep.core.optimizers import EMPTY_CONTEXT, require_optimizer
+from jstep.core.optax_transformations import require_optimizer
 from jstep.core.placement import is_shape, may_run_on, on_devices
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import HALVES, Role, Roles
-from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
+from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import by_slices, leaf_values, nested
 from jstep.optimizers.nested import CONDITIONS, Conditions, report_condition
 from jstep.optimizers.partition import trained

@@ -11,7 +11,7 @@ from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function
 from jstep.core.indexed_slices import is_slices, on_table
-from jstep.core.optimizers import require_optimizer
+from jstep.core.optax_transformations import require_optimizer
 from jstep.core.placement import on_devices
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Updates
 from jstep.optimizers import nested

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import optimizers, trees
+from jstep.core import optax_transformations, trees
 from jstep.core.calls import has_init_and_update, makes_optimizer
 from jstep.core.checks import as_text, kind, shown
 from jstep.core.jaxprs import Operation, Subprogram, apply, body_of, evaluate
@@ -85,7 +85,7 @@ def from_optax(
     depend = hyper.reported_names(reported)
     schedules = frozenset(key for key, is_schedule in depend.items() if is_schedule)
     log_once = functools.cache(functools.partial(_log_that_no_count_is_known, schedules))
-    made = optimizers.from_optax(transformation, name)
+    made = optax_transformations.from_optax(transformation, name)
     plain = made.init
     assert isinstance(plain, Init)
 
@@ -131,15 +131,15 @@ def _slot_of_count(transformation: Any, name: str, params: Params) -> str | None
     A scalar integer of its state is such a count if its next value is its value + 1, whatever else the update is given.
     If an integer depends on anything else, it may be another one, such as those of `MultiSteps` and `apply_if_finite`.
     """
-    takes = optimizers.takes_extra(transformation.update)
+    takes = optax_transformations.takes_extra(transformation.update)
 
     def update(state: Any, params: Params) -> Any:
         loss = jnp.zeros((), jnp.float32)
         known = {"value": loss, "grad": params, "value_fn": lambda tree: sum(map(jnp.sum, jax.tree.leaves(tree)), loss)}
         return transformation.update(params, state, params, **{key: x for key, x in known.items() if takes(key)})[1]
 
-    shapes = jax.tree.map(shape_of, jax.eval_shape(optimizers.seen, params))
-    with optimizers.standard_promotion():
+    shapes = jax.tree.map(shape_of, jax.eval_shape(optax_transformations.seen, params))
+    with optax_transformations.standard_promotion():
         state = jax.eval_shape(transformation.init, shapes)
         if any(map(_has_labels, jax.tree.leaves(state, is_leaf=_has_labels))):
             return None

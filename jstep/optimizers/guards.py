@@ -11,7 +11,7 @@ from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int, as_number
 from jstep.core.indexed_slices import IndexedSlices, combined, rows_in_order
 from jstep.core.matching import match_gradients
-from jstep.core.optimizers import require_optimizer
+from jstep.core.optax_transformations import require_optimizer
 from jstep.core.placement import is_on_host, on_devices
 from jstep.core.slot_roles import ACCUMULATED, AGES, Role, Roles, roles_of
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates

@@ -12,7 +12,7 @@ from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import kind, shown
 from jstep.core.indexed_slices import is_slices
-from jstep.core.optimizers import require_optimizer
+from jstep.core.optax_transformations import require_optimizer
 from jstep.core.slot_roles import Role, Roles
 from jstep.core.traced_arguments import as_key
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates

@@ -14,9 +14,8 @@ from jstep.core import trees
 from jstep.core.exceptions import setting
 from jstep.core.indexed_slices import is_slices
 from jstep.core.matching import require_slots
-from jstep.core.optimizers import EMPTY_CONTEXT
 from jstep.core.slot_roles import Init, Labels, Role, Roles, labels_of, order_of, roles_of
-from jstep.core.trees import Array, Context, Optimizer, Params, Slots, Step, Updates
+from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.host_slots import loads_slots, with_slots_loaded
 from jstep.optimizers.hyperparameters import held_roles, values_at

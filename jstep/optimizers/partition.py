@@ -13,9 +13,9 @@ from jstep.core.checks import as_function
 from jstep.core.exceptions import scoped, setting
 from jstep.core.indexed_slices import is_slices
 from jstep.core.matching import NoGradientsError
-from jstep.core.optimizers import EMPTY_CONTEXT, require_optimizer
+from jstep.core.optax_transformations import require_optimizer
 from jstep.core.slot_roles import AGES, Init, Labels, Roles, labels_of, roles_of
-from jstep.core.trees import Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
+from jstep.core.trees import EMPTY_CONTEXT, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import leaf_values, nested
 from jstep.optimizers.chain import order_of_parts, scope
 from jstep.optimizers.host_slots import loads_slots

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 from jstep.core import device_values, meshes, trees
 from jstep.core.checks import as_bool, kind, size
-from jstep.core.optimizers import require_optimizer
+from jstep.core.optax_transformations import require_optimizer
 from jstep.core.placement import checked_memory, compiles_only, is_shape
 from jstep.core.report import html_table
 from jstep.core.slot_roles import NO_ROLES, Roles, roles_in, roles_of

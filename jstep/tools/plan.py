@@ -15,7 +15,7 @@ import numpy as np
 
 from jstep.core.checks import as_int, count, cut, cut_path, kind, shown
 from jstep.core.meshes import internal_transfers
-from jstep.core.optimizers import is_transformation, require_optimizer
+from jstep.core.optax_transformations import is_transformation, require_optimizer
 from jstep.core.report import WIDTH, Report, columns, figure, html_picture, wrapped
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, OptimizerLike, Schedule

@@ -17,11 +17,11 @@ from jstep.core.checks import as_bool, kind
 from jstep.core.exceptions import setting
 from jstep.core.matching import NoGradientsError, explain_missing_gradients, match_gradients
 from jstep.core.meshes import internal_transfers, leaving_auto_axes, sharded_like, without_explicit_axes
-from jstep.core.optimizers import EMPTY_CONTEXT, require_optimizer
+from jstep.core.optax_transformations import require_optimizer
 from jstep.core.placement import Layouts
 from jstep.core.slot_roles import COUNTS, Role, Roles, roles_of
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, Slots, Updates
+from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, Slots, Updates
 from jstep.optimizers import guards
 from jstep.optimizers.host_slots import TRANSFERS, Transfers, with_small_ones_loaded
 from jstep.optimizers.nested import ADVANCES, StepInputs, call_update, inner_context, is_guarded

@@ -15,10 +15,10 @@ from jstep.core import placement, traced_arguments, trees
 from jstep.core.checks import as_bool
 from jstep.core.meshes import sharded_like
 from jstep.core.on_cpus import Unroll
-from jstep.core.optimizers import EMPTY_CONTEXT, require_optimizer
+from jstep.core.optax_transformations import require_optimizer
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import roles_of
-from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Updates
+from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Updates
 from jstep.differentiate.gradient_noise import estimated
 from jstep.differentiate.lanes import Lanes, alike, as_lanes, on_lanes
 from jstep.differentiate.loss_gradients import GATE_OP, Differentiation, Inputs

@@ -1,4 +1,4 @@
-"""The check of arguments that are optimizers, and the conversion of Optax transformations into optimizers."""
+"""Transformations of Optax as optimizers, wherever an argument is one. Optax itself is not imported."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from jstep.core.exceptions import scoped
 from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.matching import match_gradients, require_slots
 from jstep.core.slot_roles import Init, Roles, copies_in, of_slots
-from jstep.core.trees import Array, Context, Optimizer, Params, Slots, Step, Updates
+from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Params, Slots, Step, Updates
 
 
 def require_optimizer(name: str, value: Any) -> Optimizer:
@@ -40,11 +40,6 @@ def is_transformation(value: Any) -> bool:
     """Whether a value is taken as a transformation of Optax: an object with `init` and `update`, and nothing more."""
     # A class is not one, but a call of it may be; what reports hyperparameters is another library's, or an `Optimizer`.
     return has_init_and_update(value) and not (isinstance(value, type) or hasattr(value, "hyperparameters"))
-
-
-# A transformation of Optax as an optimizer. Optax itself is not imported.
-
-EMPTY_CONTEXT = Context()
 
 
 @makes_optimizer(1)
