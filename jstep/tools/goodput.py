@@ -5,11 +5,10 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jstep.core.report import Report
 from jstep.core.stopwatch import PARTS, STEPPING
-from jstep.stores.timeline import STALL, fields_with, is_seconds, read
+from jstep.stores.timeline import STALL, Times, fields_with, is_seconds, read
 from jstep.stores.urls import absolute, location
 from jstep.tools.cli_common import Command, answer
 
@@ -133,12 +132,12 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
     return dataclasses.replace(found, stalled=stalled)
 
 
-def _accounted(all_starts: Sequence[Sequence[Mapping[str, Any]]]) -> Goodput:
+def _accounted(all_starts: Sequence[Times]) -> Goodput:
     seconds = dict.fromkeys(_ALL, 0.0)
     ended: float | None = None
     for lines in all_starts:
         last = lines[-1]
-        own = _seconds(last)
+        own = last["seconds"]
         began = last["time"] - sum(own.values())
         if ended is not None:
             seconds["down"] += max(0.0, began - ended)
@@ -151,32 +150,28 @@ def _accounted(all_starts: Sequence[Sequence[Mapping[str, Any]]]) -> Goodput:
     for lines in reversed(all_starts):
         kept, of_them = _kept(lines, limit)
         seconds["productive"] += kept
-        seconds["rewound"] += max(0.0, _seconds(lines[-1])[STEPPING] - kept)
+        seconds["rewound"] += max(0.0, lines[-1]["seconds"][STEPPING] - kept)
         steps += of_them
         if (where := lines[-1]["step"]) is not None:
             limit = min(limit, where[0])
     return Goodput(**seconds, stalled={}, starts=len(all_starts), steps=steps)
 
 
-def _seconds(line: Mapping[str, Any]) -> dict[str, float]:
-    return {part: float(line["seconds"].get(part, 0.0)) for part in PARTS}
-
-
-def _kept(lines: Sequence[Mapping[str, Any]], limit: float) -> tuple[float, int]:
+def _kept(lines: Times, limit: float) -> tuple[float, int]:
     """Return the step time and the number of steps of a start, up to the step that a later start resumed from."""
     newest = next((one for one in reversed(lines) if one["step"] is not None), None)
     if newest is None:
         return 0.0, 0
     first, last = newest["step"]
     if limit >= last:
-        return _seconds(newest)[STEPPING], last - first
+        return newest["seconds"][STEPPING], last - first
     if limit <= first:
         return 0.0, 0
     # The line of a checkpoint was written after the device had run its steps; earlier lines may be ahead of the device.
-    saved = [_seconds(one)[STEPPING] for one in lines if one.get("checkpoint") == limit]
+    saved = [one["seconds"][STEPPING] for one in lines if one.get("checkpoint") == limit]
     if saved:
         return saved[-1], int(limit) - first
-    points = [(first, 0.0)] + [(one["step"][1], _seconds(one)[STEPPING]) for one in lines if one["step"] is not None]
+    points = [(first, 0.0)] + [(one["step"][1], one["seconds"][STEPPING]) for one in lines if one["step"] is not None]
     # The first line that reaches the limit, because later ones include time of the next step.
     after = next(i for i, (step, _) in enumerate(points) if step >= limit)
     (low, before), (high, seconds) = points[after - 1 : after + 1]
