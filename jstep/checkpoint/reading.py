@@ -175,8 +175,7 @@ class Reader:
                 if want.copy is not None:
                     values[i] = match.copied_leaf(want, values)
             pairs = zip(found.wanted, values, strict=True)
-            left_out = [(one.left_out, value) for one, value in pairs if one.left_out is not None]
-            changed = changed_leaves(left_out)
+            changed = changed_leaves([(one.left_out, value) for one, value in pairs if one.left_out is not None])
         if changed:
             _logger.warning(
                 "%s: target has other values, for leaves that Saver(leave_out=…) left out, than when the checkpoint "

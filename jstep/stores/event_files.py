@@ -161,9 +161,7 @@ def event_files(path: str) -> list[str]:
 
     Directories and pipes with the name of an event file are left out: reading them would fail or wait forever.
     """
-    if not is_directory(path):
-        return [path]
-    return _event_files_among(path, names_in(path))
+    return _event_files_among(path, names_in(path)) if is_directory(path) else [path]
 
 
 def find_runs(logdir: str) -> list[str]:

@@ -221,5 +221,4 @@ def _cells() -> tuple[NumPyArray, NumPyArray]:
     limit_keys[limits == 0] -= 1  # -0 comes just before 0 in this order, but belongs to the same bucket
     smallest = np.arange(2 ** (32 - _CELL_BITS), dtype=np.uint32) << _CELL_BITS
     below = np.searchsorted(limit_keys, smallest, side="right").astype(np.int32)
-    inside = np.append(limit_keys, np.uint32(2**32 - 1))[below]
-    return below, inside
+    return below, np.append(limit_keys, np.uint32(2**32 - 1))[below]

@@ -45,7 +45,10 @@ def register(part: Part, collections: Sequence[str] | None) -> None:
         collector = next((c for c in reversed(collectors) if c.key == key), None)
         if collector is None:
             if not traced:
-                _keep_newest(key, part)
+                with _lock:
+                    parts = _eager.setdefault(key, {})
+                    parts.pop(part.tags, None)  # so that the newest is the last
+                    parts[part.tags] = part
         elif traced and _trace() != collector.trace:
             collector.nested[part.tags] = _caller()
         else:
@@ -56,13 +59,6 @@ def summary_of(part: Part, collections: Sequence[str] | None) -> Summary:
     """Return a summary of one new part, and add it to its collections."""
     register(part, collections)
     return Summary((part,))
-
-
-def _keep_newest(key: str, part: Part) -> None:
-    with _lock:
-        parts = _eager.setdefault(key, {})
-        parts.pop(part.tags, None)  # so that the newest is the last
-        parts[part.tags] = part
 
 
 def _checked(collections: Any) -> Sequence[str]:

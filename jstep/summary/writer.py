@@ -340,8 +340,7 @@ class SummaryWriter:
         if type(summary) is not Summary:
             if summary is None:
                 return
-            data = as_serialized(summary, "Summary")
-            self._put({"summary": proto("Summary").FromString(data)}, step)
+            self._put({"summary": proto("Summary").FromString(as_serialized(summary, "Summary"))}, step)
             return
         size = 0
         for part in summary.parts:
@@ -349,10 +348,9 @@ class SummaryWriter:
                 continue
             if is_traced_part(part):
                 raise TypeError(
-                    f"add_summary: summary {part.tags[0]!r} is traced: it has no value, since it comes from "
-                    "inside a function that JAX transforms. Return the summary from that function (jit, "
-                    "scan, vmap, and grad with has_aux=True), or wrap it in jstep.summary.collect, and write "
-                    "what it returns."
+                    f"add_summary: summary {part.tags[0]!r} is traced: it has no value, since it comes from inside a "
+                    "function that JAX transforms. Return the summary from that function (jit, scan, vmap, and grad "
+                    "with has_aux=True), or wrap it in jstep.summary.collect, and write what it returns."
                 )
             if type(part) is not Scalars:
                 size += sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(part))

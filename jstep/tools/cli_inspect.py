@@ -158,8 +158,7 @@ def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
     lines = [
         _path_line(one.path),
         f"step {one.step}, saved {about['time']}, by jstep {common.printable(one.manifest.jstep)}, "
-        f"{len(rows)} leaves, "
-        f"{size(about['bytes'])}{', every byte as it was written' if arguments.verify else ''}",
+        f"{len(rows)} leaves, {size(about['bytes'])}{', every byte as it was written' if arguments.verify else ''}",
         *_extra_lines(one.manifest.extra, with_own=arguments.all),
         "",
         *common.table(kinds | figures, rows, left=3),

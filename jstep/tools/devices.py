@@ -82,8 +82,7 @@ def target_config(name: str) -> str:
 
     Source: `xla/backends/gpu/target_config/specs` in github.com/openxla/xla, which has more of them.
     """
-    place = importlib.resources.files("jstep.tools").joinpath("gpus", f"{name}.txtpb")
-    return place.read_text(encoding="utf-8")
+    return importlib.resources.files("jstep.tools").joinpath("gpus", f"{name}.txtpb").read_text(encoding="utf-8")
 
 
 def memory_of(device: Any) -> int | None:
