@@ -139,12 +139,11 @@ class Roles(Mapping[str, Role | None]):
 
     def prefixed(self, prefix: str) -> "Roles":
         """The same roles under `prefix/name`."""
-        return Roles(
-            {f"{prefix}/{name}": role for name, role in self.items()},
-            complete=self.complete,
+        return dataclasses.replace(
+            self,
+            roles={f"{prefix}/{name}": role for name, role in self.items()},
             holds={f"{prefix}/{name}": what for name, what in self.holds.items()},
             halves={f"{prefix}/{name}": f"{prefix}/{half}" for name, half in self.halves.items()},
-            formats=self.formats,
             hidden={f"{prefix}/{name}" for name in self.hidden},
             details={f"{prefix}/{name}": detail for name, detail in self.details.items()},
             counted=tuple(dataclasses.replace(one, prefix=f"{prefix}/{one.prefix}") for one in self.counted),
