@@ -5,8 +5,8 @@ has an expected squared norm of |G|² + tr Σ/w, and that of the whole batch of 
 norms at two weights determine both unknowns.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -14,9 +14,6 @@ from jstep.core import trees
 from jstep.core.indexed_slices import IndexedSlices, combined
 from jstep.core.meshes import without_explicit_axes
 from jstep.core.trees import Array, GradientNoise
-
-Square: TypeAlias = Callable[[Sequence[Any]], Array]
-"""A function from gradients, some of which may be None, to their squared norm."""
 
 
 class Squares(NamedTuple):

@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core import meshes, trees
 from jstep.core.checks import as_function, kind
 from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, within
-from jstep.core.meshes import Attempts
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Updates
 
@@ -182,7 +181,7 @@ def gradients(fn: Callable[[Any], Any], xs: Any, grad_ys: Any = None) -> Any:
         return list(found)
 
     some = [jnp.asarray(leaves[i]) for i in indices]
-    found = Attempts(getattr(fn, "__name__", "fn"))(pulled_back, some, grad_ys, place=meshes.sharded_like(some))
+    found = meshes.Attempts(getattr(fn, "__name__", "fn"))(pulled_back, some, grad_ys, place=meshes.sharded_like(some))
     return treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, found))
 
 

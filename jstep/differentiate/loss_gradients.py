@@ -14,7 +14,6 @@ from jstep.core import meshes, trees
 from jstep.core.checks import as_bool, as_function, as_int, kind, shown
 from jstep.core.exceptions import setting
 from jstep.core.indexed_slices import IndexedSlices
-from jstep.core.meshes import Attempts
 from jstep.core.on_cpus import Unroll, as_unroll
 from jstep.core.placement import sharding_of
 from jstep.core.selection import VarList, check_form, selected
@@ -196,13 +195,13 @@ class Differentiation:
     frozen: Callable[[Params], Sequence[bool]] | None = None
     """For each leaf of params, whether the optimizer freezes it, so that it is not differentiated; None if it is not
     known."""
-    attempts: Attempts | None = dataclasses.field(default=None, repr=False, compare=False)
+    attempts: meshes.Attempts | None = dataclasses.field(default=None, repr=False, compare=False)
     """The tracer of the loss, shared by all copies made with `dataclasses.replace`."""
 
     def __post_init__(self) -> None:
         as_function(self.loss_fn, "loss_fn", "(params, *args) -> loss")
         if self.attempts is None:
-            object.__setattr__(self, "attempts", Attempts(getattr(self.loss_fn, "__name__", "loss_fn")))
+            object.__setattr__(self, "attempts", meshes.Attempts(getattr(self.loss_fn, "__name__", "loss_fn")))
         check_form(self.var_list, "var_list")
         as_bool(self.has_aux, "has_aux")
         as_bool(self.has_model_state, "has_model_state")
@@ -378,7 +377,9 @@ class Differentiation:
             loss, *others = outputs_of(out, given.model_state, self.has_aux, self.has_model_state, self.names_aux)
             is_empty = not (collector.parts or collector.nested)
             summaries = None if is_empty else SUMMARIES["unreturned"](collector, out)
-            return _scaled(loss, given.scale), (loss, *others, summaries)
+            wide = trees.compute_dtype(loss.dtype)
+            scaled = loss if given.scale is None else loss.astype(wide) * given.scale.astype(wide)
+            return scaled, (loss, *others, summaries)
 
         some = [jnp.asarray(leaves[i]) for i in indices]
         (_, (loss, model_state, aux, summaries)), dense = jax.value_and_grad(of_some, has_aux=True)(some)
@@ -403,13 +404,6 @@ def track_connected(leaves: list[Array], connected: set[int]) -> list[Array]:
     identity = jax.custom_vjp(lambda leaves: leaves)
     identity.defvjp(forward, backward, symbolic_zeros=True)
     return list(identity(leaves))
-
-
-def _scaled(loss: Array, scale: Array | None) -> Array:
-    if scale is None:
-        return loss
-    dtype = trees.compute_dtype(loss.dtype)
-    return loss.astype(dtype) * scale.astype(dtype)
 
 
 def _by_leaf(fn: Callable[..., Array], merges: Sequence[Merge], tree: Any, old: Any) -> Any:

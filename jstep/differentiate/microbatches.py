@@ -3,7 +3,7 @@
 import enum
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +17,10 @@ from jstep.core.meshes import dims_of, explicit_mesh, parts_along, reduced, spec
 from jstep.core.on_cpus import Unroll, scan
 from jstep.core.trees import Array
 from jstep.data.batch_shardings import fitting_spec
-from jstep.differentiate.gradient_noise import Square, Squares
+from jstep.differentiate.gradient_noise import Squares
 
 _logger = logging.getLogger("jstep")
+_log_once = functools.cache(_logger.info)  # a step is traced several times
 
 
 def specs_of_rows(args: tuple[Any, ...], rows: Any = None) -> list[PartitionSpec | None]:
@@ -63,11 +64,6 @@ def number_of_parts(
         f"{what}, num_microbatches={at_least}: no such number of microbatches divides the batch: {first} has {size} "
         "rows; use a larger batch"
     )
-
-
-@functools.cache  # a step is traced several times
-def _log_once(text: str) -> None:
-    _logger.info("%s", text)
 
 
 def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> tuple[Any, ...]:
@@ -201,7 +197,7 @@ def accumulate(
     *,
     method: AggregationMethod,
     unroll: Unroll = None,
-    square: Square | None = None,
+    square: Callable[[Sequence[Any]], Array] | None = None,
 ) -> Part:
     """Accumulate the results of all microbatches of a batch.
 
@@ -214,7 +210,8 @@ def accumulate(
             loss; if all weights are 0, loss and gradients are 0.
         method: How to sum the gradients.
         unroll: How to unroll the loop over microbatches.
-        square: The squared norm of gradients, to be computed of each microbatch and of the mean; None to omit.
+        square: The squared norm of gradients, some of which may be None, to be computed of each microbatch and of the
+            mean; None to omit.
 
     Returns:
         Loss, gradients and the floating or complex leaves of aux as means in at least float32, integer leaves of aux

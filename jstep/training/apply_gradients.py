@@ -18,7 +18,6 @@ from jstep.core.exceptions import setting
 from jstep.core.matching import NoGradientsError, explain_missing_gradients, match_gradients
 from jstep.core.meshes import internal_transfers, leaving_auto_axes, sharded_like, without_explicit_axes
 from jstep.core.optax_transformations import require_optimizer
-from jstep.core.placement import Layouts
 from jstep.core.slot_roles import COUNTS, Role, Roles, roles_of
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, Slots, Updates
@@ -179,7 +178,7 @@ def _check_slots(held: Slots, own: Slots) -> None:
             )
 
 
-def layouts_of(state: TrainState) -> Layouts:
+def layouts_of(state: TrainState) -> placement.Layouts:
     """Map the path of each parameter on a mesh to its sharding, or to that of its most finely sharded slot.
 
     Under ZeRO-1, parameters are replicated and slots are sharded, and so are the values computed from them. Inside
