@@ -174,9 +174,9 @@ from jstep.data.replayed import replayed as replayed
 
 # Queues and threads: those of TensorFlow 1, by its names.
 from jstep.queues.coordinator import Coordinator as Coordinator
-from jstep.queues.coordinator import QueueRunner as QueueRunner
-from jstep.queues.coordinator import add_queue_runner as add_queue_runner
-from jstep.queues.coordinator import start_queue_runners as start_queue_runners
+from jstep.queues.queue_runner import QueueRunner as QueueRunner
+from jstep.queues.queue_runner import add_queue_runner as add_queue_runner
+from jstep.queues.queue_runner import start_queue_runners as start_queue_runners
 from jstep.queues.queues import CancelledError as CancelledError
 from jstep.queues.queues import FIFOQueue as FIFOQueue
 from jstep.queues.queues import OutOfRangeError as OutOfRangeError

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from waiting import TIMEOUT
 
-from jstep.queues.coordinator import Coordinator, QueueRunner, add_queue_runner, start_queue_runners
+from jstep.queues.coordinator import Coordinator
+from jstep.queues.queue_runner import QueueRunner, add_queue_runner, start_queue_runners
 from jstep.queues.queues import FIFOQueue
 
 variable = contextvars.ContextVar("variable", default=0)

@@ -8,7 +8,8 @@ from queue_calls import drain
 from runner_ops import check_no_leftover_threads, counting_op, failing_op, join_all
 from waiting import TIMEOUT
 
-from jstep.queues.coordinator import Coordinator, QueueRunner, add_queue_runner, start_queue_runners
+from jstep.queues.coordinator import Coordinator
+from jstep.queues.queue_runner import QueueRunner, add_queue_runner, start_queue_runners
 from jstep.queues.queues import CancelledError, FIFOQueue, OutOfRangeError, RandomShuffleQueue
 
 no_leftover_threads = pytest.fixture(autouse=True)(check_no_leftover_threads)

@@ -6,7 +6,7 @@ from processes import run_program
 from queue_calls import drain
 from runner_ops import counting_op, join_all
 
-from jstep.queues.coordinator import QueueRunner
+from jstep.queues.queue_runner import QueueRunner
 from jstep.queues.queues import FIFOQueue
 
 
@@ -15,7 +15,7 @@ def test_threads_do_not_keep_the_process_alive():
     program = """
         import itertools
         from jstep.queues.coordinator import Coordinator
-        from jstep.queues.coordinator import QueueRunner
+        from jstep.queues.queue_runner import QueueRunner
         from jstep.queues.queues import FIFOQueue
         numbers = itertools.count()
         def start(coord, daemon):

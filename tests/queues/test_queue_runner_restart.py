@@ -4,7 +4,8 @@ import pytest
 from queue_calls import drain
 from runner_ops import check_no_leftover_threads, counting_op, join_all
 
-from jstep.queues.coordinator import Coordinator, QueueRunner, add_queue_runner, start_queue_runners
+from jstep.queues.coordinator import Coordinator
+from jstep.queues.queue_runner import QueueRunner, add_queue_runner, start_queue_runners
 from jstep.queues.queues import FIFOQueue
 
 no_leftover_threads = pytest.fixture(autouse=True)(check_no_leftover_threads)

@@ -1,0 +1,276 @@
+"""QueueRunner: threads that feed a queue, and named collections of runners."""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from jstep.core.checks import as_bool, as_text, kind, shown
+from jstep.core.threads import MAKING, Thread, doing
+from jstep.queues.coordinator import Coordinator, log
+from jstep.queues.queues import CancelledError, FIFOQueue, OutOfRangeError, RandomShuffleQueue, runner_thread
+
+QUEUE_RUNNERS = "queue_runners"
+
+# Collections: name → runners, in the order in which they were added.
+_collections: dict[str, list["QueueRunner"]] = {}
+_collections_lock = threading.Lock()
+
+
+class QueueRunner:
+    """Threads that feed a queue, one for each enqueue op.
+
+    An op is called repeatedly until it is exhausted, that is, until it raises OutOfRangeError (the
+    queue it reads from has ended) or StopIteration (its iterator has ended). The queue is closed when
+    all ops have ended, by exhaustion or by an error, so that consumers do not wait forever.
+
+    With a Coordinator, an error of an op stops all its threads and is raised by `coord.join`; when
+    the coordinator stops, for whatever reason, the queue is closed and waiting enqueues are
+    cancelled. Without one, errors are logged and collected in `exceptions_raised`. In both cases the
+    error is the cause of the OutOfRangeError that the consumer gets at the end.
+
+    Each thread runs in a copy of the context of the thread that starts it: context variables and JAX's
+    settings (`jax.enable_x64`, `jax.set_mesh`, …).
+
+    Threads do not keep the process alive: when the main thread ends, an op that waits on a queue is
+    cancelled, also with `daemon=False`.
+
+    Differs from `tf.train.QueueRunner` in that the ops are callables, not graph nodes.
+
+    Args:
+        queue: The queue that the ops feed.
+        enqueue_ops: Callables without arguments, each of which enqueues something.
+
+    Raises:
+        TypeError: `queue` is not a queue of jstep, or an op is not callable.
+        ValueError: `enqueue_ops` is empty.
+
+    Example:
+        >>> import jstep
+        >>> queue = jstep.FIFOQueue(capacity=10)
+        >>> numbers = iter(range(3))
+        >>> runner = jstep.QueueRunner(queue, [lambda: queue.enqueue(next(numbers))])
+        >>> coord = jstep.Coordinator()
+        >>> threads = runner.create_threads(coord, start=True)
+        >>> [queue.dequeue() for _ in range(3)]
+        [0, 1, 2]
+        >>> coord.request_stop()
+        >>> coord.join(threads)
+    """
+
+    def __init__(self, queue: FIFOQueue | RandomShuffleQueue, enqueue_ops: Sequence[Callable[[], object]]) -> None:
+        if not isinstance(queue, FIFOQueue | RandomShuffleQueue):
+            raise TypeError(
+                f"queue={shown(queue)}: must be a FIFOQueue or a RandomShuffleQueue, got {type(queue).__name__}"
+            )
+        if callable(enqueue_ops) or not isinstance(enqueue_ops, Iterable):
+            got = "one callable" if callable(enqueue_ops) else kind(enqueue_ops)
+            raise TypeError(f"enqueue_ops={shown(enqueue_ops)}: must be a list of callables, got {got}")
+        ops = tuple(enqueue_ops)
+        if not ops:
+            raise ValueError(f"enqueue_ops={enqueue_ops!r}: must hold one callable for each thread")
+        for i, op in enumerate(ops):
+            if not callable(op):
+                raise TypeError(
+                    f"enqueue_ops[{i}]={op!r}: must be callable; pass a function that enqueues, such as "
+                    "`lambda: queue.enqueue(next(iterator))`, not its result"
+                )
+        self._queue = queue
+        self._ops = ops
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._exceptions: list[BaseException] = []
+
+    def __repr__(self) -> str:
+        alive = sum(t.is_alive() for t in self._threads)
+        return f"<QueueRunner of {self._queue!r}, {len(self._ops)} ops, {alive} threads alive>"
+
+    @property
+    def queue(self) -> FIFOQueue | RandomShuffleQueue:
+        """The queue that the ops feed."""
+        return self._queue
+
+    @property
+    def exceptions_raised(self) -> list[BaseException]:
+        """The exceptions of ops since the last `create_threads`, if no Coordinator took them."""
+        with self._lock:
+            return list(self._exceptions)
+
+    def is_running(self) -> bool:
+        """Return whether threads of an earlier `create_threads` have not ended (or not been started) yet."""
+        return any(t.is_alive() or t.ident is None for t in self._threads)
+
+    def create_threads(
+        self, coord: Coordinator | None = None, daemon: bool = False, start: bool = False
+    ) -> list[threading.Thread]:
+        """Create one thread for each enqueue op.
+
+        Args:
+            coord: The Coordinator that the threads report to and stop with; they are registered
+                with it.
+            daemon: Whether the process may exit in the middle of an op; otherwise it waits for the
+                op in progress.
+            start: Whether to start the threads; if not, call `start()` on each.
+
+        Returns:
+            The threads, in the order of the ops.
+
+        Raises:
+            RuntimeError: Threads of an earlier call have not ended yet, or were never started.
+            TypeError: `coord` is not a Coordinator, or another argument is not a bool.
+        """
+        _check_coordinator(coord)
+        daemon, start = as_bool(daemon, "daemon"), as_bool(start, "start")
+        with self._lock:
+            busy = [t.name for t in self._threads if t.is_alive()]
+            idle = [t.name for t in self._threads if t.ident is None]
+            if busy or idle:
+                which = (
+                    f"have not ended yet: {', '.join(busy)}; join them"
+                    if busy
+                    else f"were never started: {', '.join(idle)}; start and join them"
+                )
+                raise RuntimeError(f"create_threads: threads of an earlier call {which} before you create others")
+            self._exceptions, self._coord, self._left = [], coord, len(self._ops)
+            # If the queue was closed before, CancelledError is an error; otherwise it is the normal end of a run.
+            self._closed_before = self._queue.is_closed()
+            self._forget: Callable[[], None] = lambda: None
+            if coord:
+                self._forget = coord.call_on_stop(lambda: self._queue.close(cancel_pending_enqueues=True))
+            threads: list[threading.Thread] = []
+            for i, op in enumerate(self._ops):
+                called = getattr(op, "__name__", type(op).__name__)
+                name = f"QueueRunnerThread-{type(self._queue).__name__}-{i}-{called}"
+                threads.append(Thread(target=self.feed, args=(op,), name=name, daemon=daemon))
+            self._threads = threads
+        for thread in threads:
+            if coord:
+                coord.register_thread(thread)
+        if start:
+            for thread in threads:
+                thread.start()
+        return list(threads)
+
+    def feed(self, op: Callable[[], object]) -> None:
+        """Call an op again and again; all that a thread does."""
+        runner_thread.feeding = True
+        try:
+            with doing(MAKING):
+                while not (self._coord and self._coord.should_stop()):
+                    op()
+        except StopIteration:
+            pass
+        except OutOfRangeError as ex:
+            if ex.__cause__:  # the op's input failed: pass the cause on to the consumers of this queue
+                self._queue.fail(ex.__cause__)
+        except CancelledError as ex:
+            ended = self._queue.is_closed() or not threading.main_thread().is_alive()
+            if self._closed_before or not ended:
+                self._report(ex)
+        except BaseException as ex:
+            self._report(ex)
+        finally:
+            with self._lock:
+                self._left -= 1
+                last = not self._left
+            if last:
+                self._forget()
+                self._queue.close()
+
+    def _report(self, ex: BaseException) -> None:
+        self._queue.fail(ex)
+        if not self._coord:
+            log.error("Exception in %s", threading.current_thread().name, exc_info=ex)
+            with self._lock:
+                self._exceptions.append(ex)
+            return
+        try:
+            self._coord.request_stop(ex)
+        except BaseException:  # joined already: no later join would raise it
+            log.error("Exception in %s after join", threading.current_thread().name, exc_info=ex)
+
+
+def add_queue_runner(qr: QueueRunner, collection: str = QUEUE_RUNNERS) -> None:
+    """Add a runner to a named collection, which `start_queue_runners` starts.
+
+    Collections are global to the process. A runner whose queue was closed is removed from its
+    collection, since it can no longer feed it.
+
+    Args:
+        qr: The runner.
+        collection: The name of the collection.
+
+    Raises:
+        TypeError: `qr` is not a QueueRunner, or `collection` is not a string.
+
+    Example:
+        >>> import jstep
+        >>> queue = jstep.FIFOQueue(capacity=10)
+        >>> runner = jstep.QueueRunner(queue, [lambda: queue.enqueue("a"), lambda: queue.enqueue("b")])
+        >>> jstep.add_queue_runner(runner, collection="letters")
+        >>> coord = jstep.Coordinator()
+        >>> threads = jstep.start_queue_runners(coord, collection="letters")
+        >>> len(threads)
+        2
+        >>> coord.request_stop()
+        >>> coord.join()
+    """
+    if not isinstance(qr, QueueRunner):
+        raise TypeError(f"qr={shown(qr)}: must be a QueueRunner, got {kind(qr)}")
+    with _collections_lock:
+        runners = _open_runners(collection)
+        if qr not in runners:
+            runners.append(qr)
+
+
+def start_queue_runners(
+    coord: Coordinator | None = None,
+    daemon: bool = True,
+    start: bool = True,
+    collection: str = QUEUE_RUNNERS,
+) -> list[threading.Thread]:
+    """Start the runners of a collection, except those that are running.
+
+    Args:
+        coord: The Coordinator that the threads report to and stop with.
+        daemon: Whether the process may exit while the threads run.
+        start: Whether to start the threads, or only to create them.
+        collection: The name of the collection.
+
+    Returns:
+        All created threads.
+
+    Raises:
+        TypeError: `coord` is not a Coordinator, `collection` is not a string, or another argument is not a bool.
+
+    Example:
+        >>> import jstep
+        >>> queue, numbers = jstep.FIFOQueue(capacity=10), iter(range(5))
+        >>> jstep.add_queue_runner(jstep.QueueRunner(queue, [lambda: queue.enqueue(next(numbers))]))
+        >>> threads = jstep.start_queue_runners()
+        >>> print(queue.dequeue_many(5))
+        [0 1 2 3 4]
+    """
+    _check_coordinator(coord)
+    daemon, start = as_bool(daemon, "daemon"), as_bool(start, "start")
+    with _collections_lock:
+        runners = list(_open_runners(collection))
+    if not runners:
+        log.warning("start_queue_runners: there are no queue runners in the collection %r.", collection)
+    idle = [qr for qr in runners if not qr.is_running()]
+    threads = [thread for qr in idle for thread in qr.create_threads(coord, daemon=daemon)]
+    if start:
+        for thread in threads:
+            thread.start()
+    return threads
+
+
+def _check_coordinator(coord: Any) -> None:
+    if not (coord is None or isinstance(coord, Coordinator)):
+        raise TypeError(f"coord={shown(coord)}: must be a Coordinator or None, got {kind(coord)}")
+
+
+def _open_runners(collection: Any) -> list[QueueRunner]:
+    collection = as_text(collection, "collection")
+    runners = _collections.setdefault(collection, [])
+    runners[:] = [qr for qr in runners if not qr.queue.is_closed()]
+    return runners
