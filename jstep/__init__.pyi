@@ -42,7 +42,7 @@ from jstep.differentiate.microbatches import AggregationMethod as AggregationMet
 
 # Gradients and clipping: the others.
 from jstep.differentiate.clipping import layer_norms as layer_norms
-from jstep.differentiate.gradients import lookup as lookup
+from jstep.differentiate.lookup import lookup as lookup
 from jstep.differentiate.gradients import map_gradients as map_gradients
 
 # Optimizers: those of TensorFlow 1, `AdamOptimizer` as `adam`.

@@ -1,0 +1,131 @@
+"""Embedding lookup with sparse gradients."""
+
+import contextvars
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jstep.core import meshes, trees
+from jstep.core.checks import kind
+from jstep.core.indexed_slices import IndexedSlices
+from jstep.core.trees import Array
+
+
+class Tables:
+    """The tables available for lookups while the gradient of a loss is traced, and the gradients of their rows.
+
+    Args:
+        leaves: The tables, and other leaves that are differentiated. The caller keeps them alive while lookups are
+            made, so that their ids stay unique; they are not kept here, because they are tracers.
+    """
+
+    def __init__(self, leaves: list[Array]) -> None:
+        self._shapes = [leaf.shape for leaf in leaves]
+        self._indices = {id(leaf): i for i, leaf in enumerate(leaves)}
+        self._trace = get_opaque_trace_state()
+        self._taken: list[tuple[int, Array, Array]] = []
+
+    def index_of(self, table: Any) -> int | None:
+        """Return the index of a table among the leaves; None for anything else, and under another transformation."""
+        return self._indices.get(id(table)) if get_opaque_trace_state() == self._trace else None
+
+    def rows(self, place: int, table: Array, ids: Array) -> Array:
+        """Return the rows; their gradient is recorded here and does not reach the table."""
+
+        def forward(table: Array, ids: Array) -> tuple[Array, Array]:
+            return _rows(table, ids), ids
+
+        def backward(ids: Array, gradient: Array) -> tuple[None, None]:
+            self._taken.append((place, ids, gradient))
+            return None, None
+
+        rows = jax.custom_vjp(_rows)
+        rows.defvjp(forward, backward)
+        return rows(table, ids)
+
+    def gradient(self, place: int, dense: Array | None) -> Any:
+        """Return the gradient of a leaf: the sum over all its lookups and its other uses in the loss."""
+        taken = [(ids, gradient) for at, ids, gradient in self._taken if at == place]
+        if not taken:
+            return dense
+        return meshes.without_explicit_axes(
+            functools.partial(_joined, self._shapes[place]), taken, dense, place=meshes.sharded_like(dense)
+        )
+
+
+TABLES: contextvars.ContextVar[Tables | None] = contextvars.ContextVar("jstep_tables", default=None)
+"""The tables available for lookups, while a loss is traced; None elsewhere."""
+
+
+def lookup(table: Any, ids: Any) -> Array:
+    """Return rows of a table, `table[ids]`, with an `IndexedSlices` of those rows as gradient.
+
+    In `compute_gradients` and `minimize`, the cost of an update then depends on the number of rows, not on the size of
+    the table. Several lookups of one table are combined. The gradient is dense if the loss also uses the table in
+    another way, or looks it up inside scan, vmap, cond, remat or a nested jit. Elsewhere, such as under `jax.grad`,
+    lookup is plain indexing.
+
+    Args:
+        table: A leaf of params, exactly as passed to the loss, of shape (rows, …).
+        ids: Integers of any shape.
+
+    Returns:
+        The rows, of shape (*ids.shape, …).
+
+    Raises:
+        TypeError: `ids` are not integers, or `table` is not an array.
+        ValueError: `table` has no rows.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.adagrad(0.1)
+        >>> state = jstep.TrainState.create({"words": jnp.ones((1000, 2))}, optimizer)
+        >>> f = jstep.compute_gradients(lambda p, ids: jnp.sum(jstep.lookup(p["words"], ids)))
+        >>> loss, grads = f(state.params, jnp.array([3, 5]))
+        >>> print(grads["words"].indices, grads["words"].values.shape)
+        [3 5] (2, 2)
+
+    Source: `tf.nn.embedding_lookup`, whose gradient is a `tf.IndexedSlices`.
+    """
+    if not trees.is_array(table) and hasattr(table, "__jax_array__"):
+        table = table.__jax_array__()  # a boxed variable of Flax NNX
+    if not (trees.is_array(table) or isinstance(table, list | tuple)):
+        raise TypeError(f"table: must be an array of rows, got {kind(table)}")
+    found = TABLES.get()
+    place = None if found is None else found.index_of(table)
+    table, ids = jnp.asarray(table), jnp.asarray(ids)
+    if table.ndim == 0:
+        raise ValueError("table: must have rows, got a scalar")
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"ids: must be integers, got dtype {ids.dtype}")
+    if found is None or place is None:
+        return _rows(table, ids)
+    concrete = trees.concrete(ids)
+    if concrete is not None and concrete.size and not (-len(table) <= concrete.min() and concrete.max() < len(table)):
+        bad = concrete[(concrete < -len(table)) | (concrete >= len(table))].ravel()[0]
+        raise ValueError(f"ids: {bad} is out of range for a table of {len(table)} rows")
+    return found.rows(place, table, ids)
+
+
+def _joined(shape: tuple[int, ...], taken: list[tuple[Array, Array]], dense: Array | None) -> Any:
+    indices = jnp.concatenate([jnp.reshape(ids, (-1,)).astype(trees.default_int()) for ids, _ in taken])
+    values = jnp.concatenate([jnp.reshape(gradient, (-1, *shape[1:])) for _, gradient in taken])
+    slices = IndexedSlices(values, jnp.where(indices < 0, indices + shape[0], indices), shape)
+    return slices if dense is None else dense + slices.to_dense().astype(dense.dtype)
+
+
+def _rows(table: Array, ids: Array) -> Array:
+    """Return `table[ids]`; on Explicit axes the result is sharded like the ids and, within rows, like the table."""
+    mesh = meshes.explicit_mesh((table, ids))
+    if mesh is None:
+        return table[ids]
+    of_ids = meshes.dims_of(meshes.spec_of(ids))
+    used = {name for axis in of_ids for name in meshes.mesh_axes_of(axis)}
+    of_row = [
+        None if used & set(meshes.mesh_axes_of(axis)) else axis for axis in meshes.dims_of(meshes.spec_of(table))[1:]
+    ]
+    return table.at[ids].get(out_sharding=NamedSharding(mesh, PartitionSpec(*of_ids, *of_row)))  # also under no mesh
