@@ -1,30 +1,27 @@
-"""Lanes: a batch in L parts, sums in one binary tree, and functions with the same bits on any number of devices."""
+"""Lanes: a batch in L parts, each computed by one device with the same program, and sums in one binary tree.
 
-import collections
+The bits of a sum depend on L alone, not on the number n of devices, which divides L: each device computes L/n lanes
+one after the other and adds them in its part of the tree; these sums are exchanged and added in the rest of the tree.
+"""
+
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jstep.core import jaxprs, meshes, trees
 from jstep.core.checks import as_int
 from jstep.core.exceptions import explain_jax, setting
-from jstep.core.jaxprs import ELEMENTWISE, Operation, Subprogram
+from jstep.core.jaxprs import Operation
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh, without_explicit_axes
-from jstep.core.placement import SHARDINGS, on_devices, shardings_of
+from jstep.core.placement import SHARDINGS, shardings_of
 from jstep.core.trees import Array, shape_of
 from jstep.differentiate.microbatches import specs_of_rows
-
-# Lanes: a batch in L parts, each computed by one device with the same program, and sums in one binary tree.
-#
-# The bits of a sum depend on L alone, not on the number n of devices, which divides L: each device computes L/n lanes
-# one after the other and adds them in its part of the tree; these sums are exchanged and added in the rest of the tree.
 
 SMALL = 2**14
 """Arrays with fewer elements are exchanged together."""
@@ -354,187 +351,3 @@ def traced_lane(lanes: Lanes, part: Callable[..., Any], blocks: Any, args: tuple
         del error  # breaks the reference cycle with this frame, which its traceback holds
     assert found is not None
     return found
-
-
-# Evaluation of a function with the same bits on any number of devices, for lanes.
-#
-# The function is traced. Elementwise operations stay sharded, sums over whole arrays are made over L blocks in the tree
-# of the lanes, and whatever else combines the elements of an array is computed by every device on whole arrays. What is
-# computed together is compiled apart from the rest, so that the roundings do not depend on what else is in the program.
-
-_MOVES = "bitcast_convert_type broadcast_in_dim expand_dims reshape rev slice squeeze transpose"
-_EXACT = "add_any argmax argmin atan2 complex conj erfc imag lgamma real reduce_max reduce_min"
-ON_PARTS = ELEMENTWISE.union(_MOVES.split(), _EXACT.split())
-"""Operations on floats whose results XLA does not round differently if it splits their arrays."""
-
-PARTS, SUM, WHOLE, APART = "parts", "sum", "whole", "apart"
-"""The ways to compute an operation: on the parts of its arrays; a sum of a whole array, over blocks; by every device on
-whole arrays; and one that contains such operations, or is in lanes already."""
-
-
-def alike(lanes: Lanes | None, fn: Callable[..., Any], *args: Any) -> Any:
-    """Return `fn(*args)`; with lanes, its bits are the same on any number of devices.
-
-    Args:
-        lanes: The lanes; None to just call the function.
-        fn: A function of trees.
-        *args: Its arguments, in any memory; its results are in device memory.
-    """
-    if lanes is None:
-        return fn(*args)
-    arrays, filled = trees.arrays_of(args)
-    made: list[Any] = []
-
-    def of_arrays(arrays: list[Array]) -> list[Array]:
-        found, rebuilt = trees.arrays_of(fn(*filled(arrays)))
-        made.append(rebuilt)
-        return found
-
-    arrays = on_devices(arrays)
-    program, _ = traced(lanes, of_arrays, arrays)
-    # Data that XLA cannot know: constants are not traced.
-    known = [x for x in arrays if x.size and not trees.is_key(x)]
-    witness = min(known, key=lambda x: (not trees.is_traced(x), x.size))
-    return made[-1](_evaluated(lanes, jaxprs.body_of(program), arrays, witness))
-
-
-def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness: Array) -> list[Array]:
-    program, _ = traced(lanes, lambda values: jaxprs.evaluate(body, values, _inlined), list(values))
-    jaxpr = program.jaxpr
-    users = {atom: {-1} for atom in jaxprs.variables(jaxpr.outvars)}
-    operations: list[Operation] = []
-    for one in reversed(jaxprs.body_of(program).operations):
-        if one.eqn.effects or any(atom in users for atom in one.eqn.outvars):  # it is needed
-            operations.insert(0, one)
-            for atom in jaxprs.variables(one.eqn.invars):
-                users.setdefault(atom, set()).add(one.number)
-    # Operations without operands, such as zeros, are computed where they are used.
-    free = {atom: one.eqn for one in operations if not jaxprs.variables(one.eqn.invars) for atom in one.eqn.outvars}
-    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *values], strict=True))
-
-    def read(atom: Any) -> Any:
-        if isinstance(atom, core.Literal):
-            return atom.val
-        return env[atom] if atom in env else jax.core.eval_jaxpr(jaxprs.part_of(jaxpr, [], [atom], [free[atom]]), ())[0]
-
-    def together(call: Callable[..., list[Array]], some: Sequence[Operation]) -> None:
-        """Compute operations as one program, of which the others see only what they use."""
-        made = dict.fromkeys(atom for one in some for atom in one.eqn.outvars)
-        used = dict.fromkeys(atom for one in some for atom in jaxprs.variables(one.eqn.invars))
-        given = [atom for atom in used if atom not in made and atom not in free]
-        numbers = {one.number for one in some}
-        kept = [atom for atom in made if users.get(atom, numbers) - numbers]
-        first = {id(free[atom]): free[atom] for atom in used if atom in free}
-        eqns = [*first.values(), *(one.eqn for one in some)]
-        compute = functools.partial(jax.core.eval_jaxpr, jaxprs.part_of(jaxpr, given, kept, eqns), ())
-        env.update(zip(kept, call(compute, [env[atom] for atom in given], [atom.aval for atom in kept]), strict=True))
-
-    def on_parts(fn: Any, args: list[Array], shapes: Any) -> list[Array]:
-        return list(map(lanes.placed, isolated(fn, list(map(lanes.placed, args)), shapes, witness)))
-
-    def on_blocks(fn: Any, args: list[Array], shapes: Any) -> list[Array]:
-        dims: Any = [_dim_of_blocks(lanes.number, x.shape) for x in args]
-        return list(sum_over_lanes(lanes, lambda i, _, blocks: fn(*blocks), [], args, dims, witness))
-
-    def on_whole_arrays(fn: Any, args: list[Array], shapes: Any) -> list[Array]:
-        everywhere = PartitionSpec()
-        run = lanes.spread(lambda args, witness: isolated(fn, args, shapes, witness), everywhere, everywhere)
-        return list(run(args, witness))
-
-    for level in _levels(lanes.number, [one for one in operations if jaxprs.variables(one.eqn.invars)]):
-        if level[PARTS]:
-            together(on_parts, level[PARTS])
-        if level[SUM]:
-            together(on_blocks, level[SUM])
-        for some in _connected(level[WHOLE]):
-            together(on_whole_arrays, some)
-        for one in level[APART]:
-            results = _apart(lanes, one, list(map(read, one.eqn.invars)), witness)
-            env.update(zip(one.eqn.outvars, results, strict=True))
-    return list(map(read, jaxpr.outvars))
-
-
-def _inlined(operation: Operation, values: list[Any]) -> Sequence[Any]:
-    """Apply an operation; a call that is not all on parts, operation by operation."""
-    if operation.kind == "call" and not is_in_lanes(operation) and _way(1, operation) != PARTS:
-        return jaxprs.evaluate(operation.bodies[0], values, _inlined)
-    return jaxprs.apply(operation, values)
-
-
-def _levels(number: int, operations: Sequence[Operation]) -> Iterator[dict[str, list[Operation]]]:
-    """Group operations by way: within a level, those on parts come first, then sums, then the others.
-
-    What every device has computed on whole arrays stays there, as long as the next operation needs nothing else.
-    """
-    levels: dict[int, dict[str, list[Operation]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    ready: dict[Any, int] = collections.defaultdict(int)  # the level in which a value is known
-    inside: dict[Any, int] = {}  # the level in which every device has computed it, as a whole
-    for operation in operations:
-        given = jaxprs.variables(operation.eqn.invars)
-        arrays = [atom for atom in given if atom.aval.shape]
-        way = _way(number, operation)
-        if way in (PARTS, SUM) and arrays and all(atom in inside for atom in arrays):
-            way = WHOLE
-        at = max(inside.get(atom, ready[atom]) if way == WHOLE else ready[atom] for atom in given)
-        levels[at][way].append(operation)
-        for atom in operation.eqn.outvars:
-            ready[atom] = at + (way != PARTS)
-            if way == WHOLE:
-                inside[atom] = at
-    return (levels[at] for at in sorted(levels))
-
-
-def _way(number: int, operation: Operation) -> str:
-    """The way to compute an operation with this number of lanes."""
-    eqn = operation.eqn
-    if is_in_lanes(operation):
-        return APART
-    if operation.kind in ("call", "cond"):
-        ways = {_way(number, one) for body in operation.bodies for one in body.operations}
-        return PARTS if ways <= {PARTS} else WHOLE if operation.is_of_platforms else APART  # XLA must see one branch
-    if operation.bodies:
-        return APART if any(map(is_in_lanes, jaxprs.inside(operation))) else WHOLE
-    if operation.name in ON_PARTS or not any(map(_is_inexact, [*eqn.invars, *eqn.outvars])):
-        return PARTS
-    is_sum = operation.name == "reduce_sum" and not eqn.outvars[0].aval.shape
-    return SUM if is_sum and _dim_of_blocks(number, eqn.invars[0].aval.shape) is not None else WHOLE
-
-
-def _is_inexact(atom: Any) -> bool:
-    dtype = getattr(atom.aval, "dtype", None)
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
-
-
-def _dim_of_blocks(number: int, shape: Sequence[int]) -> int | None:
-    """The dimension along which an array is cut into blocks for its sum; None if their number divides none."""
-    fitting = [dim for dim, size in enumerate(shape) if size and size % number == 0]
-    return max(fitting, key=lambda dim: (shape[dim], -dim), default=None)
-
-
-def _connected(operations: Sequence[Operation]) -> list[list[Operation]]:
-    """Group operations that use each other's results, so that not all arrays have to be whole at the same time."""
-    group_of: dict[Any, list[Operation]] = {}
-    for operation in operations:
-        used = [group_of[atom] for atom in jaxprs.variables(operation.eqn.invars) if atom in group_of]
-        first, *others = {id(group): group for group in used}.values() or [[]]
-        added = [operation, *(one for group in others for one in group)]
-        first.extend(added)
-        group_of.update((atom, first) for one in added for atom in one.eqn.outvars)
-    groups = {id(group): group for group in group_of.values()}.values()
-    return [sorted(group, key=lambda one: one.number) for group in groups]
-
-
-def _apart(lanes: Lanes, operation: Operation, values: Sequence[Any], witness: Array) -> Sequence[Any]:
-    """Evaluate the programs of a condition or a loop in the same way; apply what is in lanes already."""
-
-    def run(i: int, *values: Any) -> list[Array]:
-        return _evaluated(lanes, operation.bodies[i], list(map(jnp.asarray, values)), witness)
-
-    if operation.kind == "cond":
-        branches = [functools.partial(run, i) for i in range(len(operation.bodies))]
-        return list(jax.lax.switch(values[0], branches, *values[1:]))
-    if operation.kind == "while":
-        of_test, of_body = operation.counts
-        test, body, start = values[:of_test], values[of_test : of_test + of_body], values[of_test + of_body :]
-        return jax.lax.while_loop(lambda now: run(0, *test, *now)[0], lambda now: run(1, *body, *now), list(start))
-    return jaxprs.apply(operation, values)

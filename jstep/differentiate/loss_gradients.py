@@ -23,11 +23,12 @@ from jstep.differentiate import microbatches
 from jstep.differentiate.deferred_reduction import reduced_once, zeros_of_gradient
 from jstep.differentiate.gradient_noise import Squares, squared_norm
 from jstep.differentiate.lane_state import Merge, merged, merges_of, summand
-from jstep.differentiate.lanes import Lanes, alike, as_lanes, of_each_lane, on_lanes, sum_over_lanes
+from jstep.differentiate.lanes import Lanes, as_lanes, of_each_lane, on_lanes, sum_over_lanes
 from jstep.differentiate.lookup import TABLES, Tables
 from jstep.differentiate.loss_outputs import outputs_of
 from jstep.differentiate.loss_summaries import COLLECTORS, SUMMARIES, Collector
 from jstep.differentiate.microbatches import AggregationMethod, Part
+from jstep.differentiate.same_bits import alike
 from jstep.differentiate.sharpness import checked_radius, checked_sharpness, perturbed
 
 GATE_NONE = 0

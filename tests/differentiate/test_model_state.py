@@ -12,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jstep
 from jstep.core.jaxprs import body_of
 from jstep.differentiate.lane_state import Merge, merges_of
-from jstep.differentiate.lanes import Lanes, _way, alike, traced
+from jstep.differentiate.lanes import Lanes, traced
+from jstep.differentiate.same_bits import _way, alike
 
 X = jnp.arange(32.0).reshape(16, 2) / 32
 LABELS = jnp.arange(16) % 3
