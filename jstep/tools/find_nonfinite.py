@@ -11,18 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jstep.core import trees
+from jstep.core import jaxprs, trees
 from jstep.core.checks import as_function, listed
-from jstep.core.jaxprs import (
-    Operation,
-    Subprogram,
-    body_of,
-    frames_of,
-    is_differentiated,
-    path_to,
-    shard_counts,
-    with_consts_as_arguments,
-)
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.state.global_step import global_step
@@ -150,7 +140,7 @@ def _first(step: Callable[..., Any], args: tuple[Any, ...]) -> NonFinite | None:
 
 def _found(closed: Any, args: list[Any]) -> NonFinite | None:
     # Constants become arguments, so that large ones are not compiled into the program.
-    body = body_of(with_consts_as_arguments(closed))
+    body = jaxprs.body_of(jaxprs.with_consts_as_arguments(closed))
     values, depends = [*closed.consts, *args], [False] * len(closed.consts) + [True] * len(args)
     position, reaches = first_made(body, values, depends)
     constant = None
@@ -159,12 +149,12 @@ def _found(closed: Any, args: list[Any]) -> NonFinite | None:
     if position is None:
         return None if constant is None else NonFinite("", "unknown", "", (), (), True, constant)
     inputs, outputs = Ranges(body, position).run(values, depends)
-    chain = path_to(body, number_of(position))
+    chain = jaxprs.path_to(body, number_of(position))
     operation = chain[-1][1]
     eqns = [one.eqn for _, one in reversed(chain)]
     source = line_of(eqns, [one.eqn for one in chain[-1][0].operations if one.number > operation.number])
     where = ", ".join(_entered(one, inner, position) for (_, one), (inner, _) in itertools.pairwise(chain))
-    differentiated = any(map(is_differentiated, eqns))
+    differentiated = any(map(jaxprs.is_differentiated, eqns))
     return NonFinite(operation.name, source, where, inputs, outputs, reaches, constant, differentiated)
 
 
@@ -224,7 +214,7 @@ def line_of(eqns: Sequence[Any], later: Sequence[Any]) -> str:
 def _line(eqns: Sequence[Any]) -> str | None:
     fallback = None
     for eqn in eqns:
-        for frame in frames_of(eqn):
+        for frame in jaxprs.frames_of(eqn):
             file = os.path.realpath(frame.file_name)
             if not frame.file_name or frame.file_name.startswith("<frozen") or file.startswith(_JAX):
                 continue
@@ -241,12 +231,12 @@ def _text(frame: Any) -> str:
     return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({name})"
 
 
-def _entered(operation: Operation, inner: Subprogram, position: np.ndarray[Any, Any]) -> str:
+def _entered(operation: jaxprs.Operation, inner: jaxprs.Subprogram, position: np.ndarray[Any, Any]) -> str:
     name, options = operation.name, operation.options
     if operation.kind == "cond":
         return f"cond {inner.label}"
     if operation.kind == "shard_map":
-        counts = shard_counts(operation)
+        counts = jaxprs.shard_counts(operation)
         place = np.unravel_index(position[-1], tuple(counts.values()))
         return f"shard_map ({', '.join(f'{name} {i}' for name, i in zip(counts, place, strict=True))})"
     if operation.kind in ("scan", "while"):
