@@ -214,7 +214,7 @@ from jstep.evaluating.evaluator import evaluator as evaluator
 from jstep.evaluating.keep_best import KeepBest as KeepBest
 
 # Checkpoints and weights: those of TensorFlow 1, by its names.
-from jstep.checkpoint.checkpoints_iterator import checkpoints_iterator as checkpoints_iterator
+from jstep.checkpoint.names import checkpoints_iterator as checkpoints_iterator
 from jstep.checkpoint.names import latest_checkpoint as latest_checkpoint
 from jstep.checkpoint.saver import Saver as Saver
 

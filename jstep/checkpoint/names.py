@@ -1,12 +1,17 @@
-"""Names of checkpoints: their directories and prefixes, the newest one, and the store that has them."""
+"""Names of checkpoints: the newest one of a directory, new ones as they are written, and the store that has them."""
 
+import contextlib
+import math
 import os
+import time
+from collections.abc import Iterator
 from typing import Any
 
 from jstep.checkpoint import listing
 from jstep.checkpoint.directory import DirectoryStore
+from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.store import Store
-from jstep.core.checks import as_int, as_text, shown
+from jstep.core.checks import as_int, as_number, as_text, shown
 from jstep.stores.urls import absolute, is_url, location
 
 _LONGEST = 180  # file names have at most 255 bytes; the step and temporary suffixes take some of them
@@ -41,6 +46,103 @@ def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = No
     """
     prefix = None if prefix is None else checked_prefix(prefix)
     return next((path for _, path in open_store(checked_directory(directory)).newest_first(prefix)), None)
+
+
+_WAIT, _END = -1, -2
+"""What the first process found, in place of a step."""
+
+
+def checkpoints_iterator(
+    directory: str | os.PathLike[str],
+    *,
+    prefix: str = "model",
+    timeout: float | None = None,
+    min_interval_secs: float = 0.0,
+) -> Iterator[int]:
+    """Iterate over the steps of new checkpoints as they become complete, for an evaluator in another process.
+
+    Each time, the newest checkpoint is returned if its step is higher than the one before, beginning with the newest
+    that is there: steps only grow, and older ones are skipped. After a rewind (newer checkpoints were deleted, and the
+    run resumed from an older one) the next step is one above those before the rewind. Passing checkpoints, which a run
+    has saved by itself, are skipped: the next one replaces them, perhaps before they are read.
+
+    Args:
+        directory: The directory of the checkpoints, a path or a URL. A missing directory counts as an empty one.
+        prefix: The prefix of the checkpoint names.
+        timeout: The seconds without a new checkpoint after which the iterator ends; 0 to return what is there and
+            not wait; None to wait forever.
+        min_interval_secs: The minimum seconds from one step to the next.
+
+    Returns:
+        An iterator of steps, for `Saver.restore(target, step)`. While it waits, it looks once per second, or every 10
+        seconds at a URL. On several processes of a JAX program, all of them get the steps that the first one finds.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: timeout or min_interval_secs is negative or not finite, or prefix is invalid.
+        OSError: The directory cannot be read.
+
+    Example:
+        >>> import tempfile, jstep
+        >>> directory = tempfile.mkdtemp()
+        >>> optimizer = jstep.gradient_descent(0.1)
+        >>> with jstep.Saver(directory) as saver:
+        ...     for step in (10, 20):
+        ...         _ = saver.save(jstep.TrainState.create({"w": 1.0}, optimizer, global_step=step))
+        >>> list(jstep.checkpoints_iterator(directory, timeout=0))
+        [20]
+
+    Source: `tf.train.checkpoints_iterator`.
+    """
+    found = checked_directory(directory)
+    name = checked_prefix(prefix)
+    seconds = math.inf if timeout is None else as_number(timeout, "timeout", low=0.0, meaning="None waits forever")
+    interval = as_number(min_interval_secs, "min_interval_secs", low=0.0)
+    return _steps(open_store(found), name, seconds, interval)
+
+
+def _steps(store: Store, prefix: str, timeout: float, interval: float) -> Iterator[int]:
+    step = _WAIT
+    while (step := _next(store, prefix, step, timeout)) != _END:
+        at = time.monotonic()
+        yield step
+        time.sleep(max(at + interval - time.monotonic(), 0.0))
+
+
+def _newest_kept(store: Store, prefix: str, above: int) -> int:
+    """Return the newest step above another one that is not passing."""
+    for step, path in store.newest_first(prefix):
+        if step <= above:
+            break
+        with contextlib.suppress(CheckpointError, OSError):  # it was replaced meanwhile
+            if not store.manifest(path).passing:
+                return step
+    return _WAIT
+
+
+def _next(store: Store, prefix: str, above: int, timeout: float) -> int:
+    """Wait for a step above another one, or for the end; the same on all processes."""
+    import jax  # not at the top: listing a directory of checkpoints does not need JAX
+
+    from jstep.distributed import processes
+
+    # Asking for the number of processes would start the backends, which a program that only watches does not need.
+    is_distributed = jax.distributed.is_initialized() and jax.process_count() > 1
+    deadline = time.monotonic() + timeout
+    first = not is_distributed or jax.process_index() == 0
+
+    def look() -> int:
+        newest = _newest_kept(store, prefix, above) if first else _WAIT
+        return newest if newest > above else _END if time.monotonic() >= deadline else _WAIT
+
+    problem = f"{store.directory}: cannot be read: see the error of process 0"
+    while True:
+        found = processes.on_all_processes(look, problem, OSError) if is_distributed else look()
+        if is_distributed:
+            (found,) = processes.broadcast_ints(found)
+        if found != _WAIT:
+            return found
+        time.sleep(min(store.poll_secs, max(deadline - time.monotonic(), 0.0)))
 
 
 def open_store(directory: str, prefix: str | None = None) -> Store:

@@ -6,14 +6,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
 from jstep.checkpoint import names as naming
-from jstep.checkpoint.compression import is_worthwhile
 from jstep.checkpoint.leaf_records import named_leaves, to_stored
 from jstep.checkpoint.left_out_leaves import left_out_indices, started_slots
 from jstep.checkpoint.listing import name
@@ -26,7 +26,7 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, as_int, as_number, kind
 from jstep.core.exceptions import note, scoped
 from jstep.core.meshes import internal_transfers
-from jstep.core.placement import refuse_compile_only
+from jstep.core.placement import is_on_cpus, refuse_compile_only
 from jstep.core.selection import VarList, check_form
 from jstep.distributed import processes
 from jstep.optimizers.averages import as_average_names
@@ -561,3 +561,27 @@ def _step_of(state: Any, given: Any = None) -> int:
     if given is not None and as_int(given, "step", 0) != number:
         raise ValueError(f"step={given}: must be the state's global_step, {number}, which names its checkpoint")
     return number
+
+
+_ARRAYS = 64  # number of arrays to sample, of all sizes
+_SAMPLE = 1024  # bytes from the middle of each array
+_WORTH_IT = 0.6
+
+
+def is_worthwhile(arrays: Iterable[Any]) -> bool:
+    """Return whether compression about halves the bytes, by a sample that takes a millisecond or two.
+
+    Only arrays on the CPU are sampled. Always False on several processes, which would have to agree.
+    """
+    by_size = sorted(arrays, key=lambda array: int(array.nbytes))
+    looked_into = by_size[-1 :: -max(1, len(by_size) // _ARRAYS)]  # the largest among them
+    if jax.process_count() > 1 or not all(isinstance(array, np.ndarray) or is_on_cpus(array) for array in looked_into):
+        return False
+    before, after = 0, 0.0
+    for array in looked_into:
+        part = array if isinstance(array, np.ndarray) else np.asarray(array.addressable_shards[0].data)
+        start = part.size // 2
+        sample = part.ravel("K")[start : start + _SAMPLE // part.itemsize].tobytes()
+        before += array.nbytes
+        after += array.nbytes * min(1.0, len(zlib.compress(sample, 1)) / max(len(sample), 1))
+    return after < _WORTH_IT * before

@@ -14,11 +14,10 @@ from doubles import raising
 import jstep
 from jstep.checkpoint import slots, store
 from jstep.checkpoint.claims import owner_in
-from jstep.checkpoint.compression import is_worthwhile
 from jstep.checkpoint.directory import DirectoryStore, _lost
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.reading import COMPLETE, CORRUPTED, GONE, INTACT, UNUSABLE, Reader, condition
-from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.saver import Saver, is_worthwhile
 
 
 @pytest.mark.parametrize(
