@@ -96,3 +96,16 @@ def test_skips_and_held_hyperparameters_are_metrics() -> None:
     assert float(metrics["learning_rate"]) == 0.25
     _, metrics = jstep.scan_steps(step)(state, jnp.stack([X, X * jnp.nan]))
     np.testing.assert_array_equal(metrics["skipped"], [0, 1])
+
+
+@pytest.mark.parametrize(("gradient", "skipped"), [(1.0, 1.0), (1e30, 0.0)])
+def test_an_update_is_not_skipped_if_a_slot_outside_of_the_guard_overflowed(gradient: float, skipped: float) -> None:
+    """The update of "b" is finite, but not the sum of its squared gradients: a later update can't be right."""
+    optimizer = jstep.partition(
+        {"a": jstep.skip_nonfinite(jstep.gradient_descent(0.5)), "b": jstep.adagrad(0.5)}, lambda path, leaf: path
+    )
+    state = jstep.TrainState.create({"a": 1.0, "b": 1.0}, optimizer)
+    step = jstep.minimize(lambda params, x: params["a"] * x[0] + params["b"] * x[1], optimizer)
+    state, metrics = step(state, jnp.array([jnp.nan, gradient]))
+    assert np.all(np.isfinite(jax.tree.leaves(state.params)))
+    assert float(metrics["skipped"]) == skipped
