@@ -12,7 +12,7 @@ from hook_fakes import Writer, state_at
 
 import jstep
 from jstep.hooks import speed
-from jstep.loop import peaks
+from jstep.loop import utilization
 from jstep.loop.utilization import DispatchedSteps
 
 SIDE = 16
@@ -144,7 +144,7 @@ def test_flops_are_divided_among_devices():
 @contextlib.contextmanager
 def patched_peaks(monkeypatch, peak_flops_by_dtype):
     with monkeypatch.context() as patched:
-        patched.setattr(peaks, "PEAKS", {jax.devices()[0].device_kind: peak_flops_by_dtype})
+        patched.setattr(utilization, "PEAKS", {jax.devices()[0].device_kind: peak_flops_by_dtype})
         yield
 
 

@@ -6,7 +6,7 @@ import pytest
 from jax.experimental import pallas
 
 from jstep.core.jaxprs import Product, body_of
-from jstep.loop.peaks import PEAKS, peak_of
+from jstep.loop.utilization import PEAKS, peak_of
 from jstep.loop.work import work_of
 from jstep.tools.devices import GPUS, TPUS
 
