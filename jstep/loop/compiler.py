@@ -1,12 +1,13 @@
-"""Programs compiled in background threads: later ones of a run before they are due, and one that is due, apart."""
+"""Compilation: programs compiled in background threads, what each thread has compiled, and the times of a start."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
@@ -14,13 +15,15 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jstep.core.exceptions import scoped
 from jstep.core.meshes import dims_of
 from jstep.core.threads import MAKING, doing, in_background
 from jstep.core.trees import shape_of
-from jstep.loop.compile_counts import Compiled, compiled_here
 from jstep.loop.signals import StopWaiting
 
 _logger = logging.getLogger("jstep")
+
+# Programs compiled in background threads: later ones of a run before they are due, and one that is due, apart.
 
 _POLL_SECS = 0.1
 _MOST_AHEAD = 2
@@ -185,3 +188,120 @@ def stacked_shapes(tree: Any, steps: int) -> Any:
         return jax.ShapeDtypeStruct((steps, *one.shape), one.dtype, sharding=sharding)
 
     return jax.tree.map(leaf, tree)
+
+
+# Counts, by thread, of compiled programs, of cache hits, and of the seconds spent compiling.
+
+_local = threading.local()
+
+
+@dataclasses.dataclass(slots=True)
+class Compiled:
+    """The compilations of a thread so far.
+
+    Attributes:
+        programs: The number of programs that it has compiled or found in the persistent cache.
+        hits: The number of those that it has found.
+        seconds: The seconds that it has traced, lowered and compiled.
+        unfinished: When it last traced or lowered a program that it has not compiled since; 0 if there is none.
+        spans: The spans of time that `seconds` consists of.
+    """
+
+    programs: int = 0
+    hits: int = 0
+    seconds: float = 0.0
+    unfinished: float = 0.0
+    spans: deque[tuple[float, float]] = dataclasses.field(default_factory=lambda: deque(maxlen=1000))
+
+    def took(self, there: "Compiled") -> None:
+        """Count what another thread compiled for this one."""
+        self.programs += there.programs
+        self.hits += there.hits
+        self.seconds += there.seconds
+        self.unfinished = 0.0
+
+
+def compiled_here() -> Compiled:
+    """The record of this thread, which is kept up to date."""
+    found: Compiled | None = getattr(_local, "compiled", None)
+    if found is None:
+        found = _local.compiled = Compiled()
+    return found
+
+
+def _count_compilation(event: str, duration_secs: float, **_: str | int) -> None:
+    here = compiled_here()
+    if event.startswith("/jax/core/compile/"):
+        here.unfinished = now = time.perf_counter()
+        begin = now - duration_secs
+        while here.spans and here.spans[-1][0] >= begin:  # the nested spans, which JAX reports first
+            inner = here.spans.pop()
+            here.seconds -= inner[1] - inner[0]
+        here.spans.append((begin, now))
+        here.seconds += duration_secs
+    if event == "/jax/core/compile/backend_compile_duration":
+        here.programs += 1
+        here.unfinished = 0.0
+
+
+def _count_hit(event: str, **_: str | int) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        compiled_here().hits += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_compilation)
+jax.monitoring.register_event_listener(_count_hit)
+
+
+# The times of a start, in which restoring, compiling and the first batch overlap.
+
+
+@dataclasses.dataclass
+class StartTimes:
+    """The duration of each part of a start, in seconds; parts overlap.
+
+    Attributes:
+        began: When the start began.
+        parts: Name of the part → seconds.
+        is_cached: Whether the compiled programs were found in JAX's persistent cache.
+        is_logged: Whether the run logs lines, and `log` one of them.
+    """
+
+    began: float = dataclasses.field(default_factory=time.perf_counter)
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    is_cached: bool = False
+    is_logged: bool = False
+
+    def left(self, seconds: float) -> float:
+        """Return what is left of some seconds, counted from the begin of the start."""
+        return max(0.0, self.began + seconds - time.perf_counter())
+
+    @scoped
+    def part(self, name: str) -> Iterator[None]:
+        """Time a part."""
+        then = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - then
+
+    @scoped
+    def compiling(self) -> Iterator[None]:
+        """Time compilation, and record whether JAX's persistent cache had the programs."""
+        here = compiled_here()
+        hits, before = here.hits, here.programs
+        with self.part("compile"):
+            yield
+        if here.programs > before:
+            self.is_cached = here.programs - before <= here.hits - hits
+
+    def log(self) -> None:
+        """Log one line when the first step has been dispatched, if the run logs lines."""
+        names = ("devices", "restore", "compile", "first batch")
+        words = [
+            f"{name} {self.parts[name]:.1f}{' (cached)' if name == 'compile' and self.is_cached else ''}"
+            for name in names
+            if name in self.parts
+        ]
+        if words and self.is_logged:
+            _logger.info("first step after %.1f s: %s", time.perf_counter() - self.began, ", ".join(words))

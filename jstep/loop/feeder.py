@@ -17,9 +17,8 @@ from jstep.data.prefetch import Reader
 from jstep.distributed import processes
 from jstep.hooks.run_info import Call
 from jstep.loop.calls import AHEAD, CopiedBatches
-from jstep.loop.compiler import is_done
+from jstep.loop.compiler import StartTimes, is_done
 from jstep.loop.signals import StopSignals, StopWaiting
-from jstep.loop.start_times import StartTimes
 from jstep.queues.queues import until_end
 
 _SECOND, _SHARE = 1.0, 0.05

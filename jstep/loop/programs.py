@@ -25,8 +25,7 @@ from jstep.distributed import processes
 from jstep.hooks.metric_sums import NONE, Accumulate, MetricSums, skip_metric_of
 from jstep.hooks.run_info import Call
 from jstep.loop.calls import AUTO, AutoSteps, CopiedBatches, ProgramFor, make_calls, shapes_in
-from jstep.loop.compile_counts import compiled_here
-from jstep.loop.compiler import BackgroundCompiler, compile_apart, shapes_of, stacked_shapes, type_text
+from jstep.loop.compiler import BackgroundCompiler, compile_apart, compiled_here, shapes_of, stacked_shapes, type_text
 from jstep.loop.signals import StopWaiting
 from jstep.loop.stages import Stage, TrainSteps, made_stages
 from jstep.state.global_step import require_alive

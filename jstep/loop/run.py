@@ -17,12 +17,12 @@ from jstep.hooks.numbers import TransferQueue
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.run_info import BEGINNING, ENDING, RUNNING, Reports, RunInfo
 from jstep.loop.arguments import Options
+from jstep.loop.compiler import StartTimes
 from jstep.loop.feeder import BatchFeeder, FetchCounter
 from jstep.loop.in_flight import InFlight
 from jstep.loop.programs import Programs
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.stages import TrainSteps
-from jstep.loop.start_times import StartTimes
 from jstep.state.train_state import TrainState
 
 

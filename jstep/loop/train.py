@@ -21,6 +21,7 @@ from jstep.hooks.run_hook import RunHook
 from jstep.hooks.run_info import ENDING, RUNNING
 from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check
 from jstep.loop.card import Cards
+from jstep.loop.compiler import StartTimes
 from jstep.loop.feeder import fetched_by_all
 from jstep.loop.foresight import report_accumulated
 from jstep.loop.progress import Progress
@@ -30,7 +31,6 @@ from jstep.loop.signals import StopWaiting
 from jstep.loop.stages import stages_of
 from jstep.loop.stalls import StallWatch
 from jstep.loop.start import begin
-from jstep.loop.start_times import StartTimes
 from jstep.loop.stopping import exit_on_signal, leave_after_closing, leave_at_once, report_early_end, rescue
 from jstep.loop.timeline import TimelineRecorder
 from jstep.loop.utilization import Meters
