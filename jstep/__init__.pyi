@@ -184,9 +184,9 @@ from jstep.queues.queues import RandomShuffleQueue as RandomShuffleQueue
 
 # The training loop and its hooks: those of TensorFlow 1, by its names.
 from jstep.core.logs import log_every_n as log_every_n
+from jstep.hooks.at_steps import ProfilerHook as ProfilerHook
 from jstep.hooks.at_steps import StopAtStepHook as StopAtStepHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook as CheckpointSaverHook
-from jstep.hooks.profiler import ProfilerHook as ProfilerHook
 from jstep.hooks.report import SummarySaverHook as SummarySaverHook
 from jstep.hooks.speed import StepCounterHook as StepCounterHook
 from jstep.state.contents import NanLossDuringTrainingError as NanLossDuringTrainingError

@@ -21,8 +21,7 @@ from jstep.evaluating.evaluator import STOP_REQUESTED, CheckedEvaluation, Evalua
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Clock, Metrics, StopWith, check_hook_result, name_of
 from jstep.hooks.numbers import numbers_of, read, text
-from jstep.hooks.run_hook import OwnRun, RunHook, check_writer
-from jstep.hooks.run_info import RunInfo
+from jstep.hooks.run_hook import OwnRun, RunHook, RunInfo, check_writer
 from jstep.hooks.states import check_owners, get_states, key_of, set_states
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState

@@ -16,7 +16,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.selection import VarList, check_form
 from jstep.evaluating.callbacks import checked_metric, is_better, score
 from jstep.hooks.hook import step_of
-from jstep.hooks.run_info import RunInfo
+from jstep.hooks.run_hook import RunInfo
 from jstep.state.contents import StateContents, briefly
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import location, resolved

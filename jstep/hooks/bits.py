@@ -18,8 +18,7 @@ from jstep.distributed import processes
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Metrics
 from jstep.hooks.numbers import TransferQueue, transferred
-from jstep.hooks.run_hook import RunHook
-from jstep.hooks.run_info import Call, Repeated, RunCall
+from jstep.hooks.run_hook import Call, Repeated, RunCall, RunHook
 from jstep.state import fingerprint_logs as _log
 from jstep.state.fingerprint_logs import Difference
 from jstep.state.fingerprints import ByDevice, by_device, named_leaves

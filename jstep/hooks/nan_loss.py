@@ -12,8 +12,7 @@ from jstep.distributed import processes
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Metrics, name_of, step_of
 from jstep.hooks.metric_sums import GRAD_NORM, LOSS, BadStep, Interval
-from jstep.hooks.run_hook import RunHook
-from jstep.hooks.run_info import RunInfo
+from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.state.contents import NAN, NanLossDuringTrainingError, StateContents, briefly, in_words
 from jstep.state.train_state import TrainState
 

@@ -16,8 +16,7 @@ from jstep.core.logs import as_level
 from jstep.hooks.cadence import UNSET, Cadence, cadence
 from jstep.hooks.hook import Clock, Metrics
 from jstep.hooks.numbers import Pending, in_order, is_ready, names_of_arrays, read, scalars, text, transferred
-from jstep.hooks.run_hook import RunHook, check_writer
-from jstep.hooks.run_info import RunInfo
+from jstep.hooks.run_hook import RunHook, RunInfo, check_writer
 from jstep.hooks.speed import StepCounterHook, shown_share
 from jstep.state.train_state import TrainState
 

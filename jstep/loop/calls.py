@@ -16,7 +16,7 @@ from jstep.core.trees import arguments_of
 from jstep.data.batch_shardings import as_shardings
 from jstep.data.placement import placement
 from jstep.distributed import processes
-from jstep.hooks.run_info import Call
+from jstep.hooks.run_hook import Call
 
 CopiedBatches = Iterator[tuple[Any, Any]]
 """Batches that no other code writes to, each with the position after it."""

@@ -30,18 +30,10 @@ from jstep.core.trees import Held
 from jstep.data.from_state import StateBatches
 from jstep.data.replayed import ReplayedBatches
 from jstep.data.sequence import BatchSequence
-from jstep.hooks.card_differences import (
-    BEFORE_AND_NOW,
-    PLACES,
-    VERSION,
-    Changes,
-    changes,
-    differences,
-    is_whole,
-    starts_of,
-)
+from jstep.hooks import card_differences
+from jstep.hooks.card_differences import BEFORE_AND_NOW, Changes, differences
 from jstep.hooks.metric_sums import LOSS
-from jstep.hooks.run_info import Call
+from jstep.hooks.run_hook import Call
 from jstep.hooks.states import key_of
 from jstep.loop.arguments import Options
 from jstep.loop.compiler import shapes_of, type_text
@@ -95,7 +87,7 @@ def card(
     """
     lanes = {str(stage.first): lanes_of(stage.value) for stage in stages.stages()}
     return {
-        "card": VERSION,
+        "card": card_differences.VERSION,
         "step": step,
         "versions": _versions(),
         "environment": environment(),
@@ -249,7 +241,7 @@ def _arguments(options: Options) -> dict[str, Any]:
             found["hooks"] = [without_addresses(key_of(hook)) for hook in value]
         elif isinstance(value, Saver):
             found[field.name] = _without_login(value.directory)
-        elif field.name in PLACES:
+        elif field.name in card_differences.PLACES:
             is_place = not isinstance(value, bool | None)  # compile_cache=True
             found[field.name] = _without_login(os.fspath(value)) if is_place else value
         elif field.name == "batch_sharding":
@@ -452,13 +444,13 @@ class Cards(Observer):
         if timeline is None or not isinstance(start, str):
             return None
         try:
-            of_start = [one for one in starts_of(timeline.where, start) if one.id == start]
+            of_start = [one for one in card_differences.starts_of(timeline.where, start) if one.id == start]
             if not of_start:
                 return None
             before = of_start[-1].card
-            if is_whole(before) and before["programs"]:
+            if card_differences.is_whole(before) and before["programs"]:
                 # The past knows the batches and the lanes of the steps that were run, and nothing of later ones.
-                return changes(before, now, step, leave_out=("batches", "lanes"))
+                return card_differences.changes(before, now, step, leave_out=("batches", "lanes"))
             why = "it is torn, or of another version of jstep"
         except FileNotFoundError:  # the timeline was deleted
             return None

@@ -15,7 +15,7 @@ from jstep.data.placement import copied
 from jstep.data.positions import LivePosition
 from jstep.data.prefetch import Reader
 from jstep.distributed import processes
-from jstep.hooks.run_info import Call
+from jstep.hooks.run_hook import Call
 from jstep.loop.calls import AHEAD, CopiedBatches
 from jstep.loop.compiler import StartTimes, is_done
 from jstep.loop.signals import StopSignals, StopWaiting

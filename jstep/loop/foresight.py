@@ -14,7 +14,7 @@ from jstep.core.jaxprs import body_of, depend_on_calls
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.slot_roles import ACCUMULATED, FOLLOWS_STEP, FOLLOWS_UPDATES, abstractly, roles_in, roles_of
 from jstep.core.trees import Optimizer, Step
-from jstep.hooks.run_info import Call
+from jstep.hooks.run_hook import Call
 from jstep.loop.arguments import LARGEST_STEP
 from jstep.loop.compiler import shapes_of
 from jstep.loop.run import Run

@@ -23,7 +23,7 @@ from jstep.core.stopwatch import STARTING, Stopwatch
 from jstep.data.batch_shardings import mesh_without_batch
 from jstep.distributed import processes
 from jstep.hooks.metric_sums import NONE, Accumulate, MetricSums, skip_metric_of
-from jstep.hooks.run_info import Call
+from jstep.hooks.run_hook import Call
 from jstep.loop.calls import AUTO, AutoSteps, CopiedBatches, ProgramFor, make_calls, shapes_in
 from jstep.loop.compiler import BackgroundCompiler, compile_apart, compiled_here, shapes_of, stacked_shapes, type_text
 from jstep.loop.signals import StopWaiting

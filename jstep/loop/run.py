@@ -14,8 +14,7 @@ from jstep.hooks.hook import name_of
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.numbers import TransferQueue
-from jstep.hooks.run_hook import RunHook
-from jstep.hooks.run_info import BEGINNING, ENDING, RUNNING, Reports, RunInfo
+from jstep.hooks.run_hook import BEGINNING, ENDING, RUNNING, Reports, RunHook, RunInfo
 from jstep.loop.arguments import Options
 from jstep.loop.compiler import StartTimes
 from jstep.loop.feeder import BatchFeeder, FetchCounter

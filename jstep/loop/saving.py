@@ -38,7 +38,7 @@ from jstep.hooks.hook import Metrics, step_of
 from jstep.hooks.metric_sums import is_bad
 from jstep.hooks.nan_loss import nonfinite_params
 from jstep.hooks.numbers import host, read
-from jstep.hooks.run_info import Resumed
+from jstep.hooks.run_hook import Resumed
 from jstep.hooks.states import get_states, set_states
 from jstep.loop.arguments import MOST_SECS
 from jstep.loop.calls import AUTO

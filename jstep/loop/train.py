@@ -17,8 +17,7 @@ from jstep.data.batch_shardings import over_axes
 from jstep.data.loaders import check_batches
 from jstep.distributed import processes
 from jstep.hooks.hook import check_step
-from jstep.hooks.run_hook import RunHook
-from jstep.hooks.run_info import ENDING, RUNNING
+from jstep.hooks.run_hook import ENDING, RUNNING, RunHook
 from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check
 from jstep.loop.card import Cards
 from jstep.loop.compiler import StartTimes

@@ -14,7 +14,7 @@ import jax
 
 from jstep.core.jaxprs import Product, body_of, recomputes
 from jstep.core.placement import device_count, device_of
-from jstep.hooks.run_info import Call
+from jstep.hooks.run_hook import Call
 from jstep.loop.run import Observer, Run
 from jstep.loop.work import work_of
 from jstep.state.train_state import TrainState

@@ -24,7 +24,7 @@ from jstep.data.batch_shardings import over_axes
 from jstep.data.loaders import check_batches, owner_of, position_of, set_position, source_of
 from jstep.data.positions import saved_position
 from jstep.hooks.hook import check_step
-from jstep.hooks.run_info import LoopState
+from jstep.hooks.run_hook import LoopState
 from jstep.loop.arguments import as_steps_per_call, check, check_locations
 from jstep.loop.feeder import copied_batches
 from jstep.loop.programs import Programs

@@ -11,7 +11,7 @@ import pytest
 
 import jstep
 from jstep.checkpoint.listing import read_manifest
-from jstep.hooks.run_info import Resumed, RunInfo
+from jstep.hooks.run_hook import Resumed, RunInfo
 
 
 def state_at(step=0, rate=0.5):

@@ -13,7 +13,7 @@ from loop_runs import OPTIMIZER, make_state, train
 from waiting import wait_until
 
 import jstep
-from jstep.hooks.run_info import Call
+from jstep.hooks.run_hook import Call
 from jstep.loop import calls as calls_module
 from jstep.loop.calls import AHEAD, AutoSteps, most_steps
 from jstep.loop.programs import Programs

@@ -16,8 +16,7 @@ from doubles import raising
 from loop_runs import OPTIMIZER, make_state, train
 
 import jstep
-from jstep.hooks.run_hook import RunHook
-from jstep.hooks.run_info import ENDING
+from jstep.hooks.run_hook import ENDING, RunHook
 from jstep.loop.run import Run
 
 MAIN = Path(jstep.__file__).parent / "loop"
