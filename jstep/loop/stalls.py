@@ -23,20 +23,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jstep.core import threads
 from jstep.core.checks import as_number
 from jstep.core.stopwatch import EVALUATING, FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
-from jstep.core.threads import (
-    AGREEING,
-    AGREEING_ON_SHAPES,
-    MAKING,
-    TRACING,
-    WAITING_FOR_ROOM,
-    Thread,
-    doers,
-    done_by,
-    in_background,
-    taken,
-)
 from jstep.hooks.hook import Hook
 from jstep.hooks.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 from jstep.loop.run import Calling, Observer, Run
@@ -149,7 +138,10 @@ class StallWatch(Observer):
         where = run.options.where
         self._files = StallFiles(where, self._process, self._warn)
         self._has_files, self._is_shared = bool(where), bool(where) and self._processes > 1
-        self._over, self._thread = threading.Event(), Thread(target=self._watch, name="jstep-stalls", daemon=True)
+        self._over, self._thread = (
+            threading.Event(),
+            threads.Thread(target=self._watch, name="jstep-stalls", daemon=True),
+        )
         self._main: Wait | None = None
         self._device: Wait | None = None
         self._step, self._quiet = -1, 0.0  # how long this has been the step
@@ -270,12 +262,12 @@ class StallWatch(Observer):
     # What is waited for.
 
     def _of_main_thread(self) -> Wait:
-        now, step = done_by(self._ident), self.run.step
-        wait = self._of_run(is_tracing=TRACING in now)
-        if AGREEING not in now:
+        now, step = threads.done_by(self._ident), self.run.step
+        wait = self._of_run(is_tracing=threads.TRACING in now)
+        if threads.AGREEING not in now:
             return wait
         topic = f"what is due at step {step}" if wait.kind in (CALL, *_OF_HOST) else wait.what.removeprefix("in ")
-        if AGREEING_ON_SHAPES in now:
+        if threads.AGREEING_ON_SHAPES in now:
             topic = f"the new shapes of batch {step}"
         what = f"waiting for other processes to agree on {topic}"
         return Wait(WITH_OTHERS, what, (WITH_OTHERS, wait.key), WITH_OTHERS)
@@ -291,7 +283,7 @@ class StallWatch(Observer):
             return Wait(_SAVE, f"saving step {step}", (SAVING, step), SAVING)
         if calling is not None:
             if thing == (id(calling.hook), EVALUATING):
-                return Wait(_EVALUATION, f"in an evaluation at step {step}", (thing, step, taken[0]), thing)
+                return Wait(_EVALUATION, f"in an evaluation at step {step}", (thing, step, threads.taken[0]), thing)
             return Wait(_HOOK, f"in the hook {calling.name} at step {step}", (thing, step), thing)
         if run.is_over:
             return Wait(_CLOSE, f"closing after step {step}", _CLOSE, _CLOSE)
@@ -361,7 +353,7 @@ class StallWatch(Observer):
     def _place(self, wait: Wait) -> str:
         """The innermost line outside jstep and all libraries, or else outside jstep, or else of jstep."""
         frames, known = sys._current_frames(), {thread.ident for thread in threading.enumerate()}
-        makers = [i for i in doers(MAKING) if WAITING_FOR_ROOM not in done_by(i)]
+        makers = [i for i in threads.doers(threads.MAKING) if threads.WAITING_FOR_ROOM not in threads.done_by(i)]
         callbacks = [i for i in frames if i not in known]  # threads of XLA
         first = makers if wait.kind in (_BATCH, _COMPILE) else callbacks if wait.kind == CALL else []
         stacks = [frame for i in [*first, self._ident] for frame in _stack(frames.get(i), self._caller)]
@@ -371,14 +363,14 @@ class StallWatch(Observer):
 
     def _fields(self, wait: Wait, *, stall: bool = True, most: int = 12) -> dict[str, Any]:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        threads = {
+        stacks = {
             f"{names.get(i, '')} {i}": [_as_line(one) for one in _stack(frame)][:most]
             for i, frame in sys._current_frames().items()
         }
         return {
             "processes": self._processes, "step": self.run.step, "part": self.run.watch.current, "kind": wait.kind,
             "what": _short(wait), "since": time.time() - wait.age, "stall": stall,
-            "line": self._place(wait), "steps": wait.steps, "threads": threads,
+            "line": self._place(wait), "steps": wait.steps, "threads": stacks,
         }  # fmt: skip
 
     # The end.
@@ -436,4 +428,4 @@ def _say(text: str) -> None:
 
 def _in_time(fn: Callable[[], Any], seconds: float = 5.0) -> bool:
     """Call a function, but wait for it only so long: what hangs may hold a lock that it needs."""
-    return bool(futures.wait([in_background(fn, name="jstep-stall", daemon=True)], timeout=seconds).done)
+    return bool(futures.wait([threads.in_background(fn, name="jstep-stall", daemon=True)], timeout=seconds).done)

@@ -286,7 +286,7 @@ def test_a_watch_that_is_interrupted_as_it_starts_ends(monkeypatch):
             watches.append(self)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(stalls, "Thread", Interrupted)
+    monkeypatch.setattr(stalls.threads, "Thread", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         train()
     (watch,) = watches

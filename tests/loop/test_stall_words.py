@@ -94,12 +94,12 @@ def waits(**more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("what", waits())
 def test_what_is_waited_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stalls, "done_by", lambda ident: ())
+    monkeypatch.setattr(stalls.threads, "done_by", lambda ident: ())
     assert watch_of(waits()[what])._of_main_thread().what == what.partition(" #")[0]
 
 
 def test_tracing_is_compiling_unless_a_batch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stalls, "done_by", lambda ident: (TRACING,))
+    monkeypatch.setattr(stalls.threads, "done_by", lambda ident: (TRACING,))
     runs = waits()
     assert watch_of(runs["in a call of steps 5 to 6"])._of_main_thread().kind == "compile"
     assert watch_of(runs["waiting for batch 6"])._of_main_thread().kind == "batch"
@@ -117,13 +117,13 @@ def test_tracing_is_compiling_unless_a_batch_is_waited_for(monkeypatch: pytest.M
     ],
 )
 def test_what_processes_agree_on(what: str, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stalls, "done_by", lambda ident: (AGREEING,))
+    monkeypatch.setattr(stalls.threads, "done_by", lambda ident: (AGREEING,))
     wait = watch_of(waits()[what])._of_main_thread()
     assert (wait.kind, wait.thing, wait.what) == (
         *(stalls.WITH_OTHERS, stalls.WITH_OTHERS),
         f"waiting for other processes to agree on {topic}",
     )
-    monkeypatch.setattr(stalls, "done_by", lambda ident: (AGREEING, AGREEING_ON_SHAPES))
+    monkeypatch.setattr(stalls.threads, "done_by", lambda ident: (AGREEING, AGREEING_ON_SHAPES))
     assert watch_of(waits()[what])._of_main_thread().what.endswith("agree on the new shapes of batch 5")
 
 
