@@ -15,8 +15,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.hooks.hook import Metrics
 from jstep.hooks.numbers import host, is_number, is_numeric, is_ready, local, start_transfer
 from jstep.training.looped import TracedStep
-from jstep.training.metrics import Constants
-from jstep.training.optimizer_metrics import SKIPPED
+from jstep.training.metrics import SKIPPED, Constants
 
 LOSS, GRAD_NORM = "loss", "grad_norm"
 

@@ -22,7 +22,7 @@ from jstep.optimizers.averages import MOVED
 from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate
 from jstep.optimizers.nested import is_rated
 from jstep.state.train_state import TrainState
-from jstep.training.optimizer_metrics import values_used
+from jstep.training.metrics import values_used
 from jstep.training.step import PureStep, minimized, pure
 
 _logger = logging.getLogger("jstep")

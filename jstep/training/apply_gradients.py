@@ -28,7 +28,7 @@ from jstep.optimizers.partition import without_frozen
 from jstep.optimizers.updates import apply_in_order, moves
 from jstep.state.global_step import later_step, require_alive, step_of
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
-from jstep.training.optimizer_metrics import SKIPPED, became_nonfinite, skips
+from jstep.training.metrics import SKIPPED, became_nonfinite, skips
 
 
 @shortens_tracebacks

@@ -1,13 +1,26 @@
-"""The metrics of a step: those that its program computes, and constants, hyperparameters that are plain numbers."""
+"""The metrics of a step: constants beside those that its program computes, those of the optimizer, those requested."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import device_values
+from jstep.core import device_values, trees
+from jstep.core.calls import typed
+from jstep.core.checks import as_function, kind
+from jstep.core.exceptions import note
+from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, is_slices
+from jstep.core.meshes import Attempts
+from jstep.core.placement import on_devices
+from jstep.core.slot_roles import Role, Roles
+from jstep.core.trees import Array, Params, Slots, Updates
+from jstep.differentiate.clipping import global_norm
+from jstep.optimizers import guards
+from jstep.optimizers.hyperparameters import shown_name
 
 # An output of a compiled program costs some 2 µs per call on a CPU, so constants are not outputs. They are a static
 # result of the trace, in the tree structure of its return value, which JAX keeps with the compiled program.
@@ -81,3 +94,204 @@ def _plain(value: Any) -> np.ndarray[Any, Any] | None:
         return None
     dtype = value.dtype if is_scalar else jnp.result_type(value)
     return np.asarray(value, jax.dtypes.canonicalize_dtype(dtype))
+
+
+# What the metrics of a step show of its optimizer: hyperparameters, held values and scales, and skipped updates.
+
+SKIPPED = "skipped"
+
+
+def values_used(reported: Mapping[str, Any], roles: Roles, slots: Slots) -> dict[str, Any]:
+    """The hyperparameters that an update uses: schedules that depend on a count in the slots are evaluated at it.
+
+    Args:
+        reported: The hyperparameters at the global step.
+        roles: The roles of the slots.
+        slots: The slots before the update.
+    """
+    found = dict(reported)
+    for one in roles.counted:
+        mine = {f"{one.prefix}{name}": name for name in one.names}
+        if found.keys().isdisjoint(mine):
+            continue  # someone else reports them
+        slot = one.slot()
+        values = {} if slot is None else one.at(on_devices(slots[f"{one.prefix}{slot}"]))
+        known = {name: values[inner] for name, inner in mine.items() if inner in values}
+        found = {name: known.get(name, value) for name, value in found.items() if name in known or name not in mine}
+    return found
+
+
+def shown_slots(roles: Roles, slots: Slots) -> dict[str, Array]:
+    """The current held hyperparameters and loss scale, by name with the prefixes of scopes and labels."""
+    held = {str(shown_name(name)): slots[name] for name in roles.of(Role.HELD)}
+    return held | {name: slots[name] for name in roles.of(Role.LOSS_SCALE)}
+
+
+def skips(left_out: dict[str, Array], unscalable: Array | None, roles: Roles) -> dict[str, Array]:
+    """Whether each guard skipped the update, by the name of its metric: `skipped` with its prefix.
+
+    Args:
+        left_out: For each guard's slot, whether that guard, or one around it, skipped the update.
+        unscalable: Whether the gradients were not finite; None without a loss scale.
+        roles: The roles of the slots.
+    """
+    found = {_metric_name(name): value for name, value in left_out.items()}
+    for name in roles.of(Role.LOSS_SCALE):
+        if unscalable is not None:
+            key = _metric_name(name)
+            found[key] = found[key] | unscalable if key in found else unscalable
+    return found
+
+
+def _metric_name(slot: str) -> str:
+    return "/".join([*slot.split("/")[:-1], SKIPPED])
+
+
+def became_nonfinite(updates: Updates, before: Slots, after: Slots, roles: Roles) -> Array:
+    """Whether an update contains values that are not finite, or made a finite value of a slot not finite."""
+    values = [u.values if isinstance(u, IndexedSlices) else u for u in jax.tree.leaves(updates, is_leaf=is_slices)]
+    bad = [jnp.any(~jnp.isfinite(u)) for u in values]
+    for name, tree in after.items():
+        if name not in roles or not roles.has_one_value(name):
+            both = on_devices((before[name], tree))
+            pairs = zip(*map(jax.tree.leaves, both), strict=True)
+            inexact = [(old, new) for old, new in pairs if jnp.issubdtype(new.dtype, jnp.inexact)]
+            bad += [jnp.any(jnp.isfinite(old) & ~jnp.isfinite(new)) for old, new in inexact]
+    return functools.reduce(jnp.logical_or, bad, jnp.asarray(False))
+
+
+# The metrics that `minimize(metrics=…)` requests: norms, the noise scale, and functions of gradients and updates.
+
+NORMS = ("grad_norm", "update_norm", "param_norm")
+NOISE_SCALE = "noise_scale"
+
+MetricFn: TypeAlias = Callable[[Updates, Updates, Params], Mapping[str, Any]]
+"""`fn(gradients, updates, params) -> {name: scalar}`."""
+_FORM = "(gradients, updates, params) -> {name: scalar}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Requested:
+    """The metrics requested of a step.
+
+    Attributes:
+        norms: The names among `NORMS`.
+        noise: Whether the noise scale is requested.
+        functions: Description → `fn(gradients, updates, params) -> {name: scalar}`, which checks its result.
+    """
+
+    norms: tuple[str, ...]
+    noise: bool
+    functions: Mapping[str, Callable[..., dict[str, Any]]]
+
+    def measured(
+        self, gradients: Updates, updates: Updates, params: Params, scale: Array | None
+    ) -> dict[str, dict[str, Any]]:
+        """Return the values of the norms and functions, by a description of their origin.
+
+        Args:
+            gradients: The gradients of the loss, times the loss scale if there is one.
+            updates: The updates as added to the parameters.
+            params: The new parameters.
+            scale: The loss scale.
+        """
+
+        def norm(name: str) -> Array:
+            if name == "grad_norm":
+                found = global_norm(gradients)
+                return found if scale is None else found / scale.astype(found.dtype)
+            if name == "update_norm":
+                return global_norm(updates)
+            return global_norm(jax.tree.map(lambda leaf: leaf if trees.is_trainable(leaf) else None, params))
+
+        found: dict[str, dict[str, Any]] = {"the norms": {name: norm(name) for name in self.norms}}
+        if not self.functions:
+            return found
+        raw = gradients if scale is None else guards.unscaled(gradients, scale)
+        given = _public(raw), _public(updates), params
+        return found | {name: fn(*given) for name, fn in self.functions.items()}
+
+
+def _public(updates: Updates) -> Updates:
+    """Gradients or updates as users know them: arrays, `IndexedSlices` and None."""
+
+    def leaf(x: Any) -> Any:
+        if trees.is_none(x):
+            return None
+        return x.to_dense() if isinstance(x, RowsInOrder) else x
+
+    return jax.tree.map(leaf, updates, is_leaf=is_slices)
+
+
+def requested(metrics: Any, argument: str, number: int) -> Requested:
+    """Check the argument `metrics` of `minimize`.
+
+    Args:
+        metrics: The argument.
+        argument: The argument of `minimize` that divides a batch into parts, whose gradients are compared.
+        number: Its value.
+
+    Raises:
+        TypeError: `metrics` does not consist of names and functions of three arguments.
+        ValueError: A name is unknown, or the noise scale is requested without microbatches.
+    """
+    names = (*NORMS, NOISE_SCALE)
+    if not (callable(metrics) or isinstance(metrics, str | list | tuple | set | frozenset)):
+        raise TypeError(
+            f"metrics={metrics!r}: must be names among {names}, or functions {_FORM}, got {type(metrics).__name__}"
+        )
+    entries = (metrics,) if callable(metrics) or isinstance(metrics, str) else tuple(metrics)
+    functions: dict[str, Callable[..., dict[str, Any]]] = {}
+    for i, entry in enumerate(entries):
+        if callable(entry):
+            place = f"metrics[{i}]"
+            as_function(entry, place, _FORM, takes=3)
+            name = f"{place}={typed(entry)}"
+            functions[name] = _checked(entry, name)
+        elif entry not in names:
+            raise ValueError(
+                f"metrics: {entry!r} is unknown{trees.nearest(str(entry), names)}; it takes any of {names}, and "
+                f"functions {_FORM}"
+            )
+    chosen = tuple(entry for entry in entries if not callable(entry))
+    if NOISE_SCALE in chosen and number == 1:
+        raise ValueError(
+            f"{argument}=1: must be at least 2 for metrics={metrics!r}, which compares the gradients of parts of "
+            f"a batch with their mean; give minimize {argument}=2 or more"
+        )
+    return Requested(tuple(name for name in chosen if name != NOISE_SCALE), NOISE_SCALE in chosen, functions)
+
+
+def _checked(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
+    """Wrap a function of metrics: its result is checked, and its errors name it.
+
+    On a mesh with Explicit axes it may combine trees that are sharded in different ways, which JAX refuses there; it is
+    then traced with Auto axes.
+    """
+
+    def run(gradients: Updates, updates: Updates, params: Params) -> dict[str, Any]:
+        # New containers: what a function does to a dict of its own changes neither the state nor the next function.
+        given = jax.tree.map(lambda leaf: leaf, (gradients, updates, params))
+        try:
+            found = fn(*given)
+        except Exception as error:
+            note(error, f"This error was raised in {name}, a function that minimize traces: {_FORM}.")
+            raise
+        if not isinstance(found, Mapping):
+            raise TypeError(
+                f"{name}: must return a mapping of names to scalars, got {kind(found)}; return a dict such as "
+                '{"grad_max": …}'
+            )
+        for key, value in found.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{name}: must return a mapping of names to scalars, got the name {key!r}")
+            is_number = trees.is_array_or_number(value) and not trees.is_key(value)
+            if not (is_number and np.ndim(value) == 0):
+                raise TypeError(
+                    f"{name}: must return a mapping of names to scalars, got {kind(value)} for {key!r}; reduce it, for "
+                    "example by jnp.mean"
+                )
+        device_values.refuse_wide(dict(found), name)
+        return dict(found)
+
+    return functools.partial(Attempts(name), run)

@@ -32,9 +32,7 @@ from jstep.optimizers.partition import frozen_leaves
 from jstep.state.global_step import step_of
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 from jstep.training.apply_gradients import applied, layouts_of, skip_metrics, unless_skipped
-from jstep.training.metrics import Metrics, split
-from jstep.training.optimizer_metrics import SKIPPED, shown_slots, values_used
-from jstep.training.requested import MetricFn, Requested, requested
+from jstep.training.metrics import SKIPPED, MetricFn, Metrics, Requested, requested, shown_slots, split, values_used
 from jstep.training.several_losses import Losses, SeveralLosses, replaced, several_losses, shown_losses
 from jstep.training.step import Body, PureStep, TrainStep
 

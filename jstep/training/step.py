@@ -22,8 +22,7 @@ from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState, keep_roles
 from jstep.training.explain import explain
 from jstep.training.layout import Layout, handed_on, is_spent, known_layout, layout_of, refuse_what_crashes
-from jstep.training.metrics import Metrics, split
-from jstep.training.optimizer_metrics import SKIPPED
+from jstep.training.metrics import SKIPPED, Metrics, split
 
 Step = Callable[..., tuple[TrainState, dict[str, Any]]]
 Body = Callable[[Any, tuple[Any, ...], Any], Any]
