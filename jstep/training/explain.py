@@ -1,4 +1,4 @@
-"""Errors of calls of a training step, explained by its arguments."""
+"""Errors of calls of a training step, explained by its arguments, and states that cannot be donated."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,6 @@ from jstep.core.checks import kind
 from jstep.core.exceptions import explain_jax, note
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
-from jstep.training.layout import is_spent, refuse_shared_buffers
 
 _ON_ONE_MESH = (
     "The state and the batch, or arrays that the loss closes over, are on different devices or on different meshes. Put"
@@ -119,3 +118,75 @@ def explain(error: BaseException, state: Any, args: Any, *, donates: bool) -> No
         note(error, _ON_ONE_MESH)
     elif _OF_DEVICES.search(str(error)):
         note(error, _CAPTURED)
+
+
+# Memory that cannot be donated.
+
+
+def is_spent(state: Any) -> bool:
+    """Return whether a state was donated to an earlier step."""
+    step = getattr(state, "global_step", None)
+    return isinstance(step, jax.Array) and not trees.is_traced(step) and step.is_deleted()
+
+
+def refuse_what_crashes(state: Any, args: Any, *, is_known: bool, donates: bool) -> None:
+    """Refuse what JAX reports for a state on one device, but what ends the process for one on a mesh.
+
+    Args:
+        state: The state.
+        args: The other arguments of the step.
+        is_known: Whether a step returned the state, so that its leaves share no buffers.
+        donates: Whether the step donates the state.
+
+    Raises:
+        RuntimeError: A leaf was donated.
+        ValueError: Two leaves, or a leaf and an argument, share one buffer.
+    """
+    require_alive(state)
+    if not donates:
+        return
+    arrays = [*jax.tree.leaves(state), *(leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array))]
+    if not is_known or len(set(map(id, arrays))) < len(arrays):
+        refuse_shared_buffers(state, args)
+
+
+def refuse_shared_buffers(state: Any, args: Any, cause: BaseException | None = None) -> None:
+    """Refuse a state that cannot be donated, because one buffer would be donated twice or used elsewhere.
+
+    Args:
+        state: The state to be donated.
+        args: The other arguments of the step.
+        cause: The error that JAX raised, if any.
+
+    Raises:
+        ValueError: Two leaves share one buffer.
+    """
+    seen: dict[Any, str] = {}
+    for path, leaf in trees.leaves_with_paths(state):
+        buffer = _buffer(leaf)
+        if buffer is not None and seen.setdefault(buffer, path) != path:
+            raise ValueError(
+                f"state: {seen[buffer]!r} and {path!r} share one buffer, which a compiled step cannot donate twice; "
+                f"copy one of them: jnp.copy(state.{path.split('/')[0]}…)"
+            ) from cause
+    for path, leaf in trees.leaves_with_paths(args):
+        buffer = _buffer(leaf)
+        if buffer in seen:
+            raise ValueError(
+                f"state: {seen[buffer]!r} and the step's argument {path!r} share one buffer, which a compiled step "
+                "cannot both donate and read; pass a copy (jnp.copy), or create the step with donate=False"
+            ) from cause
+
+
+def _buffer(leaf: Any) -> Any:
+    """Return an identifier of the memory of an array; None if it has none on this process."""
+    if not isinstance(leaf, jax.Array) or trees.is_traced(leaf) or leaf.is_deleted() or not leaf.size:
+        return None
+    leaf = trees.key_data(leaf)
+    if not leaf.sharding.addressable_devices:
+        return None
+    part = leaf.addressable_data(0)
+    try:
+        return next(iter(part.devices())), part.unsafe_buffer_pointer()
+    except Exception:  # a backend without buffer pointers
+        return id(leaf)

@@ -1,8 +1,9 @@
-"""The compiled training step, which donates its state."""
+"""The compiled training step, which donates its state, and the layout of the state that it is compiled for."""
 
 import dataclasses
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +21,7 @@ from jstep.core.trees import Optimizer, Params
 from jstep.distributed.processes import AgreedShapes, is_single_process
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState, keep_roles
-from jstep.training.explain import explain
-from jstep.training.layout import Layout, handed_on, is_spent, known_layout, layout_of, refuse_what_crashes
+from jstep.training.explain import explain, is_spent, refuse_what_crashes
 from jstep.training.metrics import SKIPPED, Metrics, split
 
 Step = Callable[..., tuple[TrainState, dict[str, Any]]]
@@ -114,6 +114,63 @@ def whole(body: Body, state: Any, args: tuple[Any, ...], batch_specs: Any) -> tu
     """Run a step given by its body and return the new state and all metrics."""
     state, metrics = body(state, args, batch_specs)
     return state, metrics.whole()
+
+
+# The layout of a state, which travels with a state that a step returned, and the steps compiled for it.
+
+
+class Layout:
+    """The places of the leaves of a state, for which its program is compiled. There is one object of each layout.
+
+    Args:
+        shardings: The sharding of each leaf of a state on a mesh; None for one on a single device, or a traced one.
+        mesh: The mesh, or None.
+    """
+
+    def __init__(self, shardings: Any = None, mesh: Any = None) -> None:
+        self.shardings, self.mesh = shardings, mesh
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # copies of a state, also in other processes, are inspected
+
+
+_ON_ONE_DEVICE = Layout()
+_LAYOUTS: "weakref.WeakValueDictionary[Any, Layout]" = weakref.WeakValueDictionary()
+
+
+def layout_of(state: Any) -> Layout:
+    """Inspect where a state is."""
+    mesh = mesh_of(state)
+    if mesh is None:
+        return _ON_ONE_DEVICE
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    leaves, treedef = trees.flatten(state)
+    found = (getattr(leaf, "sharding", everywhere) for leaf in leaves)
+    shardings = [one if isinstance(one, NamedSharding) else everywhere for one in found]
+    return _LAYOUTS.setdefault((treedef, tuple(shardings)), Layout(treedef.unflatten(shardings), mesh))
+
+
+def known_layout(state: Any) -> Layout | None:
+    """The layout of a state that a step returned, so that its leaves are arrays; None for any other."""
+    return getattr(state, "_layout", None)
+
+
+def handed_on(state: Any, new: Any, layout: Layout, *, donated: bool) -> Any:
+    """Return the new state of a step, which knows where it is: where the old one was, unless the batch moved it.
+
+    On a mesh, none of its leaves shares memory with another, or with the old state: else the state does not know. It
+    keeps the roles of the old one, as the step may have been compiled for a state made by hand.
+    """
+    if not isinstance(new, TrainState):
+        return new
+    if getattr(new, "roles", None) is not getattr(state, "roles", None):
+        new = keep_roles(state, new)
+    step = new.global_step
+    if not isinstance(step, jax.Array) or isinstance(step, jax.core.Tracer):
+        return new
+    if donated if layout.mesh is not None else type(step.sharding) is not NamedSharding:
+        object.__setattr__(new, "_layout", layout)  # a TrainState is frozen
+    return new
 
 
 class TrainStep:

@@ -15,8 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jstep
 from jstep.core.slot_roles import roles_in
 from jstep.training import step as step_module
-from jstep.training.layout import known_layout
-from jstep.training.step import trace_of
+from jstep.training.step import known_layout, trace_of
 
 OPTIMIZER = jstep.adam(0.1)
 
