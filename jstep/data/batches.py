@@ -10,8 +10,7 @@ from jstep.data.proportions import as_weights, counts_of
 from jstep.data.sequence import BatchSequence
 from jstep.data.sizes import Run, Share, Sizes, given_process
 from jstep.data.sources import Rows, open_rows
-from jstep.data.staircase import Staircase, as_staircase
-from jstep.data.steps import NO_END, Steps
+from jstep.data.steps import NO_END, Staircase, Steps, as_staircase
 
 # Shuffled batches as a pure function of the step, so that no data position is checkpointed.
 

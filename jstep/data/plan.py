@@ -8,8 +8,7 @@ import numpy as np
 from jstep.data.permutation import Lookahead, RowNumbers, domain, draw_keys, permute
 from jstep.data.proportions import CountStage, Weights
 from jstep.data.sizes import Share, Sizes
-from jstep.data.staircase import Staircase
-from jstep.data.steps import count_of
+from jstep.data.steps import Staircase, count_of
 
 ROWS, _ORDER = 1, 2
 """The purposes that seeds are derived for."""

@@ -22,7 +22,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from jstep.core.checks import as_number, kind, shown
-from jstep.data.staircase import Staircase, staircase
+from jstep.data.steps import Staircase, staircase
 
 Weights = tuple[Fraction, ...]
 """The weight of each source; they sum to 1."""

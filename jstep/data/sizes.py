@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jstep.core.checks import as_int
-from jstep.data.staircase import Staircase
-from jstep.data.steps import count_of, within
+from jstep.data.steps import Staircase, count_of, within
 
 
 class Run(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jstep.core.checks import as_function
 from jstep.core.meshes import mesh_of, using_mesh
-from jstep.data.staircase import Staircase, as_staircase
+from jstep.data.steps import Staircase, as_staircase
 from jstep.hooks.hook import NEVER
 from jstep.training.step import TrainStep, trace_of
 

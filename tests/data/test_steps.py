@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jstep.core.checks import as_int
-from jstep.data.staircase import Stage, as_staircase, staircase
+from jstep.data.steps import Stage, as_staircase, staircase
 
 
 def positive(value, name):
