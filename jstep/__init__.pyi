@@ -225,7 +225,7 @@ from jstep.weights.load import load_weights as load_weights
 from jstep.weights.save import save_weights as save_weights
 
 # Several devices and processes.
-from jstep.data.batch_shardings import shard_batch as shard_batch
+from jstep.data.placement import shard_batch as shard_batch
 from jstep.state.sharding import fsdp_specs as fsdp_specs
 from jstep.state.train_state import shard_state as shard_state
 from jstep.tools.topologies import topology as topology

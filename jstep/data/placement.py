@@ -1,4 +1,4 @@
-"""Placement of host data on devices by a sharding, on one process or several, and the copies that are placed."""
+"""Placement of host data on devices by a sharding, on one process or several: shardings of batches, and copies."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,12 +6,173 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jstep.core import device_values, meshes, trees
 from jstep.core.checks import kind, shown
-from jstep.core.placement import refuse_compile_only
-from jstep.data.batch_shardings import place_rows
+from jstep.core.placement import compiles_only, is_shape, refuse_compile_only
+from jstep.core.rows import leading_sizes
+from jstep.state.sharding import axis_size
+
+# Shardings of batches, and global batches from the rows of each process.
+
+
+def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
+    """Assemble a global batch, sharded over a mesh axis, from the local rows of each process.
+
+    Args:
+        local_batch: A tree of arrays with the same number of rows, on all processes; with one process, the whole batch.
+        mesh: A `jax.sharding.Mesh`.
+        axis: The mesh axis (or a tuple of axes) over which rows are split.
+
+    Returns:
+        A tree of global arrays of shape (rows of all processes, …). For shapes, and on a mesh from `jstep.topology`, a
+        tree of shapes with shardings.
+
+    Raises:
+        ValueError: The mesh has no such axis, or the rows do not divide over it (names the leaf).
+        OverflowError: An integer does not fit its dtype on a device (names the leaf).
+
+    Example:
+        >>> import jax, jstep, numpy as np
+        >>> tuple(jstep.shard_batch({"x": np.ones((8, 2))}, jax.make_mesh((1,), ("data",)))["x"].sharding.spec)
+        ('data',)
+    """
+    mesh = meshes.require_mesh(mesh)
+    parts = axis_size(mesh, axis, f"axis={axis!r}")
+    device_values.refuse_wide(local_batch, "local_batch")
+    sharding = NamedSharding(mesh, PartitionSpec(axis))
+
+    sizes = leading_sizes(local_batch)
+    if len(sizes) > 1:
+        raise ValueError(f"local_batch: all leaves must have the same number of rows; got {', '.join(sizes.values())}")
+
+    def leaf(keys: Any, rows: Any) -> Any:
+        named = trees.leaf_at(trees.path_str(keys))
+        if np.ndim(rows) == 0:
+            raise ValueError(f"local_batch: {named} is a scalar and has no rows; close over it in the loss")
+        if isinstance(rows, jax.Array) and not rows.is_fully_addressable:
+            return jax.device_put(rows, sharding)
+        here = np.shape(rows)[0]
+        # With compile-only devices there are no other processes: the rows are the whole batch.
+        processes = 1 if compiles_only(mesh) else len(owners_of(sharding))
+        local_parts = max(1, parts // processes)
+        if here % local_parts:
+            raise ValueError(
+                f"local_batch: {named} has {here} rows on this process, which do not split over the "
+                f"{local_parts} parts that axis {axis!r} ({parts} in all) has here; use a multiple of {local_parts}"
+            )
+        if compiles_only(mesh) or is_shape(rows):
+            dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(rows))
+            return jax.ShapeDtypeStruct((here * processes, *np.shape(rows)[1:]), dtype, sharding=sharding)
+        return place_rows(rows, sharding)
+
+    return jax.tree_util.tree_map_with_path(leaf, local_batch)
+
+
+def owners_of(sharding: NamedSharding) -> list[int]:
+    """Return one process for each part of the rows, in order; processes that hold the same rows count once."""
+    rows = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+    places: Any = rows.devices_indices_map((int(sharding.mesh.devices.size),))
+    parts: dict[int, set[int]] = {}
+    for device, (index,) in places.items():
+        parts.setdefault(device.process_index, set()).add(index.start or 0)
+    first_of: dict[tuple[int, ...], int] = {}
+    for process, starts in sorted(parts.items()):
+        first_of.setdefault(tuple(sorted(starts)), process)
+    return [process for _, process in sorted(first_of.items())]
+
+
+def place_rows(rows: Any, sharding: Any) -> jax.Array:
+    """Assemble a global array with a sharding from the local rows of each process.
+
+    Args:
+        rows: The rows of this process, or a global array, which is resharded.
+        sharding: Any sharding. If all its devices belong to this process, the rows are the whole array.
+    """
+    is_global = isinstance(rows, jax.Array) and not rows.is_fully_addressable
+    if is_global or getattr(sharding, "is_fully_addressable", True):
+        return jax.device_put(rows, sharding)
+    # Also for an array on a device of this process: device_put would assume the same whole array on all processes.
+    return jax.make_array_from_process_local_data(sharding, np.asarray(rows))
+
+
+def as_shardings(sharding: Any, *, stacked: bool = False) -> Any:
+    """Convert a tree of shardings or specs to a tree of shardings; specs refer to the current mesh.
+
+    Args:
+        sharding: The user's value.
+        stacked: Whether batches are stacked, with the steps on the leading axis.
+    """
+
+    def leaf(one: Any) -> Any:
+        spec = one.spec if isinstance(one, NamedSharding) else one
+        if not isinstance(spec, PartitionSpec):
+            return one
+        spec = PartitionSpec(None, *spec) if stacked else spec
+        mesh = one.mesh if isinstance(one, NamedSharding) else jax.sharding.get_mesh()
+        return spec if mesh.empty else NamedSharding(mesh, spec)
+
+    return jax.tree.map(leaf, sharding, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def is_axes(value: Any) -> bool:
+    """Whether a value is the name of a mesh axis, or a tuple of names, and not a spec."""
+    names = value if trees.is_plain_tuple(value) and not isinstance(value, PartitionSpec) else (value,)
+    return bool(names) and all(isinstance(name, str) for name in names)
+
+
+def over_axes(sharding: Any, state: Any) -> Any:
+    """Replace each name of a mesh axis, and tuple of names, in a tree of shardings by a sharding over the state's mesh.
+
+    Args:
+        sharding: The user's `batch_sharding`.
+        state: The state, or its shapes.
+
+    Raises:
+        ValueError: The state is on no mesh, or its mesh has no such axis.
+    """
+
+    def leaf(axes: Any) -> Any:
+        if not is_axes(axes):
+            return axes
+        mesh, what = meshes.mesh_of(state), f"batch_sharding={axes!r}"
+        if mesh is None:
+            names = meshes.mesh_axes_of(axes)
+            sizes = ", ".join(["jax.device_count()", *["1"] * (len(names) - 1)]) + ("," if len(names) == 1 else "")
+            raise ValueError(
+                f"{what}: must be an axis of the mesh of the state, which is on no mesh; put it on one: "
+                f"mesh = jax.make_mesh(({sizes}), {names!r}); state = jstep.shard_state(state, mesh)"
+            )
+        axis_size(mesh, axes, what)
+        return NamedSharding(mesh, PartitionSpec(axes))
+
+    return jax.tree.map(leaf, sharding, is_leaf=lambda x: isinstance(x, PartitionSpec) or is_axes(x))
+
+
+def fitting(sharding: Any, shape: tuple[int, ...]) -> Any:
+    """Drop from a sharding the axes that do not divide an array of this shape: it is replicated over them."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, fitting_spec(sharding.mesh, sharding.spec, shape))
+
+
+def fitting_spec(mesh: Any, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
+    """Drop from a spec the mesh axes that do not divide an array of this shape."""
+    each = zip(shape, meshes.dims_of(spec), strict=False)
+    return PartitionSpec(*(axis if size % meshes.parts_along(mesh, axis) == 0 else None for size, axis in each))
+
+
+def mesh_without_batch(state: Any, args: Any) -> Mesh | None:
+    """Return the mesh of a state if it has several devices and no array of the batch is on it, although it has rows."""
+    mesh = meshes.mesh_of(state)
+    if mesh is None or mesh.size == 1 or meshes.mesh_of(args) is not None:
+        return None
+    has_rows = any(np.ndim(leaf) > 0 and not trees.is_key(leaf) for leaf in jax.tree.leaves(args))
+    return mesh if has_rows else None
+
+
+# What the loop places: copies of the batches of a loader.
 
 
 def placement(sharding: Any, argument: str = "sharding") -> Callable[[Any], Any]:

@@ -16,7 +16,7 @@ from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.meshes import dims_of, explicit_mesh, parts_along, reduced, spec_of, without_explicit_axes
 from jstep.core.on_cpus import Unroll, scan
 from jstep.core.trees import Array
-from jstep.data.batch_shardings import fitting_spec
+from jstep.data.placement import fitting_spec
 from jstep.differentiate.gradient_noise import Squares
 
 _logger = logging.getLogger("jstep")

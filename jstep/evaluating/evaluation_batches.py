@@ -22,9 +22,8 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.rows import leading_sizes
 from jstep.core.threads import taken
 from jstep.core.trees import shape_of
-from jstep.data.batch_shardings import as_shardings, fitting, is_axes, over_axes, owners_of, place_rows
 from jstep.data.batches import Batches
-from jstep.data.placement import copied, placement
+from jstep.data.placement import as_shardings, copied, fitting, is_axes, over_axes, owners_of, place_rows, placement
 from jstep.data.sequence import BatchSequence
 from jstep.distributed import processes
 from jstep.queues.queues import until_end

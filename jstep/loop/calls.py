@@ -13,8 +13,7 @@ import numpy as np
 
 from jstep.core.threads import in_background
 from jstep.core.trees import arguments_of
-from jstep.data.batch_shardings import as_shardings
-from jstep.data.placement import placement
+from jstep.data.placement import as_shardings, placement
 from jstep.distributed import processes
 from jstep.hooks.run_hook import Call
 

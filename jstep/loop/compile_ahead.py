@@ -10,9 +10,8 @@ from jstep.core import trees
 from jstep.core.exceptions import note
 from jstep.core.matching import difference
 from jstep.core.threads import in_background
-from jstep.data.batch_shardings import as_shardings
 from jstep.data.loaders import Source
-from jstep.data.placement import copied, placement
+from jstep.data.placement import as_shardings, copied, placement
 from jstep.data.sequence import BatchSequence
 from jstep.loop.compiler import CompileJob, is_done, shapes_of
 from jstep.loop.feeder import FirstBatch

@@ -20,7 +20,7 @@ from jstep.core.checks import shown
 from jstep.core.jaxprs import shards_arrays
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.stopwatch import STARTING, Stopwatch
-from jstep.data.batch_shardings import mesh_without_batch
+from jstep.data.placement import mesh_without_batch
 from jstep.distributed import processes
 from jstep.hooks.metric_sums import NONE, Accumulate, MetricSums, skip_metric_of
 from jstep.hooks.run_hook import Call

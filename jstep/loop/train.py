@@ -13,8 +13,8 @@ from jstep.core.logs import log_to_stderr
 from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.core.stopwatch import SAVING, new_watch
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.data.batch_shardings import over_axes
 from jstep.data.loaders import check_batches
+from jstep.data.placement import over_axes
 from jstep.distributed import processes
 from jstep.hooks.hook import check_step
 from jstep.hooks.run_hook import ENDING, RUNNING, RunHook

@@ -24,7 +24,7 @@ from jstep.core.report import Report
 from jstep.core.slot_roles import roles_in
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.waiting import slow, without_noise
-from jstep.data.batch_shardings import mesh_without_batch
+from jstep.data.placement import mesh_without_batch
 from jstep.loop.work import work_of
 from jstep.state.train_state import TrainState, require_state
 from jstep.tools.collectives import Collective, Exchange, collectives_of, exchanges_of, uses_of

@@ -20,8 +20,8 @@ from jstep.core.exceptions import scoped
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_shapes
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.data.batch_shardings import over_axes
 from jstep.data.loaders import check_batches, owner_of, position_of, set_position, source_of
+from jstep.data.placement import over_axes
 from jstep.data.positions import saved_position
 from jstep.hooks.hook import check_step
 from jstep.hooks.run_hook import LoopState

@@ -12,8 +12,8 @@ from processes import run
 from waiting import wait_until
 
 from jstep.core import placement
-from jstep.data.batch_shardings import as_shardings, fitting, shard_batch
 from jstep.data.batches import batches
+from jstep.data.placement import as_shardings, fitting, shard_batch
 from jstep.data.prefetch import prefetch_to_device
 
 no_leftover_threads = pytest.fixture(autouse=True)(check_no_leftover_threads)
@@ -110,7 +110,7 @@ class TestPlacement:
         program = """
             from jstep.data.batches import batches
             from jstep.core import placement
-from jstep.data.batch_shardings import as_shardings, fitting, shard_batch
+from jstep.data.placement import as_shardings, fitting, shard_batch
 from jstep.data.prefetch import prefetch_to_device
             data = batches((np.arange(40), np.arange(40.0)), 8, seed=1)
             full = batches(np.arange(40), 8, seed=1, process_index=0, process_count=1)
