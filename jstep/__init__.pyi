@@ -167,10 +167,10 @@ from jstep.data.batches import Batches as Batches
 from jstep.data.batches import Mixture as Mixture
 from jstep.data.batches import batches as batches
 from jstep.data.batches import mixture as mixture
-from jstep.data.from_state import from_state as from_state
+from jstep.data.loaders import from_state as from_state
+from jstep.data.loaders import replayed as replayed
 from jstep.data.prefetch import PrefetchIterator as PrefetchIterator
 from jstep.data.prefetch import prefetch_to_device as prefetch_to_device
-from jstep.data.replayed import replayed as replayed
 
 # Queues and threads: those of TensorFlow 1, by its names.
 from jstep.queues.coordinator import Coordinator as Coordinator

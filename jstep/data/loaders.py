@@ -1,20 +1,20 @@
-"""One iterator interface to all sources of batches: sequences, functions, iterables and stateful loaders."""
+"""One iterator interface to all sources of batches, stateful loaders among them; `from_state` and `replayed`."""
 
 import functools
 import inspect
 import itertools
 import logging
 import re
+import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jstep.core.checks import can_take, may_take, shown
+from jstep.core.checks import as_function, can_take, kind, may_take, shown
 from jstep.core.exceptions import note
-from jstep.data.from_state import StateBatches
 from jstep.data.positions import BYTES, SavedPosition, decode_position, fetched_since
 from jstep.data.sequence import BatchIterator, BatchSequence
 from jstep.queues.queues import until_end
@@ -28,6 +28,8 @@ _WITHOUT = "(batch for batch in batches)"
 _SEQUENCE = (Sequence, BatchSequence)
 _OWN_STATE, _STATE_DICT = ("get_state", "set_state"), ("state_dict", "load_state_dict")
 """The methods that return and restore a position: of an object of any kind, and of loaders such as torchdata's."""
+_USED = "batches"
+"""The key of the position of `replayed`: the number of batches that were used."""
 
 
 class Source(NamedTuple):
@@ -339,3 +341,161 @@ def _indexed(batches: Any, start: int, last_step: int) -> Iterator[Any]:
                 raise
             return
         yield item
+
+
+# Batches that are made with the state of the run.
+
+
+def from_state(fn: Callable[[int, Any], Any]) -> "StateBatches":
+    """Return batches for `train` that are made with the state that the step will get.
+
+    `fn(step, state)` is called in the main thread, after the hooks of the step before, and never ahead. So what is made
+    with the newest parameters (environments on the host, self-play, hard examples) is a function of the run, not of
+    timing. The time that it takes counts as `waiting` (`python -m jstep goodput`).
+
+    `fn` must not keep arrays of the state, which are donated to the step; NumPy copies may be kept.
+
+    Args:
+        fn: `fn(step, state) -> batch`. If it is an object with `state_dict` and `load_state_dict`, or `get_state` and
+            `set_state`, its position is kept with each checkpoint, as that of a loader, and is taken after all hooks of
+            that step: what a hook tells `fn` is in it. A position above 64 kB, such as a replay buffer, is only read
+            when a checkpoint is saved: if `fn` raises then, the run resumes from the newest checkpoint. It ends the
+            batches by raising StopIteration or `OutOfRangeError`.
+
+    Returns:
+        Batches for `train`, `replay` and `verify_resume`. `train` refuses steps_per_call > 1 with them.
+
+    Raises:
+        TypeError: `fn` is not a function of two arguments.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> def nearest(step, state):  # a batch that depends on the parameters
+        ...     return jnp.round(state.params["w"]) + 1
+        >>> optimizer = jstep.gradient_descent(0.5)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> state = jstep.train(train_step, state, jstep.from_state(nearest), last_step=3)
+        >>> print(state.params["w"])
+        3.0
+    """
+    return StateBatches(as_function(fn, "fn", "(step, state) -> batch", takes=2))
+
+
+class StateBatches:
+    """The batches of `from_state`.
+
+    Attributes:
+        make: `make(step, state)` returns the batch of a step.
+    """
+
+    def __init__(self, make: Callable[[int, Any], Any]) -> None:
+        self.make = make
+
+    def __repr__(self) -> str:
+        return f"<jstep.from_state({getattr(self.make, '__qualname__', type(self.make).__qualname__)})>"
+
+
+# Batches of an iterable without a position, which a restart reads again up to where the run was.
+
+
+def replayed(make: Callable[[], Iterable[Any]]) -> "ReplayedBatches":
+    """Return batches for `train` that a restart reads again from their beginning, without those that were used.
+
+    After a restart `make()` is called anew and the batches that the run has used are dropped, with one log line. This
+    is exact if `make` returns the same batches each time; nothing detects it if it does not. It takes the time that
+    reading those batches takes: a loader with a position, or `jstep.batches`, resumes at once.
+
+    Args:
+        make: `make()` returns an iterable of batches: a generator, or a shuffling loader with a fixed seed. Each of
+            several processes reads, and drops, its own.
+
+    Returns:
+        An iterable of batches, whose iterators have `get_state` and `set_state`; each run reads it from its beginning.
+
+    Raises:
+        TypeError: `make` is not a function without arguments.
+        ValueError: After a restart, there are fewer batches than the run had used.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep, tempfile
+        >>> def make():
+        ...     for n in range(100):
+        ...         yield jnp.float32(n)
+        >>> optimizer = jstep.gradient_descent(0.25)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> directory = tempfile.mkdtemp()
+        >>> for last_step in (3, 6):  # the second run is a restart
+        ...     state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        ...     state = jstep.train(train_step, state, jstep.replayed(make), last_step, checkpoint_dir=directory)
+        >>> print(state.params["w"])
+        4.03125
+    """
+    return ReplayedBatches(as_function(make, "make", "() -> an iterable of batches", takes=0))
+
+
+class ReplayedBatches(Iterable[Any]):
+    """The batches of `replayed`.
+
+    Attributes:
+        make: `make()` returns an iterable of batches.
+    """
+
+    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
+        self.make = make
+
+    def __iter__(self) -> "ReplayedIterator":
+        return ReplayedIterator(self.make)
+
+    def __repr__(self) -> str:
+        return f"<jstep.replayed({getattr(self.make, '__qualname__', type(self.make).__qualname__)})>"
+
+
+class ReplayedIterator(Iterator[Any]):
+    """An iterator over the batches of `replayed`.
+
+    Args:
+        make: `make()` returns an iterable of batches.
+    """
+
+    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
+        self._make = make
+        self._items: Iterator[Any] | None = None
+        self._count = 0
+
+    def __next__(self) -> Any:
+        if self._items is None:
+            self._items = self._begin()
+        item = next(self._items)
+        self._count += 1
+        return item
+
+    def _begin(self) -> Iterator[Any]:
+        made = self._make()
+        if not isinstance(made, Iterable):
+            raise TypeError(f"replayed: make() must return an iterable of batches, got {kind(made)}")
+        items, used = until_end(made), self._count
+        if not used:
+            return items
+        began = time.perf_counter()
+        dropped = sum(1 for _ in itertools.islice(items, used))
+        if dropped < used:
+            raise ValueError(
+                f"replayed: make() returned {dropped} batches, and the run has used {used}: it must return the same "
+                "batches after a restart"
+            )
+        _logger.info("replayed: %d batches were read again in %.1f s", used, time.perf_counter() - began)
+        return items
+
+    def get_state(self) -> dict[str, int]:
+        """Return the number of batches that were used."""
+        return {_USED: self._count}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """Continue after so many batches."""
+        if not (isinstance(state, dict) and isinstance(state.get(_USED), int)):
+            raise ValueError(
+                f"state={shown(state)}: must be a position of jstep.replayed, a dict with the number of {_USED!r}; it "
+                "is that of another loader"
+            )
+        self._count, self._items = state[_USED], None

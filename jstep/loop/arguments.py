@@ -11,7 +11,7 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_bool, as_int, as_number, kind, shown
 from jstep.core.placement import refuse_compile_only
-from jstep.data.from_state import StateBatches
+from jstep.data.loaders import StateBatches
 from jstep.data.placement import placement
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import list_of_hooks

@@ -27,8 +27,7 @@ from jstep.core.jaxprs import ProgramHash, digest_of, gradients_hash, part_for, 
 from jstep.core.meshes import internal_transfers, mesh_of, mesh_text, sharding_text
 from jstep.core.threads import in_background
 from jstep.core.trees import Held
-from jstep.data.from_state import StateBatches
-from jstep.data.replayed import ReplayedBatches
+from jstep.data.loaders import ReplayedBatches, StateBatches
 from jstep.data.sequence import BatchSequence
 from jstep.hooks import card_differences
 from jstep.hooks.card_differences import BEFORE_AND_NOW, Changes, differences

@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 
-from jstep.data.from_state import StateBatches
-from jstep.data.loaders import Source, source_of
+from jstep.data.loaders import Source, StateBatches, source_of
 from jstep.data.positions import RarePosition, saved_position
 from jstep.data.sequence import BatchSequence
 from jstep.distributed import processes
