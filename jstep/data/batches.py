@@ -5,10 +5,9 @@ from typing import Any
 
 from jstep.core.checks import as_bool, as_int, as_text, kind, shown
 from jstep.core.trees import leaves_with_paths, quoted, structure
-from jstep.data.plan import ROWS, Plan, derived_seed
+from jstep.data.plan import ROWS, Plan, Run, Share, Sizes, derived_seed, given_process
 from jstep.data.proportions import as_weights, counts_of
 from jstep.data.sequence import BatchSequence
-from jstep.data.sizes import Run, Share, Sizes, given_process
 from jstep.data.sources import Rows, open_rows
 from jstep.data.steps import NO_END, Staircase, Steps, as_staircase
 

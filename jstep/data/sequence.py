@@ -15,8 +15,7 @@ from jstep.core.checks import as_int
 from jstep.core.rows import stack_trees
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.permutation import RowNumbers
-from jstep.data.plan import Plan, PlanReader, SourceRows
-from jstep.data.sizes import Share
+from jstep.data.plan import Plan, PlanReader, Share, SourceRows
 from jstep.data.sources import Rows
 from jstep.data.steps import NO_END, Steps
 
