@@ -18,18 +18,16 @@ from jstep.core.on_cpus import Unroll, as_unroll
 from jstep.core.placement import sharding_of
 from jstep.core.selection import VarList, check_form, selected
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Array, Number, Params
+from jstep.core.traced_arguments import as_scalar
+from jstep.core.trees import Array, Held, Number, Params
 from jstep.differentiate import microbatches
-from jstep.differentiate.deferred_reduction import reduced_once, zeros_of_gradient
-from jstep.differentiate.gradient_noise import Squares, squared_norm
+from jstep.differentiate.clipping import global_norm
 from jstep.differentiate.lane_state import Merge, merged, merges_of, summand
 from jstep.differentiate.lanes import Lanes, as_lanes, of_each_lane, on_lanes, sum_over_lanes
 from jstep.differentiate.lookup import TABLES, Tables
-from jstep.differentiate.loss_outputs import outputs_of
-from jstep.differentiate.loss_summaries import COLLECTORS, SUMMARIES, Collector
-from jstep.differentiate.microbatches import AggregationMethod, Part
+from jstep.differentiate.loss_outputs import COLLECTORS, SUMMARIES, Collector, outputs_of
+from jstep.differentiate.microbatches import AggregationMethod, Part, Squares
 from jstep.differentiate.same_bits import alike
-from jstep.differentiate.sharpness import checked_radius, checked_sharpness, perturbed
 
 GATE_NONE = 0
 """No gating: XLA may start an update before its gradient is complete."""
@@ -276,8 +274,8 @@ class Differentiation:
                 return self._one(given.for_part(i, params=params, model_state=model_state, args=batch), indices)
 
             leaves = jax.tree.leaves(params)
-            sums = [zeros_of_gradient(jnp.asarray(leaves[i])) for i in indices]
-            square = functools.partial(squared_norm, scale=given.scale) if self.squares else None
+            sums = [microbatches.zeros_of_gradient(jnp.asarray(leaves[i])) for i in indices]
+            square = functools.partial(microbatches.squared_norm, scale=given.scale) if self.squares else None
             return microbatches.accumulate(
                 part_fn,
                 parts,
@@ -296,7 +294,7 @@ class Differentiation:
         def loss(params: Params, batch: Any) -> Array:
             return self._one(given._replace(params=params, args=batch), []).loss
 
-        return reduced_once(run, given.params, parts, loss, indices)
+        return microbatches.reduced_once(run, given.params, parts, loss, indices)
 
     def _in_lanes(self, lanes: Lanes, given: Inputs, indices: list[int]) -> Part:
         """Differentiate the batch in lanes.
@@ -322,7 +320,7 @@ class Differentiation:
             norms = None
             if self.squares:
                 of_lane = jnp.float32(size) if weight is None else weight
-                norms = of_each_lane(lanes, i, (of_lane, squared_norm(found.gradients, here.scale)))
+                norms = of_each_lane(lanes, i, (of_lane, microbatches.squared_norm(found.gradients, here.scale)))
             return grads, microbatches.weighed(found.loss, weight), weight, others, state, norms
 
         summed = sum_over_lanes(lanes, part, whole, [jnp.asarray(x) for x in rows], [0] * len(rows))
@@ -336,7 +334,7 @@ class Differentiation:
         grads, loss, (aux, summaries) = jax.tree.map(mean, (grads, loss, others))
         found = None
         if norms is not None:
-            found = Squares(norms[0], norms[1], alike(lanes, squared_norm, grads, given.scale))
+            found = Squares(norms[0], norms[1], alike(lanes, microbatches.squared_norm, grads, given.scale))
         return Part(loss, state, aux, grads, summaries, found)
 
     def _merges(self, lanes: Lanes, given: Inputs, size: int) -> list[Merge]:
@@ -411,3 +409,53 @@ def _by_leaf(fn: Callable[..., Array], merges: Sequence[Merge], tree: Any, old: 
     """Map `fn(merge, leaf, old leaf)` over the leaves of a tree like model_state."""
     leaves, treedef = trees.flatten(tree)
     return treedef.unflatten(map(fn, merges, leaves, jax.tree.leaves(old)))
+
+
+# Sharpness-aware minimization.
+
+
+def perturbed(leaves: list[Array], gradients: list[Any], rho: Any, *, adaptive: bool) -> list[Array]:
+    """Return the nearby parameters at which the loss is largest, to first order.
+
+    SAM: p + ρ·g / (‖g‖ + 1e-12); adaptive (ASAM): p + ρ·p²·g / (‖ |p|·g ‖ + 1e-12). Norms are over all leaves.
+
+    Args:
+        leaves: The parameters that are differentiated.
+        gradients: Their gradients, of any scale.
+        rho: The radius ρ.
+        adaptive: Whether to scale the radius by the magnitude of each element.
+
+    Source: Foret et al., "Sharpness-Aware Minimization" (2020); Kwon et al., "ASAM" (2021).
+    """
+    dense = [g.to_dense() if isinstance(g, IndexedSlices) else g for g in gradients]
+    wide = [None if g is None else g.astype(trees.compute_dtype(g.dtype)) for g in dense]
+    weights = [jnp.abs(p.astype(trees.compute_dtype(p.dtype))) if adaptive else None for p in map(jnp.asarray, leaves)]
+    weighed = [g if g is None or w is None else w.astype(g.dtype) * g for g, w in zip(wide, weights, strict=True)]
+    norm = global_norm(weighed)
+    scale = jnp.asarray(rho).astype(norm.dtype) / (norm + jnp.asarray(1e-12, norm.dtype))
+
+    def moved(p: Array, g: Array | None, w: Array | None) -> Array:
+        p = jnp.asarray(p)
+        if g is None:
+            return p
+        step = scale.astype(g.dtype) * (g if w is None else w.astype(g.dtype) * g)
+        return (p.astype(g.dtype) + step).astype(p.dtype)
+
+    return [moved(p, g, w) for p, g, w in zip(leaves, weighed, weights, strict=True)]
+
+
+def checked_sharpness(sharpness: Any) -> Any:
+    """Validate the radius ρ ≥ 0: a number, a scalar array (possibly traced), or None."""
+    return None if sharpness is None else as_scalar(sharpness, "sharpness", low=0, expected="a number or None")
+
+
+def checked_radius(sharpness: Any) -> Any:
+    """Validate the radius of a training step: as in `checked_sharpness`, or a schedule."""
+    if isinstance(sharpness, Held):
+        raise TypeError(
+            f"sharpness=held({sharpness.name!r}, ...): must be a number, an array or a schedule; held values are "
+            "optimizer slots, and the radius belongs to the loss, which has none"
+        )
+    if isinstance(sharpness, type):
+        raise TypeError(f"sharpness={shown(sharpness)}: must be a number, an array or a schedule, got a class")
+    return sharpness if callable(sharpness) else checked_sharpness(sharpness)

@@ -1,11 +1,17 @@
-"""The outputs of a loss: their form, and a model_state of the structure, shapes and dtypes of the one that it got."""
+"""What a loss gives: outputs of the right form, a model_state like the one that it got, and summaries.
 
-from collections.abc import Mapping
+`jstep.summary`, if it is ever loaded, adds the summaries that a loss creates while it is traced to a collector.
+"""
+
+import contextvars
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 
 from jstep.core import trees
 from jstep.core.checks import kind
@@ -110,3 +116,44 @@ _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 def _kind_of(dtype: Any) -> int:
     """The place of a dtype among `_KINDS`; -1 for a key."""
     return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), -1)
+
+
+# Summaries that a loss creates while it is traced.
+
+
+class Collector:
+    """The summaries that a function creates, added by `jstep.summary`, which the function may be the first to load.
+
+    Attributes:
+        key: The name of their collection.
+        trace: The trace in which the function is called.
+        parts: Those created in this trace.
+        nested: Tags → source line, of those created inside a transformation; tracers are never stored.
+    """
+
+    def __init__(self, key: str) -> None:
+        self.key, self.trace = key, get_opaque_trace_state()
+        self.parts: list[Any] = []
+        self.nested: dict[tuple[str, ...], str] = {}
+
+
+COLLECTORS: contextvars.ContextVar[tuple[Collector, ...]] = contextvars.ContextVar("jstep_collect", default=())
+"""The collectors of the functions that are called, the innermost last."""
+
+SUMMARIES: dict[str, Callable[[Any, Any], Any]] = {}
+"""Two functions of `jstep.summary`, once it is loaded: `unreturned(collector, result)`, a summary of what a loss
+created and does not return, or None; and `merge(one, other)`, one summary of two, or None if they are not summaries."""
+
+
+def join_returned(aux: Mapping[str, Any], made: Any) -> tuple[Mapping[str, Any], Any]:
+    """Return aux, and the summaries created by the loss, merged with those that it returned as `summaries`."""
+    merged = SUMMARIES["merge"](aux["summaries"], made) if "summaries" in aux and made is not None else None
+    if merged is None:
+        return aux, made
+    return {name: value for name, value in aux.items() if name != "summaries"}, merged
+
+
+def merge_summaries(made: Iterable[Any]) -> Any:
+    """Merge the summaries of several losses; None if there are no summaries."""
+    summaries = [one for one in made if one is not None]
+    return functools.reduce(SUMMARIES["merge"], summaries) if summaries else None

@@ -1,4 +1,4 @@
-"""Microbatches: splitting a batch, on one device or over several, and gradient accumulation as a weighted mean."""
+"""Microbatches: splitting a batch, accumulating gradients, their reduction once per step, and the noise they show."""
 
 import enum
 import functools
@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core import trees
-from jstep.core.indexed_slices import IndexedSlices
-from jstep.core.meshes import dims_of, explicit_mesh, parts_along, reduced, spec_of, without_explicit_axes
+from jstep.core import meshes, trees
+from jstep.core.indexed_slices import IndexedSlices, combined
+from jstep.core.jaxprs import Operation, Subprogram, body_of, evaluate
 from jstep.core.on_cpus import Unroll, scan
-from jstep.core.trees import Array
+from jstep.core.trees import Array, GradientNoise
 from jstep.data.placement import fitting_spec
-from jstep.differentiate.gradient_noise import Squares
 
 _logger = logging.getLogger("jstep")
 _log_once = functools.cache(_logger.info)  # a step is traced several times
@@ -29,7 +28,7 @@ def specs_of_rows(args: tuple[Any, ...], rows: Any = None) -> list[PartitionSpec
     given = jax.tree.leaves(rows, is_leaf=trees.is_none)
     given = given if len(given) == len(leaves) else [None] * len(leaves)
     return [
-        spec_of(leaf) if explicit_mesh(leaf) is not None else getattr(one, "spec", None)
+        meshes.spec_of(leaf) if meshes.explicit_mesh(leaf) is not None else getattr(one, "spec", None)
         for leaf, one in zip(leaves, given, strict=True)
     ]
 
@@ -100,10 +99,10 @@ def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> t
         in_parts = functools.partial(jnp.reshape, shape=shape)
         if spec is None or mesh.empty:
             return in_parts(leaf)
-        whole = PartitionSpec(*(dims_of(spec)[:1] or (None,)), None, *dims_of(spec)[1:])
+        whole = PartitionSpec(*(meshes.dims_of(spec)[:1] or (None,)), None, *meshes.dims_of(spec)[1:])
         fits = fitting_spec(mesh, whole, shape) == whole  # not if there are fewer rows than devices
-        if explicit_mesh(leaf) is not None:
-            return without_explicit_axes(in_parts, leaf, place=(lambda _: whole) if fits else None)
+        if meshes.explicit_mesh(leaf) is not None:
+            return meshes.without_explicit_axes(in_parts, leaf, place=(lambda _: whole) if fits else None)
         parts = in_parts(leaf)
         return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, whole)) if fits else parts
 
@@ -116,7 +115,7 @@ def microbatch(parts: Any, i: Any) -> Any:
 
 
 def _mesh_of(leaf: Any) -> Any:
-    return explicit_mesh(leaf) or jax.sharding.get_abstract_mesh()
+    return meshes.explicit_mesh(leaf) or jax.sharding.get_abstract_mesh()
 
 
 def rows_of_batch(args: tuple[Any, ...], what: str) -> tuple[str, int]:
@@ -160,9 +159,9 @@ def _devices_of_batch(leaves: list[Any], specs: list[PartitionSpec | None]) -> i
     """Return the number of devices that the rows are sharded over; 1 if unknown."""
     counts = [1]
     for leaf, spec in zip(leaves, specs, strict=True):
-        mesh = None if leaf is None or spec is None or not dims_of(spec) else _mesh_of(leaf)
+        mesh = None if leaf is None or spec is None or not meshes.dims_of(spec) else _mesh_of(leaf)
         if mesh is not None and spec is not None and not mesh.empty:
-            counts.append(parts_along(mesh, dims_of(spec)[0]))
+            counts.append(meshes.parts_along(mesh, meshes.dims_of(spec)[0]))
     return max(counts)
 
 
@@ -175,6 +174,20 @@ class AggregationMethod(enum.Enum):
 
     DEFAULT = "default"
     ADD_N = "add_n"
+
+
+class Squares(NamedTuple):
+    """Squared norms of gradients.
+
+    Attributes:
+        weights: The weight of each part, of shape (n,); or the number of examples of each part.
+        parts: The squared norm of each part, of shape (n,).
+        whole: The squared norm of the mean.
+    """
+
+    weights: Any
+    parts: Array
+    whole: Array
 
 
 class Part(NamedTuple):
@@ -251,7 +264,7 @@ def accumulate(
             return IndexedSlices(mean(rows), stacked.indices.reshape(-1), stacked.dense_shape)
         if stacked is None:
             return None
-        return mean(reduced(sums[i]) if running else jnp.sum(stacked, axis=0))
+        return mean(meshes.reduced(sums[i]) if running else jnp.sum(stacked, axis=0))
 
     def sum_or_mean(leaf: Array) -> Array:
         return jnp.sum(leaf, axis=0, dtype=leaf.dtype) if _is_integer(leaf) else mean(jnp.sum(leaf, axis=0))
@@ -302,3 +315,158 @@ def weighed(value: Array, weight: Array | None) -> Array:
     w = weight.astype(value.dtype)
     # 0 · NaN is NaN, but the mean over an empty microbatch must not affect the sum.
     return jnp.where(w == 0, jnp.zeros_like(value), value * w)
+
+
+# Reduction of microbatch gradients over the devices once per step instead of once per microbatch.
+#
+# On Explicit axes, JAX types determine where a reduction takes place. Parameters of type `reduced` over the batch axis
+# have gradients of type `unreduced`, which are summed on each device and reduced when their type is changed back. JAX
+# rejects such parameters outside of matrix products, so the gradients of those with other uses are accumulated as
+# usual.
+
+
+def reduced_once(
+    run: Callable[[Any, Any], Any], params: Any, parts: Any, loss: Callable[[Any, Any], Array], indices: list[int]
+) -> Any:
+    """Return `run(params, parts)` with parameters typed such that their gradients are reduced once, if possible.
+
+    Args:
+        run: Accumulates the gradients.
+        params: The parameters.
+        parts: The batch, as `split` returns it.
+        loss: `loss(params, part)`, which is traced to see how it uses the parameters.
+        indices: The indices of the parameters that are differentiated.
+    """
+    axes: set[str] = set()  # over which the rows of each part are sharded
+    for leaf in jax.tree.leaves(parts):
+        if meshes.explicit_mesh(leaf) is not None and meshes.dims_of(meshes.spec_of(leaf)):
+            axes |= set(meshes.mesh_axes_of(meshes.dims_of(meshes.spec_of(leaf))[0]))
+    leaves, treedef = trees.flatten(params)
+
+    def is_able(leaf: Any) -> bool:
+        if not axes or meshes.explicit_mesh(leaf) is None:
+            return False
+        spec = meshes.spec_of(leaf)
+        split = set().union(*map(meshes.mesh_axes_of, meshes.dims_of(spec)))
+        return not (split & axes or spec.reduced or spec.unreduced)
+
+    able = [i for i in indices if is_able(leaves[i])]
+    if able:
+        first = microbatch(parts, 0)
+        traced = jax.make_jaxpr(lambda some: loss(treedef.unflatten(trees.with_leaves(leaves, able, some)), first))(
+            [leaves[i] for i in able]
+        )
+        others = _other_uses(body_of(traced), [frozenset([i]) for i in able])
+        able = [i for i in able if i not in others]
+    if able:
+
+        def typed(params: Any, parts: Any) -> Any:
+            leaves, some = jax.tree.leaves(params), []
+            for i in able:
+                sharding: Any = jax.typeof(leaves[i]).sharding
+                spec = PartitionSpec(*meshes.dims_of(sharding.spec), reduced=frozenset(axes))
+                some.append(jax.sharding.reshard(leaves[i], NamedSharding(sharding.mesh, spec)))
+            return run(treedef.unflatten(trees.with_leaves(leaves, able, some)), parts)
+
+        try:
+            return meshes.atomic(typed, params, parts)
+        except Exception:  # JAX has no rule for an operation of the loss: fall back
+            pass
+    return run(params, parts)
+
+
+def zeros_of_gradient(leaf: Array) -> Array:
+    """Return zeros to accumulate the gradients of a leaf in: at least float32, with the type of its gradient."""
+    dtype = trees.compute_dtype(leaf.dtype)
+    mesh = meshes.explicit_mesh(leaf)
+    if mesh is None:
+        return jnp.zeros_like(leaf, dtype=dtype)
+    spec = PartitionSpec(*meshes.dims_of(meshes.spec_of(leaf)), unreduced=meshes.spec_of(leaf).reduced)
+    return jax.sharding.reshard(jnp.zeros(leaf.shape, dtype), NamedSharding(mesh, spec))
+
+
+_SAME_ELEMENTS = frozenset({"convert_element_type", "copy", "copy_p", "reshape", "squeeze", "transpose"})
+
+
+def _other_uses(body: Subprogram, given: Sequence[frozenset[int]]) -> set[int]:
+    """Return which of the given arguments a program does not only use in matrix products.
+
+    Args:
+        body: The program.
+        given: The arguments that each of its own is, possibly after changes of shape or dtype.
+    """
+    others: set[int] = set()
+
+    def use(operation: Operation, taken: list[frozenset[int]]) -> list[frozenset[int]]:
+        if operation.name in _SAME_ELEMENTS:
+            return taken
+        if operation.kind == "scan":
+            consts, carried = operation.counts
+            others.update(*taken[consts : consts + carried])
+        if operation.kind in ("call", "scan"):
+            others.update(_other_uses(operation.bodies[0], taken))
+        elif operation.name != "dot_general":
+            others.update(*taken)
+        return [frozenset()] * len(operation.eqn.outvars)
+
+    others.update(*evaluate(body, given, use, lambda constant: frozenset()))
+    return others
+
+
+# Estimates of the gradient noise from the gradients of microbatches.
+#
+# Let G be the true gradient and Σ the covariance of the gradient of one example. The gradient of a microbatch of weight
+# w has an expected squared norm of |G|² + tr Σ/w, and that of the whole batch of weight W one of |G|² + tr Σ/W. Squared
+# norms at two weights determine both unknowns.
+
+
+def squared_norm(gradients: Sequence[Any], scale: Array | None = None) -> Array:
+    """Return the squared norm of gradients in at least float32.
+
+    Args:
+        gradients: Arrays, `IndexedSlices` (whose duplicate rows are summed first) or None.
+        scale: The factor of the loss. It is divided out before squaring, because float32 may not hold the square.
+    """
+
+    def computed(gradients: list[Any], scale: Array | None) -> Array:
+        total = jnp.zeros((), trees.default_float())
+        for g in gradients:
+            values = combined(g).values if isinstance(g, IndexedSlices) else g
+            values = values.astype(trees.compute_dtype(values.dtype))
+            if scale is not None:
+                values = values * (1 / scale).astype(values.dtype)
+            total = total + jnp.sum(jnp.square(values)).astype(total.dtype)
+        return total
+
+    return meshes.without_explicit_axes(computed, [g for g in gradients if g is not None], scale)
+
+
+def together_squared(found: Sequence[Squares | None]) -> Squares | None:
+    """Combine the squared norms of gradients with respect to different parameters, for the same parts."""
+    known = [one for one in found if one is not None]
+    if not known:
+        return None
+    parts = sum((one.parts for one in known[1:]), known[0].parts)
+    return Squares(known[0].weights, parts, sum((one.whole for one in known[1:]), known[0].whole))
+
+
+def estimated(squares: Squares) -> GradientNoise:
+    """Return unbiased estimates of tr Σ and |G|² from one batch; NaN if fewer than two parts have a positive weight.
+
+    tr Σ = (small − big)·W/(n − 1) and |G|² = big − tr Σ/W, where big is the squared norm of the mean, small the
+    weighted mean of the squared norms of the parts, and W the sum of the n positive weights.
+
+    Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), appendix A, for parts of one size.
+    """
+
+    def computed(weights: Any, parts: Array, whole: Array) -> GradientNoise:
+        w = jnp.broadcast_to(jnp.asarray(weights, parts.dtype), parts.shape)
+        counts = w > 0
+        # 0 · NaN is NaN, but a part without weight must not contribute.
+        terms = jnp.where(counts, w * parts, jnp.zeros_like(parts))
+        n, total = jnp.sum(counts), jnp.sum(jnp.where(counts, w, jnp.zeros_like(w)))
+        others = jnp.where(n > 1, (n - 1).astype(parts.dtype), jnp.nan)
+        noise = (jnp.sum(terms) / total - whole) * (total / others)
+        return GradientNoise(noise, whole - noise / total)
+
+    return meshes.without_explicit_axes(computed, *squares)

@@ -15,8 +15,8 @@ from jax.extend.core import get_opaque_trace_state as _trace
 
 from jstep.core.checks import as_function, as_text, kind, shown
 from jstep.core.exceptions import setting
-from jstep.differentiate import loss_summaries
-from jstep.differentiate.loss_summaries import COLLECTORS, Collector
+from jstep.differentiate import loss_outputs
+from jstep.differentiate.loss_outputs import COLLECTORS, Collector
 from jstep.summary.summaries import Part, Summary, find_summaries, is_traced_part
 
 P = ParamSpec("P")
@@ -204,7 +204,7 @@ def _merged(returned: Any, made: Any) -> Summary | None:
     return merge_parts((*returned.parts, *made.parts)) if isinstance(returned, Summary) else None
 
 
-loss_summaries.SUMMARIES.update(unreturned=_unreturned, merge=_merged)
+loss_outputs.SUMMARIES.update(unreturned=_unreturned, merge=_merged)
 
 
 def _returned(result: Any, collector: Collector) -> list[Part]:

@@ -19,10 +19,9 @@ from jstep.core.optax_transformations import require_optimizer
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import roles_of
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Updates
-from jstep.differentiate.gradient_noise import estimated
 from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes
 from jstep.differentiate.loss_gradients import GATE_OP, Differentiation, Inputs
-from jstep.differentiate.microbatches import AggregationMethod, Part
+from jstep.differentiate.microbatches import AggregationMethod, Part, estimated
 from jstep.differentiate.same_bits import alike
 from jstep.optimizers import guards
 from jstep.optimizers.averages import as_average_names, averaged_params

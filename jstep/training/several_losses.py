@@ -11,10 +11,9 @@ from jstep.core.checks import as_function, as_text, kind, shown
 from jstep.core.exceptions import note
 from jstep.core.selection import VarList, check_form
 from jstep.core.trees import Array, Params
-from jstep.differentiate.gradient_noise import together_squared
 from jstep.differentiate.loss_gradients import GATE_NONE, Differentiation, Inputs, gated
-from jstep.differentiate.loss_summaries import join_returned, merge_summaries
-from jstep.differentiate.microbatches import Part
+from jstep.differentiate.loss_outputs import join_returned, merge_summaries
+from jstep.differentiate.microbatches import Part, together_squared
 
 Losses: TypeAlias = Mapping[str, tuple[Callable[..., Any], VarList]]
 """Name → the loss and its var_list."""

@@ -16,7 +16,7 @@ from source_files import MODULES, nodes_of
 
 import jstep
 from jstep.core import jaxprs
-from jstep.differentiate import deferred_reduction, lane_state, same_bits
+from jstep.differentiate import lane_state, microbatches, same_bits
 from jstep.tools import collectives
 
 X, KERNEL = jnp.ones((4, 4)), jnp.ones((1, 1, 3, 3))
@@ -140,7 +140,7 @@ NAMES = {
     jaxprs: "MOVES COPYING HARMLESS ELEMENTWISE SLOW_IN_LOOPS _OPAQUE _REMAT _IN_ORDER _PLACING _PRODUCTS",
     lane_state: "_COMMUTING _TO_FIRST",
     same_bits: "ON_PARTS",
-    deferred_reduction: "_SAME_ELEMENTS",
+    microbatches: "_SAME_ELEMENTS",
     collectives: "_PARTS",
 }
 """Module → its sets of names of operations."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.differentiate.gradient_noise import squared_norm
+from jstep.differentiate.microbatches import squared_norm
 
 CLIPS = {
     "norm": lambda t, c: jstep.clip_by_norm(t, c),

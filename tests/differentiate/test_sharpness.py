@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.differentiate.gradient_noise import Squares, estimated, together_squared
+from jstep.differentiate.microbatches import Squares, estimated, together_squared
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
 PARAMS = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.float32(0.5), "unused": jnp.ones(2)}

@@ -38,8 +38,8 @@ PROGRAM = """
     def loss_is_traced_once_during_an_import():
         for name in loaded("jstep.summary"):
             del sys.modules[name]
-        from jstep.differentiate import loss_summaries
-        loss_summaries.SUMMARIES.clear()
+        from jstep.differentiate import loss_outputs
+        loss_outputs.SUMMARIES.clear()
         traced = []
 
         def loss(params, x):
@@ -51,7 +51,7 @@ PROGRAM = """
 
         state = jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1))
         jstep.minimize(loss, jstep.gradient_descent(0.1)).trace(state, 1.0)
-        assert loss_summaries.SUMMARIES and len(traced) == 1
+        assert loss_outputs.SUMMARIES and len(traced) == 1
 
     def creating_summaries_imports_no_extra():
         all_kinds()
