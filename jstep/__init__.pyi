@@ -208,10 +208,10 @@ from jstep.loop.train import train as train
 
 # Evaluation.
 from jstep.evaluating.callbacks import EarlyStopping as EarlyStopping
+from jstep.evaluating.callbacks import KeepBest as KeepBest
 from jstep.evaluating.callbacks import ReduceOnPlateau as ReduceOnPlateau
 from jstep.evaluating.evaluation_hook import EvaluationHook as EvaluationHook
 from jstep.evaluating.evaluator import evaluator as evaluator
-from jstep.evaluating.keep_best import KeepBest as KeepBest
 
 # Checkpoints and weights: those of TensorFlow 1, by its names.
 from jstep.checkpoint.names import checkpoints_iterator as checkpoints_iterator
