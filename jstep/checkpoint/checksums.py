@@ -16,8 +16,7 @@ from typing import Any
 from jstep.checkpoint.listing import UNUSED
 from jstep.checkpoint.manifest import NAME, CorruptedError, Manifest
 from jstep.stores.files import may_be_file, sync_files
-from jstep.stores.objects import Pending, at_once
-from jstep.stores.store_errors import TruncatedError
+from jstep.stores.objects import Pending, TruncatedError, at_once
 
 _logger = logging.getLogger("jstep")
 

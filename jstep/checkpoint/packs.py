@@ -16,8 +16,7 @@ from jstep.checkpoint.leaf_records import stored_kind
 from jstep.checkpoint.manifest import CorruptedError, Manifest
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import ShardBounds, lengths, local_parts, place
-from jstep.stores.objects import Objects, Pending, at_once
-from jstep.stores.store_errors import TruncatedError
+from jstep.stores.objects import Objects, Pending, TruncatedError, at_once
 from jstep.stores.tagged_json import LargeBytes
 
 # Splitting of arrays into blocks, and packing of blocks into a few large objects with an index of their positions.

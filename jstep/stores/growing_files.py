@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 
 from jstep.stores.files import make_folders, sync, sync_folder
-from jstep.stores.objects import STARTING, Objects
-from jstep.stores.store_errors import StoreError
+from jstep.stores.objects import STARTING, Objects, StoreError
 from jstep.stores.urls import is_url, split
 
 SEGMENT = 2**20

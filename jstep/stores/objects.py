@@ -1,4 +1,6 @@
-"""The objects below a URL: read, write, conditional write, delete, list. Uses tensorstore's key-value stores.
+"""The objects below a URL: read, write, conditional write, delete, list; credentials of S3, and errors of stores.
+
+All that jstep knows of tensorstore's key-value stores is in this file.
 
 Every operation gives up within half a minute (large objects get more, by their size), with an OSError that names
 operation and URL. After one timeout, later requests wait less: a failed save is followed by a last attempt to save, by
@@ -11,16 +13,17 @@ all others, and rejects a list that does not end in it.
 """
 
 import collections
+import configparser
 import contextlib
 import functools
 import logging
+import os
+import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from jstep.stores.s3_credentials import s3_fields
-from jstep.stores.store_errors import ENDPOINT, BusyError, StoreError, no_bucket, translated
 from jstep.stores.urls import parts_of_url
 
 ABSENT = b"\x02"
@@ -213,8 +216,7 @@ class Objects:
 
     def start_delete(self, key: str, stamp: bytes | None = None) -> Pending:
         """Start to delete an object."""
-        options = {} if stamp is None else {"if_equal": stamp}
-        return self._begin("delete", key, lambda kv: kv.write(key, None, **options))
+        return self._begin("delete", key, lambda kv: kv.write(key, None, if_equal=stamp))
 
     def list(self, start: str = "", stop: str | None = None) -> list[str]:
         """Return the sorted keys in [start, stop) as the store reports them; see `Directory.listing`."""
@@ -253,15 +255,6 @@ class Objects:
         import tensorstore as ts  # not at the top: importing tensorstore is slow
 
         return Pending(self, ts.KvStore.open(spec(self.url)), "open", "").result()
-
-
-def spec(url: str) -> dict[str, Any]:
-    """Return the tensorstore JSON for the objects below a URL. It names credential files, and contains no secrets."""
-    scheme, bucket, key = parts_of_url(url)
-    path = f"{key}/" if key else ""
-    if scheme == "gs":
-        return {"driver": "gcs", "bucket": bucket, "path": path, "gcs_request_retries": RETRIES}
-    return {"driver": "s3", "bucket": bucket, "path": path, "s3_request_retries": RETRIES, **s3_fields()}
 
 
 MARK = "~jstep"
@@ -316,3 +309,193 @@ class Directory(Objects):
     def _ends(keys: list[str], start: str) -> bool:
         beyond = start > MARK or any(key > MARK for key in keys)
         return (LAST if beyond else MARK) in keys
+
+
+# Endpoint and credentials of S3 for a tensorstore spec, from the environment and the profiles of AWS's tools.
+#
+# tensorstore 0.1.86 does not read profiles by itself and ignores `AWS_ENDPOINT_URL`: it would send unsigned requests,
+# and to Amazon. The spec contains paths of credential files, never their content, since a spec may be printed.
+
+
+def spec(url: str) -> dict[str, Any]:
+    """Return the tensorstore JSON for the objects below a URL. It names credential files, and contains no secrets."""
+    scheme, bucket, key = parts_of_url(url)
+    path = f"{key}/" if key else ""
+    if scheme == "gs":
+        return {"driver": "gcs", "bucket": bucket, "path": path, "gcs_request_retries": RETRIES}
+    return {"driver": "s3", "bucket": bucket, "path": path, "s3_request_retries": RETRIES, **s3_fields()}
+
+
+_CREDENTIALS = {"aws_access_key_id", "role_arn", "credential_process"}
+"""The settings of a profile from which tensorstore obtains credentials."""
+
+
+def s3_fields(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return the fields of an `s3` spec that give endpoint, region and credentials.
+
+    Keys in the environment come first, then the profile (`AWS_PROFILE`, `AWS_DEFAULT_PROFILE` or "default"), then
+    the role of the container or instance. The endpoint is `AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL` or the profile's
+    `endpoint_url`; Amazon's if `AWS_IGNORE_CONFIGURED_ENDPOINT_URLS`, or else the profile's
+    `ignore_configured_endpoint_urls`, is true. The region is `AWS_REGION`, `AWS_DEFAULT_REGION` or the profile's.
+
+    Raises:
+        PermissionError: AWS_PROFILE names a profile that neither file has.
+    """
+    env = os.environ if environ is None else environ
+    files = _file(env, "AWS_SHARED_CREDENTIALS_FILE", "credentials"), _file(env, "AWS_CONFIG_FILE", "config")
+    name = env.get("AWS_PROFILE") or env.get("AWS_DEFAULT_PROFILE") or "default"
+    settings = _profile(files, name)
+    fields: dict[str, Any] = {}
+    if env.get("AWS_ACCESS_KEY_ID") and env.get("AWS_SECRET_ACCESS_KEY"):
+        fields["aws_credentials"] = {"type": "environment"}
+    elif settings.keys() & _CREDENTIALS:
+        there = [path if os.path.isfile(path) else os.devnull for path in files]
+        paths = {"credentials_file": there[0], "config_file": there[1]}
+        fields["aws_credentials"] = {"type": "profile", "profile": name, **paths}
+    elif env.get("AWS_PROFILE") and not settings:
+        raise PermissionError(
+            f"AWS_PROFILE={name!r}: must be a profile in {files[0]} or {files[1]}, but neither has it; "
+            "set AWS_SHARED_CREDENTIALS_FILE and AWS_CONFIG_FILE to use other files"
+        )
+    region = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or settings.get("region")
+    endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or settings.get("endpoint_url")
+    # As in botocore: the variable decides if it is set, even to an empty string, and then the profile.
+    ignored = env.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", settings.get("ignore_configured_endpoint_urls", ""))
+    if ignored.lower() == "true":
+        endpoint = None
+    if endpoint:
+        fields["endpoint"] = endpoint.rstrip("/")
+    if region or endpoint:  # tensorstore requires a region with an endpoint, but uses only its name
+        fields["aws_region"] = region or "us-east-1"
+    return fields
+
+
+def _file(env: Mapping[str, str], variable: str, name: str) -> str:
+    return os.path.expanduser(env.get(variable) or os.path.join("~", ".aws", name))
+
+
+def _profile(files: tuple[str, str], name: str) -> dict[str, str]:
+    """Return the settings of a profile; those of the credentials file take precedence."""
+    settings: dict[str, str] = {}
+    for path, sections in ((files[0], (name,)), (files[1], (f"profile {name}", name))):
+        parser = configparser.RawConfigParser(strict=False, allow_no_value=True)
+        try:
+            parser.read(path, encoding="utf-8")
+        except (configparser.Error, OSError, UnicodeDecodeError):
+            continue
+        for section in filter(parser.has_section, sections):
+            settings = {key: (value or "").strip() for key, value in parser.items(section)} | settings
+    return settings
+
+
+# Translation of tensorstore's errors: they name the bucket, the operation and what to do, and never a secret.
+#
+# tensorstore raises one ValueError for everything: its message begins with a status word and ends with the body of the
+# response. That message is not passed on, since bodies contain keys and signatures.
+
+_RIGHTS = {
+    "gs": {"read": "storage.objects.get", "list": "storage.objects.list", "delete": "storage.objects.delete"},
+    "s3": {"read": "s3:GetObject", "list": "s3:ListBucket", "delete": "s3:DeleteObject"},
+}
+_WRITE = {"gs": "storage.objects.create and storage.objects.delete (to replace one)", "s3": "s3:PutObject"}
+_LOGIN = {
+    "gs": "`gcloud auth application-default login`, or GOOGLE_APPLICATION_CREDENTIALS",
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; temporary keys expire after some hours",
+}
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "RequestExpired"}
+_UNKNOWN_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthFailure", "UnrecognizedClientException"}
+_REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
+ENDPOINT = {
+    "gs": "TENSORSTORE_GCS_HTTP_URL, if it is set",
+    "s3": "AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and AWS_REGION, if they are set",
+}
+
+
+class StoreError(OSError):
+    """A request to a store failed after all retries: the store is too busy, or the error is unknown."""
+
+
+class BusyError(StoreError):
+    """A store accepted no request for half a minute (429 and 5xx)."""
+
+
+class TruncatedError(StoreError):
+    """An object is shorter than the requested range of bytes."""
+
+
+def translated(error: Exception, verb: str, url: str) -> OSError:
+    """Return the error to raise `from None` in place of tensorstore's.
+
+    Args:
+        error: The error of tensorstore.
+        verb: The operation: read, write, delete, list or open.
+        url: The URL of the object or the directory.
+    """
+    text = str(error)
+    scheme, bucket, _ = parts_of_url(url)
+    what = f"{url}: cannot {verb}"
+    codes = re.findall(r"\[http_response_code='([0-9]+)'\]", text)
+    status = int(codes[-1]) if codes else 0
+    code = _code(text)
+    details = " ".join(str(part) for part in (status or "", code) if part)
+    if status == 416 or text.startswith("OUT_OF_RANGE"):
+        return TruncatedError(f"{url}: it is shorter than it was")
+    if code in _REGION or status in (301, 307):
+        return StoreError(f"{what}: the bucket is in another region ({details}); set AWS_REGION to that of the bucket")
+    if code in _EXPIRED | _UNKNOWN_KEYS or status == 401:
+        expired = "the credentials have expired" if code in _EXPIRED else "no valid credentials"
+        return PermissionError(f"{what}: {expired} ({details}): {_LOGIN[scheme]}")
+    if status == 403 or text.startswith("PERMISSION_DENIED"):
+        right = _RIGHTS[scheme].get(verb, _WRITE[scheme])
+        return PermissionError(
+            f"{what}: not permitted ({details or 'PERMISSION_DENIED'}). It needs the right {right} on the bucket "
+            f"{bucket!r}; for other credentials, use {_LOGIN[scheme]}"
+        )
+    if code == "NoSuchBucket" or (status == 404 and verb != "read"):
+        return no_bucket(url, verb)
+    if (curl := re.search(r"CURL error ([^:\[]*)", text)) is not None:
+        host = re.search(r"(?:Failed to connect to|resolve host:) ([^\s\[]+)(?: port ([0-9]+))?", text)
+        where = ":".join(part for part in host.groups() if part) if host else f"the host of {scheme}://{bucket}"
+        return ConnectionError(
+            f"{what}: {curl[1].strip()} ({where}), tried for half a minute. Check the network and the address: "
+            f"{ENDPOINT[scheme]}"
+        )
+    if status:
+        tries = re.search(r"All ([0-9]+) retry attempts", text)
+        after = f", {int(tries[1]) + 1} tries in half a minute" if tries else ""
+        if tries or status == 429 or status >= 500:
+            return BusyError(
+                f"{what}: the store did not accept it (HTTP {details}{after}). It is busy or down; run again later"
+            )
+        # S3 returns 400 for expired temporary keys, and gives the reason only in a body, which a HEAD lacks.
+        hint = f"; have the credentials expired? {_LOGIN[scheme]}" if status == 400 else "; see the log of the store"
+        return StoreError(f"{what}: the store did not accept it (HTTP {details}){hint}")
+    return StoreError(f"{what}: {redact(text)}")
+
+
+def no_bucket(url: str, verb: str) -> FileNotFoundError:
+    """Return the error for a missing bucket."""
+    scheme, bucket, _ = parts_of_url(url)
+    tool = {"gs": f"gcloud storage buckets create gs://{bucket}", "s3": f"aws s3 mb s3://{bucket}"}[scheme]
+    return FileNotFoundError(
+        f"{url}: cannot {verb}: there is no bucket {bucket!r}; create it (`{tool}`), or correct the name"
+    )
+
+
+def _code(text: str) -> str:
+    found = re.search(r"<Code>(\w{1,60})</Code>", text)
+    if found is None:  # the driver puts the code before the message
+        found = re.match(r"(?:[A-Z_]+: )?(?:All [0-9]+ retry attempts failed: )?([A-Z][A-Za-z]{3,60})\b", text)
+        return found[1] if found and found[1] in _EXPIRED | _UNKNOWN_KEYS | _REGION | {"NoSuchBucket"} else ""
+    return found[1]
+
+
+def redact(text: str) -> str:
+    """Shorten an error message and remove secrets: response bodies, and values of variables with credentials."""
+    text = re.split(r"\s*\[(?:http_response_body|source locations)", text)[0].split("\n")[0]
+    words = ("SECRET", "TOKEN", "PASSWORD", "ACCESS_KEY", "CREDENTIAL")
+    for key, value in os.environ.items():
+        if len(value) >= 4 and any(word in key.upper() for word in words):
+            text = text.replace(value, "…")
+    text = re.sub(r"(?i)(authorization|signature|token|secret|password)([\"']?\s*[:=]\s*)\S+", r"\1\2…", text)
+    return text[:200]

@@ -11,8 +11,7 @@ import pytest
 from jstep.checkpoint import checksums
 from jstep.checkpoint.listing import UNUSED
 from jstep.checkpoint.manifest import CorruptedError
-from jstep.stores.objects import ReadResult
-from jstep.stores.store_errors import TruncatedError
+from jstep.stores.objects import ReadResult, TruncatedError
 
 
 def crc(data: bytes) -> str:

@@ -6,9 +6,7 @@ import pathlib
 import pytest
 from etils import epath
 
-from jstep.stores.objects import Objects
-from jstep.stores.s3_credentials import s3_fields
-from jstep.stores.store_errors import redact
+from jstep.stores.objects import Objects, redact, s3_fields
 from jstep.stores.urls import is_url, join, location, split
 
 

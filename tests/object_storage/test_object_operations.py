@@ -5,8 +5,7 @@ import re
 import pytest
 
 from jstep.stores import objects
-from jstep.stores.objects import ABSENT, Directory, Objects, at_once
-from jstep.stores.store_errors import StoreError
+from jstep.stores.objects import ABSENT, Directory, Objects, StoreError, at_once
 
 
 def test_read_write_delete_list(store):
