@@ -150,7 +150,7 @@ def as_number(
 ) -> float:
     """Convert a real number (Python, NumPy, or a concrete JAX scalar) to a float.
 
-    For arguments that may be traced see `jstep.core.placement.as_scalar`.
+    For arguments that may be traced see `jstep.core.device_values.as_scalar`.
 
     Args:
         value: The user's value.

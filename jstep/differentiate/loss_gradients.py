@@ -18,7 +18,7 @@ from jstep.core.on_cpus import Unroll, as_unroll
 from jstep.core.placement import sharding_of
 from jstep.core.selection import VarList, check_form, selected
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.traced_arguments import as_scalar
+from jstep.core.device_values import as_scalar
 from jstep.core.trees import Array, Held, Number, Params
 from jstep.differentiate import microbatches
 from jstep.differentiate.clipping import global_norm

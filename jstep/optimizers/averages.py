@@ -13,12 +13,12 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function, as_int, as_text, kind, one_of, shown
+from jstep.core.device_values import as_scalar
 from jstep.core.indexed_slices import is_slices
 from jstep.core.meshes import on_any_mesh
 from jstep.core.optax_transformations import require_optimizer
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import FOLLOWS_STEP, FOLLOWS_UPDATES, Role, Roles
-from jstep.core.traced_arguments import as_scalar
 from jstep.core.trees import Array, Held, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, leafwise, nested
 from jstep.optimizers.host_slots import on_leaves

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, shown
+from jstep.core.device_values import as_key
 from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, on_table, within
 from jstep.core.slot_roles import BLOCK, CLIP
-from jstep.core.traced_arguments import as_key
 from jstep.core.trees import Array, Number, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.differentiate import clipping
 from jstep.optimizers.chain import element

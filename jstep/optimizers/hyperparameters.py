@@ -14,8 +14,8 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import Bounds, kind, shown
+from jstep.core.device_values import as_scalar
 from jstep.core.slot_roles import Role, Roles, abstractly
-from jstep.core.traced_arguments import as_scalar
 from jstep.core.trees import Array, Held, ScalarOrSchedule, Slots, Step
 
 # Hyperparameters stored in the state, which can be changed during training and are saved in checkpoints.

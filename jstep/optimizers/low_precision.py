@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import kind, shown
+from jstep.core.device_values import as_key
 from jstep.core.indexed_slices import is_slices
 from jstep.core.optax_transformations import require_optimizer
 from jstep.core.slot_roles import Role, Roles
-from jstep.core.traced_arguments import as_key
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import nested
 from jstep.optimizers.host_slots import on_leaves

@@ -17,13 +17,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int, as_number, kind, one_of, shown
+from jstep.core.device_values import when_concrete
 from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.matching import match_gradients
 from jstep.core.meshes import mesh_axes_of
 from jstep.core.placement import layout_of
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import BLOCK
-from jstep.core.traced_arguments import when_concrete
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.chain import chain, element

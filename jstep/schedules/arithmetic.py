@@ -14,7 +14,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.calls import Call, RememberedFunction, remembered
 from jstep.core.checks import Bounds, as_bool, as_number, kind, shown
-from jstep.core.traced_arguments import as_scalar
+from jstep.core.device_values import as_scalar
 from jstep.core.trees import Array
 
 # Validation of the arguments of schedules: numbers, exact numbers of steps, and steps themselves.

@@ -9,9 +9,9 @@ import numpy as np
 
 from jstep.core import meshes, placement, trees
 from jstep.core.checks import kind
+from jstep.core.device_values import as_scalar
 from jstep.core.exceptions import note
 from jstep.core.slot_roles import COUNTS, roles_in
-from jstep.core.traced_arguments import as_scalar
 from jstep.core.trees import Array, Step
 
 

@@ -18,7 +18,6 @@ from jstep.core.placement import checked_memory, compiles_only, is_shape
 from jstep.core.report import html_table
 from jstep.core.slot_roles import NO_ROLES, Roles, roles_in, roles_of
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.traced_arguments import with_checks
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, shape_of
 from jstep.state import sharding as layout
 from jstep.state.global_step import create_global_step
@@ -206,7 +205,7 @@ class TrainState:
         if mesh is None:
             if is_abstract(None, params, model_state):
                 return jax.eval_shape(make, params, model_state)
-            return with_checks(make, params, model_state)
+            return device_values.with_checks(make, params, model_state)
         jax.eval_shape(lambda: create_global_step(global_step))  # fail before large arrays are placed
         mesh = meshes.require_mesh(mesh)
         memory = checked_memory(slots_memory, mesh)
@@ -214,7 +213,7 @@ class TrainState:
         def shardings(shapes: TrainState) -> TrainState:
             return _shardings_of(shapes, mesh, param_specs, slot_axis, memory)
 
-        return with_checks(made_on, mesh, make, params, model_state, shardings)
+        return device_values.with_checks(made_on, mesh, make, params, model_state, shardings)
 
     @property
     def model_state(self) -> Any:

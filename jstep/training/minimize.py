@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jstep.core import placement, traced_arguments, trees
+from jstep.core import device_values, placement, trees
 from jstep.core.checks import as_bool
 from jstep.core.meshes import sharded_like
 from jstep.core.on_cpus import Unroll
@@ -209,7 +209,7 @@ def minimize(
         wanted,
         has_aux=has_aux,
         has_model_state=has_model_state,
-        rng=None if rng is None else traced_arguments.as_key(rng, "rng"),
+        rng=None if rng is None else device_values.as_key(rng, "rng"),
         averages=as_average_names(use_averages),
         schedule=sharpness if callable(sharpness) else None,
         increments=increment_global_step,

@@ -9,8 +9,8 @@ import pytest
 
 import jstep
 from jstep.core import checks
+from jstep.core.device_values import as_scalar
 from jstep.core.matching import difference
-from jstep.core.traced_arguments import as_scalar
 from jstep.state.global_step import require_alive, step_of
 from jstep.state.train_state import require_state
 

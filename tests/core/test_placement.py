@@ -10,6 +10,7 @@ from comparisons import aligned
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from jstep.core.device_values import when_concrete, with_checks
 from jstep.core.placement import (
     back,
     checked_memory,
@@ -23,7 +24,6 @@ from jstep.core.placement import (
     refuse_shapes,
     slices,
 )
-from jstep.core.traced_arguments import when_concrete, with_checks
 
 
 @pytest.mark.parametrize("memory_kind", [None, "pinned_host"])
