@@ -11,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jstep.core import device_values, meshes, trees
 from jstep.core.checks import kind, shown
 from jstep.core.placement import compiles_only, is_shape, refuse_compile_only
-from jstep.core.rows import leading_sizes
 from jstep.state.sharding import axis_size
 
 # Shardings of batches, and global batches from the rows of each process.
@@ -43,7 +42,7 @@ def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
     device_values.refuse_wide(local_batch, "local_batch")
     sharding = NamedSharding(mesh, PartitionSpec(axis))
 
-    sizes = leading_sizes(local_batch)
+    sizes = trees.leading_sizes(local_batch)
     if len(sizes) > 1:
         raise ValueError(f"local_batch: all leaves must have the same number of rows; got {', '.join(sizes.values())}")
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from jstep.core import meshes, trees
 from jstep.core.checks import as_int
-from jstep.core.rows import stack_trees
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.permutation import RowNumbers
 from jstep.data.plan import Plan, PlanReader, Share, SourceRows
@@ -294,7 +293,7 @@ def _read(numbers: Callable[[int], list[SourceRows]], sources: Sequence[Rows], s
     if any(_row_shapes(part) != _row_shapes(parts[0]) for part in parts):
         firsts = [of.rows.start if isinstance(of.rows, slice) else int(of.rows[0]) for of in found]
         names = [f"row {row} of {sources[of.source].name!r}" for row, of in zip(firsts, found, strict=True)]
-        stack_trees([jax.tree.map(lambda leaf: leaf[0], part) for part in parts], "sources", names.__getitem__)
+        trees.stack_trees([jax.tree.map(lambda leaf: leaf[0], part) for part in parts], "sources", names.__getitem__)
     return jax.tree.map(lambda *leaves: _merge_leaves(leaves, indices), *parts)
 
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from jstep.core.checks import shown
 from jstep.core.meshes import internal_transfers
-from jstep.core.rows import leading_sizes, stack_trees
-from jstep.core.trees import is_key, path_str, quoted
+from jstep.core.trees import is_key, leading_sizes, path_str, quoted, stack_trees
 from jstep.data.permutation import RowNumbers
 
 _NO_ORDER = "cannot be taken in any order"

@@ -12,13 +12,13 @@ from jax.custom_derivatives import SymbolicZero
 
 from jstep.core import meshes, trees
 from jstep.core.checks import as_bool, as_function, as_int, kind, shown
+from jstep.core.device_values import as_scalar
 from jstep.core.exceptions import setting
 from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.on_cpus import Unroll, as_unroll
 from jstep.core.placement import sharding_of
 from jstep.core.selection import VarList, check_form, selected
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.device_values import as_scalar
 from jstep.core.trees import Array, Held, Number, Params
 from jstep.differentiate import microbatches
 from jstep.differentiate.clipping import global_norm

@@ -19,7 +19,6 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jstep.core import trees
 from jstep.core.checks import shown
 from jstep.core.meshes import internal_transfers
-from jstep.core.rows import leading_sizes
 from jstep.core.threads import taken
 from jstep.core.trees import shape_of
 from jstep.data.batches import Batches
@@ -212,7 +211,7 @@ def placed(batches: Iterable[Any], shardings: Any) -> Iterator[tuple[Any, ...]]:
 
 def num_examples(args: Any) -> int | str:
     """Return the size of the leading axis of all arrays among the arguments, or a string that explains its absence."""
-    sizes = leading_sizes(args)
+    sizes = trees.leading_sizes(args)
     if not sizes:
         return "no argument has a leading axis of examples; return a pair (sum, count)"
     if len(sizes) > 1:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jstep.core.checks import as_bool, as_int
 from jstep.core.meshes import internal_transfers
-from jstep.core.rows import no_rows, rows_of, stack_trees
 from jstep.core.threads import WAITING_FOR_ROOM, doing
+from jstep.core.trees import no_rows, rows_of, stack_trees
 
 # Exceptions of closed queues.
 
