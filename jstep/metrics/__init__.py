@@ -1,8 +1,7 @@
 """Metrics for `jstep.evaluator` that are not means over examples: objects with `merge` and `compute`."""
 
 from jstep.core.public_names import set_public_module as _set_public_module
-from jstep.metrics.classification import accuracy, confusion_matrix, f1, perplexity
-from jstep.metrics.curves import auc
+from jstep.metrics.classification import accuracy, auc, confusion_matrix, f1, perplexity
 
 __all__ = ["accuracy", "auc", "confusion_matrix", "f1", "perplexity"]
 

@@ -34,8 +34,7 @@ class Count:
 
     def as_sum(self, dtype: Any) -> "Sum":
         """Convert to a sum of weights."""
-        high, low = self.high.astype(dtype) * 2**_BITS, self.low.astype(dtype)
-        return Sum(high, jnp.zeros_like(high)) + Sum(low, jnp.zeros_like(low))
+        return _without_rest(self.high.astype(dtype) * 2**_BITS) + _without_rest(self.low.astype(dtype))
 
     def segment_sum(self, segments: Array, num_segments: int) -> "Count":
         """Sum up to 2²⁰ counts by segment, as `jax.ops.segment_sum`; counts out of range are dropped."""
@@ -105,8 +104,7 @@ def each(condition: Array, weights: Array | None) -> Total:
     """Return the total of each element by itself: its weight if it is true, 1 without weights; 0 if it is false."""
     if weights is None or weights.dtype == jnp.bool_:
         return counted(condition if weights is None else condition & weights)
-    kept = jnp.where(condition, weights, jnp.zeros_like(weights))
-    return Sum(kept, jnp.zeros_like(kept))
+    return _without_rest(jnp.where(condition, weights, jnp.zeros_like(weights)))
 
 
 def total_of(condition: Array, weights: Array | None = None) -> Total:
@@ -124,7 +122,7 @@ def counted(number: Array) -> Count:
 
 def summed(values: Array) -> Sum:
     """Return the sum of floating values, with twice their digits."""
-    return _split_sum(Sum(values, jnp.zeros_like(values)), jnp.sum)
+    return _split_sum(_without_rest(values), jnp.sum)
 
 
 def joined(first: Any, second: Any) -> Any:
@@ -140,22 +138,21 @@ def _carried(high: Array, low: Array) -> Count:
     return Count(high + (low >> _BITS), low & (2**_BITS - 1))
 
 
+def _without_rest(values: Array) -> Sum:
+    return Sum(values, jnp.zeros_like(values))
+
+
 def _split_sum(given: Sum, add: Any) -> Sum:
     """Sum with `add`, a plain sum over elements, without losing digits.
 
     Values are split twice at a bit common to all, into parts of which any sum is exact, and a remainder below 2⁻²² of
     the largest sum each time (Demmel and Nguyen, "Fast reproducible floating-point summation", 2013).
     """
-
-    def summed_part(part: Array) -> Sum:
-        found = add(part)
-        return Sum(found, jnp.zeros_like(found))
-
     left = given.value
-    total = summed_part(jnp.zeros_like(left))
+    total = _without_rest(add(jnp.zeros_like(left)))
     for _ in range(2):
         above = jnp.max(jnp.abs(left), initial=0) * jnp.asarray(2 * left.size, left.dtype)
         part = jnp.where(jnp.isfinite(above), (left + above) - above, left)  # NaN and infinity: a plain sum
-        total += summed_part(part)
+        total += _without_rest(add(part))
         left = jnp.where(jnp.isfinite(left), left - part, jnp.zeros_like(left))
-    return total + summed_part(left + given.rest)
+    return total + _without_rest(add(left + given.rest))

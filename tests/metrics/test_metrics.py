@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.metrics.classification import F1, Accuracy, Perplexity
-from jstep.metrics.curves import AUC, Thresholds
+from jstep.metrics.classification import AUC, F1, Accuracy, Perplexity, Thresholds
 from jstep.metrics.totals import Count, Sum, counted, joined
 
 M = jstep.metrics
