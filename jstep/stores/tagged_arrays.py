@@ -91,24 +91,14 @@ class MemoryRange:
         self.__array_interface__ = {"data": (start, True), "shape": (stop - start,), "typestr": "|u1", "version": 3}
 
 
-def bounds_of(array: np.ndarray[Any, Any]) -> tuple[int, int]:
-    """Return the addresses of the first byte of an array, and of the one after its last."""
-    address: int = array.__array_interface__["data"][0]
-    spans = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
-    return address + sum(min(0, span) for span in spans), address + sum(max(0, span) for span in spans) + array.itemsize
-
-
 def share_memory(arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
     """Return whether any of some arrays share memory whose ranges overlap: columns of one array do not."""
     if len(arrays) > _MOST_PAIRED:
         return True
-    for one, other in itertools.combinations(arrays, 2):
-        try:
-            if np.shares_memory(one, other, max_work=_MOST_WORK):
-                return True
-        except np.exceptions.TooHardError:
-            return True
-    return False
+    try:
+        return any(np.shares_memory(*pair, max_work=_MOST_WORK) for pair in itertools.combinations(arrays, 2))
+    except np.exceptions.TooHardError:
+        return True
 
 
 # Tensors of torch

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 
 from jstep.stores import tagged_arrays
 from jstep.stores.tagged_arrays import LARGE, UnsupportedError
@@ -46,11 +47,6 @@ class LargeBytes:
     def __init__(self, data: bytes | None = None, load: Callable[[], bytes] | None = None) -> None:
         self._data, self.load = data, load
         self._digest: bytes | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes in memory."""
-        return len(self._data or b"")
 
     def read(self) -> bytes:
         """Return the bytes."""
@@ -228,7 +224,7 @@ class _Encoder:
 
     def _find_views(self) -> None:
         """Find arrays that overlap: ranges of addresses can only do so in one allocation."""
-        bounds = sorted(((*tagged_arrays.bounds_of(array), i) for i, array in enumerate(self._arrays)))
+        bounds = sorted(((*byte_bounds(array), i) for i, array in enumerate(self._arrays)))
         groups: list[list[tuple[int, int, int]]] = []
         stop = -1
         for one in bounds:
