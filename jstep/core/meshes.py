@@ -171,9 +171,8 @@ def dims_of(spec: PartitionSpec) -> tuple[Any, ...]:
 
 def mesh_text(mesh: Any) -> str:
     """Format the axes of a mesh with their sizes and types: `data: 4 Explicit, model: 2 Auto`."""
-    types = mesh.axis_types
-    sizes = dict(mesh.shape)
-    return ", ".join(f"{name}: {sizes[name]} {kind.name}" for name, kind in zip(mesh.axis_names, types, strict=True))
+    named = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return ", ".join(f"{name}: {mesh.shape[name]} {kind.name}" for name, kind in named)
 
 
 def sharding_text(sharding: Any) -> str:
