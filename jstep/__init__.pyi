@@ -115,11 +115,11 @@ from jstep.optimizers.layerwise import scale_by_lion as scale_by_lion
 from jstep.optimizers.layerwise import scale_by_trust_ratio as scale_by_trust_ratio
 from jstep.optimizers.muon import normalize_neurons as normalize_neurons
 from jstep.optimizers.muon import orthogonalize as orthogonalize
-from jstep.optimizers.scales import scale as scale
-from jstep.optimizers.scales import scale_by_learning_rate as scale_by_learning_rate
-from jstep.optimizers.scales import scale_updates as scale_updates
-from jstep.optimizers.weight_decay import add_weight_decay as add_weight_decay
-from jstep.optimizers.weight_decay import decay_weights as decay_weights
+from jstep.optimizers.gradient_transformations import scale as scale
+from jstep.optimizers.gradient_transformations import scale_by_learning_rate as scale_by_learning_rate
+from jstep.optimizers.gradient_transformations import scale_updates as scale_updates
+from jstep.optimizers.gradient_transformations import add_weight_decay as add_weight_decay
+from jstep.optimizers.gradient_transformations import decay_weights as decay_weights
 
 # Optimizers of one's own.
 from jstep.core.trees import Context as Context

@@ -1,25 +1,34 @@
-"""Transformations of gradients as elements of a chain: noise, centralization, normalization."""
+"""Transformations of gradients and updates as elements of a chain: noise, norms, clips, scales, weight decay."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
-from jstep.core.checks import as_bool, shown
+from jstep.core.checks import as_bool, as_number, kind, shown
 from jstep.core.device_values import as_key
 from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, on_table, within
-from jstep.core.slot_roles import BLOCK, CLIP
-from jstep.core.trees import Array, Number, Optimizer, Params, ScalarOrSchedule, Step, Updates
+from jstep.core.selection import VarList
+from jstep.core.slot_roles import BLOCK, CLIP, SCALE
+from jstep.core.trees import Array, Held, Number, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.differentiate import clipping
+from jstep.optimizers import leaf_values
 from jstep.optimizers.chain import element
-from jstep.optimizers.hyperparameters import Hyper, checked
-from jstep.optimizers.leaf_values import UnitAxes, leaf_numbers, own_leaves, unit_axes
+from jstep.optimizers.hyperparameters import Hyper, checked, constant
+from jstep.optimizers.leaf_values import Flag, UnitAxes
+from jstep.optimizers.leafwise import Result, Values
+from jstep.optimizers.nested import with_init
+from jstep.optimizers.rules import from_direction, from_update, is_zero
 from jstep.optimizers.updates import map_updates
+
+# Gradients: noise, centralization, normalization, clips.
 
 EPSILON = 1e-6
 
@@ -66,7 +75,7 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
             noise = jax.random.normal(jax.random.fold_in(of_step, i), g.shape, dtype)
             return g.astype(dtype) + sigma.astype(dtype) * noise
 
-        return map_updates(of_leaf, params, updates, leaf_numbers(params))
+        return map_updates(of_leaf, params, updates, leaf_values.leaf_numbers(params))
 
     hyper = {"noise_eta": checked("eta", eta, low=0), "noise_gamma": checked("gamma", gamma, low=0)}
     return element(noisy, hyper, BLOCK)
@@ -97,7 +106,7 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
 
     Source: Yong et al., "Gradient Centralization" (2020); `optax.centralize`.
     """
-    axes_of = unit_axes(axes, lambda shape: tuple(range(1, len(shape))))
+    axes_of = leaf_values.unit_axes(axes, lambda shape: tuple(range(1, len(shape))))
 
     def centralize(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
         def of_leaf(g: Any, leaf: tuple[str, Any]) -> Any:
@@ -110,7 +119,7 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
             mixes = is_slices(g) and any(axis % len(g.dense_shape) == 0 for axis in over)
             return centred(g.to_dense()) if mixes else on_table(centred, g)
 
-        return map_updates(of_leaf, params, updates, own_leaves(params))
+        return map_updates(of_leaf, params, updates, leaf_values.own_leaves(params))
 
     return element(centralize, {}, BLOCK)
 
@@ -207,7 +216,7 @@ def clip_gradients(
     ((how, limit),) = given.items()
     if axes is not None and how != "adaptive":
         raise ValueError(f"axes={shown(axes)}: only clip_gradients(adaptive=…) takes axes, got {how}")
-    axes_of = unit_axes(axes, _unit_axes)
+    axes_of = leaf_values.unit_axes(axes, _unit_axes)
     hyper = _value_bounds(limit) if how == "by_value" else {f"clip_{how}": checked(how, limit, low=0, above=True)}
 
     def clip(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
@@ -224,7 +233,7 @@ def clip_gradients(
         def by_unit(g: Any, p: Array, leaf: tuple[str, Any]) -> Any:
             return on_table(lambda g: _clipped_units(g, p, h["clip_adaptive"], axes_of(*leaf)), g)
 
-        return map_updates(by_unit, params, updates, jax.tree.leaves(params), own_leaves(params))
+        return map_updates(by_unit, params, updates, jax.tree.leaves(params), leaf_values.own_leaves(params))
 
     made = element(clip, hyper, CLIP)
     if how != "by_value" or "clip_by_value_min" in hyper:
@@ -275,3 +284,256 @@ def _norm(x: Array, axes: tuple[int, ...]) -> Array:
 LEAST_PARAMETER_NORM = 1e-3
 
 LEAST_GRADIENT_NORM = 1e-6
+
+
+# Scales: a factor, the learning rate, or factors by path.
+
+PREFIX = "scale"
+"""The prefix of the factors of `scale_updates` in the names of hyperparameters."""
+
+
+@makes_optimizer(1)
+def scale(factor: ScalarOrSchedule) -> Optimizer:
+    """Scale: factor·u, where u is the update from the previous element.
+
+    Args:
+        factor: Any finite number. The sign is not changed: use a negative factor for updates to be added to parameters.
+
+    Returns:
+        An element of a chain without slots.
+
+    Raises:
+        ValueError: It is not finite.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.chain(jstep.scale_by_lion(), jstep.scale(-0.5))
+        >>> state = jstep.TrainState.create({"w": 2.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        1.5
+
+    Source: `optax.scale`, and `optax.scale_by_schedule`.
+    """
+    made = from_update("scale", lambda g, p, s, h: (h.factor * g, {}), {}, {"factor": factor}, by_rows=True)
+    return with_init(made, order=SCALE)
+
+
+@makes_optimizer()
+def scale_by_learning_rate(learning_rate: ScalarOrSchedule) -> Optimizer:
+    """Scale by the negative learning rate: −lr·u, where u is the update from the previous element.
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+
+    Returns:
+        An element of a chain without slots.
+
+    Raises:
+        ValueError: It is negative.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.chain(jstep.clip_gradients(by_value=1.0), jstep.scale_by_learning_rate(0.25))
+        >>> state = jstep.TrainState.create({"w": 2.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        1.75
+
+    Source: `optax.scale_by_learning_rate`.
+    """
+    hyper = {"learning_rate": learning_rate}
+    return from_direction("scale_by_learning_rate", lambda g, p, s, h: (g, {}), {}, hyper, by_rows=True)
+
+
+@makes_optimizer(1)
+def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any], float]) -> Optimizer:
+    """Scaling: u ← factor·u, chained after an optimizer whose updates are u; weight decay in u is scaled, too.
+
+    Args:
+        factors: Path or glob → a number ≥ 0, an array, a schedule or `held`; the first match applies, and updates of
+            leaves without a match are unchanged. Or a function `(path, leaf) -> number`, which may depend on shape and
+            dtype.
+
+    Returns:
+        An `Optimizer` without slots, whose hyperparameters are `scale/glob`. Sparse updates stay sparse.
+
+    Raises:
+        TypeError: A factor is not a number, an array or a schedule, or `factors` is neither a mapping nor a function.
+        ValueError: A factor is out of its range, or a glob matches nothing; the error lists the nearest paths.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.chain(jstep.gradient_descent(1.0), jstep.scale_updates({"embed*": 0.5}))
+        >>> state = jstep.TrainState.create({"embed": 1.0, "head": 1.0}, optimizer)
+        >>> grads = {"embed": jnp.float32(1.0), "head": jnp.float32(1.0)}
+        >>> params = jstep.apply_gradients(state, grads, optimizer).params
+        >>> print(params["embed"], params["head"])
+        0.5 0.0
+
+    Source: layer-wise rates as in Bao et al., "BEiT" (2021); groups of parameters in other frameworks.
+    """
+    if callable(factors) and not isinstance(factors, Mapping | Held):
+        given = factors
+        hyper: dict[str, Any] = {}
+        factor = leaf_values.by_path(lambda path, leaf: constant(f"factors({path!r}, …)", given(path, leaf), low=0))
+    elif isinstance(factors, Mapping):
+        factor = leaf_values.first_match("factors", factors)
+        hyper = {f"{PREFIX}/{glob}": checked(f"factors[{glob!r}]", value, low=0) for glob, value in factors.items()}
+    else:
+        raise TypeError(
+            f"factors={shown(factors)}: must map paths or globs to numbers, or be a function (path, leaf) -> number, "
+            f"got {kind(factors)}"
+        )
+    return from_update("scale_updates", scaled_update, {}, hyper, flags={"factor": factor}, by_rows=True)
+
+
+def scaled_update(u: Array, p: Array, s: Values, h: Values) -> Result:
+    """The update times the factor of the leaf: a number, or the name of the one that applies."""
+    if h.factor is None:
+        return u, {}
+    return (h[f"{PREFIX}/{h.factor}"] if isinstance(h.factor, str) else h.factor) * u, {}
+
+
+# Weight decay: with the learning rate, or independent of it.
+
+Decay: TypeAlias = ScalarOrSchedule | Mapping[str, ScalarOrSchedule]
+"""A decay, or path or glob → the decay of the leaves that match."""
+
+DECAY = "decay"
+"""The flag for the decay of a leaf: the name of the hyperparameter and a factor on it, or None."""
+
+
+@makes_optimizer()
+def add_weight_decay(weight_decay: Decay, mask: VarList | Mapping[str, float] = None) -> Optimizer:
+    """Add weight decay: u + weight_decay·p, where u is the update from the previous element.
+
+    After `scale_by_adam` the decay is decoupled as in AdamW; before a `trace` it is coupled as in SGD. For a decay
+    that does not depend on the learning rate, put `decay_weights` after it.
+
+    Args:
+        weight_decay: The decay ≥ 0: a number, a schedule or `held`. Or a mapping from paths or globs to these: the
+            first match applies, and leaves without a match do not decay.
+        mask: The leaves that decay, in the grammar of `var_list`; None for all. Or path or glob → a factor ≥ 0 on the
+            decay, such as `mup(...).decays`: the first match applies, and leaves without a match have the factor 1. A
+            mask that selects nothing is logged as a warning, unless it is below a label of a `partition`.
+
+    Returns:
+        An element of a chain without slots. Its hyperparameter is `weight_decay`, or `weight_decay/glob` for each entry
+        of a mapping.
+
+    Raises:
+        ValueError: A number is negative, or an entry matches nothing.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.chain(jstep.add_weight_decay(0.5), jstep.scale_by_learning_rate(0.25))
+        >>> state = jstep.TrainState.create({"w": 2.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"])
+        1.5
+
+    Source: `optax.add_decayed_weights`.
+    """
+    hyper, flags = decay_arguments("weight_decay", weight_decay, mask)
+    # Rows without a gradient decay, too.
+    by_rows = all(map(is_zero, hyper.values()))
+    return from_update("add_weight_decay", with_added_decay, {}, hyper, flags=flags, by_rows=by_rows)
+
+
+def with_added_decay(u: Array, p: Array, s: Values, h: Values) -> Result:
+    """The direction with weight decay."""
+    decay = decay_of(h)
+    return (u if decay is None else u + decay * p), {}
+
+
+@makes_optimizer()
+def decay_weights(
+    weight_decay: Decay, mask: VarList | Mapping[str, float] = None, *, cautious: bool = False
+) -> Optimizer:
+    """Weight decay independent of the learning rate: u −= wd·p, chained after an optimizer whose updates are u.
+
+    Args:
+        weight_decay: The fraction wd ≥ 0 of each weight that an update removes; use a schedule to make it follow the
+            learning rate. Or a mapping from paths or globs to these: the first match applies, and leaves without a
+            match do not decay.
+        mask: The leaves that decay: a predicate `(path, leaf) -> bool`, paths or globs, a tree of bools; None for all.
+            Or path or glob → a factor ≥ 0 on the decay: the first match applies, and leaves without a match have the
+            factor 1.
+        cautious: Whether to decay an element only if its update also moves it towards zero: u·p < 0.
+
+    Returns:
+        An `Optimizer` without slots. Its hyperparameter is `decoupled_weight_decay`, or `decoupled_weight_decay/glob`
+        for each entry of a mapping. Leaves without a gradient do not decay; sparse updates become dense.
+
+    Raises:
+        ValueError: `weight_decay` is out of its range, or an entry of the mask matches nothing.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.chain(jstep.gradient_descent(0.5), jstep.decay_weights(0.25))
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"])
+        0.25
+
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2017), where decay follows the schedule's
+    fraction and not the rate; "Cautious Weight Decay" (2025).
+    """
+    is_cautious = as_bool(cautious, "cautious")
+
+    def decayed(u: Array, p: Array, s: Values, h: Values) -> Result:
+        decay = decay_of(h)
+        if decay is None:
+            return u, {}
+        if is_cautious:  # only elements that the update moves towards zero
+            decay = decay * (((u < 0) & (p > 0)) | ((u > 0) & (p < 0))).astype(p.dtype)
+        return u - decay * p, {}
+
+    hyper, flags = decay_arguments("decoupled_weight_decay", weight_decay, mask)
+    return from_update("decay_weights", decayed, {}, hyper, flags=flags)
+
+
+def decay_arguments(name: str, weight_decay: Any, mask_given: Any) -> tuple[dict[str, Any], dict[str, Flag]]:
+    """The hyperparameters and the flag of a weight decay.
+
+    Args:
+        name: The name of the hyperparameter.
+        weight_decay: A number, an array, a schedule or `held`; or a mapping from paths or globs to these.
+        mask_given: The leaves that decay, in the grammar of `var_list`; or path or glob → a factor ≥ 0 on the decay.
+
+    Raises:
+        TypeError: A value is not a number, or a key is not a string.
+        ValueError: A value is out of its range.
+    """
+    if isinstance(weight_decay, Mapping):
+        which: Flag | None = leaf_values.first_match("weight_decay", weight_decay)
+        hyper = {f"{name}/{glob}": checked(f"weight_decay[{glob!r}]", x, low=0) for glob, x in weight_decay.items()}
+    else:
+        hyper, which = {name: checked("weight_decay", weight_decay, low=0)}, None
+    factors = _factors(mask_given)
+    scales = leaf_values.decay_mask("mask", mask_given) if factors is None else leaf_values.first_match("mask", factors)
+
+    def of_leaf(glob: str | None, scale: Any) -> Any:
+        factor = float(scale) if factors is None else 1.0 if scale is None else factors[scale]
+        return None if glob is None or factor == 0 else (name if which is None else f"{name}/{glob}", factor)
+
+    def decay(params: Params) -> list[Any]:
+        names = scales(params)
+        globs = [""] * len(names) if which is None else which(params)
+        return list(map(of_leaf, globs, names))
+
+    return hyper, {DECAY: decay}
+
+
+def decay_of(h: Values) -> Any:
+    """The decay of this leaf; None if it is known while tracing that the leaf does not decay."""
+    if h.decay is None:
+        return None
+    name, factor = h.decay
+    return None if is_zero(h[name]) else h[name] if factor == 1 else factor * h[name]
+
+
+def _factors(given: VarList) -> dict[str, float] | None:
+    """Path or glob → factor, or None if the mask is not such a mapping (a tree of bools has no numbers)."""
+    if not isinstance(given, Mapping) or not given or not all(isinstance(glob, str) for glob in given):
+        return None
+    if not all(isinstance(one, int | float | np.number) and not isinstance(one, bool) for one in given.values()):
+        return None
+    return {glob: as_number(one, f"mask[{glob!r}]", low=0) for glob, one in given.items()}
