@@ -126,8 +126,8 @@ from jstep.core.trees import Context as Context
 from jstep.core.trees import Optimizer as Optimizer
 from jstep.optimizers.rules import from_direction as from_direction
 from jstep.optimizers.from_optax import from_optax as from_optax
-from jstep.optimizers.leafwise import Slot as Slot
-from jstep.optimizers.leafwise import leafwise as leafwise
+from jstep.optimizers.rules import Slot as Slot
+from jstep.optimizers.rules import leafwise as leafwise
 from jstep.optimizers.updates import map_leaves as map_leaves
 from jstep.optimizers.chain import stateless as stateless
 from jstep.optimizers.updates import apply_updates as apply_updates

@@ -53,8 +53,8 @@ SHARED_TRACES = {
     "optimizers.averages",
     "optimizers.compact",
     "optimizers.guards",
-    "optimizers.leafwise",
     "optimizers.muon",
+    "optimizers.rules",
     "optimizers.soap",
     "optimizers.updates",
 }

@@ -12,8 +12,7 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import deprecated_m_dtype
-from jstep.optimizers.leafwise import MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Result, Slot, Values
-from jstep.optimizers.rules import Masked, Scalar, bias_correction
+from jstep.optimizers.rules import MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Masked, Result, Slot, Values, bias_correction
 
 # Adam and its classic variants: AdamW, Adamax, NAdam, RAdam.
 
@@ -262,7 +261,7 @@ def nadam(
     hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
     if momentum_decay is None:
         return rules.from_direction("nadam", nadam_direction, M_V, hyper, prepare=nadam_weights)
-    slots, hyper = M_V | {"mu_product": Scalar(1.0)}, hyper | {"momentum_decay": momentum_decay}
+    slots, hyper = M_V | {"mu_product": rules.Scalar(1.0)}, hyper | {"momentum_decay": momentum_decay}
     return rules.from_direction("nadam", nadam_direction, slots, hyper, prepare=growing_nadam_weights)
 
 

@@ -20,13 +20,13 @@ from jstep.core.optax_transformations import require_optimizer
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import FOLLOWS_STEP, FOLLOWS_UPDATES, Role, Roles
 from jstep.core.trees import Array, Held, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Step, Updates
-from jstep.optimizers import hyperparameters, leafwise, nested
+from jstep.optimizers import hyperparameters, nested
 from jstep.optimizers.host_slots import on_leaves
 from jstep.optimizers.hyperparameters import check_prefix, checked
 from jstep.optimizers.leaf_values import mask
-from jstep.optimizers.leafwise import Slot, age_of, new_start_step
 from jstep.optimizers.nested import Own, StepInputs, wrap_optimizer
 from jstep.optimizers.partition import trained
+from jstep.optimizers.rules import Slot, age_of, fresh_slot, new_start_step
 from jstep.optimizers.updates import add, apply_updates, is_update
 from jstep.state.slots import params_from_slot
 from jstep.state.train_state import START_STEP, TrainState
@@ -541,7 +541,7 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
         return treedef.unflatten(found), inner, {SLOW: treedef.unflatten(slows)}
 
     def fresh(params: Params, step: Step) -> Any:
-        return leafwise.fresh_slot(SLOW, Slot("copy"), trained(optimizer, params), step)
+        return fresh_slot(SLOW, Slot("copy"), trained(optimizer, params), step)
 
     hyper = {"slow_step_size": checked("slow_step_size", slow_step_size, low=0, high=1)}
     own = Own({SLOW: fresh}, {SLOW: Role.COPY}, {SLOW: "weight"}, hyper, aged=True)

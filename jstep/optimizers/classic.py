@@ -13,8 +13,7 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Number, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import checked
-from jstep.optimizers.leafwise import COPY, MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Result, Rule, Slot, Values
-from jstep.optimizers.rules import BETA, RATE, Masked
+from jstep.optimizers.rules import COPY, MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Masked, Result, Rule, Slot, Values
 
 # Gradient descent and momentum: Polyak's heavy ball and Nesterov's variant, as in TF and as in PyTorch.
 
@@ -386,7 +385,7 @@ def ftrl(
     """
     # What the parameters are computed from at each step is a part of them, not a step size: its errors would be theirs.
     slots = {
-        "accum": checked("initial_accumulator_value", initial_accumulator_value, **RATE),
+        "accum": checked("initial_accumulator_value", initial_accumulator_value, **rules.RATE),
         "linear": Slot(holds="slow", in_order=True),
     }
     hyper = {
@@ -460,7 +459,7 @@ def madgrad(
     """
     # The parameters are computed from the sum of squares: it is not declared, as in FTRL.
     slots = {"s": SLOW, "grad_sum_sq": 0.0, "initial": COPY}
-    hyper = {"learning_rate": learning_rate, "momentum": checked("momentum", momentum, **BETA)}
+    hyper = {"learning_rate": learning_rate, "momentum": checked("momentum", momentum, **rules.BETA)}
     hyper |= {"weight_decay": weight_decay, "epsilon": epsilon}
     # Momentum also moves rows without a gradient.
     return rules.from_update("madgrad", madgrad_update, slots, hyper, prepare=madgrad_weight)

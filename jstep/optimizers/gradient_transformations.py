@@ -23,9 +23,7 @@ from jstep.optimizers import leaf_values
 from jstep.optimizers.chain import element
 from jstep.optimizers.hyperparameters import Hyper, checked, constant
 from jstep.optimizers.leaf_values import Flag, UnitAxes
-from jstep.optimizers.leafwise import Result, Values
-from jstep.optimizers.nested import with_init
-from jstep.optimizers.rules import from_direction, from_update, is_zero
+from jstep.optimizers.rules import Result, Values, from_direction, from_update, is_zero, with_init
 from jstep.optimizers.updates import map_updates
 
 # Gradients: noise, centralization, normalization, clips.

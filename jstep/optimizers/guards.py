@@ -17,10 +17,10 @@ from jstep.core.slot_roles import ACCUMULATED, AGES, Role, Roles, roles_of
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.differentiate.clipping import global_norm
 from jstep.optimizers import hyperparameters as hyper
-from jstep.optimizers import leafwise, nested
+from jstep.optimizers import nested
 from jstep.optimizers.host_slots import on_leaves, only_if
-from jstep.optimizers.leafwise import Slot, fresh_slot, slot_leaves
 from jstep.optimizers.nested import Own, StepInputs, call_update, wrap_optimizer
+from jstep.optimizers.rules import Slot, fresh_slot, new_start_step, slot_leaves
 from jstep.optimizers.updates import Projected, map_updates, wide_updates
 
 # Skip updates whose gradients are not finite, and other conditional updates.
@@ -79,7 +79,7 @@ def skip_nonfinite(optimizer: OptimizerLike) -> Optimizer:
 
 
 def _at_step(params: Params, step: Step) -> Array:
-    return leafwise.new_start_step(step)
+    return new_start_step(step)
 
 
 def _left_out(last: Array) -> Array:

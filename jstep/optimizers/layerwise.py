@@ -24,9 +24,7 @@ from jstep.optimizers.adam import M_V, adam_direction, corrections
 from jstep.optimizers.chain import element
 from jstep.optimizers.hyperparameters import Hyper, checked, constant, deprecated_m_dtype
 from jstep.optimizers.leaf_values import mask
-from jstep.optimizers.leafwise import MEAN, MEAN_IN_ORDER, Result, Slot, Values
-from jstep.optimizers.nested import with_init
-from jstep.optimizers.rules import BETA, POSITIVE, Masked
+from jstep.optimizers.rules import BETA, MEAN, MEAN_IN_ORDER, POSITIVE, Masked, Result, Slot, Values, with_init
 from jstep.optimizers.updates import map_updates
 
 # Lion, and other optimizers by the sign of the gradient: Signum, Rprop.

@@ -25,13 +25,11 @@ from jstep.core.placement import layout_of
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import BLOCK
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates
-from jstep.optimizers import hyperparameters
+from jstep.optimizers import hyperparameters, rules
 from jstep.optimizers.chain import chain, element
 from jstep.optimizers.hyperparameters import Hyper, checked
 from jstep.optimizers.leaf_values import Axes, MatrixAxes, by_path, matrix_axes, own_leaves
-from jstep.optimizers.leafwise import SLOW, Result, Slot, Values
-from jstep.optimizers.nested import checking
-from jstep.optimizers.rules import BETA, Masked, average, from_direction, from_update, positive
+from jstep.optimizers.rules import SLOW, Masked, Result, Slot, Values, average, from_direction, from_update, positive
 
 # Distributing matrices of one shape over the devices of a mesh, so that no device repeats another's work.
 
@@ -393,7 +391,7 @@ def normalize_neurons(
         mean, _ = mean_and_matrix(path, leaf)
         return tuple(1 if axis in mean else size for axis, size in enumerate(np.shape(leaf)))
 
-    hyper = {"neuron_beta2": checked("beta2", beta2, **BETA), "neuron_epsilon": positive("epsilon", epsilon)}
+    hyper = {"neuron_beta2": checked("beta2", beta2, **rules.BETA), "neuron_epsilon": positive("epsilon", epsilon)}
     flags = {"axes": by_path(mean_and_matrix)}
     return from_update("normalize_neurons", neurons_update, {"neuron_v": Slot(shape=shape)}, hyper, flags=flags)
 
@@ -494,7 +492,7 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
                 else:
                     _refuse_zero(path, leaf, axes)
 
-    return checking(from_update("hyperball", hyperball_update, {}, hyper, flags=flags), check)
+    return rules.checking(from_update("hyperball", hyperball_update, {}, hyper, flags=flags), check)
 
 
 HYPERBALL = "jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(0.02))"
@@ -700,4 +698,4 @@ def orthogonalize(
             new[i] = factor(*matrix.shape[-2:]) * ways[i](matrix)
         return treedef.unflatten(new)
 
-    return checking(element(orthogonal, hyper, BLOCK), axes_of)
+    return rules.checking(element(orthogonal, hyper, BLOCK), axes_of)

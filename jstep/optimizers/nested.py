@@ -20,7 +20,7 @@ from jstep.optimizers import hyperparameters
 from jstep.optimizers.host_slots import loads_slots, with_slots_loaded
 from jstep.optimizers.hyperparameters import held_roles, values_at
 from jstep.optimizers.leaf_values import partial_params
-from jstep.optimizers.leafwise import new_start_step
+from jstep.optimizers.rules import new_start_step
 from jstep.optimizers.updates import moves, wide_updates
 from jstep.state.train_state import START_STEP
 
@@ -302,25 +302,6 @@ def wrapped_init(
     labels = labels or functools.partial(labels_of, optimizer)
     finished = makes_finished_updates(optimizer)
     return Init(make, roles, finished, is_safe, labels, order_of(optimizer), is_rated(optimizer))
-
-
-def with_init(optimizer: Optimizer, **changes: Any) -> Optimizer:
-    """An optimizer of this package with other attributes of its `Init`."""
-    assert isinstance(optimizer.init, Init)
-    return optimizer._replace(init=dataclasses.replace(optimizer.init, **changes))
-
-
-def checking(optimizer: Optimizer, check: Callable[[Params], Any]) -> Optimizer:
-    """An optimizer of this package whose `init` also calls `check(params)`, which raises if it cannot train them."""
-    made = optimizer.init
-    assert isinstance(made, Init)
-
-    def make(params: Params, global_step: Step) -> Slots:
-        slots = made.make(params, global_step)
-        check(params)
-        return slots
-
-    return with_init(optimizer, make=make)
 
 
 Parts = Mapping[str, Optimizer]

@@ -18,8 +18,7 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import checked, constant
-from jstep.optimizers.leafwise import COPY, MEAN_IN_ORDER, SLOW, SQUARE, Result, Slot, Values
-from jstep.optimizers.rules import Masked, Scalar, Sums, average, bias_correction, with_decay
+from jstep.optimizers.rules import COPY, MEAN_IN_ORDER, SLOW, SQUARE, Masked, Result, Scalar, Slot, Values, average
 from jstep.state.slots import find_slot, masters_of, values_of
 
 # Prodigy: Adam with an automatically estimated learning rate.
@@ -89,7 +88,7 @@ def prodigy(
     corrected, guarded = as_bool(bias_correction, "bias_correction"), as_bool(safeguard_warmup, "safeguard_warmup")
     slots = {"m": MEAN_IN_ORDER, "v": SQUARE, "s": SLOW, "p0": COPY}
     scalars = {"d": Scalar(first), "d_max": Scalar(first), "d_numerator": Scalar()}
-    sums = Sums(progress, estimate)
+    sums = rules.Sums(progress, estimate)
     prepare = functools.partial(decayed_sizes, corrected=corrected, guarded=guarded)
     return rules.from_update("prodigy", prodigy_update, slots | scalars, hyper, prepare=prepare, sums=sums)
 
@@ -101,7 +100,7 @@ def decayed_sizes(h: Values, corrected: bool, guarded: bool) -> dict[str, Any]:
     beta3 = h.beta3 if "beta3" in h else root(h.beta2)
     size = d * lr
     if corrected:
-        size = size * jnp.sqrt(bias_correction(h.beta2, h.age)) / bias_correction(h.beta1, h.age)
+        size = size * jnp.sqrt(rules.bias_correction(h.beta2, h.age)) / rules.bias_correction(h.beta1, h.age)
     moves = jnp.asarray(lr > 0)
 
     def old(share: Any) -> Array:
@@ -159,7 +158,7 @@ def prodigy_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     denominator = jnp.sqrt(v) + h.d * h.epsilon
     # With ε = 0, a parameter whose gradient has always been 0 stays unchanged.
     u = jnp.where(denominator > 0, m / jnp.where(denominator > 0, denominator, jnp.ones_like(m)), jnp.zeros_like(m))
-    return -h.size * with_decay(u, p, h), {"m": m, "v": v, "s": new_s(g, s, h), "p0": s.p0}
+    return -h.size * rules.with_decay(u, p, h), {"m": m, "v": v, "s": new_s(g, s, h), "p0": s.p0}
 
 
 # Schedule-free optimizers, which average iterates instead of decaying the learning rate.
@@ -288,12 +287,12 @@ def weights(h: Values) -> dict[str, Any]:
 
 def adamw_weights(h: Values) -> dict[str, Any]:
     """The weights of `weights`, and the bias correction of v."""
-    return weights(h) | {"unbias2": 1 / bias_correction(h.beta2, h.age)}
+    return weights(h) | {"unbias2": 1 / rules.bias_correction(h.beta2, h.age)}
 
 
 def sgd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The update of y, and z."""
-    u = with_decay(g, p, h)
+    u = rules.with_decay(g, p, h)
     z = s.z - h.learning_rate * u
     return h.c * (z - p) - h.of_u * u, {"z": z}
 
@@ -309,7 +308,7 @@ def adamw_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 def adamw_direction(g: Array, v: Array, p: Array, h: Values) -> Array:
     """The direction u, with weight decay."""
-    return with_decay(g / (jnp.sqrt(h.unbias2 * v) + h.epsilon), p, h)
+    return rules.with_decay(g / (jnp.sqrt(h.unbias2 * v) + h.epsilon), p, h)
 
 
 @on_any_mesh("state.params")

@@ -16,9 +16,9 @@ from jstep.core.checks import as_int
 from jstep.core.meshes import on_every_device
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
+from jstep.optimizers import rules
 from jstep.optimizers.host_slots import loads_slots, with_slots_loaded
-from jstep.optimizers.leafwise import MEAN_IN_ORDER, SQUARE, Result, Slot, Values, age_of
-from jstep.optimizers.rules import Masked, bias_correction, decays, from_update
+from jstep.optimizers.rules import MEAN_IN_ORDER, SQUARE, Masked, Result, Slot, Values, age_of, from_update
 from jstep.state.train_state import START_STEP
 
 # SOAP: Adam in the eigenbasis of Shampoo's preconditioner.
@@ -121,7 +121,7 @@ def soap(
 def sizes_and_shares(h: Values) -> dict[str, Any]:
     """The step size, and the weights of old and new values in the moments."""
     first, k = h.age == 1, jnp.maximum(h.age - 1, 1)
-    size = h.learning_rate * jnp.sqrt(bias_correction(h.beta2, k)) / bias_correction(h.beta1, k)
+    size = h.learning_rate * jnp.sqrt(rules.bias_correction(h.beta2, k)) / rules.bias_correction(h.beta1, k)
     return {
         "first": first,
         "size": jnp.where(first, 0.0, size),
@@ -142,7 +142,7 @@ def soap_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     u = projected(projected(m, bases) / (jnp.sqrt(v) + h.epsilon), bases, back=True)
     # The bases are initialized from the first gradient, so the first update has no direction.
     update = jnp.where(h.first, jnp.zeros_like(u), -h.size * u)
-    if decays(h):
+    if rules.decays(h):
         update = update - h.shrink * (p + update)
     grams = {axis: gram(g, axis, s[f"gg_{axis}"], h.shampoo_beta) for axis in axes}
     return update, {"m": m, "v": v} | {f"gg_{i}": grams[i] for i in axes}
