@@ -35,8 +35,7 @@ def _run(arguments: argparse.Namespace) -> int:
     # These import JAX, which --help and the errors above do not need.
     from jstep.core.placement import device_of
     from jstep.tools.cost import cost
-    from jstep.tools.devices import parsed
-    from jstep.tools.topologies import name_of, prepare, require_compiler
+    from jstep.tools.topologies import name_of, parsed, prepare, require_compiler
 
     topology = None if arguments.topology is None else parsed(arguments.topology, "--topology")
     if topology is not None:

@@ -27,10 +27,9 @@ from jstep.core.waiting import slow, without_noise
 from jstep.data.placement import mesh_without_batch
 from jstep.loop.work import work_of
 from jstep.state.train_state import TrainState, require_state
+from jstep.tools import topologies
 from jstep.tools.collectives import Collective, Exchange, collectives_of, exchanges_of, uses_of
 from jstep.tools.compiled import Array, Frame, Program, argument_of, instructions_within, parse_program, recomputes
-from jstep.tools.devices import memory_of, parsed
-from jstep.tools.topologies import name_of, on_topology, refuse_other_devices, require_working, versions
 
 # Compute, memory and communication cost of a step, without running it.
 
@@ -94,7 +93,8 @@ class Cost(Report):
         where = "on one device" if self.devices == 1 else f"on each of {self.devices} devices"
         if self.topology is None:
             return f"a step {where}"
-        by = ", ".join(f"{package} {version}" for package, version in versions(parsed(self.topology).kind).items())
+        packages = topologies.versions(topologies.parsed(self.topology).kind)
+        by = ", ".join(f"{package} {version}" for package, version in packages.items())
         return f"a step {where}, {self.topology} (compiled, not run; {by})"
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -164,9 +164,9 @@ def cost(train_step: Callable[..., Any], state: Any, *args: Any, topology: str |
     as_function(train_step, "train_step", "(state, *args) -> (state, metrics)")
     require_state(state)
     if topology is not None:
-        state, args = on_topology(topology, train_step, state, args)
-    state, args = refuse_other_devices(state, args)
-    name = name_of(device_of((state, args)))
+        state, args = topologies.on_topology(topology, train_step, state, args)
+    state, args = topologies.refuse_other_devices(state, args)
+    name = topologies.name_of(device_of((state, args)))
     doing = "cost: compiling the step" if name is None else f"cost: compiling the step for {name}"
     with using_mesh(mesh_of((state, args))), slow(doing):
         return compiled_cost(train_step if hasattr(train_step, "lower") else jax.jit(train_step), state, args)
@@ -189,7 +189,7 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
     traced = step.trace(state, *args).jaxpr
     work = work_of(body_of(traced))
     device, devices = device_of((state, args)), device_count((state, args))
-    name, memory = name_of(device), memory_of(device)
+    name, memory = topologies.name_of(device), topologies.memory_of(device)
     start = time.perf_counter()
     lowered = step.lower(state, *args)
     if name is not None:
@@ -200,7 +200,7 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
         needed = _needed(error)
         if needed is None:
             if name is not None:
-                require_working(name, device)
+                topologies.require_working(name, device)
             raise
     host = bytes_of((state, args), on_host=True)
     known: dict[str, Any] = {

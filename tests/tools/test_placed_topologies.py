@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 import jstep
 from jstep.tools import topologies
-from jstep.tools.devices import parsed
+from jstep.tools.topologies import parsed
 
 
 class Slice:
@@ -110,8 +110,7 @@ def test_state_and_batch_are_placed_for_data_parallel_training(on_cpus: list[Any
 
 def test_the_table_of_a_topology_names_it_and_its_compiler(on_cpus: list[Any], monkeypatch: Any) -> None:
     monkeypatch.setattr(topologies, "versions", lambda kind: {"jax": "1.2", "libtpu": "3.4"} if kind == "v5e" else {})
-    monkeypatch.setattr("jstep.tools.cost.versions", topologies.versions)
-    monkeypatch.setattr("jstep.tools.cost.name_of", lambda device: parsed("v5e:2x4"))
+    monkeypatch.setattr(topologies, "name_of", lambda device: parsed("v5e:2x4"))
     batch = {"rows": jax.ShapeDtypeStruct((16, 4), jnp.float32), "factor": jnp.float32(2)}
     cost = jstep.cost(STEP, state(), batch, topology="v5e:2x4")
     assert (cost.topology, cost.devices, cost.params_bytes, cost.slots_bytes) == ("v5e:2x4", 8, 64, 64)

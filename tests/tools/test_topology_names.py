@@ -10,8 +10,7 @@ from doubles import raising
 
 import jstep
 from jstep.tools.cost import compiled_cost
-from jstep.tools.devices import GPUS, TPUS, parsed, target_config
-from jstep.tools.topologies import devices_of, require_working
+from jstep.tools.topologies import GPUS, TPUS, devices_of, parsed, require_working, target_config
 
 
 @pytest.mark.parametrize(
@@ -178,7 +177,7 @@ def test_compiler_that_fails_for_every_program(monkeypatch):
         def lower(self, *args):
             return Lowered()
 
-    monkeypatch.setattr("jstep.tools.cost.name_of", lambda device: name)
+    monkeypatch.setattr("jstep.tools.topologies.name_of", lambda device: name)
     state = jstep.TrainState.create({"w": 1.0}, jstep.sgd(0.1))
     with pytest.raises(jax.errors.JaxRuntimeError, match="65280"):  # the CPU's compiler works
         compiled_cost(Step(), state, ())
