@@ -1,16 +1,126 @@
-"""The command line, `python -m jstep`: its commands, each in a module that is imported only when it is used."""
+"""The command line, `python -m jstep`: its commands, each in a module imported only when used, and their interface."""
 
 import argparse
 import io
+import json
+import math
 import os
 import pkgutil
+import shutil
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
 
+from jstep.core.report import breadth, columns, folded
 from jstep.stores.event_files import DataLossError
-from jstep.tools import cli_common as common
-from jstep.tools.cli_common import OK, TROUBLE, Command
+
+# What the commands have in common: interface, exit codes, and output as text, strict JSON and tables.
+
+OK = 0
+DIFFERENT = 1
+"""`diff` found a difference, or `stalls` a process that hangs."""
+TROUBLE = 2
+"""A missing path, corrupted data, nothing in common, or wrong usage."""
+
+
+class Command(NamedTuple):
+    """A command.
+
+    Attributes:
+        add_arguments: Adds its arguments to its parser.
+        run: Runs the command and returns the exit code. An error is reported on stderr, with exit code `TROUBLE`.
+        has_json: Whether it has the option `--json`, to be obeyed by `answer`.
+    """
+
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    has_json: bool = True
+
+
+def printable(text: Any) -> str:
+    """Escape non-printable characters, because the input may come from an untrusted file."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def as_json(value: Any) -> str:
+    """Return one line of strict JSON; non-finite numbers become the strings "NaN", "Infinity" and "-Infinity"."""
+    return json.dumps(_plain(value), allow_nan=False)
+
+
+def complain(command: str, *problems: object) -> int:
+    """Print the problems to stderr, if any, and return the exit code."""
+    for problem in problems:
+        print(f"jstep {command}: {printable(problem)}", file=sys.stderr)
+    return TROUBLE if problems else OK
+
+
+def cell(value: Any, digits: int = 6) -> str:
+    """Format a value for a table, a float with so many digits."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.{digits}g}"
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return printable(value)
+
+
+def time_text(seconds: float, separator: str, precision: str) -> str:
+    """Format a time in UTC, as `datetime.isoformat` does."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat(separator, precision)
+    except (OverflowError, ValueError, OSError):  # outside the range of datetime
+        return f"{seconds:g} s"
+
+
+def terminal_width() -> int:
+    """Return the width of the terminal, or $COLUMNS; 80 without a terminal."""
+    return shutil.get_terminal_size((80, 24)).columns
+
+
+def table(keys: Mapping[str, str], rows: Iterable[Mapping[str, Any]], left: int) -> list[str]:
+    """Return the lines of a table that fits the terminal.
+
+    Args:
+        keys: The head of each column → the key of its values.
+        rows: The rows; a missing value is a dash.
+        left: The number of columns that are left-aligned; the others are right-aligned.
+    """
+    most, rows = terminal_width(), list(rows)
+    tables = [[list(keys), *([cell(row.get(key), n) for key in keys.values()] for row in rows)] for n in (6, 4, 3)]
+    # The first column may have lines of its own, above the others.
+    cells = next((one for one in tables if breadth([row[1:] for row in one]) + 2 <= most), tables[0])
+    return columns(cells, left, most)
+
+
+def answer(arguments: argparse.Namespace, fields: Mapping[str, Any], lines: Iterable[str], code: int = OK) -> int:
+    """Print what a command found, with `--json` its fields, else lines; return the exit code."""
+    if arguments.json:
+        print(as_json(fields))
+    else:
+        show(lines)
+    return code
+
+
+def show(lines: Iterable[str]) -> None:
+    """Print lines, each of which continues with an indent where the terminal ends."""
+    most = terminal_width()
+    for line in (line for text in lines for line in text.split("\n")):
+        print("\n".join(folded(line, most, len(line) - len(line.lstrip()) + 4)))
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, float) and not math.isfinite(x):
+        return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
+    x = x._asdict() if hasattr(x, "_asdict") else x
+    if isinstance(x, Mapping):
+        return {str(key): _plain(y) for key, y in x.items()}
+    return [_plain(y) for y in x] if isinstance(x, list | tuple) else x
+
+
+# The commands.
 
 COMMANDS = {
     "inspect": ("show a checkpoint, a directory of checkpoints, or safetensors", "cli_inspect:INSPECT"),
@@ -60,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except (OSError, ValueError, ImportError, RuntimeError, DataLossError) as error:
-        return common.complain(arguments.command, error)
+        return complain(arguments.command, error)
     except Exception:  # such as in the program of `cost`; Python's exit code would be that of a difference
         traceback.print_exc()
         return TROUBLE

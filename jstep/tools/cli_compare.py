@@ -15,8 +15,9 @@ from jstep.hooks.card_differences import VERSION, card_difference, changes, star
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.timeline import is_seconds
 from jstep.stores.urls import is_url, join, location, split
-from jstep.tools import cli_common
-from jstep.tools.cli_common import DIFFERENT, OK, Checkpoint, Command
+from jstep.tools import cli
+from jstep.tools.cli import DIFFERENT, OK, Command
+from jstep.tools.cli_inspect import Checkpoint, at, below
 from jstep.tools.ranges import is_inexact
 
 # Comparison of two arrays, by absolute difference and by units in the last place.
@@ -191,8 +192,8 @@ def _text_of_starts(found: list[dict[str, Any]]) -> list[str]:
     lines: list[str] = []
     several = len({one["prefix"] for one in found}) > 1
     for one in found:
-        own, at = one["changes"], time.localtime(one["time"])
-        date = "" if one["time"] is None else f"{time.strftime('%Y-%m-%d %H:%M:%S', at)}, "
+        own, began = one["changes"], time.localtime(one["time"])
+        date = "" if one["time"] is None else f"{time.strftime('%Y-%m-%d %H:%M:%S', began)}, "
         what = "nothing has changed" if own == [] else "changed since the start before:" if own else "the first start"
         what = what if one["known"] else "a card of another version"
         lines.append(f"{one['prefix'] + ': ' if several else ''}{date}from step {one['step']}: {what}")
@@ -259,8 +260,8 @@ def _run(arguments: argparse.Namespace) -> int:
         # Each start of a run is compared with the one before. As for two runs, cards do not decide the exit code.
         run = location(arguments.a, "A")
         found = changes_of(run)
-        lines = map(cli_common.printable, _text_of_starts(found))
-        return cli_common.answer(arguments, {"run": run, "starts": found}, lines)
+        lines = map(cli.printable, _text_of_starts(found))
+        return cli.answer(arguments, {"run": run, "starts": found}, lines)
     a, b = (_side(location(path, name)) for path, name in ((arguments.a, "A"), (arguments.b, "B")))
     if a.kind != b.kind:
         raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind")
@@ -269,7 +270,7 @@ def _run(arguments: argparse.Namespace) -> int:
     prefixes = [next(prefix for _, prefix in x.steps) if x.kind == "a checkpoint" else None for x in (a, b)]
     of_cards = differences(zip(folders, prefixes, strict=True))
     if not arguments.json:
-        cli_common.show(map(cli_common.printable, text(of_cards)))
+        cli.show(map(cli.printable, text(of_cards)))
     if a.kind == "a checkpoint":
         (one,), (other,) = a.steps.values(), b.steps.values()
         every = {name for x in (one, other) for name in (*x.left_out, *x.named)}
@@ -277,22 +278,22 @@ def _run(arguments: argparse.Namespace) -> int:
         result = _result(a, b, _leaves(one, other), steps=steps, compared=len(every))
     else:
         result = _runs(a, b)
-    code = cli_common.answer(
+    code = cli.answer(
         arguments,
         result | ({} if of_cards is None else {"cards": of_cards}),
         _text(result),
         OK if result["same"] else DIFFERENT,
     )
-    return cli_common.complain("diff", *a.problems, *b.problems) or code
+    return cli.complain("diff", *a.problems, *b.problems) or code
 
 
 def _side(path: str) -> _Side:
-    one = cli_common.at(path)
+    one = at(path)
     if one is not None:
         return _Side(path, "a checkpoint", {(one.step, one.prefix): one})
     in_directory = is_directory(path)
     if in_directory:
-        checkpoints, problems = cli_common.below(path)
+        checkpoints, problems = below(path)
         if checkpoints or problems:
             found = {(one.step, one.prefix): one for one in checkpoints}
             return _Side(path, "a directory of checkpoints", found, problems)
@@ -404,8 +405,8 @@ def _text(result: dict[str, Any]) -> list[str]:
             lines.append(f"{len(leaves)} {'leaf differs' if len(leaves) == 1 else 'leaves differ'}")
         else:
             lines.append("which leaves differ is not known: a log was written with per_leaf=False")
-    shown = [(cli_common.printable(one["path"]), cli_common.printable(one["detail"])) for one in leaves[:_SHOWN]]
-    return lines + _first(columns(shown, 2, cli_common.terminal_width() - 2), len(leaves) - _SHOWN)
+    shown = [(cli.printable(one["path"]), cli.printable(one["detail"])) for one in leaves[:_SHOWN]]
+    return lines + _first(columns(shown, 2, cli.terminal_width() - 2), len(leaves) - _SHOWN)
 
 
 def _place_among(before: int, common: int) -> str:

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from jstep.core.checks import kind
-from jstep.tools.cli_common import Command, answer
+from jstep.tools.cli import Command, answer
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

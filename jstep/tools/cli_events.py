@@ -16,7 +16,7 @@ from jstep.stores import event_files
 from jstep.stores.event_files import DataLossError, Point
 from jstep.stores.files import is_directory, opened
 from jstep.stores.urls import absolute, is_url, location
-from jstep.tools.cli_common import DIFFERENT, OK, Command, answer, as_json, complain, printable, table, time_text
+from jstep.tools.cli import DIFFERENT, OK, Command, answer, as_json, complain, printable, table, time_text
 
 # `plot`: curves of scalars with matplotlib, without a display or a server.
 

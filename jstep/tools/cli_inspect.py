@@ -1,22 +1,161 @@
 """`inspect` of the command line: checkpoints, directories of checkpoints, safetensors files."""
 
 import argparse
+import dataclasses
+import functools
 import math
 import os
+import re
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
+from jstep.checkpoint.listing import has_data, misnamed, missing
 from jstep.checkpoint.manifest import NAME as MANIFEST
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Manifest
+from jstep.checkpoint.names import open_store
+from jstep.checkpoint.store import Store
 from jstep.core.checks import cut_path, size
-from jstep.stores.files import is_directory
-from jstep.stores.urls import is_url, location
-from jstep.tools import cli_common as common
-from jstep.tools.cli_common import Checkpoint, Command
+from jstep.stores.files import is_directory, names_in
+from jstep.stores.urls import absolute, is_url, location, split
+from jstep.tools import cli
+from jstep.tools.cli import Command
 from jstep.tools.ranges import is_inexact, range_of
 from jstep.weights.files import INDEX, SUFFIX, folder_of, kind_of, read_headers
+from jstep.weights.tensors import in_groups
+
+# Finding and reading checkpoints for the command line, leaf by leaf.
+
+_NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
+_AT_ONCE = 2**28
+"""The number of bytes of leaves to read together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint.
+
+    Attributes:
+        path: The path of the checkpoint.
+        prefix: The prefix of its name; the whole name if that has no step.
+        step: The step of its name; that of its content if the name has none.
+        manifest: Its manifest.
+        store: The store that reads it.
+    """
+
+    path: str
+    prefix: str
+    step: int
+    manifest: Manifest
+    store: Store
+
+    @functools.cached_property
+    def named(self) -> dict[str, Leaf]:
+        """Name → leaf, in order: the name is its path, followed by a number if several leaves share the path."""
+        from jstep.checkpoint.leaf_records import unique
+
+        return dict(zip(unique(leaf.path for leaf in self.manifest.leaves), self.manifest.leaves, strict=True))
+
+    @property
+    def left_out(self) -> dict[str, LeftOut]:
+        """The records of the leaves that were left out, by path."""
+        return {leaf.path: leaf for leaf in self.manifest.left_out}
+
+    def leaves(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
+        """Iterate over leaves with their names and values; PRNG keys are returned as their data.
+
+        Args:
+            names: The names of those to read, in this order; by default all.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be read.
+        """
+        chosen = ((name, self.named[name]) for name in (self.named if names is None else names))
+        for group in in_groups(((name, leaf.nbytes, leaf) for name, leaf in chosen), _AT_ONCE):
+            yield from self._read(group)
+
+    def _read(self, leaves: dict[str, Leaf]) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
+        # Imported here so that a directory is listed without JAX.
+        from jstep.checkpoint.leaf_records import value_of
+
+        wanted: dict[str, Any] = {leaf.array: None for leaf in leaves.values() if leaf.array is not None}
+        try:
+            arrays = self.store.restore(self.path, self.manifest, wanted) if wanted else {}
+        except (CheckpointError, OSError):
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{self.path} could not be read: {type(error).__name__}: {error}"[:500]) from error
+        for name, leaf in leaves.items():
+            yield name, leaf, np.asarray(value_of(leaf, None, arrays))
+
+    def problems(self, *, every: bool = False) -> list[str]:
+        """Return descriptions of the problems of its files; with `every`, also of those that nothing reads."""
+        return self.store.find_corruption(self.path, self.manifest, every=every)
+
+
+def at(path: str) -> Checkpoint | None:
+    """Return the checkpoint at a path, or None.
+
+    Raises:
+        CheckpointError: The checkpoint is corrupted.
+    """
+    path = absolute(path)
+    above, last = split(path.rstrip("/"))
+    match = _NAME.fullmatch(last)
+    if match is None:
+        return None if is_url(path) else _renamed(path)
+    store, step = open_store(above), int(match[2])
+    found = store.at(match[1], step)
+    if found is None:
+        problem = dict(store.broken(match[1], step - 1)).get(path)
+        if problem is not None:
+            raise CheckpointError(f"{path}: {problem}: the checkpoint is corrupted")
+        return None
+    try:
+        manifest = store.manifest(found)
+    except FileNotFoundError:  # evicted meanwhile
+        return None
+    if manifest.step != step:
+        raise CheckpointError(f"{path}: {misnamed(match[1], step, manifest.step)}")
+    return Checkpoint(found, match[1], step, manifest, store)
+
+
+def _renamed(path: str) -> Checkpoint | None:
+    """Return the checkpoint in a folder whose name has no step, such as a copy called "pretrained"; or None."""
+    if not os.path.lexists(os.path.join(path, MANIFEST)) or not has_data(path):
+        return None
+    above, last = split(path)
+    store = open_store(above)
+    manifest = store.manifest(path)
+    if lacks := missing(path):
+        raise CheckpointError(f"{path}: {lacks} is missing: the checkpoint is corrupted")
+    return Checkpoint(path, last, manifest.step, manifest, store)
+
+
+def below(directory: str) -> tuple[list[Checkpoint], list[str]]:
+    """Return the checkpoints in a directory, by prefix and step, and descriptions of the problems of others."""
+    directory = absolute(directory)
+    store = open_store(directory)
+    paths: list[str] = []
+    problems: list[str] = []
+    names = [split(path)[1] for _, path in store.newest_first(None)]
+    if not is_url(directory) and is_directory(directory):
+        names += names_in(directory)
+    for prefix in sorted({match[1] for name in names if (match := _NAME.fullmatch(name))}):
+        paths += [path for _, path in store.newest_first(prefix)]
+        problems += [f"{path}: {problem}" for path, problem in store.broken(prefix, -1)]
+    checkpoints = []
+    for path in paths:
+        try:
+            checkpoints.append(at(path))
+        except (CheckpointError, OSError) as error:
+            problems.append(str(error))
+    return sorted(filter(None, checkpoints), key=lambda one: (one.prefix, one.step)), problems
+
+
+# The command.
 
 OWN_EXTRA = frozenset({"batches", "batches_of_processes", "ended", "held", "hooks", "past", "stopped"})
 """The keys that `train` itself keeps in `extra`. The modules that define them import JAX, which is not needed here."""
@@ -40,7 +179,7 @@ def _run(arguments: argparse.Namespace) -> int:
             problem = error
     if folder is not None:
         return _orbax(folder, arguments)
-    one = common.at(path)
+    one = at(path)
     if one is not None:
         return _checkpoint(one, arguments)
     if not is_directory(path):
@@ -58,7 +197,7 @@ def _are_weights(path: str) -> bool:
     if not any(name.endswith((SUFFIX, SUFFIX + INDEX)) for name in os.listdir(path)):
         return False
     try:
-        return common.at(path) is None and not common.below(path)[0]
+        return at(path) is None and not below(path)[0]
     except CheckpointError:
         return True  # a folder such as gpt-2, whose name looks like that of a checkpoint
 
@@ -126,15 +265,15 @@ def _tensors(
         _path_line(about["path"]),
         f"{len(rows)} tensor{'s' * (len(rows) != 1)}, {about['parameters']} parameters, "
         f"{size(about['bytes'])}, {where}",
-        *([f"metadata {common.printable(common.as_json(about['metadata']))}"] if about["metadata"] else []),
+        *([f"metadata {cli.printable(cli.as_json(about['metadata']))}"] if about["metadata"] else []),
         "",
-        *common.table(keys, rows, left=list(keys).index("bytes")),
+        *cli.table(keys, rows, left=list(keys).index("bytes")),
     ]
-    return common.answer(arguments, {**about, "tensors": rows}, lines)
+    return cli.answer(arguments, {**about, "tensors": rows}, lines)
 
 
 def _path_line(path: str) -> str:
-    return cut_path(common.printable(path), common.terminal_width())
+    return cut_path(cli.printable(path), cli.terminal_width())
 
 
 # Checkpoints of jstep.
@@ -143,7 +282,7 @@ def _path_line(path: str) -> str:
 def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
     problems = one.problems(every=True) if arguments.verify else []
     if problems:
-        return common.complain("inspect", *(f"{one.path} is corrupted: {problem}" for problem in problems))
+        return cli.complain("inspect", *(f"{one.path} is corrupted: {problem}" for problem in problems))
     rows = [
         {"path": name, "dtype": leaf.dtype, "shape": list(leaf.shape), "bytes": leaf.nbytes, **_numbers(leaf, array)}
         for name, leaf, array in one.leaves()
@@ -157,23 +296,23 @@ def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
     figures = {"bytes": "bytes", "min": "min", "max": "max", "mean": "mean", "non-finite": "nonfinite"}
     lines = [
         _path_line(one.path),
-        f"step {one.step}, saved {about['time']}, by jstep {common.printable(one.manifest.jstep)}, "
+        f"step {one.step}, saved {about['time']}, by jstep {cli.printable(one.manifest.jstep)}, "
         f"{len(rows)} leaves, {size(about['bytes'])}{', every byte as it was written' if arguments.verify else ''}",
         *_extra_lines(one.manifest.extra, with_own=arguments.all),
         "",
-        *common.table(kinds | figures, rows, left=3),
+        *cli.table(kinds | figures, rows, left=3),
     ]
     if absent:
         lines += ["", "left out by Saver(leave_out=…); restore takes them from the target", ""]
-        lines += common.table(kinds | {"fingerprint": "fingerprint"}, absent, left=4)
-    return common.answer(arguments, fields, lines)
+        lines += cli.table(kinds | {"fingerprint": "fingerprint"}, absent, left=4)
+    return cli.answer(arguments, fields, lines)
 
 
 def _extra_lines(extra: Any, *, with_own: bool) -> list[str]:
     own = [] if with_own or not isinstance(extra, dict) else [key for key in extra if key in OWN_EXTRA]
     shown = {key: value for key, value in extra.items() if key not in own} if own else extra
     is_shown = shown or (shown is not None and not own)
-    lines = [f"extra {common.printable(common.as_json(shown))}"] if is_shown else []
+    lines = [f"extra {cli.printable(cli.as_json(shown))}"] if is_shown else []
     number = f"{len(own)} {'entry' if len(own) == 1 else 'entries'}"
     return [*lines, f"{number} of jstep in extra (--all shows them)"] if own else lines
 
@@ -192,7 +331,7 @@ def _numbers(leaf: Any, array: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 def _directory(path: str, arguments: argparse.Namespace, not_one: ValueError | None) -> int:
-    checkpoints, problems = common.below(path)
+    checkpoints, problems = below(path)
     if not checkpoints and not problems:
         if not_one is not None:
             raise not_one
@@ -225,9 +364,9 @@ def _directory(path: str, arguments: argparse.Namespace, not_one: ValueError | N
         }
         for row in rows
     ]
-    lines = common.table(keys, shown, left=2) if rows else []
-    common.answer(arguments, {"path": path, "checkpoints": rows, "problems": problems}, lines)
-    return common.complain("inspect", *problems)
+    lines = cli.table(keys, shown, left=2) if rows else []
+    cli.answer(arguments, {"path": path, "checkpoints": rows, "problems": problems}, lines)
+    return cli.complain("inspect", *problems)
 
 
 def _about(one: Checkpoint) -> dict[str, Any]:
@@ -235,7 +374,7 @@ def _about(one: Checkpoint) -> dict[str, Any]:
         "path": one.path,
         "step": one.step,
         "saved_at": one.manifest.saved_at,
-        "time": common.time_text(one.manifest.saved_at, " ", "seconds").replace("+00:00", " UTC"),
+        "time": cli.time_text(one.manifest.saved_at, " ", "seconds").replace("+00:00", " UTC"),
         "jstep": one.manifest.jstep,
         "bytes": sum(leaf.nbytes for leaf in one.manifest.leaves),
         "finite": one.manifest.finite,

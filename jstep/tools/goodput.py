@@ -10,7 +10,7 @@ from jstep.core.report import Report
 from jstep.core.stopwatch import PARTS, STEPPING
 from jstep.stores.timeline import STALL, Times, fields_with, is_seconds, read
 from jstep.stores.urls import absolute, location
-from jstep.tools.cli_common import Command, answer
+from jstep.tools.cli import Command, answer
 
 _COPIED = tuple(part for part in PARTS if part != STEPPING)
 _ALL = ("productive", "rewound", *_COPIED, "down")

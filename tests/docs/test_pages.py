@@ -12,8 +12,7 @@ from source_files import ROOT, text_of
 
 import jstep
 from jstep.loop.stalls import EXIT_CODE
-from jstep.tools.cli import COMMANDS
-from jstep.tools.cli_common import DIFFERENT, OK, TROUBLE
+from jstep.tools.cli import COMMANDS, DIFFERENT, OK, TROUBLE
 
 
 def name_of(page: pathlib.Path) -> str:

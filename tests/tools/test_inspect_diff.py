@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.tools.cli_common import at
 from jstep.tools.cli_compare import difference
+from jstep.tools.cli_inspect import at
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
 

@@ -8,7 +8,7 @@ from processes import run_program
 from tensorboard.compat.proto import event_pb2, summary_pb2, types_pb2
 
 from jstep.stores.event_files import frame
-from jstep.tools.cli_common import as_json, printable
+from jstep.tools.cli import as_json, printable
 
 
 def write_events(path, *events):

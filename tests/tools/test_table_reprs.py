@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 import jstep
-from jstep.tools.cli_common import as_json
+from jstep.tools.cli import as_json
 from jstep.tools.collectives import Collective
 
 

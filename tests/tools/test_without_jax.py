@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.tools.cli import COMMANDS, main
-from jstep.tools.cli_common import Command
+from jstep.tools.cli import COMMANDS, Command, main
 
 REPORT = """
 import atexit, sys
