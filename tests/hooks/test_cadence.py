@@ -5,8 +5,7 @@ import pytest
 from hook_fakes import Clock, SaverAndHook, Writer, state_at
 
 import jstep
-from jstep.hooks.cadence import Due, next_call
-from jstep.hooks.hook import NEVER
+from jstep.hooks.hook import NEVER, Due, next_call
 
 CADENCED = {
     "counter": lambda steps: jstep.StepCounterHook(every_n_steps=steps),
