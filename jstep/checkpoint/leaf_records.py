@@ -1,22 +1,68 @@
-"""Records of the leaves of a state, and their conversion to and from stored arrays."""
+"""Leaves of a state in a checkpoint: their records, the arrays that are stored for them, and which are left out."""
 
 import collections
 import dataclasses
 import functools
 import itertools
 import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut
-from jstep.checkpoint.slots import halves_in, keys_of
+from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Recorded
 from jstep.core import device_values, trees
 from jstep.core.checks import kind
 from jstep.core.compact_numbers import opened
+from jstep.core.selection import VarList, resolve
+from jstep.core.slot_roles import Role, roles_in
+from jstep.state.fingerprints import as_text, leaf_key, stacked, words_of
+from jstep.state.slots import owners
+from jstep.state.train_state import TrainState
+
+GLOBAL_STEP = "global_step"
+PARAMS = "params"
+SLOTS = "slots"
+WIDTHS = {"int32", "int64"}
+"""The dtypes of counts."""
+
+Keys = tuple[str, ...]
+
+
+def keys_of(path: Any) -> Keys:
+    """Return the keys of a leaf as strings."""
+    return tuple(trees.path_str((key,)) for key in path)
+
+
+def halves_in(tree: Any) -> dict[int, int]:
+    """Return the leaves that `compact` stores in two → those with their other halves: indices among all leaves."""
+    found: dict[int, int] = {}
+    for state, numbers in states_in(tree):
+        roles = roles_in(state)
+        pairs = [(numbers.slots.get(name), numbers.slots.get(half)) for name, half in roles.halves.items()]
+        own = (name for name in roles.of(Role.REMAINDER) if name not in roles.halves.values())
+        for both in [*pairs, *((numbers.params, numbers.slots.get(name)) for name in own)]:
+            if all(trees.is_like(state.params, one) for one in both):
+                places = zip(*(trees.flatten_like(state.params, one, SLOTS) for one in both), strict=True)
+                found |= {place: half for place, half in places if place is not None and half is not None}
+    return found
+
+
+def states_in(tree: Any) -> list[tuple[TrainState, TrainState]]:
+    """Return each state in a tree, with a copy whose leaves are their indices among all leaves of the tree."""
+    both = tree, numbers_of_leaves(tree)
+    nodes = (jax.tree.leaves(one, is_leaf=lambda node: isinstance(node, TrainState)) for one in both)
+    return [both for both in zip(*nodes, strict=True) if isinstance(both[0], TrainState)]
+
+
+def numbers_of_leaves(tree: Any) -> Any:
+    """Return a tree with the numbers of its leaves in their places."""
+    return jax.tree.unflatten(trees.structure(tree), range(len(jax.tree.leaves(tree))))
+
+
+# Records of leaves, and their conversion to and from stored arrays.
 
 # Types that tensorstore lacks are stored as a type with the same values (integers) or the same bits (floats).
 _CARRIERS = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "uint8"}
@@ -173,3 +219,54 @@ def unique(paths: Iterable[str]) -> list[str]:
         names.append(path if number == 1 else next(name for name in numbered if name not in taken))
         taken.add(names[-1])
     return names
+
+
+# Leaves that `Saver(leave_out=…)` does not save, and their fingerprints.
+
+
+def left_out_indices(state: Any, leave_out: VarList) -> set[int]:
+    """Return the indices, among the leaves of a state, of the parameters that are left out and of their slots.
+
+    Raises:
+        TypeError: `leave_out` has none of the forms of `var_list`.
+        ValueError: An entry matches no parameter, or the state has no params.
+    """
+    if leave_out is None:
+        return set()
+    params, slots = _field(state, PARAMS), _field(state, SLOTS)
+    if params is None:
+        raise ValueError(
+            f"leave_out: selects among the params of a state, but this {type(state).__name__} has none; save a "
+            "TrainState, or a dict with 'params'"
+        )
+    chosen = resolve(params, leave_out, "leave_out")
+    roles, numbers = roles_in(state), numbers_of_leaves(state)
+    left_out = {i for i, is_chosen in zip(jax.tree.leaves(_field(numbers, PARAMS)), chosen, strict=True) if is_chosen}
+    for name, tree in slots.items() if isinstance(slots, Mapping) else ():
+        places = owners(str(name), tree, params, roles)
+        of_slot = zip(jax.tree.leaves(_field(numbers, SLOTS)[name]), places, strict=True)
+        left_out |= {i for i, place in of_slot if place is not None and chosen[place]}
+    return left_out
+
+
+def _field(state: Any, name: str) -> Any:
+    return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
+
+
+def started_slots(named: Sequence[tuple[Recorded, Any]]) -> Callable[[], tuple[LeftOut, ...]]:
+    """Start computing the fingerprints of leaves on their devices; the returned function waits for them."""
+    keys = [leaf_key(leaf.path, leaf.dtype, leaf.shape) for leaf, _ in named]
+    begun = stacked([value for _, value in named], np.stack(keys)) if keys else []
+
+    def records() -> tuple[LeftOut, ...]:
+        return tuple(
+            LeftOut(leaf.path, leaf.keys, leaf.shape, leaf.dtype, as_text(words))
+            for (leaf, _), words in zip(named, words_of(begun), strict=True)
+        )
+
+    return records
+
+
+def changed_leaves(pairs: Sequence[tuple[LeftOut, Any]]) -> list[LeftOut]:
+    """Return those left-out leaves whose values in a target differ from the fingerprint."""
+    return [leaf for (leaf, _), now in zip(pairs, started_slots(pairs)(), strict=True) if now != leaf]

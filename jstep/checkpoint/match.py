@@ -9,15 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint import leaf_records, slots, targets
+from jstep.checkpoint import leaf_records, targets
+from jstep.checkpoint.leaf_records import GLOBAL_STEP, PARAMS, SLOTS, Keys
 from jstep.checkpoint.manifest import Leaf, LeftOut, Manifest
-from jstep.checkpoint.slots import GLOBAL_STEP, PARAMS, SLOTS, Keys
 from jstep.core import trees
 from jstep.core.checks import array_type, kind, listing, shown
 from jstep.core.compact_numbers import opened, split
 from jstep.core.placement import is_of_host, on_devices, place_anywhere, target_sharding
 from jstep.core.selection import names_of
-from jstep.core.slot_roles import roles_in
+from jstep.core.slot_roles import COPIES, Role, Roles, roles_in
+from jstep.state.slots import owners
 
 # Matching of the leaves of a target to the leaves of a checkpoint.
 
@@ -31,6 +32,8 @@ _NO_KIND = (
 )
 _Id = tuple[str, int]
 """A path, and the number of the leaf among those with that path."""
+_Kind = tuple[tuple[int, ...], str]
+_GUARDS = (Role.LAST_FINITE, Role.LOSS_SCALE, Role.SCALE_SINCE)
 
 
 class Copy(NamedTuple):
@@ -103,7 +106,7 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
     renamed = _renamed(names, target, {path for path, _ in saved}, where)
     leaves = []
     for given, leaf in jax.tree_util.tree_leaves_with_path(target):
-        keys = slots.keys_of(given)
+        keys = leaf_records.keys_of(given)
         path = "/".join(keys)
         shape, dtype = targets.kind_of(leaf, path, _NO_KIND)
         leaves.append(Wanted(path, leaf, shape, str(dtype), renamed.get(path, path), None, keys=keys))
@@ -121,7 +124,7 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
         targets.matched(one, average or key, saved, difference if average is None else lambda *_: "")
         for one, key, average in zip(leaves, own, averaged, strict=True)
     ]
-    roles, halves, arrays = roles_in(target), slots.halves_in(target), manifest.by_array
+    roles, halves, arrays = roles_in(target), leaf_records.halves_in(target), manifest.by_array
 
     def is_in_other_format(i: int, record: Leaf) -> bool:
         saved = arrays.get(record.half or "")
@@ -133,7 +136,7 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
         dataclasses.replace(
             one,
             source=one.source if isinstance(one.source, Leaf) else None,
-            is_guard=one.is_missing and slots.is_of_guard(one.keys, roles),
+            is_guard=one.is_missing and _is_of_guard(one.keys, roles),
             left_out=one.source if isinstance(one.source, LeftOut) else None,
             copy=copies.get(i),
             half=arrays.get(one.source.half or "") if isinstance(one.source, Leaf) and averaged[i] else None,
@@ -149,7 +152,7 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
 def _copies(target: Any, leaves: Sequence[Wanted], halves: Mapping[int, int]) -> dict[int, Copy]:
     """Return the leaves that the checkpoint lacks → what they begin as copies of, which it has."""
     found: dict[int, Copy] = {}
-    for i, originals in slots.copied(target).items():
+    for i, originals in _copied(target).items():
         restored = [j for j in originals if isinstance(leaves[j].source, Leaf)]
         if leaves[i].source is None and restored:
             parts = [i, halves[i]] if i in halves else [i]
@@ -158,13 +161,59 @@ def _copies(target: Any, leaves: Sequence[Wanted], halves: Mapping[int, int]) ->
     return found
 
 
+def _copied(target: Any) -> dict[int, list[int]]:
+    """Return the leaves of slots that begin as copies → the leaves they are copies of, in order of preference.
+
+    A slot inside `master_weights` begins as a copy of the master, or without one in the checkpoint, of the parameter.
+    Both are indices among the leaves of the target. Only a `TrainState` knows the roles of its slots.
+    """
+    found: dict[int, list[int]] = {}
+    for state, numbers in leaf_records.states_in(target):
+        params, roles = jax.tree.leaves(numbers.params), roles_in(state)
+        mine = [
+            (roles[name], place, number)
+            for name in roles.of(*COPIES)
+            if name in state.slots
+            for place, number in zip(
+                owners(name, state.slots[name], state.params, roles), jax.tree.leaves(numbers.slots[name]), strict=True
+            )
+            if place is not None
+        ]
+        masters = {place: number for role, place, number in mine if role is Role.MASTER}
+        for role, place, number in mine:
+            inside = [masters[place]] if role is Role.MASTER_COPY and place in masters else []
+            found[number] = [*inside, params[place]]
+    return found
+
+
+def _is_of_guard(keys: Keys, roles: Roles) -> bool:
+    """Return whether a leaf of a target is a slot of `skip_nonfinite` or `dynamic_loss_scale`."""
+    return len(keys) == 2 and keys[0] == SLOTS and roles.get(keys[1]) in _GUARDS
+
+
 def _difference(leaf: Wanted, source: Leaf | LeftOut, steps: Sequence[int]) -> str:
     """Describe why a saved leaf does not fit; the empty string if it fits."""
     saved, wanted = (source.shape, source.dtype), (leaf.shape, leaf.dtype)
-    if saved == wanted or (isinstance(source, Leaf) and slots.converts(leaf.keys, saved, wanted, steps)):
+    if saved == wanted or (isinstance(source, Leaf) and _converts(leaf.keys, saved, wanted, steps)):
         return ""
     left_out = "left out as " if isinstance(source, LeftOut) else ""
     return f"{leaf.path!r} ({left_out}{array_type(*saved)}, and {array_type(*wanted)} in target)"
+
+
+def _converts(keys: Keys, saved: _Kind, wanted: _Kind, steps: Sequence[int]) -> bool:
+    """Return whether a leaf is a step count, which may convert between 32 and 64 bits.
+
+    These are the global step and integer scalars among the slots, never parameters.
+
+    Args:
+        keys: The keys of the leaf in the target.
+        saved: Its shape and dtype in the checkpoint.
+        wanted: Its shape and dtype in the target.
+        steps: The shape of the target's global step: a population has a step for each of its members.
+    """
+    if saved[0] != wanted[0] or {saved[1], wanted[1]} != leaf_records.WIDTHS or PARAMS in keys:
+        return False
+    return keys[-1] == GLOBAL_STEP or (keys[0] == SLOTS and saved[0] in ((), tuple(steps)))
 
 
 _REPACK = (

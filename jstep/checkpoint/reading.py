@@ -8,16 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from jstep.checkpoint import leaf_records, match, slots
-from jstep.checkpoint.left_out_leaves import changed_leaves
+from jstep.checkpoint import leaf_records, match
+from jstep.checkpoint.leaf_records import SLOTS, Keys, changed_leaves
 from jstep.checkpoint.listing import misnamed, name
 from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Manifest, UnsupportedFormatError
 from jstep.checkpoint.match import Match, Names
 from jstep.checkpoint.store import Store
 from jstep.core import trees
-from jstep.core.checks import listing
+from jstep.core.checks import listed, listing
 from jstep.core.meshes import internal_transfers
+from jstep.core.slot_roles import AGES, COPIES, Role, Roles, roles_in
 from jstep.distributed import processes
 from jstep.stores.urls import is_url
 
@@ -208,7 +210,7 @@ class Reader:
             listing("left unchanged in target", [repr(found.wanted[i].path) for i in left]),
             listing("not used from the checkpoint", [repr(one) for one in found.unused]),
         )
-        if stale := slots.stale_warning(target, values, [*left, *copies]):
+        if stale := _stale_warning(target, values, [*left, *copies]):
             _logger.warning(stale)
 
     def _read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
@@ -356,3 +358,79 @@ def short(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror + (f": {error.filename}" if error.filename else "")
     return text if len(text) <= 500 else text[:500] + "…"
+
+
+# Fresh slots that meet an old age.
+
+_AVERAGING = "with_moving_average"
+
+
+def _stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> str:
+    """Return a warning about slots that stayed fresh while their state was restored to an old age; "" if none did.
+
+    An optimizer corrects its slots by their age, global_step + 1 − start_step: fresh zeros that count as 10 000
+    steps old make its first updates several times too large.
+
+    Args:
+        target: The tree that was restored into.
+        values: Its leaves after the restore.
+        left: The indices of the leaves that nothing was restored into.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(target)
+    keys = [leaf_records.keys_of(path) for path, _ in leaves]
+    before = dict(zip(keys, (leaf for _, leaf in leaves), strict=True))
+    after = dict(zip(keys, values, strict=True))
+    roles = roles_in(target)
+    names = [key[1] for key in keys if len(key) == 2 and key[0] == SLOTS]
+    starts = [name for name in names if roles.get(name) in AGES]
+    stale: dict[str, list[str]] = {}
+    for index in left:
+        key = keys[index]
+        if len(key) < 2 or key[0] != "slots" or key[1] in starts or _is_ageless(key, leaves[index][1], roles):
+            continue
+        of_scope = max((s for s in starts if key[1].startswith(_scope(s))), key=len, default=None)
+        averaging = f"{_scope(key[1])}{_AVERAGING}/"
+        own = f"{averaging}{key[1].rpartition('/')[2]}/"
+        role = roles.get(key[1])
+        first = [s for s in starts if s.startswith(own) or (role is Role.AVERAGE and s.startswith(averaging))]
+        # A copy has no bias correction, but by an age of its own.
+        start = min(
+            first, default=None if role in (*COPIES, Role.REMAINDER) else of_scope, key=lambda s: not s.startswith(own)
+        )
+        if start is not None and (_age(after, start) or 0) > 0 and _age(before, start) != _age(after, start):
+            stale.setdefault(start, []).append("/".join(key))
+    return " ".join(_stale_text(start, paths, after) for start, paths in stale.items())
+
+
+def _is_ageless(keys: Keys, leaf: Any, roles: Roles) -> bool:
+    """Return whether a slot is not subject to bias correction: a count, a guard's scalar or a held value."""
+    if keys[1] in roles:
+        return roles.has_one_value(keys[1]) and roles[keys[1]] is not Role.SHARED
+    return str(getattr(leaf, "dtype", "")) in leaf_records.WIDTHS and not getattr(leaf, "shape", (0,))
+
+
+def _age(values: dict[tuple[str, ...], Any], start: str) -> int | None:
+    step, born = _number(values.get(("global_step",))), _number(values.get(("slots", start)))
+    return None if step is None or born is None else step - born
+
+
+def _number(leaf: Any) -> int | None:
+    if isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and not leaf.is_deleted() and not leaf.ndim:
+        return int(np.asarray(leaf.addressable_data(0)))
+    return int(leaf) if isinstance(leaf, np.ndarray | np.generic | int) and not np.ndim(leaf) else None
+
+
+def _scope(slot: str) -> str:
+    return slot[: slot.rfind("/") + 1]
+
+
+def _stale_text(start: str, paths: Sequence[str], values: dict[tuple[str, ...], Any]) -> str:
+    age, step = _age(values, start), _number(values["global_step",])
+    shown = listed(list(map(repr, paths)), 5)
+    return (
+        f"Fresh slots meet an old age: {shown} were left as they were, and slots/{start} makes them {age} steps old, "
+        "so that the bias correction does not treat them as fresh and their first updates are too large. Give them "
+        'their own age: use the optimizer partition({"old": …, "new": …}, labels), which keeps a start_step for '
+        f"each label, and a target from TrainState.create(params, optimizer, global_step={step}); names= maps "
+        "leaves that were saved under other slots."
+    )

@@ -14,14 +14,12 @@ import jax
 import numpy as np
 
 from jstep.checkpoint import names as naming
-from jstep.checkpoint.leaf_records import named_leaves, to_stored
-from jstep.checkpoint.left_out_leaves import left_out_indices, started_slots
+from jstep.checkpoint.leaf_records import PARAMS, left_out_indices, named_leaves, started_slots, to_stored
 from jstep.checkpoint.listing import name
 from jstep.checkpoint.manifest import CheckpointError, Extra, Manifest, json_copy
 from jstep.checkpoint.match import Names
 from jstep.checkpoint.reading import Reader, newest_in_words, short
 from jstep.checkpoint.retention import Retention
-from jstep.checkpoint.slots import PARAMS
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, as_int, as_number, kind
 from jstep.core.exceptions import note, scoped

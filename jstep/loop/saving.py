@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jstep.checkpoint.left_out_leaves import left_out_indices
+from jstep.checkpoint.leaf_records import left_out_indices
 from jstep.checkpoint.manifest import Extra
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver

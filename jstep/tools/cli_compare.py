@@ -226,7 +226,7 @@ def _saved(one: Checkpoint, paths: set[str]) -> dict[str, LeftOut]:
     saved = paths & one.named.keys()
     if not saved:
         return {}
-    from jstep.checkpoint.left_out_leaves import started_slots  # imports JAX, which is not needed above
+    from jstep.checkpoint.leaf_records import started_slots  # imports JAX, which is not needed above
 
     return {name: started_slots([(leaf, array)])()[0] for name, leaf, array in one.leaves(saved)}
 

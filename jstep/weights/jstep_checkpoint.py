@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.checkpoint import leaf_records
+from jstep.checkpoint.leaf_records import PARAMS
 from jstep.checkpoint.manifest import CheckpointError, Leaf, Manifest
 from jstep.checkpoint.names import open_store
 from jstep.checkpoint.reading import first_of, read_and_verify, short
-from jstep.checkpoint.slots import PARAMS
 from jstep.checkpoint.store import Store
 from jstep.core.checks import listing
 from jstep.core.meshes import internal_transfers

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.checkpoint import targets
-from jstep.checkpoint.leaf_records import as_integers
-from jstep.checkpoint.slots import PARAMS
+from jstep.checkpoint.leaf_records import PARAMS, as_integers
 from jstep.core import placement, trees
 from jstep.core.checks import array_type, kind, shown
 from jstep.core.exceptions import note

@@ -10,9 +10,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jstep.checkpoint.leaf_records import unique
+from jstep.checkpoint.leaf_records import GLOBAL_STEP, keys_of, unique
 from jstep.checkpoint.manifest import NAME as MANIFEST
-from jstep.checkpoint.slots import GLOBAL_STEP, keys_of
 from jstep.core import trees
 from jstep.core.meshes import internal_transfers
 from jstep.weights.tensors import Read, Tensor

@@ -12,7 +12,7 @@ from checkpoint_states import save_all, state_at
 from doubles import raising
 
 import jstep
-from jstep.checkpoint import slots, store
+from jstep.checkpoint import reading, store
 from jstep.checkpoint.claims import owner_in
 from jstep.checkpoint.directory import DirectoryStore, _lost
 from jstep.checkpoint.manifest import CheckpointError
@@ -148,7 +148,7 @@ def test_steps_of_any_kind_of_number() -> None:
     deleted = jnp.int32(3) + 0
     deleted.delete()
     values = [jnp.int32(3), np.int64(3), np.array(3), 3, jnp.arange(2), np.arange(2), None, 3.5, "3", deleted]
-    assert [slots._number(value) for value in values] == [3, 3, 3, 3, None, None, None, None, None, None]
+    assert [reading._number(value) for value in values] == [3, 3, 3, 3, None, None, None, None, None, None]
 
 
 def test_which_arrays_are_worth_compressing(monkeypatch: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 from checkpoint_states import assert_same, flip
 
 import jstep
-from jstep.checkpoint.left_out_leaves import left_out_indices
+from jstep.checkpoint.leaf_records import left_out_indices
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import jstep
-from jstep.checkpoint.left_out_leaves import left_out_indices
+from jstep.checkpoint.leaf_records import left_out_indices
 from jstep.core.slot_roles import NO_ROLES
 
 NAMES = ["d", "mine", "beta1", "start_step", "held/x", "model"]
