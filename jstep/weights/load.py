@@ -3,7 +3,10 @@
 import contextlib
 import dataclasses
 import functools
+import io
+import itertools
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,16 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jstep.checkpoint import leaf_records
+from jstep.checkpoint.manifest import CheckpointError, Leaf, Manifest
+from jstep.checkpoint.names import open_store
+from jstep.checkpoint.reading import first_of, read_and_verify, short
+from jstep.checkpoint.store import Store
 from jstep.checkpoint.targets import require_value
-from jstep.core import trees
-from jstep.core.checks import as_bool, kind, shown
+from jstep.core import placement, trees
+from jstep.core.checks import as_bool, kind, listing, shown
 from jstep.core.meshes import internal_transfers
-from jstep.core.placement import refuse_compile_only, target_sharding
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.weights import jstep_checkpoint, match
+from jstep.distributed import processes
+from jstep.weights import match
 from jstep.weights.files import FILES, OF_JSTEP, kind_of, local, read_headers
 from jstep.weights.match import Match, Names, Wanted
-from jstep.weights.parts import read_shards
 from jstep.weights.tensors import Read, Tensor, confirm, in_groups
 
 _AT_ONCE = 2**30
@@ -101,7 +108,7 @@ def load_weights(
     Source: https://huggingface.co/docs/safetensors
     """
     partial, float_dtype = as_bool(partial, "partial"), _float_dtype(dtype)
-    refuse_compile_only(target, "target")
+    placement.refuse_compile_only(target, "target")
     with open_source(path, partial=partial) as source:
         by_name = match.rules(names, target, "target")
         found = match.match(target, source.tensors, by_name, float_dtype, with_more=source.is_checkpoint)
@@ -203,7 +210,7 @@ class Source:
         dtype = wanted.source.dtype
         if self.is_checkpoint and jax.dtypes.canonicalize_dtype(dtype) != dtype:
             return None  # an array on devices would need jax_enable_x64
-        return target_sharding(wanted.leaf, wanted.path)
+        return placement.target_sharding(wanted.leaf, wanted.path)
 
 
 @contextlib.contextmanager
@@ -234,9 +241,171 @@ def open_source(path: Any, *, partial: bool = False) -> Iterator[Source]:
         return
     place = os.path.abspath(place)
     if kind == OF_JSTEP:
-        found = jstep_checkpoint.opened(place, partial=partial)
+        found = _checkpoint_of_jstep(place, partial)
     else:
         from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
 
         found = orbax_checkpoint.opened(place)
     yield Source(place, *found, is_checkpoint=True)
+
+
+# The parts of a tensor that the devices of this process hold: each byte of a file is read once.
+
+_SHORT = 4096
+"""Bytes of a run below which separate reads cost more than also reading the bytes between runs."""
+
+
+def read_shards(file: io.RawIOBase, tensor: Tensor, sharding: Any) -> Any:
+    """Read the parts of a tensor that the devices of this process hold; the whole tensor without sharding."""
+    parts = placement.local_parts(tensor.shape, sharding)
+    arrays = read_parts(file, tensor, parts)
+    return arrays[0] if sharding is None else dict(zip(parts, arrays, strict=True))
+
+
+def read_parts(
+    file: io.RawIOBase, tensor: Tensor, parts: Sequence[placement.ShardBounds]
+) -> list[np.ndarray[Any, Any]]:
+    """Read parts of a tensor, each into new memory; each byte is read once.
+
+    Args:
+        file: The tensor's file, unbuffered.
+        tensor: The tensor.
+        parts: The bounds of the parts; no two of them share an element.
+
+    Raises:
+        ValueError: The file ends early, or holds bools that are neither 0 nor 1.
+    """
+    dtype = tensor.dtype
+    assert dtype is not None
+    sizes = [math.prod(placement.lengths(part)) for part in parts]
+    if len(parts) > 1 and sum(sizes) * dtype.itemsize == tensor.nbytes and _run(tensor.shape, parts[0])[1] < _SHORT:
+        whole = read_shards(file, tensor, None)
+        return [whole[placement.slices(part)].copy() for part in parts]
+    return [_part(file, tensor, dtype, part) for part in parts]
+
+
+def _part(
+    file: io.RawIOBase, tensor: Tensor, dtype: np.dtype[Any], part: placement.ShardBounds
+) -> np.ndarray[Any, Any]:
+    array = np.empty(placement.lengths(part), dtype)
+    view = array.reshape(-1).view(np.uint8).data
+    axes, count = _run(tensor.shape, part)
+    strides = [math.prod(tensor.shape[axis + 1 :]) * dtype.itemsize for axis in range(len(part))]
+    length = count * dtype.itemsize
+    begins = [range(*bounds) if axis < axes else bounds[:1] for axis, bounds in enumerate(part)]
+    for number, at in enumerate(itertools.product(*begins) if view.nbytes else ()):
+        start = tensor.start + sum(i * stride for i, stride in zip(at, strides, strict=True))
+        _fill(file, view[number * length : (number + 1) * length], start, tensor)
+    if dtype == np.bool_ and (array.view(np.uint8) > 1).any():
+        raise ValueError(f"{tensor.file}: corrupted: the tensor {tensor.name!r} has bools that are neither 0 nor 1")
+    return array
+
+
+def _fill(file: io.RawIOBase, view: memoryview, start: int, tensor: Tensor) -> None:
+    file.seek(start)
+    done = 0
+    while done < view.nbytes:
+        count = file.readinto(view[done:])
+        if not count:
+            raise ValueError(
+                f"{tensor.file}: is truncated: it ends inside the tensor {tensor.name!r}; did the file change?"
+            )
+        done += count
+
+
+def _run(shape: Sequence[int], part: placement.ShardBounds) -> tuple[int, int]:
+    """Return the number of axes before the contiguous elements of a part, and the number of these elements."""
+    axes = len(shape)
+    while axes and part[axes - 1] == (0, shape[axes - 1]):
+        axes -= 1
+    axes = max(axes - 1, 0)
+    return axes, math.prod(placement.lengths(part[axes:]))
+
+
+# The arrays of checkpoints that jstep wrote.
+
+_Halves = tuple[Leaf, Leaf | None]
+"""A leaf of a checkpoint, and the leaf with its other half, if `compact` stores it in two."""
+
+
+def _checkpoint_of_jstep(path: str, partial: bool) -> tuple[dict[str, Tensor], Read]:
+    """Return the arrays of a checkpoint, and a function that reads them, after the checkpoint was verified.
+
+    A slot that `compact` stores in two is one array of its float32 values. A parameter is what the loss sees.
+
+    Args:
+        path: A folder that has a manifest.
+        partial: Whether to leave out the arrays that cannot be read, with a warning, if the checkpoint is corrupted.
+
+    Raises:
+        CheckpointError: The checkpoint is corrupted, or another version of jstep wrote it.
+    """
+    store = open_store(os.path.dirname(path))
+    manifest = store.manifest(path)
+    known = manifest.by_array
+    halved = [leaf for leaf in manifest.leaves if leaf.half in known and leaf.keys[0] != leaf_records.PARAMS]
+    halves = {leaf.array: known[leaf.half] for leaf in halved if leaf.half is not None}
+    given = zip(leaf_records.unique(leaf.path for leaf in manifest.leaves), manifest.leaves, strict=True)
+    saved = {name: (leaf, halves.get(leaf.array)) for name, leaf in given if leaf not in halves.values()}
+    verified = partial and jax.process_count() == 1
+    if verified:
+        saved = _readable(store, path, manifest, saved)
+
+    def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
+        nonlocal verified
+        stored: dict[str, Any] = {}
+        for name, sharding in shardings.items():
+            leaf, half = saved[name]
+            of_both = None if half is not None and half.shape != leaf.shape else sharding  # scales have fewer numbers
+            stored |= dict.fromkeys(_arrays_of(leaf, half), of_both)
+        found = _read(store, path, manifest, stored, not verified)
+        verified = True
+        with internal_transfers():
+            return {name: leaf_records.value_of(*saved[name], found) for name in shardings}
+
+    arrays: dict[str, Tensor] = {}
+    for name, (leaf, half) in saved.items():
+        # That of PRNG keys is their data.
+        shape, stored = leaf_records.stored_kind(leaf) if leaf.key_impl is not None else (leaf.shape, leaf.dtype)
+        code, dtype = (leaf.dtype, jnp.dtype(stored)) if half is None else ("float32", np.dtype(np.float32))
+        arrays[name] = Tensor(name, code, shape, dtype)
+    return arrays, read
+
+
+def _arrays_of(leaf: Leaf, half: Leaf | None) -> list[str]:
+    """The names of the arrays that a leaf, and its other half, are stored in."""
+    return [one.array for one in (leaf, half) if one is not None and one.array is not None]
+
+
+def _readable(store: Store, path: str, manifest: Manifest, saved: dict[str, _Halves]) -> dict[str, _Halves]:
+    """Return the leaves whose arrays can be read; if the checkpoint is corrupted, warn and name the others."""
+    problems = store.find_corruption(path, manifest)
+    if not problems:
+        return saved
+    lost = []
+    for name, halves in saved.items():
+        try:
+            store.restore(path, manifest, dict.fromkeys(_arrays_of(*halves)))
+        except Exception:  # tensorstore has no error types
+            lost.append(name)
+    _logger.warning(
+        "load_weights: %s is corrupted: %s. The arrays that can be read are loaded%s%s",
+        path,
+        first_of(problems),
+        " unverified: their values may be wrong" if not manifest.is_packed else "",
+        listing("cannot be read", [repr(name) for name in lost]),
+    )
+    return {name: halves for name, halves in saved.items() if name not in lost}
+
+
+def _read(store: Store, path: str, manifest: Manifest, shardings: Mapping[str, Any], verify: bool) -> dict[str, Any]:
+    arrays, problems, failure = read_and_verify(store, path, manifest, shardings, verify)
+    if processes.any_process(bool(problems)):
+        raise CheckpointError(
+            f"{path} is corrupted: {first_of(problems) or 'another process names the file'}. Nothing was loaded; copy "
+            "it again from where it is intact"
+        )
+    if processes.any_process(failure is not None):
+        reason = "see the error of another process" if failure is None else short(failure)
+        raise CheckpointError(f"{path} could not be read: {reason}") from failure
+    return arrays

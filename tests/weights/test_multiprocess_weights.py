@@ -10,13 +10,13 @@ from safetensors_files import write_arrays
 import jstep
 
 SCRIPT = """
-from jstep.weights import parts
+from jstep.weights import load
 sizes = []
-fill = parts._fill
+fill = load._fill
 def counting(file, view, start, tensor):
     sizes.append(view.nbytes)
     fill(file, view, start, tensor)
-parts._fill = counting
+load._fill = counting
 
 for kind in jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit:
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))

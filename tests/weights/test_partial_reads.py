@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors_files import same, write_arrays
 
 import jstep
-from jstep.weights import parts
+from jstep.weights import load
 
 ROWS = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
 LONG_ROWS = np.arange(8 * 2**14, dtype=np.float32).reshape(8, 2**14)
@@ -92,7 +92,7 @@ def test_a_part_reads_only_its_rows_and_columns(reads, tmp_path):
     ):
         reads.clear()
         with open(path, "rb", buffering=0) as file:
-            (loaded,) = parts.read_parts(file, tensor, [part])
+            (loaded,) = load.read_parts(file, tensor, [part])
         expected = ROWS[tuple(slice(*one) for one in part)]
         assert same(loaded, expected)
         assert sum(size for _, _, size in reads) == expected.nbytes
@@ -109,7 +109,7 @@ def test_parts_of_arrays_of_any_shape(tmp_path, shape):
         part = tuple(tuple(sorted(rng.integers(0, size + 1, 2))) for size in shape)
         part = tuple((int(begin), int(end)) for begin, end in part)
         with open(path, "rb", buffering=0) as file:
-            (loaded,) = parts.read_parts(file, tensor, [part])
+            (loaded,) = load.read_parts(file, tensor, [part])
         assert same(loaded, array[tuple(slice(*one) for one in part)])
 
 
