@@ -11,8 +11,7 @@ from jstep.summary.creation import image, scalar, text, zero_fraction
 from jstep.summary.encode import to_proto
 from jstep.summary.graph import write_graph
 from jstep.summary.histograms import histogram
-from jstep.summary.named_collections import collect, merge, merge_all, summaries_in
-from jstep.summary.summaries import Summary
+from jstep.summary.summaries import Summary, collect, merge, merge_all, summaries_in
 from jstep.summary.writer import SummaryWriter
 
 __all__ = [

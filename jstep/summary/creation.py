@@ -11,8 +11,7 @@ import numpy as np
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.meshes import internal_transfers, without_explicit_axes
 from jstep.core.trees import Array, is_array
-from jstep.summary.named_collections import DEFAULT, register, summary_of
-from jstep.summary.summaries import Images, Scalars, Summary, Text, check_tag, keep
+from jstep.summary.summaries import DEFAULT, Images, Scalars, Summary, Text, check_tag, keep, register, summary_of
 
 
 def scalar(tags: Any, values: Any, collections: Sequence[str] | None = DEFAULT) -> Summary:

@@ -19,8 +19,7 @@ import numpy as np
 
 from jstep.core.meshes import internal_transfers, on_any_mesh
 from jstep.core.trees import Array, is_traced
-from jstep.summary.named_collections import DEFAULT, summary_of
-from jstep.summary.summaries import Histogram, Summary, check_tag, is_here
+from jstep.summary.summaries import DEFAULT, Histogram, Summary, check_tag, is_here, summary_of
 
 NumPyArray: TypeAlias = np.ndarray[Any, Any]
 

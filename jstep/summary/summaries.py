@@ -1,20 +1,32 @@
-"""Summaries as pytrees.
+"""Summaries as pytrees, their named collections, and merging.
 
 Arrays are leaves and tags are part of the tree structure, so that a summary can be returned from `jit`, `scan`, `vmap`
 and functions with `has_aux`. Leading axes that a transformation adds to a leaf are steps, in order.
+
+Summaries created eagerly stay in their collections until `merge_all`. `collect` returns the summaries created inside a
+function, and so works under `jit`, where a side effect would leak a tracer.
 """
 
 import dataclasses
-from typing import Any, TypeAlias
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import get_opaque_trace_state as _trace
 
-from jstep.core.checks import as_text
+from jstep.core.checks import as_function, as_text, kind, shown
+from jstep.core.exceptions import setting
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import is_on_cpus
 from jstep.core.trees import has_tracers, is_traced
+from jstep.differentiate import loss_outputs
+from jstep.differentiate.loss_outputs import COLLECTORS, Collector
 
 _STATIC = {"static": True}
 
@@ -148,3 +160,290 @@ def keep(x: Any) -> Any:
             x = x.addressable_data(0)
         return _copy(x)
     return x.copy() if isinstance(x, np.ndarray) else x
+
+
+# Named collections of summaries, and merging.
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+SUMMARIES = "summaries"
+DEFAULT = (SUMMARIES,)
+
+# Collection → tags → the newest part with those tags, so that a loop that never merges keeps one step of summaries.
+_eager: dict[str, dict[tuple[str, ...], Part]] = {}
+_lock = threading.Lock()
+
+
+@functools.cache
+def _no_trace() -> Any:
+    """Return the token outside any trace, taken on a new thread because the current one may be tracing."""
+    with futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(_trace).result()
+
+
+def register(part: Part, collections: Sequence[str] | None) -> None:
+    """Add a new part to its collections. A traced part is added only to an active `collect`, which returns it."""
+    collectors = COLLECTORS.get()
+    traced = is_traced_part(part)
+    for key in _checked(collections):
+        collector = next((c for c in reversed(collectors) if c.key == key), None)
+        if collector is None:
+            if not traced:
+                with _lock:
+                    parts = _eager.setdefault(key, {})
+                    parts.pop(part.tags, None)  # so that the newest is the last
+                    parts[part.tags] = part
+        elif traced and _trace() != collector.trace:
+            collector.nested[part.tags] = _caller()
+        else:
+            collector.parts.append(part)
+
+
+def summary_of(part: Part, collections: Sequence[str] | None) -> Summary:
+    """Return a summary of one new part, and add it to its collections."""
+    register(part, collections)
+    return Summary((part,))
+
+
+def _checked(collections: Any) -> Sequence[str]:
+    if collections is DEFAULT or collections is None:
+        return DEFAULT
+    names = tuple(collections) if isinstance(collections, Iterable) else (None,)
+    if isinstance(collections, str) or not all(isinstance(key, str) for key in names):
+        raise TypeError(
+            f"collections={shown(collections)}: must be a sequence of names, such as ('summaries',), or None"
+        )
+    return names
+
+
+def _caller() -> str:
+    """Return file and line of the nearest frame outside this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("jstep.summary"):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def merge_parts(parts: Iterable[Part]) -> Summary:
+    """Combine parts into one summary.
+
+    Raises:
+        ValueError: Two parts have the same tag; the message names it.
+    """
+    parts = tuple(parts)
+    seen: set[str] = set()
+    for part in parts:
+        for tag in part.tags:
+            if tag in seen:
+                raise ValueError(
+                    f"duplicate tag {tag!r}: a merged summary holds one value for each tag. Give each value "
+                    "its own tag; values of several steps are stacked, by lax.scan for instance."
+                )
+            seen.add(tag)
+    return Summary(parts)
+
+
+def merge_all(key: str = SUMMARIES) -> Summary | None:
+    """Merge the summaries added to a collection since the last call, and empty it.
+
+    Outside `collect`, these are the summaries created eagerly; of several with the same tag, the newest is kept. Inside
+    a function that `collect` runs, they are the summaries that it has created so far.
+
+    Args:
+        key: The name of the collection.
+
+    Returns:
+        The merged summary, or None if the collection is empty.
+
+    Raises:
+        RuntimeError: Called inside a function that JAX is tracing, without a `collect` around it.
+
+    Example:
+        >>> import jstep.summary
+        >>> _ = jstep.summary.merge_all()
+        >>> a, b = jstep.summary.scalar("a", 1.0), jstep.summary.scalar("b", 2.0)
+        >>> jstep.summary.merge_all()
+        Summary('a', 'b')
+        >>> print(jstep.summary.merge_all())
+        None
+    """
+    as_text(key, "key", "the name of a collection")
+    collector = next((c for c in reversed(COLLECTORS.get()) if c.key == key), None)
+    if _trace() != (_no_trace() if collector is None else collector.trace):
+        raise RuntimeError(_UNDER_TRACE.format(key=key))
+    if collector is not None:
+        merged, collector.parts = collector.parts, []
+        return merge_parts(merged) if merged else None
+    with _lock:
+        parts = list(_eager.pop(key, {}).values())
+    newest: list[Part] = []
+    seen: set[str] = set()
+    for part in reversed(parts):
+        if seen.isdisjoint(part.tags):
+            newest.append(part)
+            seen.update(part.tags)
+    return merge_parts(reversed(newest)) if newest else None
+
+
+_UNDER_TRACE = (
+    "merge_all({key!r}) merges summaries made eagerly, and was called inside a function that JAX is tracing "
+    "(jit, grad, scan, vmap). Return the summaries from that function, or wrap it before it is transformed: "
+    "jax.jit(jstep.summary.collect(fn)) returns (result, merged summary)."
+)
+
+
+def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Summary | None]]:
+    """Wrap a function so that it also returns the summaries created inside it.
+
+    The wrapped function can be transformed: `jax.jit(collect(fn))`, `jax.lax.scan(collect(body), …)`, which stacks the
+    summaries, and `jax.value_and_grad(collect(loss_fn), has_aux=True)`. If a function is transformed *inside* `fn`, its
+    summaries have no value outside it and must be returned from it. Those that `fn` then returns in its result are in
+    the merged summary as well.
+
+    Args:
+        fn: Any function. Summaries with `key` among their collections are collected.
+        key: The name of the collection. Other summaries pass through to the enclosing `collect`, if any.
+
+    Returns:
+        A function of the same arguments that returns `(result, summary)`; the summary is None if none was created.
+
+    Raises:
+        RuntimeError: When called: a summary was created inside a nested transformation and not returned from it. The
+            message has the tag, the line and how to return it.
+        ValueError: When called: two summaries have the same tag.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jstep.summary
+        >>> def predict(x):
+        ...     h = jnp.tanh(x)
+        ...     jstep.summary.scalar("saturated", jnp.mean(jnp.abs(h) > 0.99, dtype=jnp.float32))
+        ...     return h.sum()
+        >>> result, summary = jax.jit(jstep.summary.collect(predict))(jnp.ones(3))
+        >>> summary
+        Summary('saturated')
+    """
+    as_function(fn, "fn")
+    as_text(key, "key", "the name of a collection")
+
+    @functools.wraps(fn)
+    def collected(*args: P.args, **kwargs: P.kwargs) -> tuple[R, Summary | None]:
+        collector = Collector(key)
+        with setting(COLLECTORS, (*COLLECTORS.get(), collector)):
+            result = fn(*args, **kwargs)
+        parts = [*collector.parts, *_returned(result, collector)]
+        return result, merge_parts(parts) if parts else None
+
+    return collected
+
+
+def _unreturned(collector: Collector, result: Any) -> Summary | None:
+    """Return what the loss of a training step created; summaries that it returns are left out."""
+    back = {tag for summary in find_summaries(result) for part in summary.parts for tag in part.tags}
+    _refuse_lost(collector, back, _LOST_IN_A_LOSS)
+    parts = [part for part in collector.parts if not back.issuperset(part.tags)]
+    return merge_parts(parts) if parts else None
+
+
+def _merged(returned: Any, made: Any) -> Summary | None:
+    return merge_parts((*returned.parts, *made.parts)) if isinstance(returned, Summary) else None
+
+
+loss_outputs.SUMMARIES.update(unreturned=_unreturned, merge=_merged)
+
+
+def _returned(result: Any, collector: Collector) -> list[Part]:
+    """Return the parts in `result` that were created under nested transformations.
+
+    Raises:
+        RuntimeError: A part created there was not returned.
+    """
+    kept = {tag for part in collector.parts for tag in part.tags}
+    back = [part for summary in find_summaries(result) for part in summary.parts if kept.isdisjoint(part.tags)]
+    _refuse_lost(collector, kept.union(*(part.tags for part in back)), _LOST)
+    nested = {tag for tags in collector.nested for tag in tags}
+    return [part for part in back if not nested.isdisjoint(part.tags)]
+
+
+_LOST = (
+    "nested in the function that collect runs (grad, scan, vmap, jit, cond, …) and was not returned from it; it has no "
+    "value outside. Return it from the transformed function: jax.value_and_grad(collect(loss_fn), has_aux=True) gives "
+    "((loss, summary), grads), jax.lax.scan and jax.vmap over collect(body) give it stacked, jax.jit(collect(fn)) "
+    "unchanged. Then return it from the outer function as well, or add it to the outer collection with "
+    "merge([summary], collections=({key!r},))."
+)
+_LOST_IN_A_LOSS = (
+    "nested in the loss (jit, scan, remat, vmap, cond, grad, …) and was not returned from it; it has no value outside. "
+    "Return it from the transformed function and add it to the summaries of the loss: "
+    "y, made = jax.jit(jstep.summary.collect(layer))(x); jstep.summary.merge([made], collections=({key!r},)). "
+    "jax.checkpoint, jax.lax.scan and jax.vmap over collect(layer) likewise; the latter two give it stacked. Or make "
+    "it outside, from what the transformed function returns."
+)
+
+
+def _refuse_lost(collector: Collector, there: set[str], why: str) -> None:
+    for tags, where in collector.nested.items():
+        if not there.issuperset(tags):
+            way_out = why.format(key=collector.key)
+            raise RuntimeError(f"summary {tags[0]!r}, made at {where}, comes from inside a transformation {way_out}")
+
+
+def merge(summaries: Iterable[Summary | None], collections: Sequence[str] | None = ()) -> Summary:
+    """Merge several summaries into one.
+
+    Args:
+        summaries: The summaries. None, which `collect` and `merge_all` return if there is no summary, is skipped.
+        collections: The collections to add the result to; none by default, since its parts are in their collections
+            already. Use it to add a summary returned from a transformed function to the collection of the enclosing
+            function.
+
+    Returns:
+        A `Summary`.
+
+    Raises:
+        ValueError: Two values have the same tag; the message names it.
+        TypeError: An entry is not a summary.
+
+    Example:
+        >>> from jstep import summary
+        >>> summary.merge([summary.scalar("loss", 0.1), summary.scalar("accuracy", 0.9)])
+        Summary('loss', 'accuracy')
+
+    Source: TensorFlow's `merge_summary`.
+    """
+    if isinstance(summaries, Summary):
+        raise TypeError("merge: must be a list of summaries, not one Summary; write merge([summary])")
+    if not isinstance(summaries, Iterable):
+        raise TypeError(f"summaries={shown(summaries)}: must be a list of summaries, got {kind(summaries)}")
+    parts: list[Part] = []
+    for summary in summaries:
+        if summary is None:
+            continue
+        if not isinstance(summary, Summary):
+            raise TypeError(
+                f"merge: must be summaries of jstep.summary, not {type(summary).__name__}; write protos "
+                "separately with add_summary"
+            )
+        parts += summary.parts
+    merged = merge_parts(parts)
+    for part in merged.parts:
+        register(part, () if collections is None else collections)
+    return merged
+
+
+def summaries_in(tree: Any) -> Summary | None:
+    """Merge all summaries in a pytree, such as the metrics of a train step; return None if it has none.
+
+    Args:
+        tree: Any pytree.
+
+    Raises:
+        ValueError: Two values have the same tag; the message names it.
+
+    Example:
+        >>> from jstep import summary
+        >>> summary.summaries_in({"loss": 0.1, "aux": [summary.scalar("accuracy", 0.9)]})
+        Summary('accuracy')
+    """
+    found = find_summaries(tree)
+    return merge(found) if found else None
