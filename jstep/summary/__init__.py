@@ -7,10 +7,9 @@ required, and imported when the first file is opened.
 
 from jstep.core.public_names import set_public_module as _set_public_module
 from jstep.stores.event_files import DataLossError, summary_iterator
-from jstep.summary.creation import image, scalar, text, zero_fraction
+from jstep.summary.creation import histogram, image, scalar, text, zero_fraction
 from jstep.summary.encode import to_proto
 from jstep.summary.graph import write_graph
-from jstep.summary.histograms import histogram
 from jstep.summary.summaries import Summary, collect, merge, merge_all, summaries_in
 from jstep.summary.writer import SummaryWriter
 

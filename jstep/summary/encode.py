@@ -11,7 +11,7 @@ import numpy as np
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import has_tracers
 from jstep.stores.event_files import imported, proto
-from jstep.summary.histograms import NumPyArray, bucket_limits, non_finite_error
+from jstep.summary.creation import NumPyArray, bucket_limits, non_finite_error
 from jstep.summary.summaries import Histogram, Images, Part, Scalars, Summary, Text, is_here
 
 Values: TypeAlias = list[Any]

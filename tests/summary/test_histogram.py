@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jstep import summary
 from jstep.summary import encode
-from jstep.summary.histograms import bucket_limits
+from jstep.summary.creation import bucket_limits
 
 
 @functools.cache
