@@ -378,19 +378,38 @@ def norm_of(arrays: Sequence[Array], axes: Any = None, limit: Any = 0.0) -> Arra
         limit: What the norm is compared with. If it is not tiny itself, norms below it may underflow: a leaf or a row
             of zeros then costs no second pass.
     """
-    return _norm(axes, list(arrays), jnp.asarray(limit))
+    return _norm_of(axes, list(arrays), jnp.asarray(limit))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _norm(axes: Any, arrays: list[Array], limit: Array) -> Array:
-    return _norm_of(arrays, limit, axes)
+@functools.partial(jax.jit, static_argnums=0)  # outside of a compiled step JAX would recompile the loop at each call
+def _norm_of(axes: Any, arrays: list[Array], limit: Array) -> Array:
+    one = jnp.ones_like(jax.eval_shape(lambda arrays: _squares(arrays, axes, np.float32(1)), arrays))
+    # A sum of squares overflows only if some numbers, all within ±2¹²⁸, exceed 2⁵⁰. Scaled by 2⁻¹⁰⁰ the largest is
+    # below 2²⁸, and numbers that underflow are negligible. Squares that underflow are below 2⁻¹²⁶ each, negligible
+    # beside a norm of 2⁻³². Below it, numbers scaled by 2⁹⁰ have squares that neither underflow nor overflow.
+    down, least, up = (-100, -32, 90) if one.dtype.itemsize == 4 else (-600, -400, 600)
+    floor = jnp.where(limit < 2.0**least, 2.0**least, 0.0).astype(one.dtype)
+
+    # One round or two of a loop, because the squares in a branch would be compiled a second time.
+    def is_unfinished(carry: tuple[int, Array, Array]) -> Array:
+        rounds, factor, _ = carry
+        return (rounds == 0) | ((rounds == 1) & jnp.any(factor != 1))
+
+    def squared(carry: tuple[int, Array, Array]) -> tuple[int, Array, Array]:
+        rounds, factor, _ = carry
+        norm = jnp.sqrt(_squares(arrays, axes, factor)) / factor
+        huge, tiny = jnp.isinf(norm), norm < floor
+        return rounds + 1, jnp.where(huge, one * 2.0**down, jnp.where(tiny, one * 2.0**up, one)), norm
+
+    return jax.lax.while_loop(is_unfinished, squared, (0, one, one))[-1]
 
 
-@_norm.defjvp
+@_norm_of.defjvp
 def _norm_jvp(axes: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
     """Compute the derivative as x / norm: differentiating the root and the squares would overflow."""
     ((arrays, limit), (moved, _)) = primals, tangents
-    norm = _norm(axes, arrays, limit)
+    norm = _norm_of(axes, arrays, limit)
     total = jnp.zeros_like(norm)
     for x, dx in zip(arrays, moved, strict=True):
         unit, dx = _unit(x, norm), dx.astype(trees.compute_dtype(dx.dtype))
@@ -414,30 +433,6 @@ def _shrinks(norm: Array) -> Array:
     half = 64 if norm.dtype.itemsize == 4 else 512
     huge = norm > jnp.asarray(2.0**half, norm.dtype)
     return jnp.where(huge, jnp.full_like(norm, 2.0**-half), jnp.ones_like(norm))
-
-
-# Outside of a compiled step JAX would recompile the loop at each call.
-@functools.partial(jax.jit, static_argnums=2)
-def _norm_of(arrays: list[Array], limit: Array, axes: Any) -> Array:
-    one = jnp.ones_like(jax.eval_shape(lambda arrays: _squares(arrays, axes, np.float32(1)), arrays))
-    # A sum of squares overflows only if some numbers, all within ±2¹²⁸, exceed 2⁵⁰. Scaled by 2⁻¹⁰⁰ the largest is
-    # below 2²⁸, and numbers that underflow are negligible. Squares that underflow are below 2⁻¹²⁶ each, negligible
-    # beside a norm of 2⁻³². Below it, numbers scaled by 2⁹⁰ have squares that neither underflow nor overflow.
-    down, least, up = (-100, -32, 90) if one.dtype.itemsize == 4 else (-600, -400, 600)
-    floor = jnp.where(limit < 2.0**least, 2.0**least, 0.0).astype(one.dtype)
-
-    # One round or two of a loop, because the squares in a branch would be compiled a second time.
-    def is_unfinished(carry: tuple[int, Array, Array]) -> Array:
-        rounds, factor, _ = carry
-        return (rounds == 0) | ((rounds == 1) & jnp.any(factor != 1))
-
-    def squared(carry: tuple[int, Array, Array]) -> tuple[int, Array, Array]:
-        rounds, factor, _ = carry
-        norm = jnp.sqrt(_squares(arrays, axes, factor)) / factor
-        huge, tiny = jnp.isinf(norm), norm < floor
-        return rounds + 1, jnp.where(huge, one * 2.0**down, jnp.where(tiny, one * 2.0**up, one)), norm
-
-    return jax.lax.while_loop(is_unfinished, squared, (0, one, one))[-1]
 
 
 def _squares(arrays: Sequence[Array], axes: Any, factor: Any) -> Array:

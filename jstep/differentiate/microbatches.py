@@ -1,5 +1,6 @@
 """Microbatches: splitting a batch, accumulating gradients, their reduction once per step, and the noise they show."""
 
+import contextlib
 import enum
 import functools
 import logging
@@ -368,10 +369,8 @@ def reduced_once(
                 some.append(jax.sharding.reshard(leaves[i], NamedSharding(sharding.mesh, spec)))
             return run(treedef.unflatten(trees.with_leaves(leaves, able, some)), parts)
 
-        try:
+        with contextlib.suppress(Exception):  # JAX has no rule for an operation of the loss: fall back
             return meshes.atomic(typed, params, parts)
-        except Exception:  # JAX has no rule for an operation of the loss: fall back
-            pass
     return run(params, parts)
 
 

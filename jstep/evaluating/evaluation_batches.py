@@ -203,7 +203,7 @@ def placed(batches: Iterable[Any], shardings: Any) -> Iterator[tuple[Any, ...]]:
         taken[0] += 1
         with internal_transfers():  # left before the yield, because the caller's transfers are not internal
             if shardings is not None:
-                args = _map_leaves(_put, args, shardings)
+                args = _map_leaves(lambda x, one: jax.device_put(x, fitting(one, np.shape(x))), args, shardings)
             elif is_single:  # else it is the same on all processes, or global already
                 args = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), args)
         yield args
@@ -227,10 +227,6 @@ def _map_leaves(fn: Callable[[Any, Any], Any], args: tuple[Any, ...], shardings:
     batch = args if trees.is_plain_tuple(shardings) or len(args) != 1 else args[0]
     each = jax.tree.broadcast(shardings, batch, is_leaf=lambda x: isinstance(x, Sharding))
     return tuple(jax.tree.map(fn, args, each if batch is args else (each,)))
-
-
-def _put(leaf: Any, sharding: Any) -> jax.Array:
-    return jax.device_put(leaf, fitting(sharding, np.shape(leaf)))
 
 
 def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Any) -> Iterator[tuple[Any, ...]]:
