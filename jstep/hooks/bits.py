@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from jstep.core.checks import as_bool, as_int, one_of
 from jstep.core.exceptions import note
@@ -19,7 +18,6 @@ from jstep.hooks.hook import Metrics, cadence
 from jstep.hooks.numbers import TransferQueue, transferred
 from jstep.hooks.run_hook import Call, Repeated, RunCall, RunHook
 from jstep.state import fingerprint_logs as _log
-from jstep.state.fingerprint_logs import Difference
 from jstep.state.fingerprints import ByDevice, by_device, named_leaves
 from jstep.state.train_state import TrainState
 from jstep.stores.files import is_directory
@@ -330,7 +328,7 @@ def _copy(leaf: Any) -> Any:
         return leaf
     made = leaf.copy()
     # A copy has an equivalent but unequal PartitionSpec, for which the step would be traced again. This moves no data.
-    is_on_mesh = isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding)
+    is_on_mesh = isinstance(leaf, jax.Array) and isinstance(leaf.sharding, jax.sharding.NamedSharding)
     return jax.device_put(made, leaf.sharding) if is_on_mesh else made
 
 
@@ -361,7 +359,7 @@ class Mismatch(NamedTuple):
     def error(self, step: int, steps: int) -> AuditError:
         """The error for a call of `steps` steps from step `step`."""
         where = ", ".join(self.devices[:_SHOWN]) + (", …" if len(self.devices) > _SHOWN else "")
-        what = Difference(step, self.leaves).text() + (f" (on {where} alone)" if where else "")
+        what = _log.Difference(step, self.leaves).text() + (f" (on {where} alone)" if where else "")
         update = f"update {step} → {step + 1} was" if steps == 1 else f"updates {step} → {step + steps} were"
         return AuditError(
             f"the {update} computed twice, from the same state and batch by the same program, and the results differ: "

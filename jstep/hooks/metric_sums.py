@@ -467,13 +467,13 @@ class Columns(NamedTuple):
             if columns
             else (nothing, nothing, nothing.astype(bool))
         )
+        if self.loss != _SEVERAL:
+            return Rows(high, low, known)
         finite, value = zip(*map(self._loss, calls), strict=True)
-        several = (jnp.stack(finite), jnp.stack(value)) if self.loss == _SEVERAL else (None, None)
-        return Rows(high, low, known, *several)
+        return Rows(high, low, known, jnp.stack(finite), jnp.stack(value))
 
     def _loss(self, metrics: Mapping[str, Any]) -> tuple[Any, Any]:
-        if self.loss != _SEVERAL:
-            return None, None
+        """Whether a loss of several numbers is finite, and one of its numbers that is not."""
         loss = metrics[LOSS]
         finite = jnp.isfinite(loss)
         return finite.all(), jnp.real(jnp.where(finite, 0, loss).sum()).astype(self.dtype)

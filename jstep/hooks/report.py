@@ -20,7 +20,6 @@ from jstep.hooks.speed import StepCounterHook, shown_share
 from jstep.state.train_state import TrainState
 
 LeaveOut = Callable[[], Collection[str]]
-Selection = str | Sequence[str]
 
 _logger = logging.getLogger("jstep")
 
@@ -239,7 +238,7 @@ class SummarySaverHook(ReportingHook):
         *,
         save_steps: int | None = UNSET,
         save_secs: float | None = None,
-        histograms: Selection = (),
+        histograms: str | Sequence[str] = (),
         leave_out: LeaveOut = tuple,
         mean: bool = False,
         clock: Clock = time.monotonic,

@@ -122,7 +122,10 @@ class StallFiles:
         try:
             if mine is not None or self._may_exist:
                 self._may_exist = mine is not None
-                self._write(mine)
+                own = {"version": STALLS_VERSION, "process": self._process, "renewed": time.time()}
+                data = json.dumps({**own, **this_process(), **(mine or {})}).encode()
+                path = join(self._folder, f"{self._process}.json")
+                remove_file(path) if mine is None else replace_file(path, data)
                 self.shown = None if mine is None else self.shown or time.monotonic()
         except OSError as error:
             if mine is not None and not self._has_warned:
@@ -133,9 +136,3 @@ class StallFiles:
                 self.others = [one for one in read_stalls(self._where)[0] if one["process"] != self._process]
         finally:
             self.reads += read
-
-    def _write(self, mine: Fields | None) -> None:
-        own = {"version": STALLS_VERSION, "process": self._process, "renewed": time.time()}
-        data = json.dumps({**own, **this_process(), **(mine or {})}).encode()
-        path = join(self._folder, f"{self._process}.json")
-        remove_file(path) if mine is None else replace_file(path, data)

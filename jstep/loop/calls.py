@@ -68,8 +68,7 @@ def make_calls(
 
 
 def _arguments(batch: Any, place: Callable[[Any], Any] | None) -> tuple[Any, ...]:
-    args: tuple[Any, ...] = arguments_of(batch if place is None else place(batch))
-    return args
+    return arguments_of(batch if place is None else place(batch))
 
 
 def shapes_in(batch: Any) -> Any:

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec, Sharding
 
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
@@ -26,7 +25,6 @@ from jstep.core.calls import elements_of, typed
 from jstep.core.jaxprs import ProgramHash, digest_of, gradients_hash, part_for, program_hash, without_addresses
 from jstep.core.meshes import internal_transfers, mesh_of, mesh_text, sharding_text
 from jstep.core.threads import in_background
-from jstep.core.trees import Held
 from jstep.data.loaders import ReplayedBatches, StateBatches
 from jstep.data.sequence import BatchSequence
 from jstep.hooks import card_differences
@@ -140,7 +138,7 @@ def _hash_card(hashed: ProgramHash) -> dict[str, Any]:
 
 def _argument(value: Any) -> Any:
     """An argument of an optimizer: a number, or what one would type; of a function only its name is known."""
-    if isinstance(value, Held):  # its value is in the state
+    if isinstance(value, trees.Held):  # its value is in the state
         return f"held({value.name!r})"
     if isinstance(value, jax.Array) and value.size == 1 and value.is_fully_addressable:
         with internal_transfers():
@@ -244,8 +242,8 @@ def _arguments(options: Options) -> dict[str, Any]:
             is_place = not isinstance(value, bool | None)  # compile_cache=True
             found[field.name] = _without_login(os.fspath(value)) if is_place else value
         elif field.name == "batch_sharding":
-            leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, PartitionSpec))
-            texts = [sharding_text(one) if isinstance(one, Sharding) else str(one) for one in leaves]
+            leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
+            texts = [sharding_text(one) if isinstance(one, jax.sharding.Sharding) else str(one) for one in leaves]
             found[field.name] = short(texts) or None
         else:
             found[field.name] = _json(value)

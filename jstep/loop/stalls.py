@@ -21,9 +21,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jstep.core import threads
+from jstep.core import threads, trees
 from jstep.core.checks import as_number
 from jstep.core.stopwatch import EVALUATING, FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
 from jstep.hooks.hook import Hook
@@ -316,8 +315,7 @@ class StallWatch(Observer):
         if self._done > done or not samples:
             self._done, self._since = max(self._done, done), now
         wait = _call(self._done, samples[0][0]) if samples else None
-        leaves = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array)]
-        leaves = [leaf for leaf in leaves if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+        leaves = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array) and not trees.is_key(leaf)]
         if leaves and step > (samples[-1][0] + 1 if samples else self._done):
             # The results of one program are ready together: the smallest one keeps no memory in use.
             samples.append((step - 1, min(leaves, key=lambda leaf: leaf.size)))

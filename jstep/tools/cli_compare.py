@@ -16,7 +16,6 @@ from jstep.stores.files import is_directory, names_in
 from jstep.stores.timeline import is_seconds
 from jstep.stores.urls import is_url, join, location, split
 from jstep.tools import cli
-from jstep.tools.cli import DIFFERENT, OK, Command
 from jstep.tools.cli_inspect import Checkpoint, at, below
 from jstep.tools.ranges import is_inexact
 
@@ -282,7 +281,7 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments,
         result | ({} if of_cards is None else {"cards": of_cards}),
         _text(result),
-        OK if result["same"] else DIFFERENT,
+        cli.OK if result["same"] else cli.DIFFERENT,
     )
     return cli.complain("diff", *a.problems, *b.problems) or code
 
@@ -416,4 +415,4 @@ def _place_among(before: int, common: int) -> str:
     return "the only common step" if common == 1 else f"the first of {common} common steps"
 
 
-DIFF = Command(_add_arguments, _run)
+DIFF = cli.Command(_add_arguments, _run)

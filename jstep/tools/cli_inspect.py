@@ -21,7 +21,6 @@ from jstep.core.checks import cut_path, size
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import absolute, is_url, location, split
 from jstep.tools import cli
-from jstep.tools.cli import Command
 from jstep.tools.ranges import is_inexact, range_of
 from jstep.weights.files import INDEX, SUFFIX, folder_of, kind_of, read_headers
 from jstep.weights.tensors import in_groups
@@ -382,4 +381,4 @@ def _about(one: Checkpoint) -> dict[str, Any]:
     }
 
 
-INSPECT = Command(_add_arguments, _run)
+INSPECT = cli.Command(_add_arguments, _run)

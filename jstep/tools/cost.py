@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from jstep.core import trees
 from jstep.core.checks import as_function, listed, scaled, size
@@ -475,7 +474,7 @@ def _is_split(leaf: Any, axis: Any) -> bool:
 
 def _spec(leaf: Any) -> tuple[Any, ...]:
     sharding = sharding_of(leaf)
-    return dims_of(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+    return dims_of(sharding.spec) if isinstance(sharding, jax.sharding.NamedSharding) else ()
 
 
 def _undonated(program: Program, leaves: Mapping[int, tuple[str, Any]], state: Any, result: Any) -> str:

@@ -24,7 +24,6 @@ from jstep.core import trees
 from jstep.core.checks import as_int, as_text, cut, kind, shown
 from jstep.core.meshes import mesh_of, using_mesh
 from jstep.core.placement import compiles_only, is_compile_only, is_shape
-from jstep.core.trees import shape_of
 from jstep.core.waiting import slow, without_noise
 from jstep.state.train_state import TrainState, shard_state
 from jstep.training.step import pure
@@ -294,7 +293,7 @@ def on_topology(name: str, train_step: Any, state: TrainState, args: tuple[Any, 
                 f"topology={name!r}: the batch's leaf {trees.path_str(keys)!r} has {shape[lead]} rows, which do not "
                 f"split over {mesh.size} devices; use a multiple of {mesh.size}"
             )
-        return shape_of(leaf, NamedSharding(mesh, spec))
+        return trees.shape_of(leaf, NamedSharding(mesh, spec))
 
     return shard_state(state, mesh), jax.tree_util.tree_map_with_path(row_shape, args)
 
@@ -321,7 +320,7 @@ def refuse_other_devices(state: TrainState, args: tuple[Any, ...]) -> tuple[Any,
 
     def here(leaf: Any) -> Any:
         is_elsewhere = isinstance(leaf, jax.Array) and mesh_of(leaf) is None
-        return shape_of(leaf) if is_elsewhere else leaf
+        return trees.shape_of(leaf) if is_elsewhere else leaf
 
     return jax.tree.map(here, state), jax.tree.map(here, args)
 
