@@ -40,11 +40,11 @@ class NonfiniteParametersHook(RunHook):
         self.run.finite.at_start = StateContents(state, params_only=True)
         self._checked = step_of(state)
 
-    def _look_at_start(self, *, wait: bool = False) -> bool:
+    def _look_at_start(self, *, wait: bool = False) -> None:
         """Warn of restored parameters, now that the device is busy with the first step."""
         start, saver = self.run.finite.at_start, self.run.saver
         if start is None or saver is None or saver.allow_nonfinite or self.run.restored is None:
-            return True
+            return
         if bad := start.with_nan():
             _logger.warning(
                 "The restored %s has parameters that are NaN: %s. Delete all checkpoints with NaN (python -m jstep "
@@ -52,7 +52,6 @@ class NonfiniteParametersHook(RunHook):
                 checkpoint_name(saver.prefix, self.run.restored),
                 briefly(bad),
             )
-        return True
 
     def before_save(self, step: int) -> None:
         """Check the parameters that are about to be saved; waits for the device, as the save does.
@@ -139,10 +138,9 @@ class NanLossHook(RunHook):
         super().close()
         self._reset(None)
 
-    def _look_for_loss(self, *, wait: bool = False) -> bool:
+    def _look_for_loss(self, *, wait: bool = False) -> None:
         """Refuse, after the first call, metrics without a loss."""
         _check_loss(self.run.metrics)
-        return True
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> bool:
         """Check the previous interval.

@@ -184,8 +184,8 @@ class RunInfo(LoopState):
         saver: The run's `Saver`, or None.
         reports: What the hooks that report share.
         watch: The stopwatch of the run.
-        pending: What hooks wait for, with these hooks: functions that are called after each call, until they return
-            True, and once more after the last step, with `wait=True`.
+        pending: What hooks wait for, with these hooks: functions that are called after a call, and after each further
+            one while they return True, and once more after the last step, with `wait=True`.
         finite: What is known of the parameters before they are saved.
         stopped_by: The name of the hook, or of the callback of a hook, that ended the run; None if none did.
     """
@@ -195,7 +195,7 @@ class RunInfo(LoopState):
     saver: Saver | None = None
     reports: Reports = dataclasses.field(default_factory=Reports)
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
-    pending: list[tuple[Hook, Callable[..., bool]]] = dataclasses.field(default_factory=list)
+    pending: list[tuple[Hook, Callable[..., bool | None]]] = dataclasses.field(default_factory=list)
     finite: Finite = dataclasses.field(default_factory=Finite)
     stopped_by: str | None = None
 
@@ -335,7 +335,7 @@ class OwnRun(RunInfo):
         self.step, self.metrics = step, metrics  # not the state, which the next step may use up
         if self.reports.sums.is_wanted:
             self.reports.sums.add(step - 1, metrics)
-        self.pending[:] = [(one, look) for one, look in self.pending if not look()]
+        self.pending[:] = [(one, look) for one, look in self.pending if look()]
         if not self._due.now(step):
             return None if self.stopped_by is None else True
         try:

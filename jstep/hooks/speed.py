@@ -155,10 +155,9 @@ class StepCounterHook(RunHook):
         self._meter = self.run.meter(state, self._peak, self._flops)
         self.run.pending.append((self, self._begin_interval))
 
-    def _begin_interval(self, *, wait: bool = False) -> bool:
+    def _begin_interval(self, *, wait: bool = False) -> None:
         """Begin the first interval after the first call, which compiles."""
         self._since = self._count_at(self.run.step)
-        return True
 
     def _count_at(self, step: int, markers: Sequence[Any] = ()) -> _Count:
         counted = None if self._meter is None else self._meter.steps()
@@ -170,11 +169,11 @@ class StepCounterHook(RunHook):
             self._begin_interval()
         is_pending = bool(self._unfinished)
         self._unfinished.append(self._count_at(step, _markers(metrics)))
-        if not self.look() and not is_pending:
+        if self.look() and not is_pending:
             self.run.pending.append((self, self.look))
 
     def look(self, *, wait: bool = False) -> bool:
-        """Complete the measurements whose steps the device has finished; return whether that is all of them."""
+        """Complete the measurements whose steps the device has finished; return whether there are others."""
         for one in tuple(self._unfinished) if wait else ():
             with self.run.watch.part(STEPPING):
                 jax.block_until_ready(one.markers)
@@ -186,7 +185,7 @@ class StepCounterHook(RunHook):
             self._measure(finished, self._since, self._clock())
         if self._unfinished:
             self._unfinished_at = before
-        return not self._unfinished
+        return bool(self._unfinished)
 
     def _measure(self, finished: list[_Count], since: _Count, now: float) -> None:
         last = finished[-1]

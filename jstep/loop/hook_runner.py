@@ -113,7 +113,7 @@ class HookRunner:
             run.pending.remove((hook, look))  # one that raises is not called again
             run.calling = Calling(hook, "after_step")
             with errors:
-                if not look():
+                if look():
                     run.pending.append((hook, look))
         for due in self._due:
             hook = due.hook

@@ -129,11 +129,10 @@ class ProgressHook(RunHook):
         finally:
             self._stop_ticking(words)
 
-    def _restart_clock(self, *, wait: bool = False) -> bool:
+    def _restart_clock(self, *, wait: bool = False) -> None:
         """Restart the clock after the first call, so that the remaining time does not include compilation."""
         self._stop_ticking()
         self._bar.unpause()
-        return True
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Update the line with what has finished; with the numbers of the step if it is the last one."""

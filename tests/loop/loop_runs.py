@@ -43,7 +43,6 @@ class Calls(RunHook):
 
     def first_call(self, *, wait=False):
         self.note("first", self.run.step)
-        return True
 
     def before_step(self, step, state):
         self.calls.append(step)
