@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,7 +13,6 @@ from jstep.data.loaders import Source
 from jstep.data.placement import copied
 from jstep.data.positions import LivePosition
 from jstep.data.prefetch import Reader
-from jstep.distributed import processes
 from jstep.hooks.run_hook import Call
 from jstep.loop.calls import AHEAD, CopiedBatches
 from jstep.loop.compiler import StartTimes, is_done
@@ -126,17 +124,6 @@ class BatchFeeder:
     def close(self) -> None:
         """End the thread."""
         self._reader.close()
-
-
-def fetched_by_all(calls: Iterable[Call]) -> Iterable[Call]:
-    """Return the calls; the first one is fetched by all processes, or there is an error on all of them."""
-    if processes.is_single_process():
-        return calls
-    rest = iter(calls)
-    first = processes.on_all_processes(lambda: next(rest, None), "batches: the first one cannot be fetched")
-    if processes.any_process(first is None) and first is not None:
-        raise ValueError("batches: another process has no batch at all; give each process a part")
-    return rest if first is None else itertools.chain([first], rest)
 
 
 def copied_batches(source: Source, fetched: "FetchCounter | None" = None) -> CopiedBatches:

@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,11 +18,10 @@ from jstep.data.loaders import check_batches
 from jstep.data.placement import over_axes
 from jstep.distributed import processes
 from jstep.hooks.hook import check_step
-from jstep.hooks.run_hook import ENDING, RUNNING, RunHook
+from jstep.hooks.run_hook import ENDING, RUNNING, Call, RunHook
 from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check
 from jstep.loop.card import Cards
 from jstep.loop.compiler import StartTimes
-from jstep.loop.feeder import fetched_by_all
 from jstep.loop.foresight import report_accumulated
 from jstep.loop.progress import Progress
 from jstep.loop.run import Observer, Run, new_run
@@ -232,6 +232,17 @@ def _take_steps(run: Run) -> None:
     run.phase = ENDING
     if run.step < run.options.last_step and not (run.signals.is_heeded or run.stopped_by is not None):
         report_early_end(run)
+
+
+def fetched_by_all(calls: Iterable[Call]) -> Iterable[Call]:
+    """Return the calls; the first one is fetched by all processes, or there is an error on all of them."""
+    if processes.is_single_process():
+        return calls
+    rest = iter(calls)
+    first = processes.on_all_processes(lambda: next(rest, None), "batches: the first one cannot be fetched")
+    if processes.any_process(first is None) and first is not None:
+        raise ValueError("batches: another process has no batch at all; give each process a part")
+    return rest if first is None else itertools.chain([first], rest)
 
 
 def _finish(run: Run) -> None:

@@ -19,8 +19,9 @@ from jstep.core.stopwatch import Stopwatch
 from jstep.data.loaders import Source, source_of
 from jstep.loop import feeder as feeder_module
 from jstep.loop.calls import AHEAD, make_calls
-from jstep.loop.feeder import BatchFeeder, copied_batches, fetched_by_all
+from jstep.loop.feeder import BatchFeeder, copied_batches
 from jstep.loop.signals import StopSignals, StopWaiting
+from jstep.loop.train import fetched_by_all
 
 # From batches to the arguments of calls
 
