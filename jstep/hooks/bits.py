@@ -17,8 +17,8 @@ from jstep.distributed import processes
 from jstep.hooks.hook import Metrics, cadence
 from jstep.hooks.numbers import TransferQueue, transferred
 from jstep.hooks.run_hook import Call, Repeated, RunCall, RunHook
-from jstep.state import fingerprint_logs as _log
-from jstep.state.fingerprints import ByDevice, by_device, named_leaves
+from jstep.state import fingerprints
+from jstep.state.fingerprints import ByDevice, Difference, Entry, by_device, named_leaves
 from jstep.state.train_state import TrainState
 from jstep.stores.files import is_directory
 from jstep.stores.growing_files import LocalLines, ObjectLines, open_lines
@@ -101,7 +101,7 @@ class FingerprintHook(RunHook):
         self._raises = one_of(on_divergence, "on_divergence", ("log", "raise")) == "raise"
         self._path = ""
         self._file: LocalLines | ObjectLines | None = None
-        self._before: dict[int, _log.Entry] = {}
+        self._before: dict[int, Entry] = {}
         self._pending = TransferQueue()
 
     def begin(self, state: TrainState) -> None:
@@ -115,7 +115,7 @@ class FingerprintHook(RunHook):
         if not self._path:
             raise ValueError("FingerprintHook has nowhere to write: pass it a path, or pass logdir to train")
         if self._given is None or self._is_directory or is_directory(self._given):
-            self._path = join(self._path, _log.NAME)
+            self._path = join(self._path, fingerprints.NAME)
         self._pending, self._before = TransferQueue(), {}
         named_leaves(state)  # raises now, not at the first fingerprint
         processes.on_all_processes(self._open, "the fingerprints cannot be opened")
@@ -134,7 +134,7 @@ class FingerprintHook(RunHook):
             DivergenceError: A repeated step produced different bits.
         """
         found = by_device(state)
-        entry = functools.partial(_log.entry_of, step, found, self._per_leaf)
+        entry = functools.partial(fingerprints.entry_of, step, found, self._per_leaf)
         self._pending.add(step, transferred([part for _, part in found.parts], entry), self._finish, self)
         # If processes must raise together, each one finishes the same steps: those before the latest.
         if self._raises and not processes.is_single_process():
@@ -187,11 +187,11 @@ class FingerprintHook(RunHook):
             if self._file is not None:
                 self._file.sync(to_disk=True)
 
-    def _finish(self, step: int, entry: _log.Entry) -> None:
+    def _finish(self, step: int, entry: Entry) -> None:
         if self._file is not None:
             self._file.write(entry.line().encode())
         before = self._before.pop(step, None)
-        difference = None if before is None else _log.difference(before, entry)
+        difference = None if before is None else fingerprints.difference(before, entry)
         if before is None or difference is None:
             return
         message = (
@@ -204,9 +204,9 @@ class FingerprintHook(RunHook):
         _logger.warning("%s", message)
 
 
-def _entries_of(path: str) -> dict[int, _log.Entry]:
+def _entries_of(path: str) -> dict[int, Entry]:
     try:
-        found = _log.read(path)
+        found = fingerprints.read(path)
     except FileNotFoundError:
         return {}
     for problem in found.corrupted:
@@ -214,10 +214,10 @@ def _entries_of(path: str) -> dict[int, _log.Entry]:
     return dict(found.entries)
 
 
-def _broadcast(entries: dict[int, _log.Entry]) -> dict[int, _log.Entry]:
+def _broadcast(entries: dict[int, Entry]) -> dict[int, Entry]:
     """Broadcast the entries that process 0 read to all processes."""
     lines = processes.broadcast_bytes("".join(entry.line() for entry in entries.values()).encode())
-    return dict(_log.parsed(lines).entries)
+    return dict(fingerprints.parsed(lines).entries)
 
 
 # Compute some updates twice, and compare the results bitwise.
@@ -359,7 +359,7 @@ class Mismatch(NamedTuple):
     def error(self, step: int, steps: int) -> AuditError:
         """The error for a call of `steps` steps from step `step`."""
         where = ", ".join(self.devices[:_SHOWN]) + (", …" if len(self.devices) > _SHOWN else "")
-        what = _log.Difference(step, self.leaves).text() + (f" (on {where} alone)" if where else "")
+        what = Difference(step, self.leaves).text() + (f" (on {where} alone)" if where else "")
         update = f"update {step} → {step + 1} was" if steps == 1 else f"updates {step} → {step + steps} were"
         return AuditError(
             f"the {update} computed twice, from the same state and batch by the same program, and the results differ: "

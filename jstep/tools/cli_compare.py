@@ -304,13 +304,13 @@ def _side(path: str) -> _Side:
 
 
 def _log_at(path: str, in_directory: bool) -> _Side:
-    from jstep.state import fingerprint_logs  # imports JAX, which is not needed above
+    from jstep.state import fingerprints  # imports JAX, which is not needed above
 
     if in_directory:
-        if fingerprint_logs.NAME not in names_in(path):
-            raise FileNotFoundError(f"no checkpoints and no {fingerprint_logs.NAME} in {path}")
-        path = join(path, fingerprint_logs.NAME)
-    found = fingerprint_logs.read(path)
+        if fingerprints.NAME not in names_in(path):
+            raise FileNotFoundError(f"no checkpoints and no {fingerprints.NAME} in {path}")
+        path = join(path, fingerprints.NAME)
+    found = fingerprints.read(path)
     problems = [f"{path}: {problem}; the other lines are compared" for problem in found.corrupted]
     if not found.entries:
         why = problems[0] if problems else f"{path} has no complete line"
@@ -348,7 +348,7 @@ def _runs(a: _Side, b: _Side) -> dict[str, Any]:
 
 def _of_entries(a: Any, b: Any) -> tuple[list[LeafDifference], dict[str, bool]] | None:
     """Return the leaves that differ, and what more there is to say; None if nothing differs."""
-    from jstep.state.fingerprint_logs import difference as log_difference
+    from jstep.state.fingerprints import difference as log_difference
 
     found = log_difference(a, b)
     if found is None:

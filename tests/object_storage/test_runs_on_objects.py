@@ -10,7 +10,7 @@ import pytest
 from etils import epath
 
 import jstep
-from jstep.state import fingerprint_logs
+from jstep.state import fingerprints
 from jstep.stores.objects import Objects
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
@@ -49,7 +49,7 @@ def test_fingerprint_logs_across_restarts(store, caplog):
         delete(store, "run/model-8/")
         run(store.run, 7, seed=1, hooks=[jstep.FingerprintHook(every_n_steps=1)])
     assert [record for record in caplog.records if "run again" in record.message]
-    assert sorted(fingerprint_logs.read(f"{store.run}/logs/fingerprints.jsonl").entries) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert sorted(fingerprints.read(f"{store.run}/logs/fingerprints.jsonl").entries) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_etils_paths_are_accepted_like_strings(store):

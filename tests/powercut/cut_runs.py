@@ -19,7 +19,7 @@ import numpy as np
 from file_calls import mark
 
 import jstep
-from jstep.state import fingerprint_logs
+from jstep.state import fingerprints
 from jstep.stores.files import replace_file
 from jstep.stores.growing_files import open_lines
 
@@ -216,13 +216,13 @@ RECORDS = 3
 
 def keep_records(folder: str) -> None:
     """Write summaries, lines and a file that is replaced, each with its own new folders; flush them three times."""
-    lines = open_lines(os.path.join(folder, "lines", "a", fingerprint_logs.NAME))
+    lines = open_lines(os.path.join(folder, "lines", "a", fingerprints.NAME))
     with jstep.summary.SummaryWriter(os.path.join(folder, "events", "a")) as writer:
         for number in range(RECORDS):
             writer.add_summary(jstep.summary.scalar("loss", 0.5), number)
             writer.flush()
             mark(f"{FLUSHED}events {number}")
-            lines.write(fingerprint_logs.Entry(number, "0" * 16).line().encode())
+            lines.write(fingerprints.Entry(number, "0" * 16).line().encode())
             lines.sync(to_disk=True)
             mark(f"{FLUSHED}lines {number}")
             replace_file(os.path.join(folder, "files", "a", "file"), str(number).encode())

@@ -21,7 +21,7 @@ from disk_states import State, write
 
 import jstep
 from jstep.checkpoint.manifest import CheckpointError
-from jstep.state import fingerprint_logs
+from jstep.state import fingerprints
 from jstep.stores import timeline as timeline_lines
 from jstep.stores.event_files import read_scalars
 
@@ -239,7 +239,7 @@ def _has_records(folder: str, restored: int) -> bool:
         return True
     try:
         series = read_scalars(logs, on_corrupted=lambda error: None)  # what comes before it is kept
-        logged = fingerprint_logs.read(os.path.join(logs, fingerprint_logs.NAME)).entries
+        logged = fingerprints.read(os.path.join(logs, fingerprints.NAME)).entries
         times = timeline_lines.read(cut_runs.checkpoints(folder))
     except (OSError, ValueError):
         return False
@@ -274,7 +274,7 @@ def records_judge(state: State, folder: str) -> str:
     newest = {kind: int(number) for kind, number in flushed}
     readers = {
         "events": lambda place: read_scalars(place, on_corrupted=lambda error: None)["loss"][-1].step,
-        "lines": lambda place: max(fingerprint_logs.read(os.path.join(place, fingerprint_logs.NAME)).entries),
+        "lines": lambda place: max(fingerprints.read(os.path.join(place, fingerprints.NAME)).entries),
         "files": lambda place: int(pathlib.Path(place, "file").read_text()),
     }
     for kind, number in newest.items():

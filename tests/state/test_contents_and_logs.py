@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jstep
 from jstep.core.slot_roles import NO_ROLES
-from jstep.state import contents, fingerprint_logs
+from jstep.state import contents, fingerprints
 from jstep.state.contents import FINITE, INFINITE, NAN, StateContents, briefly, in_words
-from jstep.state.fingerprint_logs import Difference, Entry, difference
+from jstep.state.fingerprints import Difference, Entry, difference
 from jstep.state.sharding import put
 from jstep.state.slots import owners
 
@@ -80,7 +80,7 @@ def test_lines_of_a_log_are_read_or_reported() -> None:
         f'{{"step": 0, "state": "{A}"}}\n',
         f'{{"step": 3, "state": "{B}", "leaves": {{"w": "{A}"}}}}\n',
     ]
-    found = fingerprint_logs.parsed("".join(lines).encode())
+    found = fingerprints.parsed("".join(lines).encode())
     assert found.entries == {0: good[2], 3: good[1]}
     assert [text.partition(": ")[0] for text in found.corrupted] == [
         f"line {number} is not a fingerprint" for number in range(4, 13)
