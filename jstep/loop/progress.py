@@ -16,7 +16,7 @@ import jax
 
 from jstep.core.checks import as_int, as_number
 from jstep.core.exceptions import scoped
-from jstep.core.waiting import Ticker, slow
+from jstep.core.logs import Ticker, slow
 from jstep.hooks.hook import Cadence, Clock, Metrics, step_of
 from jstep.hooks.numbers import is_ready, numbers_of, scalars, start_transfer, text
 from jstep.hooks.run_hook import RunHook

@@ -17,12 +17,12 @@ from jstep.core import trees
 from jstep.core.checks import as_function, listed, scaled, size
 from jstep.core.compact_numbers import blocks_between
 from jstep.core.jaxprs import body_of, is_annotated
+from jstep.core.logs import slow, without_noise
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh
 from jstep.core.placement import device_count, device_of, is_of_host, sharding_of
 from jstep.core.report import Report
 from jstep.core.slot_roles import roles_in
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.waiting import slow, without_noise
 from jstep.data.placement import mesh_without_batch
 from jstep.loop.work import work_of
 from jstep.state.train_state import TrainState, require_state

@@ -22,9 +22,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import as_int, as_text, cut, kind, shown
+from jstep.core.logs import slow, without_noise
 from jstep.core.meshes import mesh_of, using_mesh
 from jstep.core.placement import compiles_only, is_compile_only, is_shape
-from jstep.core.waiting import slow, without_noise
 from jstep.state.train_state import TrainState, shard_state
 from jstep.training.step import pure
 

@@ -15,8 +15,8 @@ from doubles import raising
 from waiting import wait_until
 
 import jstep
-from jstep.core import waiting as room
-from jstep.core.waiting import slow, without_noise
+from jstep.core import logs as room
+from jstep.core.logs import slow, without_noise
 from jstep.loop import progress
 from jstep.tools import topologies
 

@@ -11,7 +11,7 @@ from hook_fakes import Clock, state_at
 from waiting import wait_until
 
 import jstep
-from jstep.core import waiting
+from jstep.core import logs
 from jstep.hooks import numbers
 from jstep.loop import in_flight, progress
 
@@ -81,7 +81,7 @@ def test_progress_of_a_run_counts_what_the_device_has_finished(monkeypatch):
 def test_progress_shows_compiling_with_a_running_clock_before_the_first_step(monkeypatch):
     pytest.importorskip("tqdm")
     monkeypatch.setattr(progress, "_TICK_SECS", 0.001)
-    monkeypatch.setattr(waiting, "EVERY_SECS", 0.001)
+    monkeypatch.setattr(logs, "EVERY_SECS", 0.001)
     clock, file = Clock(), Terminal()
     hook = jstep.ProgressHook(last_step=40, every_n_secs=0, file=file, clock=clock)
     hook.begin(state_at(10))
@@ -102,7 +102,7 @@ def test_progress_shows_compiling_with_a_running_clock_before_the_first_step(mon
 def test_a_later_compilation_is_shown_while_it_lasts(monkeypatch):
     pytest.importorskip("tqdm")
     monkeypatch.setattr(progress, "_TICK_SECS", 0.001)
-    monkeypatch.setattr(waiting, "EVERY_SECS", 0.001)
+    monkeypatch.setattr(logs, "EVERY_SECS", 0.001)
     file = Terminal()
     hook = jstep.ProgressHook(last_step=40, every_n_secs=0, file=file, clock=Clock())
     hook.begin(state_at(10))
@@ -122,7 +122,7 @@ def test_a_later_compilation_is_shown_while_it_lasts(monkeypatch):
 def test_progress_of_a_run_shows_compilations(monkeypatch):
     pytest.importorskip("tqdm")
     monkeypatch.setattr(progress, "_TICK_SECS", 0.001)
-    monkeypatch.setattr(waiting, "EVERY_SECS", 0.001)
+    monkeypatch.setattr(logs, "EVERY_SECS", 0.001)
     file = Terminal()
     optimizer = jstep.gradient_descent(0.0)
     seen = []
