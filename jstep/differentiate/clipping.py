@@ -14,7 +14,7 @@ from jstep.core.checks import as_int
 from jstep.core.device_values import as_scalar
 from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, within
 from jstep.core.meshes import internal_transfers, on_any_mesh
-from jstep.core.on_cpus import compute_first
+from jstep.core.placement import compute_first
 from jstep.core.trees import Array, Number
 
 # Gradient clipping by value, norm, average norm and global norm.

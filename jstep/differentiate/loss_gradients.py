@@ -15,8 +15,7 @@ from jstep.core.checks import as_bool, as_function, as_int, kind, shown
 from jstep.core.device_values import as_scalar
 from jstep.core.exceptions import setting
 from jstep.core.indexed_slices import IndexedSlices
-from jstep.core.on_cpus import Unroll, as_unroll
-from jstep.core.placement import sharding_of
+from jstep.core.placement import Unroll, as_unroll, sharding_of
 from jstep.core.selection import VarList, check_form, selected
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Held, Number, Params

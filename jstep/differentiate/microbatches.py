@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core import meshes, trees
 from jstep.core.indexed_slices import IndexedSlices, combined
 from jstep.core.jaxprs import Operation, Subprogram, body_of, evaluate
-from jstep.core.on_cpus import Unroll, scan
+from jstep.core.placement import Unroll, scan
 from jstep.core.trees import Array, GradientNoise
 from jstep.data.placement import fitting_spec
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool
-from jstep.core.on_cpus import compute_first, in_order
+from jstep.core.placement import compute_first, in_order
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Number, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules

@@ -12,8 +12,7 @@ from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool
 from jstep.core.meshes import on_any_mesh
-from jstep.core.on_cpus import compute_first
-from jstep.core.placement import on_devices
+from jstep.core.placement import compute_first, on_devices
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules

@@ -223,10 +223,7 @@ def add_queue_runner(qr: QueueRunner, collection: str = QUEUE_RUNNERS) -> None:
 
 
 def start_queue_runners(
-    coord: Coordinator | None = None,
-    daemon: bool = True,
-    start: bool = True,
-    collection: str = QUEUE_RUNNERS,
+    coord: Coordinator | None = None, daemon: bool = True, start: bool = True, collection: str = QUEUE_RUNNERS
 ) -> list[threading.Thread]:
     """Start the runners of a collection, except those that are running.
 

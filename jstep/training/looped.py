@@ -14,7 +14,7 @@ from jstep.core import trees
 from jstep.core.checks import as_function, as_int
 from jstep.core.jaxprs import is_slow_in_loops
 from jstep.core.meshes import dims_of, mesh_of, using_mesh
-from jstep.core.on_cpus import Unroll, as_unroll, first_row, scan
+from jstep.core.placement import Unroll, as_unroll, first_row, scan
 from jstep.core.trees import shape_of
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Constants, Metrics

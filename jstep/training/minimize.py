@@ -14,8 +14,8 @@ import numpy as np
 from jstep.core import device_values, placement, trees
 from jstep.core.checks import as_bool
 from jstep.core.meshes import sharded_like
-from jstep.core.on_cpus import Unroll
 from jstep.core.optax_transformations import require_optimizer
+from jstep.core.placement import Unroll
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import roles_of
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Updates

@@ -9,7 +9,7 @@ import pytest
 from optimizer_table import REPRESENTATIVES, TABLE
 
 import jstep
-from jstep.core.on_cpus import compute_first, in_order
+from jstep.core.placement import compute_first, in_order
 
 IN_ORDER = ("lion", "sgd_nesterov", "schedule_free_adamw", "adan", "adadelta", "ftrl")
 IN_PLACE = ("adam", "adamw_amsgrad", "momentum", "rmsprop_centered", "held", "decay_weights")
