@@ -118,17 +118,21 @@ class Piece(NamedTuple):
 
 
 class Interval:
-    """The sums over an interval."""
+    """The sums over an interval.
+
+    Attributes:
+        names: The names of all metrics of the interval, as keys, in order.
+    """
 
     def __init__(self) -> None:
         self._merged: Totals | None = None
         self._pieces: list[Piece] = []
-        self._names: dict[str, None] = {}
+        self.names: dict[str, None] = {}
 
     def add(self, piece: Piece) -> None:
         """Add the next steps; merge what has arrived if there are many pieces."""
         self._pieces.append(piece)
-        self._names |= dict.fromkeys([*piece.columns.names, *piece.fixed])
+        self.names |= dict.fromkeys([*piece.columns.names, *piece.fixed])
         while len(self._pieces) > _MOST_PIECES and self._pieces[0].is_ready():
             self._merge()
 
@@ -139,10 +143,6 @@ class Interval:
     def is_ready(self) -> bool:
         """Whether `totals` would not wait."""
         return all(piece.is_ready() for piece in self._pieces)
-
-    def names(self) -> list[str]:
-        """The names of all metrics of the interval."""
-        return list(self._names)
 
     @property
     def totals(self) -> Totals | None:

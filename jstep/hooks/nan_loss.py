@@ -175,7 +175,7 @@ class NanLossHook(RunHook):
         if interval is None or self._bad or self._over:
             return
         self._look_at_start()
-        self._has_norm = GRAD_NORM in interval.names()
+        self._has_norm = GRAD_NORM in interval.names
         with contextlib.nullcontext() if interval.is_ready() else self.run.watch.part(STEPPING):
             totals = interval.totals
         if totals is None:

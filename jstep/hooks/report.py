@@ -64,7 +64,7 @@ class ReportingHook(RunHook):
             numbers = scalars(metrics, leave_out)
             return transferred(numbers.values(), lambda: read(numbers))
         interval = self.run.reports.sums.take(self._number)
-        names = in_order(interval.names(), leave_out)
+        names = in_order(interval.names, leave_out)
         return Pending(interval.is_ready, lambda: interval.means(names))
 
 

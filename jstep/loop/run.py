@@ -10,7 +10,6 @@ from jstep.core import trees
 from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING, Stopwatch
 from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.hook import name_of
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.numbers import TransferQueue
@@ -35,11 +34,6 @@ class Calling(NamedTuple):
 
     hook: Any
     method: str
-
-    @property
-    def name(self) -> str:
-        """The name of the hook."""
-        return name_of(self.hook)
 
     @property
     def is_users(self) -> bool:

@@ -25,7 +25,7 @@ import jax
 from jstep.core import threads, trees
 from jstep.core.checks import as_number
 from jstep.core.stopwatch import EVALUATING, FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
-from jstep.hooks.hook import Hook
+from jstep.hooks.hook import Hook, name_of
 from jstep.hooks.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 from jstep.loop.run import Calling, Observer, Run
 from jstep.loop.stopping import save_while_it_hangs
@@ -283,7 +283,7 @@ class StallWatch(Observer):
         if calling is not None:
             if thing == (id(calling.hook), EVALUATING):
                 return Wait(_EVALUATION, f"in an evaluation at step {step}", (thing, step, threads.taken[0]), thing)
-            return Wait(_HOOK, f"in the hook {calling.name} at step {step}", (thing, step), thing)
+            return Wait(_HOOK, f"in the hook {name_of(calling.hook)} at step {step}", (thing, step), thing)
         if run.is_over:
             return Wait(_CLOSE, f"closing after step {step}", _CLOSE, _CLOSE)
         if feeder is None:

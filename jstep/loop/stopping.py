@@ -166,7 +166,7 @@ def save_while_it_hangs(run: Run) -> str:
         hook.save_alone(step, run.state)
     except Exception as error:
         return f"step {step} could not be saved: {_text(error)}"
-    missed = [] if calling is None else [f"{calling.name} did not return"]
+    missed = [] if calling is None else [f"{name_of(calling.hook)} did not return"]
     if calling is not None and calling.method == "after_step":
         missed += [f"{name} was not called" for name in run.runner.not_called()]
     name = checkpoint_name(hook.saver.prefix, step)

@@ -232,7 +232,7 @@ def test_metrics_without_a_subscriber_are_not_summed():
     for n in range(40):
         sums.add(n, {"loss": jnp.float32(math.nan if n == 33 else 1), "host": 0.5, "other": jnp.float32(n)})
     interval = sums.take(number)
-    assert interval.names() == ["loss"]
+    assert list(interval.names) == ["loss"]
     assert interval.totals.bad.step == 34
     sums = MetricSums()
     watching, averaging = sums.subscribe(means=False), sums.subscribe()

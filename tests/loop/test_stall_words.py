@@ -51,7 +51,8 @@ def watch_of(run: Any, **more: Any) -> StallWatch:
 
 
 def of_hook(name: str, thing: Any, *, is_users: bool = True) -> Any:
-    return types.SimpleNamespace(name=name, thing=thing, hook=None, method="after_step", is_users=is_users)
+    hook = types.SimpleNamespace(name=name)
+    return types.SimpleNamespace(hook=hook, thing=thing, method="after_step", is_users=is_users)
 
 
 def waits(**more: Any) -> dict[str, Any]:
