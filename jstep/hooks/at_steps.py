@@ -45,9 +45,7 @@ class _Every(Hook):
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
         """When due, calls the function and returns its result."""
-        if step % self._n == 0:
-            return self._fn(step, state, metrics)
-        return None
+        return self._fn(step, state, metrics) if step % self._n == 0 else None
 
     def next_due(self, step: int) -> int:
         """The next multiple."""

@@ -139,8 +139,9 @@ class NanLossHook(RunHook):
         self._reset(None)
 
     def _look_for_loss(self, *, wait: bool = False) -> None:
-        """Refuse, after the first call, metrics without a loss."""
-        _check_loss(self.run.metrics)
+        """Refuse metrics without a loss: after the first call, and when due, those of a later stage."""
+        if LOSS not in self.run.metrics:
+            raise ValueError(f"NanLossHook: the metrics hold no 'loss', only {sorted(self.run.metrics)}")
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> bool:
         """Check the previous interval.
@@ -148,7 +149,7 @@ class NanLossHook(RunHook):
         Raises:
             NanLossDuringTrainingError: One of its losses is not finite, or too many consecutive updates were skipped.
         """
-        _check_loss(metrics)  # of a later stage, too
+        self._look_for_loss()
         # All processes check the same steps, so that they stop together.
         before, self._held = self._held, self.run.reports.sums.take(self._number)
         self._look_at(before)
@@ -258,11 +259,6 @@ class NanLossHook(RunHook):
         _logger.warning("%s Stopping.", message)
         if not self.run.is_over:
             self.run.stopped_by = self.run.stopped_by or name_of(self)
-
-
-def _check_loss(metrics: Metrics) -> None:
-    if LOSS not in metrics:
-        raise ValueError(f"NanLossHook: the metrics hold no 'loss', only {sorted(metrics)}")
 
 
 def _loss(bad: BadStep) -> str:

@@ -161,11 +161,9 @@ def rates_of(optimizer: Optimizer) -> ScheduledRates | None:
     return scheduled_rates(optimizer.hyperparameters)
 
 
-def _rates_in(run: Run, step: PureStep) -> ScheduledRates | None:
+def _rates_in(run: Run, step: PureStep, optimizer: Optimizer) -> ScheduledRates | None:
     """The learning rates of a step, whose program is kept for later runs of it."""
-    optimizer, state = step.optimizer, run.state
-    assert optimizer is not None
-    roles = roles_of(optimizer, state.params)
+    roles = roles_of(optimizer, run.state.params)
     if not any(is_learning_rate(name) for one in roles.counted for name in one.names):
         if _RATES not in step.kept:
             step.kept[_RATES] = rates_of(optimizer)
@@ -174,7 +172,7 @@ def _rates_in(run: Run, step: PureStep) -> ScheduledRates | None:
     if rates_of(optimizer) is None:
         return None
     slots = [f"{one.prefix}{slot}" for one in roles.counted if (slot := one.slot()) is not None]
-    ahead = {slot: int(jax.device_get(state.slots[slot])) - run.first for slot in slots}
+    ahead = {slot: int(jax.device_get(run.state.slots[slot])) - run.first for slot in slots}
 
     def used(step: Step) -> Mapping[str, Any]:
         counts = {slot: jnp.asarray(step) + number for slot, number in ahead.items()}
@@ -198,7 +196,7 @@ def _zero_rate_from(run: Run) -> int | None:
             continue
         if step is None or step.optimizer is None:
             break
-        rates = _rates_in(run, step)
+        rates = _rates_in(run, step, step.optimizer)
         if rates is None:
             break
         if end is None and stage.stop is None:

@@ -38,7 +38,21 @@ from jstep.training.step import TrainStep, program_of, refuse_a_loss, run
 _logger = logging.getLogger("jstep")
 
 
-class OneStep:
+class _Calls:
+    """What is known of a program from its calls.
+
+    Attributes:
+        rows: As in `LoopState`; known after the first call.
+        constants: The constant metrics of the latest call.
+        is_called: Whether a call of it was made.
+    """
+
+    rows: int | None = None
+    constants = NONE
+    is_called = False
+
+
+class OneStep(_Calls):
     """The program of calls of one step: the training step of a stage.
 
     Args:
@@ -49,18 +63,12 @@ class OneStep:
         most: 1: the most steps of a call.
         is_stacked: False: whether the arguments of the steps are stacked.
         args: None: the arguments of one step are those of the call.
-        rows: As in `LoopState`; known after the first call.
-        constants: The constant metrics of the latest call.
-        is_called: Whether a call of it was made.
     """
 
     most, is_stacked, args = 1, False, None
 
     def __init__(self, stage: Stage) -> None:
         self.stage, self.step = stage, stage.single
-        self.rows: int | None = None
-        self.constants = NONE
-        self.is_called = False
 
     def run(self, state: Any, call: Call, sums: MetricSums) -> Any:
         """Run the step; return the new state and its metrics."""
@@ -90,7 +98,7 @@ class OneStep:
         return step
 
 
-class StepLoop:
+class StepLoop(_Calls):
     """The program of calls of 1 to `most` steps with batches of some shapes: a loop, as long as the call is.
 
     Args:
@@ -106,9 +114,6 @@ class StepLoop:
         self.stage, self.step, self.args = stage, step, args
         self.most, self.is_stacked = step.most or 1, step.most is not None
         self._columns = step.accumulate(one)
-        self.rows: int | None = None
-        self.constants = NONE
-        self.is_called = False
 
     def run(self, state: Any, call: Call, sums: MetricSums) -> Any:
         """Run the steps; return the new state and the metrics of the last one."""
