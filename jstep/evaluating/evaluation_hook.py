@@ -18,7 +18,8 @@ from jstep.core.stopwatch import EVALUATING, STEPPING
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.distributed import processes
 from jstep.evaluating.evaluator import STOP_REQUESTED, CheckedEvaluation, EvaluationAbandoned
-from jstep.hooks.hook import Clock, Metrics, StopWith, cadence, check_hook_result, name_of
+from jstep.hooks.cadence import cadence
+from jstep.hooks.hook import Clock, Metrics, StopWith, check_hook_result, name_of
 from jstep.hooks.numbers import numbers_of, read, text
 from jstep.hooks.run_hook import OwnRun, RunHook, RunInfo, check_writer
 from jstep.hooks.states import check_owners, get_states, key_of, set_states

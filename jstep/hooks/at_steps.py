@@ -7,7 +7,8 @@ from typing import Any
 import jax
 
 from jstep.core.checks import as_function, as_int
-from jstep.hooks.hook import NEVER, Hook, Metrics, next_multiple, step_of
+from jstep.hooks.cadence import next_multiple
+from jstep.hooks.hook import NEVER, Hook, Metrics, step_of
 from jstep.hooks.run_hook import RunHook
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import is_url, location

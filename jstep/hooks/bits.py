@@ -14,7 +14,8 @@ from jstep.core.exceptions import note
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import is_array
 from jstep.distributed import processes
-from jstep.hooks.hook import Metrics, cadence
+from jstep.hooks.cadence import cadence
+from jstep.hooks.hook import Metrics
 from jstep.hooks.numbers import TransferQueue, transferred
 from jstep.hooks.run_hook import Call, Repeated, RunCall, RunHook
 from jstep.state import fingerprints

@@ -11,7 +11,8 @@ from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_function, as_functions
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING
-from jstep.hooks.hook import Clock, Metrics, cadence, check_step
+from jstep.hooks.cadence import cadence
+from jstep.hooks.hook import Clock, Metrics, check_step
 from jstep.hooks.run_hook import RunHook
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState

@@ -9,7 +9,8 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.core.checks import as_bool, as_int
 from jstep.core.stopwatch import STEPPING
 from jstep.distributed import processes
-from jstep.hooks.hook import Metrics, cadence, name_of, step_of
+from jstep.hooks.cadence import cadence
+from jstep.hooks.hook import Metrics, name_of, step_of
 from jstep.hooks.metric_sums import GRAD_NORM, LOSS, BadStep, Interval
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.state.contents import NAN, NanLossDuringTrainingError, StateContents, briefly, in_words

@@ -13,7 +13,8 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, kind, shown
 from jstep.core.exceptions import note
 from jstep.core.logs import as_level
-from jstep.hooks.hook import UNSET, Cadence, Clock, Metrics, cadence
+from jstep.hooks.cadence import UNSET, Cadence, cadence
+from jstep.hooks.hook import Clock, Metrics
 from jstep.hooks.numbers import Pending, in_order, is_ready, names_of_arrays, read, scalars, text, transferred
 from jstep.hooks.run_hook import RunHook, RunInfo, check_writer
 from jstep.hooks.speed import StepCounterHook, shown_share

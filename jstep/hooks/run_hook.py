@@ -10,7 +10,8 @@ from jstep.checkpoint.saver import Saver
 from jstep.core.checks import shown
 from jstep.core.stopwatch import HOOKS, Stopwatch
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.hooks.hook import Cadence, Due, Hook, Metrics
+from jstep.hooks.cadence import Cadence, Due
+from jstep.hooks.hook import Hook, Metrics
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.numbers import TransferQueue
 from jstep.state.contents import StateContents

@@ -11,7 +11,8 @@ from jstep import summary
 from jstep.core import trees
 from jstep.core.checks import as_number
 from jstep.core.stopwatch import STEPPING
-from jstep.hooks.hook import UNSET, Clock, Metrics, cadence
+from jstep.hooks.cadence import UNSET, cadence
+from jstep.hooks.hook import Clock, Metrics
 from jstep.hooks.run_hook import RunHook, check_writer
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState

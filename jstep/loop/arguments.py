@@ -13,7 +13,8 @@ from jstep.core.checks import as_bool, as_int, as_number, kind, shown
 from jstep.core.placement import refuse_compile_only
 from jstep.data.loaders import StateBatches
 from jstep.data.placement import placement
-from jstep.hooks.hook import cadence, list_of_hooks
+from jstep.hooks.cadence import cadence
+from jstep.hooks.hook import list_of_hooks
 from jstep.hooks.speed import StepCounterHook
 from jstep.loop.calls import AUTO
 from jstep.state.global_step import get_global_step

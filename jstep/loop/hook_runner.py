@@ -8,8 +8,9 @@ from typing import Any
 from jstep.core import trees
 from jstep.core.exceptions import note
 from jstep.core.stopwatch import FIRST_CALL, HOOKS, STEPPING
+from jstep.hooks.cadence import Cadence, Due, next_call
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.hook import NEVER, Cadence, Due, Hook, check_hook_result, check_step, name_of, next_call
+from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, name_of
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.states import is_public
 from jstep.loop.run import Calling, Run

@@ -17,7 +17,8 @@ import jax
 from jstep.core.checks import as_int, as_number
 from jstep.core.exceptions import scoped
 from jstep.core.logs import Ticker, slow
-from jstep.hooks.hook import Cadence, Clock, Metrics, step_of
+from jstep.hooks.cadence import Cadence
+from jstep.hooks.hook import Clock, Metrics, step_of
 from jstep.hooks.numbers import is_ready, numbers_of, scalars, start_transfer, text
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.speed import shown_share

@@ -32,8 +32,9 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING, STEPPING
 from jstep.data.positions import gather_positions, kept_positions, with_files
 from jstep.distributed import processes
+from jstep.hooks.cadence import Cadence
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.hook import Cadence, Metrics, step_of
+from jstep.hooks.hook import Metrics, step_of
 from jstep.hooks.metric_sums import is_bad
 from jstep.hooks.nan_loss import nonfinite_params
 from jstep.hooks.numbers import host, read

@@ -18,8 +18,8 @@ from jstep.data.placement import as_shardings, copied, placement
 from jstep.data.positions import RarePosition, saved_position
 from jstep.data.sequence import BatchSequence
 from jstep.distributed import processes
+from jstep.hooks.cadence import next_multiple
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.hook import next_multiple
 from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
 from jstep.hooks.report import LoggingHook, SummarySaverHook
 from jstep.hooks.run_hook import RunHook

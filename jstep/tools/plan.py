@@ -22,7 +22,8 @@ from jstep.core.trees import Optimizer, OptimizerLike, Schedule
 from jstep.data.batches import Batches
 from jstep.data.loaders import check_batches
 from jstep.data.sequence import BatchSequence
-from jstep.hooks.hook import Hook, cadence_of, list_of_hooks, name_of, next_call
+from jstep.hooks.cadence import cadence_of, next_call
+from jstep.hooks.hook import Hook, list_of_hooks, name_of
 from jstep.hooks.run_hook import RunHook
 from jstep.loop.foresight import rates_of, scheduled_rates
 from jstep.loop.stages import name_of_step, stages_of

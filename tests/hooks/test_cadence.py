@@ -5,7 +5,8 @@ import pytest
 from hook_fakes import Clock, SaverAndHook, Writer, state_at
 
 import jstep
-from jstep.hooks.hook import NEVER, Due, next_call
+from jstep.hooks.cadence import Due, next_call
+from jstep.hooks.hook import NEVER
 
 CADENCED = {
     "counter": lambda steps: jstep.StepCounterHook(every_n_steps=steps),

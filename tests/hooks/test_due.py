@@ -13,7 +13,7 @@ from hook_fakes import Clock
 from hooked_runs import batches, train
 
 import jstep
-from jstep.hooks.hook import Cadence, Due, next_call
+from jstep.hooks.cadence import Cadence, Due, next_call
 from jstep.hooks.run_hook import RunHook
 
 

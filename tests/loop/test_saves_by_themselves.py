@@ -14,8 +14,8 @@ from processes import run as run_all
 
 import jstep
 from jstep.checkpoint.listing import read_manifest
+from jstep.hooks.cadence import Cadence, Due
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.hook import Cadence, Due
 from jstep.hooks.run_hook import RunHook
 from jstep.loop import saving
 from jstep.loop.saving import SaveInterval

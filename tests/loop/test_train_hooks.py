@@ -10,7 +10,7 @@ import pytest
 from loop_runs import DATA, Calls, by_hand, make_state, same, train
 
 import jstep
-from jstep.hooks.hook import Cadence
+from jstep.hooks.cadence import Cadence
 from jstep.hooks.run_hook import RunHook
 
 # Functions
