@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
-from jstep.core import indexed_slices, meshes, placement, trees
+from jstep.core import meshes, placement, trees
 from jstep.core.checks import as_bool, kind
 from jstep.core.exceptions import setting
+from jstep.core.indexed_slices import IndexedSlices, is_slices
 from jstep.core.matching import NoGradientsError, explain_missing_gradients, match_gradients
 from jstep.core.meshes import internal_transfers, leaving_auto_axes, sharded_like, without_explicit_axes
 from jstep.core.optax_transformations import require_optimizer
@@ -28,7 +29,7 @@ from jstep.optimizers.partition import without_frozen
 from jstep.optimizers.updates import apply_in_order, moves
 from jstep.state.global_step import later_step, require_alive, step_of
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
-from jstep.training.metrics import SKIPPED, became_nonfinite, skips
+from jstep.training.metrics import SKIPPED
 
 
 @shortens_tracebacks
@@ -155,7 +156,7 @@ def _of_trained(optimizer: Optimizer, params: Params, grads: Updates, context: C
     """
     inwards = functools.partial(without_frozen, optimizer, params)
     grads = inwards(grads)
-    if all(map(trees.is_none, jax.tree.leaves(grads, is_leaf=indexed_slices.is_slices))):
+    if all(map(trees.is_none, jax.tree.leaves(grads, is_leaf=is_slices))):
         raise NoGradientsError(params, "All gradients are None or of frozen leaves.")
     return grads, inner_context(context, lambda params: params, inwards)
 
@@ -205,15 +206,38 @@ def layouts_of(state: TrainState) -> placement.Layouts:
 
 
 def skip_metrics(done: Applied, before: TrainState, grads: Updates, optimizer: Optimizer) -> dict[str, Array]:
-    """Return whether each guard skipped the update, and `skipped` overall; empty without guards."""
-    scale = guards.loss_scale_of(done.roles, before.slots)
-    found = skips(done.left_out, None if scale is None else ~guards.all_finite(grads, before.params), done.roles)
+    """Return whether each guard skipped the update, and `skipped` overall; empty without guards.
+
+    The metric of a guard is `skipped` with the prefix of its slot.
+    """
+    found = {_metric_name(name): value for name, value in done.left_out.items()}
+    if guards.loss_scale_of(done.roles, before.slots) is not None:
+        unscalable = ~guards.all_finite(grads, before.params)
+        for name in map(_metric_name, done.roles.of(Role.LOSS_SCALE)):
+            found[name] = found[name] | unscalable if name in found else unscalable
     if not found:
         return {}
     overall = functools.reduce(jnp.logical_or, found.values())
     if not is_guarded(optimizer):
-        overall &= ~became_nonfinite(done.updates, before.slots, done.slots, done.roles)
+        overall &= ~_became_nonfinite(done.updates, before.slots, done.slots, done.roles)
     return {name: value.astype(jnp.float32) for name, value in (found | {SKIPPED: overall}).items()}
+
+
+def _metric_name(slot: str) -> str:
+    return "/".join([*slot.split("/")[:-1], SKIPPED])
+
+
+def _became_nonfinite(updates: Updates, before: Slots, after: Slots, roles: Roles) -> Array:
+    """Whether an update contains values that are not finite, or made a finite value of a slot not finite."""
+    values = [u.values if isinstance(u, IndexedSlices) else u for u in jax.tree.leaves(updates, is_leaf=is_slices)]
+    bad = [jnp.any(~jnp.isfinite(u)) for u in values]
+    for name, tree in after.items():
+        if name not in roles or not roles.has_one_value(name):
+            both = placement.on_devices((before[name], tree))
+            pairs = zip(*map(jax.tree.leaves, both), strict=True)
+            inexact = [(old, new) for old, new in pairs if jnp.issubdtype(new.dtype, jnp.inexact)]
+            bad += [jnp.any(jnp.isfinite(old) & ~jnp.isfinite(new)) for old, new in inexact]
+    return functools.reduce(jnp.logical_or, bad, jnp.asarray(False))
 
 
 def unless_skipped(skipped: Array, old: Any, new: Any) -> Any:
