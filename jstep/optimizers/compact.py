@@ -140,11 +140,8 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
         others = {name: tree for name, tree in slots.items() if name not in halves}
         inside = nested.own_slots(optimizer, others, params)
         stored = Stored(params, slots, known.halves, inside, blocks_in(params), step)
-
-        def inner(updates: Updates, values: Slots, masters: Params) -> tuple[Updates, Slots]:
-            at = nested.StepInputs(params, step, context)
-            return nested.update_masters(optimizer, updates, values, masters, at, _rounded)
-
+        at = nested.StepInputs(params, step, context)
+        inner = functools.partial(nested.update_masters, optimizer, at=at, rounded=_rounded)
         return updated(stored, inner, updates)
 
     return optimizer._replace(init=nested.wrapped_init(optimizer, init, roles), update=update)

@@ -158,13 +158,10 @@ class Preset(NamedTuple):
     repeats: bool = False
 
 
-def _presets() -> dict[str, Preset]:
-    table = importlib.resources.files("jstep.optimizers").joinpath("newton_schulz.toml").read_text(encoding="utf-8")
-    presets = tomllib.loads(table)
-    return {name: Preset(**one | {"triples": tuple(map(tuple, one["triples"]))}) for name, one in presets.items()}
-
-
-PRESETS = _presets()
+_TABLE = importlib.resources.files("jstep.optimizers").joinpath("newton_schulz.toml").read_text(encoding="utf-8")
+PRESETS = {
+    name: Preset(**one | {"triples": tuple(map(tuple, one["triples"]))}) for name, one in tomllib.loads(_TABLE).items()
+}
 COEFFICIENTS: Triple = PRESETS["jordan"].triples[0]
 """Those of Jordan, the default."""
 

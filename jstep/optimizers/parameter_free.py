@@ -118,7 +118,6 @@ def decayed_sizes(h: Values, corrected: bool, guarded: bool) -> dict[str, Any]:
         "s_old": old(beta3),
         "s_new": new(d / h.d0 * (d if guarded else size)),
         "n_new": d / h.d0 * size,
-        "n_old": old(beta3),
     }
 
 
@@ -135,7 +134,7 @@ def progress(g: Array, p: Array, s: Values, h: Values) -> dict[str, Array]:
 def estimate(h: Values) -> dict[str, Any]:
     """The new estimate of the distance."""
     d, highest, length = h.d, h.d_max, h.length
-    numerator = h.n_old * h.d_numerator + h.n_new * h.ahead
+    numerator = h.s_old * h.d_numerator + h.n_new * h.ahead
     # The estimate stays unchanged as long as all gradients have been 0, and at a rate of 0.
     learns = h.moves & (length > 0)
     found = h.d_coef * numerator / jnp.where(learns, length, jnp.ones_like(length))

@@ -123,16 +123,14 @@ def moves(params: Params, updates: Updates) -> Updates:
     """Return the updates with the difference from the parameter for each `Projected`."""
     if not any(isinstance(u, Projected) for u in jax.tree.leaves(updates, is_leaf=is_update)):
         return updates
-    found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
-    leaves, treedef = trees.flatten(on_devices(params))
 
-    def move(p: Any, u: Any) -> Any:
+    def move(u: Any, p: Any) -> Any:
         if not isinstance(u, Projected):
             return u
         dtype = trees.compute_dtype(jnp.result_type(p))
         return u.value.astype(dtype) - jnp.asarray(p).astype(dtype)
 
-    return treedef.unflatten(map(move, leaves, found))
+    return map_updates(move, params, updates, jax.tree.leaves(on_devices(params)), what="updates")
 
 
 def map_updates(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -80,7 +80,7 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
     """
     if np.ndim(boundaries) == 0:
         refuse_step("boundaries", boundaries)
-    edges = _increasing("boundaries", boundaries, integers=False)
+    edges = _increasing("boundaries", boundaries, lambda value, name: as_number(value, name, expected="a plain number"))
     values = _listed("values", values)
     if len(values) != len(edges) + 1:
         raise ValueError(
@@ -102,13 +102,10 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
     return schedule
 
 
-def _increasing(name: str, values: Sequence[float], *, integers: bool) -> list[int]:
+def _increasing(name: str, values: Sequence[float], check: Callable[[Any, str], Any]) -> list[int]:
     values = _listed(name, values)
     for i, value in enumerate(values):
-        if integers:
-            as_int(value, f"{name}[{i}]")
-        else:
-            as_number(value, f"{name}[{i}]", expected="a plain number")
+        check(value, f"{name}[{i}]")
     edges = [np.asarray(value).item() for value in values]  # integers beyond 2^53 stay exact
     for edge, following in itertools.pairwise(edges):
         if not following > edge:
@@ -207,7 +204,7 @@ def join(schedules: Sequence[ScalarOrSchedule], boundaries: Sequence[int]) -> Sc
         1.0 1.0 0.5
     """
     schedules = _listed("schedules", schedules)
-    edges = _increasing("boundaries", boundaries, integers=True)
+    edges = _increasing("boundaries", boundaries, as_int)
     if len(schedules) != len(edges) + 1:
         raise ValueError(
             f"schedules: got {len(schedules)} for {len(edges)} boundaries; there must be one more schedule "
