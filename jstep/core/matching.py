@@ -9,7 +9,6 @@ import numpy as np
 from jstep.core import indexed_slices, trees
 from jstep.core.checks import array_type
 from jstep.core.exceptions import note
-from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.trees import Params, Slots, Updates
 
 
@@ -64,7 +63,7 @@ def _checked_gradient(gradient: Any, leaf: Any, path: str) -> Any:
             "trained; pass None instead"
         )
     where = f"gradients: the gradient at {trees.quoted(path)}"
-    if isinstance(gradient, IndexedSlices):
+    if indexed_slices.is_slices(gradient):
         indexed_slices.check(gradient, path, np.shape(leaf))
         dtype = jnp.result_type(gradient.values)
     else:

@@ -13,12 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jstep.core import trees
 from jstep.core.calls import Made
 from jstep.core.exceptions import setting
 from jstep.core.jaxprs import COPYING, Operation, body_of, evaluate
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Optimizer, Params, Slots, Step, shape_of
+from jstep.core.trees import Optimizer, Params, Slots, Step, default_int, shape_of, structure
 
 
 class Role(enum.Enum):
@@ -339,7 +338,7 @@ def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role
         traced, shapes = jax.make_jaxpr(make, return_shape=True)(params)
     except Exception:  # a custom init may need values
         return {}
-    treedef = trees.structure(params)
+    treedef = structure(params)
     found = evaluate(body_of(traced), range(treedef.num_leaves), sources, lambda constant: None)
     numbers: Slots = jax.tree.unflatten(jax.tree.structure(shapes), [-1 if one is None else one for one in found])
 
@@ -397,4 +396,4 @@ def _shape(leaf: Any) -> Any:
 
 def abstractly(fn: Callable[[Step], None]) -> None:
     """Call `fn` with an abstract step. Uses no device."""
-    jax.eval_shape(fn, jax.ShapeDtypeStruct((), trees.default_int()))
+    jax.eval_shape(fn, jax.ShapeDtypeStruct((), default_int()))

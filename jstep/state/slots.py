@@ -11,7 +11,6 @@ from jstep.core import meshes, placement, selection, trees
 from jstep.core.checks import as_text, kind
 from jstep.core.compact_numbers import opened
 from jstep.core.slot_roles import HALVES, NO_ROLES, Role, Roles, roles_in
-from jstep.core.trees import Params
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 
 
@@ -76,7 +75,7 @@ def values_of(state: TrainState, name: str) -> Any:
         return meshes.without_explicit_axes(values, *whole, place=meshes.sharded_like(state.slots[name]))
 
 
-def masters_of(state: TrainState) -> Params:
+def masters_of(state: TrainState) -> trees.Params:
     """Return the parameters, in float32 where a slot of `compact` has their remainder."""
     roles = roles_in(state)
     treedef, leaves = trees.structure(state.params), jax.tree.leaves(state.params)
@@ -91,7 +90,7 @@ def _value(stored: Any, half: Any) -> Any:
     return jax.eval_shape(opened, stored, half) if placement.is_shape(stored) else opened(stored, half)
 
 
-def has_one_value(name: str, tree: Any, params: Params, roles: Roles = NO_ROLES) -> bool:
+def has_one_value(name: str, tree: Any, params: trees.Params, roles: Roles = NO_ROLES) -> bool:
     """Whether a slot is one value for all parameters, such as `start_step` or `embed/start_step`.
 
     Args:
@@ -111,7 +110,7 @@ def has_one_value(name: str, tree: Any, params: Params, roles: Roles = NO_ROLES)
     return not np.ndim(tree) and bool(np.issubdtype(getattr(tree, "dtype", np.float32), np.integer))
 
 
-def owners(name: str, tree: Any, params: Params, roles: Roles) -> list[int | None]:
+def owners(name: str, tree: Any, params: trees.Params, roles: Roles) -> list[int | None]:
     """Return, for each leaf of a slot in order, the index of its parameter, or None.
 
     A per-parameter slot has the structure of the parameters, with None or any tree in place of each parameter. Its name
@@ -127,7 +126,7 @@ def owners(name: str, tree: Any, params: Params, roles: Roles) -> list[int | Non
     return [place for place, part in enumerate(found) for _ in jax.tree.leaves(part)]
 
 
-def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) -> Params:
+def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) -> trees.Params:
     """The leaves of a slot in the dtypes of the parameters; parameters where the slot has None.
 
     Args:

@@ -1,6 +1,6 @@
 """The objects below a URL: read, write, conditional write, delete, list; credentials of S3, and errors of stores.
 
-All that jstep knows of tensorstore's key-value stores is in this file.
+They are those of tensorstore's key-value stores.
 
 Every operation gives up within half a minute (large objects get more, by their size), with an OSError that names
 operation and URL. After one timeout, later requests wait less: a failed save is followed by a last attempt to save, by
