@@ -326,28 +326,27 @@ def _gathered(x: Array, axes: tuple[str, ...]) -> Array:
 
 def traced_lane(lanes: Lanes, part: Callable[..., Any], blocks: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
     """Trace a lane, which must not name mesh axes that it does not have; `args` are those of the whole batch."""
-    error, found = None, None
     try:
         found = traced(lanes, part, *args[:-1], blocks)
-        named = jaxprs.named_axes(found[0])
-    except Exception as reason:
-        error, named = reason, set[str]()
+    except Exception as error:
+        named: set[str] = set()
         for kind in (AxisType.Auto, AxisType.Explicit):  # does it work on the mesh, without lanes?
             with contextlib.suppress(Exception):
                 sizes = [(name, lanes.mesh.shape[name]) for name in lanes.manual]
                 with jax.sharding.use_abstract_mesh(lanes.mesh.update_axis_types({name: kind for name, _ in sizes})):
                     named |= jaxprs.named_axes(jax.make_jaxpr(part, axis_env=sizes)(*jax.tree.map(_shape, args)))
-    try:
-        if named & lanes.manual:
-            raise ValueError(
-                f"lanes={lanes.number}: the loss names the mesh axes {', '.join(map(repr, sorted(named)))}, over which "
-                "the lanes are spread; one device computes a lane: leave these constraints and collectives out of the "
-                "loss"
-            ) from error
-        if error is not None:
-            explain_jax(error)
-            raise error
-    finally:
-        del error  # breaks the reference cycle with this frame, which its traceback holds
-    assert found is not None
+        _refuse_axes(lanes, named, error)
+        explain_jax(error)
+        raise
+    _refuse_axes(lanes, jaxprs.named_axes(found[0]))
     return found
+
+
+def _refuse_axes(lanes: Lanes, named: set[str], error: Exception | None = None) -> None:
+    """Refuse a program, or an error of its trace, that names mesh axes which a lane does not have."""
+    if named & lanes.manual:
+        raise ValueError(
+            f"lanes={lanes.number}: the loss names the mesh axes {', '.join(map(repr, sorted(named)))}, over which "
+            "the lanes are spread; one device computes a lane: leave these constraints and collectives out of the "
+            "loss"
+        ) from error
