@@ -93,9 +93,9 @@ from jstep.optimizers.averages import with_moving_average as with_moving_average
 from jstep.optimizers.compact import compact as compact
 from jstep.optimizers.compact import repack as repack
 from jstep.optimizers.constraints import cautious as cautious
-from jstep.optimizers.chain import chain as chain
-from jstep.optimizers.partition import partition as partition
-from jstep.optimizers.chain import scope as scope
+from jstep.optimizers.compose import chain as chain
+from jstep.optimizers.compose import partition as partition
+from jstep.optimizers.compose import scope as scope
 from jstep.optimizers.constraints import with_projection as with_projection
 from jstep.optimizers.guards import dynamic_loss_scale as dynamic_loss_scale
 from jstep.optimizers.guards import skip_nonfinite as skip_nonfinite
@@ -129,7 +129,7 @@ from jstep.optimizers.from_optax import from_optax as from_optax
 from jstep.optimizers.rules import Slot as Slot
 from jstep.optimizers.rules import leafwise as leafwise
 from jstep.optimizers.updates import map_leaves as map_leaves
-from jstep.optimizers.chain import stateless as stateless
+from jstep.optimizers.compose import stateless as stateless
 from jstep.optimizers.updates import apply_updates as apply_updates
 
 # Hyperparameters and schedules: those of TensorFlow 1, by its names.

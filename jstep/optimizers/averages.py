@@ -21,11 +21,11 @@ from jstep.core.selection import VarList
 from jstep.core.slot_roles import FOLLOWS_STEP, FOLLOWS_UPDATES, Role, Roles
 from jstep.core.trees import Array, Held, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, nested
+from jstep.optimizers.compose import trained
 from jstep.optimizers.host_slots import on_leaves
 from jstep.optimizers.hyperparameters import check_prefix, checked
 from jstep.optimizers.leaf_values import mask
 from jstep.optimizers.nested import Own, StepInputs, wrap_optimizer
-from jstep.optimizers.partition import trained
 from jstep.optimizers.rules import Slot, age_of, fresh_slot, new_start_step
 from jstep.optimizers.updates import add, apply_updates, is_update
 from jstep.state.slots import params_from_slot

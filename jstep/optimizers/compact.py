@@ -24,8 +24,8 @@ from jstep.core.selection import VarList
 from jstep.core.slot_roles import HALVES, Role, Roles
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import by_slices, leaf_values, nested
+from jstep.optimizers.compose import trained
 from jstep.optimizers.nested import CONDITIONS, Conditions, report_condition
-from jstep.optimizers.partition import trained
 from jstep.optimizers.updates import Projected, add, is_update
 from jstep.state.global_step import step_of
 from jstep.state.sharding import state_shardings

@@ -20,7 +20,7 @@ from jstep.core.slot_roles import BLOCK, CLIP, SCALE
 from jstep.core.trees import Array, Held, Number, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.differentiate import clipping
 from jstep.optimizers import leaf_values
-from jstep.optimizers.chain import element
+from jstep.optimizers.compose import element
 from jstep.optimizers.hyperparameters import Hyper, checked, constant
 from jstep.optimizers.leaf_values import Flag, UnitAxes
 from jstep.optimizers.rules import Result, Values, from_direction, from_update, is_zero, with_init

@@ -21,7 +21,7 @@ from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, U
 from jstep.differentiate.clipping import norm_of
 from jstep.optimizers import rules
 from jstep.optimizers.adam import M_V, adam_direction, corrections
-from jstep.optimizers.chain import element
+from jstep.optimizers.compose import element
 from jstep.optimizers.hyperparameters import Hyper, checked, constant, deprecated_m_dtype
 from jstep.optimizers.leaf_values import mask
 from jstep.optimizers.rules import BETA, MEAN, MEAN_IN_ORDER, POSITIVE, Masked, Result, Slot, Values, with_init

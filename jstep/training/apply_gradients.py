@@ -23,9 +23,9 @@ from jstep.core.slot_roles import COUNTS, Role, Roles, roles_of
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, Slots, Updates
 from jstep.optimizers import guards
+from jstep.optimizers.compose import without_frozen
 from jstep.optimizers.host_slots import TRANSFERS, Transfers, with_small_ones_loaded
 from jstep.optimizers.nested import ADVANCES, StepInputs, call_update, inner_context, is_guarded
-from jstep.optimizers.partition import without_frozen
 from jstep.optimizers.updates import apply_in_order, moves
 from jstep.state.global_step import later_step, require_alive, step_of
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state

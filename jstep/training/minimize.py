@@ -28,9 +28,8 @@ from jstep.differentiate.microbatches import AggregationMethod, Part, estimated,
 from jstep.differentiate.same_bits import alike
 from jstep.optimizers import guards
 from jstep.optimizers.averages import as_average_names, averaged_params
-from jstep.optimizers.chain import warn_of_order
+from jstep.optimizers.compose import frozen_leaves, warn_of_order
 from jstep.optimizers.hyperparameters import value_at
-from jstep.optimizers.partition import frozen_leaves
 from jstep.state.global_step import step_of
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 from jstep.training.apply_gradients import applied, layouts_of, skip_metrics, unless_skipped

@@ -1,0 +1,446 @@
+"""Optimizers made of others: chains with their elements, scopes of names, and partitions of the parameters."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from jstep.core import trees
+from jstep.core.calls import makes_optimizer
+from jstep.core.checks import as_function, as_text
+from jstep.core.exceptions import scoped, setting
+from jstep.core.indexed_slices import is_slices
+from jstep.core.logs import log_warning
+from jstep.core.matching import NoGradientsError, require_slots
+from jstep.core.optax_transformations import require_optimizer
+from jstep.core.placement import on_devices
+from jstep.core.slot_roles import AGES, Init, Labels, Order, Roles, labels_of, order_of, roles_of
+from jstep.core.trees import EMPTY_CONTEXT, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
+from jstep.optimizers import hyperparameters, leaf_values, nested
+from jstep.optimizers.host_slots import loads_slots
+from jstep.optimizers.hyperparameters import LEARNING_RATE, Hyper, check_prefix, held_roles, held_slots, values_at
+from jstep.optimizers.nested import StepInputs
+from jstep.optimizers.updates import is_update, wide_updates
+
+
+@makes_optimizer()
+def chain(*optimizers: OptimizerLike) -> Optimizer:
+    """Apply optimizers in sequence: the updates of one are the gradients of the next.
+
+    Args:
+        *optimizers: At least one; usually elements that transform gradients, then one that turns them into updates,
+            then perhaps elements that transform updates. If two elements make finished updates (which include
+            −learning_rate), a warning is issued: the sign flips twice, which is gradient ascent. `minimize` logs a
+            warning if a clip comes after a finished update, and if nothing finishes the updates.
+
+    Returns:
+        An `Optimizer` with the slots and hyperparameters of all.
+
+    Raises:
+        ValueError: No element is given, or two have a slot or a hyperparameter of the same name.
+
+    Example:
+        >>> import jstep
+        >>> optimizer = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam(1e-3))
+        >>> sorted(optimizer.hyperparameters(0))
+        ['beta1', 'beta2', 'clip_by_global_norm', 'epsilon', 'learning_rate']
+
+    Source: `optax.chain`; the elements share the global step of the state instead of keeping separate counters.
+    """
+    if not optimizers:
+        raise ValueError("chain() needs at least one optimizer")
+    first: Any = optimizers[0]
+    if len(optimizers) == 1 and type(first) in (list, tuple):  # an Optax transformation is a NamedTuple
+        raise TypeError(
+            f"chain: got one {type(first).__name__} of {len(first)} elements; pass them as separate "
+            "arguments: chain(*[…]), or chain(first, second)"
+        )
+    elements = [require_optimizer(f"optimizers[{i}]", one) for i, one in enumerate(optimizers)]
+    parts = {f"optimizers[{i}]": one for i, one in enumerate(elements)}
+    finished = [part for part, one in parts.items() if nested.makes_finished_updates(one)]
+    warning = len(finished) > 1 and (
+        f"chain: {finished[0]} makes finished updates, which already include −learning_rate, and {finished[1]} takes "
+        "them as gradients: the sign flips twice, so this is gradient ascent, and the loss climbs. Keep one of the "
+        "two; replace the first by an element that transforms gradients, such as jstep.scale_by_adam() for "
+        "jstep.adam(…); or train different leaves with each, using jstep.partition."
+    )
+    try:
+        nested.check_names(parts)
+    except ValueError as error:
+        if warning:
+            error.add_note(warning)
+        raise
+    if warning:
+        warnings.warn(warning, UserWarning, stacklevel=4)  # above both decorators
+
+    @loads_slots
+    def update(
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
+    ) -> tuple[Updates, Slots]:
+        new: Slots = {}
+        at = StepInputs(params, step, context)
+        for i, optimizer in enumerate(elements):
+            mine = nested.own_slots(optimizer, slots, params)
+            is_last = i == len(elements) - 1
+            updates, own = nested.call_update(optimizer, updates, mine, at, exact=is_last)
+            new |= own
+        return updates, new
+
+    def labels(params: Params) -> Labels | None:
+        known = [found for one in elements if (found := labels_of(one, params)) is not None]
+        rows = list(zip(*known, strict=True))
+        return ["/".join(map(str, row)) if None not in row else None for row in rows] if known else None
+
+    init = Init(
+        lambda params, step: nested.merge([(part, one.init(params, step)) for part, one in parts.items()], "slot"),
+        lambda params: nested.merged_roles(parts, params),
+        finished=bool(finished),
+        guarded=nested.is_guarded(elements[0]),
+        labels=labels,
+        order=_order_of_chain(parts),
+        rated=any(map(nested.is_rated, elements)),
+    )
+    return Optimizer(init, update, nested.merged_hyperparameters(parts), any(one.takes_context for one in elements))
+
+
+def _order_of_chain(parts: Mapping[str, Optimizer]) -> Order:
+    """The place of a chain in another one, by the names and elements of the chain."""
+    together = order_of_parts(parts.values())  # what does not depend on the sequence
+    orders = list(map(order_of, parts.values()))
+    finished = list(map(nested.makes_finished_updates, parts.values()))
+    # Without a learning rate it is the last factor that stands for it: those before only scale the gradients.
+    factors = [i for i, order in enumerate(orders) if order.is_known and not order.raw]
+    first = finished.index(True) if any(finished) else factors[-1] if factors else len(orders)
+    names, late = list(parts), together.late_clip
+    for i in range(first + 1, len(orders)):
+        if together.is_known and orders[i].clips and not late:
+            late = f"{names[i]} clips the finished updates of {names[first]}, not the gradients"
+    partly_raw = any(
+        order.partly_raw and all(other.raw for j, other in enumerate(orders) if i != j)
+        for i, order in enumerate(orders)
+    )
+    return dataclasses.replace(together, partly_raw=partly_raw, late_clip=late)
+
+
+def order_of_parts(parts: Collection[Optimizer]) -> Order:
+    """The place of a partition in a chain."""
+    orders = list(map(order_of, parts))
+    return Order(
+        all(order.is_known or nested.makes_finished_updates(one) for order, one in zip(orders, parts, strict=True)),
+        raw=all(order.raw for order in orders),
+        partly_raw=any(order.partly_raw for order in orders),
+        clips=any(order.clips for order in orders),
+        late_clip=next((order.late_clip for order in orders if order.late_clip), ""),
+    )
+
+
+_USUAL_ORDER = (
+    "The usual order: jstep.chain(jstep.clip_gradients(…), jstep.adamw(rate)), or by blocks jstep.chain("
+    "jstep.clip_gradients(…), jstep.scale_by_adam(), jstep.add_weight_decay(…), jstep.scale_by_learning_rate(rate))"
+)
+
+
+def warn_of_order(optimizer: Optimizer) -> None:
+    """Log a warning if a clip comes after the learning rate, and one if there is no learning rate at all."""
+    order = order_of(optimizer)
+    if order.late_clip:
+        log_warning("chain: %s. %s", order.late_clip, _USUAL_ORDER)
+    if order.partly_raw:
+        log_warning(
+            "optimizer: nothing multiplies its updates by −learning_rate (scale_by_learning_rate, scale, "
+            "on_hyperball), so that they are added as they are, uphill. %s",
+            _USUAL_ORDER,
+        )
+
+
+@makes_optimizer(2)
+def scope(name: str, optimizer: OptimizerLike) -> Optimizer:
+    """Rename the slots and hyperparameters of an optimizer to `name/…`.
+
+    Args:
+        name: The prefix, without a trailing slash.
+        optimizer: The optimizer.
+
+    Returns:
+        An `Optimizer`.
+
+    Raises:
+        ValueError: The name is empty, begins or ends with a slash, or has the part `held`.
+
+    Example:
+        >>> import jstep
+        >>> jstep.get_slot_names(jstep.TrainState.create({"w": 1.0}, jstep.scope("fast", jstep.adam())))
+        ['fast/m', 'fast/v']
+    """
+    optimizer = require_optimizer("optimizer", optimizer)
+    check_prefix("name", as_text(name, "name"))
+
+    @loads_slots
+    def update(
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
+    ) -> tuple[Updates, Slots]:
+        mine = nested.own_slots(optimizer, slots, params, f"{name}/")
+        updates, own = nested.call_update(optimizer, updates, mine, StepInputs(params, step, context), exact=True)
+        return updates, nested.prefixed(name, own)
+
+    def labels(params: Params) -> Labels | None:
+        inner = labels_of(optimizer, params)
+        return None if inner is None else [None if label is None else f"{name}/{label}" for label in inner]
+
+    def init(params: Params, global_step: Step) -> Slots:
+        return nested.prefixed(name, optimizer.init(params, global_step))
+
+    def roles(params: Params) -> Roles:
+        return roles_of(optimizer, params).prefixed(name)
+
+    def hyper(step: Step, /) -> dict[str, Any]:
+        return nested.prefixed(name, optimizer.hyperparameters(step))
+
+    made = nested.wrapped_init(optimizer, init, roles, labels=labels)
+    return optimizer._replace(init=made, update=update, hyperparameters=hyper)
+
+
+@makes_optimizer(1)
+def stateless(fn: Callable[[Updates, Params, Step], Updates]) -> Optimizer:
+    """A chain element from a pure function, without slots or hyperparameters.
+
+    Args:
+        fn: A pure function `fn(updates, params, step) -> updates`. Leaves of updates are arrays (in float32 at least),
+            `IndexedSlices` or None, which stays None; the step is the number of updates applied so far.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jstep
+        >>> signs = jstep.stateless(lambda updates, params, step: jax.tree.map(jnp.sign, updates))
+        >>> optimizer = jstep.chain(signs, jstep.gradient_descent(0.5))
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        0.5
+
+    Source: `optax.stateless`.
+    """
+    as_function(fn, "fn", "(updates, params, step) -> updates")
+    return element(lambda updates, params, step, h: fn(updates, params, step), {}, Order())
+
+
+def element(fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mapping[str, Any], order: Order) -> Optimizer:
+    """A chain element from `fn(updates, params, step, h) -> updates` and its hyperparameters.
+
+    Args:
+        fn: The transformation; it must handle None leaves and `IndexedSlices` itself. The leaves are float32 at least.
+        hyper: Name → the value returned by `checked`.
+        order: Its place in a chain.
+    """
+    held = held_roles(hyper)
+
+    @loads_slots
+    def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
+        kept = require_slots(held, slots)
+        return fn(wide_updates(updates), on_devices(params), step, values_at(hyper, step, slots)), kept
+
+    made = Init(lambda params, step: held_slots(hyper), lambda params: held, order=order, rated=LEARNING_RATE in hyper)
+    return Optimizer(made, update, hyperparameters.report(hyper))
+
+
+# Partitions: different optimizers for different parameters, and the leaves that one freezes.
+
+
+@makes_optimizer(2)
+def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, Any], str | None]) -> Optimizer:
+    """Update each leaf with the optimizer of its label.
+
+    Args:
+        optimizers: Label → optimizer.
+        labels: `labels(path, leaf) -> label`, or None for a frozen leaf, which has no slots. It may depend on the
+            leaf's shape and dtype, not on its values. `minimize` does not differentiate frozen leaves, whatever is
+            around the partition, and `apply_gradients` ignores their gradients: no norm, clipping, weight decay,
+            noise scale or guard includes them.
+
+    Returns:
+        An `Optimizer` whose slots and hyperparameters are named `label/…`; a slot is None for the leaves of other
+        labels. Values that an element computes over all leaves, such as a global norm, cover only the leaves of its
+        label. A part without any gradient skips the step: its slots stay unchanged and it does not age.
+
+    Raises:
+        ValueError: No optimizer is given, two have a slot or hyperparameter of the same name (possible with labels `a`
+            and `a/b`), or, at `init`, a leaf has a label without an optimizer.
+
+    Example:
+        >>> import jstep
+        >>> optimizer = jstep.partition(
+        ...     {"embed": jstep.adagrad(0.1), "rest": jstep.adam(1e-3)},
+        ...     lambda path, leaf: "embed" if path.startswith("embed") else "rest",
+        ... )
+        >>> state = jstep.TrainState.create({"embed": 1.0, "dense": 2.0}, optimizer)
+        >>> jstep.get_slot_names(state)
+        ['embed/accumulator', 'rest/m', 'rest/v']
+    """
+    if not isinstance(optimizers, Mapping):
+        raise TypeError(f"optimizers={optimizers!r}: must map labels to optimizers, got {type(optimizers).__name__}")
+    for label in optimizers:
+        if not isinstance(label, str):
+            raise TypeError(f"optimizers: the label {label!r} must be a string, got {type(label).__name__}")
+        check_prefix("a label of optimizers", label)
+    if not optimizers:
+        raise ValueError("optimizers={}: partition needs at least one optimizer")
+    as_function(labels, "labels", "(path, leaf) -> label")
+    parts = {label: scope(label, require_optimizer(f"optimizers[{label!r}]", one)) for label, one in optimizers.items()}
+    made = _Partition(parts, labels)
+    nested.check_names(made.called)
+    init = Init(
+        made.init,
+        made.roles,
+        finished=any(map(nested.makes_finished_updates, parts.values())),
+        guarded=all(map(nested.is_guarded, parts.values())),
+        labels=made.inner_labels,
+        order=order_of_parts(parts.values()),
+        rated=all(map(nested.is_rated, parts.values())),
+    )
+    takes_context = any(part.takes_context for part in parts.values())
+    return Optimizer(init, made.update, nested.merged_hyperparameters(made.called), takes_context)
+
+
+class _Part:
+    """The leaves of one label, and their optimizer.
+
+    Attributes:
+        optimizer: The optimizer, whose slots have the label as prefix.
+        params: The parameters, with None for the leaves of other labels.
+    """
+
+    def __init__(self, optimizer: Optimizer, params: Params, mine: list[bool]) -> None:
+        self.optimizer = optimizer
+        self._leaves, self._treedef = trees.flatten(params)
+        self._mine = mine
+        self.params = self._restricted(self._leaves)
+
+    def _restricted(self, leaves: list[Any]) -> Any:
+        return self._treedef.unflatten([leaf if mine else None for leaf, mine in zip(leaves, self._mine, strict=True)])
+
+    def update(self, gradients: list[Any], slots: Slots, step: Step, context: Context) -> tuple[Updates, Slots]:
+        """The updates of these leaves, and the new slots."""
+        own = self._restricted(gradients)
+        if not jax.tree.leaves(own, is_leaf=is_slices):
+            raise NoGradientsError(self.params, "All gradients of this part are None.")
+
+        def in_whole(params: Params) -> Params:
+            """All parameters, with those of this part replaced."""
+            pairs = zip(self._treedef.flatten_up_to(params), self._leaves, self._mine, strict=True)
+            return self._treedef.unflatten([one if mine else leaf for one, leaf, mine in pairs])
+
+        own_context = nested.inner_context(
+            context, in_whole, lambda tree: self._restricted(self._treedef.flatten_up_to(tree))
+        )
+        return nested.call_update(self.optimizer, own, slots, StepInputs(self.params, step, own_context), exact=True)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Partition:
+    """The functions of a partition.
+
+    Attributes:
+        parts: Label → its optimizer, whose slots have the label as prefix.
+        labels: `labels(path, leaf)`, the label of a leaf.
+    """
+
+    parts: Mapping[str, Optimizer]
+    labels: Callable[[str, Any], str | None]
+
+    @property
+    def called(self) -> dict[str, Optimizer]:
+        """The optimizers by what errors call them."""
+        return {f"the optimizer of label {label!r}": part for label, part in self.parts.items()}
+
+    @scoped
+    def divided(self, params: Params) -> Iterator[tuple[Labels, dict[str, _Part]]]:
+        """Give the label of each leaf, in order, and the leaves of each label; masks inside see all parameters."""
+        with leaf_values.partial_params(params), setting(leaf_values.IN_PART, True):
+            names = [self._label_of(path, leaf) for path, leaf in leaf_values.own_leaves(params)]
+            parts = {label: _Part(one, params, [mine == label for mine in names]) for label, one in self.parts.items()}
+            yield names, parts
+
+    def _label_of(self, path: str, leaf: Any) -> str | None:
+        label = self.labels(path, leaf)
+        if not (label is None or (isinstance(label, str) and label in self.parts)):
+            raise ValueError(
+                f"labels({path!r}, …) returned {label!r}, which has no optimizer"
+                f"{trees.nearest(str(label), self.parts)}; optimizers has {sorted(self.parts)}, and None freezes a leaf"
+            )
+        return label
+
+    def inner_labels(self, params: Params) -> Labels:
+        """The labels of the leaves, in parts that are partitions those of their leaves."""
+        with self.divided(params) as (names, divided):
+            inner = {label: labels_of(part.optimizer, part.params) for label, part in divided.items()}
+        below = {label: iter(found) for label, found in inner.items() if found is not None}
+        return [next(below[label]) if label in below else label for label in names]
+
+    def init(self, params: Params, global_step: Step = 0) -> Slots:
+        """The slots of all parts."""
+        with self.divided(params) as (_, divided):
+            made = [part.optimizer.init(part.params, global_step) for part in divided.values()]
+        return nested.merge(zip(self.called, made, strict=True), "slot")
+
+    def roles(self, params: Params) -> Roles:
+        """The roles of these slots."""
+        with self.divided(params) as (_, divided):
+            found = [roles_of(part.optimizer, part.params) for part in divided.values()]
+        return functools.reduce(Roles.joined, found).hiding()
+
+    @loads_slots
+    def update(
+        self, updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
+    ) -> tuple[Updates, Slots]:
+        """The updates and slots of all parts; one without any gradient stays as it is, and does not age."""
+        gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
+        merged: list[Any] = [None] * len(gradients)
+        new: Slots = {}
+        idle = 0
+        with self.divided(params) as (_, divided):
+            known = {label: roles_of(part.optimizer, part.params) for label, part in divided.items()}
+            for label, part in divided.items():
+                mine = _slots_of(label, known, slots)
+                try:
+                    partial, own = part.update(gradients, mine, step, context)
+                except NoGradientsError:
+                    idle += 1
+                    ages = known[label].of(*AGES)
+                    later = {name: jax.tree.map(lambda slot: slot + 1, mine[name]) for name in ages if name in mine}
+                    new |= mine | later
+                    continue
+                new |= own
+                for i, one in enumerate(trees.flatten_like(params, partial, "updates", is_leaf=is_update)):
+                    merged[i] = one if one is not None else merged[i]
+        if idle == len(self.parts):
+            raise NoGradientsError(params, "All gradients are None or of frozen leaves.")
+        return trees.structure(params).unflatten(merged), new
+
+
+def _slots_of(label: str, known: Mapping[str, Roles], slots: Slots) -> Slots:
+    """The slots of one label: those of its optimizer or, if they are not known, those with its prefix."""
+    if known[label].complete:
+        return {name: slots[name] for name in known[label] if name in slots}
+    others = {name for other, roles in known.items() if other != label for name in roles}
+    return {name: tree for name, tree in slots.items() if name.startswith(f"{label}/") and name not in others}
+
+
+def frozen_leaves(optimizer: Optimizer, params: Params) -> list[bool]:
+    """Whether a `partition` in an optimizer freezes each leaf, in order."""
+    labels = labels_of(optimizer, params)
+    return [False] * len(jax.tree.leaves(params)) if labels is None else [label is None for label in labels]
+
+
+def without_frozen(optimizer: Optimizer, params: Params, gradients: Updates) -> Updates:
+    """Gradients, or another tree like params, with None for the leaves that a `partition` freezes."""
+    frozen = frozen_leaves(optimizer, params)
+    if not any(frozen):
+        return gradients
+    found = trees.flatten_like(params, gradients, "gradients", is_leaf=is_slices)
+    return trees.structure(params).unflatten([None if out else g for out, g in zip(frozen, found, strict=True)])
+
+
+def trained(optimizer: Optimizer, params: Params) -> Params:
+    """The parameters that an optimizer may update, with None for those that a `partition` freezes."""
+    return without_frozen(optimizer, params, params)
