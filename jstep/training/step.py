@@ -24,7 +24,6 @@ from jstep.state.train_state import TrainState, keep_roles
 from jstep.training.explain import explain, is_spent, refuse_what_crashes
 from jstep.training.metrics import SKIPPED, Metrics, split
 
-Step = Callable[..., tuple[TrainState, dict[str, Any]]]
 Body = Callable[[Any, tuple[Any, ...], Any], Any]
 """`body(state, args, batch_specs) -> (state, Metrics)`. `batch_specs` are the shardings of args; None if unknown."""
 
@@ -199,7 +198,7 @@ class TrainStep:
     _returns_sums = False
     """Whether its programs also return what the next call continues: those of a `LoopedStep`."""
 
-    def __init__(self, step: Step, *, donate: bool = True) -> None:
+    def __init__(self, step: Callable[..., tuple[TrainState, dict[str, Any]]], *, donate: bool = True) -> None:
         self.__wrapped__ = as_function(step, "step", "(state, *args) -> (state, metrics)")
         self.__name__ = getattr(step, "__name__", "train_step")
         self.__doc__ = type(self).__doc__ if isinstance(step, PureStep) else step.__doc__ or type(self).__doc__
