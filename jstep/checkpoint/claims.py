@@ -130,7 +130,10 @@ class FileClaim:
 
 def _locked(path: str, directory: str, prefix: str) -> int:
     while True:
-        handle, ours = _opened(path)
+        try:
+            handle, ours = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), True
+        except PermissionError:  # one that another user left usually is not writable
+            handle, ours = os.open(path, os.O_RDONLY), False
         with contextlib.ExitStack() as closing:
             closing.callback(os.close, handle)
             if not _lock(handle):
@@ -144,14 +147,6 @@ def _locked(path: str, directory: str, prefix: str) -> int:
                     os.pwrite(handle, json.dumps(this_process()).encode(), 0)
                 closing.pop_all()
                 return handle
-
-
-def _opened(path: str) -> tuple[int, bool]:
-    """Open the file, and return whether it is writable: one that another user left usually is not."""
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666), True
-    except PermissionError:
-        return os.open(path, os.O_RDONLY), False
 
 
 def _lock(handle: int) -> bool:
@@ -287,8 +282,7 @@ class ObjectClaim:
         with self._lock:
             found = self._objects.read(key_of(self._prefix))
             if found.data is None:  # deleted by hand, or by a rule of the bucket
-                stamp = self._objects.write_if(key_of(self._prefix), self._text(), ABSENT)
-                if stamp is not None:
+                if (stamp := self._objects.write_if(key_of(self._prefix), self._text(), ABSENT)) is not None:
                     self._stamp = stamp
                     return
                 found = self._objects.read(key_of(self._prefix))
@@ -305,9 +299,7 @@ class ObjectClaim:
             if not self.is_held():
                 return
             self._beats += 1
-            stamp = self._objects.write_if(key_of(self._prefix), self._text(), self._stamp)
-            if stamp is not None:
-                self._stamp = stamp
+            self._stamp = self._objects.write_if(key_of(self._prefix), self._text(), self._stamp) or self._stamp
 
     def release(self, wait: bool = True) -> None:
         """Release the claim within some seconds, or one if not `wait`; if it fails, the next writer takes it over."""

@@ -232,11 +232,10 @@ class DirectoryStore(Store):
         """See `Store.hide`."""
         deleted = path + DELETED
         remove(deleted)
-        try:
+        with contextlib.suppress(FileNotFoundError):
             os.rename(path, deleted)
-        except FileNotFoundError:
-            return []
-        return [deleted]
+            return [deleted]
+        return []
 
     def erase(self, remains: Sequence[str]) -> None:
         """See `Store.erase`."""

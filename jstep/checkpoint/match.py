@@ -266,17 +266,18 @@ def check(found: Match, manifest: Manifest, partial: bool, where: str) -> None:
         )
 
 
-def check_run(found: Match, manifest: Manifest, where: str) -> None:
+def check_run(state: Any, manifest: Manifest, where: str) -> None:
     """Check that a run can resume from a checkpoint, as `check` does; the error says whose checkpoint it is.
 
     Args:
-        found: The match of the run's state.
+        state: The run's state.
         manifest: The manifest of the checkpoint.
         where: The path of the checkpoint.
 
     Raises:
         ValueError: Something does not fit.
     """
+    found = match(state, manifest, None, None, where)
     try:
         check(found, manifest, False, where)
     except ValueError as error:

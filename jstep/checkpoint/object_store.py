@@ -56,7 +56,6 @@ class ObjectStore(Store):
 
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
         """See `Store.newest_first`. Only manifests are listed; missing objects are found on restore."""
-        del trusted
         hurried, self._hurried = self._hurried, False
         with self._objects.within(HURRIED if hurried else math.inf):
             listed = self._list(prefix)
@@ -271,11 +270,13 @@ class ObjectSave:
 
     def run(self) -> None:
         """Write this process's part; on the first one, commit what all of them wrote, and on the others wait for it."""
-        is_first = jax.process_index() == 0
+        index = jax.process_index()
+        is_first = index == 0
         try:
             before = self.objects.read(f"{self.name}/{NAME}").stamp if is_first else b""
             began = time.monotonic()
-            part = self._write()
+            part = packs.write(self.objects, self.folder, index, self.blocks, self.compress)
+            self.objects.write(f"{self.folder}/part.{index}.json", part)
             if is_first:
                 self.commit(self._parts(part, time.monotonic() - began), before)
         except BaseException as error:
@@ -291,12 +292,6 @@ class ObjectSave:
             )
             if failed := json.loads(data)["failed"]:
                 raise CheckpointError(f"on the first process: {failed}")
-
-    def _write(self) -> bytes:
-        index = jax.process_index()
-        part = packs.write(self.objects, self.folder, index, self.blocks, self.compress)
-        self.objects.write(f"{self.folder}/part.{index}.json", part)
-        return part
 
     def _parts(self, own: bytes, took: float) -> dict[str, dict[str, Any]]:
         """Return the records of all objects of this attempt, for the manifest."""

@@ -88,11 +88,7 @@ class Reader:
 
     def check_run(self, state: Any, step: int) -> None:
         """See `Saver.check_run`."""
-
-        def read(path: str, manifest: Manifest) -> None:
-            match.check_run(match.match(state, manifest, None, None, path), manifest, path)
-
-        self._retry(step, read)
+        self._retry(step, lambda path, manifest: match.check_run(state, manifest, path))
 
     def _retry(self, step: int | None, read: Any) -> Any:
         """Read one checkpoint; if it is evicted meanwhile, choose again which one to read."""
@@ -362,8 +358,6 @@ def short(error: Exception) -> str:
 
 # Fresh slots that meet an old age.
 
-_AVERAGING = "with_moving_average"
-
 
 def _stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> str:
     """Return a warning about slots that stayed fresh while their state was restored to an old age; "" if none did.
@@ -381,15 +375,14 @@ def _stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> s
     before = dict(zip(keys, (leaf for _, leaf in leaves), strict=True))
     after = dict(zip(keys, values, strict=True))
     roles = roles_in(target)
-    names = [key[1] for key in keys if len(key) == 2 and key[0] == SLOTS]
-    starts = [name for name in names if roles.get(name) in AGES]
+    starts = [key[1] for key in keys if len(key) == 2 and key[0] == SLOTS and roles.get(key[1]) in AGES]
     stale: dict[str, list[str]] = {}
     for index in left:
         key = keys[index]
         if len(key) < 2 or key[0] != "slots" or key[1] in starts or _is_ageless(key, leaves[index][1], roles):
             continue
         of_scope = max((s for s in starts if key[1].startswith(_scope(s))), key=len, default=None)
-        averaging = f"{_scope(key[1])}{_AVERAGING}/"
+        averaging = f"{_scope(key[1])}with_moving_average/"
         own = f"{averaging}{key[1].rpartition('/')[2]}/"
         role = roles.get(key[1])
         first = [s for s in starts if s.startswith(own) or (role is Role.AVERAGE and s.startswith(averaging))]

@@ -408,7 +408,8 @@ def _count(x: Array) -> dict[str, Array]:
     y = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x
     _, exponent = jnp.frexp(jnp.max(jnp.abs(y), initial=0))
     half = exponent // 2
-    y = y * _power_of_two(-half, y.dtype) * _power_of_two(half - exponent, y.dtype)
+    one = jnp.ones((), y.dtype)
+    y = y * jnp.ldexp(one, -half) * jnp.ldexp(one, half - exponent)
     return {
         "counts": counts[:-1],  # no value is below -DBL_MAX: TensorFlow's bucket i is the one that ends at limit i
         "extremes": extremes,
@@ -433,10 +434,6 @@ def _count_on_host(x: NumPyArray) -> dict[str, Any]:
         "non_finite": np.int32(0),
         "added": np.int32(1),
     }
-
-
-def _power_of_two(exponent: Array, dtype: Any) -> Array:
-    return jnp.ldexp(jnp.ones((), dtype), exponent)
 
 
 def _sum(x: Array) -> Array:

@@ -82,11 +82,8 @@ class GraphBuilder:
 
     @staticmethod
     def _unique(name: str, taken: set[str]) -> str:
-        found, n = name, 0
-        while found in taken:
-            n += 1
-            found = f"{name}_{n}"
-        return found
+        names = itertools.chain([name], (f"{name}_{n}" for n in itertools.count(1)))
+        return next(found for found in names if found not in taken)
 
 
 def _join(parts: Iterable[str]) -> str:
@@ -145,9 +142,8 @@ def from_lowered(lowered: Any) -> Any:
     block = main.regions[0].blocks[0]
     env: Env = {}
     for i, argument in enumerate(block.arguments):
-        (env[argument],) = walker.add(
-            "", _path(_loc(argument.location)) or f"arg{i}", "Parameter", [], [_lowered_tensor(argument)]
-        )
+        name = _path(_loc(argument.location)) or f"arg{i}"
+        (env[argument],) = walker.add("", name, "Parameter", [], [_lowered_tensor(argument)])
     results = walker.block(block, env, "", [])
     infos = main.attributes["res_attrs"] if "res_attrs" in main.attributes else [{}] * len(results)
     for i, (ref, info) in enumerate(zip(results, infos, strict=True)):

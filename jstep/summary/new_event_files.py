@@ -121,7 +121,13 @@ def open_event_file(logdir: str, flush_secs: float) -> Sink:
         OSError: The directory or the file cannot be written; the message has the directory.
     """
     if is_url(logdir):
-        return _objects(logdir, flush_secs)
+        objects = Objects(logdir)
+        with objects.within(STARTING):
+            name = _file_name(objects.list(_PREFIX, _PREFIX + "~"))
+            stem = name.rpartition(".")[0]
+            later = (f"{stem}.{next(_counter):06d}" for _ in itertools.count())
+            # Each object begins with the first record of an event file; the first one is written here.
+            return ObjectAppender(objects, itertools.chain([name], later).__next__, _first_record(), flush_secs)
     try:
         return LocalFile(logdir)
     except OSError as error:
@@ -131,16 +137,6 @@ def open_event_file(logdir: str, flush_secs: float) -> Sink:
 def _first_record() -> bytes:
     source = {"writer": "jstep.summary"}
     return frame(event_bytes(0, time.time(), file_version=FILE_VERSION, source_metadata=source))
-
-
-def _objects(logdir: str, flush_secs: float) -> ObjectAppender:
-    """Create objects, each with the first record of an event file; the first is written before this returns."""
-    objects = Objects(logdir)
-    with objects.within(STARTING):
-        name = _file_name(objects.list(_PREFIX, _PREFIX + "~"))
-        stem = name.rpartition(".")[0]
-        later = (f"{stem}.{next(_counter):06d}" for _ in itertools.count())
-        return ObjectAppender(objects, itertools.chain([name], later).__next__, _first_record(), flush_secs)
 
 
 def _file_name(there: Iterable[str]) -> str:

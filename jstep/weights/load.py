@@ -121,7 +121,8 @@ def load_weights(
         # Leaves with transforms come first, since the result of a transform may not fit.
         for i, wanted in enumerate(found.wanted):
             if wanted.source is not None and wanted.transform is not None:
-                result = match.transformed(wanted.transform, source.whole(wanted.source), wanted.path)
+                name = wanted.source.name
+                result = match.transformed(wanted.transform, np.asarray(source.read({name: None})[name]), wanted.path)
                 with internal_transfers():
                     array = np.asarray(result)
                 problem = wanted.difference(array.shape, array.dtype)
@@ -192,10 +193,6 @@ class Source:
     tensors: Mapping[str, Tensor]
     read: Read
     is_checkpoint: bool
-
-    def whole(self, tensor: Tensor) -> np.ndarray[Any, Any]:
-        """Read a whole tensor into new memory."""
-        return np.asarray(self.read({tensor.name: None})[tensor.name])
 
     def leaves(self, wanted: Sequence[Wanted]) -> Iterator[Any]:
         """Read leaves that have no transform, in order: each device its own part."""
