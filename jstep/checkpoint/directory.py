@@ -16,9 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jstep.checkpoint import checksums, listing
-from jstep.checkpoint.checksums import Record, StartRead, is_below
 from jstep.checkpoint.claims import FileClaim
-from jstep.checkpoint.listing import ASIDE, DELETED, REPLACED, is_remains, listed
 from jstep.checkpoint.manifest import NAME, Manifest, encode
 from jstep.checkpoint.retention import evict
 from jstep.checkpoint.store import IN_FLIGHT, Commit, Store, Write
@@ -52,7 +50,7 @@ class DirectoryStore(Store):
                 if step in given:
                     continue
                 path = self.path(entry)
-                found = path if step in trusted else listing.found(path.removesuffix(REPLACED))
+                found = path if step in trusted else listing.found(path.removesuffix(listing.REPLACED))
                 if found is not None:
                     given.add(step)
                     yield step, found
@@ -79,7 +77,7 @@ class DirectoryStore(Store):
             found, lacks = listing.look(path)
             if found is not None or (lacks == NAME and not listing.has_data(path)) or not os.path.lexists(path):
                 continue
-            if lacks == NAME and not listing.OF_ORBAX & set(listed(path)):
+            if lacks == NAME and not listing.OF_ORBAX & set(listing.listed(path)):
                 _logger.warning(
                     "%s is ignored: it has no %s, so its save to a bucket was interrupted, or its copy was; in the "
                     "latter case, copy it again",
@@ -94,11 +92,11 @@ class DirectoryStore(Store):
         """See `Store.manifest`."""
         return listing.read_manifest(path)
 
-    def reads(self, path: str) -> StartRead:
+    def reads(self, path: str) -> checksums.StartRead:
         """See `Store.reads`."""
         return functools.partial(LocalRead, path)
 
-    def differences(self, path: str, expected: Mapping[str, Record]) -> dict[str, str]:
+    def differences(self, path: str, expected: Mapping[str, checksums.Record]) -> dict[str, str]:
         """See `Store.differences`."""
         return checksums.differences(path, expected)
 
@@ -179,9 +177,9 @@ class DirectoryStore(Store):
             raise OSError(errno.ENOENT, f"{lost}: files were removed while they were written", temporary)
         with new_file(os.path.join(temporary, NAME)) as file:
             file.write(encode(manifest))
-        replaced = final + REPLACED
+        replaced = final + listing.REPLACED
         if os.path.lexists(final):
-            if is_remains(final):
+            if listing.is_remains(final):
                 remove(replaced)
                 os.rename(final, replaced)
             else:
@@ -226,11 +224,11 @@ class DirectoryStore(Store):
 
     def command_to_set_aside(self, path: str) -> str:
         """See `Store.command_to_set_aside`."""
-        return shlex.join(["mv", path, _unused(path + ASIDE)])
+        return shlex.join(["mv", path, _unused(path + listing.ASIDE)])
 
     def hide(self, path: str) -> list[str]:
         """See `Store.hide`."""
-        deleted = path + DELETED
+        deleted = path + listing.DELETED
         remove(deleted)
         with contextlib.suppress(FileNotFoundError):
             os.rename(path, deleted)
@@ -250,8 +248,8 @@ class DirectoryStore(Store):
         for name, _, suffix in listing.folders(self.directory, self._prefix):
             final = self.path(name)
             path = final + suffix
-            if suffix == REPLACED and listing.found(final) == path:
-                if is_remains(final):
+            if suffix == listing.REPLACED and listing.found(final) == path:
+                if listing.is_remains(final):
                     evict(self, final)
                 elif os.path.lexists(final):
                     _set_aside(final)
@@ -323,7 +321,7 @@ class LocalRead(NamedTuple):
 
     def read(self) -> ReadResult:
         """See `Pending.read`."""
-        if not is_below(os.path.realpath(self.folder), self.key):
+        if not checksums.is_below(os.path.realpath(self.folder), self.key):
             raise ValueError(f"{self.url}: a link out of the checkpoint")
         try:
             with open(self.url, "rb") as file:

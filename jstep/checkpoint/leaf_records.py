@@ -13,10 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Recorded
-from jstep.core import device_values, trees
+from jstep.core import compact_numbers, device_values, selection, trees
 from jstep.core.checks import kind
-from jstep.core.compact_numbers import opened
-from jstep.core.selection import VarList, resolve
 from jstep.core.slot_roles import Role, roles_in
 from jstep.state.fingerprints import as_text, leaf_key, stacked, words_of
 from jstep.state.slots import owners
@@ -147,7 +145,7 @@ def value_of(record: Leaf, half: Leaf | None, arrays: Mapping[str, Any]) -> Any:
         value = _carried(record, value, record.dtype)
     if half is None or half.array is None:
         return value
-    both = opened(value, arrays[half.array])
+    both = compact_numbers.opened(value, arrays[half.array])
     return np.asarray(both) if isinstance(value, np.ndarray) else both
 
 
@@ -224,7 +222,7 @@ def unique(paths: Iterable[str]) -> list[str]:
 # Leaves that `Saver(leave_out=…)` does not save, and their fingerprints.
 
 
-def left_out_indices(state: Any, leave_out: VarList) -> set[int]:
+def left_out_indices(state: Any, leave_out: selection.VarList) -> set[int]:
     """Return the indices, among the leaves of a state, of the parameters that are left out and of their slots.
 
     Raises:
@@ -239,7 +237,7 @@ def left_out_indices(state: Any, leave_out: VarList) -> set[int]:
             f"leave_out: selects among the params of a state, but this {type(state).__name__} has none; save a "
             "TrainState, or a dict with 'params'"
         )
-    chosen = resolve(params, leave_out, "leave_out")
+    chosen = selection.resolve(params, leave_out, "leave_out")
     roles, numbers = roles_in(state), numbers_of_leaves(state)
     left_out = {i for i, is_chosen in zip(jax.tree.leaves(_field(numbers, PARAMS)), chosen, strict=True) if is_chosen}
     for name, tree in slots.items() if isinstance(slots, Mapping) else ():

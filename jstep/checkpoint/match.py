@@ -12,11 +12,9 @@ import numpy as np
 from jstep.checkpoint import leaf_records, targets
 from jstep.checkpoint.leaf_records import GLOBAL_STEP, PARAMS, SLOTS, Keys
 from jstep.checkpoint.manifest import Leaf, LeftOut, Manifest
-from jstep.core import trees
+from jstep.core import compact_numbers, selection, trees
 from jstep.core.checks import array_type, kind, listing, shown
-from jstep.core.compact_numbers import opened, split
 from jstep.core.placement import is_of_host, on_devices, place_anywhere, target_sharding
-from jstep.core.selection import names_of
 from jstep.core.slot_roles import COPIES, Role, Roles, roles_in
 from jstep.state.slots import owners
 
@@ -298,7 +296,7 @@ def check_run(state: Any, manifest: Manifest, where: str) -> None:
 
 def _renamed(names: Names | None, target: Any, saved: set[str], where: str) -> dict[str, str]:
     """Return path in the target → path in the checkpoint, for paths that differ."""
-    given = {} if names is None else targets.entries(names, names_of(target), "target", _FORM)
+    given = {} if names is None else targets.entries(names, selection.names_of(target), "target", _FORM)
     if not isinstance(names, Mapping):
         given = {path: other for path, other in given.items() if other is not None}
     for path, other in given.items():
@@ -513,9 +511,9 @@ def copied_leaf(wanted: Wanted, values: Sequence[Any]) -> Any:
     if half is not None or wanted.copy.part is not None:
         both = original, None if half is None else values[half]
         top, low = (None if x is None else on_devices(jnp.asarray(x)) for x in both)
-        original = opened(top, low)
+        original = compact_numbers.opened(top, low)
     if wanted.copy.part is not None:
-        original = split(original.astype(jnp.float32))[wanted.copy.part]
+        original = compact_numbers.split(original.astype(jnp.float32))[wanted.copy.part]
     if wanted.is_numpy:
         return np.array(original, leaf.dtype)
     array = on_devices(original) if isinstance(original, jax.Array) else place_anywhere(np.array(original, dtype))

@@ -17,9 +17,6 @@ from typing import Any
 import jax
 
 from jstep.checkpoint import checksums, claims, listing, packs
-from jstep.checkpoint.checksums import Record, StartRead
-from jstep.checkpoint.claims import ObjectClaim, key_of, owner_in
-from jstep.checkpoint.listing import Checkpoints
 from jstep.checkpoint.manifest import NAME, CheckpointError, Manifest, decode, encode
 from jstep.checkpoint.store import Commit, Files, Store, Write
 from jstep.distributed import processes
@@ -37,12 +34,12 @@ class ObjectStore(Store):
     """A `Store` below a URL."""
 
     poll_secs = 10.0  # each look is a request
-    _claim: ObjectClaim | None = None
+    _claim: claims.ObjectClaim | None = None
 
     def __init__(self, url: str, prefix: str | None) -> None:
         super().__init__(url, prefix)
         self._objects = Directory(url)
-        self._listed: Checkpoints | None = None
+        self._listed: listing.Checkpoints | None = None
         """What a save in progress has listed, while it decides which checkpoints to keep."""
         self._hurried = False
         self._saving = ""
@@ -51,8 +48,9 @@ class ObjectStore(Store):
     def _name(self, path: str) -> str:
         return path.removeprefix(self.directory + "/")
 
-    def _list(self, prefix: str | None) -> Checkpoints:
-        return self._listed or Checkpoints(self._objects.listing("" if prefix is None else f"{prefix}-"), prefix)
+    def _list(self, prefix: str | None) -> listing.Checkpoints:
+        start = "" if prefix is None else f"{prefix}-"
+        return self._listed or listing.Checkpoints(self._objects.listing(start), prefix)
 
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
         """See `Store.newest_first`. Only manifests are listed; missing objects are found on restore."""
@@ -78,12 +76,12 @@ class ObjectStore(Store):
             raise CheckpointError(f"{url}: its data is in {manifest.data!r:.50}, where jstep never puts it")
         return manifest
 
-    def reads(self, path: str) -> StartRead:
+    def reads(self, path: str) -> checksums.StartRead:
         """See `Store.reads`."""
         name = self._name(path)
         return lambda key, *bounds: self._objects.start_read(f"{name}/{key}", *bounds)
 
-    def differences(self, path: str, expected: Mapping[str, Record]) -> dict[str, str]:
+    def differences(self, path: str, expected: Mapping[str, checksums.Record]) -> dict[str, str]:
         """See `Store.differences`."""
         return checksums.differences_of_objects(self.reads(path), expected)
 
@@ -100,11 +98,11 @@ class ObjectStore(Store):
 
         return orbax_arrays.read(spec(path), manifest, shardings, wait)
 
-    def lock(self) -> ObjectClaim:
+    def lock(self) -> claims.ObjectClaim:
         """See `Store.lock`. Reads, lists and writes once, within `STARTING` seconds."""
         with self._objects.within(STARTING):
             self._objects.mark(f"{self._prefix}-")
-            claim = ObjectClaim(self._objects, self._prefix)
+            claim = claims.ObjectClaim(self._objects, self._prefix)
             try:
                 self._list(self._prefix)
             except BaseException:
@@ -163,7 +161,7 @@ class ObjectStore(Store):
         self._saving = ""
         return []
 
-    def _clean_up(self, listed: Checkpoints, new: str, attempt: str, now: float) -> None:
+    def _clean_up(self, listed: listing.Checkpoints, new: str, attempt: str, now: float) -> None:
         """Remove what the new manifest has replaced, and what interrupted saves left behind."""
         for name, attempts in listed.attempts.items():
             old = [one for one in attempts if listing.is_old(one, now)]
@@ -333,7 +331,7 @@ class ObjectSave:
 
         It renews its claim, if it has the right to replace objects.
         """
-        key = key_of(self.name.rpartition("-")[0])
+        key = claims.key_of(self.name.rpartition("-")[0])
         began = time.monotonic()
         latest, next_look = began + _OUTCOME_TIMEOUT, began + claims.BEAT
         stamp, changed, renews = b"", began, False
@@ -345,7 +343,7 @@ class ObjectSave:
                 next_look = now + claims.BEAT
                 found = self.objects.read(key)
                 if found.stamp != stamp:
-                    renews = bool(stamp) or found.data is None or owner_in(found.data).get("beat", 0) != 0
+                    renews = bool(stamp) or found.data is None or claims.owner_in(found.data).get("beat", 0) != 0
                     stamp, changed = found.stamp, now
             return now > (min(latest, changed + _SILENT) if renews else began + patience)
 

@@ -11,14 +11,11 @@ import jax
 import numpy as np
 
 from jstep.checkpoint import leaf_records, match
-from jstep.checkpoint.leaf_records import SLOTS, Keys, changed_leaves
 from jstep.checkpoint.listing import misnamed, name
 from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Manifest, UnsupportedFormatError
-from jstep.checkpoint.match import Match, Names
 from jstep.checkpoint.store import Store
-from jstep.core import trees
+from jstep.core import meshes, trees
 from jstep.core.checks import listed, listing
-from jstep.core.meshes import internal_transfers
 from jstep.core.slot_roles import AGES, COPIES, Role, Roles, roles_in
 from jstep.distributed import processes
 from jstep.stores.urls import is_url
@@ -65,7 +62,7 @@ class Reader:
         step: int | None,
         partial: bool,
         averages: Sequence[str] | None,
-        names: Names | None,
+        names: match.Names | None,
         of_params: bool = False,
     ) -> Any:
         """See `Saver.restore`; with `of_params` the target is `{"params": params}`, as for `Saver.restore_params`."""
@@ -150,9 +147,9 @@ class Reader:
             raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {self._store.directory}")
         return step
 
-    def _read_leaves(self, path: str, manifest: Manifest, found: Match) -> list[Any]:
+    def _read_leaves(self, path: str, manifest: Manifest, found: match.Match) -> list[Any]:
         """Return the leaves of a target in its order: restored, kept, or copies of others."""
-        with internal_transfers():
+        with meshes.internal_transfers():
             values = [
                 match.keep_target_leaf(want, manifest.step) if want.source is None and want.copy is None else None
                 for want in found.wanted
@@ -173,7 +170,8 @@ class Reader:
                 if want.copy is not None:
                     values[i] = match.copied_leaf(want, values)
             pairs = zip(found.wanted, values, strict=True)
-            changed = changed_leaves([(one.left_out, value) for one, value in pairs if one.left_out is not None])
+            left_out = [(one.left_out, value) for one, value in pairs if one.left_out is not None]
+            changed = leaf_records.changed_leaves(left_out)
         if changed:
             _logger.warning(
                 "%s: target has other values, for leaves that Saver(leave_out=…) left out, than when the checkpoint "
@@ -184,7 +182,7 @@ class Reader:
             )
         return values
 
-    def _log_differences(self, path: str, step: int, target: Any, found: Match, values: Sequence[Any]) -> None:
+    def _log_differences(self, path: str, step: int, target: Any, found: match.Match, values: Sequence[Any]) -> None:
         """Log what a partial restore has left out: only this log shows a misspelt path."""
         if guards := [repr(want.path) for want in found.wanted if want.is_guard]:
             _logger.info(
@@ -375,7 +373,7 @@ def _stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> s
     before = dict(zip(keys, (leaf for _, leaf in leaves), strict=True))
     after = dict(zip(keys, values, strict=True))
     roles = roles_in(target)
-    starts = [key[1] for key in keys if len(key) == 2 and key[0] == SLOTS and roles.get(key[1]) in AGES]
+    starts = [key[1] for key in keys if len(key) == 2 and key[0] == leaf_records.SLOTS and roles.get(key[1]) in AGES]
     stale: dict[str, list[str]] = {}
     for index in left:
         key = keys[index]
@@ -395,7 +393,7 @@ def _stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> s
     return " ".join(_stale_text(start, paths, after) for start, paths in stale.items())
 
 
-def _is_ageless(keys: Keys, leaf: Any, roles: Roles) -> bool:
+def _is_ageless(keys: leaf_records.Keys, leaf: Any, roles: Roles) -> bool:
     """Return whether a slot is not subject to bias correction: a count, a guard's scalar or a held value."""
     if keys[1] in roles:
         return roles.has_one_value(keys[1]) and roles[keys[1]] is not Role.SHARED

@@ -20,11 +20,8 @@ from jstep.checkpoint.manifest import CheckpointError, Extra, Manifest, json_cop
 from jstep.checkpoint.match import Names
 from jstep.checkpoint.reading import Reader, newest_in_words, short
 from jstep.checkpoint.retention import Retention
-from jstep.core import trees
+from jstep.core import exceptions, meshes, placement, trees
 from jstep.core.checks import as_bool, as_function, as_int, as_number, kind
-from jstep.core.exceptions import note, scoped
-from jstep.core.meshes import internal_transfers
-from jstep.core.placement import is_on_cpus, refuse_compile_only
 from jstep.core.selection import VarList, check_form
 from jstep.distributed import processes
 from jstep.optimizers.averages import as_average_names
@@ -176,13 +173,13 @@ class Saver:
         """
         with self._lock:
             self._check_open()
-            refuse_compile_only(state, "state")
+            placement.refuse_compile_only(state, "state")
             # All processes start this save, or none of them.
             problem = "the last checkpoint was not saved; see the error of another process"
             processes.on_all_processes(self.wait, problem, CheckpointError)
             given = extra if isinstance(extra, Extra) else Extra(extra, {})
             given = Extra(json_copy(given.values, "extra"), given.files)
-            with internal_transfers():
+            with meshes.internal_transfers():
                 path = self._save(state, step, given)
             if not self._async_save:
                 self.wait()
@@ -237,7 +234,7 @@ class Saver:
         if names is not None and target is None:
             raise ValueError("names: must come with a target, whose paths it maps")
         with self._between_saves():
-            refuse_compile_only(target, "target")
+            placement.refuse_compile_only(target, "target")
             return self._reader.restore(target, step, partial, averages, names)
 
     def restore_params(
@@ -283,7 +280,7 @@ class Saver:
             )
         step, averages = _step_or_none(step), as_average_names(use_averages)
         with self._between_saves():
-            refuse_compile_only(target_params, "target_params")
+            placement.refuse_compile_only(target_params, "target_params")
             target = {PARAMS: target_params}
             return self._reader.restore(target, step, False, averages, names, of_params=True)[PARAMS]
 
@@ -385,7 +382,7 @@ class Saver:
             except Exception as error:
                 self._failure = self._failure or error
 
-    @scoped
+    @exceptions.scoped
     def flushing(self, flush: Callable[[], None]) -> Iterator[None]:
         r"""A context in which each save calls a function in the background, before its checkpoint exists.
 
@@ -457,7 +454,7 @@ class Saver:
         except CheckpointError as failure:
             if error is None:
                 raise
-            note(error, f"Additionally, {failure}")  # the error that left the block matters more
+            exceptions.note(error, f"Additionally, {failure}")  # the error that left the block matters more
 
     def __repr__(self) -> str:
         return f"<jstep.Saver {self._store.path(self.prefix)}-*>"
@@ -573,7 +570,8 @@ def is_worthwhile(arrays: Iterable[Any]) -> bool:
     """
     by_size = sorted(arrays, key=lambda array: int(array.nbytes))
     looked_into = by_size[-1 :: -max(1, len(by_size) // _ARRAYS)]  # the largest among them
-    if jax.process_count() > 1 or not all(isinstance(array, np.ndarray) or is_on_cpus(array) for array in looked_into):
+    are_here = all(isinstance(array, np.ndarray) or placement.is_on_cpus(array) for array in looked_into)
+    if jax.process_count() > 1 or not are_here:
         return False
     before, after = 0, 0.0
     for array in looked_into:

@@ -17,7 +17,6 @@ from concurrent import futures
 from typing import Any, NamedTuple, Protocol
 
 from jstep.checkpoint import checksums
-from jstep.checkpoint.checksums import Record, StartRead
 from jstep.checkpoint.claims import FileClaim, ObjectClaim
 from jstep.checkpoint.listing import TEMPORARY
 from jstep.checkpoint.manifest import CheckpointError, Manifest
@@ -27,7 +26,7 @@ _logger = logging.getLogger("jstep")
 _HOLDERS: "weakref.WeakValueDictionary[tuple[str, str], Store]" = weakref.WeakValueDictionary()
 """The claims of this process: directory and prefix → the store that has it."""
 
-Files = Mapping[str, Record]
+Files = Mapping[str, checksums.Record]
 """Path below a checkpoint → record of that file or object: its `bytes`, and checksums or a stamp."""
 
 
@@ -149,10 +148,10 @@ class Store(Protocol):
             return packs.read(self.reads(path), manifest, shardings)
         return self.read_arrays(path, manifest, shardings)
 
-    def reads(self, path: str) -> StartRead:
+    def reads(self, path: str) -> checksums.StartRead:
         """Return the function that starts to read files of a checkpoint."""
 
-    def differences(self, path: str, expected: Mapping[str, Record]) -> dict[str, str]:
+    def differences(self, path: str, expected: Mapping[str, checksums.Record]) -> dict[str, str]:
         """Return how files of a checkpoint differ from their records, for arrays that are not packed; "" if not."""
 
     def read_arrays(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:

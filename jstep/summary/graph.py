@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from jstep.core import checks
+from jstep.core import checks, trees
 from jstep.core.jaxprs import Operation, Subprogram, argument_names, body_of, evaluate, name_stack, shown_parameters
-from jstep.core.trees import path_str
 from jstep.stores.event_files import is_message, parsed, proto
 from jstep.stores.files import replace_file
 from jstep.stores.urls import join, location
@@ -248,7 +247,7 @@ def from_traced(traced: Any) -> Any:
         for i, (var, value) in enumerate(zip(body.jaxpr.constvars, body.consts, strict=True))
     ]
     results = walker.operations(body, constants, inputs, "")
-    names = [path_str(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)]
+    names = [trees.path_str(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)]
     for value, var, path in zip(results, body.jaxpr.outvars, names, strict=True):
         walker.node("result", path or "value", "Result", [walker.ref(value, var, "result")], var)
     return walker.graph
@@ -261,10 +260,10 @@ def _argument_names(traced: Any, count: int) -> list[str]:
     names = []
     for i, (keys, _) in enumerate(leaves):
         if keys[0].idx == 1:  # keyword arguments
-            names.append(path_str(keys[1:]))
+            names.append(trees.path_str(keys[1:]))
             continue
         root = re.match(r"\w+", (written[i] if i < len(written) else None) or "")
-        names.append("/".join(filter(None, [root.group() if root else f"arg{keys[1].idx}", path_str(keys[2:])])))
+        names.append("/".join(filter(None, [root.group() if root else f"arg{keys[1].idx}", trees.path_str(keys[2:])])))
     return names if len(names) == count else [f"arg{i}" for i in range(count)]
 
 

@@ -20,9 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import get_opaque_trace_state as _trace
 
+from jstep.core import exceptions, meshes
 from jstep.core.checks import as_function, as_text, kind, shown
-from jstep.core.exceptions import setting
-from jstep.core.meshes import internal_transfers
 from jstep.core.placement import is_on_cpus
 from jstep.core.trees import has_tracers, is_traced
 from jstep.differentiate import loss_outputs
@@ -154,7 +153,7 @@ def keep(x: Any) -> Any:
         return x
     if isinstance(x, jax.Array):
         if is_here(x):
-            with internal_transfers():
+            with meshes.internal_transfers():
                 return np.array(x)
         if not x.is_fully_addressable and x.is_fully_replicated:
             x = x.addressable_data(0)
@@ -329,7 +328,7 @@ def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Su
     @functools.wraps(fn)
     def collected(*args: P.args, **kwargs: P.kwargs) -> tuple[R, Summary | None]:
         collector = Collector(key)
-        with setting(COLLECTORS, (*COLLECTORS.get(), collector)):
+        with exceptions.setting(COLLECTORS, (*COLLECTORS.get(), collector)):
             result = fn(*args, **kwargs)
         parts = [*collector.parts, *_returned(result, collector)]
         return result, merge_parts(parts) if parts else None

@@ -17,10 +17,8 @@ from typing import Any, Self, TypeAlias
 import jax
 import numpy as np
 
+from jstep.core import exceptions, meshes, threads
 from jstep.core.checks import as_int, as_number, kind, shown
-from jstep.core.exceptions import note
-from jstep.core.meshes import internal_transfers
-from jstep.core.threads import Thread, join
 from jstep.core.trees import Step, is_traced
 from jstep.stores.event_files import CHECKSUMS, frame, imported, is_message, parsed, proto
 from jstep.stores.urls import location
@@ -76,7 +74,7 @@ class Worker:
         self._buffer: list[bytes] = []
         self._due = 0.0
         name = f"jstep-summary-{os.path.basename(self.path)}"
-        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._thread = threads.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         _running.add(self)
 
@@ -153,7 +151,7 @@ class Worker:
         """Write the queued jobs, close the file and end the thread; after Ctrl-C, the next call waits for that."""
         if not self._ended:
             self.request_close()
-        join(self._thread)
+        threads.join(self._thread)
         _running.discard(self)
 
     def _run(self) -> None:
@@ -206,7 +204,7 @@ class Worker:
         if self._broken is not None:
             return
         try:
-            with internal_transfers():
+            with meshes.internal_transfers():
                 events, errors = self._encode(what, step, wall_time)
             records = [frame(event) for event in events]
         except Exception as error:
@@ -219,7 +217,7 @@ class Worker:
 
     def _keep(self, error: Exception) -> None:
         if self._error is None:
-            note(error, f"raised on the writer's thread of {self.path}")
+            exceptions.note(error, f"raised on the writer's thread of {self.path}")
             self._error = error
 
     def _flush(self) -> None:
@@ -502,7 +500,7 @@ class SummaryWriter:
         except Exception as closing:
             if error is None:
                 raise
-            note(error, f"closing the summary writer failed too: {closing!r}")
+            exceptions.note(error, f"closing the summary writer failed too: {closing!r}")
 
     def __repr__(self) -> str:
         return f"SummaryWriter({self.logdir!r}{', closed' if self._closed else ''})"

@@ -15,15 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint import leaf_records
+from jstep.checkpoint import leaf_records, targets
 from jstep.checkpoint.manifest import CheckpointError, Leaf, Manifest
 from jstep.checkpoint.names import open_store
 from jstep.checkpoint.reading import first_of, read_and_verify, short
 from jstep.checkpoint.store import Store
-from jstep.checkpoint.targets import require_value
-from jstep.core import placement, trees
+from jstep.core import meshes, placement, trees
 from jstep.core.checks import as_bool, kind, listing, shown
-from jstep.core.meshes import internal_transfers
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.distributed import processes
 from jstep.weights import match
@@ -116,14 +114,14 @@ def load_weights(
             raise _misfit(found, source.path)
         for wanted in found.wanted:
             if wanted.source is None:
-                require_value(wanted)
+                targets.require_value(wanted)
         leaves = [wanted.leaf for wanted in found.wanted]
         # Leaves with transforms come first, since the result of a transform may not fit.
         for i, wanted in enumerate(found.wanted):
             if wanted.source is not None and wanted.transform is not None:
                 name = wanted.source.name
                 result = match.transformed(wanted.transform, np.asarray(source.read({name: None})[name]), wanted.path)
-                with internal_transfers():
+                with meshes.internal_transfers():
                     array = np.asarray(result)
                 problem = wanted.difference(array.shape, array.dtype)
                 if not problem:
@@ -132,7 +130,7 @@ def load_weights(
                 found.wanted[i] = dataclasses.replace(wanted, source=None, problem=problem)
                 if not partial:
                     raise _misfit(found, source.path, i + 1)
-                require_value(wanted)
+                targets.require_value(wanted)
         if found.differences():
             nothing = "" if any(wanted.source for wanted in found.wanted) else ", and nothing was loaded"
             _logger.warning(
@@ -357,7 +355,7 @@ def _checkpoint_of_jstep(path: str, partial: bool) -> tuple[dict[str, Tensor], R
             stored |= dict.fromkeys(_arrays_of(leaf, half), of_both)
         found = _read(store, path, manifest, stored, not verified)
         verified = True
-        with internal_transfers():
+        with meshes.internal_transfers():
             return {name: leaf_records.value_of(*saved[name], found) for name in shardings}
 
     arrays: dict[str, Tensor] = {}

@@ -12,11 +12,8 @@ import numpy as np
 
 from jstep.checkpoint import targets
 from jstep.checkpoint.leaf_records import PARAMS, as_integers
-from jstep.core import placement, trees
+from jstep.core import exceptions, meshes, placement, selection, trees
 from jstep.core.checks import array_type, kind, shown
-from jstep.core.exceptions import note
-from jstep.core.meshes import internal_transfers
-from jstep.core.selection import ambiguous, names_of
 
 # The `names` argument, the tensor of each leaf by it, and what does not fit.
 
@@ -53,10 +50,10 @@ def rules(names: Any, tree: Any, what: str) -> list[Rule]:
         TypeError: `names` has values other than names.
         ValueError: `names` has a path that is not in the tree, or two leaves share a path.
     """
-    known = names_of(tree)
+    known = selection.names_of(tree)
     for path, count in Counter(found[0] for found in known).items():
         if count > 1:
-            raise ValueError(ambiguous(what, path, count))
+            raise ValueError(selection.ambiguous(what, path, count))
     given = targets.entries(
         names, known, what, f"a mapping from paths of {what} to names of tensors, or a function (path) -> name"
     )
@@ -80,7 +77,7 @@ def transformed(transform: Transform, array: Any, path: str) -> Any:
     try:
         result = transform(array)
     except Exception as error:
-        note(error, f"(in the transform of names for {path!r})")
+        exceptions.note(error, f"(in the transform of names for {path!r})")
         raise
     if not trees.is_array(result):
         raise TypeError(f"names: the transform for {path!r} returned {kind(result)}: must return an array")
@@ -303,7 +300,7 @@ def placed(wanted: Wanted, read: Any) -> Any:
         if read.dtype == wanted.dtype and not placement.is_on_cpus(read):
             return read
         # On the CPU an array may alias the memory that it was read into, which is not reused when it is donated.
-        with internal_transfers():
+        with meshes.internal_transfers():
             shards = read.addressable_shards
             read = {placement.bounds(one.index, wanted.shape): np.asarray(one.data) for one in shards}
     if not isinstance(read, Mapping):

@@ -12,8 +12,7 @@ from etils import epath
 
 from jstep.checkpoint.leaf_records import GLOBAL_STEP, keys_of, unique
 from jstep.checkpoint.manifest import NAME as MANIFEST
-from jstep.core import trees
-from jstep.core.meshes import internal_transfers
+from jstep.core import meshes, trees
 from jstep.weights.tensors import Read, Tensor
 
 _LONGEST = 300  # characters of an error of Orbax
@@ -60,7 +59,7 @@ def opened(folder: str) -> tuple[dict[str, Tensor], Read]:
                 shape = arrays[name].shape
                 options[i] = ocp.ArrayRestoreArgs(sharding=sharding, global_shape=shape, strict=True)
         arguments = ocp.args.PyTreeRestore(structure.unflatten(item), structure.unflatten(options))
-        with internal_transfers():
+        with meshes.internal_transfers():
             restored = jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(epath.Path(folder), args=arguments))
             # With a sharding, Orbax returns typed PRNG keys as such.
             return {name: trees.key_data(one) for name, one in zip(names, restored, strict=True) if name in wanted}

@@ -19,10 +19,8 @@ import numpy as np
 from jstep.checkpoint.claims import is_alive, this_process
 from jstep.checkpoint.leaf_records import require_value
 from jstep.checkpoint.names import is_utf8
-from jstep.core import device_values, trees
+from jstep.core import device_values, meshes, placement, trees
 from jstep.core.checks import as_int, kind, shown
-from jstep.core.meshes import internal_transfers
-from jstep.core.placement import refuse_shapes
 from jstep.distributed.processes import on_all_processes
 from jstep.stores.files import make_folders, new_file, sync_folder
 from jstep.weights.files import INDEX, local
@@ -261,7 +259,7 @@ def save_weights(
     package()
     path, metadata = _file(path), _metadata(metadata)
     limit = as_int(max_shard_bytes, "max_shard_bytes", 1)
-    refuse_shapes(params, "params")
+    placement.refuse_shapes(params, "params")
     shards = _shards(_items(params, names), limit)
     files = Files(path, len(shards))
     # Gathering is a collective: all processes take part to the end, even if the first one fails.
@@ -361,13 +359,13 @@ def _call(transform: Transform, array: Any, path: str) -> np.ndarray[Any, Any]:
     array = array.view()
     array.flags.writeable = False  # it may alias the user's array
     result = transformed(transform, array, path)
-    with internal_transfers():
+    with meshes.internal_transfers():
         return np.asarray(result)
 
 
 def _host(leaf: Any) -> np.ndarray[Any, Any]:
     """Return a leaf on the host, whichever processes hold its parts: a collective on several processes."""
-    with internal_transfers():
+    with meshes.internal_transfers():
         if not isinstance(leaf, jax.Array):
             return np.asarray(leaf)
         if leaf.is_fully_addressable or leaf.is_fully_replicated:
