@@ -48,6 +48,11 @@ class LargeBytes:
         self._data, self.load = data, load
         self._digest: bytes | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes in memory."""
+        return len(self._data or b"")
+
     def read(self) -> bytes:
         """Return the bytes."""
         data = self._data  # another thread may be writing them

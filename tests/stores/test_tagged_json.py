@@ -410,7 +410,7 @@ def test_large_bytes_that_were_written_are_compared_by_their_hash():
     one, two = LargeBytes(b"a" * 9), LargeBytes(b"a" * 9)
     assert one == two != LargeBytes(b"a")
     one.written()
-    assert one == two
+    assert (one, one.nbytes) == (two, 0)
     with pytest.raises(RuntimeError, match="not kept in memory"):
         one.read()
     one.load = lambda: b"a" * 9
