@@ -1,0 +1,129 @@
+"""Programs that are compiled ahead: all stages are traced before a run begins, and compiled before they are due."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jstep.core import trees
+from jstep.core.exceptions import note
+from jstep.core.matching import difference
+from jstep.core.threads import in_background
+from jstep.data.loaders import Source
+from jstep.data.placement import as_shardings, copied, placement
+from jstep.data.sequence import BatchSequence
+from jstep.loop.compiler import CompileJob, is_done, shapes_of
+from jstep.loop.feeder import FirstBatch
+from jstep.loop.run import Run
+from jstep.loop.stages import Segment, Stage, StageBoundaries
+from jstep.training.step import refuse_a_loss
+
+_HINT = "; if it is the smaller last batch of an epoch, drop_remainder=True leaves it out"
+
+
+def compile_ahead(run: Run, boundaries: StageBoundaries, source: Source) -> None:
+    """Trace the stages of a run whose first batch can be indexed, and compile later ones in the background.
+
+    Args:
+        run: The run.
+        boundaries: The steps at which another program follows.
+        source: The batches.
+
+    Raises:
+        ValueError: A stage does not fit the state or its batch; names its first step.
+    """
+    first, *later = boundaries.segments(run.first, run.options.last_step)
+    if not later:
+        return
+    programs, shapes = run.programs, shapes_of(run.state)
+    seen: set[Any] = set()
+    for segment in (first, *later):
+        stage, args = programs.stages[segment.stage], None
+        if not stage.is_compiled:
+            continue
+        is_indexed = hasattr(source.by_step, "__getitem__") and segment.is_edge and segment is not first
+        if isinstance(source.by_step, BatchSequence) or is_indexed:
+            args = _shapes_of_batch(source, segment.first, run.options.batch_sharding)
+            if args is None:  # the batches end earlier
+                break
+            key = (segment.stage, trees.structure(args), tuple(jax.tree.leaves(args)))
+            if key in seen:
+                continue
+            seen.add(key)
+            if segment is not first:
+                _check(stage, shapes, args, segment)
+        elif not segment.is_edge:
+            continue
+        if segment is not first:
+            make = functools.partial(programs.compile, segment.first)
+            programs.compiler.jobs.append(CompileJob(segment.first, stage.name, make, args))
+
+
+def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any] | None) -> None:
+    """Compile a run's first program in the background, while the state is restored, if it is compiled at all.
+
+    Args:
+        run: The run.
+        first: The first batch, being made in a thread.
+        shapes: Returns the shapes of the first batch without making it; None if they are not known.
+    """
+    programs, start, batch_sharding = run.programs, run.first, run.options.batch_sharding
+    stage, compiler = programs.stage_of(start), programs.compiler
+    if not stage.is_compiled:
+        return
+
+    def make(_: tuple[Any, ...]) -> None:
+        if shapes is not None and batch_sharding is None:
+            # A daemon: a reader of the user's may hang.
+            known = in_background(shapes, name="jstep-shapes", daemon=True)
+            batch = known.result() if is_done(known, compiler.closed.is_set) else None
+        else:
+            batch = first.peek(compiler.closed.is_set)
+        if batch is None:
+            return
+        args = _shapes_as_args(batch, batch_sharding)
+        del batch  # so that only the loop holds it
+        with run.times.compiling():
+            programs.compile(start, args)
+
+    compiler.begin(CompileJob(start, stage.name, make, is_quiet=True))
+
+
+def _shapes_of_batch(source: Source, step: int, batch_sharding: Any) -> tuple[Any, ...] | None:
+    try:
+        batch = copied(source.by_step[step], fresh=True)
+    except IndexError:
+        return None
+    try:
+        return _shapes_as_args(batch, batch_sharding)
+    except ValueError as error:
+        note(error, f"This is batch {step}, whose shapes are checked before the first step{_HINT}.")
+        raise
+
+
+def _shapes_as_args(batch: Any, batch_sharding: Any) -> tuple[Any, ...]:
+    """The shapes and shardings of the arguments that a batch becomes."""
+    placed = batch if batch_sharding is None else placement(as_shardings(batch_sharding))(batch)
+    return shapes_of(trees.arguments_of(placed))
+
+
+def _check(stage: Stage, state: Any, args: tuple[Any, ...], segment: Segment) -> None:
+    """Trace a stage and check the state that it returns; JAX caches the trace for the compilation."""
+    name = f"train_step[{segment.first}]" if segment.is_edge else "train_step"
+    try:
+        new = stage.trace(state, args).out_info[0]
+    except Exception as error:
+        refuse_a_loss(stage.step, state, args, error, name)
+        which = ", its first one, with the state and the batch of that step"
+        if not segment.is_edge:
+            which = f" with batch {segment.first}, whose shapes differ from those of the batch before"
+        raise ValueError(
+            f"{name}: it cannot take step {segment.first}{which}: {type(error).__name__}: {error}"
+            f"{'' if segment.is_edge else _HINT}"
+        ) from error
+    if different := difference(new, state):
+        raise ValueError(
+            f"{name}: all training steps of a run share one structure of the state, but this one returns a state "
+            f"{different}; freeze parameters with var_list, and give all stages optimizers with the same slots"
+        )
