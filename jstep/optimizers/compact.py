@@ -27,7 +27,7 @@ from jstep.optimizers import by_slices, leaf_values, nested
 from jstep.optimizers.compose import trained
 from jstep.optimizers.nested import CONDITIONS, Conditions, report_condition
 from jstep.optimizers.updates import Projected, add, is_update
-from jstep.state.global_step import step_of
+from jstep.state.global_step import step_array
 from jstep.state.sharding import state_shardings
 from jstep.state.slots import masters_of, values_of
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
@@ -544,7 +544,7 @@ def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimi
 
 
 def _shapes(state: TrainState, optimizer: Optimizer) -> Slots:
-    return jax.eval_shape(lambda params, step: dict(optimizer.init(params, step)), state.params, step_of(state))
+    return jax.eval_shape(lambda params, step: dict(optimizer.init(params, step)), state.params, step_array(state))
 
 
 def _check(argument: str, have: Slots, wanted: Slots) -> None:

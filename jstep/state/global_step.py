@@ -86,7 +86,7 @@ def found_step(state: Any) -> Array | None:
     return own
 
 
-def step_of(state: Any, *, scalar: bool = False) -> Array:
+def step_array(state: Any, *, scalar: bool = False) -> Array:
     """Return the global step of a state, which must have one, as an array.
 
     Args:
@@ -145,7 +145,7 @@ def global_step(state: Any) -> int:
         >>> jstep.global_step(jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1)))
         0
     """
-    step = step_of(state, scalar=True)
+    step = step_array(state, scalar=True)
     require_alive({"global_step": step})
     placement.refuse_shapes(step, "state")
     try:
@@ -195,7 +195,7 @@ def increment_global_step(state: Any, amount: Step = 1) -> Any:
         5
     """
     more = _as_count(amount, "amount")
-    before = step_of(state, scalar=True)
+    before = step_array(state, scalar=True)
     placement.refuse_shapes(before, "state")
     later = later_step(before, more)
     if isinstance(state, Mapping):

@@ -27,7 +27,7 @@ from jstep.optimizers.compose import without_frozen
 from jstep.optimizers.host_slots import TRANSFERS, Transfers, with_small_ones_loaded
 from jstep.optimizers.nested import ADVANCES, StepInputs, call_update, inner_context, is_guarded
 from jstep.optimizers.updates import apply_in_order, moves
-from jstep.state.global_step import later_step, require_alive, step_of
+from jstep.state.global_step import later_step, require_alive, step_array
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 from jstep.training.metrics import SKIPPED
 
@@ -104,7 +104,7 @@ def applied(state: TrainState, grads: Updates, optimizer: OptimizerLike, increme
 
     def run(state: TrainState, grads: Updates, known: Context) -> Applied:
         # Always 1, which XLA cannot know.
-        transfers = None if limit is None else Transfers(limit, jnp.where(step_of(state) >= 0, 1, 0))
+        transfers = None if limit is None else Transfers(limit, jnp.where(step_array(state) >= 0, 1, 0))
         with setting(TRANSFERS, transfers):
             found = _updated(state, grads, optimizer, increment, known._replace(value_and_grad=evaluate))
         shown = moves(state.params, found.updates)  # as added to the parameters
@@ -121,7 +121,7 @@ def applied(state: TrainState, grads: Updates, optimizer: OptimizerLike, increme
 
 def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> Applied:
     """The next state, with the old parameters."""
-    step = step_of(state)
+    step = step_array(state)
     match_gradients(grads, state.params)  # even if no element of a chain checks them
     held = {name: tree for name, tree in state.slots.items() if name != MODEL_STATE}
     roles = roles_of(optimizer, state.params)

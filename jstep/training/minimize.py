@@ -30,7 +30,7 @@ from jstep.optimizers import guards
 from jstep.optimizers.averages import as_average_names, averaged_params
 from jstep.optimizers.compose import frozen_leaves, warn_of_order
 from jstep.optimizers.hyperparameters import value_at
-from jstep.state.global_step import step_of
+from jstep.state.global_step import step_array
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 from jstep.training.apply_gradients import applied, layouts_of, skip_metrics, unless_skipped
 from jstep.training.metrics import SKIPPED, MetricFn, Metrics, Requested, requested, shown_slots, split, values_used
@@ -269,7 +269,7 @@ class Minimizing:
         self, state: TrainState, args: tuple[Any, ...], batch_specs: Any, lanes: Lanes | None = None
     ) -> tuple[TrainState, Metrics]:
         """Run one step."""
-        step = step_of(require_state(state))
+        step = step_array(require_state(state))
         if self.has_model_state and MODEL_STATE not in state.slots:
             raise ValueError(
                 "has_model_state=True, but the state has none: create it with TrainState.create(..., model_state=…)"
@@ -306,7 +306,7 @@ class Minimizing:
 
         named = {
             "the optimizer's hyperparameters": values_used(
-                self.optimizer.hyperparameters(step_of(state)), done.roles, state.slots
+                self.optimizer.hyperparameters(step_array(state)), done.roles, state.slots
             ),
             "the optimizer's slots": shown_slots(done.roles, state.slots) | skipped,
             **shown_losses(part, self.has_aux, is_several=isinstance(self.differentiate, SeveralLosses)),

@@ -11,7 +11,7 @@ import jstep
 from jstep.core import checks
 from jstep.core.device_values import as_scalar
 from jstep.core.matching import difference
-from jstep.state.global_step import require_alive, step_of
+from jstep.state.global_step import require_alive, step_array
 from jstep.state.train_state import require_state
 
 
@@ -73,7 +73,7 @@ def test_a_failing_repr_is_tolerated() -> None:
 def test_states() -> None:
     state = jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1))
     assert require_state(state) is state
-    assert step_of(state) is state.global_step
+    assert step_array(state) is state.global_step
     require_alive(state)
     with pytest.raises(TypeError, match="state: must be a TrainState, got a dict"):
         require_state({"w": 1.0})
