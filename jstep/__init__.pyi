@@ -32,18 +32,18 @@ from jstep.differentiate.clipping import clip_by_global_norm as clip_by_global_n
 from jstep.differentiate.clipping import clip_by_norm as clip_by_norm
 from jstep.differentiate.clipping import clip_by_value as clip_by_value
 from jstep.differentiate.clipping import global_norm as global_norm
+from jstep.differentiate.gradients import gradients as gradients
+from jstep.differentiate.gradients import stop_gradient as stop_gradient
 from jstep.differentiate.loss_gradients import GATE_GRAPH as GATE_GRAPH
 from jstep.differentiate.loss_gradients import GATE_NONE as GATE_NONE
 from jstep.differentiate.loss_gradients import GATE_OP as GATE_OP
 from jstep.differentiate.loss_gradients import compute_gradients as compute_gradients
-from jstep.differentiate.gradients import gradients as gradients
-from jstep.differentiate.gradients import stop_gradient as stop_gradient
 from jstep.differentiate.microbatches import AggregationMethod as AggregationMethod
 
 # Gradients and clipping: the others.
 from jstep.differentiate.clipping import layer_norms as layer_norms
-from jstep.differentiate.lookup import lookup as lookup
 from jstep.differentiate.gradients import map_gradients as map_gradients
+from jstep.differentiate.lookup import lookup as lookup
 
 # Optimizers: those of TensorFlow 1, `AdamOptimizer` as `adam`.
 from jstep.optimizers.adam import adam as adam
@@ -56,6 +56,7 @@ from jstep.optimizers.classic import rmsprop as rmsprop
 
 # Optimizers: the others.
 from jstep.optimizers.adam import adabelief as adabelief
+from jstep.optimizers.adam import adafactor as adafactor
 from jstep.optimizers.adam import adamax as adamax
 from jstep.optimizers.adam import adamw as adamw
 from jstep.optimizers.adam import adan as adan
@@ -66,18 +67,17 @@ from jstep.optimizers.adam import radam as radam
 from jstep.optimizers.adam import yogi as yogi
 from jstep.optimizers.classic import madgrad as madgrad
 from jstep.optimizers.classic import sgd as sgd
-from jstep.optimizers.layerwise import adafactor as adafactor
 from jstep.optimizers.layerwise import lamb as lamb
 from jstep.optimizers.layerwise import lars as lars
-from jstep.optimizers.layerwise import lion as lion
 from jstep.optimizers.layerwise import novograd as novograd
-from jstep.optimizers.layerwise import rprop as rprop
-from jstep.optimizers.layerwise import signum as signum
 from jstep.optimizers.muon import muon as muon
 from jstep.optimizers.parameter_free import prodigy as prodigy
 from jstep.optimizers.parameter_free import schedule_free_adamw as schedule_free_adamw
 from jstep.optimizers.parameter_free import schedule_free_params as schedule_free_params
 from jstep.optimizers.parameter_free import schedule_free_sgd as schedule_free_sgd
+from jstep.optimizers.sign import lion as lion
+from jstep.optimizers.sign import rprop as rprop
+from jstep.optimizers.sign import signum as signum
 from jstep.optimizers.soap import soap as soap
 
 # Wrappers of optimizers: those of TensorFlow 1, by its names.
@@ -86,51 +86,51 @@ from jstep.optimizers.averages import ExponentialMovingAverage as ExponentialMov
 # Wrappers of optimizers: the others.
 from jstep.optimizers.averages import averaged_params as averaged_params
 from jstep.optimizers.averages import lookahead as lookahead
-from jstep.optimizers.low_precision import master_weights as master_weights
 from jstep.optimizers.averages import slow_params as slow_params
-from jstep.optimizers.low_precision import stochastic_rounding as stochastic_rounding
 from jstep.optimizers.averages import with_moving_average as with_moving_average
 from jstep.optimizers.compact import compact as compact
 from jstep.optimizers.compact import repack as repack
-from jstep.optimizers.constraints import cautious as cautious
 from jstep.optimizers.compose import chain as chain
 from jstep.optimizers.compose import partition as partition
 from jstep.optimizers.compose import scope as scope
+from jstep.optimizers.constraints import cautious as cautious
 from jstep.optimizers.constraints import with_projection as with_projection
 from jstep.optimizers.guards import dynamic_loss_scale as dynamic_loss_scale
 from jstep.optimizers.guards import skip_nonfinite as skip_nonfinite
 from jstep.optimizers.guards import update_every as update_every
 from jstep.optimizers.guards import with_noise_scale as with_noise_scale
+from jstep.optimizers.low_precision import master_weights as master_weights
+from jstep.optimizers.low_precision import stochastic_rounding as stochastic_rounding
 from jstep.optimizers.muon import on_hyperball as on_hyperball
 
 # Elements of a chain.
 from jstep.optimizers.adam import scale_by_adam as scale_by_adam
 from jstep.optimizers.classic import scale_by_rms as scale_by_rms
 from jstep.optimizers.classic import trace as trace
-from jstep.optimizers.gradient_transformations import clip_gradients as clip_gradients
 from jstep.optimizers.gradient_transformations import add_noise as add_noise
+from jstep.optimizers.gradient_transformations import add_weight_decay as add_weight_decay
 from jstep.optimizers.gradient_transformations import centralize_gradients as centralize_gradients
+from jstep.optimizers.gradient_transformations import clip_gradients as clip_gradients
+from jstep.optimizers.gradient_transformations import decay_weights as decay_weights
 from jstep.optimizers.gradient_transformations import normalize_gradients as normalize_gradients
-from jstep.optimizers.layerwise import scale_by_lion as scale_by_lion
-from jstep.optimizers.layerwise import scale_by_trust_ratio as scale_by_trust_ratio
-from jstep.optimizers.muon import normalize_neurons as normalize_neurons
-from jstep.optimizers.muon import orthogonalize as orthogonalize
 from jstep.optimizers.gradient_transformations import scale as scale
 from jstep.optimizers.gradient_transformations import scale_by_learning_rate as scale_by_learning_rate
 from jstep.optimizers.gradient_transformations import scale_updates as scale_updates
-from jstep.optimizers.gradient_transformations import add_weight_decay as add_weight_decay
-from jstep.optimizers.gradient_transformations import decay_weights as decay_weights
+from jstep.optimizers.layerwise import scale_by_trust_ratio as scale_by_trust_ratio
+from jstep.optimizers.muon import normalize_neurons as normalize_neurons
+from jstep.optimizers.muon import orthogonalize as orthogonalize
+from jstep.optimizers.sign import scale_by_lion as scale_by_lion
 
 # Optimizers of one's own.
 from jstep.core.trees import Context as Context
 from jstep.core.trees import Optimizer as Optimizer
-from jstep.optimizers.rules import from_direction as from_direction
+from jstep.optimizers.compose import stateless as stateless
 from jstep.optimizers.from_optax import from_optax as from_optax
 from jstep.optimizers.rules import Slot as Slot
+from jstep.optimizers.rules import from_direction as from_direction
 from jstep.optimizers.rules import leafwise as leafwise
-from jstep.optimizers.updates import map_leaves as map_leaves
-from jstep.optimizers.compose import stateless as stateless
 from jstep.optimizers.updates import apply_updates as apply_updates
+from jstep.optimizers.updates import map_leaves as map_leaves
 
 # Hyperparameters and schedules: those of TensorFlow 1, by its names.
 from jstep.schedules.compose import piecewise_constant as piecewise_constant

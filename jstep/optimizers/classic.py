@@ -1,4 +1,4 @@
-"""The classics: gradient descent, momentum, Adagrad, Adadelta, dual averaging."""
+"""The classics: gradient descent, momentum, Adagrad, RMSProp, Adadelta, and dual averaging: FTRL, MADGRAD."""
 
 from __future__ import annotations
 
