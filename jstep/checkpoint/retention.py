@@ -1,4 +1,4 @@
-"""Retention of checkpoints, the last few and one every N hours permanently: whatever deletes a checkpoint is here."""
+"""Retention of checkpoints, the last few and one every N hours permanently: whatever deletes a saved one is here."""
 
 import contextlib
 import dataclasses

@@ -9,7 +9,7 @@ this is rarely needed.
 
 A round adds to one digit a hash of the other: multiply-shift, mixed once more, with the keys of that
 round. It is not a cipher, but passes as a random permutation in the statistics of
-tests/test_permutation.
+tests/data/test_permutation.py.
 """
 
 import functools

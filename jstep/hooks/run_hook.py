@@ -84,7 +84,7 @@ class Reports:
         writer: The writer of event files; None if there is no logdir.
         timeline: The file of lines about the run; None if none is open.
         flushes: Functions that are called in the background before each checkpoint of the run exists: they flush what
-            must not be older than the checkpoint. Hooks append theirs in `use_run`.
+            must not be older than the checkpoint. Hooks append theirs in `use_run`, others as the run begins.
     """
 
     sums: MetricSums = dataclasses.field(default_factory=MetricSums)
@@ -175,9 +175,9 @@ class LoopState:
 class RunInfo(LoopState):
     """What the hooks of jstep may ask of a run of `train`, kept up to date by the loop and by these hooks.
 
-    Written in more than one place are `state` (the restore, a call, what a hook returns), `step` (the start, a call),
-    `resumed` (the restore), `phase` (the loop, its end), `stopped_by` (the runner of hooks, `NanLossHook`), and
-    `pending` (hooks add to it, their runner removes).
+    Written in more than one place are `state` (the restore, a call, what a hook returns, a return to an older state),
+    `step` (the start, a call), `resumed` (the restore), `phase` (the loop, its end), `stopped_by` (the runner of hooks,
+    `NanLossHook`), and `pending` (hooks add to it, their runner removes).
 
     Attributes:
         phase: One of the phases above.

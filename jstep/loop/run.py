@@ -62,14 +62,15 @@ class Run(RunInfo):
         programs: Runs the steps.
         times: Measures the start.
         closing: Closes what the run opens.
-        signals: Receives SIGTERM and SIGINT.
+        signals: Receives the signals that stop the run, and knows its `stop_secs`.
         hooks: All hooks, the user's before the stock ones.
         runner: Calls the hooks, a `HookRunner`; None until they are known.
         observers: What watches the run.
         feeder: The calls of the run; None if it takes no step.
         fetched: Counts the batches that were fetched.
         in_flight: The calls that the device has not finished.
-        calling: The call of a hook that is being made, or that raised; None if none is.
+        calling: The call of a hook that is being made, or that raised; None if none is. Written by the runner of
+            hooks, and by the end of the run where that saves.
     """
 
     options: Options

@@ -2,7 +2,7 @@
 
 | key of its `extra` | what is kept | kept by | restored by |
 |---|---|---|---|
-| `batches`, `batches_of_processes` | the positions of the batches | `_positions` | `saved_position`, in `start.py` |
+| `batches`, `batches_of_processes` | the positions of the batches | `_positions` | `saved_position`, by `start.py` |
 | `hooks` | the states of the hooks | `_remembered` | `restore_hooks` |
 | `stopped` | the name of the hook that stopped the run | `_remembered` | a log line; it stays where no step is run |
 | `ended` | the step at which the hooks have ended | `_remembered` | `HookRunner`, which ends them once |
@@ -191,8 +191,8 @@ def restore_hooks(run: Run) -> bool:
 # When the next save is due, if the run decides it.
 
 FIRST_SECS, BUCKET_SECS = 10.0, 60.0
-"""The seconds until the first save and between two, and between two in a bucket. They are `MOST_SECS` at most; a
-checkpoint within so many after one that is kept is passing."""
+"""The seconds until the first save and between two, and between two in a bucket. What `SaveInterval` makes of them is
+`MOST_SECS` at most; a checkpoint within so many after one that is kept is passing."""
 _LOOP_SHARE, _WRITER_SHARE = 0.01, 0.1
 """The share of the time that the loop may stand still for saves, and that a writer may be busy."""
 _EARLY = 0.1
@@ -384,7 +384,7 @@ class RunSaverHook(CheckpointSaverHook):
         return Extra(positions.values | past | hooks.values | held, {**positions.files, **hooks.files})
 
 
-# What prevents a save after a signal, an error or a hang: at any other time, `before_save` of the hooks decides.
+# What also prevents a save after a signal, an error or a hang: at any other time, `before_save` of the hooks decides.
 
 
 def why_not_finite(run: Run) -> str:

@@ -1,4 +1,4 @@
-"""Access to local paths and URLs of object stores, and reading of event files. Independent of checkpoints.
+"""Local paths and URLs of object stores, and files besides checkpoints: event files, the timeline, caches, JSON.
 
 tensorstore is imported when the first URL is used.
 """

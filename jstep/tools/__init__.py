@@ -1,1 +1,1 @@
-"""Debugging and planning tools built on the global step."""
+"""Tools that look at a run from outside: cost, plan, replay, find_nonfinite, goodput, the command line."""
