@@ -21,7 +21,7 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Held, Number, Params
 from jstep.differentiate import microbatches
 from jstep.differentiate.clipping import global_norm
-from jstep.differentiate.lane_state import merged, merges_of, summand
+from jstep.differentiate.lane_state import Merge, merged, merges_of, summand
 from jstep.differentiate.lanes import Lanes, as_lanes, of_each_lane, on_lanes, sum_over_lanes
 from jstep.differentiate.lookup import TABLES, Tables
 from jstep.differentiate.loss_outputs import COLLECTORS, SUMMARIES, Collector, outputs_of
@@ -315,7 +315,7 @@ class Differentiation:
             grads = [None if g is None else microbatches.weighed(g, weight) for g in dense]
             terms = functools.partial(microbatches.summand, weight)
             others = jax.tree_util.tree_map_with_path(terms, (found.aux, found.summaries))
-            state = jax.tree.map(functools.partial(summand, i), merges, found.model_state, here.model_state)
+            state = _by_leaf(functools.partial(summand, i), merges, found.model_state, here.model_state)
             norms = None
             if self.squares:
                 of_lane = jnp.float32(size) if weight is None else weight
@@ -329,15 +329,15 @@ class Differentiation:
         def mean(x: Array) -> Array:
             return x if jnp.issubdtype(x.dtype, jnp.integer) else x / total.astype(x.dtype)
 
-        state = jax.tree.map(functools.partial(merged, lanes.number), merges, state, given.model_state)
+        state = _by_leaf(functools.partial(merged, lanes.number), merges, state, given.model_state)
         grads, loss, (aux, summaries) = jax.tree.map(mean, (grads, loss, others))
         found = None
         if norms is not None:
             found = Squares(norms[0], norms[1], alike(lanes, microbatches.squared_norm, grads, given.scale))
         return Part(loss, state, aux, grads, summaries, found)
 
-    def _merges(self, lanes: Lanes, given: Inputs, size: int) -> Any:
-        """Return a tree of how the leaves of model_state are merged, by the traced loss of a lane of so many rows."""
+    def _merges(self, lanes: Lanes, given: Inputs, size: int) -> list[Merge]:
+        """Return how the leaves of model_state are merged, by the traced loss of a lane with a number of rows."""
         rows, of_rows = trees.flatten(given.args)
         of_state = trees.structure(given.model_state)
         others, filled = trees.arrays_of(given._replace(args=(), model_state=None, batch_specs=None, lanes=None))
@@ -353,8 +353,7 @@ class Differentiation:
             here = filled(others).for_lane(i, of_rows.unflatten(rows), model_state=of_state.unflatten(old))
             return jax.tree.leaves(alone._way(here)(here, []).model_state)
 
-        merges = merges_of(lanes, new_state, given.model_state, others, [jnp.asarray(x) for x in rows], size)
-        return of_state.unflatten(merges)
+        return merges_of(lanes, new_state, given.model_state, others, [jnp.asarray(x) for x in rows], size)
 
     def _one(self, given: Inputs, indices: list[int]) -> Part:
         leaves, treedef = trees.flatten(given.params)
@@ -403,6 +402,12 @@ def track_connected(leaves: list[Array], connected: set[int]) -> list[Array]:
     identity = jax.custom_vjp(lambda leaves: leaves)
     identity.defvjp(forward, backward, symbolic_zeros=True)
     return list(identity(leaves))
+
+
+def _by_leaf(fn: Callable[..., Array], merges: Sequence[Merge], tree: Any, old: Any) -> Any:
+    """Map `fn(merge, leaf, old leaf)` over the leaves of a tree like model_state, whose classes get arrays alone."""
+    leaves, treedef = trees.flatten(tree)
+    return treedef.unflatten(map(fn, merges, leaves, jax.tree.leaves(old)))
 
 
 # Sharpness-aware minimization.

@@ -1,5 +1,6 @@
 """The kinds of numbers in model_state, and its integers and bools under lanes."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -332,3 +333,23 @@ def test_which_operations_every_device_computes_on_its_parts() -> None:
         ("jit", "parts"),
         ("jit", "apart"),
     ]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class OfArrays:
+    """A model_state whose class accepts arrays alone."""
+
+    mean: jax.Array
+
+    def __post_init__(self) -> None:
+        jnp.shape(self.mean)
+
+
+def test_the_class_of_a_model_state_gets_arrays_alone() -> None:
+    def loss(params: Any, state: Any, x: Any) -> Any:
+        return jnp.mean((x @ params["w"]) ** 2), OfArrays(0.5 * state.mean + jnp.mean(x))
+
+    step = jstep.minimize(loss, SGD, has_model_state=True, lanes=4)
+    state, _ = step(jstep.TrainState.create({"w": jnp.ones(2)}, SGD, model_state=OfArrays(jnp.float32(1.0))), X)
+    np.testing.assert_allclose(state.model_state.mean, 0.5 + np.mean(X), rtol=1e-6)
