@@ -11,7 +11,7 @@ from jstep.core.stopwatch import STEPPING
 from jstep.distributed import processes
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Metrics, name_of, step_of
-from jstep.hooks.metric_sums import GRAD_NORM, LOSS, BadStep, Interval
+from jstep.hooks.metric_sums import GRAD_NORM, LOSS, BadStep, Interval, Totals
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.state.contents import NAN, NanLossDuringTrainingError, StateContents, briefly, in_words
 from jstep.state.train_state import TrainState
@@ -140,9 +140,8 @@ class NanLossHook(RunHook):
         self._reset(None)
 
     def _look_for_loss(self, *, wait: bool = False) -> None:
-        """Refuse metrics without a loss: after the first call, and when due, those of a later stage."""
-        if LOSS not in self.run.metrics:
-            raise ValueError(f"NanLossHook: the metrics hold no 'loss', only {sorted(self.run.metrics)}")
+        """Refuse, after the first call, metrics without a loss."""
+        _check_loss(self.run.metrics)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> bool:
         """Check the previous interval.
@@ -150,7 +149,7 @@ class NanLossHook(RunHook):
         Raises:
             NanLossDuringTrainingError: One of its losses is not finite, or too many consecutive updates were skipped.
         """
-        self._look_for_loss()
+        _check_loss(metrics)  # of a later stage, too
         # All processes check the same steps, so that they stop together.
         before, self._held = self._held, self.run.reports.sums.take(self._number)
         self._look_at(before)
@@ -186,8 +185,7 @@ class NanLossHook(RunHook):
             self._gradient = totals.gradient
         bad, over = totals.bad, totals.over.get(self.max_skipped_steps or 0)
         # NaN parameters show in the first loss, NaN slots in the second one.
-        are_skipped = totals.skips >= totals.last - self._began  # all updates so far
-        if self._nan_at_start and (are_skipped if bad is None else bad.step <= self._began + 2):
+        if self._nan_at_start and (self._has_only_skipped(totals) if bad is None else bad.step <= self._began + 2):
             self._bad = True
             step, what = (self._began + 1, "every update was skipped") if bad is None else (bad.step, _loss(bad))
             self._stop(f"{self._about_start()} Since then, {what}.", step)
@@ -206,6 +204,10 @@ class NanLossHook(RunHook):
                 f"{over - 1}, lower the learning rate, or clip gradients.",
                 over,
             )
+
+    def _has_only_skipped(self, totals: Totals) -> bool:
+        """Whether all updates so far were skipped."""
+        return totals.skips >= totals.last - self._began
 
     def _look_at_all(self, step: int, state: TrainState | None) -> None:
         """Check the losses up to a step, and its state, if that is known."""
@@ -260,6 +262,11 @@ class NanLossHook(RunHook):
         _logger.warning("%s Stopping.", message)
         if not self.run.is_over:
             self.run.stopped_by = self.run.stopped_by or name_of(self)
+
+
+def _check_loss(metrics: Metrics) -> None:
+    if LOSS not in metrics:
+        raise ValueError(f"NanLossHook: the metrics hold no 'loss', only {sorted(metrics)}")
 
 
 def _loss(bad: BadStep) -> str:

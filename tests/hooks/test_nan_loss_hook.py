@@ -221,3 +221,21 @@ def test_the_bad_step_is_named_across_single_and_looped_calls(bad, steps_per_cal
             steps_per_call=steps_per_call,
             progress=False,
         )
+
+
+def test_a_hook_that_was_not_begun_looks_at_losses():
+    hook, state = jstep.NanLossHook(every_n_steps=1), jstep.TrainState.create({"w": jnp.zeros(3)}, OPTIMIZER)
+    for step in (1, 2):
+        assert not hook.after_step(step, state, {"loss": 1.0})
+    hook.after_step(3, state, {"loss": math.nan})
+    with pytest.raises(jstep.NanLossDuringTrainingError, match="the loss is nan"):
+        hook.after_step(4, state, {"loss": 1.0})
+
+
+def test_the_loss_is_looked_for_in_the_metrics_that_a_subclass_hands_on():
+    class Renamed(jstep.NanLossHook):
+        def after_step(self, step, state, metrics):
+            return super().after_step(step, state, {"total": 1.0} if step == 4 else metrics)
+
+    with pytest.raises(ValueError, match=r"the metrics hold no 'loss', only \['total'\]"):
+        train(8, hooks=[Renamed(every_n_steps=2)])
