@@ -98,6 +98,7 @@ class Worker:
 
     def put(self, what: Any, step: Any, size: int = 0) -> None:
         """Queue what is to be written, of about `size` bytes, for the thread."""
+        now = time.time()
         with self._changed:
             if (size or len(self._jobs) > MAX_JOBS) and not self._has_room():
                 self._is_urgent = True
@@ -105,7 +106,7 @@ class Worker:
                 self._changed.wait_for(self._has_room)
             self._bytes += size
             # One tuple of existing objects: many small ones would keep the garbage collector busy.
-            self._jobs.append((what, step, time.time(), size))
+            self._jobs.append((what, step, now, size))
             if len(self._jobs) == 1:
                 self._changed.notify_all()
 
