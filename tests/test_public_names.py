@@ -142,7 +142,7 @@ def test_the_version_is_the_same_everywhere() -> None:
 
 
 def test_type_hints_of_public_classes_can_be_evaluated() -> None:
-    for name in ("Batches", "Mixture", "Saver", "TrainState", "EvaluationHook"):
+    for name in ("Batches", "Mixture", "Saver", "TrainState", "EvaluationHook", "Slot"):
         typing.get_type_hints(getattr(jstep, name))
 
 

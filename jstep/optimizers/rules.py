@@ -57,8 +57,6 @@ step (numbers, arrays, schedules, `held`), the age of the slots, masks by path, 
   some rows of a table only, so it must be elementwise.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -82,6 +80,125 @@ from jstep.optimizers.host_slots import loads_slots, on_leaves
 from jstep.optimizers.hyperparameters import LEARNING_RATE, Hyper, checked, held_roles, held_slots, value_at, values_at
 from jstep.optimizers.leaf_values import Flag, decay_mask, own_leaves
 from jstep.state.train_state import START_STEP
+
+# What rules are written with.
+
+DECAYED = "decayed"
+"""The flag for whether weight decay applies to a leaf."""
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Values(dict[str, Any]):
+    """Slots, or hyperparameters with what else is known at a step, as attributes; and as a dict, by name.
+
+    A name that is not an identifier, or is that of a method of dicts, such as `copy`, is read by `h["copy"]`.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a value; an error lists all of them."""
+        if name in self:
+            return self[name]
+        raise AttributeError(f"{name}: must be one of {sorted(self)}{_HINTS.get(name, '')}", name=name, obj=self)
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        """Return the values in the order of their names, as for a dict."""
+        return [(jax.tree_util.DictKey(name), self[name]) for name in sorted(self)], tuple(sorted(self))
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], values: Iterable[Any]) -> "Values":
+        """Return the values by name."""
+        return cls(zip(names, values, strict=True))
+
+
+_HINTS = {
+    "age": "; h.age exists with a prepare= of from_direction, or aged=True of leafwise",
+    DECAYED: "; a weight_decay is given as Masked(weight_decay, weight_decay_mask)",
+    LEARNING_RATE: "; from_direction multiplies by it: add it to hyper",
+}
+"""Name of a value of h → what an optimizer without it has to do."""
+
+LeafSlots: TypeAlias = dict[str, Any]
+Result: TypeAlias = tuple[Array, dict[str, Any]]
+"""A direction or an update, and the new slots by name; slots that are not returned stay unchanged."""
+Prepare: TypeAlias = Callable[[Values], dict[str, Any]]
+Rule: TypeAlias = Callable[[Array, Array, Values, Values], Result]
+"""`rule(gradient, parameter, slots, h) -> (update, slots)`, all floating arrays of one dtype."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """The initial value, shape and dtype of a slot, for `leafwise`.
+
+    Attributes:
+        initial: A number (or array, or schedule of the step of creation), or `"copy"` for a copy of the parameter.
+            If a partial restore finds no such copy in a checkpoint, it is a copy of the restored parameter.
+        shape: `shape(path, leaf)`, the shape of the slot's leaf, or None if this leaf has no slot; by default the
+            parameter's shape. It is called for trainable leaves only. On a mesh the slot is sharded like the
+            parameter, without the dimensions that it lacks.
+        dtype: The dtype in which the slot is stored; by default that of arithmetic (the parameter's, at least
+            float32). The rule always sees floating slots in the dtype of arithmetic.
+        keeps: `"rows"` or `"columns"`: which dimension a slot with one dimension less keeps, where the shape does not
+            tell, as for a square matrix.
+        holds: What the values are, so that `compact` can store them; None for values that it must leave alone.
+            `"mean"`: an average of signed values, with a decay of at most 0.99. `"slow"`: one with a slower decay, a
+            sum, or one whose rounding errors would be amplified, as by Muon. `"square"`: an average, a sum or a maximum
+            of values that are never negative, by which something is divided. `"weight"`: values like those of the
+            parameter.
+        in_order: Whether more than the slot's new value is computed from its old one, as Lion's update is. XLA would
+            copy such a slot on a CPU, unless it must compute the parameter first, then the slots in their order.
+
+    Example:
+        >>> import jstep
+        >>> jstep.Slot("copy"), jstep.Slot(shape=lambda path, leaf: leaf.shape[:1] or None).initial
+        (Slot(initial='copy', shape=None, dtype=None, keeps=None, holds=None), 0.0)
+    """
+
+    initial: Any = 0.0
+    shape: Callable[[str, Any], tuple[int, ...] | None] | None = None
+    dtype: Any = None
+    keeps: Literal["rows", "columns"] | None = None
+    holds: Literal["mean", "slow", "square", "weight"] | None = None
+    in_order: bool = dataclasses.field(default=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check `keeps` and `holds`."""
+        if self.keeps not in _KEPT:
+            raise ValueError(f"keeps={self.keeps!r}: must be 'rows', 'columns' or None")
+        if self.holds is not None and self.holds not in KINDS:
+            raise ValueError(f"holds={self.holds!r}: must be 'mean', 'slow', 'square', 'weight' or None")
+
+
+class Scalar(NamedTuple):
+    """A slot with one value for all parameters, in float32; `prepare` and `Sums` return its new values."""
+
+    initial: Any = 0.0
+
+
+class Masked(NamedTuple):
+    """A weight decay, and the leaves to which it applies.
+
+    Attributes:
+        weight_decay: The hyperparameter.
+        mask: The argument `weight_decay_mask`.
+    """
+
+    weight_decay: ScalarOrSchedule
+    mask: VarList
+
+
+class Sums(NamedTuple):
+    """Scalars that depend on all leaves.
+
+    Attributes:
+        measure: `measure(g, p, s, h)` returns scalars by name, which are summed over the leaves.
+        conclude: `conclude(h)` returns values to add to h, from the sums in h.
+    """
+
+    measure: Callable[[Array, Array, Values, Values], dict[str, Any]]
+    conclude: Prepare
+
+
+# Optimizers from an equation: `from_direction` and `from_update`.
 
 
 @makes_optimizer(4)
@@ -222,36 +339,6 @@ def checking(optimizer: Optimizer, check: Callable[[Params], Any]) -> Optimizer:
     return with_init(optimizer, make=make)
 
 
-class Scalar(NamedTuple):
-    """A slot with one value for all parameters, in float32; `prepare` and `Sums` return its new values."""
-
-    initial: Any = 0.0
-
-
-class Masked(NamedTuple):
-    """A weight decay, and the leaves to which it applies.
-
-    Attributes:
-        weight_decay: The hyperparameter.
-        mask: The argument `weight_decay_mask`.
-    """
-
-    weight_decay: ScalarOrSchedule
-    mask: VarList
-
-
-class Sums(NamedTuple):
-    """Scalars that depend on all leaves.
-
-    Attributes:
-        measure: `measure(g, p, s, h)` returns scalars by name, which are summed over the leaves.
-        conclude: `conclude(h)` returns values to add to h, from the sums in h.
-    """
-
-    measure: Callable[[Array, Array, Values, Values], dict[str, Any]]
-    conclude: Prepare
-
-
 def in_bounds(hyper: Mapping[str, Any]) -> dict[str, Any]:
     """Check hyperparameters by `BOUNDS`."""
     return {name: checked(name, value, **BOUNDS.get(name, {})) for name, value in hyper.items()}
@@ -323,91 +410,6 @@ RULE = "_rule"
 
 
 # Optimizers from the update rule of one leaf: `leafwise`.
-
-DECAYED = "decayed"
-"""The flag for whether weight decay applies to a leaf."""
-
-_HINTS = {
-    "age": "; h.age exists with a prepare= of from_direction, or aged=True of leafwise",
-    DECAYED: "; a weight_decay is given as Masked(weight_decay, weight_decay_mask)",
-    LEARNING_RATE: "; from_direction multiplies by it: add it to hyper",
-}
-"""Name of a value of h → what an optimizer without it has to do."""
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class Values(dict[str, Any]):
-    """Slots, or hyperparameters with what else is known at a step, as attributes; and as a dict, by name.
-
-    A name that is not an identifier, or is that of a method of dicts, such as `copy`, is read by `h["copy"]`.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a value; an error lists all of them."""
-        if name in self:
-            return self[name]
-        raise AttributeError(f"{name}: must be one of {sorted(self)}{_HINTS.get(name, '')}", name=name, obj=self)
-
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
-        """Return the values in the order of their names, as for a dict."""
-        return [(jax.tree_util.DictKey(name), self[name]) for name in sorted(self)], tuple(sorted(self))
-
-    @classmethod
-    def tree_unflatten(cls, names: tuple[str, ...], values: Iterable[Any]) -> Values:
-        """Return the values by name."""
-        return cls(zip(names, values, strict=True))
-
-
-LeafSlots: TypeAlias = dict[str, Any]
-Result: TypeAlias = tuple[Array, dict[str, Any]]
-"""A direction or an update, and the new slots by name; slots that are not returned stay unchanged."""
-Prepare: TypeAlias = Callable[[Values], dict[str, Any]]
-Rule: TypeAlias = Callable[[Array, Array, Values, Values], Result]
-"""`rule(gradient, parameter, slots, h) -> (update, slots)`, all floating arrays of one dtype."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """The initial value, shape and dtype of a slot, for `leafwise`.
-
-    Attributes:
-        initial: A number (or array, or schedule of the step of creation), or `"copy"` for a copy of the parameter.
-            If a partial restore finds no such copy in a checkpoint, it is a copy of the restored parameter.
-        shape: `shape(path, leaf)`, the shape of the slot's leaf, or None if this leaf has no slot; by default the
-            parameter's shape. It is called for trainable leaves only. On a mesh the slot is sharded like the
-            parameter, without the dimensions that it lacks.
-        dtype: The dtype in which the slot is stored; by default that of arithmetic (the parameter's, at least
-            float32). The rule always sees floating slots in the dtype of arithmetic.
-        keeps: `"rows"` or `"columns"`: which dimension a slot with one dimension less keeps, where the shape does not
-            tell, as for a square matrix.
-        holds: What the values are, so that `compact` can store them; None for values that it must leave alone.
-            `"mean"`: an average of signed values, with a decay of at most 0.99. `"slow"`: one with a slower decay, a
-            sum, or one whose rounding errors would be amplified, as by Muon. `"square"`: an average, a sum or a maximum
-            of values that are never negative, by which something is divided. `"weight"`: values like those of the
-            parameter.
-        in_order: Whether more than the slot's new value is computed from its old one, as Lion's update is. XLA would
-            copy such a slot on a CPU, unless it must compute the parameter first, then the slots in their order.
-
-    Example:
-        >>> import jstep
-        >>> jstep.Slot("copy"), jstep.Slot(shape=lambda path, leaf: leaf.shape[:1] or None).initial
-        (Slot(initial='copy', shape=None, dtype=None, keeps=None, holds=None), 0.0)
-    """
-
-    initial: Any = 0.0
-    shape: Callable[[str, Any], tuple[int, ...] | None] | None = None
-    dtype: Any = None
-    keeps: Literal["rows", "columns"] | None = None
-    holds: Literal["mean", "slow", "square", "weight"] | None = None
-    in_order: bool = dataclasses.field(default=False, repr=False)
-
-    def __post_init__(self) -> None:
-        """Check `keeps` and `holds`."""
-        if self.keeps not in _KEPT:
-            raise ValueError(f"keeps={self.keeps!r}: must be 'rows', 'columns' or None")
-        if self.holds is not None and self.holds not in KINDS:
-            raise ValueError(f"holds={self.holds!r}: must be 'mean', 'slow', 'square', 'weight' or None")
-
 
 _KEPT = {None: None, "rows": Role.ROWS, "columns": Role.COLUMNS}
 
