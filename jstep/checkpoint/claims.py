@@ -282,7 +282,8 @@ class ObjectClaim:
         with self._lock:
             found = self._objects.read(key_of(self._prefix))
             if found.data is None:  # deleted by hand, or by a rule of the bucket
-                if (stamp := self._objects.write_if(key_of(self._prefix), self._text(), ABSENT)) is not None:
+                stamp = self._objects.write_if(key_of(self._prefix), self._text(), ABSENT)
+                if stamp is not None:
                     self._stamp = stamp
                     return
                 found = self._objects.read(key_of(self._prefix))
@@ -299,7 +300,9 @@ class ObjectClaim:
             if not self.is_held():
                 return
             self._beats += 1
-            self._stamp = self._objects.write_if(key_of(self._prefix), self._text(), self._stamp) or self._stamp
+            stamp = self._objects.write_if(key_of(self._prefix), self._text(), self._stamp)
+            if stamp is not None:
+                self._stamp = stamp
 
     def release(self, wait: bool = True) -> None:
         """Release the claim within some seconds, or one if not `wait`; if it fails, the next writer takes it over."""

@@ -350,7 +350,7 @@ def check_averages(averages: Sequence[str], saved: Sequence[Leaf], where: str) -
     """
     for slot in averages:
         if not any(_is_average(leaf.path, (slot,)) for leaf in saved):
-            slots = sorted({leaf.keys[1] for leaf in saved if leaf.keys[0] == "slots" and len(leaf.keys) > 1})
+            slots = sorted({leaf.keys[1] for leaf in saved if leaf.keys[0] == SLOTS and len(leaf.keys) > 1})
             raise ValueError(
                 f"use_averages: {where} has no slot {slot!r}{trees.nearest(slot, slots)}; it has {slots}. Use "
                 "jstep.with_moving_average(optimizer, ema) to keep averages; use_averages also takes the names of "

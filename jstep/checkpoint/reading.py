@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jstep.checkpoint import leaf_records, match
+from jstep.checkpoint.leaf_records import GLOBAL_STEP, SLOTS, Keys
 from jstep.checkpoint.listing import misnamed, name
 from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Manifest, UnsupportedFormatError
 from jstep.checkpoint.store import Store
@@ -373,11 +374,11 @@ def _stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> s
     before = dict(zip(keys, (leaf for _, leaf in leaves), strict=True))
     after = dict(zip(keys, values, strict=True))
     roles = roles_in(target)
-    starts = [key[1] for key in keys if len(key) == 2 and key[0] == leaf_records.SLOTS and roles.get(key[1]) in AGES]
+    starts = [key[1] for key in keys if len(key) == 2 and key[0] == SLOTS and roles.get(key[1]) in AGES]
     stale: dict[str, list[str]] = {}
     for index in left:
         key = keys[index]
-        if len(key) < 2 or key[0] != "slots" or key[1] in starts or _is_ageless(key, leaves[index][1], roles):
+        if len(key) < 2 or key[0] != SLOTS or key[1] in starts or _is_ageless(key, leaves[index][1], roles):
             continue
         of_scope = max((s for s in starts if key[1].startswith(_scope(s))), key=len, default=None)
         averaging = f"{_scope(key[1])}with_moving_average/"
@@ -393,7 +394,7 @@ def _stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> s
     return " ".join(_stale_text(start, paths, after) for start, paths in stale.items())
 
 
-def _is_ageless(keys: leaf_records.Keys, leaf: Any, roles: Roles) -> bool:
+def _is_ageless(keys: Keys, leaf: Any, roles: Roles) -> bool:
     """Return whether a slot is not subject to bias correction: a count, a guard's scalar or a held value."""
     if keys[1] in roles:
         return roles.has_one_value(keys[1]) and roles[keys[1]] is not Role.SHARED
@@ -401,7 +402,7 @@ def _is_ageless(keys: leaf_records.Keys, leaf: Any, roles: Roles) -> bool:
 
 
 def _age(values: dict[tuple[str, ...], Any], start: str) -> int | None:
-    step, born = _number(values.get(("global_step",))), _number(values.get(("slots", start)))
+    step, born = _number(values.get((GLOBAL_STEP,))), _number(values.get((SLOTS, start)))
     return None if step is None or born is None else step - born
 
 
@@ -416,7 +417,7 @@ def _scope(slot: str) -> str:
 
 
 def _stale_text(start: str, paths: Sequence[str], values: dict[tuple[str, ...], Any]) -> str:
-    age, step = _age(values, start), _number(values["global_step",])
+    age, step = _age(values, start), _number(values[GLOBAL_STEP,])
     shown = listed(list(map(repr, paths)), 5)
     return (
         f"Fresh slots meet an old age: {shown} were left as they were, and slots/{start} makes them {age} steps old, "
