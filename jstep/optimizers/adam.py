@@ -16,19 +16,7 @@ from jstep.core.slot_roles import Order
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import checked, deprecated_m_dtype
-from jstep.optimizers.rules import (
-    BETA,
-    MEAN,
-    MEAN_IN_ORDER,
-    SLOW,
-    SQUARE,
-    Masked,
-    Result,
-    Slot,
-    Values,
-    bias_correction,
-    with_init,
-)
+from jstep.optimizers.rules import BETA, MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Masked, Result, Slot, Values
 
 # Adam and its classic variants: AdamW, Adamax, NAdam, RAdam.
 
@@ -82,7 +70,7 @@ def adam_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 def signed_rate(h: Values) -> dict[str, Any]:
     """The negative learning rate, multiplied by both bias corrections."""
-    correction = jnp.sqrt(bias_correction(h.beta2, h.age)) / bias_correction(h.beta1, h.age)
+    correction = jnp.sqrt(rules.bias_correction(h.beta2, h.age)) / rules.bias_correction(h.beta1, h.age)
     return {"signed_rate": -h.learning_rate * correction}
 
 
@@ -183,7 +171,7 @@ def adam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 def corrections(h: Values) -> dict[str, Any]:
     """The bias corrections 1/(1−β1^t) and 1/(1−β2^t), and both combined for `unbiased`, with its ε."""
-    of_m, of_v = bias_correction(h.beta1, h.age), bias_correction(h.beta2, h.age)
+    of_m, of_v = rules.bias_correction(h.beta1, h.age), rules.bias_correction(h.beta2, h.age)
     root = jnp.sqrt(of_v)
     return {"unbias1": 1 / of_m, "unbias2": 1 / of_v, "unbias": root / of_m, "epsilon_hat": root * h.epsilon}
 
@@ -290,9 +278,9 @@ def nadam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
 def nadam_weights(h: Values) -> dict[str, Any]:
     """The weights of m and g in the direction, and the bias correction of v."""
     return {
-        "of_m": h.beta1 / bias_correction(h.beta1, h.age + 1),
-        "of_g": (1 - h.beta1) / bias_correction(h.beta1, h.age),
-        "unbias2": 1 / bias_correction(h.beta2, h.age),
+        "of_m": h.beta1 / rules.bias_correction(h.beta1, h.age + 1),
+        "of_g": (1 - h.beta1) / rules.bias_correction(h.beta1, h.age),
+        "unbias2": 1 / rules.bias_correction(h.beta2, h.age),
     }
 
 
@@ -309,7 +297,7 @@ def growing_nadam_weights(h: Values) -> dict[str, Any]:
         "mu_product": product,
         "of_m": later / (1 - product * later),
         "of_g": (1 - now) / (1 - product),
-        "unbias2": 1 / bias_correction(h.beta2, h.age),
+        "unbias2": 1 / rules.bias_correction(h.beta2, h.age),
     }
 
 
@@ -368,7 +356,7 @@ def radam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 def rectification(h: Values) -> dict[str, Any]:
     """Whether to rectify, the factor r, and the bias corrections."""
-    seen = bias_correction(h.beta2, h.age)
+    seen = rules.bias_correction(h.beta2, h.age)
     longest = 2 / (1 - h.beta2) - 1
     rho = longest - 2 * h.age.astype(seen.dtype) * (1 - seen) / seen
     rectified = (rho >= h.threshold) & (longest > 4)
@@ -586,7 +574,7 @@ def adan_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 def adan_corrections(h: Values) -> dict[str, Any]:
     """The bias corrections of m, d and n, and whether this is the first update."""
-    return corrections(h) | {"unbias3": 1 / bias_correction(h.beta3, h.age), "first": h.age == 1}
+    return corrections(h) | {"unbias3": 1 / rules.bias_correction(h.beta3, h.age), "first": h.age == 1}
 
 
 @makes_optimizer()
@@ -735,7 +723,7 @@ def adafactor(
         "v": Slot(shape=whole, holds="square"),
     } | ({} if momentum is None else {"m": MEAN})
     made = rules.from_update("adafactor", adafactor_update, slots, hyper, prepare=prepare)
-    return with_init(made, finished=True, order=Order())  # also without a learning_rate
+    return rules.with_init(made, finished=True, order=Order())  # also without a learning_rate
 
 
 def factored_axes(shape: tuple[int, ...], least: int) -> tuple[int, int] | None:

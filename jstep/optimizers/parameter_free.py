@@ -17,7 +17,7 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import checked, constant
-from jstep.optimizers.rules import COPY, MEAN_IN_ORDER, SLOW, SQUARE, Masked, Result, Scalar, Slot, Values, average
+from jstep.optimizers.rules import COPY, MEAN_IN_ORDER, SLOW, SQUARE, Masked, Result, Scalar, Slot, Values
 from jstep.state.slots import find_slot, masters_of, values_of
 
 # Prodigy: Adam with an automatically estimated learning rate.
@@ -298,7 +298,7 @@ def sgd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 def adamw_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The update of y, z and the second moment."""
     # The direction is computed twice, for z and for y, instead of being stored: z first, then y from the new z.
-    v, g, p = compute_first(average(s.v, g * g, h.beta2), g, p)
+    v, g, p = compute_first(rules.average(s.v, g * g, h.beta2), g, p)
     z = s.z - h.learning_rate * adamw_direction(g, v, p, h)
     z, v, g, p = compute_first(z, v, g, p)
     return h.c * (z - p) - h.of_u * adamw_direction(g, v, p, h), {"z": z, "v": v}
