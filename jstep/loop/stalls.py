@@ -137,10 +137,8 @@ class StallWatch(Observer):
         where = run.options.where
         self._files = StallFiles(where, self._process, self._warn)
         self._has_files, self._is_shared = bool(where), bool(where) and self._processes > 1
-        self._over, self._thread = (
-            threading.Event(),
-            threads.Thread(target=self._watch, name="jstep-stalls", daemon=True),
-        )
+        self._over = threading.Event()
+        self._thread = threads.Thread(target=self._watch, name="jstep-stalls", daemon=True)
         self._main: Wait | None = None
         self._device: Wait | None = None
         self._step, self._quiet = -1, 0.0  # how long this has been the step
