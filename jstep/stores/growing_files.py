@@ -158,6 +158,23 @@ _WIDTH = 64
 """The lines that later ones replace are filled up with spaces to a multiple of this."""
 
 
+def sync_growing(handle: int, path: str, *, is_named: bool) -> None:
+    """Flush a file that only grows to disk, with its name.
+
+    Args:
+        handle: Its descriptor.
+        path: Its path.
+        is_named: Whether its name is on the disk already.
+
+    Raises:
+        OSError: The system could not write them.
+    """
+    sync(handle, path, data_only=True)
+    if not is_named:
+        with contextlib.suppress(FileNotFoundError):  # the directory was renamed
+            sync_folder(os.path.dirname(path))
+
+
 class LocalLines:
     """A file, to which other processes may append lines at the same time: each line is one appending write.
 
@@ -237,11 +254,8 @@ class LocalLines:
         """
         if not to_disk or self._file.closed:
             return
-        sync(self._file.fileno(), self.path, data_only=True)
-        if not self._is_named:
-            with contextlib.suppress(FileNotFoundError):  # the directory was renamed
-                sync_folder(os.path.dirname(self.path))
-            self._is_named = True
+        sync_growing(self._file.fileno(), self.path, is_named=self._is_named)
+        self._is_named = True
 
     def close(self) -> None:
         """Flush the lines and close the file."""

@@ -1,6 +1,5 @@
 """New event files, on a disk and below a URL: location, name and first record."""
 
-import contextlib
 import itertools
 import logging
 import math
@@ -11,8 +10,8 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 from jstep.stores.event_files import frame, is_event_file
-from jstep.stores.files import make_folders, sync, sync_folder
-from jstep.stores.growing_files import ObjectAppender
+from jstep.stores.files import make_folders
+from jstep.stores.growing_files import ObjectAppender, sync_growing
 from jstep.stores.objects import STARTING, Objects
 from jstep.stores.urls import is_url
 from jstep.summary.encode import event_bytes
@@ -85,11 +84,8 @@ class LocalFile:
         Raises:
             OSError: The system could not write them.
         """
-        sync(self._file.fileno(), self.path, data_only=True)
-        if not self._is_named:
-            with contextlib.suppress(FileNotFoundError):  # the directory was renamed
-                sync_folder(os.path.dirname(self.path))
-            self._is_named = True
+        sync_growing(self._file.fileno(), self.path, is_named=self._is_named)
+        self._is_named = True
 
     def due(self) -> float:
         """Return the time for the next `sync`, by the monotonic clock; infinity if nothing is pending."""

@@ -17,7 +17,9 @@ SPARE = {
     "LocalLines.sync < LocalLines.close": "lines that nobody has flushed: nothing was promised of them",
     "LocalLines.close < FingerprintHook.end": "all lines have been flushed before; a close after an error needs it",
     "LocalLines.close < Timeline.close": "the times after the last save of a run: nothing was promised of them",
-    "sync_folder < LocalLines.sync < FingerprintHook._finish_all": "the checkpoints of the run flush the same folder",
+    "sync_folder < sync_growing < LocalLines.sync < FingerprintHook._finish_all": (
+        "the checkpoints of the run flush the same folder"
+    ),
 }
 """The functions of flushes that no state of these programs needs, and why they are there."""
 
