@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jstep.core.checks import shown
+from jstep.core.exceptions import Picklable
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -21,7 +22,7 @@ _DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the sta
 _SEAL = ',\n "crc32": "'
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(Picklable, RuntimeError):
     """A checkpoint could not be written, or is corrupted."""
 
 

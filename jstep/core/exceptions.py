@@ -1,14 +1,50 @@
-"""The exceptions of the user's code: context managers that let them pass as they are, and notes on them."""
+"""Exceptions: jstep's own, which survive pickling; context managers that let the user's pass unchanged; notes."""
 
 import contextlib
 import contextvars
 import functools
+import pickle
 import re
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+
+class Picklable(BaseException):
+    """Base of jstep's exceptions, which survive pickling and copying: class, arguments, attributes, notes, exit code.
+
+    By default Python calls the class with `args`, in the process of a `multiprocessing.Pool` that waits for a worker:
+    where the constructor takes something else, that process hangs. Here the constructor is not called. An attribute
+    that cannot be pickled, such as a `state` that was donated or is traced, is None afterwards.
+    """
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, (type(self), self._args(), {name: _or_none(value) for name, value in vars(self).items()})
+
+    def __copy__(self) -> Any:
+        return _rebuilt(type(self), self._args(), vars(self))
+
+    def _args(self) -> Any:
+        return super().__reduce__()[1]  # with the file's name of an OSError
+
+
+def _rebuilt(cls: type[BaseException], args: Any, attributes: dict[str, Any]) -> BaseException:
+    error = cls.__new__(cls, *args)
+    built_in: Any = next(base for base in cls.__mro__ if base.__module__ == "builtins")
+    built_in.__init__(error, *args)  # sets what is not in `vars`, such as the code of a SystemExit
+    vars(error).update(attributes)
+    return error
+
+
+def _or_none(value: Any) -> Any:
+    """Return a value, or None if it cannot be pickled."""
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return None
+    return value
 
 
 def scoped(make: Callable[_P, Iterator[_T]]) -> "Callable[_P, contextlib.AbstractContextManager[_T]]":

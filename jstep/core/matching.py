@@ -8,11 +8,11 @@ import numpy as np
 
 from jstep.core import indexed_slices, trees
 from jstep.core.checks import array_type
-from jstep.core.exceptions import note
+from jstep.core.exceptions import Picklable, note
 from jstep.core.trees import Params, Slots, Updates
 
 
-class NoGradientsError(ValueError):
+class NoGradientsError(Picklable, ValueError):
     """No leaf has a gradient. This is an error for a whole update; a part of a `partition` skips such a step."""
 
     def __init__(self, params: Params, why: str) -> None:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jstep.core.checks import as_bool, as_int, one_of
-from jstep.core.exceptions import note
+from jstep.core.exceptions import Picklable, note
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import is_array
 from jstep.distributed import processes
@@ -30,15 +30,12 @@ from jstep.stores.urls import join, location
 _logger = logging.getLogger("jstep")
 
 
-class _OtherBitsError(RuntimeError):
+class _OtherBitsError(Picklable, RuntimeError):
     prevents_saving = True
 
     def __init__(self, message: str, step: int, leaves: tuple[str, ...] | None) -> None:
         super().__init__(message)
         self.step, self.leaves = step, leaves
-
-    def __reduce__(self) -> Any:
-        return type(self), (*self.args, self.step, self.leaves)
 
 
 class DivergenceError(_OtherBitsError):

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from jstep.core.exceptions import Picklable
 from jstep.distributed import processes
 
 _logger = logging.getLogger("jstep")
@@ -32,7 +33,7 @@ _OTHERS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGHUP") if hasat
 """Signals that schedulers and terminals send; they stop a run only if nothing else is done with them."""
 
 
-class Preempted(SystemExit):
+class Preempted(Picklable, SystemExit):
     """Raised by `train` after SIGTERM, SIGUSR1, SIGHUP or `stop_secs`, when the step in flight is finished.
 
     Its message says whether the state is saved: it is, if the run has checkpoints, has begun, and nothing prevents it.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core.checks import as_bool, as_int
+from jstep.core.exceptions import Picklable
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import WAITING_FOR_ROOM, doing
 from jstep.core.trees import no_rows, rows_of, stack_trees
@@ -19,7 +20,7 @@ from jstep.core.trees import no_rows, rows_of, stack_trees
 _T = TypeVar("_T")
 
 
-class OutOfRangeError(Exception):
+class OutOfRangeError(Picklable, Exception):
     """A queue is closed and holds fewer elements than requested: the input has ended.
 
     If a `QueueRunner` thread failed, its exception is the `__cause__`.
@@ -37,7 +38,7 @@ class OutOfRangeError(Exception):
     """
 
 
-class CancelledError(Exception):
+class CancelledError(Picklable, Exception):
     """An enqueue was refused by a closed queue, or cancelled while it waited for room.
 
     Example:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import meshes, placement, trees
+from jstep.core.exceptions import Picklable
 from jstep.state.train_state import MODEL_STATE
 
 FINITE, INFINITE, NAN = range(3)
@@ -108,7 +109,7 @@ def _contents(leaf: Any) -> jax.Array:
     return worst.max()
 
 
-class NanLossDuringTrainingError(RuntimeError):
+class NanLossDuringTrainingError(Picklable, RuntimeError):
     """The loss, a parameter or a slot was not finite, or too many consecutive updates were skipped.
 
     Attributes:
@@ -120,6 +121,3 @@ class NanLossDuringTrainingError(RuntimeError):
     def __init__(self, message: str, step: int, *, prevents_saving: bool = True) -> None:
         super().__init__(message)
         self.step, self.prevents_saving = step, prevents_saving
-
-    def __reduce__(self) -> Any:
-        return type(self), (*self.args, self.step), {"prevents_saving": self.prevents_saving}

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from jstep.core.exceptions import Picklable
 from jstep.stores.files import is_directory, names_in, opened, walked
 from jstep.stores.urls import is_url, join, location
 
@@ -77,7 +78,7 @@ FOOTER = 4
 _MASK_DELTA = 0xA282EAD8
 
 
-class DataLossError(Exception):
+class DataLossError(Picklable, Exception):
     """A record of an event file is corrupted.
 
     Attributes:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+from jstep.core.exceptions import Picklable
 from jstep.stores.urls import parts_of_url
 
 ABSENT = b"\x02"
@@ -411,7 +412,7 @@ ENDPOINT = {
 }
 
 
-class StoreError(OSError):
+class StoreError(Picklable, OSError):
     """A request to a store failed after all retries: the store is too busy, or the error is unknown."""
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.lib import format as npy
 
+from jstep.core.exceptions import Picklable
 from jstep.core.meshes import internal_transfers
 
 LARGE = 2**16
@@ -24,7 +25,7 @@ _MOST_WORK: Any = 10_000  # NumPy's stubs know only 0 and -1
 """The work of one comparison; what takes more counts as sharing memory."""
 
 
-class UnsupportedError(TypeError):
+class UnsupportedError(Picklable, TypeError):
     """A value cannot be encoded.
 
     Attributes:
