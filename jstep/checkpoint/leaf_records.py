@@ -115,7 +115,7 @@ def _with_value(leaf: Any, path: str) -> Any:
                 "must be sharded over all of them, for example by jstep.shard_state(state, mesh, param_specs)"
             )
         return leaf
-    if isinstance(leaf, bool | int | float | complex):
+    if trees.is_number(leaf):
         return device_values.number(leaf, f"state: {path!r}")
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufcV" and leaf.dtype.names is None:
         # A copy, because the caller may modify the array while it is being saved, in native byte order.

@@ -178,11 +178,12 @@ def kind_of(leaf: Any, path: str, advice: str) -> tuple[tuple[int, ...], Any]:
     Raises:
         TypeError: It has none; the error ends with the advice.
     """
-    if isinstance(leaf, bool | int | float | complex):
+    if trees.is_number(leaf):
         return (), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
     if isinstance(leaf, jax.ShapeDtypeStruct) or trees.is_array(leaf):
         return tuple(leaf.shape), leaf.dtype.newbyteorder("=") if isinstance(leaf.dtype, np.dtype) else leaf.dtype
-    raise TypeError(f"target: {trees.quoted(path)} is {type(leaf).__name__}; {advice}")
+    what = kind(leaf) if isinstance(leaf, np.ndarray) else type(leaf).__name__
+    raise TypeError(f"target: {trees.quoted(path)} is {what}; {advice}")
 
 
 def placed(wanted: Wanted[Any], values: np.ndarray[Any, Any]) -> Any:

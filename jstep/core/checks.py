@@ -80,6 +80,8 @@ def kind(value: Any) -> str:
     """Describe the type of a value: 'a str', 'an array of float32 and shape (3,)', 'the class float'."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
+    if isinstance(value, np.ma.MaskedArray):
+        return "a masked array (numpy.ma), whose mask would be lost: give array.filled(value)"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"an array of {value.dtype} and shape {tuple(value.shape)}"
     if value is None:

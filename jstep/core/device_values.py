@@ -28,6 +28,7 @@ def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str) -> trees.Array:
     """
     if not trees.is_array_or_number(leaf):
         raise trees.not_an_array(leaf, path, argument, trees.keep_arrays(argument))
+    leaf = trees.native(leaf, path, argument)
     _refuse_wide(leaf, path, argument)
     if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
         raise TypeError(
@@ -43,6 +44,7 @@ def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str) -> trees.Array:
 
 def host_leaf(leaf: Any, path: str, argument: str) -> Any:
     """As `as_leaf`, but arrays in host memory stay there, so that no device must hold the whole array."""
+    leaf = trees.native(leaf, path, argument)
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
         _refuse_wide(leaf, path, argument)
         return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
@@ -67,19 +69,44 @@ def number(value: Any, what: str) -> np.ndarray[Any, Any]:
         ) from None
 
 
-def refuse_wide(tree: Any, argument: str) -> None:
-    """Refuse 64-bit integers in host memory that do not fit the dtype that they get on a device.
+def from_host(tree: Any, argument: str) -> Any:
+    """Return a tree whose leaves in host memory a device can hold: arrays in the byte order of this machine.
 
     Args:
         tree: The tree.
         argument: Its name, for the error.
 
     Raises:
-        OverflowError: A leaf has such an integer; names its path and the first one.
+        TypeError: A leaf is a masked array; names its path.
+        OverflowError: A leaf has an integer that does not fit the dtype that it gets on a device; names its path and
+            the first one.
     """
-    for i, leaf in enumerate(jax.tree.leaves(tree)):
-        if isinstance(leaf, _OF_HOST) and first_wide(leaf) is not None:
-            _refuse_wide(leaf, trees.paths_of(tree)[i], argument)
+    if all(map(_is_as_on_device, jax.tree.leaves(tree))):
+        return tree
+
+    def converted(keys: Any, leaf: Any) -> Any:
+        leaf = trees.native(leaf, trees.path_str(keys), argument)
+        _refuse_wide(leaf, trees.path_str(keys), argument)
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(converted, tree)
+
+
+def as_array(value: Any, argument: str) -> jax.Array:
+    """Return a value as a JAX array; `from_host` has the errors."""
+    return jnp.asarray(from_host(value, argument))
+
+
+def arguments_from_host(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """As `from_host`, for the arguments of a step, which are a batch."""
+    batch = from_host(trees.batch_of(args), "batch")
+    return (batch,) if len(args) == 1 else batch
+
+
+def _is_as_on_device(leaf: Any) -> bool:
+    if isinstance(leaf, np.ndarray) and not (leaf.dtype.isnative and trees.is_array(leaf)):
+        return False
+    return not isinstance(leaf, _OF_HOST) or first_wide(leaf) is None
 
 
 def _refuse_wide(leaf: Any, path: str, argument: str) -> None:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.trees import Array, compute_dtype, concrete, default_int, quoted
+from jstep.core.device_values import as_array
+from jstep.core.trees import Array, compute_dtype, concrete, default_int, native, quoted
 
 
 @jax.tree_util.register_dataclass
@@ -40,10 +41,12 @@ class IndexedSlices:
 
     def __post_init__(self) -> None:
         # Unflattening passes leaves of any type: convert only what users type, and validate later.
-        if isinstance(self.values, list | tuple):
-            object.__setattr__(self, "values", jnp.asarray(self.values))
-        if isinstance(self.indices, list | tuple):
-            object.__setattr__(self, "indices", jnp.asarray(self.indices))
+        for name in ("values", "indices"):
+            value = getattr(self, name)
+            if isinstance(value, list | tuple):
+                object.__setattr__(self, name, as_array(value, name))
+            elif isinstance(value, np.ndarray):
+                object.__setattr__(self, name, native(value, name, "IndexedSlices"))
         object.__setattr__(self, "dense_shape", tuple(int(size) for size in self.dense_shape))
 
     def to_dense(self) -> Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import indexed_slices, trees
-from jstep.core.checks import array_type
+from jstep.core.checks import array_type, kind
 from jstep.core.exceptions import Picklable, note
 from jstep.core.trees import Params, Slots, Updates
 
@@ -68,7 +68,9 @@ def _checked_gradient(gradient: Any, leaf: Any, path: str) -> Any:
         dtype = jnp.result_type(gradient.values)
     else:
         if not (trees.is_array(gradient) or isinstance(gradient, float | int)):
-            raise TypeError(f"{where} must be an array, got {type(gradient).__name__}")
+            got = kind(gradient) if isinstance(gradient, np.ndarray) else type(gradient).__name__
+            raise TypeError(f"{where} must be an array, got {got}")
+        gradient = trees.native(gradient, path, "gradients")
         if not trees.is_array(gradient):
             gradient = jnp.asarray(gradient, jnp.result_type(leaf))
         dtype = gradient.dtype

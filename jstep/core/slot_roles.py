@@ -50,14 +50,15 @@ COUNTS = (*AGES, Role.SCALE_SINCE)
 """Slots whose difference from the global step counts updates: a step without an update advances them."""
 COPIES = (Role.COPY, Role.MASTER, Role.MASTER_COPY)
 """Slots that begin as copies of the parameters: they follow if the parameters are restored without them."""
-_WITH_A_START = (*COPIES, Role.AVERAGE)
+WITH_A_START = (*COPIES, Role.AVERAGE)
+"""Slots that hold values like those of the parameters, and bring them back if only the parameters are replaced."""
 HALVES = (Role.SCALES, Role.REMAINDER)
 """Slots without values of their own: each is half of another slot, or of the parameters."""
 OUTERMOST = (Role.LOSS_SCALE, Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT)
 """Slots of wrappers that must see all gradients."""
 ACCUMULATED, FOLLOWS_UPDATES, FOLLOWS_STEP = "gradients in a sum", "follows updates", "follows the step"
 """Details of slots: of the number of gradients that wait for an update, and of averages, by when they move."""
-_OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *_WITH_A_START, *HALVES)
+_OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *WITH_A_START, *HALVES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +99,7 @@ class Roles(Mapping[str, Role | None]):
             the argument that it was given for.
         counted: Hyperparameters that depend on counts in these slots.
         in_order: The names of the slots whose leaves are updated in a fixed order, as `Slot(in_order=True)` declares.
+        warned: The warnings that were logged of the states with these roles, outside of a run.
     """
 
     roles: Mapping[str, Role | None] = dataclasses.field(default_factory=dict)
@@ -109,6 +111,7 @@ class Roles(Mapping[str, Role | None]):
     details: Mapping[str, str] = dataclasses.field(default_factory=dict)
     counted: tuple[Counted, ...] = ()
     in_order: Set[str] = frozenset()
+    warned: set[str] = dataclasses.field(default_factory=set)
 
     def __getitem__(self, name: str) -> Role | None:
         return self.roles[name]
@@ -123,7 +126,7 @@ class Roles(Mapping[str, Role | None]):
         if not isinstance(other, Roles):
             return NotImplemented
         one, another = (
-            {name: None if role in _WITH_A_START else role for name, role in roles.items()} for roles in (self, other)
+            {name: None if role in WITH_A_START else role for name, role in roles.items()} for roles in (self, other)
         )
         # For JAX a state made by hand has the structure of every other with its slots: a carry, in_axes and shardings
         # may be written with the constructor.

@@ -299,20 +299,27 @@ def is_floating(dtype: Any) -> bool:
 
 
 def is_array(x: Any) -> bool:
-    """Whether x is an array, traced or not (a NumPy scalar is one)."""
-    return isinstance(x, jax.Array | np.ndarray | np.generic)
+    """Whether x is an array, traced or not (a NumPy scalar is one, a masked array is not)."""
+    return isinstance(x, jax.Array | np.ndarray | np.generic) and not isinstance(x, np.ma.MaskedArray)
+
+
+def is_number(x: Any) -> bool:
+    """Whether x is a number of Python, which has no dtype; `np.float64`, a float to Python, is an array."""
+    return isinstance(x, bool | int | float | complex) and not isinstance(x, np.generic)
 
 
 def is_array_or_number(x: Any) -> bool:
     """Whether x is an array, traced or not, or a Python number, so that it can be a leaf of a compiled program."""
     if isinstance(x, np.ndarray | np.generic):
-        return x.dtype.kind in "biufcV"  # no strings, dates or objects
+        return x.dtype.kind in "biufcV" and is_array(x)  # no strings, dates or objects
     return isinstance(x, jax.Array | bool | int | float | complex)
 
 
 def not_an_array(leaf: Any, path: str, what: str, remedy: str = "") -> TypeError:
     """Return the error for a leaf that is neither an array nor a number."""
     # `kind` calls everything with a shape and a dtype an array, also a tensor of another library.
+    if isinstance(leaf, np.ma.MaskedArray):
+        return TypeError(f"{what}: {leaf_at(path)} is {kind(leaf)}")
     whose = f"of type {type(leaf).__name__}" if hasattr(leaf, "dtype") else kind(leaf)
     given = f"{what}: the leaf at {quoted(path)} is {whose}, {shown(leaf, 60)}"
     return TypeError(f"{given}, which is not an array or number{remedy}")
@@ -376,14 +383,47 @@ def is_donated(tree: Any) -> bool:
     return donated_leaf(tree) is not None
 
 
-def owned(tree: Any) -> Any:
+def owned(tree: Any, argument: str) -> Any:
     """Return a tree whose NumPy arrays are copies, which no other code writes to: on a CPU JAX shares their memory.
 
     It is done wherever arrays come into a state: a loader, a simulator or a hook may fill the same memory again.
+
+    Raises:
+        TypeError: A leaf is a masked array; names its path.
     """
     if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree)):
         return tree
-    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree)
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, all_native(tree, argument))
+
+
+def all_native(tree: Any, argument: str) -> Any:
+    """Return a tree whose leaves are those of `native`."""
+    return jax.tree_util.tree_map_with_path(lambda keys, leaf: native(leaf, path_str(keys), argument), tree)
+
+
+def native(leaf: Any, path: str, argument: str) -> Any:
+    """Return a NumPy array in the byte order of this machine, which is the only one of JAX; any other leaf as it is.
+
+    Raises:
+        TypeError: It is a masked array; names the path.
+    """
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    if not is_array(leaf):
+        raise not_an_array(leaf, path, argument)
+    return leaf if leaf.dtype.isnative else leaf.astype(leaf.dtype.newbyteorder("="))
+
+
+def has_same_bits(a: Any, b: Any) -> bool:
+    """Whether two leaves are bitwise identical, as far as this process has their values."""
+    if a is b:
+        return True
+    if not (is_array(a) and is_array(b)):
+        return bool(a == b)
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    one, other = (concrete(key_data(leaf)) for leaf in (a, b))
+    return one is not None and other is not None and one.tobytes() == other.tobytes()
 
 
 def concrete(x: Any) -> np.ndarray[Any, Any] | None:
@@ -556,7 +596,7 @@ def stack_trees(trees: Sequence[Any], what: str, name: Callable[[int], str] = "e
 
     def stacked(leaves: Sequence[Any], path: str) -> Any:
         is_on_device = all(isinstance(leaf, jax.Array) for leaf in leaves)
-        arrays = leaves if is_on_device else [np.asarray(leaf) for leaf in leaves]
+        arrays = leaves if is_on_device else [np.asarray(native(leaf, path, what)) for leaf in leaves]
         _check_same(arrays, path, what, name)
         if is_on_device:
             return jnp.stack(arrays)  # without blocking on the device
@@ -578,8 +618,10 @@ def rows_of(tree: Any, what: str) -> list[Any]:
         ValueError: A leaf has no leading axis, sizes differ, or there is no leaf; names the paths.
     """
     leaves, treedef = flatten(tree)
-    arrays = [leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for leaf in leaves]
-    for path, array in zip(paths_of(tree), arrays, strict=True):
+    paths = paths_of(tree)
+    pairs = zip(leaves, paths, strict=True)
+    arrays = [leaf if isinstance(leaf, jax.Array) else np.asarray(native(leaf, path, what)) for leaf, path in pairs]
+    for path, array in zip(paths, arrays, strict=True):
         if not array.ndim:
             raise ValueError(
                 f"{what}: {leaf_at(path)} has shape (): must have a leading axis, of the elements; stack them, for "

@@ -39,7 +39,7 @@ def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
     """
     mesh = meshes.require_mesh(mesh)
     parts = axis_size(mesh, axis, f"axis={axis!r}")
-    device_values.refuse_wide(local_batch, "local_batch")
+    local_batch = device_values.from_host(local_batch, "local_batch")
     sharding = NamedSharding(mesh, PartitionSpec(axis))
 
     sizes = trees.leading_sizes(local_batch)
@@ -259,13 +259,12 @@ def copied(item: Any, *, fresh: bool = False) -> Any:
     Raises:
         OverflowError: An integer does not fit its dtype on a device. The message contains the path of its leaf.
     """
-    leaves, treedef = trees.flatten(item)
-    if not all(map(trees.is_array_or_number, leaves)):
+    if not all(map(trees.is_array_or_number, jax.tree.leaves(item))):
         item = jax.tree_util.tree_map_with_path(_as_known, item)
-        leaves = jax.tree.leaves(item)
-    device_values.refuse_wide(item, "batch")
+    item = device_values.from_host(item, "batch")
     if fresh:
         return item
+    leaves, treedef = trees.flatten(item)
     return treedef.unflatten([_copy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])
 
 
@@ -274,6 +273,7 @@ def _as_known(keys: Any, leaf: Any) -> Any:
     if trees.is_array_or_number(leaf):
         return leaf
     array = leaf if isinstance(leaf, np.ndarray | np.generic) else _taken_over(leaf)
+    array = trees.native(array, trees.path_str(keys), "item")
     if trees.is_array_or_number(array):
         return array
     where = f"the leaf at {trees.path_str(keys)!r}" if keys else "the item"
@@ -290,7 +290,7 @@ def _taken_over(leaf: Any) -> Any:
         ("numpy", lambda: leaf.numpy()),
         ("__dlpack__", lambda: np.from_dlpack(leaf)),
         ("__dlpack__", lambda: jnp.copy(jnp.from_dlpack(leaf))),  # bfloat16, other devices
-        ("__array__", lambda: np.asarray(leaf)),
+        ("__array__", lambda: np.asanyarray(leaf)),
     )
     for method, way in ways:
         try:

@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jstep.core.checks import shown
+from jstep.core.checks import kind, shown
 from jstep.core.meshes import internal_transfers
-from jstep.core.trees import is_key, leading_sizes, path_str, quoted, stack_trees
+from jstep.core.trees import is_key, leading_sizes, native, path_str, quoted, stack_trees
 from jstep.data.permutation import RowNumbers
 
 _NO_ORDER = "cannot be taken in any order"
@@ -32,14 +32,16 @@ class ArraySource:
         return len(self._array)
 
     def rows(self, rows: RowNumbers) -> Any:
-        """Return a new array of these rows."""
+        """Return a new array of these rows, in the byte order of this machine."""
         is_range = isinstance(rows, slice)
         if self._takes and not is_range:
-            return self._array.take(rows, 0, None, "clip")  # rows are in range: "clip" only avoids a check of each
-        if self._is_of_keys:
+            found = self._array.take(rows, 0, None, "clip")  # rows are in range: "clip" only avoids a check of each
+        elif self._is_of_keys:
             with internal_transfers():
                 return self._array[rows]
-        return self._array[rows].copy() if is_range else self._array[rows]
+        else:
+            found = self._array[rows].copy() if is_range else self._array[rows]
+        return native(found, self.path, "")
 
 
 class ItemSource:
@@ -135,9 +137,11 @@ class ItemSource:
 
         def column(leaf: Any) -> Any:
             if not isinstance(leaf, list) or len(leaf) != len(numbers):
-                return _as_array(leaf)
+                return native(_as_array(leaf), "", self._what)
+            if any(isinstance(entry, np.ma.MaskedArray) for entry in leaf):
+                return self._stack(leaf, numbers)
             try:
-                return np.asarray(leaf)
+                return native(np.asarray(leaf), "", self._what)
             except ValueError:  # the entries differ in shape
                 return self._stack(leaf, numbers)
 
@@ -207,6 +211,8 @@ def _open(leaf: Any, path: str, argument: str) -> Source:
     if hasattr(leaf, "to_numpy") and not hasattr(leaf, "columns"):  # a column of a data frame
         leaf = leaf.to_numpy()
     what = f"{argument}: the {type(leaf).__name__} at {path}"
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise TypeError(f"{argument}: the source at {path} is {kind(leaf)}")
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         if leaf.ndim == 0:
             raise TypeError(f"{what} is a scalar and has no rows")
@@ -254,7 +260,7 @@ def _takes_lists(cls: type) -> bool:
 
 
 def _as_array(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    return leaf if isinstance(leaf, jax.Array | np.ma.MaskedArray) else np.asarray(leaf)  # that is refused later
 
 
 def _is_plain_list(x: Any) -> bool:

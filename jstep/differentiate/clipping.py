@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_int
+from jstep.core.checks import as_int, kind
 from jstep.core.device_values import as_scalar
 from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, within
 from jstep.core.meshes import internal_transfers, on_any_mesh
@@ -299,10 +299,11 @@ def _known_norm(norm: Any) -> Array:
 def number(x: Any, path: str, name: str) -> Array:
     """Return a leaf as an array of numbers; raise an error with its path otherwise."""
     if isinstance(x, bool | str) or not (trees.is_array(x) or isinstance(x, int | float)):
-        raise TypeError(f"{name}: {trees.leaf_at(path)} is {type(x).__name__}, which is not an array")
+        what = kind(x) if isinstance(x, np.ndarray) else f"{type(x).__name__}, which is not an array"
+        raise TypeError(f"{name}: {trees.leaf_at(path)} is {what}")
     if trees.is_key(x):
         raise TypeError(f"{name}: {trees.leaf_at(path)} has dtype {x.dtype}, a PRNG key. Replace it by None.")
-    return jnp.asarray(x)
+    return jnp.asarray(trees.native(x, path, name))
 
 
 def floating(x: Any, path: str, name: str) -> Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core import meshes, trees
+from jstep.core import device_values, meshes, trees
 from jstep.core.checks import kind
 from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.trees import Array
@@ -97,7 +97,7 @@ def lookup(table: Any, ids: Any) -> Array:
         raise TypeError(f"table: must be an array of rows, got {kind(table)}")
     found = TABLES.get()
     place = None if found is None else found.index_of(table)
-    table, ids = jnp.asarray(table), jnp.asarray(ids)
+    table, ids = device_values.as_array(table, "table"), device_values.as_array(ids, "ids")
     if table.ndim == 0:
         raise ValueError("table: must have rows, got a scalar")
     if not jnp.issubdtype(ids.dtype, jnp.integer):

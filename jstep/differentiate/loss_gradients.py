@@ -114,6 +114,7 @@ def compute_gradients(
         def run(lanes: Lanes | None, params: Params, args: tuple[Any, ...]) -> Part:
             return compute(Inputs(params, args=args, kwargs=kwargs, lanes=lanes))
 
+        params, args = trees.all_native(params, "params"), trees.all_native(args, "args")
         place = meshes.sharded_like(Part(None, None, None, params))  # type: ignore[arg-type]
         part = on_lanes(compute.lanes, run, params, args, jax.tree.map(sharding_of, args), place=place)
         return ((part.loss, part.aux), part.gradients) if has_aux else (part.loss, part.gradients)

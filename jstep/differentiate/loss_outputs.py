@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
-from jstep.core import trees
+from jstep.core import device_values, trees
 from jstep.core.checks import kind
 from jstep.core.trees import Array
 
@@ -35,7 +35,7 @@ def outputs_of(out: Any, old: Any, has_aux: bool, has_model_state: bool, names_a
         raise ValueError(f"the loss has shape {loss.shape}; it must be a scalar: reduce it, for instance with jnp.mean")
     model_state = _like(old, model_state)
     trees.require_arrays(aux, "aux", " and cannot leave a compiled step")
-    return loss, model_state, jax.tree.map(jnp.asarray, aux)
+    return loss, model_state, jax.tree.map(jnp.asarray, device_values.from_host(aux, "aux"))
 
 
 def _split(out: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, Any, Any]:

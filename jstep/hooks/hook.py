@@ -12,6 +12,7 @@ from jstep.core.checks import kind, shown
 from jstep.core.matching import difference
 from jstep.core.meshes import internal_transfers
 from jstep.core.slot_roles import roles_in
+from jstep.state.copies import warn_of_copies
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 
@@ -236,6 +237,7 @@ def check_returned_state(given: TrainState, state: TrainState, step: int, by: st
     if trees.structure(given) != trees.structure(state):
         different = difference(given, state) or "the same paths, in other containers"
         raise ValueError(f"{by} returned a state of another structure: {different}")
+    warn_of_copies(state, given.params, given.slots, f"{by} returned a state with other parameters")
     with internal_transfers():
         leaves = [_placed_like(leaf, was, path, by) for (path, leaf), (_, was) in zip(new, old, strict=True)]
         if given.global_step is not state.global_step and int(np.asarray(given.global_step)) != step:
@@ -251,6 +253,7 @@ def _placed_like(leaf: Any, was: Any, path: str, by: str) -> Any:
     """Return the leaf as an array with the placement of the leaf that it replaces."""
     if leaf is was:
         return leaf
+    leaf = trees.native(leaf, path, by)
     if not trees.is_array(leaf) or leaf.shape != was.shape or leaf.dtype != was.dtype:
         want = f"{was.dtype} of shape {was.shape}"
         got = f"{leaf.dtype} of shape {leaf.shape}" if trees.is_array(leaf) else kind(leaf)
@@ -265,7 +268,7 @@ def _placed_like(leaf: Any, was: Any, path: str, by: str) -> Any:
     if isinstance(leaf, jax.Array) and leaf.weak_type:
         leaf = leaf.astype(leaf.dtype)  # otherwise the step would be compiled again
     is_placed = getattr(was, "committed", True) or isinstance(leaf, jax.Array)
-    return jax.device_put(trees.owned(leaf), was.sharding if is_placed else None)
+    return jax.device_put(trees.owned(leaf, by), was.sharding if is_placed else None)
 
 
 def _without_aliases(leaves: list[Any]) -> list[Any]:

@@ -86,7 +86,7 @@ class OneStep(_Calls):
         self.constants = Constants({}, skip_metric_of(self.step))
         if sums.is_wanted and isinstance(result[1], Mapping):
             sums.add(call.first, result[1], self.constants.skipped)
-        return trees.owned(keep_roles(state, result[0])), result[1]
+        return trees.owned(keep_roles(state, result[0]), "the state that the step returned"), result[1]
 
     def traceable(self, state: Any, args: tuple[Any, ...], sums: MetricSums) -> tuple[Any, tuple[Any, ...]]:
         """The compiled function of a call, and its arguments besides the state; for arrays or shapes."""

@@ -201,7 +201,7 @@ def new_run(options: Options, train_steps: TrainSteps, state: TrainState, times:
         train_steps, options.steps_per_call, state=state, sums=sums, first_call=times.compiling, watch=watch
     )
     run = Run(
-        state=trees.owned(state),
+        state=trees.owned(state, "state"),
         reports=reports,
         watch=watch,
         options=options,

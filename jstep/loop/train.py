@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jstep.checkpoint.saver import Saver
+from jstep.core.exceptions import setting
 from jstep.core.logs import log_to_stderr
 from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.core.stopwatch import SAVING, new_watch
@@ -33,6 +34,7 @@ from jstep.loop.start import begin
 from jstep.loop.stopping import exit_on_signal, leave_after_closing, leave_at_once, report_early_end, rescue
 from jstep.loop.timeline import TimelineRecorder
 from jstep.loop.utilization import Meters
+from jstep.state.copies import WARNED
 from jstep.state.train_state import TrainState
 from jstep.stores.compile_cache import persistent_cache
 
@@ -171,7 +173,7 @@ def train(
         jax.devices()
     log = log_to_stderr() if progress is not False and jax.process_index() == 0 else contextlib.nullcontext()
     # Hooks and evaluations run under the mesh of the state, even if another mesh is set.
-    with overriding_mesh(mesh_of(state)), log, persistent_cache(cached_in):
+    with overriding_mesh(mesh_of(state)), log, persistent_cache(cached_in), setting(WARNED, set()):
         return _train(new_run(options, stages, state, times, new_watch()), batches)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core import meshes, trees
+from jstep.core import device_values, meshes, trees
 from jstep.core.checks import as_int, as_number, kind, one_of
 from jstep.core.trees import Array
 from jstep.metrics.totals import Count, Sum, Total, each, joined, summed, total_of
@@ -545,7 +545,7 @@ def _numbers(value: Any, argument: str) -> Array:
     """
     if not (trees.is_array(value) or isinstance(value, bool | int | float | list | tuple)):
         raise TypeError(f"{argument}: must be an array of numbers, got {kind(value)}")
-    array = jnp.asarray(value)
+    array = device_values.as_array(value, argument)
     if not any(jnp.issubdtype(array.dtype, one) for one in (jnp.floating, jnp.integer, jnp.bool_)):
         raise TypeError(f"{argument}: must be an array of numbers, got {kind(array)}")
     return array

@@ -123,13 +123,14 @@ def as_text(pair: Any) -> str:
 def _check(path: str, leaf: Any) -> None:
     known = isinstance(leaf, jax.Array) or (
         isinstance(leaf, np.ndarray | np.generic)
+        and trees.is_array(leaf)
         and leaf.dtype.names is None
         and (leaf.dtype.kind in "biufc" or (leaf.dtype.kind == "V" and not leaf.dtype.name.startswith("void")))
         and leaf.dtype.name not in ("longdouble", "float128", "float96", "clongdouble", "complex256")
     )
     if not known:
         refuse_shapes(leaf, "tree")
-        what = f"dtype {leaf.dtype}" if isinstance(leaf, np.ndarray | np.generic) else kind(leaf)
+        what = f"dtype {leaf.dtype}" if trees.is_array(leaf) else kind(leaf)
         raise TypeError(
             f"tree: the leaf at {trees.quoted(path)} must be an array of numbers, got {what}; keep only arrays in the "
             "tree, numbers as jnp.float32(…)"

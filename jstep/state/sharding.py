@@ -300,6 +300,7 @@ def put(leaf: Any, sharding: NamedSharding) -> Any:
 
     For a shape, or on compile-only devices, return the shape with the sharding.
     """
+    leaf = trees.native(leaf, "", "state")
     if placement.is_shape(leaf) or (placement.compiles_only(sharding.mesh) and not trees.is_traced(leaf)):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     if sharding.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):

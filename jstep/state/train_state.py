@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jstep.core import device_values, meshes, trees
+from jstep.core import device_values, meshes, placement, trees
 from jstep.core.checks import as_bool, kind, size
 from jstep.core.optax_transformations import require_optimizer
 from jstep.core.placement import checked_memory, compiles_only, is_shape
@@ -19,6 +19,7 @@ from jstep.core.report import html_table
 from jstep.core.slot_roles import NO_ROLES, Roles, roles_in, roles_of
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, shape_of
+from jstep.state import copies
 from jstep.state import sharding as layout
 from jstep.state.global_step import create_global_step
 
@@ -244,11 +245,43 @@ class TrainState:
                     f"{trees.nearest(name, replaceable)}; optimizer state is in slots, and model_state=… replaces "
                     "the non-trained variables"
                 )
+        if "params" in changes and "slots" not in changes:
+            copies.warn_of_copies(self, changes["params"], self.slots, "state.replace(params=…)")
+        if _is_count(changes.get("global_step")):
+            changes["global_step"] = placement.back(create_global_step(changes["global_step"]), self.global_step)
         if MODEL_STATE in changes:
             slots, made = dict(changes.get("slots", self.slots)), changes.pop(MODEL_STATE)
             slots.pop(MODEL_STATE, None)
             changes["slots"] = slots if made is None else {**slots, MODEL_STATE: _numbers_as_arrays(made)}
-        return dataclasses.replace(self, **{name: trees.owned(value) for name, value in changes.items()})
+        return dataclasses.replace(self, **{name: trees.owned(value, name) for name, value in changes.items()})
+
+    @shortens_tracebacks
+    def with_params(self, params: Params) -> "TrainState":
+        """Return a new state with other parameters, and with the slots that are copies of the parameters set to them.
+
+        These are averages, masters, the `z` of schedule-free optimizers, the slow weights of lookahead, and others that
+        an optimizer begins with the parameters: with the old values they would undo `state.replace(params=…)` in the
+        next updates. Moments, ages, held values, the step and the model state stay.
+
+        Args:
+            params: The new parameters, with the structure, shapes and dtypes of the old ones; NumPy arrays and numbers
+                become arrays, and each leaf is placed like the old one. The result shares no memory with them. A leaf
+                that is the state's own array stays, and so do its slots. A low-precision leaf may be given in float32
+                if it has a master or a remainder, which keeps the bits that the parameter loses.
+
+        Raises:
+            TypeError: A leaf is not an array or a number (names its path).
+            ValueError: The structure, a shape or a dtype differs (names the leaf), or the state was made by hand.
+
+        Example:
+            >>> import jstep
+            >>> optimizer = jstep.with_moving_average(jstep.sgd(0.1), jstep.ExponentialMovingAverage(0.999))
+            >>> state = jstep.TrainState.create({"w": 1.0}, optimizer).with_params({"w": 5.0})
+            >>> print(state.params["w"], jstep.averaged_params(state)["w"])
+            5.0 5.0
+        """
+        params, slots = copies.with_params(self, params)
+        return dataclasses.replace(self, params=params, slots=slots)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TrainState):
@@ -324,20 +357,9 @@ def _is_equal(a: Any, b: Any) -> bool:
     (leaves, structure), (others, other) = trees.flatten(a), trees.flatten(b)
     try:
         with meshes.internal_transfers():
-            return bool(structure == other) and all(map(_has_same_bits, leaves, others))
+            return bool(structure == other) and all(map(trees.has_same_bits, leaves, others))
     except Exception:  # static parts of a user's class that cannot be compared, or a donated leaf
         return False
-
-
-def _has_same_bits(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if not (trees.is_array(a) and trees.is_array(b)):
-        return bool(a == b)
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
-    one, other = (trees.concrete(trees.key_data(leaf)) for leaf in (a, b))
-    return one is not None and other is not None and one.tobytes() == other.tobytes()
 
 
 def _unshared(params: Params, slots: Slots) -> Slots:
@@ -357,6 +379,12 @@ def _as_arrays(tree: Any, *, copy: bool, argument: str = "params") -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda keys, leaf: device_values.as_leaf(leaf, trees.path_str(keys), copy=copy, argument=argument), tree
     )
+
+
+def _is_count(step: Any) -> bool:
+    """Whether a step is an integer of Python or NumPy, which has no place on a device yet."""
+    is_integer = isinstance(step, int | np.integer) or (isinstance(step, np.ndarray) and step.dtype.kind in "iu")
+    return is_integer and not isinstance(step, bool) and not np.ndim(step)
 
 
 def _numbers_as_arrays(model_state: Any) -> Any:

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.checks import as_int, kind, shown
+from jstep.core.device_values import as_array
 from jstep.core.meshes import internal_transfers, on_any_mesh, without_explicit_axes
-from jstep.core.trees import Array, is_array, is_traced
+from jstep.core.trees import Array, is_array, is_traced, native
 from jstep.summary import summaries
 from jstep.summary.summaries import DEFAULT, Scalars, Summary, check_tag, is_here, keep, register, summary_of
 
@@ -44,6 +45,7 @@ def scalar(tags: Any, values: Any, collections: Sequence[str] | None = DEFAULT) 
 
     Source: TensorFlow's `scalar_summary`.
     """
+    values = native(values, "", "values")
     parts = (_one(tags, values),) if isinstance(tags, str) else _many(tags, values)
     for part in parts:
         register(part, collections)
@@ -145,7 +147,7 @@ def zero_fraction(value: Any) -> Array:
     if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype.kind in "OSUMm":
         raise TypeError(f"value={shown(value)}: must be an array of numbers, got {kind(value)}{why}")
     with internal_transfers():
-        value = jnp.asarray(value)
+        value = as_array(value, "value")
         zeros = jnp.sum(value == jnp.zeros((), value.dtype), dtype=jnp.int32).astype(jnp.float32)
         return zeros / jnp.float32(value.size)
 
@@ -224,9 +226,9 @@ def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequen
     check_tag(tag, "image")
     max_images = 3 if max_images is None else as_int(max_images, "max_images", 1, "the number of pictures to take")
     if not is_array(tensor):
-        raise TypeError(
-            f"image {tag!r}: must be an array [batch, height, width, channels], not {type(tensor).__name__}"
-        )
+        what = kind(tensor) if isinstance(tensor, np.ndarray) else type(tensor).__name__
+        raise TypeError(f"image {tag!r}: must be an array [batch, height, width, channels], not {what}")
+    tensor = native(tensor, "", "tensor")
     shape = tensor.shape
     if len(shape) != 4:
         hint = "; add the batch axis: x[None]" if len(shape) == 3 else ""
@@ -356,7 +358,7 @@ def _eager(tag: str, values: Any) -> Any:
     if not isinstance(values, jax.Array):
         given = values
         try:
-            values = np.asarray(values)
+            values = np.asarray(jax.tree.map(lambda leaf: native(leaf, "", f"histogram {tag!r}"), values))
         except (ValueError, TypeError) as error:
             raise TypeError(
                 f"histogram {tag!r}: values must be an array, not {type(values).__name__}: {error}"

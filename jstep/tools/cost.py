@@ -16,6 +16,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_function, listed, scaled, size
 from jstep.core.compact_numbers import blocks_between
+from jstep.core.device_values import arguments_from_host
 from jstep.core.jaxprs import body_of, is_annotated
 from jstep.core.logs import slow, without_noise
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh
@@ -161,6 +162,7 @@ def cost(train_step: Callable[..., Any], state: Any, *args: Any, topology: str |
         (524288, 524288, True)
     """
     as_function(train_step, "train_step", "(state, *args) -> (state, metrics)")
+    args = arguments_from_host(args)
     require_state(state)
     if topology is not None:
         state, args = topologies.on_topology(topology, train_step, state, args)

@@ -108,6 +108,7 @@ def find_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
         ('log', 'float32[2] from 0 to 2')
     """
     as_function(fn, "fn", "(*args)")
+    args = trees.all_native(args, "args")
     with using_mesh(mesh_of(args)):
         return _first(fn.__wrapped__ if isinstance(fn, TrainStep) else fn, args)
 

@@ -258,7 +258,6 @@ def _checked(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
                     f"{name}: must return a mapping of names to scalars, got {kind(value)} for {key!r}; reduce it, for "
                     "example by jnp.mean"
                 )
-        device_values.refuse_wide(dict(found), name)
-        return dict(found)
+        return device_values.from_host(dict(found), name)
 
     return functools.partial(Attempts(name), run)

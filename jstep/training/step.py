@@ -63,7 +63,7 @@ class PureStep:
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """Run one step."""
         refuse_shapes((state, args), "state and batch")
-        device_values.refuse_wide(trees.batch_of(args), "batch")
+        args = device_values.arguments_from_host(args)
         with using_mesh(mesh_of((state, args))):
             return whole(self.body, state, args, self.batch_specs(args))
 
@@ -212,7 +212,7 @@ class TrainStep:
     @shortens_tracebacks
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """Call the compiled step."""
-        device_values.refuse_wide(trees.batch_of(args), "batch")
+        args = device_values.arguments_from_host(args)
         if not is_single_process():
             self._agreed.check(state, args)
         new, metrics = run(self, state, args)
@@ -247,12 +247,14 @@ class TrainStep:
     @shortens_tracebacks
     def lower(self, state: TrainState, *args: Any) -> Any:
         """As `jax.jit(...).lower`."""
+        args = device_values.arguments_from_host(args)
         with using_mesh(mesh_of((state, args))):
             return program_of(self, state, args, "whole").lower(state, *args)
 
     @shortens_tracebacks
     def trace(self, state: TrainState, *args: Any) -> Any:
         """As `jax.jit(...).trace`."""
+        args = device_values.arguments_from_host(args)
         return trace_of(self, state, args, "whole")
 
     @shortens_tracebacks
@@ -297,9 +299,8 @@ def run(step: TrainStep, state: Any, args: tuple[Any, ...]) -> Any:
     layout = known_layout(state)
     is_known = layout is not None
     if layout is None:
-        state = trees.owned(state)
+        state = device_values.from_host(trees.owned(state, "state"), "state")  # one that was made by hand
         refuse_shapes((state, args), "state and batch")
-        device_values.refuse_wide(state, "state")  # of a state that was made by hand
         layout = layout_of(state)
     if is_spent(state):  # a call that fails while it runs donates it, too
         require_alive(state)

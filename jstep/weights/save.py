@@ -379,7 +379,7 @@ def _checked(leaf: Any, path: str) -> Any:
     """Return a leaf that can be saved, a number as an array."""
     what = f"params: {trees.quoted(path)}"
     require_value(leaf, what)
-    if isinstance(leaf, bool | int | float | complex):
+    if trees.is_number(leaf):
         return device_values.number(leaf, what)
     if not trees.is_array(leaf):
         raise TypeError(

@@ -1,0 +1,150 @@
+"""The slots that begin as copies of the parameters, such as averages and masters, when the parameters are replaced."""
+
+import contextvars
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jstep.core import compact_numbers, device_values, meshes, placement, trees
+from jstep.core.checks import array_type
+from jstep.core.matching import difference
+from jstep.core.slot_roles import WITH_A_START, Role, Roles, roles_in
+from jstep.core.trees import Params, Slots
+from jstep.state.sharding import MODEL_STATE, put
+
+_logger = logging.getLogger("jstep")
+
+_SET = (*WITH_A_START, Role.REMAINDER)
+_EXACT = (Role.MASTER, Role.MASTER_COPY)
+
+
+def with_params(state: Any, params: Params) -> tuple[Params, Slots]:
+    """Return new parameters, placed like those of a state, and its slots, of which the copies are set to them.
+
+    Args:
+        state: The state.
+        params: The new parameters. A leaf that is the state's own array stays as it is, and so do its slots.
+
+    Raises:
+        TypeError: A leaf is not an array or a number.
+        ValueError: The structure, a shape or a dtype differs from that of the state (names the leaf), or it is not
+            known which of its slots are copies.
+    """
+    roles, treedef = roles_in(state), trees.structure(state.params)
+    placement.refuse_shapes((state, params), "state and params")
+    if not roles and state.slots.keys() - {MODEL_STATE}:
+        raise ValueError(
+            "with_params: the state must be one of TrainState.create, got one made by hand, which does not say which "
+            "slots are copies of the parameters; give both: state.replace(params=…, slots=…)"
+        )
+    if trees.structure(params) != treedef:
+        different = difference(params, state.params) or "with the same paths, in other containers"
+        raise ValueError(f"params: must have the structure of the state's parameters, got a tree {different}")
+    set_slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items() if roles.get(name) in _SET}
+    leaves = jax.tree.leaves(params)
+    for i, (path, old) in enumerate(trees.leaves_with_paths(state.params)):
+        if leaves[i] is old:
+            continue
+        beside = {name: parts[i] for name, parts in set_slots.items() if parts[i] is not None}
+        with meshes.internal_transfers():
+            leaves[i], new = _set(leaves[i], old, path, beside, roles)
+        for name, value in new.items():
+            set_slots[name][i] = value
+    return treedef.unflatten(leaves), state.slots | {n: treedef.unflatten(parts) for n, parts in set_slots.items()}
+
+
+def _set(given: Any, old: Any, path: str, beside: Slots, roles: Roles) -> tuple[Any, Slots]:
+    """Return a new leaf of the parameters, and those of the slots beside it.
+
+    Args:
+        given: The user's value.
+        old: The leaf that it replaces.
+        path: The path of both.
+        beside: The leaves of slots that are set, by the name of the slot.
+        roles: The roles of the slots.
+    """
+    remainders = [n for n in beside if roles[n] is Role.REMAINDER and n not in roles.halves.values()]
+    precise = [beside[n].dtype for n in beside if roles[n] is Role.MASTER] + [np.dtype(np.float32)] * bool(remainders)
+    whole = _checked(given, old, path, precise)
+    with meshes.using_mesh(meshes.mesh_of(whole)):
+        stored, new = whole.astype(old.dtype), Slots()
+        if remainders:
+            stored, low = compact_numbers.split(whole.astype(jnp.float32))
+            whole, new = compact_numbers.joined(stored, low), dict.fromkeys(remainders, low)
+        for name in (n for n in beside if roles[n] is not Role.REMAINDER):
+            value, half = whole if remainders or roles[name] in _EXACT else stored, roles.halves.get(name, "")
+            if half in beside:
+                new[name], new[half] = compact_numbers.split(value.astype(jnp.float32))
+            else:
+                new[name] = value.astype(beside[name].dtype)
+    return _placed(stored, old), {name: _placed(value, beside[name]) for name, value in new.items()}
+
+
+def _checked(given: Any, old: Any, path: str, precise: list[Any]) -> Any:
+    """Return the value of a leaf, which has the kind of the old one, or its precision in a master or a remainder."""
+    value = device_values.host_leaf(given, path, "params")
+    if trees.is_number(given) and trees.is_trainable(old):  # a weak type, as in create
+        value = value.astype(old.dtype)
+    if value.shape != old.shape or value.dtype not in (old.dtype, *precise):
+        raise ValueError(
+            f"params: {trees.leaf_at(path)} is {array_type(value.shape, value.dtype)}, must be "
+            f"{array_type(old.shape, old.dtype)}, as in the state"
+        )
+    return value
+
+
+def _placed(value: Any, old: Any) -> Any:
+    """Return an array of its own, placed like the one that it replaces."""
+    if trees.has_tracers((value, old)):
+        return placement.back(jnp.copy(value), old)
+    sharding = getattr(old, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        return put(value, sharding)
+    made = jnp.copy(value) if trees.is_key(value) else jnp.array(value, copy=True)
+    return jax.device_put(made, sharding) if getattr(old, "committed", False) else made
+
+
+WARNED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jstep_warned", default=None)
+"""The warnings of the run that is in progress; outside of one, each `create` begins anew."""
+
+
+def warn_of_copies(state: Any, params: Params, slots: Slots, what: str) -> None:
+    """Log a warning if parameters are replaced and slots that bring the old ones back are not; once in a run.
+
+    Args:
+        state: The state; nothing is logged of a traced one, whose update is the user's own.
+        params: The new parameters.
+        slots: The new slots.
+        what: What replaces them, for the message.
+    """
+    roles = roles_in(state)
+    names = [name for name in roles.of(*WITH_A_START) if name in state.slots and name in slots]
+    of_run = WARNED.get()
+    warned = roles.warned if of_run is None else of_run
+    if not names or _UNDOES in warned or trees.structure(params) != trees.structure(state.params):
+        return
+    pairs = list(zip(jax.tree.leaves(params), jax.tree.leaves(state.params), strict=True))
+    if not all(trees.is_array(leaf) and not trees.is_traced(leaf) for pair in pairs for leaf in pair):
+        return
+    changed = {i for i, (new, old) in enumerate(pairs) if new is not old}
+    treedef = trees.structure(params)
+
+    def is_left(name: str) -> bool:
+        both = zip(*(treedef.flatten_up_to(tree[name]) for tree in (slots, state.slots)), strict=True)
+        return any(i in changed and old is not None and new is old for i, (new, old) in enumerate(both))
+
+    names = [name for name in names if is_left(name)]
+    if not names or not any(not trees.has_same_bits(*pairs[i]) for i in changed):
+        return
+    warned.add(_UNDOES)
+    _logger.warning(_UNDOES, what, ", ".join(map(repr, names)))
+
+
+_UNDOES = (
+    "%s: the slots %s still hold the old parameters, or averages of them, and bring them back in later updates. Use "
+    "state.with_params(params), which sets these slots, too; or state.replace(params=…, slots=state.slots) to keep them"
+)
