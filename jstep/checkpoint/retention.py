@@ -41,6 +41,7 @@ def evictions(
     spared = {new, max(saved_at), finite}
     victims: list[int] = []
     for step in [step for step in evictable if step not in spared][: max(excess, 0)]:
+        since = min(since, saved_at[step])  # the clock of a host may have been ahead when it was set
         hours = (saved_at[step] - since) / 3600
         if every_n_hours is not None and hours > every_n_hours:
             for_good |= {step}

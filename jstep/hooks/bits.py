@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jstep.core.checks import as_bool, as_int, one_of
+from jstep.core.checks import as_bool, as_int, listed, one_of
 from jstep.core.exceptions import Picklable, note
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import is_array
@@ -207,8 +207,8 @@ def _entries_of(path: str) -> dict[int, Entry]:
         found = fingerprints.read(path)
     except FileNotFoundError:
         return {}
-    for problem in found.corrupted:
-        _logger.warning("%s: %s; it is skipped", path, problem)
+    if found.corrupted:
+        _logger.warning("%s: skipped: %s", path, listed(found.corrupted, 5, "; "))
     return dict(found.entries)
 
 

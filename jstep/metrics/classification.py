@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core import device_values, meshes, trees
 from jstep.core.checks import as_int, as_number, kind, one_of
 from jstep.core.trees import Array
-from jstep.metrics.totals import Count, Sum, Total, each, joined, summed, total_of
+from jstep.metrics.totals import NONE, Count, Sum, Total, each, joined, summed, total_of
 
 # Metrics that are totals over all examples.
 
@@ -38,21 +38,23 @@ class Accuracy(_Totals):
     Attributes:
         right: The number, or weight, of correct predictions.
         total: The number, or weight, of labels.
+        unknown: The number of labels of weight above 0 whose logits have a NaN.
     """
 
     right: Total
     total: Total
+    unknown: Count = NONE
 
     def compute(self) -> float:
-        """The accuracy; NaN without examples, or if all weights are 0."""
+        """The accuracy; NaN without examples, if all weights are 0, or if a logit is NaN."""
         total = self.total.exact().item()
-        return self.right.exact().item() / total if total else math.nan
+        return self.right.exact().item() / total if total and not self.unknown.exact() else math.nan
 
 
 def accuracy(logits: Any, labels: Any, *, weights: Any = None) -> Accuracy:
     """Accuracy of a classifier: `sklearn.metrics.accuracy_score(labels, argmax(logits), sample_weight=weights)`.
 
-    Counts are exact up to 2⁴⁴ labels. Of equal logits the first is the prediction.
+    Counts are exact up to 2⁴⁴ labels. Of equal logits the first is the prediction. If a logit is NaN, so is the result.
 
     Args:
         logits: `[..., classes]`, logits or probabilities.
@@ -77,7 +79,8 @@ def accuracy(logits: Any, labels: Any, *, weights: Any = None) -> Accuracy:
     given, truth = logits_and_labels(logits, labels)
     weight = weights_of(weights, labels)
     right = jnp.argmax(given, axis=-1).astype(truth.dtype) == truth
-    return Accuracy(total_of(right, weight), total_of(jnp.ones_like(right), weight))
+    unknown = count_of(jnp.any(jnp.isnan(given), axis=-1), weight)
+    return Accuracy(total_of(right, weight), total_of(jnp.ones_like(right), weight), unknown)
 
 
 @jax.tree_util.register_dataclass
@@ -89,14 +92,18 @@ class F1(_Totals):
         both: The number, or weight, of true positives.
         predicted: The number, or weight, of predicted positives.
         true: The number, or weight, of positive labels.
+        unknown: The number of examples of weight above 0 whose score is NaN.
     """
 
     both: Total
     predicted: Total
     true: Total
+    unknown: Count = NONE
 
     def compute(self) -> float:
-        """2 · both / (predicted + true); 0 if both counts are 0, as in scikit-learn."""
+        """2 · both / (predicted + true); 0 if both counts are 0, as in scikit-learn; NaN if a score is NaN."""
+        if self.unknown.exact():
+            return math.nan
         either = self.predicted.exact().item() + self.true.exact().item()
         return 2 * self.both.exact().item() / either if either else 0.0
 
@@ -104,7 +111,7 @@ class F1(_Totals):
 def f1(scores: Any, labels: Any, threshold: float = 0.5, *, weights: Any = None) -> F1:
     """F1 score of a binary classifier: `sklearn.metrics.f1_score(labels, scores > threshold, sample_weight=weights)`.
 
-    Counts are exact up to 2⁴⁴ examples.
+    Counts are exact up to 2⁴⁴ examples. If a score is NaN, so is the result.
 
     Args:
         scores: Probabilities or other scores, of any shape.
@@ -128,7 +135,8 @@ def f1(scores: Any, labels: Any, threshold: float = 0.5, *, weights: Any = None)
     given, truth = scores_and_truth(scores, labels)
     weight = weights_of(weights, labels)
     predicted = given > jnp.asarray(as_number(threshold, "threshold"), given.dtype)
-    return F1(total_of(predicted & truth, weight), total_of(predicted, weight), total_of(truth, weight))
+    totals = (total_of(predicted & truth, weight), total_of(predicted, weight), total_of(truth, weight))
+    return F1(*totals, count_of(jnp.isnan(given), weight))
 
 
 @jax.tree_util.register_dataclass
@@ -192,8 +200,7 @@ def confusion_matrix(predictions: Any, labels: Any, num_classes: int, *, weights
     cell = jnp.where(known, cell, jnp.full_like(cell, size * size))  # out of range: left out
     found = each(known, weight).segment_sum(cell, size * size)
     matrix: Total = jax.tree.map(lambda part: part.reshape(size, size), found)
-    counts = jnp.ones_like(known) if weight is None else weight != jnp.zeros((), weight.dtype)
-    return ConfusionMatrix(matrix, cast(Count, total_of(~known & counts)))
+    return ConfusionMatrix(matrix, count_of(~known, weight))
 
 
 @jax.tree_util.register_dataclass
@@ -261,6 +268,12 @@ def perplexity(logits: Any, labels: Any, *, weights: Any = None) -> Perplexity:
         factors = weight.astype(wider)
         losses = jnp.where(factors == 0, jnp.zeros_like(factors), losses.astype(wider) * factors)
     return Perplexity(summed(losses), total_of(jnp.ones_like(known), weight))
+
+
+def count_of(flags: Array, weight: Array | None) -> Count:
+    """Return the number of examples of weight above 0 that have a flag."""
+    counts = flags if weight is None else flags & (weight != jnp.zeros((), weight.dtype))
+    return cast(Count, total_of(counts))
 
 
 def _is_class(labels: Array, num_classes: int) -> Array:

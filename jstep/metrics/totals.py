@@ -56,6 +56,9 @@ class Count:
         return (high << _BITS) + low
 
 
+NONE = Count(np.zeros((), np.uint32), np.zeros((), np.uint32))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sum:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from jstep.core.checks import as_text, shown
+from jstep.core.checks import as_text, listed, shown
 from jstep.core.stopwatch import PARTS
 from jstep.stores.files import is_directory, names_in, opened
 from jstep.stores.growing_files import open_lines
@@ -156,15 +156,14 @@ def read(path: Any, prefix: str = "model") -> list[Times]:
     known: set[str] = set()
     places = _places(where)
     for place in places:
+        skipped: list[str] = []
         with opened(place) as file:
             for number, raw in enumerate(file, 1):
                 line = _line(raw)
                 if line is None:
                     if raw.strip() and raw.endswith(b"\n"):
-                        text = shown(raw.decode(errors="replace").strip(), 60)
-                        _logger.warning(
-                            "%s: line %d is not a line of a timeline and is skipped: %s", place, number, text
-                        )
+                        text = shown(raw[:200].decode(errors="replace").strip(), 60)
+                        skipped.append(f"line {number} ({text})")
                 elif line["prefix"] != prefix:
                     others.setdefault(line["prefix"])
                 elif line["kind"] in (START, TIMES):
@@ -172,6 +171,8 @@ def read(path: Any, prefix: str = "model") -> list[Times]:
                         _check_version(line.get("version"), place, number)
                         known.add(line["start"])
                     starts[line["start"]].append(line)
+        if skipped:
+            _logger.warning("%s: skipped what is not a line of a timeline: %s", place, listed(skipped, 5))
     if not known:
         raise ValueError(
             f"prefix={prefix!r}: must be the prefix of a run in {where}, which has "

@@ -1,6 +1,7 @@
 """Retention: `max_to_keep` and `keep_checkpoint_every_n_hours`."""
 
 import errno
+import itertools
 import math
 import types
 
@@ -133,6 +134,20 @@ class TestRetention:
         with Saver(tmp_path, **options) as saver:
             saver.save(state_at(3))
             assert saver.all_steps() == [1, 3]
+
+    @pytest.mark.parametrize("days", [0, 10, -10])
+    def test_a_clock_that_was_wrong_for_an_hour_costs_no_later_checkpoint(self, days):
+        """A save each quarter of an hour, four of them by a clock that is wrong; two are kept, and one each hour."""
+        existing, kept, now = {}, retention.RetainedSteps(frozenset(), 0.0), 0.0
+        for step in range(1, 97):
+            now += 900
+            existing[step] = now + days * 86_400 * (8 <= step < 12)
+            victims, kept = retention.evictions(existing, step, kept, 2, 1.0)
+            for victim in victims:
+                del existing[victim]
+        assert 24 <= len(existing) <= 25
+        late = [step for step in existing if step >= 16]
+        assert all(after - before <= 5 for before, after in itertools.pairwise(late)), late
 
     @settings(max_examples=200, deadline=None)
     @given(

@@ -101,6 +101,30 @@ def test_a_score_at_the_threshold_is_not_positive():
         M.auc(FIVE, FIVE, num_thresholds=2**14 + 1)
 
 
+def test_a_prediction_with_a_nan_makes_the_metric_nan():
+    """A network whose loss is NaN predicts the class 0, which may be the one of most examples."""
+    logits, labels = np.full((10, 2), np.nan, np.float32), np.array([0] * 9 + [1])
+    one = np.where(np.arange(10)[:, None] == 3, logits, np.float32([1, 0]))  # in one row
+    part = np.where([[True, False]] * 10, one, np.float32(0))  # of one class alone
+    for given in (logits, one, part):
+        scores = given[:, 0]
+        assert math.isnan(M.accuracy(given, labels).compute())
+        assert math.isnan(M.f1(scores, 1 - labels).compute())
+        for weights in (np.float32([1] * 3 + [0.5] * 7), np.arange(10) < 5):
+            assert math.isnan(M.accuracy(given, labels, weights=weights).compute())
+            assert math.isnan(M.f1(scores, labels, weights=weights).compute())
+    for weights in (np.float32(np.arange(10) != 3), np.arange(10) != 3):  # rows that do not count
+        assert M.accuracy(one, labels, weights=weights).compute() == pytest.approx(8 / 9)
+        assert not math.isnan(M.f1(one[:, 0], labels, weights=weights).compute())
+    clean = M.accuracy(np.zeros((10, 2), np.float32), labels)
+    assert clean.compute() == 0.9
+    assert math.isnan(clean.merge(M.accuracy(one, labels)).compute())
+    evaluate = jstep.evaluator(lambda p, x, y: {"a": M.accuracy(x, y)}, jstep.batches((one, labels), 5, num_epochs=1))
+    assert math.isnan(evaluate(jstep.TrainState.create({"w": 1.0}, jstep.sgd(0.1)))["a"])
+    assert M.accuracy(np.float32([[np.inf, -np.inf]]), np.array([0])).compute() == 1.0
+    assert M.accuracy(np.array([[3, 1]]), np.array([0])).compute() == 1.0  # integers
+
+
 def test_results_without_examples_and_beyond_floats():
     none, zero = Count(jnp.uint32(0), jnp.uint32(0)), Sum(jnp.float32(0), jnp.float32(0))
     one = counted(jnp.uint32(1))
