@@ -9,7 +9,7 @@ import numpy as np
 
 from jstep.core.checks import kind, shown
 from jstep.core.meshes import internal_transfers
-from jstep.core.trees import is_key, leading_sizes, native, path_str, quoted, stack_trees
+from jstep.core.trees import all_native, is_key, leading_sizes, native, path_str, quoted, stack_trees
 from jstep.data.permutation import RowNumbers
 
 _NO_ORDER = "cannot be taken in any order"
@@ -70,7 +70,7 @@ class ItemSource:
             ValueError: The items differ in structure, shape or dtype. The message contains the rows.
         """
         try:
-            return self._rows(rows)
+            return all_native(self._rows(rows), self._what)
         except NotImplementedError as error:  # raised by __getitem__ of PyTorch's IterableDataset
             raise TypeError(f"{self._what} {_NO_ORDER}: its __getitem__ is not implemented{_ITERABLE}") from error
 
@@ -137,11 +137,11 @@ class ItemSource:
 
         def column(leaf: Any) -> Any:
             if not isinstance(leaf, list) or len(leaf) != len(numbers):
-                return native(_as_array(leaf), "", self._what)
+                return _as_array(leaf)
             if any(isinstance(entry, np.ma.MaskedArray) for entry in leaf):
-                return self._stack(leaf, numbers)
+                return np.ma.stack(leaf)  # which is refused later, too
             try:
-                return native(np.asarray(leaf), "", self._what)
+                return np.asarray(leaf)
             except ValueError:  # the entries differ in shape
                 return self._stack(leaf, numbers)
 

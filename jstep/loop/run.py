@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import functools
+import re
+import secrets
 from collections.abc import Collection, Hashable
 from typing import Any, NamedTuple
 
@@ -22,6 +24,9 @@ from jstep.loop.programs import Programs
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.stages import TrainSteps
 from jstep.state.train_state import TrainState
+
+NAME = "run"
+"""The key of a checkpoint's `extra` that has the name of the run."""
 
 
 class Calling(NamedTuple):
@@ -61,6 +66,7 @@ class Run(RunInfo):
         options: The arguments of `train`.
         programs: Runs the steps.
         times: Measures the start.
+        new_name: Its name, if it has none from an earlier start.
         closing: Closes what the run opens.
         signals: Receives the signals that stop the run, and knows its `stop_secs`.
         hooks: All hooks, the user's before the stock ones.
@@ -76,6 +82,7 @@ class Run(RunInfo):
     options: Options
     programs: Programs
     times: StartTimes
+    new_name: str = dataclasses.field(default_factory=functools.partial(secrets.token_hex, 4))
     closing: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     signals: StopSignals
     hooks: list[Any] = dataclasses.field(default_factory=list)
@@ -90,6 +97,12 @@ class Run(RunInfo):
     def first(self) -> int:
         """The step at which the run begins; 0 until it is known."""
         return self.resumed.first or 0
+
+    @property
+    def name(self) -> str:
+        """The name of the run over all its starts, which its checkpoints keep and its event files bear."""
+        kept = self.resumed.extra.get(NAME)
+        return kept if isinstance(kept, str) and re.fullmatch(r"[0-9a-f]{8}", kept) else self.new_name
 
     @property
     def evaluations(self) -> list[EvaluationHook]:

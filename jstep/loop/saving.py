@@ -7,6 +7,7 @@
 | `stopped` | the name of the hook that stopped the run | `_remembered` | a log line; it stays where no step is run |
 | `ended` | the step at which the hooks have ended | `_remembered` | `HookRunner`, which ends them once |
 | `held` | the initial values of held hyperparameters | `_extra_of` | `restore`, which warns if the given ones differ |
+| `run` | the name of the run, which its event files bear | `_extra_of` | `Run.name` |
 | others | what an observer keeps, such as the past of a card | `Observer.past` | the observer |
 """
 
@@ -42,7 +43,7 @@ from jstep.hooks.run_hook import Resumed
 from jstep.hooks.states import get_states, set_states
 from jstep.loop.arguments import MOST_SECS
 from jstep.loop.calls import AUTO
-from jstep.loop.run import Run
+from jstep.loop.run import NAME, Run
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.contents import in_words
 from jstep.state.global_step import require_alive
@@ -381,7 +382,9 @@ class RunSaverHook(CheckpointSaverHook):
         run, (positions, hooks) = self._loop, memory
         past = {key: value for observer in run.observers for key, value in observer.past(run.step).items()}
         held = {HELD: run.resumed.held} if run.resumed.held else {}
-        return Extra(positions.values | past | hooks.values | held, {**positions.files, **hooks.files})
+        return Extra(
+            positions.values | past | hooks.values | held | {NAME: run.name}, {**positions.files, **hooks.files}
+        )
 
 
 # What also prevents a save after a signal, an error or a hang: at any other time, `before_save` of the hooks decides.

@@ -27,6 +27,7 @@ from jstep.loop.run import Run
 from jstep.loop.saving import STOPPED, RunSaverHook, restore, restore_hooks
 from jstep.loop.stages import StageBoundaries
 from jstep.loop.stopping import report_done
+from jstep.summary.new_event_files import STARTS, starts_here
 from jstep.summary.writer import SummaryWriter
 
 _logger = logging.getLogger("jstep")
@@ -171,7 +172,9 @@ def build_hooks(run: Run) -> None:
 def _open_writer(run: Run) -> SummaryWriter | None:
     if run.options.logdir is None:
         return None
-    writer = run.closing.enter_context(SummaryWriter(run.options.logdir))
-    # TensorBoard drops the events of earlier runs from this step on, so nothing is shown twice.
-    writer.add_session_log("START", run.first + 1)
+    suffix, first = f".{run.name}", run.first + 1
+    writer = run.closing.enter_context(SummaryWriter(run.options.logdir, filename_suffix=suffix))
+    if writer.path is not None and starts_here(writer.path, suffix, first):
+        for _ in range(STARTS):
+            writer.add_session_log("START", first)
     return writer

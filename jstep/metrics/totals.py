@@ -56,7 +56,8 @@ class Count:
         return (high << _BITS) + low
 
 
-NONE = Count(np.zeros((), np.uint32), np.zeros((), np.uint32))
+_ZERO: Any = np.zeros((), np.uint32)  # not on a device: this module is imported before there are any
+NONE = Count(_ZERO, _ZERO)
 
 
 @jax.tree_util.register_dataclass

@@ -6,14 +6,15 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
-from jstep.stores.event_files import frame, is_event_file
-from jstep.stores.files import make_folders
+from jstep.core.checks import listed
+from jstep.stores.event_files import frame, is_event_file, proto
+from jstep.stores.files import make_folders, names_in, replace_file
 from jstep.stores.growing_files import ObjectAppender, sync_growing
 from jstep.stores.objects import STARTING, Objects
-from jstep.stores.urls import is_url
+from jstep.stores.urls import is_url, join, split
 from jstep.summary.encode import event_bytes
 
 _logger = logging.getLogger("jstep")
@@ -24,19 +25,21 @@ class LocalFile:
 
     Args:
         logdir: Its directory, which is created if necessary.
+        suffix: The end of its name.
 
     Raises:
         OSError: The file cannot be created.
     """
 
-    def __init__(self, logdir: str) -> None:
-        self._logdir = logdir
+    def __init__(self, logdir: str, suffix: str = "") -> None:
+        self._logdir, self._suffix = logdir, suffix
         self._open()
 
     def _open(self) -> None:
         make_folders(self._logdir)
         there = filter(is_event_file, os.listdir(self._logdir))
-        self.path, self._is_named = os.path.join(self._logdir, _file_name(there)), False
+        name = next(_file_names(there, self._suffix))
+        self.path, self._is_named = os.path.join(self._logdir, name), False
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115  closed by `close`
         try:
             self._append(_first_record())
@@ -110,8 +113,13 @@ _PREFIX = "events.out.tfevents."
 _counter = itertools.count()
 
 
-def open_event_file(logdir: str, flush_secs: float) -> Sink:
+def open_event_file(logdir: str, flush_secs: float, suffix: str = "") -> Sink:
     """Create a file in `logdir`, or an object below it, with its first event.
+
+    Args:
+        logdir: The directory or URL.
+        flush_secs: The seconds between two uploads.
+        suffix: The end of the names of its files.
 
     Raises:
         OSError: The directory or the file cannot be written; the message has the directory.
@@ -119,15 +127,17 @@ def open_event_file(logdir: str, flush_secs: float) -> Sink:
     if is_url(logdir):
         objects = Objects(logdir)
         with objects.within(STARTING):
-            name = _file_name(objects.list(_PREFIX, _PREFIX + "~"))
-            stem = name.rpartition(".")[0]
-            later = (f"{stem}.{next(_counter):06d}" for _ in itertools.count())
+            names = _file_names(_names_there(objects), suffix)
             # Each object begins with the first record of an event file; the first one is written here.
-            return ObjectAppender(objects, itertools.chain([name], later).__next__, _first_record(), flush_secs)
+            return ObjectAppender(objects, names.__next__, _first_record(), flush_secs)
     try:
-        return LocalFile(logdir)
+        return LocalFile(logdir, suffix)
     except OSError as error:
         raise type(error)(error.errno, f"SummaryWriter cannot write to its logdir: {error.strerror}", logdir) from error
+
+
+def _names_there(objects: Objects) -> list[str]:
+    return list(objects.list(_PREFIX, _PREFIX + "~"))
 
 
 def _first_record() -> bytes:
@@ -135,17 +145,52 @@ def _first_record() -> bytes:
     return frame(event_bytes(0, time.time(), file_version=FILE_VERSION, source_metadata=source))
 
 
-def _file_name(there: Iterable[str]) -> str:
-    """Return a name that sorts after all others in the directory, since TensorBoard reads files in that order.
+def _file_names(there: Iterable[str], suffix: str) -> Iterator[str]:
+    """Return names that sort after all others in the directory, since TensorBoard reads files in that order.
 
     Process id and counter distinguish writers of the same second. If an existing file still sorts later, because it is
     of the same second or of a host whose clock is ahead, the time in the name is moved forward.
     """
-    rest = f"{socket.gethostname()}.{os.getpid()}.{next(_counter):06d}"
-    name = f"{_PREFIX}{int(time.time()):010d}.{rest}"
-    newest = max(there, default="")
-    if newest >= name:
-        stamp = newest.removeprefix(_PREFIX).partition(".")[0]
-        if stamp.isdecimal() and len(stamp) == 10:
-            name = f"{_PREFIX}{int(stamp) + 1:010d}.{rest}"
-    return name
+    host, stamp, newest = f"{socket.gethostname()}.{os.getpid()}", int(time.time()), max(there, default="")
+    first = next(_counter)
+    if newest >= f"{_PREFIX}{stamp:010d}.{host}.{first:06d}{suffix}":
+        latest = newest.removeprefix(_PREFIX).partition(".")[0]
+        if latest.isdecimal() and len(latest) == 10:
+            stamp = int(latest) + 1
+    return (f"{_PREFIX}{stamp:010d}.{host}.{count:06d}{suffix}" for count in itertools.chain([first], _counter))
+
+
+STARTS = 2
+"""The marks of a restart: TensorBoard's page takes the first one in a directory for the beginning of the run."""
+
+
+def starts_here(path: str, suffix: str, step: int) -> bool:
+    """Return whether a new event file must begin with marks of a restart, so that no step of a run is shown twice.
+
+    They make TensorBoard drop all events from a step on that it read before, whoever wrote them. Files of others that
+    were opened since the last start are read after those of the run, and must stay: then the marks are in a file of
+    their own before these. Files of others without any of the run are one warning.
+
+    Args:
+        path: The new event file of the run.
+        suffix: The end of the names of the run's event files.
+        step: The first step that is written again.
+    """
+    logdir, new = split(path)
+    names = _names_there(Objects(logdir)) if is_url(logdir) else filter(is_event_file, names_in(logdir))
+    there = [name for name in names if name != new]
+    newest = max((name for name in there if name.endswith(suffix)), default=None)
+    if newest is None:
+        if there:
+            _logger.warning(
+                "logdir=%s: has event files of others, which are shown together with this run's: %s. Give each run a "
+                "directory of its own, or delete them",
+                logdir,
+                listed(there, 5),
+            )
+        return False
+    if max(there) == newest:
+        return True
+    mark = frame(event_bytes(step, time.time(), session_log=proto("SessionLog")(status="START")))
+    replace_file(join(logdir, f"{newest}.again{suffix}"), _first_record() + STARTS * mark)
+    return False

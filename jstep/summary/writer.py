@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jstep.core import exceptions, meshes, threads
-from jstep.core.checks import as_int, as_number, kind, shown
+from jstep.core.checks import as_int, as_number, as_text, kind, shown
 from jstep.core.trees import Step, is_traced
 from jstep.stores.event_files import CHECKSUMS, frame, imported, is_message, parsed, proto
 from jstep.stores.urls import location
@@ -255,8 +255,8 @@ class SummaryWriter:
     In a run of several processes only process 0 writes; on the others the methods do nothing.
 
     Args:
-        logdir: The directory; created if it does not exist. TensorBoard treats each directory as a run. Do not use the
-            `logdir` of `train`: its restart marks hide the points of another writer. The logdir can be the URL of an
+        logdir: The directory; created if it does not exist. TensorBoard treats each directory as a run. The
+            logdir can be the URL of an
             object store, `gs://bucket/run` or `s3://bucket/run`: events are buffered in memory and uploaded at most
             every 10 seconds or `flush_secs`, whichever is longer, by `flush` and by `close`; past a megabyte the next
             object is started. A failed upload is retried, and `close` raises if it keeps failing. A process that is
@@ -265,6 +265,7 @@ class SummaryWriter:
         max_queue: Number of buffered events at which they are written to the file. (In TensorFlow, the caller waited at
             that number.)
         flush_secs: Maximum time in seconds that an event is buffered.
+        filename_suffix: The end of the file's name.
 
     Attributes:
         logdir: The directory.
@@ -294,16 +295,21 @@ class SummaryWriter:
         graph: Any = None,
         max_queue: int = 10,
         flush_secs: float = 120,
+        filename_suffix: str | None = None,
     ) -> None:
         max_queue = as_int(max_queue, "max_queue", 1, "how many events wait in memory")
         flush_secs = as_number(flush_secs, "flush_secs", low=0, above=True, finite=False, meaning="seconds")
+        suffix = "" if filename_suffix is None else as_text(filename_suffix, "filename_suffix")
+        if "/" in suffix:
+            raise ValueError(f"filename_suffix={suffix!r}: must be the end of a file's name, without '/'")
         self.logdir = location(logdir, "logdir")
         self._worker: Worker | None = None
         self._closed = False
         imported(CHECKSUMS)
         proto("Event")
         if jax.process_index() == 0:
-            self._worker = Worker(open_event_file(self.logdir, flush_secs), max_queue, flush_secs)
+            sink = open_event_file(self.logdir, flush_secs, suffix)
+            self._worker = Worker(sink, max_queue, flush_secs)
             # The thread of a garbage-collected writer finishes its jobs; the interpreter waits for it at exit.
             weakref.finalize(self, self._worker.request_close).atexit = False
         if graph is not None:

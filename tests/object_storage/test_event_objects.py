@@ -1,5 +1,7 @@
 """Event files in object stores: growing objects, their segments, and readers."""
 
+import contextlib
+
 import pytest
 
 import jstep
@@ -128,6 +130,39 @@ def test_files_of_later_writers_sort_later(store):
             paths.append(writer.path)
     assert paths == sorted(paths) == event_files(store.run)
     assert points(store.run) == {0: 0.0, 1: 1.0, 2: 2.0}
+
+
+class SavedByCadence(jstep.Saver):
+    """A Saver that saves nothing after an error, as if the process had been killed."""
+
+    def save(self, state, *args, **kwargs):
+        if int(state.global_step) % 4:
+            raise OSError("killed")
+        return super().save(state, *args, **kwargs)
+
+
+def test_a_resumed_run_shows_each_step_once_beside_a_users_writer(store):
+    optimizer = jstep.sgd(0.1)
+    step = jstep.minimize(lambda p: p["w"] ** 2, optimizer)
+    options = {"save_checkpoint_steps": 4, "save_summaries_steps": 1, "progress": False, "logdir": f"{store.run}/logs"}
+
+    def run(stop):
+        def hook(n, state, metrics):
+            mine.add_summary(scalar("mine", float(n)), n)
+            if n == stop:
+                raise KeyError("killed")
+
+        with SummaryWriter(options["logdir"]) as mine, SavedByCadence(store.run) as saver:
+            state = jstep.TrainState.create({"w": 1.0}, optimizer)
+            with contextlib.suppress(KeyError):
+                jstep.train(
+                    step, state, lambda n: (), 12, checkpoint_dir=saver, hooks=[jstep.every(1, hook)], **options
+                )
+
+    for stop in (7, None):
+        run(stop)
+    found = {tag: [point.step for point in points] for tag, points in read_scalars(options["logdir"]).items()}
+    assert found["loss"] == found["mine"] == list(range(1, 13))
 
 
 def test_the_command_line_reads_event_objects(store, capsys):
