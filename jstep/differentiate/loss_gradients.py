@@ -21,6 +21,7 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Held, Number, Params
 from jstep.differentiate import microbatches
 from jstep.differentiate.clipping import global_norm
+from jstep.differentiate.integer_sums import Halves, halves, is_integer, joined
 from jstep.differentiate.lane_state import Merge, merged, merges_of, summand
 from jstep.differentiate.lanes import Lanes, as_lanes, of_each_lane, on_lanes, sum_over_lanes
 from jstep.differentiate.lookup import TABLES, Tables
@@ -57,14 +58,14 @@ def compute_gradients(
             globs (`"decoder/*"`), or a tree of bools. The others are not differentiated; their gradients are None, as
             are those of parameters that the loss does not depend on.
         has_aux: Whether loss_fn returns auxiliary values with the loss.
-        num_microbatches: Number of microbatches for gradient accumulation; the leading axis of every arg is split
-            into that many microbatches, which are processed in one scan. Microbatch i of n consists of rows i, i + n,
-            i + 2n, …: on a mesh each device has its share of them, so no row moves between devices, and microbatches do
-            not depend on the number of devices. Gradients, loss and floating (also complex) leaves of aux are means
-            in at least float32; integers and bools of aux are sums in at least int32. They are those of the whole batch
-            if the loss is a mean over rows. A loss that compares rows with each other (contrastive losses, BatchNorm)
-            sees those of one microbatch, so it is another objective for each number of microbatches; the recipe
-            "Contrastive losses in parts" computes such a loss exactly.
+        num_microbatches: Number of microbatches for gradient accumulation; the leading axis of every arg is split into
+            that many microbatches, which are processed in one scan. Microbatch i of n consists of rows i, i + n, i +
+            2n, …: on a mesh each device has its share of them, so no row moves between devices, and microbatches do not
+            depend on the number of devices. Gradients, loss and floating (also complex) leaves of aux are means in at
+            least float32; integers and bools of aux are sums in at least int32, which saturate. They are those of the
+            whole batch if the loss is a mean over rows. A loss that compares rows with each other (contrastive losses,
+            BatchNorm) sees those of one microbatch, so it is another objective for each number of microbatches; the
+            recipe "Contrastive losses in parts" computes such a loss exactly.
         weight_fn: `weight_fn(*microbatch)`, the weight of a microbatch in the means, such as its number of tokens.
         gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH: how far XLA may overlap gradients and updates. It affects
             memory and time, never values.
@@ -316,6 +317,7 @@ class Differentiation:
             grads = [None if g is None else microbatches.weighed(g, weight) for g in dense]
             terms = functools.partial(microbatches.summand, weight)
             others = jax.tree_util.tree_map_with_path(terms, (found.aux, found.summaries))
+            others = jax.tree.map(lambda x: halves(x) if is_integer(x) else x, others)
             state = _by_leaf(functools.partial(summand, i), merges, found.model_state, here.model_state)
             norms = None
             if self.squares:
@@ -327,15 +329,16 @@ class Differentiation:
         grads, loss, weight, others, state, norms = summed
         total = jnp.float32(lanes.number) if weight is None else jnp.where(weight == 0, jnp.ones_like(weight), weight)
 
-        def mean(x: Array) -> Array:
-            return x if jnp.issubdtype(x.dtype, jnp.integer) else x / total.astype(x.dtype)
+        def mean(x: Any) -> Array:
+            return joined(x) if isinstance(x, Halves) else x / total.astype(x.dtype)
 
         state = _by_leaf(functools.partial(merged, lanes.number), merges, state, given.model_state)
-        grads, loss, (aux, summaries) = jax.tree.map(mean, (grads, loss, others))
-        found = None
+        found = jax.tree.map(mean, (grads, loss, others), is_leaf=lambda x: isinstance(x, Halves))
+        grads, loss, (aux, summaries) = found
+        squares = None
         if norms is not None:
-            found = Squares(norms[0], norms[1], alike(lanes, microbatches.squared_norm, grads, given.scale))
-        return Part(loss, state, aux, grads, summaries, found)
+            squares = Squares(norms[0], norms[1], alike(lanes, microbatches.squared_norm, grads, given.scale))
+        return Part(loss, state, aux, grads, summaries, squares)
 
     def _merges(self, lanes: Lanes, given: Inputs, size: int) -> list[Merge]:
         """Return how the leaves of model_state are merged, by the traced loss of a lane with a number of rows."""

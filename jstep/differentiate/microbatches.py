@@ -18,6 +18,7 @@ from jstep.core.jaxprs import Operation, Subprogram, body_of, evaluate
 from jstep.core.placement import Unroll, scan
 from jstep.core.trees import Array, GradientNoise
 from jstep.data.placement import fitting_spec
+from jstep.differentiate.integer_sums import is_integer, summed
 
 _logger = logging.getLogger("jstep")
 _log_once = functools.cache(_logger.info)  # a step is traced several times
@@ -241,7 +242,7 @@ def accumulate(
         part = part_fn(state, batch, i)
         weight = weight_of(weight_fn, batch)
         squared = None if square is None else square(part.gradients)
-        gradients = [jax.tree.map(lambda g: g if _is_integer(g) else weighed(g, weight), g) for g in part.gradients]
+        gradients = [jax.tree.map(lambda g: g if is_integer(g) else weighed(g, weight), g) for g in part.gradients]
         if running:
             # () marks a gradient that is carried. A sum without gradients is carried unchanged, which costs nothing.
             dense = [isinstance(g, jax.Array) for g in gradients]
@@ -268,7 +269,7 @@ def accumulate(
         return mean(meshes.reduced(sums[i]) if running else jnp.sum(stacked, axis=0))
 
     def sum_or_mean(leaf: Array) -> Array:
-        return jnp.sum(leaf, axis=0, dtype=leaf.dtype) if _is_integer(leaf) else mean(jnp.sum(leaf, axis=0))
+        return summed(leaf) if is_integer(leaf) else mean(jnp.sum(leaf, axis=0))
 
     aux, summaries = jax.tree.map(sum_or_mean, others)
     grads = [gradient(i, stacked) for i, stacked in enumerate(gradients)]
@@ -278,17 +279,13 @@ def accumulate(
     return Part(mean(jnp.sum(losses)), model_state, aux, grads, summaries, squares)
 
 
-def _is_integer(leaf: Array) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jnp.integer))
-
-
 def summand(weight: Array | None, keys: Any, leaf: Array) -> Array:
     """Convert a leaf of aux to the form in which microbatches are summed."""
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return weighed(leaf, weight)
-    if leaf.dtype == bool or (_is_integer(leaf) and leaf.dtype.itemsize < 4):
+    if leaf.dtype == bool or (is_integer(leaf) and leaf.dtype.itemsize < 4):
         return leaf.astype(jnp.int32)
-    if not _is_integer(leaf):
+    if not is_integer(leaf):
         raise TypeError(
             f"aux: the leaf at {trees.quoted(trees.path_str(keys[1:]))} is of {leaf.dtype}, of which microbatches have "
             "no mean and no sum; return it in model_state, whose last value is kept, or not at all"

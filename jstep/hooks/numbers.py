@@ -19,8 +19,23 @@ from jstep.hooks.hook import Metrics
 
 def text(values: Mapping[str, Any]) -> str:
     """Format values as `loss 0.1234  learning_rate 0.001`; reads them from the device."""
-    short = {name: number if isinstance(number, int) else f"{number:.4g}" for name, number in read(values).items()}
-    return "  ".join([f"{name} {number}" for name, number in short.items()])
+    return "  ".join([f"{name} {_short(number)}" for name, number in read(values).items()])
+
+
+def _short(number: Any) -> str:
+    short = str(number) if isinstance(number, int) else f"{number:.4g}"
+    return f"{short} (saturated)" if number in SATURATED else short
+
+
+def is_saturated(numbers: np.ndarray[Any, Any]) -> bool:
+    """Whether integers on the host reach the bounds of their dtype."""
+    if numbers.dtype.kind not in "iu" or numbers.dtype.itemsize < 4 or not numbers.size:
+        return False
+    return not SATURATED.isdisjoint({int(numbers.min()), int(numbers.max())})
+
+
+SATURATED = frozenset(bound for bits in (32, 64) for bound in (2**bits - 1, 2 ** (bits - 1) - 1, -(2 ** (bits - 1))))
+"""The bounds of the integers of a device, where sums of metrics over the parts of a batch end."""
 
 
 def scalars(metrics: Metrics, leave_out: Collection[str] = ()) -> dict[str, Any]:

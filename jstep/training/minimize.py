@@ -117,16 +117,16 @@ def minimize(
             Auto and Explicit axes, through checkpoints and changes of layout. The batch is cut into L contiguous blocks
             of rows, each of which one device computes with the same program; everything that is summed over elements is
             summed in one binary tree. Loss, gradients and floating leaves of aux are means over the lanes, weighted by
-            `weight_fn`; integers and bools of aux are sums. Each lane starts from the same model_state, whose floating
-            leaves become the mean of the lanes'. Its integers that depend on a lane's rows, their number or key, such
-            as counts, move by the sum of the lanes' changes, and must be their old value plus something; other
-            integers, bools and keys are those of lane 0. Lane i gets `fold_in(key, i)` of the key of its loss.
-            `num_microbatches` and `max_rows_per_device` divide each lane, and microbatch j gets `fold_in(key, j)` of
-            the key of its lane. The loss must not name the mesh axes of the rows. Gradients of `lookup` become dense.
-            Another L is another run, and so are other global batches. Bits are not promised on other processors,
-            versions of JAX and XLA, flags or settings; on GPUs if the compiler may choose other kernels per
-            compilation; if the loss itself is not deterministic; or with tensor parallelism (a warning is logged).
-            None, the default, sums in whatever order the devices give.
+            `weight_fn`; integers and bools of aux are sums, which saturate at their bounds. Each lane starts from the
+            same model_state, whose floating leaves become the mean of the lanes'. Its integers that depend on a lane's
+            rows, their number or key, such as counts, move by the sum of the lanes' changes, and must be their old
+            value plus something; other integers, bools and keys are those of lane 0. Lane i gets `fold_in(key, i)` of
+            the key of its loss. `num_microbatches` and `max_rows_per_device` divide each lane, and microbatch j gets
+            `fold_in(key, j)` of the key of its lane. The loss must not name the mesh axes of the rows. Gradients of
+            `lookup` become dense. Another L is another run, and so are other global batches. Bits are not promised on
+            other processors, versions of JAX and XLA, flags or settings; on GPUs if the compiler may choose other
+            kernels per compilation; if the loss itself is not deterministic; or with tensor parallelism (a warning is
+            logged). None, the default, sums in whatever order the devices give.
         metrics: Additional metrics to compute: `"grad_norm"` (of the raw gradients of what is trained),
             `"update_norm"` (of the updates as added), `"param_norm"` (of all new parameters), and `"noise_scale"` (from
             microbatches, or from lanes; requires `with_noise_scale` around the optimizer). Also functions

@@ -80,7 +80,8 @@ def test_apply_gradients_of_a_step_that_is_a_number_of_the_host(step: Any) -> No
 )
 def test_both_ways_to_the_next_step_refuse_the_same(step: Any, error: Any, message: str) -> None:
     optimizer = jstep.gradient_descent(0.1)
-    state = fresh(optimizer).replace(global_step=step)
+    state = fresh(optimizer)
+    state = jstep.TrainState(state.params, state.slots, step)
     for later in (
         jstep.increment_global_step,
         lambda state: jstep.apply_gradients(state, {"w": jnp.ones(3), "b": jnp.float32(1)}, optimizer),

@@ -1,0 +1,111 @@
+"""Integers of aux, summed over microbatches and lanes, saturate at the bounds of their dtype, and do not wrap."""
+
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jstep
+from jstep.differentiate.integer_sums import Halves, halves, joined, summed
+
+
+def clipped(numbers: Any, dtype: Any) -> int:
+    info = np.iinfo(dtype)
+    return min(max(sum(int(x) for x in numbers), int(info.min)), int(info.max))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32])
+def test_sums_are_exact_or_at_a_bound(dtype: Any) -> None:
+    info, random = np.iinfo(dtype), np.random.default_rng(0)
+    special = np.array([info.min, info.max, 0, 1, info.max // 2, info.min // 2], dtype)
+    for _ in range(50):
+        size = int(random.integers(1, 9))
+        numbers = (
+            random.choice(special, (size, 3))
+            if random.random() < 0.5
+            else random.integers(info.min, info.max, (size, 3), dtype, endpoint=True)
+        )
+        found = summed(jnp.asarray(numbers))
+        assert found.dtype == dtype
+        assert found.tolist() == [clipped(column, dtype) for column in numbers.T]
+
+
+def test_sums_of_wide_integers(x64: None) -> None:
+    numbers = np.array([[2**62, -(2**62)], [2**62, -(2**62)], [2**62, -(2**62)], [5, 7]], np.int64)
+    assert summed(jnp.asarray(numbers)).tolist() == [2**63 - 1, -(2**63)]
+    assert summed(jnp.asarray(numbers[[0, 3]])).tolist() == [2**62 + 5, -(2**62) + 7]
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=12))
+def test_any_order_gives_the_same(numbers: list[int]) -> None:
+    parts = [halves(jnp.int32(x)) for x in numbers]
+
+    def added(some: list[Halves]) -> int:
+        high, low = (np.sum([int(half[i]) for half in some], dtype=np.int64) for i in range(2))
+        return int(joined(Halves(jnp.int32(high), jnp.int32(low))))
+
+    assert added(parts) == added(parts[::-1]) == clipped(numbers, np.int32)
+
+
+OPTIMIZER = jstep.sgd(0.1)
+
+
+def step_of(value: Any, dtype: Any = jnp.int32, **options: Any) -> Any:
+    """A step whose aux has an integer for each part of a batch."""
+
+    def loss_fn(params: Any, x: jax.Array) -> Any:
+        zero = jnp.zeros((), dtype) * x.sum().astype(dtype)
+        return jnp.mean(params["w"] * x), {"count": jnp.asarray(value, dtype) + zero, "seen": x.sum() > -1}
+
+    return jstep.minimize(loss_fn, OPTIMIZER, has_aux=True, **options)
+
+
+def make() -> jstep.TrainState:
+    return jstep.TrainState.create({"w": jnp.ones(())}, OPTIMIZER)
+
+
+@pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"lanes": 4}, {"lanes": 2, "num_microbatches": 2}])
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(2_000_000_000, jnp.int32), (-2_000_000_000, jnp.int32), (2**31, jnp.uint32)]
+)
+def test_a_count_that_does_not_fit_is_at_the_bound(options: Any, value: int, dtype: Any) -> None:
+    metrics = step_of(value, dtype, **options)(make(), jnp.ones(8))[1]
+    assert metrics["count"].dtype == dtype
+    assert int(metrics["count"]) == clipped([value] * 4, dtype)
+    assert int(metrics["seen"]) == 4
+    assert int(step_of(1000, dtype, **options)(make(), jnp.ones(8))[1]["count"]) == 4000
+
+
+def test_lanes_on_several_devices_saturate_alike() -> None:
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    state = jstep.TrainState.create({"w": jnp.ones(())}, OPTIMIZER, mesh=mesh)
+    step = step_of(2_000_000_000, lanes=4)
+    assert int(step(state, jstep.shard_batch(np.ones(8, np.float32), mesh))[1]["count"]) == 2**31 - 1
+
+
+def test_log_lines_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "jstep")
+    for value, every, mean in ((2_000_000_000, 1, False), (2_000_000_000, 2, True), (2, 1, False)):
+        hooks = [jstep.LoggingHook(every_n_steps=every, mean=mean)]
+        step = step_of(value, num_microbatches=4)
+        jstep.train(step, make(), lambda n: jnp.ones(8), every, hooks=hooks, progress=False)
+    lines = [record.getMessage() for record in caplog.records if "count" in record.getMessage()]
+    found = [line.partition("count ")[2].partition("  ")[0] for line in lines]
+    assert found == ["2147483647 (saturated)", "2.147e+09 (saturated)", "8"]
+
+
+def test_evaluations_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "jstep")
+    top = jnp.int32(2**31 - 1)
+    evaluate = jstep.evaluator(lambda p, x: {"a": (top, 1), "b": jnp.sum(x), "c": x.astype(jnp.int32)}, [jnp.ones(4)])
+    evaluate(make())
+    (record,) = caplog.records
+    assert "integers of 'a' are at the bounds of their dtype" in record.getMessage()
+    hook = jstep.EvaluationHook(lambda state: {"n": top}, every_n_steps=1)
+    jstep.train(step_of(2), make(), lambda n: jnp.ones(8), 1, hooks=[hook], progress=False)
+    assert any("eval/n 2147483647 (saturated)" in record.getMessage() for record in caplog.records)
