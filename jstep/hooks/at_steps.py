@@ -1,7 +1,9 @@
 """Hooks that act at steps which the user gives: a function at every n-th step, a profile, and the end of a run."""
 
+import itertools
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +14,8 @@ from jstep.hooks.hook import NEVER, Hook, Metrics, step_of
 from jstep.hooks.run_hook import RunHook
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import is_url, location
+
+_logger = logging.getLogger("jstep")
 
 
 def every(n: int, fn: Callable[[int, TrainState, Metrics], "bool | TrainState | None"]) -> Hook:
@@ -96,6 +100,9 @@ class StopAtStepHook(Hook):
 class ProfilerHook(RunHook):
     """A hook that traces the updates start_step → start_step + 1, …, stop_step − 1 → stop_step with `jax.profiler`.
 
+    JAX makes one trace at a time: if one is on already when this one is to begin, a warning is logged and this one is
+    not made. Hooks of a run whose steps overlap are refused before the first step.
+
     Args:
         logdir: The directory of the trace, for TensorBoard's profile plugin or Perfetto.
         start_step: The first traced step, ≥ 0. Skip the first steps of a run, which compile.
@@ -114,20 +121,25 @@ class ProfilerHook(RunHook):
                 f"logdir={self._logdir!r}: must be on a file system, because JAX's profiler writes to it; give a "
                 "local directory and copy it when the run has ended"
             )
-        self._running = False
+        self._running = self._is_refused = False
 
     def begin(self, state: TrainState) -> None:
         """Start the trace at once if the run begins within the steps."""
-        self._running = False
+        self._running = self._is_refused = False
         self.after_step(step_of(state), state, {})
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Start or end the trace."""
         if self._running and step >= self._stop:
             self.end(step, state)
-        elif not self._running and self._start <= step < self._stop:
-            jax.profiler.start_trace(self._logdir)
-            self._running = True
+        elif not self._running and not self._is_refused and self._start <= step < self._stop:
+            try:
+                jax.profiler.start_trace(self._logdir)
+            except RuntimeError as error:
+                self._is_refused = True
+                _logger.warning("step %d: ProfilerHook makes no trace in %s: %s", step, self._logdir, error)
+            else:
+                self._running = True
 
     def end(self, step: int, state: TrainState) -> None:
         """End a trace that is still running at the end of the run."""
@@ -140,8 +152,28 @@ class ProfilerHook(RunHook):
         super().close()
         if self._running:
             self._running = False
-            jax.profiler.stop_trace()
+            try:
+                jax.profiler.stop_trace()
+            except RuntimeError as error:  # other code has ended it
+                _logger.warning("ProfilerHook: the trace in %s was ended by other code: %s", self._logdir, error)
 
     def next_due(self, step: int) -> int:
         """The next of start_step and stop_step."""
         return min((at for at in (self._start, self._stop) if at > step), default=NEVER)
+
+    def __repr__(self) -> str:
+        return f"ProfilerHook({self._logdir!r}, start_step={self._start}, stop_step={self._stop})"
+
+
+def refuse_overlapping_traces(hooks: Sequence[Any]) -> None:
+    """Refuse hooks of which two would trace at the same time.
+
+    Raises:
+        ValueError: The steps of two `ProfilerHook`s overlap, or a later one ends at the step at which another begins.
+    """
+    for one, other in itertools.combinations([hook for hook in hooks if isinstance(hook, ProfilerHook)], 2):
+        if (one._start < other._stop and other._start < one._stop) or one._start == other._stop:
+            raise ValueError(
+                f"hooks: {one!r} and {other!r} overlap, and JAX makes one trace at a time; give them steps that do "
+                "not, in their order"
+            )

@@ -13,6 +13,7 @@ from jstep.core.checks import as_bool, as_int, as_number, kind, shown
 from jstep.core.placement import refuse_compile_only
 from jstep.data.loaders import StateBatches
 from jstep.data.placement import placement
+from jstep.hooks.at_steps import refuse_overlapping_traces
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import list_of_hooks
 from jstep.hooks.speed import StepCounterHook
@@ -83,6 +84,7 @@ class Options:
         secs = None if self.save_checkpoint_secs == AUTO else self.save_checkpoint_secs
         steps = ("save_checkpoint_steps", self.save_checkpoint_steps)
         cadence(steps=steps, secs=("save_checkpoint_secs", secs), required=False)
+        refuse_overlapping_traces(self.hooks)
         for name in ("save_summaries_steps", "log_steps"):
             cadence(steps=(name, getattr(self, name)), required=False)
         check_locations(self.checkpoint_dir, self.checkpoint_prefix, self.logdir, self.batch_sharding)

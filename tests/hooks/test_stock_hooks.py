@@ -116,6 +116,66 @@ def test_profiler_stops_when_the_run_ends(traced):
         traced.clear()
 
 
+@pytest.fixture
+def one_at_a_time(monkeypatch):
+    """A profiler like that of JAX, which refuses a second trace and the end of none."""
+    on = []
+
+    def start(logdir):
+        if on:
+            raise RuntimeError("Profile has already been started. Only one profile may be run at a time.")
+        on.append(logdir)
+
+    def stop():
+        if not on:
+            raise RuntimeError("No profile started")
+        on.clear()
+
+    monkeypatch.setattr(jax.profiler, "start_trace", start)
+    monkeypatch.setattr(jax.profiler, "stop_trace", stop)
+    return on
+
+
+def train(hooks, last_step=12):
+    optimizer = jstep.sgd(0.1)
+    step = jstep.minimize(lambda p: p["w"] ** 2, optimizer)
+    state = jstep.TrainState.create({"w": 1.0}, optimizer)
+    return jstep.train(step, state, lambda n: (), last_step, hooks=hooks, progress=False)
+
+
+def test_a_trace_of_other_code_is_left_alone(one_at_a_time, caplog):
+    jax.profiler.start_trace("theirs")
+    hooks = [jstep.ProfilerHook("ours", start_step=start, stop_step=start + 3) for start in (2, 6)]
+    assert int(train(hooks).global_step) == 12
+    assert one_at_a_time == ["theirs"]
+    texts = [record.getMessage() for record in caplog.records]
+    assert [text.partition(":")[0] for text in texts] == ["step 2", "step 6"]
+    assert all("makes no trace in" in text and "already been started" in text for text in texts)
+
+
+def test_a_trace_that_other_code_ends(one_at_a_time, caplog):
+    hooks = [
+        jstep.ProfilerHook("ours", start_step=2, stop_step=5),
+        jstep.every(3, lambda *args: jax.profiler.stop_trace() if one_at_a_time else None),
+    ]
+    assert int(train(hooks).global_step) == 12
+    assert "was ended by other code: No profile started" in caplog.text
+
+
+@pytest.mark.parametrize(("first", "second"), [((2, 6), (5, 9)), ((5, 9), (2, 6)), ((2, 9), (3, 4)), ((5, 9), (2, 5))])
+def test_traces_that_overlap_are_refused(one_at_a_time, first, second):
+    hooks = [jstep.ProfilerHook("logs", start_step=start, stop_step=stop) for start, stop in (first, second)]
+    with pytest.raises(ValueError, match=r"hooks: ProfilerHook\('logs', start_step=\d, stop_step=\d\) and .* overlap"):
+        train(hooks)
+    with pytest.raises(ValueError, match="overlap"):
+        train([hooks[0], hooks[0]])
+
+
+def test_a_trace_may_follow_another(one_at_a_time, caplog):
+    train([jstep.ProfilerHook("logs", start_step=start, stop_step=start + 3) for start in (2, 5)])
+    assert not caplog.records
+
+
 # every
 
 
