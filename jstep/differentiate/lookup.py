@@ -71,7 +71,9 @@ def lookup(table: Any, ids: Any) -> Array:
 
     Args:
         table: A leaf of params, exactly as passed to the loss, of shape (rows, …).
-        ids: Integers of any shape.
+        ids: Integers of any shape. A negative one counts from the end, as in NumPy: −1 is the last row. One outside of
+            the table, at least its number of rows or below minus that, gives a row of NaN if the table is floating, so
+            that the loss shows it.
 
     Returns:
         The rows, of shape (*ids.shape, …).
@@ -102,13 +104,25 @@ def lookup(table: Any, ids: Any) -> Array:
         raise ValueError("table: must have rows, got a scalar")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"ids: must be integers, got dtype {ids.dtype}")
-    if found is None or place is None:
+    if found is not None and place is not None:
+        if bad := _outside(table, ids):
+            raise ValueError(bad)
+        return found.rows(place, table, ids)
+    try:
         return _rows(table, ids)
-    concrete = trees.concrete(ids)
-    if concrete is not None and concrete.size and not (-len(table) <= concrete.min() and concrete.max() < len(table)):
-        bad = concrete[(concrete < -len(table)) | (concrete >= len(table))].ravel()[0]
-        raise ValueError(f"ids: {bad} is out of range for a table of {len(table)} rows")
-    return found.rows(place, table, ids)
+    except FloatingPointError as error:  # under jax_debug_nans
+        if bad := _outside(table, ids):
+            raise FloatingPointError(f"lookup: {bad}, so that its row is NaN") from error
+        raise
+
+
+def _outside(table: Array, ids: Array) -> str:
+    """Describe the first id that is outside of a table; the empty string if there is none, or ids are traced."""
+    concrete, rows = trees.concrete(ids), len(table)
+    if concrete is None or not concrete.size or (-rows <= concrete.min() and concrete.max() < rows):
+        return ""
+    bad = concrete[(concrete < -rows) | (concrete >= rows)].ravel()[0]
+    return f"ids: {bad} is out of range for a table of {rows} rows"
 
 
 def _joined(shape: tuple[int, ...], taken: list[tuple[Array, Array]], dense: Array | None) -> Any:
@@ -119,13 +133,20 @@ def _joined(shape: tuple[int, ...], taken: list[tuple[Array, Array]], dense: Arr
 
 
 def _rows(table: Array, ids: Array) -> Array:
-    """Return `table[ids]`; on Explicit axes the result is sharded like the ids and, within rows, like the table."""
+    """Return `table[ids]`, NaN for ids outside of the table if it is floating.
+
+    On Explicit axes the result is sharded like the ids and, within rows, like the table.
+    """
+    outside: dict[str, Any] = {}
+    if jnp.issubdtype(table.dtype, jnp.inexact):
+        outside = {"mode": "fill", "fill_value": jnp.nan}
     mesh = meshes.explicit_mesh((table, ids))
     if mesh is None:
-        return table[ids]
+        return table.at[ids].get(**outside)
     of_ids = meshes.dims_of(meshes.spec_of(ids))
     used = {name for axis in of_ids for name in meshes.mesh_axes_of(axis)}
     of_row = [
         None if used & set(meshes.mesh_axes_of(axis)) else axis for axis in meshes.dims_of(meshes.spec_of(table))[1:]
     ]
-    return table.at[ids].get(out_sharding=NamedSharding(mesh, PartitionSpec(*of_ids, *of_row)))  # also under no mesh
+    sharding = NamedSharding(mesh, PartitionSpec(*of_ids, *of_row))  # also under no mesh
+    return table.at[ids].get(out_sharding=sharding, **outside)

@@ -208,3 +208,56 @@ def test_table_in_an_nnx_variable() -> None:
     _, grads = jax.jit(jstep.compute_gradients(loss))(boxed)
     (rows,) = jax.tree.leaves(grads, is_leaf=lambda x: isinstance(x, jstep.IndexedSlices))
     np.testing.assert_array_equal(np.asarray(rows.indices), [1, 4, 1, 5])
+
+
+@pytest.mark.parametrize("ids", [[6, 1], [100, 1], [-7, 1], [2**31 - 1, 1]])
+@pytest.mark.parametrize("how", ["lookup", "jit", "minimize", "scan", "lanes"])
+def test_ids_outside_of_the_table_are_nan(ids: list[int], how: str) -> None:
+    """They read the last row, or the first one, and their gradients were dropped."""
+    given = jnp.array(ids)
+    if how in ("lookup", "jit"):
+        rows = (jax.jit(jstep.lookup) if how == "jit" else jstep.lookup)(TABLE, given)
+        assert np.isnan(rows[0]).all()
+        np.testing.assert_array_equal(rows[1], TABLE[1])
+        assert np.isnan(jstep.lookup(TABLE.astype(jnp.bfloat16), given)[0].astype(jnp.float32)).all()
+        assert jstep.lookup(jnp.arange(6), given)[1] == 1  # integers have no NaN
+        return
+    optimizer = jstep.sgd(0.1)
+    options: dict[str, Any] = {"lanes": 2} if how == "lanes" else {}
+
+    def loss(p: Any, ids: jax.Array) -> jax.Array:
+        if how == "scan":
+            return jax.lax.scan(lambda total, i: (total + jnp.sum(jstep.lookup(p["t"], i)), None), 0.0, ids)[0]
+        return jnp.sum(jstep.lookup(p["t"], ids))
+
+    step = jstep.minimize(loss, optimizer, **options)
+    assert np.isnan(step(jstep.TrainState.create(params(), optimizer), given)[1]["loss"])
+
+
+def test_the_last_row_is_minus_one() -> None:
+    np.testing.assert_array_equal(jstep.lookup(TABLE, jnp.array([-1, -6])), TABLE[jnp.array([5, 0])])
+    for dtype in (jnp.uint8, jnp.int8):
+        np.testing.assert_array_equal(jstep.lookup(TABLE, jnp.array([5, 0], dtype)), TABLE[jnp.array([5, 0])])
+
+
+def test_debug_nans_names_the_id() -> None:
+    with jax.debug_nans(True):
+        for fn in (jstep.lookup, jax.jit(lambda t, ids: jstep.lookup(t, ids) * 2)):
+            with pytest.raises(FloatingPointError, match="lookup: ids: 6 is out of range for a table of 6 rows"):
+                fn(TABLE, jnp.array([1, 6]))
+        with pytest.raises(FloatingPointError, match="gather"):
+            jstep.lookup(np.full((6, 2), np.nan, np.float32), jnp.array([1]))
+        optimizer = jstep.sgd(0.1)
+        with pytest.raises(ValueError, match="ids: 6 is out of range for a table of 6 rows"):
+            jstep.minimize(loss_fn, optimizer)(jstep.TrainState.create(params(), optimizer), jnp.array([1, 6]))
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+def test_outside_of_a_table_on_a_mesh(explicit: bool) -> None:
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+    table = jax.device_put(jnp.arange(16.0).reshape(4, 4), NamedSharding(mesh, P(None, "model")))
+    ids = jax.device_put(jnp.array([0, 4, -5, 3]), NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        rows = np.asarray(jax.jit(jstep.lookup)(table, ids))
+    assert np.isnan(rows).any(axis=1).tolist() == [False, True, True, False]
