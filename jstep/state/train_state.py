@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +112,8 @@ def _kinds(node: Any) -> set[str]:
 # `global_step`, the number of updates applied, is the only counter in jstep: schedules, bias corrections, averages,
 # checkpoints, logs and the stop condition all read it.
 
+_logger = logging.getLogger("jstep")
+
 MODEL_STATE = layout.MODEL_STATE
 START_STEP = "start_step"
 
@@ -196,9 +199,12 @@ class TrainState:
                 "param_specs, slot_axis and slots_memory describe the sharding over a mesh: give mesh as well"
             )
         is_function = trees.is_function(params)
+        shared = [] if is_function else _shared_leaves(params)
 
         def make(given: Any, model_state: Any) -> TrainState:
             made = params() if is_function else given
+            if is_function:
+                shared[:] = _shared_leaves(made)
             with meshes.internal_transfers():
                 step = create_global_step(global_step)
                 return _fresh(cls, made, optimizer, step, model_state, copy=copy)
@@ -206,15 +212,23 @@ class TrainState:
         if mesh is None:
             if is_abstract(None, params, model_state):
                 return jax.eval_shape(make, params, model_state)
-            return device_values.with_checks(make, params, model_state)
-        jax.eval_shape(lambda: create_global_step(global_step))  # fail before large arrays are placed
-        mesh = meshes.require_mesh(mesh)
-        memory = checked_memory(slots_memory, mesh)
+            state = device_values.with_checks(make, params, model_state)
+        else:
+            jax.eval_shape(lambda: create_global_step(global_step))  # fail before large arrays are placed
+            mesh = meshes.require_mesh(mesh)
+            memory = checked_memory(slots_memory, mesh)
 
-        def shardings(shapes: TrainState) -> TrainState:
-            return _shardings_of(shapes, mesh, param_specs, slot_axis, memory)
+            def shardings(shapes: TrainState) -> TrainState:
+                return _shardings_of(shapes, mesh, param_specs, slot_axis, memory)
 
-        return device_values.with_checks(made_on, mesh, make, params, model_state, shardings)
+            state = device_values.with_checks(made_on, mesh, make, params, model_state, shardings)
+        for places in shared:
+            _logger.warning(
+                "params: %s are one array; the state has a copy for each, which are trained apart from now on. To share "
+                "it, keep it at one place, and have the model use it from there",
+                " and ".join(map(repr, places)),
+            )
+        return state
 
     @property
     def model_state(self) -> Any:
@@ -397,6 +411,16 @@ def _numbers_as_arrays(model_state: Any) -> Any:
 
     with meshes.internal_transfers():
         return jax.tree_util.tree_map_with_path(converted, model_state)
+
+
+def _shared_leaves(params: Params) -> list[list[str]]:
+    """Return the paths of each array that is at several places."""
+    places: dict[int, list[str]] = {}
+    named = trees.leaves_with_paths(params)  # kept, so that the ids stay unique
+    for path, leaf in named:
+        if isinstance(leaf, jax.Array | np.ndarray):
+            places.setdefault(id(leaf), []).append(path)
+    return [paths for paths in places.values() if len(paths) > 1]
 
 
 def _refuse_shared_buffers(params: Params, slots: Slots) -> None:

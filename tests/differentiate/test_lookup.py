@@ -245,7 +245,7 @@ def test_debug_nans_names_the_id() -> None:
         for fn in (jstep.lookup, jax.jit(lambda t, ids: jstep.lookup(t, ids) * 2)):
             with pytest.raises(FloatingPointError, match="lookup: ids: 6 is out of range for a table of 6 rows"):
                 fn(TABLE, jnp.array([1, 6]))
-        with pytest.raises(FloatingPointError, match="gather"):
+        with pytest.raises(FloatingPointError, match=r"^(?!lookup)"):
             jstep.lookup(np.full((6, 2), np.nan, np.float32), jnp.array([1]))
         optimizer = jstep.sgd(0.1)
         with pytest.raises(ValueError, match="ids: 6 is out of range for a table of 6 rows"):

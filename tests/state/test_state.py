@@ -283,3 +283,24 @@ def test_replaced_model_state_holds_arrays() -> None:
     assert shapes.replace(model_state=shapes.model_state).model_state["seen"].dtype == jnp.int32
     with jax.transfer_guard("disallow"):
         assert state.replace(model_state={"seen": 1}).model_state["seen"].dtype == jnp.int32
+
+
+@pytest.mark.parametrize("how", ["tree", "mesh", "function", "function on a mesh", "numpy"])
+def test_an_array_at_two_places_becomes_two_and_says_so(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    scale = np.ones(4, np.float32) if how == "numpy" else jnp.ones(4)
+    optimizer = jstep.sgd(0.1)
+
+    def make() -> Any:
+        one = jnp.ones(4) if "function" in how else scale
+        return {"a": {"scale": one}, "b": one, "c": jnp.zeros(4), "d": jnp.ones(4)}
+
+    mesh = jax.make_mesh((1,), ("data",)) if "mesh" in how else None
+    state = jstep.TrainState.create(make if "function" in how else make(), optimizer, mesh=mesh)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("params: 'a/scale' and 'b' are one array; the state has a copy for each")
+    step = jstep.minimize(lambda p: jnp.sum(p["a"]["scale"]), optimizer)
+    state, _ = step(state)
+    np.testing.assert_allclose(state.params["a"]["scale"], 0.9)
+    np.testing.assert_allclose(state.params["b"], 1.0)
+    jstep.TrainState.create({"a": 1.0, "b": 1.0, "c": jnp.ones(2), "d": jnp.ones(2)}, optimizer)
+    assert len(caplog.records) == 1
