@@ -10,7 +10,7 @@ import jax
 
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
-from jstep.core.checks import as_function, as_text
+from jstep.core.checks import as_function, as_text, shown
 from jstep.core.exceptions import scoped, setting
 from jstep.core.indexed_slices import is_slices
 from jstep.core.logs import log_warning
@@ -248,15 +248,16 @@ def element(fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mappin
 
 
 @makes_optimizer(2)
-def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, Any], str | None]) -> Optimizer:
+def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, Any], str | None] | Any) -> Optimizer:
     """Update each leaf with the optimizer of its label.
 
     Args:
         optimizers: Label → optimizer.
         labels: `labels(path, leaf) -> label`, or None for a frozen leaf, which has no slots. It may depend on the
-            leaf's shape and dtype, not on its values. `minimize` does not differentiate frozen leaves, whatever is
-            around the partition, and `apply_gradients` ignores their gradients: no norm, clipping, weight decay,
-            noise scale or guard includes them.
+            leaf's shape and dtype, not on its values. Or a tree of labels and None in the form of the parameters, or a
+            prefix of it, in which one label stands for a whole subtree. `minimize` does not differentiate frozen
+            leaves, whatever is around the partition, and `apply_gradients` ignores their gradients: no norm, clipping,
+            weight decay, noise scale or guard includes them.
 
     Returns:
         An `Optimizer` whose slots and hyperparameters are named `label/…`; a slot is None for the leaves of other
@@ -265,7 +266,7 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
 
     Raises:
         ValueError: No optimizer is given, two have a slot or hyperparameter of the same name (possible with labels `a`
-            and `a/b`), or, at `init`, a leaf has a label without an optimizer.
+            and `a/b`), or, at `init`, a leaf has a label without an optimizer, or a tree of labels another structure.
 
     Example:
         >>> import jstep
@@ -285,7 +286,8 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
         check_prefix("a label of optimizers", label)
     if not optimizers:
         raise ValueError("optimizers={}: partition needs at least one optimizer")
-    as_function(labels, "labels", "(path, leaf) -> label")
+    if labels is None or isinstance(labels, bool | int | float) or (callable(labels) and trees.is_function(labels)):
+        as_function(labels, "labels", "(path, leaf) -> label, or a tree of labels")
     parts = {label: scope(label, require_optimizer(f"optimizers[{label!r}]", one)) for label, one in optimizers.items()}
     made = _Partition(parts, labels)
     nested.check_names(made.called)
@@ -342,11 +344,11 @@ class _Partition:
 
     Attributes:
         parts: Label → its optimizer, whose slots have the label as prefix.
-        labels: `labels(path, leaf)`, the label of a leaf.
+        labels: `labels(path, leaf)`, the label of a leaf; or a tree of labels.
     """
 
     parts: Mapping[str, Optimizer]
-    labels: Callable[[str, Any], str | None]
+    labels: Any
 
     @property
     def called(self) -> dict[str, Optimizer]:
@@ -357,18 +359,25 @@ class _Partition:
     def divided(self, params: Params) -> Iterator[tuple[Labels, dict[str, _Part]]]:
         """Give the label of each leaf, in order, and the leaves of each label; masks inside see all parameters."""
         with leaf_values.partial_params(params), setting(leaf_values.IN_PART, True):
-            names = [self._label_of(path, leaf) for path, leaf in leaf_values.own_leaves(params)]
+            names = self._labels_of(params)
             parts = {label: _Part(one, params, [mine == label for mine in names]) for label, one in self.parts.items()}
             yield names, parts
 
-    def _label_of(self, path: str, leaf: Any) -> str | None:
-        label = self.labels(path, leaf)
-        if not (label is None or (isinstance(label, str) and label in self.parts)):
-            raise ValueError(
-                f"labels({path!r}, …) returned {label!r}, which has no optimizer"
-                f"{trees.nearest(str(label), self.parts)}; optimizers has {sorted(self.parts)}, and None freezes a leaf"
-            )
-        return label
+    def _labels_of(self, params: Params) -> Labels:
+        """The label of each leaf, in order."""
+        named, is_function = leaf_values.own_leaves(params), trees.is_function(self.labels)
+        if is_function:
+            found = [self.labels(path, leaf) for path, leaf in named]
+        else:
+            found = leaf_values.on_whole(params, functools.partial(_filled, self.labels))
+        for label, (path, _) in zip(found, named, strict=True):
+            if not (label is None or (isinstance(label, str) and label in self.parts)):
+                where = f"labels({path!r}, …) returned" if is_function else f"labels: the leaf at {path!r} has"
+                raise ValueError(
+                    f"{where} {label!r}, which has no optimizer{trees.nearest(str(label), self.parts)}; optimizers has "
+                    f"{sorted(self.parts)}, and None freezes a leaf"
+                )
+        return found
 
     def inner_labels(self, params: Params) -> Labels:
         """The labels of the leaves, in parts that are partitions those of their leaves."""
@@ -416,6 +425,25 @@ class _Partition:
         if idle == len(self.parts):
             raise NoGradientsError(params, "All gradients are None or of frozen leaves.")
         return trees.structure(params).unflatten(merged), new
+
+
+def _filled(labels: Any, params: Params) -> list[Any]:
+    """Return the label of each leaf, in order, of a tree of labels that may be a prefix of the parameters."""
+    found: list[Any] = []
+    if not jax.tree.leaves(params):  # wrappers ask for the slots of an empty tree
+        return found
+
+    def fill(label: Any, part: Any) -> None:
+        found.extend([label] * len(jax.tree.leaves(part)))
+
+    try:
+        jax.tree.map(fill, labels, params, is_leaf=trees.is_none)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"labels={shown(labels)}: a tree of labels must have the structure of params (or a prefix of it), whose "
+            f"paths are {trees.paths_of(params)[:20]}"
+        ) from error
+    return found
 
 
 def _slots_of(label: str, known: Mapping[str, Roles], slots: Slots) -> Slots:

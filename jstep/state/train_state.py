@@ -224,8 +224,8 @@ class TrainState:
             state = device_values.with_checks(made_on, mesh, make, params, model_state, shardings)
         for places in shared:
             _logger.warning(
-                "params: %s are one array; the state has a copy for each, which are trained apart from now on. To share "
-                "it, keep it at one place, and have the model use it from there",
+                "params: %s are one array; the state has a copy for each, which are trained apart. To share one, "
+                "keep it at one place, and let the model use it from there",
                 " and ".join(map(repr, places)),
             )
         return state
