@@ -105,25 +105,18 @@ def _differences(checkpoint: str, expected: Mapping[str, Record]) -> dict[str, s
     return found
 
 
-def problems_of(checkpoint: str, found: Mapping[str, str], *, is_first: bool, every: bool) -> list[str]:
-    """Return the problems of the files that are read; the first process warns of those of other files.
+def problems_of(checkpoint: str, found: Mapping[str, str], *, every: bool) -> tuple[list[str], list[str]]:
+    """Return the problems of the files that are read, and those of files that nothing reads.
 
     Args:
         checkpoint: The path or URL of the checkpoint.
         found: Path of a file → its problem; "" if it has none.
-        is_first: Whether this is the first of the processes that share the work.
-        every: Whether to return the problems of all files, and warn of none.
+        every: Whether all files count as read.
     """
     passed_over = frozenset[str]() if every else UNUSED
-    unused = [f"{path} ({problem})" for path, problem in found.items() if problem and path in passed_over]
-    if unused and is_first:
-        _logger.warning(
-            "%s: %s: nothing reads %s, and the checkpoint restores without",
-            checkpoint,
-            " and ".join(unused),
-            "this file" if len(unused) == 1 else "these files",
-        )
-    return [f"{checkpoint}/{path}: {problem}" for path, problem in found.items() if problem and path not in passed_over]
+    bad = {path: problem for path, problem in found.items() if problem}
+    read = [f"{checkpoint}/{path}: {problem}" for path, problem in bad.items() if path not in passed_over]
+    return read, [f"{path} ({problem})" for path, problem in bad.items() if path in passed_over]
 
 
 def is_below(root: str, path: str) -> bool:

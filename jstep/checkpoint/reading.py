@@ -212,7 +212,7 @@ class Reader:
         """Read the stored arrays of these names; corrupted arrays are never returned."""
         arrays, problems, failure = read_and_verify(self._store, path, manifest, shardings, self._verify)
         if processes.any_process(bool(problems) or failure is not None):
-            if processes.any_process(self._is_gone(path, manifest)):
+            if processes.any_process(self._store.is_gone(path, manifest)):
                 raise _GoneError(path)
             if processes.any_process(bool(problems)):
                 problems = problems or ["another process names the file"]
@@ -227,14 +227,6 @@ class Reader:
             reason = "see the error of another process" if failure is None else short(failure)
             raise CheckpointError(f"{path} could not be read: {reason}") from failure
         return arrays
-
-    def _is_gone(self, path: str, manifest: Manifest) -> bool:
-        try:
-            return self._store.manifest(path).files != manifest.files
-        except FileNotFoundError:
-            return True
-        except (CheckpointError, OSError):
-            return False
 
     def _unusable(self, path: str, problems: Sequence[str], verdict: str, left: str = "") -> CheckpointError:
         """Return the error for a checkpoint that cannot be restored: the problems, and how to resume from another one.

@@ -115,7 +115,24 @@ class Store(Protocol):
 
             return packs.find_corruption(self.reads(path), manifest, share)
         found = self.differences(path, checksums.share_of(manifest, share))
-        return checksums.problems_of(path, found, is_first=share[0] == 0, every=every)
+        problems, unused = checksums.problems_of(path, found, every=every)
+        if unused and share[0] == 0 and not self.is_gone(path, manifest):
+            _logger.warning(
+                "%s: %s: nothing reads %s, and the checkpoint restores without",
+                path,
+                " and ".join(unused),
+                "this file" if len(unused) == 1 else "these files",
+            )
+        return problems
+
+    def is_gone(self, path: str, manifest: Manifest) -> bool:
+        """Return whether a checkpoint was deleted or replaced since its manifest was read."""
+        try:
+            return self.manifest(path).files != manifest.files
+        except FileNotFoundError:
+            return True
+        except (CheckpointError, OSError):
+            return False
 
     def read_file(self, path: str, manifest: Manifest, name: str) -> bytes:
         """Read one of the files that were saved with the arrays, and verify its checksums.

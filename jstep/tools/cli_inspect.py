@@ -156,7 +156,7 @@ def below(directory: str) -> tuple[list[Checkpoint], list[str]]:
 
 # The command.
 
-OWN_EXTRA = frozenset({"batches", "batches_of_processes", "ended", "held", "hooks", "past", "stopped"})
+OWN_EXTRA = frozenset({"batches", "batches_of_processes", "ended", "held", "hooks", "past", "run", "stopped"})
 """The keys that `train` itself keeps in `extra`. The modules that define them import JAX, which is not needed here."""
 
 

@@ -375,8 +375,8 @@ def _arrays_of(leaf: Leaf, half: Leaf | None) -> list[str]:
 def _readable(store: Store, path: str, manifest: Manifest, saved: dict[str, _Halves]) -> dict[str, _Halves]:
     """Return the leaves whose arrays can be read; if the checkpoint is corrupted, warn and name the others."""
     problems = store.find_corruption(path, manifest)
-    if not problems:
-        return saved
+    if not problems or store.is_gone(path, manifest):
+        return saved  # `_read` says so
     lost = []
     for name, halves in saved.items():
         try:
@@ -395,6 +395,9 @@ def _readable(store: Store, path: str, manifest: Manifest, saved: dict[str, _Hal
 
 def _read(store: Store, path: str, manifest: Manifest, shardings: Mapping[str, Any], verify: bool) -> dict[str, Any]:
     arrays, problems, failure = read_and_verify(store, path, manifest, shardings, verify)
+    is_bad = processes.any_process(bool(problems) or failure is not None)
+    if is_bad and processes.any_process(store.is_gone(path, manifest)):
+        raise CheckpointError(f"{path} was deleted or replaced while it was read. Nothing was loaded; load another one")
     if processes.any_process(bool(problems)):
         raise CheckpointError(
             f"{path} is corrupted: {first_of(problems) or 'another process names the file'}. Nothing was loaded; copy "

@@ -44,17 +44,18 @@ def test_the_condition_of_a_checkpoint(most: int, step: Any, corruption: Any, ex
 
 def test_a_checkpoint_that_cannot_be_looked_at_again() -> None:
     manifest: Any = types.SimpleNamespace(files={"a": 1})
-    found: Any = types.SimpleNamespace(manifest=lambda path: types.SimpleNamespace(files={"a": 1}))
+    found: Any = DirectoryStore("nowhere", "model")
+    found.manifest = lambda path: types.SimpleNamespace(files={"a": 1})
     reader = Reader(found, "model", True)
-    assert not reader._is_gone("model-7", manifest)
+    assert not found.is_gone("model-7", manifest)
     found.manifest = lambda path: types.SimpleNamespace(files={"a": 2})
-    assert reader._is_gone("model-7", manifest)
+    assert found.is_gone("model-7", manifest)
     found.manifest = raising(FileNotFoundError("gone"))
-    assert reader._is_gone("model-7", manifest)
+    assert found.is_gone("model-7", manifest)
     assert reader._manifest("model-7") == (None, "", CORRUPTED)
     for error in (OSError("no"), CheckpointError("damaged")):
         found.manifest = raising(error)
-        assert not reader._is_gone("model-7", manifest)
+        assert not found.is_gone("model-7", manifest)
     assert reader._manifest("model-7") == (None, "damaged", CORRUPTED)
     found.newest_first = raising(OSError("no network"))
     assert str(reader._unusable("model-7", ["it is damaged"], CORRUPTED, " Its extra can be read.")) == (

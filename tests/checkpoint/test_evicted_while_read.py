@@ -7,9 +7,11 @@ from checkpoint_states import save_all, state_at
 
 from jstep.checkpoint import listing
 from jstep.checkpoint.directory import DirectoryStore
+from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.reading import Reader
 from jstep.checkpoint.saver import Saver
+from jstep.weights.load import load_weights
 
 
 @pytest.fixture
@@ -80,3 +82,25 @@ def test_evicted_between_the_list_and_the_read(tmp_path):
         assert int(reader.restore(state_at(0), None, False, None, None).global_step) == 3
         with pytest.raises(FileNotFoundError, match="step=1: there is no complete checkpoint"):
             reader.restore(state_at(0), 1, False, None, None)
+
+
+def test_evicted_while_it_is_verified(tmp_path, caplog, monkeypatch):
+    """Files that are missing because the checkpoint was deleted are not told of, also those that nothing reads."""
+    with Saver(tmp_path, max_to_keep=1) as writer:
+        save_all(writer, [1])
+        real, due = DirectoryStore.differences, [2]
+
+        def differences(self, path, expected):
+            if due:
+                save_all(writer, [due.pop()])
+            return real(self, path, expected)
+
+        monkeypatch.setattr(DirectoryStore, "differences", differences)
+        assert int(Saver(tmp_path).restore(state_at(0)).global_step) == 2
+        due.append(3)
+        with pytest.raises(CheckpointError, match="model-2 was deleted or replaced while it was read"):
+            load_weights(tmp_path / "model-2", state_at(0).params)
+        due.append(4)
+        with pytest.raises(CheckpointError, match="model-3 was deleted or replaced while it was read"):
+            load_weights(tmp_path / "model-3", state_at(0).params, partial=True)
+    assert not caplog.records

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import types
 import zlib
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from jstep.checkpoint import checksums
+from jstep.checkpoint.directory import DirectoryStore
 from jstep.checkpoint.listing import UNUSED
 from jstep.checkpoint.manifest import CorruptedError
 from jstep.stores.objects import ReadResult, TruncatedError
@@ -109,29 +111,34 @@ def test_a_file_is_read_with_its_checksums() -> None:
         assert caught.value.problems == [f"{name}: {problem}"]
 
 
-def test_problems_of_files_that_nothing_reads_are_warnings(caplog: Any) -> None:
+def test_problems_of_files_that_nothing_reads_are_warnings(caplog: Any, tmp_path: Any, monkeypatch: Any) -> None:
     one, *others = sorted(UNUSED)
     found = {"a": "missing", "b": "", one: "3 bytes instead of 4"}
+    store, manifest = DirectoryStore(str(tmp_path), "model"), types.SimpleNamespace(is_packed=False, files={})
+    monkeypatch.setattr(checksums, "share_of", lambda manifest, share: {})
 
-    def problems(found: Any, **options: bool) -> list[str]:
+    def problems(found: Any, process: int = 0, now: Any = manifest, **options: bool) -> list[str]:
         caplog.clear()
-        return checksums.problems_of("model-1", found, **options)
+        monkeypatch.setattr(store, "differences", lambda path, expected: found)
+        monkeypatch.setattr(store, "manifest", lambda path: now or pathlib.Path("/nowhere").stat())
+        return store.find_corruption("model-1", manifest, (process, 2), **options)  # type: ignore[arg-type]
 
-    assert problems(found, is_first=True, every=False) == ["model-1/a: missing"]
+    assert problems(found) == ["model-1/a: missing"]
     assert caplog.messages == [
         f"model-1: {one} (3 bytes instead of 4): nothing reads this file, and the checkpoint restores without"
     ]
-    assert problems(found | dict.fromkeys(others, "missing"), is_first=True, every=False) == ["model-1/a: missing"]
+    assert problems(found | dict.fromkeys(others, "missing")) == ["model-1/a: missing"]
     also = "".join(f" and {name} (missing)" for name in others)
     assert caplog.messages == [
         f"model-1: {one} (3 bytes instead of 4){also}: nothing reads these files, and the checkpoint restores without"
     ]
-    assert problems(found, is_first=False, every=False) == ["model-1/a: missing"]
+    assert problems(found, process=1) == ["model-1/a: missing"]
     assert not caplog.messages
-    every = ["model-1/a: missing", f"model-1/{one}: 3 bytes instead of 4"]
-    assert problems(found, is_first=True, every=True) == every
-    assert problems({"a": "", one: ""}, is_first=True, every=False) == []
+    assert problems(found, every=True) == ["model-1/a: missing", f"model-1/{one}: 3 bytes instead of 4"]
     assert not caplog.messages
+    for now in (None, types.SimpleNamespace(files={"a": 1})):  # it was deleted, or replaced, meanwhile
+        assert problems(found, now=now) == ["model-1/a: missing"]
+        assert not caplog.messages
 
 
 def test_a_file_that_nothing_reads_may_be_unreadable(tmp_path: Any, monkeypatch: Any) -> None:
