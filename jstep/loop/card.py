@@ -120,9 +120,9 @@ def program_card(traced: Any, constants: Mapping[str, Any], args: Any, optimizer
     return found | _hash_card(hashed) | {"gradients": _hash_card(gradients_hash(step))}
 
 
-def _results_with_bits(state: Any, metrics: Metrics, *others: Any) -> list[bool]:
+def _results_with_bits(state: Any, metrics: Any, *others: Any) -> list[bool]:
     """For each result of a program, whether the bits of the run depend on it: other metrics than the loss are read."""
-    parts = metrics.computed
+    parts = metrics.computed if isinstance(metrics, Metrics) else metrics
     if isinstance(parts, dict):
         parts = {name: jax.tree.map(lambda _, name=name: name == LOSS, one) for name, one in parts.items()}
     else:
@@ -330,18 +330,22 @@ def _changes_of_batches(then: Mapping[str, Any], now: Mapping[str, Any]) -> list
     return found or ["their definition is the same, but it takes other rows in this version of jstep"]
 
 
-def report_changes(name: str, found: Changes) -> None:
+def report_changes(name: str, found: Changes, *, is_idle: bool = False) -> None:
     """Log what has changed since the start that made a checkpoint: a warning if its bits change, else an INFO line.
 
     Args:
         name: The name of the checkpoint.
         found: The changes.
+        is_idle: Whether this start takes no step.
     """
     if found.bits:
-        lines = "".join(f"\n  {line}" for line in (*found.bits, *found.place))
+        lines = "".join(f"\n  {line}" for line in (*found.bits, *found.place, *[_UNTRAINED] * is_idle))
         _logger.warning("%s: this run has changed since the start that made it:%s", name, lines)
     elif found.place:
         _logger.info("%s: since the start that made it, %s", name, "; ".join(found.place))
+
+
+_UNTRAINED = "none of this was trained, as the run takes no step: give another checkpoint_dir, or a larger last_step"
 
 
 # The observer that records the card of a run and its programs, in a background thread.
@@ -394,6 +398,24 @@ class Cards(Observer):
             given = traced, program.constants.values, args, None if pure is None else pure.optimizer
             self._begin(lambda: self._record(about | program_card(*given)))
 
+    def idle(self, shapes: Callable[[int], Any]) -> None:
+        """Compare a start that takes no step with the one that made its checkpoint."""
+        if self._kept is None:
+            return
+        last = max(self.run.first - 1, 0)
+        stage, state = self.run.programs.stage_of(last), shapes_of(self.run.state)
+
+        def record() -> None:
+            args = traced = None
+            with contextlib.suppress(Exception):  # there is no batch, or the step cannot take it
+                args = shapes(last)
+                traced = None if args is None else stage.trace(state, args)
+            pure = minimized(stage.step)
+            about = {"stage": stage.first, "steps": 1}
+            self._record(about | program_card(traced, {}, args, None if pure is None else pure.optimizer), is_idle=True)
+
+        self._begin(record)
+
     def past(self, step: int) -> dict[str, Any]:
         """Return the past to keep with a checkpoint of this step, as `{PAST: …}`; it waits for pending lines."""
         run, found = self.run, {}
@@ -419,11 +441,12 @@ class Cards(Observer):
 
         self._latest = [in_background(run, name="jstep-card")]
 
-    def _record(self, program: dict[str, Any]) -> None:
+    def _record(self, program: dict[str, Any], *, is_idle: bool = False) -> None:
         """Write the line of a program; of the first one, report what has changed since the checkpoint was made."""
         if program.get("optimizer"):
             self._optimizers[str(program["stage"])] = ", ".join(program["optimizer"])
-        self.run.write_line("card", programs=[program])
+        if not is_idle:
+            self.run.write_line("card", programs=[program])
         kept, self._kept = self._kept, None
         saver, step = self.run.saver, self.run.restored
         if kept is None or saver is None or step is None:
@@ -433,7 +456,7 @@ class Cards(Observer):
             found = self._changes_since(kept.get(START), name, {**self._card, "programs": [program]}, step)
         of_past = past_changes(step, name, kept, past, optimizers=found is None)
         bits, place = found or Changes([], [])
-        report_changes(name, Changes([*bits, *of_past], place))
+        report_changes(name, Changes([*bits, *of_past], place), is_idle=is_idle)
 
     def _changes_since(self, start: Any, name: str, now: Mapping[str, Any], step: int) -> Changes | None:
         """Return the changes since a start; None if the timeline does not know it, or its card cannot be read."""

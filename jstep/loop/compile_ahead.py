@@ -44,7 +44,7 @@ def compile_ahead(run: Run, boundaries: StageBoundaries, source: Source) -> None
             continue
         is_indexed = hasattr(source.by_step, "__getitem__") and segment.is_edge and segment is not first
         if isinstance(source.by_step, BatchSequence) or is_indexed:
-            args = _shapes_of_batch(source, segment.first, run.options.batch_sharding)
+            args = shapes_of_batch(source, segment.first, run.options.batch_sharding)
             if args is None:  # the batches end earlier
                 break
             key = (segment.stage, trees.structure(args), tuple(jax.tree.leaves(args)))
@@ -90,10 +90,14 @@ def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any]
     compiler.begin(CompileJob(start, stage.name, make, is_quiet=True))
 
 
-def _shapes_of_batch(source: Source, step: int, batch_sharding: Any) -> tuple[Any, ...] | None:
+def shapes_of_batch(source: Source, step: int, batch_sharding: Any) -> tuple[Any, ...] | None:
+    """The shapes of the arguments of a step, whose batch is made; None if it cannot be, apart from the others."""
+    fetch = getattr(source.by_step, "__getitem__", source.by_step)
     try:
-        batch = copied(source.by_step[step], fresh=True)
+        batch = None if fetch is None else copied(fetch(step), fresh=True)
     except IndexError:
+        return None
+    if fetch is None:
         return None
     try:
         return _shapes_as_args(batch, batch_sharding)

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import re
 import secrets
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Any, NamedTuple
 
 from jstep.core import trees
@@ -196,6 +196,13 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
         """Return a meter of the utilization, before the first step; None if it measures none."""
         return None
+
+    def idle(self, shapes: Callable[[int], Any]) -> None:
+        """Called if the run takes no step.
+
+        Args:
+            shapes: Returns the shapes of the arguments of the step after a number of steps; None if they are not known.
+        """
 
     def about_to_save(self) -> None:
         """Called before a save that nothing prevents any more."""

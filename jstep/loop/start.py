@@ -19,7 +19,7 @@ from jstep.hooks.report import LoggingHook, SummarySaverHook
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.speed import StepCounterHook
 from jstep.hooks.states import check_owners, get_states
-from jstep.loop.compile_ahead import compile_ahead, compile_first_program
+from jstep.loop.compile_ahead import compile_ahead, compile_first_program, shapes_of_batch
 from jstep.loop.feeder import BatchFeeder, FirstBatch, copied_batches
 from jstep.loop.foresight import look_ahead
 from jstep.loop.hook_runner import HookRunner
@@ -64,6 +64,8 @@ def begin(run: Run, batches: Any) -> None:
         is_over = runner.evaluate("evaluate_first")
     if is_over or run.first >= run.options.last_step:
         report_done(run)
+        for observer in run.observers:
+            observer.idle(lambda step: shapes_of_batch(source, step, run.options.batch_sharding))
         return
     if run.resumed.extra.get(STOPPED) is not None:
         _logger.info("%s stopped this run at step %d; it resumes", run.resumed.extra[STOPPED], run.first)
