@@ -55,7 +55,7 @@ def batches(
         num_epochs: The number of epochs; None for an endless sequence.
         drop_remainder: Whether to drop the rows that do not fill a batch at the end of an epoch;
             otherwise the last batch of each epoch is smaller (and the parts of several processes may
-            differ in size).
+            differ in size), and a batch larger than the data is all of it.
         process_index: The index of this process; by default `jax.process_index()`, which is called
             when the first batch is read.
         process_count: The number of processes; by default `jax.process_count()`, which is
@@ -67,7 +67,8 @@ def batches(
         size batch_size, which the caller may modify.
 
     Raises:
-        ValueError: `batch_size` exceeds the number of rows, sources have different numbers of rows,
+        ValueError: `batch_size` exceeds the number of rows and drop_remainder is True, sources have different numbers
+        of rows,
             a number is out of range, or a mapping has no size for step 0.
         TypeError: A source has no length or cannot be indexed, or a number is not an integer.
 
@@ -92,13 +93,15 @@ def batches(
         (4, 14)
     """
     rows = open_rows(arrays)
+    shuffle, drop_remainder = as_bool(shuffle, "shuffle"), as_bool(drop_remainder, "drop_remainder")
 
     def check(value: Any, name: str) -> int:
         size = as_int(value, name, 1)
-        if size > len(rows):
-            is_list = isinstance(arrays, list)
-            hint = "; a list is one source of examples: give several arrays as a tuple" if is_list else ""
-            raise ValueError(f"{name}={size}: must not be more than the {len(rows)} rows of arrays{hint}")
+        if size > len(rows) and drop_remainder:
+            hint = "drop_remainder=False gives them as one smaller batch"
+            if isinstance(arrays, list):
+                hint = f"a list is one source of examples: give several arrays as a tuple; {hint}"
+            raise ValueError(f"{name}={size}: must not be more than the {len(rows)} rows of arrays; {hint}")
         return size
 
     sizes = as_staircase(batch_size, "batch_size", check)
@@ -106,7 +109,6 @@ def batches(
     if num_epochs is not None:
         num_epochs = as_int(num_epochs, "num_epochs", 1, "or None for no end")
     process = given_process(process_index, process_count)
-    shuffle, drop_remainder = as_bool(shuffle, "shuffle"), as_bool(drop_remainder, "drop_remainder")
     each = _sizes_in_epochs(len(rows), sizes, drop_remainder, num_epochs)
     streams = ((len(rows), seed),)
     plan = Plan(

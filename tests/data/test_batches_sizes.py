@@ -30,17 +30,19 @@ def simulate(n, sizes, drop, num_epochs=None, steps=60):
 
 @st.composite
 def size_schedules(draw):
-    n = draw(st.integers(1, 40))
-    size = st.integers(1, n)
-    return n, {**draw(st.dictionaries(st.integers(1, 40), size, max_size=4)), 0: draw(size)}
+    """The number of rows, the sizes, and whether a remainder is dropped: a size may be larger than the data if not."""
+    n, drop = draw(st.integers(1, 40)), draw(st.booleans())
+    size = st.integers(1, n if drop else 2 * n)
+    return n, {**draw(st.dictionaries(st.integers(1, 40), size, max_size=4)), 0: draw(size)}, drop
 
 
 @settings(max_examples=100)
-@given(size_schedules(), st.booleans(), st.booleans(), st.none() | st.integers(1, 5), st.integers(0, 60))
-@example((10, {0: 4, 2: 2}), True, True, 1, 0)  # the remainder, too small for 4, makes one more batch of 2
-@example((10, {0: 4, 2: 3}), True, True, 1, 0)
-def test_batches_match_the_simulation(given_sizes, shuffle, drop, num_epochs, start):
-    n, sizes = given_sizes
+@given(size_schedules(), st.booleans(), st.none() | st.integers(1, 5), st.integers(0, 60))
+@example((10, {0: 4, 2: 2}, True), True, 1, 0)  # the remainder, too small for 4, makes one more batch of 2
+@example((10, {0: 4, 2: 3}, True), True, 1, 0)
+@example((5, {0: 8}, False), True, 3, 0)  # an epoch is one batch
+def test_batches_match_the_simulation(given_sizes, shuffle, num_epochs, start):
+    n, sizes, drop = given_sizes
     want = simulate(n, sizes, drop, num_epochs)
     orders = [batches(np.arange(n), n, 3, shuffle)[epoch] for epoch in range(1 + max(w[0] for w in want))]
     data = batches(np.arange(n), sizes, 3, shuffle, num_epochs, drop)
@@ -65,6 +67,12 @@ def test_equal_stages_are_one_constant_size(sizes, drop):
     assert many.batch_size == one.batch_size == 7
     assert many.steps_per_epoch == one.steps_per_epoch
     assert repr(many) == repr(one)
+
+
+def test_a_batch_larger_than_the_data_names_the_way_out():
+    with pytest.raises(ValueError, match=r"batch_size=8: .* 5 rows of arrays; drop_remainder=False gives them as one"):
+        batches(np.arange(5), 8)
+    assert sorted(batches(np.arange(5), 8, drop_remainder=False)[3].tolist()) == [0, 1, 2, 3, 4]
 
 
 def test_large_steps_and_stages():

@@ -82,7 +82,7 @@ class TestSources:
     def test_dtypes(self, dtype):
         x = np.arange(20).astype(dtype)
         batch = batches(x, 5, seed=1)[1]
-        assert batch.dtype == x.dtype
+        assert batch.dtype == x.dtype.newbyteorder("=")
         assert np.array_equal(batch, x[batches(np.arange(20), 5, seed=1)[1]])
 
     @pytest.mark.parametrize("shuffle", [True, False])
