@@ -1,5 +1,6 @@
 """Transformations of Optax as optimizers, wherever an argument is one. Optax itself is not imported."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -75,17 +76,14 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
             copies = copies_in(lambda given: _StateSlots(name, transformation.init(seen(given)), given).slots, params)
         return of_slots(shapes, params, copies, lambda both: skeleton(both).slots).ordered()
 
-    def update(
-        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
-    ) -> tuple[Updates, Slots]:
-        gradients = match_gradients(updates, params)
+    def of_leaves(gradients: list[Any], slots: Slots, params: Params, context: Context, whole: Params) -> Any:
+        """The updates of leaves of params, and their slots, for a gradient of each; the loss takes whole params."""
         leaves, treedef = trees.flatten(params)
         pairs = zip(gradients, leaves, strict=True)
         grads = treedef.unflatten([dense(g, p) if trees.is_trainable(p) else None for g, p in pairs])
         shape = skeleton(params)
-        require_slots(shape.slots, slots)
         with standard_promotion():
-            extra = {key: value for key, value in _extra_arguments(context, grads, params).items() if takes(key)}
+            extra = {key: value for key, value in _extra_arguments(context, grads, whole).items() if takes(key)}
             try:
                 given, after = transformation.update(grads, shape.state_from(slots), seen(params), **extra)
             except AttributeError as error:
@@ -99,13 +97,36 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
                     "know; train with jstep.minimize, which gives them, or pass context=jstep.Context(loss, "
                     "value_and_grad)"
                 ) from error
-        absent = [g is None for g in gradients]
         new = _StateSlots(name, after, params).slots
         if new.keys() != shape.slots.keys():
             raise ValueError(
                 f"transformation: its update returned {sorted(new)}, its init returned {sorted(shape.slots)}; a "
                 "compiled step needs the same structure after each update"
             )
+        return given, new
+
+    def update(
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
+    ) -> tuple[Updates, Slots]:
+        gradients, treedef, shape = match_gradients(updates, params), trees.structure(params), skeleton(params)
+        require_slots(shape.slots, slots)
+        absent = [g is None for g in gradients]
+        found = None
+        if any(g is None and trees.is_trainable(p) for g, p in zip(gradients, jax.tree.leaves(params), strict=True)):
+
+            def without(tree: Any) -> Any:
+                pairs = zip(treedef.flatten_up_to(tree), absent, strict=True)
+                return treedef.unflatten([None if out else leaf for leaf, out in pairs])
+
+            # Optax must not see leaves without a gradient: the loss of a line search has none of them, and L-BFGS
+            # compares parameters with those of the update before. But a mask that is a tree needs all leaves.
+            with contextlib.suppress(Exception):
+                fewer = {
+                    slot: without(slots[slot]) if shape.is_of_leaves(slot) else slots[slot] for slot in shape.slots
+                }
+                known = [g for g in gradients if g is not None]
+                found = of_leaves(known, fewer, without(params), context, params)
+        given, new = of_leaves(gradients, slots, params, context, params) if found is None else found
         kept = {slot: _unless_absent(slots[slot], new[slot], treedef, absent) for slot in new}
         added = trees.flatten_like(params, given, "updates")
         return treedef.unflatten([None if out else u for u, out in zip(added, absent, strict=True)]), kept
@@ -184,6 +205,10 @@ class _StateSlots:
             return None
         fits = any(map(_is_array, parts)) and all(_is_array(part) or not jax.tree.leaves(part) for part in parts)
         return parts if fits else None
+
+    def is_of_leaves(self, slot: str) -> bool:
+        """Whether a slot has the structure of params."""
+        return self._parts_of[slot] is not None
 
     def _slot(self, node: Any, parts: list[Any] | None) -> Any:
         if parts is None:
