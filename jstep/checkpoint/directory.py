@@ -135,7 +135,8 @@ class DirectoryStore(Store):
         1. the arrays and then the files, in a temporary folder (`orbax_arrays`), and with several processes the
            checksums of each;
         2. all of them, flushed, with checksums (`checksums.collect`), and what `Saver.flushing` flushes;
-        3. the manifest, which is written last, so that a folder without one is not a checkpoint;
+        3. the manifest, without which a folder is not a checkpoint, and the file without which Orbax does not take a
+           copy of it in a bucket for one;
         4. the temporary folder, flushed, then renamed, then the folder around it, flushed (`_publish`);
         5. and then only are superseded checkpoints removed (`commit`).
         """
@@ -177,6 +178,8 @@ class DirectoryStore(Store):
             raise OSError(errno.ENOENT, f"{lost}: files were removed while they were written", temporary)
         with new_file(os.path.join(temporary, NAME)) as file:
             file.write(encode(manifest))
+        with new_file(os.path.join(temporary, listing.COMMITTED)) as file:
+            file.write(f"Checkpoint commit was successful to {final}".encode(errors="surrogateescape"))
         replaced = final + listing.REPLACED
         if os.path.lexists(final):
             if listing.is_remains(final):

@@ -52,6 +52,8 @@ REPLACED = ".jstep-replaced"  # the old checkpoint of a step, while the new one 
 DELETED = ".jstep-deleted"
 ASIDE = ".aside."  # what the user sets aside, by the command that an error shows; a number follows
 
+COMMITTED = "commit_success.txt"
+"""The file by which Orbax knows that a checkpoint in a bucket is complete."""
 UNUSED = frozenset({"_METADATA", "_CHECKPOINT_METADATA"})
 """Files in which Orbax describes a checkpoint. The manifest does that here, so a checkpoint is intact without them."""
 OF_ORBAX = UNUSED | {"manifest.ocdbt"}

@@ -203,7 +203,7 @@ class ObjectStore(Store):
             return []
         ours = {key for found in listed.attempts.get(name, {}).values() for key in found}
         with contextlib.suppress(CheckpointError):  # a copy from a disk has its files next to the manifest
-            ours |= {f"{name}/{file}" for file in decode(there.data).files}
+            ours |= {f"{name}/{file}" for file in (*decode(there.data).files, listing.COMMITTED)}
         return sorted(ours)
 
     def erase(self, remains: Sequence[str]) -> None:

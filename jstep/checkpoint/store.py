@@ -4,6 +4,7 @@ A Saver handles states, steps and retention; a store handles names and bytes, an
 happens, a path holds a complete checkpoint or none.
 """
 
+import abc
 import atexit
 import contextlib
 import functools
@@ -14,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from jstep.checkpoint import checksums
 from jstep.checkpoint.claims import FileClaim, ObjectClaim
@@ -43,7 +44,7 @@ class Commit(NamedTuple):
     end: Callable[[Files, Callable[[Manifest], Sequence[str]]], None]
 
 
-class Store(Protocol):
+class Store(abc.ABC):
     """Checkpoints of any prefixes below one directory or URL. Savers do not share stores.
 
     Errors of the storage (permissions, bucket, space, network) are OSErrors that name it and say what to do;
@@ -71,6 +72,7 @@ class Store(Protocol):
 
     # Reading. These methods change nothing, and need no claim.
 
+    @abc.abstractmethod
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
         """Yield step and path of every complete checkpoint, highest step first; checkpoints are checked lazily.
 
@@ -79,6 +81,7 @@ class Store(Protocol):
             trusted: Steps that need not be checked.
         """
 
+    @abc.abstractmethod
     def at(self, prefix: str, step: int) -> str | None:
         """Return the path of the complete checkpoint of a step, or None."""
 
@@ -89,6 +92,7 @@ class Store(Protocol):
         """
         return []
 
+    @abc.abstractmethod
     def manifest(self, path: str) -> Manifest:
         """Read the manifest of a checkpoint.
 
@@ -165,12 +169,15 @@ class Store(Protocol):
             return packs.read(self.reads(path), manifest, shardings)
         return self.read_arrays(path, manifest, shardings)
 
+    @abc.abstractmethod
     def reads(self, path: str) -> checksums.StartRead:
         """Return the function that starts to read files of a checkpoint."""
 
+    @abc.abstractmethod
     def differences(self, path: str, expected: Mapping[str, checksums.Record]) -> dict[str, str]:
         """Return how files of a checkpoint differ from their records, for arrays that are not packed; "" if not."""
 
+    @abc.abstractmethod
     def read_arrays(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """See `restore`, for arrays that are not packed."""
 
@@ -202,6 +209,7 @@ class Store(Protocol):
             self._claim = self.lock()
         _HOLDERS[key] = self
 
+    @abc.abstractmethod
     def lock(self) -> FileClaim | ObjectClaim:
         """Take the claim; see `claim`."""
 
@@ -209,6 +217,7 @@ class Store(Protocol):
         """Return whether this store has the claim, in this process and not in the parent of a fork."""
         return self._claim is not None and self._claim.is_held()
 
+    @abc.abstractmethod
     def save(
         self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit, files: Mapping[str, Any]
     ) -> None:
@@ -225,17 +234,21 @@ class Store(Protocol):
             write, self._write = self._write, None
             write.wait()
 
+    @abc.abstractmethod
     def abandon(self, path: str) -> None:
         """Remove what a failed save left behind, as far as possible; never raises."""
 
+    @abc.abstractmethod
     def command_to_set_aside(self, path: str) -> str:
         """Return a shell command that gives a checkpoint a name under which nothing finds or deletes it."""
 
     # Deletion, for `retention`.
 
+    @abc.abstractmethod
     def hide(self, path: str) -> Sequence[str]:
         """Make a checkpoint none, atomically, and return what is left of it, for `erase`; nothing if it was none."""
 
+    @abc.abstractmethod
     def erase(self, remains: Sequence[str]) -> None:
         """Delete what is no part of a checkpoint any more."""
 

@@ -11,7 +11,7 @@ import numpy as np
 from file_operations import before, disk_is_full, held
 
 import jstep
-from jstep.checkpoint.listing import UNUSED
+from jstep.checkpoint.listing import COMMITTED, UNUSED
 
 
 def state_at(step, value=0.0):
@@ -51,8 +51,8 @@ def files_of(path):
 
 
 def read_files_of(path):
-    """Return the files of a checkpoint that are read: all but those in which Orbax describes it."""
-    return [file for file in files_of(path) if os.path.basename(file) not in UNUSED]
+    """Return the files of a checkpoint that are read: all but those that only Orbax reads."""
+    return [file for file in files_of(path) if os.path.basename(file) not in {*UNUSED, COMMITTED}]
 
 
 def flip(path, at):

@@ -10,9 +10,18 @@ from checkpoint_states import failing_saves, listing, save_all, state_at
 from file_operations import killed_at
 
 import jstep
+from jstep.checkpoint.directory import DirectoryStore
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.store import Store
+
+
+@pytest.mark.parametrize("lacking", sorted(Store.__abstractmethods__))
+def test_a_store_that_lacks_a_method_cannot_be_made(lacking, tmp_path):
+    methods = {name: getattr(DirectoryStore, name) for name in Store.__abstractmethods__ - {lacking}}
+    with pytest.raises(TypeError, match=rf"abstract class Partial .*abstract method '?{lacking}'?$"):
+        type("Partial", (Store,), methods)(str(tmp_path), False)
 
 
 class TestDirectory:

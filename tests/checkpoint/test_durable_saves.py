@@ -14,6 +14,7 @@ from doubles import raising
 from file_operations import before, failing, held
 
 import jstep
+from jstep.checkpoint.listing import COMMITTED
 from jstep.checkpoint.manifest import CheckpointError, Extra
 from jstep.checkpoint.saver import Saver
 from jstep.stores.tagged_json import LargeBytes
@@ -62,7 +63,7 @@ def save(saver, state):
     saver.wait()
 
 
-def test_files_then_manifest_then_folder_then_name_then_directory(tmp_path, flushed):
+def test_files_then_manifest_then_what_orbax_waits_for_then_folder_then_name_then_directory(tmp_path, flushed):
     with Saver(tmp_path, max_to_keep=1) as saver:
         save_all(saver, [1])
         flushed.clear()
@@ -70,8 +71,9 @@ def test_files_then_manifest_then_folder_then_name_then_directory(tmp_path, flus
     temporary, final = f"{tmp_path}/model-2.orbax-checkpoint-tmp", f"{tmp_path}/model-2"
     names = [os.path.relpath(path, final) for path in files_of(final)]
     order = [
-        max(flushed.index(f"{temporary}/{name}") for name in names if name != "manifest.json"),
+        max(flushed.index(f"{temporary}/{name}") for name in names if name not in ("manifest.json", COMMITTED)),
         flushed.index(f"{temporary}/manifest.json"),
+        flushed.index(f"{temporary}/{COMMITTED}"),
         flushed.index(temporary),
         flushed.index((temporary, final)),
         flushed.index(str(tmp_path)),

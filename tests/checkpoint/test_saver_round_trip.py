@@ -1,5 +1,6 @@
 """Restored values are bitwise identical to the saved ones: dtypes, PRNG keys, containers and models."""
 
+import asyncio
 import dataclasses
 import os
 from typing import NamedTuple
@@ -10,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_states import NO_SLOTS, as_bits, assert_same, files_of, state_at
+from etils import epath
 from flax import nnx
 
 import jstep
+from jstep.checkpoint.listing import COMMITTED
 from jstep.checkpoint.saver import Saver
 
 
@@ -184,3 +187,14 @@ class TestRoundTrip:
         args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
         restored = ocp.PyTreeCheckpointer().restore(path, restore_args=args)
         assert restored["params/w"].tolist() == [[7, 7]] * 3
+
+    def test_orbax_takes_a_copy_in_a_bucket_for_complete(self, tmp_path):
+        import orbax.checkpoint as ocp
+
+        with Saver(tmp_path) as saver:
+            path = epath.Path(saver.save(state_at(3)))
+        in_bucket = ocp.path.atomicity.CommitFileTemporaryPath  # how Orbax writes to, and reads in, a bucket
+        asyncio.run(in_bucket.validate_final(path))
+        (path / COMMITTED).unlink()
+        with pytest.raises(Exception, match=COMMITTED):
+            asyncio.run(in_bucket.validate_final(path))
