@@ -18,27 +18,6 @@ python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo pyth
 results=()
 code=0
 
-# The newest Python of this machine, on the path or in pyenv, that starts and is not a pre-release.
-newest_python() {
-    local name python version starts
-    starts='import sys, venv; sys.exit(sys.version_info.releaselevel != "final" or sys.version_info[:3] in ((3, 12, 0), (3, 12, 1)))'
-    {
-        for name in $(compgen -c python3.); do
-            echo "${name#python} $(type -P "$name")"
-        done
-        for python in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.*/bin/python3; do
-            version=${python%/bin/python3}
-            echo "${version##*/} $python"
-        done
-    } | grep -E '^3\.(1[1-9]|[2-9][0-9])(\.[0-9]+)? /' | sort -rV | while read -r version python; do
-        if "$python" -c "$starts" > /dev/null 2>&1; then
-            echo "$python"
-            break
-        fi
-    done
-}
-newest=$(newest_python)
-
 # The tests of TensorBoard's pages need a browser and are skipped without one.
 if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null && ! command -v chromium > /dev/null; then
     (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y chromium chromium-driver) \
@@ -67,7 +46,7 @@ optimized() { # pytest arguments
 }
 
 step benchmarks env PYTHONPATH=. "$python" tests/benchmarks/check.py # first, while nothing else has begun
-step newest env PYTHON="${newest:-python3}" tests/versions.sh newest -m "" "$@"
+step newest env -u PYTHON tests/versions.sh newest -m "" "$@"
 step lowest env PYTHON="$python" tests/versions.sh lowest -m "" "$@"
 step optimized optimized "$@"
 step soak env PYTHONPATH=. "$python" tests/soak.py

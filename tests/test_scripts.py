@@ -103,11 +103,12 @@ def test_the_nightly_script_runs_in_parts(tmp_path: Path) -> None:
     assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("==")] == ["soak", "slurm"]
 
 
-def test_the_newest_step_takes_the_newest_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_versions_are_those_for_the_newest_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyenv, commands = tmp_path / "pyenv/versions", tmp_path / "commands"
     pythons = {
         commands / "python3.99": "exit 127",  # a shim of pyenv whose version is not selected
         commands / "python3.95": "",
+        commands / "python3": "",
         commands / "python3.98-config": "",
         pyenv / "3.98.9/bin/python3": "",
         pyenv / "3.98.10/bin/python3": "",
@@ -119,12 +120,27 @@ def test_the_newest_step_takes_the_newest_python(tmp_path: Path, monkeypatch: py
         path.write_text(f"#!/bin/sh\n{command}\n")
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
-    for root, python in ((pyenv, pyenv / "3.98.10/bin/python3"), (tmp_path / "none", commands / "python3.95")):
+    (tmp_path / "tests").mkdir()
+    shutil.copy(HERE / "versions.sh", tmp_path / "tests")
+
+    def taken(which: str, root: Path) -> str:
         monkeypatch.setenv("PYENV_ROOT", str(root.parent))
-        directory = tmp_path / f"run_{python.parent.name}"
-        directory.mkdir()
-        nightly(directory, steps="newest")
-        assert f"python={python}." in (directory / ".nightly/newest.log").read_text()
+        command = [tmp_path / "tests/versions.sh", which]  # which then finds that no environment was made
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode
+        return done.stdout.splitlines()[0]
+
+    monkeypatch.delenv("PYTHON", raising=False)
+    assert taken("newest", pyenv) == f"newest:  ({pyenv}/3.98.10/bin/python3)"
+    assert taken("newest", tmp_path / "none") == f"newest:  ({commands}/python3.95)"
+    assert taken("lowest", pyenv) == f"lowest:  ({commands}/python3)"
+    monkeypatch.setenv("PYTHON", str(commands / "python3.95"))
+    assert taken("newest", pyenv) == f"newest:  ({commands}/python3.95)"
+
+
+def test_the_nightly_script_asks_for_the_newest_python(tmp_path: Path) -> None:
+    nightly(tmp_path, steps="newest")
+    assert "python=." in (tmp_path / ".nightly/newest.log").read_text()
 
 
 def test_slurm_is_skipped_if_it_is_not_installed(tmp_path: Path) -> None:

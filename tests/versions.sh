@@ -5,14 +5,37 @@
 #   tests/versions.sh newest [pytest arguments]
 #   PYTHON=python3.14 tests/versions.sh newest
 #
+# "newest" takes the newest Python of this machine, because new versions of JAX leave out old ones of Python.
 # Creates a virtual environment in .venv-lowest or .venv-newest; nothing else is changed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 which=${1:?"usage: tests/versions.sh lowest|newest [pytest arguments]"}
 shift
-python=${PYTHON:-python3}
+
+# The newest Python of this machine, on the path or in pyenv, that starts and is not a pre-release.
+newest_python() {
+    local name python version starts
+    starts='import sys, venv; sys.exit(sys.version_info.releaselevel != "final" or sys.version_info[:3] in ((3, 12, 0), (3, 12, 1)))'
+    {
+        for name in $(compgen -c python3.); do
+            echo "${name#python} $(type -P "$name")"
+        done
+        for python in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.*/bin/python3; do
+            version=${python%/bin/python3}
+            echo "${version##*/} $python"
+        done
+    } | grep -E '^3\.(1[1-9]|[2-9][0-9])(\.[0-9]+)? /' | sort -rV | while read -r version python; do
+        if "$python" -c "$starts" > /dev/null 2>&1; then
+            echo "$python"
+            break
+        fi
+    done
+}
+python=${PYTHON:-$([ "$which" = newest ] && newest_python || true)}
+python=${python:-python3}
 venv=".venv-$which"
+echo "$which: $("$python" --version) ($(type -P "$python"))"
 "$python" -m venv --clear "$venv"
 
 case $which in
