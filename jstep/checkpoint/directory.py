@@ -178,7 +178,8 @@ class DirectoryStore(Store):
             raise OSError(errno.ENOENT, f"{lost}: files were removed while they were written", temporary)
         with new_file(os.path.join(temporary, NAME)) as file:
             file.write(encode(manifest))
-        with new_file(os.path.join(temporary, listing.COMMITTED)) as file:
+        # Orbax looks for the name alone, which is flushed with the folder.
+        with open(os.path.join(temporary, listing.COMMITTED), "xb") as file:
             file.write(f"Checkpoint commit was successful to {final}".encode(errors="surrogateescape"))
         replaced = final + listing.REPLACED
         if os.path.lexists(final):

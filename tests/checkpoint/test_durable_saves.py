@@ -63,7 +63,7 @@ def save(saver, state):
     saver.wait()
 
 
-def test_files_then_manifest_then_what_orbax_waits_for_then_folder_then_name_then_directory(tmp_path, flushed):
+def test_files_then_manifest_then_folder_then_name_then_directory(tmp_path, flushed):
     with Saver(tmp_path, max_to_keep=1) as saver:
         save_all(saver, [1])
         flushed.clear()
@@ -73,7 +73,6 @@ def test_files_then_manifest_then_what_orbax_waits_for_then_folder_then_name_the
     order = [
         max(flushed.index(f"{temporary}/{name}") for name in names if name not in ("manifest.json", COMMITTED)),
         flushed.index(f"{temporary}/manifest.json"),
-        flushed.index(f"{temporary}/{COMMITTED}"),
         flushed.index(temporary),
         flushed.index((temporary, final)),
         flushed.index(str(tmp_path)),

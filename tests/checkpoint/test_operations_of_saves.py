@@ -55,8 +55,7 @@ def operations(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 SAVED = [
     *("os.mkdir model-{}.orbax-checkpoint-tmp", "write model-{}.orbax-checkpoint-tmp/manifest.json"),
     *("fsync model-{}.orbax-checkpoint-tmp/manifest.json", "write model-{}.orbax-checkpoint-tmp/commit_success.txt"),
-    *("fsync model-{}.orbax-checkpoint-tmp/commit_success.txt", "fsync model-{}.orbax-checkpoint-tmp"),
-    *("os.rename model-{}.orbax-checkpoint-tmp", "fsync ."),
+    *("fsync model-{}.orbax-checkpoint-tmp", "os.rename model-{}.orbax-checkpoint-tmp", "fsync ."),
 ]
 """A checkpoint has its name once all of it is on disk, and then the name is."""
 
@@ -78,7 +77,7 @@ def test_saves_evictions_and_deletions(operations: Any, tmp_path: pathlib.Path) 
         with operations() as seen:
             saver.save(state(3))  # the one before has its name until the new one is on disk
         replaced = saved(3)
-        replaced.insert(5, "os.rename model-3")
+        replaced.insert(4, "os.rename model-3")
         assert seen == ["os.mkdir .", *replaced, "removed model-3.jstep-replaced"]
         with operations() as seen:
             saver.restore(state(0))
