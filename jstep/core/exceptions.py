@@ -92,6 +92,11 @@ def note(error: BaseException, text: str) -> None:
         error.add_note(text)
 
 
+def forget_frames(error: BaseException) -> None:
+    """Forget where an error was raised that is not shown: raised again, as the same object, it would show that, too."""
+    BaseException.with_traceback(error, None)  # also of a class that refuses attributes
+
+
 _AXIS = re.compile("unbound axis name: (.+?)(?:\\.|$)")
 _KEEPS_TYPES = re.compile("carry input and carry output must have equal types|branches must have equal output types")
 

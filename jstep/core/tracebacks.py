@@ -58,6 +58,9 @@ def shorten(error: BaseException) -> None:
         return
     # The cause that JAX adds in this mode shows all frames, on purpose.
     for one in [error] if mode == "remove_frames" else _all_of(error):
+        notes = getattr(one, "__notes__", None)
+        if notes:  # JAX adds the same one to an error each time that a function raises it
+            notes[:] = [text for text, _ in itertools.groupby(notes)]
         parts = list(_parts(one.__traceback__))
         kept = _kept(parts)
         if mode == "tracebackhide":

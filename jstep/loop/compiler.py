@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core.exceptions import scoped
+from jstep.core.exceptions import forget_frames, scoped
 from jstep.core.meshes import dims_of
 from jstep.core.threads import MAKING, doing, in_background
 from jstep.core.trees import shape_of
@@ -107,6 +107,7 @@ class BackgroundCompiler:
             with doing(MAKING):
                 job.make(args)
         except Exception as error:
+            forget_frames(error)
             if not job.is_quiet:
                 text = "%s, which step %d needs, could not be compiled ahead: %s: %s"
                 _logger.warning(text, job.name, job.first, type(error).__name__, error)

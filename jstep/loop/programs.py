@@ -17,6 +17,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import shown
+from jstep.core.exceptions import forget_frames
 from jstep.core.jaxprs import shards_arrays
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.stopwatch import STARTING, Stopwatch
@@ -45,11 +46,12 @@ class _Calls:
         rows: As in `LoopState`; known after the first call.
         constants: The constant metrics of the latest call.
         is_called: Whether a call of it was made.
+        has_failed: Whether it could not be traced before its first call, which raises the error.
     """
 
     rows: int | None = None
     constants = NONE
-    is_called = False
+    is_called = has_failed = False
 
 
 class OneStep(_Calls):
@@ -248,14 +250,20 @@ class Programs:
             return found
         if not self.is_looped:
             return self._programs.setdefault(key, OneStep(stage))
-        with self.tracing:  # the first program is compiled in a thread of its own
+        waits = compiled_here() is self.compiled  # not a thread that reads ahead
+        with self.compiling(stage.name) if waits else contextlib.nullcontext(), self.tracing:
+            if key in self._programs:
+                return self._programs[key]
             try:
                 loop, of_one = self._loop(*key[:2]), shapes_of(args())
                 one = loop.prepare(self.state_shapes, of_one)
                 made: Program = OneStep(stage) if one.is_slow_in_loops else StepLoop(stage, loop, of_one, one)
             except Exception as error:  # the step that needs it raises, where the error is described
                 _logger.debug("%s cannot be looped: %s", stage.name, error)
-                return self._programs.setdefault(key, OneStep(stage))
+                forget_frames(error)
+                self._programs[key] = single = OneStep(stage)
+                single.has_failed = True
+                return single
         if made.args is None and stage not in self._slow:
             self._slow.add(stage)
             _logger.info("%s runs one step a call: XLA runs convolutions on a CPU much slower in a loop", stage.name)
@@ -273,10 +281,17 @@ class Programs:
 
     def _compile(self, program: Program, args: tuple[Any, ...]) -> None:
         """Compile a program for the shapes of the arguments of one step."""
+        if program.has_failed:
+            return
         args = stacked_shapes(args, program.most) if program.is_stacked else args
         with using_mesh(mesh_of(self.state_shapes)):
-            step, args = program.traceable(self.state_shapes, args, self.sums)
-            step.trace(self.state_shapes, *args).lower().compile()
+            try:
+                step, args = program.traceable(self.state_shapes, args, self.sums)
+                traced = step.trace(self.state_shapes, *args)
+            except Exception:
+                program.has_failed = True
+                raise
+            traced.lower().compile()
 
     def _compile_most(self, most: int) -> None:
         """Compile the programs of up to `most` steps that follow those of one step, also of stages compiled ahead."""
@@ -333,7 +348,7 @@ class Programs:
         stage = program.stage
         if stage not in self._begun:
             self._log_compilation(call)
-        if not stage.is_compiled or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        if program.has_failed or not stage.is_compiled or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return
         with self.compiling(stage.name), using_mesh(mesh_of((state, call.args))):
             self.may_be_left = True
@@ -344,7 +359,8 @@ class Programs:
                 traced = step.trace(state, *args)
                 with internal_transfers():
                     lowered = traced.lower()
-            except Exception:
+            except Exception as error:
+                forget_frames(error)
                 return
             finally:
                 self.may_be_left = False

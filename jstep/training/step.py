@@ -363,7 +363,12 @@ def refuse_a_loss(
     """
     while isinstance(step, TrainStep):
         step = step.__wrapped__
-    if isinstance(step, PureStep) or not isinstance(state, TrainState) or not _is_loss(step, state, args):
+    if isinstance(step, PureStep) or not isinstance(state, TrainState):
+        return
+    frames = cause.__traceback__
+    is_loss = _is_loss(step, state, args)  # which may raise the cause again
+    BaseException.with_traceback(cause, frames)
+    if not is_loss:
         return
     name = getattr(step, "__name__", "")
     name = name if name.isidentifier() else "loss_fn"

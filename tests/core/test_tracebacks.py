@@ -362,6 +362,27 @@ def test_an_error_that_is_raised_twice_does_not_grow():
     assert counts(raised(lambda: in_step(SGD, twice))) == counts(raised(lambda: in_step(SGD, twice)))
 
 
+@pytest.mark.thorough(except_for=["a loss-ahead-one", "a loss-made by step-3", "a jitted step-ahead-auto"])
+@pytest.mark.parametrize("options", [{}, {"steps_per_call": 3}, {"steps_per_call": "auto"}], ids=["one", "3", "auto"])
+@pytest.mark.parametrize("data", [lambda n: ROWS, jstep.batches(ROWS, 2)], ids=["made by step", "ahead"])
+@pytest.mark.parametrize(
+    ("make", "traced"),
+    [(lambda fn: jstep.minimize(fn, SGD), 2), (jax.jit, 3), (lambda fn: fn, 3)],  # a step may be a loss, which is asked
+    ids=["a loss", "a jitted step", "a step"],
+)
+def test_an_error_that_is_raised_by_each_trace_does_not_grow(make, traced, data, options):
+    stored, traces = UserError("stored"), []
+
+    def again(state, batch):
+        traces.append(batch)
+        raise stored
+
+    assert raised(lambda: run(make(again), data, **options)) is stored
+    assert [n for n in counts(stored) if n] == [2]
+    assert len(traces) <= traced
+    assert len(stored.__notes__) == 2, "JAX's own, and which batch it was"
+
+
 KEEPING = {
     "a loss": lambda state: LOSS(state, ROWS),
     "a loss in lanes": lambda state: jstep.minimize(fails, SGD, lanes=2)(state, ROWS),
