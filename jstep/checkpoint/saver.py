@@ -409,10 +409,10 @@ class Saver:
 
     @contextlib.contextmanager
     def knowing(self, finite: bool, passing_secs: float | None = None) -> Iterator[None]:
-        """A context whose saves record whether the parameters are finite, without looking at them again.
+        """A context for saves of parameters that the caller has looked at for values that are not finite.
 
         Args:
-            finite: Whether they are; a run does not count those that were not finite when it began.
+            finite: What the checkpoint records of them. In a run, those that were so when it began count as finite.
             passing_secs: Whether the checkpoint is passing if it is saved within that many seconds after the last one
                 that is kept: the next save then replaces it, and it counts in no limit. None if it is kept.
         """

@@ -57,13 +57,18 @@ def until_end(items: Iterable[_T]) -> Iterator[_T]:
 
     An `OutOfRangeError` with a cause, such as that of a `QueueRunner` thread that failed, is raised.
     """
-    try:
-        # `yield from` would close a generator of the caller, who may continue with it.
-        for item in items:  # noqa: UP028
-            yield item
-    except OutOfRangeError as error:
-        if error.__cause__ is not None:
-            raise
+    iterator = iter(items)
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        except OutOfRangeError as error:
+            if error.__cause__ is not None:
+                raise
+            return
+        # Not inside `try`: a generator that the exit of the program closes finds no exception classes any more.
+        yield item
 
 
 # The base class of queues between threads: capacity, waiting and closing.

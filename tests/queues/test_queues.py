@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from queue_calls import Call, both_queues, disable_polling, drain, fifo, filled, shuffle, wait_until_blocked
 from waiting import wait_until
 
+from jstep.queues import queues
 from jstep.queues.queues import FIFOQueue, OutOfRangeError, RandomShuffleQueue
 
 no_polling = pytest.fixture(autouse=True)(disable_polling)
@@ -216,3 +217,10 @@ def test_single_thread_behaves_like_a_list(operations, min_after_dequeue, random
         assert queue.size() == len(model)
     queue.close()
     assert sorted(drain(queue)) == model
+
+
+def test_batches_that_the_exit_of_a_program_closes(monkeypatch):
+    items = queues.until_end([1, 2])
+    assert next(items) == 1
+    monkeypatch.setattr(queues, "OutOfRangeError", None)  # the names of a module are gone by then
+    items.close()
