@@ -3,7 +3,7 @@
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -123,7 +123,7 @@ def as_int(value: Any, argument: str, at_least: int | None = None, meaning: str 
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{argument}={shown(value)}: must be an integer, got {type(value).__name__}") from None
+        raise TypeError(f"{argument}={shown(value)}: must be an integer, got {kind(value)}") from None
     if at_least is not None and number < at_least:
         raise ValueError(f"{argument}={number}: must be at least {at_least}{', ' if meaning else ''}{meaning}")
     return number
@@ -219,6 +219,13 @@ def as_function(value: Any, argument: str, form: str = "", *, optional: bool = F
         raise TypeError(f"{argument}={shown(value)}: {wanted}, got {kind(value)}")
     if takes is not None and not may_take(value, takes):
         raise TypeError(f"{argument}={shown(value)}: {wanted}, got one that takes {inspect.signature(value)}")
+    return value
+
+
+def as_mapping(value: Any, argument: str, contents: str) -> Mapping[Any, Any]:
+    """Return a mapping, such as a dict; `contents` says what it maps, such as `from names to numbers`."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{argument}={shown(value)}: must be a mapping {contents}, got {kind(value)}")
     return value
 
 

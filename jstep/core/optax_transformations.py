@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.calls import has_init_and_update, makes_optimizer
+from jstep.core.checks import kind
 from jstep.core.exceptions import scoped
 from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.matching import match_gradients, require_slots
@@ -34,7 +35,7 @@ def require_optimizer(name: str, value: Any) -> Optimizer:
     hint = f"; call it: {value.__name__}(...)" if callable(value) and hasattr(value, "__name__") else ""
     if type(value).__module__.startswith("flax.nnx"):
         hint = "; pass jstep.from_optax(tx), and the parameters of nnx.split: see the page 'From Flax'"
-    raise TypeError(f"{name}={value!r:.60}: must be a jstep.Optimizer, got {type(value).__name__}{hint}")
+    raise TypeError(f"{name}={value!r:.60}: must be a jstep.Optimizer, got {kind(value)}{hint}")
 
 
 def is_transformation(value: Any) -> bool:

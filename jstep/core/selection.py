@@ -9,7 +9,7 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 
 from jstep.core import trees
-from jstep.core.checks import shown
+from jstep.core.checks import kind, shown
 
 _BOXED = GetAttrKey("value")
 
@@ -127,7 +127,7 @@ def check_form(var_list: VarList, argument: str) -> None:
         TypeError: `var_list` has none of the four forms.
     """
     if isinstance(var_list, int | float | np.number) and not isinstance(var_list, bool):
-        raise TypeError(f"{argument}={shown(var_list)}: must be {_FORMS}, got {type(var_list).__name__}")
+        raise TypeError(f"{argument}={shown(var_list)}: must be {_FORMS}, got {kind(var_list)}")
 
 
 def _chosen(params: trees.Params, trainable: list[bool], var_list: VarList, argument: str) -> list[bool]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jstep.core.checks import as_bool, as_int, as_text, kind, shown
+from jstep.core.checks import as_bool, as_int, as_mapping, as_text, shown
 from jstep.core.trees import leaves_with_paths, quoted, structure
 from jstep.data.plan import ROWS, Plan, Run, Share, Sizes, derived_seed, given_process
 from jstep.data.proportions import as_weights, counts_of
@@ -279,9 +279,7 @@ def mixture(
 
 def _open(sources: Any) -> dict[str, Rows]:
     """Open the rows of all sources, and check that they fit into one batch."""
-    if not isinstance(sources, Mapping):
-        raise TypeError(f"sources={shown(sources)}: must be a mapping from name to source, got {kind(sources)}")
-    if not sources:
+    if not as_mapping(sources, "sources", "from name to source"):
         raise ValueError("sources={}: must have at least one source, got none")
     names = [as_text(name, "sources: a name") for name in sources]
     rows = {name: open_rows(sources[name], "sources", name) for name in names}

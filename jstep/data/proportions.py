@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from jstep.core.checks import as_number, kind, shown
+from jstep.core.checks import as_mapping, as_number, shown
 from jstep.data.steps import Staircase, staircase
 
 Weights = tuple[Fraction, ...]
@@ -151,11 +151,7 @@ def as_weights(given: Any, names: Sequence[str]) -> Staircase[Weights]:
     known = set(names)
 
     def check(value: Any, argument: str) -> Weights:
-        if not isinstance(value, Mapping):
-            raise TypeError(
-                f"{argument}={shown(value)}: must be a mapping from the name of each source to its weight, got "
-                f"{kind(value)}"
-            )
+        as_mapping(value, argument, "from the name of each source to its weight")
         missing = [name for name in names if name not in value]
         unknown = [name for name in value if name not in known]
         if missing or unknown:

@@ -75,7 +75,7 @@ def clip_by_value(t: Any, min: Number | Array, max: Number | Array) -> Any:
 def _bound(name: str, value: Any) -> Any:
     """Return a bound on the host, or None if it is traced."""
     if isinstance(value, bool | str) or not (isinstance(value, int | float) or trees.is_array(value)):
-        raise TypeError(f"{name}={value!r}: must be a number or an array, got {type(value).__name__}")
+        raise TypeError(f"{name}={value!r}: must be a number or an array, got {kind(value)}")
     number = trees.concrete(value)
     if number is not None and np.any(np.isnan(number)):
         raise ValueError(f"{name}={value!r}: must be a number")
@@ -286,7 +286,7 @@ def _with_norm(tree: Any, norm: Array, clip_norm: Number) -> Any:
 
 def _known_norm(norm: Any) -> Array:
     if isinstance(norm, bool | str) or not (isinstance(norm, int | float) or trees.is_array(norm)):
-        raise TypeError(f"use_norm={norm!r}: must be the result of global_norm, got {type(norm).__name__}")
+        raise TypeError(f"use_norm={norm!r}: must be the result of global_norm, got {kind(norm)}")
     if np.ndim(norm):
         raise ValueError(f"use_norm: must be a scalar, got shape {np.shape(norm)}")
     value = trees.concrete(norm)

@@ -159,7 +159,7 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
     try:
         found = list(hooks)
     except TypeError:
-        raise TypeError(f"hooks={hooks!r}: must be a sequence of hooks, got {type(hooks).__name__}") from None
+        raise TypeError(f"hooks={hooks!r}: must be a sequence of hooks, got {kind(hooks)}") from None
     for i, hook in enumerate(found):
         if isinstance(hook, type):
             raise TypeError(f"hooks[{i}]={hook.__name__} is a class; give an instance: {hook.__name__}(...)")

@@ -106,7 +106,7 @@ class LoggingHook(ReportingHook):
         steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
         super().__init__(cadence(steps=steps, secs=secs, clock=clock, at_last=True), mean, leave_out)
         if counter is not None and not hasattr(counter, "steps_per_sec"):
-            raise TypeError(f"counter={counter!r}: must be a StepCounterHook, got {type(counter).__name__}")
+            raise TypeError(f"counter={counter!r}: must be a StepCounterHook, got {kind(counter)}")
         self._given_counter = counter
         self._level = as_level(level)
 

@@ -307,7 +307,7 @@ def with_moving_average(
     """
     optimizer = require_optimizer("optimizer", optimizer)
     if not isinstance(ema, ExponentialMovingAverage):
-        raise TypeError(f"ema={ema!r}: must be an ExponentialMovingAverage, got {type(ema).__name__}")
+        raise TypeError(f"ema={ema!r}: must be an ExponentialMovingAverage, got {kind(ema)}")
     if initial is not None and (ema.zero_debias or ema.start_step):
         start = "from zeros (zero_debias=True)" if ema.zero_debias else f"at start_step={ema.start_step}"
         raise ValueError(

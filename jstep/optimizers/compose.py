@@ -10,7 +10,7 @@ import jax
 
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
-from jstep.core.checks import as_function, as_text, shown
+from jstep.core.checks import as_function, as_mapping, as_text, kind, shown
 from jstep.core.exceptions import scoped, setting
 from jstep.core.indexed_slices import is_slices
 from jstep.core.logs import log_warning
@@ -278,11 +278,9 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
         >>> jstep.get_slot_names(state)
         ['embed/accumulator', 'rest/m', 'rest/v']
     """
-    if not isinstance(optimizers, Mapping):
-        raise TypeError(f"optimizers={optimizers!r}: must map labels to optimizers, got {type(optimizers).__name__}")
-    for label in optimizers:
+    for label in as_mapping(optimizers, "optimizers", "from labels to optimizers"):
         if not isinstance(label, str):
-            raise TypeError(f"optimizers: the label {label!r} must be a string, got {type(label).__name__}")
+            raise TypeError(f"optimizers: the label {label!r} must be a string, got {kind(label)}")
         check_prefix("a label of optimizers", label)
     if not optimizers:
         raise ValueError("optimizers={}: partition needs at least one optimizer")

@@ -49,7 +49,7 @@ def held(name: str, value: Any) -> Held:
         0.75 0.25
     """
     if not isinstance(name, str):
-        raise TypeError(f"name={name!r}: must be a string, got {type(name).__name__}")
+        raise TypeError(f"name={name!r}: must be a string, got {kind(name)}")
     check_prefix("name", name)
     _check_number(value)
     return Held(name, value)
@@ -180,7 +180,7 @@ def set_hyperparameter(state: Any, name: str, value: Any) -> Any:
 def _check_number(value: Any, shape: tuple[int, ...] = ()) -> None:
     """Check that a value can be held: a finite number, or an array of finite numbers of a given shape."""
     if isinstance(value, bool) or not (isinstance(value, int | float) or trees.is_array(value)):
-        raise TypeError(f"value={value!r}: must be a number or a scalar array, got {type(value).__name__}")
+        raise TypeError(f"value={value!r}: must be a number or a scalar array, got {kind(value)}")
     if np.ndim(value) and np.shape(value) != shape:
         held_shape = f" or an array of shape {shape}" if shape else ""
         raise ValueError(f"value: must be a scalar{held_shape}, got shape {np.shape(value)}")
@@ -192,9 +192,9 @@ def _check_number(value: Any, shape: tuple[int, ...] = ()) -> None:
 def _slot_of(state: Any, name: str) -> str:
     slots = getattr(state, "slots", None)
     if not isinstance(slots, dict):
-        raise TypeError(f"state: must be a TrainState, got {type(state).__name__}")
+        raise TypeError(f"state: must be a TrainState, got {kind(state)}")
     if not isinstance(name, str):
-        raise TypeError(f"name={name!r}: must be a string, got {type(name).__name__}")
+        raise TypeError(f"name={name!r}: must be a string, got {kind(name)}")
     arrays = (slot for slot, value in slots.items() if trees.is_array(value))
     known = {shown: slot for slot in arrays if (shown := shown_name(slot)) is not None}
     if name not in known:

@@ -68,7 +68,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
-from jstep.core.checks import shown
+from jstep.core.checks import as_mapping, shown
 from jstep.core.compact_numbers import KINDS
 from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, combined, within
 from jstep.core.matching import match_gradients, require_slots
@@ -253,7 +253,7 @@ def from_direction(
         >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
         0.5
     """
-    decay = hyper.get("weight_decay")
+    decay = as_mapping(hyper, "hyper", _HYPER).get("weight_decay")
     if weight_decay_mask is not None and decay is None:
         raise ValueError(
             f"weight_decay_mask={shown(weight_decay_mask)}: must be None without a weight_decay; add one to hyper"
@@ -294,7 +294,7 @@ def from_update(
         sums: Scalars that depend on all leaves.
         by_rows: Whether the rule may be applied to the rows of a sparse gradient only, leaving the others unchanged.
     """
-    given = {} if callable(slots) else slots
+    given = {} if callable(slots) else as_mapping(slots, "slots", _SLOTS)
     decay = hyper.get("weight_decay")
     if isinstance(decay, Masked):
         hyper = {**hyper, "weight_decay": decay.weight_decay}
@@ -411,6 +411,7 @@ RULE = "_rule"
 
 # Optimizers from the update rule of one leaf: `leafwise`.
 
+_HYPER, _SLOTS = "from names to numbers, arrays, schedules or held", "from names to initial values"
 _KEPT = {None: None, "rows": Role.ROWS, "columns": Role.COLUMNS}
 
 MEAN, SLOW, SQUARE = Slot(holds="mean"), Slot(holds="slow"), Slot(holds="square")
@@ -478,9 +479,12 @@ def leafwise(
         >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
         0.5
     """
-    scalars, flags = scalars or {}, flags or {}
+    scalars = {} if scalars is None else as_mapping(scalars, "scalars", _SLOTS)
+    flags = {} if flags is None else as_mapping(flags, "flags", "from names to functions of params")
+    if slots is not None and not callable(slots):
+        as_mapping(slots, "slots", _SLOTS)
+    hyper = {name: checked(name, value) for name, value in as_mapping(hyper, "hyper", _HYPER).items()}
     is_finished = LEARNING_RATE in hyper if finished is None else finished
-    hyper = {name: checked(name, value) for name, value in hyper.items()}
     held = held_roles(hyper)
     scalar_names = (*([START_STEP] if aged else []), *scalars, *held)
 

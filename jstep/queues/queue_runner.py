@@ -59,9 +59,7 @@ class QueueRunner:
 
     def __init__(self, queue: FIFOQueue | RandomShuffleQueue, enqueue_ops: Sequence[Callable[[], object]]) -> None:
         if not isinstance(queue, FIFOQueue | RandomShuffleQueue):
-            raise TypeError(
-                f"queue={shown(queue)}: must be a FIFOQueue or a RandomShuffleQueue, got {type(queue).__name__}"
-            )
+            raise TypeError(f"queue={shown(queue)}: must be a FIFOQueue or a RandomShuffleQueue, got {kind(queue)}")
         if callable(enqueue_ops) or not isinstance(enqueue_ops, Iterable):
             got = "one callable" if callable(enqueue_ops) else kind(enqueue_ops)
             raise TypeError(f"enqueue_ops={shown(enqueue_ops)}: must be a list of callables, got {got}")

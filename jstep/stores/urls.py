@@ -7,6 +7,8 @@ import os
 import re
 from typing import Any
 
+from jstep.core.checks import kind
+
 SCHEMES = ("gs", "s3")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*[A-Za-z0-9]")
@@ -36,7 +38,7 @@ def location(where: Any, name: str) -> str:
     """
     path = os.fspath(where) if isinstance(where, os.PathLike) else where
     if not isinstance(path, str):
-        raise TypeError(f"{name}={where!r}: must be a path or a URL, got {type(where).__name__}")
+        raise TypeError(f"{name}={where!r}: must be a path or a URL, got {kind(where)}")
     if not path:
         raise ValueError(f"{name}='': must name a directory")
     match = _SCHEME.match(path)

@@ -67,9 +67,7 @@ def _one(tag: str, value: Any) -> Scalars:
 
 def _many(tags: Any, values: Any) -> tuple[Scalars, ...]:
     if not isinstance(tags, list | tuple | np.ndarray):
-        raise TypeError(
-            f"scalar(tags, values): tags must be a str, or a list or array of them, not {type(tags).__name__} {tags!r}"
-        )
+        raise TypeError(f"scalar(tags, values): tags must be a str, or a list or array of them, not {tags!r}")
     try:
         names = np.asarray(tags, dtype=object)
         flat = tuple(check_tag(tag, "scalar") for tag in names.ravel().tolist())
@@ -181,8 +179,7 @@ def text(tag: str, text: Any, collections: Sequence[str] | None = DEFAULT) -> Su
     flat = tuple(strings.ravel().tolist())
     if strings.ndim > 2 or not all(isinstance(s, str) for s in flat):
         raise TypeError(
-            f"text {tag!r}: must be a str, or a list or table of them with rows of one length, "
-            f"not {type(text).__name__} {text!r}"
+            f"text {tag!r}: must be a str, or a list or table of them with rows of one length, not {text!r}"
         )
     return summary_of(summaries.Text((tag,), strings.shape, flat), collections)
 
@@ -360,12 +357,10 @@ def _eager(tag: str, values: Any) -> Any:
         try:
             values = np.asarray(jax.tree.map(lambda leaf: native(leaf, "", f"histogram {tag!r}"), values))
         except (ValueError, TypeError) as error:
-            raise TypeError(
-                f"histogram {tag!r}: values must be an array, not {type(values).__name__}: {error}"
-            ) from error
+            raise TypeError(f"histogram {tag!r}: values must be an array, not {kind(values)}: {error}") from error
         if values.dtype.kind not in "biufV":
-            kind = type(given).__name__ if values.dtype == object else values.dtype
-            raise TypeError(f"histogram {tag!r}: values must be an array of real numbers, not {kind}")
+            got = kind(given) if values.dtype == object else values.dtype
+            raise TypeError(f"histogram {tag!r}: values must be an array of real numbers, not {got}")
         # A dtype of the device: without `jax_enable_x64`, integers that exceed 32 bits become floats.
         dtype = jax.dtypes.canonicalize_dtype(values.dtype)
         if dtype != values.dtype and values.dtype.kind in "iu" and values.size:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from jstep.core.checks import kind
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import has_tracers
 from jstep.stores.event_files import imported, proto
@@ -209,7 +210,7 @@ def to_proto(summary: Summary) -> Any:
         0.5
     """
     if not isinstance(summary, Summary):
-        raise TypeError(f"summary={summary!r}: must be a Summary of jstep.summary, got {type(summary).__name__}")
+        raise TypeError(f"summary={summary!r}: must be a Summary of jstep.summary, got {kind(summary)}")
     for part in summary.parts:
         if has_tracers(part):
             raise TypeError(f"summary {part.tags[0]!r} is traced and has no value; return it from the traced function")

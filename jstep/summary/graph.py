@@ -439,7 +439,7 @@ def _staged(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not callable(graph):
         raise TypeError(
             "graph: must be a jax.stages.Traced (jax.jit(f).trace(*args)), a jax.stages.Lowered, a GraphDef "
-            f"or a function of no arguments, not {type(graph).__name__}"
+            f"or a function of no arguments, not {checks.kind(graph)}"
         )
     trace = getattr(graph, "trace", None)
     try:

@@ -420,7 +420,7 @@ def merge(summaries: Iterable[Summary | None], collections: Sequence[str] | None
             continue
         if not isinstance(summary, Summary):
             raise TypeError(
-                f"merge: must be summaries of jstep.summary, not {type(summary).__name__}; write protos "
+                f"merge: must be summaries of jstep.summary, not {kind(summary)}; write protos "
                 "separately with add_summary"
             )
         parts += summary.parts

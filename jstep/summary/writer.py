@@ -421,14 +421,14 @@ class SummaryWriter:
         """
         self._check_ready()
         step = as_step(global_step)
-        kind = proto("SessionLog")
+        log = proto("SessionLog")
         if isinstance(session_log, str):
             if session_log not in ("START", "STOP", "CHECKPOINT"):
                 raise ValueError(f"add_session_log: must be 'START', 'STOP' or 'CHECKPOINT', got {session_log!r}")
-            session_log = kind(status=session_log)
+            session_log = log(status=session_log)
         elif not is_message(session_log, "SessionLog"):
-            raise TypeError(f"add_session_log: must be a SessionLog or its status, not {type(session_log).__name__}")
-        self._put({"session_log": kind.FromString(session_log.SerializeToString())}, step)
+            raise TypeError(f"add_session_log: must be a SessionLog or its status, not {kind(session_log)}")
+        self._put({"session_log": log.FromString(session_log.SerializeToString())}, step)
 
     def add_hparams(self, hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> None:
         """Write hyperparameters for TensorBoard's HParams tab, which compares runs.
@@ -558,7 +558,7 @@ def as_serialized(x: Any, name: str) -> bytes:
     if not is_message(x, name):
         is_other = is_message(x, other) or type(x) is Summary
         hint = f"; add_{other.lower()} takes it" if is_other else _HINTS.get(type(x), "")
-        raise TypeError(f"{method}: must be {article} {name}, not {type(x).__name__}{hint}")
+        raise TypeError(f"{method}: must be {article} {name}, not {kind(x)}{hint}")
     return x.SerializeToString()
 
 
@@ -590,7 +590,7 @@ def hparams_values(hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None
 
 def _flat(entries: Any, what: str, prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
     if not isinstance(entries, Mapping):
-        raise TypeError(f"add_hparams: {what} must be a mapping from names to values, not {type(entries).__name__}")
+        raise TypeError(f"add_hparams: {what} must be a mapping from names to values, not {kind(entries)}")
     for key, value in entries.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):

@@ -21,7 +21,7 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.checks import as_int, as_text, cut, kind, shown
+from jstep.core.checks import as_int, as_mapping, as_text, cut, shown
 from jstep.core.logs import slow, without_noise
 from jstep.core.meshes import mesh_of, using_mesh
 from jstep.core.placement import compiles_only, is_compile_only, is_shape
@@ -234,9 +234,7 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
     """
     known = parsed(name)
     number = known.device_count()
-    given = {"data": number} if axes is None else axes
-    if not isinstance(given, Mapping):
-        raise TypeError(f"axes={shown(axes)}: must be a dict such as {{'data': 64, 'model': 4}}, got {kind(axes)}")
+    given = as_mapping({"data": number} if axes is None else axes, "axes", "such as {'data': 64, 'model': 4}")
     if not given:
         raise ValueError("axes={}: must have at least one axis, such as {'data': 8}")
     sizes = {as_text(name, "axes"): as_int(size, f"axes[{name!r}]", 1) for name, size in given.items()}

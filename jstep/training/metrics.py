@@ -204,9 +204,7 @@ def requested(metrics: Any, argument: str, number: int) -> Requested:
     """
     names = (*NORMS, NOISE_SCALE)
     if not (callable(metrics) or isinstance(metrics, str | list | tuple | set | frozenset)):
-        raise TypeError(
-            f"metrics={metrics!r}: must be names among {names}, or functions {_FORM}, got {type(metrics).__name__}"
-        )
+        raise TypeError(f"metrics={metrics!r}: must be names among {names}, or functions {_FORM}, got {kind(metrics)}")
     entries = (metrics,) if callable(metrics) or isinstance(metrics, str) else tuple(metrics)
     functions: dict[str, Callable[..., dict[str, Any]]] = {}
     for i, entry in enumerate(entries):

@@ -20,7 +20,7 @@ from jstep.checkpoint.claims import is_alive, this_process
 from jstep.checkpoint.leaf_records import require_value
 from jstep.checkpoint.names import is_utf8
 from jstep.core import device_values, meshes, placement, trees
-from jstep.core.checks import as_int, kind, shown
+from jstep.core.checks import as_int, as_mapping, kind, shown
 from jstep.distributed.processes import on_all_processes
 from jstep.stores.files import make_folders, new_file, sync_folder
 from jstep.weights.files import INDEX, local
@@ -415,9 +415,7 @@ def _file(path: Any) -> str:
 def _metadata(metadata: Any) -> dict[str, str]:
     if metadata is None:
         return {"format": "pt"}  # without which `transformers` refuses a file
-    if not isinstance(metadata, Mapping):
-        raise TypeError(f"metadata={shown(metadata)}: must be a mapping from strings to strings, got {kind(metadata)}")
-    for key, value in metadata.items():
+    for key, value in as_mapping(metadata, "metadata", "from strings to strings").items():
         for text in (key, value):
             if not isinstance(text, str):
                 raise TypeError(f"metadata: {shown(key)}: {shown(value)} must be strings; use str() or json.dumps()")

@@ -1,66 +1,120 @@
 """What wrong numbers are told, whole; `python tests/bad_input/test_messages.py` writes it anew.
 
-Each parameter of each optimizer, schedule, hook and queue is given numbers that it may refuse. Their borders, and what
-a number means, are looked at there. The messages are in a file for each room beside this one.
+Each parameter of each public function and class is given numbers that it may refuse. Their borders, and what a number
+means, are looked at there. The messages are in a file for each room beside this one, also of those that refuse none.
 """
 
 import inspect
 import json
+import os
 import pathlib
 import re
+import tempfile
+from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jstep
 
+HERE = pathlib.Path(__file__).resolve().parent
+PACKAGE = pathlib.Path(jstep.__file__).parent
 WRONG: tuple[Any, ...] = (-1, 0, 1, 2.5, float("nan"), float("inf"), "x", True, None)
+SGD = jstep.gradient_descent(0.1)
+PARAMS = {"w": np.ones((2, 3), np.float32)}
+
+
+def loss(params: Any, *args: Any) -> Any:
+    return jnp.sum(params["w"])
+
+
+ADVANCING = jstep.minimize(loss, SGD)
+
+
 GIVEN: dict[str, Any] = {
     "learning_rate": 0.1, "decay_steps": 10, "decay_rate": 0.5, "boundaries": [2], "values": [1.0, 2.0],
-    "momentum": 0.9,
-    "capacity": 10, "min_after_dequeue": 1, "last_step": 10, "steps": 10, "warmup_steps": 2, "total_steps": 10,
-    "peak": 0.1, "base": 0.1, "max_value": 0.1, "value": 0.1, "start": 0.1, "end": 0.2, "beta1": 0.9, "beta3": 0.99,
-    "initial_learning_rate": 0.1, "step_size_up": 3, "stable_steps": 3, "optimizer": jstep.gradient_descent(0.1),
+    "momentum": 0.9, "capacity": 10, "min_after_dequeue": 1, "last_step": 10, "steps": 10, "warmup_steps": 2,
+    "total_steps": 10, "peak": 0.1, "base": 0.1, "max_value": 0.1, "value": 0.1, "start": 0.1, "end": 0.2,
+    "beta1": 0.9, "beta3": 0.99, "initial_learning_rate": 0.1, "step_size_up": 3, "stable_steps": 3, "optimizer": SGD,
     "clip_norm": 1.0, "every_n_steps": 2, "decay": 0.9, "schedule": lambda step: 0.1, "first_decay_steps": 4,
-    "fn": lambda *args: None, "num_classes": 3, "k": 2, "n": 2, "inner": jstep.gradient_descent(0.1),
-    "arrays": {"x": np.zeros((20, 2))}, "sources": {"a": {"x": np.zeros((20, 2))}}, "weights": {"a": 1.0},
-    "batch_size": 4, "batches": [()],
+    "fn": lambda *args: None, "num_classes": 3, "k": 2, "n": 2, "inner": SGD, "arrays": {"x": np.zeros((20, 2))},
+    "sources": {"a": {"x": np.zeros((20, 2))}}, "weights": {"a": 1.0}, "batch_size": 4, "batches": [()],
     "metric_fn": lambda params: {}, "evaluate": lambda state: {}, "metric": "loss", "loss_fn": lambda params: 0.0,
+    "message": "text", "msg": "text", "text": "text", "tag": "tag", "tags": "tag", "name": "name", "prefix": "model",
+    "key": jax.random.key(0), "level": 10, "step": 3, "start_step": 2, "stop_step": 4, "leaves": (), "at": 1,
+    "write": lambda step, metrics: None, "make": lambda step: iter(()), "iterator": iter(()), "enqueue_ops": [print],
+    "logdir": "logs", "directory": "runs", "path": "runs/weights.safetensors", "checkpoint_dir": "runs",
+    "params": PARAMS, "grads": PARAMS, "updates": PARAMS, "factors": PARAMS, "tree": PARAMS, "target": PARAMS,
+    "xs": PARAMS, "slots": lambda param: {}, "hyper": {"learning_rate": 0.1}, "eta": 0.1, "gamma": 0.5, "factor": 0.5,
+    "weight_decay": 0.1, "direction": lambda grad, param, hyper: grad, "rule": lambda grad, slots, param, hyper: grad,
+    "transformation": optax.sgd(0.1), "optimizers": {"all": SGD}, "labels": lambda path, leaf: "all",
+    "old_optimizer": SGD, "new_optimizer": SGD, "ema": jstep.ExponentialMovingAverage(0.9), "alpha": 5.0,
+    "schedules": [0.1, 0.2], "init_value": 0.1, "end_value": 0.2, "min": 0.1, "max": 0.2, "t": np.ones(3),
+    "x": np.ones(3), "ids": np.arange(3), "table": np.ones((4, 2)), "local_batch": np.ones((2, 3)),
+    "tensor": np.ones((1, 2, 2, 3)), "summaries": [], "graph": None, "scores": np.ones(4), "logits": np.ones((4, 3)),
+    "predictions": np.arange(4) % 3, "train_step": ADVANCING, "widths": [2, 4],
+    "activations": lambda params: params, "make_state": lambda: jstep.TrainState.create(PARAMS, SGD),
 }  # fmt: skip
+MADE: dict[str, Callable[[], Any]] = {
+    "state": lambda: jstep.TrainState.create(PARAMS, SGD), "mesh": lambda: jax.make_mesh((1,), ("data",)),
+    "saver": lambda: jstep.Saver("runs"), "queue": lambda: jstep.FIFOQueue(3),
+    "qr": lambda: jstep.QueueRunner(jstep.FIFOQueue(3), [print]), "summary": lambda: jstep.summary.scalar("tag", 1.0),
+}  # fmt: skip
+"""Arguments that a call may use up."""
+GIVEN_TO: dict[str, dict[str, Any]] = {
+    **{name: {"labels": np.arange(4) % 2} for name in dir(jstep.metrics)},
+    "replayed": {"make": list},
+    "scale_updates": {"factors": {"w": 0.5}}, "mup": {"base": PARAMS},
+    "train": {"last_step": 0}, "gradients": {"fn": loss}, "layer_norms": {"tree": PARAMS},
+    "replay": {"batches": lambda step: ()}, "verify_resume": {"train_step": ADVANCING, "batches": lambda step: ()},
+    "topology": {"name": "h100:1x8"}, "coord_check": {"make": lambda width: (ADVANCING, MADE["state"](), ())},
+    "TrainStep": {"step": lambda state: (state, {})}, "write_graph": {"graph": jax.jit(loss).trace(PARAMS)},
+    "scalar": {"values": 1.0}, "get_slot": {"name": "momentum"}, "add_noise": {"key": jax.random.key(0)},
+    "goodput": {"path": "runs"}, "DataLossError": {"offset": 3, "reason": "text"},
+}  # fmt: skip
+"""Arguments that have another meaning there."""
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-ROOMS = ("optimizers", "schedules", "hooks", "queues", "data", "evaluating", "training", "differentiate")
+NOT_CALLED = {"Batches", "Mixture", "PrefetchIterator", "start_queue_runners"}
+"""Classes of what jstep's functions return, and what takes no numbers."""
+MODULES = (jstep, jstep.metrics, jstep.summary)
 
 
-def makers(room: str) -> dict[str, Any]:
-    """The public functions and classes that the package defines in a room."""
-    found = {}
-    for name in sorted(dir(jstep)):
-        made = getattr(jstep, name)
-        code = inspect.unwrap(made.__init__ if isinstance(made, type) else made)
-        if inspect.isfunction(code) and pathlib.Path(code.__code__.co_filename).parent.name == room:
-            found[name] = made
-    found.pop("start_queue_runners", None)  # it makes nothing
+def rooms() -> dict[str, dict[str, Any]]:
+    """The public functions and classes, by the room that defines them."""
+    found: dict[str, dict[str, Any]] = {}
+    for module in MODULES:
+        for name in sorted(set(dir(module)) - NOT_CALLED):
+            made = getattr(module, name)
+            code = inspect.unwrap(made.__init__ if isinstance(made, type) else made) if callable(made) else None
+            if not name.startswith("_") and inspect.isfunction(code):
+                path = pathlib.Path(code.__code__.co_filename)
+                if path.is_relative_to(PACKAGE):
+                    found.setdefault(path.parent.name, {})[name] = made
     return found
+
+
+ROOMS = rooms()
 
 
 def messages_of(make: Any) -> dict[str, dict[str, str]]:
     """The messages about each parameter that name it first, each with the values that are told it."""
-    try:
-        parameters = inspect.signature(make).parameters
-    except (TypeError, ValueError):
-        return {}
+    parameters = inspect.signature(make).parameters
+    to_it = GIVEN_TO.get(make.__name__, {})
     required = [one for one in parameters.values() if one.default is one.empty and one.kind not in VARIADIC]
-    if not all(one.name in GIVEN for one in required):
-        return {}
+    required += [one for one in parameters.values() if one.name in to_it and one not in required]
     found: dict[str, dict[str, str]] = {}
     for name in parameters:
         for value in WRONG:
-            given = {one.name: GIVEN[one.name] for one in required} | {name: value}
+            given = {one.name: MADE[one.name]() if one.name in MADE else (GIVEN | to_it)[one.name] for one in required}
+            given[name] = value
             positional = [given.pop(one.name) for one in required if one.kind is one.POSITIONAL_ONLY]
             try:
                 make(*positional, **given)
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, LookupError, OSError, ImportError) as error:
                 what, colon, text = re.sub(r" at 0x[0-9a-f]+", "", str(error)).partition(": ")
                 if colon and what == f"{name}={value!r}":
                     texts = found.setdefault(name, {})
@@ -69,18 +123,29 @@ def messages_of(make: Any) -> dict[str, dict[str, str]]:
 
 
 def file_of(room: str) -> pathlib.Path:
-    return pathlib.Path(__file__).with_name(f"messages_of_{room}.json")
+    return HERE / f"messages_of_{room}.json"
 
 
 @pytest.mark.parametrize(
     ("room", "name", "make"),
-    [pytest.param(room, *one, id=f"{room}-{one[0]}") for room in ROOMS for one in makers(room).items()],
+    [pytest.param(room, *one, id=f"{room}-{one[0]}") for room, made in ROOMS.items() for one in made.items()],
 )
-def test_the_messages(room: str, name: str, make: Any) -> None:
-    assert messages_of(make) == json.loads(file_of(room).read_text(encoding="utf-8")).get(name, {})
+def test_the_messages(room: str, name: str, make: Any, tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert messages_of(make) == json.loads(file_of(room).read_text(encoding="utf-8"))[name]
+
+
+def test_each_message_has_a_case() -> None:
+    files = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in HERE.glob("messages_of_*.json")}
+    assert {name: set(told) for name, told in files.items()} == {
+        file_of(room).name: set(made) for room, made in ROOMS.items()
+    }
 
 
 if __name__ == "__main__":
-    for room in ROOMS:
-        told = {name: found for name, make in makers(room).items() if (found := messages_of(make))}
+    for room, made in ROOMS.items():
+        told = {}
+        for name, make in made.items():
+            os.chdir(tempfile.mkdtemp())
+            told[name] = messages_of(make)
         file_of(room).write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -39,6 +39,7 @@ def test_roles_under_a_prefix_and_joined() -> None:
         "details": {"a/v": "detail"},
         "counted": (counted(prefix="a/"),),
         "in_order": {"a/m"},
+        "warned": set(),
     }
     for one, other in ((FULL, Roles()), (Roles(), FULL)):
         assert vars(one.joined(other)) == vars(FULL)

@@ -265,7 +265,7 @@ def test_max_rows_with_stages_and_batch_sizes():
 
 INVALID = {
     "a bool": ({"max_rows_per_device": True}, TypeError, "max_rows_per_device=True: must be an integer"),
-    "a float": ({"max_rows_per_device": 8.0}, TypeError, "max_rows_per_device=8.0: must be an integer, got float"),
+    "a float": ({"max_rows_per_device": 8.0}, TypeError, "max_rows_per_device=8.0: must be an integer, got a float"),
     "text": ({"max_rows_per_device": "8"}, TypeError, "max_rows_per_device='8'"),
     "zero": ({"max_rows_per_device": 0}, ValueError, "max_rows_per_device=0: must be at least 1"),
     "negative": ({"max_rows_per_device": -8}, ValueError, "max_rows_per_device=-8"),

@@ -48,11 +48,11 @@ def test_add_event_accepts_protos_and_bytes(tmp_path):
 @pytest.mark.parametrize(
     ("method", "argument", "message"),
     [
-        ("add_summary", 3.0, "must be a Summary, not float"),
-        ("add_summary", {"loss": 1.0}, r"must be a Summary, not dict; summary\.scalar"),
-        ("add_summary", [summary.scalar("a", 1.0)], r"must be a Summary, not list; summary\.merge"),
-        ("add_summary", event_pb2.Event(), "must be a Summary, not Event; add_event takes it"),
-        ("add_event", summary_pb2.Summary(), "must be an Event, not Summary; add_summary takes it"),
+        ("add_summary", 3.0, "must be a Summary, not a float"),
+        ("add_summary", {"loss": 1.0}, r"must be a Summary, not a dict; summary\.scalar"),
+        ("add_summary", [summary.scalar("a", 1.0)], r"must be a Summary, not a list; summary\.merge"),
+        ("add_summary", event_pb2.Event(), "must be a Summary, not an Event; add_event takes it"),
+        ("add_event", summary_pb2.Summary(), "must be an Event, not a Summary; add_summary takes it"),
         ("add_event", summary.scalar("a", 1.0), "add_summary takes it"),
         ("add_event", b"\xff\xff", "2 bytes that are not a serialized Event"),
         ("add_summary", b"\xff\xff", "2 bytes that are not a serialized Summary"),

@@ -134,13 +134,13 @@ class Unmade:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (optax.adam, r"got function; call it: adam\(\.\.\.\)"),
-        (Unmade, r"got type; call it: Unmade\(\.\.\.\)"),
-        (Named(), "got Named$"),
-        (types.SimpleNamespace(init=lambda params: ()), "got SimpleNamespace$"),
-        (types.SimpleNamespace(init=(), update=()), "got SimpleNamespace$"),
-        (None, "got NoneType$"),
-        ({"a": optax.adam(0.1)}, "got dict$"),
+        (optax.adam, r"got a function; call it: adam\(\.\.\.\)"),
+        (Unmade, r"got the class Unmade; call it: Unmade\(\.\.\.\)"),
+        (Named(), "got a Named$"),
+        (types.SimpleNamespace(init=lambda params: ()), "got a SimpleNamespace$"),
+        (types.SimpleNamespace(init=(), update=()), "got a SimpleNamespace$"),
+        (None, "got None$"),
+        ({"a": optax.adam(0.1)}, "got a dict$"),
     ],
     ids=["function", "class", "three", "one", "no functions", "none", "dict"],
 )
