@@ -97,7 +97,8 @@ def __getattr__(name: str) -> object:
     if place is None:
         others: object = importlib.import_module("jstep.core.public_names").explain(name)
         text = f"module 'jstep' has no attribute {name!r}{others}"
-        raise AttributeError(text, name=name, obj=sys.modules[__name__])
+        # Python suggests a similar name of `obj`, which would contradict what is known.
+        raise AttributeError(text, name=name, obj=None if others else sys.modules[__name__])
     if place == "jstep":  # a package of names
         return importlib.import_module(f"jstep.{name}")
     value: object = getattr(importlib.import_module(place), name)

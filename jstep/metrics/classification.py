@@ -287,6 +287,8 @@ def _is_class(labels: Array, num_classes: int) -> Array:
 _FINER = 32
 """Multiplier of the requested number of thresholds: their cost is negligible compared with a batch."""
 _MOST = 2**14
+_WHOLE = 2**29
+"""What the sizes of all bins add up to."""
 
 
 class Thresholds(NamedTuple):
@@ -325,14 +327,19 @@ class AUC:
     def compute(self) -> float:
         """The area; NaN if it is undefined or a score is NaN."""
         kept = self.thresholds
-        positive, negative = (count.exact()[::-1].astype(np.float64) for count in (kept.positive, kept.negative))
         with meshes.internal_transfers():
-            low, high = (np.asarray(end, np.float64)[::-1] for end in (kept.low, kept.high))
-        seen = positive + negative > 0
+            low, high = (np.asarray(end, np.float64) for end in (kept.low, kept.high))
+        counts = np.stack([total.exact().astype(np.float64) for total in (kept.positive, kept.negative)], axis=1)
+        seen = counts.sum(axis=1) > 0
         if not seen.any() or np.isnan(low[seen]).any():
             return math.nan
-        is_span = (low < high)[seen]
-        positive, negative = positive[seen], negative[seen]
+        # From the highest score to the lowest; equal scores are one threshold.
+        spans = np.stack([low, high], axis=1)[seen]
+        order = np.lexsort((spans[:, 0], np.where(spans[:, 0] == spans[:, 1], spans[:, 0], spans.mean(axis=1))))[::-1]
+        spans, counts = spans[order], counts[seen][order]
+        first = np.flatnonzero(np.r_[True, (spans[1:] != spans[:-1]).any(axis=1)])
+        positive, negative = np.add.reduceat(counts, first).T
+        is_span = (spans[:, 0] < spans[:, 1])[first]
         if self.curve == "PR":
             return _average_precision(positive, negative, is_span)
         # The fraction of pairs of a positive and a negative example in the right order; equal scores count half.
@@ -387,8 +394,11 @@ def auc(scores: Any, labels: Any, curve: str = "ROC", num_thresholds: int = 200,
         # A wrong weight has the effect of a score that is NaN: bins cannot be compared by weights that are NaN.
         given = jnp.where(jnp.isnan(weight), jnp.full_like(given, jnp.nan), given)
         weight = jnp.where(jnp.isnan(weight), jnp.ones_like(weight), weight)
-    bins = Thresholds(given, given, each(truth, weight), each(~truth, weight))
-    return AUC(_fewer(bins, number * _FINER), curve)
+    bins, most = Thresholds(given, given, each(truth, weight), each(~truth, weight)), number * _FINER
+    if given.size > most:
+        return AUC(_fewer(bins, most), curve)
+    # As many as in any other batch, so that `merge` is compiled once.
+    return AUC(jax.tree.map(lambda part: jnp.pad(part, (0, most - part.size)), bins), curve)
 
 
 def _average_precision(positive: Any, negative: Any, is_span: Any) -> float:
@@ -412,58 +422,54 @@ def _both(first: Thresholds, second: Thresholds) -> Thresholds:
 
 
 def _fewer(given: Thresholds, most: int) -> Thresholds:
-    """Reduce the number of bins to `most`, sorted by score.
+    """Reduce the number of bins to `most`.
 
     Equal scores share a bin. If there are too many different scores, neighbors are merged into bins of about equal
-    size, as measured by `size`; a score that exceeds this size by itself keeps its own bin.
+    size, as `_places` measures it; a score that exceeds this size by itself keeps its own bin.
     """
-    given = _both(given, jax.tree.map(lambda part: jnp.zeros((1,), part.dtype), given))  # one bin at least
-    # By the middle of their span, empty bins last.
-    limits: Any = jnp.finfo(given.low.dtype)  # type: ignore[no-untyped-call]
-    half = jnp.asarray(0.5, given.low.dtype)
-    low, high = (jnp.clip(end, limits.min, limits.max) for end in (given.low, given.high))
-    middle = jnp.where(given.low == given.high, given.low, low * half + high * half)
-    is_empty = given.positive.approximate() + given.negative.approximate() == 0
-    order = jnp.lexsort((given.low, middle, is_empty))
-    given = jax.tree.map(lambda part: part[order], given)
+    counts = jnp.stack([total.approximate() for total in (given.positive, given.negative)], axis=1)
+    # By the middle of their span; those that are NaN, and empty bins, which become NaN, last.
+    is_empty = jnp.sum(counts, axis=1) == 0
+    low, high = (jnp.where(is_empty, jnp.full_like(end, jnp.nan), end) for end in (given.low, given.high))
+    limits: Any = jnp.finfo(low.dtype)  # type: ignore[no-untyped-call]
+    finite = [jnp.clip(end, limits.min, limits.max) * jnp.asarray(0.5, low.dtype) for end in (low, high)]
+    order = jnp.lexsort((low, jnp.where(low == high, low, finite[0] + finite[1])))
+    totals = jax.tree.map(lambda *two: jnp.stack(two, axis=1)[order], given.positive, given.negative)
+    low, high, counts = low[order], high[order], counts[order]
+    group = jnp.cumsum((_differs(low) | _differs(high)).astype(jnp.int32)) - 1
     unit = jnp.minimum(given.positive.unit(), given.negative.unit())
-    positive, negative = given.positive.approximate(), given.negative.approximate()
-    # A bin has its share of the positive examples, of the negative ones, and of their log ranks: precision changes
+    place = _places(jax.ops.segment_sum(counts, group, len(group)), unit, most)[group]
+    ends = jax.ops.segment_max(jnp.stack([-low, high], axis=1), place, most)
+    totals = totals.segment_sum(place, most)
+    positive, negative = (jax.tree.map(lambda part, i=i: part[:, i], totals) for i in (0, 1))
+    return Thresholds(-ends[:, 0], ends[:, 1], positive, negative)
+
+
+def _places(counts: Array, unit: Array, most: int) -> Array:
+    """Return the bins of scores with these counts `[scores, 2]`; `most`, which is none, for those without examples."""
+    # A score has its share of the positive examples, of the negative ones, and of their log ranks: precision changes
     # fastest at the highest scores.
-    both = positive + negative
+    both = jnp.sum(counts, axis=1)
     rank = jnp.log1p(both / (jnp.cumsum(both[::-1])[::-1] - both + unit))
-    shares = [one / jnp.maximum(jnp.sum(one), jnp.float32(1e-30)) for one in (positive, negative, rank)]
-    size = shares[0] + shares[1] + shares[2]
-    is_seen = size > 0
-    is_new = _differs(given.low) | _differs(given.high)
-    group = jnp.cumsum(is_new.astype(jnp.int32)) - 1
-    count = jnp.sum((is_new & is_seen).astype(jnp.int32))
-    place = jnp.where(count <= most, group, _joined_neighbours(size, is_new, group, most // 3))
-    place = jnp.where(is_seen, place, jnp.full_like(place, most))  # out of range: dropped
-    return Thresholds(
-        jax.ops.segment_min(given.low, place, most),
-        jax.ops.segment_max(given.high, place, most),
-        given.positive.segment_sum(place, most),
-        given.negative.segment_sum(place, most),
-    )
-
-
-def _joined_neighbours(size: Array, is_new: Array, group: Array, parts: int) -> Array:
-    """Return the bin of each entry, at most 3·parts bins: groups stay together, large ones keep their own bin."""
-    total = jnp.sum(size)
-    size_of_group = jax.ops.segment_sum(size, group, size.size)[group]
-    is_large = size_of_group * parts > total
-    before = jnp.cumsum(size) - size
-    begins = jax.lax.cummax(jnp.where(is_new, before, jnp.zeros_like(before)))  # where the group of an entry begins
-    part = jnp.floor((begins + size_of_group / 2) / jnp.maximum(total, jnp.float32(1)) * parts)
-    part = jax.lax.cummax(jnp.clip(part, 0, parts - 1).astype(jnp.int32))  # sums in float32 are not quite monotone
-    begins_place = is_new & (_differs(part) | is_large | jnp.roll(is_large, 1))
-    return jnp.cumsum(begins_place.astype(jnp.int32)) - 1
+    shares = jnp.concatenate([counts, rank[:, None]], axis=1)
+    size = jnp.sum(shares / jnp.maximum(jnp.sum(shares, axis=0, keepdims=True), jnp.float32(1e-30)), axis=1)
+    # Integers, because sums of float32 are not monotone.
+    size = jnp.floor(size / jnp.sum(size) * _WHOLE).astype(jnp.int32)
+    parts = most // 3
+    middle = jnp.cumsum(size) - size + size // 2
+    part = jnp.minimum(jnp.floor(middle.astype(jnp.float32) * (parts / _WHOLE)), jnp.float32(parts - 1))
+    is_large = size > _WHOLE // parts
+    place = jnp.cumsum((_differs(part) | is_large | jnp.roll(is_large, 1)).astype(jnp.int32)) - 1
+    is_seen = both > 0
+    is_few = jnp.sum(is_seen.astype(jnp.int32)) <= most
+    place = jnp.where(is_few, jnp.arange(len(place), dtype=jnp.int32), place)
+    return jnp.where(is_seen, place, jnp.full_like(place, most))
 
 
 def _differs(vector: Array) -> Array:
-    """Whether each element differs from the previous one; the first one does."""
-    return jnp.concatenate([jnp.ones((1,), bool), vector[1:] != vector[:-1]])
+    """Whether each element differs from the previous one, which NaN does not from NaN; the first one does."""
+    before, after = vector[:-1], vector[1:]
+    return jnp.concatenate([jnp.ones((1,), bool), (before != after) & ~(jnp.isnan(before) & jnp.isnan(after))])
 
 
 # Validation of arguments.

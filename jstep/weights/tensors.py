@@ -159,7 +159,7 @@ def _text(file: BinaryIO, path: str, size: int) -> bytes:
     text = file.read(length)
     if len(text) < length:
         raise ValueError(f"{path}: is truncated: its header has {length} bytes, but only {len(text)} could be read")
-    if not text.startswith(b"{"):
+    if not text.lstrip(b" \t\r\n").startswith(b"{"):  # writers pad, also in front
         raise ValueError(f"{path}: is not a safetensors file: its header begins with {shown(text[:20])}")
     return text
 

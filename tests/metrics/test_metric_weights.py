@@ -57,7 +57,7 @@ def test_in_float64():
         metrics = metric_fn(
             {"scale": 1.0}, {"x": X, "labels": LABELS, "truth": TRUTH, "weights": FLOATS.astype(np.float64)}
         )
-        assert metrics["accuracy"].total.high.dtype == np.float64
+        assert metrics["accuracy"].total.value.dtype == np.float64
         values = expected(FLOATS, X)
         assert {name: metrics[name].compute() for name in ("accuracy", "f1", "roc", "pr")} == pytest.approx(
             {name: values[name] for name in ("accuracy", "f1", "roc", "pr")}, rel=1e-13

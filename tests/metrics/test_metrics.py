@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -277,3 +278,13 @@ def test_labels_of_a_dtype_that_cannot_hold_the_number_of_classes(dtype, classes
     if classes < 1000:
         matrix = M.confusion_matrix(labels, labels.astype(np.int32), classes).compute()
         assert matrix["5/5"] == matrix["100/100"] == 1
+
+
+def test_what_compiles_slowly_is_in_the_merge_of_areas_which_all_batches_share():
+    def program(rows):
+        return jax.jit(M.auc).lower(jnp.ones(rows), jnp.ones(rows, jnp.int32))
+
+    whole, smaller = program(128), program(7)
+    for text in (whole.as_text(), smaller.as_text()):
+        assert not {"stablehlo.sort", "stablehlo.scatter", "stablehlo.reduce_window"} & set(re.findall(r"[\w.]+", text))
+    assert whole.out_info == smaller.out_info

@@ -6,6 +6,7 @@ import os
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from safetensors_files import entry, write_arrays, write_index, write_raw
 
 import jstep
@@ -26,6 +27,8 @@ MALFORMED = {
     "just too large": ({"a": entry()}, 100_000_001, "malicious"),
     "not JSON": (b"{" + b"x" * 30, None, "not JSON"),
     "not an object": (b"[1, 2, 3]", None, "begins with"),
+    "not an object, padded": (b" \n[1, 2, 3]", None, "begins with"),
+    "padded by something else": (b"\0" + json.dumps({"a": entry()}).encode(), None, "begins with"),
     "cut off": (json.dumps({"a": entry()}).encode()[:-4], None, "not JSON"),
     "not UTF-8": (b'{"\xff":1}', None, "UTF-8"),
     "lone surrogate": (b'{"\\ud800":1}', None, "UTF-8"),
@@ -77,6 +80,13 @@ def test_a_valid_file_loads(tmp_path):
     with pytest.raises(ValueError, match=r"unused \(1\): 'b'"):
         jstep.load_weights(path, TARGET)
     assert jstep.load_weights(path, {**TARGET, "b": np.ones(2, np.float32)})["b"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("padding", [b" ", b"\n", b" \t\r\n" * 3])
+def test_a_header_padded_in_front_is_read(tmp_path, padding):
+    header = padding + json.dumps({"a": entry()}).encode() + padding
+    path = write_raw(tmp_path / "x", header, np.float32([1, 2]).tobytes())
+    assert jstep.load_weights(path, TARGET)["a"].tolist() == load_file(path)["a"].tolist() == [1, 2]
 
 
 def test_every_truncation_is_detected(tmp_path):
