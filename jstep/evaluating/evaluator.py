@@ -274,7 +274,8 @@ def _params_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> A
                 raise ValueError(
                     f"use_averages=True: the state has averages ({', '.join(kept)}) and schedule-free parameters "
                     f"({', '.join(others)}), each for some of the parameters; give the name of the averages, or "
-                    "evaluate state.replace(params=jstep.schedule_free_params(state)) with use_averages=False"
+                    "evaluate state.replace(params=jstep.schedule_free_params(state), slots=state.slots) with "
+                    "use_averages=False"
                 )
             if free is not None:
                 return free
