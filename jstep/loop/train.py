@@ -1,7 +1,6 @@
 """The training loop, `jstep.train`."""
 
 import contextlib
-import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -160,10 +159,23 @@ def train(
 
     Source: `tf.train.MonitoredTrainingSession`.
     """
-    given, times = locals(), StartTimes()
-    given["batch_sharding"] = over_axes(batch_sharding, state)
-    given["steps_per_call"] = as_steps_per_call(steps_per_call, batches)
-    options = Options(**{field.name: given[field.name] for field in dataclasses.fields(Options)})
+    times = StartTimes()
+    options = Options(
+        batch_sharding=over_axes(batch_sharding, state),
+        steps_per_call=as_steps_per_call(steps_per_call, batches),
+        last_step=last_step,
+        hooks=hooks,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_prefix=checkpoint_prefix,
+        save_checkpoint_secs=save_checkpoint_secs,
+        save_checkpoint_steps=save_checkpoint_steps,
+        logdir=logdir,
+        save_summaries_steps=save_summaries_steps,
+        log_steps=log_steps,
+        progress=progress,
+        compile_cache=compile_cache,
+        stop_secs=stop_secs,
+    )
     stages = stages_of(train_step)
     check(state, options.last_step)
     processes.refuse_another_run()
