@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 
 from jstep.checkpoint import checksums, listing
 from jstep.checkpoint.claims import FileClaim
+from jstep.checkpoint.contents import Contents, OrbaxContents
 from jstep.checkpoint.manifest import NAME, Manifest, encode
 from jstep.checkpoint.retention import evict
-from jstep.checkpoint.store import IN_FLIGHT, Commit, Store, Write
+from jstep.checkpoint.store import Commit, Store
+from jstep.checkpoint.writes import IN_FLIGHT, Write
 from jstep.core.checks import size
 from jstep.stores.files import make_folders, new_file, sync_folder
 from jstep.stores.objects import ABSENT, ReadResult
@@ -92,19 +94,21 @@ class DirectoryStore(Store):
         """See `Store.manifest`."""
         return listing.read_manifest(path)
 
-    def reads(self, path: str) -> checksums.StartRead:
-        """See `Store.reads`."""
-        return functools.partial(LocalRead, path)
+    def contents(self, path: str, manifest: Manifest) -> Contents:
+        """See `Store.contents`."""
+        start_read = functools.partial(LocalRead, path)
+        if manifest.is_packed:  # a copy from a bucket
+            from jstep.checkpoint import packs  # not at the top: it imports JAX
 
-    def differences(self, path: str, expected: Mapping[str, checksums.Record]) -> dict[str, str]:
-        """See `Store.differences`."""
-        return checksums.differences(path, expected)
+            return packs.PackedContents(start_read, manifest)
 
-    def read_arrays(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Store.read_arrays`."""
-        from jstep.checkpoint import orbax_arrays  # not at the top: importing tensorstore is slow
+        def read_arrays(manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
+            from jstep.checkpoint import orbax_arrays  # not at the top: importing tensorstore is slow
 
-        return orbax_arrays.read(orbax_arrays.in_folder(path), manifest, shardings)
+            return orbax_arrays.read(orbax_arrays.in_folder(path), manifest, shardings)
+
+        differences = functools.partial(checksums.differences, path)
+        return OrbaxContents(path, manifest, start_read, differences, read_arrays)
 
     def claim(self) -> None:
         """See `Store.claim`."""

@@ -1,4 +1,4 @@
-"""Names of checkpoints: the newest one of a directory, new ones as they are written, and the store that has them."""
+"""Names of checkpoints: the newest one of a directory, and new ones as they are written."""
 
 import contextlib
 import math
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jstep.checkpoint import listing
-from jstep.checkpoint.directory import DirectoryStore
 from jstep.checkpoint.manifest import CheckpointError
+from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.store import Store
 from jstep.core.checks import as_int, as_number, as_text, shown
 from jstep.stores.urls import absolute, is_url, location
@@ -143,20 +143,6 @@ def _next(store: Store, prefix: str, above: int, timeout: float) -> int:
         if found != _WAIT:
             return found
         time.sleep(min(store.poll_secs, max(deadline - time.monotonic(), 0.0)))
-
-
-def open_store(directory: str, prefix: str | None = None) -> Store:
-    """Return the store of a directory.
-
-    Args:
-        directory: An absolute path or a URL, as `checked_directory` returns it.
-        prefix: The prefix of the checkpoints to write, which distinguishes barriers of processes; None only to read.
-    """
-    if not is_url(directory):
-        return DirectoryStore(directory, prefix)
-    from jstep.checkpoint.object_store import ObjectStore  # not at the top: it imports JAX
-
-    return ObjectStore(directory, prefix)
 
 
 def checked_directory(directory: Any) -> str:

@@ -17,8 +17,10 @@ from typing import Any
 import jax
 
 from jstep.checkpoint import checksums, claims, listing, packs
+from jstep.checkpoint.contents import Contents, OrbaxContents
 from jstep.checkpoint.manifest import NAME, CheckpointError, Manifest, decode, encode
-from jstep.checkpoint.store import Commit, Files, Store, Write
+from jstep.checkpoint.store import Commit, Files, Store
+from jstep.checkpoint.writes import Write
 from jstep.distributed import processes
 from jstep.stores.objects import STARTING, Directory, Pending, at_once, spec
 from jstep.stores.urls import parts_of_url
@@ -76,27 +78,26 @@ class ObjectStore(Store):
             raise CheckpointError(f"{url}: its data is in {manifest.data!r:.50}, where jstep never puts it")
         return manifest
 
-    def reads(self, path: str) -> checksums.StartRead:
-        """See `Store.reads`."""
+    def contents(self, path: str, manifest: Manifest) -> Contents:
+        """See `Store.contents`."""
         name = self._name(path)
-        return lambda key, *bounds: self._objects.start_read(f"{name}/{key}", *bounds)
 
-    def differences(self, path: str, expected: Mapping[str, checksums.Record]) -> dict[str, str]:
-        """See `Store.differences`."""
-        return checksums.differences_of_objects(self.reads(path), expected)
+        def start_read(key: str, *bounds: int) -> Any:
+            return self._objects.start_read(f"{name}/{key}", *bounds)
 
-    def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Store.restore`. For no arrays, nothing is read."""
-        return super().restore(path, manifest, shardings) if shardings else {}
+        if manifest.is_packed:
+            return packs.PackedContents(start_read, manifest)
 
-    def read_arrays(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Store.read_arrays`."""
-        from jstep.checkpoint import orbax_arrays  # not at the top: importing tensorstore is slow
+        def read_arrays(manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:  # of a copy from a disk
+            from jstep.checkpoint import orbax_arrays  # not at the top: importing tensorstore is slow
 
-        def wait(future: Any, nbytes: int) -> Any:
-            return Pending(self._objects, future, "read", f"{self._name(path)}/", nbytes).result()
+            def wait(future: Any, nbytes: int) -> Any:
+                return Pending(self._objects, future, "read", f"{name}/", nbytes).result()
 
-        return orbax_arrays.read(spec(path), manifest, shardings, wait)
+            return orbax_arrays.read(spec(path), manifest, shardings, wait) if shardings else {}
+
+        differences = functools.partial(checksums.differences_of_objects, start_read)
+        return OrbaxContents(path, manifest, start_read, differences, read_arrays)
 
     def lock(self) -> claims.ObjectClaim:
         """See `Store.lock`. Reads, lists and writes once, within `STARTING` seconds."""

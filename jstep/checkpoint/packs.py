@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.checkpoint.checksums import StartRead
+from jstep.checkpoint.contents import Contents
 from jstep.checkpoint.leaf_records import stored_kind
 from jstep.checkpoint.manifest import CorruptedError, Manifest
 from jstep.core.meshes import internal_transfers
@@ -252,104 +253,110 @@ _READ_AT_ONCE = 8
 """Concurrent reads: 256 MB at most."""
 
 
-def read(start_read: StartRead, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-    """Read arrays by name. Each process reads the blocks that it needs and verifies their checksums.
+class PackedContents(Contents):
+    """Arrays and files that are packed.
 
     Args:
         start_read: Starts to read an object of the checkpoint, or a range of its bytes.
         manifest: The manifest of the checkpoint.
-        shardings: Name → sharding of the array; None for a NumPy array.
-
-    Returns:
-        The arrays by name; they share no memory with anything.
-
-    Raises:
-        CorruptedError: The checkpoint is corrupted, or an object is missing.
-        OSError: The store cannot be read.
     """
-    blocks = [block for block in _blocks(start_read, manifest) if block.dtype != FILE]
-    kinds = _check(manifest, blocks, shardings)
-    parts = {
-        name: {part: np.empty(lengths(part), kinds[name][1]) for part in local_parts(kinds[name][0], sharding)}
-        for name, sharding in shardings.items()
-    }
-    needed = [
-        block for block in blocks if any(overlap(part, block.start, block.shape) for part in parts.get(block.array, {}))
-    ]
 
-    def fill(block: Stored, body: bytes) -> None:
-        values = decoded(block, body, kinds[block.array][1])
-        for part, filled in parts[block.array].items():
-            if (both := overlap(part, block.start, block.shape)) is not None:
-                filled[both[0]] = values[both[1]]
+    verifies = True
 
-    _read_blocks(start_read, manifest, needed, fill)
-    out: dict[str, Any] = {}
-    for name, sharding in shardings.items():
-        mine = parts.pop(name)
-        out[name] = next(iter(mine.values())) if sharding is None else place(*kinds[name], sharding, mine)
-    return out
+    def __init__(self, start_read: StartRead, manifest: Manifest) -> None:
+        self._start_read, self._manifest = start_read, manifest
 
+    def restore(self, shardings: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Contents.restore`. Each process reads the blocks that it needs; arrays share no memory with anything."""
+        if not shardings:
+            return {}
+        blocks = [block for block in self._blocks() if block.dtype != FILE]
+        kinds = _check(self._manifest, blocks, shardings)
+        parts = {
+            name: {part: np.empty(lengths(part), kinds[name][1]) for part in local_parts(kinds[name][0], sharding)}
+            for name, sharding in shardings.items()
+        }
+        needed = [
+            block
+            for block in blocks
+            if any(overlap(part, block.start, block.shape) for part in parts.get(block.array, {}))
+        ]
 
-def read_file(start_read: StartRead, manifest: Manifest, name: str) -> bytes:
-    """Read a file that was packed with the arrays, and verify its checksums.
+        def fill(block: Stored, body: bytes) -> None:
+            values = decoded(block, body, kinds[block.array][1])
+            for part, filled in parts[block.array].items():
+                if (both := overlap(part, block.start, block.shape)) is not None:
+                    filled[both[0]] = values[both[1]]
 
-    Args:
-        start_read: As in `read`.
-        manifest: The manifest of the checkpoint.
-        name: The name of the file.
+        self._read_blocks(needed, fill)
+        out: dict[str, Any] = {}
+        for name, sharding in shardings.items():
+            mine = parts.pop(name)
+            out[name] = next(iter(mine.values())) if sharding is None else place(*kinds[name], sharding, mine)
+        return out
 
-    Raises:
-        CorruptedError: The checkpoint is corrupted, or has no such file.
-        OSError: The store cannot be read.
-    """
-    blocks = [one for one in _blocks(start_read, manifest) if (one.array, one.dtype) == (name, FILE)]
-    blocks.sort(key=lambda block: block.start)
-    ends = itertools.accumulate((block.shape[0] if len(block.shape) == 1 else -1 for block in blocks), initial=0)
-    if not blocks or [block.start for block in blocks] != [(end,) for end in list(ends)[:-1]]:
-        raise CorruptedError([f"{manifest.data}: {name}: {'a part of it is' if blocks else 'it is'} missing"])
-    found: dict[tuple[int, ...], bytes] = {}
+    def read_file(self, name: str) -> bytes:
+        """See `Contents.read_file`."""
+        blocks = [one for one in self._blocks() if (one.array, one.dtype) == (name, FILE)]
+        blocks.sort(key=lambda block: block.start)
+        ends = itertools.accumulate((block.shape[0] if len(block.shape) == 1 else -1 for block in blocks), initial=0)
+        if not blocks or [block.start for block in blocks] != [(end,) for end in list(ends)[:-1]]:
+            raise CorruptedError([f"{self._manifest.data}: {name}: {'a part of it is' if blocks else 'it is'} missing"])
+        found: dict[tuple[int, ...], bytes] = {}
 
-    def keep(block: Stored, body: bytes) -> None:
-        found[block.start] = decoded(block, body, _dtype_of(block)).tobytes()
+        def keep(block: Stored, body: bytes) -> None:
+            found[block.start] = decoded(block, body, _dtype_of(block)).tobytes()
 
-    _read_blocks(start_read, manifest, blocks, keep)
-    return b"".join(found[block.start] for block in blocks)
+        self._read_blocks(blocks, keep)
+        return b"".join(found[block.start] for block in blocks)
+
+    def find_corruption(self, share: tuple[int, int], *, every: bool) -> tuple[list[str], list[str]]:
+        """See `Contents.find_corruption`; every object is read."""
+        try:
+            blocks = self._blocks()
+            mine = set(sorted({block.pack for block in blocks})[share[0] :: share[1]])
+            blocks = [block for block in blocks if block.pack in mine]
+            self._read_blocks(blocks, lambda block, body: decoded(block, body, _dtype_of(block)))
+        except CorruptedError as error:
+            return error.problems, []
+        except (TypeError, ValueError) as error:
+            return [str(error)], []
+        return [], []
+
+    def _blocks(self) -> Sequence[Stored]:
+        """Return all blocks of a checkpoint, from the indexes that its processes wrote."""
+        blocks: list[Stored] = []
+
+        def add(key: str, data: bytes) -> None:
+            if self._manifest.files[key].get("crc32") != [f"{zlib.crc32(data):08x}"]:
+                raise ValueError("its checksum differs")
+            found = read_index(data)[1]
+            if any(f"{self._manifest.data}/{block.pack}" not in self._manifest.files for block in found):
+                raise ValueError("it names an object that is not in the self._manifest")
+            blocks.extend(found)
+
+        keys = [key for key in self._manifest.files if key.split("/")[-1].startswith("part.")]
+        _read(((key, self._start_read(key)) for key in keys), add, len(keys))
+        return blocks
+
+    def _read_blocks(self, blocks: Sequence[Stored], use: Callable[[Stored, bytes], Any]) -> None:
+        """Read blocks, and call `use(block, bytes)` with each; see `_read`."""
+
+        def started() -> Iterator[tuple[list[Stored], Any]]:
+            for run in runs(blocks):
+                last = run[-1].offset + run[-1].nbytes
+                yield run, self._start_read(f"{self._manifest.data}/{run[0].pack}", run[0].offset, last)
+
+        def use_run(run: list[Stored], data: bytes) -> None:
+            for block in run:
+                at = block.offset - run[0].offset
+                use(block, data[at : at + block.nbytes])
+
+        _read(started(), use_run)
 
 
 def _dtype_of(block: Stored) -> Any:
     return np.dtype(np.uint8) if block.dtype == FILE else jnp.dtype(block.dtype)
-
-
-def find_corruption(start_read: StartRead, manifest: Manifest, share: tuple[int, int]) -> list[str]:
-    """Return descriptions of what is wrong with the objects of a checkpoint; see `Store.find_corruption`."""
-    try:
-        blocks = _blocks(start_read, manifest)
-        mine = set(sorted({block.pack for block in blocks})[share[0] :: share[1]])
-        blocks = [block for block in blocks if block.pack in mine]
-        _read_blocks(start_read, manifest, blocks, lambda block, body: decoded(block, body, _dtype_of(block)))
-    except CorruptedError as error:
-        return error.problems
-    except (TypeError, ValueError) as error:
-        return [str(error)]
-    return []
-
-
-def _blocks(start_read: StartRead, manifest: Manifest) -> Sequence[Stored]:
-    """Return all blocks of a checkpoint, from the indexes that its processes wrote."""
-    blocks: list[Stored] = []
-
-    def add(key: str, data: bytes) -> None:
-        if manifest.files[key].get("crc32") != [f"{zlib.crc32(data):08x}"]:
-            raise ValueError("its checksum differs")
-        found = read_index(data)[1]
-        if any(f"{manifest.data}/{block.pack}" not in manifest.files for block in found):
-            raise ValueError("it names an object that is not in the manifest")
-        blocks.extend(found)
-
-    keys = [key for key in manifest.files if key.split("/")[-1].startswith("part.")]
-    _read(((key, start_read(key)) for key in keys), add, len(keys))
-    return blocks
 
 
 def _check(
@@ -382,24 +389,6 @@ def _check(
     if problems:
         raise CorruptedError(problems)
     return {name: (kinds[name][0], jnp.dtype(kinds[name][1])) for name in names}
-
-
-def _read_blocks(
-    start_read: StartRead, manifest: Manifest, blocks: Sequence[Stored], use: Callable[[Stored, bytes], Any]
-) -> None:
-    """Read blocks, and call `use(block, bytes)` with each; see `_read`."""
-
-    def started() -> Iterator[tuple[list[Stored], Any]]:
-        for run in runs(blocks):
-            last = run[-1].offset + run[-1].nbytes
-            yield run, start_read(f"{manifest.data}/{run[0].pack}", run[0].offset, last)
-
-    def use_run(run: list[Stored], data: bytes) -> None:
-        for block in run:
-            at = block.offset - run[0].offset
-            use(block, data[at : at + block.nbytes])
-
-    _read(started(), use_run)
 
 
 def _read(started: Iterable[tuple[_For, Any]], use: Callable[[_For, bytes], None], most: int = _READ_AT_ONCE) -> None:

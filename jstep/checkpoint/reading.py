@@ -53,7 +53,7 @@ class Reader:
         if path is None:
             raise FileNotFoundError(f"step={step}: there is no checkpoint {self._prefix}-{step} to read {name} from")
         try:
-            return self._store.read_file(path, self._store.manifest(path), name)
+            return self._store.contents(path, self._store.manifest(path)).read_file(name)
         except CorruptedError as error:
             raise CheckpointError(f"{path} {CORRUPTED}: {first_of(error.problems)}") from error
 
@@ -284,11 +284,12 @@ def read_and_verify(
     failure: Exception | None = None
     arrays: dict[str, Any] = {}
     problems: list[str] = []
+    contents = store.contents(path, manifest)
+    verify = verify and not contents.verifies
     with concurrent.futures.ThreadPoolExecutor(1, "jstep-verify") as pool:
-        verify = verify and not manifest.is_packed
         verdict = pool.submit(store.find_corruption, path, manifest, share) if verify else None
         try:
-            arrays = store.restore(path, manifest, shardings)
+            arrays = contents.restore(shardings)
         except CorruptedError as error:
             problems = error.problems
         except Exception as error:

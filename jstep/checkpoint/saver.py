@@ -18,6 +18,7 @@ from jstep.checkpoint.leaf_records import PARAMS, left_out_indices, named_leaves
 from jstep.checkpoint.listing import name
 from jstep.checkpoint.manifest import CheckpointError, Extra, Manifest, json_copy
 from jstep.checkpoint.match import Names
+from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.reading import Reader, newest_in_words, short
 from jstep.checkpoint.retention import Retention
 from jstep.core import exceptions, meshes, placement, trees
@@ -108,7 +109,7 @@ class Saver:
         self.directory = naming.checked_directory(directory)
         self.prefix = naming.checked_prefix(prefix)
         self._clock = as_function(clock, "clock", "() -> seconds, such as time.time", optional=True)
-        self._store = naming.open_store(self.directory, self.prefix)
+        self._store = open_store(self.directory, self.prefix)
         if max_to_keep is not None:
             max_to_keep = as_int(max_to_keep, "max_to_keep", 0, "and None or 0 keeps all") or None
         hours = keep_checkpoint_every_n_hours

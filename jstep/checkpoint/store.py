@@ -5,22 +5,17 @@ happens, a path holds a complete checkpoint or none.
 """
 
 import abc
-import atexit
-import contextlib
-import functools
 import gc
 import logging
-import os
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent import futures
 from typing import Any, NamedTuple
 
 from jstep.checkpoint import checksums
 from jstep.checkpoint.claims import FileClaim, ObjectClaim
-from jstep.checkpoint.listing import TEMPORARY
+from jstep.checkpoint.contents import Contents
 from jstep.checkpoint.manifest import CheckpointError, Manifest
+from jstep.checkpoint.writes import Write
 from jstep.stores.urls import join, resolved
 
 _logger = logging.getLogger("jstep")
@@ -60,7 +55,7 @@ class Store(abc.ABC):
     """Seconds between two looks of who waits for a checkpoint."""
     _prefix: str
     _claim: FileClaim | ObjectClaim | None = None
-    _write: "Write | None" = None
+    _write: Write | None = None
     _is_left: bool = False
 
     def __init__(self, directory: str, prefix: str | None) -> None:
@@ -101,10 +96,14 @@ class Store(abc.ABC):
             FileNotFoundError: There is no manifest: the checkpoint was deleted meanwhile.
         """
 
+    @abc.abstractmethod
+    def contents(self, path: str, manifest: Manifest) -> Contents:
+        """Return the arrays and files of a checkpoint, to be read and verified."""
+
     def find_corruption(
         self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1), *, every: bool = False
     ) -> list[str]:
-        """Return descriptions of what is wrong with the files of a checkpoint. May be called while `restore` reads.
+        """Return descriptions of what is wrong with the files of a checkpoint. May be called while they are read.
 
         It reads every byte.
 
@@ -114,12 +113,7 @@ class Store(abc.ABC):
             share: (i, n) for the i-th of n processes that share the work.
             every: Whether a corrupted file that nothing reads is a problem, too, and not only a warning.
         """
-        if manifest.is_packed:
-            from jstep.checkpoint import packs  # not at the top: it imports JAX
-
-            return packs.find_corruption(self.reads(path), manifest, share)
-        found = self.differences(path, checksums.share_of(manifest, share))
-        problems, unused = checksums.problems_of(path, found, every=every)
+        problems, unused = self.contents(path, manifest).find_corruption(share, every=every)
         if unused and share[0] == 0 and not self.is_gone(path, manifest):
             _logger.warning(
                 "%s: %s: nothing reads %s, and the checkpoint restores without",
@@ -137,49 +131,6 @@ class Store(abc.ABC):
             return True
         except (CheckpointError, OSError):
             return False
-
-    def read_file(self, path: str, manifest: Manifest, name: str) -> bytes:
-        """Read one of the files that were saved with the arrays, and verify its checksums.
-
-        Raises:
-            CorruptedError: The file is corrupted, or the checkpoint has no such file.
-        """
-        from jstep.checkpoint import packs  # not at the top: it imports JAX
-
-        read = packs.read_file if manifest.is_packed else checksums.read_file
-        return read(self.reads(path), manifest, name)
-
-    def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """Read arrays by their name in the manifest (`Leaf.array`); each process reads what it needs.
-
-        The stored shapes and dtypes are compared with the manifest (`leaf_records.stored_kind`) before any byte is
-        decoded. Packed arrays (`Manifest.is_packed`) are verified as they are read; others need `find_corruption`.
-
-        Args:
-            path: The path of the checkpoint.
-            manifest: Its manifest.
-            shardings: Name → sharding of the array; None for a NumPy array.
-
-        Raises:
-            CorruptedError: The checkpoint is corrupted.
-        """
-        if manifest.is_packed:
-            from jstep.checkpoint import packs  # not at the top: it imports JAX
-
-            return packs.read(self.reads(path), manifest, shardings)
-        return self.read_arrays(path, manifest, shardings)
-
-    @abc.abstractmethod
-    def reads(self, path: str) -> checksums.StartRead:
-        """Return the function that starts to read files of a checkpoint."""
-
-    @abc.abstractmethod
-    def differences(self, path: str, expected: Mapping[str, checksums.Record]) -> dict[str, str]:
-        """Return how files of a checkpoint differ from their records, for arrays that are not packed; "" if not."""
-
-    @abc.abstractmethod
-    def read_arrays(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """See `restore`, for arrays that are not packed."""
 
     # Writing.
 
@@ -283,63 +234,3 @@ class Store(abc.ABC):
         if self._claim is not None:
             self._claim.release(wait)
             self._claim = None
-
-
-# Saves in progress, which the interpreter finishes before it exits.
-
-IN_FLIGHT: "dict[str, Write]" = {}
-"""What is being written, such as the path of a temporary folder → its write."""
-
-
-class Write:
-    """The write of a checkpoint in the background, which the interpreter finishes before it exits.
-
-    Args:
-        name: What is being written.
-        run: The function that writes it, or waits until it is written; its error is that of the write.
-        thread: The name of the thread that calls the function.
-    """
-
-    def __init__(self, name: str, run: Callable[[], None], thread: str) -> None:
-        from jstep.core.threads import in_background
-
-        def write() -> None:
-            run()
-            self.detach()
-
-        self._name, self._pid = name, os.getpid()
-        IN_FLIGHT[name] = self
-        _finish_at_exit()
-        self._done = in_background(write, name=thread, daemon=True)
-
-    def detach(self) -> None:
-        """Let the interpreter exit without waiting for the write."""
-        IN_FLIGHT.pop(self._name, None)
-
-    def join(self) -> None:
-        """Wait for the write to end, whether it fails or not; in a fork, whose parent writes, do nothing."""
-        if self._pid == os.getpid():
-            futures.wait([self._done])
-
-    def wait(self) -> None:
-        """Wait as `join` does, and raise the error of a write that failed."""
-        self.join()  # after Ctrl-C, the interpreter waits for the write, and logs its error
-        if self._pid == os.getpid():
-            self.detach()
-            self._done.result()
-
-
-@functools.cache
-def _finish_at_exit() -> None:
-    """Register the saves in progress to be finished when the interpreter exits: their threads end with it."""
-    # Executors, which Orbax uses, refuse work once threading shuts down, which happens before atexit functions run.
-    with contextlib.suppress(RuntimeError):  # it is shutting down already
-        getattr(threading, "_register_atexit", atexit.register)(_finish)
-
-
-def _finish() -> None:
-    for name, write in list(IN_FLIGHT.items()):
-        try:
-            write.wait()
-        except Exception:
-            _logger.exception("%s was not saved", name.removesuffix(TEMPORARY))

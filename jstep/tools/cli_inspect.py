@@ -15,7 +15,7 @@ import numpy as np
 from jstep.checkpoint.listing import has_data, misnamed, missing
 from jstep.checkpoint.manifest import NAME as MANIFEST
 from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Manifest
-from jstep.checkpoint.names import open_store
+from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.store import Store
 from jstep.core.checks import cut_path, size
 from jstep.stores.files import is_directory, names_in
@@ -81,7 +81,7 @@ class Checkpoint:
 
         wanted: dict[str, Any] = {leaf.array: None for leaf in leaves.values() if leaf.array is not None}
         try:
-            arrays = self.store.restore(self.path, self.manifest, wanted) if wanted else {}
+            arrays = self.store.contents(self.path, self.manifest).restore(wanted) if wanted else {}
         except (CheckpointError, OSError):
             raise
         except Exception as error:

@@ -17,7 +17,7 @@ import numpy as np
 
 from jstep.checkpoint import leaf_records, targets
 from jstep.checkpoint.manifest import CheckpointError, Leaf, Manifest
-from jstep.checkpoint.names import open_store
+from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.reading import first_of, read_and_verify, short
 from jstep.checkpoint.store import Store
 from jstep.core import meshes, placement, trees
@@ -377,17 +377,17 @@ def _readable(store: Store, path: str, manifest: Manifest, saved: dict[str, _Hal
     problems = store.find_corruption(path, manifest)
     if not problems or store.is_gone(path, manifest):
         return saved  # `_read` says so
-    lost = []
+    lost, contents = [], store.contents(path, manifest)
     for name, halves in saved.items():
         try:
-            store.restore(path, manifest, dict.fromkeys(_arrays_of(*halves)))
+            contents.restore(dict.fromkeys(_arrays_of(*halves)))
         except Exception:  # tensorstore has no error types
             lost.append(name)
     _logger.warning(
         "load_weights: %s is corrupted: %s. The arrays that can be read are loaded%s%s",
         path,
         first_of(problems),
-        " unverified: their values may be wrong" if not manifest.is_packed else "",
+        " unverified: their values may be wrong" if not contents.verifies else "",
         listing("cannot be read", [repr(name) for name in lost]),
     )
     return {name: halves for name, halves in saved.items() if name not in lost}

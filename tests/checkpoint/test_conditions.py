@@ -12,7 +12,7 @@ from checkpoint_states import save_all, state_at
 from doubles import raising
 
 import jstep
-from jstep.checkpoint import reading, store
+from jstep.checkpoint import listing, reading, writes
 from jstep.checkpoint.claims import owner_in
 from jstep.checkpoint.directory import DirectoryStore, _lost
 from jstep.checkpoint.manifest import CheckpointError
@@ -129,12 +129,12 @@ def test_an_error_before_anything_is_written_names_the_newest(tmp_path: Any, mon
 
 def test_an_interpreter_that_exits_logs_the_saves_that_fail(monkeypatch: Any, caplog: Any) -> None:
     ended = []
-    writes = {
-        f"d/model-1{store.TEMPORARY}": types.SimpleNamespace(wait=raising(OSError("full"))),
-        f"d/model-2{store.TEMPORARY}": types.SimpleNamespace(wait=lambda: ended.append(2)),
+    in_flight = {
+        f"d/model-1{listing.TEMPORARY}": types.SimpleNamespace(wait=raising(OSError("full"))),
+        f"d/model-2{listing.TEMPORARY}": types.SimpleNamespace(wait=lambda: ended.append(2)),
     }
-    monkeypatch.setattr(store, "IN_FLIGHT", writes)
-    store._finish()
+    monkeypatch.setattr(writes, "IN_FLIGHT", in_flight)
+    writes._finish()
     assert ended == [2]
     (record,) = caplog.records
     assert (record.levelname, record.getMessage()) == ("ERROR", "d/model-1 was not saved")

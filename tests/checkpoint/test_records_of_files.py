@@ -119,7 +119,7 @@ def test_problems_of_files_that_nothing_reads_are_warnings(caplog: Any, tmp_path
 
     def problems(found: Any, process: int = 0, now: Any = manifest, **options: bool) -> list[str]:
         caplog.clear()
-        monkeypatch.setattr(store, "differences", lambda path, expected: found)
+        monkeypatch.setattr(checksums, "differences", lambda path, expected: found)
         monkeypatch.setattr(store, "manifest", lambda path: now or pathlib.Path("/nowhere").stat())
         return store.find_corruption("model-1", manifest, (process, 2), **options)  # type: ignore[arg-type]
 

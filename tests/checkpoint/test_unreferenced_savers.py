@@ -10,7 +10,7 @@ from waiting import wait_until
 
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
-from jstep.checkpoint.store import IN_FLIGHT
+from jstep.checkpoint.writes import IN_FLIGHT
 
 
 def test_an_unreferenced_saver_releases_its_claim(tmp_path):

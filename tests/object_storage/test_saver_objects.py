@@ -16,7 +16,7 @@ from waiting import interrupt
 
 import jstep
 from jstep.checkpoint import packs
-from jstep.checkpoint.store import IN_FLIGHT
+from jstep.checkpoint.writes import IN_FLIGHT
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
 

@@ -1,0 +1,19 @@
+"""The store of a directory or URL."""
+
+from jstep.checkpoint.directory import DirectoryStore
+from jstep.checkpoint.store import Store
+from jstep.stores.urls import is_url
+
+
+def open_store(directory: str, prefix: str | None = None) -> Store:
+    """Return the store of a directory.
+
+    Args:
+        directory: An absolute path or a URL, as `checked_directory` returns it.
+        prefix: The prefix of the checkpoints to write, which distinguishes barriers of processes; None only to read.
+    """
+    if not is_url(directory):
+        return DirectoryStore(directory, prefix)
+    from jstep.checkpoint.object_store import ObjectStore  # not at the top: it imports JAX
+
+    return ObjectStore(directory, prefix)
