@@ -26,7 +26,7 @@ from jstep.training.looped import scan_steps as scan_steps
 from jstep.training.step import TrainStep as TrainStep
 
 # Gradients and clipping: those of TensorFlow 1, by its names.
-from jstep.core.indexed_slices import IndexedSlices as IndexedSlices
+from jstep.slots.indexed_slices import IndexedSlices as IndexedSlices
 from jstep.differentiate.clipping import clip_by_average_norm as clip_by_average_norm
 from jstep.differentiate.clipping import clip_by_global_norm as clip_by_global_norm
 from jstep.differentiate.clipping import clip_by_norm as clip_by_norm

@@ -27,6 +27,7 @@ TESTED_BY = {
     "optimizers": ["bad_input", "composition", "sharding"],
     "queues": ["bad_input"],
     "schedules": ["bad_input"],
+    "slots": ["composition", "optimizers", "sharding"],
     "state": ["bad_input", "composition", "optimizers", "sharding"],
     "stores": ["object_storage"],
     "training": ["bad_input", "composition", "sharding"],

@@ -19,7 +19,7 @@ import jstep
 # A module may import from its own layer and from the layers before it; cycles are not allowed.
 LAYERS = [
     {"core"},
-    {"distributed", "metrics", "queues", "schedules", "stores"},
+    {"distributed", "metrics", "queues", "schedules", "slots", "stores"},
     {"state"},
     {"data", "differentiate"},
     {"optimizers", "summary"},
@@ -31,7 +31,18 @@ LAYERS = [
 ]
 HOST = {"checkpoint", "data", "queues", "summary"}
 """Rooms of the host side that do without each other; only loaders of `data` read queues."""
-STEP = {"core", "differentiate", "distributed", "metrics", "optimizers", "schedules", "state", "stores", "training"}
+STEP = {
+    "core",
+    "differentiate",
+    "distributed",
+    "metrics",
+    "optimizers",
+    "schedules",
+    "slots",
+    "state",
+    "stores",
+    "training",
+}
 """The rooms of a training step. Rooms of the host side may compile helpers, but they do not define steps."""
 PUBLIC_COMPILERS = {"training.step", "training.looped"}
 COUNTERS = {"training.apply_gradients"}

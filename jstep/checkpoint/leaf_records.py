@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Recorded
-from jstep.core import compact_numbers, device_values, selection, trees
+from jstep.core import device_values, selection, trees
 from jstep.core.checks import kind
-from jstep.core.slot_roles import Role, roles_in
+from jstep.slots import compact_numbers
+from jstep.slots.roles import Role, roles_in
 from jstep.state.fingerprints import as_text, leaf_key, stacked, words_of
 from jstep.state.slots import owners
 from jstep.state.train_state import TrainState

@@ -12,10 +12,11 @@ import numpy as np
 from jstep.checkpoint import leaf_records, targets
 from jstep.checkpoint.leaf_records import GLOBAL_STEP, PARAMS, SLOTS, Keys
 from jstep.checkpoint.manifest import Leaf, LeftOut, Manifest
-from jstep.core import compact_numbers, selection, trees
+from jstep.core import selection, trees
 from jstep.core.checks import array_type, kind, listing, shown
 from jstep.core.placement import is_of_host, on_devices, place_anywhere, target_sharding
-from jstep.core.slot_roles import COPIES, Role, Roles, roles_in
+from jstep.slots import compact_numbers
+from jstep.slots.roles import COPIES, Role, Roles, roles_in
 from jstep.state.slots import owners
 
 # Matching of the leaves of a target to the leaves of a checkpoint.

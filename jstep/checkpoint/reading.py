@@ -17,8 +17,8 @@ from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Manifest,
 from jstep.checkpoint.store import Store
 from jstep.core import meshes, trees
 from jstep.core.checks import listed, listing
-from jstep.core.slot_roles import AGES, COPIES, Role, Roles, roles_in
 from jstep.distributed import processes
+from jstep.slots.roles import AGES, COPIES, Role, Roles, roles_in
 from jstep.stores.urls import is_url
 
 INTACT, COMPLETE, UNUSABLE, GONE = "intact", "complete", "unusable", "gone"

@@ -12,10 +12,10 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_int, kind
 from jstep.core.device_values import as_scalar
-from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, within
 from jstep.core.meshes import internal_transfers, on_any_mesh
 from jstep.core.placement import compute_first
 from jstep.core.trees import Array, Number
+from jstep.slots.indexed_slices import IndexedSlices, combined, is_slices, within
 
 # Gradient clipping by value, norm, average norm and global norm.
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from jstep.core import meshes, trees
 from jstep.core.checks import as_function
-from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, within
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Updates
+from jstep.slots.indexed_slices import IndexedSlices, combined, is_slices, within
 
 
 @shortens_tracebacks

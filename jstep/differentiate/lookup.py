@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import device_values, meshes, trees
 from jstep.core.checks import kind
-from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.trees import Array
+from jstep.slots.indexed_slices import IndexedSlices
 
 
 class Tables:

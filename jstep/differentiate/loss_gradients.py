@@ -14,7 +14,6 @@ from jstep.core import meshes, trees
 from jstep.core.checks import as_bool, as_function, as_int, kind, shown
 from jstep.core.device_values import as_scalar
 from jstep.core.exceptions import setting
-from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.placement import Unroll, as_unroll, sharding_of
 from jstep.core.selection import VarList, check_form, selected
 from jstep.core.tracebacks import shortens_tracebacks
@@ -28,6 +27,7 @@ from jstep.differentiate.lookup import TABLES, Tables
 from jstep.differentiate.loss_outputs import COLLECTORS, SUMMARIES, Collector, outputs_of
 from jstep.differentiate.microbatches import AggregationMethod, Part, Squares
 from jstep.differentiate.same_bits import alike
+from jstep.slots.indexed_slices import IndexedSlices
 
 GATE_NONE = 0
 """No gating: XLA may start an update before its gradient is complete."""

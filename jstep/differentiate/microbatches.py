@@ -13,12 +13,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import meshes, trees
-from jstep.core.indexed_slices import IndexedSlices, combined
 from jstep.core.jaxprs import Operation, Subprogram, body_of, evaluate
 from jstep.core.placement import Unroll, scan
 from jstep.core.trees import Array, GradientNoise
 from jstep.data.placement import fitting_spec
 from jstep.differentiate.integer_sums import is_integer, summed
+from jstep.slots.indexed_slices import IndexedSlices, combined
 
 _logger = logging.getLogger("jstep")
 _log_once = functools.cache(_logger.info)  # a step is traced several times

@@ -9,9 +9,9 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import kind, shown
-from jstep.core.matching import difference
 from jstep.core.meshes import internal_transfers
-from jstep.core.slot_roles import roles_in
+from jstep.slots.matching import difference
+from jstep.slots.roles import roles_in
 from jstep.state.copies import warn_of_copies
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState

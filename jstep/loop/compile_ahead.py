@@ -8,7 +8,6 @@ import jax
 
 from jstep.core import trees
 from jstep.core.exceptions import note
-from jstep.core.matching import difference
 from jstep.core.threads import in_background
 from jstep.data.loaders import Source
 from jstep.data.placement import as_shardings, copied, placement
@@ -17,6 +16,7 @@ from jstep.loop.compiler import CompileJob, is_done, shapes_of
 from jstep.loop.feeder import FirstBatch
 from jstep.loop.run import Run
 from jstep.loop.stages import Segment, Stage, StageBoundaries
+from jstep.slots.matching import difference
 from jstep.training.step import refuse_a_loss
 
 _HINT = "; if it is the smaller last batch of an epoch, drop_remainder=True leaves it out"

@@ -12,7 +12,6 @@ from jstep.core import trees
 from jstep.core.checks import listed
 from jstep.core.jaxprs import body_of, depend_on_calls
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
-from jstep.core.slot_roles import ACCUMULATED, FOLLOWS_STEP, FOLLOWS_UPDATES, abstractly, roles_in, roles_of
 from jstep.core.trees import Optimizer, Step
 from jstep.hooks.run_hook import Call
 from jstep.loop.arguments import LARGEST_STEP
@@ -21,6 +20,7 @@ from jstep.loop.run import Run
 from jstep.optimizers.averages import MOVED
 from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate
 from jstep.optimizers.nested import is_rated
+from jstep.slots.roles import ACCUMULATED, FOLLOWS_STEP, FOLLOWS_UPDATES, abstractly, roles_in, roles_of
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import values_used
 from jstep.training.step import PureStep, minimized, pure

@@ -12,11 +12,11 @@ import numpy as np
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import Order
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import checked, deprecated_m_dtype
 from jstep.optimizers.rules import BETA, MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Masked, Result, Slot, Values
+from jstep.slots.roles import Order
 
 # Adam and its classic variants: AdamW, Adamax, NAdam, RAdam.
 

@@ -14,11 +14,8 @@ from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function, as_int, as_text, kind, one_of, shown
 from jstep.core.device_values import as_scalar
-from jstep.core.indexed_slices import is_slices
 from jstep.core.meshes import on_any_mesh
-from jstep.core.optax_transformations import require_optimizer
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import FOLLOWS_STEP, FOLLOWS_UPDATES, Role, Roles
 from jstep.core.trees import Array, Held, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, nested
 from jstep.optimizers.compose import trained
@@ -28,6 +25,9 @@ from jstep.optimizers.leaf_values import mask
 from jstep.optimizers.nested import Own, StepInputs, wrap_optimizer
 from jstep.optimizers.rules import Slot, age_of, fresh_slot, new_start_step
 from jstep.optimizers.updates import add, apply_updates, is_update
+from jstep.slots.indexed_slices import is_slices
+from jstep.slots.optax_transformations import require_optimizer
+from jstep.slots.roles import FOLLOWS_STEP, FOLLOWS_UPDATES, Role, Roles
 from jstep.state.slots import params_from_slot
 from jstep.state.train_state import START_STEP, TrainState
 

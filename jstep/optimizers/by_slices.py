@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jstep.core.compact_numbers import Blocks
 from jstep.core.jaxprs import Operation, Subprogram, apply, evaluate, is_elementwise_operation, part_of, variables
 from jstep.core.meshes import parts_along
 from jstep.core.placement import layout_of
 from jstep.core.trees import Array
+from jstep.slots.compact_numbers import Blocks
 
 LARGE = 2**20
 """The number of elements from which a leaf is updated in slices."""

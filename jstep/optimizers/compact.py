@@ -9,24 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jstep.core import compact_numbers, meshes, slot_roles, trees
+from jstep.core import meshes, trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_int, shown
-from jstep.core.compact_numbers import KINDS, SMALLEST_BLOCK, Blocks, Turn
 from jstep.core.exceptions import setting
-from jstep.core.indexed_slices import is_slices
 from jstep.core.jaxprs import Subprogram, on_slices, without_calls
-from jstep.core.matching import require_slots
 from jstep.core.meshes import dims_of, explicit_mesh, internal_transfers, sharded_like, without_explicit_axes
-from jstep.core.optax_transformations import require_optimizer
 from jstep.core.placement import is_shape, may_run_on, on_devices
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import HALVES, Role, Roles
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import by_slices, leaf_values, nested
 from jstep.optimizers.compose import trained
 from jstep.optimizers.nested import CONDITIONS, Conditions, report_condition
 from jstep.optimizers.updates import Projected, add, is_update
+from jstep.slots import compact_numbers
+from jstep.slots import roles as slot_roles
+from jstep.slots.compact_numbers import KINDS, SMALLEST_BLOCK, Blocks, Turn
+from jstep.slots.indexed_slices import is_slices
+from jstep.slots.matching import require_slots
+from jstep.slots.optax_transformations import require_optimizer
+from jstep.slots.roles import HALVES, Role, Roles
 from jstep.state.global_step import step_array
 from jstep.state.sharding import state_shardings
 from jstep.state.slots import masters_of, values_of

@@ -12,18 +12,18 @@ from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function, as_mapping, as_text, kind, shown
 from jstep.core.exceptions import scoped, setting
-from jstep.core.indexed_slices import is_slices
 from jstep.core.logs import log_warning
-from jstep.core.matching import NoGradientsError, require_slots
-from jstep.core.optax_transformations import require_optimizer
 from jstep.core.placement import on_devices
-from jstep.core.slot_roles import AGES, Init, Labels, Order, Roles, labels_of, order_of, roles_of
 from jstep.core.trees import EMPTY_CONTEXT, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, leaf_values, nested
 from jstep.optimizers.host_slots import loads_slots
 from jstep.optimizers.hyperparameters import LEARNING_RATE, Hyper, check_prefix, held_roles, held_slots, values_at
 from jstep.optimizers.nested import StepInputs
 from jstep.optimizers.updates import is_update, wide_updates
+from jstep.slots.indexed_slices import is_slices
+from jstep.slots.matching import NoGradientsError, require_slots
+from jstep.slots.optax_transformations import require_optimizer
+from jstep.slots.roles import AGES, Init, Labels, Order, Roles, labels_of, order_of, roles_of
 
 
 @makes_optimizer()

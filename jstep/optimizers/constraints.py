@@ -10,13 +10,13 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function
-from jstep.core.indexed_slices import is_slices, on_table
-from jstep.core.optax_transformations import require_optimizer
 from jstep.core.placement import on_devices
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Updates
 from jstep.optimizers import nested
 from jstep.optimizers.nested import Conditions, StepInputs, conditions_of, observing_conditions, wrap_optimizer
 from jstep.optimizers.updates import Projected, apply_updates, map_updates
+from jstep.slots.indexed_slices import is_slices, on_table
+from jstep.slots.optax_transformations import require_optimizer
 
 LEAST_SHARE = 1e-3
 

@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import optax_transformations, trees
+from jstep.core import trees
 from jstep.core.calls import has_init_and_update, makes_optimizer
 from jstep.core.checks import as_text, kind, shown
 from jstep.core.jaxprs import Operation, Subprogram, apply, body_of, evaluate
 from jstep.core.logs import log_warning
-from jstep.core.slot_roles import Counted, Init, Roles
 from jstep.core.trees import Held, Optimizer, Params, Step, shape_of
 from jstep.optimizers import hyperparameters as hyper
+from jstep.slots import optax_transformations
+from jstep.slots.roles import Counted, Init, Roles
 
 
 @makes_optimizer(1)

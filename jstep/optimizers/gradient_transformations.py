@@ -14,9 +14,7 @@ from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_number, kind, shown
 from jstep.core.device_values import as_key
-from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, on_table, within
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import BLOCK, CLIP, SCALE
 from jstep.core.trees import Array, Held, Number, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.differentiate import clipping
 from jstep.optimizers import leaf_values
@@ -25,6 +23,8 @@ from jstep.optimizers.hyperparameters import Hyper, checked, constant
 from jstep.optimizers.leaf_values import Flag, UnitAxes
 from jstep.optimizers.rules import Result, Values, from_direction, from_update, is_zero, with_init
 from jstep.optimizers.updates import map_updates
+from jstep.slots.indexed_slices import IndexedSlices, combined, is_slices, on_table, within
+from jstep.slots.roles import BLOCK, CLIP, SCALE
 
 # Gradients: noise, centralization, normalization, clips.
 

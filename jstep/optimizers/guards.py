@@ -9,11 +9,7 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int, as_number
-from jstep.core.indexed_slices import IndexedSlices, combined, rows_in_order
-from jstep.core.matching import match_gradients
-from jstep.core.optax_transformations import require_optimizer
 from jstep.core.placement import is_on_host, on_devices
-from jstep.core.slot_roles import ACCUMULATED, AGES, Role, Roles, roles_of
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.differentiate.clipping import global_norm
 from jstep.optimizers import hyperparameters as hyper
@@ -22,6 +18,10 @@ from jstep.optimizers.host_slots import on_leaves, only_if
 from jstep.optimizers.nested import Own, StepInputs, call_update, wrap_optimizer
 from jstep.optimizers.rules import Slot, fresh_slot, new_start_step, slot_leaves
 from jstep.optimizers.updates import Projected, map_updates, wide_updates
+from jstep.slots.indexed_slices import IndexedSlices, combined, rows_in_order
+from jstep.slots.matching import match_gradients
+from jstep.slots.optax_transformations import require_optimizer
+from jstep.slots.roles import ACCUMULATED, AGES, Role, Roles, roles_of
 
 # Skip updates whose gradients are not finite, and other conditional updates.
 

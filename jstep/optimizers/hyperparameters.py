@@ -15,8 +15,8 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import Bounds, kind, shown
 from jstep.core.device_values import as_scalar
-from jstep.core.slot_roles import Role, Roles, abstractly
 from jstep.core.trees import Array, Held, ScalarOrSchedule, Slots, Step
+from jstep.slots.roles import Role, Roles, abstractly
 
 # Hyperparameters stored in the state, which can be changed during training and are saved in checkpoints.
 

@@ -10,10 +10,7 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool
-from jstep.core.indexed_slices import on_table
-from jstep.core.matching import match_gradients
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import BLOCK
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.differentiate.clipping import norm_of
 from jstep.optimizers import rules
@@ -23,6 +20,9 @@ from jstep.optimizers.hyperparameters import Hyper
 from jstep.optimizers.leaf_values import mask
 from jstep.optimizers.rules import MEAN, Masked, Result, Slot, Values
 from jstep.optimizers.updates import map_updates
+from jstep.slots.indexed_slices import on_table
+from jstep.slots.matching import match_gradients
+from jstep.slots.roles import BLOCK
 
 
 @makes_optimizer()

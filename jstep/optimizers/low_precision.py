@@ -12,15 +12,15 @@ from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import kind, shown
 from jstep.core.device_values import as_key
-from jstep.core.indexed_slices import is_slices
-from jstep.core.optax_transformations import require_optimizer
-from jstep.core.slot_roles import Role, Roles
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import nested
 from jstep.optimizers.host_slots import on_leaves
 from jstep.optimizers.leaf_values import leaf_numbers
 from jstep.optimizers.nested import Own, StepInputs, wrap_optimizer
 from jstep.optimizers.updates import add, apply_updates, is_update, map_updates
+from jstep.slots.indexed_slices import is_slices
+from jstep.slots.optax_transformations import require_optimizer
+from jstep.slots.roles import Role, Roles
 
 MASTER = "master"
 

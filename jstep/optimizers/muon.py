@@ -18,18 +18,18 @@ from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int, as_number, kind, one_of, shown
 from jstep.core.device_values import when_concrete
-from jstep.core.indexed_slices import IndexedSlices
-from jstep.core.matching import match_gradients
 from jstep.core.meshes import mesh_axes_of
 from jstep.core.placement import layout_of
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import BLOCK
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.optimizers import hyperparameters, rules
 from jstep.optimizers.compose import chain, element
 from jstep.optimizers.hyperparameters import Hyper, checked
 from jstep.optimizers.leaf_values import Axes, MatrixAxes, by_path, matrix_axes, own_leaves
 from jstep.optimizers.rules import SLOW, Masked, Result, Slot, Values, average, from_direction, from_update, positive
+from jstep.slots.indexed_slices import IndexedSlices
+from jstep.slots.matching import match_gradients
+from jstep.slots.roles import BLOCK
 
 # Distributing matrices of one shape over the devices of a mesh, so that no device repeats another's work.
 

@@ -12,9 +12,6 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.exceptions import setting
-from jstep.core.indexed_slices import is_slices
-from jstep.core.matching import require_slots
-from jstep.core.slot_roles import Init, Labels, Role, Roles, labels_of, order_of, roles_of
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.host_slots import loads_slots, with_slots_loaded
@@ -22,6 +19,9 @@ from jstep.optimizers.hyperparameters import held_roles, values_at
 from jstep.optimizers.leaf_values import partial_params
 from jstep.optimizers.rules import new_start_step
 from jstep.optimizers.updates import moves, wide_updates
+from jstep.slots.indexed_slices import is_slices
+from jstep.slots.matching import require_slots
+from jstep.slots.roles import Init, Labels, Role, Roles, labels_of, order_of, roles_of
 from jstep.state.train_state import START_STEP
 
 

@@ -69,16 +69,16 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_mapping, shown
-from jstep.core.compact_numbers import KINDS
-from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, combined, within
-from jstep.core.matching import match_gradients, require_slots
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import BLOCK, Init, Role, Roles
 from jstep.core.trees import Array, Held, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.host_slots import loads_slots, on_leaves
 from jstep.optimizers.hyperparameters import LEARNING_RATE, Hyper, checked, held_roles, held_slots, value_at, values_at
 from jstep.optimizers.leaf_values import Flag, decay_mask, own_leaves
+from jstep.slots.compact_numbers import KINDS
+from jstep.slots.indexed_slices import IndexedSlices, RowsInOrder, combined, within
+from jstep.slots.matching import match_gradients, require_slots
+from jstep.slots.roles import BLOCK, Init, Role, Roles
 from jstep.state.train_state import START_STEP
 
 # What rules are written with.

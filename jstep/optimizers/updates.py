@@ -10,10 +10,10 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_function
-from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, combined, is_slices
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import in_order, is_on_host, on_devices
 from jstep.core.trees import Array, Params, Slots, Updates
+from jstep.slots.indexed_slices import IndexedSlices, RowsInOrder, combined, is_slices
 
 
 @jax.tree_util.register_dataclass

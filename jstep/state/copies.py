@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jstep.core import compact_numbers, device_values, meshes, placement, trees
+from jstep.core import device_values, meshes, placement, trees
 from jstep.core.checks import array_type
-from jstep.core.matching import difference
-from jstep.core.slot_roles import WITH_A_START, Role, Roles, roles_in
 from jstep.core.trees import Params, Slots
+from jstep.slots import compact_numbers
+from jstep.slots.matching import difference
+from jstep.slots.roles import WITH_A_START, Role, Roles, roles_in
 from jstep.state.sharding import MODEL_STATE, put
 
 _logger = logging.getLogger("jstep")

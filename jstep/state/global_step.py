@@ -11,8 +11,8 @@ from jstep.core import meshes, placement, trees
 from jstep.core.checks import kind
 from jstep.core.device_values import as_scalar
 from jstep.core.exceptions import note
-from jstep.core.slot_roles import COUNTS, roles_in
 from jstep.core.trees import Array, Step
+from jstep.slots.roles import COUNTS, roles_in
 
 
 @meshes.on_any_mesh()

@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import meshes, placement, selection, trees
 from jstep.core.checks import as_int
-from jstep.core.slot_roles import NO_ROLES, Role, Roles
 from jstep.core.trees import Params, Slots
+from jstep.slots.roles import NO_ROLES, Role, Roles
 
 # Partition specs for fully sharded data parallelism (FSDP).
 

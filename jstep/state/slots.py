@@ -9,8 +9,8 @@ import numpy as np
 
 from jstep.core import meshes, placement, selection, trees
 from jstep.core.checks import as_text, kind
-from jstep.core.compact_numbers import opened
-from jstep.core.slot_roles import HALVES, NO_ROLES, Role, Roles, roles_in
+from jstep.slots.compact_numbers import opened
+from jstep.slots.roles import HALVES, NO_ROLES, Role, Roles, roles_in
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 
 

@@ -14,12 +14,12 @@ from jax.sharding import AxisType, Mesh
 
 from jstep.core import device_values, meshes, placement, trees
 from jstep.core.checks import as_bool, kind, size
-from jstep.core.optax_transformations import require_optimizer
 from jstep.core.placement import checked_memory, compiles_only, is_shape
 from jstep.core.report import html_table
-from jstep.core.slot_roles import NO_ROLES, Roles, roles_in, roles_of
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, shape_of
+from jstep.slots.optax_transformations import require_optimizer
+from jstep.slots.roles import NO_ROLES, Roles, roles_in, roles_of
 from jstep.state import copies
 from jstep.state import sharding as layout
 from jstep.state.global_step import create_global_step

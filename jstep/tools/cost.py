@@ -15,17 +15,17 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_function, listed, scaled, size
-from jstep.core.compact_numbers import blocks_between
 from jstep.core.device_values import arguments_from_host
 from jstep.core.jaxprs import body_of, is_annotated
 from jstep.core.logs import slow, without_noise
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh
 from jstep.core.placement import device_count, device_of, is_of_host, sharding_of
 from jstep.core.report import Report
-from jstep.core.slot_roles import roles_in
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.placement import mesh_without_batch
 from jstep.loop.work import work_of
+from jstep.slots.compact_numbers import blocks_between
+from jstep.slots.roles import roles_in
 from jstep.state.train_state import TrainState, require_state
 from jstep.tools import topologies
 from jstep.tools.collectives import Collective, Exchange, collectives_of, exchanges_of, uses_of

@@ -15,7 +15,6 @@ import numpy as np
 
 from jstep.core.checks import as_int, count, cut, cut_path, kind, shown
 from jstep.core.meshes import internal_transfers
-from jstep.core.optax_transformations import is_transformation, require_optimizer
 from jstep.core.report import WIDTH, Report, columns, figure, html_picture, wrapped
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, OptimizerLike, Schedule
@@ -27,6 +26,7 @@ from jstep.hooks.hook import Hook, list_of_hooks, name_of
 from jstep.hooks.run_hook import RunHook
 from jstep.loop.foresight import rates_of, scheduled_rates
 from jstep.loop.stages import name_of_step, stages_of
+from jstep.slots.optax_transformations import is_transformation, require_optimizer
 
 # Preview of hyperparameters, hook schedules, stages and batches of a run.
 

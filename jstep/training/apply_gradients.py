@@ -15,11 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jstep.core import meshes, placement, trees
 from jstep.core.checks import as_bool, kind
 from jstep.core.exceptions import setting
-from jstep.core.indexed_slices import IndexedSlices, is_slices
-from jstep.core.matching import NoGradientsError, explain_missing_gradients, match_gradients
 from jstep.core.meshes import internal_transfers, leaving_auto_axes, sharded_like, without_explicit_axes
-from jstep.core.optax_transformations import require_optimizer
-from jstep.core.slot_roles import COUNTS, Role, Roles, roles_of
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, Slots, Updates
 from jstep.optimizers import guards
@@ -27,6 +23,10 @@ from jstep.optimizers.compose import without_frozen
 from jstep.optimizers.host_slots import TRANSFERS, Transfers, with_small_ones_loaded
 from jstep.optimizers.nested import ADVANCES, StepInputs, call_update, inner_context, is_guarded
 from jstep.optimizers.updates import apply_in_order, moves
+from jstep.slots.indexed_slices import IndexedSlices, is_slices
+from jstep.slots.matching import NoGradientsError, explain_missing_gradients, match_gradients
+from jstep.slots.optax_transformations import require_optimizer
+from jstep.slots.roles import COUNTS, Role, Roles, roles_of
 from jstep.state.global_step import later_step, require_alive, step_array
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 from jstep.training.metrics import SKIPPED

@@ -13,14 +13,14 @@ from jstep.core import device_values, trees
 from jstep.core.calls import typed
 from jstep.core.checks import as_function, kind
 from jstep.core.exceptions import note
-from jstep.core.indexed_slices import RowsInOrder, is_slices
 from jstep.core.meshes import Attempts
 from jstep.core.placement import on_devices
-from jstep.core.slot_roles import Role, Roles
 from jstep.core.trees import Array, Params, Slots, Updates
 from jstep.differentiate.clipping import global_norm
 from jstep.optimizers import guards
 from jstep.optimizers.hyperparameters import shown_name
+from jstep.slots.indexed_slices import RowsInOrder, is_slices
+from jstep.slots.roles import Role, Roles
 
 # An output of a compiled program costs some 2 µs per call on a CPU, so constants are not outputs. They are a static
 # result of the trace, in the tree structure of its return value, which JAX keeps with the compiled program.

@@ -16,10 +16,8 @@ from jstep.core import device_values, placement, trees
 from jstep.core.checks import as_bool, as_function, as_text, kind, shown
 from jstep.core.exceptions import note
 from jstep.core.meshes import sharded_like
-from jstep.core.optax_transformations import require_optimizer
 from jstep.core.placement import Unroll
 from jstep.core.selection import VarList, check_form
-from jstep.core.slot_roles import roles_of
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Updates
 from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes
 from jstep.differentiate.loss_gradients import GATE_NONE, GATE_OP, Differentiation, Inputs, gated
@@ -30,6 +28,8 @@ from jstep.optimizers import guards
 from jstep.optimizers.averages import as_average_names, averaged_params
 from jstep.optimizers.compose import frozen_leaves, warn_of_order
 from jstep.optimizers.hyperparameters import value_at
+from jstep.slots.optax_transformations import require_optimizer
+from jstep.slots.roles import roles_of
 from jstep.state.global_step import step_array
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 from jstep.training.apply_gradients import applied, layouts_of, skip_metrics, unless_skipped

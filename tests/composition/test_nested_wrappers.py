@@ -15,7 +15,7 @@ from thorough import examples
 
 import jstep
 from jstep.core import trees
-from jstep.core.slot_roles import roles_of
+from jstep.slots.roles import roles_of
 
 KEY = jax.random.key(3)
 LATE = jstep.ExponentialMovingAverage(0.9, zero_debias=True, name="late", start_step=2)

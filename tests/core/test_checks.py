@@ -10,7 +10,7 @@ import pytest
 import jstep
 from jstep.core import checks
 from jstep.core.device_values import as_scalar
-from jstep.core.matching import difference
+from jstep.slots.matching import difference
 from jstep.state.global_step import require_alive, step_array
 from jstep.state.train_state import require_state
 

@@ -34,8 +34,14 @@ ALL = [(page, ours, name) for page, names in pages().items() for ours, their in 
 def test_a_name_of_others_is_explained(name: str, text: str) -> None:
     with pytest.raises(AttributeError, match=re.escape(text)) as error:
         getattr(jstep, name)
-    assert (error.value.name, error.value.obj) == (name, jstep)
+    assert (error.value.name, error.value.obj) == (name, None), "or Python adds a name of jstep that is similar"
     assert not hasattr(jstep, name)
+
+
+def test_for_a_name_that_nobody_has_python_suggests_one() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'adamm'$") as error:
+        _ = jstep.adamm  # type: ignore[attr-defined]
+    assert (error.value.name, error.value.obj) == ("adamm", jstep)
 
 
 def test_what_the_table_names_exists() -> None:

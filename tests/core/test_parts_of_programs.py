@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.core import indexed_slices
 from jstep.core.jaxprs import body_of, is_elementwise, on_slices, without_calls
+from jstep.slots import indexed_slices
 
 SHAPE = (4, 3)
 

@@ -15,7 +15,7 @@ import jstep
 import jstep.summary
 from jstep.checkpoint.manifest import CorruptedError, UnsupportedFormatError
 from jstep.core.exceptions import Picklable
-from jstep.core.matching import NoGradientsError
+from jstep.slots.matching import NoGradientsError
 from jstep.stores.objects import BusyError, StoreError, TruncatedError
 from jstep.stores.tagged_arrays import UnsupportedError
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from optimizer_table import TABLE
 
 import jstep
-from jstep.core.slot_roles import roles_in
+from jstep.slots.roles import roles_in
 
 FILE = pathlib.Path(__file__).with_name("roles_of_table.json")
 

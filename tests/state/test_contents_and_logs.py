@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jstep
-from jstep.core.slot_roles import NO_ROLES
+from jstep.slots.roles import NO_ROLES
 from jstep.state import contents, fingerprints
 from jstep.state.contents import FINITE, INFINITE, NAN, StateContents, briefly, in_words
 from jstep.state.fingerprints import Difference, Entry, difference

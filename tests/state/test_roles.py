@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jstep
 from jstep.checkpoint.leaf_records import left_out_indices
-from jstep.core.slot_roles import NO_ROLES
+from jstep.slots.roles import NO_ROLES
 
 NAMES = ["d", "mine", "beta1", "start_step", "held/x", "model"]
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optimizer_table import TABLE
 
 import jstep
-from jstep.core.slot_roles import WITH_A_START, Role, roles_in
+from jstep.slots.roles import WITH_A_START, Role, roles_in
 from jstep.state.slots import masters_of, values_of
 
 WITH_COPIES = {

@@ -13,7 +13,7 @@ from jax import export
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jstep
-from jstep.core.slot_roles import roles_in
+from jstep.slots.roles import roles_in
 from jstep.training import step as step_module
 from jstep.training.step import known_layout, trace_of
 

@@ -96,7 +96,7 @@ def values(state):
 
 
 def test_the_shape_of_slices(monkeypatch):
-    from jstep.core.compact_numbers import Blocks
+    from jstep.slots.compact_numbers import Blocks
 
     def of(*shape, blocks=None):
         return by_slices.slice_shape("w", shape, blocks)

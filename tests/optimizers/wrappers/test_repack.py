@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.core.compact_numbers import joined
+from jstep.slots.compact_numbers import joined
 
 PLAIN = jstep.with_moving_average(jstep.adamw(1e-2), jstep.ExponentialMovingAverage(0.9))
 COMPACT = jstep.compact(PLAIN)

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jstep.core import slot_roles
-from jstep.core.slot_roles import BLOCK, CLIP, NO_ROLES, SCALE, Counted, Order, Role, Roles, of_slots
+from jstep.slots import roles as slot_roles
+from jstep.slots.roles import BLOCK, CLIP, NO_ROLES, SCALE, Counted, Order, Role, Roles, of_slots
 
 COUNTED = Counted(frozenset({"rate"}), dict, lambda: "n")
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.core.matching import NoGradientsError, explain_missing_gradients, match_gradients, require_slots
+from jstep.slots.matching import NoGradientsError, explain_missing_gradients, match_gradients, require_slots
 
 PARAMS = {"n": jnp.int32(3), "w": jnp.ones((2, 3), jnp.bfloat16)}
 SLICES = jstep.IndexedSlices(jnp.ones((1, 3)), jnp.array([1]), (2, 3))

@@ -12,10 +12,10 @@ from jstep.core import trees
 from jstep.core.calls import has_init_and_update, makes_optimizer
 from jstep.core.checks import kind
 from jstep.core.exceptions import scoped
-from jstep.core.indexed_slices import IndexedSlices
-from jstep.core.matching import match_gradients, require_slots
-from jstep.core.slot_roles import Init, Roles, copies_in, of_slots
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Params, Slots, Step, Updates
+from jstep.slots.indexed_slices import IndexedSlices
+from jstep.slots.matching import match_gradients, require_slots
+from jstep.slots.roles import Init, Roles, copies_in, of_slots
 
 
 def require_optimizer(name: str, value: Any) -> Optimizer:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jstep.core.compact_numbers import (
+from jstep.slots.compact_numbers import (
     Blocks,
     Turn,
     blocks_between,

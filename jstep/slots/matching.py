@@ -6,10 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import indexed_slices, trees
+from jstep.core import trees
 from jstep.core.checks import array_type, kind
 from jstep.core.exceptions import Picklable, note
 from jstep.core.trees import Params, Slots, Updates
+from jstep.slots import indexed_slices
 
 
 class NoGradientsError(Picklable, ValueError):
