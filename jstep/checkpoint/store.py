@@ -148,10 +148,11 @@ class Store(abc.ABC):
         if self.holds_claim():
             return
         key = resolved(self.directory), self._prefix
+        holder = _HOLDERS.get(key)  # held while the claim is tried: its write may end, and it with it, meanwhile
         try:
             self._claim = self.lock()
         except CheckpointError:
-            if (holder := _HOLDERS.get(key)) is None or not holder.holds_claim():
+            if holder is None:
                 raise
             del holder
             gc.collect()  # an unreferenced Saver releases its claim here, or when its write has ended
