@@ -364,14 +364,14 @@ def test_import_jstep_is_lightweight() -> None:
     assert not set(complete.split()) & (heavy | FORBIDDEN)
 
 
-def test_there_are_at_most_eighteen_rooms() -> None:
+def test_there_are_at_most_nineteen_rooms() -> None:
     rooms = {package_of(name) for name in MODULES} - {"", "__main__", "__init__"}
     assert rooms == set().union(*LAYERS) - {"__main__"}
-    assert len(rooms) <= 18
+    assert len(rooms) <= 19
     assert not [name for name in MODULES if name.count(".") > 1], "a room is flat"
 
 
-MOST_FILES = 22
+MOST_FILES = 24
 """The files of a room at most."""
 
 

@@ -6,8 +6,8 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 
@@ -17,7 +17,6 @@ from jstep.stores import tagged_json
 from jstep.stores.tagged_arrays import LARGE
 from jstep.stores.tagged_json import FILE, Files, LargeBytes
 
-T = TypeVar("T")
 POSITION, POSITIONS = "batches", "batches_of_processes"
 """Keys of a checkpoint's `extra`: the position of process 0, and those of all processes if there are several."""
 _PROCESSES = "processes"
@@ -152,6 +151,48 @@ def _reference(stem: str, name: str) -> dict[str, str]:
     return {FILE: f"{stem}{name}"}
 
 
+class StoredPosition:
+    """The position of batches that may be made ahead of the loop, each of which comes with the position after it.
+
+    Args:
+        begin: Returns the position before the first batch; None if it is not known, or not kept.
+
+    Attributes:
+        before: The position before the latest batch.
+        is_large: False: a signal may interrupt the wait for a batch.
+    """
+
+    is_large = False
+
+    def __init__(self, begin: Callable[[], Any] | None) -> None:
+        self.before: Any = None
+        self._now = begin() if begin else None
+
+    def is_lost(self, is_before: bool) -> bool:
+        """Whether the position that a checkpoint needs was not copied: never."""
+        return False
+
+    def prepare(self) -> None:
+        """See `LivePosition.prepare`."""
+
+    def moves(self) -> None:
+        """See `LivePosition.moves`."""
+
+    def ended(self) -> None:
+        """See `LivePosition.ended`."""
+
+    def moved(self, position: Any) -> None:
+        """Batches were made, with this position after them."""
+        self.before, self._now = self._now, position
+
+    def fix(self) -> None:
+        """See `LivePosition.fix`."""
+
+    def now(self) -> Any:
+        """The position after the latest batch."""
+        return self._now
+
+
 class LivePosition:
     """The position of batches that are made one at a time, after the hooks of the step before: those of `from_state`.
 
@@ -166,15 +207,14 @@ class LivePosition:
 
     Attributes:
         before: The position before the latest batch, and after what hooks changed before that; None if it is large.
-        is_large: Whether the position is large.
-        is_moving: Whether a batch is being made that must not be interrupted, as the position before it is not known.
+        is_large: Whether the position is large, so that making a batch must not be interrupted: it would be lost.
     """
 
     def __init__(self, ask: Callable[[], Any], begin: Callable[[], Any] | None) -> None:
         self._ask = ask
         self.before = None if begin is None else begin()
         self.is_large = tagged_json.size_of(self.before) > LARGE
-        self.is_moving = self._is_fixed = self._is_known = False
+        self._is_fixed = self._is_known = False
         self._at_end: Any = None
 
     def is_lost(self, is_before: bool) -> bool:
@@ -194,33 +234,27 @@ class LivePosition:
                 self._is_known = True
                 self.is_large = tagged_json.size_of(self.before) > LARGE
 
-    def take(self, made: Iterator[T]) -> T:
-        """Return the next of what is made of one batch, after `prepare`, or raise StopIteration.
-
-        A signal may interrupt this if the position is small. A position that cannot be kept is refused after the first
-        batch.
-        """
+    def moves(self) -> None:
+        """A batch is being made, after `prepare`; a signal may interrupt this if the position is small."""
         if self.is_large:
-            self.is_moving = True
             self.before = None
         self._is_fixed = True
-        try:
-            found = next(made)
-        except StopIteration:
-            if self.is_large:
-                self._is_fixed, self._is_known = False, True
-            elif self._is_known:  # the search for a batch may have changed the object
-                self._at_end, self._is_fixed = tagged_json.as_json(self._ask()), False
-            raise
-        finally:
-            self.is_moving = False
+
+    def ended(self) -> None:
+        """There was no further batch."""
+        if self.is_large:
+            self._is_fixed, self._is_known = False, True
+        elif self._is_known:  # the search for a batch may have changed the object
+            self._at_end, self._is_fixed = tagged_json.as_json(self._ask()), False
+
+    def moved(self, position: Any) -> None:
+        """The batch was made, and no signal interrupts the loop before its step and hooks are over.
+
+        A position that cannot be kept is refused after the first batch.
+        """
         if not self._is_known:
             self.is_large = self.is_large or tagged_json.size_of(self._ask()) > LARGE
             self._is_known = True
-        return found
-
-    def after_batch(self) -> None:
-        """The batch was made, and no signal interrupts the loop before its step and hooks are over."""
         self._is_fixed = False
 
     def fix(self) -> None:

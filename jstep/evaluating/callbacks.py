@@ -263,10 +263,10 @@ class EarlyStopping(MetricCallback):
         if is_better(value, progress.best, self._mode, self._min_delta):
             self._progress = _StoppingProgress(value)
             return None
-        progress.bad += 1
+        progress = self._progress = dataclasses.replace(progress, bad=progress.bad + 1)
         if progress.bad < self._patience:
             return None
-        progress.stopped_at = step
+        self._progress = dataclasses.replace(progress, stopped_at=step)
         if jax.process_index() == 0:
             text = "step %d: %s has not improved on %s in %d evaluations; stopping"
             _logger.info(text, step, self.metric, progress.best, progress.bad)
@@ -279,7 +279,7 @@ class EarlyStopping(MetricCallback):
             return False
         super().set_state(value)
         if self.why is None:  # with more patience than before
-            self._progress.stopped_at = None
+            self._progress = dataclasses.replace(self._progress, stopped_at=None)
         return self.why is not None
 
 
@@ -377,16 +377,15 @@ class ReduceOnPlateau(MetricCallback):
         value, progress = score(results, self.metric, type(self).__name__), self._progress
         by = self._threshold if self._mode == "max" else -self._threshold
         than = (-math.inf if self._mode == "max" else math.inf) if progress.best is None else progress.best * (1.0 + by)
-        if is_better(value, than, self._mode):
-            progress.best, progress.bad = value, 0
-        else:
-            progress.bad += 1
-        if progress.cooling > 0:
-            progress.cooling -= 1
-            progress.bad = 0
-        if progress.bad <= self._patience:
+        is_good = is_better(value, than, self._mode)
+        bad = 0 if is_good or progress.cooling > 0 else progress.bad + 1
+        progress = dataclasses.replace(
+            progress, best=value if is_good else progress.best, bad=bad, cooling=max(progress.cooling - 1, 0)
+        )
+        self._progress = progress
+        if bad <= self._patience:
             return None
-        progress.bad, progress.cooling = 0, self._cooldown
+        self._progress = dataclasses.replace(progress, bad=0, cooling=self._cooldown)
         with internal_transfers():
             old = get_hyperparameter(state, self._name)
             new = max(old * self._factor, self._min_value)
@@ -467,8 +466,6 @@ class KeepBest:
             ValueError: They have the same directory and prefix as those of the run.
         """
         saver, self._is_fresh = run.saver, run.restored is None
-        # A run that resumes from a checkpoint does not evaluate its step again: what it kept there must exist.
-        run.reports.flushes.append(self._settle)
         self._leave_out = saver.leave_out if self._given is None and saver is not None else self._given
         if saver is None or saver.prefix != self._prefix:
             return
@@ -535,8 +532,11 @@ class KeepBest:
             saver, self._saver = self._saver, None
             saver.close()
 
-    def _settle(self) -> None:
-        """Wait until the save in progress has ended; if it failed, the next call raises its error."""
+    def settle(self) -> None:
+        """Wait until the save in progress has ended; if it failed, the next call raises its error.
+
+        A run that resumes from a checkpoint does not evaluate its step again: what was kept there must exist.
+        """
         if (saver := self._saver) is not None:
             saver.settle()
 

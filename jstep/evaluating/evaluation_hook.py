@@ -21,7 +21,7 @@ from jstep.evaluating.evaluator import STOP_REQUESTED, CheckedEvaluation, Evalua
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Clock, Metrics, StopWith, check_hook_result, name_of
 from jstep.hooks.numbers import numbers_of, read, text
-from jstep.hooks.run_hook import OwnRun, RunHook, RunInfo, check_writer
+from jstep.hooks.run_hook import CustomLoop, RunHook, RunInfo, check_writer
 from jstep.hooks.states import check_owners, get_states, key_of, set_states
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
@@ -139,7 +139,7 @@ class EvaluationHook(RunHook):
                 "results would be logged and written under the same names; give each hook a different prefix"
             )
         super().use_run(run)
-        if not isinstance(run, OwnRun):
+        if not isinstance(run, CustomLoop):
             self._call_each("use_run", run)
 
     @shortens_tracebacks
@@ -213,6 +213,10 @@ class EvaluationHook(RunHook):
         """Call `before_save` of the callbacks; return whether one of them prevents the save."""
         return any(self._call_each("before_save", step))
 
+    def flush(self) -> None:
+        """Let the callbacks settle what they write."""
+        self._call_each("settle")
+
     def close(self) -> None:
         """Close the callbacks."""
         super().close()
@@ -230,7 +234,7 @@ class EvaluationHook(RunHook):
             jax.block_until_ready(state)
         self.run.reports.transfers.deliver_all()  # rows of earlier steps precede these results
         try:
-            with setting(STOP_REQUESTED, self.run.stop_requested):
+            with setting(STOP_REQUESTED, self.run.to_stop):
                 values = self._evaluate(state)
         except EvaluationAbandoned:
             if jax.process_index() == 0:

@@ -146,7 +146,6 @@ class Due:
     Args:
         hook: The hook.
         step: The step at which the run begins.
-        by_cadence: Whether only the cadence counts, not `next_due`.
 
     Attributes:
         hook: The hook.
@@ -157,8 +156,8 @@ class Due:
         called: The last step at which it was called, or that of the start.
     """
 
-    def __init__(self, hook: Any, step: int, *, by_cadence: bool = False) -> None:
-        self.hook, self.cadence, self._by_cadence = hook, cadence_of(hook) or Cadence(), by_cadence
+    def __init__(self, hook: Any, step: int) -> None:
+        self.hook, self.cadence = hook, cadence_of(hook) or Cadence()
         self.deadline = math.inf
         self._agreed: processes.AgreedClock | None = None
         if self.cadence.secs is not None and self.cadence.together and not processes.is_single_process():
@@ -189,11 +188,13 @@ class Due:
             self.deadline = self.cadence.clock() + secs
         self.follow(step)
 
+    def was_called(self, step: int) -> None:
+        """Record that the hook is called at a step, whether it raises or not."""
+        self.called = step
+
     def follow(self, step: int) -> None:
         """Count steps, but not seconds, from here."""
         if self._agreed is not None:
             self.next = 0  # ask after every call
-        elif self._by_cadence:
-            self.next = self.cadence.next_multiple(step)
         else:
             self.next, _ = next_call(self.hook, step)

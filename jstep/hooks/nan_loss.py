@@ -37,8 +37,8 @@ class NonfiniteParametersHook(RunHook):
     def begin(self, state: TrainState) -> None:
         """Start to check the parameters that the run begins with."""
         super().begin(state)
-        self.run.pending.append((self, self._look_at_start))
-        self.run.finite.at_start = StateContents(state, params_only=True)
+        self.run.poll(self, self._look_at_start)
+        self.run.finite.begins(StateContents(state, params_only=True))
         self._checked = step_of(state)
 
     def _look_at_start(self, *, wait: bool = False) -> None:
@@ -62,10 +62,11 @@ class NonfiniteParametersHook(RunHook):
         bad = nonfinite_params(self.run)
         # All processes end here together: one that left alone would leave the others waiting in their save.
         if not processes.any_process(bool(bad)):
-            self.run.finite.error, self._checked = None, step
+            self.run.finite.checked(None)
+            self._checked = step
             return
         where = in_words(bad) or "those of another process"
-        self.run.finite.error = NanLossDuringTrainingError(
+        error = NanLossDuringTrainingError(
             f"the parameters are not finite at step {step}, where a checkpoint is due, which is not saved: {where}. "
             f"The cause is one of the updates {self._checked} → {step}. A restart meets the same batch: "
             "jstep.NanLossHook() among the hooks names its step N, and data.skip(N, N + 1) leaves it out of "
@@ -73,6 +74,7 @@ class NonfiniteParametersHook(RunHook):
             "population with a diverged member, give checkpoint_dir=jstep.Saver(directory, allow_nonfinite=True).",
             step,
         )
+        self.run.finite.checked(error)
 
 
 # Stop training on a NaN or infinite loss.
@@ -130,9 +132,9 @@ class NanLossHook(RunHook):
         """Reset the hook for a new run."""
         super().begin(state)
         self._reset(state)
-        self.run.finite.at_start = self._at_start
+        self.run.finite.begins(self._at_start)
         self._began = self._checked = step_of(state)
-        self.run.pending.append((self, self._look_for_loss))
+        self.run.poll(self, self._look_for_loss)
 
     def close(self) -> None:
         """Release the run."""
@@ -260,8 +262,7 @@ class NanLossHook(RunHook):
         if self._fail:
             raise NanLossDuringTrainingError(message, step, prevents_saving=self._bad)
         _logger.warning("%s Stopping.", message)
-        if not self.run.is_over:
-            self.run.stopped_by = self.run.stopped_by or name_of(self)
+        self.run.stop(name_of(self))
 
 
 def _check_loss(metrics: Metrics) -> None:

@@ -153,6 +153,11 @@ class TransferQueue:
         """Queue what belongs to a step; `deliver(step, what was read)` receives it, on behalf of a hook, the owner."""
         self._queue.append((step, pending, deliver, owner))
 
+    def taken_failed_owner(self) -> Any:
+        """Return `failed_owner`, which is noted now."""
+        owner, self.failed_owner = self.failed_owner, None
+        return owner
+
     def deliver_ready(self) -> None:
         """Deliver what is ready, up to the first that is not."""
         while self._queue and self._queue[0][1].is_ready():

@@ -154,7 +154,7 @@ class StepCounterHook(RunHook):
         super().begin(state)
         self._reset()
         self._meter = self.run.meter(state, self._peak, self._flops)
-        self.run.pending.append((self, self._begin_interval))
+        self.run.poll(self, self._begin_interval)
 
     def _begin_interval(self, *, wait: bool = False) -> None:
         """Begin the first interval after the first call, which compiles."""
@@ -171,7 +171,7 @@ class StepCounterHook(RunHook):
         is_pending = bool(self._unfinished)
         self._unfinished.append(self._count_at(step, _markers(metrics)))
         if self.look() and not is_pending:
-            self.run.pending.append((self, self.look))
+            self.run.poll(self, self.look)
 
     def look(self, *, wait: bool = False) -> bool:
         """Complete the measurements whose steps the device has finished; return whether there are others."""

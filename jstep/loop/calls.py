@@ -1,5 +1,6 @@
 """Batches as the arguments of calls, each of one step or several, and how many steps of a call "auto" chooses."""
 
+import dataclasses
 import functools
 import logging
 import math
@@ -15,12 +16,52 @@ from jstep.core.threads import in_background
 from jstep.core.trees import arguments_of
 from jstep.data.placement import as_shardings, placement
 from jstep.distributed import processes
-from jstep.hooks.run_hook import Call
+
+# What a call is.
+
+
+@dataclasses.dataclass(slots=True)  # not frozen: creating a frozen one takes four times as long
+class Call:
+    """The batches of one call, and the program that runs its steps.
+
+    Attributes:
+        program: The `Program`.
+        args: The arguments of one step; if stacked, those of `program.most` steps, the last ones being padding.
+        steps: The number of steps.
+        first: The step at which the call begins.
+        position: The position of the source after these batches, from `position_of`; None if not known.
+        must_run: Whether its batches cannot be made again, so that no signal may prevent the call.
+    """
+
+    program: Any
+    args: tuple[Any, ...]
+    steps: int
+    first: int
+    position: Any = None
+    must_run: bool = False
+
+    @property
+    def of_one(self) -> tuple[Any, ...]:
+        """The arguments of one step, or their shapes."""
+        of_one: tuple[Any, ...] = self.program.of_one if self.program.is_looped else self.args
+        return of_one
+
+    def trace(self, state: Any) -> Any:
+        """The trace of one of its steps, with the state that the call returned; None if it cannot be traced."""
+        return self.program.stage.trace(state, self.of_one)
+
+    def rows(self) -> int | None:
+        """The size of the leading axis of all arguments of a step; None if the sizes differ or none has one."""
+        axis = int(self.program.is_stacked)
+        shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(self.args)]
+        sizes = {shape[axis] for shape in shapes if shape is not None and len(shape) > axis}
+        return sizes.pop() if len(sizes) == 1 else None
+
 
 CopiedBatches = Iterator[tuple[Any, Any]]
 """Batches that no other code writes to, each with the position after it."""
 ProgramFor = Callable[[int, Any, Callable[[], tuple[Any, ...]]], Any]
-"""`program_for(step, shapes, args)`, as `Programs.program_for`."""
+"""`program_for(step, shapes, args)`, as `ProgramTable.program_for`."""
 
 
 def make_calls(
@@ -138,7 +179,7 @@ class AutoSteps:
         """Whether the number of steps is chosen."""
         return len(self._seconds) == _TIMED
 
-    def timed(self, run: Callable[..., Any], state: Any, call: "Call", *args: Any) -> Any:
+    def timed(self, run: Callable[..., Any], state: Any, call: Call, *args: Any) -> Any:
         """Return `run(state, call, *args)`, a state and others, for a call of one step."""
         self._calls += 1
         if self._calls > _UNTIMED:

@@ -30,11 +30,13 @@ from jstep.data.sequence import BatchSequence
 from jstep.hooks import card_differences
 from jstep.hooks.card_differences import BEFORE_AND_NOW, Changes, differences
 from jstep.hooks.metric_sums import LOSS
-from jstep.hooks.run_hook import Call
 from jstep.hooks.states import key_of
 from jstep.loop.arguments import Options
+from jstep.loop.calls import Call
 from jstep.loop.compiler import shapes_of, type_text
-from jstep.loop.run import Observer, Run
+from jstep.loop.dispatch import Dispatch
+from jstep.loop.run import Observer, Origin
+from jstep.loop.setup import Setup
 from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
 from jstep.optimizers.rules import RULE
 from jstep.stores.timeline import START
@@ -359,39 +361,43 @@ class Cards(Observer):
     loop only looks up traces in JAX's cache. Errors are logged and never end the run.
 
     Args:
-        run: The run.
+        setup: What the run is made of.
     """
 
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
         self._batches: Any = None
+        self._saver: Saver | None = None
+        self._origin = Origin()
         self._card: dict[str, Any] | None = None
         self._optimizers: dict[str, str] = {}  # by the first step of the stage
         self._kept: dict[str, Any] | None = None  # the past of the restored checkpoint, until it was compared
         self._latest: list[Future[None]] = []
 
-    def restored(self, batches: Any) -> None:
+    def restored(self, saver: Saver | None, origin: Origin, dispatch: Dispatch, batches: Any) -> None:
         """Write the card, and wait for the programs."""
-        run, self._batches = self.run, batches
+        self._batches, self._saver, self._origin, self._stage_of = batches, saver, origin, dispatch.table.stage_of
         if not self._is_active():
             return
-        run.programs.after_first.append(self._add_program)
-        if run.restored is not None and isinstance(kept := run.resumed.extra.get(PAST), dict):
+        if origin.restored is not None and isinstance(kept := origin.extra.get(PAST), dict):
             self._kept = kept
-        given = run.options, run.programs.train_steps, run.first, shapes_of(run.state), run.resumed.held, batches
+        setup, loop = self.setup, self.setup.loop
+        given = setup.options, setup.train_steps, loop.first, shapes_of(loop.state), origin.held, batches
 
         def record() -> None:
             self._card = {**card(*given), "programs": []}
-            run.write_line("card", **self._card)
+            setup.lines.write("card", **self._card)
 
         self._begin(record)
 
     def _is_active(self) -> bool:
         """Whether this process records the run: the first one, if the run keeps anything."""
-        return jax.process_index() == 0 and (self.run.reports.timeline is not None or self.run.saver is not None)
+        return jax.process_index() == 0 and (self.setup.lines.timeline is not None or self._saver is not None)
 
-    def _add_program(self, call: Call, state: Any) -> None:
+    def after_first(self, call: Call, state: Any) -> None:
         """Record a program that was called for the first time."""
+        if not self._is_active():
+            return
         with _logging_errors():
             program, traced, args = call.program, call.trace(state), call.of_one
             about, pure = {"stage": program.stage.first, "steps": program.most}, minimized(program.stage.step)
@@ -402,8 +408,9 @@ class Cards(Observer):
         """Compare a start that takes no step with the one that made its checkpoint."""
         if self._kept is None:
             return
-        last = max(self.run.first - 1, 0)
-        stage, state = self.run.programs.stage_of(last), shapes_of(self.run.state)
+        loop = self.setup.loop
+        last = max(loop.first - 1, 0)
+        stage, state = self._stage_of(last), shapes_of(loop.state)
 
         def record() -> None:
             args = traced = None
@@ -418,9 +425,9 @@ class Cards(Observer):
 
     def past(self, step: int) -> dict[str, Any]:
         """Return the past to keep with a checkpoint of this step, as `{PAST: …}`; it waits for pending lines."""
-        run, found = self.run, {}
-        if run.feeder is None or (run.restored is not None and step <= run.restored):  # no step was run
-            return {PAST: run.resumed.extra[PAST]} if PAST in run.resumed.extra else {}
+        found, extra = dict[str, Any](), self._origin.extra
+        if step <= self.setup.loop.first and (self.setup.loop.is_restored or PAST in extra):  # no step was run
+            return {PAST: extra[PAST]} if PAST in extra else {}
         if self._is_active():
             wait(self._latest)
             with _logging_errors():
@@ -446,9 +453,9 @@ class Cards(Observer):
         if program.get("optimizer"):
             self._optimizers[str(program["stage"])] = ", ".join(program["optimizer"])
         if not is_idle:
-            self.run.write_line("card", programs=[program])
+            self.setup.lines.write("card", programs=[program])
         kept, self._kept = self._kept, None
-        saver, step = self.run.saver, self.run.restored
+        saver, step = self._saver, self._origin.restored
         if kept is None or saver is None or step is None:
             return
         name, past, found = checkpoint_name(saver.prefix, step), self._past(step), None
@@ -460,7 +467,7 @@ class Cards(Observer):
 
     def _changes_since(self, start: Any, name: str, now: Mapping[str, Any], step: int) -> Changes | None:
         """Return the changes since a start; None if the timeline does not know it, or its card cannot be read."""
-        timeline = self.run.reports.timeline
+        timeline = self.setup.lines.timeline
         if timeline is None or not isinstance(start, str):
             return None
         try:
@@ -485,9 +492,9 @@ class Cards(Observer):
         return None
 
     def _past(self, step: int) -> dict[str, Any]:
-        lanes = lanes_of(self.run.programs.train_steps.at(max(step - 1, 0)))
+        lanes = lanes_of(self.setup.train_steps.at(max(step - 1, 0)))
         found = past_of(self._batches, step, self._optimizers, lanes)
-        timeline = self.run.reports.timeline
+        timeline = self.setup.lines.timeline
         return found if timeline is None else {START: timeline.start, **found}
 
 

@@ -13,8 +13,10 @@ from jstep.data.loaders import Source
 from jstep.data.placement import as_shardings, copied, placement
 from jstep.data.sequence import BatchSequence
 from jstep.loop.compiler import CompileJob, is_done, shapes_of
+from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import FirstBatch
 from jstep.loop.run import Run
+from jstep.loop.setup import Setup
 from jstep.loop.stages import Segment, Stage, StageBoundaries
 from jstep.slots.matching import difference
 from jstep.training.step import refuse_a_loss
@@ -22,24 +24,20 @@ from jstep.training.step import refuse_a_loss
 _HINT = "; if it is the smaller last batch of an epoch, drop_remainder=True leaves it out"
 
 
-def compile_ahead(run: Run, boundaries: StageBoundaries, source: Source) -> None:
+def compile_ahead(run: Run) -> None:
     """Trace the stages of a run whose first batch can be indexed, and compile later ones in the background.
-
-    Args:
-        run: The run.
-        boundaries: The steps at which another program follows.
-        source: The batches.
 
     Raises:
         ValueError: A stage does not fit the state or its batch; names its first step.
     """
-    first, *later = boundaries.segments(run.first, run.options.last_step)
+    source, table, shapes = run.source, run.dispatch.table, shapes_of(run.state)
+    boundaries = StageBoundaries(run.train_steps, source.next_change)
+    first, *later = boundaries.segments(run.loop.first, run.options.last_step)
     if not later:
         return
-    programs, shapes = run.programs, shapes_of(run.state)
     seen: set[Any] = set()
     for segment in (first, *later):
-        stage, args = programs.stages[segment.stage], None
+        stage, args = table.stages[segment.stage], None
         if not stage.is_compiled:
             continue
         is_indexed = hasattr(source.by_step, "__getitem__") and segment.is_edge and segment is not first
@@ -56,20 +54,24 @@ def compile_ahead(run: Run, boundaries: StageBoundaries, source: Source) -> None
         elif not segment.is_edge:
             continue
         if segment is not first:
-            make = functools.partial(programs.compile, segment.first)
-            programs.compiler.jobs.append(CompileJob(segment.first, stage.name, make, args))
+            make = functools.partial(table.compile, segment.first)
+            run.dispatch.compiler.jobs.append(CompileJob(segment.first, stage.name, make, args))
 
 
-def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any] | None) -> None:
+def compile_first_program(
+    setup: Setup, dispatch: Dispatch, start: int, first: FirstBatch, shapes: Callable[[], Any] | None
+) -> None:
     """Compile a run's first program in the background, while the state is restored, if it is compiled at all.
 
     Args:
-        run: The run.
+        setup: What the run is made of.
+        dispatch: Its programs.
+        start: The step at which it begins.
         first: The first batch, being made in a thread.
         shapes: Returns the shapes of the first batch without making it; None if they are not known.
     """
-    programs, start, batch_sharding = run.programs, run.first, run.options.batch_sharding
-    stage, compiler = programs.stage_of(start), programs.compiler
+    compiler, batch_sharding = dispatch.compiler, setup.options.batch_sharding
+    stage = dispatch.table.stage_of(start)
     if not stage.is_compiled:
         return
 
@@ -84,8 +86,8 @@ def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any]
             return
         args = _shapes_as_args(batch, batch_sharding)
         del batch  # so that only the loop holds it
-        with run.times.compiling():
-            programs.compile(start, args)
+        with setup.times.compiling():
+            dispatch.table.compile(start, args)
 
     compiler.begin(CompileJob(start, stage.name, make, is_quiet=True))
 

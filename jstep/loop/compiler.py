@@ -19,7 +19,9 @@ from jstep.core.exceptions import forget_frames, scoped
 from jstep.core.meshes import dims_of
 from jstep.core.threads import MAKING, doing, in_background
 from jstep.core.trees import shape_of
-from jstep.loop.signals import StopWaiting
+from jstep.loop.calls import Call
+from jstep.loop.signals import StopSignals, StopWaiting
+from jstep.loop.stages import Stage
 
 _logger = logging.getLogger("jstep")
 
@@ -28,6 +30,10 @@ _logger = logging.getLogger("jstep")
 _POLL_SECS = 0.1
 _MOST_AHEAD = 2
 """The maximum number of programs compiled ahead, because each takes device memory."""
+
+
+Compiling = Callable[[str], contextlib.AbstractContextManager[object]]
+"""A context for the time in which the loop waits for a program of the name that it is given."""
 
 
 class CompileJob(NamedTuple):
@@ -55,7 +61,7 @@ class BackgroundCompiler:
     returns while one is in progress, the process waits for it before it exits.
 
     Args:
-        stopping: Returns whether the run is stopping and must not wait for a program.
+        signals: End the wait for a program.
 
     Attributes:
         jobs: The programs to compile after a call, in the order of their steps.
@@ -63,27 +69,21 @@ class BackgroundCompiler:
         closed: Set when the run has ended.
     """
 
-    def __init__(self, stopping: Callable[[], bool] = lambda: False) -> None:
-        self._stopping = stopping
+    def __init__(self, signals: StopSignals) -> None:
+        self._signals = signals
         self.jobs: deque[CompileJob] = deque()
         self.begun: deque[tuple[CompileJob, Future[None]]] = deque()
         self.closed = threading.Event()
 
-    def before(
-        self,
-        step: int,
-        waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-        compiling: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
-    ) -> None:
-        """Wait for the programs that are due at this step, in the contexts `waiting()` and `compiling(name)`.
+    def before(self, step: int, compiling: Compiling, *, may_leave: bool) -> None:
+        """Wait for the programs that are due at this step, in the context `compiling(name)`.
 
         Raises:
-            StopWaiting: The run is stopping.
+            StopWaiting: The run is stopping, and may leave the call at this step.
         """
         while self.begun and step >= self.begun[0][0].first:
-            with waiting(), compiling(self.begun[0][0].name):
-                if not is_done(self.begun[0][1], self._stopping):
-                    raise StopWaiting
+            with compiling(self.begun[0][0].name):
+                self._signals.wait_for(self.begun[0][1], may_leave=may_leave)
             self.begun.popleft()
         while self.jobs and step >= self.jobs[0].first:
             self.jobs.popleft()  # not begun: the step compiles it
@@ -135,12 +135,13 @@ def is_done(future: "Future[Any]", is_over: Callable[[], bool]) -> bool:
     return True
 
 
-def compile_apart(lowered: Any, is_over: Callable[[], bool]) -> None:
+def compile_apart(lowered: Any, signals: StopSignals, *, may_leave: bool) -> None:
     """Compile a program in a thread, and count it as compiled by this one: a wait can be ended, but XLA cannot.
 
     Args:
         lowered: The lowered program.
-        is_over: Whether the run is stopping and must not wait for it.
+        signals: End the wait.
+        may_leave: Whether they may.
 
     Raises:
         StopWaiting: The run is stopping. The process ends only after the compilation.
@@ -151,9 +152,11 @@ def compile_apart(lowered: Any, is_over: Callable[[], bool]) -> None:
         return compiled_here()
 
     future = in_background(compiled, name="jstep-compile-due")
-    if not is_done(future, is_over):
+    try:
+        signals.wait_for(future, may_leave=may_leave)
+    except StopWaiting:
         _logger.info(_LEFT)
-        raise StopWaiting
+        raise
     compiled_here().took(future.result())
 
 
@@ -193,8 +196,6 @@ def stacked_shapes(tree: Any, steps: int) -> Any:
 
 # Counts, by thread, of compiled programs, of cache hits, and of the seconds spent compiling.
 
-_local = threading.local()
-
 
 @dataclasses.dataclass(slots=True)
 class Compiled:
@@ -214,6 +215,25 @@ class Compiled:
     unfinished: float = 0.0
     spans: deque[tuple[float, float]] = dataclasses.field(default_factory=lambda: deque(maxlen=1000))
 
+    def traced(self, duration_secs: float) -> None:
+        """Count a part of a compilation that has ended."""
+        self.unfinished = now = time.perf_counter()
+        begin = now - duration_secs
+        while self.spans and self.spans[-1][0] >= begin:  # the nested spans, which JAX reports first
+            inner = self.spans.pop()
+            self.seconds -= inner[1] - inner[0]
+        self.spans.append((begin, now))
+        self.seconds += duration_secs
+
+    def finished(self) -> None:
+        """Count a program that is compiled, or was found in the cache."""
+        self.programs += 1
+        self.unfinished = 0.0
+
+    def hit(self) -> None:
+        """Count a program that was found in the cache."""
+        self.hits += 1
+
     def took(self, there: "Compiled") -> None:
         """Count what another thread compiled for this one."""
         self.programs += there.programs
@@ -224,34 +244,105 @@ class Compiled:
 
 def compiled_here() -> Compiled:
     """The record of this thread, which is kept up to date."""
-    found: Compiled | None = getattr(_local, "compiled", None)
-    if found is None:
-        found = _local.compiled = Compiled()
-    return found
+    return _of_thread.compiled
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:  # called in each thread that uses it
+        self.compiled = Compiled()
+
+
+_of_thread = _OfThread()
 
 
 def _count_compilation(event: str, duration_secs: float, **_: str | int) -> None:
-    here = compiled_here()
     if event.startswith("/jax/core/compile/"):
-        here.unfinished = now = time.perf_counter()
-        begin = now - duration_secs
-        while here.spans and here.spans[-1][0] >= begin:  # the nested spans, which JAX reports first
-            inner = here.spans.pop()
-            here.seconds -= inner[1] - inner[0]
-        here.spans.append((begin, now))
-        here.seconds += duration_secs
+        compiled_here().traced(duration_secs)
     if event == "/jax/core/compile/backend_compile_duration":
-        here.programs += 1
-        here.unfinished = 0.0
+        compiled_here().finished()
 
 
 def _count_hit(event: str, **_: str | int) -> None:
     if event == "/jax/compilation_cache/cache_hits":
-        compiled_here().hits += 1
+        compiled_here().hit()
 
 
 jax.monitoring.register_event_duration_secs_listener(_count_compilation)
 jax.monitoring.register_event_listener(_count_hit)
+
+
+# What a run has compiled, and what is logged of it.
+
+
+def in_silence(name: str) -> contextlib.AbstractContextManager[object]:
+    """A context that shows nothing while a program is compiled."""
+    return contextlib.nullcontext()
+
+
+class Compilations:
+    """The compilations of a run, and what is logged of them.
+
+    Args:
+        steps: Returns all steps and loops that there are programs of.
+        compiling: A context for the time in which the loop waits for a program of the name that it is given.
+        has_several: Whether the run may have several programs, so that it is said why one is compiled.
+
+    Attributes:
+        compiled: What the thread that runs the loop has compiled.
+        compiling: The context.
+    """
+
+    def __init__(self, steps: Callable[[], list[Any]], compiling: Compiling, *, has_several: bool) -> None:
+        self._steps, self.compiling, self._has_several = steps, compiling, has_several
+        self._begun: set[Stage] = set()
+        self._ahead: set[Any] = set()  # stages and programs
+        self._size = 0.0  # of the steps' caches of compiled programs
+        self.compiled = compiled_here()
+
+    def waiting(self, stage: Stage) -> contextlib.AbstractContextManager[object]:
+        """A context for a trace, which the loop waits for if this is its thread."""
+        return self.compiling(stage.name) if compiled_here() is self.compiled else contextlib.nullcontext()
+
+    def begun_ahead(self, what: Any) -> None:
+        """A program, or one of a stage, is compiled ahead of its first call."""
+        self._ahead.add(what)
+
+    def begins(self, call: Call) -> None:
+        """Log why a program is compiled for a call, unless the run has only one."""
+        stage, size = call.program.stage, getattr(call.program.step, "_cache_size", None)
+        is_due = self._has_several and stage not in self._begun and stage not in self._ahead
+        if is_due and size is not None and not size():
+            _logger.info("compiling %s for %s", stage.name, _steps(call))
+
+    def ended(self, call: Call) -> bool:
+        """Log a program that was compiled again, for other arguments; return whether this was the first of its stage.
+
+        Call it after the first call of a program, and after any other that has compiled: its step, or the sums.
+        """
+        program = call.program
+        stage, is_first = program.stage, program.stage not in self._begun
+        size, self._size = self._size, self._size_of_caches()
+        if is_first:
+            self._begun.add(stage)
+        elif self._size > size and stage.is_compiled and program not in self._ahead:
+            _logger.info(
+                "compiled %s again for %s: its batch differs from earlier ones in shapes, dtypes or placement (%s), or "
+                "its state in placement",
+                stage.name,
+                _steps(call),
+                ", ".join(map(type_text, jax.tree.leaves(call.args)[:5])),
+            )
+        self._ahead.discard(program)  # another compilation of it is for other arguments
+        return is_first
+
+    def _size_of_caches(self) -> float:
+        """The number of programs that the steps have compiled, as far as they say it."""
+        sizes = [getattr(step, "_cache_size", None) for step in self._steps()]
+        return sum(self.compiled.programs if size is None else size() for size in sizes)
+
+
+def _steps(call: Call) -> str:
+    return "1 step" if call.program.most == 1 else f"1 to {call.program.most} steps"
 
 
 # The times of a start, in which restoring, compiling and the first batch overlap.
@@ -265,13 +356,11 @@ class StartTimes:
         began: When the start began.
         parts: Name of the part → seconds.
         is_cached: Whether the compiled programs were found in JAX's persistent cache.
-        is_logged: Whether the run logs lines, and `log` one of them.
     """
 
     began: float = dataclasses.field(default_factory=time.perf_counter)
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     is_cached: bool = False
-    is_logged: bool = False
 
     def left(self, seconds: float) -> float:
         """Return what is left of some seconds, counted from the begin of the start."""
@@ -297,12 +386,12 @@ class StartTimes:
             self.is_cached = here.programs - before <= here.hits - hits
 
     def log(self) -> None:
-        """Log one line when the first step has been dispatched, if the run logs lines."""
+        """Log one line when the first step has been dispatched."""
         names = ("devices", "restore", "compile", "first batch")
         words = [
             f"{name} {self.parts[name]:.1f}{' (cached)' if name == 'compile' and self.is_cached else ''}"
             for name in names
             if name in self.parts
         ]
-        if words and self.is_logged:
+        if words:
             _logger.info("first step after %.1f s: %s", time.perf_counter() - self.began, ", ".join(words))

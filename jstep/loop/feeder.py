@@ -11,12 +11,11 @@ from jstep.core.stopwatch import Stopwatch
 from jstep.core.threads import MAKING, doing, in_background
 from jstep.data.loaders import Source
 from jstep.data.placement import copied
-from jstep.data.positions import LivePosition
+from jstep.data.positions import LivePosition, StoredPosition
 from jstep.data.prefetch import Reader
-from jstep.hooks.run_hook import Call
-from jstep.loop.calls import AHEAD, CopiedBatches
+from jstep.loop.calls import AHEAD, Call, CopiedBatches
 from jstep.loop.compiler import StartTimes, is_done
-from jstep.loop.signals import StopSignals, StopWaiting
+from jstep.loop.signals import StopSignals
 from jstep.queues.queues import until_end
 
 _SECOND, _SHARE = 1.0, 0.05
@@ -40,90 +39,95 @@ class BatchFeeder:
         watch: The stopwatch of the run.
 
     Attributes:
+        has_begun: Whether a call was asked for: until then the positions are those of the restored checkpoint.
         waiting: Whether the loop is waiting for a batch.
         steps: The number of steps of the latest call.
         got: When the loop got it, in seconds of the stopwatch.
-        live: The position of a source whose batches are made with the state; None for any other.
-        position: The position of any other source after the latest call, from `position_of`; None if not known.
+        position: The position of the batches.
     """
 
     def __init__(self, source: Source, made: Iterator[Call], signals: StopSignals, watch: Stopwatch) -> None:
         self._made, self._signals, self._watch = made, signals, watch
         self._reader, self._has_thread = Reader(functools.partial(next, made)), False
-        # The time of the look before, what the loop has waited since, and for how many calls.
-        self._looked, self._waited, self._calls = math.inf if source.is_of_state else -math.inf, 0.0, 0
+        self._waits = _Waits(math.inf if source.is_of_state else -math.inf)
+        self.has_begun = self.waiting = False
         self.got = 0.0
-        self.waiting = False
         self.steps, self._taken = 1, 0
-        self._before: Any = None
-        self.live = LivePosition(source.position, source.begin) if source.is_of_state and source.position else None
-        at = None if source.is_of_state else source.begin or source.position
-        self.position = at() if at else None
+        self.position = (
+            LivePosition(source.position, source.begin)
+            if source.is_of_state and source.position
+            else StoredPosition(None if source.is_of_state else source.begin or source.position)
+        )
 
     def __iter__(self) -> "BatchFeeder":
         return self
 
     def __next__(self) -> Call:
-        self.waiting = True
-        # From here on a signal interrupts the wait; check for one that arrived before.
-        if self._signals.is_stopping:
-            raise StopWaiting
-        watch, before = self._watch, self._watch.current
+        self.has_begun = self.waiting = True
+        signals, watch, position = self._signals, self._watch, self.position
+        signals.wait()
+        before = watch.current
         asked = watch.switch(watch.waiting)
         try:
             if self._has_thread:
                 call: Call = self._reader.take()
                 self._reader.request()
-            elif self.live is None:
-                call = next(self._made)
             else:
-                self.live.prepare()
-                call = self.live.take(self._made)
+                position.prepare()
+                if position.is_large:
+                    signals.go_on()
+                position.moves()
+                call = next(self._made)
+            signals.go_on()
+            # If the wait is interrupted, the position stays before the batch, however much of it was read.
+            position.moved(call.position)
         except StopIteration:
+            position.ended()
             self.waiting = False
             raise
         finally:
+            signals.go_on()
             got = watch.switch(before)
-        self.waiting = False
-        if self.live is not None:
-            self.live.after_batch()
-        self.got = got
-        self._waited += got - asked
-        self._calls += 1
-        if not self._has_thread and got >= self._looked + _SECOND:
-            self._look()
-        # If the wait is interrupted, the position stays before the batch, however much of it was read.
-        self.steps = steps = call.steps
-        self._taken += steps
-        self._before, self.position = self.position, call.position
-        return call
-
-    def _look(self) -> None:
-        """Start the thread if the loop has waited too long since the look before; not after the first batch."""
-        seconds = self.got - self._looked
-        if seconds < math.inf and self._waited > max(_SHARE * seconds, _HAND_OVER * self._calls):
+        self.waiting, self.got, self.steps = False, got, call.steps
+        self._taken += call.steps
+        if not self._has_thread and self._waits.are_long(asked, got):
             self._has_thread = True
             self._reader.request(AHEAD)
-        self._looked, self._waited, self._calls = self.got, 0.0, 0
-
-    @property
-    def may_be_interrupted(self) -> bool:
-        """Whether a signal may interrupt the loop now without losing a batch or a position."""
-        return self.waiting and not (self.live is not None and self.live.is_moving)
+        return dataclasses.replace(call, must_run=True) if position.is_lost(True) else call
 
     def is_position_lost(self, steps: int) -> bool:
         """Whether the position after that many steps was too large to be copied before it moved on."""
-        return self.live is not None and self.live.is_lost(steps < self._taken)
+        return self.position.is_lost(steps < self._taken)
 
     def position_after(self, steps: int) -> Any:
         """The position after that many steps: all that were fetched, or all but those of the latest call."""
-        if self.live is not None:
-            return self.live.now() if steps >= self._taken else self.live.before
-        return self.position if steps >= self._taken else self._before
+        return self.position.now() if steps >= self._taken else self.position.before
 
     def close(self) -> None:
         """End the thread."""
         self._reader.close()
+
+
+class _Waits:
+    """How long a loop has waited for its batches since a look before.
+
+    Args:
+        looked: The time of the first look; infinity for no look at all.
+    """
+
+    def __init__(self, looked: float) -> None:
+        self._looked, self._waited, self._calls = looked, 0.0, 0
+
+    def are_long(self, asked: float, got: float) -> bool:
+        """Whether the waits of about a second, of which this is the last one, were too long; not the first batch."""
+        self._waited += got - asked
+        self._calls += 1
+        if got < self._looked + _SECOND:
+            return False
+        seconds = got - self._looked
+        is_long = seconds < math.inf and self._waited > max(_SHARE * seconds, _HAND_OVER * self._calls)
+        self._looked, self._waited, self._calls = got, 0.0, 0
+        return is_long
 
 
 def copied_batches(source: Source, fetched: "FetchCounter | None" = None) -> CopiedBatches:
@@ -137,7 +141,7 @@ def copied_batches(source: Source, fetched: "FetchCounter | None" = None) -> Cop
     at, fresh = None if source.is_of_state else source.position, source.fresh
     for batch in until_end(source.items):
         yield copied(batch, fresh=fresh), None if at is None else at()
-        fetched.count += 1  # after it was placed, too: errors name the batch that was not
+        fetched.add()  # after it was placed, too: errors name the batch that was not
 
 
 @dataclasses.dataclass(slots=True)
@@ -145,6 +149,10 @@ class FetchCounter:
     """The number of batches that were fetched."""
 
     count: int = 0
+
+    def add(self) -> None:
+        """Count a batch."""
+        self.count += 1
 
 
 class FirstBatch:

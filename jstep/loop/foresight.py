@@ -13,8 +13,8 @@ from jstep.core.checks import listed
 from jstep.core.jaxprs import body_of, depend_on_calls
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.trees import Optimizer, Step
-from jstep.hooks.run_hook import Call
 from jstep.loop.arguments import LARGEST_STEP
+from jstep.loop.calls import Call
 from jstep.loop.compiler import shapes_of
 from jstep.loop.run import Run
 from jstep.optimizers.averages import MOVED
@@ -49,10 +49,6 @@ def look_ahead(run: Run) -> None:
             "on, for good" if end is None else f"to the end of the run at step {end}",
         )
     _warn_of_averages_left_behind(run)
-    roles = roles_in(run.state)
-    # Compact averages may move in loops over slices, which do not show calls.
-    if roles.with_detail(FOLLOWS_STEP) and "compact" not in roles.formats:
-        run.programs.after_first.append(_warn_of_averages_at_rest)
 
 
 # Learning rates that are 0 up to the end.
@@ -172,7 +168,7 @@ def _rates_in(run: Run, step: PureStep, optimizer: Optimizer) -> ScheduledRates 
     if rates_of(optimizer) is None:
         return None
     slots = [f"{one.prefix}{slot}" for one in roles.counted if (slot := one.slot()) is not None]
-    ahead = {slot: int(jax.device_get(run.state.slots[slot])) - run.first for slot in slots}
+    ahead = {slot: int(jax.device_get(run.state.slots[slot])) - run.loop.first for slot in slots}
 
     def used(step: Step) -> Mapping[str, Any]:
         counts = {slot: jnp.asarray(step) + number for slot, number in ahead.items()}
@@ -189,10 +185,10 @@ def _zero_rate_from(run: Run) -> int | None:
     """
     end = run.options.end
     begin = LARGEST_STEP if end is None else end
-    for stage in reversed(list(run.programs.train_steps.stages())):
-        first = max(stage.first, run.first)
+    for stage in reversed(list(run.train_steps.stages())):
+        first = max(stage.first, run.loop.first)
         step = minimized(stage.value)
-        if first >= begin or (stage.stop is not None and stage.stop <= run.first):
+        if first >= begin or (stage.stop is not None and stage.stop <= run.loop.first):
             continue
         if step is None or step.optimizer is None:
             break
@@ -209,7 +205,7 @@ def _zero_rate_from(run: Run) -> int | None:
         if begin > first:
             break
     if end is None:
-        return begin if begin == run.first else None
+        return begin if begin == run.loop.first else None
     return begin if end - begin >= 2 else None
 
 
@@ -219,7 +215,7 @@ def _zero_rate_from(run: Run) -> int | None:
 def _warn_of_averages_left_behind(run: Run) -> None:
     """Warn of each stage that no longer trains leaves whose averages move only in their updates."""
     params, trained = run.state.params, [False] * len(jax.tree.leaves(run.state.params))
-    for stage in run.programs.train_steps.stages():
+    for stage in run.train_steps.stages():
         step = minimized(stage.value)
         if stage.first >= run.options.last_step or step is None or step.trains is None or step.optimizer is None:
             continue  # it is not reached, or what it trains is not known
@@ -227,7 +223,7 @@ def _warn_of_averages_left_behind(run: Run) -> None:
             trains = step.trains(params)
         except Exception:  # the step raises the same error, and says more about it
             return
-        if stage.stop is None or stage.stop > run.first:
+        if stage.stop is None or stage.stop > run.loop.first:
             slots = roles_of(step.optimizer, params).with_detail(FOLLOWS_UPDATES)
             averaged = _leaves_in(run.state, slots)
             left = [
@@ -243,7 +239,7 @@ def _warn_of_averages_left_behind(run: Run) -> None:
                     stage.first,
                     _named(left),
                     f"their moving averages ({_named(slots)}) move",
-                    max(stage.first, run.first),
+                    max(stage.first, run.loop.first),
                 )
         trained = trains
 
@@ -255,9 +251,13 @@ def _leaves_in(state: TrainState, slots: list[str]) -> list[bool]:
     return [any(leaf is not None for leaf in leaves) for leaves in zip(nothing, *found, strict=True)]
 
 
-def _warn_of_averages_at_rest(call: Call, state: Any) -> None:
+def warn_of_averages_at_rest(call: Call, state: Any) -> None:
     """Warn if averages that follow the step move in no update of a stage, after its first call."""
-    stage, names = call.program.stage, roles_in(state).with_detail(FOLLOWS_STEP)
+    stage, roles = call.program.stage, roles_in(state)
+    names = roles.with_detail(FOLLOWS_STEP)
+    # Compact averages may move in loops over slices, which do not show calls.
+    if not names or "compact" in roles.formats or jax.process_index() != 0:
+        return
     shapes = shapes_of((state, *call.of_one))
     try:
         with using_mesh(mesh_of(shapes)):
@@ -285,7 +285,7 @@ def _warn_of_averages_at_rest(call: Call, state: Any) -> None:
 def report_accumulated(run: Run) -> None:
     """Log how many gradients still wait for an update when a run ends."""
     names = roles_in(run.state).with_detail(ACCUMULATED)
-    if run.feeder is None or not names or jax.process_index() != 0:
+    if not run.feeder.has_begun or not names or jax.process_index() != 0:
         return
     counts = jax.device_get(jax.tree.leaves([run.state.slots[name] for name in names]))
     most = max((int(np.max(count)) for count in counts), default=0)

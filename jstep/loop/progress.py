@@ -1,5 +1,6 @@
 """The observer that shows a progress bar, and what the loop waits for before the first step: compilation."""
 
+import contextlib
 import functools
 import importlib.util
 import logging
@@ -22,7 +23,8 @@ from jstep.hooks.hook import Clock, Metrics, step_of
 from jstep.hooks.numbers import is_ready, numbers_of, scalars, start_transfer, text
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.speed import shown_share
-from jstep.loop.run import Observer, Run
+from jstep.loop.run import Observer
+from jstep.loop.setup import Setup
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.train_state import TrainState
 
@@ -35,24 +37,25 @@ class Progress(Observer):
     Without a bar, a compilation that takes long is shown by itself.
     """
 
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        wanted, self._has_bar = run.options.progress, False
-        if wanted is False or jax.process_index() != 0:
-            return
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        wanted = setup.options.progress
+        self._hook: ProgressHook | None = None
+        self._is_shown = wanted is not False and jax.process_index() == 0
         # A stream that a program has put in place of `sys.stderr` may have `write` and `flush` only.
         is_terminal = getattr(sys.stderr, "isatty", bool)() and importlib.util.find_spec("tqdm")
-        self._has_bar = bool(wanted or is_terminal)
-        if not self._has_bar:
-            run.programs.compiling = lambda name: slow(f"compiling {name}", _logger.info)
+        if self._is_shown and (wanted or is_terminal):
+            self._hook = ProgressHook(last_step=setup.options.end)
+
+    def compiling(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Show the compilation, in the bar or by itself."""
+        if self._hook is not None:
+            return self._hook.compiling(name)
+        return slow(f"compiling {name}", _logger.info) if self._is_shown else contextlib.nullcontext()
 
     def reporter(self) -> "ProgressHook | None":
         """Return the hook that draws the bar, if there is one."""
-        if not self._has_bar:
-            return None
-        hook = ProgressHook(last_step=self.run.options.end)
-        self.run.programs.compiling = hook.compiling
-        return hook
+        return self._hook
 
 
 class ProgressHook(RunHook):
@@ -99,7 +102,7 @@ class ProgressHook(RunHook):
         self._bar = self._tqdm(total=self._last_step, initial=first, unit="step", file=self._file, **words, **size)
         if not is_over:
             self._tick()
-        self.run.pending.append((self, self._restart_clock))
+        self.run.poll(self, self._restart_clock)
 
     def _tick(self) -> None:
         """Show each second how long a compilation has taken."""

@@ -39,11 +39,11 @@ from jstep.hooks.hook import Metrics, step_of
 from jstep.hooks.metric_sums import is_bad
 from jstep.hooks.nan_loss import nonfinite_params
 from jstep.hooks.numbers import host, read
-from jstep.hooks.run_hook import Resumed
 from jstep.hooks.states import get_states, set_states
-from jstep.loop.arguments import MOST_SECS
+from jstep.loop.arguments import MOST_SECS, Options
 from jstep.loop.calls import AUTO
-from jstep.loop.run import NAME, Run
+from jstep.loop.run import ENDED, NAME, Observers, Origin, Run
+from jstep.loop.setup import Setup
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.contents import in_words
 from jstep.state.global_step import require_alive
@@ -51,7 +51,7 @@ from jstep.state.train_state import TrainState
 from jstep.stores.tagged_json import Files, as_json
 from jstep.stores.urls import is_url
 
-HOOK_STATES, STOPPED, ENDED, HELD = "hooks", "stopped", "ended", "held"
+HOOK_STATES, STOPPED, HELD = "hooks", "stopped", "held"
 """Keys of a checkpoint's `extra`, besides those of positions and of observers."""
 
 # What a start restores: the newest checkpoint, or the given state.
@@ -59,12 +59,13 @@ HOOK_STATES, STOPPED, ENDED, HELD = "hooks", "stopped", "ended", "held"
 _logger = logging.getLogger("jstep")
 
 
-def open_checkpoints(run: Run) -> None:
+def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, Origin]:
     """Open the checkpoints, tell the observers once the run may write, and read the small parts of the newest one.
 
     Then the step at which the run begins is known, unless what is wrong with the checkpoint is left to `restore`.
     """
-    options, state, directory = run.options, run.state, run.options.checkpoint_dir
+    options, state = setup.options, setup.loop.state
+    directory, saver, origin = options.checkpoint_dir, None, Origin()
     if directory is not None:
 
         def opened() -> tuple[Saver, int | None]:
@@ -72,52 +73,53 @@ def open_checkpoints(run: Run) -> None:
             return saver, saver.latest_step()
 
         saver, latest = processes.on_all_processes(opened, "the checkpoints cannot be read")
-        run.closing.push(functools.partial(_leave, run, saver))
+        setup.closing.push(functools.partial(_leave, setup, saver))
         has_values = trees.is_array(state.global_step) and not trees.is_donated(state)  # or it may be a template alone
         given = step_of(state) if has_values else None
-        run.saver = saver
         first = given if latest is None else None
-        run.resumed = Resumed(first, latest=latest, given=given, held={} if given is None else _held(state))
+        origin = Origin(latest=latest, given=given, held={} if given is None else _held(state), first=first)
         if latest is None or latest < options.last_step:
             saver.claim(state)  # fails now, not at the first save
         else:
             left_out_indices(state, saver.leave_out)
-    for observer in run.observers:
-        observer.opened()
-    if run.saver is None:
-        _begin_with_given(run, "and no checkpoint_dir to restore from")
-    elif run.resumed.latest is not None:
-        with contextlib.suppress(Exception):  # `restore` reports what is wrong
-            newest = run.resumed.latest
-            run.resumed = dataclasses.replace(run.resumed, first=newest, extra=extra_at(run.saver, newest))
-
-
-def restore(run: Run) -> None:
-    """Restore the newest checkpoint, or start from the given state."""
-    run.resumed = dataclasses.replace(run.resumed, is_begun=True)
-    saver = run.saver
+    for observer in observers:
+        observer.opened(saver)
     if saver is None:
-        return
+        first = _step_of_given(state, "and no checkpoint_dir to restore from")
+        return None, dataclasses.replace(origin, first=first)
+    if origin.latest is not None:
+        with contextlib.suppress(Exception):  # `restore` reports what is wrong
+            extra = extra_at(saver, origin.latest)
+            origin = dataclasses.replace(origin, first=origin.latest, extra=extra)
+    return saver, origin
+
+
+def restore(setup: Setup, saver: Saver | None, origin: Origin) -> Origin:
+    """Restore the newest checkpoint, or start from the given state."""
+    loop = setup.loop
+    loop.restores(origin.first, origin.latest)
+    if saver is None:
+        return _with_given(setup, origin, "and no checkpoint_dir to restore from")
     try:
         with internal_transfers():
             # Without a step: a corrupted newest checkpoint is an error, not a reason to take an older one.
-            run.state = saver.restore(run.state)
+            state = saver.restore(loop.state)
     except FileNotFoundError:
-        _begin_with_given(run, "and there is no checkpoint to restore")
+        origin = _with_given(setup, origin, "and there is no checkpoint to restore")
         if jax.process_index() == 0:
-            given = run.options.checkpoint_dir
+            given = setup.options.checkpoint_dir
             place = given.directory if isinstance(given, Saver) else os.fspath(given or "")
             kind = "" if saver.prefix == "model" else f" {saver.prefix}-*"  # others may be there
-            _logger.info("no checkpoint%s in %s: starts at step %d", kind, place, run.first)
-        return
-    restored = step_of(run.state)
-    extra = run.resumed.extra if restored == run.resumed.first else extra_at(saver, restored)
-    run.begin_at(restored)
-    name, then, before = checkpoint_name(saver.prefix, restored), run.resumed, extra.get(HELD)
+            _logger.info("no checkpoint%s in %s: starts at step %d", kind, place, loop.first)
+        return origin
+    restored = step_of(state)
+    extra = origin.extra if restored == origin.first else extra_at(saver, restored)
+    loop.begins(restored, state, restored=True)
+    name, before = checkpoint_name(saver.prefix, restored), extra.get(HELD)
     _logger.info("restored %s", name)
-    _warn_if_different(then.given, then.held, restored, before, name)
-    held = (before or {}) if then.given else then.held
-    run.resumed = dataclasses.replace(then, restored=restored, extra=extra, held=held)
+    _warn_if_different(origin.given, origin.held, restored, before, name)
+    held = (before or {}) if origin.given else origin.held
+    return dataclasses.replace(origin, restored=restored, extra=extra, held=held, first=restored)
 
 
 def extra_at(saver: Saver, step: int) -> dict[str, Any]:
@@ -126,16 +128,23 @@ def extra_at(saver: Saver, step: int) -> dict[str, Any]:
     return with_files(extra, functools.partial(saver.read_file, step=step)) if isinstance(extra, dict) else {}
 
 
-def _begin_with_given(run: Run, why: str) -> None:
-    """Start from the given state; refuse one that a run cannot start from: an abstract one, or one that was donated."""
-    for path, leaf in trees.leaves_with_paths(run.state):
+def _with_given(setup: Setup, origin: Origin, why: str) -> Origin:
+    """Start from the given state."""
+    step = _step_of_given(setup.loop.state, why)
+    setup.loop.begins(step, setup.loop.state)
+    return dataclasses.replace(origin, first=step)
+
+
+def _step_of_given(state: TrainState, why: str) -> int:
+    """The step of the given state; refuse one that a run cannot start from: an abstract one, or a donated one."""
+    for path, leaf in trees.leaves_with_paths(state):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(
                 f"state: its {path!r} is a shape without values (jax.ShapeDtypeStruct), {why}; give a state of arrays, "
                 "such as TrainState.create makes, or the checkpoint_dir of an earlier run"
             )
-    require_alive(run.state)
-    run.begin_at(step_of(run.state))
+    require_alive(state)
+    return step_of(state)
 
 
 def _held(state: TrainState) -> dict[str, float]:
@@ -166,11 +175,11 @@ def _warn_if_different(given: int | None, held: dict[str, float], restored: int,
             )
 
 
-def _leave(run: Run, saver: Saver, kind: Any, error: BaseException | None, trace: Any) -> None:
+def _leave(setup: Setup, saver: Saver, kind: Any, error: BaseException | None, trace: Any) -> None:
     """Wait for pending writes, also after an error, but not after a second Ctrl-C; close the `Saver` if it is ours."""
-    leave = saver.wait if saver is run.options.checkpoint_dir else saver.close
+    leave = saver.wait if saver is setup.options.checkpoint_dir else saver.close
     try:
-        if not run.signals.at_once:
+        if not setup.signals.twice:
             leave()
         elif leave == saver.close:
             saver.close(wait=False)
@@ -182,10 +191,10 @@ def _leave(run: Run, saver: Saver, kind: Any, error: BaseException | None, trace
 
 def restore_hooks(run: Run) -> bool:
     """Restore the states of the hooks; return whether one of them ends the run."""
-    is_done = set_states(run.hooks, run.resumed.extra.get(HOOK_STATES))
+    is_done = set_states(run.hooks, run.origin.extra.get(HOOK_STATES))
     for hook in run.savers:
         if isinstance(hook, RunSaverHook):
-            hook.restored(run.first, run.state)
+            hook.restored(run.loop.first, run.state)
     return is_done
 
 
@@ -264,12 +273,13 @@ class RunSaverHook(CheckpointSaverHook):
     A step is saved again if a hook changed the state, its own, or the position of the batches, after the save.
 
     Args:
-        run: The run.
-        saver: Its Saver.
+        options: The arguments of `train`.
+        saver: The Saver of the run.
     """
 
-    def __init__(self, run: Run, saver: Saver) -> None:
-        options = run.options
+    _run: Any = None  # a `Run`
+
+    def __init__(self, options: Options, saver: Saver) -> None:
         is_auto = options.save_checkpoint_secs == AUTO
         secs: Any = None if is_auto else options.save_checkpoint_secs
         super().__init__(saver, save_secs=secs, save_steps=options.save_checkpoint_steps, extra=self._made_extra)
@@ -277,12 +287,12 @@ class RunSaverHook(CheckpointSaverHook):
         if self._interval is not None:
             self.cadence = Cadence(secs=self._interval, together=True)
         self.part = STEPPING  # it measures its own time when it saves
-        self._loop, self._is_passing = run, False
+        self._is_passing = False
         self._memory = self._of_this_save = _Memory(Extra({}, {}), Extra({}, {}))
 
     def _about_to_save(self, step: int) -> None:
         """Write the summaries so far, and tell the observers."""
-        run = self._loop
+        run = self._run
         # A run that resumes from a checkpoint does not write earlier summaries again.
         if run.reports.writer is not None:
             run.reports.writer.drain()
@@ -298,15 +308,15 @@ class RunSaverHook(CheckpointSaverHook):
             import jstep.checkpoint.orbax_arrays  # noqa: F401  # takes long, once: no cost of a save
 
             timed = self._interval.saving()
-        with self._loop.watch.part(SAVING), timed:
+        with self._run.watch.part(SAVING), timed:
             return super().save(step, state, wait=wait)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Save; a checkpoint that the run makes by itself may be passing, unless it is that of the last step."""
-        run, interval = self._loop, self._interval
+        run, interval = self._run, self._interval
         if interval is not None and processes.broadcast_ints(interval.is_too_early())[0]:
             return
-        is_last = step >= run.options.last_step or run.stopped_by is not None
+        is_last = step >= run.options.last_step or run.loop.stopped_by is not None
         self._passing_secs = None if interval is None or is_last else MOST_SECS
         try:
             self.save(step, state)
@@ -328,7 +338,7 @@ class RunSaverHook(CheckpointSaverHook):
         if not super().has_saved(step, state):
             self._about_to_save(step)
             extra = self._extra_of(_Memory(self._positions(), self._memory.hooks))
-            with internal_transfers(), self.saver.knowing(not nonfinite_params(self._loop)):
+            with internal_transfers(), self.saver.knowing(not nonfinite_params(self._run)):
                 self.saver.save(state, extra=extra)
         self.saver.wait()
 
@@ -342,23 +352,22 @@ class RunSaverHook(CheckpointSaverHook):
         super().is_saved(step, state)
         self._memory = self._of_this_save
         for name, one in self._memory.hooks.files.items():  # for `save_alone`, when they are no longer in memory
-            one.load = functools.partial(self.saver.read_file, name, step)
+            one.read_with(functools.partial(self.saver.read_file, name, step))
 
     def has_saved(self, step: int, state: TrainState) -> bool:
         """Whether a checkpoint of this step holds this state, and the current states of hooks and position."""
         if not super().has_saved(step, state):
             return False
-        feeder = self._loop.feeder
         # Only these can change after their step; the comparison comes first, as all processes take part in it.
         is_same = True
-        if feeder is not None and feeder.live is not None:
+        if self._run.source.is_of_state and self._run.feeder.has_begun:
             is_same = not processes.any_process(not self._positions().is_same(self._memory.positions))
         return self._remembered().is_same(self._memory.hooks) and is_same
 
     def _remembered(self) -> Extra:
-        run = self._loop
+        run = self._run
         # A run that takes no step keeps the name of the hook that stopped the earlier one.
-        by = run.stopped_by or (run.resumed.extra.get(STOPPED) if run.feeder is None else None)
+        by = run.loop.stopped_by or (None if run.feeder.has_begun else run.origin.extra.get(STOPPED))
         states = get_states(run.hooks)
         known = {HOOK_STATES: states or None, STOPPED: by, ENDED: run.step if run.runner.has_ended() else None}
         values = {key: value for key, value in known.items() if value is not None}
@@ -367,21 +376,21 @@ class RunSaverHook(CheckpointSaverHook):
 
     def _positions(self) -> Extra:
         """The positions of the batches; must be called on all processes."""
-        run = self._loop
+        run = self._run
         files = Files()
-        if run.feeder is None:  # no step was run: the positions have not changed
-            return Extra(kept_positions(run.resumed.extra, files), files)
+        if not run.feeder.has_begun:  # the positions have not changed
+            return Extra(kept_positions(run.origin.extra, files), files)
         # A batch that was fetched but not trained on is fetched again after a restart.
-        return Extra(gather_positions(run.feeder.position_after(run.step - run.first), files), files)
+        return Extra(gather_positions(run.feeder.position_after(run.step - run.loop.first), files), files)
 
     def _made_extra(self) -> Extra:
         self._of_this_save = _Memory(self._positions(), self._remembered())
         return self._extra_of(self._of_this_save)
 
     def _extra_of(self, memory: _Memory) -> Extra:
-        run, (positions, hooks) = self._loop, memory
+        run, (positions, hooks) = self._run, memory
         past = {key: value for observer in run.observers for key, value in observer.past(run.step).items()}
-        held = {HELD: run.resumed.held} if run.resumed.held else {}
+        held = {HELD: run.origin.held} if run.origin.held else {}
         return Extra(
             positions.values | past | hooks.values | held | {NAME: run.name}, {**positions.files, **hooks.files}
         )
@@ -415,8 +424,8 @@ def _is_loss_nonfinite(run: Run) -> bool:
         return False
     try:
         with internal_transfers():
-            latest, skip_metric = run.reports.sums.latest(), run.programs.constants.skipped
-            before = run.step - (0 if run.feeder is None else run.feeder.steps)
+            latest, skip_metric = run.sums.latest(), run.dispatch.constants.skipped
+            before = run.step - run.feeder.steps
             if latest is not None and latest.bad is not None and latest.bad.step > before:
                 return True
             finite = np.isfinite(host(loss).astype(np.float64))
@@ -430,7 +439,7 @@ def _is_loss_nonfinite(run: Run) -> bool:
 
 def why_position_lost(run: Run) -> str:
     """Describe why the state must not be saved: the batches have moved on past it; empty if they have not."""
-    if run.saver is None or run.feeder is None or not run.feeder.is_position_lost(run.step - run.first):
+    if run.saver is None or not run.feeder.is_position_lost(run.step - run.loop.first):
         return ""
     newest = run.saver.latest_step()
     name = "" if newest is None else checkpoint_name(run.saver.prefix, newest)

@@ -19,6 +19,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from types import FrameType
 from typing import Any
 
@@ -29,6 +30,7 @@ from jstep.distributed import processes
 
 _logger = logging.getLogger("jstep")
 
+_POLL_SECS = 0.1
 _OTHERS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGHUP") if hasattr(signal, name))
 """Signals that schedulers and terminals send; they stop a run only if nothing else is done with them."""
 
@@ -64,24 +66,23 @@ class StopSignals:
     under `nohup` or in a background job of a script, stays ignored, and so does SIGHUP. In a process that is forked
     during the run, every handler is that of before.
 
+    The first signal ends a run before its first step, and what the loop waits for after it, between `wait` and `go_on`,
+    unless other processes have to agree (`to_stop`). A second SIGINT interrupts whatever is done.
+
     Args:
         stop_secs: Seconds until the run stops; None for no limit.
 
     Attributes:
-        on_first: Called by the handler at the first signal.
         received: The first signal; None until one is received. SIGTERM at the end of the time limit.
-        is_over: Whether the time limit stops the run.
-        at_once: Whether a second SIGINT was received.
-        is_heeded: Whether the loop has ended because of it.
-        is_stopping: Whether all waits end: a signal was received, and this is the only process.
+        twice: Whether a second SIGINT was received.
     """
 
     def __init__(self, stop_secs: float | None = None) -> None:
-        self.on_first: Callable[[], None] = lambda: None
         self._alone = processes.is_single_process()
         self._before: dict[signal.Signals, Any] = {}
+        self._raise: Callable[[], BaseException] | None = None  # makes what the first signal raises
         self.received: signal.Signals | None = None
-        self.is_over = self.at_once = self.is_stopping = self.is_heeded = self._agreed = False
+        self.twice = self._is_limit = self._has_agreed = False
         self._timer: threading.Timer | None = None
         self._limit: processes.AgreedClock | None = None
         self._polls = 0
@@ -95,6 +96,7 @@ class StopSignals:
 
     def begin(self) -> None:
         """Handle signals, and start to count the seconds; `end` must follow, also if a signal interrupts this."""
+        self._raise = lambda: self.stopped("before its first step")
         if threading.current_thread() is threading.main_thread():
             handled = [signal.SIGTERM] if self._alone else []
             handled += [signal.SIGINT] if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else []
@@ -127,39 +129,63 @@ class StopSignals:
         with self._ending:
             if self._timer is None or self.received is not None:
                 return
-            self.is_over = True
+            self._is_limit = True
             main = threading.main_thread().ident
             if main is not None and signal.SIGTERM in self._before and signal.getsignal(signal.SIGTERM) == self._note:
                 signal.pthread_kill(main, signal.SIGTERM)  # interrupts what the loop waits for
             else:  # the run is in another thread, or a hook has set a handler
-                self.received, self.is_stopping = signal.SIGTERM, True
+                self.received = signal.SIGTERM
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
             if number == signal.SIGINT:
-                self.at_once = True
+                self.twice = True
                 raise KeyboardInterrupt
             return
         self.received = signal.Signals(number)
-        if self._alone:
-            self.is_stopping = True
-            self.on_first()
-        else:
+        if not self._alone:
             processes.request_stop()
+        elif self._raise is not None:
+            raise self._raise()
+
+    # Waits, which a signal ends.
+
+    def wait(self) -> None:
+        """From here on the first signal raises StopWaiting; so does this, if it was received before."""
+        self._raise = StopWaiting
+        self.check()
+
+    def go_on(self) -> None:
+        """From here on a signal interrupts nothing."""
+        self._raise = None
+
+    def check(self) -> None:
+        """Raise StopWaiting if a signal was received, unless other processes have to agree."""
+        if self._alone and self.received is not None:
+            raise StopWaiting
+
+    def wait_for(self, future: "futures.Future[Any]", *, may_leave: bool = True) -> None:
+        """Wait for something in the background, and check for signals meanwhile, if the wait may be left.
+
+        It waits again and again: a signal that arrives just before a wait without a time-out is handled only after it.
+        """
+        while not futures.wait([future], timeout=_POLL_SECS).done:
+            if may_leave:
+                self.check()
 
     def to_stop(self) -> bool:
         """Whether the run stops after this call; called after each call and between the batches of an evaluation."""
         if self._alone:
             return self.received is not None
-        if not self._agreed:
+        if not self._has_agreed:
             self._polls += 1
             is_over = self._limit is not None and self._limit.due(self._polls)
             is_preempted = processes.reached_stop()
-            self._agreed = is_over or is_preempted
-            if self._agreed:
-                self.is_over = is_over
+            self._has_agreed = is_over or is_preempted
+            if self._has_agreed:
+                self._is_limit = is_over
                 self._agree_on_signal()
-        return self._agreed
+        return self._has_agreed
 
     def agree_at_end(self) -> None:
         """Let all processes leave if one of them received a signal too late for the others to hear of it in the run.
@@ -179,7 +205,7 @@ class StopSignals:
     def stopped(self, when: str) -> BaseException:
         """Log the signal and return the exception for `train` to raise."""
         received = self.received or signal.SIGTERM
-        message = f"{'stop_secs' if self.is_over else received.name} stopped the run {when}"
+        message = f"{'stop_secs' if self._is_limit else received.name} stopped the run {when}"
         _logger.info(message)
         return KeyboardInterrupt(message) if received == signal.SIGINT else Preempted(message, 128 + received)
 

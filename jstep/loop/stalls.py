@@ -27,7 +27,8 @@ from jstep.core.checks import as_number
 from jstep.core.stopwatch import EVALUATING, FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
 from jstep.hooks.hook import Hook, name_of
 from jstep.hooks.stall_files import CALL, WITH_OTHERS, StallFiles, silent
-from jstep.loop.run import Calling, Observer, Run
+from jstep.loop.run import Observer, Run
+from jstep.loop.setup import BEGINNING, CLOSING, Calling, LoopState, Setup
 from jstep.loop.stopping import save_while_it_hangs
 from jstep.stores.timeline import STALL
 
@@ -119,59 +120,205 @@ class Wait:
     reads: int | None = None
     part: str = ""
 
+    def grows(self, what: str, passed: float, idle: float) -> None:
+        """It still lasts, and is now this in words."""
+        self.what, self.age, self.idle = what, self.age + passed, self.idle + idle
+
+    def is_due(self, reads: int) -> bool:
+        """Whether a line is due; then the files of the others have been read so often."""
+        self.next_line = self.next_line or self.age
+        if self.age < self.next_line:
+            return False
+        self.reads = reads if self.reads is None else self.reads
+        return True
+
+    def told(self, part: str) -> None:
+        """A line was written, in this part of the stopwatch."""
+        self.next_line, self.reads, self.part = 2 * self.age, None, part
+
+
+class _MainThread:
+    """What the thread of the loop waits for.
+
+    Args:
+        setup: What the run is made of.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._run: Run | None = None
+        self.ident, self.caller = threading.get_ident(), sys._getframe(2).f_code
+
+    def begins(self, run: Run) -> None:
+        """The run is whole."""
+        self._run = run
+
+    def wait(self) -> Wait:
+        """What it waits for now."""
+        now, step = threads.done_by(self.ident), self._setup.loop.step
+        wait = self._of_run(is_tracing=threads.TRACING in now)
+        if threads.AGREEING not in now:
+            return wait
+        topic = f"what is due at step {step}" if wait.kind in (CALL, *_OF_HOST) else wait.what.removeprefix("in ")
+        if threads.AGREEING_ON_SHAPES in now:
+            topic = f"the new shapes of batch {step}"
+        what = f"waiting for other processes to agree on {topic}"
+        return Wait(WITH_OTHERS, what, (WITH_OTHERS, wait.key), WITH_OTHERS)
+
+    def _of_run(self, *, is_tracing: bool) -> Wait:
+        loop, run, part = self._setup.loop, self._run, self._setup.watch.current
+        step, calling, owner = loop.step, loop.calling, self._setup.transfers.owner
+        if owner is not None:  # a hook may deliver the metrics of another
+            calling = Calling(owner, "" if calling is None else calling.method)
+        thing = None if calling is None else calling.thing
+        if thing == SAVING or (part == SAVING and loop.phase != CLOSING):
+            return Wait(_SAVE, f"saving step {step}", (SAVING, step), SAVING)
+        if calling is not None:
+            if thing == (id(calling.hook), EVALUATING):
+                return Wait(_EVALUATION, f"in an evaluation at step {step}", (thing, step, threads.taken[0]), thing)
+            return Wait(_HOOK, f"in the hook {name_of(calling.hook)} at step {step}", (thing, step), thing)
+        if loop.is_over:
+            return Wait(_CLOSE, f"closing after step {step}", _CLOSE, _CLOSE)
+        if run is None or loop.phase == BEGINNING:
+            if loop.restoring is not None:
+                return Wait("restore", f"restoring step {loop.restoring}", "restore", "restore")
+            what = f"starting at step {step}" if loop.is_known else "starting: it looks for checkpoints"
+            return Wait(_START, what, what, _START)
+        feeder, table, compiler = run.feeder, run.dispatch.table, run.dispatch.compiler
+        waits_for_compiler = part == STARTING and (step > loop.first or compiler.begun)
+        is_checking = run.runner.is_checking
+        has_traced = table.compilations.compiled.unfinished >= feeder.got
+        compiles = is_tracing or waits_for_compiler or (not is_checking and has_traced)
+        if table.tracing.locked() or (compiles and not feeder.waiting):
+            return Wait(_COMPILE, f"compiling step {step}'s program", (_COMPILE, step), _COMPILE)
+        if feeder.waiting:
+            number = loop.first + run.fetched.count
+            return Wait(_BATCH, f"waiting for batch {number}", (_BATCH, number))
+        first = step - feeder.steps if is_checking else step
+        return _call(first, first + feeder.steps - 1)
+
+    def steps_of_call(self) -> int:
+        """The number of steps of the latest call."""
+        return 1 if self._run is None else self._run.feeder.steps
+
+    def save(self) -> str | None:
+        """Save the last complete state, if there is anything to save, and return the outcome."""
+        run = self._run
+        if run is None or run.saver is None or run.step <= run.loop.first:
+            return None
+        return save_while_it_hangs(run)
+
+
+class _Device:
+    """The calls whose results are not ready.
+
+    Args:
+        loop: Where the loop is.
+    """
+
+    def __init__(self, loop: LoopState) -> None:
+        self._loop = loop
+        self._samples: list[tuple[int, Any]] = []  # steps, and one of their metrics
+        self._done, self._since = 0, 0.0  # the first step that is not known to be finished, and since when
+        self.per_step: list[float] = []
+
+    def wait(self) -> Wait | None:
+        """The calls up to the first of those that were the latest at a look, or None if all have finished."""
+        now, samples, done = time.monotonic(), self._samples, max(self._done, self._loop.first)
+        step, metrics = self._loop.step, self._loop.metrics
+        while samples and (samples[0][1].is_deleted() or samples[0][1].is_ready()):
+            self._done = samples.pop(0)[0] + 1
+        if self._done > done:
+            self.per_step = [*self.per_step[-63:], (now - self._since) / (self._done - done)]
+        if self._done > done or not samples:
+            self._done, self._since = max(self._done, done), now
+        wait = _call(self._done, samples[0][0]) if samples else None
+        leaves = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array) and not trees.is_key(leaf)]
+        if leaves and step > (samples[-1][0] + 1 if samples else self._done):
+            # The results of one program are ready together: the smallest one keeps no memory in use.
+            samples.append((step - 1, min(leaves, key=lambda leaf: leaf.size)))
+        return wait
+
+    def clear(self) -> None:
+        """Drop the arrays."""
+        self._samples.clear()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Process:
+    """This process, for lines and files.
+
+    Attributes:
+        index: Its index.
+        count: The number of processes.
+    """
+
+    index: int
+    count: int
+
+    @property
+    def name(self) -> str:
+        """Its name in lines."""
+        return f"process {self.index} of {self.count} (host {socket.gethostname()})"
+
 
 class StallWatch(Observer):
     """The thread that watches one run.
 
     Args:
-        run: The run, whose loop is run by the caller.
+        setup: What the run is made of; its loop is run by the caller.
     """
 
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self._hook = next((hook for hook in run.options.hooks if isinstance(hook, StallHook)), StallHook())
-        self._warn = self._hook.warn_secs or 0.0
-        self._every = min(1.0, self._warn / 4)
-        self._process, self._processes = jax.process_index(), jax.process_count()
-        self._who = f"process {self._process} of {self._processes} (host {socket.gethostname()})"
-        where = run.options.where
-        self._files = StallFiles(where, self._process, self._warn)
-        self._has_files, self._is_shared = bool(where), bool(where) and self._processes > 1
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._hook = next((hook for hook in setup.options.hooks if isinstance(hook, StallHook)), StallHook())
+        self._process = _Process(jax.process_index(), jax.process_count())
+        self._files = StallFiles(setup.options.where, self._process.index, self._warn)
         self._over = threading.Event()
         self._thread = threads.Thread(target=self._watch, name="jstep-stalls", daemon=True)
+        self._of_main, self._of_device = _MainThread(setup), _Device(setup.loop)
         self._main: Wait | None = None
         self._device: Wait | None = None
         self._step, self._quiet = -1, 0.0  # how long this has been the step
-        self._samples: list[tuple[int, Any]] = []  # steps, and one of their metrics
-        self._done, self._since = 0, 0.0  # the first step that is not known to be finished, and since when
-        self._per_step: list[float] = []
         self._survived: dict[Hashable, float] = {}  # how long the longest stall of a thing lasted that was reported
         if self._warn:
-            self._ident, self._caller = threading.get_ident(), sys._getframe(1).f_code
             try:
                 self._thread.start()
-            except BaseException:  # Ctrl-C: nobody has this watch yet, to end it
+            except BaseException:  # Ctrl-C, before `__enter__`: nobody else can end the thread
                 self._over.set()
                 raise
+
+    @property
+    def _warn(self) -> float:
+        return self._hook.warn_secs or 0.0
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether other processes read the file of this one, and have files of their own."""
+        return bool(self.setup.options.where) and self._process.count > 1
+
+    def begins(self, run: Run) -> None:
+        """From here on, it looks at the calls."""
+        self._of_main.begins(run)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if not self._warn:
             return
         self._over.set()
         self._thread.join(timeout=10)
-        self._samples.clear()
+        self._of_device.clear()
         self._ended(self._main)
         self._ended(self._device)
         failed = Wait("failed", f"leaving after {type(error).__name__}: {str(error)[:200]}", None)
-        is_waited_for = isinstance(error, Exception) and self._processes > 1
+        is_waited_for = isinstance(error, Exception) and self._process.count > 1
         self._files.settle((lambda: self._fields(failed, stall=False)) if is_waited_for else None)
 
     def _watch(self) -> None:
-        then, cpu = time.monotonic(), time.process_time()
-        while not self._over.wait(self._every):
+        every, then, cpu = min(1.0, self._warn / 4), time.monotonic(), time.process_time()
+        while not self._over.wait(every):
             now, used = time.monotonic(), time.process_time()
             # If this thread did not run either, the process was stopped, or the machine slept.
-            passed, computes = min(now - then, 2 * self._every), used - cpu > 0.1 * (now - then)
+            passed, computes = min(now - then, 2 * every), used - cpu > 0.1 * (now - then)
             then, cpu = now, used
             try:
                 self._look(passed, 0.1 * passed if computes else passed)
@@ -179,10 +326,10 @@ class StallWatch(Observer):
                 _logger.debug("a look for stalls failed", exc_info=True)
 
     def _look(self, passed: float, idle: float) -> None:
-        now, files = self._of_main_thread(), self._files
+        now, files, step = self._of_main.wait(), self._files, self.setup.loop.step
         self._main = self._followed(self._main, now, passed, idle)
-        self._device = self._followed(self._device, self._of_device(), passed, idle)
-        self._quiet, self._step = self._quiet + passed if self.run.step == self._step else 0.0, self.run.step
+        self._device = self._followed(self._device, self._of_device.wait(), passed, idle)
+        self._quiet, self._step = self._quiet + passed if step == self._step else 0.0, step
         # What may wait for the device hangs only if the device does.
         is_of_host = self._device is None or now.kind in _OF_HOST
         waits = [wait for wait in (self._main if is_of_host else None, self._device) if wait is not None]
@@ -192,15 +339,12 @@ class StallWatch(Observer):
             hang = is_quiet and any(one["stall"] for one in files.others)
             files.exchange((lambda: self._fields(waits[0], stall=False)) if hang else None, read=is_quiet)
             return
-        stall.next_line = stall.next_line or stall.age
-        is_due = stall.age >= stall.next_line
-        if is_due and stall.reads is None:
-            stall.reads = files.reads
+        is_due = stall.is_due(files.reads)
         files.exchange(lambda: self._fields(stall), read=is_due, at_once=is_due)
         # The others, which hang for as long, need a moment to write their files.
-        has_read = not self._has_files or files.reads > (stall.reads or 0) + self._is_shared
+        has_read = not self.setup.options.where or files.reads > (stall.reads or 0) + self._is_shared
         if is_due and (has_read or stall.age > stall.next_line + 4):
-            stall.next_line, stall.reads, stall.part = 2 * stall.age, None, self.run.watch.current
+            stall.told(self.setup.watch.current)
             _say(self._line(stall))
         if self._hook.exit_secs is not None and stall.age > self._hook.exit_secs:
             self._exit(stall)
@@ -210,25 +354,25 @@ class StallWatch(Observer):
         if before is None or now is None or before.key != now.key:
             self._ended(before)
             return now
-        before.what, before.age, before.idle = now.what, before.age + passed, before.idle + idle
+        before.grows(now.what, passed, idle)
         return before
 
     def _ended(self, wait: Wait | None) -> None:
         """Say that a stall is over."""
         if wait is not None and wait.part:
-            _say(f"{self._who}, which was {wait.what}, went on after {_secs(wait.age)} s")
+            _say(f"{self._process.name}, which was {wait.what}, went on after {_secs(wait.age)} s")
             self._record(wait)
             if wait.kind in _MAY_BE_RARE:
                 self._survived[wait.thing] = max(wait.age, self._survived.get(wait.thing, 0.0))
 
     def _record(self, wait: Wait) -> None:
         fields = {
-            "part": wait.part or self.run.watch.current,
+            "part": wait.part or self.setup.watch.current,
             "stalled": round(wait.age, 3),
             "what": wait.what,
-            "process": self._process,
+            "process": self._process.index,
         }
-        self.run.write_line(STALL, time=round(time.time(), 6), step=self.run.step, **fields)
+        self.setup.lines.write(STALL, time=round(time.time(), 6), step=self.setup.loop.step, **fields)
 
     # What is a stall.
 
@@ -244,86 +388,23 @@ class StallWatch(Observer):
 
     def _usual(self, wait: Wait) -> float | None:
         """The seconds that the same thing takes, or for the device a step; None if it was not done before."""
-        watch, feeder = self.run.watch, self.run.feeder
+        watch = self.setup.watch
         if wait.thing is not None:
             reported = [self._survived[wait.thing]] if wait.thing in self._survived else []
             return max([*watch.lasted[wait.thing], *reported], default=None)
         visits = watch.visits(WAITING) if wait.kind == _BATCH else watch.visits(STEPPING, after=WAITING)
         if wait is not self._device:
             return statistics.median(visits) if visits else None
-        each = self._per_step
-        if not each and visits and feeder is not None:
-            each = [max(statistics.median(visits) / feeder.steps, *watch.lasted[FIRST_CALL])]
+        each = self._of_device.per_step
+        if not each and visits:
+            each = [max(statistics.median(visits) / self._of_main.steps_of_call(), *watch.lasted[FIRST_CALL])]
         return statistics.median(each) if each else None
-
-    # What is waited for.
-
-    def _of_main_thread(self) -> Wait:
-        now, step = threads.done_by(self._ident), self.run.step
-        wait = self._of_run(is_tracing=threads.TRACING in now)
-        if threads.AGREEING not in now:
-            return wait
-        topic = f"what is due at step {step}" if wait.kind in (CALL, *_OF_HOST) else wait.what.removeprefix("in ")
-        if threads.AGREEING_ON_SHAPES in now:
-            topic = f"the new shapes of batch {step}"
-        what = f"waiting for other processes to agree on {topic}"
-        return Wait(WITH_OTHERS, what, (WITH_OTHERS, wait.key), WITH_OTHERS)
-
-    def _of_run(self, *, is_tracing: bool) -> Wait:
-        run = self.run
-        step, feeder, part = run.step, run.feeder, run.watch.current
-        calling, owner = run.calling, run.reports.transfers.owner
-        if owner is not None:  # a hook may deliver the metrics of another
-            calling = Calling(owner, "" if calling is None else calling.method)
-        thing = None if calling is None else calling.thing
-        if thing == SAVING or (part == SAVING and run.runner is not None):
-            return Wait(_SAVE, f"saving step {step}", (SAVING, step), SAVING)
-        if calling is not None:
-            if thing == (id(calling.hook), EVALUATING):
-                return Wait(_EVALUATION, f"in an evaluation at step {step}", (thing, step, threads.taken[0]), thing)
-            return Wait(_HOOK, f"in the hook {name_of(calling.hook)} at step {step}", (thing, step), thing)
-        if run.is_over:
-            return Wait(_CLOSE, f"closing after step {step}", _CLOSE, _CLOSE)
-        if feeder is None:
-            if run.resumed.is_begun and run.resumed.latest is not None and run.restored is None:
-                return Wait("restore", f"restoring step {run.resumed.latest}", "restore", "restore")
-            what = f"starting at step {step}" if run.resumed.is_begun else "starting: it looks for checkpoints"
-            return Wait(_START, what, what, _START)
-        waits_for_compiler = part == STARTING and (step > run.first or run.programs.compiler.begun)
-        is_checking = run.runner.is_checking
-        compiles = (
-            is_tracing or waits_for_compiler or (not is_checking and run.programs.compiled.unfinished >= feeder.got)
-        )
-        if run.programs.tracing.locked() or (compiles and not feeder.waiting):
-            return Wait(_COMPILE, f"compiling step {step}'s program", (_COMPILE, step), _COMPILE)
-        if feeder.waiting:
-            number = run.first + run.fetched.count
-            return Wait(_BATCH, f"waiting for batch {number}", (_BATCH, number))
-        first = step - feeder.steps if is_checking else step
-        return _call(first, first + feeder.steps - 1)
-
-    def _of_device(self) -> Wait | None:
-        """The calls whose results are not ready, up to the first of those that were the latest at a look."""
-        run, now, samples, done = self.run, time.monotonic(), self._samples, max(self._done, self.run.first)
-        step, metrics = run.step, run.metrics
-        while samples and (samples[0][1].is_deleted() or samples[0][1].is_ready()):
-            self._done = samples.pop(0)[0] + 1
-        if self._done > done:
-            self._per_step = [*self._per_step[-63:], (now - self._since) / (self._done - done)]
-        if self._done > done or not samples:
-            self._done, self._since = max(self._done, done), now
-        wait = _call(self._done, samples[0][0]) if samples else None
-        leaves = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array) and not trees.is_key(leaf)]
-        if leaves and step > (samples[-1][0] + 1 if samples else self._done):
-            # The results of one program are ready together: the smallest one keeps no memory in use.
-            samples.append((step - 1, min(leaves, key=lambda leaf: leaf.size)))
-        return wait
 
     # What is said.
 
     def _line(self, wait: Wait) -> str:
         usual, place = self._usual(wait), self._place(wait)
-        text = f"{self._who} has been {wait.what} for {_secs(wait.age)} s"
+        text = f"{self._process.name} has been {wait.what} for {_secs(wait.age)} s"
         text += "" if usual is None else f" (usually {_secs(usual)} s)"
         return "; ".join([f"{text}: {place}" if place else text, *self._elsewhere(wait)])
 
@@ -341,7 +422,7 @@ class StallWatch(Observer):
             else:
                 yield f"{len(same)} others are {same[0]['what']}"
         yield from (f"process {one['process']} (host {one['host']}) is {one['what']}" for one in rest[:8])
-        missing = silent([{"process": self._process}, *others], self._processes) if self._is_shared else []
+        missing = silent([{"process": self._process.index}, *others], self._process.count) if self._is_shared else []
         can_answer = shown is not None and time.monotonic() - shown >= 2.5 * self._files.period
         if missing and can_answer and wait.age >= 2 * self._warn:
             yield f"nothing is heard of process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))}"
@@ -352,7 +433,7 @@ class StallWatch(Observer):
         makers = [i for i in threads.doers(threads.MAKING) if threads.WAITING_FOR_ROOM not in threads.done_by(i)]
         callbacks = [i for i in frames if i not in known]  # threads of XLA
         first = makers if wait.kind in (_BATCH, _COMPILE) else callbacks if wait.kind == CALL else []
-        stacks = [frame for i in [*first, self._ident] for frame in _stack(frames.get(i), self._caller)]
+        stacks = [frame for i in [*first, self._of_main.ident] for frame in _stack(frames.get(i), self._of_main.caller)]
         outside = [frame for frame in stacks if not frame.f_code.co_filename.startswith(_OWN)]
         users = [frame for frame in outside if not frame.f_code.co_filename.startswith(_LIBRARIES)]
         return next((os.path.basename(_as_line(frame)) for frame in users or outside or stacks), "")
@@ -364,7 +445,8 @@ class StallWatch(Observer):
             for i, frame in sys._current_frames().items()
         }
         return {
-            "processes": self._processes, "step": self.run.step, "part": self.run.watch.current, "kind": wait.kind,
+            "processes": self._process.count, "step": self.setup.loop.step, "part": self.setup.watch.current,
+            "kind": wait.kind,
             "what": _short(wait), "since": time.time() - wait.age, "stall": stall,
             "line": self._place(wait), "steps": wait.steps, "threads": stacks,
         }  # fmt: skip
@@ -373,23 +455,21 @@ class StallWatch(Observer):
 
     def _exit(self, wait: Wait) -> None:
         """End the process; nothing here may wait long for what hangs."""
-        run = self.run
-        _say(f"{self._who} has been {wait.what} for {_secs(wait.age)} s: it ends with exit code {EXIT_CODE}")
+        calling, step, watch = self.setup.loop.calling, self.setup.loop.step, self.setup.watch
+        _say(f"{self._process.name} has been {wait.what} for {_secs(wait.age)} s: it ends with exit code {EXIT_CODE}")
         _in_time(lambda: faulthandler.dump_traceback(2, all_threads=True))
         _in_time(lambda: self._record(wait))
         self._files.settle(lambda: {**self._fields(wait, most=1000), "exit_code": EXIT_CODE})
-        is_users = wait.kind in (_BATCH, _EVALUATION) or (
-            wait.kind == _HOOK and (run.calling is None or run.calling.is_users)
-        )
-        if is_users and self._processes == 1 and run.saver is not None and run.step > run.first:
-            usual = max(run.watch.lasted[SAVING], default=None)
+        is_users = wait.kind in (_BATCH, _EVALUATION) or (wait.kind == _HOOK and (calling is None or calling.is_users))
+        if is_users and self._process.count == 1:
+            usual = max(watch.lasted[SAVING], default=None)
             limit = 10 * self._warn if usual is None else max(self._warn, 3 * usual)
-            if not _in_time(lambda: _logger.warning("%s", save_while_it_hangs(run)), limit):
-                _say(f"step {run.step} could not be saved within {_secs(limit)} s")
+            if not _in_time(lambda: _tell(self._of_main.save()), limit):
+                _say(f"step {step} could not be saved within {_secs(limit)} s")
         _in_time(lambda: print(end="", flush=True))
         _in_time(logging.shutdown)
-        if self._processes > 1:  # let the others get here; without process 0, JAX aborts them
-            time.sleep(max(1.5, min(5.0, self._warn)) * (1 if self._process else 2))
+        if self._process.count > 1:  # let the others get here; without process 0, JAX aborts them
+            time.sleep(max(1.5, min(5.0, self._warn)) * (1 if self._process.index else 2))
         os._exit(EXIT_CODE)
 
 
@@ -416,6 +496,11 @@ def _stack(frame: FrameType | None, until: CodeType | None = None) -> Iterator[F
 
 def _as_line(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _tell(text: str | None) -> None:
+    if text is not None:
+        _logger.warning("%s", text)
 
 
 def _say(text: str) -> None:

@@ -1,13 +1,16 @@
 """The start of a run: its state is restored while the first batch is made and the first program is compiled."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from jstep.checkpoint.saver import Saver
 from jstep.data.loaders import Source, StateBatches, source_of
 from jstep.data.positions import RarePosition, saved_position
 from jstep.data.sequence import BatchSequence
@@ -16,15 +19,19 @@ from jstep.hooks.cadence import next_multiple
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
 from jstep.hooks.report import LoggingHook, SummarySaverHook
-from jstep.hooks.run_hook import RunHook
+from jstep.hooks.run_hook import Reports, RunHook
 from jstep.hooks.speed import StepCounterHook
 from jstep.hooks.states import check_owners, get_states
+from jstep.loop.arguments import Options
 from jstep.loop.compile_ahead import compile_ahead, compile_first_program, shapes_of_batch
+from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder, FirstBatch, copied_batches
-from jstep.loop.foresight import look_ahead
+from jstep.loop.foresight import look_ahead, warn_of_averages_at_rest
 from jstep.loop.hook_runner import HookRunner
-from jstep.loop.run import Run
-from jstep.loop.saving import STOPPED, RunSaverHook, restore, restore_hooks
+from jstep.loop.programs import ProgramTable
+from jstep.loop.run import ENDED, Observer, Observers, Origin, Run, compiling_for, looks_of, name_of_run
+from jstep.loop.saving import STOPPED, RunSaverHook, open_checkpoints, restore, restore_hooks
+from jstep.loop.setup import Setup
 from jstep.loop.stages import StageBoundaries
 from jstep.loop.stopping import report_done
 from jstep.summary.new_event_files import STARTS, starts_here
@@ -35,147 +42,208 @@ _logger = logging.getLogger("jstep")
 _PROBLEM = "the batches cannot be opened"
 
 
-def begin(run: Run, batches: Any) -> None:
-    """Restore the state, begin the hooks, and make the calls of the run: `run.feeder`, None if it takes no step."""
-    run.closing.callback(run.programs.compiler.close)
-    if run.saver is not None and run.resumed.latest is not None and run.resumed.first is not None:
+def open_run(setup: Setup, observers: Observers, batches: Any) -> Run:
+    """Open the checkpoints, restore the state, and make the hooks and the calls of the run, none of which has begun."""
+    saver, origin = open_checkpoints(setup, observers)
+    dispatch = _dispatch_of(setup, observers)
+    setup.closing.callback(dispatch.compiler.close)
+    if saver is not None and origin.latest is not None and origin.first is not None:
         with contextlib.suppress(FileNotFoundError):  # `restore` takes the one that is then the newest
-            run.saver.check_run(run.state, run.resumed.latest)  # before a program is compiled, which takes longer
-    started, sought = processes.on_all_processes(lambda: _begin_batches(run, batches), _PROBLEM), run.first
-    with contextlib.nullcontext() if run.resumed.latest is None else run.times.part("restore"):
-        restore(run)
-    if started is not None and started[0].seekable and run.first != sought:
+            saver.check_run(setup.loop.state, origin.latest)  # before a program is compiled, which takes longer
+    opening = _Opening(setup, dispatch, batches, is_saved=saver is not None)
+    started, sought = processes.on_all_processes(lambda: opening.early(origin), _PROBLEM), origin.first
+    with contextlib.nullcontext() if origin.latest is None else setup.times.part("restore"):
+        origin = restore(setup, saver, origin)
+    if started is not None and started[0].seekable and setup.loop.first != sought:
         # A save that an earlier run had left in progress has ended meanwhile: the batches begin at another step.
         started[1].take()  # the thread ends before the batches are opened again
         started = None
-    for observer in run.observers:
-        observer.restored(batches)
-    processes.on_all_processes(lambda: build_hooks(run), "the logs cannot be opened")
-    runner = run.runner = HookRunner(run)
-    source, items = processes.on_all_processes(lambda: started or _open_batches(run, batches), _PROBLEM)
+    for observer in observers:
+        observer.restored(saver, origin, dispatch, batches)
+    hooks, reports = processes.on_all_processes(
+        lambda: build_hooks(setup, observers, saver, origin, dispatch), "the logs cannot be opened"
+    )
+    runner = HookRunner(setup, hooks, reports, origin.extra.get(ENDED))
+    source, items = processes.on_all_processes(lambda: started or opening.opened(origin), _PROBLEM)
+    boundaries = StageBoundaries(setup.train_steps, source.next_change)
+    ends = runner.ends(boundaries) if dispatch.table.is_looped else None
+    made = dispatch.table.calls(iter(items), setup.loop.first, ends or (math.inf,), setup.options.batch_sharding)
+    feeder = BatchFeeder(source, made, setup.signals, setup.watch)
+    setup.closing.callback(feeder.close)
+    if ends is not None:
+        setup.closing.callback(ends.close)  # first, as the thread of the feeder may wait for one
+    run = Run(
+        **vars(setup),
+        origin=origin,
+        saver=saver,
+        reports=reports,
+        hooks=hooks,
+        observers=observers,
+        source=source,
+        feeder=feeder,
+        dispatch=dispatch,
+        runner=runner,
+    )
+    for hook in hooks:
+        if isinstance(hook, RunHook):
+            setup.closing.callback(hook.close)
+            hook.use_run(run)
+    if saver is not None:
+        for flush in _flushes(run):
+            setup.closing.enter_context(saver.flushing(flush))
+    return run
+
+
+def begin(run: Run) -> bool:
+    """Begin the hooks; return whether steps are run."""
     check_owners(run.hooks)
+    for observer in run.observers:
+        observer.begins(run)
+    runner, first, last_step = run.runner, run.loop.first, run.options.last_step
     is_over = runner.begin()
     if run.restored is not None:
         is_over = restore_hooks(run) or is_over
         is_over = runner.evaluate("evaluate_owed") or is_over  # what a signal interrupted
     elif run.saver is not None:
         get_states(run.hooks)  # a state that cannot be kept is an error now, not at the first save
-    if run.restored is None and not is_over and run.first < run.options.last_step:
+    if run.restored is None and not is_over and first < last_step:
         is_over = runner.evaluate("evaluate_first")
-    if is_over or run.first >= run.options.last_step:
+    if is_over or first >= last_step:
         report_done(run)
         for observer in run.observers:
-            observer.idle(lambda step: shapes_of_batch(source, step, run.options.batch_sharding))
-        return
-    if run.resumed.extra.get(STOPPED) is not None:
-        _logger.info("%s stopped this run at step %d; it resumes", run.resumed.extra[STOPPED], run.first)
+            observer.idle(lambda step: shapes_of_batch(run.source, step, run.options.batch_sharding))
+        return False
+    if run.origin.extra.get(STOPPED) is not None:
+        _logger.info("%s stopped this run at step %d; it resumes", run.origin.extra[STOPPED], first)
     look_ahead(run)
-    _make_calls(run, runner, source, items)
+    compile_ahead(run)
+    return True
 
 
-def _make_calls(run: Run, runner: HookRunner, source: Source, items: FirstBatch) -> None:
-    boundaries = StageBoundaries(run.programs.train_steps, source.next_change)
-    compile_ahead(run, boundaries, source)
-    ends = runner.ends(boundaries) if run.programs.is_looped else None
-    made = run.programs.calls(iter(items), run.first, ends or (math.inf,), run.options.batch_sharding)
-    run.feeder = BatchFeeder(source, made, run.signals, run.watch)
-    run.closing.callback(run.feeder.close)
-    if ends is not None:
-        run.closing.callback(ends.close)  # first, as the thread of the feeder may wait for one
+def _dispatch_of(setup: Setup, observers: Observers) -> Dispatch:
+    """The programs of a run, and what runs its calls."""
+    options, compiling = setup.options, functools.partial(compiling_for, observers)
+    table = ProgramTable(
+        setup.train_steps, options.steps_per_call, state=setup.loop.state, sums=setup.sums, compiling=compiling
+    )
+    first, each = looks_of(observers)
+    return Dispatch(
+        table,
+        signals=setup.signals,
+        first_call=setup.times.compiling,
+        watch=setup.watch,
+        after_first=[warn_of_averages_at_rest, *first],
+        after_each=each,
+    )
 
 
-def _begin_batches(run: Run, batches: Any) -> tuple[Source, FirstBatch] | None:
-    """Start the first batch and the first compilation before the checkpoint is read; None if that is not possible."""
-    start = run.resumed.first
-    own = batches if isinstance(batches, BatchSequence) else None
-    if start is None or start >= run.options.last_step or isinstance(batches, StateBatches):
-        return None
-    if run.resumed.latest is None if own is None else not own.is_endless and start >= len(own):
-        return None
-    source, first = _open_batches(run, batches)
-    # A function of the step can be called again, if its first call failed because it needs what a hook sets up.
-    again = (lambda: copied_batches(_source(run, batches), run.fetched)) if source.by_step is not None else None
-    first.start(again)
-    compile_first_program(run, first, None if own is None else functools.partial(own.shapes, start))
-    return source, first
+@dataclasses.dataclass(frozen=True)
+class _Opening:
+    """How the batches of a run are opened.
+
+    Attributes:
+        setup: What the run is made of.
+        dispatch: Its programs.
+        batches: The argument of `train`.
+        is_saved: Whether the run has checkpoints, so that positions are kept.
+    """
+
+    setup: Setup
+    dispatch: Dispatch
+    batches: Any
+    is_saved: bool
+
+    def early(self, origin: Origin) -> tuple[Source, FirstBatch] | None:
+        """Start the first batch and the first compilation before the state is restored; None if that cannot be."""
+        start, last_step = origin.first, self.setup.options.last_step
+        own = self.batches if isinstance(self.batches, BatchSequence) else None
+        if start is None or start >= last_step or isinstance(self.batches, StateBatches):
+            return None
+        if origin.latest is None if own is None else not own.is_endless and start >= len(own):
+            return None
+        source, first = self.opened(origin)
+        # A function of the step can be called again, if its first call failed because it needs what a hook sets up.
+        again = (lambda: copied_batches(self._source(origin), self.setup.fetched)) if source.by_step else None
+        first.start(again)
+        shapes = None if own is None else functools.partial(own.shapes, start)
+        compile_first_program(self.setup, self.dispatch, start, first, shapes)
+        return source, first
+
+    def opened(self, origin: Origin) -> tuple[Source, FirstBatch]:
+        """Open the batches at the step at which the run begins."""
+        source = self._source(origin)
+        return source, FirstBatch(copied_batches(source, self.setup.fetched), self.setup.times)
+
+    def _source(self, origin: Origin) -> Source:
+        """The batches from the start of the run, at the position that was saved with its checkpoint."""
+        first, last_step, loop = origin.first or 0, self.setup.options.last_step, self.setup.loop
+        saved = saved_position(origin.extra)
+        source = source_of(self.batches, first, last_step, saved, resumable=self.is_saved, state=lambda: loop.state)
+        if not self.is_saved:
+            return source._replace(position=None)  # the position is never saved
+        if source.position is None:
+            return source
+        ask = source.position
+        if not source.is_of_state:
+            rare = RarePosition(source.position, functools.partial(_next_save, self.setup.options, first))
+            source, ask = source._replace(position=rare), rare.read
+        if source.begin is not None:
+            return source
+        before = None
+        with contextlib.suppress(Exception):  # a loader may not know its position before its first batch
+            before = ask()
+        return source._replace(begin=lambda: before)
 
 
-def _open_batches(run: Run, batches: Any) -> tuple[Source, FirstBatch]:
-    source = _source(run, batches)
-    return source, FirstBatch(copied_batches(source, run.fetched), run.times)
-
-
-def _source(run: Run, batches: Any) -> Source:
-    """The batches from the start of the run, at the position that was saved with its checkpoint."""
-    resumable, saved, last_step = run.saver is not None, saved_position(run.resumed.extra), run.options.last_step
-    source = source_of(batches, run.first, last_step, saved, resumable=resumable, state=lambda: run.state)
-    if not resumable:
-        return source._replace(position=None)  # the position is never saved
-    if source.position is None:
-        return source
-    ask = source.position
-    if not source.is_of_state:
-        rare = RarePosition(source.position, functools.partial(_next_save, run))
-        source, ask = source._replace(position=rare), rare.read
-    if source.begin is not None:
-        return source
-    before = None
-    with contextlib.suppress(Exception):  # a loader may not know its position before its first batch
-        before = ask()
-    return source._replace(begin=lambda: before)
-
-
-def _next_save(run: Run, batches: int) -> int:
+def _next_save(options: Options, first: int, batches: int) -> int:
     """After how many batches of the run, more than these, a checkpoint is due by steps."""
-    step, interval, last = run.first + batches, run.options.save_checkpoint_steps, int(run.options.last_step)
-    return (last if interval is None else min(last, next_multiple(step, interval))) - run.first
+    step, interval, last = first + batches, options.save_checkpoint_steps, int(options.last_step)
+    return (last if interval is None else min(last, next_multiple(step, interval))) - first
 
 
-# Assemble user-supplied and stock hooks.
+# Assemble user-supplied and built-in hooks.
 
 
-def build_hooks(run: Run) -> None:
-    """Open the event file, append the stock hooks to the user's, and give the run to the stock hooks."""
-    options = run.options
-    run.reports.writer = _open_writer(run)
+def build_hooks(
+    setup: Setup, observers: Observers, saver: Saver | None, origin: Origin, dispatch: Dispatch
+) -> tuple[list[Any], Reports]:
+    """Open the event file, and return the user's hooks and the built-in ones, with what those share that report."""
+    options, writer = setup.options, _open_writer(setup, origin)
     own = [hook for hook in options.hooks if not isinstance(hook, CheckpointSaverHook)]
     savers = [hook for hook in options.hooks if isinstance(hook, CheckpointSaverHook)]
-    run.hooks = list(own)
+    hooks = list(own)
     counter = next((hook for hook in own if isinstance(hook, StepCounterHook)), None)
     if counter is None:
         counter = StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
-        run.hooks.append(counter)
-    run.reports.counter = counter
-    reporters = [hook for observer in run.observers if (hook := observer.reporter()) is not None]
-    run.hooks += reporters
+        hooks.append(counter)
+    reporters = [hook for observer in observers if (hook := observer.reporter()) is not None]
+    hooks += reporters
     if not reporters and options.log_steps is not None and options.progress is not False and jax.process_index() == 0:
-        run.hooks.append(LoggingHook(every_n_steps=options.log_steps, leave_out=run.constant_metrics))
-        run.times.is_logged = True
+        hooks.append(LoggingHook(every_n_steps=options.log_steps, leave_out=lambda: dispatch.constants.values.keys()))
     summed = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in own)
-    if run.reports.writer is not None and options.save_summaries_steps is not None and not summed:
-        run.hooks.append(SummarySaverHook(save_steps=options.save_summaries_steps))
-    if (run.saver is not None or savers) and not any(isinstance(hook, NanLossHook) for hook in own):
-        run.hooks.append(NonfiniteParametersHook())
-    if run.saver is not None:
-        # A run that resumes from a checkpoint does not write earlier summaries and times again.
-        if run.reports.writer is not None:
-            run.reports.flushes.insert(0, run.reports.writer.settle)
-        savers.insert(0, RunSaverHook(run, run.saver))
-    run.hooks += savers  # last: the checkpoint of a step includes the other hooks' changes to the state
-    for hook in run.hooks:
-        if isinstance(hook, RunHook):
-            run.closing.callback(hook.close)
-            hook.use_run(run)
-    if run.saver is not None:
-        for flush in run.reports.flushes:
-            run.closing.enter_context(run.saver.flushing(flush))
+    if writer is not None and options.save_summaries_steps is not None and not summed:
+        hooks.append(SummarySaverHook(save_steps=options.save_summaries_steps))
+    if (saver is not None or savers) and not any(isinstance(hook, NanLossHook) for hook in own):
+        hooks.append(NonfiniteParametersHook())
+    if saver is not None:
+        savers.insert(0, RunSaverHook(options, saver))
+    hooks += savers  # last: the checkpoint of a step includes the other hooks' changes to the state
+    return hooks, Reports(setup.sums, setup.transfers, counter, writer)
 
 
-def _open_writer(run: Run) -> SummaryWriter | None:
-    if run.options.logdir is None:
+def _flushes(run: Run) -> list[Callable[[], None]]:
+    """What is flushed before each checkpoint: a run that resumes from it writes nothing earlier again."""
+    summaries = [] if run.reports.writer is None else [run.reports.writer.settle]
+    watched = [one.flush for one in run.observers if type(one).flush is not Observer.flush]
+    own = [hook.flush for hook in run.hooks if isinstance(hook, RunHook) and type(hook).flush is not RunHook.flush]
+    return [*summaries, *watched, *own]
+
+
+def _open_writer(setup: Setup, origin: Origin) -> SummaryWriter | None:
+    if setup.options.logdir is None:
         return None
-    suffix, first = f".{run.name}", run.first + 1
-    writer = run.closing.enter_context(SummaryWriter(run.options.logdir, filename_suffix=suffix))
+    suffix, first = f".{name_of_run(setup, origin)}", setup.loop.first + 1
+    writer = setup.closing.enter_context(SummaryWriter(setup.options.logdir, filename_suffix=suffix))
     if writer.path is not None and starts_here(writer.path, suffix, first):
         for _ in range(STARTS):
             writer.add_session_log("START", first)

@@ -28,8 +28,9 @@ from jstep.core.exceptions import note
 from jstep.distributed import processes
 from jstep.hooks.hook import name_of
 from jstep.loop.hook_runner import Errors
-from jstep.loop.run import Calling, Run
+from jstep.loop.run import Run
 from jstep.loop.saving import STOPPED, RunSaverHook, why_not_finite, why_position_lost
+from jstep.loop.setup import Calling, Setup
 from jstep.state.contents import NanLossDuringTrainingError
 from jstep.state.train_state import TrainState
 
@@ -44,7 +45,7 @@ def report_early_end(run: Run) -> None:
     Raises:
         ValueError: There is no batch at all, and the run was not restored.
     """
-    start, last_step = run.first, run.options.end
+    start, last_step = run.loop.first, run.options.end
     if run.step == start and run.restored is not None:
         _logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
         return
@@ -68,7 +69,7 @@ def report_early_end(run: Run) -> None:
 
 def report_done(run: Run) -> None:
     """Log that no step is run, and why; a last_step that lies before the state is a mistake."""
-    first, last_step, by = run.first, run.options.last_step, run.resumed.extra.get(STOPPED)
+    first, last_step, by = run.loop.first, run.options.last_step, run.origin.extra.get(STOPPED)
     if first > last_step:
         of, other = "the given state", "state"
         if run.saver is not None and run.restored is not None:
@@ -103,7 +104,7 @@ def exit_on_signal(run: Run) -> NoReturn:
     savers = [hook for hook in run.savers if not why or hook.saver.allow_nonfinite]
     are_saved, errors = list[bool](), Errors(run)
     for hook in savers:
-        run.calling = Calling(hook, "save")
+        run.loop.calls(Calling(hook, "save"))
         with errors:
             are_saved.append(hook.save(run.step, run.state, wait=True))
     errors.end()
@@ -116,16 +117,16 @@ def exit_on_signal(run: Run) -> NoReturn:
     raise run.signals.stopped(when)
 
 
-def leave_at_once(run: Run, error: KeyboardInterrupt) -> NoReturn:
+def leave_at_once(step: int, error: KeyboardInterrupt) -> NoReturn:
     """Leave after a second Ctrl-C, which interrupted code anywhere: its traceback would fill many pages."""
-    again = KeyboardInterrupt(f"SIGINT came twice: the run was left at once, at step {run.step}")
+    again = KeyboardInterrupt(f"SIGINT came twice: the run was left at once, at step {step}")
     again.state = error.state  # type: ignore[attr-defined]
     raise again.with_traceback(None) from None
 
 
-def leave_after_closing(run: Run, state: TrainState | None) -> NoReturn:
+def leave_after_closing(setup: Setup, state: TrainState | None) -> NoReturn:
     """Leave after a signal that arrived when the run had ended, or failed, and closed what it had opened."""
-    stopped = run.signals.stopped(f"after step {run.step}, while it closed")
+    stopped = setup.signals.stopped(f"after step {setup.loop.step}, while it closed")
     stopped.state = state  # type: ignore[attr-defined]
     raise stopped
 
@@ -133,31 +134,33 @@ def leave_after_closing(run: Run, state: TrainState | None) -> NoReturn:
 # An error, or a hang.
 
 
+def keep_state(setup: Setup, error: BaseException) -> bool:
+    """Attach the last complete state to an exception; return whether it is lost."""
+    lost = trees.is_donated(setup.loop.state)
+    with contextlib.suppress(Exception):
+        error.state = None if lost else setup.loop.state  # type: ignore[attr-defined]
+    return lost
+
+
 def rescue(run: Run, error: BaseException) -> None:
     """Attach the last complete state to the exception, save it if possible, and add a note on where the run failed."""
-    runner = run.runner
-    where = "" if runner is None else f"jstep: {_doing(run)}"
-    is_saved = run.signals.at_once or (run.signals.received is not None and not isinstance(error, Exception))
-    if runner is not None and not run.signals.at_once:
-        runner.last(failed=lambda other: None if other is error else note(error, f"Additionally, {other}"))
-    lost = trees.is_donated(run.state)
-    with contextlib.suppress(Exception):
-        error.state = None if lost else run.state  # type: ignore[attr-defined]
-    if runner is None:
-        return
-    if lost:
+    where, signals = f"jstep: {_doing(run)}", run.signals
+    is_saved = signals.twice or (signals.received is not None and not isinstance(error, Exception))
+    if not signals.twice:
+        run.runner.last(failed=lambda other: None if other is error else note(error, f"Additionally, {other}"))
+    if keep_state(run, error):
         note(error, f"{where}. The state was donated to a step: it is lost.")
         return
     saved = ""
     # Otherwise it is saved already, or must not be.
-    if run.feeder is not None and run.savers and not is_saved and run.step > run.first:
+    if run.savers and not is_saved and run.step > run.loop.first:
         saved = _saved(run, error)
     note(error, f"{where}; the state after step {run.step} is in the exception's `state`{saved}.")
 
 
 def save_while_it_hangs(run: Run) -> str:
     """Save the last complete state, by another thread than the loop's, and return the outcome, for the log."""
-    step, calling = run.step, run.calling
+    step, calling = run.step, run.loop.calling
     try:
         hook = next(hook for hook in run.savers if isinstance(hook, RunSaverHook))
         why = "" if hook.saver.allow_nonfinite else why_not_finite(run)
@@ -192,7 +195,7 @@ def _saved(run: Run, error: BaseException) -> str:
     for hook in savers:
         if lost and isinstance(hook, RunSaverHook):
             continue
-        run.calling = Calling(hook, "save")
+        run.loop.calls(Calling(hook, "save"))
         try:
             if hook.save(run.step, run.state, wait=True):
                 name = checkpoint_name(hook.saver.prefix, run.step)
@@ -205,7 +208,7 @@ def _saved(run: Run, error: BaseException) -> str:
             if saved and not is_same:
                 note(error, f"Additionally, {name_of(hook)} could not save step {run.step}: {_text(failure)}")
         saved = saved or outcome
-    run.calling = None
+    run.loop.calls(None)
     return saved
 
 
@@ -215,18 +218,19 @@ def _text(error: Exception) -> str:
 
 def _doing(run: Run) -> str:
     """Describe what the run was doing, with the step and the batch."""
-    at_step = f"at step {run.step}"
-    if run.step > run.first:
-        at_step += f", after the update with batch {run.step - 1}"
-    if run.calling is not None:
-        hook = run.reports.transfers.failed_owner or run.calling.hook  # a hook may deliver the metrics of another
-        return f"{at_step}, in {name_of(hook)}.{run.calling.method}"
-    if run.feeder is not None and run.feeder.waiting:
+    loop, feeder = run.loop, run.feeder
+    at_step = f"at step {loop.step}"
+    if loop.step > loop.first:
+        at_step += f", after the update with batch {loop.step - 1}"
+    if loop.calling is not None:
+        hook = run.transfers.failed_owner or loop.calling.hook  # a hook may deliver the metrics of another
+        return f"{at_step}, in {name_of(hook)}.{loop.calling.method}"
+    if feeder.waiting:
         # A call of several steps may have fetched some of its batches already.
-        return f"{at_step}, while batch {run.first + run.fetched.count} was fetched"
-    is_over = run.signals.received is not None or run.step >= run.options.last_step or run.stopped_by is not None
-    if run.feeder is None or is_over or run.runner.is_checking:
+        return f"{at_step}, while batch {loop.first + run.fetched.count} was fetched"
+    is_last = run.signals.received is not None or loop.step >= run.options.last_step or loop.stopped_by is not None
+    if not feeder.has_begun or is_last or run.runner.is_checking:
         return at_step
-    first, steps = run.step, run.feeder.steps
+    first, steps = loop.step, feeder.steps
     batches = f"batch {first}" if steps == 1 else f"batches {first} to {first + steps - 1}"
     return f"{at_step}, while running the step on {batches}"

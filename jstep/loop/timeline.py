@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 
+from jstep.checkpoint.saver import Saver
 from jstep.core import stopwatch
-from jstep.loop.run import Observer, Run
+from jstep.loop.run import Observer
+from jstep.loop.setup import Setup
 from jstep.stores.timeline import AGAIN, START, TIMES, VERSION, Timeline
 
 _EVERY_SECS = 1.0
@@ -20,12 +22,12 @@ class TimelineRecorder(Observer):
     Only process 0 writes, and only if the run has a checkpoint_dir or a logdir.
 
     Args:
-        run: The run.
+        setup: What the run is made of.
     """
 
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self._wall = stopwatch.CLOCKS.wall() - sum(run.watch.seconds().values())
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._wall = stopwatch.CLOCKS.wall() - sum(setup.watch.seconds().values())
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="jstep-timeline", daemon=True)
 
@@ -33,49 +35,48 @@ class TimelineRecorder(Observer):
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10)  # it may be blocked on an object store
-        reports = self.run.reports
-        if reports.timeline is not None:
-            self.times()
-            reports.timeline.close()
-            reports.timeline = None
-        self.run.watch.stop()
+        self.times()
+        self.setup.lines.close()
+        self.setup.watch.stop()
 
-    def opened(self) -> None:
+    def opened(self, saver: Saver | None) -> None:
         """Write the first line."""
-        run, where = self.run, self.run.options.where
+        options, where = self.setup.options, self.setup.options.where
         if where is None or jax.process_index() != 0:
-            self.run.watch.stop()
+            self.setup.watch.stop()
             return
         try:
-            timeline = Timeline(where, run.options.checkpoint_prefix if run.saver is None else run.saver.prefix)
+            timeline = Timeline(where, options.checkpoint_prefix if saver is None else saver.prefix)
         except OSError as error:
             _logger.warning("%s: the times of this run cannot be kept: %s", where, error)
-            self.run.watch.stop()
+            self.setup.watch.stop()
             return
-        run.reports.timeline = timeline
-        run.reports.flushes.append(timeline.flush)  # no line is older than the newest checkpoint
+        self.setup.lines.open(timeline)
         self.times(START, version=VERSION)
         self._thread.start()
 
     def times(self, kind: str = TIMES, **fields: Any) -> None:
         """Write a line with the times so far, if the file is open."""
-        run, timeline = self.run, self.run.reports.timeline
-        if timeline is None:
-            return
-        first, step, seconds = run.resumed.first if run.resumed.is_begun else None, run.step, run.watch.seconds()
+        loop, seconds = self.setup.loop, self.setup.watch.seconds()
         time = round(self._wall + sum(seconds.values()), 6)
-        timeline.write(
+        self.setup.lines.write(
             kind,
             **fields,
             time=time,
-            step=None if first is None else [first, max(first, step)],
+            step=[loop.first, max(loop.first, loop.step)] if loop.is_known else None,
             seconds={part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
             **{AGAIN: time},
         )
 
+    def flush(self) -> None:
+        """No line is older than the newest checkpoint."""
+        timeline = self.setup.lines.timeline
+        if timeline is not None:
+            timeline.flush()
+
     def about_to_save(self) -> None:
         """Write the line that precedes each checkpoint."""
-        self.times(checkpoint=self.run.step)
+        self.times(checkpoint=self.setup.loop.step)
 
     def _tick(self) -> None:
         while not self._over.wait(_EVERY_SECS):
@@ -83,5 +84,5 @@ class TimelineRecorder(Observer):
                 self.times()
             except Exception as error:  # an error here must not end the run
                 _logger.warning("the times of this run cannot be kept: %s", error)
-                self.run.watch.stop()
+                self.setup.watch.stop()
                 return

@@ -18,19 +18,27 @@ from jstep.data.loaders import check_batches
 from jstep.data.placement import over_axes
 from jstep.distributed import processes
 from jstep.hooks.hook import check_step
-from jstep.hooks.run_hook import ENDING, RUNNING, Call, RunHook
+from jstep.hooks.run_hook import RunCall, RunHook
 from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check
+from jstep.loop.calls import Call
 from jstep.loop.card import Cards
 from jstep.loop.compiler import StartTimes
 from jstep.loop.foresight import report_accumulated
 from jstep.loop.progress import Progress
-from jstep.loop.run import Observer, Run, new_run
-from jstep.loop.saving import open_checkpoints
+from jstep.loop.run import Observer, Observers, Run
+from jstep.loop.setup import ENDING, LEAVING, RUNNING, Setup, new_setup
 from jstep.loop.signals import StopWaiting
 from jstep.loop.stages import stages_of
 from jstep.loop.stalls import StallWatch
-from jstep.loop.start import begin
-from jstep.loop.stopping import exit_on_signal, leave_after_closing, leave_at_once, report_early_end, rescue
+from jstep.loop.start import begin, open_run
+from jstep.loop.stopping import (
+    exit_on_signal,
+    keep_state,
+    leave_after_closing,
+    leave_at_once,
+    report_early_end,
+    rescue,
+)
 from jstep.loop.timeline import TimelineRecorder
 from jstep.loop.utilization import Meters
 from jstep.state.copies import WARNED
@@ -186,66 +194,78 @@ def train(
     log = log_to_stderr() if progress is not False and jax.process_index() == 0 else contextlib.nullcontext()
     # Hooks and evaluations run under the mesh of the state, even if another mesh is set.
     with overriding_mesh(mesh_of(state)), log, persistent_cache(cached_in), setting(WARNED, set()):
-        return _train(new_run(options, stages, state, times, new_watch()), batches)
+        return _train(new_setup(options, stages, state, times, new_watch()), batches)
 
 
-def _train(run: Run, batches: Any) -> TrainState:
+def _train(setup: Setup, batches: Any) -> TrainState:
     """Run to the end and return the last state."""
-    state, is_heeded = None, False
+    state, is_heeded, signals = None, False, setup.signals
     try:
         with contextlib.ExitStack() as left:
+            observers: Observers = ()
             for observer in OBSERVERS:
-                run.observers.append(left.enter_context(observer(run)))
-            left.callback(run.signals.end)
-            left.enter_context(run.closing)
+                observers = (*observers, left.enter_context(observer(setup)))
+            left.callback(signals.end)
+            left.enter_context(setup.closing)
+            run = None
             try:
-                run.signals.begin()
-                open_checkpoints(run)
-                begin(run, batches)
-                if run.feeder is not None:
-                    _take_steps(run)
-                _finish(run)
+                signals.begin()
+                run = open_run(setup, observers, batches)
+                _finish(run, is_stopped=begin(run) and _take_steps(run))
                 state = run.state
             except BaseException as error:
-                is_heeded, run.phase = run.signals.received is not None, ENDING
-                rescue(run, error)
+                signals.go_on()
+                is_heeded = signals.received is not None
+                setup.loop.enters(ENDING)
+                if run is None:
+                    keep_state(setup, error)
+                else:
+                    rescue(run, error)
                 state = getattr(error, "state", None)
-                if run.signals.at_once and isinstance(error, KeyboardInterrupt):
-                    leave_at_once(run, error)
+                if signals.twice and isinstance(error, KeyboardInterrupt):
+                    leave_at_once(setup.loop.step, error)
                 raise
             finally:
-                run.watch.switch(SAVING)  # only waiting for pending writes is left
-                run.release()
-        run.signals.agree_at_end()
+                setup.watch.switch(SAVING)  # only waiting for pending writes is left
+                # Hooks and signal handlers must not keep the state alive.
+                setup.loop.release()
+                setup.in_flight.clear()
+        signals.agree_at_end()
     finally:
-        if run.signals.received is not None and not is_heeded:
-            leave_after_closing(run, state)
+        if signals.received is not None and not is_heeded:
+            leave_after_closing(setup, state)
     return state
 
 
-def _take_steps(run: Run) -> None:
-    """Run the calls, and the hooks around them, until the run ends."""
-    run.phase = RUNNING
-    run_call: Any = run.programs
+def _take_steps(run: Run) -> bool:
+    """Run the calls, and the hooks around them, until the run ends; return whether a signal ended it."""
+    loop, signals, runner, in_flight = run.loop, run.signals, run.runner, run.in_flight
+    last_step = run.options.last_step
+    signals.go_on()
+    loop.enters(RUNNING)
+    run_call: RunCall = run.dispatch
     for hook in run.hooks:
         if isinstance(hook, RunHook):
-            run_call = hook.around_calls(run_call, run.programs.repeated)
-    runner, in_flight, last_step = run.runner, run.in_flight, run.options.last_step
+            run_call = hook.around_calls(run_call, run.dispatch.repeated)
     try:
-        for call in fetched_by_all(run.feeder or ()):
+        for call in fetched_by_all(run.feeder):
             in_flight.make_room()
-            if run.signals.is_stopping and run.may_leave_call():  # a signal arrived meanwhile
-                raise StopWaiting
+            if not call.must_run:
+                signals.check()  # for one that arrived meanwhile
             runner.before()
-            run.take(run_call, call)
-            in_flight.add(run.step, run.state, run.metrics)
-            if runner.after(call.first) or run.step >= last_step:
+            loop.take(run_call, call)
+            in_flight.add(loop.step, loop.state, loop.metrics)
+            is_over = runner.after(call.first)
+            if signals.to_stop():
+                return True
+            if is_over or loop.step >= last_step:
                 break
     except StopWaiting:
-        run.signals.is_heeded = True
-    run.phase = ENDING
-    if run.step < run.options.last_step and not (run.signals.is_heeded or run.stopped_by is not None):
+        return True
+    if loop.step < last_step and loop.stopped_by is None:
+        loop.enters(ENDING)
         report_early_end(run)
+    return False
 
 
 def fetched_by_all(calls: Iterable[Call]) -> Iterable[Call]:
@@ -259,13 +279,14 @@ def fetched_by_all(calls: Iterable[Call]) -> Iterable[Call]:
     return rest if first is None else itertools.chain([first], rest)
 
 
-def _finish(run: Run) -> None:
+def _finish(run: Run, *, is_stopped: bool) -> None:
     """End the hooks, which save the last state, or leave if a signal was received."""
-    run.phase = ENDING
+    run.signals.go_on()
+    run.loop.enters(LEAVING if is_stopped else ENDING)
     run.runner.last()
     check_step(run.step, run.state)
-    if not run.signals.is_heeded:
+    if not is_stopped:
         run.runner.end()
-    if run.signals.is_heeded or run.signals.to_stop():  # also if it arrived during the hooks above
+    if is_stopped or run.signals.to_stop():  # also if it arrived during the hooks above
         exit_on_signal(run)
     report_accumulated(run)

@@ -14,8 +14,9 @@ import jax
 
 from jstep.core.jaxprs import Product, body_of, recomputes
 from jstep.core.placement import device_count, device_of
-from jstep.hooks.run_hook import Call
-from jstep.loop.run import Observer, Run
+from jstep.loop.calls import Call
+from jstep.loop.run import Observer
+from jstep.loop.setup import Setup
 from jstep.loop.work import work_of
 from jstep.state.train_state import TrainState
 
@@ -122,6 +123,10 @@ class DispatchedSteps:
         self.work: dict[Hashable, StepWork] = {}
         self._steps: dict[Hashable, int] = {}
 
+    def trace(self) -> None:
+        """Trace the steps that are added from now on, to count their operations."""
+        self.is_traced = True
+
     def add(self, call: Call, state: Any) -> None:
         """Add the steps of a call, which returned a state."""
         program = call.program
@@ -208,18 +213,24 @@ def _log_unknown(why: str) -> None:
 class Meters(Observer):
     """Meters of the utilization of a run, for the hooks that show it."""
 
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
         self._dispatched = DispatchedSteps()
+        self._is_metered = False
 
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
         """Make a meter, before the first step; None if the peak of the device is not known."""
-        device, dispatched, after_call = device_of(state), self._dispatched, self.run.programs.after_call
+        device = device_of(state)
         if peak_flops is None and device.device_kind not in PEAKS:
             if device.platform != "cpu" or flops_per_step is not None:
                 _log_unknown(f"the peak of the device {device.device_kind!r} is not known")
             return None
-        dispatched.is_traced = dispatched.is_traced or peak_flops is None or flops_per_step is None
-        if dispatched.add not in after_call:
-            after_call.append(dispatched.add)
-        return UtilizationMeter(dispatched, peak_flops, flops_per_step)
+        self._is_metered = True
+        if peak_flops is None or flops_per_step is None:
+            self._dispatched.trace()
+        return UtilizationMeter(self._dispatched, peak_flops, flops_per_step)
+
+    def after_each(self, call: Call, state: Any) -> None:
+        """Count the steps, if there is a meter."""
+        if self._is_metered:
+            self._dispatched.add(call, state)

@@ -48,6 +48,10 @@ class LargeBytes:
         self._data, self.load = data, load
         self._digest: bytes | None = None
 
+    def read_with(self, load: Callable[[], bytes]) -> None:
+        """Read the bytes by a function from now on, where they are no longer in memory."""
+        self.load = load
+
     @property
     def nbytes(self) -> int:
         """The number of bytes in memory."""

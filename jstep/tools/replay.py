@@ -24,11 +24,12 @@ from jstep.data.loaders import check_batches, owner_of, position_of, set_positio
 from jstep.data.placement import over_axes
 from jstep.data.positions import saved_position
 from jstep.hooks.hook import check_step
-from jstep.hooks.run_hook import LoopState
 from jstep.loop.arguments import as_steps_per_call, check, check_locations
+from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import copied_batches
-from jstep.loop.programs import Programs
+from jstep.loop.programs import ProgramTable
 from jstep.loop.saving import extra_at
+from jstep.loop.setup import LoopState
 from jstep.loop.stages import StageBoundaries, stages_of
 from jstep.loop.train import train
 from jstep.queues.queues import OutOfRangeError, until_end
@@ -122,7 +123,7 @@ def replay(
     check_locations(checkpoint_dir, prefix, None, batch_sharding)
 
     start, state, position = _restored_start(state, checkpoint_dir, prefix, step)
-    loop = LoopState(start, state)
+    loop = LoopState(state, start)
     check_batches(batches)
     source = source_of(batches, start, step + 1, position, state=lambda: loop.state)
     is_lost = source.position is not None and position is None and start > 0
@@ -134,11 +135,12 @@ def replay(
             "whose run kept checkpoints"
         )
     items = copied_batches(source._replace(position=None))  # which is not saved again
-    programs = Programs(stages, steps_per_call, state=state)
+    table = ProgramTable(stages, steps_per_call, state=state)
+    dispatch = Dispatch(table)
     ends = StageBoundaries(stages, source.next_change).ends(start, step)
-    for call in programs.calls(items, start, ends, batch_sharding):
-        loop.take(programs, call)
-    last = next(programs.calls(items, step, [step + 1], batch_sharding, one_step=True), None)
+    for call in table.calls(items, start, ends, batch_sharding):
+        loop.take(dispatch, call)
+    last = next(table.calls(items, step, [step + 1], batch_sharding, one_step=True), None)
     if loop.step < step or last is None:
         raise ValueError(
             f"step={step}: the batches end after {loop.step} of the {step + 1} that it needs (the last is batch "

@@ -39,7 +39,7 @@ def test_a_name_of_others_is_explained(name: str, text: str) -> None:
 
 
 def test_for_a_name_that_nobody_has_python_suggests_one() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'adamm'$") as error:
+    with pytest.raises(AttributeError, match=r"no attribute 'adamm'$") as error:
         _ = jstep.adamm  # type: ignore[attr-defined]
     assert (error.value.name, error.value.obj) == ("adamm", jstep)
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,6 @@ import pytest
 
 import jstep
 from jstep.checkpoint.listing import read_manifest
-from jstep.hooks.run_hook import Resumed, RunInfo
 
 
 def state_at(step=0, rate=0.5):
@@ -275,7 +275,7 @@ def test_a_fresh_run_warns_of_the_best_of_another_run(mode, best, start, tmp_pat
     for restored in (60, None):
         assert not caplog.records
         one = jstep.KeepBest(tmp_path, "accuracy", mode=mode)
-        one.use_run(RunInfo(resumed=Resumed(restored=restored)))
+        one.use_run(types.SimpleNamespace(saver=None, restored=restored))
         one.begin(state_at(start))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert (
@@ -299,9 +299,8 @@ def test_what_is_kept_is_on_the_disk_before_a_checkpoint_of_the_run(tmp_path, mo
     """A run that resumes from that checkpoint does not evaluate its step again."""
     settled = []
     monkeypatch.setattr(jstep.Saver, "settle", lambda saver: settled.append(saver.prefix))
-    run, best = RunInfo(resumed=Resumed()), jstep.KeepBest(tmp_path, "loss")
-    best.use_run(run)
-    (flush,) = run.reports.flushes
+    best = jstep.KeepBest(tmp_path, "loss")
+    flush = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=1, callbacks=[best]).flush
     flush()
     assert settled == []  # nothing is open yet
     claimed = []

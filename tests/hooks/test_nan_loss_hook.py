@@ -106,9 +106,9 @@ def test_hooks_with_different_intervals():
 def test_the_first_look_at_the_loss_is_not_repeated():
     hook, state = jstep.NanLossHook(every_n_steps=100), skipping_step_and_state()[1]
     hook.begin(state)
-    assert len(hook.run.pending) == 1
+    assert len(hook.run._polled) == 1
     hook.after_step(1, state, {"loss": 1.0})
-    assert hook.run.pending == []
+    assert hook.run._polled == []
 
 
 def test_a_hook_in_several_runs_keeps_no_state():

@@ -39,7 +39,7 @@ class Calls(RunHook):
 
     def begin(self, state):
         self.note("begin", jstep.global_step(state))
-        self.run.pending.append((self, self.first_call))
+        self.run.poll(self, self.first_call)
 
     def first_call(self, *, wait=False):
         self.note("first", self.run.step)

@@ -13,10 +13,9 @@ from loop_runs import OPTIMIZER, make_state, train
 from waiting import wait_until
 
 import jstep
-from jstep.hooks.run_hook import Call
 from jstep.loop import calls as calls_module
-from jstep.loop.calls import AHEAD, AutoSteps, most_steps
-from jstep.loop.programs import Programs
+from jstep.loop.calls import AHEAD, AutoSteps, Call, most_steps
+from jstep.loop.programs import ProgramTable
 from jstep.loop.stages import stages_of
 
 
@@ -131,11 +130,11 @@ def test_only_the_first_calls_are_timed(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_program_belongs_to_the_length_for_which_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread makes a program while the longer calls are chosen."""
     step = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).mean(), OPTIMIZER)
-    programs = Programs(stages_of(step), "auto", state=make_state())
+    programs = ProgramTable(stages_of(step), "auto", state=make_state())
     shape, loop = jax.ShapeDtypeStruct((2,), np.float32), programs._loop
 
     def while_it_is_chosen(*args: Any) -> Any:
-        programs._switch(32, 5)
+        programs.switch(32, 5)
         return loop(*args)
 
     monkeypatch.setattr(programs, "_loop", while_it_is_chosen)
@@ -148,11 +147,10 @@ def test_the_stages_that_are_compiled_ahead_are_compiled_for_longer_calls_too() 
         jstep.minimize(lambda params, x, by=by: ((params["w"] - by * x) ** 2).mean(), OPTIMIZER)
         for by in (1.0, 2.0, 3.0)
     )
-    programs = Programs(stages_of({0: first, 50: second, 100: third}), "auto", state=make_state())
+    programs = ProgramTable(stages_of({0: first, 50: second, 100: third}), "auto", state=make_state())
     shape = jax.ShapeDtypeStruct((2,), np.float32)
     for step in (0, 50, 100):
         programs.program_for(step, "shapes", lambda: (shape,))
-    programs._latest = programs.program_for(50, "shapes", lambda: (shape,))
-    programs._compile_most(8)
+    programs.compile_longer(8, programs.stage_of(50))
     longer = [stage.first for stage, most, _ in programs._programs if most == 8]
     assert longer == [50, 100]

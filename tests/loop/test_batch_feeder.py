@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import signal
 import threading
 import weakref
 
@@ -18,7 +19,7 @@ import jstep
 from jstep.core.stopwatch import Stopwatch
 from jstep.data.loaders import Source, source_of
 from jstep.loop import feeder as feeder_module
-from jstep.loop.calls import AHEAD, make_calls
+from jstep.loop.calls import make_calls
 from jstep.loop.feeder import BatchFeeder, copied_batches
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.train import fetched_by_all
@@ -108,22 +109,19 @@ each_way = pytest.mark.parametrize("way", WAYS)
 @pytest.fixture(autouse=True)
 def no_time(monkeypatch):
     """The thread starts after as many calls as a test says, whatever they take."""
-    monkeypatch.setattr(BatchFeeder, "_look", look)
-    monkeypatch.setattr(feeder_module, "_SECOND", -math.inf)
+    monkeypatch.setattr(feeder_module._Waits, "are_long", are_long)
 
 
-def look(feeder):
-    feeder.looks = getattr(feeder, "looks", 0) + 1
-    if feeder.looks == feeder.starts_after:
-        feeder._has_thread = True
-        feeder._reader.request(AHEAD)
+def are_long(waits, asked, got):
+    waits.looks = getattr(waits, "looks", 0) + 1
+    return waits.looks == waits.starts_after
 
 
 def make_feeder(batches, way, ends=(math.inf,), signals=None):
     source = source_of(batches, 0, 100, None)
     made = make_calls(copied_batches(source), 0, in_loops(9 if ends[0] < math.inf else 1), ends=ends)
     feeder = BatchFeeder(source, made, signals or StopSignals(), Stopwatch())
-    feeder.starts_after = {"direct": None, "ahead": 1, "later": 3}.get(way, way)
+    feeder._waits.starts_after = {"direct": None, "ahead": 1, "later": 3}.get(way, way)
     return feeder
 
 
@@ -133,11 +131,11 @@ def make_feeder(batches, way, ends=(math.inf,), signals=None):
 def test_the_calls_do_not_depend_on_who_reads(way, ends, end):
     feeder = make_feeder(Positioned(end), way, ends)
     got, steps = [], 0
-    assert feeder.position == {"value": 0}
+    assert feeder.position.now() == {"value": 0}
     for call in feeder:
         got += np.ravel(call.args[0])[: call.steps].tolist()
         steps += call.steps
-        assert feeder.position == {"value": steps}  # of the batches handed out, not of those read
+        assert feeder.position.now() == {"value": steps}  # of the batches handed out, not of those read
     assert got == [10 * i for i in range(end)]
     assert not feeder.waiting
     feeder.close()
@@ -223,15 +221,15 @@ def test_waiting_is_true_only_during_a_wait(way):
 def test_a_run_that_stops_does_not_wait_for_a_batch(way, at):
     """A signal can arrive between two checks; it is checked again before each wait."""
     signals = StopSignals()
-    signals.is_stopping = not at
+    signals.received = None if at else signal.SIGTERM
     feeder, got = make_feeder(Positioned(), way, signals=signals), 0
     with pytest.raises(StopWaiting):  # noqa: PT012
         for _ in feeder:
             got += 1
             if got == at:
-                signals.is_stopping = True
+                signals.received = signal.SIGTERM
     assert got == at
-    assert feeder.position == {"value": got}
+    assert feeder.position.now() == {"value": got}
     feeder.close()
 
 
@@ -250,7 +248,7 @@ def test_an_interrupted_wait_loses_no_batch(way):
     with pytest.raises(StopWaiting):
         got.extend(np.asarray(call.args[0]).item() for call in feeder)
     assert got == [0, 10]
-    assert feeder.position == {"value": 2}
+    assert feeder.position.now() == {"value": 2}
     feeder.close()
 
 

@@ -62,7 +62,7 @@ def test_a_hang_is_saved_with_who_did_not_return_and_who_was_not_called(tmp_path
 
 def test_a_hang_is_not_saved_if_the_state_must_not_be_or_cannot(tmp_path: Path, monkeypatch: Any) -> None:
     def at_step_3(run: Any) -> str:
-        run.metrics = {"loss": np.float32(math.nan)}
+        run.loop.metrics = {"loss": np.float32(math.nan)}
         return stopping.save_while_it_hangs(run)
 
     assert said_in(tmp_path / "a", at_step_3) == "step 3 is not saved: its loss is not finite"
@@ -113,7 +113,7 @@ def test_what_is_said_of_the_state_after_an_error(tmp_path: Path, monkeypatch: A
 )
 def test_a_loss_that_is_not_finite_prevents_a_save(loss: Any, why: str, tmp_path: Path) -> None:
     def look(run: Any) -> str:
-        run.metrics = {} if loss is None else {"loss": loss}
+        run.loop.metrics = {} if loss is None else {"loss": loss}
         return stopping.why_not_finite(run)
 
     assert said_in(tmp_path, look) == why

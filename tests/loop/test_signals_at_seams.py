@@ -16,8 +16,8 @@ from doubles import raising
 from loop_runs import OPTIMIZER, make_state, train
 
 import jstep
-from jstep.hooks.run_hook import ENDING, RunHook
-from jstep.loop.run import Run
+from jstep.hooks.run_hook import RunHook
+from jstep.loop.setup import ENDING, LEAVING, Setup
 
 MAIN = Path(jstep.__file__).parent / "loop"
 
@@ -78,9 +78,10 @@ class AtLine:
     def __call__(self, frame: Any, event: str, argument: Any) -> Any:
         if Path(frame.f_code.co_filename).parent != MAIN:
             return None
-        run = next((x for x in frame.f_locals.values() if isinstance(x, Run)), None)
-        run = run or getattr(frame.f_locals.get("self"), "_run", None)
-        if event == "line" and isinstance(run, Run) and run.phase == ENDING and run.hooks is not None:
+        owner = frame.f_locals.get("self")
+        places = [*frame.f_locals.values(), *(getattr(owner, name, None) for name in ("_setup", "_run"))]
+        run = next((x for x in places if isinstance(x, Setup)), None)
+        if event == "line" and run is not None and run.loop.phase in (ENDING, LEAVING):
             self.seen += 1
             if self.seen == self.n:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
@@ -149,7 +150,7 @@ def test_while_a_program_is_compiled_for_new_shapes(
     steps_per_call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state before the call is saved, and the run leaves without the program: here, that never comes."""
-    from jstep.loop import programs
+    from jstep.loop import dispatch
 
     step, compiling = jstep.minimize(slow_to_compile, OPTIMIZER), threading.Event()
 
@@ -158,10 +159,10 @@ def test_while_a_program_is_compiled_for_new_shapes(
             compiling.set()
             released.wait(60)
 
-    released, apart = threading.Event(), programs.compile_apart
+    released, apart = threading.Event(), dispatch.compile_apart
 
-    def compile_apart(lowered: Any, is_over: Any) -> None:
-        apart(NeverCompiled() if count() == 4 else lowered, is_over)
+    def compile_apart(lowered: Any, signals: Any, *, may_leave: bool) -> None:
+        apart(NeverCompiled() if count() == 4 else lowered, signals, may_leave=may_leave)
 
     def count() -> int:
         return jstep.global_step(latest[0])
@@ -178,7 +179,7 @@ def test_while_a_program_is_compiled_for_new_shapes(
     def keep(n: int, state: Any, metrics: Any) -> None:
         latest[0] = state.replace(params=jax.tree.map(jnp.copy, state.params), global_step=jnp.copy(state.global_step))
 
-    monkeypatch.setattr(programs, "compile_apart", compile_apart)
+    monkeypatch.setattr(dispatch, "compile_apart", compile_apart)
     try:
         with pytest.raises(jstep.Preempted, match="after step 4, which is saved"):
             jstep.train(
@@ -264,38 +265,35 @@ def test_while_a_later_stage_is_waited_for_a_batch_that_cannot_be_made_again_is_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint without the position of its batches would begin them anew."""
-    from jstep.loop import compiler
-    from jstep.loop.programs import Programs
+    from jstep.loop.programs import ProgramTable
+    from jstep.loop.signals import StopSignals
 
-    is_done, compile_stage, sent, released = compiler.is_done, Programs.compile, [], threading.Event()
+    wait_for, compile_stage, sent, released = StopSignals.wait_for, ProgramTable.compile, [], threading.Event()
     latest = [0]
 
     def slow(*args: Any) -> None:
         released.wait(60)
         compile_stage(*args)
 
-    def done(future: Any, is_over: Any) -> bool:
-        def over() -> bool:
-            if sent:
-                released.set()  # after the loop was asked once more whether it leaves
-            elif latest == [3]:
-                sent.append(1)
-                os.kill(os.getpid(), signal.SIGTERM)
-            return bool(is_over())
-
-        return is_done(future, over)
+    def waits(signals: Any, future: Any, *, may_leave: bool) -> None:
+        if latest == [3] and not sent:
+            sent.append(may_leave)
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Timer(0.5, released.set).start()  # after the loop has looked whether it leaves
+        wait_for(signals, future, may_leave=may_leave)
 
     def keep(n: int, state: Any, metrics: Any) -> None:
         latest[0] = n
 
-    monkeypatch.setattr(Programs, "compile", slow)
-    monkeypatch.setattr(compiler, "is_done", done)
+    monkeypatch.setattr(ProgramTable, "compile", slow)
+    monkeypatch.setattr(StopSignals, "wait_for", waits)
     steps = {0: jstep.minimize(mean_of_products, OPTIMIZER), 3: jstep.minimize(mean_of_products, OPTIMIZER)}
     try:
         with pytest.raises(jstep.Preempted, match="after step 4, which is saved"):
             train(9, jstep.from_state(LargeReplay()), step=steps, hooks=[jstep.every(1, keep)], checkpoint_dir=tmp_path)
     finally:
         released.set()
+    assert sent == [False]
     monkeypatch.undo()
     again = LargeReplay()
     state = train(9, jstep.from_state(again), step=steps, checkpoint_dir=tmp_path)

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import signal
 import threading
 
 import jax
@@ -11,8 +12,8 @@ import pytest
 from loop_runs import train
 
 import jstep
-from jstep.loop.compiler import BackgroundCompiler, CompileJob
-from jstep.loop.signals import StopWaiting
+from jstep.loop.compiler import BackgroundCompiler, CompileJob, in_silence
+from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.stages import Segment, StageBoundaries, stages_of
 
 BATCHES = [np.full(3, n, np.float32) for n in range(40)]
@@ -289,40 +290,39 @@ def slow():
 
 def test_a_run_that_stops_does_not_wait_for_the_compiler(slow):
     job, started, finish = slow
-    stop = []
-    compiler = BackgroundCompiler(stopping=lambda: bool(stop))
+    stop = StopSignals()
+    compiler = BackgroundCompiler(stop)
     compiler.jobs.append(job)
-    compiler.before(4)
+    compiler.before(4, in_silence, may_leave=True)
     compiler.after((jnp.ones(3),))
     assert started.wait(60)
-    stop.append(True)
+    stop.received = signal.SIGTERM
     with pytest.raises(StopWaiting):
-        compiler.before(5)
+        compiler.before(5, in_silence, may_leave=True)
     finish.set()
-    stop.clear()
-    compiler.before(5)
+    compiler.before(5, in_silence, may_leave=False)
 
 
 @pytest.mark.parametrize("is_finished", [False, True])
 def test_only_a_compilation_in_progress_is_reported_at_the_end(is_finished, caplog, slow):
     job, started, finish = slow
     caplog.set_level("INFO", "jstep")
-    compiler = BackgroundCompiler()
+    compiler = BackgroundCompiler(StopSignals())
     compiler.jobs.append(job)
     compiler.after((jnp.ones(3),))
     assert started.wait(60)
     if is_finished:
         finish.set()
-        compiler.before(5)
+        compiler.before(5, in_silence, may_leave=True)
     compiler.close()
     finish.set()
     assert ("cannot be stopped" in caplog.text) != is_finished
 
 
 def test_jobs_that_did_not_start_are_left_to_the_step():
-    compiler = BackgroundCompiler()
+    compiler = BackgroundCompiler(StopSignals())
     compiler.jobs.append(CompileJob(5, "late", lambda *_: pytest.fail("began")))
-    compiler.before(5)
+    compiler.before(5, in_silence, may_leave=True)
     compiler.after(())
 
 

@@ -63,8 +63,10 @@ def test_a_hook_that_hangs_is_named():
 def test_what_was_reported_and_ended_stays_usual(kind):
     watch = watch_of(warn_secs=60.0)
     lasted = collections.defaultdict(lambda: [0.1])  # the slow call has left the last ones
-    watch.run = types.SimpleNamespace(
-        watch=types.SimpleNamespace(lasted=lasted), feeder=None, step=7, write_line=lambda *_, **__: None
+    watch.setup = types.SimpleNamespace(
+        watch=types.SimpleNamespace(lasted=lasted),
+        loop=types.SimpleNamespace(step=7),
+        lines=types.SimpleNamespace(write=lambda *_, **__: None),
     )
 
     def slow(thing, age, part="hooks"):
@@ -238,8 +240,8 @@ def test_the_bits_are_those_of_a_run_that_is_not_watched(steps_per_call):
 def watch_of(**settings):
     """A watch without a run."""
     watch = object.__new__(StallWatch)
-    watch._hook, watch._device = jstep.StallHook(**settings), None
-    watch._warn, watch._who, watch._process, watch._survived = watch._hook.warn_secs, "process 0", 0, {}
+    watch._hook, watch._device, watch._survived = jstep.StallHook(**settings), None, {}
+    watch._process = types.SimpleNamespace(index=0, name="process 0")
     return watch
 
 

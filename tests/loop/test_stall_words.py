@@ -12,41 +12,49 @@ import jstep
 from jstep.core.stopwatch import FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
 from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, TRACING
 from jstep.loop import stalls
+from jstep.loop.setup import BEGINNING, CLOSING, RUNNING
 from jstep.loop.stalls import StallWatch, Wait
 
 
-def run_of(**more: Any) -> Any:
+def run_of(*, loop: Any = None, **more: Any) -> Any:
     """A run at step 5 of one that began at step 2, in a call of the steps 5 and 6."""
-    feeder = types.SimpleNamespace(waiting=False, steps=2, got=3)
-    compiled = types.SimpleNamespace(unfinished=0)
+    place = {
+        "step": 5, "first": 2, "metrics": None, "calling": None, "phase": RUNNING, "is_over": False, "restoring": None,
+        "is_known": True,
+    }  # fmt: skip
     fields = {
-        "step": 5, "first": 2, "is_over": False, "feeder": feeder, "calling": None, "restored": None, "saver": None,
-        "resumed": types.SimpleNamespace(is_begun=True, latest=None),
-        "reports": types.SimpleNamespace(transfers=types.SimpleNamespace(owner=None)),
+        "loop": types.SimpleNamespace(**place | (loop or {})),
+        "feeder": types.SimpleNamespace(waiting=False, steps=2, got=3), "saver": None,
+        "transfers": types.SimpleNamespace(owner=None), "options": types.SimpleNamespace(where="runs"),
         "runner": types.SimpleNamespace(is_checking=False), "fetched": types.SimpleNamespace(count=4),
         "watch": types.SimpleNamespace(
             current=STEPPING, lasted={FIRST_CALL: [], SAVING: []}, visits=lambda *_, **__: []
         ),
-        "programs": types.SimpleNamespace(
-            compiler=types.SimpleNamespace(begun=[]),
-            compiled=compiled,
-            tracing=types.SimpleNamespace(locked=lambda: False),
-        ),
+        "dispatch": dispatch_of(),
     }  # fmt: skip
-    return types.SimpleNamespace(**fields | more)
+    run = types.SimpleNamespace(**fields | more)
+    run.step = run.loop.step
+    return run
 
 
-def watch_of(run: Any, **more: Any) -> StallWatch:
+def dispatch_of(*, begun: Any = (), unfinished: float = 0, locked: bool = False) -> Any:
+    compilations = types.SimpleNamespace(compiled=types.SimpleNamespace(unfinished=unfinished))
+    table = types.SimpleNamespace(compilations=compilations, tracing=types.SimpleNamespace(locked=lambda: locked))
+    return types.SimpleNamespace(compiler=types.SimpleNamespace(begun=begun), table=table)
+
+
+def watch_of(run: Any, *, warn: float = 2.0, process: int = 0, count: int = 3, **more: Any) -> StallWatch:
     """A watch of a stand-in for a run, without a thread."""
-    watch = object.__new__(StallWatch)
+    watch, main, device = (object.__new__(one) for one in (StallWatch, stalls._MainThread, stalls._Device))
     files = types.SimpleNamespace(others=[], shown=None, period=1.0, settle=lambda fields: None)
+    named = types.SimpleNamespace(index=process, count=count, name="process 0 of 3")
+    vars(main).update({"_setup": run, "_run": run, "ident": 1, "caller": None})
+    vars(device).update({"_loop": run.loop, "_samples": [], "_done": 0, "_since": 0.0, "per_step": []})
     fields = {
-        "run": run, "_hook": jstep.StallHook(warn_secs=2.0), "_warn": 2.0, "_who": "process 0 of 3", "_process": 0,
-        "_processes": 3, "_survived": {}, "_ident": 1, "_device": None, "_main": None, "_per_step": [],
-        "_is_shared": True, "_caller": None, "_files": files, "_samples": [],
+        "setup": run, "_hook": jstep.StallHook(warn_secs=warn), "_process": named, "_survived": {}, "_device": None,
+        "_main": None, "_files": files, "_of_main": main, "_of_device": device, "_step": 5, "_quiet": 0.0,
     }  # fmt: skip
-    for name, value in (fields | more).items():
-        setattr(watch, name, value)
+    vars(watch).update(fields | more)
     return watch
 
 
@@ -55,56 +63,44 @@ def of_hook(name: str, thing: Any, *, is_users: bool = True) -> Any:
     return types.SimpleNamespace(hook=hook, thing=thing, method="after_step", is_users=is_users)
 
 
-def waits(**more: Any) -> dict[str, Any]:
+def waits() -> dict[str, Any]:
     """Each wait, by the run that is in it."""
-    base = run_of(**more)
-
-    def of(**fields: Any) -> Any:
-        return types.SimpleNamespace(**vars(base) | fields)
-
-    def programs(**fields: Any) -> Any:
-        return types.SimpleNamespace(**vars(base.programs) | fields)
-
-    resumed = types.SimpleNamespace(is_begun=True, latest=3)
+    base = run_of()
     waiting = types.SimpleNamespace(**vars(base.feeder) | {"waiting": True})
     starting = types.SimpleNamespace(**vars(base.watch) | {"current": STARTING})
     saving = types.SimpleNamespace(**vars(base.watch) | {"current": SAVING})
-    locked = types.SimpleNamespace(locked=lambda: True)
     return {
-        "in a call of steps 5 to 6": of(),
-        "in a call of steps 3 to 4": of(runner=types.SimpleNamespace(is_checking=True)),
-        "saving step 5": of(watch=saving),
-        "in the hook Mine at step 5": of(calling=of_hook("Mine", "thing")),
-        "closing after step 5": of(is_over=True),
-        "restoring step 3": of(feeder=None, resumed=resumed),
-        "starting at step 5": of(feeder=None, resumed=resumed, restored=object()),
-        "starting: it looks for checkpoints": of(
-            feeder=None, resumed=types.SimpleNamespace(is_begun=False, latest=None)
-        ),
-        "compiling step 5's program": of(watch=starting),
-        "waiting for batch 6": of(feeder=waiting),
-        "compiling step 5's program #2": of(programs=programs(tracing=locked), feeder=waiting),
-        "compiling step 5's program #3": of(programs=programs(compiled=types.SimpleNamespace(unfinished=3))),
-        "in a call of steps 5 to 6 #2": of(programs=programs(compiled=types.SimpleNamespace(unfinished=2))),
-        "in a call of steps 2 to 3": of(watch=starting, step=2),
-        "compiling step 2's program": of(
-            watch=starting, step=2, programs=programs(compiler=types.SimpleNamespace(begun=[1]))
-        ),
+        "in a call of steps 5 to 6": run_of(),
+        "in a call of steps 3 to 4": run_of(runner=types.SimpleNamespace(is_checking=True)),
+        "saving step 5": run_of(watch=saving),
+        "in the hook Mine at step 5": run_of(loop={"calling": of_hook("Mine", "thing")}),
+        "closing after step 5": run_of(loop={"is_over": True}),
+        "closing after step 5 #2": run_of(watch=saving, loop={"is_over": True, "phase": CLOSING}),
+        "restoring step 3": run_of(loop={"phase": BEGINNING, "restoring": 3}),
+        "starting at step 5": run_of(loop={"phase": BEGINNING}),
+        "starting: it looks for checkpoints": run_of(loop={"phase": BEGINNING, "is_known": False}),
+        "compiling step 5's program": run_of(watch=starting),
+        "waiting for batch 6": run_of(feeder=waiting),
+        "compiling step 5's program #2": run_of(dispatch=dispatch_of(locked=True), feeder=waiting),
+        "compiling step 5's program #3": run_of(dispatch=dispatch_of(unfinished=3)),
+        "in a call of steps 5 to 6 #2": run_of(dispatch=dispatch_of(unfinished=2)),
+        "in a call of steps 2 to 3": run_of(watch=starting, loop={"step": 2}),
+        "compiling step 2's program": run_of(watch=starting, loop={"step": 2}, dispatch=dispatch_of(begun=[1])),
     }
 
 
 @pytest.mark.parametrize("what", waits())
 def test_what_is_waited_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls.threads, "done_by", lambda ident: ())
-    assert watch_of(waits()[what])._of_main_thread().what == what.partition(" #")[0]
+    assert watch_of(waits()[what])._of_main.wait().what == what.partition(" #")[0]
 
 
 def test_tracing_is_compiling_unless_a_batch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls.threads, "done_by", lambda ident: (TRACING,))
     runs = waits()
-    assert watch_of(runs["in a call of steps 5 to 6"])._of_main_thread().kind == "compile"
-    assert watch_of(runs["waiting for batch 6"])._of_main_thread().kind == "batch"
-    assert watch_of(runs["in the hook Mine at step 5"])._of_main_thread().kind == "hook"
+    assert watch_of(runs["in a call of steps 5 to 6"])._of_main.wait().kind == "compile"
+    assert watch_of(runs["waiting for batch 6"])._of_main.wait().kind == "batch"
+    assert watch_of(runs["in the hook Mine at step 5"])._of_main.wait().kind == "hook"
 
 
 @pytest.mark.parametrize(
@@ -119,13 +115,13 @@ def test_tracing_is_compiling_unless_a_batch_is_waited_for(monkeypatch: pytest.M
 )
 def test_what_processes_agree_on(what: str, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls.threads, "done_by", lambda ident: (AGREEING,))
-    wait = watch_of(waits()[what])._of_main_thread()
+    wait = watch_of(waits()[what])._of_main.wait()
     assert (wait.kind, wait.thing, wait.what) == (
         *(stalls.WITH_OTHERS, stalls.WITH_OTHERS),
         f"waiting for other processes to agree on {topic}",
     )
     monkeypatch.setattr(stalls.threads, "done_by", lambda ident: (AGREEING, AGREEING_ON_SHAPES))
-    assert watch_of(waits()[what])._of_main_thread().what.endswith("agree on the new shapes of batch 5")
+    assert watch_of(waits()[what])._of_main.wait().what.endswith("agree on the new shapes of batch 5")
 
 
 def other(process: int, what: str = "waiting for batch 7", kind: str = "batch", **more: Any) -> dict[str, Any]:
@@ -137,7 +133,7 @@ def test_the_others_are_named_or_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     agree = "waiting for other processes to agree on what is due at step 4"
     in_calls = [other(i, f"in steps {i} to {i + 3}", stalls.CALL, steps=[i, i + 3]) for i in (1, 2)]
     agreeing = [other(i, agree, stalls.WITH_OTHERS) for i in (3, 4)]
-    watch = watch_of(run_of(), _processes=7)
+    watch = watch_of(run_of(), count=7)
     wait = Wait(stalls.CALL, "in a call of step 2", 0, age=4.0)
     files: Any = watch._files
     files.others = [*in_calls, *agreeing, other(5)]
@@ -157,7 +153,7 @@ def test_the_others_are_named_or_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     for later, age in ((7.6, 4.0), (7.5, 3.9)):
         files.shown = later
         assert "nothing" not in "".join(watch._elsewhere(dataclasses.replace(wait, age=age)))
-    watch._is_shared = False
+    watch.setup.options.where = None  # type: ignore[misc]
     files.shown = 7.5
     assert "nothing" not in "".join(watch._elsewhere(wait))
 
@@ -177,9 +173,9 @@ def test_the_seconds_that_a_thing_usually_takes() -> None:
     assert watch._usual(device) == 2.0  # half of a call of two steps
     run.watch.lasted[FIRST_CALL] = [3.0]
     assert watch._usual(device) == 3.0
-    watch._per_step = [0.5, 0.7, 0.6]
+    watch._of_device.per_step = [0.5, 0.7, 0.6]
     assert watch._usual(device) == 0.6
-    watch._per_step, run.feeder = [], None
+    watch._of_device.per_step, visits[STEPPING, WAITING] = [], []
     assert watch._usual(device) is None
 
 
@@ -201,53 +197,58 @@ def test_the_calls_that_the_device_has_not_finished(monkeypatch: pytest.MonkeyPa
     now = [10.0]
     monkeypatch.setattr(stalls.time, "monotonic", lambda: now[0])
     key, small, large = jax.random.key(0), jnp.ones(2), jnp.ones(3)
-    run = run_of(metrics={"text": "a", "key": key, "large": large, "small": small})
-    watch = watch_of(run, _done=0, _since=0.0)
-    assert watch._of_device() is None
-    assert [(step, one is small) for step, one in watch._samples] == [(4, True)]  # the smallest, and not the key
-    watch._of_device()
-    assert len(watch._samples) == 0  # it was ready
+    run = run_of(loop={"metrics": {"text": "a", "key": key, "large": large, "small": small}})
+    loop, device = run.loop, watch_of(run)._of_device
+    assert device.wait() is None
+    assert [(step, one is small) for step, one in device._samples] == [(4, True)]  # the smallest, and not the key
+    device.wait()
+    assert len(device._samples) == 0  # it was ready
     first, second = Result(), Result()
-    watch._samples, watch._done, watch._per_step, now[0] = [(4, first), (6, second)], 2, [], 12.0
-    watch._since, run.step = 10.0, 7
-    wait = watch._of_device()
+    device._samples, device._done, device.per_step, now[0] = [(4, first), (6, second)], 2, [], 12.0
+    device._since, loop.step = 10.0, 7
+    wait = device.wait()
     assert (wait.what, wait.steps) == ("in a call of steps 2 to 4", (2, 4))
-    assert len(watch._samples) == 2  # the newest step is known already
+    assert len(device._samples) == 2  # the newest step is known already
     first.ready, now[0] = True, 16.0
-    wait = watch._of_device()
+    wait = device.wait()
     assert (wait.what, wait.steps) == ("in a call of steps 5 to 6", (5, 6))
-    assert watch._per_step == [2.0]  # three steps in six seconds
-    second.deleted, run.step, now[0] = True, 8, 18.0
-    assert watch._of_device() is None
-    assert watch._per_step == [2.0, 1.0]
-    assert [step for step, _ in watch._samples] == [7]
-    run.metrics = {}
-    watch._samples.clear()
-    assert watch._of_device() is None
-    assert not watch._samples
+    assert device.per_step == [2.0]  # three steps in six seconds
+    second.deleted, loop.step, now[0] = True, 8, 18.0
+    assert device.wait() is None
+    assert device.per_step == [2.0, 1.0]
+    assert [step for step, _ in device._samples] == [7]
+    loop.metrics = {}
+    device.clear()
+    assert device.wait() is None
+    assert not device._samples
 
 
 def test_whether_there_are_files_and_others_who_read_them(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for count, where, expected in (
-        (1, tmp_path, (True, False)),
-        (2, tmp_path, (True, True)),
-        (2, None, (False, False)),
-    ):
+    for count, where, expected in ((1, tmp_path, False), (2, tmp_path, True), (2, None, False)):
         monkeypatch.setattr(jax, "process_count", lambda count=count: count)
         options = types.SimpleNamespace(hooks=[jstep.StallHook(warn_secs=None)], where=where and str(where))
         watch = StallWatch(run_of(options=options))
-        assert (watch._has_files, watch._is_shared) == expected
+        assert watch._is_shared == expected
 
 
-def looked(says: list[str], *, looks: int = 14, reads: Any = lambda age: 0, **more: Any) -> list[Any]:
+def looked(
+    says: list[str],
+    *,
+    looks: int = 14,
+    reads: Any = lambda age: 0,
+    has_files: bool = True,
+    shared: bool = False,
+    **more: Any,
+) -> list[Any]:
     """What a watch says, and what it exchanges, at looks a second apart while the loop waits for one batch."""
-    watch = watch_of(run_of(), **{"_step": 5, "_quiet": 0.0, "_processes": 1, "_is_shared": False, **more})
+    run = run_of(options=types.SimpleNamespace(where="runs" if has_files else None))
+    watch = watch_of(run, count=2 if shared else 1, **more)
     exchanged: list[Any] = []
     files: Any = watch._files
     files.exchange = lambda fields, read, at_once=False: exchanged.append((fields and fields(), read, at_once))
     stand_ins = {
-        "_of_main_thread": lambda: Wait("batch", "waiting for batch 6", "key"),
-        "_of_device": lambda: None,
+        "_of_main": types.SimpleNamespace(wait=lambda: Wait("batch", "waiting for batch 6", "key")),
+        "_of_device": types.SimpleNamespace(wait=lambda: None),
         "_line": lambda wait: f"line at {wait.age:g}",
         "_exit": lambda wait: says.append(f"exit at {wait.age:g}"),
         "_fields": lambda wait, stall=True: (wait.age, stall),
@@ -268,20 +269,20 @@ def test_a_line_is_written_at_twice_the_age_of_the_last_one(monkeypatch: pytest.
     monkeypatch.setattr(StallWatch, "_is_stall", lambda self, wait: wait.age > 2)
     over = ["process 0 of 3, which was waiting for batch 6, went on after 13 s", "recorded after 13"]
     quiet, due = [(None, False, False)] * 3, {3, 6, 12}
-    exchanged = looked(says, _has_files=False)
+    exchanged = looked(says, has_files=False)
     assert exchanged == quiet + [((age, True), age in due, age in due) for age in range(3, 14)]
     assert says == ["line at 3", "line at 6", "line at 12", *over]
     says.clear()  # the line waits until the files of the others have been read, or four seconds
-    looked(says, _has_files=True, reads=lambda age: age // 4)
+    looked(says, has_files=True, reads=lambda age: age // 4)
     assert says == ["line at 4", "line at 12", *over]
     says.clear()
-    looked(says, _has_files=True)
+    looked(says, has_files=True)
     assert says == ["line at 8", *over]
     says.clear()  # other processes need another read
-    looked(says, _has_files=True, _is_shared=True, reads=lambda age: age // 2)
+    looked(says, has_files=True, shared=True, reads=lambda age: age // 2)
     assert says == ["line at 6", *over]
     says.clear()
-    looked(says, looks=6, _has_files=False, _hook=jstep.StallHook(warn_secs=1.0, exit_secs=3.5))
+    looked(says, looks=6, has_files=False, _hook=jstep.StallHook(warn_secs=1.0, exit_secs=3.5))
     assert says == ["line at 3", "exit at 4", "exit at 5", over[0].replace("13", "5"), "recorded after 5"]
 
 
@@ -290,7 +291,7 @@ def test_who_does_not_hang_tells_those_who_do_what_it_waits_for(monkeypatch: pyt
     for stall, shared in ((True, True), (False, True), (True, False)):
         says: list[str] = []
         files = types.SimpleNamespace(others=[{"stall": stall}], reads=0)
-        found = looked(says, looks=4, _files=files, _is_shared=shared, _has_files=True)
+        found = looked(says, looks=4, _files=files, shared=shared, has_files=True)
         told = [((age, False) if stall else None, True, False) for age in (2.0, 3.0)]
         assert found == [(None, False, False)] * 2 + (told if shared else [(None, False, False)] * 2)
         assert says == []
@@ -341,7 +342,8 @@ def ended(watch: StallWatch, wait: Wait, said: list[str]) -> list[str]:
     written: list[Any] = []
     files: Any = watch._files
     files.settle = lambda fields: written.append(fields())
-    watch.run.write_line = lambda kind, **fields: said.append(f"{kind} {fields['part']} {fields['stalled']}")
+    lines = lambda kind, **fields: said.append(f"{kind} {fields['part']} {fields['stalled']}")  # noqa: E731
+    watch.setup.lines = types.SimpleNamespace(write=lines)  # type: ignore[misc,assignment]
     with pytest.raises(LeftError):
         watch._exit(wait)
     assert (written[0]["exit_code"], written[0]["stall"], written[0]["what"]) == (75, True, wait.what)
@@ -351,7 +353,7 @@ def ended(watch: StallWatch, wait: Wait, said: list[str]) -> list[str]:
 def test_a_process_ends_after_it_has_said_why_and_saved(said: list[str]) -> None:
     run = run_of(saver=object())
     wait = Wait("batch", "waiting for batch 6", 0, age=61.2345)
-    assert ended(watch_of(run, _processes=1), wait, said) == [
+    assert ended(watch_of(run, count=1), wait, said) == [
         "process 0 of 3 has been waiting for batch 6 for 61 s: it ends with exit code 75",
         *("dump 2", f"stall {STEPPING} 61.234", "step 5 is saved", "shutdown", "exit 75"),
     ]
@@ -362,18 +364,18 @@ def test_a_process_ends_after_it_has_said_why_and_saved(said: list[str]) -> None
     [
         ("evaluation", {}, True),
         ("hook", {}, True),
-        ("hook", {"calling": of_hook("Mine", 0)}, True),
-        ("hook", {"calling": of_hook("Own", 0, is_users=False)}, False),
+        ("hook", {"loop": {"calling": of_hook("Mine", 0)}}, True),
+        ("hook", {"loop": {"calling": of_hook("Own", 0, is_users=False)}}, False),
         ("compile", {}, False),
         ("call", {}, False),
         ("batch", {"saver": None}, False),
-        ("batch", {"step": 2}, False),
-        ("batch", {"step": 3}, True),
+        ("batch", {"loop": {"step": 2}}, False),
+        ("batch", {"loop": {"step": 3}}, True),
     ],
 )
 def test_only_what_hangs_in_code_of_the_user_is_saved(kind: str, more: Any, is_saved: bool, said: list[str]) -> None:
     run = run_of(**{"saver": object(), **more})
-    done = ended(watch_of(run, _processes=1), Wait(kind, "hanging", 0, age=61.0), said)
+    done = ended(watch_of(run, count=1), Wait(kind, "hanging", 0, age=61.0), said)
     assert any("is saved" in line for line in done) is is_saved
 
 
@@ -381,7 +383,7 @@ def test_only_what_hangs_in_code_of_the_user_is_saved(kind: str, more: Any, is_s
 def test_several_processes_save_nothing_and_leave_process_0_last(
     process: int, warn: float, secs: float, said: list[str]
 ) -> None:
-    watch = watch_of(run_of(saver=object()), _process=process, _warn=warn)
+    watch = watch_of(run_of(saver=object()), process=process, warn=warn)
     assert ended(watch, Wait("batch", "hanging", 0, age=61.0), said)[-3:] == ["shutdown", f"sleep {secs}", "exit 75"]
 
 
@@ -393,7 +395,7 @@ def test_a_save_may_take_three_times_as_long_as_before(
     monkeypatch.setattr(stalls, "_in_time", lambda fn, seconds=5.0: (limits.append(seconds), fn(), seconds == 5.0)[-1])
     run = run_of(saver=object())
     run.watch.lasted[SAVING] = usual
-    done = ended(watch_of(run, _processes=1), Wait("batch", "hanging", 0, age=61.0), said)
+    done = ended(watch_of(run, count=1), Wait("batch", "hanging", 0, age=61.0), said)
     assert limits.count(5.0) == len(limits) - 1
     assert max(limits, key=lambda one: one != 5.0) == limit
     assert f"step 5 could not be saved within {stalls._secs(limit)} s" in done

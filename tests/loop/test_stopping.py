@@ -120,11 +120,12 @@ def test_a_limit_that_ends_after_a_signal_or_the_run_stops_nothing() -> None:
     stop = StopSignals(1000.0)
     stop.received = signal.SIGINT
     stop._expire()
-    assert not stop.is_over
+    assert not stop._is_limit
     stop.received = None
     stop.end()
     stop._expire()
-    assert (stop.is_over, stop.received, stop.is_stopping) == (False, None, False)
+    assert (stop._is_limit, stop.received) == (False, None)
+    stop.check()
 
 
 def test_without_proc_a_signal_with_its_default_action_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

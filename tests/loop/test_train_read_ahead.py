@@ -1,7 +1,6 @@
 """`train`: runs are identical whether the loop reads the batches or a thread does, and however often that changes."""
 
 import itertools
-import math
 import os
 import signal
 import threading
@@ -13,8 +12,6 @@ from loop_runs import DATA, OPTIMIZER, STEP, Calls, Counted, loss_fn, make_state
 
 import jstep
 from jstep.loop import feeder
-from jstep.loop.calls import AHEAD
-from jstep.loop.feeder import BatchFeeder
 
 UNDECIDED = 7
 """The number of the first batch that a thread reads, if one starts."""
@@ -24,14 +21,11 @@ UNDECIDED = 7
 def way(request, monkeypatch):
     """Sets how batches are read, whatever that takes."""
 
-    def look(feeder):
-        looks = feeder.looks = getattr(feeder, "looks", 0) + 1
-        if request.param == "ahead" and looks == UNDECIDED:
-            feeder._has_thread = True
-            feeder._reader.request(AHEAD)
+    def are_long(waits, asked, got):
+        waits.looks = getattr(waits, "looks", 0) + 1
+        return request.param == "ahead" and waits.looks == UNDECIDED
 
-    monkeypatch.setattr(BatchFeeder, "_look", look)
-    monkeypatch.setattr(feeder, "_SECOND", -math.inf)
+    monkeypatch.setattr(feeder._Waits, "are_long", are_long)
     yield request.param
     assert not any(thread.name == "jstep-prefetch" for thread in threading.enumerate())
 

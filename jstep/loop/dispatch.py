@@ -1,0 +1,200 @@
+"""The dispatch of a call: its program is compiled, at the latest now, and run; errors are explained."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jstep.core.checks import shown
+from jstep.core.exceptions import forget_frames, scoped
+from jstep.core.jaxprs import shards_arrays
+from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
+from jstep.core.stopwatch import STARTING, Stopwatch
+from jstep.data.placement import mesh_without_batch
+from jstep.distributed import processes
+from jstep.hooks.metric_sums import NONE
+from jstep.loop.calls import AutoSteps, Call
+from jstep.loop.compiler import BackgroundCompiler, compile_apart
+from jstep.loop.programs import Program, ProgramTable
+from jstep.loop.signals import StopSignals
+from jstep.state.train_state import TrainState
+from jstep.training.explain import explain, explain_one_argument
+from jstep.training.metrics import Constants
+from jstep.training.step import TrainStep, refuse_a_loss
+
+_logger = logging.getLogger("jstep")
+
+Look = Callable[[Call, Any], None]
+"""`look(call, state)`: called with a call that was dispatched, and the state that it returned."""
+
+
+class Dispatch:
+    """The calls of a run: `state, metrics = dispatch(state, call)`. It never waits for the device.
+
+    Args:
+        table: The programs.
+        signals: End the wait for a program.
+        first_call: A context manager for the very first call.
+        watch: The stopwatch of the run; compilation is not counted as time of the steps.
+        after_first: Functions that are called after the first call of each stage.
+        after_each: Functions that are called after each call.
+
+    Attributes:
+        table: The programs.
+        compiler: Compiles programs in the background, before they are due.
+    """
+
+    def __init__(
+        self,
+        table: ProgramTable,
+        *,
+        signals: StopSignals | None = None,
+        first_call: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        watch: Stopwatch | None = None,
+        after_first: Sequence[Look] = (),
+        after_each: Sequence[Look] = (),
+    ) -> None:
+        self.table = table
+        self._signals = StopSignals() if signals is None else signals
+        self.compiler = BackgroundCompiler(self._signals)
+        self._first_call = first_call
+        self._watch = Stopwatch() if watch is None else watch
+        self._after_first, self._after_each = after_first, after_each
+        self._auto = AutoSteps(self._compile_longer, table.switch) if table.is_auto else None
+        self._latest: Program | None = None
+        # A step that is not compiled may make arrays of equal shapes from batches of different ones.
+        self._agreed = None if processes.is_single_process() or table.on_device else processes.AgreedShapes()
+
+    def __call__(self, state: Any, call: Call) -> Any:
+        """Run the steps of a call; return the new state and the metrics of its last step."""
+        program, compiled = call.program, self.table.compilations.compiled
+        is_new, before, seconds = not program.is_called, compiled.programs, compiled.seconds
+        if self._agreed is not None:
+            self._agreed.check(state, call.args, program)
+        self.compiler.before(call.first, self._waiting, may_leave=not call.must_run)
+        try:
+            with self._first_call() if self._latest is None else contextlib.nullcontext():
+                if is_new:
+                    self._prepare(program, state, call)
+                if self._auto is None or self._auto.is_over or not program.is_looped:
+                    result = program.run(state, call, self.table.sums)
+                else:
+                    result = self._auto.timed(program.run, state, call, self.table.sums)
+        except Exception as error:
+            explain_one_argument(error, call.args)
+            refuse_a_loss(program.stage.step, state, call.of_one, error)
+            raise
+        if is_new or compiled.programs != before:
+            self._follow_up(call, result, compiled.seconds - seconds)
+        self._latest = program
+        if self.compiler.jobs:
+            self.compiler.after(call.of_one)
+        for look in self._after_each:
+            look(call, result[0])
+        return result
+
+    def _prepare(self, program: Program, state: Any, call: Call) -> None:
+        """Compile a program before its first call. What is wrong with its step, the call itself explains.
+
+        Raises:
+            StopWaiting: The run is stopping.
+        """
+        compilations, stage, signals = self.table.compilations, program.stage, self._signals
+        compilations.begins(call)
+        if program.has_failed or not stage.is_compiled or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return
+        with compilations.compiling(stage.name), using_mesh(mesh_of((state, call.args))):
+            try:
+                if not call.must_run:
+                    signals.wait()
+                step, args = program.traceable(state, call.args, self.table.sums)
+                traced = step.trace(state, *args)
+                with internal_transfers():
+                    lowered = traced.lower()
+            except Exception as error:
+                forget_frames(error)
+                return
+            finally:
+                signals.go_on()
+            try:
+                compile_apart(lowered, signals, may_leave=not call.must_run)
+            except Exception as error:
+                if isinstance(program.step, TrainStep):
+                    explain(error, state, call.args, donates=program.step.donate)
+                raise
+
+    def _follow_up(self, call: Call, result: Any, seconds: float) -> None:
+        """Look at the first call of a program, and at any later one that has compiled."""
+        is_first = self.table.compilations.ended(call)
+        if is_first:
+            check_result(result)
+        if not call.program.is_called:
+            call.program.called(call)
+        self._watch.reassign(STARTING, seconds)
+        if is_first:
+            if self._latest is None:
+                warn_of_redundant_rows(call, result[0])
+            for look in self._after_first:
+                look(call, result[0])
+
+    @scoped
+    def _waiting(self, name: str) -> Iterator[None]:
+        """A context for the time in which the loop waits for a program that is compiled ahead."""
+        with self._watch.part(STARTING), self.table.compilations.compiling(name):
+            yield
+
+    def _compile_longer(self, most: int) -> None:
+        if self._latest is not None:
+            self.table.compile_longer(most, self._latest.stage)
+
+    def repeated(self, call: Call) -> Callable[..., Any]:
+        """A function that repeats a call, `again(state, *call.args) -> (state, metrics)`; call it after the call."""
+        again: Callable[..., Any] = call.program.repeated(call, self.table.sums)
+        return again
+
+    @property
+    def constants(self) -> Constants:
+        """The constant metrics of the latest call, which are not computed by the step."""
+        return NONE if self._latest is None else self._latest.constants
+
+
+# Checks and warnings.
+
+
+def check_result(result: Any) -> None:
+    """Refuse the result of a step unless it is a state and metrics."""
+    expected = "train_step must return (state, metrics), a TrainState and a mapping of names to values; "
+    what = f"{expected}jstep.minimize(loss_fn, optimizer) makes such a step of a loss; it returned"
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(f"{what} {type(result).__name__}{f' of {len(result)}' if isinstance(result, tuple) else ''}")
+    state, metrics = result
+    if not isinstance(state, TrainState) or not isinstance(metrics, Mapping):
+        raise TypeError(f"{what} ({type(state).__name__}, {type(metrics).__name__})")
+    odd = next((name for name in metrics if not isinstance(name, str)), None)
+    if odd is not None:
+        raise TypeError(f"{expected}the name of a metric must be a string, got {shown(odd)}")
+
+
+def warn_of_redundant_rows(call: Call, state: Any) -> None:
+    """Log a warning if every device of the state's mesh does the same work, because nothing is split over them.
+
+    This is certain only if the parameters are replicated, no array of the batch is on the mesh, and the step shards
+    nothing itself. Any other layout may be intended, and gives no warning.
+    """
+    params = jax.tree.leaves(state.params)
+    mesh = mesh_without_batch(params, call.of_one)
+    if mesh is None or jax.process_index() != 0:
+        return
+    if not all(isinstance(leaf, jax.Array) and leaf.is_fully_replicated for leaf in params):
+        return
+    traced = call.trace(state)
+    if traced is None or shards_arrays(traced.jaxpr):
+        return
+    _logger.warning(
+        "batches are not sharded and parameters are replicated, so each of the %d devices computes all rows of every "
+        "batch; give train batch_sharding=%r, or place the batches on the mesh",
+        mesh.size,
+        mesh.axis_names[0],
+    )
