@@ -52,7 +52,7 @@ Training loop and hooks
     train; it raises Preempted after a SIGTERM.
     StepCounterHook, LoggingHook, ProgressHook, SummarySaverHook, MetricsHook, CheckpointSaverHook, EvaluationHook,
     FingerprintHook (DivergenceError), ProfilerHook, StopAtStepHook, NanLossHook (NanLossDuringTrainingError),
-    AuditHook (AuditError), StallHook. Custom hooks: Hook, every, log_every_n.
+    AuditHook (AuditError), StallHook. Custom hooks: Hook, ReportingHook, every, log_every_n.
 Evaluation
     evaluator, with metrics such as metrics.auc; callbacks of EvaluationHook: EarlyStopping, KeepBest, ReduceOnPlateau.
 Checkpoints and weights

@@ -201,6 +201,7 @@ from jstep.hooks.hook import Hook as Hook
 from jstep.hooks.nan_loss import NanLossHook as NanLossHook
 from jstep.hooks.report import LoggingHook as LoggingHook
 from jstep.hooks.report import MetricsHook as MetricsHook
+from jstep.hooks.report import ReportingHook as ReportingHook
 from jstep.loop.progress import ProgressHook as ProgressHook
 from jstep.loop.signals import Preempted as Preempted
 from jstep.loop.stalls import StallHook as StallHook

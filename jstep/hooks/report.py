@@ -13,7 +13,7 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, kind, shown
 from jstep.core.exceptions import note
 from jstep.core.logs import as_level
-from jstep.hooks.cadence import UNSET, Cadence, cadence
+from jstep.hooks.cadence import UNSET, cadence
 from jstep.hooks.hook import Clock, Metrics
 from jstep.hooks.numbers import Pending, in_order, is_ready, names_of_arrays, read, scalars, text, transferred
 from jstep.hooks.run_hook import RunHook, RunInfo, check_writer
@@ -28,16 +28,48 @@ _logger = logging.getLogger("jstep")
 
 
 class ReportingHook(RunHook):
-    """A hook that delivers scalar metrics when due, as soon as they have arrived from the device.
+    """Base class of hooks that report scalar metrics. A subclass defines `deliver`.
+
+    `deliver` gets the values of a step once they have arrived from the device, so that the loop never waits: in the
+    order of the steps, before the results of a later evaluation, before a checkpoint is saved, and before `train`
+    returns or raises. The last step is always reported.
 
     Args:
-        when: The cadence.
+        every_n_steps: Interval in steps; due at its multiples.
+        every_n_secs: Interval in seconds. If both are given, whichever comes first.
         mean: Whether to deliver means over the steps since the last delivery, in place of the values of the step.
-        leave_out: Returns the names of metrics that are left out.
+        leave_out: A function without arguments that returns names of metrics to omit.
+        clock: Returns seconds; replaced in tests.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> class Rows(jstep.ReportingHook):
+        ...     def begin(self, state):
+        ...         self.rows = []
+        ...         return super().begin(state)
+        ...     def deliver(self, step, values):
+        ...         self.rows.append((step, values["loss"]))
+        >>> optimizer = jstep.gradient_descent(0.5)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> hook = Rows(every_n_steps=2)
+        >>> state = jstep.train(train_step, state, lambda n: jnp.float32(n), 3, hooks=[hook])
+        >>> hook.rows
+        [(2, 1.0), (3, 1.0)]
     """
 
-    def __init__(self, when: Cadence, mean: Any, leave_out: LeaveOut = tuple) -> None:
-        self.cadence, self._mean = when, as_bool(mean, "mean")
+    def __init__(
+        self,
+        *,
+        every_n_steps: int | None = UNSET,
+        every_n_secs: float | None = None,
+        mean: bool = False,
+        leave_out: LeaveOut = tuple,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
+        self.cadence = cadence(steps=steps, secs=secs, clock=clock, at_last=True)
+        self._mean = as_bool(mean, "mean")
         self._leave_out = as_function(leave_out, "leave_out", "() -> names")
 
     def use_run(self, run: RunInfo) -> None:
@@ -48,16 +80,21 @@ class ReportingHook(RunHook):
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Queue the metrics of this step, and deliver what is ready."""
-        self.run.reports.transfers.add(step, self._numbers(metrics, self._leave_out()), self._deliver, self)
+        self.run.reports.transfers.add(step, self._numbers(metrics, self._leave_out()), self.deliver, self)
         self.run.reports.transfers.deliver_ready()
 
     def end(self, step: int, state: TrainState) -> None:
         """Deliver all pending rows."""
         self.run.reports.transfers.deliver_all()
 
-    def _deliver(self, step: int, values: dict[str, Any]) -> None:
-        """Called with a step and its values as Python numbers, in the order of the steps."""
-        raise NotImplementedError
+    def deliver(self, step: int, values: dict[str, Any]) -> None:
+        """Report the values of a step.
+
+        Args:
+            step: The step.
+            values: Name → number: `loss` first, then learning rates, then the other metrics by name.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no deliver(step, values)")
 
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> Pending:
         """The numbers to deliver for a step; means start from zero again."""
@@ -103,14 +140,16 @@ class LoggingHook(ReportingHook):
         mean: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
-        super().__init__(cadence(steps=steps, secs=secs, clock=clock, at_last=True), mean, leave_out)
+        super().__init__(
+            every_n_steps=every_n_steps, every_n_secs=every_n_secs, mean=mean, leave_out=leave_out, clock=clock
+        )
         if counter is not None and not hasattr(counter, "steps_per_sec"):
             raise TypeError(f"counter={counter!r}: must be a StepCounterHook, got {kind(counter)}")
         self._given_counter = counter
         self._level = as_level(level)
 
-    def _deliver(self, step: int, values: dict[str, Any]) -> None:
+    def deliver(self, step: int, values: dict[str, Any]) -> None:
+        """Log a line."""
         if jax.process_index() == 0:
             _logger.log(self._level, "step %d  %s%s", step, text(values), self._speed(step))
 
@@ -178,7 +217,8 @@ class MetricsHook(ReportingHook):
     ) -> None:
         self._write = as_function(write, "write", "(step, values)")
         self._named: set[str] = set()
-        super().__init__(cadence(steps=("every_n_steps", every_n_steps), at_last=True), mean)
+        super().__init__(mean=mean)
+        self.cadence = cadence(steps=("every_n_steps", every_n_steps), at_last=True)
 
     def begin(self, state: TrainState) -> bool | None:
         """Reset the hook for a new run."""
@@ -197,7 +237,8 @@ class MetricsHook(ReportingHook):
             )
         return super()._numbers(metrics, leave_out)
 
-    def _deliver(self, step: int, values: dict[str, Any]) -> None:
+    def deliver(self, step: int, values: dict[str, Any]) -> None:
+        """Pass the values on."""
         if jax.process_index() != 0:
             return
         try:
@@ -244,9 +285,10 @@ class SummarySaverHook(ReportingHook):
         mean: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
+        super().__init__(mean=mean, leave_out=leave_out)
         # The state is sharded over all processes, so all of them compute histograms.
         steps, secs = ("save_steps", save_steps), ("save_secs", save_secs)
-        super().__init__(cadence(steps=steps, secs=secs, clock=clock, together=True), mean, leave_out)
+        self.cadence = cadence(steps=steps, secs=secs, clock=clock, together=True)
         self._given_writer = check_writer(summary_writer)
         self.takes_writer = summary_writer is None  # that of the run
         self._histograms = _globs(histograms)
@@ -269,13 +311,13 @@ class SummarySaverHook(ReportingHook):
         self._check_writer()  # the caller may not have called `begin`
         leave_out = {*self._leave_out(), *(self.run.constant_metrics() if self.takes_writer else ())}
         if self._mean:
-            self.run.reports.transfers.add(step, self._numbers(metrics, leave_out), self._deliver, self)
-        self._deliver(step, {} if self._mean else scalars(metrics, leave_out), metrics)
+            self.run.reports.transfers.add(step, self._numbers(metrics, leave_out), self.deliver, self)
+        self.deliver(step, {} if self._mean else scalars(metrics, leave_out), metrics)
         if self._histograms:
             self._writer.add_summary(histograms_of(state, self._histograms), step)
         self.run.reports.transfers.deliver_ready()
 
-    def _deliver(self, step: int, values: dict[str, Any], metrics: Metrics | None = None) -> None:
+    def deliver(self, step: int, values: dict[str, Any], metrics: Metrics | None = None) -> None:
         """Write one summary of some numbers, and of the summaries among the metrics, if there are any."""
         if is_ready(values.values()):  # numbers of the host are the quickest to write
             values = read(values)
