@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Recorded
 from jstep.core import device_values, selection, trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import kind
 from jstep.slots import compact_numbers
 from jstep.slots.roles import Role, roles_in
@@ -35,7 +37,7 @@ def keys_of(path: Any) -> Keys:
     return tuple(trees.path_str((key,)) for key in path)
 
 
-def halves_in(tree: Any) -> dict[int, int]:
+def halves_in(tree: Tree) -> dict[int, int]:
     """Return the leaves that `compact` stores in two → those with their other halves: indices among all leaves."""
     found: dict[int, int] = {}
     for state, numbers in states_in(tree):
@@ -49,14 +51,14 @@ def halves_in(tree: Any) -> dict[int, int]:
     return found
 
 
-def states_in(tree: Any) -> list[tuple[TrainState, TrainState]]:
+def states_in(tree: Tree) -> list[tuple[TrainState, TrainState]]:
     """Return each state in a tree, with a copy whose leaves are their indices among all leaves of the tree."""
     both = tree, numbers_of_leaves(tree)
     nodes = (jax.tree.leaves(one, is_leaf=lambda node: isinstance(node, TrainState)) for one in both)
     return [both for both in zip(*nodes, strict=True) if isinstance(both[0], TrainState)]
 
 
-def numbers_of_leaves(tree: Any) -> Any:
+def numbers_of_leaves(tree: Tree) -> Any:
     """Return a tree with the numbers of its leaves in their places."""
     return jax.tree.unflatten(trees.structure(tree), range(len(jax.tree.leaves(tree))))
 
@@ -69,7 +71,7 @@ _CARRIERS = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "uint8"}
 _Record = TypeVar("_Record", Leaf, LeftOut)
 
 
-def named_leaves(state: Any) -> list[tuple[Leaf, Any]]:
+def named_leaves(state: Tree) -> list[tuple[Leaf, Any]]:
     """Return every leaf of a state with its record.
 
     Raises:
@@ -92,7 +94,7 @@ def named_leaves(state: Any) -> list[tuple[Leaf, Any]]:
     return out
 
 
-def require_value(leaf: Any, what: str) -> None:
+def require_value(leaf: object, what: str) -> None:
     """Reject a leaf without a value to save, of a state or of weights.
 
     Raises:
@@ -107,7 +109,7 @@ def require_value(leaf: Any, what: str) -> None:
         raise ValueError(f"{what} was donated to a step and deleted; save what the step returned, before passing it on")
 
 
-def _with_value(leaf: Any, path: str) -> Any:
+def _with_value(leaf: object, path: str) -> Any:
     require_value(leaf, f"state: {path!r}")
     if isinstance(leaf, jax.Array):
         if jax.process_count() > 1 and leaf.is_fully_addressable:
@@ -128,7 +130,7 @@ def _with_value(leaf: Any, path: str) -> Any:
     )
 
 
-def to_stored(record: Leaf, leaf: Any) -> Any:
+def to_stored(record: Leaf, leaf: object) -> Any:
     """Return the array to store for a leaf, of a type that the storage format supports."""
     return trees.key_data(leaf) if record.stored_as is None else _carried(record, leaf, record.stored_as)
 
@@ -159,7 +161,7 @@ def _carried(record: Leaf, array: Any, dtype: str) -> Any:
     return jax.lax.bitcast_convert_type(array, jnp.dtype(dtype))
 
 
-def as_integers(array: np.ndarray[Any, Any], dtype: Any, path: str) -> np.ndarray[Any, Any]:
+def as_integers(array: np.ndarray[Any, Any], dtype: DTypeLike, path: str) -> np.ndarray[Any, Any]:
     """Convert a stored array to the integer dtype of the leaf at a path of the target.
 
     Raises:
@@ -223,7 +225,7 @@ def unique(paths: Iterable[str]) -> list[str]:
 # Leaves that `Saver(leave_out=…)` does not save, and their fingerprints.
 
 
-def left_out_indices(state: Any, leave_out: selection.VarList) -> set[int]:
+def left_out_indices(state: Tree, leave_out: selection.VarList) -> set[int]:
     """Return the indices, among the leaves of a state, of the parameters that are left out and of their slots.
 
     Raises:
@@ -248,7 +250,7 @@ def left_out_indices(state: Any, leave_out: selection.VarList) -> set[int]:
     return left_out
 
 
-def _field(state: Any, name: str) -> Any:
+def _field(state: Tree, name: str) -> Any:
     return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
 
 

@@ -60,7 +60,7 @@ class Extra(NamedTuple):
         return mine == its and self.files == other.files
 
 
-def json_copy(value: Any, name: str) -> Any:
+def json_copy(value: object, name: str) -> Any:
     """Return the value as JSON decodes it: tuples become lists.
 
     Raises:
@@ -70,7 +70,7 @@ def json_copy(value: Any, name: str) -> Any:
     return json.loads(json.dumps(value))
 
 
-def _check_json(value: Any, name: str, above: tuple[int, ...]) -> None:
+def _check_json(value: object, name: str, above: tuple[int, ...]) -> None:
     if id(value) in above:
         raise TypeError(f"{name}: contains itself, which JSON cannot represent; leave that part out")
     if len(above) > _DEEPEST:
@@ -104,7 +104,7 @@ class Recorded:
     shape: tuple[int, ...]
     dtype: str
 
-    def _json(self, **own: Any) -> dict[str, Any]:
+    def _json(self, **own: object) -> dict[str, Any]:
         """Return a short dict, without keys that follow from the path."""
         keys = {} if list(self.keys) == self.path.split("/") else {"keys": list(self.keys)}
         return {"path": self.path, "shape": list(self.shape), "dtype": self.dtype, **own, **keys}
@@ -310,15 +310,15 @@ def _refuse(why: str) -> Any:
     raise ValueError(why)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else _refuse(f"{value!r:.50} is not a string")
 
 
-def _text_or_none(value: Any) -> str | None:
+def _text_or_none(value: object) -> str | None:
     return None if value is None else _text(value)
 
 
-def _truth(value: Any) -> bool:
+def _truth(value: object) -> bool:
     return value if isinstance(value, bool) else _refuse(f"{value!r:.50} is neither true nor false")
 
 

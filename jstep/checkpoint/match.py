@@ -13,6 +13,7 @@ from jstep.checkpoint import leaf_records, targets
 from jstep.checkpoint.leaf_records import GLOBAL_STEP, PARAMS, SLOTS, Keys
 from jstep.checkpoint.manifest import Leaf, LeftOut, Manifest
 from jstep.core import selection, trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import array_type, kind, listing, shown
 from jstep.core.placement import is_of_host, on_devices, place_anywhere, target_sharding
 from jstep.slots import compact_numbers
@@ -86,7 +87,7 @@ class Match(targets.Match[Wanted]):
     TITLES = "missing in the checkpoint", "extra in the checkpoint", "differing"
 
 
-def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names: Names | None, where: str) -> Match:
+def match(target: Tree, manifest: Manifest, averages: Sequence[str] | None, names: Names | None, where: str) -> Match:
     """Find the saved leaf of each leaf of a target.
 
     Args:
@@ -148,7 +149,7 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
     return Match(wanted, unused, bool(roles) and in_other_format)
 
 
-def _copies(target: Any, leaves: Sequence[Wanted], halves: Mapping[int, int]) -> dict[int, Copy]:
+def _copies(target: Tree, leaves: Sequence[Wanted], halves: Mapping[int, int]) -> dict[int, Copy]:
     """Return the leaves that the checkpoint lacks → what they begin as copies of, which it has."""
     found: dict[int, Copy] = {}
     for i, originals in _copied(target).items():
@@ -160,7 +161,7 @@ def _copies(target: Any, leaves: Sequence[Wanted], halves: Mapping[int, int]) ->
     return found
 
 
-def _copied(target: Any) -> dict[int, list[int]]:
+def _copied(target: Tree) -> dict[int, list[int]]:
     """Return the leaves of slots that begin as copies → the leaves they are copies of, in order of preference.
 
     A slot inside `master_weights` begins as a copy of the master, or without one in the checkpoint, of the parameter.
@@ -265,7 +266,7 @@ def check(found: Match, manifest: Manifest, partial: bool, where: str) -> None:
         )
 
 
-def check_run(state: Any, manifest: Manifest, where: str) -> None:
+def check_run(state: Tree, manifest: Manifest, where: str) -> None:
     """Check that a run can resume from a checkpoint, as `check` does; the error says whose checkpoint it is.
 
     Args:
@@ -295,7 +296,7 @@ def check_run(state: Any, manifest: Manifest, where: str) -> None:
         ) from None
 
 
-def _renamed(names: Names | None, target: Any, saved: set[str], where: str) -> dict[str, str]:
+def _renamed(names: Names | None, target: Tree, saved: set[str], where: str) -> dict[str, str]:
     """Return path in the target → path in the checkpoint, for paths that differ."""
     given = {} if names is None else targets.entries(names, selection.names_of(target), "target", _FORM)
     if not isinstance(names, Mapping):
@@ -396,7 +397,7 @@ def match_params(
     return found
 
 
-def _without_absent(params: Any, found: Match) -> str:
+def _without_absent(params: Tree, found: Match) -> str:
     """Describe how to restore the rest if all that does not fit are entries of params that the checkpoint lacks."""
     if not isinstance(params, Mapping) or found.unused or any(one.problem for one in found.wanted):
         return ""
@@ -414,7 +415,7 @@ def _without_absent(params: Any, found: Match) -> str:
 def _whole_names(names: Names | None, paths: set[str], saved: set[str]) -> Names | None:
     """Return the names with `params/` added to the paths that need it."""
 
-    def whole(path: Any, known: set[str]) -> Any:
+    def whole(path: object, known: set[str]) -> Any:
         with_params = f"{PARAMS}/{path}"
         return with_params if isinstance(path, str) and path not in known and with_params in known else path
 
@@ -473,7 +474,7 @@ def place_leaf(wanted: Wanted, value: Any) -> Any:
     return value if value.sharding == sharding else jax.device_put(value, sharding)
 
 
-def _from_host(wanted: Wanted, record: Leaf, value: np.ndarray[Any, Any], sharding: Any) -> Any:
+def _from_host(wanted: Wanted, record: Leaf, value: np.ndarray[Any, Any], sharding: object) -> Any:
     if record.key_impl is not None:
         keys = jax.random.wrap_key_data(place_anywhere(value), impl=record.key_impl)
         return keys if sharding is None else jax.device_put(keys, sharding)
@@ -520,7 +521,7 @@ def copied_leaf(wanted: Wanted, values: Sequence[Any]) -> Any:
     array = on_devices(original) if isinstance(original, jax.Array) else place_anywhere(np.array(original, dtype))
     sharding = target_sharding(leaf, wanted.path)
 
-    def cast(x: Any) -> Any:
+    def cast(x: object) -> Any:
         return jnp.array(x, dtype, copy=True)
 
     if sharding is None or is_of_host(sharding) or sharding.device_set != array.sharding.device_set:

@@ -5,7 +5,6 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from jstep.checkpoint import listing
 from jstep.checkpoint.manifest import CheckpointError
@@ -145,7 +144,7 @@ def _next(store: Store, prefix: str, above: int, timeout: float) -> int:
         time.sleep(min(store.poll_secs, max(deadline - time.monotonic(), 0.0)))
 
 
-def checked_directory(directory: Any) -> str:
+def checked_directory(directory: object) -> str:
     """Return an absolute path, or the URL of an object store."""
     path = absolute(location(directory, "directory"))
     if not is_utf8(path):
@@ -166,7 +165,7 @@ def is_utf8(text: str) -> bool:
     return text.encode(errors="replace").decode() == text
 
 
-def checked_prefix(prefix: Any) -> str:
+def checked_prefix(prefix: object) -> str:
     """Return a valid prefix of checkpoint names."""
     hint = "the beginning of a file name, such as 'model'"
     text = as_text(prefix, "prefix", hint)

@@ -91,7 +91,7 @@ class ObjectStore(Store):
         def read_arrays(manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:  # of a copy from a disk
             from jstep.checkpoint import orbax_arrays  # not at the top: importing tensorstore is slow
 
-            def wait(future: Any, nbytes: int) -> Any:
+            def wait(future: object, nbytes: int) -> Any:
                 return Pending(self._objects, future, "read", f"{name}/", nbytes).result()
 
             return orbax_arrays.read(spec(path), manifest, shardings, wait) if shardings else {}

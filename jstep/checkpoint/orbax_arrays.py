@@ -242,7 +242,7 @@ class _OneTransaction:
         options: Options of the handler.
     """
 
-    def __init__(self, begun: list[Any], **options: Any) -> None:
+    def __init__(self, begun: list[Any], **options: object) -> None:
         super().__init__(**options)
         self._begun = begun
 
@@ -288,11 +288,11 @@ class _NumpyArrays(_OneTransaction, ocp.type_handlers.NumpyHandler):  # type: ig
 class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
     """Writer of arrays, compressed or not; on several processes it also writes the checksums of each one's files."""
 
-    def __init__(self, owner: "Checkpointer", begun: list[Any], **options: Any) -> None:
+    def __init__(self, owner: "Checkpointer", begun: list[Any], **options: object) -> None:
         self._owner, self._begun = owner, begun
         self._handlers = {flag: ocp.PyTreeCheckpointHandler(use_compression=flag, **options) for flag in (False, True)}
 
-    async def async_save(self, directory: Any, args: "SaveArgs") -> list[Any]:
+    async def async_save(self, directory: object, args: "SaveArgs") -> list[Any]:
         """Start to write in the background."""
         arrays = ocp.args.PyTreeSave(args.arrays)
         try:
@@ -314,13 +314,13 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
             if jax.process_count() > 1:
                 write_part(temporary, jax.process_index(), files)
 
-    def save(self, directory: Any, args: Any) -> None:
+    def save(self, directory: object, args: Any) -> None:
         """Unused, and `restore`, too: `AsyncCheckpointer` calls `async_save`, and `read` reads."""
         raise NotImplementedError
 
     restore = save
 
-    def finalize(self, directory: Any) -> None:
+    def finalize(self, directory: object) -> None:
         """Merge the files of all processes, on the first one."""
         with self._owner.deferred():
             if self._owner.error is None:

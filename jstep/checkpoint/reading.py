@@ -16,6 +16,7 @@ from jstep.checkpoint.listing import misnamed, name
 from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Manifest, UnsupportedFormatError
 from jstep.checkpoint.store import Store
 from jstep.core import meshes, trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import listed, listing
 from jstep.distributed import processes
 from jstep.slots.roles import AGES, COPIES, Role, Roles, roles_in
@@ -59,7 +60,7 @@ class Reader:
 
     def restore(
         self,
-        target: Any,
+        target: Tree,
         step: int | None,
         partial: bool,
         averages: Sequence[str] | None,
@@ -84,7 +85,7 @@ class Reader:
 
         return self._retry(step, read)
 
-    def check_run(self, state: Any, step: int) -> None:
+    def check_run(self, state: Tree, step: int) -> None:
         """See `Saver.check_run`."""
         self._retry(step, lambda path, manifest: match.check_run(state, manifest, path))
 
@@ -183,7 +184,7 @@ class Reader:
             )
         return values
 
-    def _log_differences(self, path: str, step: int, target: Any, found: match.Match, values: Sequence[Any]) -> None:
+    def _log_differences(self, path: str, step: int, target: Tree, found: match.Match, values: Sequence[Any]) -> None:
         """Log what a partial restore has left out: only this log shows a misspelt path."""
         if guards := [repr(want.path) for want in found.wanted if want.is_guard]:
             _logger.info(
@@ -351,7 +352,7 @@ def short(error: Exception) -> str:
 # Fresh slots that meet an old age.
 
 
-def _stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> str:
+def _stale_warning(target: Tree, values: Sequence[Any], left: Sequence[int]) -> str:
     """Return a warning about slots that stayed fresh while their state was restored to an old age; "" if none did.
 
     An optimizer corrects its slots by their age, global_step + 1 − start_step: fresh zeros that count as 10 000
@@ -387,7 +388,7 @@ def _stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> s
     return " ".join(_stale_text(start, paths, after) for start, paths in stale.items())
 
 
-def _is_ageless(keys: Keys, leaf: Any, roles: Roles) -> bool:
+def _is_ageless(keys: Keys, leaf: object, roles: Roles) -> bool:
     """Return whether a slot is not subject to bias correction: a count, a guard's scalar or a held value."""
     if keys[1] in roles:
         return roles.has_one_value(keys[1]) and roles[keys[1]] is not Role.SHARED
@@ -399,7 +400,7 @@ def _age(values: dict[tuple[str, ...], Any], start: str) -> int | None:
     return None if step is None or born is None else step - born
 
 
-def _number(leaf: Any) -> int | None:
+def _number(leaf: object) -> int | None:
     if isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and not leaf.is_deleted() and not leaf.ndim:
         return int(np.asarray(leaf.addressable_data(0)))
     return int(leaf) if isinstance(leaf, np.ndarray | np.generic | int) and not np.ndim(leaf) else None

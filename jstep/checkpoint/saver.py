@@ -22,6 +22,7 @@ from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.reading import Reader, newest_in_words, short
 from jstep.checkpoint.retention import Retention
 from jstep.core import exceptions, meshes, placement, trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, as_function, as_int, as_number, kind
 from jstep.core.selection import VarList, check_form
 from jstep.distributed import processes
@@ -132,7 +133,7 @@ class Saver:
         self._closed = False
         weakref.finalize(self, self._store.leave).atexit = False
 
-    def claim(self, state: Any = None) -> None:
+    def claim(self, state: Tree = None) -> None:
         """Claim the prefix before the first save: check that this Saver can write and that no other one does.
 
         `save` does this automatically; long runs call it before their first step. A second call costs almost nothing.
@@ -152,7 +153,7 @@ class Saver:
             self.wait()
             self._claim(state)
 
-    def save(self, state: Any, extra: Any = None, *, step: int | None = None) -> str:
+    def save(self, state: Tree, extra: object = None, *, step: int | None = None) -> str:
         """Save a state under the name of its global_step.
 
         Args:
@@ -188,7 +189,7 @@ class Saver:
 
     def restore(
         self,
-        target: Any = None,
+        target: Tree = None,
         step: int | None = None,
         partial: bool = False,
         use_averages: bool | str | Sequence[str] = False,
@@ -240,7 +241,7 @@ class Saver:
 
     def restore_params(
         self,
-        target_params: Any,
+        target_params: object,
         step: int | None = None,
         names: Names | None = None,
         use_averages: bool | str | Sequence[str] = False,
@@ -308,7 +309,7 @@ class Saver:
         """
         return self._reader.file(name, as_int(step, "step", 0))
 
-    def check_run(self, state: Any, step: int) -> None:
+    def check_run(self, state: Tree, step: int) -> None:
         """Check that a run with this state can resume from a checkpoint; only its manifest is read.
 
         Args:
@@ -449,7 +450,7 @@ class Saver:
     def __enter__(self) -> "Saver":
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except CheckpointError as failure:
@@ -460,7 +461,7 @@ class Saver:
     def __repr__(self) -> str:
         return f"<jstep.Saver {self._store.path(self.prefix)}-*>"
 
-    def _claim(self, state: Any = None) -> None:
+    def _claim(self, state: Tree = None) -> None:
         """Claim the prefix as `Store.claim` does; if the first process fails, all processes raise.
 
         A process that continued alone would wait for the others forever.
@@ -472,7 +473,7 @@ class Saver:
         if state is not None and is_first:
             self._retention.load(path for i, path in enumerate(trees.paths_of(state)) if i not in absent)
 
-    def _save(self, state: Any, step: int | None, extra: Extra) -> str:
+    def _save(self, state: Tree, step: int | None, extra: Extra) -> str:
         """Start to write a state, and return the path of its checkpoint."""
         saved_at = self._now()
         absent = left_out_indices(state, self.leave_out)
@@ -521,11 +522,11 @@ class Saver:
         return float((self._clock or time.time)())
 
 
-def _step_or_none(step: Any) -> int | None:
+def _step_or_none(step: object) -> int | None:
     return None if step is None else as_int(step, "step", 0)
 
 
-def _step_of(state: Any, given: Any = None) -> int:
+def _step_of(state: Tree, given: object = None) -> int:
     """Return the global step of a state: a field, a key, or the common step of the members of a population.
 
     Args:

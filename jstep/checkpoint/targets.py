@@ -119,7 +119,7 @@ def _by_prefix(paths: Sequence[str], most: int) -> str:
     return f", that is, {', '.join(counted)}"
 
 
-def entries(names: Any, known: Sequence[tuple[str, ...]], what: str, form: str) -> dict[str, Any]:
+def entries(names: object, known: Sequence[tuple[str, ...]], what: str, form: str) -> dict[str, Any]:
     """Return the entries of the `names` argument by the paths of leaves; other leaves have none.
 
     Args:
@@ -153,7 +153,7 @@ def entries(names: Any, known: Sequence[tuple[str, ...]], what: str, form: str) 
     return found
 
 
-def has_value(leaf: Any) -> bool:
+def has_value(leaf: object) -> bool:
     """Return whether a leaf of a target is an array or number that can be read."""
     return not (isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and leaf.is_deleted()))
 

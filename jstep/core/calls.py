@@ -48,7 +48,7 @@ class Call:
             found |= value if is_keywords else {name: value}
         return found
 
-    def __deepcopy__(self, memo: Any) -> "Call":
+    def __deepcopy__(self, memo: object) -> "Call":
         return self  # immutable; an argument may be something that cannot be copied
 
     def __repr__(self) -> str:
@@ -118,7 +118,7 @@ def call_of(optimizer: Any) -> Call | None:
     return made.call
 
 
-def elements_of(optimizer: Any) -> dict[str, dict[str, Any]]:
+def elements_of(optimizer: object) -> dict[str, dict[str, Any]]:
     """The optimizers that an optimizer is made of, itself first, each with its other arguments, by names of their own.
 
     The name of one is that of the function that made it, below its label in a `partition`, with a number if it is not
@@ -134,7 +134,7 @@ def elements_of(optimizer: Any) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
 
-    def visit(optimizer: Any, prefix: str) -> None:
+    def visit(optimizer: object, prefix: str) -> None:
         call = call_of(optimizer)
         name = prefix + (typed(optimizer) if call is None else call.function.__name__)
         numbered = (f"{name} {number}" for number in itertools.count(2))
@@ -150,7 +150,7 @@ def elements_of(optimizer: Any) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _optimizers_in(value: Any) -> list[tuple[str, Any]]:
+def _optimizers_in(value: object) -> list[tuple[str, Any]]:
     """The optimizers of an argument, each with its label, or an empty one."""
     if has_init_and_update(value):
         return [("", value)]
@@ -189,7 +189,7 @@ class RememberedFunction:
         """Call the function."""
         return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
 
-    def __deepcopy__(self, memo: Any) -> "RememberedFunction":
+    def __deepcopy__(self, memo: object) -> "RememberedFunction":
         return self  # as functions
 
     def __repr__(self) -> str:
@@ -213,17 +213,17 @@ def typed(value: Any) -> str:
     return cut(_plain(value), LONGEST)
 
 
-def _is_call(value: Any) -> bool:
+def _is_call(value: object) -> bool:
     """Whether a value is a schedule or an optimizer, of jstep or of Optax, which are never cut off."""
     return isinstance(value, RememberedFunction) or has_init_and_update(value)
 
 
-def has_init_and_update(value: Any) -> bool:
+def has_init_and_update(value: object) -> bool:
     """Whether a value has two functions `init` and `update`, as optimizers of jstep and of Optax do."""
     return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     if isinstance(value, np.generic):
         return str(value)
     if isinstance(value, jax.Array | np.ndarray):
@@ -250,12 +250,12 @@ def _of_dataclass(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(words)})"
 
 
-def _is_equal(value: Any, default: Any) -> bool:
+def _is_equal(value: object, default: object) -> bool:
     is_plain = isinstance(value, bool | int | float | str) and type(value) is type(default)  # arrays are not compared
     return value is default or (is_plain and value == default)
 
 
-def _made_by_optax(function: Any) -> str:
+def _made_by_optax(function: object) -> str:
     """Format a function inside of one of Optax by the name of the outer one: its arguments are not known."""
     maker, inside, _ = getattr(function, "__qualname__", "").partition(".<locals>")
     package = (getattr(function, "__module__", None) or "").partition(".")[0]

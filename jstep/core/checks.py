@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
+from jax.typing import DTypeLike
 
 # Text for people: numbers, sizes, lists.
 
@@ -35,7 +36,7 @@ def count(number: Any) -> str:
     return f"{int(number):,}".replace(",", " ")
 
 
-def array_type(shape: Iterable[int], dtype: Any) -> str:
+def array_type(shape: Iterable[int], dtype: DTypeLike) -> str:
     """Format the shape and dtype of an array: `float32[2,3]`."""
     return f"{dtype}[{','.join(map(str, shape))}]"
 
@@ -67,7 +68,7 @@ def listing(title: str, items: Sequence[str], most: int = SHOWN) -> str:
 # Argument validation. Error messages have the form `name=value: must be …, got …; what to do`.
 
 
-def shown(value: Any, longest: int = 100) -> str:
+def shown(value: object, longest: int = 100) -> str:
     """Return the repr of a value for an error message: truncated if long; never raises."""
     try:
         text = repr(value)
@@ -76,7 +77,7 @@ def shown(value: Any, longest: int = 100) -> str:
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
-def kind(value: Any) -> str:
+def kind(value: object) -> str:
     """Describe the type of a value: 'a str', 'an array of float32 and shape (3,)', 'the class float'."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
@@ -90,7 +91,7 @@ def kind(value: Any) -> str:
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
-def as_bool(value: Any, argument: str) -> bool:
+def as_bool(value: object, argument: str) -> bool:
     """Convert a Python or NumPy bool to a bool; other truthy or falsy values are rejected.
 
     Args:
@@ -199,7 +200,9 @@ def out_of_range(
     return f"must be {' and '.join(wanted) or 'a number'}"
 
 
-def as_function(value: Any, argument: str, form: str = "", *, optional: bool = False, takes: int | None = None) -> Any:
+def as_function(
+    value: object, argument: str, form: str = "", *, optional: bool = False, takes: int | None = None
+) -> Any:
     """Return a function or any other callable; None is also accepted if `optional`.
 
     Args:
@@ -222,7 +225,7 @@ def as_function(value: Any, argument: str, form: str = "", *, optional: bool = F
     return value
 
 
-def as_mapping(value: Any, argument: str, contents: str) -> Mapping[Any, Any]:
+def as_mapping(value: object, argument: str, contents: str) -> Mapping[Any, Any]:
     """Return a mapping, such as a dict; `contents` says what it maps, such as `from names to numbers`."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{argument}={shown(value)}: must be a mapping {contents}, got {kind(value)}")
@@ -262,7 +265,7 @@ def can_take(fn: Callable[..., Any], arguments: int) -> bool:
     return True
 
 
-def as_text(value: Any, argument: str, meaning: str = "") -> str:
+def as_text(value: object, argument: str, meaning: str = "") -> str:
     """Return a nonempty string.
 
     Raises:

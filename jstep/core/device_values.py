@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import Bounds, as_number, kind, shown
 from jstep.core.exceptions import setting
 from jstep.core.meshes import internal_transfers, on_host
@@ -42,7 +43,7 @@ def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str) -> trees.Array:
     return jnp.array(leaf, dtype=dtype, copy=True) if copy else jnp.asarray(leaf, dtype=dtype)
 
 
-def host_leaf(leaf: Any, path: str, argument: str) -> Any:
+def host_leaf(leaf: object, path: str, argument: str) -> Any:
     """As `as_leaf`, but arrays in host memory stay there, so that no device must hold the whole array."""
     leaf = trees.native(leaf, path, argument)
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
@@ -51,7 +52,7 @@ def host_leaf(leaf: Any, path: str, argument: str) -> Any:
     return as_leaf(leaf, path, copy=False, argument=argument)
 
 
-def number(value: Any, what: str) -> np.ndarray[Any, Any]:
+def number(value: object, what: str) -> np.ndarray[Any, Any]:
     """Return a Python number as an array of the dtype that JAX gives it.
 
     Args:
@@ -69,7 +70,7 @@ def number(value: Any, what: str) -> np.ndarray[Any, Any]:
         ) from None
 
 
-def from_host(tree: Any, argument: str) -> Any:
+def from_host(tree: Tree, argument: str) -> Any:
     """Return a tree whose leaves in host memory a device can hold: arrays in the byte order of this machine.
 
     Args:
@@ -92,7 +93,7 @@ def from_host(tree: Any, argument: str) -> Any:
     return jax.tree_util.tree_map_with_path(converted, tree)
 
 
-def as_array(value: Any, argument: str) -> jax.Array:
+def as_array(value: object, argument: str) -> jax.Array:
     """Return a value as a JAX array; `from_host` has the errors."""
     return jnp.asarray(from_host(value, argument))
 
@@ -103,13 +104,13 @@ def arguments_from_host(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (batch,) if len(args) == 1 else batch
 
 
-def _is_as_on_device(leaf: Any) -> bool:
+def _is_as_on_device(leaf: object) -> bool:
     if isinstance(leaf, np.ndarray) and not (leaf.dtype.isnative and trees.is_array(leaf)):
         return False
     return not isinstance(leaf, _OF_HOST) or first_wide(leaf) is None
 
 
-def _refuse_wide(leaf: Any, path: str, argument: str) -> None:
+def _refuse_wide(leaf: object, path: str, argument: str) -> None:
     if isinstance(leaf, _OF_HOST) and (found := first_wide(leaf)) is not None:
         raise OverflowError(
             f"{argument}: {trees.leaf_at(path)} must hold integers that fit {found[1].name} while 64-bit types are "

@@ -38,7 +38,7 @@ def _rebuilt(cls: type[BaseException], args: Any, attributes: dict[str, Any]) ->
     return error
 
 
-def _or_none(value: Any) -> Any:
+def _or_none(value: object) -> Any:
     """Return a value, or None if it cannot be pickled."""
     try:
         pickle.dumps(value)
@@ -69,7 +69,7 @@ class _Scope(contextlib.AbstractContextManager[_T]):
     def __enter__(self) -> _T:
         return next(self._body)
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             next(self._body, None)
         else:

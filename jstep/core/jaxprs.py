@@ -167,7 +167,7 @@ def _name(eqn: Any) -> str:
     return str(eqn.primitive.name)
 
 
-def name_stack(eqn: Any) -> str:
+def name_stack(eqn: object) -> str:
     """Return the name stack of an equation; empty if this version of JAX does not have the attribute."""
     return str(getattr(getattr(eqn, "source_info", None), "name_stack", ""))
 
@@ -193,7 +193,7 @@ def shown_parameters(eqn: Any) -> dict[str, str]:
     }
 
 
-def is_differentiated(eqn: Any) -> bool:
+def is_differentiated(eqn: object) -> bool:
     """Whether an equation was traced for a gradient, forward or backward."""
     return "jvp" in name_stack(eqn)
 
@@ -215,7 +215,7 @@ def all_equations(program: Any, within: tuple[Any, ...] = ()) -> Iterator[tuple[
             yield from all_equations(inner, (*within, eqn))
 
 
-def body_of(closed: Any) -> Subprogram:
+def body_of(closed: object) -> Subprogram:
     """Convert a traced program."""
     return _subprogram(closed, 0, itertools.count())
 
@@ -255,7 +255,7 @@ def _subprogram(
     )
 
 
-def _as_operation(eqn: Any, jaxpr: Any, depth: int, numbers: Iterator[int], on_shards: bool) -> Operation:
+def _as_operation(eqn: Any, jaxpr: object, depth: int, numbers: Iterator[int], on_shards: bool) -> Operation:
     number, name, params = next(numbers), _name(eqn), eqn.params
 
     def made(kind: str, *inside: tuple[Any, str]) -> Operation:
@@ -294,7 +294,7 @@ def recomputes(body: Subprogram) -> bool:
     return any(operation.name in _REMAT and operation.eqn.params.get("differentiated") for operation in walk(body))
 
 
-def _is_program(value: Any, eqn: Any) -> bool:
+def _is_program(value: object, eqn: Any) -> bool:
     """Whether an operation calls this program, unlike the scalar program of a reduction."""
     jaxpr = value.jaxpr if isinstance(value, core.ClosedJaxpr) else value
     return (
@@ -393,7 +393,7 @@ def evaluate(
     consts = map(constant, body.consts)
     env = dict(zip([*body.jaxpr.constvars, *body.jaxpr.invars], [*consts, *values], strict=True))
 
-    def read(atom: Any) -> Any:
+    def read(atom: object) -> Any:
         return constant(atom.val) if isinstance(atom, core.Literal) else env[atom]
 
     for operation in body.operations:
@@ -455,12 +455,12 @@ def without_calls(fn: Callable[..., Any], platform: str, *args: Any) -> tuple[Su
     return body_of(jax.make_jaxpr(lambda *values: evaluate(body_of(traced), values, inside))(*args)), shapes
 
 
-def is_slow_in_loops(jaxpr: Any) -> bool:
+def is_slow_in_loops(jaxpr: object) -> bool:
     """Whether XLA runs a program much slower in a loop than by itself, on the default backend."""
     return jax.default_backend() == "cpu" and any(_name(eqn) in SLOW_IN_LOOPS for *_, eqn in all_equations(jaxpr))
 
 
-def named_axes(program: Any) -> set[str]:
+def named_axes(program: object) -> set[str]:
     """Return the mesh axes that shardings, shard_maps and collectives of a program name."""
     found: set[Any] = set()
     for params in (eqn.params for *_, eqn in all_equations(program)):
@@ -470,7 +470,7 @@ def named_axes(program: Any) -> set[str]:
     return {name for name in found if isinstance(name, str)}
 
 
-def is_annotated(traced: Any) -> bool:
+def is_annotated(traced: object) -> bool:
     """Whether the loss of a step places its activations: by constraints, in `shard_map`, or on Explicit axes.
 
     Args:
@@ -482,7 +482,7 @@ def is_annotated(traced: Any) -> bool:
     )
 
 
-def shards_arrays(traced: Any) -> bool:
+def shards_arrays(traced: object) -> bool:
     """Whether a step shards any array that it computes: by a constraint, in `shard_map`, or on Explicit axes.
 
     Args:
@@ -496,7 +496,7 @@ def shards_arrays(traced: Any) -> bool:
     )
 
 
-def _splits(value: Any) -> bool:
+def _splits(value: object) -> bool:
     return isinstance(value, Sharding) and not value.is_fully_replicated
 
 
@@ -536,7 +536,7 @@ class ProgramHash(NamedTuple):
     functions: collections.Counter[str]
 
 
-def program_hash(closed: Any) -> ProgramHash:
+def program_hash(closed: object) -> ProgramHash:
     """Hash a traced function, a `ClosedJaxpr`.
 
     Example:
@@ -550,7 +550,7 @@ def program_hash(closed: Any) -> ProgramHash:
     return _Hasher().program(closed)
 
 
-def gradients_hash(closed: Any) -> ProgramHash:
+def gradients_hash(closed: object) -> ProgramHash:
     """Hash what a traced step computes for gradients, the losses forward and backward; the update is left out.
 
     Example:
@@ -585,7 +585,7 @@ class _Hasher:
         self._type = functools.cache(_type_text)  # few types, many variables
         self._counts = _no_counts()
 
-    def program(self, closed: Any) -> ProgramHash:
+    def program(self, closed: object) -> ProgramHash:
         """Hash a program with its constants, or an open program without constants."""
         if id(closed) not in self._seen:
             outer, self._counts = self._counts, _no_counts()
@@ -643,7 +643,7 @@ class _Hasher:
     def _fields(self, fields: Mapping[str, Any]) -> str:
         return ", ".join(f"{name}={self.text(fields[name])}" for name in sorted(fields) if name not in _UNSAID)
 
-    def text(self, x: Any) -> str:
+    def text(self, x: object) -> str:
         """Format a parameter of an operation."""
         if isinstance(x, enum.Enum):
             return f"{type(x).__qualname__}.{x.name}"
@@ -678,7 +678,7 @@ def without_addresses(text: str) -> str:
     return _FILE.sub("*.py", _ADDRESS.sub("0x", text))
 
 
-def _type_text(aval: Any) -> str:
+def _type_text(aval: object) -> str:
     weak = "~" if getattr(aval, "weak_type", False) else ""
     return weak + without_addresses(str(aval))
 

@@ -56,7 +56,7 @@ def log_every_n(level: int | str, msg: str, n: int, *args: Any) -> None:
         _logger.log(number, msg, *args, stacklevel=2)
 
 
-def as_level(level: Any) -> int:
+def as_level(level: object) -> int:
     """Return the number of a `logging` level, given its number or name.
 
     Raises:

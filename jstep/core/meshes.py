@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jstep.core.annotations import Tree
 from jstep.core.exceptions import explain_jax, scoped
 from jstep.core.trees import arrays_of, is_traced
 
@@ -86,7 +87,7 @@ _WAYS_OUT = (
 )
 
 
-def require_mesh(mesh: Any) -> Mesh:
+def require_mesh(mesh: object) -> Mesh:
     """Return the value, which must be a mesh.
 
     Raises:
@@ -97,7 +98,7 @@ def require_mesh(mesh: Any) -> Mesh:
     return mesh
 
 
-def mesh_of(tree: Any) -> Mesh | None:
+def mesh_of(tree: Tree) -> Mesh | None:
     """Return the mesh of arrays (or shapes with shardings); None on a single device, and for traced arrays."""
     for leaf in jax.tree.leaves(tree):
         sharding = None if is_traced(leaf) else sharding_on_mesh(leaf)
@@ -106,7 +107,7 @@ def mesh_of(tree: Any) -> Mesh | None:
     return None
 
 
-def sharding_on_mesh(leaf: Any) -> NamedSharding | None:
+def sharding_on_mesh(leaf: object) -> NamedSharding | None:
     """Return the sharding of an array, a shape, or a tracer with Explicit axes; None if unknown or not on a mesh."""
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return None
@@ -114,7 +115,7 @@ def sharding_on_mesh(leaf: Any) -> NamedSharding | None:
     return sharding if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
 
 
-def on_host(value: Any) -> np.ndarray[Any, Any] | None:
+def on_host(value: object) -> np.ndarray[Any, Any] | None:
     """Return the values of an array on a mesh, if this process has all of them; None for any other array."""
     if not isinstance(value, jax.Array) or is_traced(value):
         return None
@@ -148,7 +149,7 @@ def overriding_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]
     return using_mesh(mesh) if current is None or not current.empty else contextlib.nullcontext()
 
 
-def explicit_mesh(tree: Any) -> AbstractMesh | None:
+def explicit_mesh(tree: Tree) -> AbstractMesh | None:
     """Return the mesh with Explicit axes in the types of some arrays, traced or not; None if there is no such mesh.
 
     Also None within `jax.shard_map`, whose axes are Manual.
@@ -183,22 +184,22 @@ def sharding_text(sharding: Any) -> str:
     return f"{type(sharding).__name__}{memory}"
 
 
-def parts_along(mesh: Mesh | AbstractMesh, axis: Any) -> int:
+def parts_along(mesh: Mesh | AbstractMesh, axis: object) -> int:
     """Return the number of parts into which the mesh axes of one dimension of a spec split it."""
     return math.prod(mesh.shape[name] for name in mesh_axes_of(axis))
 
 
-def mesh_axes_of(axis: Any) -> tuple[str, ...]:
+def mesh_axes_of(axis: object) -> tuple[str, ...]:
     """Return the mesh axes of one dimension of a spec."""
     return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
 
 
-def spec_of(leaf: Any) -> PartitionSpec:
+def spec_of(leaf: object) -> PartitionSpec:
     """Return the spec in the type of an array."""
     return jax.typeof(leaf).sharding.spec
 
 
-def reduced(total: Any) -> Any:
+def reduced(total: object) -> Any:
     """Sum an `unreduced` array over its devices, and forget that one is `reduced`; any other array is unchanged."""
     mesh = explicit_mesh(total)
     if mesh is None or not (spec_of(total).unreduced or spec_of(total).reduced):
@@ -212,7 +213,7 @@ def sharded_like(*trees: Any) -> Callable[[Any], Any]:
     Of several trees the last one decides that has the leaf on a mesh. Shapes may have shardings, too.
     """
 
-    def specs(result: Any) -> Any:
+    def specs(result: object) -> Any:
         known = {}
         for tree in trees:
             for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -248,7 +249,7 @@ def without_explicit_axes(
         return jax.tree.map(functools.partial(_left, mesh), result, specs)
 
 
-def leaving_auto_axes(fn: Callable[[Any], _R], params: Any) -> Callable[[Any], _R]:
+def leaving_auto_axes(fn: Callable[[Any], _R], params: Tree) -> Callable[[Any], _R]:
     """Wrap a function of parameters to run on its own axis types when called within `without_explicit_axes`.
 
     Args:
@@ -260,7 +261,7 @@ def leaving_auto_axes(fn: Callable[[Any], _R], params: Any) -> Callable[[Any], _
         return fn
     place = sharded_like(params)
 
-    def outside(params: Any) -> _R:
+    def outside(params: Tree) -> _R:
         with jax.sharding.use_abstract_mesh(mesh):
             result = fn(jax.tree.map(functools.partial(_left, mesh), params, place(params)))
         return jax.tree.map(_entered, result)
@@ -268,7 +269,7 @@ def leaving_auto_axes(fn: Callable[[Any], _R], params: Any) -> Callable[[Any], _
     return outside
 
 
-def _entered(leaf: Any) -> Any:
+def _entered(leaf: object) -> Any:
     if not isinstance(leaf, jax.Array) or jax.typeof(leaf).sharding.mesh.empty:
         return leaf
     return jax.sharding.reshard(leaf, PartitionSpec(*[None] * leaf.ndim))
@@ -288,7 +289,7 @@ def _of_types(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpec:
     if set(types.values()) == {AxisType.Explicit}:
         return spec
 
-    def part(axis: Any) -> Any:
+    def part(axis: object) -> Any:
         return tuple(name for name in mesh_axes_of(axis) if types.get(name) == AxisType.Explicit) or None
 
     return PartitionSpec(*map(part, dims_of(spec)))
@@ -320,7 +321,7 @@ def on_any_mesh(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     return decorated
 
 
-def _found(given: Any, name: str) -> Any:
+def _found(given: object, name: str) -> Any:
     """Return an argument or its attribute; None if it has none, as the function itself will say."""
     return functools.reduce(lambda value, part: getattr(value, part, None), name.split("."), given)
 

@@ -10,25 +10,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_int, as_text, kind, shown
 from jstep.core.jaxprs import is_slow_in_loops
 from jstep.core.meshes import dims_of, internal_transfers, mesh_of, parts_along, using_mesh
 
 
-def sharding_of(leaf: Any) -> Any:
+def sharding_of(leaf: object) -> Any:
     """Return the sharding of an array or shape; None for traced arrays and anything else."""
     return None if trees.is_traced(leaf) else getattr(leaf, "sharding", None)
 
 
-def device_count(tree: Any) -> int:
+def device_count(tree: Tree) -> int:
     """Return the number of devices, over all processes, that a program with these arguments runs on."""
     counts = [len(found.device_set) for leaf in jax.tree.leaves(tree) if (found := sharding_of(leaf)) is not None]
     return max(counts, default=1)
 
 
-def device_of(tree: Any) -> Any:
+def device_of(tree: Tree) -> Any:
     """Return one of these devices, from the mesh if there is one."""
     mesh = mesh_of(tree)
     if mesh is not None:
@@ -54,7 +56,7 @@ def parts_of(sharding: NamedSharding) -> int:
     return math.prod(parts_along(sharding.mesh, axis) for axis in sharding.spec)
 
 
-def checked_memory(kind: Any, mesh: Mesh) -> str | None:
+def checked_memory(kind: object, mesh: Mesh) -> str | None:
     """Validate `slots_memory` for the devices of a mesh; return None for their default memory.
 
     Raises:
@@ -75,7 +77,7 @@ def checked_memory(kind: Any, mesh: Mesh) -> str | None:
     return None if kind == device.default_memory().kind else str(kind)
 
 
-def is_on_host(leaf: Any) -> bool:
+def is_on_host(leaf: object) -> bool:
     """Whether an array, traced or not, is in host memory, not in device memory."""
     return isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host
 
@@ -97,7 +99,7 @@ def _here(sharding: Any) -> Any:
     return next((one for one in devices if one.process_index == one.client.process_index()), next(iter(devices)))
 
 
-def on_devices(tree: Any) -> Any:
+def on_devices(tree: Tree) -> Any:
     """Move arrays to device memory, for computation."""
 
     def moved(leaf: Any) -> Any:
@@ -114,7 +116,7 @@ SHARDINGS: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_shardings
 """The shardings of a traced state, for `shardings_of`: tracers on Auto axes do not know them."""
 
 
-def shardings_of(tree: Any) -> list[Any] | None:
+def shardings_of(tree: Tree) -> list[Any] | None:
     """Return the shardings of the leaves of a traced state; None if they are unknown."""
     known = SHARDINGS.get()
     return jax.tree.leaves(known) if known is not None and trees.structure(known) == trees.structure(tree) else None
@@ -130,12 +132,12 @@ def may_run_on(*platforms: str) -> bool:
     return here in platforms or (here == "cpu" and not known)
 
 
-def to_host(leaf: Any) -> Any:
+def to_host(leaf: object) -> Any:
     """Move a traced array to host memory."""
     return leaf if is_on_host(leaf) else jax.device_put(leaf, jax.memory.Space.Host)
 
 
-def back(leaf: Any, before: Any) -> Any:
+def back(leaf: object, before: object) -> Any:
     """Move an array to the memory of the array that it replaces, and unless traced, reshard it like that array."""
     if isinstance(leaf, jax.core.Tracer):
         return to_host(leaf) if is_on_host(before) else leaf
@@ -184,7 +186,7 @@ def compute_on(mesh: Any, fn: Callable[..., Any], *args: Any) -> Any:
         return _compiled(fn, mesh)(*args)
 
 
-def _of_its_device(leaf: Any) -> Any:
+def _of_its_device(leaf: object) -> Any:
     """Return an array on a mesh of one device as one of that device: Explicit axes in its type would not fit others."""
     if not isinstance(leaf, jax.Array) or leaf.sharding.num_devices > 1:
         return leaf
@@ -203,12 +205,12 @@ def is_compile_only(device: Any) -> bool:
     return not device.client.local_device_count()
 
 
-def compiles_only(mesh: Any) -> bool:
+def compiles_only(mesh: object) -> bool:
     """Whether the devices of a mesh only compile."""
     return isinstance(mesh, Mesh) and not mesh.empty and is_compile_only(mesh.devices.flat[0])
 
 
-def refuse_compile_only(tree: Any, argument: str) -> None:
+def refuse_compile_only(tree: Tree, argument: str) -> None:
     """Reject compile-only devices before a computation.
 
     Args:
@@ -228,7 +230,7 @@ def refuse_compile_only(tree: Any, argument: str) -> None:
             )
 
 
-def refuse_shapes(tree: Any, argument: str) -> None:
+def refuse_shapes(tree: Tree, argument: str) -> None:
     """Reject shapes before a computation, which needs arrays.
 
     Raises:
@@ -242,7 +244,7 @@ def refuse_shapes(tree: Any, argument: str) -> None:
         )
 
 
-def is_shape(leaf: Any) -> bool:
+def is_shape(leaf: object) -> bool:
     """Whether a leaf is a `jax.ShapeDtypeStruct`."""
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
@@ -276,7 +278,7 @@ def local_parts(shape: Sequence[int], sharding: Any) -> list[ShardBounds]:
 
 
 def place(
-    shape: Sequence[int], dtype: Any, sharding: Any, parts: Mapping[ShardBounds, np.ndarray[Any, Any]]
+    shape: Sequence[int], dtype: DTypeLike, sharding: Any, parts: Mapping[ShardBounds, np.ndarray[Any, Any]]
 ) -> jax.Array:
     """Return the array of parts, which shares no memory with them.
 
@@ -351,7 +353,7 @@ def _on_devices(sharding: Any, path: str) -> jax.sharding.NamedSharding:
 Unroll = int | bool | None
 
 
-def as_unroll(value: Any) -> Unroll:
+def as_unroll(value: object) -> Unroll:
     """Validate `unroll`, the number of scan iterations per loop iteration, as in `jax.lax.scan`; None is automatic.
 
     Raises:
@@ -367,7 +369,7 @@ def as_unroll(value: Any) -> Unroll:
 
 
 def scan(
-    body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, length: int, unroll: Unroll = None
+    body: Callable[[Any, Any], tuple[Any, Any]], carry: Tree, xs: object, length: int, unroll: Unroll = None
 ) -> tuple[Any, Any]:
     """`jax.lax.scan` with automatic unrolling for unroll=None.
 
@@ -383,7 +385,7 @@ def scan(
         traced, shapes = jax.make_jaxpr(body, return_shape=True)(carry, first)
         out = jax.tree.structure(shapes)
 
-        def body(carry: Any, x: Any) -> Any:  # reuse the trace
+        def body(carry: Tree, x: object) -> Any:  # reuse the trace
             values = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *jax.tree.leaves((carry, x)))
             return jax.tree.unflatten(out, values)
 
@@ -400,7 +402,7 @@ def first_row(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
 
 
-def compute_first(*arrays: Any) -> tuple[Any, ...]:
+def compute_first(*arrays: object) -> tuple[Any, ...]:
     """Materialize arrays (or trees) on a CPU before their uses, so that they are not recomputed."""
     if not trees.has_tracers(arrays):  # outside of a program the order is fixed, and platform_dependent would compile
         return arrays

@@ -9,12 +9,13 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import kind, shown
 
 _BOXED = GetAttrKey("value")
 
 
-def names_of(tree: Any) -> list[tuple[str, ...]]:
+def names_of(tree: Tree) -> list[tuple[str, ...]]:
     """Return the names of each leaf: its path, and for a boxed variable (Flax NNX) also the path of the box.
 
     The leaf `fc/kernel/value`, the attribute `value` of a variable, can also be looked up as `fc/kernel`.
@@ -31,7 +32,7 @@ def is_named(names: tuple[str, ...], entry: str) -> bool:
     return any(name == entry or fnmatch.fnmatchcase(name, entry) for name in names)
 
 
-def index_of(tree: Any, path: str, what: str) -> int | None:
+def index_of(tree: Tree, path: str, what: str) -> int | None:
     """Return the index of the leaf at a path among the leaves of a tree; None if there is no such leaf.
 
     Args:
@@ -175,7 +176,7 @@ def _by_globs(params: trees.Params, trainable: list[bool], entries: Sequence[str
     return chosen
 
 
-def _as_bool(flag: Any, path: str, argument: str) -> bool:
+def _as_bool(flag: object, path: str, argument: str) -> bool:
     if not isinstance(flag, bool | np.bool_):
         raise TypeError(f"{argument}: at {trees.quoted(path)}: must be a bool, got {shown(flag)}. It takes {_FORMS}.")
     return bool(flag)

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from jstep.core.annotations import Tree
 from jstep.core.calls import call_of, typed
 from jstep.core.checks import kind, shown
 
@@ -232,12 +234,12 @@ def path_str(keys: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
-def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
     """`jax.tree.flatten`, with a treedef of type Any for type checkers."""
     return jax.tree.flatten(tree, is_leaf)
 
 
-def structure(tree: Any) -> Any:
+def structure(tree: Tree) -> Any:
     """`jax.tree.structure`, with a treedef of type Any."""
     return jax.tree.structure(tree)
 
@@ -252,12 +254,12 @@ def leaf_at(path: str) -> str:
     return f"the leaf at {path!r}" if path else "the array"
 
 
-def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+def leaves_with_paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
     """Return all leaves with their paths, in JAX's order; None is not a leaf, except by `is_leaf`."""
     return [(path_str(keys), leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
 
 
-def paths_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+def paths_of(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     """Return the paths of all leaves, in JAX's order."""
     return [path for path, _ in leaves_with_paths(tree, is_leaf)]
 
@@ -268,12 +270,12 @@ def only_in(paths: Iterable[str], others: Iterable[str]) -> list[str]:
     return [path for path in paths if path not in known]
 
 
-def is_plain_tuple(x: Any) -> bool:
+def is_plain_tuple(x: object) -> bool:
     """Whether a value is a tuple without names: a NamedTuple is one object with fields."""
     return isinstance(x, tuple) and not hasattr(x, "_fields")
 
 
-def arguments_of(batch: Any) -> tuple[Any, ...]:
+def arguments_of(batch: Tree) -> tuple[Any, ...]:
     """Return the arguments that a batch stands for: those of a plain tuple, otherwise the batch alone."""
     return batch if is_plain_tuple(batch) else (batch,)
 
@@ -283,39 +285,39 @@ def batch_of(args: tuple[Any, ...]) -> Any:
     return args[0] if len(args) == 1 else args
 
 
-def is_none(x: Any) -> bool:
+def is_none(x: object) -> bool:
     """Whether a gradient is empty: None, or the float0 that JAX returns for integer inputs."""
     return x is None or (isinstance(x, np.ndarray) and x.dtype == jax.dtypes.float0)
 
 
-def is_trainable(leaf: Any) -> bool:
+def is_trainable(leaf: object) -> bool:
     """Whether an array can be trained: real floating point of any width."""
     return is_floating(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf))
 
 
-def is_floating(dtype: Any) -> bool:
+def is_floating(dtype: DTypeLike) -> bool:
     """Whether a dtype is real floating point."""
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
-def is_array(x: Any) -> bool:
+def is_array(x: object) -> bool:
     """Whether x is an array, traced or not (a NumPy scalar is one, a masked array is not)."""
     return isinstance(x, jax.Array | np.ndarray | np.generic) and not isinstance(x, np.ma.MaskedArray)
 
 
-def is_number(x: Any) -> bool:
+def is_number(x: object) -> bool:
     """Whether x is a number of Python, which has no dtype; `np.float64`, a float to Python, is an array."""
     return isinstance(x, bool | int | float | complex) and not isinstance(x, np.generic)
 
 
-def is_array_or_number(x: Any) -> bool:
+def is_array_or_number(x: object) -> bool:
     """Whether x is an array, traced or not, or a Python number, so that it can be a leaf of a compiled program."""
     if isinstance(x, np.ndarray | np.generic):
         return x.dtype.kind in "biufcV" and is_array(x)  # no strings, dates or objects
     return isinstance(x, jax.Array | bool | int | float | complex)
 
 
-def not_an_array(leaf: Any, path: str, what: str, remedy: str = "") -> TypeError:
+def not_an_array(leaf: object, path: str, what: str, remedy: str = "") -> TypeError:
     """Return the error for a leaf that is neither an array nor a number."""
     # `kind` calls everything with a shape and a dtype an array, also a tensor of another library.
     if isinstance(leaf, np.ma.MaskedArray):
@@ -325,7 +327,7 @@ def not_an_array(leaf: Any, path: str, what: str, remedy: str = "") -> TypeError
     return TypeError(f"{given}, which is not an array or number{remedy}")
 
 
-def require_arrays(tree: Any, what: str, remedy: str = "") -> None:
+def require_arrays(tree: Tree, what: str, remedy: str = "") -> None:
     """Reject a leaf that cannot be one of a compiled program.
 
     Raises:
@@ -345,7 +347,7 @@ def keep_arrays(argument: str) -> str:
     )
 
 
-def is_key(x: Any) -> bool:
+def is_key(x: object) -> bool:
     """Whether x is an array of typed PRNG keys, traced or not, or the shape of one."""
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
@@ -355,22 +357,22 @@ def key_data(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
-def is_function(x: Any) -> bool:
+def is_function(x: object) -> bool:
     """Whether x is a function; a model that is a tree of arrays is not one, even if it has a `__call__`."""
     return callable(x) and (isinstance(x, jax.tree_util.Partial) or jax.tree_util.all_leaves([x]))
 
 
-def is_traced(x: Any) -> bool:
+def is_traced(x: object) -> bool:
     """Whether x has no concrete value yet."""
     return isinstance(x, jax.core.Tracer)
 
 
-def has_tracers(tree: Any) -> bool:
+def has_tracers(tree: Tree) -> bool:
     """Whether a leaf has no concrete value yet."""
     return any(map(is_traced, jax.tree.leaves(tree)))
 
 
-def donated_leaf(tree: Any) -> str | None:
+def donated_leaf(tree: Tree) -> str | None:
     """Return the path of the first donated leaf; None if no leaf is donated."""
     for i, leaf in enumerate(jax.tree.leaves(tree)):  # paths take longer: a step on a mesh asks at every call
         if hasattr(leaf, "is_deleted") and not is_traced(leaf) and leaf.is_deleted():
@@ -378,12 +380,12 @@ def donated_leaf(tree: Any) -> str | None:
     return None
 
 
-def is_donated(tree: Any) -> bool:
+def is_donated(tree: Tree) -> bool:
     """Whether a leaf was donated."""
     return donated_leaf(tree) is not None
 
 
-def owned(tree: Any, argument: str) -> Any:
+def owned(tree: Tree, argument: str) -> Any:
     """Return a tree whose NumPy arrays are copies, which no other code writes to: on a CPU JAX shares their memory.
 
     It is done wherever arrays come into a state: a loader, a simulator or a hook may fill the same memory again.
@@ -396,12 +398,12 @@ def owned(tree: Any, argument: str) -> Any:
     return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, all_native(tree, argument))
 
 
-def all_native(tree: Any, argument: str) -> Any:
+def all_native(tree: Tree, argument: str) -> Any:
     """Return a tree whose leaves are those of `native`."""
     return jax.tree_util.tree_map_with_path(lambda keys, leaf: native(leaf, path_str(keys), argument), tree)
 
 
-def native(leaf: Any, path: str, argument: str) -> Any:
+def native(leaf: object, path: str, argument: str) -> Any:
     """Return a NumPy array in the byte order of this machine, which is the only one of JAX; any other leaf as it is.
 
     Raises:
@@ -426,14 +428,14 @@ def has_same_bits(a: Any, b: Any) -> bool:
     return one is not None and other is not None and one.tobytes() == other.tobytes()
 
 
-def concrete(x: Any) -> np.ndarray[Any, Any] | None:
+def concrete(x: object) -> np.ndarray[Any, Any] | None:
     """Return the value of x on the host, or None if it is traced or on other hosts."""
     if is_traced(x) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None
     return np.asarray(x)
 
 
-def compute_dtype(dtype: Any) -> Any:
+def compute_dtype(dtype: DTypeLike) -> Any:
     """Return the dtype for arithmetic on a leaf: its own, or float32 if that is wider."""
     return dtype if np.dtype(dtype).itemsize > 4 else np.dtype(np.float32)
 
@@ -447,7 +449,7 @@ def with_leaves(leaves: Sequence[Any], indices: Sequence[int], values: Sequence[
 
 
 def arrays_of(
-    tree: Any, which: Callable[[Any], bool] = lambda leaf: isinstance(leaf, jax.Array)
+    tree: Tree, which: Callable[[Any], bool] = lambda leaf: isinstance(leaf, jax.Array)
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """Return the JAX arrays of a tree, and a function from others to the tree that has these in their place.
 
@@ -511,7 +513,7 @@ def shape_of(leaf: Any, sharding: Any = None, *, weak: bool = False) -> jax.Shap
     return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=sharding, weak_type=weak_type)
 
 
-def is_like(params: Any, tree: Any) -> bool:
+def is_like(params: Tree, tree: Tree) -> bool:
     """Whether a tree has the structure of params; leaves may be None."""
     try:
         return all(map(_is_leaf, structure(params).flatten_up_to(tree)))
@@ -519,11 +521,11 @@ def is_like(params: Any, tree: Any) -> bool:
         return False
 
 
-def _is_leaf(x: Any) -> bool:
+def _is_leaf(x: object) -> bool:
     return x is None or is_array(x) or jax.tree_util.all_leaves([x])
 
 
-def flatten_like(params: Any, tree: Any, what: str, *, is_leaf: Any = None, may_leave_out: bool = True) -> list[Any]:
+def flatten_like(params: Tree, tree: Tree, what: str, *, is_leaf: Any = None, may_leave_out: bool = True) -> list[Any]:
     """Return the subtrees of `tree` at the leaves of `params`: arrays, `is_leaf` nodes or None.
 
     Args:
@@ -551,7 +553,7 @@ def flatten_like(params: Any, tree: Any, what: str, *, is_leaf: Any = None, may_
     return found
 
 
-def _mismatch(params: Any, tree: Any, what: str, is_leaf: Any) -> str:
+def _mismatch(params: Tree, tree: Tree, what: str, is_leaf: Any) -> str:
     paths = functools.partial(paths_of, is_leaf=lambda x: x is None or bool(is_leaf and is_leaf(x)))
     want, have = paths(params), paths(tree)
     missing, extra = only_in(want, have), [] if have == [""] else only_in(have, want)
@@ -607,7 +609,7 @@ def stack_trees(trees: Sequence[Any], what: str, name: Callable[[int], str] = "e
     return treedef.unflatten(list(map(stacked, zip(*(leaves for leaves, _ in flat), strict=True), paths_of(trees[0]))))
 
 
-def rows_of(tree: Any, what: str) -> list[Any]:
+def rows_of(tree: Tree, what: str) -> list[Any]:
     """Return the rows of stacked trees, the inverse of `stack_trees`: copies, so that the arrays can be reused.
 
     Args:
@@ -635,10 +637,10 @@ def rows_of(tree: Any, what: str) -> list[Any]:
     return [treedef.unflatten(row) for row in zip(*map(_rows, arrays), strict=True)]
 
 
-def no_rows(tree: Any) -> Any:
+def no_rows(tree: Tree) -> Any:
     """Return what `stack_trees` would return for no elements like `tree`, with shapes in place of JAX arrays."""
 
-    def leaf_of(leaf: Any) -> Any:
+    def leaf_of(leaf: object) -> Any:
         if isinstance(leaf, jax.Array):
             return jax.ShapeDtypeStruct((0, *leaf.shape), leaf.dtype)
         array = np.asarray(leaf)
@@ -647,7 +649,7 @@ def no_rows(tree: Any) -> Any:
     return jax.tree.map(leaf_of, tree)
 
 
-def leading_sizes(tree: Any) -> dict[int, str]:
+def leading_sizes(tree: Tree) -> dict[int, str]:
     """Return the sizes of the leading axes of a tree, each with the first leaf that has it, as `8 at 'x'`."""
     sizes: dict[int, str] = {}
     for path, leaf in leaves_with_paths(tree):

@@ -15,7 +15,7 @@ from jstep.data.steps import NO_END, Staircase, Steps, as_staircase
 
 
 def batches(
-    arrays: Any,
+    arrays: object,
     batch_size: int | Mapping[int, int],
     seed: int = 0,
     shuffle: bool = True,
@@ -95,7 +95,7 @@ def batches(
     rows = open_rows(arrays)
     shuffle, drop_remainder = as_bool(shuffle, "shuffle"), as_bool(drop_remainder, "drop_remainder")
 
-    def check(value: Any, name: str) -> int:
+    def check(value: object, name: str) -> int:
         size = as_int(value, name, 1)
         if size > len(rows) and drop_remainder:
             hint = "drop_remainder=False gives them as one smaller batch"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_function, can_take, kind, may_take, shown
 from jstep.core.exceptions import note
 from jstep.data.positions import BYTES, SavedPosition, decode_position, fetched_since
@@ -72,7 +73,7 @@ _KEPT = (
 
 
 def source_of(
-    batches: Any,
+    batches: Tree,
     start: int,
     last_step: int,
     position: SavedPosition | None = None,
@@ -136,7 +137,7 @@ def source_of(
     return Source(itertools.islice(items, since, None) if since else items, where, begin)
 
 
-def _by_step(batches: Any, start: int, last_step: int) -> Iterator[Any] | None:
+def _by_step(batches: Tree, start: int, last_step: int) -> Iterator[Any] | None:
     """The batches of a sequence or of a function of the step; None if they can only be iterated over."""
     if hasattr(batches, "__getitem__"):
         if isinstance(batches, _SEQUENCE) or not hasattr(batches, "__iter__"):
@@ -157,7 +158,7 @@ def _by_step(batches: Any, start: int, last_step: int) -> Iterator[Any] | None:
     return map(functools.partial(_item, batches, batches), range(start, last_step)) if is_function else None
 
 
-def _item(batches: Any, fetch: Callable[[int], Any], step: int) -> Any:
+def _item(batches: Tree, fetch: Callable[[int], Any], step: int) -> Any:
     """Fetch the batch of a step. A StopIteration out of it, which would end the run in silence, is an error."""
     try:
         return fetch(step)
@@ -193,7 +194,7 @@ def _warn_without_position(name: str, start: int, ways_out: str, *, resumable: b
     _logger.warning("%s %s", what, ways_out)
 
 
-def check_batches(batches: Any) -> None:
+def check_batches(batches: Tree) -> None:
     """Refuse a value that cannot be a source of batches."""
     if _is_array(batches) or (isinstance(batches, tuple) and batches and all(map(_is_array, batches))):
         what = "a tuple of arrays" if isinstance(batches, tuple) else "an array"
@@ -224,14 +225,14 @@ def check_batches(batches: Any) -> None:
         )
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return isinstance(value, np.ndarray | np.generic | jax.Array) or (
         hasattr(value, "__dlpack__") and hasattr(value, "shape")
     )
 
 
 def _resumed(
-    owner: Any, kept: SavedPosition | None, start: int, last_step: int, without: str = _WITHOUT
+    owner: object, kept: SavedPosition | None, start: int, last_step: int, without: str = _WITHOUT
 ) -> tuple[Any, Any]:
     """Set the position of an earlier run, if there is one; return `Source.position` and `Source.begin`."""
     name, where = type(owner).__name__, functools.partial(position_of, owner, without)
@@ -263,7 +264,7 @@ def _resumed(
     return where, lambda: kept.value
 
 
-def keeps_position(batches: Any) -> bool:
+def keeps_position(batches: Tree) -> bool:
     """Whether a loader or iterator can save and restore its position.
 
     `state_dict` must take no arguments: some data sets require the number of examples that were read.
@@ -275,14 +276,14 @@ def keeps_position(batches: Any) -> bool:
     return is_stateful and can_take(batches.state_dict, 0)
 
 
-def owner_of(batches: Any) -> Any:
+def owner_of(batches: Tree) -> Any:
     """The object that keeps the position of batches: a loader, or what makes batches with the state; None if none."""
     if isinstance(batches, StateBatches):
         return batches.make if _has(batches.make, *_OWN_STATE) or _has(batches.make, *_STATE_DICT) else None
     return batches if keeps_position(batches) else None
 
 
-def position_of(owner: Any, without: str = _WITHOUT) -> Any:
+def position_of(owner: object, without: str = _WITHOUT) -> Any:
     """The current position of a loader that keeps it, copied for `as_json`; None if it does not know it yet.
 
     Loaders may return a dict that they keep changing. There is a copy for each batch, and JSON only for a checkpoint:
@@ -312,21 +313,21 @@ def position_of(owner: Any, without: str = _WITHOUT) -> Any:
         ) from None
 
 
-def set_position(owner: Any, position: Any) -> None:
+def set_position(owner: object, position: object) -> None:
     """Set a loader to a position from `position_of`."""
     _methods(owner)[1](decode_position(position, type(owner).__name__))
 
 
-def _methods(owner: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+def _methods(owner: object) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     get, set_to = _OWN_STATE if _has(owner, *_OWN_STATE) else _STATE_DICT
     return getattr(owner, get), getattr(owner, set_to)
 
 
-def _has(value: Any, *methods: str) -> bool:
+def _has(value: object, *methods: str) -> bool:
     return all(callable(getattr(value, method, None)) for method in methods)
 
 
-def _indexed(batches: Any, start: int, last_step: int) -> Iterator[Any]:
+def _indexed(batches: Tree, start: int, last_step: int) -> Iterator[Any]:
     try:
         size = len(batches)
     except (TypeError, NotImplementedError):  # it is endless, or its length is not known

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jstep.core import device_values, meshes, trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import kind, shown
 from jstep.core.placement import compiles_only, is_shape, refuse_compile_only
 from jstep.state.sharding import axis_size
@@ -16,7 +17,7 @@ from jstep.state.sharding import axis_size
 # Shardings of batches, and global batches from the rows of each process.
 
 
-def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
+def shard_batch(local_batch: object, mesh: object, axis: object = "data") -> Any:
     """Assemble a global batch, sharded over a mesh axis, from the local rows of each process.
 
     Args:
@@ -46,7 +47,7 @@ def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
     if len(sizes) > 1:
         raise ValueError(f"local_batch: all leaves must have the same number of rows; got {', '.join(sizes.values())}")
 
-    def leaf(keys: Any, rows: Any) -> Any:
+    def leaf(keys: Any, rows: Tree) -> Any:
         named = trees.leaf_at(trees.path_str(keys))
         if np.ndim(rows) == 0:
             raise ValueError(f"local_batch: {named} is a scalar and has no rows; close over it in the loss")
@@ -82,7 +83,7 @@ def owners_of(sharding: NamedSharding) -> list[int]:
     return [process for _, process in sorted(first_of.items())]
 
 
-def place_rows(rows: Any, sharding: Any) -> jax.Array:
+def place_rows(rows: Tree, sharding: object) -> jax.Array:
     """Assemble a global array with a sharding from the local rows of each process.
 
     Args:
@@ -96,7 +97,7 @@ def place_rows(rows: Any, sharding: Any) -> jax.Array:
     return jax.make_array_from_process_local_data(sharding, np.asarray(rows))
 
 
-def as_shardings(sharding: Any, *, stacked: bool = False) -> Any:
+def as_shardings(sharding: object, *, stacked: bool = False) -> Any:
     """Convert a tree of shardings or specs to a tree of shardings; specs refer to the current mesh.
 
     Args:
@@ -104,7 +105,7 @@ def as_shardings(sharding: Any, *, stacked: bool = False) -> Any:
         stacked: Whether batches are stacked, with the steps on the leading axis.
     """
 
-    def leaf(one: Any) -> Any:
+    def leaf(one: object) -> Any:
         spec = one.spec if isinstance(one, NamedSharding) else one
         if not isinstance(spec, PartitionSpec):
             return one
@@ -121,7 +122,7 @@ def is_axes(value: Any) -> bool:
     return bool(names) and all(isinstance(name, str) for name in names)
 
 
-def over_axes(sharding: Any, state: Any) -> Any:
+def over_axes(sharding: object, state: Tree) -> Any:
     """Replace each name of a mesh axis, and tuple of names, in a tree of shardings by a sharding over the state's mesh.
 
     Args:
@@ -132,7 +133,7 @@ def over_axes(sharding: Any, state: Any) -> Any:
         ValueError: The state is on no mesh, or its mesh has no such axis.
     """
 
-    def leaf(axes: Any) -> Any:
+    def leaf(axes: object) -> Any:
         if not is_axes(axes):
             return axes
         mesh, what = meshes.mesh_of(state), f"batch_sharding={axes!r}"
@@ -149,7 +150,7 @@ def over_axes(sharding: Any, state: Any) -> Any:
     return jax.tree.map(leaf, sharding, is_leaf=lambda x: isinstance(x, PartitionSpec) or is_axes(x))
 
 
-def fitting(sharding: Any, shape: tuple[int, ...]) -> Any:
+def fitting(sharding: object, shape: tuple[int, ...]) -> Any:
     """Drop from a sharding the axes that do not divide an array of this shape: it is replicated over them."""
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -162,7 +163,7 @@ def fitting_spec(mesh: Any, spec: PartitionSpec, shape: tuple[int, ...]) -> Part
     return PartitionSpec(*(axis if size % meshes.parts_along(mesh, axis) == 0 else None for size, axis in each))
 
 
-def mesh_without_batch(state: Any, args: Any) -> Mesh | None:
+def mesh_without_batch(state: Tree, args: Any) -> Mesh | None:
     """Return the mesh of a state if it has several devices and no array of the batch is on it, although it has rows."""
     mesh = meshes.mesh_of(state)
     if mesh is None or mesh.size == 1 or meshes.mesh_of(args) is not None:
@@ -174,7 +175,7 @@ def mesh_without_batch(state: Any, args: Any) -> Mesh | None:
 # What the loop places: copies of the batches of a loader.
 
 
-def placement(sharding: Any, argument: str = "sharding") -> Callable[[Any], Any]:
+def placement(sharding: object, argument: str = "sharding") -> Callable[[Any], Any]:
     """Return a function that places an item from `copied` as `sharding` specifies; None means the default device.
 
     Raises:
@@ -206,7 +207,7 @@ def placement(sharding: Any, argument: str = "sharding") -> Callable[[Any], Any]
     refuse_compile_only(sharding, argument)
     local = all(getattr(s, "is_fully_addressable", True) for s in jax.tree.leaves(sharding))
 
-    def place(item: Any) -> Any:
+    def place(item: object) -> Any:
         try:
             with meshes.internal_transfers():
                 if local:
@@ -219,7 +220,7 @@ def placement(sharding: Any, argument: str = "sharding") -> Callable[[Any], Any]
     return place
 
 
-def _place_on_default_device(item: Any) -> Any:
+def _place_on_default_device(item: object) -> Any:
     # A JAX array keeps its placement, which may span other processes.
     others, filled = trees.arrays_of(item, lambda leaf: not isinstance(leaf, jax.Array))
     with meshes.internal_transfers():
@@ -227,7 +228,7 @@ def _place_on_default_device(item: Any) -> Any:
         return filled(jax.device_put(others))
 
 
-def _explain(item: Any, sharding: Any, error: ValueError) -> None:
+def _explain(item: object, sharding: object, error: ValueError) -> None:
     """Raise an error that names the leaf whose shape does not divide by its sharding."""
     try:
         each = jax.tree.leaves(jax.tree.broadcast(sharding, item))
@@ -248,7 +249,7 @@ def _explain(item: Any, sharding: Any, error: ValueError) -> None:
                 ) from error
 
 
-def copied(item: Any, *, fresh: bool = False) -> Any:
+def copied(item: object, *, fresh: bool = False) -> Any:
     """Copy a batch into arrays that the loader cannot overwrite.
 
     Args:

@@ -131,7 +131,7 @@ def _check_divides(sizes: Staircase[int], count: int) -> None:
             )
 
 
-def given_process(index: Any, count: Any) -> tuple[int, int] | None:
+def given_process(index: object, count: object) -> tuple[int, int] | None:
     """Return the validated arguments `process_index` and `process_count`; None if both are None."""
     if index is None and count is None:
         return None

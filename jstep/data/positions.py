@@ -63,7 +63,7 @@ def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:
     )
 
 
-def gather_positions(position: Any, files: Files) -> dict[str, Any]:
+def gather_positions(position: object, files: Files) -> dict[str, Any]:
     """Gather the positions of all processes, for a checkpoint's `extra`. Must be called on every process.
 
     Args:
@@ -118,7 +118,7 @@ def with_files(extra: dict[str, Any], read: Callable[[str], bytes]) -> dict[str,
     return found
 
 
-def decode_position(kept: Any, owner: str) -> Any:
+def decode_position(kept: object, owner: str) -> Any:
     """Decode a position from `position_of`, or from `as_json` of it; it runs no code that the checkpoint brings.
 
     Raises:
@@ -181,7 +181,7 @@ class StoredPosition:
     def ended(self) -> None:
         """See `LivePosition.ended`."""
 
-    def moved(self, position: Any) -> None:
+    def moved(self, position: object) -> None:
         """Batches were made, with this position after them."""
         self.before, self._now = self._now, position
 
@@ -247,7 +247,7 @@ class LivePosition:
         elif self._is_known:  # the search for a batch may have changed the object
             self._at_end, self._is_fixed = tagged_json.as_json(self._ask()), False
 
-    def moved(self, position: Any) -> None:
+    def moved(self, position: object) -> None:
         """The batch was made, and no signal interrupts the loop before its step and hooks are over.
 
         A position that cannot be kept is refused after the first batch.

@@ -27,7 +27,7 @@ _POLL_SECS = 0.5
 def prefetch_to_device(
     iterator: Iterable[Any],
     size: int = 2,
-    sharding: Any = None,
+    sharding: object = None,
     *,
     state_fn: Callable[[], Any] | None = None,
 ) -> "PrefetchIterator":

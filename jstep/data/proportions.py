@@ -137,7 +137,7 @@ def _phases(counts: tuple[int, ...], ideals: list[Fraction], weights: Weights) -
         level, time = level + rise * (min(times) - time), min(times)
 
 
-def as_weights(given: Any, names: Sequence[str]) -> Staircase[Weights]:
+def as_weights(given: object, names: Sequence[str]) -> Staircase[Weights]:
     """Return the weights of each stage, normalized to sum to 1, in the order of `names`.
 
     Args:

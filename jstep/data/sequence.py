@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import meshes, trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_int
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.permutation import RowNumbers
@@ -250,9 +251,9 @@ class BatchSequence(abc.ABC):
     @overload
     def __getitem__(self, step: slice) -> Self: ...
     @overload
-    def __getitem__(self, step: Any) -> Any: ...
+    def __getitem__(self, step: object) -> Any: ...
     @shortens_tracebacks
-    def __getitem__(self, step: Any) -> Any:
+    def __getitem__(self, step: object) -> Any:
         if not isinstance(step, slice):
             return self._read(self._steps[self._as_step(step)])
         start, stop, stride = (
@@ -271,7 +272,7 @@ class BatchSequence(abc.ABC):
     def __iter__(self) -> "BatchIterator":
         return self.from_step(0)
 
-    def _as_step(self, step: Any, end: int = 0) -> int:
+    def _as_step(self, step: object, end: int = 0) -> int:
         step = as_int(step, "step")
         if step < 0:
             raise IndexError(f"step={step}: must not be negative, steps count up from 0")
@@ -297,7 +298,7 @@ def _read(numbers: Callable[[int], list[SourceRows]], sources: Sequence[Rows], s
     return jax.tree.map(lambda *leaves: _merge_leaves(leaves, indices), *parts)
 
 
-def _row_shapes(rows: Any) -> Any:
+def _row_shapes(rows: Tree) -> Any:
     leaves, treedef = trees.flatten(rows)
     return treedef, [leaf.shape[1:] for leaf in leaves]
 

@@ -135,7 +135,7 @@ class ItemSource:
     def _from_list(self, numbers: list[int]) -> Any:
         """Return the source's value for a list of indices; its lists are columns, with one entry per row."""
 
-        def column(leaf: Any) -> Any:
+        def column(leaf: object) -> Any:
             if not isinstance(leaf, list) or len(leaf) != len(numbers):
                 return _as_array(leaf)
             if any(isinstance(entry, np.ma.MaskedArray) for entry in leaf):
@@ -176,7 +176,7 @@ class Rows:
         return self._treedef.unflatten([source.rows(rows) for source in self._sources])
 
 
-def open_rows(arrays: Any, argument: str = "arrays", name: str = "") -> Rows:
+def open_rows(arrays: object, argument: str = "arrays", name: str = "") -> Rows:
     """Open the rows of a tree of sources.
 
     Args:
@@ -259,11 +259,11 @@ def _takes_lists(cls: type) -> bool:
     )
 
 
-def _as_array(leaf: Any) -> Any:
+def _as_array(leaf: object) -> Any:
     return leaf if isinstance(leaf, jax.Array | np.ma.MaskedArray) else np.asarray(leaf)  # that is refused later
 
 
-def _is_plain_list(x: Any) -> bool:
+def _is_plain_list(x: object) -> bool:
     if not isinstance(x, list):
         return False
     while isinstance(x, list) and x:

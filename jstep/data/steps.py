@@ -157,7 +157,7 @@ def staircase(given: Mapping[Any, Any], argument: str, check: Callable[[Any, str
     return Staircase(firsts, tuple(check(given[found[first]], f"{argument}[{first}]") for first in firsts))
 
 
-def as_staircase(given: Any, argument: str, check: Callable[[Any, str], T]) -> Staircase[T]:
+def as_staircase(given: object, argument: str, check: Callable[[Any, str], T]) -> Staircase[T]:
     """As `staircase`; anything that is not a mapping is a constant value."""
     if isinstance(given, Mapping):
         return staircase(given, argument, check)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_int, kind
 from jstep.core.device_values import as_scalar
 from jstep.core.meshes import internal_transfers, on_any_mesh
@@ -21,7 +22,7 @@ from jstep.slots.indexed_slices import IndexedSlices, combined, is_slices, withi
 
 
 @on_any_mesh("t")
-def clip_by_value(t: Any, min: Number | Array, max: Number | Array) -> Any:
+def clip_by_value(t: object, min: Number | Array, max: Number | Array) -> Any:
     """Clip each element to [min, max]: min(max(t, min), max).
 
     Args:
@@ -72,7 +73,7 @@ def clip_by_value(t: Any, min: Number | Array, max: Number | Array) -> Any:
     return map_leaves(clip, t, "clip_by_value", number)
 
 
-def _bound(name: str, value: Any) -> Any:
+def _bound(name: str, value: object) -> Any:
     """Return a bound on the host, or None if it is traced."""
     if isinstance(value, bool | str) or not (isinstance(value, int | float) or trees.is_array(value)):
         raise TypeError(f"{name}={value!r}: must be a number or an array, got {kind(value)}")
@@ -83,7 +84,7 @@ def _bound(name: str, value: Any) -> Any:
 
 
 @on_any_mesh("t")
-def clip_by_norm(t: Any, clip_norm: Number, axes: int | tuple[int, ...] | None = None) -> Any:
+def clip_by_norm(t: object, clip_norm: Number, axes: int | tuple[int, ...] | None = None) -> Any:
     """Clip each leaf by its L2 norm: t · clip_norm / ‖t‖ if ‖t‖ > clip_norm.
 
     Args:
@@ -125,7 +126,7 @@ def clip_by_norm(t: Any, clip_norm: Number, axes: int | tuple[int, ...] | None =
 
 
 @on_any_mesh("t")
-def clip_by_average_norm(t: Any, clip_norm: Number) -> Any:
+def clip_by_average_norm(t: object, clip_norm: Number) -> Any:
     """Clip each leaf by its average L2 norm: t · clip_norm / a if a = ‖t‖ / size(t) > clip_norm.
 
     Args:
@@ -155,7 +156,7 @@ def clip_by_average_norm(t: Any, clip_norm: Number) -> Any:
     return map_leaves(clip, t, "clip_by_average_norm")
 
 
-def global_norm(tree: Any) -> Array:
+def global_norm(tree: Tree) -> Array:
     """Global L2 norm of a tree: √(Σ ‖leaf‖²) over all leaves.
 
     Args:
@@ -179,11 +180,11 @@ def global_norm(tree: Any) -> Array:
 
 
 @on_any_mesh()
-def _global_norm(tree: Any, name: str) -> Array:
+def _global_norm(tree: Tree, name: str) -> Array:
     return norm_of([array for _, array in _numbers(tree, name)])
 
 
-def _numbers(tree: Any, name: str) -> Iterator[tuple[tuple[Any, ...], Array]]:
+def _numbers(tree: Tree, name: str) -> Iterator[tuple[tuple[Any, ...], Array]]:
     """The leaves that are not None, with their keys, as arrays whose squares are those of the dense leaves."""
     for keys, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_slices):
         if trees.is_none(x):
@@ -196,7 +197,7 @@ def _numbers(tree: Any, name: str) -> Iterator[tuple[tuple[Any, ...], Array]]:
 
 
 @on_any_mesh()
-def layer_norms(tree: Any, depth: int = 1) -> dict[str, Array]:
+def layer_norms(tree: Tree, depth: int = 1) -> dict[str, Array]:
     """L2 norms of the layers of a tree: path → √(Σ ‖leaf‖²) over the leaves below it.
 
     Args:
@@ -247,7 +248,7 @@ def layer_norms(tree: Any, depth: int = 1) -> dict[str, Array]:
     return norms
 
 
-def clip_by_global_norm(tree: Any, clip_norm: Number, use_norm: Array | None = None) -> tuple[Any, Array]:
+def clip_by_global_norm(tree: Tree, clip_norm: Number, use_norm: Array | None = None) -> tuple[Any, Array]:
     """Clip by global norm: scale all leaves by clip_norm / norm if norm > clip_norm, norm = `global_norm(tree)`.
 
     Args:
@@ -279,7 +280,7 @@ def clip_by_global_norm(tree: Any, clip_norm: Number, use_norm: Array | None = N
 
 
 @on_any_mesh("tree")
-def _with_norm(tree: Any, norm: Array, clip_norm: Number) -> Any:
+def _with_norm(tree: Tree, norm: Array, clip_norm: Number) -> Any:
     by = factors(norm, clip_norm)  # once for all leaves
     return map_leaves(lambda x, *_: clipped(x, norm, *by), tree, "clip_by_global_norm")
 
@@ -306,7 +307,7 @@ def number(x: Any, path: str, name: str) -> Array:
     return jnp.asarray(trees.native(x, path, name))
 
 
-def floating(x: Any, path: str, name: str) -> Array:
+def floating(x: object, path: str, name: str) -> Array:
     """Return a leaf as an array of floating or complex dtype; raise an error with its path otherwise."""
     array = number(float(x) if isinstance(x, int) and not isinstance(x, bool) else x, path, name)
     if not jnp.issubdtype(array.dtype, jnp.inexact):
@@ -319,7 +320,7 @@ def floating(x: Any, path: str, name: str) -> Array:
 
 def map_leaves(
     function: Callable[[Array, tuple[int, ...], str], Array],
-    tree: Any,
+    tree: Tree,
     name: str,
     as_array: Callable[[Any, str, str], Array] = floating,
 ) -> Any:
@@ -335,7 +336,7 @@ def map_leaves(
     """
     refuse_numbers_in_a_row(tree, name)
 
-    def leaf(keys: Any, x: Any) -> Any:
+    def leaf(keys: Any, x: object) -> Any:
         path = trees.path_str(keys)
         if isinstance(x, IndexedSlices):
             rows = combined(x, path)
@@ -349,7 +350,7 @@ def map_leaves(
     return jax.tree_util.tree_map_with_path(leaf, tree, is_leaf=is_slices)
 
 
-def refuse_numbers_in_a_row(tree: Any, name: str) -> None:
+def refuse_numbers_in_a_row(tree: Tree, name: str) -> None:
     """Reject a list or tuple of numbers, which was probably meant as one array.
 
     Raises:
@@ -367,7 +368,7 @@ def refuse_numbers_in_a_row(tree: Any, name: str) -> None:
 # Norms without intermediate overflow or underflow, and the scale factors for clipping.
 
 
-def norm_of(arrays: Sequence[Array], axes: Any = None, limit: Any = 0.0) -> Array:
+def norm_of(arrays: Sequence[Array], axes: object = None, limit: object = 0.0) -> Array:
     """Compute √(Σ |x|²) over the arrays (over `axes` of a single array, kept), in float32 or wider.
 
     Finite if the result fits the dtype: if squares overflow or underflow, everything is scaled by a power of two and
@@ -384,7 +385,7 @@ def norm_of(arrays: Sequence[Array], axes: Any = None, limit: Any = 0.0) -> Arra
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 @functools.partial(jax.jit, static_argnums=0)  # outside of a compiled step JAX would recompile the loop at each call
-def _norm_of(axes: Any, arrays: list[Array], limit: Array) -> Array:
+def _norm_of(axes: object, arrays: list[Array], limit: Array) -> Array:
     one = jnp.ones_like(jax.eval_shape(lambda arrays: _squares(arrays, axes, np.float32(1)), arrays))
     # A sum of squares overflows only if some numbers, all within ±2¹²⁸, exceed 2⁵⁰. Scaled by 2⁻¹⁰⁰ the largest is
     # below 2²⁸, and numbers that underflow are negligible. Squares that underflow are below 2⁻¹²⁶ each, negligible
@@ -436,13 +437,13 @@ def _shrinks(norm: Array) -> Array:
     return jnp.where(huge, jnp.full_like(norm, 2.0**-half), jnp.ones_like(norm))
 
 
-def _squares(arrays: Sequence[Array], axes: Any, factor: Any) -> Array:
+def _squares(arrays: Sequence[Array], axes: object, factor: object) -> Array:
     """Compute Σ |x·factor|²."""
     parts: list[Array] = []
     for x in arrays:
         parts += [jnp.real(x), jnp.imag(x)] if jnp.issubdtype(x.dtype, jnp.complexfloating) else [x]
 
-    def squared(parts: list[Array], factor: Any) -> list[Array]:
+    def squared(parts: list[Array], factor: object) -> list[Array]:
         # A factor of its own for each array: XLA would store one that arrays of the same shape share, in that shape.
         factors = jax.lax.optimization_barrier([factor] * len(parts))
         return [_square(part, axes, own) for part, own in zip(parts, factors, strict=True)]
@@ -468,7 +469,7 @@ def _square(x: Array, axes: Any, factor: Any = None) -> Array:
     return jnp.sum(jnp.square(x), axis=axes, keepdims=axes is not None)
 
 
-def scaled(x: Array, norm: Array, clip_norm: Any) -> Array:
+def scaled(x: Array, norm: Array, clip_norm: object) -> Array:
     """Return x · clip_norm / norm where norm > clip_norm, exactly x elsewhere; NaN if the norm is not finite."""
     return clipped(x, norm, *factors(norm, clip_norm))
 
@@ -503,7 +504,7 @@ def _clipped_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return clipped(*primals), (across + unit * dlimit.astype(dtype)).astype(x.dtype)
 
 
-def factors(norm: Array, clip_norm: Any) -> tuple[Array, Array, Array]:
+def factors(norm: Array, clip_norm: object) -> tuple[Array, Array, Array]:
     """Return the limit in the dtype of the norm, and two factors whose product is limit / norm if norm > limit, else 1.
 
     NaN if the norm is not finite. The first factor is a power of two, 1 unless the norm is huge.

@@ -16,7 +16,7 @@ from jstep.slots.indexed_slices import IndexedSlices, combined, is_slices, withi
 
 
 @shortens_tracebacks
-def gradients(fn: Callable[[Any], Any], xs: Any, grad_ys: Any = None) -> Any:
+def gradients(fn: Callable[[Any], Any], xs: object, grad_ys: object = None) -> Any:
     """Return the sum of d ys/d x for each x of the tree xs, where ys = fn(xs).
 
     Args:
@@ -50,7 +50,7 @@ def gradients(fn: Callable[[Any], Any], xs: Any, grad_ys: Any = None) -> Any:
         trees.require_arrays(ys, "the result of fn")
         return jax.tree.map(jnp.asarray, ys)
 
-    def pulled_back(some: list[Any], weights: Any) -> list[Any]:
+    def pulled_back(some: list[Any], weights: object) -> list[Any]:
         ys, pull_back = jax.vjp(of_some, some)
         (found,) = pull_back(_cotangents(ys, weights))
         return list(found)
@@ -60,7 +60,7 @@ def gradients(fn: Callable[[Any], Any], xs: Any, grad_ys: Any = None) -> Any:
     return treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, found))
 
 
-def _cotangents(ys: Any, grad_ys: Any) -> Any:
+def _cotangents(ys: object, grad_ys: Any) -> Any:
     named = trees.leaves_with_paths(ys)
     if not any(jnp.issubdtype(y.dtype, jnp.inexact) for _, y in named):
         raise TypeError(f"fn returned no floating-point array, but dtypes {[str(y.dtype) for _, y in named]}")
@@ -88,7 +88,7 @@ def _cotangents(ys: Any, grad_ys: Any) -> Any:
     return trees.structure(ys).unflatten(cotangents)
 
 
-def stop_gradient(x: Any) -> Any:
+def stop_gradient(x: object) -> Any:
     """Return any tree x unchanged, without propagating gradients to it.
 
     Example:
@@ -151,7 +151,7 @@ def map_gradients(fn: Callable[..., Array], grads: Updates, *others: Updates) ->
         raise
 
 
-def _is_gradient(node: Any) -> bool:
+def _is_gradient(node: object) -> bool:
     return node is None or is_slices(node)
 
 

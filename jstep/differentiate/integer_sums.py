@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jstep.core.trees import Array
 
@@ -48,6 +49,6 @@ def summed(stacked: Array) -> Array:
     return joined(Halves(*(jnp.sum(half, axis=0, dtype=half.dtype) for half in halves(stacked))))
 
 
-def _half(dtype: Any) -> tuple[Any, Any]:
+def _half(dtype: DTypeLike) -> tuple[Any, Any]:
     bits = 4 * np.dtype(dtype).itemsize
     return np.array(bits, dtype), np.array(2**bits - 1, dtype)

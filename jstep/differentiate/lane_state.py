@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jstep.core import trees
 from jstep.core.jaxprs import Operation, body_of, evaluate, operation_hash
@@ -32,7 +33,7 @@ class Merge(enum.Enum):
 
 
 def merges_of(
-    lanes: Lanes, new_state: NewState, old: Any, others: list[Array], batch: list[Array], size: int
+    lanes: Lanes, new_state: NewState, old: object, others: list[Array], batch: list[Array], size: int
 ) -> list[Merge]:
     """Return how each leaf of model_state is merged.
 
@@ -69,7 +70,7 @@ def merges_of(
     return merges
 
 
-def _refusal(lanes: Lanes, path: str, dtype: Any) -> str:
+def _refusal(lanes: Lanes, path: str, dtype: DTypeLike) -> str:
     on = f"lanes={lanes.number}: the leaf {trees.quoted(path)} of model_state depends on the rows or the key of a lane"
     if dtype == jnp.bool_:
         return f"{on} and must not be of bools, which the lanes cannot add; keep an integer that counts, or a float"
@@ -116,7 +117,7 @@ class _Value(NamedTuple):
     facts: frozenset[str] = frozenset()
 
 
-def _dependences(program: Any, leaves: Sequence[Array], others: int) -> list[_Value]:
+def _dependences(program: object, leaves: Sequence[Array], others: int) -> list[_Value]:
     """Return what each new leaf depends on, by the traced function of a lane."""
     body = body_of(program)
     rows = len(body.jaxpr.invars) - 1 - len(leaves) - others

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jstep.core import jaxprs, meshes, trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_int
 from jstep.core.exceptions import explain_jax, setting
 from jstep.core.jaxprs import Operation
@@ -92,7 +93,7 @@ class Lanes(NamedTuple):
         return None if dim is None or shape[dim] % self.devices else dim
 
 
-def as_lanes(lanes: Any) -> int | None:
+def as_lanes(lanes: object) -> int | None:
     """Validate a number of lanes: a power of two, or None.
 
     Raises:
@@ -109,9 +110,9 @@ def as_lanes(lanes: Any) -> int | None:
 def on_lanes(
     number: int | None,
     run: Callable[..., Any],
-    held: Any,
+    held: object,
     args: tuple[Any, ...],
-    batch_specs: Any = None,
+    batch_specs: Tree = None,
     places: Mapping[tuple[int, ...], PartitionSpec] | None = None,
     place: Callable[[Any], Any] | None = None,
 ) -> Any:
@@ -134,11 +135,11 @@ def on_lanes(
     rows = [dims_of(spec) for spec in specs_of_rows(args, batch_specs) if spec is not None]
     shardings = shardings_of(held) or list(map(meshes.sharding_on_mesh, jax.tree.leaves(held)))
 
-    def on_auto_axes(held: Any, args: Any) -> Any:
+    def on_auto_axes(held: object, args: Any) -> Any:
         lanes = _found(number, rows, shardings)
         return run(lanes if lanes.mesh is None else lanes._replace(places=places), held, args)
 
-    def computed(held: Any, args: Any) -> Any:
+    def computed(held: object, args: Any) -> Any:
         return without_explicit_axes(on_auto_axes, held, args, place=place)
 
     is_traced = any(map(trees.is_traced, jax.tree.leaves((held, args))))
@@ -258,7 +259,7 @@ def is_in_lanes(operation: Operation) -> bool:
     return operation.called == sum_over_lanes.__qualname__
 
 
-def of_each_lane(lanes: Lanes, i: Array, tree: Any) -> Any:
+def of_each_lane(lanes: Lanes, i: Array, tree: Tree) -> Any:
     """Return arrays of lane i such that their sums are those of all lanes, stacked on a leading axis."""
 
     def leaf(x: Any) -> Array:
@@ -324,7 +325,7 @@ def _gathered(x: Array, axes: tuple[str, ...]) -> Array:
     return jax.lax.bitcast_convert_type(jax.lax.all_gather(bits, axes), x.dtype)
 
 
-def traced_lane(lanes: Lanes, part: Callable[..., Any], blocks: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
+def traced_lane(lanes: Lanes, part: Callable[..., Any], blocks: object, args: tuple[Any, ...]) -> tuple[Any, Any]:
     """Trace a lane, which must not name mesh axes that it does not have; `args` are those of the whole batch."""
     try:
         found = traced(lanes, part, *args[:-1], blocks)

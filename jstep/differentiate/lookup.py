@@ -29,7 +29,7 @@ class Tables:
         self._trace = get_opaque_trace_state()
         self._taken: list[tuple[int, Array, Array]] = []
 
-    def index_of(self, table: Any) -> int | None:
+    def index_of(self, table: object) -> int | None:
         """Return the index of a table among the leaves; None for anything else, and under another transformation."""
         return self._indices.get(id(table)) if get_opaque_trace_state() == self._trace else None
 
@@ -61,7 +61,7 @@ TABLES: contextvars.ContextVar[Tables | None] = contextvars.ContextVar("jstep_ta
 """The tables available for lookups, while a loss is traced; None elsewhere."""
 
 
-def lookup(table: Any, ids: Any) -> Array:
+def lookup(table: object, ids: object) -> Array:
     """Return rows of a table, `table[ids]`, with an `IndexedSlices` of those rows as gradient.
 
     In `compute_gradients` and `minimize`, the cost of an update then depends on the number of rows, not on the size of

@@ -11,6 +11,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jstep.core import meshes, trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, as_function, as_int, kind, shown
 from jstep.core.device_values import as_scalar
 from jstep.core.exceptions import setting
@@ -164,7 +165,7 @@ class Inputs(NamedTuple):
         """The inputs of one of several evaluations, with these changes and a key of its own."""
         return self._replace(key=None if self.key is None else jax.random.fold_in(self.key, i), **changes)
 
-    def for_lane(self, i: Array, args: tuple[Any, ...], **changes: Any) -> "Inputs":
+    def for_lane(self, i: Array, args: tuple[Any, ...], **changes: object) -> "Inputs":
         """The inputs of lane i, whose rows are args."""
         return self.for_part(i, args=args, batch_specs=microbatches.specs_of_rows(args), **changes)
 
@@ -271,7 +272,7 @@ class Differentiation:
         parts = microbatches.split(given.args, n, given.batch_specs)
 
         def run(params: Params, parts: tuple[Any, ...]) -> Part:
-            def part_fn(model_state: Any, batch: Any, i: Array) -> Part:
+            def part_fn(model_state: Tree, batch: Tree, i: Array) -> Part:
                 return self._one(given.for_part(i, params=params, model_state=model_state, args=batch), indices)
 
             leaves = jax.tree.leaves(params)
@@ -292,7 +293,7 @@ class Differentiation:
         if self.weight_fn is not None or self.aggregation_method is not AggregationMethod.DEFAULT or self.squares:
             return run(given.params, parts)
 
-        def loss(params: Params, batch: Any) -> Array:
+        def loss(params: Params, batch: Tree) -> Array:
             return self._one(given._replace(params=params, args=batch), []).loss
 
         return microbatches.reduced_once(run, given.params, parts, loss, indices)
@@ -408,7 +409,7 @@ def track_connected(leaves: list[Array], connected: set[int]) -> list[Array]:
     return list(identity(leaves))
 
 
-def _by_leaf(fn: Callable[..., Array], merges: Sequence[Merge], tree: Any, old: Any) -> Any:
+def _by_leaf(fn: Callable[..., Array], merges: Sequence[Merge], tree: Tree, old: object) -> Any:
     """Map `fn(merge, leaf, old leaf)` over the leaves of a tree like model_state, whose classes get arrays alone."""
     leaves, treedef = trees.flatten(tree)
     return treedef.unflatten(map(fn, merges, leaves, jax.tree.leaves(old)))
@@ -417,7 +418,7 @@ def _by_leaf(fn: Callable[..., Array], merges: Sequence[Merge], tree: Any, old: 
 # Sharpness-aware minimization.
 
 
-def perturbed(leaves: list[Array], gradients: list[Any], rho: Any, *, adaptive: bool) -> list[Array]:
+def perturbed(leaves: list[Array], gradients: list[Any], rho: object, *, adaptive: bool) -> list[Array]:
     """Return the nearby parameters at which the loss is largest, to first order.
 
     SAM: p + ρ·g / (‖g‖ + 1e-12); adaptive (ASAM): p + ρ·p²·g / (‖ |p|·g ‖ + 1e-12). Norms are over all leaves.
@@ -447,12 +448,12 @@ def perturbed(leaves: list[Array], gradients: list[Any], rho: Any, *, adaptive: 
     return [moved(p, g, w) for p, g, w in zip(leaves, weighed, weights, strict=True)]
 
 
-def checked_sharpness(sharpness: Any) -> Any:
+def checked_sharpness(sharpness: object) -> Any:
     """Validate the radius ρ ≥ 0: a number, a scalar array (possibly traced), or None."""
     return None if sharpness is None else as_scalar(sharpness, "sharpness", low=0, expected="a number or None")
 
 
-def checked_radius(sharpness: Any) -> Any:
+def checked_radius(sharpness: object) -> Any:
     """Validate the radius of a training step: as in `checked_sharpness`, or a schedule."""
     if isinstance(sharpness, Held):
         raise TypeError(

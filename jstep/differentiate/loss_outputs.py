@@ -12,13 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import get_opaque_trace_state
+from jax.typing import DTypeLike
 
 from jstep.core import device_values, trees
 from jstep.core.checks import kind
 from jstep.core.trees import Array
 
 
-def outputs_of(out: Any, old: Any, has_aux: bool, has_model_state: bool, names_aux: bool) -> tuple[Array, Any, Any]:
+def outputs_of(
+    out: object, old: object, has_aux: bool, has_model_state: bool, names_aux: bool
+) -> tuple[Array, Any, Any]:
     """Return loss, new model_state and aux from the output of a loss that got the old model_state."""
     loss, model_state, aux = _split(out, has_aux, has_model_state)
     for key in aux if names_aux and isinstance(aux, Mapping) else ():
@@ -38,7 +41,7 @@ def outputs_of(out: Any, old: Any, has_aux: bool, has_model_state: bool, names_a
     return loss, model_state, jax.tree.map(jnp.asarray, device_values.from_host(aux, "aux"))
 
 
-def _split(out: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, Any, Any]:
+def _split(out: object, has_aux: bool, has_model_state: bool) -> tuple[Any, Any, Any]:
     if not (has_aux or has_model_state):
         if isinstance(out, tuple | list):
             raise TypeError(
@@ -49,7 +52,7 @@ def _split(out: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, Any, An
     want = "(loss, aux)" if not has_model_state else "(loss, (model_state, aux))" if has_aux else "(loss, model_state)"
     options = f"has_aux={has_aux}" + (", has_model_state=True" if has_model_state else "")
 
-    def pair(value: Any, form: str) -> Any:
+    def pair(value: object, form: str) -> Any:
         if not (isinstance(value, tuple | list) and len(value) == 2):
             raise TypeError(f"loss_fn returned {form.format(_kind(value))}; with {options} it must return {want}")
         return value
@@ -63,7 +66,7 @@ def _kind(x: Any) -> str:
     return f"an array of shape {np.shape(x)}" if trees.is_array(x) else f"a {type(x).__name__}"
 
 
-def _refuse_other_structure(old: Any, new: Any) -> None:
+def _refuse_other_structure(old: object, new: object) -> None:
     """Raise an error for a new model_state of another structure than the old one."""
     if isinstance(new, tuple | list) and len(new) == 2 and trees.structure(old) == trees.structure(new[0]):
         raise ValueError(
@@ -80,7 +83,7 @@ def _refuse_other_structure(old: Any, new: Any) -> None:
     )
 
 
-def _like(old: Any, new: Any) -> Any:
+def _like(old: object, new: object) -> Any:
     """Return the new model_state with the dtypes of the old one.
 
     Raises:
@@ -91,7 +94,7 @@ def _like(old: Any, new: Any) -> Any:
     if trees.structure(old) != trees.structure(new):
         _refuse_other_structure(old, new)
 
-    def leaf(keys: Any, before: Any, after: Any) -> Array:
+    def leaf(keys: Any, before: object, after: object) -> Array:
         before, after = jnp.asarray(before), jnp.asarray(after)
         what = f"loss_fn returned a model_state whose leaf {trees.quoted(trees.path_str(keys))}"
         if before.shape != after.shape:
@@ -113,7 +116,7 @@ _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 """Kinds of numbers, each of which holds the values of those before it."""
 
 
-def _kind_of(dtype: Any) -> int:
+def _kind_of(dtype: DTypeLike) -> int:
     """The place of a dtype among `_KINDS`; -1 for a key."""
     return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), -1)
 
@@ -145,7 +148,7 @@ SUMMARIES: dict[str, Callable[[Any, Any], Any]] = {}
 created and does not return, or None; and `merge(one, other)`, one summary of two, or None if they are not summaries."""
 
 
-def join_returned(aux: Mapping[str, Any], made: Any) -> tuple[Mapping[str, Any], Any]:
+def join_returned(aux: Mapping[str, Any], made: object) -> tuple[Mapping[str, Any], Any]:
     """Return aux, and the summaries created by the loss, merged with those that it returned as `summaries`."""
     merged = SUMMARIES["merge"](aux["summaries"], made) if "summaries" in aux and made is not None else None
     if merged is None:

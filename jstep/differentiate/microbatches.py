@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import meshes, trees
+from jstep.core.annotations import Tree
 from jstep.core.jaxprs import Operation, Subprogram, body_of, evaluate
 from jstep.core.placement import Unroll, scan
 from jstep.core.trees import Array, GradientNoise
@@ -24,7 +25,7 @@ _logger = logging.getLogger("jstep")
 _log_once = functools.cache(_logger.info)  # a step is traced several times
 
 
-def specs_of_rows(args: tuple[Any, ...], rows: Any = None) -> list[PartitionSpec | None]:
+def specs_of_rows(args: tuple[Any, ...], rows: Tree = None) -> list[PartitionSpec | None]:
     """Return the spec of each leaf of a batch, from its type or from `rows`, a tree of shardings; None if unknown."""
     leaves = jax.tree.leaves(args, is_leaf=trees.is_none)
     given = jax.tree.leaves(rows, is_leaf=trees.is_none)
@@ -111,12 +112,12 @@ def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> t
     return tuple(treedef.unflatten(map(placed, leaves, specs)))
 
 
-def microbatch(parts: Any, i: Any) -> Any:
+def microbatch(parts: object, i: object) -> Any:
     """Return microbatch i of the result of `split`."""
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, axis=1, keepdims=False), parts)
 
 
-def _mesh_of(leaf: Any) -> Any:
+def _mesh_of(leaf: object) -> Any:
     return meshes.explicit_mesh(leaf) or jax.sharding.get_abstract_mesh()
 
 
@@ -206,7 +207,7 @@ class Part(NamedTuple):
 def accumulate(
     part_fn: Callable[[Any, tuple[Any, ...], Array], Part],
     parts: tuple[Any, ...],
-    model_state: Any,
+    model_state: Tree,
     sums: list[Array],
     weight_fn: Callable[..., Any] | None,
     *,
@@ -236,7 +237,7 @@ def accumulate(
     examples, n = jax.tree.leaves(parts)[0].shape[:2]
     running = method is AggregationMethod.DEFAULT
 
-    def body(carry: Any, i: Array) -> Any:
+    def body(carry: Tree, i: Array) -> Any:
         state, sums = carry
         batch = microbatch(parts, i)
         part = part_fn(state, batch, i)
@@ -324,7 +325,7 @@ def weighed(value: Array, weight: Array | None) -> Array:
 
 
 def reduced_once(
-    run: Callable[[Any, Any], Any], params: Any, parts: Any, loss: Callable[[Any, Any], Array], indices: list[int]
+    run: Callable[[Any, Any], Any], params: Tree, parts: object, loss: Callable[[Any, Any], Array], indices: list[int]
 ) -> Any:
     """Return `run(params, parts)` with parameters typed such that their gradients are reduced once, if possible.
 
@@ -341,7 +342,7 @@ def reduced_once(
             axes |= set(meshes.mesh_axes_of(meshes.dims_of(meshes.spec_of(leaf))[0]))
     leaves, treedef = trees.flatten(params)
 
-    def is_able(leaf: Any) -> bool:
+    def is_able(leaf: object) -> bool:
         if not axes or meshes.explicit_mesh(leaf) is None:
             return False
         spec = meshes.spec_of(leaf)
@@ -358,7 +359,7 @@ def reduced_once(
         able = [i for i in able if i not in others]
     if able:
 
-        def typed(params: Any, parts: Any) -> Any:
+        def typed(params: Tree, parts: object) -> Any:
             leaves, some = jax.tree.leaves(params), []
             for i in able:
                 sharding: Any = jax.typeof(leaves[i]).sharding
@@ -455,7 +456,7 @@ def estimated(squares: Squares) -> GradientNoise:
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), appendix A, for parts of one size.
     """
 
-    def computed(weights: Any, parts: Array, whole: Array) -> GradientNoise:
+    def computed(weights: object, parts: Array, whole: Array) -> GradientNoise:
         w = jnp.broadcast_to(jnp.asarray(weights, parts.dtype), parts.shape)
         counts = w > 0
         # 0 · NaN is NaN, but a part without weight must not contribute.

@@ -16,6 +16,7 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from jstep.core import jaxprs, trees
+from jstep.core.annotations import Tree
 from jstep.core.jaxprs import ELEMENTWISE, Operation, Subprogram
 from jstep.core.placement import on_devices
 from jstep.core.trees import Array
@@ -71,7 +72,7 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
     free = {atom: one.eqn for one in operations if not jaxprs.variables(one.eqn.invars) for atom in one.eqn.outvars}
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *values], strict=True))
 
-    def read(atom: Any) -> Any:
+    def read(atom: object) -> Any:
         if isinstance(atom, core.Literal):
             return atom.val
         return env[atom] if atom in env else jax.core.eval_jaxpr(jaxprs.part_of(jaxpr, [], [atom], [free[atom]]), ())[0]
@@ -88,14 +89,14 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
         compute = functools.partial(jax.core.eval_jaxpr, jaxprs.part_of(jaxpr, given, kept, eqns), ())
         env.update(zip(kept, call(compute, [env[atom] for atom in given], [atom.aval for atom in kept]), strict=True))
 
-    def on_parts(fn: Any, args: list[Array], shapes: Any) -> list[Array]:
+    def on_parts(fn: Any, args: list[Array], shapes: Tree) -> list[Array]:
         return list(map(lanes.placed, isolated(fn, list(map(lanes.placed, args)), shapes, witness)))
 
-    def on_blocks(fn: Any, args: list[Array], shapes: Any) -> list[Array]:
+    def on_blocks(fn: Any, args: list[Array], shapes: Tree) -> list[Array]:
         dims: Any = [_dim_of_blocks(lanes.number, x.shape) for x in args]
         return list(sum_over_lanes(lanes, lambda i, _, blocks: fn(*blocks), [], args, dims, witness))
 
-    def on_whole_arrays(fn: Any, args: list[Array], shapes: Any) -> list[Array]:
+    def on_whole_arrays(fn: Any, args: list[Array], shapes: Tree) -> list[Array]:
         everywhere = PartitionSpec()
         run = lanes.spread(lambda args, witness: isolated(fn, args, shapes, witness), everywhere, everywhere)
         return list(run(args, witness))
@@ -186,7 +187,7 @@ def _connected(operations: Sequence[Operation]) -> list[list[Operation]]:
 def _apart(lanes: Lanes, operation: Operation, values: Sequence[Any], witness: Array) -> Sequence[Any]:
     """Evaluate the programs of a condition or a loop in the same way; apply what is in lanes already."""
 
-    def run(i: int, *values: Any) -> list[Array]:
+    def run(i: int, *values: object) -> list[Array]:
         return _evaluated(lanes, operation.bodies[i], list(map(jnp.asarray, values)), witness)
 
     if operation.kind == "cond":

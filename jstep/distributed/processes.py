@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import array_type, as_int
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, doing
@@ -165,7 +166,7 @@ class AgreedShapes:
     def __init__(self) -> None:
         self._known: set[Any] = set()
 
-    def check(self, state: Any, args: tuple[Any, ...], shapes: Hashable = None) -> None:
+    def check(self, state: Tree, args: tuple[Any, ...], shapes: Hashable = None) -> None:
         """Compare the shapes of a batch with those of the other processes, if they are new and the arrays span them.
 
         All processes must call this before each call of a step.
@@ -201,7 +202,7 @@ class AgreedShapes:
         self._known.add(shapes)
 
 
-def _spans_processes(leaf: Any) -> bool:
+def _spans_processes(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and not leaf.is_fully_addressable
 
 

@@ -161,7 +161,7 @@ class MetricCallback:
         """Return what it watches, the mode, the best value and the counts."""
         return {**self._watched, **self._progress.to_json()}
 
-    def set_state(self, value: Any) -> bool | None:
+    def set_state(self, value: object) -> bool | None:
         """Restore the state; an incompatible one is logged and ignored."""
         if not isinstance(value, Mapping) or not self._watched.keys() <= value.keys():
             self._start_fresh("was written by another version of it")
@@ -272,7 +272,7 @@ class EarlyStopping(MetricCallback):
             _logger.info(text, step, self.metric, progress.best, progress.bad)
         return True
 
-    def set_state(self, value: Any) -> bool:
+    def set_state(self, value: object) -> bool:
         """Restore the state and return whether patience was exhausted; an incompatible state is logged and ignored."""
         if self._reset:
             self._start_fresh("is forgotten because of reset=True")

@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import taken
@@ -55,7 +56,7 @@ class EvaluationBatches:
         ValueError: `batches` has no end.
     """
 
-    def __init__(self, batches: Any) -> None:
+    def __init__(self, batches: Tree) -> None:
         _check(batches)
         self.batches = batches
         self._is_iterator = hasattr(batches, "__next__")
@@ -86,7 +87,7 @@ class EvaluationBatches:
         if number == 0:
             raise ValueError(f"batches={shown(self.batches)}: empty, there is nothing to evaluate")
 
-    def first_shapes(self, shardings: Any) -> tuple[Any, ...] | None:
+    def first_shapes(self, shardings: Tree) -> tuple[Any, ...] | None:
         """Return the arguments of the first batch as shapes; None if it cannot be read without changing an evaluation.
 
         The first batch of a loader is kept for the next evaluation.
@@ -129,7 +130,7 @@ def _on_device(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     return shape_of(leaf, fitting(sharding, np.shape(leaf)))
 
 
-def _check(batches: Any) -> None:
+def _check(batches: Tree) -> None:
     """Refuse a value that cannot be a source of batches, or that has no end; warn of dropped rows."""
     if isinstance(batches, Mapping | str | bytes):
         raise TypeError(
@@ -160,7 +161,7 @@ def _check(batches: Any) -> None:
         )
 
 
-def check_sharding(batch_sharding: Any) -> None:
+def check_sharding(batch_sharding: object) -> None:
     """Refuse what cannot be a sharding of batches, before there is a state whose mesh names of axes refer to.
 
     Raises:
@@ -175,7 +176,7 @@ def check_sharding(batch_sharding: Any) -> None:
     placement(others, "batch_sharding")
 
 
-def shardings_of(batch_sharding: Any, state: Any) -> Any:
+def shardings_of(batch_sharding: object, state: Tree) -> Any:
     """Return the shardings of batches for a state as a tree, or None.
 
     Raises:
@@ -184,7 +185,7 @@ def shardings_of(batch_sharding: Any, state: Any) -> Any:
     return None if batch_sharding is None else as_shardings(over_axes(batch_sharding, state))
 
 
-def placed(batches: Iterable[Any], shardings: Any) -> Iterator[tuple[Any, ...]]:
+def placed(batches: Iterable[Any], shardings: Tree) -> Iterator[tuple[Any, ...]]:
     """Yield the arguments of each batch, placed for the computation of metrics.
 
     Rows that do not divide over the devices are replicated on all of them. The metrics are then exact, without
@@ -222,14 +223,14 @@ def num_examples(args: Any) -> int | str:
     return next(iter(sizes))
 
 
-def _map_leaves(fn: Callable[[Any, Any], Any], args: tuple[Any, ...], shardings: Any) -> tuple[Any, ...]:
+def _map_leaves(fn: Callable[[Any, Any], Any], args: tuple[Any, ...], shardings: Tree) -> tuple[Any, ...]:
     """Map a function over the leaves of the arguments and their shardings, a tree that is a prefix of the batch."""
     batch = args if trees.is_plain_tuple(shardings) or len(args) != 1 else args[0]
     each = jax.tree.broadcast(shardings, batch, is_leaf=lambda x: isinstance(x, Sharding))
     return tuple(jax.tree.map(fn, args, each if batch is args else (each,)))
 
 
-def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Any) -> Iterator[tuple[Any, ...]]:
+def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Tree) -> Iterator[tuple[Any, ...]]:
     """Yield global arrays made of the rows of all processes, batch by batch, until all processes have ended.
 
     All processes exchange their numbers of rows, so nothing is assumed about them, nor about the number of batches.
@@ -279,7 +280,7 @@ def _rows(args: tuple[Any, ...]) -> int:
     return rows
 
 
-def _global(counts: np.ndarray[Any, Any], rows: Any, sharding: Any) -> jax.Array:
+def _global(counts: np.ndarray[Any, Any], rows: Tree, sharding: object) -> jax.Array:
     """Return one array with the rows of all processes, of which each has as many as `counts` says."""
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
         return jax.device_put(rows, sharding)

@@ -100,7 +100,7 @@ class EvaluationHook(RunHook):
         every_n_secs: float | None = None,
         then: Sequence[EvaluationCallback] = (),
         callbacks: Sequence[EvaluationCallback] | None = None,
-        summary_writer: Any = None,
+        summary_writer: object = None,
         prefix: str = "eval",
         key: str | None = None,
         clock: Clock = time.monotonic,
@@ -165,7 +165,7 @@ class EvaluationHook(RunHook):
         then = get_states(self._callbacks, self._where)
         return {"step": self._reported_step, "owed": self._owed, "then": then, **left}
 
-    def set_state(self, value: Any) -> bool:
+    def set_state(self, value: object) -> bool:
         """Restore the states; return True if a callback had stopped the run. A value of unknown format is logged."""
         fields = value if isinstance(value, dict) else {}
         steps = [fields.get("step", ""), fields.get("owed", ""), fields.get("left")]

@@ -51,7 +51,7 @@ class Metric:
     rows: int | str = dataclasses.field(metadata={"static": True})
 
 
-def metrics_of(found: Any, rows: int | str) -> list[Metric]:
+def metrics_of(found: object, rows: int | str) -> list[Metric]:
     """Return the metrics of a batch, whose kinds are determined by their shapes; works while tracing.
 
     Args:
@@ -161,7 +161,7 @@ class Totals:
                 self._totals[metric.name].append((total, count))
 
 
-def _sum(value: Any) -> int | float:
+def _sum(value: object) -> int | float:
     numbers = host(value).ravel()
     exact = numbers if numbers.dtype.kind in "biu" else numbers.astype(np.float64)
     return _total(exact.tolist())
@@ -186,7 +186,7 @@ def _mean(parts: Sequence[tuple[int | float, int | float]]) -> float:
         return math.inf
 
 
-def _is_object(name: str, value: Any) -> bool:
+def _is_object(name: str, value: object) -> bool:
     """Return whether a metric is an object with `merge` and `compute`; works while tracing.
 
     Raises:
@@ -247,13 +247,13 @@ def _merged(name: str, total: Any, one: Any) -> Any:
     return merged
 
 
-def _require_like(one: Any, total: Any, what: str, must: str) -> None:
+def _require_like(one: object, total: object, what: str, must: str) -> None:
     given, wanted = trees.structure(one), trees.structure(total)
     if type(one) is not type(total) or given != wanted:
         raise TypeError(f"{what} {kind(one)} of another structure: {must} {wanted}, got {given}")
 
 
-def _numbers_of(name: str, total: Any) -> dict[str, float]:
+def _numbers_of(name: str, total: object) -> dict[str, float]:
     """Compute the total of a metric; return its numbers by result name, `name` or `name/key`.
 
     Raises:

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, as_function
 from jstep.core.exceptions import explain_jax, note
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, using_mesh
@@ -42,11 +43,11 @@ class EvaluationAbandoned(BaseException):
 
 def evaluator(
     metric_fn: Callable[..., Mapping[str, Any]],
-    batches: Any,
+    batches: Tree,
     *,
     use_averages: bool | str | Sequence[str] = False,
     has_model_state: bool = False,
-    batch_sharding: Any = None,
+    batch_sharding: object = None,
     lanes: int | None = None,
 ) -> Callable[[TrainState], dict[str, float]]:
     """Return a function `evaluate(state) -> {name: float}` that computes metrics over all given batches, exactly.
@@ -222,7 +223,7 @@ def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..
     return compute
 
 
-def _of_lanes(metrics: Callable[..., list[Metric]], lanes: Lanes, params: Any, args: Any) -> list[list[Metric]]:
+def _of_lanes(metrics: Callable[..., list[Metric]], lanes: Lanes, params: Tree, args: Any) -> list[list[Metric]]:
     """Return the metrics of each lane; of one with the whole batch if they do not divide it."""
     size = num_examples(args)
     if isinstance(size, str) or size == 0 or size % lanes.number:
@@ -231,7 +232,7 @@ def _of_lanes(metrics: Callable[..., list[Metric]], lanes: Lanes, params: Any, a
     indices = [i for i, leaf in enumerate(leaves) if np.ndim(leaf)]
     whole, filled = trees.arrays_of((params, leaves))
 
-    def part(i: Any, whole: Any, rows: Any) -> Any:
+    def part(i: Any, whole: Any, rows: Tree) -> Any:
         params, leaves = filled(whole)
         return of_each_lane(lanes, i, metrics(params, treedef.unflatten(trees.with_leaves(leaves, indices, rows))))
 
@@ -253,7 +254,7 @@ def _replicated(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: compiled(_mesh_of_processes(args))(*args)
 
 
-def _mesh_of_processes(tree: Any) -> Any:
+def _mesh_of_processes(tree: Tree) -> Any:
     """Return the mesh of arrays that are on several processes; None for any others."""
     mesh = None if processes.is_single_process() else mesh_of(tree)
     return None if mesh is None or NamedSharding(mesh, PartitionSpec()).is_fully_addressable else mesh

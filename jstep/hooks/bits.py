@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, as_int, listed, one_of
 from jstep.core.exceptions import Picklable, note
 from jstep.core.meshes import internal_transfers
@@ -276,7 +277,7 @@ class AuditHook(RunHook):
         """The steps N whose update N → N + 1 is audited, in a run from `start` to `last_step`."""
         return range(-(-start // self._n) * self._n, last_step, self._n)
 
-    def audit_call(self, run_call: RunCall, repeated: Repeated, state: Any, call: Call) -> Any:
+    def audit_call(self, run_call: RunCall, repeated: Repeated, state: Tree, call: Call) -> Any:
         """Run the steps of a call, and repeat them if they are due for an audit.
 
         Raises:
@@ -308,14 +309,14 @@ class AuditHook(RunHook):
         return result
 
 
-def _preserved(step: Any, state: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+def _preserved(step: object, state: Tree, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """The state and arguments for the second computation, copied if the first one donates or may change them."""
     if not hasattr(step, "donate"):
         return _copied((state, args))  # a plain function may modify or donate its arguments
     return (_copied(state) if step.donate else state), args
 
 
-def _copied(tree: Any) -> Any:
+def _copied(tree: Tree) -> Any:
     """Copy all arrays, with shardings for which the step is not compiled again."""
     with internal_transfers():
         return jax.tree.map(_copy, tree)

@@ -99,14 +99,14 @@ def cadence(
     return Cadence(number, seconds, clock, **more)
 
 
-def cadence_of(hook: Any) -> Cadence | None:
+def cadence_of(hook: object) -> Cadence | None:
     """The cadence of a stock hook; None if the hook says by itself when it is due."""
     # Not the attribute of another hook that an object delegates to: `train` gives that one no run.
     cadence = getattr(hook, "cadence", None) if hasattr(type(hook), "cadence") else None
     return cadence if isinstance(cadence, Cadence) else None
 
 
-def next_call(hook: Any, step: int) -> tuple[int, int]:
+def next_call(hook: object, step: int) -> tuple[int, int]:
     """The next step at which a hook is due, and that at which a call of several steps must end for it.
 
     A stock hook with seconds is due by its cadence, any other hook at the steps of its `next_due`, if it has that

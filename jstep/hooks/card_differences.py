@@ -68,7 +68,7 @@ def starts_of(where: str, start: str = "") -> list[Start]:
     return found
 
 
-def is_whole(card: Any) -> TypeGuard[dict[str, Any]]:
+def is_whole(card: object) -> TypeGuard[dict[str, Any]]:
     """Whether a card is of this version and has all of its parts."""
     return (
         isinstance(card, dict)
@@ -234,7 +234,7 @@ def _names(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     return list(a) if a.keys() == b.keys() else sorted({*a, *b})
 
 
-def differences(name: str, a: Any, b: Any, runs: tuple[str, str] = IN_A_AND_B) -> Iterator[str]:
+def differences(name: str, a: object, b: object, runs: tuple[str, str] = IN_A_AND_B) -> Iterator[str]:
     """Describe the differences between two JSON values, one per line.
 
     Args:
@@ -262,7 +262,7 @@ def differences(name: str, a: Any, b: Any, runs: tuple[str, str] = IN_A_AND_B) -
         yield f"{name}: {_shown(a)} {runs[0]}, {_shown(b)} {runs[1]}"
 
 
-def _shown(value: Any, longest: int = _LONGEST_VALUE) -> str:
+def _shown(value: object, longest: int = _LONGEST_VALUE) -> str:
     if value is _ABSENT:
         return "absent"
     return cut(value if isinstance(value, str) and value else json.dumps(value), longest)
@@ -344,7 +344,7 @@ def _argument_name(element: str, argument: str) -> str:
     return f"{label}{slash}{argument}"
 
 
-def _argument(value: Any) -> str:
+def _argument(value: object) -> str:
     if isinstance(value, dict):
         return str(next(iter(value.values()), ""))
     return str(value) if value is None or isinstance(value, bool) else _shown(value, _LONGEST_ARGUMENT)

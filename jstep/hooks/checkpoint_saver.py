@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jstep.checkpoint.saver import Saver
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_function, as_functions
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING
@@ -136,7 +137,7 @@ class CheckpointSaverHook(RunHook):
         return True
 
 
-def _weakly(state: Any) -> Callable[[], Any]:
+def _weakly(state: Tree) -> Callable[[], Any]:
     """A weak reference to the state, or the state itself if it cannot be weakly referenced."""
     try:
         return weakref.ref(state)

@@ -97,7 +97,7 @@ class Hook:
         return None
 
 
-def name_of(hook: Any) -> str:
+def name_of(hook: object) -> str:
     """The name of a hook or function for errors: its `name`, or that of its function or class."""
     name = getattr(hook, "name", None)
     return name if isinstance(name, str) else str(getattr(hook, "__qualname__", type(hook).__qualname__))
@@ -193,7 +193,7 @@ class StopWith:
     state: TrainState
 
 
-def check_hook_result(result: Any, state: TrainState, step: int, by: str) -> tuple[bool, TrainState]:
+def check_hook_result(result: object, state: TrainState, step: int, by: str) -> tuple[bool, TrainState]:
     """Check and interpret the return value of a hook.
 
     Args:

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
+from jstep.core.annotations import Tree
 from jstep.core.meshes import internal_transfers
 from jstep.hooks.hook import Metrics
 from jstep.hooks.numbers import host, is_number, is_numeric, is_ready, local, start_transfer
@@ -223,7 +225,7 @@ class MetricSums:
 
     # Calls that accumulate by themselves.
 
-    def begin(self, columns: "Columns", like: Any) -> "Sums":
+    def begin(self, columns: "Columns", like: Tree) -> "Sums":
         """Return the sums that a call continues.
 
         Args:
@@ -236,7 +238,7 @@ class MetricSums:
         self._traced = None
         return self._started(columns, like)
 
-    def empty(self, columns: "Columns", like: Any) -> "Sums":
+    def empty(self, columns: "Columns", like: Tree) -> "Sums":
         """Sums of no step, as `begin` returns at first."""
         key = columns, (sharding := _sharding_of(like))
         if key not in self._empty:
@@ -369,7 +371,7 @@ class MetricSums:
         room = 1 if columns.loss == -1 else max(1, min(_CALLS, _VALUES // max(1, len(names))))
         return Layout(columns, names, room, all(getattr(metrics[name], "is_fully_addressable", True) for name in names))
 
-    def _started(self, columns: "Columns", like: Any) -> "Sums":
+    def _started(self, columns: "Columns", like: Tree) -> "Sums":
         """The sums to continue: at first those of no step, with the number of skipped steps at the last cut."""
         if self._sums is None:
             empty, skips = self.empty(columns, like), self._skips
@@ -573,13 +575,13 @@ def program(columns: Columns, names: tuple[str, ...]) -> Callable[..., Any]:
     padding.
     """
 
-    def add(sums: Sums, calls: list[list[Any]], count: Any) -> Sums:
+    def add(sums: Sums, calls: list[list[Any]], count: object) -> Sums:
         return columns.add(sums, columns.rows([dict(zip(names, values, strict=True)) for values in calls]), count)
 
     return jax.jit(add)
 
 
-def _column(values: list[Any], dtype: Any) -> tuple[Any, Any, Any]:
+def _column(values: list[Any], dtype: DTypeLike) -> tuple[Any, Any, Any]:
     """The values of one metric as two floats each, and which of them are numbers."""
     known = [x.size == 1 for x in values]
     numbers = [jax.lax.reshape(x, (1,)) if one else jnp.zeros(1, x.dtype) for x, one in zip(values, known, strict=True)]
@@ -589,12 +591,12 @@ def _column(values: list[Any], dtype: Any) -> tuple[Any, Any, Any]:
     return high, low, np.array(known)
 
 
-def _is_split(dtype: Any, into: Any) -> bool:
+def _is_split(dtype: np.dtype[Any], into: DTypeLike) -> bool:
     """Whether one float may not represent a value, a large integer."""
     return bool(jnp.issubdtype(dtype, jnp.integer)) and dtype.itemsize >= np.dtype(into).itemsize
 
 
-def _parts(x: Any, dtype: Any) -> tuple[Any, Any]:
+def _parts(x: Any, dtype: DTypeLike) -> tuple[Any, Any]:
     """Split values into sums of two floats."""
     low = x & 0xFFF if _is_split(x.dtype, dtype) else jnp.zeros_like(x)
     return (x - low if _is_split(x.dtype, dtype) else x).astype(dtype), low.astype(dtype)
@@ -622,7 +624,7 @@ def _total(high: Any, low: Any) -> tuple[Any, Any]:
     return x, error
 
 
-def skip_metric_of(train_step: Any) -> str | None:
+def skip_metric_of(train_step: object) -> str | None:
     """The name of the metric that is 1 if the whole update was skipped, or None; a custom step has it as `skipped`."""
     name = getattr(train_step, "skip_metric", SKIPPED)
     return name if isinstance(name, str) else None

@@ -22,7 +22,7 @@ def text(values: Mapping[str, Any]) -> str:
     return "  ".join([f"{name} {_short(number)}" for name, number in read(values).items()])
 
 
-def _short(number: Any) -> str:
+def _short(number: object) -> str:
     short = str(number) if isinstance(number, int) else f"{number:.4g}"
     return f"{short} (saturated)" if number in SATURATED else short
 
@@ -63,12 +63,12 @@ def names_of_arrays(metrics: Metrics) -> list[str]:
     return [name for name, value in metrics.items() if isinstance(value, arrays) and value.ndim and is_numeric(value)]
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Whether a value is a real number or a bool, or an array of one without axes, or the type of such an array."""
     return is_numeric(value) and getattr(value, "ndim", 0) == 0
 
 
-def is_numeric(value: Any) -> bool:
+def is_numeric(value: object) -> bool:
     """Whether a value is a real number or a bool, or an array of these with any shape, or its type."""
     dtype = getattr(value, "dtype", None)
     if dtype is None or not hasattr(value, "ndim"):
@@ -105,7 +105,7 @@ def local(value: Any) -> Any:
     return value.addressable_data(0) if is_global else value
 
 
-def host(value: Any) -> np.ndarray[Any, Any]:
+def host(value: object) -> np.ndarray[Any, Any]:
     """Copy a value to the host; of an array replicated over several processes, this process's copy."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable and value.is_fully_replicated:
         value = value.addressable_data(0)
@@ -149,7 +149,7 @@ class TransferQueue:
         self.owner: Any = None
         self.failed_owner: Any = None
 
-    def add(self, step: int, pending: Pending, deliver: Callable[[int, Any], None], owner: Any) -> None:
+    def add(self, step: int, pending: Pending, deliver: Callable[[int, Any], None], owner: object) -> None:
         """Queue what belongs to a step; `deliver(step, what was read)` receives it, on behalf of a hook, the owner."""
         self._queue.append((step, pending, deliver, owner))
 

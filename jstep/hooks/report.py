@@ -276,7 +276,7 @@ class SummarySaverHook(ReportingHook):
 
     def __init__(
         self,
-        summary_writer: Any = None,
+        summary_writer: object = None,
         *,
         save_steps: int | None = UNSET,
         save_secs: float | None = None,

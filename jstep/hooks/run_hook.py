@@ -296,7 +296,7 @@ class CustomLoop:
         """See `RunInfo.constant_metrics`."""
         return ()
 
-    def meter(self, *_: Any) -> None:
+    def meter(self, *_: object) -> None:
         """See `RunInfo.meter`."""
 
     def to_stop(self) -> bool:
@@ -325,7 +325,7 @@ class _CadenceOf(Hook):
         return None if self.cadence.secs is not None else self.cadence.next_multiple(step)
 
 
-def check_writer(summary_writer: Any) -> Any:
+def check_writer(summary_writer: object) -> Any:
     """Return the writer, or None; refuse an object without `add_summary`.
 
     Raises:

@@ -103,7 +103,7 @@ class StepCounterHook(RunHook):
         *,
         every_n_steps: int | None = UNSET,
         every_n_secs: float | None = None,
-        summary_writer: Any = None,
+        summary_writer: object = None,
         peak_flops: float | None = None,
         flops_per_step: float | None = None,
         clock: Clock = time.perf_counter,
@@ -224,5 +224,5 @@ def shown_share(share: Any) -> list[str]:
     return [] if share is None else [f"{share.name} {share.value:.3g}"]
 
 
-def _positive(value: Any, argument: str, meaning: str) -> float | None:
+def _positive(value: object, argument: str, meaning: str) -> float | None:
     return None if value is None else as_number(value, argument, low=0, above=True, meaning=meaning)

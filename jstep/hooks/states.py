@@ -86,7 +86,7 @@ def _record(owner: _Owner, hook: Any, where: str) -> dict[str, Any]:
     return record | {"settings": settings} if settings else record
 
 
-def set_states(objects: Iterable[Any], saved: Any, where: str = "hooks") -> bool:
+def set_states(objects: Iterable[Any], saved: object, where: str = "hooks") -> bool:
     """Restore the state of each object; return whether one of them ends the run.
 
     A state that cannot be restored is logged: its hook is missing, or the run has another number of hooks with the same
@@ -122,7 +122,7 @@ def set_states(objects: Iterable[Any], saved: Any, where: str = "hooks") -> bool
     return stop
 
 
-def _is_record(record: Any) -> bool:
+def _is_record(record: object) -> bool:
     if not isinstance(record, dict) or not {"key", "class", "is_given", "state"} <= record.keys():
         return False
     return isinstance(record["key"], str) and isinstance(record["class"], str)
@@ -167,13 +167,13 @@ def _matched(same_key: Sequence[Any], records: Sequence[Any], where: str) -> Ite
         yield hook, found
 
 
-def _settings(hook: Any) -> dict[str, Any]:
+def _settings(hook: object) -> dict[str, Any]:
     """The settings of a stock object, by which objects with the same key are matched."""
     settings = getattr(hook, "identifying_settings", None)
     return settings if isinstance(settings, dict) else {}
 
 
-def key_of(hook: Any) -> str:
+def key_of(hook: object) -> str:
     """The name of a hook in logs and checkpoints: its key, or its class and what it watches."""
     return _owner(hook).key
 
@@ -183,7 +183,7 @@ def is_public(named: Any) -> bool:
     return getattr(sys.modules["jstep"], named.__qualname__, None) is named
 
 
-def _owner(hook: Any) -> _Owner:
+def _owner(hook: object) -> _Owner:
     key = getattr(hook, "key", None)
     # An attribute `key` that is not a string is ignored.
     return _Owner(key, None) if isinstance(key, str) and key else _Owner(*_class_names(hook))
@@ -204,5 +204,5 @@ def _stateful(objects: Iterable[Any]) -> Iterator[tuple[_Owner, Any]]:
             yield _owner(hook), hook
 
 
-def _has(hook: Any, method: str) -> bool:
+def _has(hook: object, method: str) -> bool:
     return callable(getattr(hook, method, None))

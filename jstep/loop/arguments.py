@@ -9,6 +9,7 @@ import numpy as np
 
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, as_int, as_number, kind, shown
 from jstep.core.placement import refuse_compile_only
 from jstep.data.loaders import StateBatches
@@ -90,7 +91,7 @@ class Options:
         check_locations(self.checkpoint_dir, self.checkpoint_prefix, self.logdir, self.batch_sharding)
 
 
-def as_steps_per_call(value: Any, batches: Any = None) -> int | str:
+def as_steps_per_call(value: object, batches: Tree = None) -> int | str:
     """Return `steps_per_call`, an integer ≥ 1 or "auto"; refuse anything else.
 
     Batches that are made with the state allow one step a call, and "auto" means 1 for them.
@@ -108,7 +109,7 @@ def as_steps_per_call(value: Any, batches: Any = None) -> int | str:
     return steps
 
 
-def check_locations(checkpoint_dir: Any, checkpoint_prefix: str, logdir: Any, batch_sharding: Any) -> None:
+def check_locations(checkpoint_dir: object, checkpoint_prefix: str, logdir: object, batch_sharding: object) -> None:
     """Refuse invalid directories, prefixes and shardings, without opening anything."""
     if not isinstance(checkpoint_dir, Saver | str | os.PathLike | None):
         raise TypeError(
@@ -133,7 +134,7 @@ def check_locations(checkpoint_dir: Any, checkpoint_prefix: str, logdir: Any, ba
     placement(batch_sharding, "batch_sharding")
 
 
-def check(state: Any, last_step: int) -> None:
+def check(state: Tree, last_step: int) -> None:
     """Refuse a state without a scalar global step, or a last_step that its dtype cannot hold.
 
     Raises:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jstep.core.annotations import Tree
 from jstep.core.threads import in_background
 from jstep.core.trees import arguments_of
 from jstep.data.placement import as_shardings, placement
@@ -46,7 +47,7 @@ class Call:
         of_one: tuple[Any, ...] = self.program.of_one if self.program.is_looped else self.args
         return of_one
 
-    def trace(self, state: Any) -> Any:
+    def trace(self, state: Tree) -> Any:
         """The trace of one of its steps, with the state that the call returned; None if it cannot be traced."""
         return self.program.stage.trace(state, self.of_one)
 
@@ -68,7 +69,7 @@ def make_calls(
     items: CopiedBatches,
     start: int,
     program_for: ProgramFor,
-    sharding: Any = None,
+    sharding: object = None,
     *,
     on_device: bool = False,
     ends: Iterable[float] = (math.inf,),
@@ -108,11 +109,11 @@ def make_calls(
             step += len(some)
 
 
-def _arguments(batch: Any, place: Callable[[Any], Any] | None) -> tuple[Any, ...]:
+def _arguments(batch: Tree, place: Callable[[Any], Any] | None) -> tuple[Any, ...]:
     return arguments_of(batch if place is None else place(batch))
 
 
-def shapes_in(batch: Any) -> Any:
+def shapes_in(batch: Tree) -> Any:
     """The structure, shapes and dtypes of a batch; batches that can be stacked agree in them."""
     leaves, structure = jax.tree.flatten(batch)
     return structure, tuple([(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf) for leaf in leaves])
@@ -179,7 +180,7 @@ class AutoSteps:
         """Whether the number of steps is chosen."""
         return len(self._seconds) == _TIMED
 
-    def timed(self, run: Callable[..., Any], state: Any, call: Call, *args: Any) -> Any:
+    def timed(self, run: Callable[..., Any], state: Tree, call: Call, *args: Any) -> Any:
         """Return `run(state, call, *args)`, a state and others, for a call of one step."""
         self._calls += 1
         if self._calls > _UNTIMED:

@@ -21,6 +21,7 @@ import numpy as np
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.calls import elements_of, typed
 from jstep.core.jaxprs import ProgramHash, digest_of, gradients_hash, part_for, program_hash, without_addresses
 from jstep.core.meshes import internal_transfers, mesh_of, mesh_text, sharding_text
@@ -72,7 +73,7 @@ _SETTINGS = (
 
 
 def card(
-    options: Options, stages: TrainSteps, step: int, state: Any, held: Mapping[str, float], batches: Any
+    options: Options, stages: TrainSteps, step: int, state: Tree, held: Mapping[str, float], batches: Tree
 ) -> dict[str, Any]:
     """Return the card of a run, without its programs, as JSON values.
 
@@ -100,7 +101,7 @@ def card(
     }
 
 
-def program_card(traced: Any, constants: Mapping[str, Any], args: Any, optimizer: Any = None) -> dict[str, Any]:
+def program_card(traced: Any, constants: Mapping[str, Any], args: Any, optimizer: object = None) -> dict[str, Any]:
     """Return the record of a program, as JSON values.
 
     Args:
@@ -122,7 +123,7 @@ def program_card(traced: Any, constants: Mapping[str, Any], args: Any, optimizer
     return found | _hash_card(hashed) | {"gradients": _hash_card(gradients_hash(step))}
 
 
-def _results_with_bits(state: Any, metrics: Any, *others: Any) -> list[bool]:
+def _results_with_bits(state: Tree, metrics: Any, *others: object) -> list[bool]:
     """For each result of a program, whether the bits of the run depend on it: other metrics than the loss are read."""
     parts = metrics.computed if isinstance(metrics, Metrics) else metrics
     if isinstance(parts, dict):
@@ -138,7 +139,7 @@ def _hash_card(hashed: ProgramHash) -> dict[str, Any]:
     return {"hash": hashed.digest, "operations": dict(sorted(hashed.operations.items())), "numbers": numbers}
 
 
-def _argument(value: Any) -> Any:
+def _argument(value: object) -> Any:
     """An argument of an optimizer: a number, or what one would type; of a function only its name is known."""
     if isinstance(value, trees.Held):  # its value is in the state
         return f"held({value.name!r})"
@@ -180,7 +181,7 @@ def _settings() -> dict[str, Any]:
     return {name: value if isinstance(value, bool | None) else str(value) for name, value in found.items()}
 
 
-def _devices(state: Any) -> dict[str, Any]:
+def _devices(state: Tree) -> dict[str, Any]:
     """The devices of a run and the mesh of its state."""
     leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
     of_state = next((leaf.sharding.device_set for leaf in leaves if leaf.sharding is not None), set())
@@ -196,7 +197,7 @@ def _devices(state: Any) -> dict[str, Any]:
     }
 
 
-def _state(state: Any, held: Mapping[str, float]) -> dict[str, Any]:
+def _state(state: Tree, held: Mapping[str, float]) -> dict[str, Any]:
     leaves = trees.leaves_with_paths(shapes_of(state))
     described = [f"{path} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves]
     where = [
@@ -216,7 +217,7 @@ def _state(state: Any, held: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def _batches(batches: Any) -> dict[str, Any]:
+def _batches(batches: Tree) -> dict[str, Any]:
     if isinstance(batches, BatchSequence):
         found = batches.definition()
     else:
@@ -252,13 +253,13 @@ def _arguments(options: Options) -> dict[str, Any]:
     return found
 
 
-def short(value: Any) -> Any:
+def short(value: object) -> Any:
     """Return a JSON value, or its hash if it is long."""
     text = json.dumps(value, sort_keys=True)
     return value if len(text) <= _LONGEST else f"hash {digest_of(text)}"
 
 
-def _json(value: Any) -> Any:
+def _json(value: object) -> Any:
     """Convert a value to JSON: numbers, strings and None unchanged, arrays to lists, other objects to strings."""
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -280,7 +281,7 @@ PAST = "past"
 _logger = logging.getLogger("jstep")
 
 
-def past_of(batches: Any, step: int, optimizers: Mapping[str, str], lanes: int | None = None) -> dict[str, Any]:
+def past_of(batches: Tree, step: int, optimizers: Mapping[str, str], lanes: int | None = None) -> dict[str, Any]:
     """Return a record of the run before a checkpoint, to be kept with it, as JSON values.
 
     Args:
@@ -374,7 +375,7 @@ class Cards(Observer):
         self._kept: dict[str, Any] | None = None  # the past of the restored checkpoint, until it was compared
         self._latest: list[Future[None]] = []
 
-    def restored(self, saver: Saver | None, origin: Origin, dispatch: Dispatch, batches: Any) -> None:
+    def restored(self, saver: Saver | None, origin: Origin, dispatch: Dispatch, batches: Tree) -> None:
         """Write the card, and wait for the programs."""
         self._batches, self._saver, self._origin, self._stage_of = batches, saver, origin, dispatch.table.stage_of
         if not self._is_active():
@@ -394,7 +395,7 @@ class Cards(Observer):
         """Whether this process records the run: the first one, if the run keeps anything."""
         return jax.process_index() == 0 and (self.setup.lines.timeline is not None or self._saver is not None)
 
-    def after_first(self, call: Call, state: Any) -> None:
+    def after_first(self, call: Call, state: Tree) -> None:
         """Record a program that was called for the first time."""
         if not self._is_active():
             return
@@ -434,7 +435,7 @@ class Cards(Observer):
                 found[PAST] = self._past(step)
         return found
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         wait(self._latest)
 
     def _begin(self, task: Callable[[], None]) -> None:
@@ -465,7 +466,7 @@ class Cards(Observer):
         bits, place = found or Changes([], [])
         report_changes(name, Changes([*bits, *of_past], place), is_idle=is_idle)
 
-    def _changes_since(self, start: Any, name: str, now: Mapping[str, Any], step: int) -> Changes | None:
+    def _changes_since(self, start: object, name: str, now: Mapping[str, Any], step: int) -> Changes | None:
         """Return the changes since a start; None if the timeline does not know it, or its card cannot be read."""
         timeline = self.setup.lines.timeline
         if timeline is None or not isinstance(start, str):

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.exceptions import note
 from jstep.core.threads import in_background
 from jstep.data.loaders import Source
@@ -92,7 +93,7 @@ def compile_first_program(
     compiler.begin(CompileJob(start, stage.name, make, is_quiet=True))
 
 
-def shapes_of_batch(source: Source, step: int, batch_sharding: Any) -> tuple[Any, ...] | None:
+def shapes_of_batch(source: Source, step: int, batch_sharding: object) -> tuple[Any, ...] | None:
     """The shapes of the arguments of a step, whose batch is made; None if it cannot be, apart from the others."""
     fetch = getattr(source.by_step, "__getitem__", source.by_step)
     try:
@@ -108,13 +109,13 @@ def shapes_of_batch(source: Source, step: int, batch_sharding: Any) -> tuple[Any
         raise
 
 
-def _shapes_as_args(batch: Any, batch_sharding: Any) -> tuple[Any, ...]:
+def _shapes_as_args(batch: Tree, batch_sharding: object) -> tuple[Any, ...]:
     """The shapes and shardings of the arguments that a batch becomes."""
     placed = batch if batch_sharding is None else placement(as_shardings(batch_sharding))(batch)
     return shapes_of(trees.arguments_of(placed))
 
 
-def _check(stage: Stage, state: Any, args: tuple[Any, ...], segment: Segment) -> None:
+def _check(stage: Stage, state: Tree, args: tuple[Any, ...], segment: Segment) -> None:
     """Trace a stage and check the state that it returns; JAX caches the trace for the compilation."""
     name = f"train_step[{segment.first}]" if segment.is_edge else "train_step"
     try:

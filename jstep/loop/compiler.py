@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jstep.core.annotations import Tree
 from jstep.core.exceptions import forget_frames, scoped
 from jstep.core.meshes import dims_of
 from jstep.core.threads import MAKING, doing, in_background
@@ -163,24 +164,24 @@ def compile_apart(lowered: Any, signals: StopSignals, *, may_leave: bool) -> Non
 _LEFT = "a compilation in the background cannot be stopped: the process ends when it has finished"
 
 
-def shapes_of(tree: Any) -> Any:
+def shapes_of(tree: Tree) -> Any:
     """The shapes of arrays, for which JAX finds the same program as for the arrays."""
     return jax.tree.map(_shape, tree)
 
 
-def _shape(leaf: Any) -> Any:
+def _shape(leaf: object) -> Any:
     if isinstance(leaf, jax.Array):
         # Uncommitted arrays are compiled for like NumPy arrays, without a sharding.
         return shape_of(leaf, leaf.sharding if leaf.committed else None, weak=True)
     return shape_of(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
 
 
-def type_text(leaf: Any) -> str:
+def type_text(leaf: object) -> str:
     """The dtype and shape of an argument of a step, such as `float32[8, 2]`."""
     return f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', ()))}"
 
 
-def stacked_shapes(tree: Any, steps: int) -> Any:
+def stacked_shapes(tree: Tree, steps: int) -> Any:
     """The shapes of a batch stacked over several steps."""
 
     def leaf(one: Any) -> Any:
@@ -303,7 +304,7 @@ class Compilations:
         """A context for a trace, which the loop waits for if this is its thread."""
         return self.compiling(stage.name) if compiled_here() is self.compiled else contextlib.nullcontext()
 
-    def begun_ahead(self, what: Any) -> None:
+    def begun_ahead(self, what: object) -> None:
         """A program, or one of a stage, is compiled ahead of its first call."""
         self._ahead.add(what)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jstep.core.annotations import Tree
 from jstep.core.checks import shown
 from jstep.core.exceptions import forget_frames, scoped
 from jstep.core.jaxprs import shards_arrays
@@ -67,7 +68,7 @@ class Dispatch:
         # A step that is not compiled may make arrays of equal shapes from batches of different ones.
         self._agreed = None if processes.is_single_process() or table.on_device else processes.AgreedShapes()
 
-    def __call__(self, state: Any, call: Call) -> Any:
+    def __call__(self, state: Tree, call: Call) -> Any:
         """Run the steps of a call; return the new state and the metrics of its last step."""
         program, compiled = call.program, self.table.compilations.compiled
         is_new, before, seconds = not program.is_called, compiled.programs, compiled.seconds
@@ -95,7 +96,7 @@ class Dispatch:
             look(call, result[0])
         return result
 
-    def _prepare(self, program: Program, state: Any, call: Call) -> None:
+    def _prepare(self, program: Program, state: Tree, call: Call) -> None:
         """Compile a program before its first call. What is wrong with its step, the call itself explains.
 
         Raises:
@@ -163,7 +164,7 @@ class Dispatch:
 # Checks and warnings.
 
 
-def check_result(result: Any) -> None:
+def check_result(result: object) -> None:
     """Refuse the result of a step unless it is a state and metrics."""
     expected = "train_step must return (state, metrics), a TrainState and a mapping of names to values; "
     what = f"{expected}jstep.minimize(loss_fn, optimizer) makes such a step of a loss; it returned"
@@ -177,7 +178,7 @@ def check_result(result: Any) -> None:
         raise TypeError(f"{expected}the name of a metric must be a string, got {shown(odd)}")
 
 
-def warn_of_redundant_rows(call: Call, state: Any) -> None:
+def warn_of_redundant_rows(call: Call, state: Tree) -> None:
     """Log a warning if every device of the state's mesh does the same work, because nothing is split over them.
 
     This is certain only if the parameters are replicated, no array of the batch is on the mesh, and the step shards

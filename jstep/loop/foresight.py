@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import listed
 from jstep.core.jaxprs import body_of, depend_on_calls
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
@@ -68,7 +69,7 @@ class ScheduledRates:
     def __init__(self, largest: Callable[[Step], Any]) -> None:
         self._largest = jax.jit(jax.vmap(largest))
 
-    def at(self, steps: Any) -> Any:
+    def at(self, steps: object) -> Any:
         """The largest size of the rates, for each of some steps."""
         with internal_transfers():
             return jax.device_get(self._largest(np.asarray(steps, trees.default_int())))
@@ -251,7 +252,7 @@ def _leaves_in(state: TrainState, slots: list[str]) -> list[bool]:
     return [any(leaf is not None for leaf in leaves) for leaves in zip(nothing, *found, strict=True)]
 
 
-def warn_of_averages_at_rest(call: Call, state: Any) -> None:
+def warn_of_averages_at_rest(call: Call, state: Tree) -> None:
     """Warn if averages that follow the step move in no update of a stage, after its first call."""
     stage, roles = call.program.stage, roles_in(state)
     names = roles.with_detail(FOLLOWS_STEP)

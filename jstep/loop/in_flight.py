@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.meshes import internal_transfers
 
 _SECONDS, _LEAST = 1.0, 2
@@ -42,7 +43,7 @@ class InFlight:
         self.most = _LEAST
         self._are_donated = False  # metrics, to later calls
 
-    def add(self, step: int, state: Any, metrics: Any) -> None:
+    def add(self, step: int, state: Tree, metrics: Any) -> None:
         """Add a call that was dispatched, with the step after it and its results."""
         if not self._calls:
             self._busy_since = self._clock()
@@ -82,7 +83,7 @@ class InFlight:
         self._calls.clear()
 
 
-def _result(state: Any, metrics: Any) -> Any:
+def _result(state: Tree, metrics: Any) -> Any:
     """A small array that no later call donates: the loss, another metric, or a copy of the step."""
     loss = metrics.get("loss") if isinstance(metrics, Mapping) else None
     if isinstance(loss, jax.Array):

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.exceptions import forget_frames
 from jstep.core.meshes import mesh_of, using_mesh
 from jstep.hooks.metric_sums import NONE, Accumulate, MetricSums, skip_metric_of
@@ -68,7 +69,7 @@ class Program:
         self.constants = NONE
         self.is_called = self.has_failed = False
 
-    def run(self, state: Any, call: Call, sums: MetricSums) -> Any:
+    def run(self, state: Tree, call: Call, sums: MetricSums) -> Any:
         """Run the steps of a call; return the new state and the metrics of the last one."""
         if self.is_looped:
             before = sums.begin(self._columns, state.global_step)
@@ -92,7 +93,7 @@ class Program:
             sums.add(call.first, result[1], self.constants.skipped)
         return trees.owned(keep_roles(state, result[0]), "the state that the step returned"), result[1]
 
-    def traceable(self, state: Any, args: tuple[Any, ...], sums: MetricSums) -> tuple[Any, tuple[Any, ...]]:
+    def traceable(self, state: Tree, args: tuple[Any, ...], sums: MetricSums) -> tuple[Any, tuple[Any, ...]]:
         """The compiled function of a call, and its arguments besides the state; for arrays or shapes."""
         if self.is_looped:
             count = jax.ShapeDtypeStruct((), np.int32)
@@ -125,7 +126,7 @@ class _Repeated:
     def __init__(self, step: LoopedStep, steps: int, before: Callable[[Any], Any]) -> None:
         self._step, self._steps, self._before, self.donate = step, np.int32(steps), before, step.donate
 
-    def __call__(self, state: Any, *args: Any) -> Any:
+    def __call__(self, state: Tree, *args: Any) -> Any:
         new, metrics, _ = run(self._step, state, (self._steps, self._before(state), *args))
         return new, metrics.whole()
 
@@ -161,7 +162,7 @@ class ProgramTable:
         train_steps: TrainSteps,
         steps_per_call: int | str = 1,
         *,
-        state: Any,
+        state: Tree,
         sums: MetricSums | None = None,
         compiling: Compiling = in_silence,
     ) -> None:
@@ -192,17 +193,17 @@ class ProgramTable:
     # From batches to calls.
 
     def calls(
-        self, items: CopiedBatches, start: int, ends: Iterable[float], sharding: Any, *, one_step: bool = False
+        self, items: CopiedBatches, start: int, ends: Iterable[float], sharding: object, *, one_step: bool = False
     ) -> Iterator[Call]:
         """The batches from a step on, as calls, which end at the steps `ends`; of one step each if `one_step`."""
 
-        def alone(step: int, *_: Any) -> Program:
+        def alone(step: int, *_: object) -> Program:
             return Program(self.stage_of(step))
 
         program_for: ProgramFor = alone if one_step else self.program_for
         return make_calls(items, start, program_for, sharding, on_device=self.on_device, ends=ends)
 
-    def program_for(self, step: int, shapes: Any, args: Callable[[], tuple[Any, ...]]) -> Program:
+    def program_for(self, step: int, shapes: Tree, args: Callable[[], tuple[Any, ...]]) -> Program:
         """Return the program of calls with batches of some shapes; trace the step when the shapes are new.
 
         Args:

@@ -76,7 +76,7 @@ class ProgressHook(RunHook):
     """
 
     def __init__(
-        self, *, last_step: int | None, every_n_secs: float = 0.25, file: Any = None, clock: Clock = time.monotonic
+        self, *, last_step: int | None, every_n_secs: float = 0.25, file: object = None, clock: Clock = time.monotonic
     ) -> None:
         try:
             import tqdm

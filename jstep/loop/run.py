@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from jstep.checkpoint.saver import Saver
+from jstep.core.annotations import Tree
 from jstep.core.exceptions import scoped
 from jstep.data.loaders import Source
 from jstep.evaluating.evaluation_hook import EvaluationHook
@@ -54,13 +55,13 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         return None
 
     def opened(self, saver: Saver | None) -> None:
         """Called once the run may write to its directory, before the state is restored."""
 
-    def restored(self, saver: Saver | None, origin: Origin, dispatch: Dispatch, batches: Any) -> None:
+    def restored(self, saver: Saver | None, origin: Origin, dispatch: Dispatch, batches: Tree) -> None:
         """Called when the state is restored, or is the given one, with the argument `batches` of `train`."""
 
     def reporter(self) -> Any:
@@ -86,10 +87,10 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         """A context for the time in which the loop waits for a program."""
         yield
 
-    def after_first(self, call: Call, state: Any) -> None:
+    def after_first(self, call: Call, state: Tree) -> None:
         """Called after the first call of each stage, with the state that it returned."""
 
-    def after_each(self, call: Call, state: Any) -> None:
+    def after_each(self, call: Call, state: Tree) -> None:
         """Called after each call, with the state that it returned."""
 
     def flush(self) -> None:

@@ -152,7 +152,7 @@ def _held(state: TrainState) -> dict[str, float]:
     return {name: float(value) for name, value in read(values).items()}
 
 
-def _warn_if_different(given: int | None, held: dict[str, float], restored: int, before: Any, name: str) -> None:
+def _warn_if_different(given: int | None, held: dict[str, float], restored: int, before: object, name: str) -> None:
     """Warn if the given state differs from the checkpoint, which wins."""
     if given and given != restored:
         _logger.warning(
@@ -175,7 +175,7 @@ def _warn_if_different(given: int | None, held: dict[str, float], restored: int,
             )
 
 
-def _leave(setup: Setup, saver: Saver, kind: Any, error: BaseException | None, trace: Any) -> None:
+def _leave(setup: Setup, saver: Saver, kind: object, error: BaseException | None, trace: object) -> None:
     """Wait for pending writes, also after an error, but not after a second Ctrl-C; close the `Saver` if it is ours."""
     leave = saver.wait if saver is setup.options.checkpoint_dir else saver.close
     try:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.exceptions import scoped
 from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING, Stopwatch
 from jstep.hooks.hook import Hook
@@ -101,7 +102,7 @@ class LoopState:
         """A checkpoint is being restored, after which the loop will probably begin at `step`."""
         self.first, self.is_known, self.restoring = step or 0, True, checkpoint
 
-    def begins(self, step: int, state: Any, *, restored: bool = False) -> None:
+    def begins(self, step: int, state: Tree, *, restored: bool = False) -> None:
         """The loop begins at a step, with its state."""
         self.first, self.step, self.is_restored = step, step, restored
         self.state, self.is_known, self.restoring = state, True, None
@@ -120,7 +121,7 @@ class LoopState:
         self.state, self.metrics = run_call(self.state, call)
         self.step, self.rows = call.first + call.steps, call.program.rows
 
-    def changes(self, state: Any) -> None:
+    def changes(self, state: Tree) -> None:
         """A hook replaced the state."""
         self.state = state
 
@@ -173,7 +174,7 @@ class Lines:
         """Write lines to a file from now on."""
         self.timeline = timeline
 
-    def write(self, kind: str, **fields: Any) -> None:
+    def write(self, kind: str, **fields: object) -> None:
         """Write a line, if a file is open."""
         timeline = self.timeline
         if timeline is not None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_function
 from jstep.core.meshes import mesh_of, using_mesh
 from jstep.data.steps import Staircase, as_staircase
@@ -36,7 +37,7 @@ class Segment(NamedTuple):
     is_edge: bool
 
 
-def stages_of(train_step: Any) -> TrainSteps:
+def stages_of(train_step: object) -> TrainSteps:
     """Normalize one training step, or a mapping of stages, to a staircase.
 
     Raises:
@@ -47,12 +48,12 @@ def stages_of(train_step: Any) -> TrainSteps:
     return as_staircase(train_step, "train_step", lambda value, name: as_function(value, name, form))
 
 
-def name_of_step(step: Any) -> str:
+def name_of_step(step: object) -> str:
     """The name of a training step among several: that of its loss if it comes from `minimize`."""
     return str(getattr(step, "title", None) or getattr(step, "__name__", "train_step"))
 
 
-def lanes_of(step: Any) -> int | None:
+def lanes_of(step: object) -> int | None:
     """The number of lanes of a training step; None if it computes in none, or is a function that does not say so."""
     found = getattr(step, "lanes", None)
     return found if isinstance(found, int) else None
@@ -79,7 +80,7 @@ class Stage:
         """Whether it is compiled, so that it receives JAX arrays whatever it is called with."""
         return hasattr(self.single, "lower")
 
-    def trace(self, state: Any, args: tuple[Any, ...]) -> Any:
+    def trace(self, state: Tree, args: tuple[Any, ...]) -> Any:
         """The trace of one step, for arrays or shapes. JAX caches it, so a call and its trace share the work.
 
         Args:

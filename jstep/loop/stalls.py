@@ -301,7 +301,7 @@ class StallWatch(Observer):
         """From here on, it looks at the calls."""
         self._of_main.begins(run)
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._warn:
             return
         self._over.set()

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jstep.checkpoint.saver import Saver
+from jstep.core.annotations import Tree
 from jstep.data.loaders import Source, StateBatches, source_of
 from jstep.data.positions import RarePosition, saved_position
 from jstep.data.sequence import BatchSequence
@@ -42,7 +43,7 @@ _logger = logging.getLogger("jstep")
 _PROBLEM = "the batches cannot be opened"
 
 
-def open_run(setup: Setup, observers: Observers, batches: Any) -> Run:
+def open_run(setup: Setup, observers: Observers, batches: Tree) -> Run:
     """Open the checkpoints, restore the state, and make the hooks and the calls of the run, none of which has begun."""
     saver, origin = open_checkpoints(setup, observers)
     dispatch = _dispatch_of(setup, observers)

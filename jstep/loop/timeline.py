@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from typing import Any
 
 import jax
 
@@ -31,7 +30,7 @@ class TimelineRecorder(Observer):
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="jstep-timeline", daemon=True)
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10)  # it may be blocked on an object store
@@ -55,7 +54,7 @@ class TimelineRecorder(Observer):
         self.times(START, version=VERSION)
         self._thread.start()
 
-    def times(self, kind: str = TIMES, **fields: Any) -> None:
+    def times(self, kind: str = TIMES, **fields: object) -> None:
         """Write a line with the times so far, if the file is open."""
         loop, seconds = self.setup.loop, self.setup.watch.seconds()
         time = round(self._wall + sum(seconds.values()), 6)

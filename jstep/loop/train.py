@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jstep.checkpoint.saver import Saver
+from jstep.core.annotations import Tree
 from jstep.core.exceptions import setting
 from jstep.core.logs import log_to_stderr
 from jstep.core.meshes import mesh_of, overriding_mesh
@@ -60,7 +61,7 @@ same, and what it shows is missing."""
 def train(
     train_step: Callable[..., tuple[TrainState, Any]] | Mapping[int, Callable[..., tuple[TrainState, Any]]],
     state: TrainState,
-    batches: Any,
+    batches: Tree,
     last_step: int | None,
     *,
     hooks: Sequence[Any] = (),
@@ -73,7 +74,7 @@ def train(
     log_steps: int | None = 100,
     steps_per_call: int | str = 1,
     progress: bool | None = None,
-    batch_sharding: Any = None,
+    batch_sharding: object = None,
     compile_cache: str | os.PathLike[str] | bool | None = None,
     stop_secs: float | None = None,
 ) -> TrainState:
@@ -197,7 +198,7 @@ def train(
         return _train(new_setup(options, stages, state, times, new_watch()), batches)
 
 
-def _train(setup: Setup, batches: Any) -> TrainState:
+def _train(setup: Setup, batches: Tree) -> TrainState:
     """Run to the end and return the last state."""
     state, is_heeded, signals = None, False, setup.signals
     try:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jstep.core.annotations import Tree
 from jstep.core.jaxprs import Product, body_of, recomputes
 from jstep.core.placement import device_count, device_of
 from jstep.loop.calls import Call
@@ -127,7 +128,7 @@ class DispatchedSteps:
         """Trace the steps that are added from now on, to count their operations."""
         self.is_traced = True
 
-    def add(self, call: Call, state: Any) -> None:
+    def add(self, call: Call, state: Tree) -> None:
         """Add the steps of a call, which returned a state."""
         program = call.program
         try:
@@ -139,7 +140,7 @@ class DispatchedSteps:
         """The steps so far."""
         return dict(self._steps)
 
-    def _of(self, call: Call, state: Any) -> StepWork:
+    def _of(self, call: Call, state: Tree) -> StepWork:
         tree = state, call.of_one
         known = StepWork(device_count(tree), device_of(tree).device_kind)
         if not self.is_traced:
@@ -230,7 +231,7 @@ class Meters(Observer):
             self._dispatched.trace()
         return UtilizationMeter(self._dispatched, peak_flops, flops_per_step)
 
-    def after_each(self, call: Call, state: Any) -> None:
+    def after_each(self, call: Call, state: Tree) -> None:
         """Count the steps, if there is a meter."""
         if self._is_metered:
             self._dispatched.add(call, state)

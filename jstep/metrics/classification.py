@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from jstep.core import device_values, meshes, trees
 from jstep.core.checks import as_int, as_number, kind, one_of
@@ -51,7 +52,7 @@ class Accuracy(_Totals):
         return self.right.exact().item() / total if total and not self.unknown.exact() else math.nan
 
 
-def accuracy(logits: Any, labels: Any, *, weights: Any = None) -> Accuracy:
+def accuracy(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | None = None) -> Accuracy:
     """Accuracy of a classifier: `sklearn.metrics.accuracy_score(labels, argmax(logits), sample_weight=weights)`.
 
     Counts are exact up to 2⁴⁴ labels. Of equal logits the first is the prediction. If a logit is NaN, so is the result.
@@ -108,7 +109,7 @@ class F1(_Totals):
         return 2 * self.both.exact().item() / either if either else 0.0
 
 
-def f1(scores: Any, labels: Any, threshold: float = 0.5, *, weights: Any = None) -> F1:
+def f1(scores: ArrayLike, labels: ArrayLike, threshold: float = 0.5, *, weights: ArrayLike | None = None) -> F1:
     """F1 score of a binary classifier: `sklearn.metrics.f1_score(labels, scores > threshold, sample_weight=weights)`.
 
     Counts are exact up to 2⁴⁴ examples. If a score is NaN, so is the result.
@@ -167,7 +168,9 @@ class ConfusionMatrix(_Totals):
         return {f"{i}/{j}": count.item() for i, row in enumerate(matrix) for j, count in enumerate(row)}
 
 
-def confusion_matrix(predictions: Any, labels: Any, num_classes: int, *, weights: Any = None) -> ConfusionMatrix:
+def confusion_matrix(
+    predictions: ArrayLike, labels: ArrayLike, num_classes: int, *, weights: ArrayLike | None = None
+) -> ConfusionMatrix:
     """Confusion matrix of a classifier: `sklearn.metrics.confusion_matrix(labels, predictions, sample_weight=weights)`.
 
     Counts are exact up to 2⁴⁴ examples.
@@ -225,7 +228,7 @@ class Perplexity(_Totals):
         return math.exp(mean) if mean < 709 else mean * math.inf
 
 
-def perplexity(logits: Any, labels: Any, *, weights: Any = None) -> Perplexity:
+def perplexity(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | None = None) -> Perplexity:
     """Perplexity of a language model: exp(mean of −log p(label)), p = softmax(logits).
 
     Equal to `exp(sklearn.metrics.log_loss(labels, p, sample_weight=weights))`. Logarithms are computed in float32 or
@@ -348,7 +351,14 @@ class AUC:
         return float(np.sum(negative * (above + positive / 2))) / pairs if pairs else math.nan
 
 
-def auc(scores: Any, labels: Any, curve: str = "ROC", num_thresholds: int = 200, *, weights: Any = None) -> AUC:
+def auc(
+    scores: ArrayLike,
+    labels: ArrayLike,
+    curve: str = "ROC",
+    num_thresholds: int = 200,
+    *,
+    weights: ArrayLike | None = None,
+) -> AUC:
     """Area under the ROC curve, or average precision, of a binary classifier.
 
     Equal to `sklearn.metrics.roc_auc_score(labels, scores)` and `average_precision_score(labels, scores)`, both with
@@ -401,7 +411,7 @@ def auc(scores: Any, labels: Any, curve: str = "ROC", num_thresholds: int = 200,
     return AUC(jax.tree.map(lambda part: jnp.pad(part, (0, most - part.size)), bins), curve)
 
 
-def _average_precision(positive: Any, negative: Any, is_span: Any) -> float:
+def _average_precision(positive: Any, negative: Any, is_span: object) -> float:
     """The mean precision over thresholds, weighted by positive examples; averaged over each span of scores."""
     total = float(positive.sum())
     if not total:
@@ -475,7 +485,7 @@ def _differs(vector: Array) -> Array:
 # Validation of arguments.
 
 
-def scores_and_truth(scores: Any, labels: Any) -> tuple[Array, Array]:
+def scores_and_truth(scores: ArrayLike, labels: ArrayLike) -> tuple[Array, Array]:
     """Return the scores in float32 or wider, and a mask of the labels that are 1, both flattened.
 
     Raises:
@@ -486,7 +496,7 @@ def scores_and_truth(scores: Any, labels: Any) -> tuple[Array, Array]:
     return _at_least_float32(given), truth == jnp.ones((), truth.dtype)
 
 
-def logits_and_labels(logits: Any, labels: Any) -> tuple[Array, Array]:
+def logits_and_labels(logits: ArrayLike, labels: ArrayLike) -> tuple[Array, Array]:
     """Return logits `[examples, classes]` in float32 or wider, and labels `[examples]`.
 
     Raises:
@@ -502,7 +512,7 @@ def logits_and_labels(logits: Any, labels: Any) -> tuple[Array, Array]:
     return _at_least_float32(given).reshape(math.prod(truth.shape), given.shape[-1]), truth.reshape(-1)
 
 
-def weights_of(weights: Any, labels: Array) -> Array | None:
+def weights_of(weights: ArrayLike | None, labels: ArrayLike) -> Array | None:
     """Return flattened weights, a mask or floating-point numbers of float32 or wider; None if there are none.
 
     A weight that is negative, infinite or NaN becomes NaN, and with it the metric.
@@ -544,7 +554,7 @@ def pair(first: Array, second: Array, names: tuple[str, str]) -> tuple[Array, Ar
     return first.reshape(-1), second.reshape(-1)
 
 
-def indices(value: Any, argument: str) -> Array:
+def indices(value: object, argument: str) -> Array:
     """Convert to an array of class indices, which can represent those of any number of classes.
 
     Raises:
@@ -556,7 +566,7 @@ def indices(value: Any, argument: str) -> Array:
     return array.astype(jnp.int32) if array.dtype.itemsize < 4 else array
 
 
-def _numbers(value: Any, argument: str) -> Array:
+def _numbers(value: object, argument: str) -> Array:
     """Convert to an array of real numbers or bools.
 
     Raises:

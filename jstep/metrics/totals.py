@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Array
@@ -32,7 +33,7 @@ class Count:
             return self.as_sum(other.value.dtype) + other
         return _carried(self.high + other.high, self.low + other.low)
 
-    def as_sum(self, dtype: Any) -> "Sum":
+    def as_sum(self, dtype: DTypeLike) -> "Sum":
         """Convert to a sum of weights."""
         return _without_rest(self.high.astype(dtype) * 2**_BITS) + _without_rest(self.low.astype(dtype))
 
@@ -129,7 +130,7 @@ def summed(values: Array) -> Sum:
     return _split_sum(_without_rest(values), jnp.sum)
 
 
-def joined(first: Any, second: Any) -> Any:
+def joined(first: object, second: object) -> Any:
     """Concatenate two vectors, of numbers or of totals."""
     if isinstance(first, Sum) and isinstance(second, Count):
         second = second.as_sum(first.value.dtype)

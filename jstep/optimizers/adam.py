@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int
@@ -84,7 +85,7 @@ def adamw(
     weight_decay_mask: VarList = None,
     *,
     amsgrad: bool = False,
-    m_dtype: Any = None,
+    m_dtype: DTypeLike | None = None,
 ) -> Optimizer:
     """AdamW: m = β1·m + (1−β1)·g; v = β2·v + (1−β2)·g²; p −= lr·(m̂/(√v̂ + ε) + weight_decay·p).
 

@@ -131,7 +131,9 @@ class ExponentialMovingAverage:
         return jax.tree.map(leaf, params)
 
     @on_any_mesh("averages", "params")
-    def apply(self, averages: Any, params: Params, num_updates: Step | None = None, *, age: Step | None = None) -> Any:
+    def apply(
+        self, averages: object, params: Params, num_updates: Step | None = None, *, age: Step | None = None
+    ) -> Any:
         """Update the averages with new values of the parameters.
 
         Args:
@@ -225,7 +227,7 @@ class ExponentialMovingAverage:
         return f"{path}/{self.name}" if path else self.name
 
 
-def _count(name: str, value: Any) -> Array:
+def _count(name: str, value: object) -> Array:
     return jnp.asarray(as_scalar(value, name, low=0, integer=True)).astype(trees.default_float())
 
 
@@ -242,7 +244,7 @@ def moved_average(average: Array, p: Array, rate: Array) -> Array:
     return jnp.where(rate >= 1, p, jnp.where(rate > 0, moved, average))
 
 
-def _followed(own: Slots, p: Array, u: Any, rate: Array) -> tuple[None, Slots]:
+def _followed(own: Slots, p: Array, u: object, rate: Array) -> tuple[None, Slots]:
     """The average after an update of its parameter, None for no update."""
     return None, {NAME: moved_average(own[NAME], p if u is None else add(p, u), rate)}
 
@@ -346,7 +348,7 @@ def with_moving_average(
         else:
             weights = _weights_at_updates(now, after, at.step, list(zip(averages, gradients, at.starts, strict=True)))
 
-        def call(average: Any, p: Any, u: Any, weight: Any) -> Any:
+        def call(average: object, p: object, u: object, weight: object) -> Any:
             return None if average is None or weight is None else (_followed, p, u, weight)
 
         on_leaves(params, {NAME: averages}, map(call, averages, jax.tree.leaves(params), found, weights))
@@ -432,7 +434,7 @@ def _initial(initial: Any, params: Params, averaged: Sequence[bool]) -> list[Any
     return made
 
 
-def as_average_names(use_averages: Any) -> tuple[str, ...] | None:
+def as_average_names(use_averages: object) -> tuple[str, ...] | None:
     """Return the names of the slots of averages that an argument `use_averages` selects; None for False.
 
     Raises:

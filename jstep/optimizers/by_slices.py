@@ -126,7 +126,7 @@ Body = Callable[[tuple[Any, ...], Any, Any], Any]
 """`body(position, carried, read) -> carried`, for the slices at a position."""
 
 
-def over_slices(body: Body, shape: Shape, part: Shape, carried: Any, read: Any) -> Any:
+def over_slices(body: Body, shape: Shape, part: Shape, carried: object, read: object) -> Any:
     """Replace arrays slice by slice, in place.
 
     Args:
@@ -147,7 +147,7 @@ def over_slices(body: Body, shape: Shape, part: Shape, carried: Any, read: Any) 
         sizes = [[count, size // count] if count > 1 else [size] for size, count in zip(x.shape, counts, strict=False)]
         return x.reshape([one for both in sizes for one in both])  # a scalar has no axes
 
-    def one(i: Array, carried: Any) -> Any:
+    def one(i: Array, carried: object) -> Any:
         places, rest = {}, i
         for axis in reversed(cut_axes):
             places[axis], rest = rest % counts[axis], rest // counts[axis]

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from jstep.core import meshes, trees
+from jstep.core.annotations import Tree
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_int, shown
 from jstep.core.exceptions import setting
@@ -245,7 +247,7 @@ class Stored(NamedTuple):
         return self.trees([_values(row, self.halves) for row in rows], self.inside), treedef.unflatten(masters)
 
 
-def value_of(stored: Any, half: Any, flat: bool = False) -> Any:
+def value_of(stored: object, half: object, flat: bool = False) -> Any:
     """The values of a leaf from both halves; one without a second half has its values."""
     return stored if half is None else _opened(stored, half, flat)
 
@@ -273,10 +275,10 @@ def updated(stored: Stored, inner: Inner, updates: Updates) -> tuple[Updates, Sl
     return found
 
 
-def _collecting(conditions: Conditions, update: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+def _collecting(conditions: Conditions, update: Callable[..., Any], *first: object) -> Callable[..., Any]:
     """`update(*first, …)`, to be traced: it also returns the conditions reported in it, which replace the others."""
 
-    def traced(*rest: Any) -> Any:
+    def traced(*rest: object) -> Any:
         conditions.clear()
         with setting(CONDITIONS, (conditions,)):
             made = update(*first, *rest)
@@ -313,7 +315,7 @@ def _closed(
 
 @functools.partial(jax.jit, static_argnums=(5, 6))
 def _closed_leaf(
-    row: Row, new: Row, master: Any, u: Any, turns: dict[str, Turn], blocks: Blocks | None, halves: Any
+    row: Row, new: Row, master: Any, u: object, turns: dict[str, Turn], blocks: Blocks | None, halves: Any
 ) -> tuple[Any, Row]:
     scales = _scales(row, new, blocks, dict(halves))
     at = functools.partial(compact_numbers.fractions_at, np.shape(master))
@@ -435,7 +437,7 @@ def _closed_by_itself(
         made = jax.lax.optimization_barrier(made) if platform == TPU else made
         return master, *trees.structure(leaf.made).unflatten(made)
 
-    def body(position: tuple[Any, ...], now: Any, read: Any) -> Any:
+    def body(position: tuple[Any, ...], now: Any, read: object) -> Any:
         master, u, new = values(now, read)
         scales = _scales(now[1], new, leaf.blocks, halves)
         if platform == GPU:  # everything is computed again in a second kernel, not stored in float32
@@ -454,7 +456,7 @@ def _closed_by_itself(
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def nearest(x: Array, blocks: Blocks, dtype: Any) -> tuple[Array, Array]:
+def nearest(x: Array, blocks: Blocks, dtype: DTypeLike) -> tuple[Array, Array]:
     """Both halves of values, rounded to nearest, for codes of a dtype; a bfloat16 and its remainder for None."""
     return compact_numbers.split(x) if dtype is None else compact_numbers.encoded(x, blocks, dtype)
 
@@ -560,7 +562,7 @@ def _check(argument: str, have: Slots, wanted: Slots) -> None:
         )
 
 
-def _stored(name: str, tree: Any, wanted: Slots, half: str | None, params: Any) -> Slots:
+def _stored(name: str, tree: Tree, wanted: Slots, half: str | None, params: Tree) -> Slots:
     """A slot in the new format: its values in the dtype that is wanted, or both halves."""
     fits = tree is not None and trees.structure(tree) == trees.structure(wanted[name])
     if not fits or half is None:

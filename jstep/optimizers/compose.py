@@ -431,7 +431,7 @@ def _filled(labels: Any, params: Params) -> list[Any]:
     if not jax.tree.leaves(params):  # wrappers ask for the slots of an empty tree
         return found
 
-    def fill(label: Any, part: Any) -> None:
+    def fill(label: object, part: object) -> None:
         found.extend([label] * len(jax.tree.leaves(part)))
 
     try:

@@ -70,7 +70,7 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
         moved = apply_updates(params, updates)
         new = _checked(moved, fn(moved))
 
-        def projected(_: Any, new: Any, before: Any, after: Any, condition: Any) -> Projected:
+        def projected(_: object, new: Any, before: Any, after: Any, condition: Any) -> Projected:
             if condition is None:
                 return Projected(new)
             before = on_devices(before)
@@ -83,7 +83,7 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
     return wrap_optimizer(optimizer, "with_projection", update)
 
 
-def _checked(params: Params, projected: Any) -> list[Any]:
+def _checked(params: Params, projected: object) -> list[Any]:
     """Return the leaves of projected parameters; those that are not trainable are ignored later."""
     found = trees.flatten_like(params, projected, "the result of fn", may_leave_out=False)
     for i, ((path, leaf), new) in enumerate(zip(trees.leaves_with_paths(params), found, strict=True)):
@@ -131,7 +131,7 @@ def cautious(optimizer: OptimizerLike) -> Optimizer:
     """
     optimizer = require_optimizer("optimizer", optimizer)
 
-    def masked(u: Any, g: Any) -> Any:
+    def masked(u: object, g: Any) -> Any:
         g = g.to_dense() if is_slices(g) else jnp.asarray(g)
 
         def of_table(u: Array) -> Array:

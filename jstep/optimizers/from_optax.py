@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.calls import has_init_and_update, makes_optimizer
 from jstep.core.checks import as_text, kind, shown
 from jstep.core.jaxprs import Operation, Subprogram, apply, body_of, evaluate
@@ -22,7 +23,7 @@ from jstep.slots.roles import Counted, Init, Roles
 
 @makes_optimizer(1)
 def from_optax(
-    transformation: Any,
+    transformation: object,
     hyperparameters: Mapping[str, Any] | Callable[[Step], Mapping[str, Any]] | None = None,
     name: str = "optax",
 ) -> Optimizer:
@@ -123,7 +124,7 @@ _BY_LABEL = ("PartitionState", "MultiTransformState")
 """Optax states, by class name, of transformations with a count for each label, of which a schedule may be any one's."""
 
 
-def _has_labels(node: Any) -> bool:
+def _has_labels(node: object) -> bool:
     return type(node).__name__ in _BY_LABEL and type(node).__module__.startswith("optax.")
 
 
@@ -135,7 +136,7 @@ def _slot_of_count(transformation: Any, name: str, params: Params) -> str | None
     """
     takes = optax_transformations.takes_extra(transformation.update)
 
-    def update(state: Any, params: Params) -> Any:
+    def update(state: Tree, params: Params) -> Any:
         loss = jnp.zeros((), jnp.float32)
         known = {"value": loss, "grad": params, "value_fn": lambda tree: sum(map(jnp.sum, jax.tree.leaves(tree)), loss)}
         return transformation.update(params, state, params, **{key: x for key, x in known.items() if takes(key)})[1]
@@ -159,7 +160,7 @@ def _slot_of_count(transformation: Any, name: str, params: Params) -> str | None
     return found[0] if found else None
 
 
-def _next_value(program: Subprogram, number: int, value: Any) -> int | None:
+def _next_value(program: Subprogram, number: int, value: object) -> int | None:
     """A scalar of the state after an update, from its value alone; None if it depends on anything else.
 
     Args:
@@ -181,7 +182,7 @@ def _next_value(program: Subprogram, number: int, value: Any) -> int | None:
         return None if after is None else int(after)
 
 
-def _reported(given: Any) -> Any:
+def _reported(given: object) -> Any:
     if given is None:
         return lambda step: {}
     if isinstance(given, Mapping):

@@ -228,7 +228,7 @@ def clip_gradients(
         if how == "by_average_norm":
             return clipping.clip_by_average_norm(updates, h["clip_by_average_norm"])
 
-        def by_unit(g: Any, p: Array, leaf: tuple[str, Any]) -> Any:
+        def by_unit(g: object, p: Array, leaf: tuple[str, Any]) -> Any:
             return on_table(lambda g: _clipped_units(g, p, h["clip_adaptive"], axes_of(*leaf)), g)
 
         return map_updates(by_unit, params, updates, jax.tree.leaves(params), leaf_values.own_leaves(params))
@@ -261,7 +261,7 @@ def _unit_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (0,) if len(shape) <= 3 else tuple(range(len(shape) - 1))
 
 
-def _clipped_units(g: Array, p: Array, ratio: Any, over: tuple[int, ...]) -> Array:
+def _clipped_units(g: Array, p: Array, ratio: object, over: tuple[int, ...]) -> Array:
     """Adaptive clipping: g · ratio·max(‖p‖, 0.001)/‖g‖ for units where ‖g‖ exceeds ratio·max(‖p‖, 0.001)."""
     dtype = trees.compute_dtype(g.dtype)
     wide = g.astype(dtype)
@@ -488,7 +488,7 @@ def decay_weights(
     return from_update("decay_weights", decayed, {}, hyper, flags=flags)
 
 
-def decay_arguments(name: str, weight_decay: Any, mask_given: Any) -> tuple[dict[str, Any], dict[str, Flag]]:
+def decay_arguments(name: str, weight_decay: Any, mask_given: object) -> tuple[dict[str, Any], dict[str, Flag]]:
     """The hyperparameters and the flag of a weight decay.
 
     Args:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int, as_number
 from jstep.core.placement import is_on_host, on_devices
@@ -112,7 +113,7 @@ def conditional_update(
     with only_if(condition):
         updates, new_slots = call_update(optimizer, updates, slots, at, exact=True)
 
-    def zero_unless(update: Any, leaf: Any) -> Any:
+    def zero_unless(update: object, leaf: object) -> Any:
         if isinstance(update, Projected):
             return Projected(_select(condition, on_devices(leaf), update.value))
         return jax.tree.map(lambda u: _zero_array_unless(condition, u), update)
@@ -429,7 +430,7 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
     return wrap_optimizer(optimizer, "update_every", update, own, guarded=is_guarded, inner_roles=inner_roles)
 
 
-def _mean_and_rest(own: Slots, gradient: Any, due: Array) -> tuple[Any, Slots]:
+def _mean_and_rest(own: Slots, gradient: Tree, due: Array) -> tuple[Any, Slots]:
     """The mean of a leaf's gradients including a new one, and their sum and number, which begin again if it is used."""
     total = own[GRADIENT_SUM]
     if isinstance(gradient, IndexedSlices):

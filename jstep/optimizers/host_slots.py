@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.exceptions import setting
 from jstep.core.jaxprs import Subprogram, body_of, evaluate, is_elementwise, on_slices
 from jstep.core.meshes import parts_along
@@ -62,7 +63,7 @@ def only_if(condition: Array) -> AbstractContextManager[Transfers | None]:
     return setting(TRANSFERS, known)
 
 
-def is_worth_loops(state: Any) -> bool:
+def is_worth_loops(state: Tree) -> bool:
     """Whether a traced state has arrays in host memory, and its compiler is known to support loops of transfers.
 
     On a CPU, device memory is host memory. The GPU compiler is untested.
@@ -91,7 +92,7 @@ def with_small_ones_loaded(state: TrainState) -> tuple[Slots, int | None]:
     totals = itertools.accumulate(sizes[i] for i in order)
     small = {i for i, total in zip(order, totals, strict=True) if total <= limit}
 
-    def loaded(name: str, tree: Any) -> Any:
+    def loaded(name: str, tree: Tree) -> Any:
         if name not in leaves:
             return on_devices(tree)
         return treedef.unflatten([on_devices(leaf) if i in small else leaf for i, leaf in enumerate(leaves[name])])
@@ -105,7 +106,7 @@ def loads_slots(update: _Update) -> _Update:
     return update
 
 
-def with_slots_loaded(update: Callable[[Slots, Any], tuple[Any, Slots]], slots: Slots, params: Any) -> Any:
+def with_slots_loaded(update: Callable[[Slots, Any], tuple[Any, Slots]], slots: Slots, params: Tree) -> Any:
     """Call `update(slots, params) -> (result, new slots)` with all slots on the devices, and send the new ones back."""
     if not any(map(is_on_host, jax.tree.leaves((slots, params)))):
         return update(slots, params)
@@ -113,12 +114,12 @@ def with_slots_loaded(update: Callable[[Slots, Any], tuple[Any, Slots]], slots: 
     result, new = update(loaded, on_devices(params))
     known = TRANSFERS.get()
 
-    def back(before: Any, old: Any, after: Any) -> Any:
+    def back(before: object, old: Any, after: Any) -> Any:
         if not is_on_host(before):
             return after
         return to_host(after if known is None or known.is_certain else jnp.where(known.turns > 0, after, old))
 
-    def of_slot(name: str, tree: Any) -> Any:
+    def of_slot(name: str, tree: Tree) -> Any:
         fits = name in slots and trees.structure(tree) == trees.structure(slots[name])
         return jax.tree.map(back, slots[name], loaded[name], tree) if fits else tree
 

@@ -11,8 +11,10 @@ from typing import Any, TypeAlias, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import Bounds, kind, shown
 from jstep.core.device_values import as_scalar
 from jstep.core.trees import Array, Held, ScalarOrSchedule, Slots, Step
@@ -24,7 +26,7 @@ HELD = "held"
 """The part of a slot's name that marks held hyperparameters: `held/name`, `embed/held/name` under a scope or label."""
 
 
-def held(name: str, value: Any) -> Held:
+def held(name: str, value: object) -> Held:
     """A hyperparameter stored in the state, given in place of a number or a schedule.
 
     The value is stored in the scalar slot `held/name` (float32; `embed/held/name` under a scope or label), saved with
@@ -119,7 +121,7 @@ def held_values(slots: Slots) -> dict[str, Array]:
     return {name: value for name, value in named if name is not None}
 
 
-def get_hyperparameter(state: Any, name: str) -> Any:
+def get_hyperparameter(state: Tree, name: str) -> Any:
     """Return the value of a held hyperparameter. Blocks until the value is ready.
 
     Args:
@@ -140,7 +142,7 @@ def get_hyperparameter(state: Any, name: str) -> Any:
     return value if value.ndim else float(value)
 
 
-def set_hyperparameter(state: Any, name: str, value: Any) -> Any:
+def set_hyperparameter(state: Tree, name: str, value: object) -> Any:
     """Return a new state with another value of a held hyperparameter. Compiled steps are not recompiled.
 
     Args:
@@ -189,7 +191,7 @@ def _check_number(value: Any, shape: tuple[int, ...] = ()) -> None:
         raise ValueError(f"value={number}: must be finite")
 
 
-def _slot_of(state: Any, name: str) -> str:
+def _slot_of(state: Tree, name: str) -> str:
     slots = getattr(state, "slots", None)
     if not isinstance(slots, dict):
         raise TypeError(f"state: must be a TrainState, got {kind(state)}")
@@ -269,7 +271,7 @@ def constant(name: str, value: Any, **bounds: Any) -> float:
     return float(checked(name, value, **bounds))
 
 
-def low_dtype(argument: str, dtype: Any) -> Any:
+def low_dtype(argument: str, dtype: DTypeLike | None) -> Any:
     """A floating dtype for a slot, or None."""
     if dtype is None:
         return None
@@ -282,7 +284,7 @@ def low_dtype(argument: str, dtype: Any) -> Any:
     return found
 
 
-def deprecated_m_dtype(dtype: Any) -> Any:
+def deprecated_m_dtype(dtype: DTypeLike | None) -> Any:
     """The argument `m_dtype` of an optimizer, with a warning if it is given."""
     found = low_dtype("m_dtype", dtype)
     if found is not None:

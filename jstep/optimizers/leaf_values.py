@@ -172,7 +172,7 @@ def unit_axes(
         default: The axes for a shape, if `axes` is None.
     """
 
-    def as_axes(given: Any, where: str) -> tuple[int, ...]:
+    def as_axes(given: object, where: str) -> tuple[int, ...]:
         some = (given,) if isinstance(given, int) else given
         if not isinstance(some, tuple | list) or not all(isinstance(a, int) and not isinstance(a, bool) for a in some):
             raise TypeError(f"{where}={shown(given)}: must be a tuple of axes, or a function (path, leaf) -> tuple")

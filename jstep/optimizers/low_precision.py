@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
@@ -26,7 +27,7 @@ MASTER = "master"
 
 
 @makes_optimizer(1)
-def master_weights(optimizer: OptimizerLike, dtype: Any = jnp.float32) -> Optimizer:
+def master_weights(optimizer: OptimizerLike, dtype: DTypeLike = jnp.float32) -> Optimizer:
     """Master weights: master += u; p = master, rounded to the parameter's dtype.
 
     An update of 0.001 to a bfloat16 weight of 1 is lost to rounding, but not in its master. The parameters are
@@ -93,7 +94,7 @@ def _rounded(p: Any, master: Any) -> Any:
     return master.astype(p.dtype) if trees.is_trainable(p) else master
 
 
-def _moved_master(own: Slots, u: Any, p: Any) -> tuple[Array, Slots]:
+def _moved_master(own: Slots, u: object, p: Any) -> tuple[Array, Slots]:
     """The update of a parameter to its master, and the master."""
     master = add(own[MASTER], u)
     # The difference of two low-precision numbers is exact in the wider dtype unless they differ by a factor of about
@@ -101,7 +102,7 @@ def _moved_master(own: Slots, u: Any, p: Any) -> tuple[Array, Slots]:
     return _rounded(p, master).astype(master.dtype) - p.astype(master.dtype), {MASTER: master}
 
 
-def _floating_dtype(dtype: Any) -> Any:
+def _floating_dtype(dtype: DTypeLike) -> Any:
     try:
         found = jnp.dtype("none" if dtype is None else dtype)  # None would be float64
     except TypeError:

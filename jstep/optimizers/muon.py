@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
@@ -130,7 +131,7 @@ def _hops(layout: Layout, count: int) -> list[tuple[Names, Names, Names]]:
     return hops
 
 
-def _constrained(stack: Array, mesh: Any, hop: tuple[Names, Names, Names]) -> Array:
+def _constrained(stack: Array, mesh: object, hop: tuple[Names, Names, Names]) -> Array:
     spec = PartitionSpec(*(names or None for names in hop))
     if not jax.sharding.get_abstract_mesh().empty:
         return jax.lax.with_sharding_constraint(stack, spec)
@@ -166,7 +167,7 @@ COEFFICIENTS: Triple = PRESETS["jordan"].triples[0]
 """Those of Jordan, the default."""
 
 
-def triples_and_safety(given: Any, steps: int | None) -> tuple[tuple[Triple, ...], float]:
+def triples_and_safety(given: object, steps: int | None) -> tuple[tuple[Triple, ...], float]:
     """The triple of each step, and the safety factor.
 
     Args:
@@ -190,7 +191,7 @@ def triples_and_safety(given: Any, steps: int | None) -> tuple[tuple[Triple, ...
     return (triples + triples[-1:] * (count - len(triples)))[:count], safety
 
 
-def _own(given: Any, count: int) -> tuple[Triple, ...]:
+def _own(given: object, count: int) -> tuple[Triple, ...]:
     triples = [given] * count if _is_triple(given) else given
     if not (isinstance(triples, list | tuple) and all(map(_is_triple, triples))):
         raise TypeError(
@@ -202,8 +203,8 @@ def _own(given: Any, count: int) -> tuple[Triple, ...]:
     return tuple((float(a), float(b), float(c)) for a, b, c in triples)
 
 
-def _is_triple(x: Any) -> bool:
-    def is_number(x: Any) -> bool:
+def _is_triple(x: object) -> bool:
+    def is_number(x: object) -> bool:
         return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
 
     return isinstance(x, list | tuple) and len(x) == 3 and all(map(is_number, x))
@@ -233,7 +234,7 @@ class Iteration(NamedTuple):
 
 
 def orthogonalized(
-    matrices: Sequence[Array], iteration: Iteration, epsilon: Any, layouts: Sequence[Layout | None]
+    matrices: Sequence[Array], iteration: Iteration, epsilon: object, layouts: Sequence[Layout | None]
 ) -> list[Array]:
     """Orthogonalize matrices [..., rows, columns] approximately.
 
@@ -255,10 +256,10 @@ def orthogonalized(
     for (shape, _, layout), indices in groups.items():
         members = [matrices[i] for i in indices]
 
-        def batched(epsilon: Any, *members: Array) -> list[Array]:
+        def batched(epsilon: object, *members: Array) -> list[Array]:
             return list(newton_schulz(jnp.stack(members), epsilon, iteration))
 
-        def one_by_one(epsilon: Any, *members: Array) -> list[Array]:
+        def one_by_one(epsilon: object, *members: Array) -> list[Array]:
             return [newton_schulz(member, epsilon, iteration) for member in members]
 
         if layout is not None and sum(math.prod(member.shape[:-2]) for member in members) > 1:
@@ -273,7 +274,7 @@ def orthogonalized(
     return [results[i] for i in range(len(matrices))]
 
 
-def _newton_schulz(x: Array, epsilon: Any, iteration: Iteration) -> Array:
+def _newton_schulz(x: Array, epsilon: object, iteration: Iteration) -> Array:
     wide = x.dtype
     turned = x.shape[-2] > x.shape[-1]
     x = jnp.swapaxes(x, -2, -1) if turned else x
@@ -557,7 +558,7 @@ def muon(
     weight_decay: ScalarOrSchedule = 0.1,
     weight_decay_mask: VarList = None,
     axes: Axes | None = None,
-    ns_dtype: Any = jnp.float32,
+    ns_dtype: DTypeLike = jnp.float32,
     normalization: Normalization = "frobenius",
     distribute: bool = True,
 ) -> Optimizer:
@@ -626,7 +627,7 @@ def orthogonalize(
     epsilon: ScalarOrSchedule = 1e-7,
     scale: Scale | None = "rms",
     axes: Axes | None = None,
-    ns_dtype: Any = jnp.float32,
+    ns_dtype: DTypeLike = jnp.float32,
     normalization: Normalization = "frobenius",
     distribute: bool = True,
 ) -> Optimizer:

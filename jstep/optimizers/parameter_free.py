@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool
 from jstep.core.meshes import on_any_mesh
@@ -310,7 +311,7 @@ def adamw_direction(g: Array, v: Array, p: Array, h: Values) -> Array:
 
 
 @on_any_mesh("state.params")
-def schedule_free_params(state: Any, name: str | None = None) -> Any:
+def schedule_free_params(state: Tree, name: str | None = None) -> Any:
     """The parameters x = (y − (1−β1)·z)/β1 of a schedule-free run, for evaluation; the state's parameters are y.
 
     Args:
@@ -346,7 +347,7 @@ def schedule_free_params(state: Any, name: str | None = None) -> Any:
     above = [slots.get("/".join([*parts[:count], "master"])) for count in range(len(parts) + 1)]
     around = [*(tree for tree in above if tree is not None and trees.is_like(params, tree)), masters_of(state)]
 
-    def x_of(leaf: Any, z: Any, *masters: Any) -> Any:
+    def x_of(leaf: Any, z: Any, *masters: object) -> Any:
         if z is None:
             return leaf
         # y before rounding; a candidate that does not round to the leaf is an unrelated slot of the same name.

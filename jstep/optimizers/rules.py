@@ -65,8 +65,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_mapping, shown
 from jstep.core.selection import VarList
@@ -374,7 +376,7 @@ def bias_correction(beta: Any, age: Array) -> Array:
     return -jnp.expm1(age.astype(real) * log)
 
 
-def is_zero(value: Any) -> bool:
+def is_zero(value: object) -> bool:
     """Whether a hyperparameter is the constant 0."""
     return isinstance(value, float) and value == 0.0
 
@@ -565,7 +567,7 @@ def _without_slots(measure: Callable[..., Any]) -> Callable[..., tuple[Any, Leaf
     return functools.wraps(measure)(lambda g, p, slots, h: (measure(g, p, slots, h), {}))
 
 
-def _scalar(name: str, value: Any, global_step: Step) -> Array:
+def _scalar(name: str, value: object, global_step: Step) -> Array:
     first = value.value if isinstance(value, Held) else value
     return jnp.array(value_at(f"the initial value of slot {name!r}", first, global_step), jnp.float32, copy=True)
 
@@ -577,7 +579,7 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
 
     firsts: dict[Any, jax.Array] = {}  # to copy one takes a fifth of the time of making the next of its kind
 
-    def full_like(leaf: Any, dtype: Any) -> Array:
+    def full_like(leaf: Any, dtype: DTypeLike) -> Array:
         if not isinstance(leaf, jax.Array) or trees.is_traced(leaf):
             return jnp.full_like(leaf, value, dtype=dtype)
         like = leaf.shape, jnp.dtype(dtype), leaf.sharding, leaf.committed
@@ -588,7 +590,7 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
             firsts[like] = made
         return made
 
-    def leaf_slot(path: str, like: Any, leaf: Any) -> Any:
+    def leaf_slot(path: str, like: Tree, leaf: object) -> Any:
         if not trees.is_trainable(leaf):
             return None
         dtype = spec.dtype or trees.compute_dtype(jnp.result_type(leaf))
@@ -614,7 +616,7 @@ def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> A
         sparse: Whether the rule is applied to the rows of a sparse gradient only.
     """
 
-    def on_leaf(gradient: Any, leaf: Array, slots: LeafSlots, arrays: Hyper, static: tuple[Any, ...]) -> Any:
+    def on_leaf(gradient: Tree, leaf: Array, slots: LeafSlots, arrays: Hyper, static: tuple[Any, ...]) -> Any:
         dtype = trees.compute_dtype(leaf.dtype)
 
         def wide(x: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jstep.core.calls import makes_optimizer
 from jstep.core.selection import VarList
@@ -21,7 +22,7 @@ def lion(
     beta2: ScalarOrSchedule = 0.99,
     weight_decay: ScalarOrSchedule = 0.0,
     weight_decay_mask: VarList = None,
-    m_dtype: Any = None,
+    m_dtype: DTypeLike | None = None,
 ) -> Optimizer:
     """Lion: p −= lr·(sign(β1·m + (1−β1)·g) + weight_decay·p); then m = β2·m + (1−β2)·g.
 

@@ -96,7 +96,7 @@ def soap(
         has_update = [not trees.is_none(u) for u in trees.flatten_like(params, new_updates, "updates")]
         treedef = trees.structure(params)
 
-        def turned(own: Slots, _: Any) -> tuple[None, Slots]:
+        def turned(own: Slots, _: object) -> tuple[None, Slots]:
             """The slots with new bases for the leaves that have bases and were updated."""
             values = {name: trees.flatten_like(params, tree, name) for name, tree in own.items()}
             axes = [axis for axis in range(len(values)) if f"gg_{axis}" in values]

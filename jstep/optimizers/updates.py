@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jstep.core import trees
 from jstep.core.checks import as_function
@@ -30,7 +31,7 @@ class Projected:
     value: Any
 
 
-def is_update(x: Any) -> bool:
+def is_update(x: object) -> bool:
     """Whether a node of a tree of updates is an `IndexedSlices` or a `Projected`, for `is_leaf`."""
     return isinstance(x, IndexedSlices | Projected)
 
@@ -93,7 +94,7 @@ def _is_alike(slot: Any, leaf: Any) -> bool:
     return fits and trees.is_floating(slot.dtype) and not is_on_host(slot)
 
 
-def _is_sum(leaf: Any, update: Any) -> bool:
+def _is_sum(leaf: object, update: object) -> bool:
     """Whether `add` is one operation, which is traced, lowered and compiled faster than a call of a function."""
     if not (trees.is_array(leaf) and trees.is_array(update)):
         return False
@@ -124,7 +125,7 @@ def moves(params: Params, updates: Updates) -> Updates:
     if not any(isinstance(u, Projected) for u in jax.tree.leaves(updates, is_leaf=is_update)):
         return updates
 
-    def move(u: Any, p: Any) -> Any:
+    def move(u: object, p: object) -> Any:
         if not isinstance(u, Projected):
             return u
         dtype = trees.compute_dtype(jnp.result_type(p))
@@ -150,7 +151,7 @@ def map_updates(
     return trees.structure(params).unflatten([None if trees.is_none(u) else fn(u, *rest) for u, *rest in rows])
 
 
-def map_leaves(fn: Callable[..., Any], params: Params, *others: Any) -> Any:
+def map_leaves(fn: Callable[..., Any], params: Params, *others: object) -> Any:
     """Map `fn(path, leaf, …)` over the trainable leaves for which no other tree has None.
 
     It handles None and integer leaves, None gradients, `IndexedSlices` (converted to dense) and low-precision leaves
@@ -177,7 +178,7 @@ def map_leaves(fn: Callable[..., Any], params: Params, *others: Any) -> Any:
     as_function(fn, "fn", "(path, leaf, …)")
     found = [trees.flatten_like(params, tree, f"others[{i}]", is_leaf=is_slices) for i, tree in enumerate(others)]
 
-    def result(path: str, leaf: Any, *rest: Any) -> Any:
+    def result(path: str, leaf: object, *rest: object) -> Any:
         if not trees.is_trainable(leaf) or any(map(trees.is_none, rest)):
             return None
         dtype = trees.compute_dtype(jnp.result_type(leaf))
@@ -187,7 +188,7 @@ def map_leaves(fn: Callable[..., Any], params: Params, *others: Any) -> Any:
     return treedef.unflatten([result(*one) for one in zip(trees.paths_of(params), leaves, *found, strict=True)])
 
 
-def _wide(x: Any, dtype: Any) -> Any:
+def _wide(x: Any, dtype: DTypeLike) -> Any:
     x = x.to_dense() if is_slices(x) else jnp.asarray(x)
     return x.astype(dtype) if trees.is_floating(x.dtype) else x
 

@@ -276,7 +276,7 @@ class Coordinator:
             raise exc_info[1].with_traceback(exc_info[2])
 
 
-def _as_exc_info(ex: Any) -> ExcInfo | None:
+def _as_exc_info(ex: object) -> ExcInfo | None:
     """Return an exception, or the `sys.exc_info()` of one, in the latter form; None for None.
 
     Raises:
@@ -294,7 +294,7 @@ def _as_exc_info(ex: Any) -> ExcInfo | None:
     )
 
 
-def _as_thread(thread: Any, argument: str) -> threading.Thread:
+def _as_thread(thread: object, argument: str) -> threading.Thread:
     """Return the thread.
 
     Raises:

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from jstep.core.checks import as_bool, as_text, kind, shown
 from jstep.core.threads import MAKING, Thread, doing
@@ -259,12 +258,12 @@ def start_queue_runners(
     return threads
 
 
-def _check_coordinator(coord: Any) -> None:
+def _check_coordinator(coord: object) -> None:
     if not (coord is None or isinstance(coord, Coordinator)):
         raise TypeError(f"coord={shown(coord)}: must be a Coordinator or None, got {kind(coord)}")
 
 
-def _open_runners(collection: Any) -> list[QueueRunner]:
+def _open_runners(collection: object) -> list[QueueRunner]:
     collection = as_text(collection, "collection")
     runners = _collections.setdefault(collection, [])
     runners[:] = [qr for qr in runners if not qr.queue.is_closed()]

@@ -82,7 +82,7 @@ runner_thread = threading.local()
 _POLL_SECS = 0.25
 
 
-def _empty_batch_of(element: Any) -> tuple[Any, ...]:
+def _empty_batch_of(element: object) -> tuple[Any, ...]:
     """Return a batch of no elements like this one, in a tuple; the empty tuple if it cannot be stacked."""
     try:
         return (no_rows(element),)
@@ -145,7 +145,7 @@ class BoundedQueue:
         """Return whether `close` was called; a closed queue may still hold elements."""
         return self._closed
 
-    def enqueue(self, element: Any) -> None:
+    def enqueue(self, element: object) -> None:
         """Add one element; wait while the queue is full.
 
         Args:
@@ -164,7 +164,7 @@ class BoundedQueue:
             if self._consumers:
                 self._wake_first(self._consumers)
 
-    def enqueue_many(self, elements: Any) -> None:
+    def enqueue_many(self, elements: object) -> None:
         """Add the rows of stacked elements, in order; wait until there is room for all of them.
 
         The inverse of `dequeue_many`. Either all rows are added, with no element of another thread between them, or
@@ -328,7 +328,7 @@ class BoundedQueue:
                 )
             (batch,) = self._empty_batch
 
-        def made(leaf: Any) -> Any:
+        def made(leaf: object) -> Any:
             return jnp.empty(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
         with internal_transfers():

@@ -20,7 +20,7 @@ from jstep.core.trees import Array
 # Validation of the arguments of schedules: numbers, exact numbers of steps, and steps themselves.
 
 
-def steps(step: Any) -> Array:
+def steps(step: object) -> Array:
     """Convert a step (or an array of steps) to an integer array; traced negative steps become 0.
 
     Raises:
@@ -99,7 +99,7 @@ def refuse_step(
         raise TypeError(f"{name}={shown(value)}: must be {meaning}, at most {limit:g}{instead}; {NO_STEP}")
 
 
-def flag(name: str, value: Any) -> bool:
+def flag(name: str, value: object) -> bool:
     """Validate a bool; numbers are rejected, because in TF's argument order a number is in this position.
 
     Raises:
@@ -111,7 +111,7 @@ def flag(name: str, value: Any) -> bool:
         raise TypeError(f"{error}; {NO_STEP}") from None
 
 
-def period(name: str, value: Any, *, zero: bool = False, meaning: str = "") -> Fraction:
+def period(name: str, value: object, *, zero: bool = False, meaning: str = "") -> Fraction:
     """Convert a positive, finite number of steps to a fraction.
 
     Args:
@@ -150,7 +150,7 @@ def interval(name: str, value: Any) -> Fraction:
     return found
 
 
-def duration(name: str, value: Any, schedule: Callable[..., Any]) -> Fraction:
+def duration(name: str, value: object, schedule: Callable[..., Any]) -> Fraction:
     """Convert the length of a decay of `tf.train`, at least one step; less is a call in another library's order.
 
     Args:
@@ -190,7 +190,7 @@ def count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = F
         raise TypeError(f"{error}; {order}") from None
 
 
-def scalar(name: str, value: Any, **bounds: Unpack[Bounds]) -> Any:
+def scalar(name: str, value: object, **bounds: Unpack[Bounds]) -> Any:
     """Convert a number to a Python float, or a scalar array (concrete or traced) to a float array.
 
     Args:

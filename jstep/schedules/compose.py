@@ -42,14 +42,14 @@ def _as_schedule(name: str, schedule: ScalarOrSchedule) -> Any:
     return schedule if callable(schedule) else constant(scalar(name, schedule))
 
 
-def _listed(name: str, values: Any) -> list[Any]:
+def _listed(name: str, values: object) -> list[Any]:
     # Strings are sequences, too, and numbers are not: both would raise a misleading error later.
     if not isinstance(values, list | tuple | np.ndarray | jax.Array) or getattr(values, "ndim", 1) == 0:
         raise TypeError(f"{name}={shown(values)}: must be a list, got {kind(values)}")
     return list(values)
 
 
-def _floating(value: Any) -> Any:
+def _floating(value: object) -> Any:
     # A user's schedule may return a Python number or an integer.
     array = jnp.asarray(value)
     return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(trees.default_float())

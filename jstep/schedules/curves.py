@@ -129,7 +129,7 @@ def inverse_time_decay(
 
 
 def _checked(
-    learning_rate: Any, decay_steps: Any, decay_rate: Any, staircase: Any, **bounds: Unpack[Bounds]
+    learning_rate: object, decay_steps: object, decay_rate: object, staircase: object, **bounds: Unpack[Bounds]
 ) -> tuple[Any, Fraction, Any, bool]:
     start, length = arithmetic.scalar("learning_rate", learning_rate), arithmetic.interval("decay_steps", decay_steps)
     rate = arithmetic.scalar("decay_rate", decay_rate, **bounds)
@@ -226,7 +226,7 @@ def linear(init_value: Number, end_value: Number, steps: int) -> Schedule:
     return _curve(start, end, length, "linear")
 
 
-def _curve(first: Any, last: Any, length: Fraction, shape: str) -> Schedule:
+def _curve(first: object, last: object, length: Fraction, shape: str) -> Schedule:
     def schedule(step: Step, /) -> Any:
         return arithmetic.between(first, last, exact(step), Fraction(0), length, arithmetic.SHAPES[shape])
 
@@ -239,7 +239,7 @@ def _curve(first: Any, last: Any, length: Fraction, shape: str) -> Schedule:
 # of a decay.
 
 
-def _fraction(name: str, value: Any) -> Any:
+def _fraction(name: str, value: object) -> Any:
     number = arithmetic.scalar(name, value)
     arithmetic.refuse_step(name, value, most=1, meaning="a fraction")
     return number

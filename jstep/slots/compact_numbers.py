@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jstep.core.trees import Array
 
@@ -100,7 +101,7 @@ def decoded(codes: Array, scales: Array, flat: bool = False) -> Array:
     return (unscaled * factors).reshape(codes.shape)
 
 
-def encoded(x: Array, blocks: Blocks, dtype: Any, fractions: Any = 0.5) -> tuple[Array, Array]:
+def encoded(x: Array, blocks: Blocks, dtype: DTypeLike, fractions: object = 0.5) -> tuple[Array, Array]:
     """The codes and scales of an array.
 
     Args:
@@ -125,7 +126,7 @@ def scales_of(x: Array, blocks: Blocks) -> Array:
     return jax.lax.bitcast_convert_type(largest, jnp.float32)
 
 
-def codes_of(x: Array, scales: Array, blocks: Blocks, dtype: Any, fractions: Any, flat: bool = False) -> Array:
+def codes_of(x: Array, scales: Array, blocks: Blocks, dtype: DTypeLike, fractions: Any, flat: bool = False) -> Array:
     """The codes of an array with known scales; the arguments are those of `encoded` and `decoded`."""
     if flat:
         share = x / _of_elements(scales, blocks, x.shape)

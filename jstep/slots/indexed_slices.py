@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jstep.core.annotations import Tree
 from jstep.core.device_values import as_array
 from jstep.core.trees import Array, compute_dtype, concrete, default_int, native, quoted
 
@@ -93,7 +94,7 @@ def rows_in_order(values: Array, named: Array) -> IndexedSlices:
     return RowsInOrder(values, jnp.where(named, order, first), values.shape)
 
 
-def on_table(function: Callable[[Array], Array], gradient: Any) -> Any:
+def on_table(function: Callable[[Array], Array], gradient: Tree) -> Any:
     """Apply a function of a dense gradient, which maps zero rows to zero rows; slices name the same rows afterwards."""
     if not isinstance(gradient, IndexedSlices):
         return function(jnp.asarray(gradient))
@@ -106,7 +107,7 @@ def _column(mask: Array, ndim: int) -> Array:
     return mask.reshape(-1, *(1,) * (ndim - 1))
 
 
-def is_slices(x: Any) -> bool:
+def is_slices(x: object) -> bool:
     """Whether a node of a tree is an `IndexedSlices`, for `is_leaf`."""
     return isinstance(x, IndexedSlices)
 

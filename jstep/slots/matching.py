@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import array_type, kind
 from jstep.core.exceptions import Picklable, note
 from jstep.core.trees import Params, Slots, Updates
@@ -57,7 +58,7 @@ def match_gradients(updates: Updates, params: Params) -> list[Any]:
     return gradients
 
 
-def _checked_gradient(gradient: Any, leaf: Any, path: str) -> Any:
+def _checked_gradient(gradient: Tree, leaf: Any, path: str) -> Any:
     if not trees.is_trainable(leaf):
         raise TypeError(
             f"gradients: got a gradient for {trees.quoted(path)}, whose dtype {jnp.result_type(leaf)} cannot be "
@@ -103,7 +104,7 @@ def require_slots(names: Collection[str], held: Slots) -> Slots:
     return {name: held[name] for name in names}
 
 
-def difference(new: Any, old: Any) -> str:
+def difference(new: object, old: object) -> str:
     """Describe how the leaves of a tree differ from those of another, as in "a tree …"; the empty string if none does.
 
     Args:

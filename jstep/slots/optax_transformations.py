@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.calls import has_init_and_update, makes_optimizer
 from jstep.core.checks import kind
 from jstep.core.exceptions import scoped
@@ -18,7 +19,7 @@ from jstep.slots.matching import match_gradients, require_slots
 from jstep.slots.roles import Init, Roles, copies_in, of_slots
 
 
-def require_optimizer(name: str, value: Any) -> Optimizer:
+def require_optimizer(name: str, value: object) -> Optimizer:
     """Return the optimizer that a user gave: a transformation of Optax is converted, as by `from_optax`.
 
     Args:
@@ -38,7 +39,7 @@ def require_optimizer(name: str, value: Any) -> Optimizer:
     raise TypeError(f"{name}={value!r:.60}: must be a jstep.Optimizer, got {kind(value)}{hint}")
 
 
-def is_transformation(value: Any) -> bool:
+def is_transformation(value: object) -> bool:
     """Whether a value is taken as a transformation of Optax: an object with `init` and `update`, and nothing more."""
     # A class is not one, but a call of it may be; what reports hyperparameters is another library's, or an `Optimizer`.
     return has_init_and_update(value) and not (isinstance(value, type) or hasattr(value, "hyperparameters"))
@@ -115,7 +116,7 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
         found = None
         if any(g is None and trees.is_trainable(p) for g, p in zip(gradients, jax.tree.leaves(params), strict=True)):
 
-            def without(tree: Any) -> Any:
+            def without(tree: Tree) -> Any:
                 pairs = zip(treedef.flatten_up_to(tree), absent, strict=True)
                 return treedef.unflatten([None if out else leaf for leaf, out in pairs])
 
@@ -154,14 +155,14 @@ _IMPOSSIBLE = {
 """Optax states, by class name, of transformations that no step can serve, and what to do instead."""
 
 
-def _refuse_impossible(state: Any) -> None:
+def _refuse_impossible(state: Tree) -> None:
     """Raise an error for a transformation that would fail in the step, or return wrong numbers there.
 
     Raises:
         TypeError: The state contains that of such a transformation.
     """
 
-    def reason(node: Any) -> str | None:
+    def reason(node: object) -> str | None:
         return _IMPOSSIBLE.get(type(node).__name__) if type(node).__module__.startswith("optax.") else None
 
     for node in jax.tree.leaves(state, is_leaf=lambda node: reason(node) is not None):
@@ -186,7 +187,7 @@ class _StateSlots:
         slots: Name → a tree with the structure of params, or another value from the state.
     """
 
-    def __init__(self, prefix: str, state: Any, params: Params) -> None:
+    def __init__(self, prefix: str, state: Tree, params: Params) -> None:
         leaves, self._params = trees.flatten(params)
         self._trained = [trees.is_trainable(leaf) for leaf in leaves]
         self._of_trained = trees.structure(_trained_only(params))
@@ -196,7 +197,7 @@ class _StateSlots:
         self._parts_of = {slot: self._parts(node) for slot, node in named.items()}
         self.slots = {slot: self._slot(node, self._parts_of[slot]) for slot, node in named.items()}
 
-    def _parts(self, node: Any) -> list[Any] | None:
+    def _parts(self, node: object) -> list[Any] | None:
         """The values at the trained leaves if a node is like params: arrays, or nodes without leaves as MaskedNode."""
         if self._of_trained.num_leaves == 0 or jax.tree_util.all_leaves([node]):
             return None
@@ -211,7 +212,7 @@ class _StateSlots:
         """Whether a slot has the structure of params."""
         return self._parts_of[slot] is not None
 
-    def _slot(self, node: Any, parts: list[Any] | None) -> Any:
+    def _slot(self, node: object, parts: list[Any] | None) -> Any:
         if parts is None:
             return node
         arrays = iter([part if _is_array(part) else None for part in parts])
@@ -230,7 +231,7 @@ class _StateSlots:
         return self._state.unflatten([value(*item) for item in self._parts_of.items()])
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     return trees.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
@@ -254,7 +255,7 @@ def _own_copy(leaf: Any) -> Any:
 def _unless_absent(old: Any, new: Any, treedef: Any, absent: list[bool]) -> Any:
     """The new slot with the old leaves where there was no gradient, in the dtypes of the old slot."""
 
-    def like(before: Any, after: Any) -> Any:
+    def like(before: object, after: object) -> Any:
         return jnp.asarray(after).astype(before.dtype) if hasattr(before, "dtype") else after
 
     try:
@@ -319,7 +320,7 @@ def _wide(loss: Array) -> Array:
     return loss.astype(trees.compute_dtype(loss.dtype))
 
 
-def dense(gradient: Any, leaf: Any) -> Any:
+def dense(gradient: Tree, leaf: Any) -> Any:
     """A gradient as Optax sees it: an array, in at least float32."""
     dtype = trees.compute_dtype(leaf.dtype)
     if gradient is None:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jstep.core.annotations import Tree
 from jstep.core.calls import Made
 from jstep.core.exceptions import setting
 from jstep.core.jaxprs import COPYING, Operation, body_of, evaluate
@@ -213,7 +214,7 @@ NO_ROLES = Roles(complete=False)
 """The roles of a state made by hand."""
 
 
-def roles_in(state: Any) -> Roles:
+def roles_in(state: Tree) -> Roles:
     """The roles of the slots of a state; none for a state made by hand, or of another type."""
     found = getattr(state, "roles", None)
     return found if isinstance(found, Roles) else NO_ROLES
@@ -345,7 +346,7 @@ def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role
     found = evaluate(body_of(traced), range(treedef.num_leaves), sources, lambda constant: None)
     numbers: Slots = jax.tree.unflatten(jax.tree.structure(shapes), [-1 if one is None else one for one in found])
 
-    def is_copy(slot: Any) -> bool:
+    def is_copy(slot: object) -> bool:
         try:
             parts = treedef.flatten_up_to(slot)
         except (ValueError, TypeError):
@@ -393,7 +394,7 @@ def _traced(init: Callable[..., Slots], params: Params) -> tuple[Slots, dict[str
     return shapes, inherited
 
 
-def _shape(leaf: Any) -> Any:
+def _shape(leaf: object) -> Any:
     return shape_of(leaf) if hasattr(leaf, "dtype") else leaf
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import meshes, placement, trees
+from jstep.core.annotations import Tree
 from jstep.core.exceptions import Picklable
 from jstep.state.train_state import MODEL_STATE
 
@@ -30,7 +31,7 @@ class StateContents:
         read_cpus: Whether to read arrays on a CPU without a compiled program.
     """
 
-    def __init__(self, state: Any, *, params_only: bool = False, read_cpus: bool = True) -> None:
+    def __init__(self, state: Tree, *, params_only: bool = False, read_cpus: bool = True) -> None:
         slots = None if params_only else _field(state, "slots")
         slots = {name: tree for name, tree in slots.items() if name != MODEL_STATE} if isinstance(slots, dict) else None
         named = trees.leaves_with_paths({"params": _field(state, "params"), "slots": slots})
@@ -63,7 +64,7 @@ class StateContents:
         return {path: now for path, now in worse.items() if path not in infinite_slots}, infinite_slots
 
 
-def _field(state: Any, name: str) -> Any:
+def _field(state: Tree, name: str) -> Any:
     return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
 
 
@@ -83,7 +84,7 @@ def _is_inexact(leaf: Any) -> bool:
     return trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, np.inexact) and leaf.size > 0
 
 
-def _found(leaf: Any, *, read_cpus: bool) -> Any:
+def _found(leaf: object, *, read_cpus: bool) -> Any:
     """The contents of a leaf: a number, or an array on a device that will have it."""
     if not isinstance(leaf, jax.Array) or (read_cpus and leaf.is_fully_addressable and placement.is_on_cpus(leaf)):
         return _contents_on_host(leaf)

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jstep.core import device_values, meshes, placement, trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import array_type
 from jstep.core.trees import Params, Slots
 from jstep.slots import compact_numbers
@@ -23,7 +24,7 @@ _SET = (*WITH_A_START, Role.REMAINDER)
 _EXACT = (Role.MASTER, Role.MASTER_COPY)
 
 
-def with_params(state: Any, params: Params) -> tuple[Params, Slots]:
+def with_params(state: Tree, params: Params) -> tuple[Params, Slots]:
     """Return new parameters, placed like those of a state, and its slots, of which the copies are set to them.
 
     Args:
@@ -58,7 +59,7 @@ def with_params(state: Any, params: Params) -> tuple[Params, Slots]:
     return treedef.unflatten(leaves), state.slots | {n: treedef.unflatten(parts) for n, parts in set_slots.items()}
 
 
-def _set(given: Any, old: Any, path: str, beside: Slots, roles: Roles) -> tuple[Any, Slots]:
+def _set(given: object, old: Any, path: str, beside: Slots, roles: Roles) -> tuple[Any, Slots]:
     """Return a new leaf of the parameters, and those of the slots beside it.
 
     Args:
@@ -85,7 +86,7 @@ def _set(given: Any, old: Any, path: str, beside: Slots, roles: Roles) -> tuple[
     return _placed(stored, old), {name: _placed(value, beside[name]) for name, value in new.items()}
 
 
-def _checked(given: Any, old: Any, path: str, precise: list[Any]) -> Any:
+def _checked(given: object, old: Any, path: str, precise: list[Any]) -> Any:
     """Return the value of a leaf, which has the kind of the old one, or its precision in a master or a remainder."""
     value = device_values.host_leaf(given, path, "params")
     if trees.is_number(given) and trees.is_trainable(old):  # a weak type, as in create
@@ -113,7 +114,7 @@ WARNED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jstep_
 """The warnings of the run that is in progress; outside of one, each `create` begins anew."""
 
 
-def warn_of_copies(state: Any, params: Params, slots: Slots, what: str) -> None:
+def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str) -> None:
     """Log a warning if parameters are replaced and slots that bring the old ones back are not; once in a run.
 
     Args:

@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import meshes, trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, kind, listed, shown
 from jstep.core.placement import compute_on, on_devices, placements_of, refuse_shapes
 from jstep.stores.files import opened
@@ -24,7 +25,7 @@ from jstep.stores.files import opened
 # Fingerprint (64-bit hash) of a tree of arrays, of all devices together or by each device.
 
 
-def fingerprint(tree: Any, per_leaf: bool = False) -> Any:
+def fingerprint(tree: Tree, per_leaf: bool = False) -> Any:
     """Hash the paths, dtypes, shapes and bits of all leaves of a tree.
 
     Leaf: h = seal(Σᵢ mix(bits of element i, i)), i its index in the whole array, two sums modulo 2³²; tree: Σ h. `mix`
@@ -73,7 +74,7 @@ def fingerprint(tree: Any, per_leaf: bool = False) -> Any:
         return {paths[number]: jnp.asarray(one) for number, one in sorted(pairs, key=operator.itemgetter(0))}
 
 
-def named_leaves(tree: Any) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]:
+def named_leaves(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]:
     """Return the paths, the leaves, and a key `[4]` for each leaf.
 
     Raises:
@@ -114,7 +115,7 @@ def words_of(parts: Sequence[tuple[list[int], Any]]) -> np.ndarray[Any, Any]:
     return found
 
 
-def as_text(pair: Any) -> str:
+def as_text(pair: object) -> str:
     """Format a fingerprint as 16 hexadecimal digits."""
     first, second = (int(word) for word in np.asarray(pair))
     return f"{first:08x}{second:08x}"
@@ -196,7 +197,7 @@ class ByDevice(NamedTuple):
         return found
 
 
-def by_device(tree: Any) -> ByDevice:
+def by_device(tree: Tree) -> ByDevice:
     """Start computing the fingerprints of a tree's leaves, without blocking.
 
     Raises:
@@ -234,7 +235,7 @@ def scrambled(x: Any) -> Any:
     return x
 
 
-def lanes(low: Any, high: Any, key: Any) -> tuple[Any, Any]:
+def lanes(low: Any, high: object, key: Any) -> tuple[Any, Any]:
     """Compute the two lanes of elements.
 
     Args:
@@ -402,7 +403,7 @@ _GROUP, _SMALL = 16, 2**14
 """How many leaves of a shape a call reads, and the elements of those that it may copy beside each other."""
 
 
-def _with_sums(rows: Any, start: Any, arrays: Sequence[Any], parts: Parts = ()) -> Any:
+def _with_sums(rows: Tree, start: Any, arrays: Sequence[Any], parts: Parts = ()) -> Any:
     """Return rows with the sums of arrays, or of their parts on this device; see `_keys`."""
     counts = [parts[axis][1] if axis < len(parts) else 1 for axis in range(arrays[0].ndim)]
     shape = tuple(size * count for size, count in zip(arrays[0].shape, counts, strict=True))
@@ -421,7 +422,7 @@ def _written_on(mesh: Mesh | None, spec: PartitionSpec) -> Callable[..., Any]:
         spec: Their spec.
     """
 
-    def written(rows: Any, start: Any, leaves: Sequence[Any]) -> Any:
+    def written(rows: Tree, start: object, leaves: Sequence[Any]) -> Any:
         arrays = [trees.key_data(on_devices(leaf)) for leaf in leaves]
         if mesh is None:
             return _with_sums(rows, start, arrays)
@@ -444,7 +445,7 @@ def _formed_on(
         counts: The axes of consecutive rows, and their number.
     """
 
-    def of_device(rows: Any, keys: Any, order: Any) -> Any:
+    def of_device(rows: Tree, keys: object, order: object) -> Any:
         sums, at = [], 0
         for names, count in counts:
             some, at = rows[at : at + count], at + count
@@ -454,23 +455,23 @@ def _formed_on(
     return _on_each_device(of_device, mesh, (_EVERYWHERE,) * 3)
 
 
-def _on_each_device(fn: Callable[..., Any], mesh: Mesh, specs: Any) -> Callable[..., Any]:
+def _on_each_device(fn: Callable[..., Any], mesh: Mesh, specs: object) -> Callable[..., Any]:
     """Return a function that each device computes from what it has, also of arrays that should be equal everywhere."""
     return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=_EVERYWHERE, check_vma=False)
 
 
-def _split(rows: Any) -> list[Any]:
+def _split(rows: Tree) -> list[Any]:
     """Return the rows of an array on devices, by one program for all: n results of one program are slow to compile."""
     mesh = meshes.mesh_of(rows)
     return [compute_on(mesh, operator.getitem, rows, np.int32(number)) for number in range(len(rows))]
 
 
-def _each(sums: Any, keys: Any, rows: Any = None) -> Any:
+def _each(sums: Any, keys: Any, rows: Tree = None) -> Any:
     """Return the fingerprints of leaves from their sums, in these rows if they have another order; uint32 `[n, 2]`."""
     return jnp.stack(sealed(sums if rows is None else sums[rows], keys), axis=-1)
 
 
-def _total(sums: Any, keys: Any, rows: Any = None) -> Any:
+def _total(sums: object, keys: object, rows: Tree = None) -> Any:
     """Return the sum of the fingerprints of leaves from their sums, uint32 `[2]`."""
     return _each(sums, keys, rows).sum(axis=0, dtype=U)
 
@@ -481,7 +482,7 @@ def _formed_of(form: Callable[..., Any]) -> Callable[..., Any]:
     return lambda leaves, keys: form(_stacked_sums(leaves), keys)
 
 
-def _by_shape(leaves: Sequence[Any], keys: Any, form: Callable[..., Any], mesh: Mesh | None) -> Any:
+def _by_shape(leaves: Sequence[Any], keys: object, form: Callable[..., Any], mesh: Mesh | None) -> Any:
     """Compute the fingerprints of leaves on one device or one mesh.
 
     Most of the time of a first fingerprint goes into compiling, so that a program is compiled for each shape and dtype,

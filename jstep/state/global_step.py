@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import meshes, placement, trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import kind
 from jstep.core.device_values import as_scalar
 from jstep.core.exceptions import note
@@ -48,7 +49,7 @@ def _as_count(value: Any, argument: str) -> Array:
     return jnp.array(value, dtype=dtype, copy=True)
 
 
-def get_global_step(state: Any) -> Array | None:
+def get_global_step(state: Tree) -> Array | None:
     """Return the global step of a state as an array, or None if the state has no global step.
 
     Args:
@@ -71,9 +72,9 @@ def get_global_step(state: Any) -> Array | None:
     return step
 
 
-def found_step(state: Any) -> Array | None:
+def found_step(state: Tree) -> Array | None:
     """Return the global step of a state, of any shape, or None; one that is a number becomes an array."""
-    own = state.get("global_step", state) if isinstance(state, Mapping) else getattr(state, "global_step", state)
+    own: Any = state.get("global_step", state) if isinstance(state, Mapping) else getattr(state, "global_step", state)
     if own is None and state is not None:
         return None
     if isinstance(own, int | np.integer) and not isinstance(own, bool):
@@ -86,7 +87,7 @@ def found_step(state: Any) -> Array | None:
     return own
 
 
-def step_array(state: Any, *, scalar: bool = False) -> Array:
+def step_array(state: Tree, *, scalar: bool = False) -> Array:
     """Return the global step of a state, which must have one, as an array.
 
     Args:
@@ -110,7 +111,7 @@ def step_array(state: Any, *, scalar: bool = False) -> Array:
     return step
 
 
-def get_or_create_global_step(state: Any) -> Array:
+def get_or_create_global_step(state: Tree) -> Array:
     """Return the global step of a state as an array, or 0 if the state has no global step.
 
     Args:
@@ -129,7 +130,7 @@ def get_or_create_global_step(state: Any) -> Array:
     return create_global_step(0) if step is None else step
 
 
-def global_step(state: Any) -> int:
+def global_step(state: Tree) -> int:
     """Return the global step as a Python int. This blocks on the device: avoid it in the training loop.
 
     Args:
@@ -155,7 +156,7 @@ def global_step(state: Any) -> int:
         raise
 
 
-def require_alive(state: Any, cause: BaseException | None = None) -> None:
+def require_alive(state: Tree, cause: BaseException | None = None) -> None:
     """Reject a state that was donated to a compiled step.
 
     Args:
@@ -174,7 +175,7 @@ def require_alive(state: Any, cause: BaseException | None = None) -> None:
 
 
 @meshes.on_any_mesh("state")
-def increment_global_step(state: Any, amount: Step = 1) -> Any:
+def increment_global_step(state: Tree, amount: Step = 1) -> Any:
     """Return a new state with the global step incremented by `amount`; for a step itself, step + amount.
 
     The slots of the state do not age: ages count updates, and there was none.

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import meshes, placement, selection, trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_int
 from jstep.core.trees import Params, Slots
 from jstep.slots.roles import NO_ROLES, Role, Roles
@@ -22,7 +23,7 @@ _logger = logging.getLogger("jstep")
 _LARGE = 2**16
 
 
-def fsdp_specs(params: Params, mesh: Any, axis: Any = "data", min_size: int = 2**16) -> Any:
+def fsdp_specs(params: Params, mesh: object, axis: object = "data", min_size: int = 2**16) -> Any:
     """Return specs that split each large parameter over a mesh axis, along its largest divisible dimension.
 
     If no leaf is split, or one of 2**16 elements or more is not, a warning is logged, with the reason.
@@ -65,7 +66,7 @@ def fsdp_specs(params: Params, mesh: Any, axis: Any = "data", min_size: int = 2*
     return specs
 
 
-def _warn(whole: dict[str, tuple[int, ...]], leaves: int, axis: Any, size: int, min_size: int) -> None:
+def _warn(whole: dict[str, tuple[int, ...]], leaves: int, axis: object, size: int, min_size: int) -> None:
     """Warn if no leaf is split, or a large one is not."""
     over = f"over axis={axis!r} ({size} devices)"
     path, shape = max(whole.items(), key=lambda one: math.prod(one[1]))
@@ -91,7 +92,7 @@ ParamSpecs = Any
 """None (replicated), a PartitionSpec, a tree of them, rules `[(glob, spec), …]`, or `(path, leaf) -> spec`."""
 
 
-def axis_size(mesh: AnyMesh, axis: Any, argument: str) -> int:
+def axis_size(mesh: AnyMesh, axis: object, argument: str) -> int:
     """Return the number of devices along an axis (or a tuple of axes).
 
     Raises:
@@ -151,7 +152,7 @@ def _by_rules(
     ]
 
 
-def _as_spec(spec: Any, path: str) -> PartitionSpec:
+def _as_spec(spec: object, path: str) -> PartitionSpec:
     if spec is None:
         return PartitionSpec()
     if not isinstance(spec, PartitionSpec):
@@ -185,7 +186,7 @@ def checked(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], path: st
 
 
 def state_shardings(
-    params: Params, slots: Slots, mesh: AnyMesh, param_specs: ParamSpecs, slot_axis: Any, roles: Roles = NO_ROLES
+    params: Params, slots: Slots, mesh: AnyMesh, param_specs: ParamSpecs, slot_axis: object, roles: Roles = NO_ROLES
 ) -> tuple[Any, Slots]:
     """Return a sharding for each leaf of params and slots (arrays or shapes).
 
@@ -207,7 +208,7 @@ def state_shardings(
     if slot_axis is not None:
         axis_size(mesh, slot_axis, f"slot_axis={slot_axis!r}")
 
-    def slot(name: str, tree: Any) -> Any:
+    def slot(name: str, tree: Tree) -> Any:
         # Non-trained variables may have the structure of the parameters by accident; they are not per-parameter slots.
         of_all = name == MODEL_STATE or (name in roles and roles.has_one_value(name))
         if of_all or not trees.is_like(params, tree):
@@ -240,7 +241,7 @@ def everywhere(mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def split_replicated(sharding: NamedSharding, shape: tuple[int, ...], axis: Any) -> NamedSharding:
+def split_replicated(sharding: NamedSharding, shape: tuple[int, ...], axis: object) -> NamedSharding:
     """Return the sharding of a slot: its parameter's, or split over `axis` if the parameter is replicated (ZeRO-1)."""
     if axis is None or any(part is not None for part in sharding.spec):
         return sharding
@@ -249,7 +250,7 @@ def split_replicated(sharding: NamedSharding, shape: tuple[int, ...], axis: Any)
 
 
 def of_slot(
-    sharding: NamedSharding, shape: tuple[int, ...], slot_shape: tuple[int, ...], slot_axis: Any, role: Role | None
+    sharding: NamedSharding, shape: tuple[int, ...], slot_shape: tuple[int, ...], slot_axis: object, role: Role | None
 ) -> NamedSharding:
     """Return the sharding of a slot's leaf: its parameter's, without the dimensions that the slot lacks.
 
@@ -314,7 +315,7 @@ def put(leaf: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))
 
 
-def build(make: Callable[..., Any], place: Callable[[Any], Any], *given: Any, abstract: bool) -> Any:
+def build(make: Callable[..., Any], place: Callable[[Any], Any], *given: object, abstract: bool) -> Any:
     """Compute `make(*given)` with the given shardings: no device ever holds more than its shards.
 
     Args:

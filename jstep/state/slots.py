@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import meshes, placement, selection, trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_text, kind
 from jstep.slots.compact_numbers import opened
 from jstep.slots.roles import HALVES, NO_ROLES, Role, Roles, roles_in
@@ -66,7 +67,7 @@ def values_of(state: TrainState, name: str) -> Any:
     if half is None:
         return state.slots[name]
 
-    def values(tree: Any, half: Any) -> Any:
+    def values(tree: Tree, half: object) -> Any:
         pairs = zip(*(trees.flatten_like(state.params, one, name) for one in (tree, half)), strict=True)
         return trees.structure(state.params).unflatten([_value(*pair) for pair in pairs])
 
@@ -86,11 +87,11 @@ def masters_of(state: TrainState) -> trees.Params:
     return treedef.unflatten(leaves)
 
 
-def _value(stored: Any, half: Any) -> Any:
+def _value(stored: object, half: object) -> Any:
     return jax.eval_shape(opened, stored, half) if placement.is_shape(stored) else opened(stored, half)
 
 
-def has_one_value(name: str, tree: Any, params: trees.Params, roles: Roles = NO_ROLES) -> bool:
+def has_one_value(name: str, tree: Tree, params: trees.Params, roles: Roles = NO_ROLES) -> bool:
     """Whether a slot is one value for all parameters, such as `start_step` or `embed/start_step`.
 
     Args:
@@ -110,7 +111,7 @@ def has_one_value(name: str, tree: Any, params: trees.Params, roles: Roles = NO_
     return not np.ndim(tree) and bool(np.issubdtype(getattr(tree, "dtype", np.float32), np.integer))
 
 
-def owners(name: str, tree: Any, params: trees.Params, roles: Roles) -> list[int | None]:
+def owners(name: str, tree: Tree, params: trees.Params, roles: Roles) -> list[int | None]:
     """Return, for each leaf of a slot in order, the index of its parameter, or None.
 
     A per-parameter slot has the structure of the parameters, with None or any tree in place of each parameter. Its name

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jstep.core import device_values, meshes, placement, trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, kind, size
 from jstep.core.placement import checked_memory, compiles_only, is_shape
 from jstep.core.report import html_table
@@ -27,13 +28,13 @@ from jstep.state.global_step import create_global_step
 # Creation of a state: which parameters it takes, and sharded without any device holding more than its shards.
 
 
-def is_abstract(mesh: Mesh | None, *given: Any) -> bool:
+def is_abstract(mesh: Mesh | None, *given: object) -> bool:
     """Whether to create an abstract state: from shapes, or for compile-only devices."""
     return any(map(is_shape, jax.tree.leaves(given))) or (compiles_only(mesh) and meshes.current_mesh() is not None)
 
 
 def made_on(
-    mesh: Mesh, make: Callable[[Any, Any], Any], params: Any, model_state: Any, shardings: Callable[[Any], Any]
+    mesh: Mesh, make: Callable[[Any, Any], Any], params: Tree, model_state: Tree, shardings: Callable[[Any], Any]
 ) -> Any:
     """Return the state `make(params, model_state)`, sharded over a mesh; shapes only if `is_abstract`.
 
@@ -46,7 +47,7 @@ def made_on(
     """
     abstract = is_abstract(mesh, params, model_state)
 
-    def placed(tree: Any, argument: str, shardings: Callable[[Any], Any]) -> Any:
+    def placed(tree: Tree, argument: str, shardings: Callable[[Any], Any]) -> Any:
         prepared = _shape_of if abstract else device_values.host_leaf
         tree = jax.tree_util.tree_map_with_path(lambda keys, leaf: prepared(leaf, trees.path_str(keys), argument), tree)
         return jax.tree.map(layout.put, tree, shardings(tree))
@@ -57,8 +58,8 @@ def made_on(
             given = placed(params, "params", lambda tree: shardings(TrainState(tree, {}, None)).params)
         others = placed(model_state, MODEL_STATE, lambda tree: jax.tree.map(lambda _: layout.everywhere(mesh), tree))
 
-    def split(given: Any, others: Any) -> Any:
-        def specs(state: Any) -> Any:
+    def split(given: object, others: object) -> Any:
+        def specs(state: Tree) -> Any:
             return jax.tree.map(lambda sharding: sharding.spec, shardings(state))
 
         return meshes.without_explicit_axes(make, given, others, place=specs, mesh=mesh.abstract_mesh)
@@ -72,7 +73,7 @@ def made_on(
         return layout.build(make, shardings, given, others, abstract=abstract)
 
 
-def _shape_of(leaf: Any, path: str, argument: str) -> Any:
+def _shape_of(leaf: object, path: str, argument: str) -> Any:
     """Return the shape of a leaf. Numbers and invalid leaves are treated as in an actual creation."""
     if is_shape(leaf) or trees.is_traced(leaf):
         return leaf
@@ -85,7 +86,7 @@ NOT_TRAINED = frozenset({"BatchStat", "Cache", "Intermediate", "Perturbation", "
 """Variable types of Flax NNX, by name: jstep does not import neural-network libraries."""
 
 
-def refuse_untrained(params: Any) -> None:
+def refuse_untrained(params: Tree) -> None:
     """Reject a whole `nnx.Module` as params, because its running statistics and random state would not be updated.
 
     Raises:
@@ -102,7 +103,7 @@ def refuse_untrained(params: Any) -> None:
             )
 
 
-def _kinds(node: Any) -> set[str]:
+def _kinds(node: object) -> set[str]:
     """The names of the classes of Flax NNX that a node has."""
     return {kind.__name__ for kind in type(node).__mro__ if kind.__module__.startswith("flax.nnx")}
 
@@ -162,12 +163,12 @@ class TrainState:
         params: Params,
         optimizer: OptimizerLike,
         global_step: Step = 0,
-        model_state: Any = None,
+        model_state: Tree = None,
         *,
         copy: bool = True,
-        mesh: Any = None,
-        param_specs: Any = None,
-        slot_axis: Any = None,
+        mesh: object = None,
+        param_specs: object = None,
+        slot_axis: object = None,
         slots_memory: str | None = None,
     ) -> "TrainState":
         """Create a state with new slots at `global_step`.
@@ -201,7 +202,7 @@ class TrainState:
         is_function = trees.is_function(params)
         shared = [] if is_function else _shared_leaves(params)
 
-        def make(given: Any, model_state: Any) -> TrainState:
+        def make(given: object, model_state: Tree) -> TrainState:
             made = params() if is_function else given
             if is_function:
                 shared[:] = _shared_leaves(made)
@@ -325,7 +326,7 @@ class TrainState:
 _FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))
 
 
-def keep_roles(old: Any, new: Any) -> Any:
+def keep_roles(old: object, new: object) -> Any:
     """Return the new state that a step made, with the roles of the old one where the step made it by hand."""
     if not (isinstance(new, TrainState) and isinstance(old, TrainState)) or roles_in(new) or not roles_in(old):
         return new
@@ -334,7 +335,7 @@ def keep_roles(old: Any, new: Any) -> Any:
 
 
 def _fresh(
-    cls: type[TrainState], params: Any, optimizer: Optimizer, step: Array, model_state: Any, *, copy: bool
+    cls: type[TrainState], params: Tree, optimizer: Optimizer, step: Array, model_state: Tree, *, copy: bool
 ) -> TrainState:
     refuse_untrained(params)
     params = _as_arrays(params, copy=copy)
@@ -366,7 +367,7 @@ def _slots_of(params: Params, optimizer: Optimizer, step: Array, roles: Roles) -
     )
 
 
-def _is_equal(a: Any, b: Any) -> bool:
+def _is_equal(a: object, b: object) -> bool:
     """Whether two trees are bitwise identical; leaves without accessible values are compared by identity."""
     (leaves, structure), (others, other) = trees.flatten(a), trees.flatten(b)
     try:
@@ -380,7 +381,7 @@ def _unshared(params: Params, slots: Slots) -> Slots:
     """Return the slots with copies of all arrays that they share with params: a shared buffer cannot be donated."""
     seen = {id(leaf) for leaf in jax.tree.leaves(params)}
 
-    def own(leaf: Any) -> Any:
+    def own(leaf: object) -> Any:
         if isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and id(leaf) in seen:
             leaf = leaf.copy()
         seen.add(id(leaf))
@@ -389,7 +390,7 @@ def _unshared(params: Params, slots: Slots) -> Slots:
     return {name: jax.tree.map(own, tree) for name, tree in slots.items()}
 
 
-def _as_arrays(tree: Any, *, copy: bool, argument: str = "params") -> Any:
+def _as_arrays(tree: Tree, *, copy: bool, argument: str = "params") -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda keys, leaf: device_values.as_leaf(leaf, trees.path_str(keys), copy=copy, argument=argument), tree
     )
@@ -401,7 +402,7 @@ def _is_count(step: Any) -> bool:
     return is_integer and not isinstance(step, bool) and not np.ndim(step)
 
 
-def _numbers_as_arrays(model_state: Any) -> Any:
+def _numbers_as_arrays(model_state: Tree) -> Any:
     """Convert its numbers; its other leaves may be arrays, their shapes or their shardings."""
 
     def converted(keys: Any, leaf: Any) -> Any:
@@ -438,12 +439,12 @@ def _counted(count: int, one: str, several: str) -> str:
     return f"{count:,} {one if count == 1 else several}"
 
 
-def _bytes_text(tree: Any) -> str:
+def _bytes_text(tree: Tree) -> str:
     arrays = (leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
     return size(sum(int(np.size(leaf)) * leaf.dtype.itemsize for leaf in arrays))
 
 
-def _step_text(step: Any) -> str:
+def _step_text(step: object) -> str:
     if trees.is_traced(step):
         return "traced"
     if is_shape(step):
@@ -453,7 +454,7 @@ def _step_text(step: Any) -> str:
     return str(np.asarray(step))
 
 
-def require_state(value: Any) -> TrainState:
+def require_state(value: object) -> TrainState:
     """Return the argument `state`, which must be a `TrainState`.
 
     Raises:
@@ -470,9 +471,9 @@ def require_state(value: Any) -> TrainState:
 @shortens_tracebacks
 def shard_state(
     state: TrainState,
-    mesh: Any,
+    mesh: object,
     param_specs: layout.ParamSpecs = None,
-    slot_axis: Any = None,
+    slot_axis: object = None,
     *,
     slots_memory: str | None = None,
 ) -> TrainState:

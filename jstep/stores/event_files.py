@@ -65,7 +65,7 @@ def parsed(data: bytes, name: str, what: str) -> Any:
         raise TypeError(f"{what}: {len(data)} bytes that are not a serialized {name}: {error}") from error
 
 
-def is_message(x: Any, name: str) -> bool:
+def is_message(x: object, name: str) -> bool:
     """Whether x is a proto message of this name, from tensorboard or from TensorFlow."""
     descriptor = getattr(x, "DESCRIPTOR", None)
     return getattr(descriptor, "full_name", "").rpartition(".")[2] == name and hasattr(x, "SerializeToString")

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
+from jstep.core.annotations import Tree
 from jstep.stores import tagged_arrays
 from jstep.stores.tagged_arrays import LARGE, UnsupportedError
 
@@ -122,7 +123,7 @@ def as_json(copy: Any, files: Files | None = None) -> Any:
     return as_json(tagged_arrays.on_host(copy), files) if isinstance(copy, jax.Array) else copy
 
 
-def with_files(encoded: Any, found: Callable[[str], Any]) -> Any:
+def with_files(encoded: object, found: Callable[[str], Any]) -> Any:
     """Return JSON from `as_json` with something else in place of each reference to a file.
 
     Args:
@@ -154,7 +155,7 @@ def size_of(copy: Any) -> int:
     return int(copy.nbytes) if isinstance(copy, jax.Array) else 8
 
 
-def copied(value: Any) -> Any:
+def copied(value: object) -> Any:
     """Encode a value for `as_json`: like JSON, but bytes stay bytes, which takes a small part of the time.
 
     The result shares nothing with the value that can change. An object in several places of the value is encoded once,
@@ -187,7 +188,7 @@ class _Encoder:
     The first pass finds the objects that are in several places, and the arrays that overlap; the second one encodes.
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self._seen: set[int] = set()
         self._plain: set[int] = set()
         """Identities of the lists that are plain: to find out takes as long as all else for a list of many numbers."""
@@ -323,7 +324,7 @@ def _are_plain(values: list[Any] | tuple[Any, ...]) -> bool:
     return kinds <= _PLAIN or (kinds == {int} and -(2**63) <= min(values) <= max(values) < 2**63)
 
 
-def decode(value: Any) -> Any:
+def decode(value: object) -> Any:
     """Decode a value from `as_json` or `copied`. Nothing in it is trusted.
 
     Raises:
@@ -332,7 +333,7 @@ def decode(value: Any) -> Any:
     return _decoded(value, [])
 
 
-def _decoded(value: Any, table: list[Any]) -> Any:
+def _decoded(value: object, table: list[Any]) -> Any:
     """Decode a value.
 
     Args:
@@ -367,7 +368,7 @@ def _decoded(value: Any, table: list[Any]) -> Any:
         raise ValueError(f"{key}: {type(error).__name__}: {error!s:.200}") from None
 
 
-def _aliased(parts: Any) -> Any:
+def _aliased(parts: object) -> Any:
     """Decode a value with objects in several places, each of which refers only to those before it."""
     if not (isinstance(parts, list) and len(parts) == 2 and isinstance(parts[0], list)):
         raise ValueError(f"{_ALIASED}: it must be a list of objects and a value")
@@ -421,7 +422,7 @@ def _bits(parts: Any) -> np.random.BitGenerator:
     return bits
 
 
-def _generator(bits: Any) -> np.random.Generator:
+def _generator(bits: object) -> np.random.Generator:
     if not isinstance(bits, np.random.BitGenerator):
         raise ValueError("it has no bit generator")
     return np.random.Generator(bits)
@@ -445,7 +446,7 @@ def _seed(parts: Any) -> np.random.SeedSequence:
     return np.random.SeedSequence(**{name: parts[name] for name in names})
 
 
-def _python_random(state: Any) -> random.Random:
+def _python_random(state: Tree) -> random.Random:
     generator = random.Random(0)
     generator.setstate(state)
     return generator
@@ -500,7 +501,7 @@ _WHOLE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _tag_of(value: Any) -> _Tag:
+def _tag_of(value: object) -> _Tag:
     """Return how a value is encoded that is neither a number, a string, bytes, a container nor of JAX."""
     of = type(value)
     torch = sys.modules.get("torch")  # if there is a tensor, it was imported

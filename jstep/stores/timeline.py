@@ -49,7 +49,7 @@ class Timeline:
         name = f"{OBJECTS}{now}-{self.start}.jsonl" if is_url(where) else NAME
         self._lines = open_lines(join(where, name), resume=not is_url(where))
 
-    def write(self, kind: str, **fields: Any) -> None:
+    def write(self, kind: str, **fields: object) -> None:
         """Write a line.
 
         Args:
@@ -136,7 +136,7 @@ class Times(Sequence[dict[str, Any]]):
         }
 
 
-def read(path: Any, prefix: str = "model") -> list[Times]:
+def read(path: object, prefix: str = "model") -> list[Times]:
     """Return the lines with times of each start of a run, in the order of its starts.
 
     A torn last line is skipped silently; other corrupted lines are skipped with a warning.
@@ -238,7 +238,7 @@ def _places(where: str) -> list[str]:
     return [join(where, name) for name in found]
 
 
-def _check_version(version: Any, place: str, number: int) -> None:
+def _check_version(version: object, place: str, number: int) -> None:
     if type(version) is not int or version > VERSION:
         raise ValueError(
             f"{place}: line {number} has version={shown(version)}: must be at most {VERSION}; it was written by a "
@@ -270,5 +270,5 @@ def is_seconds(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and value >= 0
 
 
-def _is_step(value: Any) -> bool:
+def _is_step(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**63

@@ -5,7 +5,6 @@ A URL stays a string with its two slashes: `os.path` and `pathlib` turn `gs://bu
 
 import os
 import re
-from typing import Any
 
 from jstep.core.checks import kind
 
@@ -14,12 +13,12 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*[A-Za-z0-9]")
 
 
-def is_url(where: Any) -> bool:
+def is_url(where: object) -> bool:
     """Return whether it is the URL of an object store, as returned by `location`."""
     return isinstance(where, str) and where.startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
 
 
-def location(where: Any, name: str) -> str:
+def location(where: object, name: str) -> str:
     """Return a path with `~` expanded, or a validated URL without a trailing slash.
 
     Args:

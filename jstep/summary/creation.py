@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.device_values import as_array
@@ -18,7 +19,7 @@ from jstep.summary import summaries
 from jstep.summary.summaries import DEFAULT, Scalars, Summary, check_tag, is_here, keep, register, summary_of
 
 
-def scalar(tags: Any, values: Any, collections: Sequence[str] | None = DEFAULT) -> Summary:
+def scalar(tags: object, values: object, collections: Sequence[str] | None = DEFAULT) -> Summary:
     """Return a summary of one number, or of an array of numbers with one tag each.
 
     An eager call with an array on the device does not wait for it: the value is copied there and read when the summary
@@ -65,7 +66,7 @@ def _one(tag: str, value: Any) -> Scalars:
         raise ValueError(f"scalar {tag!r}: {error}") from error
 
 
-def _many(tags: Any, values: Any) -> tuple[Scalars, ...]:
+def _many(tags: object, values: object) -> tuple[Scalars, ...]:
     if not isinstance(tags, list | tuple | np.ndarray):
         raise TypeError(f"scalar(tags, values): tags must be a str, or a list or array of them, not {tags!r}")
     try:
@@ -87,7 +88,7 @@ def _many(tags: Any, values: Any) -> tuple[Scalars, ...]:
     return tuple(_one(tag, x) for tag, x in zip(flat, entries, strict=True))
 
 
-def _nesting(values: Any) -> tuple[int, ...]:
+def _nesting(values: object) -> tuple[int, ...]:
     shape: tuple[int, ...] = ()
     while isinstance(values, list | tuple):
         shape = (*shape, len(values))
@@ -115,7 +116,7 @@ def _shape_error(tag: str, tags: tuple[int, ...], values: tuple[int, ...]) -> Va
     )
 
 
-def zero_fraction(value: Any) -> Array:
+def zero_fraction(value: object) -> Array:
     """Return the fraction of zeros in an array (its sparsity).
 
     zero_fraction(x) = (number of i with x_i = 0) / (number of elements), NaN for an empty array, as in
@@ -150,7 +151,7 @@ def zero_fraction(value: Any) -> Array:
         return zeros / jnp.float32(value.size)
 
 
-def text(tag: str, text: Any, collections: Sequence[str] | None = DEFAULT) -> Summary:
+def text(tag: str, text: object, collections: Sequence[str] | None = DEFAULT) -> Summary:
     """Return a summary of strings, which TensorBoard's Text tab renders as Markdown.
 
     The strings are static: inside a compiled function they are those of the trace.
@@ -350,7 +351,7 @@ def bucket_limits() -> NumPyArray:
     return np.array([*(-v for v in reversed(positive)), 0.0, *positive])
 
 
-def _eager(tag: str, values: Any) -> Any:
+def _eager(tag: str, values: object) -> Any:
     """Convert concrete values to an array; check them if that does not wait for the device."""
     if not isinstance(values, jax.Array):
         given = values
@@ -463,7 +464,7 @@ def _sortable(bits: Any, where: Any) -> Any:
     return where(bits >= sign, ~bits, bits | sign)
 
 
-def _limits_as(dtype: Any) -> NumPyArray:
+def _limits_as(dtype: DTypeLike) -> NumPyArray:
     """Return the limits in the dtype of the values, rounded up so that comparisons give the same as with doubles.
 
     Limits outside the range of an integer dtype are left out.

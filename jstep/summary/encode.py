@@ -65,12 +65,12 @@ def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[l
     return events, errors
 
 
-def event_bytes(step: int, wall_time: float, **fields: Any) -> bytes:
+def event_bytes(step: int, wall_time: float, **fields: object) -> bytes:
     """Return a serialized Event."""
     return proto("Event")(step=step, wall_time=wall_time, **fields).SerializeToString()
 
 
-def _stacked(x: Any, rank: int, tag: str) -> NumPyArray:
+def _stacked(x: object, rank: int, tag: str) -> NumPyArray:
     """Return `x` on the host, reshaped to one leading axis, the steps."""
     if isinstance(x, jax.Array):
         if x.is_deleted():

@@ -212,7 +212,7 @@ def _lowered_tensor(value: Any) -> Tensor:
     return Tensor(shape, _ELEMENTS.get(element, dtype))
 
 
-def _loc(location: Any) -> str:
+def _loc(location: object) -> str:
     """Return the name in a location: `loc("jit(step)/dense/mul"(…))` gives `jit(step)/dense/mul`."""
     match = re.match(r'loc\("([^"]*)"', str(location))
     return match.group(1) if match else ""
@@ -229,7 +229,7 @@ def _path(written: str) -> str:
     return "/".join(next(filter(None, key)) for key in keys)
 
 
-def _text(attribute: Any) -> str:
+def _text(attribute: object) -> str:
     return str(attribute).strip('"')
 
 
@@ -278,17 +278,17 @@ class _TracedWalker(GraphBuilder):
     """A builder of the graph of a jaxpr. Values are references, or constants that are operands."""
 
     def node(
-        self, scope: str, name: str, op: str, inputs: Sequence[Ref], var: Any, attrs: dict[str, str] | None = None
+        self, scope: str, name: str, op: str, inputs: Sequence[Ref], var: object, attrs: dict[str, str] | None = None
     ) -> Ref:
         """Add a node with one output, of the type of a variable."""
         return self.add(scope, name, op, inputs, [_traced_tensor(var)], attrs)[0]
 
-    def constant(self, value: Any, var: Any, scope: str, name: str = "const") -> Ref:
+    def constant(self, value: Any, var: object, scope: str, name: str = "const") -> Ref:
         """Add the node of a constant."""
         attrs = {"value": str(value)} if np.size(value) == 1 and not isinstance(value, jax.core.Tracer) else {}
         return self.node(scope, name, "Const", [], var, attrs)
 
-    def ref(self, value: Any, atom: Any, scope: str) -> Ref:
+    def ref(self, value: object, atom: object, scope: str) -> Ref:
         """Return the reference of a value; a constant becomes a node."""
         return value if isinstance(value, str) else self.constant(value, atom, scope)
 
@@ -384,7 +384,7 @@ def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:
     return from_lowered(staged) if isinstance(staged, jax.stages.Lowered) else from_traced(staged)
 
 
-def write_graph(graph: Any, logdir: str | os.PathLike[str], name: str, as_text: bool = True) -> str:
+def write_graph(graph: object, logdir: str | os.PathLike[str], name: str, as_text: bool = True) -> str:
     """Write a graph to the file `logdir/name` atomically.
 
     As text, the graph is written as StableHLO, which XLA compiles. As binary, it is written as a GraphDef, which
@@ -432,7 +432,7 @@ def write_graph(graph: Any, logdir: str | os.PathLike[str], name: str, as_text: 
     return path
 
 
-def _staged(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _staged(graph: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(graph, jax.stages.Traced | jax.stages.Lowered):
         _no_arguments(graph, args, kwargs)
         return graph
@@ -453,6 +453,6 @@ def _staged(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise
 
 
-def _no_arguments(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _no_arguments(graph: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if args or kwargs:
         raise TypeError(f"graph: a {type(graph).__name__} is traced already and takes no arguments")

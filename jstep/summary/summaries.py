@@ -21,6 +21,7 @@ import numpy as np
 from jax.extend.core import get_opaque_trace_state as _trace
 
 from jstep.core import exceptions, meshes
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_function, as_text, kind, shown
 from jstep.core.placement import is_on_cpus
 from jstep.core.trees import has_tracers, is_traced
@@ -111,7 +112,7 @@ class Summary:
         return f"Summary({', '.join(map(repr, self.tags))})"
 
 
-def find_summaries(tree: Any) -> list[Summary]:
+def find_summaries(tree: Tree) -> list[Summary]:
     """Return all summaries in a pytree, in JAX's order of leaves."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Summary))
     return [leaf for leaf in leaves if isinstance(leaf, Summary)]
@@ -122,7 +123,7 @@ def is_traced_part(part: Part) -> bool:
     return is_traced(part.values) if type(part) is Scalars else has_tracers(part)
 
 
-def check_tag(tag: Any, what: str) -> str:
+def check_tag(tag: object, what: str) -> str:
     """Check that a tag is a non-empty string, and return it.
 
     Raises:
@@ -143,7 +144,7 @@ def is_here(x: jax.Array) -> bool:
     return is_ready is not None and x.is_fully_addressable and bool(is_ready()) and is_on_cpus(x)
 
 
-def keep(x: Any) -> Any:
+def keep(x: object) -> Any:
     """Copy x if its value can change or be deleted later; do not wait for the device.
 
     An array of the training state is deleted when it is donated to the next step, and a NumPy array can be written to.
@@ -205,7 +206,7 @@ def summary_of(part: Part, collections: Sequence[str] | None) -> Summary:
     return Summary((part,))
 
 
-def _checked(collections: Any) -> Sequence[str]:
+def _checked(collections: object) -> Sequence[str]:
     if collections is DEFAULT or collections is None:
         return DEFAULT
     names = tuple(collections) if isinstance(collections, Iterable) else (None,)
@@ -336,7 +337,7 @@ def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Su
     return collected
 
 
-def _unreturned(collector: Collector, result: Any) -> Summary | None:
+def _unreturned(collector: Collector, result: object) -> Summary | None:
     """Return what the loss of a training step created; summaries that it returns are left out."""
     back = {tag for summary in find_summaries(result) for part in summary.parts for tag in part.tags}
     _refuse_lost(collector, back, _LOST_IN_A_LOSS)
@@ -351,7 +352,7 @@ def _merged(returned: Any, made: Any) -> Summary | None:
 loss_outputs.SUMMARIES.update(unreturned=_unreturned, merge=_merged)
 
 
-def _returned(result: Any, collector: Collector) -> list[Part]:
+def _returned(result: object, collector: Collector) -> list[Part]:
     """Return the parts in `result` that were created under nested transformations.
 
     Raises:
@@ -430,7 +431,7 @@ def merge(summaries: Iterable[Summary | None], collections: Sequence[str] | None
     return merged
 
 
-def summaries_in(tree: Any) -> Summary | None:
+def summaries_in(tree: Tree) -> Summary | None:
     """Merge all summaries in a pytree, such as the metrics of a train step; return None if it has none.
 
     Args:

@@ -96,7 +96,7 @@ class Worker:
             self._error = None
         return error
 
-    def put(self, what: Any, step: Any, size: int = 0) -> None:
+    def put(self, what: object, step: object, size: int = 0) -> None:
         """Queue what is to be written, of about `size` bytes, for the thread."""
         now = time.time()
         with self._changed:
@@ -201,7 +201,7 @@ class Worker:
                 self._keep(error)
             self._ended = True
 
-    def _write(self, what: Any, step: Any, wall_time: float) -> None:
+    def _write(self, what: object, step: object, wall_time: float) -> None:
         if self._broken is not None:
             return
         try:
@@ -292,7 +292,7 @@ class SummaryWriter:
     def __init__(
         self,
         logdir: str | os.PathLike[str],
-        graph: Any = None,
+        graph: object = None,
         max_queue: int = 10,
         flush_secs: float = 120,
         filename_suffix: str | None = None,
@@ -324,7 +324,7 @@ class SummaryWriter:
         """The event file (in an object store, the first one); None in a process that does not write."""
         return None if self._worker is None else self._worker.path
 
-    def add_summary(self, summary: Any, global_step: Step | None = None) -> None:
+    def add_summary(self, summary: object, global_step: Step | None = None) -> None:
         """Write a summary.
 
         Leading axes that scan (or vmap) has added to a summary are steps: K stacked summaries become K events, the last
@@ -361,7 +361,7 @@ class SummaryWriter:
                 size += sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(part))
         self._put(summary, step, size)
 
-    def add_event(self, event: Any) -> None:
+    def add_event(self, event: object) -> None:
         """Write an event unchanged.
 
         Args:
@@ -374,7 +374,7 @@ class SummaryWriter:
         self._check_ready()
         self._put(as_serialized(event, "Event"))
 
-    def add_graph(self, graph: Any, *args: Any, global_step: Step | None = None, **kwargs: Any) -> None:
+    def add_graph(self, graph: object, *args: Any, global_step: Step | None = None, **kwargs: Any) -> None:
         """Write a graph for TensorBoard's Graphs tab.
 
         Nested jits and scans become expandable scopes, `jax.named_scope`s become scopes, and arguments become nodes
@@ -519,13 +519,13 @@ class SummaryWriter:
         if self._worker is not None:
             self._worker.check()
 
-    def _put(self, what: Any, step: Any = None, size: int = 0) -> None:
+    def _put(self, what: object, step: object = None, size: int = 0) -> None:
         """Queue a job, in the process that writes."""
         if self._worker is not None:
             self._worker.put(what, step, size)
 
 
-def as_step(step: Any) -> Any:
+def as_step(step: object) -> Any:
     """Check a step. An array is copied, since it may be donated, and read on the writer's thread."""
     if step is None:
         return None
@@ -588,7 +588,7 @@ def hparams_values(hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None
     return values
 
 
-def _flat(entries: Any, what: str, prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+def _flat(entries: object, what: str, prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
     if not isinstance(entries, Mapping):
         raise TypeError(f"add_hparams: {what} must be a mapping from names to values, not {kind(entries)}")
     for key, value in entries.items():

@@ -39,12 +39,12 @@ class Command(NamedTuple):
     has_json: bool = True
 
 
-def printable(text: Any) -> str:
+def printable(text: object) -> str:
     """Escape non-printable characters, because the input may come from an untrusted file."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
-def as_json(value: Any) -> str:
+def as_json(value: object) -> str:
     """Return one line of strict JSON; non-finite numbers become the strings "NaN", "Infinity" and "-Infinity"."""
     return json.dumps(_plain(value), allow_nan=False)
 
@@ -56,7 +56,7 @@ def complain(command: str, *problems: object) -> int:
     return TROUBLE if problems else OK
 
 
-def cell(value: Any, digits: int = 6) -> str:
+def cell(value: object, digits: int = 6) -> str:
     """Format a value for a table, a float with so many digits."""
     if value is None:
         return "–"
@@ -111,7 +111,7 @@ def show(lines: Iterable[str]) -> None:
         print("\n".join(folded(line, most, len(line) - len(line.lstrip()) + 4)))
 
 
-def _plain(x: Any) -> Any:
+def _plain(x: object) -> Any:
     if isinstance(x, float) and not math.isfinite(x):
         return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
     x = x._asdict() if hasattr(x, "_asdict") else x

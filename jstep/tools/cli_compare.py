@@ -381,7 +381,7 @@ def _leaves(a: Checkpoint, b: Checkpoint) -> list[LeafDifference]:
     return [*(found[name] for name in of_a if name in found), *others, *differences_left_out(a, b)]
 
 
-def _result(a: _Side, b: _Side, found: list[LeafDifference], **more: Any) -> dict[str, Any]:
+def _result(a: _Side, b: _Side, found: list[LeafDifference], **more: object) -> dict[str, Any]:
     leaves = [{key: value for key, value in one._asdict().items() if value is not None} for one in found]
     return {"a": a.path, "b": b.path, "kind": a.kind, "same": not found, "leaves": leaves} | more
 

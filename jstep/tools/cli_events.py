@@ -255,7 +255,7 @@ def _value_text(value: dict[str, Any]) -> str:
     return f"{tag} = {kind} {rest}".rstrip()
 
 
-def _short(x: Any) -> str:
+def _short(x: object) -> str:
     text = " ".join(f"{key} {n}" for key, n in x.items()) if isinstance(x, dict) else str(x)
     return cut(" ".join(text.split()), 80)
 

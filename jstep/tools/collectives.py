@@ -197,7 +197,7 @@ _PARTS = MOVES | {"convert_element_type", "bitcast_convert_type", "sharding_cons
 _Sources = frozenset[int]
 
 
-def uses_of(traced: Any) -> list[float]:
+def uses_of(traced: object) -> list[float]:
     """Return an upper bound on how often each argument is used as a whole.
 
     Each operation that computes with an argument is a use, as often as it runs; an operation on half of the argument is

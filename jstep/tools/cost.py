@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_function, listed, scaled, size
 from jstep.core.device_values import arguments_from_host
 from jstep.core.jaxprs import body_of, is_annotated
@@ -127,7 +128,7 @@ class Cost(Report):
 
 
 @shortens_tracebacks
-def cost(train_step: Callable[..., Any], state: Any, *args: Any, topology: str | None = None) -> Cost:
+def cost(train_step: Callable[..., Any], state: Tree, *args: Any, topology: str | None = None) -> Cost:
     """Return the cost of a step on each device: operations, memory and collectives. The step is not run.
 
     The step is compiled for the shapes, dtypes and shardings of its arguments. They may be arrays or
@@ -236,7 +237,7 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
     )
 
 
-def _compiled(lowered: Any, topology: Any) -> Any:
+def _compiled(lowered: Any, topology: object) -> Any:
     """Compile a step; `topology` is None for devices that are there."""
     if topology is None:
         return lowered.compile()
@@ -290,7 +291,7 @@ def _scaled(measured: float | None, once: float, total: float, devices: int) -> 
 PARTS = ("argument", "output", "alias", "temp")
 
 
-def device_peak(memory_analysis: Any) -> int | None:
+def device_peak(memory_analysis: object) -> int | None:
     """Return the peak memory of a program on each device, without host memory.
 
     `peak_memory_in_bytes` counts all memories: device memory, the memory inside a TPU core (128 MiB of VMEM on v5e) and
@@ -327,13 +328,13 @@ def device_peak(memory_analysis: Any) -> int | None:
     return min(bounds)
 
 
-def _figures(memory_analysis: Any, prefix: str) -> list[int] | None:
+def _figures(memory_analysis: object, prefix: str) -> list[int] | None:
     """Return the bytes of arguments, results, aliased results and temporaries; None if they are not reported."""
     found: list[Any] = [getattr(memory_analysis, f"{prefix}{part}_size_in_bytes", None) for part in PARTS]
     return None if None in found else found
 
 
-def bytes_of(tree: Any, *, on_host: bool | None = None) -> int:
+def bytes_of(tree: Tree, *, on_host: bool | None = None) -> int:
     """Return the bytes per device of the leaves of a tree; of all, or only those in host or in device memory."""
     total = 0
     for leaf in jax.tree.leaves(tree):
@@ -355,7 +356,7 @@ _ALIASED = re.compile(r"\{[\d,\s]*\}:\s*\((\d+),")
 """An entry of `input_output_alias` in the header of a program, with the number of the argument."""
 
 
-def warnings_of(program: Program, state: Any, args: Sequence[Any], traced: Any, result: Any = None) -> list[str]:
+def warnings_of(program: Program, state: Tree, args: Sequence[Any], traced: object, result: object = None) -> list[str]:
     """Return a warning for each costly problem of a compiled step, with its remedy.
 
     - Activations are resharded: XLA moves them to the shards of the parameters instead of gathering the parameters, so
@@ -381,7 +382,7 @@ def warnings_of(program: Program, state: Any, args: Sequence[Any], traced: Any, 
     return list(filter(None, [*found, _split_blocks(state)]))
 
 
-def warnings_without_a_program(state: Any, args: Sequence[Any], traced: Any) -> list[str]:
+def warnings_without_a_program(state: Tree, args: Sequence[Any], traced: object) -> list[str]:
     """Return likely reasons why a step does not fit, in which case there is no compiled program.
 
     Args:
@@ -399,7 +400,7 @@ def warnings_without_a_program(state: Any, args: Sequence[Any], traced: Any) -> 
     ]
 
 
-def unplaced_batch(state: Any, args: Sequence[Any]) -> list[str]:
+def unplaced_batch(state: Tree, args: Sequence[Any]) -> list[str]:
     """Return a warning if the state is on a mesh of several devices and no array of the batch is on it."""
     mesh = mesh_without_batch(state, args)
     if mesh is None:
@@ -411,7 +412,7 @@ def unplaced_batch(state: Any, args: Sequence[Any]) -> list[str]:
     ]
 
 
-def _leaves(program: Program, state: Any) -> dict[int, tuple[str, Any]]:
+def _leaves(program: Program, state: Tree) -> dict[int, tuple[str, Any]]:
     """Return argument number → path and leaf of the state, from the paths in the metadata of the parameters."""
     paths = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
     found: dict[int, tuple[str, Any]] = {}
@@ -422,7 +423,7 @@ def _leaves(program: Program, state: Any) -> dict[int, tuple[str, Any]]:
     return found
 
 
-def _uses(state: Any, traced: Any) -> dict[str, float]:
+def _uses(state: Tree, traced: object) -> dict[str, float]:
     """Return path of a leaf → how often the step uses it."""
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     # The leaves of the state are the first arguments.
@@ -430,7 +431,11 @@ def _uses(state: Any, traced: Any) -> dict[str, float]:
 
 
 def _resharded(
-    program: Program, moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]], args: Sequence[Any], traced: Any
+    program: Program,
+    moved: Sequence[Exchange],
+    leaves: Mapping[int, tuple[str, Any]],
+    args: Sequence[Any],
+    traced: object,
 ) -> str:
     axis = _batch_axis(args)
     if axis is None or is_annotated(traced):
@@ -455,7 +460,7 @@ def _resharded(
     return f"activations are resharded ({what}, {size(sum(found.values()))} per step): {_remedy(axis)}"
 
 
-def _remedy(axis: Any) -> str:
+def _remedy(axis: object) -> str:
     spec = f'"{axis}"' if isinstance(axis, str) else repr(axis).replace("'", '"')
     return (
         "keep their rows on their devices with, after the embedding, "
@@ -468,18 +473,18 @@ def _batch_axis(args: Sequence[Any]) -> Any:
     return next((axis for leaf in jax.tree.leaves(args) for axis in _spec(leaf) if axis is not None), None)
 
 
-def _is_split(leaf: Any, axis: Any) -> bool:
+def _is_split(leaf: Any, axis: object) -> bool:
     """Whether a matrix is split over one of the batch axes."""
     axes = set(mesh_axes_of(axis))
     return np.ndim(leaf) >= 2 and any(axes & set(mesh_axes_of(part)) for part in _spec(leaf))
 
 
-def _spec(leaf: Any) -> tuple[Any, ...]:
+def _spec(leaf: object) -> tuple[Any, ...]:
     sharding = sharding_of(leaf)
     return dims_of(sharding.spec) if isinstance(sharding, jax.sharding.NamedSharding) else ()
 
 
-def _undonated(program: Program, leaves: Mapping[int, tuple[str, Any]], state: Any, result: Any) -> str:
+def _undonated(program: Program, leaves: Mapping[int, tuple[str, Any]], state: Tree, result: object) -> str:
     # A step returns a new state: a tree of the same structure, alone or as the first element of a tuple.
     structure: Any = jax.tree.structure(state)
     if structure not in map(jax.tree.structure, [result, *(result[:1] if isinstance(result, tuple) else ())]):
@@ -536,7 +541,7 @@ def _gathered_parameters(
     )
 
 
-def _split_blocks(state: Any) -> str:
+def _split_blocks(state: Tree) -> str:
     """Return a warning about blocks of codes that several devices share, or the empty string."""
     found = []
     for name, half in roles_in(state).halves.items():

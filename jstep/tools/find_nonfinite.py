@@ -120,7 +120,7 @@ def _first(step: Callable[..., Any], args: tuple[Any, ...]) -> NonFinite | None:
     numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, float | complex) and i not in arrays]
 
     def traced(indices: list[int]) -> Any:
-        def fn(*given: Any) -> Any:
+        def fn(*given: object) -> Any:
             result = step(*treedef.unflatten(trees.with_leaves(leaves, indices, given)))
             return [leaf for leaf in jax.tree.leaves(result) if trees.is_array(leaf)]
 

@@ -15,6 +15,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import jaxprs
+from jstep.core.annotations import Tree
 from jstep.core.jaxprs import HARMLESS, MOVES, Operation, Subprogram
 from jstep.core.meshes import reduced
 from jstep.tools import ranges
@@ -23,7 +24,7 @@ from jstep.tools.ranges import Range
 # Tests for non-finite numbers, also of traced values.
 
 
-def is_inexact(value: Any) -> bool:
+def is_inexact(value: object) -> bool:
     """Whether a value has floating-point numbers, real or complex."""
     dtype = value.dtype if hasattr(value, "dtype") else jnp.result_type(value)
     return bool(jnp.issubdtype(dtype, jnp.inexact))
@@ -37,7 +38,7 @@ def _real(value: Any) -> list[Any]:
     return [value if value.dtype.itemsize >= 4 else value.astype(jnp.float32)]
 
 
-def probe(*values: Any) -> Any:
+def probe(*values: object) -> Any:
     """Return a float32 scalar that is finite if and only if all numbers of values of one type are, by one sum."""
     # Not part · 0: XLA simplifies (x · c) · 0 to x · (c · 0), which is finite.
     with on_mesh_of(values[0]):
@@ -55,14 +56,14 @@ def is_any_bad(values: Iterable[Any]) -> Any:
     return functools.reduce(jnp.logical_or, flags, jnp.bool_(False))
 
 
-def has_nan(value: Any) -> Any:
+def has_nan(value: object) -> Any:
     """Whether a value has a NaN."""
     with on_mesh_of(value):
         found = functools.reduce(jnp.logical_or, [jnp.isnan(jnp.sum(lax.sign(part))) for part in _real(value)])
     return on_current_mesh(found)
 
 
-def measured(value: Any) -> tuple[Any, ...]:
+def measured(value: object) -> tuple[Any, ...]:
     """Return the lowest and the highest finite number of a value, and how many are NaN and infinite.
 
     Complex numbers are measured by their magnitudes. Keys have no numbers.
@@ -82,7 +83,7 @@ def measured(value: Any) -> tuple[Any, ...]:
     return tuple(map(on_current_mesh, found))
 
 
-def on_mesh_of(value: Any) -> contextlib.AbstractContextManager[Any]:
+def on_mesh_of(value: object) -> contextlib.AbstractContextManager[Any]:
     """Return a context with the mesh, and its axis types, of a value or an abstract value."""
     mesh = (value if isinstance(value, jax.core.ShapedArray) else jax.typeof(value)).sharding.mesh
     if mesh.empty or mesh == jax.sharding.get_abstract_mesh():
@@ -90,7 +91,7 @@ def on_mesh_of(value: Any) -> contextlib.AbstractContextManager[Any]:
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-def on_current_mesh(value: Any) -> Any:
+def on_current_mesh(value: object) -> Any:
     """Reshard a value that was computed on another mesh, replicated, to the current one; move others to the host."""
     if not isinstance(value, jax.core.Tracer):
         return np.asarray(value)
@@ -101,7 +102,7 @@ def on_current_mesh(value: Any) -> Any:
     return jax.sharding.reshard(value, NamedSharding(mesh, PartitionSpec()))
 
 
-def range_of(value: Any) -> Range:
+def range_of(value: object) -> Range:
     """Return the range of the floating-point numbers in an array, or of a number."""
     return dataclasses.replace(ranges.range_of(np.asarray(value)), dtype=str(jnp.result_type(value)))
 
@@ -143,7 +144,7 @@ class Level:
         """Return the index of the shard, traced; 0 outside of a shard_map."""
         return lax.axis_index(self.axes) if self.axes else jnp.int32(0)
 
-    def varying(self, tree: Any) -> Any:
+    def varying(self, tree: Tree) -> Any:
         """Return arrays whose types vary over the shards, as those of a loop's carry have to."""
         return jax.tree.map(lambda leaf: leaf + (0 * self.shard()).astype(leaf.dtype), tree) if self.axes else tree
 
@@ -166,36 +167,36 @@ class Pass:
         """Whether to evaluate the inner programs of an operation with instruments."""
         return operation.kind != "operation"
 
-    def _constant(self, value: Any) -> Any:
+    def _constant(self, value: object) -> Any:
         """Return the mark of a constant or an argument."""
 
     def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> list[Any] | None:
         """Note an operation that is not entered; return the marks of its results, if this pass has marks."""
 
-    def _part(self, value: Any, mark: Any) -> Any:
+    def _part(self, value: object, mark: object) -> Any:
         """Return the mark of a slice or a shard, of a value that has a mark."""
         return mark
 
-    def _whole(self, marks: Any) -> Any:
+    def _whole(self, marks: object) -> Any:
         """Return the mark of a value from those of its slices or shards, stacked."""
         return marks
 
     def _record(self, level: Level) -> Any:
         """Return the record of a level, from its notes and parts: a tree of arrays that is alike for all levels."""
 
-    def _earlier(self, record: Any, later: Any) -> Any:
+    def _earlier(self, record: object, later: object) -> Any:
         """Return the record of an iteration and of a later one."""
 
-    def _of_shards(self, records: Any) -> Any:
+    def _of_shards(self, records: object) -> Any:
         """Return one record from those of all shards, stacked."""
 
-    def _position(self, number: Any, level: Level) -> Any:
+    def _position(self, number: object, level: Level) -> Any:
         """Return the position of the operation with a number."""
         zeros = [0] * (self._width - len(level.iterations) - 2)
         parts = (*level.iterations, number, *zeros, level.shard())
         return jnp.stack([on_current_mesh(jnp.asarray(part, jnp.int32)) for part in parts])
 
-    def _first(self, number: Any, positions: list[Any], level: Level) -> Any:
+    def _first(self, number: object, positions: list[Any], level: Level) -> Any:
         """Return the first position in a level: that of an operation, if there is one, or one of its parts."""
         here = jnp.where(number == _NEVER, _NEVER, self._position(number, level))
         stacked = jnp.stack([here, *positions])
@@ -269,7 +270,7 @@ class Pass:
         split, count = ins[second:], second - first
         iteration = self._iteration_of(operation, ins, level)
 
-        def step(state: Any, xs: Any) -> Any:
+        def step(state: Tree, xs: Any) -> Any:
             i, values, marks, record = state
             parts = [self._part(x, one.mark) for x, one in zip(xs, split, strict=True)]
             given = [*values, *xs], [*marks, *parts]
@@ -286,7 +287,7 @@ class Pass:
         iteration = self._iteration_of(operation, ins, level)
         first, second = itertools.accumulate(operation.counts)
 
-        def test(i: Any, values: Any, marks: Any, record: Any) -> Any:
+        def test(i: object, values: object, marks: object, record: object) -> Any:
             new, (again,), _ = iteration(condition, ins[:first], i, (values, marks))
             return again, (i, values, marks, self._earlier(record, new))
 
@@ -303,7 +304,7 @@ class Pass:
     def _iteration_of(self, operation: Operation, ins: list[Value], level: Level) -> Callable[..., Any]:
         """Return a function that evaluates an iteration of a loop, given values and marks besides the constants."""
 
-        def iteration(body: Subprogram, consts: list[Value], i: Any, given: Sequence[Any]) -> Any:
+        def iteration(body: Subprogram, consts: list[Value], i: object, given: Sequence[Any]) -> Any:
             values, marks = (most + more for most, more in zip(_columns(consts), given, strict=True))
             at = Level((*level.iterations, operation.number, i), level.axes)
             # The carry is passed on, so every value depends on all others.
@@ -346,7 +347,7 @@ def _values(values: Iterable[Any], marks: Iterable[Any], depends: bool) -> list[
     return [Value(value, mark, depends) for value, mark in zip(values, marks, strict=True)]
 
 
-def _on_current_mesh(tree: Any) -> Any:
+def _on_current_mesh(tree: Tree) -> Any:
     return jax.tree.map(on_current_mesh, tree)
 
 
@@ -412,7 +413,7 @@ class BadGroups(Pass):
     def run(self, values: list[Any], depends: list[bool]) -> tuple[Position | None, list[int], bool]:
         """Return the position of the first group, the numbers of all, and whether a result of the program is bad."""
 
-        def found(record: Any, outs: list[Value]) -> Any:
+        def found(record: object, outs: list[Value]) -> Any:
             return record, is_any_bad(_inexact(out.value for out in outs))
 
         (position, bad), reaches = self._evaluated(values, depends, found)
@@ -486,7 +487,7 @@ class FirstMade(Pass):
     def _record(self, level: Level) -> Any:
         return self._first(_first_number(level.notes), level.parts, level)
 
-    def _earlier(self, record: Any, later: Any) -> Any:
+    def _earlier(self, record: object, later: object) -> Any:
         return _earlier(record, later)
 
     def _of_shards(self, records: Any) -> Any:
@@ -563,10 +564,10 @@ class Ranges(Pass):
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._avals]
         return jax.tree.map(lambda one: jnp.zeros((), one.dtype), [jax.eval_shape(measured, one) for one in shapes])
 
-    def _earlier(self, record: Any, later: Any) -> Any:
+    def _earlier(self, record: object, later: object) -> Any:
         return jax.tree.map(jnp.add, record, later)
 
-    def _of_shards(self, records: Any) -> Any:
+    def _of_shards(self, records: object) -> Any:
         return jax.tree.map(lambda one: jnp.sum(one, axis=0, dtype=one.dtype), records)
 
 
@@ -598,7 +599,7 @@ class Origins(Pass):
             None if constant < 0 else self._constants[constant],
         )
 
-    def _constant(self, value: Any) -> Any:
+    def _constant(self, value: object) -> Any:
         found = range_of(value) if is_inexact(value) else None
         if found is None or found.is_finite:
             return self._finite
@@ -618,7 +619,7 @@ class Origins(Pass):
         mark = jnp.where(kind == _NEVER, made, came)
         return [self._finite if out is None else self._part(out, mark) for out in outs]
 
-    def _part(self, value: Any, mark: Any) -> Any:
+    def _part(self, value: object, mark: object) -> Any:
         if mark is self._finite or not is_inexact(value):
             return self._finite
         bad, nan = ~jnp.isfinite(probe(value)), has_nan(value)
@@ -633,7 +634,7 @@ def _lower(mark: Any, other: Any) -> Any:
     return jnp.where(jnp.take(mark, column) <= jnp.take(other, column), mark, other)
 
 
-def _lowest(rows: Any) -> Any:
+def _lowest(rows: Tree) -> Any:
     """Return the index of the first row in lexicographic order."""
     return jnp.lexsort(rows.T[::-1])[0]
 

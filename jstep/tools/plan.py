@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_int, count, cut, cut_path, kind, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.report import WIDTH, Report, columns, figure, html_picture, wrapped
@@ -42,7 +44,7 @@ class Due(Mapping[Any, Any]):
     def __init__(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         self._pairs = tuple(pairs)
 
-    def __getitem__(self, hook: Any) -> Any:
+    def __getitem__(self, hook: object) -> Any:
         found = [steps for one, steps in self._pairs if one is hook]
         found = found or [steps for one, steps in self._pairs if name_of(one) == hook]
         if len(found) != 1:
@@ -188,7 +190,7 @@ class Plan(Report):
         }
         return [line for title, some in words.items() if some for line in wrapped(title, some)]
 
-    def _draw(self, file: Any, **options: Any) -> None:
+    def _draw(self, file: object, **options: object) -> None:
         """Draw panels of changing values, bars for stages, a line of marks for each hook, a line of constants."""
         panels: list[Callable[[Any], None]] = [functools.partial(self._draw_values, name) for name in self._changing]
         panels += [self._draw_sizes] if len(self.batch_size) > 1 else []
@@ -283,7 +285,7 @@ def plan(
     hooks: Sequence[Any] = (),
     points: int = 200,
     train_step: Callable[..., Any] | Mapping[int, Callable[..., Any]] | None = None,
-    batches: Any = None,
+    batches: Tree = None,
 ) -> Plan:
     """Preview a run: hyperparameters at the steps from start to last_step − 1, and the steps at which hooks are due.
 
@@ -376,7 +378,7 @@ def _functions(optimizer: Any) -> Any:
     )
 
 
-def _values(function: Any, steps: Any, dtype: Any) -> dict[str, np.ndarray[Any, Any]]:
+def _values(function: Any, steps: Any, dtype: DTypeLike) -> dict[str, np.ndarray[Any, Any]]:
     """Evaluate a function at each step, compiled as in a train step, or on the host if it cannot be traced."""
     compiled = jax.jit(lambda step: {name: jnp.asarray(value) for name, value in function(step).items()})
     try:
@@ -387,7 +389,7 @@ def _values(function: Any, steps: Any, dtype: Any) -> dict[str, np.ndarray[Any, 
     return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]}
 
 
-def _stages(train_step: Any, start: int, last_step: int) -> dict[int, str]:
+def _stages(train_step: object, start: int, last_step: int) -> dict[int, str]:
     """Return first step → name of the training step, for the stages between `start` and `last_step`."""
     return {
         stage.first: name_of_step(stage.value)
@@ -396,7 +398,7 @@ def _stages(train_step: Any, start: int, last_step: int) -> dict[int, str]:
     }
 
 
-def _data(batches: Any, start: int, last_step: int, steps: np.ndarray[Any, Any]) -> dict[str, Any]:
+def _data(batches: Tree, start: int, last_step: int, steps: np.ndarray[Any, Any]) -> dict[str, Any]:
     """Return the fields of a `Plan` about the batches; empty if they are not made by jstep.
 
     Raises:
@@ -427,7 +429,7 @@ def _between(stages: Mapping[int, T], start: int, stop: int) -> dict[int, T]:
     return {first: value for first, value in stages.items() if in_force <= first < stop}
 
 
-def _by_source(batches: Any, step: int) -> dict[str, int]:
+def _by_source(batches: Tree, step: int) -> dict[str, int]:
     rows = batches.rows_before(step)
     return rows if isinstance(rows, dict) else {"rows": rows}
 
@@ -484,7 +486,7 @@ def _due_text(due: Any) -> str:
     return f"{'once' if len(due) == 1 else f'{len(due)} times'}: {_listed(due)}"
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     """Format a number with at most six digits."""
     return f"{np.asarray(value).item():.6g}"
 

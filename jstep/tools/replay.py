@@ -15,6 +15,7 @@ import numpy as np
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_function, as_int, kind, shown
 from jstep.core.exceptions import scoped
 from jstep.core.meshes import internal_transfers
@@ -57,13 +58,13 @@ class Replay(NamedTuple):
 def replay(
     train_step: Callable[..., tuple[TrainState, Any]] | Mapping[int, Callable[..., tuple[TrainState, Any]]],
     state: TrainState,
-    batches: Any,
+    batches: Tree,
     checkpoint_dir: str | os.PathLike[str] | Saver | None,
     step: int,
     *,
     prefix: str = "model",
     steps_per_call: int | str = 1,
-    batch_sharding: Any = None,
+    batch_sharding: object = None,
 ) -> Replay:
     """Return the state before the update `step` → step + 1 of an earlier run, and its arguments, bit for bit.
 
@@ -221,7 +222,7 @@ class ResumeReport:
 def verify_resume(
     make_state: Callable[[], TrainState],
     train_step: Callable[..., Any] | Mapping[int, Callable[..., Any]],
-    batches: Any,
+    batches: Tree,
     at: int,
     steps: int,
 ) -> ResumeReport:

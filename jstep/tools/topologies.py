@@ -316,7 +316,7 @@ def refuse_other_devices(state: TrainState, args: tuple[Any, ...]) -> tuple[Any,
     if not any(map(compiles_only, placed.values())):
         return state, args
 
-    def here(leaf: Any) -> Any:
+    def here(leaf: object) -> Any:
         is_elsewhere = isinstance(leaf, jax.Array) and mesh_of(leaf) is None
         return trees.shape_of(leaf) if is_elsewhere else leaf
 
@@ -363,7 +363,7 @@ def devices_of(name: Name) -> Sequence[Any]:
         return _made[name]
 
 
-def require_working(name: Name, device: Any) -> None:
+def require_working(name: Name, device: object) -> None:
     """Compile a small program for a compile-only device, to tell an error of a program from one of its compiler.
 
     Raises:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_function, as_int, kind, one_of, shown
 from jstep.core.report import columns, figure
 from jstep.core.tracebacks import shortens_tracebacks
@@ -54,7 +55,7 @@ class Widths:
         return wide / max(self.in_base, self.out_base)
 
 
-def widths_of(base: Any, target: Any, delta: Any, axes: WidthAxes | None) -> dict[str, Widths]:
+def widths_of(base: object, target: Tree, delta: object, axes: WidthAxes | None) -> dict[str, Widths]:
     """Return the widths of all trainable leaves by path.
 
     Args:
@@ -84,7 +85,7 @@ def widths_of(base: Any, target: Any, delta: Any, axes: WidthAxes | None) -> dic
     return found
 
 
-def _like(target: Any, tree: Any, what: str) -> list[Any]:
+def _like(target: Tree, tree: Tree, what: str) -> list[Any]:
     # Compare keys, not structures: modules of Equinox and others store their width in the structure.
     keys, own = ([keys for keys, _ in jax.tree_util.tree_leaves_with_path(one)] for one in (target, tree))
     if keys == own:
@@ -101,7 +102,7 @@ def _like(target: Any, tree: Any, what: str) -> list[Any]:
     )
 
 
-def _shape(leaf: Any, path: str, what: str) -> tuple[int, ...]:
+def _shape(leaf: object, path: str, what: str) -> tuple[int, ...]:
     if isinstance(leaf, bool | int | float):
         return ()
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
@@ -112,7 +113,7 @@ def _shape(leaf: Any, path: str, what: str) -> tuple[int, ...]:
     return tuple(leaf.shape)
 
 
-def _widths(path: str, leaf: Any, shapes: Sequence[tuple[int, ...]], axes: WidthAxes | None) -> Widths:
+def _widths(path: str, leaf: object, shapes: Sequence[tuple[int, ...]], axes: WidthAxes | None) -> Widths:
     """Return the width ratios of a leaf, given its shapes in base, target and delta.
 
     Raises:
@@ -155,7 +156,7 @@ def _widths(path: str, leaf: Any, shapes: Sequence[tuple[int, ...]], axes: Width
     return Widths(base, target, r_in, r_out, in_base, out_base)
 
 
-def _pair_of_axes(path: str, leaf: Any, axes: WidthAxes | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _pair_of_axes(path: str, leaf: object, axes: WidthAxes | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the input and output axes of a leaf as nonnegative indices."""
     ndim = len(getattr(leaf, "shape", ()))
     if axes is None:
@@ -171,7 +172,7 @@ def _pair_of_axes(path: str, leaf: Any, axes: WidthAxes | None) -> tuple[tuple[i
     return ins, outs
 
 
-def _counted(given: Any, ndim: int, path: str) -> tuple[int, ...]:
+def _counted(given: object, ndim: int, path: str) -> tuple[int, ...]:
     some = () if given is None else tuple(given) if isinstance(given, tuple | list) else (given,)
     for axis in some:
         if isinstance(axis, bool) or not isinstance(axis, int):
@@ -249,10 +250,10 @@ class MupFactors:
 
 @shortens_tracebacks
 def mup(
-    base: Any,
-    target: Any,
+    base: object,
+    target: Tree,
     *,
-    delta: Any = None,
+    delta: object = None,
     axes: WidthAxes | None = None,
     init: str = "fan_in",
     optimizer: str = "adam",
@@ -512,7 +513,7 @@ def _of_width(make: Any, width: int, activations: Any, steps: int) -> dict[str, 
     return {name: (_mean(x), _mean(after[name] - x)) for name, x in before.items()}
 
 
-def _checked(found: Any, width: int) -> dict[str, np.ndarray[Any, Any]]:
+def _checked(found: object, width: int) -> dict[str, np.ndarray[Any, Any]]:
     """Return the activations on the host, in float32 or wider."""
     if not isinstance(found, Mapping) or not found:
         raise TypeError(f"activations: must return name -> array, at least one, got {kind(found)} at width {width}")

@@ -240,7 +240,7 @@ def _became_nonfinite(updates: Updates, before: Slots, after: Slots, roles: Role
     return functools.reduce(jnp.logical_or, bad, jnp.asarray(False))
 
 
-def unless_skipped(skipped: Array, old: Any, new: Any) -> Any:
+def unless_skipped(skipped: Array, old: object, new: object) -> Any:
     """Return the old model_state if the metric `skipped` is 1, else the new one.
 
     A new one of another structure, shape or dtype is returned as it is: it is refused later.

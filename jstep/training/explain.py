@@ -8,6 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import kind
 from jstep.core.exceptions import explain_jax, note
 from jstep.state.global_step import require_alive
@@ -76,7 +77,7 @@ _PASSED_WITH = {"rng": "rng=key", "averages": "use_averages=True", "model_state"
 """Arguments of a loss → what `minimize` passes them with."""
 
 
-def explain(error: BaseException, state: Any, args: Any, *, donates: bool) -> None:
+def explain(error: BaseException, state: Tree, args: Any, *, donates: bool) -> None:
     """Raise a clearer error if the arguments reveal the cause, or add a note to `error`.
 
     Args:
@@ -123,13 +124,13 @@ def explain(error: BaseException, state: Any, args: Any, *, donates: bool) -> No
 # Memory that cannot be donated.
 
 
-def is_spent(state: Any) -> bool:
+def is_spent(state: Tree) -> bool:
     """Return whether a state was donated to an earlier step."""
     step = getattr(state, "global_step", None)
     return isinstance(step, jax.Array) and not trees.is_traced(step) and step.is_deleted()
 
 
-def refuse_what_crashes(state: Any, args: Any, *, is_known: bool, donates: bool) -> None:
+def refuse_what_crashes(state: Tree, args: Any, *, is_known: bool, donates: bool) -> None:
     """Refuse what JAX reports for a state on one device, but what ends the process for one on a mesh.
 
     Args:
@@ -150,7 +151,7 @@ def refuse_what_crashes(state: Any, args: Any, *, is_known: bool, donates: bool)
         refuse_shared_buffers(state, args)
 
 
-def refuse_shared_buffers(state: Any, args: Any, cause: BaseException | None = None) -> None:
+def refuse_shared_buffers(state: Tree, args: Any, cause: BaseException | None = None) -> None:
     """Refuse a state that cannot be donated, because one buffer would be donated twice or used elsewhere.
 
     Args:

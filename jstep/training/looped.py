@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_function, as_int
 from jstep.core.jaxprs import is_slow_in_loops
 from jstep.core.meshes import dims_of, mesh_of, using_mesh
@@ -53,7 +54,7 @@ def scan_steps(train_step: Callable[..., Any], length: int | None = None, unroll
     unroll = as_unroll(unroll)
     step = pure(train_step)
 
-    def body(state: TrainState, stacked: tuple[Any, ...], batch_specs: Any) -> tuple[TrainState, Metrics]:
+    def body(state: TrainState, stacked: tuple[Any, ...], batch_specs: Tree) -> tuple[TrainState, Metrics]:
         k = _leading_size(stacked, length)
         batch_specs = jax.tree.map(without_step_axis, batch_specs)
 
@@ -69,14 +70,14 @@ def scan_steps(train_step: Callable[..., Any], length: int | None = None, unroll
     return TrainStep(scanned, donate=train_step.donate) if isinstance(train_step, TrainStep) else scanned
 
 
-def without_step_axis(sharding: Any) -> Any:
+def without_step_axis(sharding: object) -> Any:
     """The sharding of one row of an argument that is stacked over steps."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec(*dims_of(sharding.spec)[1:]))
     return sharding
 
 
-def _leading_size(stacked: Any, length: int | None) -> int:
+def _leading_size(stacked: object, length: int | None) -> int:
     sizes = {}
     for path, leaf in trees.leaves_with_paths(stacked):
         if np.ndim(leaf) == 0:
@@ -160,7 +161,7 @@ class LoopedStep(TrainStep):
         self.most, self.accumulate = most, accumulate
         self._traced: dict[Any, TracedStep] = {}
 
-    def prepare(self, state: Any, args: tuple[Any, ...]) -> TracedStep:
+    def prepare(self, state: Tree, args: tuple[Any, ...]) -> TracedStep:
         """Trace one step, for arrays or shapes of its state and of the arguments of one step."""
         args = jax.tree.map(one_shape, args)
         with using_mesh(mesh_of((state, args))):
@@ -168,7 +169,7 @@ class LoopedStep(TrainStep):
         found = self._traced[_key(state, args)] = _traced_step(traced.jaxpr, traced.out_tree)
         return found
 
-    def _body(self, state: Any, args: tuple[Any, ...], batch_specs: Any) -> tuple[Any, Metrics, Any]:
+    def _body(self, state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, Metrics, Any]:
         n, sums, *stacked = args
         if self.most is None:
             stacked = jax.tree.map(_with_another, stacked)
@@ -177,7 +178,7 @@ class LoopedStep(TrainStep):
         one = self._traced.get(_key(state, row)) or self._trace(state, row, batch_specs)
         made, jaxpr, out = self.accumulate(one), one.jaxpr, one.out
 
-        def one_step(i: Any, carry: Any) -> Any:
+        def one_step(i: object, carry: Tree) -> Any:
             state, _, rows = carry
             args = jax.tree.map(lambda x: _at(x, i), stacked)
             values = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves((state, args)))
@@ -192,7 +193,7 @@ class LoopedStep(TrainStep):
         state, computed, rows = jax.lax.fori_loop(np.int32(0), n, one_step, (state, nothing, rows))
         return state, Metrics(computed, one.constants), made.add(sums, rows, n)
 
-    def _trace(self, state: Any, row: tuple[Any, ...], batch_specs: Any) -> TracedStep:
+    def _trace(self, state: Tree, row: tuple[Any, ...], batch_specs: Tree) -> TracedStep:
         """Trace one step within the trace of the program."""
         specs = None if batch_specs is None else batch_specs[2:]
         if self.most is not None:
@@ -222,7 +223,7 @@ def looped_step(step: Callable[..., Any], most: int | None, accumulate: Callable
     return kept[most, accumulate]
 
 
-def one_shape(leaf: Any) -> Any:
+def one_shape(leaf: object) -> Any:
     """The shape of an argument of a step, as an array, also for a Python number, which is stacked as an array."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
@@ -234,7 +235,7 @@ def _traced_step(jaxpr: Any, out: Any) -> TracedStep:
     return TracedStep(jaxpr, out, computed, constants)
 
 
-def _with_another(x: Any) -> Any:
+def _with_another(x: object) -> Any:
     """Stack a row with another one, which is not used.
 
     XLA compiles a loop that takes its only row another way than a loop over several: work on it would move out.
@@ -243,14 +244,14 @@ def _with_another(x: Any) -> Any:
     return jnp.stack([x, _zeros(jax.typeof(x))])
 
 
-def _at(x: Any, i: Any) -> Any:
+def _at(x: object, i: object) -> Any:
     mesh = jax.typeof(x).sharding.mesh
     # A batch may be on Auto axes while the state is on Explicit ones.
     with contextlib.nullcontext() if mesh.empty else jax.sharding.use_abstract_mesh(mesh):
         return jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
 
 
-def _key(state: Any, args: tuple[Any, ...]) -> Any:
+def _key(state: Tree, args: tuple[Any, ...]) -> Any:
     """Everything that a trace depends on, for arrays, shapes and traced arrays alike."""
     leaves = [
         leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf) for leaf in jax.tree.leaves((state, args))

@@ -182,7 +182,7 @@ class Requested:
 def _public(updates: Updates) -> Updates:
     """Gradients or updates as users know them: arrays, `IndexedSlices` and None."""
 
-    def leaf(x: Any) -> Any:
+    def leaf(x: object) -> Any:
         if trees.is_none(x):
             return None
         return x.to_dense() if isinstance(x, RowsInOrder) else x

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jstep.core import device_values, placement, trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, as_function, as_text, kind, shown
 from jstep.core.exceptions import note
 from jstep.core.meshes import sharded_like
@@ -230,7 +231,7 @@ def minimize(
     return TrainStep(pure_step, donate=donate) if jit else pure_step
 
 
-def _title_of(loss_fn: Any) -> str:
+def _title_of(loss_fn: object) -> str:
     """Return the name of a step: that of its loss or losses; `train_step` if the loss has no name."""
     if isinstance(loss_fn, Mapping):
         return "+".join(loss_fn)
@@ -266,7 +267,7 @@ class Minimizing:
     increments: bool
 
     def __call__(
-        self, state: TrainState, args: tuple[Any, ...], batch_specs: Any, lanes: Lanes | None = None
+        self, state: TrainState, args: tuple[Any, ...], batch_specs: Tree, lanes: Lanes | None = None
     ) -> tuple[TrainState, Metrics]:
         """Run one step."""
         step = step_array(require_state(state))
@@ -361,7 +362,7 @@ def _in_lanes(number: int, pure: Callable[..., Any]) -> Body:
             )
         return pure(state, args, None, lanes)
 
-    def body(state: TrainState, args: tuple[Any, ...], batch_specs: Any) -> Any:
+    def body(state: TrainState, args: tuple[Any, ...], batch_specs: Tree) -> Any:
         layouts = layouts_of(require_state(state))
         leaves = trees.leaves_with_paths(state.params)
         places = {np.shape(leaf): layouts[path].spec for path, leaf in leaves if path in layouts}
@@ -490,7 +491,7 @@ def shown_losses(part: Part, has_aux: bool, *, is_several: bool) -> dict[str, Ma
     return found | {"the summaries of the loss": {} if made is None else {"summaries": made}}
 
 
-def _by_name(aux: Any) -> Mapping[str, Any]:
+def _by_name(aux: object) -> Mapping[str, Any]:
     return aux if isinstance(aux, Mapping) else {"aux": aux}
 
 

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import device_values, trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, as_function, kind
 from jstep.core.exceptions import setting
 from jstep.core.meshes import NO_GUARD, Attempts, internal_transfers, mesh_of, sharded_like, using_mesh
@@ -86,8 +87,8 @@ def pure(step: Callable[..., Any]) -> PureStep:
     name = getattr(step, "__name__", "train_step")
     attempts = Attempts(name)
 
-    def body(state: Any, args: tuple[Any, ...], batch_specs: Any) -> tuple[Any, Metrics]:
-        def one(state: Any, args: tuple[Any, ...]) -> Any:
+    def body(state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, Metrics]:
+        def one(state: Tree, args: tuple[Any, ...]) -> Any:
             result = step(state, *args)
             is_pair = isinstance(result, tuple | list) and len(result) == 2
             if not is_pair or (isinstance(state, TrainState) and not isinstance(result[0], TrainState)):
@@ -103,13 +104,13 @@ def pure(step: Callable[..., Any]) -> PureStep:
     return PureStep(body, name=name)
 
 
-def minimized(step: Any) -> PureStep | None:
+def minimized(step: object) -> PureStep | None:
     """The pure function of a step of `minimize`, compiled or not, or of its loop over steps; None for any other."""
     one = step._pure if isinstance(step, TrainStep) else step
     return one if isinstance(one, PureStep) and one.optimizer is not None else None
 
 
-def whole(body: Body, state: Any, args: tuple[Any, ...], batch_specs: Any) -> tuple[Any, Any]:
+def whole(body: Body, state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, Any]:
     """Run a step given by its body and return the new state and all metrics."""
     state, metrics = body(state, args, batch_specs)
     return state, metrics.whole()
@@ -126,7 +127,7 @@ class Layout:
         mesh: The mesh, or None.
     """
 
-    def __init__(self, shardings: Any = None, mesh: Any = None) -> None:
+    def __init__(self, shardings: Tree = None, mesh: Any = None) -> None:
         self.shardings, self.mesh = shardings, mesh
 
     def __reduce__(self) -> Any:
@@ -137,7 +138,7 @@ _ON_ONE_DEVICE = Layout()
 _LAYOUTS: "weakref.WeakValueDictionary[Any, Layout]" = weakref.WeakValueDictionary()
 
 
-def layout_of(state: Any) -> Layout:
+def layout_of(state: Tree) -> Layout:
     """Inspect where a state is."""
     mesh = mesh_of(state)
     if mesh is None:
@@ -149,12 +150,12 @@ def layout_of(state: Any) -> Layout:
     return _LAYOUTS.setdefault((treedef, tuple(shardings)), Layout(treedef.unflatten(shardings), mesh))
 
 
-def known_layout(state: Any) -> Layout | None:
+def known_layout(state: Tree) -> Layout | None:
     """The layout of a state that a step returned, so that its leaves are arrays; None for any other."""
     return getattr(state, "_layout", None)
 
 
-def handed_on(state: Any, new: Any, layout: Layout, *, donated: bool) -> Any:
+def handed_on(state: Tree, new: Any, layout: Layout, *, donated: bool) -> Any:
     """Return the new state of a step, which knows where it is: where the old one was, unless the batch moved it.
 
     On a mesh, none of its leaves shares memory with another, or with the old state: else the state does not know. It
@@ -227,11 +228,11 @@ class TrainStep:
             self._programs[key] = self._made(kind, donates, layout, batch_specs)
         return self._programs[key]
 
-    def _made(self, kind: str, donates: bool, layout: Layout, batch_specs: Any) -> Any:
+    def _made(self, kind: str, donates: bool, layout: Layout, batch_specs: Tree) -> Any:
         body = self._pure.body if kind == "call" else functools.partial(whole, self._pure.body)
         shardings = layout.shardings
 
-        def traced(state: Any, *args: Any) -> Any:
+        def traced(state: Tree, *args: Any) -> Any:
             with setting(SHARDINGS, shardings), doing(TRACING):  # only JAX calls this
                 return body(state, args, batch_specs)
 
@@ -285,7 +286,7 @@ class TrainStep:
 # The one way to call a compiled step: by hand, in `train`, in `replay`, in `verify_resume`.
 
 
-def run(step: TrainStep, state: Any, args: tuple[Any, ...]) -> Any:
+def run(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
     """Call the program of a step; return all its results: the new state and the metrics, and those of a `LoopedStep`.
 
     Args:
@@ -326,13 +327,13 @@ def run(step: TrainStep, state: Any, args: tuple[Any, ...]) -> Any:
     return handed_on(state, new, layout, donated=donates), metrics, *others
 
 
-def trace_of(step: TrainStep, state: Any, args: tuple[Any, ...], kind: str = "call") -> Any:
+def trace_of(step: TrainStep, state: Tree, args: tuple[Any, ...], kind: str = "call") -> Any:
     """Return the trace of the program that `run` calls, for arrays or shapes; once it is compiled, it is known."""
     with using_mesh(mesh_of((state, args))):
         return program_of(step, state, args, kind).trace(state, *args)
 
 
-def program_of(step: TrainStep, state: Any, args: tuple[Any, ...], kind: str = "call") -> Any:
+def program_of(step: TrainStep, state: Tree, args: tuple[Any, ...], kind: str = "call") -> Any:
     """Return the function of `jax.jit` that a step calls, for arrays or shapes."""
     return step._program(known_layout(state) or layout_of(state), args, kind, donates=_donates(step))
 
@@ -347,7 +348,7 @@ def _donates(step: TrainStep) -> bool:
 
 
 def refuse_a_loss(
-    step: Any, state: Any, args: Sequence[Any], cause: BaseException, argument: str = "train_step"
+    step: Any, state: Tree, args: Sequence[Any], cause: BaseException, argument: str = "train_step"
 ) -> None:
     """Raise an error if what was given as a training step, and failed, is a loss: a scalar function of the parameters.
 

@@ -5,7 +5,6 @@ import ntpath
 import os
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from jstep.checkpoint.listing import OF_ORBAX, TEMPORARY, has_data, listed, missing
 from jstep.checkpoint.manifest import NAME as MANIFEST
@@ -21,7 +20,7 @@ _DEFAULTS = (f"model{SUFFIX}", f"model{SUFFIX}{INDEX}")
 """The names that `transformers` writes, and looks for in a folder."""
 
 
-def local(path: Any) -> str:
+def local(path: object) -> str:
     """Return a local path.
 
     Raises:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jstep.checkpoint import leaf_records, targets
 from jstep.checkpoint.manifest import CheckpointError, Leaf, Manifest
@@ -21,6 +22,7 @@ from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.reading import first_of, read_and_verify, short
 from jstep.checkpoint.store import Store
 from jstep.core import meshes, placement, trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, kind, listing, shown
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.distributed import processes
@@ -37,9 +39,9 @@ _logger = logging.getLogger("jstep")
 @shortens_tracebacks
 def load_weights(
     path: str | os.PathLike[str],
-    target: Any,
+    target: Tree,
     names: Names | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     partial: bool = False,
 ) -> Any:
     """Load weights from safetensors files, such as those of the Hugging Face Hub, or from a checkpoint.
@@ -161,7 +163,7 @@ def _misfit(found: Match, path: str, begin: int = 0) -> ValueError:
     )
 
 
-def _float_dtype(dtype: Any) -> Any:
+def _float_dtype(dtype: DTypeLike | None) -> Any:
     if dtype is None:
         return None
     try:
@@ -209,7 +211,7 @@ class Source:
 
 
 @contextlib.contextmanager
-def open_source(path: Any, *, partial: bool = False) -> Iterator[Source]:
+def open_source(path: object, *, partial: bool = False) -> Iterator[Source]:
     """Open weights for reading, and check what describes them; no tensor is read.
 
     Args:
@@ -250,7 +252,7 @@ _SHORT = 4096
 """Bytes of a run below which separate reads cost more than also reading the bytes between runs."""
 
 
-def read_shards(file: io.RawIOBase, tensor: Tensor, sharding: Any) -> Any:
+def read_shards(file: io.RawIOBase, tensor: Tensor, sharding: object) -> Any:
     """Read the parts of a tensor that the devices of this process hold; the whole tensor without sharding."""
     parts = placement.local_parts(tensor.shape, sharding)
     arrays = read_parts(file, tensor, parts)

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jstep.checkpoint import targets
 from jstep.checkpoint.leaf_records import PARAMS, as_integers
 from jstep.core import exceptions, meshes, placement, selection, trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import array_type, kind, shown
 
 # The `names` argument, the tensor of each leaf by it, and what does not fit.
@@ -38,7 +40,7 @@ class Rule(NamedTuple):
     transform: Transform | None = None
 
 
-def rules(names: Any, tree: Any, what: str) -> list[Rule]:
+def rules(names: object, tree: Tree, what: str) -> list[Rule]:
     """Return the rule of each leaf of a tree, in JAX's order.
 
     Args:
@@ -60,7 +62,7 @@ def rules(names: Any, tree: Any, what: str) -> list[Rule]:
     return [_rule(path, given[path]) if path in given else Rule(path) for path, *_ in known]
 
 
-def _rule(path: str, entry: Any) -> Rule:
+def _rule(path: str, entry: object) -> Rule:
     if entry is None or isinstance(entry, str):
         return Rule(entry)
     if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) and callable(entry[1]):
@@ -68,7 +70,7 @@ def _rule(path: str, entry: Any) -> Rule:
     raise TypeError(f"names: for {path!r} it has {shown(entry)}: {_FORM}, got {kind(entry)}")
 
 
-def transformed(transform: Transform, array: Any, path: str) -> Any:
+def transformed(transform: Transform, array: object, path: str) -> Any:
     """Call a user's transform.
 
     Raises:
@@ -103,7 +105,7 @@ class Wanted(targets.Wanted[Any]):
         """Whether the leaf holds typed PRNG keys."""
         return trees.is_key(self.leaf)
 
-    def difference(self, shape: Sequence[int], dtype: Any) -> str:
+    def difference(self, shape: Sequence[int], dtype: DTypeLike) -> str:
         """Describe why an array does not fit this leaf; the empty string if it fits."""
         cast = (self.casts and trees.is_floating(dtype)) or self._is_number_of(dtype)
         if tuple(shape) != self.shape or (dtype != self.dtype and not cast):
@@ -117,7 +119,7 @@ class Wanted(targets.Wanted[Any]):
             return f"{self._named} is {array_type(shape, dtype)}, which JAX supports only with jax_enable_x64"
         return ""
 
-    def _is_number_of(self, dtype: Any) -> bool:
+    def _is_number_of(self, dtype: DTypeLike) -> bool:
         """Whether the leaf is a Python number (or the shape of one), whose dtype is JAX's choice, of the same kind."""
         is_number = not self.shape and (getattr(self.leaf, "weak_type", False) or not hasattr(self.leaf, "dtype"))
         kinds = (jnp.integer, jnp.floating)
@@ -143,7 +145,7 @@ class Match(targets.Match[Wanted]):
 
 
 def match(
-    target: Any, tensors: Mapping[str, Any], by_name: Sequence[Rule], float_dtype: Any, *, with_more: bool
+    target: Tree, tensors: Mapping[str, Any], by_name: Sequence[Rule], float_dtype: DTypeLike, *, with_more: bool
 ) -> Match:
     """Find the tensor of each leaf of a target.
 
@@ -251,7 +253,7 @@ def with_problem_of_ones(wanted: Wanted) -> Wanted:
     return wanted if array is None else dataclasses.replace(wanted, problem=wanted.difference(array.shape, array.dtype))
 
 
-def transform_of_ones(transform: Any, shape: Sequence[int], dtype: Any, path: str) -> Any:
+def transform_of_ones(transform: Any, shape: Sequence[int], dtype: DTypeLike, path: str) -> Any:
     """Return the result of a transform for an array of ones, which takes no memory; None if the transform fails."""
     ones = np.broadcast_to(np.ones((), dtype), tuple(shape))
     try:
@@ -270,7 +272,7 @@ def _problem(wanted: Wanted, tensor: Any) -> str:
     return "" if wanted.transform else wanted.difference(tensor.shape, tensor.dtype)
 
 
-def _kind(leaf: Any, path: str) -> tuple[tuple[int, ...], Any]:
+def _kind(leaf: object, path: str) -> tuple[tuple[int, ...], Any]:
     if trees.is_traced(leaf):
         raise TypeError(f"target: {trees.quoted(path)} is traced; load weights outside of jit")
     if trees.is_key(leaf):
@@ -334,7 +336,7 @@ def _cast(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return result
 
 
-def _largest(dtype: Any) -> float:
+def _largest(dtype: DTypeLike) -> float:
     return float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
 
 

@@ -20,6 +20,7 @@ from jstep.checkpoint.claims import is_alive, this_process
 from jstep.checkpoint.leaf_records import require_value
 from jstep.checkpoint.names import is_utf8
 from jstep.core import device_values, meshes, placement, trees
+from jstep.core.annotations import Tree
 from jstep.core.checks import as_int, as_mapping, kind, shown
 from jstep.distributed.processes import on_all_processes
 from jstep.stores.files import make_folders, new_file, sync_folder
@@ -211,7 +212,7 @@ def _place(process: Mapping[str, Any]) -> str:
 
 def save_weights(
     path: str | os.PathLike[str],
-    params: Any,
+    params: Tree,
     names: Names | None = None,
     metadata: Mapping[str, str] | None = None,
     max_shard_bytes: int = 5 * 2**30,
@@ -292,7 +293,7 @@ def _write(files: Files, shards: Sequence[Sequence[_Item]], arrays: Iterator[Any
         files.discard()
 
 
-def _items(params: Any, names: Any) -> list[_Item]:
+def _items(params: Tree, names: object) -> list[_Item]:
     """Return all leaves to save.
 
     Raises:
@@ -363,7 +364,7 @@ def _call(transform: Transform, array: Any, path: str) -> np.ndarray[Any, Any]:
         return np.asarray(result)
 
 
-def _host(leaf: Any) -> np.ndarray[Any, Any]:
+def _host(leaf: object) -> np.ndarray[Any, Any]:
     """Return a leaf on the host, whichever processes hold its parts: a collective on several processes."""
     with meshes.internal_transfers():
         if not isinstance(leaf, jax.Array):
@@ -375,7 +376,7 @@ def _host(leaf: Any) -> np.ndarray[Any, Any]:
         return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
 
 
-def _checked(leaf: Any, path: str) -> Any:
+def _checked(leaf: object, path: str) -> Any:
     """Return a leaf that can be saved, a number as an array."""
     what = f"params: {trees.quoted(path)}"
     require_value(leaf, what)
@@ -398,7 +399,7 @@ def _bad_name(name: str) -> str:
     return "" if is_utf8(name) else f"has the name {name!r}, which cannot be encoded as UTF-8"
 
 
-def _file(path: Any) -> str:
+def _file(path: object) -> str:
     found = local(path)
     if os.path.isdir(found) or not os.path.basename(found):
         raise IsADirectoryError(

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 
 from jstep.core.checks import shown
 
@@ -42,7 +43,7 @@ BITS = {code: 8 * dtype.itemsize for code, dtype in _DTYPES.items()} | {"F4": 4,
 """Code → bits per element. The last ones are packed, several elements per byte: JAX cannot hold them."""
 
 
-def code_of(dtype: Any) -> str | None:
+def code_of(dtype: DTypeLike) -> str | None:
     """Return the safetensors code of a dtype; None if there is no equivalent (PRNG keys, int4, complex128)."""
     try:
         wanted = np.dtype(dtype).newbyteorder("=")
@@ -176,7 +177,7 @@ def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is not a JSON number")
 
 
-def _tensor(name: str, entry: Any, path: str, data: int) -> Tensor:
+def _tensor(name: str, entry: object, path: str, data: int) -> Tensor:
     where = f"{path}: corrupted: the tensor {shown(name)}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise ValueError(f"{where} must have dtype, shape and data_offsets, got {shown(entry)}")
@@ -197,7 +198,7 @@ def _tensor(name: str, entry: Any, path: str, data: int) -> Tensor:
     return Tensor(name, code, tuple(shape), _DTYPES.get(code), path, data + offsets[0])
 
 
-def _are_counts(value: Any) -> bool:
+def _are_counts(value: object) -> bool:
     return isinstance(value, list) and all(type(x) is int and 0 <= x <= _LONGEST_AXIS for x in value)
 
 
