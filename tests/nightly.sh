@@ -5,7 +5,7 @@
 #
 #   tests/nightly.sh [pytest arguments]
 #   STEPS="lowest soak" tests/nightly.sh      only these of: benchmarks newest lowest optimized soak accelerator
-#                                             compilers peers launchers slurm
+#                                             types compilers peers launchers slurm
 #
 # Each step runs even if others fail, with its output in .nightly/<step>.log (NIGHTLY_LOGS sets another folder).
 # It ends with a summary of results and times; the exit code is 1 if a step failed.
@@ -45,12 +45,17 @@ optimized() { # pytest arguments
             tests/training "$@"
 }
 
+types() {
+    "$python" -m pip install -q pyright && "$python" -m pytest -m "" tests/typed
+}
+
 step benchmarks env PYTHONPATH=. "$python" tests/benchmarks/check.py # first, while nothing else has begun
 step newest env -u PYTHON tests/versions.sh newest -m "" "$@"
 step lowest env PYTHON="$python" tests/versions.sh lowest -m "" "$@"
 step optimized optimized "$@"
 step soak env PYTHONPATH=. "$python" tests/soak.py
 step accelerator env PYTHON="$python" tests/accelerator.sh --quick --out "$logs/accelerator"
+step types types
 step compilers tests/compilers.sh "$@"
 step peers env PYTHON="$python" tests/peers.sh "$@"
 step launchers env PYTHON="$python" tests/launchers.sh "$@"

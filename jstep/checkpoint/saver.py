@@ -8,7 +8,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.reading import Reader, newest_in_words, short
 from jstep.checkpoint.retention import Retention
 from jstep.core import exceptions, meshes, placement, trees
-from jstep.core.annotations import Tree
+from jstep.core.annotations import T, Tree
 from jstep.core.checks import as_bool, as_function, as_int, as_number, kind
 from jstep.core.selection import VarList, check_form
 from jstep.distributed import processes
@@ -187,6 +187,26 @@ class Saver:
                 self.wait()
             return path
 
+    @overload
+    def restore(
+        self,
+        target: None = None,
+        step: int | None = None,
+        partial: bool = False,
+        use_averages: bool | str | Sequence[str] = False,
+        names: Names | None = None,
+    ) -> Any: ...
+
+    @overload
+    def restore(
+        self,
+        target: T,
+        step: int | None = None,
+        partial: bool = False,
+        use_averages: bool | str | Sequence[str] = False,
+        names: Names | None = None,
+    ) -> T: ...
+
     def restore(
         self,
         target: Tree = None,
@@ -241,11 +261,11 @@ class Saver:
 
     def restore_params(
         self,
-        target_params: object,
+        target_params: T,
         step: int | None = None,
         names: Names | None = None,
         use_averages: bool | str | Sequence[str] = False,
-    ) -> Any:
+    ) -> T:
         """Restore the parameters alone, without slots and step: for inference, or to start fine-tuning at step 0.
 
         Args:

@@ -1,6 +1,20 @@
 """Names of types in signatures."""
 
-from typing import Any, TypeAlias
+import typing
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+else:
+
+    def TypeVar(name, default=None):  # noqa: N802, D103  (before Python 3.13 type variables have no defaults)
+        return typing.TypeVar(name)
+
+
+P = TypeVar("P", default=Any)
+"""The type of the parameters; `TrainState` alone is one of any."""
+T = TypeVar("T")
+"""The type of what is given, and returned with the same structure."""
 
 Tree: TypeAlias = Any
 """A pytree whose structure is the caller's: parameters, gradients, batches, what a function of the user's returns."""

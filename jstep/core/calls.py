@@ -168,8 +168,9 @@ def _remember(optimizer: Any, call: Call) -> Any:
     return optimizer._replace(init=dataclasses.replace(init, call=made), **functions)
 
 
-makes_optimizer = functools.partial(remembered, _remember)
-"""`@makes_optimizer(positional=0)`: a decorator of functions, so that the `repr` of their optimizers is the call."""
+def makes_optimizer(positional: int = 0) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Make a decorator of functions, so that the `repr` of their optimizers is the call."""
+    return remembered(_remember, positional)
 
 
 class RememberedFunction:

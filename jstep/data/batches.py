@@ -1,8 +1,9 @@
 """Shuffled batches and weighted mixtures of sources as pure functions of the step, with no position to save."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
+from jstep.core.annotations import T
 from jstep.core.checks import as_bool, as_int, as_mapping, as_text, shown
 from jstep.core.trees import leaves_with_paths, quoted, structure
 from jstep.data.plan import ROWS, Plan, Run, Share, Sizes, derived_seed, given_process
@@ -14,8 +15,9 @@ from jstep.data.steps import NO_END, Staircase, Steps, as_staircase
 # Shuffled batches as a pure function of the step, so that no data position is checkpointed.
 
 
+@overload
 def batches(
-    arrays: object,
+    arrays: list[T],
     batch_size: int | Mapping[int, int],
     seed: int = 0,
     shuffle: bool = True,
@@ -24,7 +26,34 @@ def batches(
     *,
     process_index: int | None = None,
     process_count: int | None = None,
-) -> "Batches":
+) -> "Batches[T]": ...
+
+
+@overload
+def batches(
+    arrays: T,
+    batch_size: int | Mapping[int, int],
+    seed: int = 0,
+    shuffle: bool = True,
+    num_epochs: int | None = None,
+    drop_remainder: bool = True,
+    *,
+    process_index: int | None = None,
+    process_count: int | None = None,
+) -> "Batches[T]": ...
+
+
+def batches(
+    arrays: Any,
+    batch_size: int | Mapping[int, int],
+    seed: int = 0,
+    shuffle: bool = True,
+    num_epochs: int | None = None,
+    drop_remainder: bool = True,
+    *,
+    process_index: int | None = None,
+    process_count: int | None = None,
+) -> "Batches[Any]":
     """Batches by step: `batches[N]` is a pure function of the seed and N.
 
     Update N of a run uses batch N, so a restored run resumes with the right rows and no data position
@@ -118,7 +147,7 @@ def batches(
     return Batches(plan, {"": rows}, Steps([range(end)]))
 
 
-class Batches(BatchSequence):
+class Batches(BatchSequence[T]):
     """A sequence of batches by step, as returned by `batches`; endless if `num_epochs` is None.
 
     Steps count from 0. A negative step does not count from the end but raises IndexError, as does a
@@ -199,7 +228,7 @@ def _sizes_in_epochs(num_rows: int, sizes: Staircase[int], drop_remainder: bool,
 
 
 def mixture(
-    sources: Mapping[str, Any],
+    sources: Mapping[str, T],
     batch_size: int | Mapping[int, int],
     weights: Mapping[str, float] | Mapping[int, Mapping[str, float]],
     seed: int = 0,
@@ -207,7 +236,7 @@ def mixture(
     *,
     process_index: int | None = None,
     process_count: int | None = None,
-) -> "Mixture":
+) -> "Mixture[T]":
     """Batches by step that mix several sources in given proportions, which may change with the step.
 
     Batch N is a pure function of the seed and N, as with `jstep.batches`. The proportions hold throughout
@@ -314,7 +343,7 @@ def _described(leaf: Any) -> str:
     return f"{dtype}{list(leaf.shape[1:])}"
 
 
-class Mixture(BatchSequence):
+class Mixture(BatchSequence[T]):
     """An endless sequence of batches by step, as returned by `mixture`.
 
     Steps count from 0. A negative step does not count from the end but raises IndexError. A slice is a

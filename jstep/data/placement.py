@@ -1,6 +1,6 @@
 """Placement of host data on devices by a sharding, on one process or several: shardings of batches, and copies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jstep.core import device_values, meshes, trees
-from jstep.core.annotations import Tree
+from jstep.core.annotations import T, Tree
 from jstep.core.checks import kind, shown
 from jstep.core.placement import compiles_only, is_shape, refuse_compile_only
 from jstep.state.sharding import axis_size
@@ -17,7 +17,7 @@ from jstep.state.sharding import axis_size
 # Shardings of batches, and global batches from the rows of each process.
 
 
-def shard_batch(local_batch: object, mesh: object, axis: object = "data") -> Any:
+def shard_batch(local_batch: T, mesh: Mesh, axis: str | Sequence[str] = "data") -> T:
     """Assemble a global batch, sharded over a mesh axis, from the local rows of each process.
 
     Args:

@@ -4,14 +4,14 @@ import abc
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self, overload
+from typing import Any, Generic, Self, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import meshes, trees
-from jstep.core.annotations import Tree
+from jstep.core.annotations import T, Tree
 from jstep.core.checks import as_int
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.permutation import RowNumbers
@@ -20,7 +20,7 @@ from jstep.data.sources import Rows
 from jstep.data.steps import NO_END, Steps
 
 
-class BatchSequence(abc.ABC):
+class BatchSequence(abc.ABC, Generic[T]):
     """A sequence of batches by step, which can be indexed, sliced, iterated over, and have steps skipped.
 
     The step is the whole position. Steps count from 0. A negative step does not count from the end but
@@ -228,7 +228,7 @@ class BatchSequence(abc.ABC):
             raise ValueError(f"skip({start}, {stop}): must have stop ≤ {self._steps.count}, the number of steps")
         return type(self)(self._plan, self._rows, self._steps.skipped(start, stop))
 
-    def from_step(self, step: int) -> "BatchIterator":
+    def from_step(self, step: int) -> "BatchIterator[T]":
         """Return an iterator over the batches that starts at `step`.
 
         Args:
@@ -251,7 +251,7 @@ class BatchSequence(abc.ABC):
     @overload
     def __getitem__(self, step: slice) -> Self: ...
     @overload
-    def __getitem__(self, step: object) -> Any: ...
+    def __getitem__(self, step: int | np.integer[Any] | jax.Array) -> T: ...
     @shortens_tracebacks
     def __getitem__(self, step: object) -> Any:
         if not isinstance(step, slice):
@@ -269,7 +269,7 @@ class BatchSequence(abc.ABC):
             raise IndexError("a slice that runs backwards needs a start, as these batches have no end")
         return type(self)(self._plan, self._rows, self._steps.sliced(slice(start, stop, stride)))
 
-    def __iter__(self) -> "BatchIterator":
+    def __iter__(self) -> "BatchIterator[T]":
         return self.from_step(0)
 
     def _as_step(self, step: object, end: int = 0) -> int:
@@ -316,22 +316,22 @@ def _merge_leaves(leaves: Sequence[Any], indices: Sequence[Any]) -> Any:
     return merged
 
 
-class BatchIterator(Iterator[Any]):
+class BatchIterator(Iterator[T]):
     """An iterator over batches with a step counter.
 
     Attributes:
         step: The step of the batch that the next call of `next` returns.
     """
 
-    def __init__(self, batches: BatchSequence, step: int) -> None:
+    def __init__(self, batches: BatchSequence[T], step: int) -> None:
         self.step = step
         self._batches = batches
         self._read = batches._reader()
 
     @shortens_tracebacks
-    def __next__(self) -> Any:
+    def __next__(self) -> T:
         if self.step >= self._batches._steps.count:
             raise StopIteration
-        batch = self._read(self._batches._steps[self.step])
+        batch: T = self._read(self._batches._steps[self.step])
         self.step += 1
         return batch

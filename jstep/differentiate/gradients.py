@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import meshes, trees
+from jstep.core.annotations import T, Tree
 from jstep.core.checks import as_function
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Updates
@@ -16,7 +17,7 @@ from jstep.slots.indexed_slices import IndexedSlices, combined, is_slices, withi
 
 
 @shortens_tracebacks
-def gradients(fn: Callable[[Any], Any], xs: object, grad_ys: object = None) -> Any:
+def gradients(fn: Callable[[T], Any], xs: T, grad_ys: Tree = None) -> T:
     """Return the sum of d ys/d x for each x of the tree xs, where ys = fn(xs).
 
     Args:
@@ -88,7 +89,7 @@ def _cotangents(ys: object, grad_ys: Any) -> Any:
     return trees.structure(ys).unflatten(cotangents)
 
 
-def stop_gradient(x: object) -> Any:
+def stop_gradient(x: T) -> T:
     """Return any tree x unchanged, without propagating gradients to it.
 
     Example:
@@ -102,7 +103,7 @@ def stop_gradient(x: object) -> Any:
 
 
 @shortens_tracebacks
-def map_gradients(fn: Callable[..., Array], grads: Updates, *others: Updates) -> Updates:
+def map_gradients(fn: Callable[..., Array], grads: T, *others: Updates) -> T:
     """Map a function over the values of gradients: arrays, and the values (not the indices) of `IndexedSlices`.
 
     With several trees it combines gradients, such as those of two losses: `map_gradients(jnp.add, first, second)`. A

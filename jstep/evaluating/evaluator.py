@@ -266,7 +266,7 @@ def _params_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> A
         return state.params
     with internal_transfers():
         if isinstance(use_averages, bool | np.bool_) and NAME not in state.slots:
-            free = None
+            free: Any = None
             with contextlib.suppress(ValueError):
                 free = schedule_free_params(state)
             kept = [slot for slot in state.slots if slot.endswith(f"/{NAME}")]

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jstep.checkpoint.saver import Saver
-from jstep.core.annotations import Tree
+from jstep.core.annotations import P, Tree
 from jstep.core.exceptions import setting
 from jstep.core.logs import log_to_stderr
 from jstep.core.meshes import mesh_of, overriding_mesh
@@ -60,8 +60,8 @@ same, and what it shows is missing."""
 @shortens_tracebacks
 def train(
     train_step: Callable[..., tuple[TrainState, Any]] | Mapping[int, Callable[..., tuple[TrainState, Any]]],
-    state: TrainState,
-    batches: Tree,
+    state: TrainState[P],
+    batches: Callable[[int], Tree] | Tree,
     last_step: int | None,
     *,
     hooks: Sequence[Any] = (),
@@ -77,7 +77,7 @@ def train(
     batch_sharding: object = None,
     compile_cache: str | os.PathLike[str] | bool | None = None,
     stop_secs: float | None = None,
-) -> TrainState:
+) -> TrainState[P]:
     """Train up to `last_step`: restore the newest checkpoint, run the steps and save checkpoints.
 
     A run that was stopped, killed or preempted resumes when it is started again, as if it had never stopped: the step,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.annotations import P
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function, as_int, as_text, kind, one_of, shown
 from jstep.core.device_values import as_scalar
@@ -454,7 +455,7 @@ def as_average_names(use_averages: object) -> tuple[str, ...] | None:
     return tuple(as_text(one, "use_averages") for one in names)
 
 
-def averaged_params(state: TrainState, name: str | Sequence[str] = NAME) -> Params:
+def averaged_params(state: TrainState[P], name: str | Sequence[str] = NAME) -> P:
     """The moving averages of the parameters, in the dtypes of the parameters, for evaluation.
 
     Values that are not averaged come from the state: integer leaves, leaves excluded by var_list, and model_state.
@@ -561,7 +562,7 @@ def _synchronised(own: Slots, u: Any, p: Array, rate: Array, due: Array) -> tupl
     return update, {SLOW: jnp.where(due, nearer, slow)}
 
 
-def slow_params(state: TrainState, name: str = SLOW) -> Params:
+def slow_params(state: TrainState[P], name: str = SLOW) -> P:
     """The slow weights of `lookahead`, in the dtypes of the parameters, for evaluation.
 
     Args:

@@ -14,11 +14,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
+from jstep.core.annotations import P, Tree
 from jstep.core.checks import Bounds, kind, shown
 from jstep.core.device_values import as_scalar
 from jstep.core.trees import Array, Held, ScalarOrSchedule, Slots, Step
 from jstep.slots.roles import Role, Roles, abstractly
+from jstep.state.train_state import TrainState
 
 # Hyperparameters stored in the state, which can be changed during training and are saved in checkpoints.
 
@@ -121,7 +122,7 @@ def held_values(slots: Slots) -> dict[str, Array]:
     return {name: value for name, value in named if name is not None}
 
 
-def get_hyperparameter(state: Tree, name: str) -> Any:
+def get_hyperparameter(state: Tree, name: str) -> float | np.ndarray[Any, Any]:
     """Return the value of a held hyperparameter. Blocks until the value is ready.
 
     Args:
@@ -142,7 +143,7 @@ def get_hyperparameter(state: Tree, name: str) -> Any:
     return value if value.ndim else float(value)
 
 
-def set_hyperparameter(state: Tree, name: str, value: object) -> Any:
+def set_hyperparameter(state: TrainState[P], name: str, value: object) -> TrainState[P]:
     """Return a new state with another value of a held hyperparameter. Compiled steps are not recompiled.
 
     Args:

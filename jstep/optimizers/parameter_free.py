@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
+from jstep.core.annotations import P
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool
 from jstep.core.meshes import on_any_mesh
@@ -20,6 +20,7 @@ from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import checked, constant
 from jstep.optimizers.rules import COPY, MEAN_IN_ORDER, SLOW, SQUARE, Masked, Result, Scalar, Slot, Values
 from jstep.state.slots import find_slot, masters_of, values_of
+from jstep.state.train_state import TrainState
 
 # Prodigy: Adam with an automatically estimated learning rate.
 
@@ -311,7 +312,7 @@ def adamw_direction(g: Array, v: Array, p: Array, h: Values) -> Array:
 
 
 @on_any_mesh("state.params")
-def schedule_free_params(state: Tree, name: str | None = None) -> Any:
+def schedule_free_params(state: TrainState[P], name: str | None = None) -> P:
     """The parameters x = (y − (1−β1)·z)/β1 of a schedule-free run, for evaluation; the state's parameters are y.
 
     Args:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jstep.core import trees
+from jstep.core.annotations import T
 from jstep.core.checks import as_function
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import in_order, is_on_host, on_devices
@@ -37,7 +38,7 @@ def is_update(x: object) -> bool:
 
 
 @on_any_mesh("params")
-def apply_updates(params: Params, updates: Updates) -> Params:
+def apply_updates(params: T, updates: Updates) -> T:
     """Add updates to parameters, leaf by leaf.
 
     Args:

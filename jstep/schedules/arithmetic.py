@@ -1,11 +1,10 @@
 """Exact arithmetic of schedules, and the validation of their arguments."""
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any, NamedTuple, NoReturn, Unpack
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +44,9 @@ def steps(step: object) -> Array:
     return jnp.maximum(array.astype(dtype), 0)
 
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
 NO_STEP = "a schedule of jstep is made without the step, and called with it later: leave out TF's global_step"
 
 
@@ -53,8 +55,9 @@ def _remember(schedule: Any, call: Call) -> Any:
     return schedule if any(schedule is one for one in given) else RememberedFunction(schedule, call)
 
 
-makes_schedule = functools.partial(remembered, _remember)
-"""`@makes_schedule(positional=0)`: a decorator of functions, so that the `repr` of their schedules is the call."""
+def makes_schedule(positional: int = 0) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Make a decorator of functions, so that the `repr` of their schedules is the call."""
+    return remembered(_remember, positional)
 
 
 # The order of arguments in `tf.train`, whose schedules take the step after the rate. Shifted by one, a step lies where
@@ -71,8 +74,9 @@ def _explain_order(
     raise error
 
 
-makes_schedule_of_tf = functools.partial(makes_schedule, refused=_explain_order)
-"""The same for a schedule of `tf.train`: an argument too many, as in TF's order, is explained."""
+def makes_schedule_of_tf(positional: int = 0) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Make the same for a schedule of `tf.train`: an argument too many, as in TF's order, is explained."""
+    return remembered(_remember, positional, _explain_order)
 
 
 def refuse_step(

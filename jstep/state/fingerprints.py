@@ -8,7 +8,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,14 @@ from jstep.core.placement import compute_on, on_devices, placements_of, refuse_s
 from jstep.stores.files import opened
 
 # Fingerprint (64-bit hash) of a tree of arrays, of all devices together or by each device.
+
+
+@overload
+def fingerprint(tree: Tree, per_leaf: Literal[False] = False) -> jax.Array: ...
+
+
+@overload
+def fingerprint(tree: Tree, per_leaf: bool) -> Any: ...
 
 
 def fingerprint(tree: Tree, per_leaf: bool = False) -> Any:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, Self, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jstep.core import device_values, meshes, placement, trees
-from jstep.core.annotations import Tree
+from jstep.core.annotations import P, T, Tree
 from jstep.core.checks import as_bool, kind, size
 from jstep.core.placement import checked_memory, compiles_only, is_shape
 from jstep.core.report import html_table
@@ -55,7 +55,8 @@ def made_on(
     with meshes.internal_transfers():
         given = None
         if not trees.is_function(params):
-            given = placed(params, "params", lambda tree: shardings(TrainState(tree, {}, None)).params)
+            no_step: Any = None
+            given = placed(params, "params", lambda tree: shardings(TrainState(tree, {}, no_step)).params)
         others = placed(model_state, MODEL_STATE, lambda tree: jax.tree.map(lambda _: layout.everywhere(mesh), tree))
 
     def split(given: object, others: object) -> Any:
@@ -123,7 +124,7 @@ START_STEP = "start_step"
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=("params", "slots", "global_step"), meta_fields=("roles",)
 )
-class TrainState:
+class TrainState(Generic[P]):
     """Training state: parameters, optimizer state, called *slots* as in TensorFlow, and the global step.
 
     An immutable pytree of arrays.
@@ -147,20 +148,20 @@ class TrainState:
     `state == other` returns a bool: whether both have the same structure and bitwise identical arrays.
     """
 
-    params: Params
+    params: P
     slots: Slots
-    global_step: Array | None
+    global_step: Array
     roles: dataclasses.InitVar[Roles] = NO_ROLES
 
     def __post_init__(self, roles: Roles) -> None:
         """Keep the roles: an attribute, but no field."""
         object.__setattr__(self, "roles", roles)
 
+    @overload
     @classmethod
-    @shortens_tracebacks
     def create(
         cls,
-        params: Params,
+        params: Callable[[], T],
         optimizer: OptimizerLike,
         global_step: Step = 0,
         model_state: Tree = None,
@@ -170,7 +171,39 @@ class TrainState:
         param_specs: object = None,
         slot_axis: object = None,
         slots_memory: str | None = None,
-    ) -> "TrainState":
+    ) -> "TrainState[T]": ...
+
+    @overload
+    @classmethod
+    def create(
+        cls,
+        params: T,
+        optimizer: OptimizerLike,
+        global_step: Step = 0,
+        model_state: Tree = None,
+        *,
+        copy: bool = True,
+        mesh: object = None,
+        param_specs: object = None,
+        slot_axis: object = None,
+        slots_memory: str | None = None,
+    ) -> "TrainState[T]": ...
+
+    @classmethod
+    @shortens_tracebacks
+    def create(
+        cls,
+        params: Any,
+        optimizer: OptimizerLike,
+        global_step: Step = 0,
+        model_state: Tree = None,
+        *,
+        copy: bool = True,
+        mesh: object = None,
+        param_specs: object = None,
+        slot_axis: object = None,
+        slots_memory: str | None = None,
+    ) -> "TrainState[Any]":
         """Create a state with new slots at `global_step`.
 
         Args:
@@ -236,7 +269,7 @@ class TrainState:
         """The non-trained variables, `slots["model_state"]`; None if there are none."""
         return self.slots.get(MODEL_STATE)
 
-    def replace(self, **changes: Any) -> "TrainState":
+    def replace(self, **changes: Any) -> Self:
         """Return a new state with some of `params`, `slots`, `global_step` and `model_state` replaced.
 
         Args:
@@ -271,7 +304,7 @@ class TrainState:
         return dataclasses.replace(self, **{name: trees.owned(value, name) for name, value in changes.items()})
 
     @shortens_tracebacks
-    def with_params(self, params: Params) -> "TrainState":
+    def with_params(self, params: P) -> Self:
         """Return a new state with other parameters, and with the slots that are copies of the parameters set to them.
 
         These are averages, masters, the `z` of schedule-free optimizers, the slow weights of lookahead, and others that

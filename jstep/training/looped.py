@@ -22,7 +22,9 @@ from jstep.training.metrics import Constants, Metrics
 from jstep.training.step import PureStep, TrainStep, program_of, pure
 
 
-def scan_steps(train_step: Callable[..., Any], length: int | None = None, unroll: Unroll = None) -> Callable[..., Any]:
+def scan_steps(
+    train_step: Callable[..., tuple[Any, Any]], length: int | None = None, unroll: Unroll = None
+) -> Callable[..., tuple[Any, Any]]:
     """Return a function that runs K steps in one call: `f(state, *stacked) -> (state, stacked metrics)`.
 
     Args:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, overload
 
 import jax
 import numpy as np
@@ -47,6 +47,58 @@ Losses: TypeAlias = Mapping[str, tuple[Callable[..., Any], VarList]]
 _LOSS_FORM = "(loss, var_list), such as (critic_loss, 'critic/*')"
 
 
+@overload
+def minimize(
+    loss_fn: Callable[..., Any] | Losses,
+    optimizer: OptimizerLike,
+    *,
+    var_list: VarList = None,
+    has_aux: bool = False,
+    num_microbatches: int = 1,
+    max_rows_per_device: int | None = None,
+    weight_fn: Callable[..., Any] | None = None,
+    gate_gradients: int = GATE_OP,
+    aggregation_method: AggregationMethod = AggregationMethod.DEFAULT,
+    has_model_state: bool = False,
+    use_averages: bool | str | Sequence[str] = False,
+    rng: Array | None = None,
+    sharpness: ScalarOrSchedule | None = None,
+    adaptive: bool = False,
+    unroll: Unroll = None,
+    lanes: int | None = None,
+    metrics: str | MetricFn | Collection[str | MetricFn] = (),
+    increment_global_step: bool = True,
+    jit: Literal[True] = True,
+    donate: bool = True,
+) -> TrainStep: ...
+
+
+@overload
+def minimize(
+    loss_fn: Callable[..., Any] | Losses,
+    optimizer: OptimizerLike,
+    *,
+    var_list: VarList = None,
+    has_aux: bool = False,
+    num_microbatches: int = 1,
+    max_rows_per_device: int | None = None,
+    weight_fn: Callable[..., Any] | None = None,
+    gate_gradients: int = GATE_OP,
+    aggregation_method: AggregationMethod = AggregationMethod.DEFAULT,
+    has_model_state: bool = False,
+    use_averages: bool | str | Sequence[str] = False,
+    rng: Array | None = None,
+    sharpness: ScalarOrSchedule | None = None,
+    adaptive: bool = False,
+    unroll: Unroll = None,
+    lanes: int | None = None,
+    metrics: str | MetricFn | Collection[str | MetricFn] = (),
+    increment_global_step: bool = True,
+    jit: bool,
+    donate: bool = True,
+) -> TrainStep | PureStep: ...
+
+
 def minimize(
     loss_fn: Callable[..., Any] | Losses,
     optimizer: OptimizerLike,
@@ -69,7 +121,7 @@ def minimize(
     increment_global_step: bool = True,
     jit: bool = True,
     donate: bool = True,
-) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
+) -> TrainStep | PureStep:
     """Return a compiled training step `train_step(state, *args) -> (state, metrics)` that donates the state.
 
     Args:

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import device_values, trees
-from jstep.core.annotations import Tree
+from jstep.core.annotations import P, Tree
 from jstep.core.checks import as_bool, as_function, kind
 from jstep.core.exceptions import setting
 from jstep.core.meshes import NO_GUARD, Attempts, internal_transfers, mesh_of, sharded_like, using_mesh
@@ -61,7 +61,7 @@ class PureStep:
         self.title = self.title or self.name
 
     @shortens_tracebacks
-    def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
+    def __call__(self, state: TrainState[P], *args: Any) -> tuple[TrainState[P], dict[str, Any]]:
         """Run one step."""
         refuse_shapes((state, args), "state and batch")
         args = device_values.arguments_from_host(args)
@@ -211,7 +211,7 @@ class TrainStep:
         self._agreed = AgreedShapes()
 
     @shortens_tracebacks
-    def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
+    def __call__(self, state: TrainState[P], *args: Any) -> tuple[TrainState[P], dict[str, Any]]:
         """Call the compiled step."""
         args = device_values.arguments_from_host(args)
         if not is_single_process():

@@ -22,7 +22,7 @@ from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.reading import first_of, read_and_verify, short
 from jstep.checkpoint.store import Store
 from jstep.core import meshes, placement, trees
-from jstep.core.annotations import Tree
+from jstep.core.annotations import T
 from jstep.core.checks import as_bool, kind, listing, shown
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.distributed import processes
@@ -39,11 +39,11 @@ _logger = logging.getLogger("jstep")
 @shortens_tracebacks
 def load_weights(
     path: str | os.PathLike[str],
-    target: Tree,
+    target: T,
     names: Names | None = None,
     dtype: DTypeLike | None = None,
     partial: bool = False,
-) -> Any:
+) -> T:
     """Load weights from safetensors files, such as those of the Hugging Face Hub, or from a checkpoint.
 
     A leaf is `transform(tensors[names(path)])`. Only the necessary bytes are read: each device reads its own part of a
