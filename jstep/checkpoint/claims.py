@@ -1,6 +1,7 @@
 """Claims: the lock of the one writer of a prefix, in a directory and in an object store."""
 
 import contextlib
+import ctypes
 import errno
 import json
 import logging
@@ -21,6 +22,11 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+try:
+    import msvcrt
+except ImportError:  # all others
+    msvcrt = None  # type: ignore[assignment]
+_windows: Any = msvcrt
 
 # The process that a claim names. Temporary files of weights and files of stalls name theirs in the same way.
 
@@ -41,11 +47,11 @@ def is_alive(owner: Mapping[str, Any]) -> bool | None:
 
 def started(pid: int) -> str | None:
     """Return the start time of a process of this host in system ticks, which identifies it together with its PID."""
+    if os.name == "nt":
+        return _started_on_windows(pid)
     with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]  # killed, but not yet reaped by its parent
-    if os.name != "posix":
-        return "unknown"  # os.kill would end the process
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -53,6 +59,22 @@ def started(pid: int) -> str | None:
     except OSError:
         pass
     return "unknown"
+
+
+def _started_on_windows(pid: int) -> str | None:
+    """The same on Windows, where `os.kill` would end the process."""
+    kernel = getattr(getattr(ctypes, "windll", None), "kernel32", None)
+    if kernel is None:
+        return "unknown" if pid == os.getpid() else None
+    process = ctypes.c_void_p(kernel.OpenProcess(0x1000, False, pid))  # PROCESS_QUERY_LIMITED_INFORMATION
+    if not process:
+        return "unknown" if kernel.GetLastError() == 5 else None  # it is there, and of another user
+    try:
+        times = (ctypes.c_ulonglong * 4)()  # of its creation, its exit, in the kernel, outside of it
+        there = [ctypes.byref(times, 8 * i) for i in range(4)]
+        return str(times[0]) if kernel.GetProcessTimes(process, *there) and not times[1] else None
+    finally:
+        kernel.CloseHandle(process)
 
 
 def _space() -> str:
@@ -98,6 +120,8 @@ def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> Checkpoint
 
 _SILENT = 3600.0  # seconds after which a writer on another host counts as dead, on file systems without locks
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
+_LOCKED_BYTE = 1 << 30
+"""Where Windows locks the file: beyond its content, since others cannot read a locked byte."""
 _HELD: "weakref.WeakSet[FileClaim]" = weakref.WeakSet()
 
 
@@ -119,7 +143,7 @@ class FileClaim:
         """Return whether the claim still holds: the directory may have been removed, or this may be a fork."""
         with contextlib.suppress(OSError):
             if self.finalizer.alive and _same_file(self.handle, self.path):
-                os.utime(self.handle)  # heartbeat
+                os.utime(self.handle if os.utime in os.supports_fd else self.path)  # heartbeat
                 return True
         return False
 
@@ -131,7 +155,7 @@ class FileClaim:
 def _locked(path: str, directory: str, prefix: str) -> int:
     while True:
         try:
-            handle, ours = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), True
+            handle, ours = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666), True
         except PermissionError:  # one that another user left usually is not writable
             handle, ours = os.open(path, os.O_RDONLY), False
         with contextlib.ExitStack() as closing:
@@ -144,7 +168,8 @@ def _locked(path: str, directory: str, prefix: str) -> int:
             if _same_file(handle, path):
                 with contextlib.suppress(OSError):  # a full disk: the lock counts, not the content of the file
                     os.ftruncate(handle, 0)
-                    os.pwrite(handle, json.dumps(this_process()).encode(), 0)
+                    os.lseek(handle, 0, os.SEEK_SET)
+                    os.write(handle, json.dumps(this_process()).encode())
                 closing.pop_all()
                 return handle
 
@@ -159,6 +184,13 @@ def _lock(handle: int) -> bool:
                 return False
             if error.errno not in _NO_LOCKS:
                 raise
+    if _windows is not None:
+        os.lseek(handle, _LOCKED_BYTE, os.SEEK_SET)
+        try:
+            _windows.locking(handle, _windows.LK_NBLCK, 1)
+            return True
+        except OSError:
+            return False
     who = _read(handle)
     alive = is_alive(who) if who else False
     return not (time.time() - os.fstat(handle).st_mtime < _SILENT if alive is None else alive)
@@ -172,16 +204,22 @@ def _same_file(handle: int, path: str) -> bool:
 
 def _read(handle: int) -> dict[str, Any]:
     with contextlib.suppress(OSError):
-        return owner_in(os.pread(handle, 4096, 0))
+        os.lseek(handle, 0, os.SEEK_SET)
+        return owner_in(os.read(handle, 4096))
     return {}
 
 
 def _unlock(path: str, handle: int, pid: int) -> None:
+    is_ours = False  # a fork has a copy of the handle, and no claim
     with contextlib.suppress(OSError):
-        if pid == os.getpid() and _same_file(handle, path):  # a fork has a copy of the handle, and no claim
+        is_ours = pid == os.getpid() and _same_file(handle, path)
+        if is_ours and os.name != "nt":
             os.unlink(path)
     with contextlib.suppress(OSError):
         os.close(handle)
+    with contextlib.suppress(OSError):
+        if is_ours and os.name == "nt":  # which removes no open file, nor one that the next writer has open
+            os.unlink(path)
 
 
 def _release_in_fork() -> None:

@@ -11,7 +11,9 @@ In the main thread, the first signal also ends what waits: the start of a run, t
 a program.
 """
 
+import _thread
 import contextlib
+import ctypes
 import itertools
 import logging
 import os
@@ -132,7 +134,11 @@ class StopSignals:
             self._is_limit = True
             main = threading.main_thread().ident
             if main is not None and signal.SIGTERM in self._before and signal.getsignal(signal.SIGTERM) == self._note:
-                signal.pthread_kill(main, signal.SIGTERM)  # interrupts what the loop waits for
+                interrupt = getattr(signal, "pthread_kill", None)  # interrupts what the loop waits for
+                if interrupt is None:  # Windows
+                    _thread.interrupt_main(signal.SIGTERM)
+                else:
+                    interrupt(main, signal.SIGTERM)
             else:  # the run is in another thread, or a hook has set a handler
                 self.received = signal.SIGTERM
 
@@ -214,9 +220,10 @@ def _is_free(number: signal.Signals) -> bool:
     """Whether a signal has its default action: handlers set in C, such as those of faulthandler, are not Python's."""
     if signal.getsignal(number) != signal.SIG_DFL:
         return False
-    with contextlib.suppress(OSError, ValueError, StopIteration), open("/proc/self/status") as file:
-        caught = next(line for line in file if line.startswith("SigCgt:"))
-        return not int(caught.split()[1], 16) >> (number - 1) & 1
+    action = ctypes.create_string_buffer(512)  # a `struct sigaction`, which begins with the handler
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        if ctypes.CDLL(None).sigaction(int(number), None, action) == 0:
+            return not any(action.raw[: ctypes.sizeof(ctypes.c_void_p)])
     return True
 
 
