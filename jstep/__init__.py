@@ -49,10 +49,11 @@ Input data
     Queues: FIFOQueue, RandomShuffleQueue, QueueRunner, add_queue_runner, start_queue_runners, Coordinator,
     OutOfRangeError, CancelledError.
 Training loop and hooks
-    train; it raises Preempted after a SIGTERM.
-    StepCounterHook, LoggingHook, ProgressHook, SummarySaverHook, MetricsHook, CheckpointSaverHook, EvaluationHook,
-    FingerprintHook (DivergenceError), ProfilerHook, StopAtStepHook, NanLossHook (NanLossDuringTrainingError),
-    AuditHook (AuditError), StallHook. Custom hooks: Hook, ReportingHook, every, log_every_n.
+    train; it raises Preempted after a SIGTERM. In a notebook: interrupted_state.
+    StepCounterHook, LoggingHook, ProgressHook, SummarySaverHook, MetricsHook, History, CheckpointSaverHook,
+    EvaluationHook, FingerprintHook (DivergenceError), ProfilerHook, StopAtStepHook, NanLossHook
+    (NanLossDuringTrainingError), AuditHook (AuditError), StallHook.
+    Custom hooks: Hook, ReportingHook, every, log_every_n.
 Evaluation
     evaluator, with metrics such as metrics.auc; callbacks of EvaluationHook: EarlyStopping, KeepBest, ReduceOnPlateau.
 Checkpoints and weights

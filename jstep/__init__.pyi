@@ -15,6 +15,7 @@ from jstep.state.slots import get_slot_names as get_slot_names
 
 # Training state and its global step: the others.
 from jstep.state.global_step import increment_global_step as increment_global_step
+from jstep.state.interrupted import interrupted_state as interrupted_state
 from jstep.state.train_state import TrainState as TrainState
 
 # Training steps: those of TensorFlow 1, by its names.
@@ -197,6 +198,7 @@ from jstep.hooks.bits import AuditError as AuditError
 from jstep.hooks.bits import AuditHook as AuditHook
 from jstep.hooks.bits import DivergenceError as DivergenceError
 from jstep.hooks.bits import FingerprintHook as FingerprintHook
+from jstep.hooks.history import History as History
 from jstep.hooks.hook import Hook as Hook
 from jstep.hooks.nan_loss import NanLossHook as NanLossHook
 from jstep.hooks.report import LoggingHook as LoggingHook

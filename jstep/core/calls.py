@@ -1,11 +1,13 @@
 """Remembered calls, so that the `repr` of what they return is what one would type."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
+from typing import Any, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
 import jax
 import numpy as np
@@ -195,6 +197,45 @@ class RememberedFunction:
 
     def __repr__(self) -> str:
         return repr(self.call)
+
+
+_DOCUMENTED = frozenset(
+    "begin before_step after_step end next_due get_state set_state deliver flush close key "  # noqa: SIM905
+    "read plot to_pandas".split()
+)
+"""The methods of jstep's own classes that users call or define, besides the attributes of their docstrings."""
+
+
+class ShownAsTyped:
+    """Base class of objects whose `repr` is what one would type; `dir` has the names that users need."""
+
+    _made: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Remember the arguments."""
+        if cls.__init__ is object.__init__ and (args or kwargs):
+            raise TypeError(f"{cls.__name__}() takes no arguments")
+        made = super().__new__(cls)
+        object.__setattr__(made, "_made", (args, kwargs))
+        return made
+
+    def __repr__(self) -> str:
+        args, kwargs = self._made
+        with contextlib.suppress(TypeError, ValueError):  # of a copy, or of a class of the user's
+            return repr(Call(type(self), len(args), args, kwargs))
+        return f"{type(self).__name__}(…)"
+
+    def __dir__(self) -> list[str]:
+        names, documented = set(object.__dir__(self)), set(_DOCUMENTED)
+        for cls in type(self).__mro__:
+            if cls.__module__.partition(".")[0] == "jstep":
+                _, _, attributes = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")
+                documented |= set(re.findall(r"^    (\w+):", attributes.partition("\n\n")[0], re.MULTILINE))
+            else:
+                documented |= set(vars(cls))
+        if type(self).__module__.partition(".")[0] != "jstep":
+            documented |= set(vars(self))
+        return sorted(name for name in names if name in documented or name.startswith("__"))
 
 
 def typed(value: Any) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
-from jax.typing import DTypeLike
 
 # Text for people: numbers, sizes, lists.
 
@@ -36,7 +35,7 @@ def count(number: Any) -> str:
     return f"{int(number):,}".replace(",", " ")
 
 
-def array_type(shape: Iterable[int], dtype: DTypeLike) -> str:
+def array_type(shape: Iterable[int], dtype: object) -> str:
     """Format the shape and dtype of an array: `float32[2,3]`."""
     return f"{dtype}[{','.join(map(str, shape))}]"
 

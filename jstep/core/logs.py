@@ -72,10 +72,13 @@ def as_level(level: object) -> int:
 
 
 @scoped
-def log_to_stderr() -> Iterator[None]:
+def log_to_stderr(shown: int = logging.NOTSET) -> Iterator[None]:
     """Write the lines of the logger `jstep` to standard error, if logging is not configured for it.
 
     A handler of the root logger alone does not count as configured: some libraries add one for warnings.
+
+    Args:
+        shown: The least level of the lines.
     """
     if _logger.handlers or (_logger.hasHandlers() and _logger.isEnabledFor(logging.INFO)) or sys.stderr is None:
         yield
@@ -83,6 +86,7 @@ def log_to_stderr() -> Iterator[None]:
     handler, level, propagate = _LineHandler(sys.stderr), _logger.level, _logger.propagate
     _logger.propagate = False  # otherwise a handler added to the root logger would repeat the lines
     handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setLevel(shown)
     _logger.addHandler(handler)
     _logger.setLevel(logging.INFO)
     try:

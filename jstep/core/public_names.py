@@ -24,6 +24,7 @@ def set_public_module(namespace: dict[str, Any]) -> None:
         value = namespace.get(name)
         if isinstance(value, type | types.FunctionType) and value.__module__.startswith("jstep"):
             value.__module__ = root.__name__ if name in root.__all__ else package
+    namespace["__dir__"] = lambda: sorted(namespace["__all__"])
 
 
 def explain(name: str) -> str:

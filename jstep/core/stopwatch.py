@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
 from jstep.core.exceptions import scoped
+from jstep.core.interactive import is_interactive
 
 STARTING, STEPPING, WAITING = "starting", "stepping", "waiting"
 SAVING, EVALUATING, HOOKS = "saving", "evaluating", "hooks"
@@ -128,9 +129,10 @@ _trained: set[int] = set()
 def seconds_before_training() -> float:
     """Return the seconds since the start of this process on the first call, and 0 on later ones.
 
-    It is also 0 on systems other than Linux, where the start is unknown and the time begins with the call of `train`.
+    It is also 0 on systems other than Linux, where the start is unknown, and where one types, such as in a notebook:
+    the time then begins with the call of `train`.
     """
-    if os.getpid() in _trained:
+    if os.getpid() in _trained or is_interactive():
         return 0.0
     _trained.add(os.getpid())
     try:

@@ -125,6 +125,9 @@ class PrefetchIterator(Iterator[Any], contextlib.AbstractContextManager["Prefetc
         self._reader = Reader(functools.partial(_read, source, place, state_fn))
         self._reader.request(size)
 
+    def __repr__(self) -> str:
+        return f"<PrefetchIterator, {self.handed_out} items taken>"
+
     @shortens_tracebacks
     def __next__(self) -> Any:
         item, self.state = self._reader.take()

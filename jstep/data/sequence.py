@@ -328,6 +328,9 @@ class BatchIterator(Iterator[T]):
         self._batches = batches
         self._read = batches._reader()
 
+    def __repr__(self) -> str:
+        return f"<iterator at step {self.step} of {self._batches!r}>"
+
     @shortens_tracebacks
     def __next__(self) -> T:
         if self.step >= self._batches._steps.count:

@@ -12,6 +12,7 @@ import jax
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
+from jstep.core.calls import ShownAsTyped
 from jstep.core.checks import as_bool, as_int, as_number, as_text, kind, one_of, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.selection import VarList, check_form
@@ -112,7 +113,7 @@ class Progress:
         return cls(best if best is None else float(best), **counts)
 
 
-class MetricCallback:
+class MetricCallback(ShownAsTyped):
     """Base class of callbacks that react to a metric, and whose state is saved in checkpoints.
 
     Subclasses have `_progress`, the initial state (that of a run begins as a new object of its class), and the names of
@@ -396,7 +397,7 @@ class ReduceOnPlateau(MetricCallback):
             return set_hyperparameter(state, self._name, new)
 
 
-class KeepBest:
+class KeepBest(ShownAsTyped):
     """Keep the checkpoints of the best evaluations, such as `best-1200`; a callback of `EvaluationHook`.
 
     Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), so a resumed run knows the best

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
+from jstep.core.calls import Call, remembered
 from jstep.core.checks import as_bool, as_function
 from jstep.core.exceptions import explain_jax, note
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, using_mesh
@@ -41,6 +42,13 @@ class EvaluationAbandoned(BaseException):
     """
 
 
+def _remember(evaluate: Callable[..., Any], call: Call) -> Any:
+    if isinstance(evaluate, CheckedEvaluation):
+        evaluate.made_by = call
+    return evaluate
+
+
+@remembered(_remember, 2)
 def evaluator(
     metric_fn: Callable[..., Mapping[str, Any]],
     batches: Tree,
@@ -136,7 +144,8 @@ class CheckedEvaluation:
         compute: `compute(params, args) -> [metrics]`, compiled.
         merge: `merge(totals, objects)`, compiled.
         passes: The batches.
-        use_averages: As for `evaluator`, and so are the others.
+        use_averages: As for `evaluator`, and so are the next two.
+        made_by: The call of `evaluator`, for the `repr`.
     """
 
     compute: Callable[..., list[list[Metric]]]
@@ -145,6 +154,10 @@ class CheckedEvaluation:
     use_averages: bool | str | Sequence[str]
     has_model_state: bool
     batch_sharding: Any
+    made_by: Call | None = None
+
+    def __repr__(self) -> str:
+        return "evaluator(…)" if self.made_by is None else repr(self.made_by)
 
     @shortens_tracebacks
     def __call__(self, state: TrainState) -> dict[str, float]:

@@ -57,7 +57,7 @@ class _Every(Hook):
         return next_multiple(step, self._n)
 
     def __repr__(self) -> str:
-        return f"<jstep.{self.name}>"
+        return self.name
 
 
 class StopAtStepHook(Hook):

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.calls import ShownAsTyped
 from jstep.core.checks import kind, shown
 from jstep.core.meshes import internal_transfers
 from jstep.slots.matching import difference
@@ -25,7 +26,7 @@ Clock = Callable[[], float]
 Metrics = Mapping[str, Any]
 
 
-class Hook:
+class Hook(ShownAsTyped):
     """Callbacks around the steps of `train`. Subclass it, or define any of its methods.
 
     In addition, `train` only calls `get_state` and `set_state`.

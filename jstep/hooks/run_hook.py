@@ -131,6 +131,10 @@ class RunInfo(Protocol):
         """The metrics of that step; None before the first one."""
 
     @property
+    def last_step(self) -> int | None:
+        """The step at which the run ends; None if the batches, a hook or a signal end it."""
+
+    @property
     def restored(self) -> int | None:
         """The step of the checkpoint that the run resumes from, or None."""
 
@@ -257,7 +261,7 @@ class CustomLoop:
         hook: The hook. Its seconds are counted from now on.
     """
 
-    is_over, restored, saver = False, None, None
+    is_over, restored, saver, last_step = False, None, None, None
     evaluations: tuple[()] = ()
 
     def __init__(self, hook: RunHook) -> None:

@@ -10,16 +10,18 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 from jstep.core.checks import as_int, as_number
 from jstep.core.exceptions import scoped
+from jstep.core.interactive import is_notebook
 from jstep.core.logs import Ticker, slow
 from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook import Clock, Metrics, step_of
+from jstep.hooks.notebook import Below, NotebookBar
 from jstep.hooks.numbers import is_ready, numbers_of, scalars, start_transfer, text
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.speed import shown_share
@@ -44,7 +46,9 @@ class Progress(Observer):
         self._is_shown = wanted is not False and jax.process_index() == 0
         # A stream that a program has put in place of `sys.stderr` may have `write` and `flush` only.
         is_terminal = getattr(sys.stderr, "isatty", bool)() and importlib.util.find_spec("tqdm")
-        if self._is_shown and (wanted or is_terminal):
+        if self._is_shown and wanted is None and is_notebook():
+            self._hook = _NotebookHook(last_step=setup.options.end)
+        elif self._is_shown and (wanted or is_terminal):
             self._hook = ProgressHook(last_step=setup.options.end)
 
     def compiling(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -75,19 +79,26 @@ class ProgressHook(RunHook):
         ImportError: tqdm is not installed.
     """
 
+    replaces_log_lines = True
+
     def __init__(
         self, *, last_step: int | None, every_n_secs: float = 0.25, file: object = None, clock: Clock = time.monotonic
     ) -> None:
-        try:
-            import tqdm
-        except ImportError as error:
-            raise ImportError("a progress line needs tqdm: pip install 'jstep[progress]'") from error
-        self._tqdm, self._file, self._clock = tqdm.tqdm, file, clock
+        self._file, self._clock = file, clock
+        self._new_bar = self._bars()
         self._last_step = None if last_step is None else as_int(last_step, "last_step", 0)
         secs = as_number(every_n_secs, "every_n_secs", low=0)
         self.cadence = Cadence(secs=secs, clock=clock, at_last=True, again_at_last=True)
         self._bar: Any = None
         self._ticker: Ticker | None = None
+
+    def _bars(self) -> Callable[..., Any]:
+        """What makes the bar."""
+        try:
+            import tqdm
+        except ImportError as error:
+            raise ImportError("a progress line needs tqdm: pip install 'jstep[progress]'") from error
+        return tqdm.tqdm
 
     def begin(self, state: TrainState) -> None:
         """Draw the line at the first step of the run."""
@@ -99,7 +110,7 @@ class ProgressHook(RunHook):
         size: dict[str, Any] = {"ncols": 80, "nrows": 24} if unknown else {"dynamic_ncols": True}
         is_over = self._last_step is not None and first >= self._last_step
         words = {} if is_over else {"postfix": _COMPILING.format(0)}
-        self._bar = self._tqdm(total=self._last_step, initial=first, unit="step", file=self._file, **words, **size)
+        self._bar = self._new_bar(total=self._last_step, initial=first, unit="step", file=self._file, **words, **size)
         if not is_over:
             self._tick()
         self.run.poll(self, self._restart_clock)
@@ -193,11 +204,20 @@ class ProgressHook(RunHook):
 
     def close(self) -> None:
         """End the line and close the bar."""
-        super().close()
         if self._bar is not None:
             self._stop_ticking(self._bar.postfix)
             self._bar.close()
             self._bar = None
+        super().close()
+
+
+class _NotebookHook(ProgressHook):
+    """The same in the output of a cell; handlers of the user's own get log lines, too."""
+
+    replaces_log_lines = False
+
+    def _bars(self) -> Callable[..., Any]:
+        return lambda **options: NotebookBar(below=Below(self.run, self._clock), clock=self._clock, **options)
 
 
 _COMPILING = "compiling {:.0f} s"

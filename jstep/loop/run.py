@@ -194,6 +194,11 @@ class Run(Setup):
         return self.loop.metrics
 
     @property
+    def last_step(self) -> int | None:
+        """The step at which the run ends, or None."""
+        return self.options.end
+
+    @property
     def restored(self) -> int | None:
         """The step of the checkpoint that the run resumes from, or None."""
         return self.origin.restored

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jstep.checkpoint.saver import Saver
+from jstep.core import interactive
 from jstep.core.annotations import Tree
 from jstep.data.loaders import Source, StateBatches, source_of
 from jstep.data.positions import RarePosition, saved_position
@@ -133,7 +134,7 @@ def _dispatch_of(setup: Setup, observers: Observers) -> Dispatch:
         signals=setup.signals,
         first_call=setup.times.compiling,
         watch=setup.watch,
-        after_first=[warn_of_averages_at_rest, *first],
+        after_first=[warn_of_averages_at_rest, lambda call, state: interactive.forget(), *first],
         after_each=each,
     )
 
@@ -219,7 +220,8 @@ def build_hooks(
         hooks.append(counter)
     reporters = [hook for observer in observers if (hook := observer.reporter()) is not None]
     hooks += reporters
-    if not reporters and options.log_steps is not None and options.progress is not False and jax.process_index() == 0:
+    is_logged = options.log_steps is not None and not any(hook.replaces_log_lines for hook in reporters)
+    if is_logged and options.progress is not False and jax.process_index() == 0:
         hooks.append(LoggingHook(every_n_steps=options.log_steps, leave_out=lambda: dispatch.constants.values.keys()))
     summed = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in own)
     if writer is not None and options.save_summaries_steps is not None and not summed:

@@ -23,7 +23,7 @@ import logging
 from typing import NoReturn
 
 from jstep.checkpoint.names import checkpoint_name
-from jstep.core import trees
+from jstep.core import interactive, trees
 from jstep.core.exceptions import note
 from jstep.distributed import processes
 from jstep.hooks.hook import name_of
@@ -128,6 +128,8 @@ def leave_after_closing(setup: Setup, state: TrainState | None) -> NoReturn:
     """Leave after a signal that arrived when the run had ended, or failed, and closed what it had opened."""
     stopped = setup.signals.stopped(f"after step {setup.loop.step}, while it closed")
     stopped.state = state  # type: ignore[attr-defined]
+    if state is not None:
+        interactive.keep(state)
     raise stopped
 
 
@@ -155,7 +157,9 @@ def rescue(run: Run, error: BaseException) -> None:
     # Otherwise it is saved already, or must not be.
     if run.savers and not is_saved and run.step > run.loop.first:
         saved = _saved(run, error)
-    note(error, f"{where}; the state after step {run.step} is in the exception's `state`{saved}.")
+    is_kept = run.step > run.loop.first and interactive.keep(run.state)
+    also = " and in jstep.interrupted_state()" if is_kept else ""
+    note(error, f"{where}; the state after step {run.step} is in the exception's `state`{also}{saved}.")
 
 
 def save_while_it_hangs(run: Run) -> str:

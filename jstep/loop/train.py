@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import jax
 
 from jstep.checkpoint.saver import Saver
+from jstep.core import interactive
 from jstep.core.annotations import P, Tree
 from jstep.core.exceptions import setting
+from jstep.core.interactive import is_notebook
 from jstep.core.logs import log_to_stderr
 from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.core.stopwatch import SAVING, new_watch
@@ -45,6 +48,7 @@ from jstep.loop.utilization import Meters
 from jstep.state.copies import WARNED
 from jstep.state.train_state import TrainState
 from jstep.stores.compile_cache import persistent_cache
+from jstep.training.edited import warn_of_edits
 
 OBSERVERS: tuple[type[Observer], ...] = (
     TimelineRecorder,
@@ -192,9 +196,11 @@ def train(
     cached_in = cache_directory(options.compile_cache, options.checkpoint_dir)
     with times.part("devices"):
         jax.devices()
-    log = log_to_stderr() if progress is not False and jax.process_index() == 0 else contextlib.nullcontext()
+    least = logging.WARNING if progress is None and is_notebook() else logging.NOTSET  # its output shows the others
+    log = log_to_stderr(least) if progress is not False and jax.process_index() == 0 else contextlib.nullcontext()
     # Hooks and evaluations run under the mesh of the state, even if another mesh is set.
     with overriding_mesh(mesh_of(state)), log, persistent_cache(cached_in), setting(WARNED, set()):
+        warn_of_edits(stages.values)
         return _train(new_setup(options, stages, state, times, new_watch()), batches)
 
 
@@ -235,6 +241,7 @@ def _train(setup: Setup, batches: Tree) -> TrainState:
     finally:
         if signals.received is not None and not is_heeded:
             leave_after_closing(setup, state)
+    interactive.forget()
     return state
 
 

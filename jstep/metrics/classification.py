@@ -16,14 +16,24 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jstep.core import device_values, meshes, trees
-from jstep.core.checks import as_int, as_number, kind, one_of
+from jstep.core.checks import as_int, as_number, cut, kind, one_of
 from jstep.core.trees import Array
 from jstep.metrics.totals import NONE, Count, Sum, Total, each, joined, summed, total_of
 
 # Metrics that are totals over all examples.
 
 
-class _Totals:
+class _Metric:
+    """Base class of metrics, which show what they compute."""
+
+    def __repr__(self) -> str:
+        try:
+            return f"<{type(self).__name__} {cut(str(self.compute()), 200)}>"  # type: ignore[attr-defined]
+        except Exception:  # of a traced metric, or of one that holds shapes
+            return f"<{type(self).__name__}>"
+
+
+class _Totals(_Metric):
     """Base class of metrics that are totals, which are summed over the batches."""
 
     def merge(self, other: Self) -> Self:
@@ -32,7 +42,7 @@ class _Totals:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Accuracy(_Totals):
     """Result of `accuracy`: totals of one batch or several merged batches.
 
@@ -85,7 +95,7 @@ def accuracy(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | None 
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class F1(_Totals):
     """Result of `f1`: totals of one batch or several merged batches.
 
@@ -141,7 +151,7 @@ def f1(scores: ArrayLike, labels: ArrayLike, threshold: float = 0.5, *, weights:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ConfusionMatrix(_Totals):
     """Result of `confusion_matrix`: totals of one batch or several merged batches.
 
@@ -207,7 +217,7 @@ def confusion_matrix(
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Perplexity(_Totals):
     """Result of `perplexity`: totals of one batch or several merged batches.
 
@@ -311,8 +321,8 @@ class Thresholds(NamedTuple):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class AUC:
+@dataclasses.dataclass(frozen=True, repr=False)
+class AUC(_Metric):
     """Result of `auc`: the scores of one batch or several merged batches, as counts by threshold.
 
     Attributes:

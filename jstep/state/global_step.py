@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import meshes, placement, trees
+from jstep.core import interactive, meshes, placement, trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import kind
 from jstep.core.device_values import as_scalar
@@ -168,10 +168,13 @@ def require_alive(state: Tree, cause: BaseException | None = None) -> None:
     """
     path = trees.donated_leaf(state)
     if path is not None:
-        raise RuntimeError(
+        message = (
             f"the state's {path!r} was donated to an earlier step and deleted. Use the state that the step returned, "
             "`state, metrics = train_step(state, ...)`, or keep old states alive with minimize(..., donate=False)."
-        ) from cause
+        )
+        if interactive.kept() is not None:
+            message += " That of the run that was interrupted is kept: state = jstep.interrupted_state()"
+        raise RuntimeError(message) from cause
 
 
 @meshes.on_any_mesh("state")

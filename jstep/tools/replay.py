@@ -10,13 +10,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import numpy as np
 
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_function, as_int, kind, shown
+from jstep.core.checks import array_type, as_function, as_int, cut, kind, shown
 from jstep.core.exceptions import scoped
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_shapes
@@ -52,6 +53,12 @@ class Replay(NamedTuple):
 
     state: TrainState
     args: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        def shape(leaf: Any) -> Any:
+            return array_type(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
+
+        return f"Replay(state={self.state!r}, args={cut(str(jax.tree.map(shape, self.args)), 500)})"
 
 
 @shortens_tracebacks

@@ -34,6 +34,7 @@ from jstep.slots.roles import roles_of
 from jstep.state.global_step import step_array
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 from jstep.training.apply_gradients import applied, layouts_of, skip_metrics, unless_skipped
+from jstep.training.edited import UserCode
 from jstep.training.metrics import SKIPPED, MetricFn, Metrics, Requested, requested, shown_slots, split, values_used
 from jstep.training.step import Body, PureStep, TrainStep
 
@@ -261,6 +262,7 @@ def minimize(
         differentiate = several_losses(loss_fn, of_one, **given)
     else:
         differentiate = of_one(loss_fn, var_list)
+    losses = [loss for loss, _ in loss_fn.values()] if isinstance(loss_fn, Mapping) else [loss_fn]
     minimizing = Minimizing(
         optimizer,
         differentiate,
@@ -271,6 +273,7 @@ def minimize(
         averages=as_average_names(use_averages),
         schedule=sharpness if callable(sharpness) else None,
         increments=increment_global_step,
+        user_code=UserCode(losses),
     )
     pure_step = PureStep(
         minimizing if lanes is None else _in_lanes(lanes, minimizing),
@@ -279,6 +282,7 @@ def minimize(
         lanes=lanes,
         optimizer=optimizer,
         trains=minimizing.trains,
+        user_code=minimizing.user_code,
     )
     return TrainStep(pure_step, donate=donate) if jit else pure_step
 
@@ -305,6 +309,7 @@ class Minimizing:
         averages: The names of the averages that the loss takes, or None.
         schedule: The radius of sharpness-aware minimization if it is a schedule, else None.
         increments: Whether the step increments `global_step`.
+        user_code: The loss or losses, as they were traced.
     """
 
     optimizer: Optimizer
@@ -317,11 +322,13 @@ class Minimizing:
     averages: tuple[str, ...] | None
     schedule: Callable[[Any], Any] | None
     increments: bool
+    user_code: UserCode
 
     def __call__(
         self, state: TrainState, args: tuple[Any, ...], batch_specs: Tree, lanes: Lanes | None = None
     ) -> tuple[TrainState, Metrics]:
         """Run one step."""
+        self.user_code.note()
         step = step_array(require_state(state))
         if self.has_model_state and MODEL_STATE not in state.slots:
             raise ValueError(

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import device_values, trees
 from jstep.core.annotations import P, Tree
+from jstep.core.calls import typed
 from jstep.core.checks import as_bool, as_function, kind
 from jstep.core.exceptions import setting
 from jstep.core.meshes import NO_GUARD, Attempts, internal_transfers, mesh_of, sharded_like, using_mesh
@@ -22,6 +23,7 @@ from jstep.core.trees import Optimizer, Params
 from jstep.distributed.processes import AgreedShapes, is_single_process
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState, keep_roles
+from jstep.training.edited import UserCode
 from jstep.training.explain import explain, is_spent, refuse_what_crashes
 from jstep.training.metrics import SKIPPED, Metrics, split
 
@@ -42,6 +44,7 @@ class PureStep:
         lanes: The number of lanes, if the step computes in lanes.
         optimizer: The optimizer whose update the step makes, for a step of `minimize`; None for any other.
         trains: `trains(params)`: whether the step trains each leaf, in order; None if that is not known.
+        user_code: The functions of the user's that the step calls, as it traced them.
         kept: What others have computed of the step, by names of their own, and need not compute again.
     """
 
@@ -54,6 +57,7 @@ class PureStep:
     lanes: int | None = None
     optimizer: Optimizer | None = None
     trains: Callable[[Params], list[bool]] | None = None
+    user_code: UserCode | None = None
     kept: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -75,7 +79,7 @@ class PureStep:
         return jax.tree.map(sharding_of, args)
 
     def __repr__(self) -> str:
-        return f"<jstep.PureStep {self.__name__}>"
+        return f"<jstep.PureStep {described(self)}>"
 
 
 def pure(step: Callable[..., Any]) -> PureStep:
@@ -85,10 +89,11 @@ def pure(step: Callable[..., Any]) -> PureStep:
     if isinstance(step, TrainStep):
         return step._pure
     name = getattr(step, "__name__", "train_step")
-    attempts = Attempts(name)
+    attempts, user_code = Attempts(name), UserCode([step])
 
     def body(state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, Metrics]:
         def one(state: Tree, args: tuple[Any, ...]) -> Any:
+            user_code.note()
             result = step(state, *args)
             is_pair = isinstance(result, tuple | list) and len(result) == 2
             if not is_pair or (isinstance(state, TrainState) and not isinstance(result[0], TrainState)):
@@ -101,7 +106,7 @@ def pure(step: Callable[..., Any]) -> PureStep:
         is_guarded = isinstance(metrics, dict) and SKIPPED in metrics
         return new, split(metrics, SKIPPED if is_guarded else None)
 
-    return PureStep(body, name=name)
+    return PureStep(body, name=name, user_code=user_code)
 
 
 def minimized(step: object) -> PureStep | None:
@@ -171,6 +176,11 @@ def handed_on(state: Tree, new: Any, layout: Layout, *, donated: bool) -> Any:
     if donated if layout.mesh is not None else type(step.sharding) is not NamedSharding:
         object.__setattr__(new, "_layout", layout)  # a TrainState is frozen
     return new
+
+
+def described(step: PureStep) -> str:
+    """Return the name of a step, or that of its loss, and its optimizer."""
+    return step.title if step.optimizer is None else f"{step.title}, {typed(step.optimizer)}"
 
 
 class TrainStep:
@@ -245,6 +255,11 @@ class TrainStep:
             where = {"out_shardings": (shardings, None, *continued)}
         return jax.jit(traced, donate_argnums=(0,) if donates else (), **where)
 
+    @property
+    def user_code(self) -> UserCode | None:
+        """The functions of the user's that the step calls, as it traced them."""
+        return self._pure.user_code
+
     @shortens_tracebacks
     def lower(self, state: TrainState, *args: Any) -> Any:
         """As `jax.jit(...).lower`."""
@@ -280,7 +295,7 @@ class TrainStep:
         return sum(int(program._cache_size()) for program in self._programs.values())
 
     def __repr__(self) -> str:
-        return f"<jstep.TrainStep {self.__name__}, donate={self.donate}>"
+        return f"<jstep.TrainStep {described(self._pure)}, donate={self.donate}>"
 
 
 # The one way to call a compiled step: by hand, in `train`, in `replay`, in `verify_resume`.

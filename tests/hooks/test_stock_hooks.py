@@ -190,8 +190,8 @@ def test_a_function_is_called_at_multiples():
     assert [hook.after_step(step, "state", "metrics") for step in (2, 3, 4, 6)] == [None, "result", None, "result"]
     assert seen == [(3, "state", "metrics"), (6, "state", "metrics")]
     assert [hook.next_due(step) for step in (0, 2, 3)] == [3, 3, 6]
-    assert repr(hook) == f"<jstep.every(3, {looks.__qualname__})>"
-    assert repr(jstep.every(2, functools.partial(looks))) == "<jstep.every(2, partial)>"
+    assert repr(hook) == f"every(3, {looks.__qualname__})"
+    assert repr(jstep.every(2, functools.partial(looks))) == "every(2, partial)"
 
 
 def test_a_method_of_a_hook_that_is_no_function_is_refused():

@@ -1,0 +1,474 @@
+"""A history of the metrics of a run: rows in memory, in the checkpoints or in a file, and their pictures."""
+
+import contextlib
+import fnmatch
+import json
+import math
+import os
+import threading
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from jstep.checkpoint.claims import FileClaim
+from jstep.checkpoint.manifest import CheckpointError
+from jstep.core.checks import as_int, kind, shown
+from jstep.core.curves import Curve, is_logarithmic, picture
+from jstep.core.report import html_table
+from jstep.hooks.cadence import cadence
+from jstep.hooks.hook import Metrics
+from jstep.hooks.numbers import Pending, in_order, numbers_of, read, scalars, transferred
+from jstep.hooks.report import ReportingHook
+from jstep.hooks.run_hook import RunInfo
+from jstep.state.train_state import TrainState
+from jstep.stores import files
+from jstep.stores.urls import is_url
+
+Row = dict[str, float]
+"""Name → value."""
+Rows = dict[int, Row]
+"""Step → its row, in the order of steps."""
+
+MOST_ROWS = 10_000
+"""The training rows in a checkpoint at which every second one is dropped."""
+_SHOWN = 10
+_DIGITS = 9
+"""The significant digits of a mean: those of float32, so that it does not depend on where its sum was cut."""
+
+
+class History(ReportingHook):
+    """A hook that keeps the metrics of a run, and the results of its evaluations, as rows of numbers.
+
+    A row has the metrics that log lines show: means over the steps since the last row. Rows are at the multiples of
+    last_step / 100, rounded up (of 100 if there is no last_step), and at the last step; results of evaluations, by the
+    names of their log lines such as `eval/loss`, are in the rows of their steps. The loop never waits for a row. A run
+    that resumes has the rows of one that was never stopped, at any number of steps a call.
+
+    In a notebook, its last line is a table of the last rows, and a picture of each metric.
+
+    Args:
+        path: A file for the rows, a line of JSON each, each step once over all restarts; infinite values and NaN are
+            strings. A run that resumes from step N keeps the rows up to N, and drops later ones. The file is flushed
+            before each checkpoint exists. Without a path the rows are in the checkpoints; there, at 10,000 of them,
+            every second one is dropped, but for results of evaluations.
+        every_n_steps: Interval in steps.
+        mean: Whether rows have means over the steps since the last row, in place of the values of their step.
+
+    Attributes:
+        names: The names of all metrics.
+        rows: A dict for each row, with its `step`.
+
+    Raises:
+        ValueError: The path is a folder or a URL. Before the first step: another History, or another run, writes it.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.gradient_descent(0.25)
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> history = jstep.History()
+        >>> state = jstep.train(train_step, state, lambda step: jnp.ones(()), 3, hooks=[history])
+        >>> steps, values = history["loss"]
+        >>> steps, values
+        (array([1, 2, 3]), array([1.    , 0.25  , 0.0625]))
+
+    Source: `History` of Keras.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, *, every_n_steps: int | None = None, mean: bool = True
+    ) -> None:
+        super().__init__(mean=mean)
+        self._every = None if every_n_steps is None else as_int(every_n_steps, "every_n_steps", 1, "a number of steps")
+        self._path = None if path is None else _checked_path(path)
+        self.watches = self._path
+        self._lock = threading.RLock()
+        self._file: _File | None = None
+        self._rows: Rows = {}
+        self._prefixes = {"eval"}
+        self._sums: dict[str, tuple[float, float]] = {}  # of the row that is not finished
+        self._reached = self._last_row = 0  # the steps that these sums, and that the rows end with
+        self._pulled: dict[str, int] = {}
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Self:
+        """Return a History with the rows of a file; a line that was torn, by a crash, is left out.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+        """
+        found = cls()
+        with open(path, "rb") as file:
+            found._rows = _rows_in(file.read(), math.inf)[0]
+        return found
+
+    # The hook.
+
+    def use_run(self, run: RunInfo) -> None:
+        """Choose the interval."""
+        super().use_run(run)
+        every = self._every or (100 if run.last_step is None else max(1, -(-run.last_step // 100)))
+        self.cadence = cadence(steps=("every_n_steps", every))
+
+    def begin(self, state: TrainState) -> bool | None:
+        """Keep the rows up to the step at which the run begins, those of the file or of the same object's last run."""
+        super().begin(state)
+        step, self._pulled = self.run.step, {}
+        self._prefixes |= {one.prefix for one in self.run.evaluations}
+        if self._path is not None:
+            if jax.process_index() == 0:
+                self._file = _File(self._path, step)
+                self._rows = self._file.rows
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    self._rows = History.read(self._path)._rows
+        self._rows = {at: row for at, row in self._rows.items() if 0 < at <= step}
+        self._last_row = min(self._last_row, step)
+        if step != self._reached:
+            self._sums = {}
+        return None
+
+    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        """Queue a row."""
+        self._pull()
+        self._last_row = step
+        super().when_due(step, state, metrics)
+
+    def end(self, step: int, state: TrainState) -> None:
+        """Add a row for the last step."""
+        if step != self._last_row and (self._mean or self.run.metrics is not None):
+            self.when_due(step, state, self.run.metrics or {})
+        super().end(step, state)
+
+    def deliver(self, step: int, values: dict[str, Any]) -> None:
+        """Keep a row."""
+        if values:
+            self._put(step, values)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the sums of the unfinished row, and the rows; of those in a file the last one alone."""
+        self._carry()
+        with self._lock:
+            rows = self._rows if self._path is None else dict(list(self._rows.items())[-1:])
+            return {
+                "at": self._reached,
+                "last_row": self._last_row,
+                "sums": {name: list(pair) for name, pair in self._sums.items()},
+                "prefixes": sorted(self._prefixes),
+                "rows": _columns(rows),
+            }
+
+    def set_state(self, value: Any) -> None:
+        """Restore what `get_state` returned."""
+        with self._lock:
+            self._reached, self._last_row = value["at"], value["last_row"]
+            self._sums = {name: (total, count) for name, (total, count) in value["sums"].items()}
+            self._prefixes |= set(value["prefixes"])
+            rows = _from_columns(value["rows"])
+            if self._path is None:
+                self._rows = rows
+            for step, row in rows.items():
+                self._put(step, row)
+
+    def flush(self) -> None:
+        """Flush the file, before a checkpoint exists."""
+        with self._lock:
+            if self._file is not None:
+                self._file.put(self._rows)
+                self._file.sync()
+
+    def close(self) -> None:
+        """Write the file, and close it."""
+        if self._run is not None:
+            with contextlib.suppress(Exception):  # a step that failed has no metrics
+                self._carry()
+        with self._lock:
+            opened, self._file = self._file, None
+            if opened is not None:
+                with contextlib.closing(opened):
+                    opened.put(self._rows)
+        super().close()
+
+    def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> Pending:
+        left_out = {*leave_out, *self.run.constant_metrics()}
+        if not self._mean:
+            numbers = scalars(metrics, left_out)
+            return transferred(numbers.values(), lambda: read(numbers))
+        interval, sums = self.run.reports.sums.take(self._number), self._sums
+        self._sums = {}
+
+        def means() -> Row:
+            totals = _plus(sums, interval)
+            return {name: _mean(*totals[name]) for name in in_order(totals, left_out)}
+
+        return Pending(interval.is_ready, means)
+
+    def _carry(self) -> None:
+        """Read the evaluations, and the sums of the row that is not finished; wait for the device."""
+        self.run.reports.transfers.deliver_all()
+        self._pull()
+        if self._mean:
+            self._sums = _plus(self._sums, self.run.reports.sums.take(self._number))
+        self._reached = self.run.step
+
+    def _pull(self) -> None:
+        """Keep the results of the evaluations since the last time."""
+        for hook in self.run.evaluations:
+            new = list(hook.results.items())[self._pulled.get(hook.prefix, 0) :]
+            self._pulled[hook.prefix] = self._pulled.get(hook.prefix, 0) + len(new)
+            for step, values in new:
+                self._put(step, {f"{hook.prefix}/{name}": one for name, one in read(numbers_of(values)).items()})
+
+    def _put(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add values to the row of a step."""
+        with self._lock:
+            row = self._rows.setdefault(step, {})
+            row |= {name: float(value) for name, value in values.items()}
+            steps = list(self._rows)
+            if steps[-1] != max(steps[-2:]):  # an evaluation of before the last row
+                self._rows = dict(sorted(self._rows.items()))
+            if self._path is None:
+                self._thin()
+            elif self._file is not None:
+                self._file.put(self._rows)
+
+    def _thin(self) -> None:
+        if len(self._rows) < MOST_ROWS:
+            return
+        trained = [step for step, row in self._rows.items() if not all(map(self._is_evaluation, row))]
+        if len(trained) >= MOST_ROWS:
+            for step in trained[::2]:
+                row = {name: value for name, value in self._rows[step].items() if self._is_evaluation(name)}
+                self._rows[step] = row
+            self._rows = {step: row for step, row in self._rows.items() if row}
+
+    def _is_evaluation(self, name: str) -> bool:
+        prefix, slash, _ = name.partition("/")
+        return bool(slash) and prefix in self._prefixes
+
+    # What it shows.
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all metrics."""
+        with self._lock:
+            return list(dict.fromkeys(name for row in self._rows.values() for name in row))
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """A dict for each row, with its `step`."""
+        with self._lock:
+            return [{"step": step, **row} for step, row in self._rows.items()]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __bool__(self) -> bool:
+        return True  # a hook, also before its first row
+
+    def __getitem__(self, name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        with self._lock:
+            pairs = [(step, row[name]) for step, row in self._rows.items() if name in row]
+        if not pairs:
+            raise KeyError(f"{name!r}: the history has {', '.join(map(repr, self.names)) or 'no rows'}")
+        return np.array([step for step, _ in pairs]), np.array([value for _, value in pairs], float)
+
+    def to_pandas(self) -> Any:
+        """Return the rows as a `pandas.DataFrame`, indexed by step.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        import pandas  # type: ignore[import-untyped]
+
+        return pandas.DataFrame(self.rows, columns=["step", *self.names]).set_index("step")
+
+    def plot(self, *globs: str) -> Any:
+        """Draw metrics with matplotlib, training and evaluation of one metric in one picture.
+
+        Args:
+            *globs: The metrics to draw, such as `"loss"` or `"*norm"`; none for all.
+
+        Returns:
+            The `Axes`, or an array of them if there are several pictures.
+
+        Raises:
+            ImportError: matplotlib is not installed: `pip install 'jstep[plot]'`.
+            KeyError: A glob matches nothing.
+        """
+        try:
+            from matplotlib import pyplot
+        except ImportError as error:
+            raise ImportError("History.plot needs matplotlib: pip install 'jstep[plot]'") from error
+        pictures = self._pictures(globs)
+        figure, axes = pyplot.subplots(len(pictures) or 1, figsize=(7, 2.6 * (len(pictures) or 1)), squeeze=False)
+        for axis, (title, names) in zip(axes[:, 0], pictures.items(), strict=False):
+            values = [self[name] for name in names]
+            for name, pair in zip(names, values, strict=True):
+                style = "--" if self._is_evaluation(name) else "-"
+                axis.plot(*pair, style, label=name, marker="." if len(pair[0]) == 1 else None)
+            every = np.concatenate([one for _, one in values])
+            if is_logarithmic(every[np.isfinite(every)]):
+                axis.set_yscale("log")
+            axis.set(xlabel="step", title=title)
+            if len(names) > 1:
+                axis.legend()
+        figure.tight_layout()
+        return axes[0, 0] if len(axes) == 1 else axes[:, 0]
+
+    def _pictures(self, globs: Iterable[str] = ()) -> dict[str, list[str]]:
+        """Metric → the names of its curves, training first."""
+        names, chosen = self.names, dict[str, None]()
+        for glob in globs:
+            found = fnmatch.filter(names, glob)
+            if not found:
+                raise KeyError(f"{glob!r} matches nothing; the history has {', '.join(map(repr, names)) or 'no rows'}")
+            chosen |= dict.fromkeys(found)
+        pictures: dict[str, list[str]] = {}
+        for name in sorted(chosen or names, key=self._is_evaluation):
+            metric = name.partition("/")[2] if self._is_evaluation(name) else name
+            pictures.setdefault(metric, []).append(name)
+        return pictures
+
+    def svg(self, *, style: bool = True) -> str:
+        """The pictures of all metrics, for a page of HTML."""
+        parts = list[str]()
+        for title, names in self._pictures().items():
+            curves = [Curve(name, *self[name], 0, self._is_evaluation(name)) for name in names]
+            parts.append(picture(title, curves, style=style and not parts))
+        return "".join(parts)
+
+    def _repr_html_(self) -> str:
+        rows, names = self.rows, self.names
+        cells = [[str(row["step"]), *(f"{row[name]:.4g}" if name in row else "" for name in names)] for row in rows]
+        title = f"History: {len(rows)} rows" + (f", steps {rows[0]['step']} to {rows[-1]['step']}" if rows else "")
+        return html_table(title, cells[-_SHOWN:], ("step", *names)) + self.svg()
+
+
+# Sums.
+
+
+def _plus(sums: Mapping[str, tuple[float, float]], interval: Any) -> dict[str, tuple[float, float]]:
+    """The sums and counts of metrics, and those of an interval of more steps; wait for the device."""
+    found, totals = dict(sums), interval.totals
+    for name, (total, count) in {} if totals is None else totals.sums.items():
+        before = found.get(name, (0.0, 0.0))
+        found[name] = before[0] + total, before[1] + count
+    return found
+
+
+def _mean(total: float, count: float) -> float:
+    if not count:
+        return math.nan
+    return total if count == 1 or not math.isfinite(total) else float(f"{total / count:.{_DIGITS}g}")
+
+
+# The state in a checkpoint: a column for each metric.
+
+
+def _columns(rows: Rows) -> dict[str, Any]:
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    columns = {}
+    for name in names:
+        places = [i for i, row in enumerate(rows.values()) if name in row]
+        values = [row[name] for row in rows.values() if name in row]
+        columns[name] = {"rows": np.array(places, np.int64), "values": np.array(values, np.float64)}
+    return {"steps": np.array(list(rows), np.int64), "columns": columns}
+
+
+def _from_columns(value: Any) -> Rows:
+    steps = [int(step) for step in value["steps"]]
+    rows: Rows = {step: {} for step in steps}
+    for name, column in value["columns"].items():
+        for place, number in zip(column["rows"], column["values"], strict=True):
+            rows[steps[int(place)]][name] = float(number)
+    return rows
+
+
+# The file.
+
+
+def _checked_path(path: Any) -> str:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path={shown(path)}: must be the path of a file, got {kind(path)}")
+    name = os.fspath(path)
+    if is_url(name):
+        raise ValueError(f"path={name!r}: must be a local file, which grows by lines; objects of a store cannot")
+    if os.path.isdir(name) or not os.path.basename(name):
+        raise ValueError(f"path={name!r}: must be a file, got a folder; give a file in it, such as 'history.jsonl'")
+    return os.path.abspath(name)
+
+
+def _rows_in(data: bytes, last: float) -> tuple[Rows, int]:
+    """The rows up to a step, and the number of bytes of their lines."""
+    rows: Rows = {}
+    kept = 0
+    for line in data.splitlines(keepends=True):
+        try:
+            row = json.loads(line) if line.endswith(b"\n") else {}
+            if (step := row.pop("step")) > last:
+                break
+            rows[int(step)] = {name: float(value) for name, value in row.items()}
+        except (ValueError, KeyError, TypeError, AttributeError):  # torn by a crash
+            break
+        kept += len(line)
+    return rows, kept
+
+
+class _File:
+    """A file of rows, written by one process: lines of JSON. The last line is written again while its row changes.
+
+    Args:
+        path: The file.
+        last: The last step whose row is kept.
+    """
+
+    def __init__(self, path: str, last: int) -> None:
+        folder, name = os.path.split(path)
+        _checked_path(path)
+        files.make_folders(folder)
+        try:
+            self._claim = FileClaim(folder, name)
+        except CheckpointError:
+            raise ValueError(
+                f"path={path!r}: another History writes this file; give each one a file of its own"
+            ) from None
+        self._path = path
+        self._opened = open(path, "a+b")  # noqa: SIM115
+        self._opened.seek(0)
+        data = self._opened.read()
+        self.rows, kept = _rows_in(data, last)
+        self._opened.truncate(kept)
+        self._step = next(reversed(self.rows), -1)
+        self._start = data[: max(0, kept - 1)].rfind(b"\n") + 1 if self.rows else 0
+
+    def put(self, rows: Rows) -> None:
+        """Write the rows from the last line on."""
+        new = []
+        for step in reversed(rows):
+            if step < self._step:
+                break
+            new.append(json.dumps({"step": step} | {name: _jsonable(one) for name, one in rows[step].items()}))
+        if not new:
+            return
+        lines = [f"{line}\n".encode() for line in reversed(new)]
+        self._opened.truncate(self._start)
+        self._opened.write(b"".join(lines))
+        self._opened.flush()
+        self._start += sum(map(len, lines[:-1]))
+        self._step = next(reversed(rows))
+
+    def sync(self) -> None:
+        """Flush it to the disk."""
+        files.sync(self._opened.fileno(), self._path)
+
+    def close(self) -> None:
+        """Close it, and let others write it."""
+        self._opened.close()
+        self._claim.release()
+
+
+def _jsonable(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

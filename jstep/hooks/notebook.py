@@ -1,0 +1,137 @@
+"""The bar of a run in a notebook: one output that updates in place, with evaluations and curves below it."""
+
+import html
+import importlib
+from typing import Any
+
+from jstep.core.report import html_table
+from jstep.hooks.history import History
+from jstep.hooks.hook import Clock
+from jstep.hooks.numbers import numbers_of, read
+
+_ROWS = 20
+"""The most rows of evaluations."""
+_SECS, _SECS_OF_CURVES = 0.25, 2.0
+"""The least seconds between two updates, and between two drawings of curves, with which there is one a second."""
+
+
+class Below:
+    """What is below the bar: the evaluations of a run, and the curves of each `History` among its hooks.
+
+    Args:
+        run: The run.
+        clock: Returns seconds.
+    """
+
+    def __init__(self, run: Any, clock: Clock) -> None:
+        self._run, self._clock = run, clock
+        self._histories = [hook for hook in run.hooks if isinstance(hook, History)]
+        self._curves, self._drawn = "", float("-inf")
+
+    @property
+    def least_secs(self) -> float:
+        """The least seconds between two updates."""
+        return 1.0 if self._histories else _SECS
+
+    def html(self, *, is_last: bool) -> str:
+        """What to show now; the curves are drawn anew now and then, and the last time."""
+        if self._histories and (is_last or self._clock() - self._drawn >= _SECS_OF_CURVES):
+            self._drawn = self._clock()
+            self._curves = "".join(history.svg() for history in self._histories)
+        rows: dict[int, dict[str, Any]] = {}
+        for hook in self._run.evaluations:
+            for step, values in list(hook.results.items())[-_ROWS:]:
+                named = read(numbers_of(values))
+                rows.setdefault(step, {}).update({f"{hook.prefix}/{name}": one for name, one in named.items()})
+        names = list(dict.fromkeys(name for row in rows.values() for name in row))
+        cells = [
+            [str(step), *(f"{rows[step][name]:.4g}" if name in rows[step] else "" for name in names)]
+            for step in sorted(rows)[-_ROWS:]
+        ]
+        return (html_table("", cells, ("step", *names)) if cells else "") + self._curves
+
+
+class NotebookBar:
+    """A bar with the methods of tqdm's that `ProgressHook` calls, as HTML in the output of a cell.
+
+    Args:
+        below: What is below it.
+        clock: Returns seconds.
+        total: The last step, or None.
+        initial: The first one.
+        postfix: What is shown after the numbers.
+        **others: Arguments of tqdm that are about a terminal.
+    """
+
+    def __init__(
+        self,
+        *,
+        below: Below,
+        clock: Clock,
+        total: int | None,
+        initial: int,
+        postfix: str = "",
+        **others: object,
+    ) -> None:
+        self.n, self.total, self.postfix = initial, total, postfix
+        self._below, self._clock = below, clock
+        self._first, self._began, self._shown = initial, clock(), float("-inf")
+        self._html, self._text = "", ""
+        self._write(is_last=False)
+        display: Any = importlib.import_module("IPython.display")
+        self._handle = display.display(self, display_id=True)
+
+    def _repr_html_(self) -> str:
+        return self._html
+
+    def __repr__(self) -> str:
+        return self._text
+
+    def set_postfix_str(self, text: str, refresh: bool = True) -> None:
+        """Show other metrics."""
+        self.postfix = text
+        if refresh:
+            self.refresh()
+
+    def update(self, steps: int) -> None:
+        """Count more steps."""
+        self.n += steps
+        self.refresh()
+
+    def unpause(self) -> None:
+        """Count the seconds from here."""
+        self._first, self._began = self.n, self._clock()
+
+    def refresh(self) -> None:
+        """Show what there is, unless that was just done."""
+        if self._clock() - self._shown >= self._below.least_secs:
+            self._show(is_last=False)
+
+    def close(self) -> None:
+        """Show the last state, which stays."""
+        self._show(is_last=True)
+
+    def _show(self, *, is_last: bool) -> None:
+        self._write(is_last=is_last)
+        self._handle.update(self)
+
+    def _write(self, *, is_last: bool) -> None:
+        self._shown = self._clock()
+        seconds, steps = self._clock() - self._began, self.n - self._first
+        rate = steps / seconds if seconds > 0 else 0.0
+        words = [f"step {self.n:,}" + ("" if self.total is None else f" of {self.total:,}")]
+        words += [f"{rate:.4g} steps/s"] if steps else []
+        if steps and rate and self.total is not None and not is_last:
+            words.append(f"{_duration((self.total - self.n) / rate)} left")
+        self._text = "  ".join([*words, self.postfix or ""]).rstrip()
+        style = "font-variant-numeric: tabular-nums"
+        value = f'value="{self.n}" max="{self.total}" style="width: 12em"'
+        bar = "" if self.total is None else f"<progress {value}></progress> "
+        below = self._below.html(is_last=is_last)
+        self._html = f'<div style="{style}">{bar}{html.escape(self._text)}</div>{below}'
+
+
+def _duration(seconds: float) -> str:
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"

@@ -1,0 +1,79 @@
+"""The code of a user's loss as a step traced it: a function that was edited since is another one than the step runs."""
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from types import CodeType, FunctionType
+from typing import Any
+
+from jstep.core.logs import log_warning
+
+
+class UserCode:
+    """The functions of the user's that a step traces, and their code when it did.
+
+    Args:
+        functions: The losses, or the step itself.
+    """
+
+    def __init__(self, functions: Iterable[Any]) -> None:
+        self._functions = [found for one in functions if (found := _function_of(one)) is not None]
+        self._traced: list[Any] | None = None
+
+    def note(self) -> None:
+        """Note the code: the step is traced for the first time."""
+        if self._traced is None:
+            self._traced = [_content(function.__code__) for function in self._functions]
+
+    def edited(self) -> list[str]:
+        """The names of the functions that have other code now, or whose module has another one of that name.
+
+        `%autoreload` changes the code of a function in place; `importlib.reload`, and a cell that is run again, make a
+        new function. Moved lines and comments are no edit.
+        """
+        now = [_content(function.__code__) for function in self._functions]
+        names = []
+        for function, before, here in zip(self._functions, self._traced or now, now, strict=True):
+            there = _function_of(_of_module(function))
+            if before != here or (there is not None and before != _content(there.__code__)):
+                names.append(function.__qualname__)
+        return names
+
+
+def warn_of_edits(steps: Iterable[Any]) -> None:
+    """Log a warning for each function that was edited since the step that calls it was made."""
+    codes = {id(code): code for step in steps if (code := getattr(step, "user_code", None)) is not None}
+    for name in dict.fromkeys(name for code in codes.values() for name in code.edited()):
+        log_warning(
+            "%s was edited after train_step was made, which runs the code of before: make the step anew, as by "
+            "train_step = jstep.minimize(%s, …)",
+            *(name, name),
+        )
+
+
+def _function_of(value: Any) -> FunctionType | None:
+    """The function inside of decorators, partial functions and methods; None if it has no code of Python's."""
+    with contextlib.suppress(ValueError):  # wrappers in a circle
+        value = inspect.unwrap(value)
+    while isinstance(value, functools.partial):
+        value = value.func
+    value = getattr(value, "__func__", value)
+    return value if isinstance(value, FunctionType) else None
+
+
+def _of_module(function: Callable[..., Any]) -> Any:
+    """What its module has by its name now."""
+    found: Any = sys.modules.get(function.__module__)
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)  # None of what is inside of a function
+    return found
+
+
+def _content(code: CodeType) -> Any:
+    """What a code object does, without the lines it is on."""
+    consts = tuple(_content(one) if isinstance(one, CodeType) else (type(one), repr(one)) for one in code.co_consts)
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+    counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
+    return code.co_code, code.co_exceptiontable, names, counts, consts

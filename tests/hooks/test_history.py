@@ -1,0 +1,286 @@
+"""`History`: the rows of a run, over restarts, in memory, in checkpoints and in a file."""
+
+import json
+import math
+import pathlib
+import signal
+import threading
+
+import forked
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+from jstep.hooks import history as module
+
+optimizer = jstep.gradient_descent(jstep.exponential_decay(0.1, 10, 0.9))
+train_step = jstep.minimize(
+    lambda params, x: ((params["w"] - x) ** 2, {"rows": jnp.int32(3)}), optimizer, has_aux=True, metrics=("grad_norm",)
+)
+
+
+def make_state():
+    return jstep.TrainState.create({"w": jnp.float32(0.0)}, optimizer)
+
+
+def batch(step):
+    return jnp.float32(math.sin(step))
+
+
+class StopError(Exception):
+    pass
+
+
+def stop_at(step):
+    def fail(now, state, metrics):
+        if now == step:
+            raise StopError
+
+    return jstep.every(1, fail)
+
+
+def losses(last_step):
+    """The loss of each step, by a loop."""
+    state, found = make_state(), []
+    for step in range(last_step):
+        state, metrics = jstep.minimize(lambda p, x: (p["w"] - x) ** 2, optimizer)(state, batch(step))
+        found.append(float(metrics["loss"]))
+    return np.array(found)
+
+
+def evaluation(every_n_steps, **options):
+    return jstep.EvaluationHook(lambda state: {"w": float(state.params["w"])}, every_n_steps=every_n_steps, **options)
+
+
+def run(last_step, history, *hooks, **options):
+    options = {"log_steps": None} | options
+    return jstep.train(train_step, make_state(), batch, last_step, hooks=[history, *hooks], **options)
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 10, "auto"])
+@pytest.mark.parametrize("interval", [1, 7, 20])
+def test_rows_are_means_by_hand(interval, steps_per_call):
+    history = jstep.History(every_n_steps=interval)
+    run(45, history, steps_per_call=steps_per_call)
+    steps, values = history["loss"]
+    expected = sorted({*range(interval, 46, interval), 45})
+    assert steps.tolist() == expected
+    each, bounds = losses(45), [0, *expected]
+    np.testing.assert_allclose(values, [each[a:b].mean() for a, b in zip(bounds, expected, strict=False)], rtol=1e-5)
+    assert history.names == ["loss", "learning_rate", "grad_norm", "rows"]
+    assert len(history) == len(expected)
+
+
+@pytest.mark.parametrize(("last_step", "steps"), [(5, [1, 2, 3, 4, 5]), (250, [3, 6, 9, 249, 250])])
+def test_there_are_about_a_hundred_rows(last_step, steps):
+    history = jstep.History()
+    run(last_step, history)
+    found = history["loss"][0].tolist()
+    assert [*found[:3], *found[-2:]] == [*steps[:3], *steps[-2:]]
+
+
+def test_without_a_last_step_there_is_a_row_every_100_steps():
+    history = jstep.History()
+    jstep.train(train_step, make_state(), [batch(step) for step in range(250)], None, hooks=[history], log_steps=None)
+    assert history["loss"][0].tolist() == [100, 200, 250]
+
+
+def test_without_means_rows_are_those_of_their_steps():
+    history = jstep.History(every_n_steps=4, mean=False)
+    run(10, history)
+    steps, values = history["loss"]
+    assert steps.tolist() == [4, 8, 10]
+    np.testing.assert_allclose(values, losses(10)[[3, 7, 9]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_evaluations_are_in_the_rows_of_their_steps(first):
+    history, hook = jstep.History(every_n_steps=4), evaluation(3)
+    hooks = [history, hook] if first else [hook, history]
+    run(10, *hooks)
+    assert [(row["step"], "loss" in row, "eval/w" in row) for row in history.rows] == [
+        (3, False, True),
+        (4, True, False),
+        (6, False, True),
+        (8, True, False),
+        (9, False, True),
+        (10, True, True),
+    ]
+    assert history["eval/w"][1].tolist() == [hook.results[step]["w"] for step in (3, 6, 9, 10)]
+
+
+@pytest.mark.parametrize("to_file", [False, True], ids=["checkpoint", "file"])
+@pytest.mark.parametrize("steps_per_call", [1, 10])
+@pytest.mark.parametrize(("stopped", "saved"), [(17, 6), (20, 5), (9, 100)])
+def test_a_resumed_run_has_the_rows_of_one_never_stopped(stopped, saved, steps_per_call, to_file, tmp_path):
+    path = tmp_path / "whole.jsonl" if to_file else None
+    whole = jstep.History(path, every_n_steps=4)
+    run(30, whole, evaluation(6), steps_per_call=steps_per_call)
+    path = tmp_path / "a" / "history.jsonl" if to_file else None
+    options = {"checkpoint_dir": tmp_path / "run", "save_checkpoint_steps": saved, "save_checkpoint_secs": None}
+    options["steps_per_call"] = steps_per_call
+    with pytest.raises(StopError):
+        run(30, jstep.History(path, every_n_steps=4), evaluation(6), stop_at(stopped), **options)
+    again = jstep.History(path, every_n_steps=4)
+    run(30, again, evaluation(6), **options)
+    assert again.rows == whole.rows
+    if to_file:
+        assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+        assert jstep.History.read(path).rows == again.rows
+    nothing = jstep.History(path, every_n_steps=4)
+    run(30, nothing, evaluation(6), **options)  # takes no step
+    assert nothing.rows == whole.rows
+
+
+PROGRAM = """
+import os, signal, sys
+folder, at = sys.argv[1:]
+sys.path.insert(0, folder)
+os.chdir(os.environ["WHERE"])
+import test_history as t, jstep
+def kill(step, state, metrics):
+    if step == int(at):
+        os.kill(os.getpid(), signal.SIGKILL)
+history = jstep.History("h.jsonl", every_n_steps=4)
+hooks = [t.evaluation(6), jstep.every(1, kill)]
+t.run(30, history, *hooks, checkpoint_dir="run", save_checkpoint_steps=5, save_checkpoint_secs=None)
+"""
+
+
+@pytest.mark.thorough(except_for=["17"])
+@pytest.mark.parametrize("at", [3, 6, 8, 10, 17, 24, 30], ids=str)
+def test_a_killed_run_has_each_step_once(at, tmp_path):
+    whole = jstep.History(tmp_path / "whole.jsonl", every_n_steps=4)
+    run(30, whole, evaluation(6))
+    for kill in (at, 0):
+        with forked.start(PROGRAM, pathlib.Path(__file__).parent, kill, env={"WHERE": str(tmp_path)}) as program:
+            assert program.wait(timeout=100) == (-signal.SIGKILL if kill else 0)
+    assert (tmp_path / "h.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_a_larger_last_step_adds_rows(tmp_path):
+    path = tmp_path / "history.jsonl"
+    for last_step in (25, 40):
+        history = jstep.History(path, every_n_steps=10)
+        run(last_step, history, checkpoint_dir=tmp_path / "run")
+    assert history["loss"][0].tolist() == [10, 20, 25, 30, 40]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 25, 30, 40]
+
+
+def test_a_fresh_run_begins_the_file_again_and_a_torn_line_is_left_out(tmp_path):
+    path = tmp_path / "history.jsonl"
+    run(10, jstep.History(path, every_n_steps=5))
+    with open(path, "ab") as file:
+        file.write(b'{"step": 15, "lo')
+    assert jstep.History.read(path)["loss"][0].tolist() == [5, 10]
+    run(4, jstep.History(path, every_n_steps=2))
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [2, 4]
+
+
+def test_values_that_are_not_finite_are_strings(tmp_path):
+    path = tmp_path / "history.jsonl"
+    history = jstep.History(path, every_n_steps=1)
+    step = jstep.minimize(lambda params, x: params["w"] * 0 + x, optimizer)
+    given = [jnp.float32(value) for value in (1.0, math.nan, math.inf, -math.inf)]
+    jstep.train(step, make_state(), given, 4, hooks=[history], log_steps=None)
+    assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [1.0, "nan", "inf", "-inf"]
+    np.testing.assert_array_equal(jstep.History.read(path)["loss"][1], [1.0, math.nan, math.inf, -math.inf])
+
+
+def test_rows_in_checkpoints_are_thinned_and_evaluations_stay(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "MOST_ROWS", 20)
+    history = jstep.History(every_n_steps=1)
+    run(30, history, evaluation(5))
+    assert history["eval/w"][0].tolist() == [5, 10, 15, 20, 25, 30]
+    expected = []
+    for step in range(1, 31):
+        expected.append(step)
+        expected = expected[1::2] if len(expected) >= 20 else expected
+    assert history["loss"][0].tolist() == expected
+    options = {"checkpoint_dir": tmp_path, "save_checkpoint_steps": 7, "save_checkpoint_secs": None}
+    with pytest.raises(StopError):
+        run(30, jstep.History(every_n_steps=1), evaluation(5), stop_at(24), **options)
+    again = jstep.History(every_n_steps=1)
+    run(30, again, evaluation(5), **options)
+    assert again.rows == history.rows
+
+
+def test_one_path_has_one_writer(tmp_path):
+    path = tmp_path / "history.jsonl"
+    with pytest.raises(ValueError, match="another History writes this file"):
+        run(3, jstep.History(path), jstep.History(path))
+    seen = []
+
+    def other(step, state, metrics):
+        def refused():
+            with pytest.raises(ValueError, match="another History"):
+                run(3, jstep.History(path))
+            seen.append(step)
+
+        thread = threading.Thread(target=refused)
+        thread.start()
+        thread.join(timeout=60)
+
+    run(3, jstep.History(path), jstep.every(2, other))
+    assert len(seen) == 1
+    run(3, jstep.History(path), jstep.History(tmp_path / "other.jsonl"))  # nobody writes them any more
+
+
+@pytest.mark.parametrize(("path", "said"), [("", "a folder"), ("s3://a/b", "a local file"), (3, "got an int")])
+def test_wrong_paths_are_refused(path, said, tmp_path):
+    with pytest.raises((TypeError, ValueError), match=said):
+        jstep.History(tmp_path if path == "" else path)
+
+
+@pytest.mark.parametrize("interval", [0, -1, 2.5, "x"])
+def test_wrong_intervals_are_refused(interval):
+    with pytest.raises((TypeError, ValueError), match="every_n_steps"):
+        jstep.History(every_n_steps=interval)
+
+
+def test_what_is_not_there_names_what_is():
+    history = jstep.History()
+    with pytest.raises(KeyError, match="no rows"):
+        history["loss"]
+    run(3, history)
+    with pytest.raises(KeyError, match="'loss', 'learning_rate', 'grad_norm'"):
+        history["los"]
+    with pytest.raises(KeyError, match="matches nothing"):
+        history.plot("x*")
+
+
+def test_it_goes_on_after_an_interrupt_without_a_directory():
+    history, whole = jstep.History(every_n_steps=4), jstep.History(every_n_steps=4)
+    run(20, whole)
+    with pytest.raises(StopError) as found:
+        run(20, history, stop_at(10))
+    jstep.train(train_step, found.value.state, batch, 20, hooks=[history], log_steps=None)
+    assert history.rows == whole.rows
+    run(20, history)  # from the start
+    assert history.rows == whole.rows
+
+
+def test_pictures(tmp_path):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    history = jstep.History(every_n_steps=2)
+    hook = jstep.EvaluationHook(lambda state: {"loss": 10.0 ** -int(state.global_step)}, every_n_steps=2)
+    run(10, history, hook)
+    axes = history.plot("*loss")
+    assert [line.get_label() for line in axes.get_lines()] == ["loss", "eval/loss"]
+    assert axes.get_yscale() == "log"
+    assert len(history.plot()) == 4
+    html = history._repr_html_()
+    assert html.count("<svg") == 4
+    assert "History: 5 rows, steps 2 to 10" in html
+    pyplot.close("all")
+
+
+def test_pandas_has_the_rows():
+    pandas = pytest.importorskip("pandas")
+    history = jstep.History(every_n_steps=2)
+    run(4, history)
+    frame = history.to_pandas()
+    assert isinstance(frame, pandas.DataFrame)
+    assert frame.index.tolist() == [2, 4]
