@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
-from jax.typing import DTypeLike
+from numpy.typing import DTypeLike
 
 from jstep.core.checks import shown
 
