@@ -24,6 +24,7 @@ STEPS = (
     "optimized",
     "soak",
     "accelerator",
+    "types",
     "compilers",
     "peers",
     "launchers",
@@ -49,8 +50,8 @@ def nightly(directory: Path, failing: str = "", steps: str = "") -> subprocess.C
         "tests/slurm.sh": f'[ slurm != "{failing}" ]',
         "sbatch": "",  # installed
         "chromium": "",  # installed: the script would install it, on the machine that runs the tests
-        "python": "case $1 in tests/soak.py) step=soak ;; tests/benchmarks/*) step=benchmarks ;; "
-        "*) step=optimized ;; esac; "
+        "python": 'case "$*" in tests/soak.py*) step=soak ;; tests/benchmarks/*) step=benchmarks ;; '
+        "*typed*) step=types ;; *pip*) step=pip ;; *) step=optimized ;; esac; "
         f'[ "$step" != "{failing}" ]',
     }
     for path, command in stubs.items():

@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from jstep.checkpoint.listing import name
 from jstep.checkpoint.manifest import CheckpointError, LeftOut, Manifest, RetainedSteps
@@ -59,6 +60,16 @@ def evict(store: Store, path: str) -> None:
         store.log_undeleted(path, error)
 
 
+class Listener(Protocol):
+    """Who is told of checkpoints."""
+
+    def saved(self, step: int, path: str) -> None:
+        """Called with a checkpoint that is acknowledged and kept; returns at once."""
+
+    def wait(self, path: str | None = None) -> None:
+        """Wait until this checkpoint, or each one, may be deleted."""
+
+
 class Retention:
     """The end of each save: it completes the manifest, and deletes the checkpoints that the new one supersedes.
 
@@ -87,6 +98,7 @@ class Retention:
         left_out: Callable[[], tuple[LeftOut, ...]],
         flushes: Iterable[Callable[[], None]],
         passing_secs: float | None = None,
+        told: Listener | None = None,
     ) -> Commit:
         """Return the commit of a save.
 
@@ -96,6 +108,7 @@ class Retention:
             flushes: Functions to call before the checkpoint exists.
             passing_secs: The checkpoint is passing if it is saved within that many seconds after the last one that is
                 kept; None if it is kept in any case.
+            told: Who is told of the checkpoint, unless it is passing, and waited for before one is deleted.
         """
         began, self.write_secs = time.monotonic(), None
 
@@ -112,7 +125,11 @@ class Retention:
             self._known[manifest.step] = _head(sealed)
             self._replaces = is_passing
             self.write_secs = time.monotonic() - began
+            if told is not None and not is_passing:
+                told.saved(manifest.step, self._store.path(name(self._prefix, manifest.step)))
             for path in victims:
+                if told is not None:
+                    told.wait(path)
                 evict(self._store, path)
 
         return Commit(manifest.saved_at, end)

@@ -20,7 +20,7 @@ from jstep.checkpoint.manifest import CheckpointError, Extra, Manifest, json_cop
 from jstep.checkpoint.match import Names
 from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.reading import Reader, newest_in_words, short
-from jstep.checkpoint.retention import Retention
+from jstep.checkpoint.retention import Listener, Retention
 from jstep.core import exceptions, meshes, placement, trees
 from jstep.core.annotations import T, Tree
 from jstep.core.checks import as_bool, as_function, as_int, as_number, kind
@@ -128,6 +128,7 @@ class Saver:
         self._flushes: list[Callable[[], None]] = []
         self._finite: bool | None = None
         self._passing_secs: float | None = None
+        self._told: Listener | None = None
         self._reader = Reader(self._store, self.prefix, as_bool(verify, "verify"))
         self._lock = threading.RLock()
         self._closed = False
@@ -344,6 +345,10 @@ class Saver:
         with self._between_saves():
             self._reader.check_run(state, as_int(step, "step", 0))
 
+    def tell(self, told: "Listener | None") -> None:
+        """Tell somebody of each checkpoint that is kept, from the next save on."""
+        self._told = told
+
     def delete(self, step: int) -> None:
         """Delete the checkpoint of a step, atomically.
 
@@ -362,6 +367,8 @@ class Saver:
                     f"step={step}: there is no checkpoint {name(self.prefix, step)} in {self.directory}"
                 )
             assert path is not None
+            if self._told is not None:
+                self._told.wait(path)
             delete = functools.partial(self._retention.delete, step, path)
             problem = f"{path} was not deleted; see the error of process 0"
             # The other processes return when it is deleted.
@@ -511,7 +518,7 @@ class Saver:
         try:
             records = started_slots([everything[i] for i in sorted(absent)])
             compress = is_worthwhile(arrays.values()) if self._compress is None else self._compress
-            commit = self._retention.commit_of(manifest, records, tuple(self._flushes), self._passing_secs)
+            commit = self._retention.commit_of(manifest, records, tuple(self._flushes), self._passing_secs, self._told)
             self._store.save(path, arrays, compress, commit, extra.files)
         except Exception as error:
             self._give_up(error)

@@ -18,7 +18,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.selection import VarList, check_form
 from jstep.hooks.hook import step_of
 from jstep.hooks.numbers import is_number, read
-from jstep.hooks.run_hook import RunInfo
+from jstep.hooks.run_hook import Reports, RunInfo
 from jstep.hooks.states import key_of
 from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparameter
 from jstep.state.contents import StateContents, briefly
@@ -456,6 +456,7 @@ class KeepBest(ShownAsTyped):
         check_form(leave_out, "leave_out")
         self._given = self._leave_out = leave_out
         self._saver: Saver | None = None
+        self._reports: Reports | None = None
         self._is_fresh = False
         self._at_start: StateContents | None = None
         self.values: dict[int, float] = {}
@@ -466,7 +467,7 @@ class KeepBest(ShownAsTyped):
         Raises:
             ValueError: They have the same directory and prefix as those of the run.
         """
-        saver, self._is_fresh = run.saver, run.restored is None
+        saver, self._is_fresh, self._reports = run.saver, run.restored is None, run.reports
         self._leave_out = saver.leave_out if self._given is None and saver is not None else self._given
         if saver is None or saver.prefix != self._prefix:
             return
@@ -518,7 +519,11 @@ class KeepBest(ShownAsTyped):
             return
         worse, _ = contents.worse_since(self._at_start)
         with internal_transfers(), saver.knowing(not worse):
-            saver.save(state, extra={self.metric: value})
+            extra: dict[str, Any] = {}
+            if self._reports is not None:
+                saver.tell(self._reports.told)
+                extra = {} if self._reports.config is None else {"config": self._reports.config}
+            saver.save(state, extra=extra | {self.metric: value})
             self.values[step] = value
             # The new checkpoint must be on disk before another is deleted.
             while len(self.values) > self._keep:

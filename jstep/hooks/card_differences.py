@@ -17,6 +17,10 @@ VERSION = 1
 PLACES = ("checkpoint_dir", "logdir", "compile_cache")
 """Arguments that name the directories of a run: recorded, never compared."""
 
+CONFIG, CODE = "config", "code"
+"""What only some cards have: the config of the program, and its commit; keys of a checkpoint's `extra`, too."""
+_NOT_RECORDED, _UNKNOWN = "(not recorded)", "unknown"
+
 # The cards of a timeline.
 
 
@@ -50,9 +54,10 @@ def starts_of(where: str, start: str = "") -> list[Start]:
     """
     found: list[Start] = []
     latest: dict[tuple[str, str], Start] = {}
-    for line in fields_with(where, "card", "version", start=start):
+    codes: dict[int, dict[str, Any]] = {}
+    for line in fields_with(where, "card", "version", CODE, start=start):
         kind, prefix, programs = line.get("kind"), line.get("prefix", "model"), line.get("programs")
-        if kind not in (START, "card") or not isinstance(prefix, str):
+        if kind not in (START, "card", CODE) or not isinstance(prefix, str):
             continue
         key = prefix, str(line.get("start"))
         one = latest.get(key)
@@ -61,10 +66,15 @@ def starts_of(where: str, start: str = "") -> list[Start]:
             found.append(one)
         if kind == START:
             one.time = line.get("time")
+        elif kind == CODE:
+            codes[id(one)] = {name: line.get(name) for name in ("commit", "edits")}
         elif "card" in line:
             one.card = line
         elif one.card is not None and isinstance(programs, list) and isinstance(one.card.get("programs"), list):
             one.card["programs"] = [*one.card["programs"], *programs]
+    for one in found:
+        if one.card is not None and id(one) in codes:
+            one.card[CODE] = codes[id(one)]
     return found
 
 
@@ -73,7 +83,7 @@ def is_whole(card: object) -> TypeGuard[dict[str, Any]]:
     return (
         isinstance(card, dict)
         and card.get("card") == VERSION
-        and all(isinstance(card.get(name), dict) for name in _SECTIONS)
+        and all(isinstance(card.get(name), dict) for name in _SECTIONS if name != CONFIG)
         and isinstance(card.get("programs"), list)
     )
 
@@ -102,6 +112,8 @@ _EFFECTS: Mapping[Any, Effect] = {
     "arguments": Effect.NONE,
     ("arguments", "batch_sharding"): Effect.PLACE,
     "lanes": Effect.BITS,
+    CONFIG: Effect.BITS,  # what its values do is not known
+    CODE: Effect.PLACE,
 }
 """The effect of a section of the cards, and of some of its values."""
 _XLA_FLAG = "XLA_FLAGS "
@@ -120,6 +132,7 @@ _SECTIONS = {
     "batches": "batches: ",
     "stages": "",
     "arguments": "train: ",
+    CONFIG: "config: ",
 }
 """The sections that are compared value by value, and the prefix of their lines."""
 
@@ -137,6 +150,7 @@ _MOST = 6
 _LONGEST_VALUE = 80
 _LONGEST_ARGUMENT = 400
 _PLACE = re.compile(r"/|\\|^\[?[\w.:-]+\]?:\d+$")
+_ABSOLUTE = re.compile(r"~|/|\.{1,2}/|[A-Za-z]:[\\/]|\w+://")
 _NAME_OF_PLACE = re.compile(r"(DIR|PATH|FILE|ADDRESS|ADDR|HOST|URL)$")
 
 IN_A_AND_B = "in A", "in B"
@@ -189,6 +203,8 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any], runs: tuple[str, st
         one, other = _values(a, section), _values(b, section)
         if section == "environment":
             one, other = _without_places(one, other)
+        if section == CONFIG:
+            one, other = _of_configs(a, b)
         found = [
             Difference(section, name, begins + line)
             for name in _names(one, other)
@@ -203,6 +219,39 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any], runs: tuple[str, st
         yield from found
     for line in differences("lanes", a.get("lanes"), b.get("lanes"), runs):
         yield Difference("lanes", "", line)
+    codes = _code(a), _code(b)
+    if None not in codes:
+        for line in differences(CODE, *codes, runs):
+            yield Difference(CODE, "", line)
+
+
+def _of_configs(*cards: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The configs of two cards that have one, without places, secrets, and what is an argument of `train` in both."""
+    if not all(isinstance(card.get(CONFIG), dict) for card in cards):
+        return [{}, {}]
+    one, other = (_section(card, CONFIG) for card in cards)
+    of_one, of_other = (_section(card, "arguments") for card in cards)
+    arguments = {json.dumps([of_one[name], of_other[name]]) for name in of_one if name in of_other}
+    left_out = set()
+    for name in one | other:
+        values = [of[name] for of in (one, other) if name in of]
+        is_argument = len(values) == 2 and json.dumps(values) in arguments
+        if is_argument or _NOT_RECORDED in values or all(map(_is_place, values)):
+            left_out.add(name)
+    return [{name: value for name, value in of.items() if name not in left_out} for of in (one, other)]
+
+
+def _is_place(value: object) -> bool:
+    return isinstance(value, str) and _ABSOLUTE.match(value) is not None
+
+
+def _code(card: Mapping[str, Any]) -> str | None:
+    """The commit and the hash of the edits, in words; None if that is not known."""
+    code = _section(card, CODE)
+    commit, edits = code.get("commit"), code.get("edits")
+    if not isinstance(commit, str) or edits == _UNKNOWN:
+        return None
+    return f"commit {commit[:8]}" + ("" if edits is None else f" with edits {edits} that are not committed")
 
 
 def _section(card: Mapping[str, Any], section: str) -> dict[str, Any]:
@@ -398,7 +447,11 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int, leave_
         [one.line for one in found if one.effect is effect and one.section not in left_out]
         for effect in (Effect.BITS, Effect.PLACE)
     )
-    return Changes([*bits, *_changes_of_programs(before, now, step, found)], place)
+    of_programs = list(_changes_of_programs(before, now, step, found))
+    if (code := _code(now)) is not None and _code(before) == code:
+        same = f"; the code is the same ({code})"
+        of_programs = [f"{line}{same}" if line.startswith(_TRACED_STEP) else line for line in of_programs]
+    return Changes([*bits, *of_programs], place)
 
 
 _EFFECTS_ON = {
@@ -441,9 +494,10 @@ def _changes_of_programs(
     else:
         why = ""
     if why:
-        yield f"step: the traced {_name_of_stage(now, stage)} differs: {why}"
+        yield f"{_TRACED_STEP} {_name_of_stage(now, stage)} differs: {why}"
 
 
+_TRACED_STEP = "step: the traced"
 _TRACED_SECTIONS = "settings", "devices", "state"
 _TRACED = {("versions", "jstep"), ("versions", "jax"), ("versions", "jaxlib"), ("arguments", "batch_sharding")}
 """What enters the trace of a step, so that the same step may be traced differently."""

@@ -122,6 +122,7 @@ class CheckpointSaverHook(RunHook):
                 raise nonfinite
             self._about_to_save(step)
             extra = self._extra() if self._extra else None
+            self.saver.tell(self.run.reports.told)
             # A hook of the run looks at the parameters, which none has that is called by hand.
             has_looked = self.run.finite.at_start is not None
             known = self.saver.knowing(nonfinite is None, self._passing_secs)

@@ -29,7 +29,7 @@ Metrics = Mapping[str, Any]
 class Hook(ShownAsTyped):
     """Callbacks around the steps of `train`. Subclass it, or define any of its methods.
 
-    In addition, `train` only calls `get_state` and `set_state`.
+    In addition, `train` only calls `get_state` and `set_state`. A hook may have any of these methods alone.
 
     Steps are integers on the host, the number of updates applied: what has step N, a log line, a row of metrics, an
     evaluation, a checkpoint or a fingerprint, is of the update N − 1 → N, which took batch N − 1, or of its state. What
@@ -48,8 +48,7 @@ class Hook(ShownAsTyped):
     position in the list only matters between hooks that share all of these. One object may serve several runs, because
     `begin` starts from scratch.
 
-    `train` does not close hooks, and calls `end` only if no exception was raised. To close what a hook opened, wrap
-    `train`, for example in `with contextlib.closing(hook)`.
+    `train` calls `end` only if no exception was raised, and `closed` in any case, also where `begin` was not called.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -90,12 +89,38 @@ class Hook(ShownAsTyped):
         that is continued to a larger `last_step` calls them at its new end.
         """
 
+    def before_save(self, step: int) -> bool | None:
+        """Called before each checkpoint of a step; if it returns True, on any process, nothing is saved.
+
+        All rows of metrics up to it were delivered. An exception prevents the save, too, and ends the run.
+        """
+
+    def saved(self, step: int, path: str) -> None:
+        """Called on process 0 with a checkpoint that is kept and acknowledged: complete, and on the disk.
+
+        It is called in a thread beside the steps, one call at a time; no step waits for it. The checkpoint is not
+        deleted before it returns, and `train` waits for it at its end, also after SIGTERM. What it raises is logged,
+        and raised by `train` at its end if it was the last word.
+        """
+
+    def failed(self, step: int, error: BaseException) -> None:
+        """Called with the exception that ends the run, when all that could be saved is saved."""
+
+    def closed(self) -> None:
+        """Called at the very end, after success and failure, last hook first."""
+
     def next_due(self, step: int) -> int | None:
         """Return the first step after `step` at which to call `after_step`; None to call it after every call.
 
         It must be a pure function of the step. With `steps_per_call`, no call runs past such a step.
         """
         return None
+
+
+def defines(hook: object, name: str) -> bool:
+    """Whether a hook has one of the methods that `Hook` only documents; data of that name is none."""
+    method = getattr(hook, name, None)
+    return callable(method) and getattr(method, "__func__", method) is not getattr(Hook, name)
 
 
 def name_of(hook: object) -> str:
@@ -148,6 +173,8 @@ def _how_to_advance(found: int, step: int, first: int | None) -> str:
 # The hooks that `train` is given, checked before anything is opened.
 
 _METHODS = ("begin", "after_step", "before_step", "end", "next_due", "get_state", "set_state")
+_TOLD = ("before_save", "saved", "failed", "closed")
+"""Methods of hooks, too; data of that name is none."""
 _OF_HOOKS = ("after_step", "before_step", "end", "next_due", "cadence")
 """What only hooks have. Callbacks of evaluations, which are called themselves, may have the other methods."""
 _OF_EVALUATIONS = "jstep.EvaluationHook(evaluate, every_n_steps=…, callbacks=[…])"
@@ -167,7 +194,8 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
         for method in _METHODS:
             if hasattr(hook, method) and not callable(getattr(hook, method)):
                 raise TypeError(f"hooks[{i}].{method}: must be a function, got {kind(getattr(hook, method))}")
-        if not any(hasattr(hook, method) for method in _METHODS):
+        is_told = any(callable(getattr(hook, method, None)) for method in _TOLD)
+        if not is_told and not any(hasattr(hook, method) for method in _METHODS):
             way = ""
             if callable(hook):
                 name = getattr(hook, "__name__", "fn")
@@ -175,8 +203,8 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
                     f". A function becomes a hook by jstep.every(100, {name}), which calls it every 100 steps; "
                     f"a callback of evaluations belongs in {_OF_EVALUATIONS}"
                 )
-            raise TypeError(f"hooks[{i}]={shown(hook)}: has none of {', '.join(_METHODS)}; see jstep.Hook{way}")
-        if callable(hook) and not any(hasattr(hook, name) for name in _OF_HOOKS):
+            raise TypeError(f"hooks[{i}]={shown(hook)}: has none of {', '.join(_METHODS + _TOLD)}; see jstep.Hook{way}")
+        if callable(hook) and not is_told and not any(hasattr(hook, name) for name in _OF_HOOKS):
             raise TypeError(
                 f"hooks[{i}]={shown(hook)}: must be a hook, got a callback of evaluations, which train would never "
                 f"call; give it to {_OF_EVALUATIONS}"

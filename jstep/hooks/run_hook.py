@@ -12,6 +12,7 @@ from jstep.hooks.cadence import Cadence, Due
 from jstep.hooks.hook import Hook, Metrics
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.numbers import TransferQueue
+from jstep.hooks.told import Told
 from jstep.state.contents import StateContents
 from jstep.state.train_state import TrainState
 from jstep.summary.writer import SummaryWriter
@@ -60,6 +61,8 @@ class Reports:
         counter: The hook that measures the speed of the run; None if there is none.
         writer: The writer of event files; None if there is no logdir.
         examples: The number of examples so far, and that of the steps whose number of rows is not known.
+        told: Tells the user's hooks of checkpoints.
+        config: The program's own options, as they are recorded.
     """
 
     sums: MetricSums = dataclasses.field(default_factory=MetricSums)
@@ -67,6 +70,8 @@ class Reports:
     counter: Rates | None = None
     writer: SummaryWriter | None = None
     examples: tuple[int, int] = (0, 0)
+    told: Told | None = None
+    config: dict[str, Any] | None = None
 
     def count_examples(self, steps: int, rows: int | None) -> None:
         """Count the examples of some steps more, whose batches have so many rows, or not known how many."""

@@ -19,6 +19,7 @@ from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import list_of_hooks
 from jstep.hooks.speed import StepCounterHook
 from jstep.loop.calls import AUTO
+from jstep.loop.given import config_of
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import require_state
 from jstep.stores.urls import is_url, location
@@ -50,6 +51,7 @@ class Options:
     batch_sharding: Any
     compile_cache: str | os.PathLike[str] | bool | None
     stop_secs: float | None
+    config: Any = None
 
     @property
     def end(self) -> int | None:
@@ -68,6 +70,7 @@ class Options:
         checked = {
             "hooks": list_of_hooks(self.hooks),
             "last_step": LARGEST_STEP if self.last_step is None else as_int(self.last_step, "last_step", 0, _NO_END),
+            "config": config_of(self.config),
             "progress": None if self.progress is None else as_bool(self.progress, "progress"),
             "stop_secs": None
             if self.stop_secs is None

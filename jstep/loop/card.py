@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
@@ -29,13 +30,15 @@ from jstep.core.threads import in_background
 from jstep.data.loaders import ReplayedBatches, StateBatches
 from jstep.data.sequence import BatchSequence
 from jstep.hooks import card_differences
-from jstep.hooks.card_differences import BEFORE_AND_NOW, Changes, differences
+from jstep.hooks.card_differences import BEFORE_AND_NOW, CODE, CONFIG, Changes, differences
 from jstep.hooks.metric_sums import LOSS
 from jstep.hooks.states import key_of
+from jstep.loop import given
 from jstep.loop.arguments import Options
 from jstep.loop.calls import Call
 from jstep.loop.compiler import shapes_of, type_text
 from jstep.loop.dispatch import Dispatch
+from jstep.loop.given import without_login
 from jstep.loop.run import Observer, Origin
 from jstep.loop.setup import Setup
 from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
@@ -51,8 +54,6 @@ _LONGEST = 1000
 _MOST_NUMBERS = 200
 
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
-_LOGIN = re.compile(r"(\w://)[^/@\s]*@")
-_QUERY = re.compile(r"(\w://[^?\s]*)\?\S*")
 _SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -98,6 +99,8 @@ def card(
         "stages": {str(stage.first): name_of_step(stage.value) for stage in stages.stages()},
         "lanes": lanes if len(set(lanes.values())) > 1 else next(iter(lanes.values())),
         "arguments": _arguments(options),
+        **({} if options.config is None else {CONFIG: options.config}),
+        "argv": given.arguments(),
     }
 
 
@@ -167,12 +170,7 @@ def _versions() -> dict[str, str | None]:
 def environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables `XLA_FLAGS` and `JAX_*`, and no others; values that look like passwords are omitted."""
     names = [name for name in sorted(variables) if name == "XLA_FLAGS" or name.startswith("JAX_")]
-    return {name: "(not recorded)" if _SECRET.search(name) else _without_login(variables[name]) for name in names}
-
-
-def _without_login(text: str) -> str:
-    """A path or an address without the user name, password or signature that a URL may hold."""
-    return _QUERY.sub(r"\1", _LOGIN.sub(r"\1", text))
+    return {name: given.NOT_RECORDED if _SECRET.search(name) else without_login(variables[name]) for name in names}
 
 
 def _settings() -> dict[str, Any]:
@@ -236,14 +234,16 @@ def _batches(batches: Tree) -> dict[str, Any]:
 def _arguments(options: Options) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in dataclasses.fields(options):
+        if field.name == CONFIG:
+            continue
         value: Any = options.end if field.name == "last_step" else getattr(options, field.name)
         if field.name == "hooks":
             found["hooks"] = [without_addresses(key_of(hook)) for hook in value]
         elif isinstance(value, Saver):
-            found[field.name] = _without_login(value.directory)
+            found[field.name] = without_login(value.directory)
         elif field.name in card_differences.PLACES:
             is_place = not isinstance(value, bool | None)  # compile_cache=True
-            found[field.name] = _without_login(os.fspath(value)) if is_place else value
+            found[field.name] = without_login(os.fspath(value)) if is_place else value
         elif field.name == "batch_sharding":
             leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
             texts = [sharding_text(one) if isinstance(one, jax.sharding.Sharding) else str(one) for one in leaves]
@@ -276,7 +276,7 @@ def _json(value: object) -> Any:
 # The past of a checkpoint, its batches and optimizers, and what a resumed run reports of its changes.
 
 PAST = "past"
-"""The key of a checkpoint's `extra`."""
+"""A key of a checkpoint's `extra`, as CONFIG and CODE are."""
 
 _logger = logging.getLogger("jstep")
 
@@ -374,6 +374,9 @@ class Cards(Observer):
         self._optimizers: dict[str, str] = {}  # by the first step of the stage
         self._kept: dict[str, Any] | None = None  # the past of the restored checkpoint, until it was compared
         self._latest: list[Future[None]] = []
+        self._code: Future[dict[str, Any] | None] | None = None
+        self._began = time.monotonic()
+        self._reports: list[Future[None]] = []  # of what has changed, which waits for the commit
 
     def restored(self, saver: Saver | None, origin: Origin, dispatch: Dispatch, batches: Tree) -> None:
         """Write the card, and wait for the programs."""
@@ -383,13 +386,20 @@ class Cards(Observer):
         if origin.restored is not None and isinstance(kept := origin.extra.get(PAST), dict):
             self._kept = kept
         setup, loop = self.setup, self.setup.loop
-        given = setup.options, setup.train_steps, loop.first, shapes_of(loop.state), origin.held, batches
+        made_of = setup.options, setup.train_steps, loop.first, shapes_of(loop.state), origin.held, batches
 
         def record() -> None:
-            self._card = {**card(*given), "programs": []}
+            self._card = {**card(*made_of), "programs": []}
             setup.lines.write("card", **self._card)
 
+        def find() -> dict[str, Any] | None:
+            code = given.code()
+            if code is not None:
+                setup.lines.write(CODE, **code)
+            return code
+
         self._begin(record)
+        self._code = in_background(find, name="jstep-code", daemon=True)
 
     def _is_active(self) -> bool:
         """Whether this process records the run: the first one, if the run keeps anything."""
@@ -402,8 +412,8 @@ class Cards(Observer):
         with _logging_errors():
             program, traced, args = call.program, call.trace(state), call.of_one
             about, pure = {"stage": program.stage.first, "steps": program.most}, minimized(program.stage.step)
-            given = traced, program.constants.values, args, None if pure is None else pure.optimizer
-            self._begin(lambda: self._record(about | program_card(*given)))
+            made_of = traced, program.constants.values, args, None if pure is None else pure.optimizer
+            self._begin(lambda: self._record(about | program_card(*made_of)))
 
     def idle(self, shapes: Callable[[int], Any]) -> None:
         """Compare a start that takes no step with the one that made its checkpoint."""
@@ -428,15 +438,27 @@ class Cards(Observer):
         """Return the past to keep with a checkpoint of this step, as `{PAST: …}`; it waits for pending lines."""
         found, extra = dict[str, Any](), self._origin.extra
         if step <= self.setup.loop.first and (self.setup.loop.is_restored or PAST in extra):  # no step was run
-            return {PAST: extra[PAST]} if PAST in extra else {}
+            return {key: extra[key] for key in (PAST, CONFIG, CODE) if key in extra}
         if self._is_active():
             wait(self._latest)
             with _logging_errors():
                 found[PAST] = self._past(step)
+            if self.setup.options.config is not None:
+                found[CONFIG] = self.setup.options.config
+            if (code := self._known_code()) is not None:
+                found[CODE] = code
         return found
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         wait(self._latest)
+        if self._code is not None and not self.setup.signals.twice:
+            wait([self._code], timeout=max(0.0, self._began + given.SECS - time.monotonic()))
+        wait(self._reports)
+
+    def _known_code(self) -> dict[str, Any] | None:
+        """The commit, once it is known."""
+        code = self._code
+        return code.result() if code is not None and code.done() and code.exception() is None else None
 
     def _begin(self, task: Callable[[], None]) -> None:
         """Run a task in a thread, after the earlier tasks."""
@@ -459,9 +481,31 @@ class Cards(Observer):
         saver, step = self._saver, self._origin.restored
         if kept is None or saver is None or step is None:
             return
-        name, past, found = checkpoint_name(saver.prefix, step), self._past(step), None
+        code, past, optimizers = self._code, self._past(step), dict(self._optimizers)
+        past["optimizers"] = optimizers
+
+        def report() -> None:
+            with _logging_errors():
+                wait([] if code is None else [code], timeout=given.SECS)
+                self._report(kept, past, program, saver, step, is_idle=is_idle)
+
+        self._reports = [in_background(report, name="jstep-changes")]
+
+    def _report(
+        self,
+        kept: Mapping[str, Any],
+        past: Mapping[str, Any],
+        program: Mapping[str, Any],
+        saver: Saver,
+        step: int,
+        *,
+        is_idle: bool,
+    ) -> None:
+        """Report what has changed since the checkpoint was made; no save waits for it."""
+        name, found = checkpoint_name(saver.prefix, step), None
         if self._card is not None:
-            found = self._changes_since(kept.get(START), name, {**self._card, "programs": [program]}, step)
+            now = {**self._card, CODE: self._known_code(), "programs": [program]}
+            found = self._changes_since(kept.get(START), name, now, step)
         of_past = past_changes(step, name, kept, past, optimizers=found is None)
         bits, place = found or Changes([], [])
         report_changes(name, Changes([*bits, *of_past], place), is_idle=is_idle)

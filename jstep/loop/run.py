@@ -10,8 +10,10 @@ from jstep.checkpoint.saver import Saver
 from jstep.core.annotations import Tree
 from jstep.core.exceptions import scoped
 from jstep.data.loaders import Source
+from jstep.distributed import processes
 from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
+from jstep.hooks.hook import defines
 from jstep.hooks.run_hook import Finite, Poll, Reports, RunHook
 from jstep.loop.calls import Call
 from jstep.loop.dispatch import Dispatch, Look
@@ -233,8 +235,10 @@ class Run(Setup):
     def before_save(self, step: int) -> bool:
         """Deliver what is pending; return whether a hook prevents the save."""
         self.reports.transfers.deliver_all()
-        hooks = [hook for hook in self.hooks if isinstance(hook, RunHook)]
-        return True in [bool(hook.before_save(step)) for hook in hooks]  # a list: each hook must be called
+        own = [one for one in self.options.hooks if not isinstance(one, RunHook) and defines(one, "before_save")]
+        hooks = [*own, *(hook for hook in self.hooks if isinstance(hook, RunHook))]
+        is_prevented = True in [bool(hook.before_save(step)) for hook in hooks]  # a list: each hook must be called
+        return processes.any_process(is_prevented) if own else is_prevented
 
     def before_off_cadence(self) -> None:
         """Keep the position of batches that are made with the state as it is now."""

@@ -16,6 +16,7 @@ from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.numbers import TransferQueue
 from jstep.hooks.run_hook import Poll, RunCall, RunHook
+from jstep.hooks.told import Told
 from jstep.loop.arguments import Options
 from jstep.loop.calls import Call
 from jstep.loop.compiler import StartTimes
@@ -204,6 +205,7 @@ class Setup:
         fetched: Counts the batches that were fetched.
         in_flight: The calls that the device has not finished.
         closing: Closes what the run opens.
+        told: Tells the user's hooks of checkpoints, of an error, and of the end.
         new_name: Its name, if it has none from an earlier start.
     """
 
@@ -215,6 +217,7 @@ class Setup:
     times: StartTimes
     sums: MetricSums
     transfers: TransferQueue
+    told: Told
     lines: Lines = dataclasses.field(default_factory=Lines)
     fetched: FetchCounter = dataclasses.field(default_factory=FetchCounter)
     in_flight: InFlight = dataclasses.field(default_factory=InFlight)
@@ -236,4 +239,5 @@ def new_setup(
         times=times,
         sums=MetricSums(limit for limit in limits if limit is not None),
         transfers=TransferQueue(functools.partial(watch.part, STEPPING)),
+        told=Told(options.hooks),
     )

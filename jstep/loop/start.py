@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import logging
 import math
 from collections.abc import Callable
@@ -231,7 +232,8 @@ def build_hooks(
     if saver is not None:
         savers.insert(0, RunSaverHook(options, saver))
     hooks += savers  # last: the checkpoint of a step includes the other hooks' changes to the state
-    return hooks, Reports(setup.sums, setup.transfers, counter, writer)
+    told, config = setup.told, options.config
+    return hooks, Reports(setup.sums, setup.transfers, counter, writer, told=told, config=config)
 
 
 def _flushes(run: Run) -> list[Callable[[], None]]:
@@ -250,4 +252,11 @@ def _open_writer(setup: Setup, origin: Origin) -> SummaryWriter | None:
     if writer.path is not None and starts_here(writer.path, suffix, first):
         for _ in range(STARTS):
             writer.add_session_log("START", first)
+    if setup.options.config and jax.process_index() == 0:
+        plain = {
+            name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
+            for name, value in setup.options.config.items()
+        }
+        with contextlib.suppress(ImportError):  # TensorBoard is not installed
+            writer.add_hparams(plain)
     return writer

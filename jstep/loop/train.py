@@ -81,6 +81,7 @@ def train(
     batch_sharding: object = None,
     compile_cache: str | os.PathLike[str] | bool | None = None,
     stop_secs: float | None = None,
+    config: object = None,
 ) -> TrainState[P]:
     """Train up to `last_step`: restore the newest checkpoint, run the steps and save checkpoints.
 
@@ -142,6 +143,8 @@ def train(
             the process; they are restored when the run ends.
         stop_secs: Seconds, counted from this call, after which the run saves and leaves as after SIGTERM, on all
             processes at one step: some time before a scheduler's limit. None for no limit.
+        config: The program's own options: a mapping, a dataclass instance or an `argparse.Namespace`. They are kept
+            with the run and with each checkpoint, without secrets, and compared at a restart.
 
     Returns:
         The state after the last step.
@@ -188,6 +191,7 @@ def train(
         progress=progress,
         compile_cache=compile_cache,
         stop_secs=stop_secs,
+        config=config,
     )
     stages = stages_of(train_step)
     check(state, options.last_step)
@@ -206,13 +210,14 @@ def train(
 
 def _train(setup: Setup, batches: Tree) -> TrainState:
     """Run to the end and return the last state."""
-    state, is_heeded, signals = None, False, setup.signals
+    state, is_heeded, signals, ended_by = None, False, setup.signals, None
     try:
         with contextlib.ExitStack() as left:
             observers: Observers = ()
             for observer in OBSERVERS:
                 observers = (*observers, left.enter_context(observer(setup)))
             left.callback(signals.end)
+            left.callback(lambda: None if signals.twice else setup.told.wait())
             left.enter_context(setup.closing)
             run = None
             try:
@@ -238,9 +243,21 @@ def _train(setup: Setup, batches: Tree) -> TrainState:
                 setup.loop.release()
                 setup.in_flight.clear()
         signals.agree_at_end()
+    except BaseException as error:
+        ended_by = error
+        raise
     finally:
-        if signals.received is not None and not is_heeded:
-            leave_after_closing(setup, state)
+        try:
+            if signals.received is not None and not is_heeded:
+                leave_after_closing(setup, state)
+        except BaseException as error:
+            ended_by = error
+            raise
+        finally:
+            try:
+                setup.told.end(setup.loop.step, ended_by, state)
+            finally:
+                ended_by = None  # or it would be kept by its own traceback
     interactive.forget()
     return state
 

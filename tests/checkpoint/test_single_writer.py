@@ -264,5 +264,5 @@ def test_where_signals_end_processes_none_is_sent_to_see_whether_one_is_alive(mo
     monkeypatch.setattr(os, "name", "nt")
     found = claims.started(unknown)
     monkeypatch.undo()
-    assert found == "unknown"
+    assert found is None  # without Windows' kernel, which would be asked
     assert len(sent) == 1

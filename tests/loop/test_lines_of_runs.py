@@ -88,7 +88,19 @@ def run(
 
 
 MASKED = {
-    *("time", "time_again", "pid", "began", "versions", "environment", "devices", "settings", "hash", "sharding"),
+    *(
+        "time",
+        "time_again",
+        "pid",
+        "began",
+        "versions",
+        "environment",
+        "devices",
+        "settings",
+        "hash",
+        "sharding",
+        "argv",
+    ),
     *("operations", "numbers"),  # of the traced program, which other versions of JAX trace otherwise
 }
 
@@ -100,6 +112,7 @@ def timeline(where: str) -> list[str]:
     """Return the lines of the timeline, without those of parts of the time that later ones replace."""
     path = pathlib.Path(where, "timeline.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = [line for line in lines if line["kind"] != "code"]  # the commit of the repository, when git has told it
     kept = []
     for i, line in enumerate(lines):
         later = itertools.takewhile(lambda one: one["kind"] != "start", lines[i + 1 :])

@@ -1,0 +1,84 @@
+"""What the user's hooks are told of a run besides its steps: checkpoints that are there, how it failed, and its end."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jstep.core.exceptions import note
+from jstep.core.threads import Thread
+from jstep.hooks.hook import defines, name_of
+from jstep.state.train_state import TrainState
+
+_logger = logging.getLogger("jstep")
+
+
+class Told:
+    """The user's hooks that are told something. A thread tells of checkpoints, one after the other.
+
+    Args:
+        hooks: The hooks of the user, in order.
+    """
+
+    def __init__(self, hooks: Sequence[Any]) -> None:
+        self._hooks = list(hooks)
+        self._wanted = [hook for hook in self._hooks if defines(hook, "saved")]
+        self._pending: deque[tuple[int, str]] = deque()  # the first of them is being told
+        self._is_less = threading.Condition()
+        self._errors: dict[int, BaseException] = {}
+
+    def saved(self, step: int, path: str) -> None:
+        """Tell of a checkpoint that is acknowledged and kept; from any thread, at once."""
+        with self._is_less:
+            if not self._wanted or jax.process_index() != 0:
+                return
+            self._pending.append((step, path))
+            if len(self._pending) == 1:
+                Thread(target=self._tell, name="jstep-saved", daemon=True).start()
+
+    def _tell(self) -> None:
+        while True:
+            step, path = self._pending[0]
+            for hook in list(self._wanted):
+                self._errors.pop(id(hook), None)
+                try:
+                    hook.saved(step, path)
+                except BaseException as error:  # nobody but the log and the end of the run hears of it
+                    self._errors[id(hook)] = error
+                    _logger.warning("%s.saved(%d, %r): %s: %s", name_of(hook), step, path, type(error).__name__, error)
+            with self._is_less:
+                self._pending.popleft()
+                self._is_less.notify_all()
+                if not self._pending:
+                    return
+
+    def wait(self, path: str | None = None) -> None:
+        """Wait until the hooks were told of this checkpoint, or of all."""
+        with self._is_less:
+            self._is_less.wait_for(lambda: not any(path in (None, one) for _, one in self._pending))
+
+    def end(self, step: int, error: BaseException | None, state: TrainState | None) -> None:
+        """Tell of the error that ends the run, and of the end; without an error, raise the first one of the hooks."""
+        problems, self._wanted = list(self._errors.values()), []
+        calls: list[tuple[Any, str, tuple[Any, ...]]] = []
+        if error is not None:
+            calls = [(hook, "failed", (step, error)) for hook in self._hooks]
+        for hook, method, args in [*calls, *((hook, "closed", ()) for hook in reversed(self._hooks))]:
+            if defines(hook, method):
+                try:
+                    getattr(hook, method)(*args)
+                except Exception as problem:
+                    problems.append(problem)
+        first = problems.pop(0) if problems and error is None else None
+        for other in problems:
+            if (noted := error or first) is not None and other is not noted:
+                note(noted, f"Additionally, {type(other).__name__}: {other}")
+        if first is not None:
+            first.state = state  # type: ignore[attr-defined]
+            try:
+                raise first
+            finally:
+                del first, problems, calls  # or it would be kept by its own traceback

@@ -1,0 +1,272 @@
+"""What a run was given: its config and its command line as JSON without secrets, and the commit of its code."""
+
+import argparse
+import contextlib
+import dataclasses
+import enum
+import hashlib
+import json
+import logging
+import math
+import numbers
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from jstep.core.checks import array_type, cut, kind
+from jstep.core.jaxprs import digest_of, without_addresses
+
+# The config and the command line.
+
+NOT_RECORDED = "(not recorded)"
+_LONGEST, _MOST_ARGUMENTS = 1000, 100
+_SECRET = re.compile(r"(secret|password|passwd|passphrase|pwd|credential)s?")
+"""Words of a name whose value is a secret, whatever it is."""
+_SECRET_IF_LONG = re.compile(r"(key|token|auth|authorization|apikey)s?")
+"""Words of a name whose value is a secret if it is a long word: `num_tokens=1024` and `image_key="image"` are none."""
+_LONG_WORD = re.compile(r"\S{16,}")
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_LOGIN, _QUERY = re.compile(r"(\w://)[^/@\s]*@"), re.compile(r"(\w://[^?\s]*)\?\S*")
+
+
+def config_of(given: object) -> dict[str, Any] | None:
+    """Return a config as name → JSON value, nested names joined by `/`; None if none is given.
+
+    Raises:
+        TypeError: It is neither a mapping, nor a dataclass instance, nor an `argparse.Namespace`.
+        ValueError: Two of its values have the same name.
+    """
+    if given is None:
+        return None
+    if (entries := _entries(given)) is None:
+        raise TypeError(
+            "config: must be a mapping, a dataclass instance or an argparse.Namespace, got "
+            f"{kind(given)}; give the attributes of another object as vars(config)"
+        )
+    found: dict[str, Any] = {}
+    for name, value in _flat("", given, ()) if entries else ():
+        if name in found:
+            raise ValueError(f"config: two of its values are called {name!r}; give one of them another name")
+        found[name] = recorded(name, value)
+    return found
+
+
+def _entries(value: Any) -> dict[Any, Any] | None:
+    """The entries of what gives names; None of any other value."""
+    if isinstance(value, type):
+        return None
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    if isinstance(value, argparse.Namespace):
+        return dict(vars(value))
+    if not (callable(getattr(value, "keys", None)) and hasattr(value, "__getitem__")):
+        return None
+    found = {}
+    for key in value.keys():  # noqa: SIM118  (a mapping is what has `keys` and `[]`)
+        try:
+            found[key] = value[key]
+        except Exception as error:  # a value that is missing, or cannot be resolved
+            found[key] = f"({type(error).__name__})"
+    return found
+
+
+def _flat(name: str, value: object, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    entries = None if id(value) in above else _entries(value)
+    if not entries:
+        yield name, value
+        return
+    for key, inner in entries.items():
+        yield from _flat(f"{name}/{key}" if above else str(key), inner, (*above, id(value)))
+
+
+def recorded(name: str, value: object) -> Any:
+    """Return a value as JSON, or the word that it is not recorded, if its name says that it is a secret."""
+    try:
+        value = as_json(value)
+    except RecursionError:  # a list inside of itself
+        value = _repr(value)
+    words = [word.lower() for word in _WORD.findall(name)]
+    is_secret = any(map(_SECRET.fullmatch, words)) and not isinstance(value, bool | None)
+    if is_secret or (any(map(_SECRET_IF_LONG.fullmatch, words)) and _has_long_word(value)):
+        return NOT_RECORDED
+    text = value if isinstance(value, str) else json.dumps(value)
+    return value if len(text) <= _LONGEST else f"{text[:_LONGEST]}… (hash {digest_of(text)[:16]})"
+
+
+def _has_long_word(value: object) -> bool:
+    if isinstance(value, list):
+        return any(map(_has_long_word, value))
+    return isinstance(value, str) and _LONG_WORD.fullmatch(value) is not None
+
+
+def as_json(value: Any) -> Any:
+    """Convert a value to JSON, without NaN, logins and addresses; arrays are their dtype and shape."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, enum.Enum) and not isinstance(value, str | numbers.Real):
+        return _repr(value)
+    if isinstance(value, str):
+        return without_login(str.__str__(value))
+    if isinstance(value, os.PathLike):
+        return without_login(os.fsdecode(value))
+    if isinstance(value, list | tuple):
+        return [as_json(one) for one in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(as_json, value), key=lambda one: (str(type(one)), str(one)))
+    with contextlib.suppress(Exception):  # of a key, or of an array that was donated
+        if value.shape == () and hasattr(value, "dtype"):
+            number = value.item()
+            value = float(str(value)) if isinstance(number, float) else number  # a float32 0.1 is 0.1
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else repr(float(value))
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return array_type(value.shape, value.dtype)
+    return _repr(value)
+
+
+def _repr(value: object) -> str:
+    try:
+        return without_addresses(without_login(repr(value)))
+    except Exception:
+        return type(value).__qualname__
+
+
+def without_login(text: str) -> str:
+    """A path or an address without the user name, password or signature that a URL may hold."""
+    return _QUERY.sub(r"\1", _LOGIN.sub(r"\1", text))
+
+
+def arguments() -> list[str]:
+    """Return the command line, without what looks like a secret."""
+    given, found, before = [str(one) for one in getattr(sys, "argv", ())], list[str](), ""
+    for one in given[:_MOST_ARGUMENTS]:
+        name, equals, value = one.partition("=")
+        if equals and "://" not in name:
+            found.append(f"{name}={recorded(name, value)}")
+        else:
+            found.append(one if one.startswith("--") else str(recorded(before, one)))
+        before = one if one.startswith("-") and not equals else ""
+    more = len(given) - len(found)
+    return [*found, f"… and {more} more"] if more else found
+
+
+# The code.
+
+SECS = 2.0
+"""The seconds that git may take."""
+_SOURCES = tuple(f".{end}".encode() for end in "py pyx sh c cc cpp cu cuh h hpp".split())  # noqa: SIM905
+_OTHERS = ("DIR", "WORK_TREE", "INDEX_FILE", "COMMON_DIR", "OBJECT_DIRECTORY", "ALTERNATE_OBJECT_DIRECTORIES", "PREFIX")
+"""Ends of the variables by which git is told of another repository, as in its hooks."""
+_STATUS = ("status", "--porcelain=v2", "-z", "--no-renames", "--untracked-files=all", "--ignore-submodules=none")
+_logger = logging.getLogger("jstep")
+
+
+def code() -> dict[str, Any] | None:
+    """Return the commit of the program's repository, and a hash of what is not committed; None if that is not known.
+
+    The repository is that of the program's file, else that of the current directory. The `edits` are None if there are
+    none, and "unknown" if git takes too long.
+    """
+    deadline = time.monotonic() + SECS
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    with contextlib.suppress(OSError):
+        places = [*([pathlib.Path(main).absolute().parent] if main else []), pathlib.Path.cwd()]
+        where = next((one for one in places if any((up / ".git").exists() for up in (one, *one.parents))), None)
+        return None if where is None else _code_in(os.fspath(where), deadline)
+    return None
+
+
+def _code_in(where: str, deadline: float) -> dict[str, Any] | None:
+    try:
+        root = os.fsdecode(_git(where, deadline, "rev-parse", "--show-toplevel").rstrip(b"\r\n"))
+    except FileNotFoundError:  # no git
+        return None
+    except Exception as error:
+        if "not a git repository" not in str(error):
+            _logger.info("the commit of this run is not known: %s", cut(str(error), 300))
+        return None
+    try:
+        commit = _git(root, deadline, "rev-parse", "--verify", "--quiet", "HEAD").decode().strip()
+    except Exception:  # no commit
+        return None
+    try:
+        return {"commit": commit, "edits": _edits(root, deadline)}
+    except Exception:
+        return {"commit": commit, "edits": "unknown"}
+
+
+def _git(where: str, deadline: float, *words: str) -> bytes:
+    """Run git, which writes nothing; it ends with its children when the time is over."""
+    others = {f"GIT_{end}" for end in _OTHERS}
+    environment = {name: value for name, value in os.environ.items() if name not in others}
+    process = subprocess.Popen(
+        ["git", "-c", "core.fsmonitor=false", "-C", where, *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},  # it renews no index
+        start_new_session=True,  # its children end with it, and Ctrl-C is not for it
+    )
+    try:
+        found, problem = process.communicate(timeout=max(0.01, deadline - time.monotonic()))
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise TimeoutError(f"git {words[0]} took longer than {SECS:g} s") from None
+        raise
+    if process.returncode:
+        raise OSError(problem.decode(errors="replace").strip().split("\n")[0])
+    return found
+
+
+def _edits(root: str, deadline: float) -> str | None:
+    """Return a hash of what is not committed, None if there is nothing; the same edits hash alike in every clone."""
+    edited: dict[bytes, bytes] = {}
+    for entry in filter(None, _git(root, deadline, *_STATUS).split(b"\0")):
+        *fields, path = entry.split(b" ", {b"1": 8, b"u": 10}.get(entry[:1], 1))
+        if fields[0] == b"?" and not path.endswith(_SOURCES):
+            continue
+        at = os.path.join(root, os.fsdecode(path))
+        if len(fields) > 2 and fields[2].startswith(b"S"):  # a submodule: its commit, and its edits
+            head = _git(at, deadline, "rev-parse", "--verify", "--quiet", "HEAD") if os.path.isdir(at) else b"gone"
+            inner = _edits(at, deadline) if os.path.isdir(at) else None
+            if fields[2][1:2] != b"C" and inner is None and head != b"gone":
+                continue
+            edited[path] = head + (inner or "").encode()
+        else:
+            edited[path] = _content(at, deadline)
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(edited):
+        digest.update(b"%d %s %d " % (len(path), path, len(edited[path])) + edited[path])
+    return digest.hexdigest() if edited else None
+
+
+def _content(path: str, deadline: float) -> bytes:
+    """A hash of a file, of where a link leads, or the word that it is gone."""
+    if os.path.islink(path):
+        return b"link " + os.fsencode(os.readlink(path))
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        with open(path, "rb") as file:
+            while part := file.read(2**20):
+                digest.update(part)
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return b"gone"
+    return digest.digest()

@@ -1,0 +1,263 @@
+"""What a hook is told: `before_save`, `saved`, `failed`, `closed`."""
+
+import logging
+import os
+import signal
+import threading
+import time
+
+import jax.numpy as jnp
+import pytest
+
+import jstep
+
+optimizer = jstep.gradient_descent(0.1)
+train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+
+
+def train(last_step, *hooks, batches=None, **options):
+    state = jstep.TrainState.create({"w": 0.0}, optimizer)
+    options = {"log_steps": None} | options
+    return jstep.train(train_step, state, batches or (lambda step: jnp.float32(1.0)), last_step, hooks=hooks, **options)
+
+
+def saving(tmp_path, every=5, **options):
+    saver = jstep.Saver(tmp_path / "run", **options) if options else tmp_path / "run"
+    return {"checkpoint_dir": saver, "save_checkpoint_steps": every, "save_checkpoint_secs": None}
+
+
+class Told(jstep.Hook):
+    def __init__(self, saved=None, failed=None, closed=None):
+        self.calls, self._fns = [], {"saved": saved, "failed": failed, "closed": closed}
+
+    def _called(self, name, *args):
+        self.calls.append((name, *args))
+        if self._fns[name] is not None:
+            self._fns[name](*args)
+
+    def saved(self, step, path):
+        self._called("saved", step, path)
+
+    def failed(self, step, error):
+        self._called("failed", step, error)
+
+    def closed(self):
+        self._called("closed")
+
+    @property
+    def steps(self):
+        return [call[1] for call in self.calls if call[0] == "saved"]
+
+
+def test_each_kept_checkpoint_is_told_when_it_is_there(tmp_path):
+    seen = []
+
+    def look(step, path):
+        with jstep.Saver(os.path.dirname(path)) as saver:
+            seen.append((step, int(saver.restore(jstep.TrainState.create({"w": 0.0}, optimizer), step).global_step)))
+
+    hook = Told(look)
+    train(12, hook, **saving(tmp_path))
+    assert seen == [(5, 5), (10, 10), (12, 12)]
+    assert hook.calls[0] == ("saved", 5, str(tmp_path / "run" / "model-5"))
+    assert hook.calls[-1] == ("closed",)
+
+
+def test_no_checkpoint_is_evicted_before_its_word_has_returned(tmp_path):
+    found = []
+
+    def slowly(step, path):
+        time.sleep(0.1)
+        found.append(os.path.isdir(path))
+
+    hook = Told(slowly)
+    train(10, hook, **saving(tmp_path, 1, max_to_keep=1))
+    assert hook.steps[:9] == list(range(1, 10))
+    assert all(found)
+
+
+def test_keep_best_waits_and_tells(tmp_path):
+    found = []
+
+    def slowly(step, path):
+        time.sleep(0.05)
+        found.append((step, os.path.basename(path), os.path.isdir(path)))
+
+    best = jstep.KeepBest(tmp_path / "best", "w", mode="max")
+    evaluation = jstep.EvaluationHook(lambda state: {"w": float(state.params["w"])}, every_n_steps=2, callbacks=[best])
+    train(6, Told(slowly), evaluation)
+    assert found == [(2, "best-2", True), (4, "best-4", True), (6, "best-6", True)]
+
+
+def test_a_checkpoint_saver_hook_tells_and_a_users_saver_does_not_after_the_run(tmp_path):
+    hook, saver = Told(), jstep.Saver(tmp_path / "own", prefix="own")
+    state = train(4, hook, jstep.CheckpointSaverHook(saver, save_steps=2))
+    assert {os.path.basename(path) for _, _, path in hook.calls[:-1]} == {"own-2", "own-4"}
+    count = len(hook.calls)
+    saver.save(jstep.increment_global_step(state))
+    saver.close()
+    assert len(hook.calls) == count
+
+
+def test_steps_do_not_wait(tmp_path):
+    free, steps = threading.Event(), []
+
+    def hold(step, path):
+        assert free.wait(60)
+
+    def look(step, state, metrics):
+        steps.append(step)
+        if step == 15:
+            free.set()
+
+    train(20, Told(hold), jstep.every(1, look), **saving(tmp_path, 10))
+    assert steps == list(range(1, 21))
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_failed_gets_the_very_exception_when_all_is_saved(error, tmp_path):
+    def fail(step, state, metrics):
+        if step == 7:
+            raise error("stop")
+
+    seen = []
+
+    def look(step, found):
+        seen.append((list(found.__notes__), int(found.state.global_step), os.path.isdir(tmp_path / "run" / "model-7")))
+
+    hook = Told(failed=look)
+    with pytest.raises(error) as found:
+        train(20, hook, jstep.every(1, fail), **saving(tmp_path))
+    assert [call[0] for call in hook.calls] == ["saved", "saved", "failed", "closed"]
+    assert hook.calls[2] == ("failed", 7, found.value)
+    assert seen[0][1:] == (7, True)
+    assert seen[0][0]
+
+
+def test_a_signal_is_told_and_the_last_checkpoint_before_it(tmp_path):
+    def stop(step, state, metrics):
+        if step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    hook = Told(lambda step, path: time.sleep(0.2))
+    with pytest.raises(jstep.Preempted) as found:
+        train(20, hook, jstep.every(1, stop), **saving(tmp_path))
+    assert hook.steps[-1] in (7, 8)
+    assert hook.calls[-2:] == [("failed", hook.steps[-1], found.value), ("closed",)]
+
+
+def test_hooks_are_closed_in_reverse_also_where_begin_was_not_called(tmp_path):
+    order = []
+    hooks = [Told(closed=lambda name=name: order.append(name)) for name in "abc"]
+    train(1, *hooks)
+    assert order == ["c", "b", "a"]
+
+    class Refuse(jstep.Hook):
+        def begin(self, state):
+            raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        train(1, Refuse(), *hooks)
+    assert order == ["c", "b", "a"] * 2
+    with pytest.raises(TypeError):
+        train("x", *hooks)
+    assert len(order) == 6
+
+
+def test_what_saved_raises_ends_no_run(tmp_path, caplog):
+    def fail(step, path):
+        raise OSError(f"no bucket at {step}")
+
+    with caplog.at_level(logging.WARNING, "jstep"), pytest.raises(OSError, match="no bucket at 10") as found:
+        train(10, Told(fail), **saving(tmp_path))
+    assert int(found.value.state.global_step) == 10
+    assert "Told.saved(5, " in caplog.text
+    assert os.path.isdir(tmp_path / "run" / "model-10")
+
+    def fail_once(step, path):
+        if step == 15:
+            raise OSError("once")
+
+    train(20, Told(fail_once), **saving(tmp_path))
+
+
+def test_where_a_run_fails_its_error_stays(tmp_path):
+    def fail(what):
+        def raises(*_):
+            raise OSError(what)
+
+        return raises
+
+    def stop(step, state, metrics):
+        raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop") as found:
+        train(10, Told(*map(fail, ["saved", "failed", "closed"])), jstep.every(6, stop), **saving(tmp_path))
+    notes = [note for note in found.value.__notes__ if note.startswith("Additionally")]
+    assert notes == [f"Additionally, OSError: {what}" for what in ("saved", "failed", "closed")]
+
+
+def test_after_success_the_first_error_of_closed_is_raised():
+    def fail(name):
+        def closed():
+            raise ValueError(name)
+
+        return closed
+
+    hooks = [Told(closed=fail(name)) for name in "ab"]
+    with pytest.raises(ValueError, match="b") as found:
+        train(3, *hooks)
+    assert found.value.__notes__ == ["Additionally, ValueError: a"]
+    assert int(found.value.state.global_step) == 3
+    assert [hook.calls for hook in hooks] == [[("closed",)]] * 2
+
+
+def test_before_save_prevents_a_save_and_sees_all_rows(tmp_path):
+    rows, asked = [], []
+
+    class Prevent:
+        def before_save(self, step):
+            asked.append((step, rows[-1]))
+            return step == 4
+
+    log = jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=1)
+    train(6, log, Prevent(), **saving(tmp_path, 2))
+    assert asked == [(2, 2), (4, 4), (6, 6)]
+    assert jstep.Saver(tmp_path / "run").all_steps() == [2, 6]
+
+
+def test_data_with_such_names_is_no_method(tmp_path):
+    class Data(jstep.Hook):
+        saved, closed, failed = 0, False, None
+
+        def after_step(self, step, state, metrics):
+            self.saved += 1
+
+    hook = Data()
+    train(4, hook, **saving(tmp_path, 2))
+    assert hook.saved == 4
+
+
+def test_a_hook_may_have_one_of_them_alone(tmp_path):
+    class Closed:
+        def closed(self):
+            self.is_closed = True
+
+    hook = Closed()
+    train(1, hook)
+    assert hook.is_closed
+    with pytest.raises(TypeError, match=r"has none of .*saved"):
+        train(1, object())
+
+
+def test_a_reporting_hook_of_the_users_is_told(tmp_path):
+    class Rows(jstep.ReportingHook):
+        def deliver(self, step, values):
+            pass
+
+        def saved(self, step, path):
+            self.steps = step
+
+    hook = Rows()
+    train(4, hook, **saving(tmp_path, 2))
+    assert hook.steps == 4

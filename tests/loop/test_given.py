@@ -1,0 +1,378 @@
+"""What a run was given: names and values of a config, secrets, the command line, the commit, a restart's lines."""
+
+import argparse
+import collections
+import dataclasses
+import enum
+import json
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+import time
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+from jstep.hooks.card_differences import card_difference, starts_of
+from jstep.loop import given
+
+optimizer = jstep.gradient_descent(0.1)
+train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+SECRET = "hunter2-hunter2-hunter2"
+
+
+def train(last_step, **options):
+    state = jstep.TrainState.create({"w": 0.0}, optimizer)
+    options = {"log_steps": None} | options
+    return jstep.train(train_step, state, lambda step: jnp.float32(1.0), last_step, **options)
+
+
+@dataclasses.dataclass
+class Options:
+    lr: float = 0.1
+    name: str = "adam"
+
+
+class Keyed:
+    """A mapping as `ml_collections` has them."""
+
+    def keys(self):
+        return ["a", "b"]
+
+    def __getitem__(self, key):
+        if key == "b":
+            raise LookupError("missing")
+        return 3
+
+
+class Mode(str, enum.Enum):  # noqa: UP042
+    TRAIN = "train"
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Bad:
+    def __repr__(self):
+        raise ValueError
+
+
+def test_names_are_joined():
+    config = {"a": {"b": Options(), "empty": {}}, "c": argparse.Namespace(d=1), "e": Keyed(), 3: 4}
+    expected = {"a/b/lr": 0.1, "a/b/name": "adam", "a/empty": "{}", "c/d": 1, "e/a": 3, "e/b": "(LookupError)", "3": 4}
+    assert given.config_of(config) == expected
+    assert given.config_of(Options()) == {"lr": 0.1, "name": "adam"}
+    assert given.config_of(argparse.Namespace(x=1)) == {"x": 1}
+    assert given.config_of({}) == {}
+    assert given.config_of(None) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (True, True),
+        (np.bool_(True), True),
+        (np.int64(3), 3),
+        (np.float32(0.1), 0.1),
+        (jnp.float32(0.1), 0.1),
+        (jnp.bfloat16(0.5), 0.5),
+        (float("nan"), "nan"),
+        (float("-inf"), "-inf"),
+        (pathlib.Path("/a/b"), "/a/b"),
+        ((1, "x", None), [1, "x", None]),
+        ({3, 1, 2}, [1, 2, 3]),
+        (np.ones((2, 3), np.float32), "float32[2,3]"),
+        (Mode.TRAIN, "train"),
+        (Level.HIGH, 3),
+        (Bad(), "Bad"),
+        ("http://user:pass@host/x?sig=1", "http://host/x"),
+        (2**80, 2**80),
+    ],
+    ids=[f"{i}" for i in range(17)],
+)
+def test_values(value, expected):
+    found = given.recorded("name", value)
+    assert found == expected
+    assert type(found) is type(expected)
+    json.dumps(found, allow_nan=False)
+
+
+def test_long_and_circular_values():
+    long = given.recorded("text", "ab" * 2000)
+    assert len(long) < 1050
+    assert long.startswith("abab")
+    assert long != given.recorded("text", "ab" * 2001)
+    assert given.recorded("fn", object()) == given.recorded("fn", object())
+    circle = []
+    circle.append(circle)
+    assert given.recorded("list", circle) == "[[...]]"
+    config = {"a": 1}
+    config["self"] = config
+    assert set(given.config_of(config)) == {"a", "self"}
+
+
+@pytest.mark.parametrize("name", ["secret", "db_password", "dbPassword", "DB-PASSWD", "a/pwd", "aws.credentials"])
+@pytest.mark.parametrize("value", ["x", 5, ["x"]], ids=str)
+def test_values_with_secret_names_are_left_out(name, value):
+    assert given.recorded(name, value) == "(not recorded)"
+    assert given.recorded(name, None) is None
+    assert given.recorded(name, True) is True
+
+
+@pytest.mark.parametrize("name", ["api_key", "apiKey", "hf_token", "auth", "tokens", "APIKey"])
+def test_long_words_of_other_names_are_left_out(name):
+    assert given.recorded(name, SECRET) == "(not recorded)"
+    assert given.recorded(name, ["a", SECRET]) == "(not recorded)"
+    assert given.recorded(name, "image") == "image"
+    assert given.recorded(name, 1024) == 1024
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "monkey", "author", "keyboard", "pad"])
+def test_other_names_stay(name):
+    assert given.recorded(name, SECRET) == SECRET
+
+
+@pytest.mark.parametrize("config", [[1], 3, "x", Options, object()], ids=["list", "int", "str", "class", "object"])
+def test_other_objects_are_refused_before_anything_is_opened(config, tmp_path):
+    with pytest.raises(TypeError, match=r"vars\(config\)"):
+        train(1, checkpoint_dir=tmp_path / "a", config=config)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("config", [{"a/b": 1, "a": {"b": 2}}, {1: 1, "1": 2}], ids=["nested", "keys"])
+def test_two_values_of_one_name_are_refused(config):
+    with pytest.raises(ValueError, match="two of its values are called"):
+        train(1, config=config)
+
+
+def test_the_command_line(monkeypatch):
+    words = ["p.py", "--lr=0.1", f"--api-key={SECRET}", f"token={SECRET}", "--password", "x", "--hf-token", SECRET]
+    words += ["--tokenizer", SECRET, "http://a:b@c/d?e=f", "--password", "--verbose", *map(str, range(200))]
+    monkeypatch.setattr(sys, "argv", words)
+    found = given.arguments()
+    assert found[:8] == [
+        *("p.py", "--lr=0.1", "--api-key=(not recorded)", "token=(not recorded)"),
+        *("--password", "(not recorded)", "--hf-token", "(not recorded)"),
+    ]
+    assert found[8:13] == ["--tokenizer", SECRET, "http://c/d", "--password", "--verbose"]
+    assert found[100:] == ["… and 113 more"]
+
+
+def test_no_secret_is_below_the_run(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(sys, "argv", ["p.py", "--password", SECRET])
+    best = jstep.KeepBest(tmp_path / "run" / "best", "loss")
+    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, callbacks=[best])
+    with caplog.at_level(logging.INFO, "jstep"):
+        for width in (1, 2):
+            config = {"a": {"password": SECRET + str(width)}, "hf_token": SECRET, "width": width}
+            train(2 * width, checkpoint_dir=tmp_path / "run", logdir=tmp_path / "run", hooks=[hook], config=config)
+    assert SECRET not in caplog.text
+    assert "config: width: 1 before, 2 now" in caplog.text
+    paths = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(paths) > 5
+    assert not [path for path in paths if SECRET.encode() in path.read_bytes()]
+    expected = {"a/password": "(not recorded)", "hf_token": "(not recorded)", "width": 1}
+    assert jstep.Saver(tmp_path / "run" / "best", prefix="best").extra(2) == {"config": expected, "loss": 1.0}
+
+
+def lines_of(before, now, tmp_path, caplog, **options):
+    for last_step, config in ((2, before), (4, now)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "jstep"):
+            train(last_step, checkpoint_dir=tmp_path, config=config, **options)
+    return [line.strip() for line in caplog.text.splitlines() if "config:" in line]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        ({"a": 1}, {"a": 2}, ["config: a: 1 before, 2 now"]),
+        ({"a": 1}, {"b": 2}, ["config: a: 1 before, absent now", "config: b: absent before, 2 now"]),
+        ({"a": True}, {"a": 1}, ["config: a: true before, 1 now"]),
+        ({"a": "org/data"}, {"a": "org/other"}, ["config: a: org/data before, org/other now"]),
+        ({"a": "/x"}, {"a": "/y"}, []),
+        ({"a": "s3://x"}, {"a": "~/y"}, []),
+        ({"password": "x"}, {"password": "y"}, []),
+        ({"steps": 2}, {"steps": 4}, []),
+        (None, {"a": 1}, []),
+        ({"a": 1}, None, []),
+        ({}, {"a": 1}, ["config: a: absent before, 1 now"]),
+    ],
+    ids=str,
+)
+def test_lines_of_a_restart(before, now, expected, tmp_path, caplog):
+    assert lines_of(before, now, tmp_path, caplog) == expected
+
+
+def test_two_runs_are_compared(tmp_path):
+    for name, width in (("a", 512), ("b", 768)):
+        train(2, checkpoint_dir=tmp_path / name, config={"width": width})
+    cards = [starts_of(str(tmp_path / name))[-1].card for name in "ab"]
+    assert "config: width: 512 in A, 768 in B" in card_difference(*cards)
+
+
+def test_hparams_are_in_the_event_file(tmp_path):
+    pytest.importorskip("tensorboard")
+    train(2, logdir=tmp_path, config={"width": 3, "sizes": [1, 2], "none": None})
+    data = b"".join(path.read_bytes() for path in tmp_path.glob("*tfevents*"))
+    assert b"width" in data
+    assert b"[1, 2]" in data
+
+
+# The commit. git is real; where it is slow or absent, it is faked by a program on the path.
+
+
+def git(folder, *words):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    names = {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    command = ["git", "-c", "protocol.file.allow=always", "-C", str(folder), *words]
+    result = subprocess.run(command, env=environment | names, capture_output=True, text=True, check=True, timeout=60)
+    return result.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    root = tmp_path / "repository"
+    (root / "src").mkdir(parents=True)
+    git(root, "init", "-q")
+    (root / "src" / "a b\n.py").write_text("1")
+    (root / "data.txt").write_text("1")
+    git(root, "add", ".")
+    git(root, "commit", "-q", "-m", "first")
+    at(root / "src", monkeypatch)
+    return root
+
+
+def at(folder, monkeypatch, program=None):
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "__main__", types.SimpleNamespace(**({"__file__": program} if program else {})))
+
+
+def test_a_clean_repository_has_no_edits(repository):
+    (repository / "log.txt").write_text("data and logs are no edits")
+    index = (repository / ".git" / "index").read_bytes()
+    assert given.code() == {"commit": git(repository, "rev-parse", "HEAD"), "edits": None}
+    assert (repository / ".git" / "index").read_bytes() == index
+
+
+def test_edits_are_hashed_alike_in_each_clone(repository, tmp_path, monkeypatch):
+    clone = tmp_path / "clone"
+    git(tmp_path, "clone", "-q", str(repository), str(clone))
+    found = []
+    for folder, is_staged in ((repository, False), (clone, True)):
+        (folder / "src" / "a b\n.py").write_text("2")
+        (folder / "new.py").write_text("3")
+        if is_staged:
+            git(folder, "add", ".")
+        at(folder, monkeypatch)
+        found.append(given.code())
+    assert found[0] == found[1]
+    assert len(found[0]["edits"]) == 16
+    (clone / "new.py").write_text("4")
+    assert given.code() != found[0]
+    os.unlink(clone / "src" / "a b\n.py")
+    assert given.code()["edits"] not in (None, found[0]["edits"])
+
+
+def test_the_repository_is_that_of_the_program(repository, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    at(tmp_path / "elsewhere", monkeypatch, str(repository / "src" / "train.py"))
+    assert given.code()["commit"] == git(repository, "rev-parse", "HEAD")
+    at(tmp_path / "elsewhere", monkeypatch)
+    assert given.code() is None
+
+
+def test_worktrees_detached_heads_and_submodules(repository, tmp_path, monkeypatch):
+    head = git(repository, "rev-parse", "HEAD")
+    git(repository, "worktree", "add", "-q", "--detach", str(tmp_path / "tree"))
+    at(tmp_path / "tree", monkeypatch)
+    assert given.code() == {"commit": head, "edits": None}
+    outer = tmp_path / "outer"
+    outer.mkdir()
+    git(outer, "init", "-q")
+    git(outer, "submodule", "add", "-q", str(repository), "inner")
+    git(outer, "commit", "-q", "-m", "outer")
+    at(outer, monkeypatch)
+    assert given.code()["edits"] is None
+    (outer / "inner" / "log.txt").write_text("a log")
+    assert given.code()["edits"] is None
+    (outer / "inner" / "data.txt").write_text("2")
+    assert given.code()["edits"] is not None
+    at(outer / "inner", monkeypatch)
+    assert given.code()["commit"] == head
+
+
+def test_git_of_another_repository_is_not_followed(repository, tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "index"))
+    assert given.code()["commit"] == git(repository, "rev-parse", "HEAD")
+
+
+def test_no_commit_and_no_git_say_nothing(repository, tmp_path, monkeypatch, caplog):
+    (tmp_path / "new").mkdir()
+    git(tmp_path / "new", "init", "-q")
+    at(tmp_path / "new", monkeypatch)
+    with caplog.at_level(logging.INFO, "jstep"):
+        assert given.code() is None
+        at(repository, monkeypatch)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert given.code() is None
+    assert caplog.text == ""
+
+
+def test_a_repository_that_git_refuses_says_why(repository, monkeypatch, caplog):
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    with caplog.at_level(logging.INFO, "jstep"):
+        assert given.code() is None
+    assert "dubious ownership" in caplog.text
+
+
+@pytest.mark.parametrize(("slow", "expected"), [("rev-parse", False), ("status", True)])
+def test_a_slow_git_is_ended_with_its_children(slow, expected, repository, tmp_path, monkeypatch, caplog):
+    (tmp_path / "bin").mkdir()
+    fake = tmp_path / "bin" / "git"
+    real = subprocess.run(["which", "git"], capture_output=True, text=True, check=True).stdout.strip()
+    hang = f"sleep 60 & echo $! > {tmp_path}/child; wait"
+    fake.write_text(f'#!/bin/sh\ncase "$*" in *{slow}*) {hang};; esac\nexec {real} "$@"\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(given, "SECS", 1.0)
+    with caplog.at_level(logging.INFO, "jstep"):
+        found = given.code()
+    assert found == ({"commit": git(repository, "rev-parse", "HEAD"), "edits": "unknown"} if expected else None)
+    assert ("took longer than" in caplog.text) is not expected
+    child = int((tmp_path / "child").read_text())
+    for _ in range(100):
+        state = pathlib.Path(f"/proc/{child}/stat")
+        if not state.exists() or state.read_text().split(")")[1].split()[0] in "ZX":
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the child of git lives")
+
+
+def test_the_commit_is_with_the_run_and_its_checkpoints(repository, tmp_path, caplog):
+    steps = collections.Counter()
+
+    def slowly(step):
+        steps[step] += 1
+        time.sleep(0.05)
+        return jnp.float32(1.0)
+
+    state = jstep.TrainState.create({"w": 0.0}, optimizer)
+    jstep.train(train_step, state, slowly, 20, checkpoint_dir=tmp_path / "run", log_steps=None)
+    head = git(repository, "rev-parse", "HEAD")
+    assert jstep.Saver(tmp_path / "run").extra(20)["code"] == {"commit": head, "edits": None}
+    assert starts_of(str(tmp_path / "run"))[-1].card["code"] == {"commit": head, "edits": None}
+    (repository / "src" / "a b\n.py").write_text("2")
+    with caplog.at_level(logging.INFO, "jstep"):
+        train(25, checkpoint_dir=tmp_path / "run")
+    assert f"code: commit {head[:8]} before, commit {head[:8]} with edits" in caplog.text
