@@ -88,19 +88,8 @@ def run(
 
 
 MASKED = {
-    *(
-        "time",
-        "time_again",
-        "pid",
-        "began",
-        "versions",
-        "environment",
-        "devices",
-        "settings",
-        "hash",
-        "sharding",
-        "argv",
-    ),
+    *("time", "time_again", "pid", "began", "versions", "environment", "devices", "settings", "hash", "sharding"),
+    "argv",
     *("operations", "numbers"),  # of the traced program, which other versions of JAX trace otherwise
 }
 
