@@ -371,7 +371,7 @@ def test_there_are_at_most_nineteen_rooms() -> None:
     assert not [name for name in MODULES if name.count(".") > 1], "a room is flat"
 
 
-MOST_FILES = 25
+MOST_FILES = 26
 """The files of a room at most."""
 
 

@@ -467,7 +467,7 @@ class KeepBest(ShownAsTyped):
         Raises:
             ValueError: They have the same directory and prefix as those of the run.
         """
-        saver, self._is_fresh, self._reports = run.saver, run.restored is None, run.reports
+        saver, self._is_fresh, self._reports = run.saver, run.restored is None or run.is_branching, run.reports
         self._leave_out = saver.leave_out if self._given is None and saver is not None else self._given
         if saver is None or saver.prefix != self._prefix:
             return

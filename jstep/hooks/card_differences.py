@@ -14,7 +14,7 @@ from jstep.stores.timeline import START, fields_with
 VERSION = 1
 """The version of the cards."""
 
-PLACES = ("checkpoint_dir", "logdir", "compile_cache")
+PLACES = ("checkpoint_dir", "logdir", "compile_cache", "start_from")
 """Arguments that name the directories of a run: recorded, never compared."""
 
 CONFIG, CODE = "config", "code"

@@ -140,6 +140,10 @@ class RunInfo(Protocol):
         """The step at which the run ends; None if the batches, a hook or a signal end it."""
 
     @property
+    def is_branching(self) -> bool:
+        """Whether that is a checkpoint of another run."""
+
+    @property
     def restored(self) -> int | None:
         """The step of the checkpoint that the run resumes from, or None."""
 
@@ -266,7 +270,7 @@ class CustomLoop:
         hook: The hook. Its seconds are counted from now on.
     """
 
-    is_over, restored, saver, last_step = False, None, None, None
+    is_over, is_branching, restored, saver, last_step = False, False, None, None, None
     evaluations: tuple[()] = ()
 
     def __init__(self, hook: RunHook) -> None:

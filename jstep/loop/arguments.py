@@ -22,7 +22,7 @@ from jstep.loop.calls import AUTO
 from jstep.loop.given import config_of
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import require_state
-from jstep.stores.urls import is_url, location
+from jstep.stores.urls import absolute, is_url, location
 
 LARGEST_STEP = int(np.iinfo(np.int32).max)
 _NO_END = "or None if the batches, a hook or a signal end the run"
@@ -52,6 +52,7 @@ class Options:
     compile_cache: str | os.PathLike[str] | bool | None
     stop_secs: float | None
     config: Any = None
+    start_from: Any = None
 
     @property
     def end(self) -> int | None:
@@ -71,6 +72,7 @@ class Options:
             "hooks": list_of_hooks(self.hooks),
             "last_step": LARGEST_STEP if self.last_step is None else as_int(self.last_step, "last_step", 0, _NO_END),
             "config": config_of(self.config),
+            "start_from": None if self.start_from is None else absolute(location(self.start_from, "start_from")),
             "progress": None if self.progress is None else as_bool(self.progress, "progress"),
             "stop_secs": None
             if self.stop_secs is None

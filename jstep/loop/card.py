@@ -35,6 +35,7 @@ from jstep.hooks.metric_sums import LOSS
 from jstep.hooks.states import key_of
 from jstep.loop import given
 from jstep.loop.arguments import Options
+from jstep.loop.branch import PARENT
 from jstep.loop.calls import Call
 from jstep.loop.compiler import shapes_of, type_text
 from jstep.loop.dispatch import Dispatch
@@ -389,7 +390,7 @@ class Cards(Observer):
         made_of = setup.options, setup.train_steps, loop.first, shapes_of(loop.state), origin.held, batches
 
         def record() -> None:
-            self._card = {**card(*made_of), "programs": []}
+            self._card = {**card(*made_of), PARENT: origin.parent, "programs": []}
             setup.lines.write("card", **self._card)
 
         def find() -> dict[str, Any] | None:

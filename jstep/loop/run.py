@@ -15,6 +15,7 @@ from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.hook import defines
 from jstep.hooks.run_hook import Finite, Poll, Reports, RunHook
+from jstep.loop.branch import Trunk
 from jstep.loop.calls import Call
 from jstep.loop.dispatch import Dispatch, Look
 from jstep.loop.feeder import BatchFeeder
@@ -37,6 +38,8 @@ class Origin:
         held: Name → initial value of the held hyperparameters.
         extra: The `extra` of the checkpoint.
         first: The step at which the run begins, as far as that is known before it is restored, or None.
+        trunk: The checkpoint of another run that this one begins from; None if it has its own, or begins afresh.
+        parent: The path and the step of the checkpoint of another run that this one once began from, or None.
     """
 
     latest: int | None = None
@@ -45,6 +48,15 @@ class Origin:
     held: dict[str, float] = dataclasses.field(default_factory=dict)
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     first: int | None = None
+    trunk: Trunk | None = None
+    parent: dict[str, Any] | None = None
+
+    @property
+    def is_branching(self) -> bool:
+        """Whether the run is at the step at which it began from another one, not stopped there by a hook of its own."""
+        return self.trunk is not None or (
+            self.parent is not None and self.parent["step"] == self.restored and "stopped" not in self.extra
+        )
 
 
 class Observer(contextlib.AbstractContextManager["Observer"]):
@@ -60,7 +72,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         return None
 
-    def opened(self, saver: Saver | None) -> None:
+    def opened(self, saver: Saver | None, origin: Origin) -> None:
         """Called once the run may write to its directory, before the state is restored."""
 
     def restored(self, saver: Saver | None, origin: Origin, dispatch: Dispatch, batches: Tree) -> None:
@@ -194,6 +206,11 @@ class Run(Setup):
     def metrics(self) -> Any:
         """The metrics of that step."""
         return self.loop.metrics
+
+    @property
+    def is_branching(self) -> bool:
+        """Whether the run begins from a checkpoint of another one."""
+        return self.origin.trunk is not None
 
     @property
     def last_step(self) -> int | None:

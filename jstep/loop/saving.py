@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from jstep.checkpoint.leaf_records import left_out_indices
-from jstep.checkpoint.manifest import Extra
+from jstep.checkpoint.manifest import CheckpointError, Extra
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
@@ -41,6 +41,7 @@ from jstep.hooks.nan_loss import nonfinite_params
 from jstep.hooks.numbers import host, read
 from jstep.hooks.states import get_states, set_states
 from jstep.loop.arguments import MOST_SECS, Options
+from jstep.loop.branch import PARENT, Trunk, open_trunk, parent_in
 from jstep.loop.calls import AUTO
 from jstep.loop.run import ENDED, NAME, Observers, Origin, Run
 from jstep.loop.setup import Setup
@@ -78,19 +79,25 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
         given = step_of(state) if has_values else None
         first = given if latest is None else None
         origin = Origin(latest=latest, given=given, held={} if given is None else _held(state), first=first)
-        if latest is None or latest < options.last_step:
+    trunk = open_trunk(options, saver, origin.latest)
+    if saver is not None:
+        if origin.latest is None or origin.latest < options.last_step:
             saver.claim(state)  # fails now, not at the first save
         else:
             left_out_indices(state, saver.leave_out)
+    if trunk is not None:
+        origin = dataclasses.replace(origin, latest=trunk.step, trunk=trunk, parent=trunk.parent)
+    reads = saver if trunk is None else trunk.saver
+    if reads is not None and origin.latest is not None:
+        with contextlib.suppress(Exception):  # `restore` reports what is wrong
+            extra = extra_at(reads, origin.latest)
+            origin = dataclasses.replace(origin, first=origin.latest, extra=extra)
+            origin = dataclasses.replace(origin, parent=origin.parent or parent_in(extra))
     for observer in observers:
-        observer.opened(saver)
-    if saver is None:
+        observer.opened(saver, origin)
+    if reads is None:
         first = _step_of_given(state, "and no checkpoint_dir to restore from")
         return None, dataclasses.replace(origin, first=first)
-    if origin.latest is not None:
-        with contextlib.suppress(Exception):  # `restore` reports what is wrong
-            extra = extra_at(saver, origin.latest)
-            origin = dataclasses.replace(origin, first=origin.latest, extra=extra)
     return saver, origin
 
 
@@ -98,6 +105,8 @@ def restore(setup: Setup, saver: Saver | None, origin: Origin) -> Origin:
     """Restore the newest checkpoint, or start from the given state."""
     loop = setup.loop
     loop.restores(origin.first, origin.latest)
+    if origin.trunk is not None:
+        return _begin_from(setup, saver, origin, origin.trunk)
     if saver is None:
         return _with_given(setup, origin, "and no checkpoint_dir to restore from")
     try:
@@ -120,6 +129,27 @@ def restore(setup: Setup, saver: Saver | None, origin: Origin) -> Origin:
     _warn_if_different(origin.given, origin.held, restored, before, name)
     held = (before or {}) if origin.given else origin.held
     return dataclasses.replace(origin, restored=restored, extra=extra, held=held, first=restored)
+
+
+def _begin_from(setup: Setup, saver: Saver | None, origin: Origin, trunk: Trunk) -> Origin:
+    """Restore a checkpoint of another run, which may replace or delete it meanwhile."""
+    path = trunk.parent["path"]
+    gone = f"{path} was deleted or replaced while this run began from it; start the run again"
+    try:
+        with internal_transfers():
+            state = trunk.saver.restore(setup.loop.state, step=trunk.step)
+        extra = extra_at(trunk.saver, trunk.step)
+    except FileNotFoundError as error:
+        raise CheckpointError(gone) from error
+    if trunk.saver.extra(trunk.step) != trunk.extra:  # by which the batches have begun already
+        raise CheckpointError(gone)
+    setup.loop.begins(trunk.step, state, restored=True)
+    before = extra.get(HELD)
+    _warn_if_different(origin.given, origin.held, trunk.step, before, path)
+    # What stopped the parent does not stop the branch, which has a name of its own.
+    extra = {key: value for key, value in extra.items() if key not in (STOPPED, NAME)}
+    held = (before or {}) if origin.given else origin.held
+    return dataclasses.replace(origin, restored=trunk.step, extra=extra, held=held, first=trunk.step)
 
 
 def extra_at(saver: Saver, step: int) -> dict[str, Any]:
@@ -191,11 +221,13 @@ def _leave(setup: Setup, saver: Saver, kind: object, error: BaseException | None
 
 def restore_hooks(run: Run) -> bool:
     """Restore the states of the hooks; return whether one of them ends the run."""
-    is_done = set_states(run.hooks, run.origin.extra.get(HOOK_STATES))
+    is_stopped = set_states(run.hooks, run.origin.extra.get(HOOK_STATES))
     for hook in run.savers:
-        if isinstance(hook, RunSaverHook):
+        if isinstance(hook, RunSaverHook) and run.origin.trunk is None:
             hook.restored(run.loop.first, run.state)
-    return is_done
+        elif isinstance(hook, RunSaverHook):  # from now on the other run is not needed
+            hook.save(run.loop.first, run.state, wait=True)
+    return is_stopped and not run.origin.is_branching
 
 
 # When the next save is due, if the run decides it.
@@ -391,8 +423,10 @@ class RunSaverHook(CheckpointSaverHook):
         run, (positions, hooks) = self._run, memory
         past = {key: value for observer in run.observers for key, value in observer.past(run.step).items()}
         held = {HELD: run.origin.held} if run.origin.held else {}
+        parent = {} if run.origin.parent is None else {PARENT: run.origin.parent}
         return Extra(
-            positions.values | past | hooks.values | held | {NAME: run.name}, {**positions.files, **hooks.files}
+            positions.values | past | hooks.values | held | parent | {NAME: run.name},
+            {**positions.files, **hooks.files},
         )
 
 

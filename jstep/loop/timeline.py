@@ -7,7 +7,7 @@ import jax
 
 from jstep.checkpoint.saver import Saver
 from jstep.core import stopwatch
-from jstep.loop.run import Observer
+from jstep.loop.run import Observer, Origin
 from jstep.loop.setup import Setup
 from jstep.stores.timeline import AGAIN, START, TIMES, VERSION, Timeline
 
@@ -38,7 +38,7 @@ class TimelineRecorder(Observer):
         self.setup.lines.close()
         self.setup.watch.stop()
 
-    def opened(self, saver: Saver | None) -> None:
+    def opened(self, saver: Saver | None, origin: Origin) -> None:
         """Write the first line."""
         options, where = self.setup.options, self.setup.options.where
         if where is None or jax.process_index() != 0:

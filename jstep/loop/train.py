@@ -82,6 +82,7 @@ def train(
     compile_cache: str | os.PathLike[str] | bool | None = None,
     stop_secs: float | None = None,
     config: object = None,
+    start_from: str | os.PathLike[str] | None = None,
 ) -> TrainState[P]:
     """Train up to `last_step`: restore the newest checkpoint, run the steps and save checkpoints.
 
@@ -145,6 +146,10 @@ def train(
             processes at one step: some time before a scheduler's limit. None for no limit.
         config: The program's own options: a mapping, a dataclass instance or an `argparse.Namespace`. They are kept
             with the run and with each checkpoint, without secrets, and compared at a restart.
+        start_from: A checkpoint of another run, or its directory (the newest one), which this run begins from where
+            checkpoint_dir has none of its own yet: state, positions of loaders and states of hooks, as that run would
+            have continued. Its own checkpoint of that step is saved first; from then on start_from is not read. Nothing
+            is written to the other run's directory.
 
     Returns:
         The state after the last step.
@@ -192,6 +197,7 @@ def train(
         compile_cache=compile_cache,
         stop_secs=stop_secs,
         config=config,
+        start_from=start_from,
     )
     stages = stages_of(train_step)
     check(state, options.last_step)

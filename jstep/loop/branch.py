@@ -1,0 +1,118 @@
+"""The checkpoint of another run that a run begins from, with `start_from`: which one it is, and what refuses it."""
+
+import functools
+import logging
+import os
+import re
+from typing import Any, NamedTuple
+
+import jax
+
+from jstep.checkpoint.manifest import CheckpointError
+from jstep.checkpoint.names import checkpoint_name, latest_checkpoint
+from jstep.checkpoint.open_store import open_store
+from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.store import Store
+from jstep.distributed import processes
+from jstep.loop.arguments import Options
+from jstep.stores.files import is_directory
+from jstep.stores.urls import join, resolved, split
+
+PARENT = "parent"
+"""The key of a checkpoint's `extra`, and of cards and timelines: the checkpoint that its run began from."""
+_NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
+_logger = logging.getLogger("jstep")
+
+
+class Trunk(NamedTuple):
+    """The checkpoint of another run.
+
+    Attributes:
+        saver: Reads it.
+        step: Its step.
+        extra: Its `extra` when it was found; with another one it was replaced since.
+    """
+
+    saver: Saver
+    step: int
+    extra: Any
+
+    @property
+    def parent(self) -> dict[str, Any]:
+        """Its path and step, as they are recorded."""
+        path = join(resolved(self.saver.directory), checkpoint_name(self.saver.prefix, self.step))
+        return {"path": path, "step": self.step}
+
+
+def parent_in(extra: dict[str, Any]) -> dict[str, Any] | None:
+    """The parent that a checkpoint names; what a user has saved under the same key is none."""
+    found = extra.get(PARENT)
+    is_one = isinstance(found, dict) and isinstance(found.get("path"), str) and type(found.get("step")) is int
+    return found if is_one else None
+
+
+def open_trunk(options: Options, saver: Saver | None, latest: int | None) -> Trunk | None:
+    """Find the checkpoint that the run begins from; None if there is none, or the run has its own.
+
+    Raises:
+        CheckpointError: It is damaged.
+        FileNotFoundError: It does not exist; names the newest there is.
+        ValueError: It is the run's own, or not before last_step.
+    """
+    path = options.start_from
+    if path is None:
+        return None
+    prefix = options.checkpoint_prefix if saver is None else saver.prefix
+    above, name = split(path)
+    places = {resolved(path), resolved(above)} if _NAME.fullmatch(name) else {resolved(path)}
+    own = {
+        "checkpoint_dir": None if saver is None else saver.directory,
+        "logdir": None if options.logdir is None else os.fspath(options.logdir),
+    }
+    for argument, place in own.items():
+        if place is not None and resolved(place) in places:
+            raise ValueError(
+                f"start_from={path!r}: must be a checkpoint of another run, got the {argument} of this one. A run "
+                f"resumes from its own by itself: leave start_from out, or give the branch a {argument} of its own"
+            )
+    if latest is not None:
+        return None
+    reads, step = processes.on_all_processes(lambda: _trunk_at(path, prefix), "start_from cannot be read")
+    (step,) = processes.broadcast_ints(step)
+    trunk = Trunk(reads, step, processes.on_all_processes(lambda: reads.extra(step), "start_from cannot be read"))
+    if trunk.step >= options.last_step:
+        raise ValueError(
+            f"start_from={path!r}, last_step={options.end}: last_step must be above the step of that checkpoint, "
+            f"{trunk.step}"
+        )
+    if jax.process_index() == 0:
+        _logger.info("this run begins from %s", trunk.parent["path"])
+    return trunk
+
+
+def _trunk_at(path: str, prefix: str) -> tuple[Saver, int]:
+    """Find a checkpoint, or the newest one of a directory; never an older one in place of one that is damaged."""
+    above, name = split(path)
+    if match := _NAME.fullmatch(name):
+        store, step = open_store(above), int(match[2])
+        if store.at(match[1], step) is not None:
+            return Saver(above, prefix=match[1]), step
+        _refuse_damaged(store, match[1], step - 1, only=step)
+    if is_directory(path):
+        store = open_store(path)
+        newest = next((step for step, _ in store.newest_first(prefix)), -1)
+        _refuse_damaged(store, prefix, newest)
+        if newest >= 0:
+            return Saver(path, prefix=prefix), newest
+    looks = [functools.partial(latest_checkpoint, path)]
+    if match is not None:
+        looks += [functools.partial(latest_checkpoint, above, match[1]), functools.partial(latest_checkpoint, above)]
+    other = next((found for look in looks if (found := look())), None)
+    there = f"the newest checkpoint there is {other}" if other else "there are no checkpoints"
+    raise FileNotFoundError(f"start_from={path!r}: must be a checkpoint, or a directory with {prefix}-*; {there}")
+
+
+def _refuse_damaged(store: Store, prefix: str, above: int, only: int | None = None) -> None:
+    for broken, problem in store.broken(prefix, above):
+        if only is None or split(broken)[1] == checkpoint_name(prefix, only):
+            raise CheckpointError(f"start_from: {broken} is corrupted: {problem}; give another checkpoint")

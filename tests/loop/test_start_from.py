@@ -1,0 +1,210 @@
+"""Runs that branch: `train(start_from=…)`."""
+
+import logging
+import os
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+optimizer = jstep.adam(jstep.held("learning_rate", 0.1))
+train_step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)
+
+
+def make_state():
+    return jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
+
+
+class Loader:
+    """A loader with a position, which is not the step."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.at += 2
+        return np.full(3, self.at, np.float32)
+
+    def get_state(self):
+        return {"at": self.at}
+
+    def set_state(self, state):
+        self.at = state["at"]
+
+
+class Counter(jstep.Hook):
+    def __init__(self, stop_at=None):
+        self.n, self._stop_at = 0, stop_at
+
+    def after_step(self, step, state, metrics):
+        self.n += 1
+        return self.n == self._stop_at
+
+    def get_state(self):
+        return self.n
+
+    def set_state(self, n):
+        self.n = n
+
+
+def train(last_step, where, *hooks, batches=None, step=train_step, **options):
+    options = {"log_steps": None, "save_checkpoint_steps": 5, "save_checkpoint_secs": None} | options
+    return jstep.train(step, make_state(), batches or Loader(), last_step, checkpoint_dir=where, hooks=hooks, **options)
+
+
+def contents(folder):
+    return {
+        str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in [folder, *sorted(pathlib.Path(folder).rglob("*"))]
+    }
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 10, "auto"])
+@pytest.mark.parametrize("given", ["checkpoint", "directory"])
+def test_a_branch_is_its_trunk_bit_for_bit(given, steps_per_call, tmp_path):
+    whole = train(30, tmp_path / "whole", Counter(), steps_per_call=steps_per_call)
+    train(20, tmp_path / "trunk", Counter(), steps_per_call=steps_per_call)
+    before = contents(tmp_path / "trunk")
+    hook = Counter()
+    start = tmp_path / "trunk" / "model-20" if given == "checkpoint" else tmp_path / "trunk"
+    branch = train(30, tmp_path / "branch", hook, start_from=start, steps_per_call=steps_per_call)
+    assert branch == whole
+    assert contents(tmp_path / "trunk") == before
+    with jstep.Saver(tmp_path / "branch") as saver:
+        assert saver.all_steps() == [20, 25, 30]
+        parent = {"path": str(tmp_path / "trunk" / "model-20"), "step": 20}
+        assert [saver.extra(step)["parent"] for step in (20, 30)] == [parent] * 2
+
+
+def test_the_trunk_is_needed_until_the_first_checkpoint_alone(tmp_path):
+    train(20, tmp_path / "trunk")
+    whole = train(40, tmp_path / "whole")
+
+    class StopError(Exception):
+        pass
+
+    def stop(step, state, metrics):
+        raise StopError
+
+    with pytest.raises(StopError):
+        train(40, tmp_path / "branch", jstep.every(33, stop), start_from=tmp_path / "trunk")
+    os.rename(tmp_path / "trunk", tmp_path / "gone")
+    assert train(40, tmp_path / "branch", start_from=tmp_path / "trunk") == whole
+
+
+def test_the_first_checkpoint_exists_before_the_first_step(tmp_path):
+    train(10, tmp_path / "trunk")
+    seen = []
+
+    class Look(jstep.Hook):
+        def before_step(self, step, state):
+            seen.append(sorted(path.name for path in (tmp_path / "branch").glob("model-*")))
+
+    train(12, tmp_path / "branch", Look(), start_from=tmp_path / "trunk", save_checkpoint_steps=100)
+    assert seen[0] == ["model-10"]
+
+
+def test_without_a_directory_it_is_read_at_every_start(tmp_path):
+    whole = train(15, tmp_path / "whole")
+    train(10, tmp_path / "trunk")
+    for _ in range(2):
+        options = {"log_steps": None, "start_from": tmp_path / "trunk"}
+        assert jstep.train(train_step, make_state(), Loader(), 15, **options) == whole
+
+
+def test_what_stopped_the_trunk_is_not_inherited_and_its_memory_is(tmp_path):
+    def early():
+        stop = jstep.EarlyStopping("w", patience=2, mode="max")
+        return jstep.EvaluationHook(
+            lambda state: {"w": -1.0 * int(state.global_step)}, every_n_steps=2, callbacks=[stop]
+        )
+
+    stopped = train(40, tmp_path / "trunk", early(), Counter())
+    assert int(stopped.global_step) < 40
+    counter = Counter()
+    branch = train(40, tmp_path / "branch", early(), counter, start_from=tmp_path / "trunk")
+    assert int(branch.global_step) > int(stopped.global_step)
+    assert counter.n == int(branch.global_step)
+    again = train(60, tmp_path / "hook", Counter(stop_at=20))
+    assert int(again.global_step) == 20
+    assert int(train(30, tmp_path / "next", Counter(), start_from=tmp_path / "hook").global_step) == 30
+
+
+def test_a_branch_of_a_branch_and_its_lines(tmp_path, caplog):
+    train(10, tmp_path / "a")
+    train(20, tmp_path / "b", start_from=tmp_path / "a")
+    with caplog.at_level(logging.INFO, "jstep"):
+        train(30, tmp_path / "c", start_from=tmp_path / "b" / "model-15")
+    assert caplog.messages[0] == f"this run begins from {tmp_path}/b/model-15"
+    with jstep.Saver(tmp_path / "c") as saver:
+        assert saver.extra(30)["parent"] == {"path": f"{tmp_path}/b/model-15", "step": 15}
+        assert saver.extra(30)["run"] != jstep.Saver(tmp_path / "b").extra(20)["run"]
+
+
+def test_a_parent_of_the_users_is_none(tmp_path):
+    with jstep.Saver(tmp_path / "own") as saver:
+        saver.save(make_state(), extra={"parent": "mine"})
+    state = jstep.train(
+        train_step, make_state(), lambda step: jnp.ones(3), 3, checkpoint_dir=tmp_path / "own", log_steps=None
+    )
+    assert int(state.global_step) == 3
+
+
+@pytest.mark.parametrize(
+    ("start", "options", "error", "said"),
+    [
+        ("trunk/model-10", {"last_step": 10}, ValueError, "last_step=10.*10"),
+        ("trunk/model-9", {}, FileNotFoundError, "the newest checkpoint there is .*trunk/model-10"),
+        ("nothing", {}, FileNotFoundError, "there are no checkpoints"),
+        ("branch", {}, ValueError, "the checkpoint_dir of this one"),
+        ("branch/other-3", {}, ValueError, "the checkpoint_dir of this one"),
+        ("trunk", {"logdir": "trunk"}, ValueError, "the logdir of this one"),
+        (3, {}, TypeError, "start_from"),
+    ],
+    ids=["last_step", "missing", "no directory", "own", "own checkpoint", "logdir", "number"],
+)
+def test_bad_input(start, options, error, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(10, "trunk")
+    options = {"last_step": 20} | options
+    with pytest.raises(error, match=said):
+        train(options.pop("last_step"), "branch", start_from=start, **options)
+    assert not list(tmp_path.glob("branch/model-*"))
+
+
+def test_a_damaged_checkpoint_is_never_passed_over(tmp_path):
+    train(10, tmp_path / "trunk")
+    next(
+        (tmp_path / "trunk" / "model-10").rglob("manifest.json"), next((tmp_path / "trunk" / "model-10").iterdir())
+    ).unlink()
+    with pytest.raises((jstep.CheckpointError, FileNotFoundError)):
+        train(20, tmp_path / "branch", start_from=tmp_path / "trunk" / "model-10")
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_an_error(tmp_path, monkeypatch):
+    train(10, tmp_path / "trunk")
+    restore = jstep.Saver.restore
+
+    def replaced(self, *args, **kwargs):
+        found = restore(self, *args, **kwargs)
+        with jstep.Saver(tmp_path / "trunk") as saver:
+            saver.save(found, extra={"other": 1})
+        return found
+
+    monkeypatch.setattr(jstep.Saver, "restore", replaced)
+    with pytest.raises(jstep.CheckpointError, match="was deleted or replaced"):
+        train(20, tmp_path / "branch", start_from=tmp_path / "trunk" / "model-10")
+
+
+def test_stages_and_held_values_are_those_of_the_trunk(tmp_path):
+    stages = {0: train_step, 8: jstep.minimize(lambda params, x: jnp.sum(params["w"] * x), optimizer)}
+    change = jstep.every(5, lambda step, state, metrics: jstep.set_hyperparameter(state, "learning_rate", 0.01))
+    whole = train(20, tmp_path / "whole", change, step=stages)
+    train(10, tmp_path / "trunk", change, step=stages)
+    assert train(20, tmp_path / "branch", change, step=stages, start_from=tmp_path / "trunk") == whole
