@@ -64,7 +64,7 @@ Distributed training
     compile-only devices.
 Debugging and planning
     verify_resume (ResumeReport), replay (Replay), fingerprint, find_nonfinite (NonFinite); before a run: plan (Plan),
-    cost (Cost, with Collective entries); after a run: goodput (Goodput).
+    cost (Cost, with Collective entries); after a run: goodput (Goodput); of many: runs (RunList of RunSummary).
 Hyperparameter transfer to wider models
     mup (MupFactors), coord_check (CoordCheck).
 TensorBoard summaries

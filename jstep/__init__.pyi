@@ -248,6 +248,9 @@ from jstep.tools.replay import Replay as Replay
 from jstep.tools.replay import ResumeReport as ResumeReport
 from jstep.tools.replay import replay as replay
 from jstep.tools.replay import verify_resume as verify_resume
+from jstep.tools.runs import RunList as RunList
+from jstep.tools.runs import RunSummary as RunSummary
+from jstep.tools.runs import runs as runs
 from jstep.tools.transfer import CoordCheck as CoordCheck
 from jstep.tools.transfer import MupFactors as MupFactors
 from jstep.tools.transfer import coord_check as coord_check

@@ -532,6 +532,15 @@ class KeepBest(ShownAsTyped):
                 saver.delete(worst)
                 del self.values[worst]
 
+    @property
+    def best_kept(self) -> tuple[float, int] | None:
+        """The best value and its step; any thread may ask."""
+        values = dict(self.values)
+        if not values:
+            return None
+        value = (min if self._mode == "min" else max)(values.values())
+        return value, min(step for step, one in values.items() if one == value)
+
     def close(self) -> None:
         """Wait for pending writes and close the saver."""
         if self._saver is not None:

@@ -131,6 +131,12 @@ class EvaluationHook(RunHook):
         """The `why` of the callback that ends the run before any step, or None."""
         return next((one.why for one in self._callbacks if isinstance(getattr(one, "why", None), str)), None)
 
+    @property
+    def best(self) -> dict[str, tuple[float, int]]:
+        """The best values that callbacks keep, and their steps, by their logged names."""
+        kept = ((getattr(one, "metric", None), getattr(one, "best_kept", None)) for one in self._callbacks)
+        return {f"{self.prefix}/{name}": best for name, best in kept if best is not None}
+
     def use_run(self, run: RunInfo) -> None:
         """Pass the run to callbacks; refuse two hooks with one prefix."""
         if sum(other.prefix == self.prefix for other in run.evaluations) > 1:

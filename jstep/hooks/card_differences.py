@@ -225,6 +225,41 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any], runs: tuple[str, st
             yield Difference(CODE, "", line)
 
 
+def card_values(card: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a card by the names that lines of a difference bear; hashes as 8 digits."""
+    found: dict[str, Any] = {}
+    for section, begins in _SECTIONS.items():
+        values = _values(card, section)
+        if section == "environment":
+            values = next(_without_places(values))
+        places = [name for name, value in values.items() if _is_place(value)]
+        found |= _flat(begins, {name: value for name, value in values.items() if name not in places})
+        found |= {f"{begins}{name}": str(_section(card, section).get(name))[:8] for name in _HASHES.get(section, ())}
+    found["lanes"] = card.get("lanes")
+    if (code := _code(card)) is not None:
+        found[CODE] = code
+    for program in card.get("programs") or ():
+        found["step: optimizer"] = program.get("optimizer")
+        found |= _flat("step: ", _section(program, "hyperparameters"))
+        for element, of in _section(program, "elements").items():
+            found |= _flat(f"step: {element}: ", of if isinstance(of, dict) else {})
+        found["step: hash"] = str(program.get("hash"))[:8]
+    return found
+
+
+def _flat(begins: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a section, those of nested ones by their path; one from step 0 on is that value."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if not isinstance(value, dict) or not value:
+            found[f"{begins}{name}"] = value
+        elif value.keys() == {"0"}:
+            found |= _flat(begins, {name: value["0"]})
+        else:
+            found |= _flat(begins, {f"{name}[{key}]": one for key, one in value.items()})
+    return found
+
+
 def _of_configs(*cards: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The configs of two cards that have one, without places, secrets, and what is an argument of `train` in both."""
     if not all(isinstance(card.get(CONFIG), dict) for card in cards):

@@ -94,7 +94,7 @@ def card(
         "versions": _versions(),
         "environment": environment(),
         "settings": _settings(),
-        "devices": _devices(state),
+        "devices": devices_of(state),
         "state": _state(state, held),
         "batches": _batches(batches),
         "stages": {str(stage.first): name_of_step(stage.value) for stage in stages.stages()},
@@ -180,8 +180,8 @@ def _settings() -> dict[str, Any]:
     return {name: value if isinstance(value, bool | None) else str(value) for name, value in found.items()}
 
 
-def _devices(state: Tree) -> dict[str, Any]:
-    """The devices of a run and the mesh of its state."""
+def devices_of(state: Tree) -> dict[str, Any]:
+    """The devices of a run and the mesh of its state, which may be shapes, or donated."""
     leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
     of_state = next((leaf.sharding.device_set for leaf in leaves if leaf.sharding is not None), set())
     first = min(of_state or jax.devices(), key=lambda device: device.id)

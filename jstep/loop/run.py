@@ -110,6 +110,9 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
     def flush(self) -> None:
         """Called in the background before each checkpoint exists: flush what must not be older than it."""
 
+    def leaving(self) -> None:
+        """Called when the run is over, or failed, while its last state and metrics are there."""
+
     def about_to_save(self) -> None:
         """Called before a save that nothing prevents any more."""
 

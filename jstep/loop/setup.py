@@ -166,10 +166,12 @@ class Lines:
 
     Attributes:
         timeline: The file; None if none is open.
+        latest: Kind → the fields of its newest line.
     """
 
     def __init__(self) -> None:
         self.timeline: Timeline | None = None
+        self.latest: dict[str, dict[str, Any]] = {}
 
     def open(self, timeline: Timeline) -> None:
         """Write lines to a file from now on."""
@@ -179,6 +181,7 @@ class Lines:
         """Write a line, if a file is open."""
         timeline = self.timeline
         if timeline is not None:
+            self.latest[kind] = fields
             timeline.write(kind, **fields)
 
     def close(self) -> None:

@@ -208,10 +208,15 @@ class StopSignals:
         if self.received != signal.SIGINT:
             self.received = signal.Signals(int(number) or signal.SIGTERM)
 
+    @property
+    def reason(self) -> str:
+        """What stops the run: the name of the signal, or `stop_secs`."""
+        return "stop_secs" if self._is_limit else (self.received or signal.SIGTERM).name
+
     def stopped(self, when: str) -> BaseException:
         """Log the signal and return the exception for `train` to raise."""
         received = self.received or signal.SIGTERM
-        message = f"{'stop_secs' if self._is_limit else received.name} stopped the run {when}"
+        message = f"{self.reason} stopped the run {when}"
         _logger.info(message)
         return KeyboardInterrupt(message) if received == signal.SIGINT else Preempted(message, 128 + received)
 

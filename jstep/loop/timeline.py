@@ -1,22 +1,35 @@
-"""The observer that records how a run spends its time, in a file next to its checkpoints."""
+"""The observer that records how a run spends its time, and how it goes, in a file next to its checkpoints."""
 
+import contextlib
 import logging
+import math
 import threading
+from typing import Any
 
 import jax
 
+from jstep.checkpoint.claims import this_process
 from jstep.checkpoint.saver import Saver
 from jstep.core import stopwatch
-from jstep.loop.run import Observer, Origin
+from jstep.core.meshes import internal_transfers
+from jstep.hooks.card_differences import CODE
+from jstep.hooks.numbers import is_ready, read, scalars
+from jstep.loop.branch import PARENT
+from jstep.loop.card import devices_of
+from jstep.loop.run import Observer, Origin, Run
 from jstep.loop.setup import Setup
-from jstep.stores.timeline import AGAIN, START, TIMES, VERSION, Timeline
+from jstep.stores.timeline import AGAIN, START, TIMES, VERSION
+from jstep.stores.timeline_ends import open_timeline
+from jstep.stores.urls import absolute
 
 _EVERY_SECS = 1.0
+_MOST_VALUES = 64
+"""The most metrics of a line, which is written every second."""
 _logger = logging.getLogger("jstep")
 
 
 class TimelineRecorder(Observer):
-    """The thread that writes the times of a run once a second.
+    """The thread that writes the times of a run once a second, its latest numbers, and at last how it ended.
 
     Only process 0 writes, and only if the run has a checkpoint_dir or a logdir.
 
@@ -29,12 +42,16 @@ class TimelineRecorder(Observer):
         self._wall = stopwatch.CLOCKS.wall() - sum(setup.watch.seconds().values())
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="jstep-timeline", daemon=True)
+        self._run: Run | None = None
+        self._lock = threading.Lock()
+        self._looked: dict[str, Any] | None = None  # the metrics of the latest look, until they are ready
+        self._numbers: dict[str, dict[str, Any]] = {"values": {}, "best": {}}
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10)  # it may be blocked on an object store
-        self.times()
+        self.times(end=list(_outcome(self.setup, error)))
         self.setup.lines.close()
         self.setup.watch.stop()
 
@@ -45,19 +62,43 @@ class TimelineRecorder(Observer):
             self.setup.watch.stop()
             return
         try:
-            timeline = Timeline(where, options.checkpoint_prefix if saver is None else saver.prefix)
+            timeline, before = open_timeline(where, options.checkpoint_prefix if saver is None else saver.prefix)
         except OSError as error:
             _logger.warning("%s: the times of this run cannot be kept: %s", where, error)
             self.setup.watch.stop()
             return
         self.setup.lines.open(timeline)
-        self.times(START, version=VERSION)
+        self.times(
+            START,
+            version=VERSION,
+            directory=absolute(where),
+            last_step=options.end,
+            process=this_process(),
+            claims=saver is not None,
+            before=before,
+            **{PARENT: origin.parent, "config": options.config},
+            **_about(self.setup),
+        )
         self._thread.start()
+
+    def begins(self, run: Run) -> None:
+        """Look at the numbers of the run from now on."""
+        self._run = run
+
+    def leaving(self) -> None:
+        """Take the last numbers."""
+        for _ in range(2):  # those of the look before may not have been ready
+            self._look()
 
     def times(self, kind: str = TIMES, **fields: object) -> None:
         """Write a line with the times so far, if the file is open."""
         loop, seconds = self.setup.loop, self.setup.watch.seconds()
         time = round(self._wall + sum(seconds.values()), 6)
+        if kind == TIMES:
+            self._look()
+            fields |= {**{name: dict(of) for name, of in self._numbers.items()}, "now": stopwatch.CLOCKS.wall()}
+            if (code := self.setup.lines.latest.get(CODE)) is not None:
+                fields["commit"] = code["commit"]
         self.setup.lines.write(
             kind,
             **fields,
@@ -66,6 +107,24 @@ class TimelineRecorder(Observer):
             seconds={part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
             **{AGAIN: time},
         )
+
+    def _look(self) -> None:
+        """Take the numbers of the latest step once they are ready; nothing here waits for the device."""
+        run = self._run
+        if run is None:
+            return
+        with self._lock, contextlib.suppress(Exception), internal_transfers():
+            if self._looked is None:
+                found = scalars(run.metrics or {}, run.constant_metrics())
+                self._looked = dict(list(found.items())[:_MOST_VALUES])
+            if is_ready(self._looked.values()):
+                found, self._looked = self._looked, None
+                self._numbers["values"] |= {name: _json(value) for name, value in read(found).items()}
+            for hook in run.evaluations:
+                newest = {} if hook.newest is None else read(hook.newest[1])
+                self._numbers["values"] |= {name: _json(value) for name, value in newest.items()}
+                self._numbers["best"] |= {name: [_json(value), step] for name, (value, step) in hook.best.items()}
+            self._numbers["values"] = dict(list(self._numbers["values"].items())[: 2 * _MOST_VALUES])
 
     def flush(self) -> None:
         """No line is older than the newest checkpoint."""
@@ -85,3 +144,34 @@ class TimelineRecorder(Observer):
                 _logger.warning("the times of this run cannot be kept: %s", error)
                 self.setup.watch.stop()
                 return
+
+
+def _json(value: float) -> float | str:
+    """A number, as text if it is not finite: lines have no NaN."""
+    return value if math.isfinite(value) else str(float(value))
+
+
+def _about(setup: Setup) -> dict[str, Any]:
+    """The devices of a run, and the number of its parameters."""
+    state = setup.loop.state
+    found: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # of a state of shapes, or one that was donated
+        devices = devices_of(state)
+        found["devices"] = f"{devices['of_state']}×{devices['kind']}"
+        found["parameters"] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
+    return found
+
+
+def _outcome(setup: Setup, error: BaseException | None) -> tuple[str, str]:
+    """How the run ended, and why."""
+    loop, signals = setup.loop, setup.signals
+    is_done = loop.is_known and loop.step >= setup.options.last_step
+    is_signal = error is not None and (signals.received is not None or isinstance(error, KeyboardInterrupt))
+    if error is not None and (isinstance(error, Exception) or not is_signal):
+        first = str(error).strip().partition("\n")[0][:200]
+        return "failed", f"{type(error).__name__}: {first}".rstrip(": ")
+    if is_signal and not is_done:
+        return "interrupted", "SIGINT" if signals.received is None else signals.reason
+    if loop.stopped_by is not None:
+        return "finished", f"stopped by {loop.stopped_by}"
+    return "finished", "" if is_done else "the batches ended"

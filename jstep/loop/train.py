@@ -220,8 +220,8 @@ def _train(setup: Setup, batches: Tree) -> TrainState:
     try:
         with contextlib.ExitStack() as left:
             observers: Observers = ()
-            for observer in OBSERVERS:
-                observers = (*observers, left.enter_context(observer(setup)))
+            for kind in OBSERVERS:
+                observers = (*observers, left.enter_context(kind(setup)))
             left.callback(signals.end)
             left.callback(lambda: None if signals.twice else setup.told.wait())
             left.enter_context(setup.closing)
@@ -244,6 +244,8 @@ def _train(setup: Setup, batches: Tree) -> TrainState:
                     leave_at_once(setup.loop.step, error)
                 raise
             finally:
+                for observer in observers:
+                    observer.leaving()
                 setup.watch.switch(SAVING)  # only waiting for pending writes is left
                 # Hooks and signal handlers must not keep the state alive.
                 setup.loop.release()

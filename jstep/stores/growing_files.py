@@ -211,6 +211,10 @@ class LocalLines:
             found = self._file.read(size) + found
         return found[found.rfind(b"\n") + 1 :]
 
+    def size(self) -> int:
+        """The bytes of the file."""
+        return os.fstat(self._file.fileno()).st_size
+
     def write(self, line: bytes, *, replaceable: bool = False) -> None:
         """Append a line, or write it over the one before if both are `replaceable` and it is not longer.
 
@@ -281,6 +285,10 @@ class ObjectLines:
         with objects.within(STARTING):
             header = complete(objects.read(name).data or b"") if resume else b""
             self._appender = ObjectAppender(objects, lambda: name, header, segmented=False, at_once=resume)
+
+    def size(self) -> int:
+        """Of an object: no other process appends to it."""
+        return 0
 
     def write(self, line: bytes, *, replaceable: bool = False) -> None:
         """Append a line, in place of the one before it if that is `replaceable`; see `ObjectAppender.write`."""

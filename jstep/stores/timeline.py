@@ -32,6 +32,7 @@ class Timeline:
     Args:
         where: The directory or URL, as returned by `jstep.stores.urls.location`.
         prefix: The prefix of the run's checkpoints.
+        is_shared: Whether other runs have written the same file.
 
     Attributes:
         where: The directory or URL.
@@ -41,7 +42,9 @@ class Timeline:
         OSError: The timeline cannot be created or written.
     """
 
-    def __init__(self, where: str, prefix: str) -> None:
+    def __init__(self, where: str, prefix: str, *, is_shared: bool = False) -> None:
+        self._begins: int | None = None
+        self._is_shared, self._size = is_shared, -1
         self.where, self.start, self._prefix = where, secrets.token_hex(4), prefix
         self._lock = threading.Lock()
         self._failing = False
@@ -56,10 +59,16 @@ class Timeline:
             kind: The kind of the line.
             **fields: Other fields, with JSON values; one with `checkpoint` stays.
         """
-        line = {"kind": kind, "start": self.start, "prefix": self._prefix, **fields}
-        text = (json.dumps(line, allow_nan=False) + "\n").encode()
         with self._kept():
+            size = self._lines.size()
+            self._is_shared = self._is_shared or -1 < self._size != size  # another run has appended a line
+            line: dict[str, Any] = {"kind": kind, "start": self.start, "prefix": self._prefix}
+            if kind in (START, TIMES):  # for those who read the end alone
+                line |= {"begins": self._begins, "shared": self._is_shared}
+            text = (json.dumps(line | fields, allow_nan=False) + "\n").encode()
+            self._begins = size if kind == START else self._begins
             self._lines.write(text, replaceable=kind == TIMES and "checkpoint" not in fields)
+            self._size = self._lines.size()
             self._lines.sync(to_disk=False)
             self._failing = False
 
@@ -113,7 +122,7 @@ class Times(Sequence[dict[str, Any]]):
         self._first, self._now, self._checkpoint = array("q"), array("q"), array("q")  # -1 for none
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Append a line that `_line` returned."""
+        """Append a line that `parsed_line` returned."""
         first, now = line["step"] or (-1, -1)
         checkpoint: Any = line.get("checkpoint")
         self._time.append(line["time"])
@@ -154,12 +163,12 @@ def read(path: object, prefix: str = "model") -> list[Times]:
     starts: defaultdict[str, Times] = defaultdict(Times)
     others: dict[str, None] = {}
     known: set[str] = set()
-    places = _places(where)
+    places = places_of(where)
     for place in places:
         skipped: list[str] = []
         with opened(place) as file:
             for number, raw in enumerate(file, 1):
-                line = _line(raw)
+                line = parsed_line(raw)
                 if line is None:
                     if raw.strip() and raw.endswith(b"\n"):
                         text = shown(raw[:200].decode(errors="replace").strip(), 60)
@@ -168,7 +177,7 @@ def read(path: object, prefix: str = "model") -> list[Times]:
                     others.setdefault(line["prefix"])
                 elif line["kind"] in (START, TIMES):
                     if line["kind"] == START:
-                        _check_version(line.get("version"), place, number)
+                        check_version(line.get("version"), place, number)
                         known.add(line["start"])
                     starts[line["start"]].append(line)
         if skipped:
@@ -199,7 +208,7 @@ def fields_with(where: str, *words: str, start: str = "") -> list[dict[str, Any]
     marks, begins = [f'"{word}"'.encode() for word in words], f'"{START}", "start"'.encode()
     found: list[dict[str, Any]] = []
     began: dict[str, float] = {}
-    places = [place for place in _places(where) if not start or place.endswith((NAME, f"-{start}.jsonl"))]
+    places = [place for place in places_of(where) if not start or place.endswith((NAME, f"-{start}.jsonl"))]
     for place in places:
         with opened(place) as file:
             for raw in file:
@@ -220,7 +229,8 @@ def _parsed(raw: bytes) -> Any:
         return None
 
 
-def _places(where: str) -> list[str]:
+def places_of(where: str) -> list[str]:
+    """The file, or the objects of all starts, of a timeline in a directory or below a URL."""
     if where.endswith(".jsonl"):
         return [where]
     if is_url(where):
@@ -238,7 +248,8 @@ def _places(where: str) -> list[str]:
     return [join(where, name) for name in found]
 
 
-def _check_version(version: object, place: str, number: int) -> None:
+def check_version(version: object, place: str, number: int) -> None:
+    """Refuse a line that a newer version of jstep wrote."""
     if type(version) is not int or version > VERSION:
         raise ValueError(
             f"{place}: line {number} has version={shown(version)}: must be at most {VERSION}; it was written by a "
@@ -246,11 +257,12 @@ def _check_version(version: object, place: str, number: int) -> None:
         )
 
 
-def _line(raw: bytes) -> dict[str, Any] | None:
+def parsed_line(raw: bytes) -> dict[str, Any] | None:
+    """Return the fields of a line; None if it is damaged."""
     found = _parsed(raw)
     if not isinstance(found, dict) or not all(isinstance(found.get(key), str) for key in ("kind", "start", "prefix")):
         return None
-    newer = found["kind"] == START and found.get("version") != VERSION  # reported by _check_version
+    newer = found["kind"] == START and found.get("version") != VERSION  # reported by check_version
     return found if newer or found["kind"] not in (START, TIMES) or _has_times(found) else None
 
 

@@ -129,6 +129,7 @@ COMMANDS = {
     "events": ("print the events of a file, one per line", "cli_events:EVENTS"),
     "cost": ("estimate the cost of a step: operations, memory, transfers", "cli_cost:COST"),
     "goodput": ("account for the wall time of a run, over all its starts", "goodput:GOODPUT"),
+    "runs": ("show all runs below directories: status, metrics, parents", "runs:RUNS"),
     "stalls": ("show the processes that hang (exit code 1) and their waits", "cli_events:STALLS"),
 }
 """Name → description, in the order and wording of `--help`, and where in `jstep.tools` the `Command` is."""

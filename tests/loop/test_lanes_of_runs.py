@@ -25,7 +25,7 @@ def run(directory, train_step, last_step):
 
 def cards(directory):
     lines = map(json.loads, (directory / "timeline.jsonl").read_text().splitlines())
-    return [line for line in lines if "devices" in line]
+    return [line for line in lines if line["kind"] == "card" and "devices" in line]
 
 
 def test_the_card_has_the_lanes(tmp_path):

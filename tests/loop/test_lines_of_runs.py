@@ -89,7 +89,7 @@ def run(
 
 MASKED = {
     *("time", "time_again", "pid", "began", "versions", "environment", "devices", "settings", "hash", "sharding"),
-    "argv",
+    *("argv", "begins", "shared", "directory", "process", "since", "wall", "now", "values"),
     *("operations", "numbers"),  # of the traced program, which other versions of JAX trace otherwise
 }
 
@@ -118,7 +118,8 @@ def _masked(value: Any) -> Any:
         return [_masked(one) for one in value]
     if not isinstance(value, dict):
         return value
-    found = {name: "…" if one and name in MASKED else _masked(one) for name, one in value.items() if name != "start"}
+    kept = {name: one for name, one in value.items() if name not in ("start", "commit")}
+    found = {name: "…" if one and name in MASKED else _masked(one) for name, one in kept.items()}
     return found | ({"seconds": sorted(found["seconds"])} if "seconds" in found else {})
 
 

@@ -130,8 +130,12 @@ def test_times_that_cannot_be_kept_are_one_warning_until_they_can(tmp_path, capl
         def __init__(self):
             self.calls = []
 
+        def size(self):
+            return 0
+
         def write(self, line, *, replaceable):
             found = json.loads(line)
+            assert (found.pop("begins"), found.pop("shared")) == (None, False)
             self.calls.append((found.pop("kind"), found.pop("prefix"), found.pop("start") == writer.start, found))
             self.calls.append(replaceable)
 
@@ -187,7 +191,7 @@ GOOD = {"kind": TIMES, "start": "s", "prefix": "p", "time": 2.0, "seconds": {"st
     ids=str,
 )
 def test_a_line_that_is_not_one_of_times_is_left_out(change):
-    assert timeline._line(json.dumps(GOOD | change).encode()) is None
+    assert timeline.parsed_line(json.dumps(GOOD | change).encode()) is None
 
 
 @pytest.mark.parametrize(
@@ -206,7 +210,7 @@ def test_a_line_that_is_not_one_of_times_is_left_out(change):
     ids=str,
 )
 def test_a_line_of_times_is_read(change):
-    assert timeline._line(json.dumps(GOOD | change).encode()) == GOOD | change
+    assert timeline.parsed_line(json.dumps(GOOD | change).encode()) == GOOD | change
 
 
 def test_whether_there_may_be_a_file(tmp_path, monkeypatch):

@@ -1,0 +1,124 @@
+"""The ends of timelines: the newest line of a run, its start, and what came before that, without reading the rest."""
+
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jstep.stores.files import opened
+from jstep.stores.timeline import START, TIMES, Timeline, check_version, parsed_line, places_of
+from jstep.stores.urls import is_url
+
+_TAIL = 2**15
+"""The bytes at the end of a file in which the newest line is looked for."""
+_HEAD = re.compile(rb'\{"kind": "(?:start|parts)", "start": ("[^"]*"), "prefix": ("(?:[^"\\]|\\.)*")')
+
+
+class End(NamedTuple):
+    """The end of one run's timeline.
+
+    Attributes:
+        line: The newest line with times.
+        start: The first line of its start.
+        before: What came before that start, as `carried` returned it.
+    """
+
+    line: Mapping[str, Any]
+    start: Mapping[str, Any]
+    before: Mapping[str, Any]
+
+
+def carried(end: End | None) -> dict[str, Any]:
+    """Return what is known of a run at its end: what a table shows, and what the next start has to carry on."""
+    if end is None:
+        return {"since": None, "wall": 0.0, "step": None, "values": {}, "best": {}, "parent": None}
+    line, start, before = end.line, end.start, end.before or carried(None)
+    since = start["time"] - sum(start["seconds"].values())
+    return {
+        "since": since if before["since"] is None else before["since"],
+        "wall": before["wall"] + sum(line["seconds"].values()),
+        "step": before["step"] if line["step"] is None else line["step"][1],
+        **{key: {**before[key], **(line.get(key) or {})} for key in ("values", "best")},
+        "parent": start.get("parent") or before["parent"],
+    }
+
+
+def ends(where: str) -> dict[str, End | ValueError]:
+    """Return the end of each run of a directory by its prefix, or why it cannot be read.
+
+    Timelines of older versions, those of several runs, and those below URLs, whose objects are small, are read whole.
+
+    Raises:
+        FileNotFoundError: There is no timeline.
+        OSError: It cannot be read.
+    """
+    places = places_of(where)
+    if len(places) == 1 and not is_url(places[0]):
+        found = _at_end(places[0])
+        if found is not None:
+            return {found.line["prefix"]: found}
+    return _read_whole(places)
+
+
+def _at_end(path: str) -> End | None:
+    """Return the end of a file by its last line and the start that this points to; None if it must be read whole."""
+    with open(path, "rb") as file:
+        size = file.seek(0, 2)
+        file.seek(begin := max(0, size - _TAIL))
+        lines = file.read().split(b"\n")[begin > 0 : -1]
+        line = next((one for raw in reversed(lines) if (one := _with_times(raw)) is not None), None)
+        if line is None or line.get("shared"):
+            return None
+        start = line
+        if line["kind"] == TIMES:
+            if type(at := line.get("begins")) is not int or not 0 <= at < size:
+                return None
+            file.seek(at)
+            start = _with_times(file.readline()) or {}
+        is_own = start.get("kind") == START and start.get("start") == line["start"]
+        return End(line, start, start["before"]) if is_own and not start["shared"] else None
+
+
+def _with_times(raw: bytes) -> dict[str, Any] | None:
+    line = parsed_line(raw)
+    return line if line is not None and line["kind"] in (START, TIMES) else None
+
+
+def _read_whole(places: Sequence[str]) -> dict[str, End | ValueError]:
+    """Return the ends of timelines that are read whole. Of each start the first line and the last ones are parsed."""
+    kept: dict[tuple[bytes, bytes], list[bytes]] = {}
+    for place in places:
+        with opened(place) as file:
+            for raw in file:
+                if match := _HEAD.match(raw):
+                    some = kept.setdefault((match[2], match[1]), [])
+                    some.append(raw)
+                    if len(some) > 4:  # the last one may be damaged
+                        del some[1]
+    parsed = [[line for raw in lines if (line := _with_times(raw)) is not None] for lines in kept.values()]
+    starts = [lines for lines in parsed if lines and lines[0]["kind"] == START]
+    if len(places) > 1:
+        starts.sort(key=lambda lines: float(lines[0].get("time", 0.0)))
+    found: dict[str, End | ValueError] = {}
+    for lines in starts:
+        first, before = lines[0], found.get(lines[0]["prefix"])
+        try:
+            check_version(first.get("version"), places[-1], 1)
+            found[first["prefix"]] = End(lines[-1], first, carried(before if isinstance(before, End) else None))
+        except ValueError as error:
+            found[first["prefix"]] = error
+    return found
+
+
+def open_timeline(where: str, prefix: str) -> tuple[Timeline, dict[str, Any]]:
+    """Open a timeline for a start, and return what the run carries on from the starts before.
+
+    Raises:
+        OSError: The timeline cannot be created or written.
+    """
+    before, is_shared = carried(None), False
+    with contextlib.suppress(Exception):  # there is none, or it is damaged, which must not end a run
+        found = ends(where)
+        before, is_shared = carried(None), bool(found.keys() - {prefix})
+        before = carried(end) if isinstance(end := found.get(prefix), End) else before
+    return Timeline(where, prefix, is_shared=is_shared), before

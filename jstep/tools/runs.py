@@ -1,0 +1,361 @@
+"""`runs`: a table of all runs below some directories: which finished, run, hang or died, their metrics and parents."""
+
+import argparse
+import contextlib
+import dataclasses
+import fnmatch
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jstep.checkpoint.claims import is_alive, owner_in
+from jstep.checkpoint.manifest import NAME as MANIFEST
+from jstep.core.checks import as_text
+from jstep.core.report import columns, html_table
+from jstep.hooks.card_differences import card_values, starts_of
+from jstep.hooks.stall_files import read_stalls
+from jstep.stores.files import is_directory, walked
+from jstep.stores.timeline import NAME, OBJECTS
+from jstep.stores.timeline_ends import End, carried, ends
+from jstep.stores.urls import absolute, is_url, location, split
+from jstep.tools.cli import OK, Command, as_json, complain, printable, time_text
+
+RUNNING, HANGS, FINISHED, KILLED, UNREADABLE = "running", "hangs", "finished", "killed", "unreadable"
+_ENDS = (FINISHED, "interrupted", "failed")
+"""What a timeline says of its end."""
+_SILENT = 120.0
+"""Seconds after which a run on another host, whose timeline does not move, counts as dead."""
+_OWN = ("run", "status", "step", "since", "wall", "on")
+"""The columns that are no metrics."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSummary:
+    """What is known of one run: a directory and a checkpoint prefix with a timeline.
+
+    Attributes:
+        path: The directory or URL.
+        prefix: The prefix of its checkpoints.
+        status: `"running"`, `"hangs"`, `"finished"`, `"interrupted"`, `"failed"`, `"killed"`, or `"unreadable"`.
+        reason: Why it finished, which signal or exception ended it, what it waits for; may be empty.
+        step: The last step that is known; 0 before the first one.
+        last_step: The step at which it ends; None if the batches, a hook or a signal end it, or if it is not known.
+        metrics: Name → last value, of scalar metrics and of evaluations.
+        best: Name → best value and its step, where a `KeepBest` keeps the best.
+        started: When its first start began, in seconds since 1970; None if it cannot be read.
+        ended: The time of its last word; None while it runs.
+        wall_seconds: The seconds of all starts.
+        devices: The devices of the last start, such as `"2×NVIDIA H100"`.
+        parent: The checkpoint that it branched from, and its step, or None.
+        error: Why it cannot be read, or None.
+        parameters: The number of parameters, or None if it is not known, as the following ones.
+        peak_bytes: The memory of a device, the largest.
+        mfu: The utilization of the devices.
+        goodput: The share of its time in which it trained.
+        config: What `train(config=…)` was given.
+        commit: The commit of its code.
+    """
+
+    path: str
+    prefix: str
+    status: str
+    reason: str = ""
+    step: int = 0
+    last_step: int | None = None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    best: Mapping[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
+    started: float | None = None
+    ended: float | None = None
+    wall_seconds: float = 0.0
+    devices: str = ""
+    parent: tuple[str, int] | None = None
+    error: str | None = None
+    parameters: int | None = None
+    peak_bytes: int | None = None
+    mfu: float | None = None
+    goodput: float | None = None
+    config: Mapping[str, Any] | None = None
+    commit: str | None = None
+
+
+class RunList(list[RunSummary]):
+    """A list of runs, parents before their branches; `str()` is a table, and a notebook shows one."""
+
+    def __str__(self) -> str:
+        return "\n".join(columns(_cells(self, _metrics(self, ()), {}, _tree(self)), 2))
+
+    def _repr_html_(self) -> str:
+        head, *rows = _cells(self, _metrics(self, ()), {}, _tree(self))
+        return html_table(f"{len(self)} run{'s' * (len(self) != 1)}", rows, head)
+
+    def differences(self) -> dict[str, list[Any]]:
+        """Return what differs between the cards of the runs, under the names that `python -m jstep diff` shows.
+
+        Returns:
+            Name → the value of each run, in the order of the list; None where a run has none. Paths are not compared.
+        """
+        cards = [_last_card(run) if run.error is None else None for run in self]
+        values = [card_values(card) if card is not None else {} for card in cards]
+        known = [one for one, card in zip(values, cards, strict=True) if card is not None]
+        names = dict.fromkeys(name for one in known for name in one)
+        differ = [name for name in names if any(one.get(name) != known[0].get(name) for one in known)]
+        # Hashes tell what no other value of their section does.
+        sections = {name.partition(": ")[0] for name in differ if not name.endswith("hash")}
+        kept = [name for name in differ if not name.endswith("hash") or name.partition(": ")[0] not in sections]
+        return {name: [one.get(name) for one in values] for name in kept}
+
+
+def runs(directory: str | os.PathLike[str], *, prefix: str | None = None) -> RunList:
+    """Summarize all runs in a directory and below it, from the ends of their timelines.
+
+    Args:
+        directory: A directory or URL.
+        prefix: Only runs with this prefix of checkpoints; None for all.
+
+    Returns:
+        A list of `RunSummary`. A run that cannot be read is one whose `error` says why.
+
+    Raises:
+        FileNotFoundError: There is no such directory.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep, tempfile
+        >>> optimizer = jstep.gradient_descent(0.25)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> above = tempfile.mkdtemp()
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> state = jstep.train(train_step, state, lambda step: jnp.ones(()), 9, checkpoint_dir=f"{above}/trunk")
+        >>> [(run.status, run.step, sorted(run.metrics)) for run in jstep.runs(above)]
+        [('finished', 9, ['learning_rate', 'loss'])]
+    """
+    wanted = None if prefix is None else as_text(prefix, "prefix")
+    above = absolute(location(directory, "directory"))
+    if not is_directory(above):
+        raise FileNotFoundError(f"{above}: no such directory")
+    found = [run for where in _places(above) for run in _runs_at(where) if wanted in (None, run.prefix) or run.error]
+    return RunList(run for _, run in _tree(found))
+
+
+def _places(above: str) -> Iterator[str]:
+    """The directories with timelines, at and below a path. Folders of checkpoints are not searched, nor are links."""
+
+    def is_timeline(name: str) -> bool:
+        return name == NAME or (name.startswith(OBJECTS) and name.endswith(".jsonl"))
+
+    if is_url(above):
+        yield from (where for where, names in walked(above) if any(map(is_timeline, names)))
+        return
+    for folder, below, names in os.walk(above):
+        below.sort()
+        if MANIFEST in names:
+            below.clear()
+        elif any(map(is_timeline, [*names, *below])):
+            yield folder
+
+
+def _runs_at(where: str) -> Iterator[RunSummary]:
+    prefix = ""
+    try:
+        found = ends(where)
+        if not found:
+            raise ValueError("its timeline has no whole line of a start")
+        for prefix, end in found.items():
+            yield _unreadable(where, prefix, end) if isinstance(end, Exception) else _summary(where, prefix, end)
+    except Exception as error:  # a file may hold anything
+        yield _unreadable(where, prefix, error)
+
+
+def _unreadable(where: str, prefix: str, error: Exception) -> RunSummary:
+    why = str(error) if isinstance(error, OSError | ValueError) else f"its timeline is damaged: {error!r}"
+    return RunSummary(where, prefix, UNREADABLE, error=why)
+
+
+def _summary(where: str, prefix: str, end: End) -> RunSummary:
+    known, start, line = carried(end), end.start, end.line
+    last_step, devices = start.get("last_step"), str(start.get("devices", ""))
+    if "process" not in start:  # of an older version, whose card tells both
+        card = _last_card(RunSummary(where, prefix, "")) or {}
+        arguments, of = card.get("arguments", {}), card.get("devices", {})
+        last_step, devices = arguments.get("last_step"), f"{of.get('of_state', '?')}×{of.get('kind', '?')}"
+    step = known["step"] or 0
+    status, reason = _status(where, prefix, end, is_done=type(last_step) is int and step >= last_step)
+    parent, commit = known["parent"], line.get("commit")
+    return RunSummary(
+        where,
+        prefix,
+        status,
+        reason,
+        step,
+        last_step,
+        {name: float(value) for name, value in known["values"].items()},
+        {name: (float(value), at) for name, (value, at) in known["best"].items()},
+        known["since"],
+        None if status in (RUNNING, HANGS) else line.get("now", line["time"]),
+        known["wall"],
+        devices,
+        None if parent is None else (_moved(parent["path"], start.get("directory"), where), parent["step"]),
+        parameters=start.get("parameters"),
+        config=start.get("config"),
+        commit=commit if isinstance(commit, str) else None,
+    )
+
+
+def _last_card(run: RunSummary) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, ValueError):
+        cards = [one.card for one in starts_of(run.path) if one.prefix == run.prefix and one.card is not None]
+        return cards[-1] if cards else None
+    return None
+
+
+def _moved(path: str, before: str | None, where: str) -> str:
+    """The path of a parent that was moved together with its branch."""
+    if before in (None, where) or is_url(where) or is_url(path) or os.path.isdir(os.path.dirname(path)):
+        return path
+    found = os.path.normpath(os.path.join(where, os.path.relpath(path, before)))
+    return found if os.path.isdir(os.path.dirname(found)) else path
+
+
+def _status(where: str, prefix: str, end: End, *, is_done: bool) -> tuple[str, str]:
+    """The status of a run: its own word, or else that of its claim and of its process."""
+    line, (status, reason) = end.line, end.line.get("end") or ("", "")
+    if status in _ENDS:
+        return status, str(reason)
+    owner = end.start.get("process")  # an older version does not say it
+    if end.start.get("claims", True) and not is_url(where):
+        claims = None
+        with contextlib.suppress(OSError), open(os.path.join(where, f".{prefix}.jstep-writer"), "rb") as file:
+            claims = owner_in(file.read())
+        owner = claims if owner in (None, claims) else None
+    alive = is_alive(owner) if owner else False
+    if alive is None:  # on another host
+        alive = time.time() - line.get("now", line["time"]) < _SILENT
+    if not alive:
+        return (FINISHED, "") if is_done and "process" not in end.start else (KILLED, "")
+    with contextlib.suppress(OSError):
+        for one in read_stalls(where)[0]:
+            if one["stall"] and (one["process"] or one["pid"] == (owner or {}).get("pid")):
+                return HANGS, f"process {one['process']} at step {one.get('step')}: {one['what']}"
+    return RUNNING, ""
+
+
+# The table.
+
+
+def _tree(found: Sequence[RunSummary]) -> list[tuple[str, RunSummary]]:
+    """Each run after its parent, with the branch that is drawn before its name. Parents may form a circle."""
+    of = {run.path: run for run in found}
+    children: dict[str | None, list[RunSummary]] = {}
+    for run in found:
+        above = None if run.parent is None else split(run.parent[0])[0]
+        children.setdefault(above if above in of and above != run.path else None, []).append(run)
+    rows: list[tuple[str, RunSummary]] = []
+    seen: set[tuple[str, str]] = set()
+
+    def visit(run: RunSummary, drawn: str, below: str) -> None:
+        if (run.path, run.prefix) in seen:
+            return
+        seen.add((run.path, run.prefix))
+        rows.append((drawn, run))
+        own = children.get(run.path, []) if next(one for one in found if one.path == run.path) is run else []
+        for i, child in enumerate(own):
+            is_last = i + 1 == len(own)
+            visit(child, below + ("└─ " if is_last else "├─ "), below + ("   " if is_last else "│  "))
+
+    for run in [*children.get(None, []), *found]:  # those of a circle have no first one
+        visit(run, "", "")
+    return rows
+
+
+def _metrics(found: Iterable[RunSummary], globs: Sequence[str]) -> list[str]:
+    """The columns of metrics: those that the globs name, or the loss, evaluations and what a `KeepBest` keeps."""
+    names = dict.fromkeys(name for run in found for name in run.metrics)
+    if globs:
+        return [name for glob in globs for name in fnmatch.filter(names, glob)]
+    return [name for name in names if name == "loss" or name.endswith("/loss")][:4]
+
+
+def _cells(
+    found: Sequence[RunSummary],
+    metrics: Sequence[str],
+    differences: Mapping[str, Sequence[Any]],
+    rows: Sequence[tuple[str, RunSummary]],
+) -> list[list[str]]:
+    above = os.path.commonpath([run.path for run in found]) if found and not any(is_url(r.path) for r in found) else ""
+    head = ["run", "status", "step", *metrics, *differences, "since", "wall", "on"]
+    cells = [head]
+    places = {id(run): i for i, run in enumerate(found)}
+    for drawn, run in rows:
+        name = os.path.relpath(run.path, above) if above and run.path != above else split(run.path)[1] or run.path
+        name += "" if run.prefix in ("model", "") else f":{run.prefix}"
+        name += f" @{run.parent[1]}" if run.parent is not None else ""
+        step = f"{run.step}" if run.last_step is None else f"{run.step}/{run.last_step}"
+        best = [f" (best {run.best[one][0]:.4g} at {run.best[one][1]})" if one in run.best else "" for one in metrics]
+        values = [f"{run.metrics[one]:.4g}" if one in run.metrics else "" for one in metrics]
+        status = f"{run.status}: {run.reason or run.error or ''}".rstrip(": ")
+        varied = ["" if (of := values_of[places[id(run)]]) is None else str(of) for values_of in differences.values()]
+        numbers = [f"{one}{two}" for one, two in zip(values, best, strict=True)]
+        since, wall = _since(run.started), "" if run.error else f"{run.wall_seconds / 3600:.2f} h"
+        row = [drawn + name, status, "" if run.error else step, *numbers, *varied, since, wall, run.devices]
+        cells.append([printable(one) for one in row])
+    return cells
+
+
+def _since(started: float | None) -> str:
+    return "" if started is None else time_text(started, " ", "minutes").removesuffix("+00:00")
+
+
+# `runs` of the command line.
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", metavar="DIR", nargs="+", help="a directory or URL with runs below it")
+    parser.add_argument("--metrics", metavar="GLOBS", help="the metrics to show, such as 'loss,validation/*'")
+    parser.add_argument("--sort", metavar="NAME", help="sort by a column or a metric, ascending, in a flat table")
+    parser.add_argument("--differences", action="store_true", help="also show what differs between the runs' cards")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    found = RunList()
+    missing = []
+    for path in arguments.paths:
+        try:
+            found += [run for run in runs(path) if run not in found]
+        except OSError as error:
+            missing.append(error)
+    if missing:
+        return complain("runs", *missing)
+    if not found:
+        return complain("runs", f"{', '.join(arguments.paths)}: no run is there; a run has a {NAME}")
+    metrics = _metrics(found, arguments.metrics.split(",") if arguments.metrics else ())
+    rows = _tree(found)
+    if arguments.sort is not None:
+        names = {name for run in found for name in run.metrics}
+        if arguments.sort not in (*_OWN, *names):
+            there = ", ".join([*_OWN, *sorted(names)])
+            return complain("runs", f"--sort {arguments.sort}: must be a column or a metric; there are {there}")
+        rows = [("", run) for run in sorted(found, key=lambda run: _key(run, arguments.sort))]
+    if arguments.json:
+        print(as_json([dataclasses.asdict(run) for _, run in rows]))
+    else:
+        differences = found.differences() if arguments.differences else {}
+        print("\n".join(columns(_cells(found, metrics, differences, rows), 2)))
+    return 1 if any(run.error for run in found) else OK
+
+
+def _key(run: RunSummary, name: str) -> tuple[bool, Any]:
+    own = {
+        "run": run.path,
+        "status": run.status,
+        "step": run.step,
+        "since": run.started,
+        "wall": run.wall_seconds,
+        "on": run.devices,
+    }
+    value = own.get(name) if name in own else run.metrics.get(name)
+    is_none = value is None or (isinstance(value, float) and math.isnan(value))
+    return is_none, 0 if is_none else value
+
+
+RUNS = Command(_add_arguments, _run)
