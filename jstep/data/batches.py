@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from typing import Any, overload
 
+import numpy as np
+
 from jstep.core.annotations import T
-from jstep.core.checks import as_bool, as_int, as_mapping, as_text, shown
+from jstep.core.checks import as_bool, as_int, as_mapping, as_text, one_of, shown
 from jstep.core.trees import leaves_with_paths, quoted, structure
 from jstep.data.plan import ROWS, Plan, Run, Share, Sizes, derived_seed, given_process
 from jstep.data.proportions import as_weights, counts_of
-from jstep.data.sequence import BatchSequence
+from jstep.data.sequence import BatchSequence, numbers_of
 from jstep.data.sources import Rows, open_rows
 from jstep.data.steps import NO_END, Staircase, Steps, as_staircase
 
@@ -192,6 +194,34 @@ class Batches(BatchSequence[T]):
         """
         return self._counts_before(step)[""]
 
+    def rows_of(self, step: int) -> "np.ndarray[Any, np.dtype[np.intp]]":
+        """Return the row numbers of the batch of `step`, over all processes, in its order.
+
+        Raises:
+            IndexError: `step` is negative or past the end.
+
+        Example:
+            >>> import numpy as np, jstep
+            >>> data = jstep.batches(np.arange(10), batch_size=4, seed=1, num_epochs=2)
+            >>> bool((data.rows_of(3) == data[3]).all()), data.steps_of(7)
+            (True, [1, 3])
+        """
+        return numbers_of(self._rows_of(step)[0].rows)
+
+    def steps_of(self, row: int, start: int = 0, stop: int | None = None) -> list[int]:
+        """Return the steps whose batches hold a row, ascending, without going through the steps.
+
+        Args:
+            row: The number of the row.
+            start: The first step to look at.
+            stop: The step after the last one to look at; None for the end of the batches, if they end.
+
+        Raises:
+            IndexError: The row or a step does not exist.
+            ValueError: `stop` is None, and the batches have no end.
+        """
+        return self._steps_with("", row, start, stop)
+
 
 def _steps_in(num_rows: int, size: int, drop_remainder: bool | None) -> int:
     """Return the number of batches of `size` in `num_rows` rows of an epoch."""
@@ -372,3 +402,30 @@ class Mixture(BatchSequence[T]):
             IndexError: `step` is negative or past the end.
         """
         return self._counts_before(step)
+
+    def rows_of(self, step: int) -> list[tuple[str, int]]:
+        """Return the rows of the batch of `step`, over all processes, in its order: (name of the source, row number).
+
+        Raises:
+            IndexError: `step` is negative or past the end.
+        """
+        names, found = sorted(self._rows), dict[int, tuple[str, int]]()
+        for of in self._rows_of(step):
+            pairs = zip(numbers_of(of.indices).tolist(), numbers_of(of.rows).tolist(), strict=True)
+            found |= {index: (names[of.source], row) for index, row in pairs}
+        return [found[index] for index in sorted(found)]
+
+    def steps_of(self, source: str, row: int, start: int = 0, stop: int | None = None) -> list[int]:
+        """Return the steps whose batches hold a row of a source, ascending, without going through the steps.
+
+        Args:
+            source: The name of the source.
+            row: The number of the row in it.
+            start: The first step to look at.
+            stop: The step after the last one to look at; None for the end of the batches, if they end.
+
+        Raises:
+            IndexError: The row or a step does not exist.
+            ValueError: There is no such source, or `stop` is None, and the batches have no end.
+        """
+        return self._steps_with(one_of(source, "source", list(self._rows)), row, start, stop)

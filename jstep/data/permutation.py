@@ -67,30 +67,42 @@ def draw_keys(domain: Domain, seed: int, stream: int) -> list[Words]:
     return [keys[i : i + 1].reshape(()) for i in range(keys.size)]
 
 
-def permute(domain: Domain, keys: list[Words], positions: Rows) -> Rows:
-    """Return the numbers at `positions` of the permutation; positions must be in range(n)."""
-    numbers = _encipher(domain, keys, positions.astype(domain.dtype))
+def permute(domain: Domain, keys: list[Words], positions: Rows, *, inverse: bool = False) -> Rows:
+    """Return the numbers at `positions` of the permutation, or of its inverse; positions must be in range(n)."""
+    numbers = _encipher(domain, keys, positions.astype(domain.dtype), inverse)
     outside = np.flatnonzero(numbers >= domain.n)
     while outside.size:
-        numbers[outside] = _encipher(domain, keys, numbers[outside])
+        numbers[outside] = _encipher(domain, keys, numbers[outside], inverse)
         outside = outside[numbers[outside] >= domain.n]
     return numbers.astype(np.intp)
 
 
-def _encipher(domain: Domain, keys: list[Words], numbers: Words) -> Words:
+def position_of(num_rows: int, seed: int, epoch: int, row: int) -> int:
+    """Return the position of a row in the permutation of an epoch."""
+    of = domain(num_rows)
+    return int(permute(of, draw_keys(of, seed, epoch), np.array([row]), inverse=True)[0])
+
+
+def _encipher(domain: Domain, keys: list[Words], numbers: Words, inverse: bool) -> Words:
     _, rounds, _, side, other_side, half, shift, mixer = domain
     digit = numbers // other_side
     other = numbers - digit * other_side
-    for r in range(rounds):
+    for r in reversed(range(rounds)) if inverse else range(rounds):
+        if inverse:
+            digit, other, side, other_side = other, digit, other_side, side
         # h = a hash of the other digit in range(side)
         h = other * keys[2 * r] + keys[2 * r + 1]
         h ^= h >> shift
         h *= mixer
         h = (h >> half) * side >> half
-        # digit = (digit + h) mod side; a negative difference wraps around
-        digit += h
-        np.minimum(digit, digit - side, out=digit)
-        digit, other, side, other_side = other, digit, other_side, side
+        # digit = (digit ± h) mod side; a negative difference wraps around
+        if inverse:
+            digit -= h
+            np.minimum(digit, digit + side, out=digit)
+        else:
+            digit += h
+            np.minimum(digit, digit - side, out=digit)
+            digit, other, side, other_side = other, digit, other_side, side
     # After an even number of rounds the digits are in their original positions.
     return digit * other_side + other
 

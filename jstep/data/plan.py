@@ -1,5 +1,6 @@
 """Which rows of which sources are in each batch, and how many, as pure functions of the step; what each process has."""
 
+import bisect
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 
 from jstep.core.checks import as_int
-from jstep.data.permutation import Lookahead, RowNumbers, domain, draw_keys, permute
+from jstep.data.permutation import Lookahead, RowNumbers, domain, draw_keys, permute, position_of
 from jstep.data.proportions import CountStage, Weights
 from jstep.data.steps import Staircase, count_of, within
 
@@ -210,6 +211,34 @@ class Plan(NamedTuple):
             low, high = (self.counts_at(self.sizes.before(step)) for step in ends)
             counts = tuple(count + b - a for count, a, b in zip(counts, low, high, strict=True))
         return counts
+
+
+def steps_with(plan: Plan, source: int, row: int, steps: range) -> Iterator[int]:
+    """Yield the steps, of consecutive ones, whose batches hold a row of a source: one question for each epoch."""
+    num_rows, seed = plan.streams[source]
+
+    def positions(first: int, stop: int) -> Iterator[int]:
+        """Where the row lies in a part of the stream of the source's epochs."""
+        for epoch in range(first // num_rows, -(-stop // num_rows)):
+            at = epoch * num_rows + (position_of(num_rows, seed, epoch, row) if plan.shuffle else row)
+            if first <= at < stop:
+                yield at
+
+    if plan.counts is not None:
+
+        def before(step: int) -> int:
+            return plan.counts_at(plan.sizes.before(step))[source]
+
+        for at in positions(before(steps[0]), before(steps[-1] + 1)):
+            yield steps[0] - 1 + bisect.bisect_right(steps, at, key=before)
+        return
+    for inner, run in plan.sizes.split(steps):
+        for at in positions(run.position_at(inner[0]), run.position_at(inner[-1]) + run.at(inner[-1])):
+            epochs, rest = divmod(at - run.position, run.distance)
+            i, rest = divmod(rest, run.size)
+            step = run.first + epochs * run.period + i
+            if i < run.period and rest < run.at(step) and step in inner:
+                yield step
 
 
 class PlanReader:

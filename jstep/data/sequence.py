@@ -15,7 +15,7 @@ from jstep.core.annotations import T, Tree
 from jstep.core.checks import as_int
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.permutation import RowNumbers
-from jstep.data.plan import Plan, PlanReader, Share, SourceRows
+from jstep.data.plan import Plan, PlanReader, Share, SourceRows, steps_with
 from jstep.data.sources import Rows
 from jstep.data.steps import NO_END, Steps
 
@@ -144,14 +144,31 @@ class BatchSequence(abc.ABC, Generic[T]):
         count, names, hashed = len(self), sorted(self._rows), hashlib.blake2b(digest_size=16)
         used = {name: rows for name, rows in self._counts_before(count).items() if rows}
         hashed.update(repr((count, sorted(used.items()))).encode())
-        rows_of = PlanReader(self._plan._replace(share=Share(self._plan.share.sizes, (0, 1))))  # on all processes
         for step in sorted({*(count * i // 4 for i in range(4)), count - 1}) if count else ():
-            for of in rows_of(self._steps[step]):
+            for of in self._rows_of(step):
                 hashed.update(repr(names[of.source]).encode())
                 for numbers in (of.indices, of.rows):
-                    each = np.arange(numbers.start, numbers.stop) if isinstance(numbers, slice) else numbers
-                    hashed.update(each.astype("<i8").tobytes())
+                    hashed.update(numbers_of(numbers).astype("<i8").tobytes())
         return hashed.hexdigest()
+
+    def _rows_of(self, step: int) -> list[SourceRows]:
+        """The rows of a batch on all processes."""
+        rows_of = PlanReader(self._plan._replace(share=Share(self._plan.share.sizes, (0, 1))))
+        return rows_of(self._steps[self._as_step(step)])
+
+    def _steps_with(self, name: str, row: int, start: int, stop: int | None) -> list[int]:
+        num_rows = len(self._rows[name])
+        row = as_int(row, "row")
+        if not 0 <= row < num_rows:
+            raise IndexError(f"row={row}: must be in range({num_rows}), the rows of the source")
+        if stop is None and self.is_endless:
+            raise ValueError("stop=None: these batches have no end; give stop, the step after the last one to look at")
+        start, stop = self._as_step(start, end=1), self._steps.count if stop is None else self._as_step(stop, end=1)
+        source, found = sorted(self._rows).index(name), set[int]()
+        for first, part in self._steps.numbered(start, stop):
+            steps = range(min(part[0], part[-1]), max(part[0], part[-1]) + 1)
+            found |= {first + part.index(n) for n in steps_with(self._plan, source, row, steps) if n in part}
+        return sorted(found)
 
     def batch_size_at(self, step: int) -> int:
         """Return the number of rows in the batch of `step`, over all processes.
@@ -314,6 +331,11 @@ def _merge_leaves(leaves: Sequence[Any], indices: Sequence[Any]) -> Any:
     for array, targets in zip(arrays, indices, strict=True):
         merged[targets] = array
     return merged
+
+
+def numbers_of(rows: RowNumbers) -> np.ndarray[Any, np.dtype[np.intp]]:
+    """Row numbers as an array."""
+    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else np.asarray(rows)
 
 
 class BatchIterator(Iterator[T]):

@@ -109,9 +109,7 @@ class TestPlacement:
     def test_each_process_passes_its_own_rows(self, tmp_path):
         program = """
             from jstep.data.batches import batches
-            from jstep.core import placement
-from jstep.data.placement import as_shardings, fitting, shard_batch
-from jstep.data.prefetch import prefetch_to_device
+            from jstep.data.prefetch import prefetch_to_device
             data = batches((np.arange(40), np.arange(40.0)), 8, seed=1)
             full = batches(np.arange(40), 8, seed=1, process_index=0, process_count=1)
             for step, (x, y) in enumerate(prefetch_to_device(data.from_step(0), sharding=(rows, rows))):
