@@ -57,8 +57,8 @@ Training loop and hooks
 Evaluation
     evaluator, with metrics such as metrics.auc; callbacks of EvaluationHook: EarlyStopping, KeepBest, ReduceOnPlateau.
 Checkpoints and weights
-    Saver, latest_checkpoint, checkpoints_iterator, checkpoint_name, CheckpointError; load_weights and save_weights for
-    safetensors files.
+    Saver, latest_checkpoint, checkpoints_iterator, checkpoint_name, CheckpointError, merge_checkpoints;
+    load_weights and save_weights for safetensors files.
 Distributed training
     shard_state, shard_batch, fsdp_specs; distributed.initialize for several processes; topology for a mesh of
     compile-only devices.

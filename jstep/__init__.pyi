@@ -223,6 +223,7 @@ from jstep.checkpoint.saver import Saver as Saver
 
 # Checkpoints and weights: the others.
 from jstep.checkpoint.manifest import CheckpointError as CheckpointError
+from jstep.checkpoint.merge import merge_checkpoints as merge_checkpoints
 from jstep.checkpoint.names import checkpoint_name as checkpoint_name
 from jstep.weights.load import load_weights as load_weights
 from jstep.weights.save import save_weights as save_weights

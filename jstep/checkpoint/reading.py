@@ -93,12 +93,12 @@ class Reader:
         """Read one checkpoint; if it is evicted meanwhile, choose again which one to read."""
         for _ in range(_TRIES):
             try:
-                return read(*self._find(step))
+                return read(*self.find(step))
             except _GoneError as gone:
                 path = gone.args[0]
         raise CheckpointError(f"{path} was deleted while it was read, and so were {_TRIES - 1} others before it")
 
-    def _find(self, requested: int | None) -> tuple[str, Manifest]:
+    def find(self, requested: int | None) -> tuple[str, Manifest]:
         """Return the path and manifest of a checkpoint, the same on every process."""
         step = self._newest() if requested is None else requested
         path = processes.on_all_processes(lambda: self._store.at(self._prefix, step), "the checkpoint was not found")
@@ -119,7 +119,7 @@ class Reader:
         if manifest is not None and manifest.step != step:
             problem, verdict = misnamed(self._prefix, step, manifest.step), UNREADABLE
         if processes.any_process(bool(problem)):
-            raise self._unusable(path, [problem or "see the error of another process"], verdict)
+            raise self.unusable(path, [problem or "see the error of another process"], verdict)
         assert manifest is not None
         return path, manifest
 
@@ -144,7 +144,7 @@ class Reader:
         broken = processes.on_all_processes(lambda: store.broken(self._prefix, step), problem)
         if processes.any_process(bool(broken)):
             path, problem = broken[0] if broken else (f"{self._prefix}-*", "see the error of another process")
-            raise self._unusable(path, [problem], CORRUPTED)
+            raise self.unusable(path, [problem], CORRUPTED)
         if step < 0:
             raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {self._store.directory}")
         return step
@@ -224,12 +224,12 @@ class Reader:
                         f"{manifest.step}) reads it unverified, and jstep.load_weights({path!r}, params, partial=True) "
                         "those parameters that can be read."
                     )
-                raise self._unusable(path, problems, CORRUPTED, left)
+                raise self.unusable(path, problems, CORRUPTED, left)
             reason = "see the error of another process" if failure is None else short(failure)
             raise CheckpointError(f"{path} could not be read: {reason}") from failure
         return arrays
 
-    def _unusable(self, path: str, problems: Sequence[str], verdict: str, left: str = "") -> CheckpointError:
+    def unusable(self, path: str, problems: Sequence[str], verdict: str, left: str = "") -> CheckpointError:
         """Return the error for a checkpoint that cannot be restored: the problems, and how to resume from another one.
 
         Args:
