@@ -31,7 +31,8 @@ Optimizers
     Without a learning rate to tune: prodigy.
     Wrappers: chain, partition, scope, skip_nonfinite, master_weights, stochastic_rounding, lookahead (slow_params),
     dynamic_loss_scale, cautious, update_every, with_moving_average (ExponentialMovingAverage, averaged_params),
-    with_noise_scale, with_projection, compact (7 bytes a parameter; repack converts states to and from it).
+    with_noise_scale, with_projection, compact (7 bytes a parameter; repack converts states to and from it);
+    carry moves slots to parameters of other shapes.
     Elements of a chain: scale, scale_by_adam, scale_by_lion, scale_by_rms, scale_by_trust_ratio,
     scale_by_learning_rate, scale_updates, add_weight_decay, decay_weights, add_noise, centralize_gradients,
     normalize_gradients, orthogonalize, normalize_neurons, on_hyperball, trace.

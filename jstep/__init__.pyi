@@ -230,6 +230,7 @@ from jstep.weights.save import save_weights as save_weights
 
 # Several devices and processes.
 from jstep.data.placement import shard_batch as shard_batch
+from jstep.optimizers.carry import carry as carry
 from jstep.state.sharding import fsdp_specs as fsdp_specs
 from jstep.state.train_state import shard_state as shard_state
 from jstep.tools.topologies import topology as topology

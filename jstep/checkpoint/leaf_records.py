@@ -1,11 +1,10 @@
 """Leaves of a state in a checkpoint: their records, the arrays that are stored for them, and which are left out."""
 
-import collections
 import dataclasses
 import functools
 import itertools
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -202,20 +201,14 @@ def _key_data(impl: str) -> Any:
 
 def leaves_by_id(saved: Sequence[_Record]) -> dict[tuple[str, int], _Record]:
     """Return the leaves by path and number, which distinguishes leaves with the same path."""
-    return dict(zip(ids(leaf.path for leaf in saved), saved, strict=True))
-
-
-def ids(paths: Iterable[str]) -> list[tuple[str, int]]:
-    """Return each path with its number among equal paths: the leaves of {'a': {'b': x}, 'a/b': y} share one."""
-    numbers: dict[str, Iterator[int]] = collections.defaultdict(lambda: itertools.count(1))
-    return [(path, next(numbers[path])) for path in paths]
+    return dict(zip(trees.ids(leaf.path for leaf in saved), saved, strict=True))
 
 
 def unique(paths: Iterable[str]) -> list[str]:
     """Return a name for each path, all different: the path, followed by a number from its second occurrence on."""
     paths = list(paths)
     names, taken = [], set(paths)
-    for path, number in ids(paths):
+    for path, number in trees.ids(paths):
         numbered = (f"{path}#{n}" for n in itertools.count(number))
         names.append(path if number == 1 else next(name for name in numbered if name not in taken))
         taken.add(names[-1])

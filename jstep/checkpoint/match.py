@@ -111,7 +111,7 @@ def match(target: Tree, manifest: Manifest, averages: Sequence[str] | None, name
         shape, dtype = targets.kind_of(leaf, path, _NO_KIND)
         leaves.append(Wanted(path, leaf, shape, str(dtype), renamed.get(path, path), None, keys=keys))
     steps = next((one.shape for one in leaves if one.keys == (GLOBAL_STEP,)), ())
-    numbers = [number for _, number in leaf_records.ids(one.path for one in leaves)]
+    numbers = [number for _, number in trees.ids(one.path for one in leaves)]
     own = [(str(one.name), number) for one, number in zip(leaves, numbers, strict=True)]
     averaged = [average_of(key, records, averages) for key in own]
     averaged = [

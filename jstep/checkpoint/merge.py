@@ -239,7 +239,7 @@ def _wanted(target: Tree, newest: _Opened) -> dict[_Id, Any]:
     """The leaves of a target as they are matched with the checkpoint, in any floating dtypes."""
     saved = leaf_records.leaves_by_id(newest.manifest.leaves)
     flat = jax.tree_util.tree_leaves_with_path({PARAMS: target})
-    keys = leaf_records.ids("/".join(leaf_records.keys_of(path)) for path, _ in flat)
+    keys = trees.ids("/".join(leaf_records.keys_of(path)) for path, _ in flat)
 
     def as_saved(key: _Id, leaf: Any) -> Any:
         record = saved.get(key)

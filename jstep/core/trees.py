@@ -1,9 +1,11 @@
 """Trees: types of parameters, slots, updates and optimizers, leaves with their paths, and rows of stacked trees."""
 
+import collections
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -257,6 +259,12 @@ def leaf_at(path: str) -> str:
 def leaves_with_paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
     """Return all leaves with their paths, in JAX's order; None is not a leaf, except by `is_leaf`."""
     return [(path_str(keys), leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
+
+
+def ids(paths: Iterable[str]) -> list[tuple[str, int]]:
+    """Return each path with its number among equal paths: the leaves of {'a': {'b': x}, 'a/b': y} share one."""
+    numbers: dict[str, Iterator[int]] = collections.defaultdict(lambda: itertools.count(1))
+    return [(path, next(numbers[path])) for path in paths]
 
 
 def paths_of(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:

@@ -111,7 +111,7 @@ class TimelineRecorder(Observer):
     def _look(self) -> None:
         """Take the numbers of the latest step once they are ready; nothing here waits for the device."""
         run = self._run
-        if run is None:
+        if run is None or self.setup.lines.timeline is None:
             return
         with self._lock, contextlib.suppress(Exception), internal_transfers():
             if self._looked is None:

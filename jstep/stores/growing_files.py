@@ -154,7 +154,7 @@ def complete(data: bytes) -> bytes:
 
 
 _BLOCK = 2**13
-_WIDTH = 64
+_WIDTH = 256
 """The lines that later ones replace are filled up with spaces to a multiple of this."""
 
 

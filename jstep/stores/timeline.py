@@ -64,7 +64,11 @@ class Timeline:
             self._is_shared = self._is_shared or -1 < self._size != size  # another run has appended a line
             line: dict[str, Any] = {"kind": kind, "start": self.start, "prefix": self._prefix}
             if kind in (START, TIMES):  # for those who read the end alone
-                line |= {"begins": self._begins, "shared": self._is_shared}
+                # Of one length in all starts: lines that become longer are appended, and then not in their order.
+                line |= {
+                    "begins": f"{-1 if self._begins is None else self._begins:014}",
+                    "shared": int(self._is_shared),
+                }
             text = (json.dumps(line | fields, allow_nan=False) + "\n").encode()
             self._begins = size if kind == START else self._begins
             self._lines.write(text, replaceable=kind == TIMES and "checkpoint" not in fields)

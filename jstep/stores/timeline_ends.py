@@ -71,7 +71,8 @@ def _at_end(path: str) -> End | None:
             return None
         start = line
         if line["kind"] == TIMES:
-            if type(at := line.get("begins")) is not int or not 0 <= at < size:
+            given = str(line.get("begins"))
+            if not given.isdecimal() or not (at := int(given)) < size:
                 return None
             file.seek(at)
             start = _with_times(file.readline()) or {}

@@ -62,7 +62,9 @@ def test_lines_after_an_hour(tmp_path, monkeypatch):
             return self.seconds > 3600
 
     monkeypatch.setattr(stopwatch, "CLOCKS", stopwatch.Clocks(lambda: now[0], lambda: now[0], lambda: 0.0))
-    monkeypatch.setattr(recorder, "threading", types.SimpleNamespace(Event=Hour, Thread=threading.Thread))
+    monkeypatch.setattr(
+        recorder, "threading", types.SimpleNamespace(Event=Hour, Thread=threading.Thread, Lock=threading.Lock)
+    )
     optimizer = jstep.gradient_descent(0.25)
     step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
     state = jstep.TrainState.create({"w": 0.0}, optimizer)

@@ -135,7 +135,7 @@ def test_times_that_cannot_be_kept_are_one_warning_until_they_can(tmp_path, capl
 
         def write(self, line, *, replaceable):
             found = json.loads(line)
-            assert (found.pop("begins"), found.pop("shared")) == (None, False)
+            assert (found.pop("begins"), found.pop("shared")) == ("-0000000000001", 0)
             self.calls.append((found.pop("kind"), found.pop("prefix"), found.pop("start") == writer.start, found))
             self.calls.append(replaceable)
 
