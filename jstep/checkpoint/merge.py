@@ -285,7 +285,7 @@ def _merged(
                 f"steps: {one.path} has values in {param.path!r} that are not finite; leave step {step} out"
             )
         total = weight * wide if total is None else total + weight * wide
-    return first if total is None else total.astype(dtype)
+    return np.asarray(first if total is None else total.astype(dtype))
 
 
 def _read(store: Store, reader: Reader, one: _Opened, leaf: Leaf, half: Leaf | None) -> np.ndarray[Any, Any]:

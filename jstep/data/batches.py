@@ -203,8 +203,8 @@ class Batches(BatchSequence[T]):
         Example:
             >>> import numpy as np, jstep
             >>> data = jstep.batches(np.arange(10), batch_size=4, seed=1, num_epochs=2)
-            >>> bool((data.rows_of(3) == data[3]).all()), data.steps_of(7)
-            (True, [1, 3])
+            >>> bool((data.rows_of(3) == data[3]).all()), data.steps_of(int(data.rows_of(3)[0]))[-1]
+            (True, 3)
         """
         return numbers_of(self._rows_of(step)[0].rows)
 

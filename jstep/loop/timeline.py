@@ -97,8 +97,8 @@ class TimelineRecorder(Observer):
         if kind == TIMES:
             self._look()
             fields |= {**{name: dict(of) for name, of in self._numbers.items()}, "now": stopwatch.CLOCKS.wall()}
-            if (code := self.setup.lines.latest.get(CODE)) is not None:
-                fields["commit"] = code["commit"]
+            code = self.setup.lines.latest.get(CODE, {})
+            fields["commit"] = f"{code.get('commit', ''):40}"  # of one length: lines that become longer are appended
         self.setup.lines.write(
             kind,
             **fields,

@@ -198,7 +198,7 @@ def _summary(where: str, prefix: str, end: End) -> RunSummary:
         None if parent is None else (_moved(parent["path"], start.get("directory"), where), parent["step"]),
         parameters=start.get("parameters"),
         config=start.get("config"),
-        commit=commit if isinstance(commit, str) else None,
+        commit=(commit.strip() or None) if isinstance(commit, str) else None,
     )
 
 

@@ -58,7 +58,7 @@ def test_a_checkpoint_that_cannot_be_looked_at_again() -> None:
         assert not found.is_gone("model-7", manifest)
     assert reader._manifest("model-7") == (None, "damaged", CORRUPTED)
     found.newest_first = raising(OSError("no network"))
-    assert str(reader._unusable("model-7", ["it is damaged"], CORRUPTED, " Its extra can be read.")) == (
+    assert str(reader.unusable("model-7", ["it is damaged"], CORRUPTED, " Its extra can be read.")) == (
         "model-7 is corrupted: it is damaged. Its extra can be read. "
         "The other checkpoints cannot be listed now (no network)."
     )
