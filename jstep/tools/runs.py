@@ -21,12 +21,15 @@ from jstep.stores.timeline import NAME, OBJECTS
 from jstep.stores.timeline_ends import End, carried, ends
 from jstep.stores.urls import absolute, is_url, location, split
 from jstep.tools.cli import OK, Command, as_json, complain, printable, time_text
+from jstep.tools.goodput import goodput
 
 RUNNING, HANGS, FINISHED, KILLED, UNREADABLE = "running", "hangs", "finished", "killed", "unreadable"
 _ENDS = (FINISHED, "interrupted", "failed")
 """What a timeline says of its end."""
 _SILENT = 120.0
 """Seconds after which a run on another host, whose timeline does not move, counts as dead."""
+_SHORT = 2**17
+"""The bytes up to which a timeline is read whole."""
 _OWN = ("run", "status", "step", "since", "wall", "on")
 """The columns that are no metrics."""
 
@@ -197,9 +200,19 @@ def _summary(where: str, prefix: str, end: End) -> RunSummary:
         devices,
         None if parent is None else (_moved(parent["path"], start.get("directory"), where), parent["step"]),
         parameters=start.get("parameters"),
+        goodput=_goodput(where, prefix),
         config=start.get("config"),
         commit=(commit.strip() or None) if isinstance(commit, str) else None,
     )
+
+
+def _goodput(where: str, prefix: str) -> float | None:
+    """The share of the time in which a run trained, if its timeline is short enough to be read whole for that."""
+    path = os.path.join(where, NAME)
+    with contextlib.suppress(Exception):
+        if not is_url(where) and os.path.getsize(path) <= _SHORT:
+            return goodput(where, prefix).fraction
+    return None
 
 
 def _last_card(run: RunSummary) -> dict[str, Any] | None:

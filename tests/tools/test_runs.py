@@ -52,6 +52,7 @@ def test_a_finished_run(tmp_path):
     assert run.best["eval/w"][1] == 5
     assert run.config == {"width": 3}
     assert run.parameters == 1
+    assert run.goodput == jstep.goodput(tmp_path / "run").fraction
     assert begin - 3600 < run.started <= run.ended <= time.time()
     assert run.wall_seconds > 0
     assert run.devices.startswith("1×")
