@@ -83,7 +83,6 @@ class History(ReportingHook):
         super().__init__(mean=mean)
         self._every = None if every_n_steps is None else as_int(every_n_steps, "every_n_steps", 1, "a number of steps")
         self._path = None if path is None else _checked_path(path)
-        self.watches = self._path
         self._lock = threading.RLock()
         self._file: _File | None = None
         self._rows: Rows = {}

@@ -1,0 +1,49 @@
+"""Branches, histories, complete checkpoints and merges on two processes, and on one with as many devices."""
+
+import pytest
+from processes import printed, run
+
+PROGRAM = """
+folder = directory
+step = jstep.minimize(loss_fn, optimizer)
+
+class Told(jstep.Hook):
+    steps = []
+    def saved(self, step, path):
+        self.steps.append(step)
+    def before_save(self, step):
+        return None
+
+def train(last_step, name, **options):
+    state = jstep.TrainState.create(init(), optimizer, mesh=mesh)
+    history, told = jstep.History(f"{folder}/{name}.jsonl", every_n_steps=3), Told()
+    told.steps = []
+    options |= {"save_checkpoint_steps": 5, "save_checkpoint_secs": None, "batch_sharding": rows, "log_steps": None}
+    where, hooks = f"{folder}/{name}", [history, told]
+    state = jstep.train(step, state, batches, last_step, checkpoint_dir=where, hooks=hooks, **options)
+    return state, history, told
+
+whole, rows_of_whole, _ = train(15, "whole")
+_, _, told = train(10, "trunk")
+print("told", told.steps)
+branch, history, _ = train(15, "branch", start_from=f"{folder}/trunk")
+print("same", weights(branch) == weights(whole))
+print("rows", [row["step"] for row in history.rows], history.rows[-1:] == rows_of_whole.rows[-1:])
+merged = jstep.merge_checkpoints(f"{folder}/whole")
+print("merged", merged["w"].tobytes().hex()[:64])
+"""
+
+
+@pytest.mark.thorough
+def test_a_branch_on_two_processes(tmp_path):
+    (tmp_path / "two").mkdir()
+    (tmp_path / "one").mkdir()
+    first, second = run(PROGRAM, 2, tmp_path / "two")
+    (alone,) = run(PROGRAM, 1, tmp_path / "one")
+    assert printed(first, "told") == "[5, 10, 10]"  # the last one again, when the hooks have ended
+    assert printed(second, "told") == "[]"
+    assert [printed(one, "same") for one in (first, second, alone)] == ["True"] * 3
+    rows = [printed(one, "rows") for one in (first, second, alone)]
+    assert rows[0] == rows[1]
+    assert rows[0].endswith("True")
+    assert printed(first, "merged") == printed(second, "merged") == printed(alone, "merged")
