@@ -150,7 +150,8 @@ class History(ReportingHook):
         """Return the sums of the unfinished row, and the rows; of those in a file the last one alone."""
         self._carry()
         with self._lock:
-            rows = self._rows if self._path is None else dict(list(self._rows.items())[-1:])
+            last = next(reversed(self._rows), None)
+            rows = self._rows if self._path is None or last is None else {last: self._rows[last]}
             return {
                 "at": self._reached,
                 "last_row": self._last_row,
@@ -223,10 +224,10 @@ class History(ReportingHook):
     def _put(self, step: int, values: Mapping[str, Any]) -> None:
         """Add values to the row of a step."""
         with self._lock:
+            is_late = step < next(reversed(self._rows), 0) and step not in self._rows
             row = self._rows.setdefault(step, {})
             row |= {name: float(value) for name, value in values.items()}
-            steps = list(self._rows)
-            if steps[-1] != max(steps[-2:]):  # an evaluation of before the last row
+            if is_late:  # an evaluation of before the last row
                 self._rows = dict(sorted(self._rows.items()))
             if self._path is None:
                 self._thin()
