@@ -110,6 +110,7 @@ def test_evaluations_are_in_the_rows_of_their_steps(first):
     assert history["eval/w"][1].tolist() == [hook.results[step]["w"] for step in (3, 6, 9, 10)]
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("to_file", [False, True], ids=["checkpoint", "file"])
 @pytest.mark.parametrize("steps_per_call", [1, 10])
 @pytest.mark.parametrize(("stopped", "saved"), [(17, 6), (20, 5), (9, 100)])

@@ -50,6 +50,7 @@ def trained(optimizer, params=None, steps=5):
     return state
 
 
+@pytest.mark.thorough(except_for=["adam", "adafactor", "soap", "compact", "averages", "guarded"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_parameters_are_the_same_state(name, caplog):
     state = trained(OPTIMIZERS[name])
@@ -70,6 +71,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.thorough(except_for=["adam-grown", "adafactor-by index", "compact-shrunk", "soap-with new ones"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_trains_on(name, change):
@@ -88,6 +90,7 @@ def test_it_trains_on(name, change):
     assert np.isfinite(float(metrics["loss"]))
 
 
+@pytest.mark.thorough(except_for=["adam"])
 @pytest.mark.parametrize("name", ["momentum", "adam", "adamw", "lion", "averages", "lookahead"])
 def test_a_table_that_grows_has_the_bits_of_one_that_was_always_so(name):
     optimizer = OPTIMIZERS[name]

@@ -186,6 +186,7 @@ def test_what_cannot_be_read_is_a_row(damage, tmp_path, capsys):
     assert "unreadable" in capsys.readouterr().out
 
 
+@pytest.mark.thorough(except_for=["23", "230"])
 @pytest.mark.parametrize("cut", range(0, 400, 23))
 def test_a_torn_end_is_read_as_far_as_it_goes(cut, tmp_path):
     train(3, tmp_path)
