@@ -19,6 +19,7 @@ from jstep.core.curves import Curve, is_logarithmic, picture
 from jstep.core.report import html_table
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Metrics
+from jstep.hooks.metric_sums import plus
 from jstep.hooks.numbers import Pending, in_order, numbers_of, read, scalars, transferred
 from jstep.hooks.report import ReportingHook
 from jstep.hooks.run_hook import RunInfo
@@ -352,11 +353,8 @@ class History(ReportingHook):
 
 def _plus(sums: Mapping[str, tuple[float, float]], interval: Any) -> dict[str, tuple[float, float]]:
     """The sums and counts of metrics, and those of an interval of more steps; wait for the device."""
-    found, totals = dict(sums), interval.totals
-    for name, (total, count) in {} if totals is None else totals.sums.items():
-        before = found.get(name, (0.0, 0.0))
-        found[name] = before[0] + total, before[1] + count
-    return found
+    totals = interval.totals
+    return plus(sums, {} if totals is None else totals.sums)
 
 
 def _mean(total: float, count: float) -> float:

@@ -46,6 +46,14 @@ def _plus(sums: Pairs, name: str, total: float, count: float) -> None:
     sums[name] = before[0] + total, before[1] + count
 
 
+def plus(sums: Mapping[str, tuple[float, float]], later: Mapping[str, tuple[float, float]]) -> Pairs:
+    """The sums and counts of metrics over some steps and later ones."""
+    both = dict(sums)
+    for name, pair in later.items():
+        _plus(both, name, *pair)
+    return both
+
+
 class BadStep(NamedTuple):
     """A step whose loss is not finite and whose update was applied."""
 
@@ -74,11 +82,9 @@ class Totals(NamedTuple):
 
     def plus(self, later: "Totals") -> "Totals":
         """The sums over these and later steps."""
-        sums = dict(self.sums)
-        for name, pair in later.sums.items():
-            _plus(sums, name, *pair)
         gradient = later.gradient if self.gradient is None else self.gradient
-        return Totals(later.last, sums, later.skips, self.bad or later.bad, gradient, {**later.over, **self.over})
+        sums, over = plus(self.sums, later.sums), {**later.over, **self.over}
+        return Totals(later.last, sums, later.skips, self.bad or later.bad, gradient, over)
 
 
 class Piece(NamedTuple):
