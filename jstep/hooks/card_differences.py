@@ -19,7 +19,8 @@ PLACES = ("checkpoint_dir", "logdir", "compile_cache", "start_from")
 
 CONFIG, CODE = "config", "code"
 """What only some cards have: the config of the program, and its commit; keys of a checkpoint's `extra`, too."""
-_NOT_RECORDED, _UNKNOWN = "(not recorded)", "unknown"
+NOT_RECORDED, UNKNOWN = "(not recorded)", "unknown"
+"""What stands for a value that must not be recorded, and for edits that git took too long to find."""
 
 # The cards of a timeline.
 
@@ -271,7 +272,7 @@ def _of_configs(*cards: Mapping[str, Any]) -> list[dict[str, Any]]:
     for name in one | other:
         values = [of[name] for of in (one, other) if name in of]
         is_argument = len(values) == 2 and json.dumps(values) in arguments
-        if is_argument or _NOT_RECORDED in values or all(map(_is_place, values)):
+        if is_argument or NOT_RECORDED in values or all(map(_is_place, values)):
             left_out.add(name)
     return [{name: value for name, value in of.items() if name not in left_out} for of in (one, other)]
 
@@ -284,7 +285,7 @@ def _code(card: Mapping[str, Any]) -> str | None:
     """The commit and the hash of the edits, in words; None if that is not known."""
     code = _section(card, CODE)
     commit, edits = code.get("commit"), code.get("edits")
-    if not isinstance(commit, str) or edits == _UNKNOWN:
+    if not isinstance(commit, str) or edits == UNKNOWN:
         return None
     return f"commit {commit[:8]}" + ("" if edits is None else f" with edits {edits} that are not committed")
 

@@ -30,7 +30,7 @@ from jstep.core.threads import in_background
 from jstep.data.loaders import ReplayedBatches, StateBatches
 from jstep.data.sequence import BatchSequence
 from jstep.hooks import card_differences
-from jstep.hooks.card_differences import BEFORE_AND_NOW, CODE, CONFIG, Changes, differences
+from jstep.hooks.card_differences import BEFORE_AND_NOW, CODE, CONFIG, NOT_RECORDED, Changes, differences
 from jstep.hooks.metric_sums import LOSS
 from jstep.hooks.states import key_of
 from jstep.loop import given
@@ -171,7 +171,7 @@ def _versions() -> dict[str, str | None]:
 def environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables `XLA_FLAGS` and `JAX_*`, and no others; values that look like passwords are omitted."""
     names = [name for name in sorted(variables) if name == "XLA_FLAGS" or name.startswith("JAX_")]
-    return {name: given.NOT_RECORDED if _SECRET.search(name) else without_login(variables[name]) for name in names}
+    return {name: NOT_RECORDED if _SECRET.search(name) else without_login(variables[name]) for name in names}
 
 
 def _settings() -> dict[str, Any]:

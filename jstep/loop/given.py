@@ -21,10 +21,10 @@ from typing import Any
 
 from jstep.core.checks import array_type, cut, kind
 from jstep.core.jaxprs import digest_of, without_addresses
+from jstep.hooks.card_differences import NOT_RECORDED, UNKNOWN
 
 # The config and the command line.
 
-NOT_RECORDED = "(not recorded)"
 _LONGEST, _MOST_ARGUMENTS = 1000, 100
 _SECRET = re.compile(r"(secret|password|passwd|passphrase|pwd|credential)s?")
 """Words of a name whose value is a secret, whatever it is."""
@@ -202,7 +202,7 @@ def _code_in(where: str, deadline: float) -> dict[str, Any] | None:
     try:
         return {"commit": commit, "edits": _edits(root, deadline)}
     except Exception:
-        return {"commit": commit, "edits": "unknown"}
+        return {"commit": commit, "edits": UNKNOWN}
 
 
 def _git(where: str, deadline: float, *words: str) -> bytes:
