@@ -23,8 +23,9 @@ from jstep.loop.hook_runner import HookRunner
 from jstep.loop.setup import Setup
 from jstep.state.train_state import TrainState
 
-NAME, ENDED = "run", "ended"
-"""The keys of a checkpoint's `extra` that have the name of the run, and the step at which its hooks have ended."""
+NAME, ENDED, STOPPED = "run", "ended", "stopped"
+"""Keys of a checkpoint's `extra`: the name of the run, the step at which its hooks have ended, and the name of the hook
+that stopped it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Origin:
     def is_branching(self) -> bool:
         """Whether the run is at the step at which it began from another one, not stopped there by a hook of its own."""
         return self.trunk is not None or (
-            self.parent is not None and self.parent["step"] == self.restored and "stopped" not in self.extra
+            self.parent is not None and self.parent["step"] == self.restored and STOPPED not in self.extra
         )
 
 

@@ -43,7 +43,7 @@ from jstep.hooks.states import get_states, set_states
 from jstep.loop.arguments import MOST_SECS, Options
 from jstep.loop.branch import PARENT, Trunk, open_trunk, parent_in
 from jstep.loop.calls import AUTO
-from jstep.loop.run import ENDED, NAME, Observers, Origin, Run
+from jstep.loop.run import ENDED, NAME, STOPPED, Observers, Origin, Run
 from jstep.loop.setup import Setup
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.contents import in_words
@@ -52,8 +52,8 @@ from jstep.state.train_state import TrainState
 from jstep.stores.tagged_json import Files, as_json
 from jstep.stores.urls import is_url
 
-HOOK_STATES, STOPPED, HELD = "hooks", "stopped", "held"
-"""Keys of a checkpoint's `extra`, besides those of positions and of observers."""
+HOOK_STATES, HELD = "hooks", "held"
+"""Keys of a checkpoint's `extra`, besides those of the run, of positions and of observers."""
 
 # What a start restores: the newest checkpoint, or the given state.
 
@@ -106,7 +106,7 @@ def restore(setup: Setup, saver: Saver | None, origin: Origin) -> Origin:
     loop = setup.loop
     loop.restores(origin.first, origin.latest)
     if origin.trunk is not None:
-        return _begin_from(setup, saver, origin, origin.trunk)
+        return _begin_from(setup, origin, origin.trunk)
     if saver is None:
         return _with_given(setup, origin, "and no checkpoint_dir to restore from")
     try:
@@ -124,14 +124,20 @@ def restore(setup: Setup, saver: Saver | None, origin: Origin) -> Origin:
     restored = step_of(state)
     extra = origin.extra if restored == origin.first else extra_at(saver, restored)
     loop.begins(restored, state, restored=True)
-    name, before = checkpoint_name(saver.prefix, restored), extra.get(HELD)
+    name = checkpoint_name(saver.prefix, restored)
     _logger.info("restored %s", name)
-    _warn_if_different(origin.given, origin.held, restored, before, name)
+    return _restored(origin, restored, extra, name)
+
+
+def _restored(origin: Origin, step: int, extra: dict[str, Any], name: str) -> Origin:
+    """The origin of a run whose state is that of a checkpoint; warn if the given one differs."""
+    before = extra.get(HELD)
+    _warn_if_different(origin.given, origin.held, step, before, name)
     held = (before or {}) if origin.given else origin.held
-    return dataclasses.replace(origin, restored=restored, extra=extra, held=held, first=restored)
+    return dataclasses.replace(origin, restored=step, extra=extra, held=held, first=step)
 
 
-def _begin_from(setup: Setup, saver: Saver | None, origin: Origin, trunk: Trunk) -> Origin:
+def _begin_from(setup: Setup, origin: Origin, trunk: Trunk) -> Origin:
     """Restore a checkpoint of another run, which may replace or delete it meanwhile."""
     path = trunk.parent["path"]
     gone = f"{path} was deleted or replaced while this run began from it; start the run again"
@@ -144,12 +150,9 @@ def _begin_from(setup: Setup, saver: Saver | None, origin: Origin, trunk: Trunk)
     if trunk.saver.extra(trunk.step) != trunk.extra:  # by which the batches have begun already
         raise CheckpointError(gone)
     setup.loop.begins(trunk.step, state, restored=True)
-    before = extra.get(HELD)
-    _warn_if_different(origin.given, origin.held, trunk.step, before, path)
     # What stopped the parent does not stop the branch, which has a name of its own.
     extra = {key: value for key, value in extra.items() if key not in (STOPPED, NAME)}
-    held = (before or {}) if origin.given else origin.held
-    return dataclasses.replace(origin, restored=trunk.step, extra=extra, held=held, first=trunk.step)
+    return _restored(origin, trunk.step, extra, path)
 
 
 def extra_at(saver: Saver, step: int) -> dict[str, Any]:

@@ -32,8 +32,8 @@ from jstep.loop.feeder import BatchFeeder, FirstBatch, copied_batches
 from jstep.loop.foresight import look_ahead, warn_of_averages_at_rest
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.programs import ProgramTable
-from jstep.loop.run import ENDED, Observer, Observers, Origin, Run, compiling_for, looks_of, name_of_run
-from jstep.loop.saving import STOPPED, RunSaverHook, open_checkpoints, restore, restore_hooks
+from jstep.loop.run import ENDED, STOPPED, Observer, Observers, Origin, Run, compiling_for, looks_of, name_of_run
+from jstep.loop.saving import RunSaverHook, open_checkpoints, restore, restore_hooks
 from jstep.loop.setup import Setup
 from jstep.loop.stages import StageBoundaries
 from jstep.loop.stopping import report_done

@@ -28,8 +28,8 @@ from jstep.core.exceptions import note
 from jstep.distributed import processes
 from jstep.hooks.hook import name_of
 from jstep.loop.hook_runner import Errors
-from jstep.loop.run import Run
-from jstep.loop.saving import STOPPED, RunSaverHook, why_not_finite, why_position_lost
+from jstep.loop.run import STOPPED, Run
+from jstep.loop.saving import RunSaverHook, why_not_finite, why_position_lost
 from jstep.loop.setup import Calling, Setup
 from jstep.state.contents import NanLossDuringTrainingError
 from jstep.state.train_state import TrainState
