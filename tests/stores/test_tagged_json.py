@@ -65,7 +65,9 @@ def test_long_integers_survive():
 )  # fmt: skip
 def test_arrays_survive(array):
     found = round_trip([array])[0]
-    assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
+    assert (found.dtype, found.shape) == (array.dtype, array.shape)
+    for name in array.dtype.names or [...]:  # the bytes between the fields of a record are anything
+        assert found[name].tobytes() == array[name].tobytes()
     assert found.flags.writeable
     assert found.flags.aligned
 
