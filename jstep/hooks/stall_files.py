@@ -1,4 +1,4 @@
-"""The files `stalls/PROCESS.json` of a run: what each process that hangs waits for, for the others and for people."""
+"""The files `stalls/PREFIX.PROCESS.json`: what each process of a run that hangs waits for, to be read by anybody."""
 
 import functools
 import json
@@ -28,7 +28,7 @@ Fields = Mapping[str, Any]
 """The fields of a file."""
 
 
-def read_stalls(where: str) -> tuple[list[Fields], list[str]]:
+def read_stalls(where: str, prefix: str | None = None) -> tuple[list[Fields], list[str]]:
     """Return what the processes of a run wait for, the oldest first, and the problems of files that cannot be read.
 
     Files of processes that have ended, or that do not renew them, are left out. A process that does not hang writes a
@@ -36,10 +36,32 @@ def read_stalls(where: str) -> tuple[list[Fields], list[str]]:
 
     Args:
         where: A directory or URL.
+        prefix: The prefix of the run's checkpoints; None for all runs of the directory.
 
     Raises:
         OSError: The directory cannot be read.
     """
+    found, problems = _files(where, prefix)
+    return [one for one in found if "exit_code" not in one and _is_current(one)], problems
+
+
+def exit_of(where: str, prefix: str, since: float) -> Fields | None:
+    """Return the stall for which a start, that began at a time, was ended by its own `StallHook`; None if it was not.
+
+    Raises:
+        OSError: The directory cannot be read.
+    """
+    ended = (one for one in _files(where, prefix)[0] if "exit_code" in one and one["renewed"] >= since)
+    return max(ended, key=lambda one: bool(one["stall"]), default=None)
+
+
+def _is_current(one: Fields) -> bool:
+    alive = is_alive(one)
+    return time.time() - one["renewed"] < _SILENT if alive is None else alive
+
+
+def _files(where: str, prefix: str | None) -> tuple[list[Fields], list[str]]:
+    """The files of the processes of a run, the oldest first, and the problems of those that cannot be read."""
     found, problems, folder = [], [], join(where, FOLDER)
     # Not `Directory`: nothing is lost if a list is not whole.
     names = Objects(folder).list() if is_url(folder) else names_in(folder) if is_directory(folder) else []
@@ -56,9 +78,7 @@ def read_stalls(where: str) -> tuple[list[Fields], list[str]]:
         except (OSError, ValueError, RecursionError) as error:
             problems.append(f"{join(folder, name)} is skipped: {error}")
             continue
-        alive = is_alive(one)
-        is_current = time.time() - one["renewed"] < _SILENT if alive is None else alive
-        if is_current and "exit_code" not in one:
+        if prefix is None or one.get("prefix", prefix) == prefix:
             found.append({**one, **{key: str(one.get(key, "")) for key in _TEXTS}})
     return sorted(found, key=lambda one: float(one["since"])), problems
 
@@ -83,6 +103,7 @@ class StallFiles:
         where: The directory or URL of the run; None if it has none, so that nothing is written.
         process: The index of the process.
         warn_secs: Those of the `StallHook`.
+        prefix: The prefix of the run's checkpoints; several runs may share a directory.
 
     Attributes:
         others: What the other processes wrote when their files were last read.
@@ -91,8 +112,8 @@ class StallFiles:
         period: The seconds after which the file is renewed, and those of the others are looked for.
     """
 
-    def __init__(self, where: str | None, process: int, warn_secs: float) -> None:
-        self._where, self._process = absolute(where) if where else "", process
+    def __init__(self, where: str | None, process: int, warn_secs: float, prefix: str = "model") -> None:
+        self._where, self._process, self._prefix = absolute(where) if where else "", process, prefix
         self._folder = join(self._where, FOLDER)
         self.period = 10.0 if is_url(where) else min(15.0, max(0.25, warn_secs / 4))
         self._job: Any = None
@@ -122,9 +143,10 @@ class StallFiles:
         try:
             if mine is not None or self._may_exist:
                 self._may_exist = mine is not None
-                own = {"version": STALLS_VERSION, "process": self._process, "renewed": time.time()}
+                own = {"version": STALLS_VERSION, "prefix": self._prefix, "process": self._process}
+                own |= {"renewed": time.time()}
                 data = json.dumps({**own, **this_process(), **(mine or {})}).encode()
-                path = join(self._folder, f"{self._process}.json")
+                path = join(self._folder, f"{self._prefix}.{self._process}.json")
                 remove_file(path) if mine is None else replace_file(path, data)
                 self.shown = None if mine is None else self.shown or time.monotonic()
         except OSError as error:
@@ -133,6 +155,7 @@ class StallFiles:
                 self._has_warned = True
         try:
             if read:
-                self.others = [one for one in read_stalls(self._where)[0] if one["process"] != self._process]
+                found = read_stalls(self._where, self._prefix)[0]
+                self.others = [one for one in found if one["process"] != self._process]
         finally:
             self.reads += read

@@ -273,7 +273,8 @@ class StallWatch(Observer):
         super().__init__(setup)
         self._hook = next((hook for hook in setup.options.hooks if isinstance(hook, StallHook)), StallHook())
         self._process = _Process(jax.process_index(), jax.process_count())
-        self._files = StallFiles(setup.options.where, self._process.index, self._warn)
+        options = setup.options
+        self._files = StallFiles(options.where, self._process.index, self._warn, options.checkpoint_prefix)
         self._over = threading.Event()
         self._thread = threads.Thread(target=self._watch, name="jstep-stalls", daemon=True)
         self._of_main, self._of_device = _MainThread(setup), _Device(setup.loop)

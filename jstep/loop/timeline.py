@@ -11,6 +11,7 @@ import jax
 from jstep.checkpoint.claims import this_process
 from jstep.checkpoint.saver import Saver
 from jstep.core import stopwatch
+from jstep.core.annotations import Tree
 from jstep.core.meshes import internal_transfers
 from jstep.hooks.card_differences import CODE
 from jstep.hooks.numbers import is_ready, read, scalars
@@ -46,6 +47,7 @@ class TimelineRecorder(Observer):
         self._lock = threading.Lock()
         self._looked: dict[str, Any] | None = None  # the metrics of the latest look, until they are ready
         self._numbers: dict[str, dict[str, Any]] = {"values": {}, "best": {}}
+        self._devices: list[Any] = []  # of this process, which hold the state
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._over.set()
@@ -68,6 +70,7 @@ class TimelineRecorder(Observer):
             self.setup.watch.stop()
             return
         self.setup.lines.open(timeline)
+        self._devices = _local_devices(self.setup.loop.state)
         self.times(
             START,
             version=VERSION,
@@ -98,6 +101,7 @@ class TimelineRecorder(Observer):
             self._look()
             fields |= {**{name: dict(of) for name, of in self._numbers.items()}, "now": stopwatch.CLOCKS.wall()}
             code = self.setup.lines.latest.get(CODE, {})
+            fields |= {name: value for name, value in self._of_devices().items() if value}
             fields["commit"] = f"{code.get('commit', ''):40}"  # of one length: lines that become longer are appended
         self.setup.lines.write(
             kind,
@@ -125,6 +129,15 @@ class TimelineRecorder(Observer):
                 self._numbers["values"] |= {name: _json(value) for name, value in newest.items()}
                 self._numbers["best"] |= {name: [_json(value), step] for name, (value, step) in hook.best.items()}
             self._numbers["values"] = dict(list(self._numbers["values"].items())[: 2 * _MOST_VALUES])
+
+    def _of_devices(self) -> dict[str, Any]:
+        """The peak of the memory of a device, and the utilization, as far as they are known."""
+        found: dict[str, Any] = {}
+        with contextlib.suppress(Exception):  # a backend may not know it
+            peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self._devices]
+            found["peak_bytes"] = max(peaks, default=0)
+        counter = None if self._run is None else self._run.reports.counter
+        return found | {"mfu": getattr(counter, "mfu", None)}
 
     def flush(self) -> None:
         """No line is older than the newest checkpoint."""
@@ -160,6 +173,12 @@ def _about(setup: Setup) -> dict[str, Any]:
         found["devices"] = f"{devices['of_state']}×{devices['kind']}"
         found["parameters"] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
     return found
+
+
+def _local_devices(state: Tree) -> list[Any]:
+    """The devices of this process that hold the arrays of a state."""
+    leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+    return list(next((leaf.sharding.addressable_devices for leaf in leaves), ()))
 
 
 def _outcome(setup: Setup, error: BaseException | None) -> tuple[str, str]:

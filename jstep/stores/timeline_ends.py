@@ -31,7 +31,8 @@ class End(NamedTuple):
 def carried(end: End | None) -> dict[str, Any]:
     """Return what is known of a run at its end: what a table shows, and what the next start has to carry on."""
     if end is None:
-        return {"since": None, "wall": 0.0, "step": None, "values": {}, "best": {}, "parent": None}
+        nothing = dict.fromkeys(("since", "step", "parent", "peak_bytes", "mfu"))
+        return {**nothing, "wall": 0.0, "values": {}, "best": {}}
     line, start, before = end.line, end.start, end.before or carried(None)
     since = start["time"] - sum(start["seconds"].values())
     return {
@@ -40,6 +41,8 @@ def carried(end: End | None) -> dict[str, Any]:
         "step": before["step"] if line["step"] is None else line["step"][1],
         **{key: {**before[key], **(line.get(key) or {})} for key in ("values", "best")},
         "parent": start.get("parent") or before["parent"],
+        "peak_bytes": max(filter(None, (before.get("peak_bytes"), line.get("peak_bytes"))), default=None),
+        "mfu": line.get("mfu") or before.get("mfu"),
     }
 
 

@@ -15,7 +15,7 @@ from jstep.checkpoint.manifest import NAME as MANIFEST
 from jstep.core.checks import as_text
 from jstep.core.report import columns, html_table
 from jstep.hooks.card_differences import card_values, starts_of
-from jstep.hooks.stall_files import read_stalls
+from jstep.hooks.stall_files import exit_of, read_stalls
 from jstep.stores.files import is_directory, walked
 from jstep.stores.timeline import NAME, OBJECTS
 from jstep.stores.timeline_ends import End, carried, ends
@@ -200,6 +200,8 @@ def _summary(where: str, prefix: str, end: End) -> RunSummary:
         devices,
         None if parent is None else (_moved(parent["path"], start.get("directory"), where), parent["step"]),
         parameters=start.get("parameters"),
+        peak_bytes=known["peak_bytes"],
+        mfu=known["mfu"],
         goodput=_goodput(where, prefix),
         config=start.get("config"),
         commit=(commit.strip() or None) if isinstance(commit, str) else None,
@@ -245,9 +247,14 @@ def _status(where: str, prefix: str, end: End, *, is_done: bool) -> tuple[str, s
     if alive is None:  # on another host
         alive = time.time() - line.get("now", line["time"]) < _SILENT
     if not alive:
-        return (FINISHED, "") if is_done and "process" not in end.start else (KILLED, "")
+        if is_done and "process" not in end.start:
+            return FINISHED, ""
+        with contextlib.suppress(OSError):
+            if (stall := exit_of(where, prefix, end.start["time"])) is not None:
+                return KILLED, f"process {stall['process']} hung at step {stall.get('step')}: {stall['what']}"
+        return KILLED, ""
     with contextlib.suppress(OSError):
-        for one in read_stalls(where)[0]:
+        for one in read_stalls(where, prefix)[0]:
             if one["stall"] and (one["process"] or one["pid"] == (owner or {}).get("pid")):
                 return HANGS, f"process {one['process']} at step {one.get('step')}: {one['what']}"
     return RUNNING, ""

@@ -1,4 +1,4 @@
-"""The files `stalls/PROCESS.json`, and the command that shows them."""
+"""The files `stalls/PREFIX.PROCESS.json`, and the command that shows them."""
 
 import json
 import os
@@ -43,6 +43,21 @@ def test_the_file_of_an_earlier_start_is_removed(tmp_path):
     assert os.listdir(tmp_path / "stalls") == []
 
 
+def test_runs_that_share_a_directory_do_not_share_files(tmp_path):
+    names = ["model", "model.1", "mode"]
+    all_files = [StallFiles(str(tmp_path), 1, warn_secs=60.0, prefix=name) for name in names]
+    for name, files in zip(names, all_files, strict=True):
+        files.settle(lambda name=name: fields_of(what=name))
+    assert sorted(os.listdir(tmp_path / "stalls")) == ["mode.1.json", "model.1.1.json", "model.1.json"]
+    assert len(read_stalls(str(tmp_path))[0]) == 3
+    for name in names:
+        assert [one["what"] for one in read_stalls(str(tmp_path), name)[0]] == [name]
+    other = StallFiles(str(tmp_path), 0, warn_secs=60.0)
+    other.exchange(None, read=True, at_once=True)
+    other.settle(None)
+    assert [one["what"] for one in other.others] == ["model"]
+
+
 def test_others_are_read(tmp_path):
     write(tmp_path, process=1)
     files = write(tmp_path, process=2)
@@ -70,7 +85,7 @@ def dead_process():
 )
 def test_stale_files_do_not_count(tmp_path, stale, capsys):
     write(tmp_path, process=0)
-    change(tmp_path / "stalls" / "0.json", **stale)
+    change(tmp_path / "stalls" / "model.0.json", **stale)
     assert read_stalls(str(tmp_path)) == ([], [])
     assert main(["stalls", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "no process hangs\n"
@@ -78,7 +93,7 @@ def test_stale_files_do_not_count(tmp_path, stale, capsys):
 
 def test_a_file_of_another_host_counts_while_it_is_renewed(tmp_path):
     write(tmp_path, process=0)
-    change(tmp_path / "stalls" / "0.json", host="elsewhere")
+    change(tmp_path / "stalls" / "model.0.json", host="elsewhere")
     assert len(read_stalls(str(tmp_path))[0]) == 1
 
 
@@ -96,7 +111,7 @@ def test_a_file_of_another_host_counts_while_it_is_renewed(tmp_path):
 )
 def test_files_that_cannot_be_read_are_skipped(tmp_path, capsys, text, problem):
     write(tmp_path, process=1)
-    (tmp_path / "stalls" / "0.json").write_text(text)
+    (tmp_path / "stalls" / "model.0.json").write_text(text)
     found, (one,) = read_stalls(str(tmp_path))
     assert [stall["process"] for stall in found] == [1]
     assert problem in one

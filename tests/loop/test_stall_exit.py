@@ -9,6 +9,7 @@ import time
 import pytest
 from children import end, read_until, start
 
+import jstep
 from jstep.checkpoint.saver import Saver
 from jstep.tools.cli import main
 
@@ -50,14 +51,17 @@ def test_it_ends_with_75_and_saves(where, script, line, tmp_path):
         assert "save before; every(1, <lambda>) did not return; every(4, <lambda>) was not called" in errors
     saver = Saver(tmp_path)
     assert saver.latest_step() == 8
-    kept = json.loads((tmp_path / "stalls" / "0.json").read_text())
+    kept = json.loads((tmp_path / "stalls" / "model.0.json").read_text())
     assert kept["exit_code"] == 75
     assert any("in stuck" in line for lines in kept["threads"].values() for line in lines)
     assert main(["stalls", str(tmp_path)]) == 0, "its process is gone"
+    (run,) = jstep.runs(tmp_path)
+    assert run.status == "killed"
+    assert re.match(r"process 0 hung at step \d+: (waiting for batch|in the hook)", run.reason)
     if where == "hook":
         same = "say(digest(train(30, checkpoint_dir=directory)) == digest(train(30)))"
         assert end(start(same, tmp_path))[0] == "True\n"
-        assert not (tmp_path / "stalls" / "0.json").exists()
+        assert not (tmp_path / "stalls" / "model.0.json").exists()
 
 
 @pytest.mark.thorough
@@ -81,7 +85,7 @@ def test_a_disk_that_blocks(tmp_path):
     manifest.unlink()
     os.mkfifo(manifest)
     folder.mkdir(exist_ok=True)
-    os.mkfifo(folder / "0.json")
+    os.mkfifo(folder / "model.0.json")
     hang = HANG.replace("0.2, exit_secs=0.6", "0.1, exit_secs=1.5")
     errors = end(start(hang + "train(30, hooks=hooks, checkpoint_dir=directory)", tmp_path), 75)[1]
     assert re.search(r"has been starting: it looks for checkpoints for [\d.]+ s: \S+\.py:\d+ in \w+", errors)

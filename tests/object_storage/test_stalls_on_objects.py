@@ -22,7 +22,7 @@ def test_an_object_is_written_read_and_removed(store, capsys):
     jstep.Saver(store.run).save(jstep.TrainState.create({"w": jnp.ones(2)}, jstep.adam()))
     files = StallFiles(store.run, 0, warn_secs=60.0)
     files.settle(fields)
-    assert json.loads(store.data("run/stalls/0.json"))["what"] == "waiting for batch 7"
+    assert json.loads(store.data("run/stalls/model.0.json"))["what"] == "waiting for batch 7"
     assert [one["process"] for one in read_stalls(store.run)[0]] == [0]
     assert main(["stalls", store.run]) == 1
     assert "waiting for batch 7" in capsys.readouterr().out
@@ -56,5 +56,5 @@ def test_a_run_that_hangs_writes_an_object(store):
         jstep.train(step, state, batch, 20, hooks=hooks, checkpoint_dir=store.run, progress=False)
     finally:
         logger.removeHandler(handler)
-    assert seen == ["run/stalls/0.json"]
+    assert seen == ["run/stalls/model.0.json"]
     assert not store.keys("run/stalls")

@@ -89,6 +89,28 @@ def test_how_a_run_ended(kind, expected, tmp_path):
     assert run.step > 0
 
 
+def test_the_utilization_and_the_memory(tmp_path, monkeypatch):
+    stats = [{"peak_bytes_in_use": 7_000}, {"peak_bytes_in_use": 9_000}]
+    monkeypatch.setattr("jstep.loop.timeline._local_devices", lambda state: [Device(one) for one in stats])
+    counter = jstep.StepCounterHook(every_n_steps=2, peak_flops=1e9, flops_per_step=1e3)
+    train(9, tmp_path, counter)
+    run = only(tmp_path)
+    assert (run.mfu, run.peak_bytes) == (pytest.approx(counter.mfu), 9_000)
+    stats.clear()
+    train(12, tmp_path)
+    assert (only(tmp_path).mfu, only(tmp_path).peak_bytes) == (run.mfu, 9_000), "of the start before"
+
+
+class Device:
+    """A device that knows its memory, as a GPU does."""
+
+    def __init__(self, stats):
+        self._stats = stats
+
+    def memory_stats(self):
+        return self._stats
+
+
 PROGRAM = """
 import os, sys, time
 import jax.numpy as jnp, jstep
