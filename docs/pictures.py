@@ -8,6 +8,7 @@ Curves are of real runs, made here; diagrams are drawn from the words below.
 
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -144,6 +145,54 @@ def digits_loss(path: pathlib.Path) -> None:
         tags = [word for tag in ("loss", "learning_rate", "grad_norm") for word in ("-t", tag)]
         plot = [sys.executable, "-m", "jstep", "plot", directory, "--log-y", *tags, "-o", path]
         subprocess.run(plot, check=True)
+
+
+def report(path: pathlib.Path) -> None:
+    """A trunk that is killed and started again, two cooldowns that begin from it, and one more rate, as one page."""
+    images, labels = _digits()
+    validation, order = slice(1400, None), np.random.default_rng(0)
+
+    def loss_fn(params, rows):
+        log_p = jax.nn.log_softmax(jnp.tanh(rows["x"] @ params["in"]) @ params["out"])
+        return -jnp.mean(jnp.take_along_axis(log_p, rows["y"][:, None], axis=1))
+
+    held_out = {"x": images[validation], "y": labels[validation]}
+    chosen = [order.integers(0, 1400, 64) for _ in range(1200)]
+
+    def run(name: str, rate: float, last_step: int, kill_at: int = 0, **options) -> None:
+        optimizer = jstep.adam(rate)
+        keys = jax.random.split(jax.random.key(0))
+        params = {"in": 0.1 * jax.random.normal(keys[0], (64, 64)), "out": 0.1 * jax.random.normal(keys[1], (64, 10))}
+        evaluation = jstep.EvaluationHook(
+            jax.jit(lambda state: {"loss": loss_fn(state.params, held_out)}), every_n_steps=25, prefix="validation",
+            callbacks=[jstep.KeepBest(f"{name}/best", "loss")],
+        )  # fmt: skip
+
+        def fail(step, state, metrics):
+            raise OSError("the disk is full")
+
+        hooks = [evaluation, *([jstep.every(kill_at, fail)] if kill_at else [])]
+        try:
+            jstep.train(
+                jstep.minimize(loss_fn, optimizer), jstep.TrainState.create(params, optimizer),
+                lambda step: {"x": images[chosen[step]], "y": labels[chosen[step]]}, last_step, checkpoint_dir=name,
+                logdir=name, save_checkpoint_steps=200, save_summaries_steps=5, hooks=hooks, log_steps=None, **options,
+            )  # fmt: skip
+        except OSError:
+            shutil.rmtree(f"{name}/model-{kill_at}")
+
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        for kill_at in (490, 0):
+            run("runs/trunk", 3e-3, 1000, kill_at)
+        run("runs/cool-400", 3e-4, 700, start_from="runs/trunk/model-400")
+        run("runs/cool-800", 3e-4, 1100, start_from="runs/trunk/model-800")
+        jstep.report("runs", "report.html")
+        window = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1100,1000"]
+        page = pathlib.Path("report.html").resolve().as_uri()
+        subprocess.run(["chromium", *window, f"--screenshot={path}", page], check=True, stderr=subprocess.DEVNULL)
+        os.chdir(before)
 
 
 def plan(path: pathlib.Path) -> None:
@@ -648,6 +697,7 @@ MAKERS = {
     "layouts.svg": layouts,
     "digits_loss.png": digits_loss,
     "plan.png": plan,
+    "report.png": report,
     "schedules.png": schedules,
     "width_transfer.png": width_transfer,
     "goodput.png": goodput,

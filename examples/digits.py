@@ -179,6 +179,7 @@ def main(steps=1500, seed=0, directory=None):
         f"test accuracy of the best weights, after {jstep.global_step(best)} updates: {raw:.4f} raw, {averaged:.4f} "
         f"averaged weights (fingerprint of the weights: {fingerprint})"
     )
+    print(f"a page with its curves: python -m jstep report {directory}")
     return raw, averaged
 
 

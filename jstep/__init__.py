@@ -65,7 +65,8 @@ Distributed training
     compile-only devices.
 Debugging and planning
     verify_resume (ResumeReport), replay (Replay), fingerprint, find_nonfinite (NonFinite); before a run: plan (Plan),
-    cost (Cost, with Collective entries); after a run: goodput (Goodput); of many: runs (RunList of RunSummary).
+    cost (Cost, with Collective entries); after a run: goodput (Goodput); of many: runs (RunList of RunSummary),
+    and report (Report).
 Hyperparameter transfer to wider models
     mup (MupFactors), coord_check (CoordCheck).
 TensorBoard summaries

@@ -250,6 +250,8 @@ from jstep.tools.replay import Replay as Replay
 from jstep.tools.replay import ResumeReport as ResumeReport
 from jstep.tools.replay import replay as replay
 from jstep.tools.replay import verify_resume as verify_resume
+from jstep.tools.report import Report as Report
+from jstep.tools.report import report as report
 from jstep.tools.runs import RunList as RunList
 from jstep.tools.runs import RunSummary as RunSummary
 from jstep.tools.runs import runs as runs

@@ -8,21 +8,29 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 Numbers: TypeAlias = np.ndarray[Any, Any]
-WIDTH, HEIGHT = 640, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 24, 40, 32
+_WIDTH, _HEIGHT = 560, 168
+"""The size of the area with the curves. Its width is stretched to that of the page, the texts are not."""
 _DECADES = 3
 """From so many decades on, the axis of positive values is logarithmic."""
 
 STYLE = """
-.curves {max-width: 640px; width: 100%; height: auto; font: 12px system-ui, sans-serif; color: inherit}
-.curves text {fill: currentColor} .curves .axis {stroke: currentColor; stroke-opacity: .25; fill: none}
-.curves .line {fill: none; stroke-width: 1.5; stroke-linejoin: round} .curves .pale {opacity: .3}
-.curves .dashed {stroke-dasharray: 5 3} .curves .bad {stroke: #d62728; stroke-width: 1.5}
-.curves .s0 {stroke: #2a78c2} .curves .s1 {stroke: #c25e00} .curves .s2 {stroke: #2e8b3d} .curves .s3 {stroke: #a046b4}
-.curves .s4 {stroke: #8c6d00} .curves .s5 {stroke: #00808a} .curves .s6 {stroke: #c2326e} .curves .s7 {stroke: #6b6b6b}
+.curves {margin: 0 0 .4em; max-width: 60em; color: inherit; font: 12px system-ui, sans-serif}
+.curves figcaption {font-weight: 600; margin-bottom: 2px}
+.curves svg {overflow: visible} .curves text {fill: currentColor}
+.curves .plot {display: block; width: calc(100% - 80px); margin: 8px 24px 0 56px}
+.curves path {vector-effect: non-scaling-stroke}
+.curves .axis {stroke: currentColor; stroke-opacity: .25; fill: none} .curves .bad {stroke: #d62728; stroke-width: 1.5}
+.curves .line, .key path {fill: none; stroke-width: 1.5; stroke-linejoin: round} .curves .pale {opacity: .35}
+.curves .dot {stroke-width: 5; stroke-linecap: round} .curves .best {stroke-width: 9; stroke-linecap: round}
+.curves .start {stroke-width: 2} .curves .stage {stroke-width: 1; stroke-dasharray: 2 3}
+.curves .d1, .key .d1 {stroke-dasharray: 5 3} .curves .d2, .key .d2 {stroke-dasharray: 1.5 2.5}
+.curves .d3, .key .d3 {stroke-dasharray: 9 3 2 3} .key {display: inline-block; margin-right: 1.2em} .off {opacity: .4}
+.s0 {stroke: var(--s0, #2a78c2)} .s1 {stroke: var(--s1, #c25e00)} .s2 {stroke: var(--s2, #2e8b3d)}
+.s3 {stroke: var(--s3, #a046b4)} .s4 {stroke: var(--s4, #8c6d00)} .s5 {stroke: var(--s5, #00808a)}
+.s6 {stroke: var(--s6, #c2326e)} .s7 {stroke: var(--s7, #6b6b6b)}
 """
 """The style of the pictures: text and axes have the color of the page's text, so that light and dark pages work."""
-COLORS = 8
+COLORS, DASHES = 8, 4
 
 
 class Curve(NamedTuple):
@@ -33,7 +41,7 @@ class Curve(NamedTuple):
         steps: Its steps, in order.
         values: Their values; those that are not finite are gaps, with a mark below them.
         color: The number of its color.
-        dashed: Whether it is dashed, such as an evaluation beside the training.
+        dash: The number of its dashes; 0 for a solid line, others such as for evaluations beside the training.
         pale: Whether it is pale, such as steps that were made again; it is not in the legend.
     """
 
@@ -41,16 +49,38 @@ class Curve(NamedTuple):
     steps: Numbers
     values: Numbers
     color: int = 0
-    dashed: bool = False
+    dash: int = 0
     pale: bool = False
 
 
-def picture(title: str, curves: Sequence[Curve], *, style: bool = True) -> str:
-    """Draw curves over the step, as one `<svg>` element.
+class Mark(NamedTuple):
+    """A mark on the axis, or at a value.
+
+    Attributes:
+        kind: `"start"`, `"stage"`, `"checkpoint"`, or `"best"`, which has a value.
+        step: Its step.
+        text: What it says under the pointer.
+        color: The number of its color.
+        value: The value, or None on the axis.
+    """
+
+    kind: str
+    step: int
+    text: str
+    color: int = 0
+    value: float | None = None
+
+
+_MARKS = {"start": f"M{{}},{_HEIGHT}v-14", "checkpoint": f"M{{}},{_HEIGHT}v-6", "stage": f"M{{}},{_HEIGHT}V0"}
+
+
+def picture(title: str, curves: Sequence[Curve], marks: Sequence[Mark] = (), *, style: bool = True) -> str:
+    """Draw curves over the step, as one `<figure>` element.
 
     Args:
         title: What is drawn.
         curves: The curves.
+        marks: Marks; those outside the steps of the curves are left out.
         style: Whether to put the style into the picture; a page with many of them has it once.
     """
     finite = [curve.values[np.isfinite(curve.values)] for curve in curves]
@@ -58,39 +88,58 @@ def picture(title: str, curves: Sequence[Curve], *, style: bool = True) -> str:
     is_log = is_logarithmic(every)
     ticks, places, low, high = _axis(every, is_log)
     first, last = (float(steps.min()), float(steps.max())) if steps.size else (0.0, 1.0)
-    x_ticks = [tick for tick in _round_ticks(first, last, 6) if first <= tick <= last and tick == int(tick)]
+    x_ticks = [tick for tick in _round_ticks(first, last, 5) if first <= tick <= last and tick == int(tick)]
 
-    def x(at: Numbers) -> Numbers:
-        return _LEFT + (at - first) / ((last - first) or 1.0) * (WIDTH - _LEFT - _RIGHT)
+    def x(at: Any) -> Any:
+        return (at - first) / ((last - first) or 1.0) * _WIDTH
 
-    def y(at: Numbers) -> Numbers:
-        return HEIGHT - _BOTTOM - (at - low) / ((high - low) or 1.0) * (HEIGHT - _TOP - _BOTTOM)
-
-    floor = HEIGHT - _BOTTOM
-    parts = [f'<text x="0" y="12" font-weight="600">{html.escape(title)}</text>']
-    for text, place in zip(ticks, y(np.array(places)), strict=True):
-        parts.append(f'<path class="axis" d="M{_LEFT},{place:.1f}H{WIDTH - _RIGHT}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{place + 4:.1f}" text-anchor="end">{text}</text>')
-    for tick, place in zip(x_ticks, x(np.array(x_ticks, float)), strict=True):
-        parts.append(f'<path class="axis" d="M{place:.1f},{floor}v4"/>')
-        parts.append(f'<text x="{place:.1f}" y="{floor + 16}" text-anchor="middle">{short(tick)}</text>')
-    parts.append(f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 2}" text-anchor="end">step</text>')
-    after = 0.0
-    for curve in curves:
-        kind = f"line s{curve.color % COLORS}{' dashed' * curve.dashed}{' pale' * curve.pale}"
+    def y(at: Any) -> Any:
         with np.errstate(divide="ignore", invalid="ignore"):
-            values = np.log10(curve.values) if is_log else curve.values
-        path, bad = _path(x(curve.steps.astype(float)), y(np.where(np.isfinite(values), values, np.nan)))
-        parts.append(f'<path class="{kind}" d="{path}"/>')
-        parts += [f'<path class="bad" d="M{at:.1f},{floor - 6}v6"/>' for at in bad]
-        if not curve.pale and len(curves) > 1 and after < WIDTH - 60:
-            name = curve.name if len(curve.name) < 40 else f"{curve.name[:39]}…"
-            parts.append(f'<path class="{kind}" d="M{_LEFT + after:.0f},26h16"/>')
-            parts.append(f'<text x="{_LEFT + after + 20:.0f}" y="30">{html.escape(name)}</text>')
-            after += 36 + 7 * len(name)
+            at = np.log10(at) if is_log else np.asarray(at, float)
+        return _HEIGHT - (np.where(np.isfinite(at), at, np.nan) - low) / ((high - low) or 1.0) * _HEIGHT
+
+    drawn, texts, keys = list[str](), list[str](), list[str]()
+    for text, place in zip(
+        ticks, (_HEIGHT - (at - low) / ((high - low) or 1.0) * _HEIGHT for at in places), strict=True
+    ):
+        drawn.append(f'<path class="axis" d="M0,{place:.1f}H{_WIDTH}"/>')
+        texts.append(f'<text x="-6" y="{place + 4:.1f}" text-anchor="end">{text}</text>')
+    for tick in x_ticks:
+        drawn.append(f'<path class="axis" d="M{x(tick):.1f},{_HEIGHT}v4"/>')
+        share = f"{x(tick) / _WIDTH:.2%}"
+        texts.append(f'<text x="{share}" y="{_HEIGHT + 16}" text-anchor="middle">{short(tick)}</text>')
+    texts.append(f'<text x="100%" y="{_HEIGHT + 32}" text-anchor="end">step</text>')
+    for i, curve in enumerate(curves):
+        kind = f"s{curve.color % COLORS}{' pale' * curve.pale}"
+        path, dots, bad = _path(x(curve.steps.astype(float)), y(curve.values), max(1.0, len(curves) / 4))
+        drawn.append(f'<path class="line {kind} d{curve.dash % DASHES}" data-i="{i}" d="{path}"/>')
+        drawn += [f'<path class="dot {kind}" data-i="{i}" d="{dots}"/>'] * bool(dots)
+        drawn += [f'<path class="bad" d="M{at:.1f},{_HEIGHT}v-6"/>' for at in bad]
+        if not curve.pale and sum(not other.pale for other in curves) > 1:
+            keys.append(key(curve.name, f"s{curve.color % COLORS} d{curve.dash % DASHES}", i))
+    seen = [one for one in marks if first <= one.step <= last and (one.value is None or np.isfinite(y(one.value)))]
+    for mark in {(one.kind, round(x(one.step)), one.color): one for one in seen}.values():
+        at = f"{x(mark.step):.1f}"
+        d = _MARKS[mark.kind].format(at) if mark.value is None else f"M{at},{y(mark.value):.1f}h0"
+        words = f"<title>{html.escape(mark.text)}</title>"
+        drawn.append(f'<path class="{mark.kind} s{mark.color % COLORS}" d="{d}">{words}</path>')
     label = html.escape(f"{title}, steps {short(first)} to {short(last)}", quote=True)
-    head = f'<svg class="curves" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
-    return f"{head}<title>{label}</title>{f'<style>{STYLE}</style>' if style else ''}{''.join(parts)}</svg>"
+    ends = f'data-x="{first:g} {last:g}" data-y="{low:.9g} {high:.9g}" data-log="{int(is_log)}"'
+    plot = f'<svg width="100%" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" {ends}>'
+    return (
+        f'{f"<style>{STYLE}</style>" if style else ""}<figure class="curves">'
+        f"<figcaption>{html.escape(title)}</figcaption><div>{''.join(keys)}</div>"
+        f'<svg class="plot" height="{_HEIGHT + 40}" role="img" aria-label="{label}"><title>{label}</title>'
+        f"{plot}{''.join(drawn)}</svg>{''.join(texts)}</svg></figure>"
+    )
+
+
+def key(text: str, kind: str, i: int | None = None) -> str:
+    """A line as it is drawn, and what it means; i is the number of its curve in the picture."""
+    line = f'<svg width="18" height="8"><path class="{kind}" d="M0,4h18"/></svg>'
+    return f'<span class="key"{"" if i is None else f" data-i={i!r}"}>{line} {html.escape(text)}</span>'.replace(
+        "'", '"'
+    )
 
 
 def is_logarithmic(values: Numbers) -> bool:
@@ -129,25 +178,23 @@ def _round_ticks(low: float, high: float, most: int) -> list[float]:
     return [round(i * size, 12) for i in range(math.floor(low / size), math.ceil(high / size) + 1)]
 
 
-def _path(x: Numbers, y: Numbers) -> tuple[str, list[float]]:
-    """A path through points, with the least and the greatest of each column of pixels, and where there are gaps."""
+def _path(x: Numbers, y: Numbers, width: float) -> tuple[str, str, list[float]]:
+    """A path through points, with the least and the greatest of each column of a width; points alone; and the gaps."""
     is_bad = np.isnan(y)
-    bad = sorted({round(float(at)) for at in x[is_bad]})
+    bad = [float(at) for at in sorted({round(float(at)) for at in x[is_bad]})]
     segment, x, y = np.cumsum(is_bad)[~is_bad], x[~is_bad], y[~is_bad]
     if not x.size:
-        return "", [float(at) for at in bad]
-    column = np.floor(x) if x.size > 2 * WIDTH else np.arange(x.size)
+        return "", "", bad
+    column = np.floor(x / width) if x.size > 2 * _WIDTH / width else np.arange(x.size)
     starts = np.flatnonzero(np.r_[True, (np.diff(column) != 0) | (np.diff(segment) != 0)])
     ends = np.r_[starts[1:], x.size] - 1
     top, bottom = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
-    words, before = [], None
+    lines: list[list[str]] = []
+    before = None
     for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        points = dict.fromkeys([f"{x[start]:.1f},{at:.1f}" for at in (y[start], top[i], bottom[i], y[end])])
-        is_new = segment[start] != before
+        if segment[start] != before:
+            lines.append([])
         before = segment[start]
-        for point in points:
-            words.append(f"{'M' if is_new else 'L'}{point}")
-            is_new = False
-        if len(points) == 1 and (i + 1 == len(starts) or segment[starts[i + 1]] != before) and words[-1][0] == "M":
-            words.append("m-2,0h4")  # a point alone is seen
-    return "".join(words), [float(at) for at in bad]
+        lines[-1] += dict.fromkeys(f"{x[start]:.1f},{at:.1f}" for at in (y[start], top[i], bottom[i], y[end]))
+    path = "".join(f"M{' '.join(points)}" for points in lines if len(points) > 1)
+    return path, "".join(f"M{points[0]}h0" for points in lines if len(points) == 1), bad

@@ -16,7 +16,7 @@ from jstep.checkpoint.claims import FileClaim
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.curves import Curve, is_logarithmic, picture
-from jstep.core.report import html_table
+from jstep.core.tables import html_table
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Metrics
 from jstep.hooks.metric_sums import plus
@@ -337,7 +337,7 @@ class History(ReportingHook):
         """The pictures of all metrics, for a page of HTML."""
         parts = list[str]()
         for title, names in self._pictures().items():
-            curves = [Curve(name, *self[name], 0, self._is_evaluation(name)) for name in names]
+            curves = [Curve(name, *self[name], 0, i * self._is_evaluation(name)) for i, name in enumerate(names, 1)]
             parts.append(picture(title, curves, style=style and not parts))
         return "".join(parts)
 

@@ -4,7 +4,7 @@ import html
 import importlib
 from typing import Any
 
-from jstep.core.report import html_table
+from jstep.core.tables import html_table
 from jstep.hooks.history import History
 from jstep.hooks.hook import Clock
 from jstep.hooks.numbers import numbers_of, read

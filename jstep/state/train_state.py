@@ -16,7 +16,7 @@ from jstep.core import device_values, meshes, placement, trees
 from jstep.core.annotations import P, T, Tree
 from jstep.core.checks import as_bool, kind, size
 from jstep.core.placement import checked_memory, compiles_only, is_shape
-from jstep.core.report import html_table
+from jstep.core.tables import html_table
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, shape_of
 from jstep.slots.optax_transformations import require_optimizer

@@ -1,9 +1,11 @@
 """Reading of event files: the record format (TFRecord) and the messages that records hold."""
 
+import bisect
 import functools
 import importlib
 import os
 import struct
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
@@ -250,6 +252,39 @@ class Point(NamedTuple):
     value: float
 
 
+class Series:
+    """The points of a tag, in arrays, because a list of points takes ten times as much memory.
+
+    Attributes:
+        steps: The steps, in order.
+        times: Seconds since 1970.
+        values: The values.
+        rewound: The points that later ones have replaced, the steps and values of each time.
+    """
+
+    def __init__(self) -> None:
+        self.steps, self.times, self.values = array("q"), array("d"), array("d")
+        self.rewound: list[tuple[array[int], array[float]]] = []
+
+    def points(self) -> list[Point]:
+        """Return the points."""
+        return list(map(Point, self.steps, self.times, self.values))
+
+    def append(self, step: int, time: float, value: float) -> None:
+        """Add a point, which replaces those from its step on."""
+        self.drop_from(step)
+        self.steps.append(step)
+        self.times.append(time)
+        self.values.append(value)
+
+    def drop_from(self, step: int) -> None:
+        """Move the points from a step on to those that are rewound."""
+        if self.steps and self.steps[-1] >= step:
+            first = bisect.bisect_left(self.steps, step)
+            self.rewound.append((self.steps[first:], self.values[first:]))
+            del self.steps[first:], self.times[first:], self.values[first:]
+
+
 def read_scalars(
     path: str | os.PathLike[str], on_corrupted: Callable[[DataLossError], None] | None = None
 ) -> dict[str, list[Point]]:
@@ -266,7 +301,14 @@ def read_scalars(
     Raises:
         DataLossError: A file is corrupted.
     """
-    series: dict[str, list[Point]] = {}
+    return {tag: series.points() for tag, series in read_series(path, on_corrupted).items()}
+
+
+def read_series(
+    path: str | os.PathLike[str], on_corrupted: Callable[[DataLossError], None] | None = None
+) -> dict[str, Series]:
+    """Return tag → its series, which also has the points that were replaced; otherwise as `read_scalars`."""
+    series: dict[str, Series] = {}
     for file in event_files(location(path, "path")):
         try:
             for event in summary_iterator(file):
@@ -278,21 +320,16 @@ def read_scalars(
     return series
 
 
-def _add(series: dict[str, list[Point]], event: Any) -> None:
+def _add(series: dict[str, Series], event: Any) -> None:
     if event.session_log.status == proto("SessionLog").START:
-        for points in series.values():
-            _drop_from(points, event.step)
+        for one in series.values():
+            one.drop_from(event.step)
     for value in event.summary.value:
         number = _number(value)
         if number is not None:
-            points = series.setdefault(value.tag, [])
-            _drop_from(points, event.step)
-            points.append(Point(event.step, event.wall_time, number))
-
-
-def _drop_from(points: list[Point], step: int) -> None:
-    while points and points[-1].step >= step:
-        points.pop()
+            if value.tag not in series:
+                series[value.tag] = Series()
+            series[value.tag].append(event.step, event.wall_time, number)
 
 
 def _number(value: Any) -> float | None:

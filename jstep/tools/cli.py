@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from jstep.core.report import breadth, columns, folded
+from jstep.core.tables import breadth, columns, folded
 from jstep.stores.event_files import DataLossError
 
 # What the commands have in common: interface, exit codes, and output as text, strict JSON and tables.
@@ -131,6 +131,7 @@ COMMANDS = {
     "cost": ("estimate the cost of a step: operations, memory, transfers", "cli_cost:COST"),
     "goodput": ("account for the wall time of a run, over all its starts", "goodput:GOODPUT"),
     "runs": ("show all runs below directories: status, metrics, parents", "runs:RUNS"),
+    "report": ("show runs on one page of HTML: what, how, time, oddities", "report:REPORT"),
     "stalls": ("show the processes that hang (exit code 1) and their waits", "cli_events:STALLS"),
 }
 """Name → description, in the order and wording of `--help`, and where in `jstep.tools` the `Command` is."""

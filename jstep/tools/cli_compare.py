@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jstep.checkpoint.manifest import LeftOut
-from jstep.core.report import columns
+from jstep.core.tables import columns
 from jstep.hooks.card_differences import VERSION, card_difference, changes, starts_of
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.timeline import is_seconds

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jstep.core.checks import cut
-from jstep.core.report import figure
+from jstep.core.tables import figure
 from jstep.hooks.stall_files import read_stalls, silent, waited_for
 from jstep.stores import event_files
 from jstep.stores.event_files import DataLossError, Point

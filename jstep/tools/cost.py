@@ -21,7 +21,7 @@ from jstep.core.jaxprs import body_of, is_annotated
 from jstep.core.logs import slow, without_noise
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh
 from jstep.core.placement import device_count, device_of, is_of_host, sharding_of
-from jstep.core.report import Report
+from jstep.core.tables import Tabular
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.placement import mesh_without_batch
 from jstep.loop.work import work_of
@@ -38,7 +38,7 @@ _UNKNOWN = "not known"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Cost(Report):
+class Cost(Tabular):
     """Cost of a step on each device.
 
     Figures that the compiler does not report are None. For a program that does not fit, these are all figures of the

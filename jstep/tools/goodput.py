@@ -6,8 +6,8 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 
-from jstep.core.report import Report
 from jstep.core.stopwatch import PARTS, STEPPING
+from jstep.core.tables import Tabular
 from jstep.stores.timeline import STALL, Times, fields_with, is_seconds, read
 from jstep.stores.urls import absolute, location
 from jstep.tools.cli import Command, answer
@@ -18,7 +18,7 @@ _ALL = ("productive", "rewound", *_COPIED, "down")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Goodput(Report):
+class Goodput(Tabular):
     """Breakdown of the wall time of a run in seconds, from its first start to the last line of its timeline.
 
     Attributes:
@@ -122,7 +122,7 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
         >>> found.steps, found.starts, found.productive > 0, abs(sum(found.parts.values()) - found.total) < 1e-9
         (9, 1, True, True)
     """
-    found = _accounted(read(path, prefix))
+    found = total_of(by_start(read(path, prefix)))
     stalled: dict[str, float] = {}
     for line in fields_with(absolute(location(path, "path")), STALL):
         seconds, part = line.get("stalled", 0.0), line.get("part")
@@ -132,29 +132,34 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
     return dataclasses.replace(found, stalled=stalled)
 
 
-def _accounted(all_starts: Sequence[Times]) -> Goodput:
-    seconds = dict.fromkeys(_ALL, 0.0)
+def by_start(all_starts: Sequence[Times]) -> list[Goodput]:
+    """Account for the time of each start of a run, and for the time in which the run was down before it."""
+    found: list[Goodput] = []
     ended: float | None = None
     for lines in all_starts:
         last = lines[-1]
         own = last["seconds"]
-        began = last["time"] - sum(own.values())
+        began, down = last["time"] - sum(own.values()), 0.0
         if ended is not None:
-            seconds["down"] += max(0.0, began - ended)
+            down = max(0.0, began - ended)
             # If the process was already running before the previous start ended, that time is counted once.
             own["starting"] = max(0.0, own["starting"] - max(0.0, ended - began))
         ended = last["time"] if ended is None else max(ended, last["time"])
-        for part in _COPIED:
-            seconds[part] += own[part]
-    steps, limit = 0, math.inf
-    for lines in reversed(all_starts):
-        kept, of_them = _kept(lines, limit)
-        seconds["productive"] += kept
-        seconds["rewound"] += max(0.0, lines[-1]["seconds"][STEPPING] - kept)
-        steps += of_them
+        found.append(Goodput(**{part: own[part] for part in _COPIED}, down=down, starts=1))
+    limit = math.inf
+    for i, lines in reversed(list(enumerate(all_starts))):
+        kept, steps = _kept(lines, limit)
+        rewound = max(0.0, lines[-1]["seconds"][STEPPING] - kept)
+        found[i] = dataclasses.replace(found[i], productive=kept, rewound=rewound, steps=steps)
         if (where := lines[-1]["step"]) is not None:
             limit = min(limit, where[0])
-    return Goodput(**seconds, stalled={}, starts=len(all_starts), steps=steps)
+    return found
+
+
+def total_of(starts: Sequence[Goodput]) -> Goodput:
+    """Add up the starts of a run."""
+    names = (*_ALL, "starts", "steps")
+    return Goodput(**{name: sum(getattr(one, name) for one in starts) for name in names})
 
 
 def _kept(lines: Times, limit: float) -> tuple[float, int]:

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_int, count, cut, cut_path, kind, shown
 from jstep.core.meshes import internal_transfers
-from jstep.core.report import WIDTH, Report, columns, figure, html_picture, wrapped
+from jstep.core.tables import WIDTH, Tabular, columns, figure, html_picture, wrapped
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, OptimizerLike, Schedule
 from jstep.data.batches import Batches
@@ -63,7 +63,7 @@ class Due(Mapping[Any, Any]):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Plan(Report):
+class Plan(Tabular):
     """Preview of a run, returned by `plan`.
 
     Attributes:

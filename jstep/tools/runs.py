@@ -13,7 +13,7 @@ from typing import Any
 from jstep.checkpoint.claims import is_alive, owner_in
 from jstep.checkpoint.manifest import NAME as MANIFEST
 from jstep.core.checks import as_text
-from jstep.core.report import columns, html_table
+from jstep.core.tables import columns, html_table
 from jstep.hooks.card_differences import card_values, starts_of
 from jstep.hooks.stall_files import exit_of, read_stalls
 from jstep.stores.files import is_directory, walked
@@ -296,20 +296,29 @@ def _metrics(found: Iterable[RunSummary], globs: Sequence[str]) -> list[str]:
     return [name for name in names if name == "loss" or name.endswith("/loss")][:4]
 
 
+def names_of(found: Sequence[RunSummary]) -> list[str]:
+    """Return the names of runs, below the directory that they have in common."""
+    above = os.path.commonpath([run.path for run in found]) if found and not any(is_url(r.path) for r in found) else ""
+
+    def name(run: RunSummary) -> str:
+        own = os.path.relpath(run.path, above) if above and run.path != above else split(run.path)[1] or run.path
+        return own + ("" if run.prefix in ("model", "") else f":{run.prefix}")
+
+    return list(map(name, found))
+
+
 def _cells(
     found: Sequence[RunSummary],
     metrics: Sequence[str],
     differences: Mapping[str, Sequence[Any]],
     rows: Sequence[tuple[str, RunSummary]],
 ) -> list[list[str]]:
-    above = os.path.commonpath([run.path for run in found]) if found and not any(is_url(r.path) for r in found) else ""
+    names = names_of(found)
     head = ["run", "status", "step", *metrics, *differences, "since", "wall", "on"]
     cells = [head]
     places = {id(run): i for i, run in enumerate(found)}
     for drawn, run in rows:
-        name = os.path.relpath(run.path, above) if above and run.path != above else split(run.path)[1] or run.path
-        name += "" if run.prefix in ("model", "") else f":{run.prefix}"
-        name += f" @{run.parent[1]}" if run.parent is not None else ""
+        name = names[places[id(run)]] + (f" @{run.parent[1]}" if run.parent is not None else "")
         step = f"{run.step}" if run.last_step is None else f"{run.step}/{run.last_step}"
         best = [f" (best {run.best[one][0]:.4g} at {run.best[one][1]})" if one in run.best else "" for one in metrics]
         values = [f"{run.metrics[one]:.4g}" if one in run.metrics else "" for one in metrics]

@@ -12,7 +12,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_function, as_int, kind, one_of, shown
-from jstep.core.report import columns, figure
+from jstep.core.tables import columns, figure
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Params
 from jstep.state.train_state import TrainState

@@ -48,6 +48,7 @@ GIVEN: dict[str, Any] = {
     "key": jax.random.key(0), "level": 10, "step": 3, "start_step": 2, "stop_step": 4, "leaves": (), "at": 1,
     "write": lambda step, metrics: None, "make": lambda step: iter(()), "iterator": iter(()), "enqueue_ops": [print],
     "logdir": "logs", "directory": "runs", "path": "runs/weights.safetensors", "checkpoint_dir": "runs",
+    "paths": "runs",
     "params": PARAMS, "grads": PARAMS, "updates": PARAMS, "factors": PARAMS, "tree": PARAMS, "target": PARAMS,
     "xs": PARAMS, "slots": lambda param: {}, "hyper": {"learning_rate": 0.1}, "eta": 0.1, "gamma": 0.5, "factor": 0.5,
     "weight_decay": 0.1, "direction": lambda grad, param, hyper: grad, "rule": lambda grad, slots, param, hyper: grad,

@@ -273,7 +273,7 @@ def test_pictures(tmp_path):
     assert axes.get_yscale() == "log"
     assert len(history.plot()) == 4
     html = history._repr_html_()
-    assert html.count("<svg") == 4
+    assert html.count("<figure") == 4
     assert "History: 5 rows, steps 2 to 10" in html
     pyplot.close("all")
 

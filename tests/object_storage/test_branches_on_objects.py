@@ -42,6 +42,9 @@ def test_a_branch_of_a_run_in_a_bucket(store, tmp_path):
     found = {run.path: run for run in jstep.runs(trunk.rpartition("/")[0])}
     assert found[trunk].status == "finished"
     assert found[f"{trunk}-branch"].parent == (f"{trunk}/model-10", 10)
+    page = jstep.report([trunk, f"{trunk}-branch"], f"{trunk}/page.html").html
+    assert "(step 10)" in page
+    assert store.data("run/page.html").decode() == page
     merged = jstep.merge_checkpoints(trunk)["w"]
     with jstep.Saver(trunk) as saver:
         both = [saver.restore(None, step)["params"]["w"] for step in (5, 10)]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jstep.stores import event_files
-from jstep.stores.event_files import Point, proto
+from jstep.stores.event_files import Point, Series, proto
 
 TYPES = proto("DataType")
 
@@ -44,7 +44,10 @@ def test_the_number_in_a_value(value: Any, expected: float | None) -> None:
 
 def test_later_events_and_starts_replace_points() -> None:
     start, stop = proto("SessionLog").START, proto("SessionLog").STOP
-    series: dict[str, list[Point]] = {}
+    series: dict[str, Series] = {}
+
+    def points() -> dict[str, list[Point]]:
+        return {tag: one.points() for tag, one in series.items()}
 
     def add(step: int, tag: str = "", number: float = 0.0, status: Any = None) -> None:
         event = proto("Event")(step=step, wall_time=10.0 * step)
@@ -58,11 +61,12 @@ def test_later_events_and_starts_replace_points() -> None:
         add(step, "b", step)
     add(2, "a", 5)
     add(3, status=stop)
-    assert series == {"b": [Point(n, 10.0 * n, n) for n in (1, 2, 3, 4)], "a": [Point(2, 20.0, 5)]}
+    assert points() == {"b": [Point(n, 10.0 * n, n) for n in (1, 2, 3, 4)], "a": [Point(2, 20.0, 5)]}
     add(3, status=start)
-    assert {tag: [point.step for point in points] for tag, points in series.items()} == {"b": [1, 2], "a": [2]}
+    assert {tag: list(one.steps) for tag, one in series.items()} == {"b": [1, 2], "a": [2]}
+    assert [(list(steps), list(values)) for steps, values in series["b"].rewound] == [([3, 4], [3.0, 4.0])]
     add(2, "b", 7)
     add(5, "b", math.inf)
-    assert series["b"] == [Point(1, 10.0, 1), Point(2, 20.0, 7), Point(5, 50.0, math.inf)]
+    assert points()["b"] == [Point(1, 10.0, 1), Point(2, 20.0, 7), Point(5, 50.0, math.inf)]
     add(0, status=start)
-    assert series == {"b": [], "a": []}
+    assert points() == {"b": [], "a": []}

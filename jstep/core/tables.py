@@ -1,4 +1,4 @@
-"""Reports for people: a title, rows and notes, as text at a prompt and as HTML in a notebook."""
+"""Results as tables for people: a title, rows and notes, as text at a prompt and as HTML in a notebook."""
 
 import base64
 import html
@@ -10,7 +10,7 @@ WIDTH = 100
 """The longest line of printed tables."""
 
 
-class Report:
+class Tabular:
     """A result that is shown as a table, at a prompt and in a notebook.
 
     A subclass defines the parts. Of the cells of a row, `_left` ones are left-aligned in text.

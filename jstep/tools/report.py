@@ -1,0 +1,449 @@
+"""`report`: one page of HTML that shows what runs were, how they went, where their time went, and what is odd."""
+
+import argparse
+import base64
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import html
+import importlib.resources
+import itertools
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jstep.checkpoint.listing import entries
+from jstep.core.checks import cut, kind
+from jstep.core.curves import STYLE, Curve, Mark, picture
+from jstep.hooks.card_differences import Start, card_difference, card_values, starts_of
+from jstep.stores.event_files import DataLossError, Series, event_files, read_series
+from jstep.stores.files import replace_file
+from jstep.stores.timeline import NAME, STALL, TIMES, Times, fields_with, read
+from jstep.stores.urls import absolute, is_url, location
+from jstep.tools.cli import OK, Command, time_text
+from jstep.tools.goodput import Goodput, by_start, total_of
+from jstep.tools.runs import RunList, RunSummary, names_of, runs
+
+_MOST = 64
+"""The most runs of a page: more cannot be told apart."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report:
+    """A page that shows runs; a notebook shows it in a frame.
+
+    Attributes:
+        html: The page, with all that it needs in itself.
+    """
+
+    html: str
+
+    def __repr__(self) -> str:
+        return f"Report({len(self.html.encode())} bytes of HTML)"
+
+    def _repr_html_(self) -> str:
+        # A frame of its own: neither its style nor its script are the notebook's.
+        style = "width: 100%; height: 80vh; border: 0; background: white"
+        return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{html.escape(self.html)}"></iframe>'
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Write the page to a file or URL, atomically."""
+        replace_file(absolute(location(file, "file")), self.html.encode())
+
+
+def report(
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], file: str | os.PathLike[str] | None = None
+) -> Report:
+    """Show runs on one page of HTML, from what they have left behind; a run may still be in progress.
+
+    The page needs no network, server or script, and fits a phone and paper. It shows what the runs were (of several
+    ones first what differs), how they went (the scalars of their event files; steps that were made again are pale),
+    where their time went, and what is odd: stalls, restarts, values that are not finite, files that are damaged.
+
+    Args:
+        paths: A directory or URL with a run, or with runs below it; or several.
+        file: Where to write the page, too; None for nowhere.
+
+    Returns:
+        The page.
+
+    Raises:
+        FileNotFoundError: A directory does not exist, or has no run.
+        ValueError: There are more than 64 runs.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep, tempfile
+        >>> optimizer = jstep.gradient_descent(0.25)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> state, run = jstep.TrainState.create({"w": 0.0}, optimizer), tempfile.mkdtemp()
+        >>> state = jstep.train(train_step, state, lambda step: jnp.ones(()), 9, checkpoint_dir=run)
+        >>> page = jstep.report(run)
+        >>> page.html.startswith("<!doctype html>"), "finished" in page.html
+        (True, True)
+    """
+    output = None if file is None else location(file, "file")
+    places = [paths] if isinstance(paths, str | os.PathLike) else paths
+    if not isinstance(places, Iterable):
+        raise TypeError(f"paths={paths!r}: must be a path or several, got {kind(paths)}")
+    found = RunList()
+    for place in places:
+        some = runs(place)
+        if not some:
+            raise FileNotFoundError(f"{os.fspath(place)}: no run is there; a run has a {NAME}")
+        found += [run for run in some if run not in found]
+    if not 0 < len(found) <= _MOST:
+        raise ValueError(f"paths={paths!r}: must have 1 to {_MOST} runs, found {len(found)}")
+    page = Report(_page(found, [_Left.of(*one) for one in zip(found, names_of(found), range(len(found)), strict=True)]))
+    if output is not None:
+        page.save(output)
+    return page
+
+
+# What a run has left behind.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Left:
+    """What a run has left behind; nothing of what cannot be read.
+
+    Attributes:
+        run: Its summary.
+        name: Its name.
+        color: The number of its color.
+        starts: The cards of its starts.
+        times: The times of its starts.
+        series: Tag → its scalars.
+        problems: Why something cannot be read.
+        ends: How each start ended, by the name of the start.
+        stalls: The lines about stalls.
+    """
+
+    run: RunSummary
+    name: str
+    color: int
+    starts: Sequence[Start] = ()
+    times: Sequence[Times] = ()
+    series: Mapping[str, Series] = dataclasses.field(default_factory=dict)
+    problems: Sequence[str] = ()
+    ends: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    stalls: Sequence[Mapping[str, Any]] = ()
+
+    @classmethod
+    def of(cls, run: RunSummary, name: str, color: int) -> "_Left":
+        """Read it."""
+        problems: list[str] = [run.error] * (run.error is not None)  # type: ignore[list-item]
+
+        def known(function: Any, *args: Any, nothing: Any = ()) -> Any:
+            try:
+                return function(*args)
+            except (OSError, ValueError, ImportError) as error:  # a file may be gone or damaged
+                problems.append(str(error))
+                return nothing
+
+        if run.error is not None:
+            return cls(run, name, color, problems=problems)
+        starts = [one for one in known(starts_of, run.path) if one.prefix == run.prefix]
+        lines = [one for one in known(fields_with, run.path, "end", STALL) if one.get("prefix") == run.prefix]
+        ends = {str(one.get("start")): one["end"] for one in lines if one.get("kind") == TIMES and "end" in one}
+        series: dict[str, Series] = {}
+        for place in _logdirs(run, starts):
+            of_place = known(read_series, place, lambda error: problems.append(_damaged(error)), nothing={})
+            series |= {tag: one for tag, one in of_place.items() if tag not in series and (one.steps or one.rewound)}
+        return cls(
+            run, name, color, starts, known(read, run.path, run.prefix), series, problems,
+            {start: ": ".join(filter(None, map(str, end))) for start, end in ends.items() if isinstance(end, list)},
+            [one for one in lines if one.get("kind") == STALL],
+        )  # fmt: skip
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """The card of the last start that has one."""
+        return next((one.card for one in reversed(self.starts) if one.card is not None), {})
+
+    @functools.cached_property
+    def goodput(self) -> list[Goodput]:
+        """The times of its starts."""
+        return by_start(self.times)
+
+    def spans(self) -> list[tuple[int, int] | None]:
+        """The first and the last step of each start."""
+        newest = [
+            next((line["step"] for line in reversed(one) if line["step"] is not None), None) for one in self.times
+        ]
+        return [None if span is None else (span[0], span[1]) for span in newest]
+
+    def marks(self) -> list[Mark]:
+        """Its starts, stages and checkpoints on the axis."""
+        found = [Mark("start", at[0], f"{self.name}: start from step {at[0]}") for at in self.spans() if at and at[0]]
+        stages = self.card.get("stages") or {}
+        found += [
+            Mark("stage", int(at), f"{self.name}: stage {name}")
+            for at, name in stages.items()
+            if at.isdecimal() and at > "0"
+        ]
+        if not is_url(self.run.path):
+            steps = [step for step, is_whole, _ in entries(self.run.path, self.run.prefix) if is_whole]
+            found += [Mark("checkpoint", step, f"{self.name}: checkpoint {step}") for step in steps]
+        return [mark._replace(color=self.color) for mark in found]
+
+
+def _damaged(error: DataLossError) -> str:
+    return f"{error}; what follows is not shown"
+
+
+def _logdirs(run: RunSummary, starts: Sequence[Start]) -> list[str]:
+    """Where the event files of a run are: its logdir, also if that was moved together with it, or its directory."""
+    places = [run.path]
+    for one in starts:
+        arguments = (one.card or {}).get("arguments") or {}
+        logdir, directory = arguments.get("logdir"), arguments.get("checkpoint_dir")
+        if isinstance(logdir, str):
+            if isinstance(directory, str) and not is_url(logdir) and os.path.isabs(logdir) == os.path.isabs(directory):
+                places.append(os.path.normpath(os.path.join(run.path, os.path.relpath(logdir, directory))))
+            places.append(absolute(logdir))
+    found: list[str] = []
+    for place in dict.fromkeys(places):
+        with contextlib.suppress(OSError):
+            if (is_url(place) or os.path.isdir(place)) and event_files(place):
+                found.append(place)
+    return found
+
+
+# The page.
+
+
+def _page(found: RunList, all_left: Sequence[_Left]) -> str:
+    title = f"Run {all_left[0].name}" if len(found) == 1 else f"{len(found)} runs"
+    sections = {
+        "What it was": _what(found, all_left),
+        "How it went": _how(all_left),
+        "Where its time went": [part for left in all_left for part in _where(left, len(found))],
+        "What is odd": [part for left in all_left for part in _odd(left, len(found))],
+    }
+    body = [f"<h2>{name}</h2>{''.join(parts)}" for name, parts in sections.items() if parts]
+    script, style = _asset("report.js"), STYLE + _asset("report.css")
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
+    now = time_text(time.time(), " ", "minutes").removesuffix("+00:00")
+    page = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{_escaped(title)}</title><style>{style}</style></head>\n<body><main><h1>{_escaped(title)}</h1>"
+        f"<p>As of {now} UTC, by jstep {sys.modules['jstep'].__version__}.</p>\n"
+        f"{chr(10).join(body)}\n</main><script>{script}</script></body></html>\n"
+    )
+    return _INVALID.sub("\N{REPLACEMENT CHARACTER}", page)
+
+
+_INVALID = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
+"""Characters that HTML must not have."""
+
+
+def _asset(name: str) -> str:
+    return importlib.resources.files("jstep.tools").joinpath(name).read_text(encoding="utf-8")
+
+
+def _escaped(text: object) -> str:
+    return html.escape(str(text))
+
+
+def _table(rows: Iterable[Sequence[object]], head: Sequence[object] = (), kind: str = "") -> str:
+    heads = f"<thead><tr>{''.join(f'<th>{_escaped(one)}</th>' for one in head)}</tr></thead>" if head else ""
+    cells = "".join(f"<tr>{''.join(f'<td>{_escaped(one)}</td>' for one in row)}</tr>" for row in rows)
+    return f'<div class="wide"><table class="{kind}">{heads}<tbody>{cells}</tbody></table></div>'
+
+
+def _heading(left: _Left, count: int) -> str:
+    return f"<h3>{_escaped(left.name)}</h3>" if count > 1 else ""
+
+
+def _what(found: RunList, all_left: Sequence[_Left]) -> list[str]:
+    """What the runs were: of several ones a table, what differs, and each by itself, folded."""
+    if len(found) == 1:
+        return [_facts(found, all_left[0]), _recorded(all_left[0], is_open=True)]
+    parts = [f'<div class="wide">{found._repr_html_()}</div>']
+    differences = {name: [cut(str(one), 60) for one in values] for name, values in found.differences().items()}
+    if differences:
+        parts.append("<h3>What differs</h3>")
+        parts.append(_table(([name, *values] for name, values in differences.items()), ["", *names_of(found)]))
+    for left in all_left:
+        inner = _facts(found, left) + _recorded(left)
+        parts.append(f"<details><summary>{_escaped(left.name)}</summary>{inner}</details>")
+    return parts
+
+
+def _facts(found: RunList, left: _Left) -> str:
+    run = left.run
+    times = {"started": run.started, "ended": run.ended}
+    rows = {
+        "status": f"{run.status}: {run.reason}".rstrip(": "),
+        "step": f"{run.step}" if run.last_step is None else f"{run.step} of {run.last_step}",
+        **{name: f"{time_text(at, ' ', 'seconds').removesuffix('+00:00')} UTC" for name, at in times.items() if at},
+        "wall time": f"{run.wall_seconds:.0f} s" if run.wall_seconds < 600 else f"{run.wall_seconds / 3600:.2f} h",
+        "devices": run.devices,
+        "parameters": run.parameters and f"{run.parameters:,}",
+        "peak memory of a device": run.peak_bytes and f"{run.peak_bytes / 2**30:.2f} GiB",
+        "mfu": run.mfu and f"{run.mfu:.3g}",
+        "goodput": left.times and f"{total_of(left.goodput).fraction:.1%}",
+        "commit": run.commit,
+        "branch of": run.parent and f"{run.parent[0]} (step {run.parent[1]})",
+        "branches": ", ".join(
+            name for name, one in zip(names_of(found), found, strict=True)
+            if one.parent is not None and os.path.dirname(one.parent[0]) == run.path
+        ),
+        **{f"best {name}": f"{value:.6g} at step {at}" for name, (value, at) in run.best.items()},
+        **{f"last {name}": f"{value:.6g}" for name, value in run.metrics.items()},
+        "directory": run.path,
+    }  # fmt: skip
+    facts = (f"<div><dt>{_escaped(name)}</dt><dd>{_escaped(value)}</dd></div>" for name, value in rows.items() if value)
+    return f"<dl>{''.join(facts)}</dl>"
+
+
+def _recorded(left: _Left, *, is_open: bool = False) -> str:
+    """The program, its arguments, batches and versions, as they are on the card."""
+    settings = left.card.get("settings") or {}
+    values = {name: value for name, value in card_values(left.card).items() if value is not None} if left.card else {}
+    groups: dict[str, list[str]] = {}
+    for name, value in values.items():
+        if name not in settings:
+            group, _, rest = name.rpartition(": ")
+            groups.setdefault(group or "program", []).append(f"{rest} = {cut(str(value), 300)}")
+    opened, words = " open" * is_open, "program, arguments, batches, versions"
+    rows = [(group, ", ".join(entries)) for group, entries in groups.items()]
+    return f"<details{opened}><summary>{words}</summary>{_table(rows, kind='facts')}</details>" if rows else ""
+
+
+def _how(all_left: Sequence[_Left]) -> list[str]:
+    """The pictures: one for each metric, with its evaluations and all runs."""
+    tags = dict.fromkeys(tag for left in all_left for tag in left.series)
+    groups: dict[str, list[str]] = {}
+    for tag in tags:
+        metric = tag.rpartition("/")[2]
+        groups.setdefault(metric if metric in tags else tag, []).append(tag)
+    order = sorted(groups, key=lambda name: (name != "loss", len(groups[name]) == 1))
+    axis = [mark for left in all_left for mark in left.marks()]
+    figures = [_figure(name, sorted(groups[name], key=lambda tag: tag != name), all_left, axis) for name in order]
+    if not figures:
+        return []
+    words = {"start": "a start (thick)", "checkpoint": "a checkpoint that is kept (short)", "stage": "a stage (dotted)"}
+    told = [word for kind, word in words.items() if any(mark.kind == kind for mark in axis)]
+    told += ["steps that were made again (pale)"] * any(
+        one.rewound for left in all_left for one in left.series.values()
+    )
+    told += ["the best value (dot)"] * any(left.run.best for left in all_left)
+    marks = f"<p>Marks: {', '.join(told)}.</p>" if told else ""
+    return [marks, f'<div class="pictures">{"".join(figures)}</div>']
+
+
+def _figure(name: str, tags: Sequence[str], all_left: Sequence[_Left], axis: Sequence[Mark]) -> str:
+    curves: list[Curve] = []
+    rows: list[list[object]] = []
+    marks = list(axis)
+    for left in all_left:
+        for dash, tag in enumerate(tags):
+            if (one := left.series.get(tag)) is None:
+                continue
+            label = tag if len(all_left) == 1 else left.name if len(tags) == 1 else f"{left.name}: {tag}"
+            for old_steps, old in one.rewound:
+                curves.append(Curve(label, np.asarray(old_steps), np.asarray(old), left.color, dash, pale=True))
+            steps, values = np.asarray(one.steps), np.asarray(one.values)
+            curves.append(Curve(label, steps, values, left.color, dash))
+            rows.append([label, *_row(steps, values)])
+            if tag in left.run.best:
+                value, at = left.run.best[tag]
+                marks.append(Mark("best", at, f"{label}: best {value:.6g} at step {at}", left.color, value))
+    head = ["", "points", "first", "last", "least", "at step", "greatest", "at step", "not finite"]
+    behind = f"<details><summary>the numbers</summary>{_table(rows, head)}</details>"
+    return f"<div>{picture(name, curves, marks, style=False)}{behind}</div>"
+
+
+def _row(steps: Any, values: Any) -> list[str]:
+    finite = np.flatnonzero(np.isfinite(values))
+    ends = [f"{values[i]:.6g}" for i in (0, -1)] if values.size else ["", ""]
+    if not finite.size:
+        return [f"{values.size}", *ends, "", "", "", "", f"{values.size}"]
+    low, high = finite[values[finite].argmin()], finite[values[finite].argmax()]
+    extremes = [f"{values[low]:.6g}", f"{steps[low]}", f"{values[high]:.6g}", f"{steps[high]}"]
+    return [f"{values.size}", *ends, *extremes, f"{values.size - finite.size}"]
+
+
+def _where(left: _Left, count: int) -> list[str]:
+    """Where the time of a run went, whole and for each start."""
+    if not left.times:
+        return []
+    total = total_of(left.goodput)
+    shares = {name: secs for name, secs in total.parts.items() if secs}
+    names = list(total.parts)
+    bar = "".join(
+        f'<div class="b{names.index(name)}" title="{name} {secs:.1f} s" style="flex: {secs / total.total:.6f}"></div>'
+        for name, secs in shares.items()
+    )
+    keys = " ".join(
+        f'<span class="key"><span class="box b{names.index(name)}"></span> {name} {secs / total.total:.1%}</span>'
+        for name, secs in shares.items()
+    )
+    head = ["", "steps", *(f"{name} (s)" for name in shares), "ended"]
+    digits = 1 if total.total > 60 else 3
+    rows = [["all", f"{total.steps}", *(f"{secs:.{digits}f}" for secs in shares.values()), ""]]
+    ids = [one.id for one in left.starts] if len(left.starts) == len(left.times) else [""] * len(left.times)
+    for i, (start, one, span) in enumerate(zip(ids, left.goodput, left.spans(), strict=True), 1):
+        where = "" if span is None else f"{span[0]} to {span[1]}"
+        seconds = [f"{one.parts[name]:.{digits}f}" for name in shares]
+        rows.append([f"start {i}", where, *seconds, left.ends.get(start, "")])
+    title = f"<p>{_escaped(total._title())}</p>"
+    return [_heading(left, count), title, f'<div class="bar">{bar}</div><p>{keys}</p>', _table(rows, head)]
+
+
+def _odd(left: _Left, count: int) -> list[str]:
+    lines = list(dict.fromkeys(_oddities(left)))
+    items = "".join(f"<li>{_escaped(line)}</li>" for line in lines)
+    return [_heading(left, count), f"<ul>{items}</ul>"] if lines else []
+
+
+def _oddities(left: _Left) -> Iterator[str]:
+    yield from left.problems
+    if left.run.status not in ("finished", "running", "unreadable"):
+        yield f"it is {left.run.status}: {left.run.reason}".rstrip(": ")
+    for line in left.stalls:
+        seconds, what = line.get("stalled"), cut(str(line.get("what")), 200)
+        yield f"process {line.get('process')} hung for {seconds} s at step {line.get('step')}: {what}"
+    spans = [span for span in left.spans() if span is not None]
+    for before, now in itertools.pairwise(spans):
+        if now[0] < before[1]:
+            yield f"steps {now[0]} to {before[1]} were made again by a later start"
+    cards = [one for one in left.starts if one.card is not None]
+    for one, later in itertools.pairwise(cards):
+        for change in card_difference(one.card or {}, later.card or {}):
+            yield f"changed before the start of {time_text(later.time or 0.0, ' ', 'seconds')}: {cut(change, 300)}"
+    for tag, series in left.series.items():
+        bad = [step for step, value in zip(series.steps, series.values, strict=True) if not np.isfinite(value)]
+        if bad:
+            yield f"{tag} is not finite at {len(bad)} of {len(series.steps)} points, first at step {bad[0]}"
+
+
+# `report` of the command line.
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", metavar="RUN", nargs="+", help="a directory or URL with a run, or with runs below it")
+    parser.add_argument("-o", "--output", default="report.html", help="the page (default: report.html); - for stdout")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    page = report(arguments.paths)
+    if arguments.output == "-":
+        sys.stdout.write(page.html)
+    else:
+        page.save(arguments.output)
+        print(f"{arguments.output}: {len(page.html.encode()) / 1000:.0f} kB")
+    return OK
+
+
+REPORT = Command(_add_arguments, _run, has_json=False)

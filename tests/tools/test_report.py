@@ -1,0 +1,298 @@
+"""`report`: the page of runs: its numbers against those of other tools, damage, names that are markup, spikes, gaps."""
+
+import contextlib
+import html
+import json
+import math
+import os
+import re
+import shutil
+
+import html5lib
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+from jstep import summary
+from jstep.core.curves import Curve, Mark, picture
+from jstep.stores.timeline import read
+from jstep.tools.cli import main
+from jstep.tools.goodput import by_start
+
+optimizer = jstep.gradient_descent(0.25)
+train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+
+
+def train(last_step, where, *hooks, **options):
+    state = jstep.TrainState.create({"w": 0.0}, optimizer)
+    options = {"log_steps": None, "logdir": where, "save_summaries_steps": 1} | options
+    return jstep.train(
+        train_step, state, lambda step: jnp.float32(1.0), last_step, checkpoint_dir=where, hooks=hooks, **options
+    )
+
+
+def fail(*_):
+    raise ValueError("<script>alert(1)</script>")
+
+
+def write(where, values, first=0):
+    with summary.SummaryWriter(where) as writer:
+        for step, value in enumerate(values, first):
+            writer.add_summary(summary.scalar("metric", value, collections=()), step)
+
+
+def tables(page):
+    """The rows of all tables, as lists of text."""
+    cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr[^>]*>(.*?)</tr>", page)]
+    return [[html.unescape(cell) for cell in row] for row in cells]
+
+
+def points(svg, i=0):
+    (path,) = re.findall(rf'<path class="line[^"]*" data-i="{i}" d="([^"]*)"', svg)
+    return [(float(x), float(y)) for x, y in re.findall(r"(-?[\d.]+),(-?[\d.]+)", path)]
+
+
+def parsed(page):
+    """The page, which a strict parser has read."""
+    return html5lib.HTMLParser(strict=True, namespaceHTMLElements=False).parse(page)
+
+
+@pytest.fixture(scope="module")
+def restarted(tmp_path_factory):
+    """A run that failed at step 7, and was started again from step 4; and a branch of it."""
+    above = tmp_path_factory.mktemp("runs")
+    where = above / "trunk"
+    evaluation = jstep.EvaluationHook(
+        lambda state: {"loss": float(state.params["w"])},
+        every_n_steps=3,
+        callbacks=[jstep.KeepBest(where / "best", "loss")],
+    )
+    with contextlib.suppress(ValueError):
+        train(9, where, evaluation, jstep.every(7, fail), save_checkpoint_steps=4)
+    shutil.rmtree(where / "model-7")
+    train(9, where, evaluation, save_checkpoint_steps=4)
+    train(12, above / "branch", start_from=where / "model-8")
+    return above
+
+
+def test_the_numbers_are_those_of_the_other_tools(restarted):
+    where = restarted / "trunk"
+    page = jstep.report(where).html
+    rows = tables(page)
+    total = jstep.goodput(where)
+    assert f"goodput {100 * total.fraction:.1f} %: 9 steps in {total.total:.6g} s, 2 starts" in page
+    shares = {name: secs for name, secs in total.parts.items() if secs}
+    assert ["all", "9", *(f"{secs:.3f}" for secs in shares.values()), ""] in rows
+    first, second = by_start(read(where))
+    assert ["start 1", "0 to 7", *(f"{first.parts[name]:.3f}" for name in shares)] in [row[:-1] for row in rows]
+    assert ["start 2", "4 to 9", *(f"{second.parts[name]:.3f}" for name in shares), "finished"] in rows
+    (run,) = jstep.runs(where)
+    for name, value in run.metrics.items():
+        assert f"<dt>last {name}</dt><dd>{value:.6g}</dd>" in page
+    value, at = run.best["eval/loss"]
+    assert f"<dt>best eval/loss</dt><dd>{value:.6g} at step {at}</dd>" in page
+    values = {}
+    for name in sorted(name for name in os.listdir(where) if "tfevents" in name):
+        for event in summary.summary_iterator(where / name):
+            for one in event.summary.value:
+                if one.tag == "loss":
+                    values[event.step] = one.simple_value
+    losses = [values[step] for step in sorted(values)]
+    (row,) = [row for row in rows if row[:2] == ["loss", f"{len(losses)}"]]
+    assert row[2:] == [
+        f"{losses[0]:.6g}", f"{losses[-1]:.6g}", f"{min(losses):.6g}", f"{sorted(values)[np.argmin(losses)]}",
+        f"{max(losses):.6g}", f"{sorted(values)[np.argmax(losses)]}", "0",
+    ]  # fmt: skip
+
+
+def test_training_and_evaluation_are_one_picture_with_marks(restarted):
+    page = jstep.report(restarted / "trunk").html
+    (figure,) = [one for one in re.findall("<figure.*?</figure>", page) if "<figcaption>loss</figcaption>" in one]
+    assert re.findall(r'<path class="line (s\d)( pale)? (d\d)"', figure) == [
+        ("s0", " pale", "d0"), ("s0", "", "d0"), ("s0", " pale", "d1"), ("s0", "", "d1"),
+    ]  # fmt: skip
+    assert figure.count('class="start s0"') == 1
+    assert "trunk: start from step 4" in figure
+    assert {f"trunk: checkpoint {step}" for step in (4, 8, 9)} <= set(re.findall("<title>(.*?)</title>", figure))
+    assert "eval/loss: best" in figure
+    assert "steps 4 to 7 were made again by a later start" in page
+    assert "failed: ValueError: &lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "<script>alert" not in page
+
+
+def test_several_runs_have_one_color_each_and_what_differs_comes_first(restarted):
+    page = jstep.report([restarted / "branch", restarted / "trunk"]).html
+    parsed(page)
+    assert page.index("What differs") < page.index("<details>")
+    assert ["train: last_step", "12", "9"] in tables(page)
+    assert page == jstep.report([restarted / "branch", restarted / "trunk", restarted]).html, "each once"
+    for figure in re.findall("<figure.*?</figure>", page):
+        for name, color in (("branch", "s0"), ("trunk", "s1")):
+            kinds = re.findall(rf'<path class="(s\d) d\d" d="M0,4h18"/></svg> {name}', figure)
+            assert set(kinds) <= {color}
+    assert re.search(r"<dt>branch of</dt><dd>[^<]*model-8 \(step 8\)</dd>", page)
+    assert "<dt>branches</dt><dd>branch</dd>" in page
+
+
+def test_the_page_is_valid_and_needs_nothing_from_elsewhere(restarted):
+    page = jstep.report(restarted).html
+    document = parsed(page)
+    policy = document.find(".//meta[@http-equiv='Content-Security-Policy']").get("content")
+    assert policy.startswith("default-src 'none'")
+    assert not re.search(
+        r"(src|href|url\()", page.replace("default-src", "").replace("style-src", "").replace("script-src", "")
+    )
+    for svg in document.iter("svg"):
+        if svg.get("role") == "img":
+            assert svg.find("title").text == svg.get("aria-label")
+    assert len(re.findall("<figure", page)) == page.count("the numbers</summary>")
+
+
+def test_names_are_escaped_everywhere(tmp_path):
+    where = tmp_path / "<b>run"
+    where.mkdir()
+    train(3, str(where), config={"<i>option</i>": "<u>value</u>"})
+    write(str(where), [1.0, 2.0], first=10)
+    with summary.SummaryWriter(str(where)) as writer:
+        writer.add_summary(summary.scalar("<script>x</script>&", 1.0, collections=()), 20)
+    for paths in (where, [where, tmp_path]):
+        page = jstep.report(paths).html
+        parsed(page)
+        assert not re.search("<(b|i|u)>|<script>x", page)
+        assert page.count("<script>") == 1
+    os.rename(where, os.fsencode(tmp_path / "run") + b"\xff")
+    parsed(jstep.report(tmp_path).html).find(".//h1").text.encode()
+
+
+def test_values_that_are_not_finite_are_gaps_and_are_told(tmp_path):
+    train(2, tmp_path, logdir=None)
+    write(tmp_path, [1.0, math.nan, 3.0, math.inf, 5.0, 6.0])
+    page = jstep.report(tmp_path).html
+    assert "metric is not finite at 2 of 6 points, first at step 1" in page
+    assert page.count('class="bad"') == 2
+    assert ["metric", "6", "1", "6", "1", "0", "6", "5", "2"] in tables(page)
+    assert page.count('class="dot') == 1, "points alone"
+
+
+def test_all_values_may_be_nan(tmp_path):
+    train(2, tmp_path, logdir=None)
+    write(tmp_path, [math.nan, math.nan])
+    page = jstep.report(tmp_path).html
+    parsed(page)
+    assert ["metric", "2", "nan", "nan", "", "", "", "", "2"] in tables(page)
+
+
+def test_a_spike_of_one_step_is_seen():
+    values = np.ones(1_000_000)
+    values[123_456] = 100.0
+    svg = picture("metric", [Curve("metric", np.arange(values.size), values)])
+    assert min(y for _, y in points(svg)) == 0.0
+    assert len(svg) < 40_000
+    spike = min(points(svg), key=lambda point: point[1])
+    assert spike[0] == pytest.approx(560 * 0.123456, abs=1.0)
+
+
+def test_many_curves_do_not_make_a_picture_large():
+    values = np.random.default_rng(0).normal(size=10_000)
+    curves = [Curve(str(i), np.arange(values.size), values, i) for i in range(64)]
+    assert len(picture("metric", curves)) < 4 * len(picture("metric", curves[:4]))
+
+
+def test_a_logarithmic_axis_and_marks():
+    curve = Curve("loss", np.arange(4), np.array([1000.0, 1.0, -math.inf, 0.1]))
+    assert 'data-log="1"' in picture("loss", [curve])
+    assert 'data-log="0"' in picture("loss", [curve._replace(values=np.array([1000.0, 1.0, 0.0, 0.1]))])
+    best = Mark("best", 3, "best", value=0.1)
+    svg = picture("loss", [curve], [best, best._replace(value=math.nan), Mark("start", 9, "after the end")])
+    assert svg.count('class="best') == 1
+    assert "after the end" not in svg
+
+
+def test_a_run_without_event_files_has_the_other_sections(tmp_path):
+    train(3, tmp_path, logdir=None)
+    page = jstep.report(tmp_path).html
+    headings = re.findall("<h2>(.*?)</h2>", page)
+    assert headings == ["What it was", "Where its time went"]
+
+
+def test_event_files_of_a_logdir_that_was_moved_with_the_run(tmp_path):
+    train(3, tmp_path / "a" / "checkpoints", logdir=tmp_path / "a" / "logs")
+    assert "<figcaption>loss</figcaption>" in jstep.report(tmp_path).html
+    os.rename(tmp_path / "a", tmp_path / "b")
+    assert "<figcaption>loss</figcaption>" in jstep.report(tmp_path).html
+
+
+def test_a_damaged_event_file(tmp_path):
+    train(20, tmp_path)
+    (name,) = [name for name in os.listdir(tmp_path) if "tfevents" in name]
+    data = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(data[:-7])
+    torn = jstep.report(tmp_path).html
+    assert "<figcaption>loss</figcaption>" in torn
+    assert "corrupted" not in torn
+    (tmp_path / name).write_bytes(data[: len(data) // 2] + b"\xff" * 40 + data[len(data) // 2 :])
+    page = jstep.report(tmp_path).html
+    assert "<figcaption>loss</figcaption>" in page
+    assert "corrupted record at offset" in page
+    assert "what follows is not shown" in page
+
+
+def test_a_timeline_that_cannot_be_read(tmp_path):
+    train(3, tmp_path / "good")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "timeline.jsonl").write_bytes(b"\xff\x00{}\n")
+    page = jstep.report(tmp_path).html
+    parsed(page)
+    assert "unreadable" in page
+    assert "its timeline has no whole line of a start" in page
+
+
+def test_a_timeline_of_an_older_version(tmp_path):
+    line = {"kind": "start", "start": "0a", "prefix": "model", "version": 1, "time": 10.0, "step": None}
+    rest = {"seconds": {"starting": 1.0}, "time_again": 10.0}
+    lines = [line | rest, line | rest | {"kind": "parts", "time": 12.0, "time_again": 12.0, "step": [0, 5]}]
+    (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    page = jstep.report(tmp_path).html
+    parsed(page)
+    assert "killed" in page
+    assert "What is odd" in page
+
+
+def test_a_run_that_goes_on(tmp_path):
+    pages = []
+    train(5, tmp_path, jstep.every(3, lambda *_: pages.append(jstep.report(tmp_path).html)))
+    assert "running" in pages[0]
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(3, tmp_path / "run")
+    assert main(["report", "run"]) == 0
+    assert re.fullmatch(r"report\.html: \d+ kB\n", capsys.readouterr().out)
+    parsed((tmp_path / "report.html").read_text())
+    assert main(["report", "run", "run", "-o", "-"]) == 0
+    assert capsys.readouterr().out.startswith("<!doctype html>")
+    for paths in (["missing"], [str(tmp_path / "run" / "model-3")]):
+        assert main(["report", *paths, "-o", "other.html"]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n"), "Traceback" in err) == ("", 1, False)
+        assert not (tmp_path / "other.html").exists()
+
+
+def test_wrong_arguments(tmp_path):
+    for paths, error, words in (
+        (3, TypeError, "paths=3"),
+        ([], ValueError, "must have 1 to 64 runs"),
+        (tmp_path, FileNotFoundError, "no run is there"),
+    ):
+        with pytest.raises(error, match=words):
+            jstep.report(paths)
+
+
+def test_a_report_in_a_notebook_is_a_frame(restarted, tmp_path):
+    page = jstep.report(restarted, tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == page.html
+    frame = page._repr_html_()
+    assert html.unescape(re.search('srcdoc="(.*?)"', frame, re.DOTALL)[1]) == page.html
+    assert re.fullmatch(r"Report\(\d+ bytes of HTML\)", repr(page))
