@@ -1,4 +1,4 @@
-"""The tests of what changed since a commit: `python tests/changed.py [commit]` lists them for `tests/changed.sh`.
+"""The tests of what changed since a commit: `python dev/changed.py [commit]` lists them for `dev/changed.sh`.
 
 A changed file of a package leads to the tests of that package and of those that its changes reach; a changed test to
 itself; a changed module of tests to the files that import it; data beside tests to their folder; a page to the tests of
@@ -83,10 +83,13 @@ def tests_of(file: str) -> set[str]:
         package = parts[1] if len(parts) > 2 and parts[1].startswith("optimizer_") else pathlib.PurePath(name).stem
         return {file} if name.startswith("test_") else importers(package)
     if parts[0] == "tests" and len(parts) > 2:
-        return {f"tests/{parts[1]}"}  # data beside tests
+        also = {"tests/bad_input"} if parts[-1] == "refused_calls.txt" else set()
+        return {f"tests/{parts[1]}"} | also  # data beside tests
+    if parts[0] in ("dev", "benchmarks"):
+        return {f"{parts[0]}/tests"}
     if parts[0] == "examples":
         return {"tests/examples"}
-    return {"tests/docs"} if parts[0] in PAGES else {"tests/test_scripts.py", "tests/test_public_names.py"}
+    return {"tests/docs"} if parts[0] in PAGES else {"dev/tests/test_scripts.py", "tests/test_public_names.py"}
 
 
 def tests_of_all(files: Iterable[str]) -> list[str]:

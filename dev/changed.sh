@@ -2,10 +2,10 @@
 # Runs all tests, quick and thorough, of what changed since a commit: what one runs before a commit, after the quick
 # tests of everything (`pytest -n 2`).
 #
-#   tests/changed.sh [commit] [pytest arguments]      the commit is `main` by default
-#   tests/changed.sh HEAD~3 -m thorough               only the thorough ones
+#   dev/changed.sh [commit] [pytest arguments]      the commit is `main` by default
+#   dev/changed.sh HEAD~3 -m thorough               only the thorough ones
 #
-# tests/changed.py decides which tests these are.
+# dev/changed.py decides which tests these are.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -15,7 +15,7 @@ if [ $# -gt 0 ] && [[ $1 != -* ]]; then
     commit=$1
     shift
 fi
-tests=$("$python" tests/changed.py "$commit")
+tests=$("$python" dev/changed.py "$commit")
 if [ -z "$tests" ]; then
     echo "nothing differs from $commit"
     exit 0

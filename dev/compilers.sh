@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs tests/compilers, which need XLA's TPU and GPU compilers, but no TPU or GPU.
 #
-#   tests/compilers.sh [pytest arguments]
+#   dev/compilers.sh [pytest arguments]
 #
 # Creates a virtual environment in .compilers (COMPILERS_VENV sets another folder, PYTHON another interpreter) with
 # libtpu, the CUDA plugin and NVIDIA's compiler, 2 GB in total, and reuses it in later runs.

@@ -1,10 +1,10 @@
-"""What each test costs: `pytest --costs=FILE` writes it, and `python tests/costs.py FILE` shows it by directory.
+"""The cost of each test: `pytest -p costs --costs=FILE` writes it, `python dev/costs.py FILE` shows it by directory.
 
 The cost of a test is the CPU time of its phases and of the processes that it starts and waits for. The script also
 lists the tests that break the rule of CONTRIBUTING.md, and exits with 1 if a quick test is too expensive.
 
-    .venv/bin/python -m pytest -n 2 -m "" --costs=costs.json
-    .venv/bin/python tests/costs.py costs.json
+    PYTHONPATH=dev .venv/bin/python -m pytest -p costs -n 2 -m "" --costs=costs.json
+    .venv/bin/python dev/costs.py costs.json
 """
 
 import collections
@@ -60,6 +60,15 @@ class Recorder:
     def pytest_sessionfinish(self, session: Any) -> None:
         if not hasattr(session.config, "workerinput"):  # under pytest-xdist, the controller has all reports
             self.path.write_text(json.dumps(self.costs, indent=0), encoding="utf-8")
+
+
+def pytest_addoption(parser: Any) -> None:
+    parser.addoption("--costs", type=pathlib.Path, help="write the CPU time of each test to this file")
+
+
+def pytest_configure(config: Any) -> None:
+    if path := config.getoption("--costs"):
+        config.pluginmanager.register(Recorder(path))
 
 
 def table(costs: dict[str, Cost]) -> Iterator[str]:

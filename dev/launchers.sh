@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Runs the tests of examples/launchers with the launchers that a package installs: Ray Train and Kubernetes' models.
 #
-#   tests/launchers.sh [pytest arguments]
+#   dev/launchers.sh [pytest arguments]
 #
-# Creates a virtual environment in .launchers and reuses it in later runs. tests/slurm.sh tests SLURM.
+# Creates a virtual environment in .launchers and reuses it in later runs. dev/slurm.sh tests SLURM.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

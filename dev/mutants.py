@@ -1,7 +1,7 @@
 """Mutation testing: change statements of jstep one at a time, and show the changes that no test notices.
 
-    .venv/bin/python tests/mutants.py 50                                 # of the whole package
-    .venv/bin/python tests/mutants.py 50 --seed 7 --night jstep/loop     # of one room; survivors also by night
+    .venv/bin/python dev/mutants.py 50                                 # of the whole package
+    .venv/bin/python dev/mutants.py 50 --seed 7 --night jstep/loop     # of one room; survivors also by night
 
 Each change is made in a copy of the tree: the tree itself is only read. Which tests reach a statement is known from a
 map of coverage, for which the quick tests of each folder run once; it is kept in `.pytest_cache/mutants`, and made
@@ -230,7 +230,7 @@ class Recorder:
 
 
 def pytest_configure(config: Any) -> None:
-    """Record if `tests/mutants.py` runs pytest to make its map."""
+    """Record if `dev/mutants.py` runs pytest to make its map."""
     if folder := os.environ.get("MUTANTS_MAP"):
         config.pluginmanager.register(Recorder(pathlib.Path(folder), config.args))
 

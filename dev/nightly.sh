@@ -3,8 +3,8 @@
 # optimization level, 20 000 steps with all features, the scripts for accelerators on CPUs, XLA's compilers for TPUs and
 # GPUs, torch, Keras and the others that tests compare with, Ray, and SLURM if it is installed.
 #
-#   tests/nightly.sh [pytest arguments]
-#   STEPS="lowest soak" tests/nightly.sh      only these of: benchmarks newest lowest optimized soak accelerator
+#   dev/nightly.sh [pytest arguments]
+#   STEPS="lowest soak" dev/nightly.sh      only these of: benchmarks tools newest lowest optimized soak accelerator
 #                                             types compilers peers launchers slurm
 #
 # Each step runs even if others fail, with its output in .nightly/<step>.log (NIGHTLY_LOGS sets another folder).
@@ -40,7 +40,7 @@ step() { # name, command …
 
 # Compiling with optimizations takes more than twice as long: of the thorough tests, those whose numbers it may change.
 optimized() { # pytest arguments
-    env XLA_FLAGS= "$python" -m pytest -n 2 --costs="$logs/costs.json" "$@" &&
+    env XLA_FLAGS= PYTHONPATH=dev "$python" -m pytest -p costs -n 2 --costs="$logs/costs.json" "$@" &&
         env XLA_FLAGS= "$python" -m pytest -n 2 -m thorough tests/core tests/differentiate tests/optimizers \
             tests/training "$@"
 }
@@ -49,18 +49,19 @@ types() {
     "$python" -m pip install -q pyright && "$python" -m pytest -m "" tests/typed
 }
 
-step benchmarks env PYTHONPATH=. "$python" tests/benchmarks/check.py # first, while nothing else has begun
-step newest env -u PYTHON tests/versions.sh newest -m "" "$@"
-step lowest env PYTHON="$python" tests/versions.sh lowest -m "" "$@"
+step benchmarks env PYTHONPATH=. "$python" benchmarks/check.py # first, while nothing else has begun
+step tools "$python" -m pytest -m "" dev/tests benchmarks/tests
+step newest env -u PYTHON dev/versions.sh newest -m "" "$@"
+step lowest env PYTHON="$python" dev/versions.sh lowest -m "" "$@"
 step optimized optimized "$@"
-step soak env PYTHONPATH=. "$python" tests/soak.py
-step accelerator env PYTHON="$python" tests/accelerator.sh --quick --out "$logs/accelerator"
+step soak env PYTHONPATH=. "$python" dev/soak.py
+step accelerator env PYTHON="$python" benchmarks/accelerator.sh --quick --out "$logs/accelerator"
 step types types
-step compilers tests/compilers.sh "$@"
-step peers env PYTHON="$python" tests/peers.sh "$@"
-step launchers env PYTHON="$python" tests/launchers.sh "$@"
-if [ -x tests/slurm.sh ] && command -v sbatch > /dev/null; then
-    step slurm env PYTHON="$python" tests/slurm.sh
+step compilers dev/compilers.sh "$@"
+step peers env PYTHON="$python" dev/peers.sh "$@"
+step launchers env PYTHON="$python" dev/launchers.sh "$@"
+if [ -x dev/slurm.sh ] && command -v sbatch > /dev/null; then
+    step slurm env PYTHON="$python" dev/slurm.sh
 fi
 
 printf '\n'

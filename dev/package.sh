@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds wheel and sdist, checks them, and trains with the wheel alone in an empty environment.
 #
-#   tests/package.sh VENV      VENV has `build` and `twine`
+#   dev/package.sh VENV      VENV has `build` and `twine`
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$(cd "$1" && pwd)

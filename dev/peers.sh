@@ -2,9 +2,9 @@
 # Runs all tests that need packages besides those of jstep's extra `test`: other libraries, whose numbers and programs
 # they compare. Fails if one of them is skipped for anything but a compiler.
 #
-#   tests/peers.sh [pytest arguments]
+#   dev/peers.sh [pytest arguments]
 #
-# Creates a virtual environment in .peers with the builds for CPUs, and reuses it in later runs. tests/launchers.sh runs
+# Creates a virtual environment in .peers with the builds for CPUs, and reuses it in later runs. dev/launchers.sh runs
 # those of the launchers.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -22,6 +22,6 @@ mapfile -t files < <(grep -rlE 'importorskip|find_spec|pytest\.skip\(' tests --i
 "$venv/bin/python" -m pytest -n 2 -m "" -rs "${files[@]}" "$@" | tee "$venv/log"
 
 if grep '^SKIPPED' "$venv/log" | grep -viE 'compiler|libtpu|jaxlib|JAX before'; then
-    echo "tests/peers.sh: these tests were skipped; install what they need"
+    echo "dev/peers.sh: these tests were skipped; install what they need"
     exit 1
 fi

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests examples/launchers/slurm.sh on a local SLURM cluster: completion, errors, time limit with requeue, cancellation.
 #
-#   tests/slurm.sh            (Debian: apt-get install slurm-wlm munge; three to five minutes)
+#   dev/slurm.sh            (Debian: apt-get install slurm-wlm munge; three to five minutes)
 #
 # Starts munged, slurmctld and slurmd in a temporary folder, and ends them. Skipped if they are not installed.
 set -uo pipefail

@@ -1,6 +1,6 @@
 """Soak test: memory, threads and file descriptors do not grow over many steps with all features.
 
-    python tests/soak.py [steps]
+    python dev/soak.py [steps]
 
 It runs 20 000 steps by default, which takes less than a minute; part of the nightly run. Prints a line for each part
 of the run and exits with 1 if something grew.

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Runs the tests with the lowest versions that pyproject.toml allows, or with the newest available ones.
 #
-#   tests/versions.sh lowest [pytest arguments]
-#   tests/versions.sh newest [pytest arguments]
-#   PYTHON=python3.14 tests/versions.sh newest
+#   dev/versions.sh lowest [pytest arguments]
+#   dev/versions.sh newest [pytest arguments]
+#   PYTHON=python3.14 dev/versions.sh newest
 #
 # "newest" takes the newest Python of this machine, because new versions of JAX leave out old ones of Python.
 # Creates a virtual environment in .venv-lowest or .venv-newest; nothing else is changed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-which=${1:?"usage: tests/versions.sh lowest|newest [pytest arguments]"}
+which=${1:?"usage: dev/versions.sh lowest|newest [pytest arguments]"}
 shift
 
 # The newest Python of this machine, on the path or in pyenv, that starts and is not a pre-release.
@@ -62,7 +62,7 @@ PY
         "$venv/bin/pip" install -q --upgrade --upgrade-strategy eager -e '.[test]'
         ;;
     *)
-        echo "tests/versions.sh: $which is neither lowest nor newest" >&2
+        echo "dev/versions.sh: $which is neither lowest nor newest" >&2
         exit 2
         ;;
 esac

@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # deadlock until XLA aborts after 40 s.
 os.environ.setdefault("NPROC", "64")
 
-import costs
 import forked
 import hypothesis
 import jax
@@ -122,14 +120,8 @@ def compilations(no_cached_programs: None) -> Callable[[], contextlib.AbstractCo
     return watch
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--costs", type=pathlib.Path, help="write the CPU time of each test to this file")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     thorough.configure(config)
-    if path := config.getoption("--costs"):
-        config.pluginmanager.register(costs.Recorder(path))
     # Repeated runs find compiled programs in .pytest_cache, as do the programs that tests start.
     if config.pluginmanager.hasplugin("cacheprovider"):
         forked.cache_compiled_programs(str(config.cache.mkdir("compiled")))

@@ -7,7 +7,7 @@ import sys
 import pytest
 from source_files import MODULES, ROOT, text_of
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "dev"))
 
 from release import PLACEHOLDER, PRIVATE, URLS, problems
 

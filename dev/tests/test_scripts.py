@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
-HERE = Path(__file__).parent
+DEV = Path(__file__).parents[1]
+ROOT = DEV.parent
 
 
 STEPS = (
     "benchmarks",
+    "tools",
     "newest",
     "lowest",
     "optimized",
@@ -33,25 +35,26 @@ STEPS = (
 
 
 def test_scripts_parse() -> None:
-    for script in HERE.glob("*.sh"):
+    for script in [*DEV.glob("*.sh"), *(ROOT / "benchmarks").glob("*.sh")]:
         subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
 
 
 def nightly(directory: Path, failing: str = "", steps: str = "") -> subprocess.CompletedProcess[str]:
     """Run the nightly script with stubs in place of its steps, one of which fails."""
-    (directory / "tests").mkdir()
-    shutil.copy(HERE / "nightly.sh", directory / "tests")
+    for folder in ("dev", "benchmarks"):
+        (directory / folder).mkdir()
+    shutil.copy(DEV / "nightly.sh", directory / "dev")
     stubs = {
-        "tests/versions.sh": f'[ "$1" != "{failing}" ]',
-        "tests/accelerator.sh": f'[ accelerator != "{failing}" ]',
-        "tests/compilers.sh": f'[ compilers != "{failing}" ]',
-        "tests/peers.sh": f'[ peers != "{failing}" ]',
-        "tests/launchers.sh": f'[ launchers != "{failing}" ]',
-        "tests/slurm.sh": f'[ slurm != "{failing}" ]',
+        "dev/versions.sh": f'[ "$1" != "{failing}" ]',
+        "benchmarks/accelerator.sh": f'[ accelerator != "{failing}" ]',
+        "dev/compilers.sh": f'[ compilers != "{failing}" ]',
+        "dev/peers.sh": f'[ peers != "{failing}" ]',
+        "dev/launchers.sh": f'[ launchers != "{failing}" ]',
+        "dev/slurm.sh": f'[ slurm != "{failing}" ]',
         "sbatch": "",  # installed
         "chromium": "",  # installed: the script would install it, on the machine that runs the tests
-        "python": 'case "$*" in tests/soak.py*) step=soak ;; tests/benchmarks/*) step=benchmarks ;; '
-        "*typed*) step=types ;; *pip*) step=pip ;; *) step=optimized ;; esac; "
+        "python": 'case "$*" in dev/soak.py*) step=soak ;; benchmarks/*) step=benchmarks ;; '
+        "*typed*) step=types ;; *dev/tests*) step=tools ;; *pip*) step=pip ;; *) step=optimized ;; esac; "
         f'[ "$step" != "{failing}" ]',
     }
     for path, command in stubs.items():
@@ -63,7 +66,7 @@ def nightly(directory: Path, failing: str = "", steps: str = "") -> subprocess.C
     environment["PATH"] = f"{directory}:{environment['PATH']}"
     if steps:
         environment["STEPS"] = steps
-    command = [directory / "tests/nightly.sh", "-k", "x"]
+    command = [directory / "dev/nightly.sh", "-k", "x"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -86,15 +89,16 @@ def test_the_nightly_script_reports_each_step(tmp_path: Path, failing: str) -> N
     ],
 )
 def test_tests_that_need_packages_may_not_be_skipped_by_night(tmp_path: Path, line: str, code: int) -> None:
-    (tmp_path / "tests").mkdir()
-    shutil.copy(HERE / "peers.sh", tmp_path / "tests")
+    for folder in ("dev", "tests"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(DEV / "peers.sh", tmp_path / "dev")
     (tmp_path / "tests/test_a.py").write_text('torch = pytest.importorskip("torch")')
     (tmp_path / "tests/test_b.py").write_text("")
     (tmp_path / ".peers/bin").mkdir(parents=True)
     for name, command in {"pip": "", "python": f'echo "$@"\necho "{line}"'}.items():
         (tmp_path / ".peers/bin" / name).write_text(f"#!/bin/sh\n{command}\n")
         (tmp_path / ".peers/bin" / name).chmod(0o755)
-    done = subprocess.run([tmp_path / "tests/peers.sh", "-x"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([tmp_path / "dev/peers.sh", "-x"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == code, done.stderr
     assert "-m  -rs tests/test_a.py -x\n" in done.stdout
 
@@ -121,12 +125,12 @@ def test_the_newest_versions_are_those_for_the_newest_python(tmp_path: Path, mon
         path.write_text(f"#!/bin/sh\n{command}\n")
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
-    (tmp_path / "tests").mkdir()
-    shutil.copy(HERE / "versions.sh", tmp_path / "tests")
+    (tmp_path / "dev").mkdir()
+    shutil.copy(DEV / "versions.sh", tmp_path / "dev")
 
     def taken(which: str, root: Path) -> str:
         monkeypatch.setenv("PYENV_ROOT", str(root.parent))
-        command = [tmp_path / "tests/versions.sh", which]  # which then finds that no environment was made
+        command = [tmp_path / "dev/versions.sh", which]  # which then finds that no environment was made
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode
         return done.stdout.splitlines()[0]
@@ -150,7 +154,7 @@ def test_slurm_is_skipped_if_it_is_not_installed(tmp_path: Path) -> None:
     for name in ("bash", "dirname"):
         (tmp_path / name).symlink_to(shutil.which(name) or "")
     done = subprocess.run(
-        [bash, HERE / "slurm.sh"],
+        [bash, DEV / "slurm.sh"],
         # The script adds /usr/sbin, which does not contain sbatch.
         env={"PATH": str(tmp_path)},
         capture_output=True,
@@ -166,7 +170,7 @@ def test_an_accelerator_is_not_replaced_by_the_cpu(tmp_path: Path) -> None:
     """One sentence and exit code 2, not a run on the CPU that looks like a result."""
     environment = os.environ | {"PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"}
     for arguments, message in (([], "JAX finds no accelerator here"), (["nope"], "PART=nope: must be one of bits,")):
-        command = [HERE / "accelerator.sh", *arguments, "--out", tmp_path / "out"]
+        command = [ROOT / "benchmarks" / "accelerator.sh", *arguments, "--out", tmp_path / "out"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 2
         (line,) = done.stderr.splitlines()
@@ -175,7 +179,7 @@ def test_an_accelerator_is_not_replaced_by_the_cpu(tmp_path: Path) -> None:
 
 
 def test_the_first_step_and_leaf_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(HERE / "accelerator")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "accelerator")
     from bits_on_device import first_difference
 
     a = {str(step): {"params/v": "0", "params/w": "1"} for step in (1, 2, 9, 10)}
@@ -188,7 +192,7 @@ def test_the_first_step_and_leaf_that_differ_are_named(monkeypatch: pytest.Monke
     assert first_difference({"3": {}}, a) is None
 
 
-# The parts of tests/accelerator.sh.
+# The parts of benchmarks/accelerator.sh.
 
 KEEPS_A_LOCK = """
 import fcntl, subprocess, sys, time
@@ -215,7 +219,7 @@ def is_locked(path: Path) -> bool:
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """The module run_parts, with a device that nobody has."""
-    monkeypatch.syspath_prepend(HERE / "accelerator")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "accelerator")
     device = {"backend": "gpu", "kind": "None", "count": 1, "jax": "0", "driver": "none"}
     monkeypatch.setenv("ACCELERATOR_OUT", str(tmp_path))
     monkeypatch.setenv("ACCELERATOR_DEVICE", json.dumps(device))

@@ -1,15 +1,12 @@
-"""What calls that are refused are told, whole: files of calls and messages as a session of Python shows them.
+"""What refused calls are told, one of each kind: `tests/ROOM/refused_calls.txt`, as a session of Python shows it.
 
-A new call is a line of `refused_calls/ROOM.txt`, `>>> jstep.adam(beta1=2)`, without its message;
-`python tests/bad_input/test_refused_calls.py` then writes the messages of all calls anew, to be read before they are
-committed. A statement has no message: it prepares the calls of its file. The names that a file may use without
-preparing them are those of `bad_input.py`, and `folder`, the path of an empty directory.
+A statement has no message: it prepares the calls of its file. The names that a file may use without preparing them are
+those of `bad_input.py`, and `folder`, the path of an empty directory.
 """
 
 import functools
 import pathlib
 import re
-import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,7 +19,7 @@ from bad_input import PARAMS, adam, create, linear
 
 import jstep
 
-FILES = sorted(pathlib.Path(__file__).with_name("refused_calls").glob("*.txt"))
+FILES = sorted(pathlib.Path(__file__).parents[1].glob("*/refused_calls.txt"))
 CALL = re.compile(r"^>>> (.+)\n((?:(?!>>> |# ).+\n)*)", re.MULTILINE)
 VARYING = re.compile(r" at 0x[0-9a-f]+|\bJit(?=Tracer\()")
 """What differs from one run or version of JAX to the next."""
@@ -79,7 +76,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[pathlib.Path
 
 @pytest.mark.parametrize(
     ("path", "refused"),
-    [pytest.param(path, one, id=f"{path.stem}-{one.call}") for path in FILES for one in calls_of(path)],
+    [pytest.param(path, one, id=f"{path.parent.name}-{one.call}") for path in FILES for one in calls_of(path)],
 )
 def test_what_a_refused_call_is_told(prepared: Any, path: pathlib.Path, refused: Refused) -> None:
     assert told(refused.call, prepared(path)) == refused.told
@@ -95,16 +92,3 @@ def test_an_error_leaves_the_state_usable() -> None:
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     state, _ = good(state, jnp.ones((6, 2)))
     assert jstep.global_step(state) == 1
-
-
-def with_messages(path: pathlib.Path) -> str:
-    """Return the text of a file with the messages that its calls are told now."""
-    with tempfile.TemporaryDirectory() as folder:
-        names = names_of(path, folder)
-        texts = {one.call: told(one.call, names) for one in calls_of(path)}
-    return CALL.sub(lambda found: f">>> {found[1]}\n{texts.get(found[1], '')}", path.read_text(encoding="utf-8"))
-
-
-if __name__ == "__main__":
-    for path in FILES:
-        path.write_text(with_messages(path), encoding="utf-8")

@@ -45,7 +45,7 @@ def update(optimizer, mesh):
 
 def moved(text, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(TESTS)])
-    return runpy.run_path(str(TESTS / "benchmarks" / "bench_compilers.py"))["moved"](text)
+    return runpy.run_path(str(TESTS.parent / "benchmarks" / "bench_compilers.py"))["moved"](text)
 
 
 @pytest.mark.gpu_compiler

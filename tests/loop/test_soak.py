@@ -1,4 +1,4 @@
-"""A run with all features does not leak memory: a short version of tests/soak.py, which runs nightly."""
+"""A run with all features does not leak memory: a short version of dev/soak.py, which runs nightly."""
 
 import importlib.util
 import pathlib
@@ -10,7 +10,7 @@ import jstep
 
 @pytest.mark.thorough
 def test_memory_does_not_grow(tmp_path):
-    spec = importlib.util.spec_from_file_location("soak", pathlib.Path(__file__).parents[1] / "soak.py")
+    spec = importlib.util.spec_from_file_location("soak", pathlib.Path(__file__).parents[2] / "dev" / "soak.py")
     soak = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(soak)
     state, found = soak.soak(1000, str(tmp_path))

@@ -1,15 +1,12 @@
-"""What wrong numbers are told, whole; `python tests/bad_input/test_messages.py` writes it anew.
+"""Which numbers each parameter refuses, and what they are told: the table `ranges.txt`.
 
-Each parameter of each public function and class is given numbers that it may refuse. Their borders, and what a number
-means, are looked at there. The messages are in a file for each room beside this one, also of those that refuse none.
+Each parameter of each public function and class is given some numbers. A row of the table is a message, the values that
+are told it, and below it the parameters of that kind. Messages about a wrong type have one form, for all parameters.
 """
 
 import inspect
-import json
-import os
 import pathlib
 import re
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -123,30 +120,33 @@ def messages_of(make: Any) -> dict[str, dict[str, str]]:
     return found
 
 
-def file_of(room: str) -> pathlib.Path:
-    return HERE / f"messages_of_{room}.json"
+def kinds() -> dict[str, set[str]]:
+    """The table: message and values → parameters."""
+    rows: dict[str, set[str]] = {}
+    for line in (HERE / "ranges.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith(" "):
+            rows[list(rows)[-1]] |= set(line.split())
+        else:
+            rows[line] = set()
+    return rows
 
 
 @pytest.mark.parametrize(
-    ("room", "name", "make"),
-    [pytest.param(room, *one, id=f"{room}-{one[0]}") for room, made in ROOMS.items() for one in made.items()],
+    ("name", "make"), [pytest.param(*one, id=one[0]) for room in ROOMS.values() for one in room.items()]
 )
-def test_the_messages(room: str, name: str, make: Any, tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+def test_what_wrong_numbers_are_told(name: str, make: Any, tmp_path: pathlib.Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    assert messages_of(make) == json.loads(file_of(room).read_text(encoding="utf-8"))[name]
-
-
-def test_each_message_has_a_case() -> None:
-    files = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in HERE.glob("messages_of_*.json")}
-    assert {name: set(told) for name, told in files.items()} == {
-        file_of(room).name: set(made) for room, made in ROOMS.items()
+    told = {
+        (f"{text} <- {values}", f"{name}.{parameter}")
+        for parameter, texts in messages_of(make).items()
+        for text, values in texts.items()
+        if ", got " not in text  # that of a wrong type, for all parameters alike
     }
+    rows = kinds()
+    own = {(row, parameter) for row, names in rows.items() for parameter in names if parameter.startswith(f"{name}.")}
+    assert told == own
 
 
-if __name__ == "__main__":
-    for room, made in ROOMS.items():
-        told = {}
-        for name, make in made.items():
-            os.chdir(tempfile.mkdtemp())
-            told[name] = messages_of(make)
-        file_of(room).write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+def test_the_table_names_what_there_is() -> None:
+    names = {name for made in ROOMS.values() for name in made}
+    assert {parameter.partition(".")[0] for row in kinds().values() for parameter in row} <= names
