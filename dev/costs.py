@@ -1,7 +1,7 @@
 """The cost of each test: `pytest -p costs --costs=FILE` writes it, `python dev/costs.py FILE` shows it by directory.
 
 The cost of a test is the CPU time of its phases and of the processes that it starts and waits for. The script also
-lists the tests that break the rule of CONTRIBUTING.md, and exits with 1 if a quick test is too expensive.
+lists the tests that break the rule of dev/README.md, and exits with 1 if a quick test is too expensive.
 
     PYTHONPATH=dev .venv/bin/python -m pytest -p costs -n 2 -m "" --costs=costs.json
     .venv/bin/python dev/costs.py costs.json

@@ -1,4 +1,4 @@
-"""List what is left to do before a release: `python dev/release.py`, the first point of the list in CONTRIBUTING.
+"""List what is left to do before a release: `python dev/release.py`, the first point of the list in dev/README.md.
 
 The exit code is 1 if something is left.
 """

@@ -1,4 +1,4 @@
-"""The marker `thorough`: tests that the default run leaves out, as CONTRIBUTING.md explains.
+"""The marker `thorough`: tests that the default run leaves out, as dev/README.md explains.
 
     @pytest.mark.thorough                                      the whole test
     @pytest.mark.thorough(except_for=["adam", "muon-fsdp"])    all cases of a parametrized test but these ids
