@@ -7,14 +7,14 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar
 else:
 
-    def TypeVar(name, default=None):  # noqa: N802, D103  (before Python 3.13 type variables have no defaults)
+    def TypeVar(name, default=None):  # noqa: N802  (before Python 3.13 type variables have no defaults)
         return typing.TypeVar(name)
 
 
 P = TypeVar("P", default=Any)
-"""The type of the parameters; `TrainState` alone is one of any."""
+"""The type of the parameters; a bare `TrainState` accepts any."""
 T = TypeVar("T")
-"""The type of what is given, and returned with the same structure."""
+"""The type of an argument that is returned with the same structure."""
 
 Tree: TypeAlias = Any
-"""A pytree whose structure is the caller's: parameters, gradients, batches, what a function of the user's returns."""
+"""A pytree whose structure is the caller's: parameters, gradients, batches, results of user-defined functions."""

@@ -1,4 +1,4 @@
-"""Checks of arguments, and the words of their errors: numbers, sizes and lists for people."""
+"""Validation of arguments, and formatting of numbers, sizes and lists for messages."""
 
 import inspect
 import math
@@ -8,21 +8,20 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
-# Text for people: numbers, sizes, lists.
+# Formatting of numbers, sizes and lists.
 
 SHOWN = 20
-"""Entries of a list in a message."""
+"""The maximum number of entries that a message lists."""
 
 
 def size(number: float, digits: int = 3) -> str:
-    """Format a number of bytes."""
     return scaled(number, "B", 1024, ("", "Ki", "Mi", "Gi", "Ti", "Pi"), digits)
 
 
 def scaled(
     count: float, unit: str, base: int = 1000, prefixes: Sequence[str] = ("", "k", "M", "G", "T", "P"), digits: int = 3
 ) -> str:
-    """Format a number with a prefix of its unit: 1.5 GFLOP."""
+    """Format a number with a unit prefix: 1.5 GFLOP."""
     power = 0
     while abs(count) >= base and power + 1 < len(prefixes):
         count, power = count / base, power + 1
@@ -31,33 +30,32 @@ def scaled(
 
 
 def count(number: Any) -> str:
-    """Format an integer, with spaces between thousands."""
+    """Format an integer with spaces between thousands."""
     return f"{int(number):,}".replace(",", " ")
 
 
 def array_type(shape: Iterable[int], dtype: object) -> str:
-    """Format the shape and dtype of an array: `float32[2,3]`."""
+    """Format the type of an array: `float32[2,3]`."""
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def cut(text: str, longest: int) -> str:
-    """Cut off the end of a long text."""
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def cut_path(path: str, longest: int = 36) -> str:
-    """Cut off the beginning of a long path: its end tells leaves apart."""
+    """Truncate a long path on the left: its end tells leaves apart."""
     return path if len(path) <= longest else "…" + path[1 - longest :]
 
 
 def listed(words: Sequence[str], most: int = 1, between: str = ", ") -> str:
-    """Return the first words, and the number of the others."""
+    """Format the first words and the number of others."""
     others = f" and {len(words) - most} more" if len(words) > most else ""
     return between.join(words[:most]) + others
 
 
 def listing(title: str, items: Sequence[str], most: int = SHOWN) -> str:
-    """Format a part of a message: title, number of items, first items; the empty string if there are no items."""
+    """Format `; title (count): first items`; empty without items."""
     if not items:
         return ""
     more = f", … and {len(items) - most} more" if len(items) > most else ""
@@ -68,7 +66,7 @@ def listing(title: str, items: Sequence[str], most: int = SHOWN) -> str:
 
 
 def shown(value: object, longest: int = 100) -> str:
-    """Return the repr of a value for an error message: truncated if long; never raises."""
+    """Return a truncated repr; never raises."""
     try:
         text = repr(value)
     except Exception:
@@ -77,7 +75,7 @@ def shown(value: object, longest: int = 100) -> str:
 
 
 def kind(value: object) -> str:
-    """Describe the type of a value: 'a str', 'an array of float32 and shape (3,)', 'the class float'."""
+    """Describe a type: 'a str', 'an array of float32 and shape (3,)', 'the class float'."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, np.ma.MaskedArray):
@@ -91,33 +89,14 @@ def kind(value: object) -> str:
 
 
 def as_bool(value: object, argument: str) -> bool:
-    """Convert a Python or NumPy bool to a bool; other truthy or falsy values are rejected.
-
-    Args:
-        value: The user's value.
-        argument: The name of the argument, for the error.
-
-    Raises:
-        TypeError: The value is not a bool, such as the string "no" from a configuration file.
-    """
+    """Convert a bool; reject other values, such as the string "no" from a configuration file."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{argument}={shown(value)}: must be True or False, got {kind(value)}")
     return bool(value)
 
 
 def as_int(value: Any, argument: str, at_least: int | None = None, meaning: str = "") -> int:
-    """Convert an integer (Python, NumPy, or a concrete JAX scalar) to an int.
-
-    Args:
-        value: The user's value.
-        argument: The name of the argument, for the error.
-        at_least: The smallest valid value.
-        meaning: What the number counts, or what to do, for the error.
-
-    Raises:
-        TypeError: The value is not an integer, or is a bool; names the argument.
-        ValueError: The value is below `at_least`.
-    """
+    """Convert a Python, NumPy or concrete JAX integer; a bool is not one."""
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
@@ -130,15 +109,7 @@ def as_int(value: Any, argument: str, at_least: int | None = None, meaning: str 
 
 
 class Bounds(TypedDict, total=False):
-    """The range of a number, as keyword arguments.
-
-    Attributes:
-        low: The smallest valid value.
-        high: The largest valid value.
-        above: Whether `low` itself is rejected.
-        below: Whether `high` itself is rejected.
-        finite: Whether infinities are rejected, as by default; NaN always is.
-    """
+    """A range; `above` and `below` exclude its ends."""
 
     low: float
     high: float
@@ -150,21 +121,7 @@ class Bounds(TypedDict, total=False):
 def as_number(
     value: Any, argument: str, *, expected: str = "a number", meaning: str = "", **bounds: Unpack[Bounds]
 ) -> float:
-    """Convert a real number (Python, NumPy, or a concrete JAX scalar) to a float.
-
-    For arguments that may be traced see `jstep.core.device_values.as_scalar`.
-
-    Args:
-        value: The user's value.
-        argument: The name of the argument, for the error.
-        expected: What the value must be, for the error.
-        meaning: What to do, for the error.
-        **bounds: The valid range.
-
-    Raises:
-        TypeError: The value is not a real number (a bool is not one); names the argument.
-        ValueError: The value is out of range.
-    """
+    """Convert a real number: Python, NumPy or concrete JAX, not a bool. `device_values.as_scalar` accepts tracers."""
     hint = f"; {meaning}" if meaning else ""
     try:
         if isinstance(value, bool | np.bool_ | str | bytes | complex | type) or np.ndim(value):
@@ -189,7 +146,8 @@ def out_of_range(
     below: bool = False,
     finite: bool = True,
 ) -> str:
-    """Return what a number must be, "must be ≥ 0 and finite", if it is not; an empty string if it is. See `Bounds`."""
+    """Return the requirement that a number violates, or an empty string."""
+    # NaN never fits.
     fits = (number > low if above else number >= low) and (number < high if below else number <= high)
     if fits and not (finite and abs(number) == math.inf):
         return ""
@@ -202,18 +160,7 @@ def out_of_range(
 def as_function(
     value: object, argument: str, form: str = "", *, optional: bool = False, takes: int | None = None
 ) -> Any:
-    """Return a function or any other callable; None is also accepted if `optional`.
-
-    Args:
-        value: The user's value.
-        argument: The name of the argument, for the error.
-        form: The expected signature, such as `(params, *args) -> loss`, for the error.
-        optional: Whether None is accepted.
-        takes: The number of arguments that it will be called with; None to leave that to the call.
-
-    Raises:
-        TypeError: The value is not callable, or not with so many arguments.
-    """
+    """Check a callable, and with `takes` the number of its positional arguments."""
     if optional and value is None:
         return value
     wanted = f"must be a function{' ' if form else ''}{form}{' or None' if optional else ''}"
@@ -225,34 +172,33 @@ def as_function(
 
 
 def as_mapping(value: object, argument: str, contents: str) -> Mapping[Any, Any]:
-    """Return a mapping, such as a dict; `contents` says what it maps, such as `from names to numbers`."""
+    """Check a mapping; `contents`, such as `from names to numbers`, is for the error."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{argument}={shown(value)}: must be a mapping {contents}, got {kind(value)}")
     return value
 
 
 def as_functions(functions: Any, argument: str, form: str) -> tuple[Any, ...]:
-    """Return functions as a tuple; refuse anything but a sequence of them."""
     try:
         if callable(functions):
             raise TypeError
-        given = tuple(functions)
+        items = tuple(functions)
     except TypeError:
         what = f"{argument}: must be a sequence of functions {form}, got {kind(functions)}"
         raise TypeError(f"{what}; give a list: {argument}=[…]") from None
-    for i, function in enumerate(given):
+    for i, function in enumerate(items):
         if isinstance(function, type) or not callable(function):
             raise TypeError(f"{argument}[{i}]={shown(function)}: must be a function {form}, got {kind(function)}")
-    return given
+    return items
 
 
 def may_take(fn: Callable[..., Any], arguments: int) -> bool:
-    """Like `can_take`; true for decorated functions: a decorator may supply arguments, and hides its own signature."""
+    """Like `can_take`, but True for decorated functions: a decorator may supply arguments, and hides the signature."""
     return hasattr(fn, "__wrapped__") or can_take(fn, arguments)
 
 
 def can_take(fn: Callable[..., Any], arguments: int) -> bool:
-    """Return whether a function can be called with so many positional arguments; true if its signature is not known."""
+    """Whether a function accepts that many positional arguments, or has no known signature."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # a built-in without one
@@ -265,12 +211,7 @@ def can_take(fn: Callable[..., Any], arguments: int) -> bool:
 
 
 def as_text(value: object, argument: str, meaning: str = "") -> str:
-    """Return a nonempty string.
-
-    Raises:
-        TypeError: The value is not a string.
-        ValueError: The string is empty.
-    """
+    """Return a nonempty string."""
     hint = f"; {meaning}" if meaning else ""
     if not isinstance(value, str):
         raise TypeError(f"{argument}={shown(value)}: must be a string, got {kind(value)}{hint}")
@@ -280,11 +221,6 @@ def as_text(value: object, argument: str, meaning: str = "") -> str:
 
 
 def one_of(value: Any, argument: str, choices: Any) -> Any:
-    """Return the value, which must be one of `choices`.
-
-    Raises:
-        ValueError: The value is not one of them; lists them.
-    """
     # Not `value in choices`: a value may be unhashable, or compare to an array.
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         raise ValueError(f"{argument}={shown(value)}: must be one of {', '.join(map(repr, choices))}")

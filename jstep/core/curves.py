@@ -1,4 +1,4 @@
-"""Curves as SVG: axes with round numbers, gaps and marks where values are not finite, spikes that are never lost."""
+"""Curves as SVG: round numbers on the axes, gaps and marks at nonfinite values, spikes preserved at any resolution."""
 
 import html
 import math
@@ -9,9 +9,9 @@ import numpy as np
 
 Numbers: TypeAlias = np.ndarray[Any, Any]
 _WIDTH, _HEIGHT = 560, 168
-"""The size of the area with the curves. Its width is stretched to that of the page, the texts are not."""
+"""The size of the plot area. It is stretched to the width of the page; its labels are not."""
 _DECADES = 3
-"""From so many decades on, the axis of positive values is logarithmic."""
+"""The minimum range of positive values, in decades, for a logarithmic axis."""
 
 STYLE = """
 .curves {margin: 0 0 .4em; max-width: 60em; color: inherit; font: 12px system-ui, sans-serif}
@@ -29,21 +29,12 @@ STYLE = """
 .s3 {stroke: var(--s3, #a046b4)} .s4 {stroke: var(--s4, #8c6d00)} .s5 {stroke: var(--s5, #00808a)}
 .s6 {stroke: var(--s6, #c2326e)} .s7 {stroke: var(--s7, #6b6b6b)}
 """
-"""The style of the pictures: text and axes have the color of the page's text, so that light and dark pages work."""
+"""The style of the figures: text and axes inherit the color of the page, so that light and dark themes work."""
 COLORS, DASHES = 8, 4
 
 
 class Curve(NamedTuple):
-    """A curve.
-
-    Attributes:
-        name: Its name in the legend.
-        steps: Its steps, in order.
-        values: Their values; those that are not finite are gaps, with a mark below them.
-        color: The number of its color.
-        dash: The number of its dashes; 0 for a solid line, others such as for evaluations beside the training.
-        pale: Whether it is pale, such as steps that were made again; it is not in the legend.
-    """
+    """A curve with gaps at nonfinite values; dash 0 is solid. A `pale` curve (repeated steps) has no legend entry."""
 
     name: str
     steps: Numbers
@@ -54,15 +45,7 @@ class Curve(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A mark on the axis, or at a value.
-
-    Attributes:
-        kind: `"start"`, `"stage"`, `"checkpoint"`, or `"best"`, which has a value.
-        step: Its step.
-        text: What it says under the pointer.
-        color: The number of its color.
-        value: The value, or None on the axis.
-    """
+    """A mark on the axis, or at a value (kind `"best"`); `text` is its tooltip."""
 
     kind: str
     step: int
@@ -75,14 +58,7 @@ _MARKS = {"start": f"M{{}},{_HEIGHT}v-14", "checkpoint": f"M{{}},{_HEIGHT}v-6", 
 
 
 def picture(title: str, curves: Sequence[Curve], marks: Sequence[Mark] = (), *, style: bool = True) -> str:
-    """Draw curves over the step, as one `<figure>` element.
-
-    Args:
-        title: What is drawn.
-        curves: The curves.
-        marks: Marks; those outside the steps of the curves are left out.
-        style: Whether to put the style into the picture; a page with many of them has it once.
-    """
+    """Draw curves over the step as a `<figure>`; a page with many figures includes the `style` once."""
     finite = [curve.values[np.isfinite(curve.values)] for curve in curves]
     every, steps = np.concatenate([*finite, []]), np.concatenate([*(curve.steps for curve in curves), []])
     is_log = is_logarithmic(every)
@@ -117,8 +93,8 @@ def picture(title: str, curves: Sequence[Curve], marks: Sequence[Mark] = (), *, 
         drawn += [f'<path class="bad" d="M{at:.1f},{_HEIGHT}v-6"/>' for at in bad]
         if not curve.pale and sum(not other.pale for other in curves) > 1:
             keys.append(key(curve.name, f"s{curve.color % COLORS} d{curve.dash % DASHES}", i))
-    seen = [one for one in marks if first <= one.step <= last and (one.value is None or np.isfinite(y(one.value)))]
-    for mark in {(one.kind, round(x(one.step)), one.color): one for one in seen}.values():
+    seen = [each for each in marks if first <= each.step <= last and (each.value is None or np.isfinite(y(each.value)))]
+    for mark in {(each.kind, round(x(each.step)), each.color): each for each in seen}.values():
         at = f"{x(mark.step):.1f}"
         d = _MARKS[mark.kind].format(at) if mark.value is None else f"M{at},{y(mark.value):.1f}h0"
         words = f"<title>{html.escape(mark.text)}</title>"
@@ -135,7 +111,7 @@ def picture(title: str, curves: Sequence[Curve], marks: Sequence[Mark] = (), *, 
 
 
 def key(text: str, kind: str, i: int | None = None) -> str:
-    """A line as it is drawn, and what it means; i is the number of its curve in the picture."""
+    """Format the legend entry of curve `i`."""
     line = f'<svg width="18" height="8"><path class="{kind}" d="M0,4h18"/></svg>'
     return f'<span class="key"{"" if i is None else f" data-i={i!r}"}>{line} {html.escape(text)}</span>'.replace(
         "'", '"'
@@ -143,12 +119,11 @@ def key(text: str, kind: str, i: int | None = None) -> str:
 
 
 def is_logarithmic(values: Numbers) -> bool:
-    """Whether finite values are positive and span decades, so that their axis is logarithmic."""
     return bool(values.size and values.min() > 0 and values.max() / values.min() >= 10**_DECADES)
 
 
 def short(number: float) -> str:
-    """Format a number for an axis: `1.5k`, `20M`, `0.003`."""
+    """Format `1.5k`, `20M`, `0.003`."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size and not (abs(number) < 1e4 and number == int(number)):
             return f"{number / size:.4g}{unit}"
@@ -156,7 +131,7 @@ def short(number: float) -> str:
 
 
 def _axis(values: Numbers, is_log: bool) -> tuple[list[str], list[float], float, float]:
-    """The texts and the places of the ticks of values, and the ends of their axis."""
+    """Return labels and positions of ticks, and the limits."""
     if not values.size:
         return ["0", "1"], [0.0, 1.0], 0.0, 1.0
     if is_log:
@@ -166,12 +141,12 @@ def _axis(values: Numbers, is_log: bool) -> tuple[list[str], list[float], float,
     least, most = float(values.min()), float(values.max())
     if least == most:
         least, most = least - (abs(least) or 1) * 0.5, most + (abs(most) or 1) * 0.5
-    found = _round_ticks(least, most, 4)
-    return [short(tick) for tick in found], found, found[0], found[-1]
+    ticks = _round_ticks(least, most, 4)
+    return [short(tick) for tick in ticks], ticks, ticks[0], ticks[-1]
 
 
 def _round_ticks(low: float, high: float, most: int) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten, from below one number to above another."""
+    """Return multiples of 1, 2 or 5 times a power of ten that enclose a range."""
     rough = (high - low or 1.0) / most
     unit = 10 ** math.floor(math.log10(rough))
     size = unit * next(factor for factor in (1, 2, 5, 10) if factor * unit >= rough * 0.999)
@@ -179,12 +154,13 @@ def _round_ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def _path(x: Numbers, y: Numbers, width: float) -> tuple[str, str, list[float]]:
-    """A path through points, with the least and the greatest of each column of a width; points alone; and the gaps."""
+    """Return lines, isolated points and gaps."""
     is_bad = np.isnan(y)
     bad = [float(at) for at in sorted({round(float(at)) for at in x[is_bad]})]
     segment, x, y = np.cumsum(is_bad)[~is_bad], x[~is_bad], y[~is_bad]
     if not x.size:
         return "", "", bad
+    # The extremes of each column are kept, so that spikes survive.
     column = np.floor(x / width) if x.size > 2 * _WIDTH / width else np.arange(x.size)
     starts = np.flatnonzero(np.r_[True, (np.diff(column) != 0) | (np.diff(segment) != 0)])
     ends = np.r_[starts[1:], x.size] - 1

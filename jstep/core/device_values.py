@@ -1,7 +1,7 @@
-"""Values as a device holds them: leaves as arrays of strong dtypes, numbers and keys, some of which may be traced.
+"""Conversion of values for devices: leaves become arrays with strong dtypes; numbers and keys may be traced.
 
-While 64-bit types are off, JAX keeps the low bits of integers that 32 bits cannot hold, without an error: they are
-refused here.
+While 64-bit types are off, JAX silently keeps only the low bits of integers that do not fit 32 bits: they are rejected
+here.
 """
 
 import contextvars
@@ -21,12 +21,7 @@ from jstep.core.placement import NO_MESH
 
 
 def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str) -> trees.Array:
-    """Convert a leaf of params, or of another argument, to an array with a strong dtype.
-
-    Raises:
-        TypeError: The leaf is neither an array nor a number, or is complex; names the path and what to do.
-        OverflowError: The leaf has an integer that its dtype on a device cannot hold; names the path and the integer.
-    """
+    """Convert a leaf to an array with a strong dtype; reject complex, wide and nonnumeric leaves."""
     if not trees.is_array_or_number(leaf):
         raise trees.not_an_array(leaf, path, argument, trees.keep_arrays(argument))
     leaf = trees.native(leaf, path, argument)
@@ -37,14 +32,14 @@ def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str) -> trees.Array:
             "jstep trains real parameters: keep its real and imaginary parts as two leaves."
         )
     if trees.is_key(leaf):
-        return jnp.copy(leaf) if copy else leaf  # leaf.copy() fails where a program is traced
-    # A weak type would become strong in the first step, and cause a second compilation.
+        return jnp.copy(leaf) if copy else leaf  # leaf.copy() fails during tracing
+    # A weak type would become strong in the first step, and cause a recompilation.
     dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
     return jnp.array(leaf, dtype=dtype, copy=True) if copy else jnp.asarray(leaf, dtype=dtype)
 
 
 def host_leaf(leaf: object, path: str, argument: str) -> Any:
-    """As `as_leaf`, but arrays in host memory stay there, so that no device must hold the whole array."""
+    """Like `as_leaf`, but leave arrays in host memory: no device must hold the whole array."""
     leaf = trees.native(leaf, path, argument)
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
         _refuse_wide(leaf, path, argument)
@@ -53,15 +48,7 @@ def host_leaf(leaf: object, path: str, argument: str) -> Any:
 
 
 def number(value: object, what: str) -> np.ndarray[Any, Any]:
-    """Return a Python number as an array of the dtype that JAX gives it.
-
-    Args:
-        value: The number.
-        what: Its name, for the error.
-
-    Raises:
-        ValueError: The dtype cannot hold it.
-    """
+    """Return a Python number in the dtype that JAX gives it."""
     try:
         return np.asarray(value, jax.dtypes.canonicalize_dtype(jnp.result_type(value)))
     except OverflowError:
@@ -71,17 +58,7 @@ def number(value: object, what: str) -> np.ndarray[Any, Any]:
 
 
 def from_host(tree: Tree, argument: str) -> Any:
-    """Return a tree whose leaves in host memory a device can hold: arrays in the byte order of this machine.
-
-    Args:
-        tree: The tree.
-        argument: Its name, for the error.
-
-    Raises:
-        TypeError: A leaf is a masked array; names its path.
-        OverflowError: A leaf has an integer that does not fit the dtype that it gets on a device; names its path and
-            the first one.
-    """
+    """Convert host arrays to native byte order; reject masked arrays and integers that do not fit a device."""
     if all(map(_is_as_on_device, jax.tree.leaves(tree))):
         return tree
 
@@ -94,12 +71,11 @@ def from_host(tree: Tree, argument: str) -> Any:
 
 
 def as_array(value: object, argument: str) -> jax.Array:
-    """Return a value as a JAX array; `from_host` has the errors."""
     return jnp.asarray(from_host(value, argument))
 
 
 def arguments_from_host(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """As `from_host`, for the arguments of a step, which are a batch."""
+    """Apply `from_host` to the arguments of a step."""
     batch = from_host(trees.batch_of(args), "batch")
     return (batch,) if len(args) == 1 else batch
 
@@ -111,20 +87,20 @@ def _is_as_on_device(leaf: object) -> bool:
 
 
 def _refuse_wide(leaf: object, path: str, argument: str) -> None:
-    if isinstance(leaf, _OF_HOST) and (found := first_wide(leaf)) is not None:
+    if isinstance(leaf, _OF_HOST) and (wide := first_wide(leaf)) is not None:
         raise OverflowError(
-            f"{argument}: {trees.leaf_at(path)} must hold integers that fit {found[1].name} while 64-bit types are "
-            f"off, got {found[0]}; map them to smaller integers on the host, such as ids % num_buckets, or set "
+            f"{argument}: {trees.leaf_at(path)} must hold integers that fit {wide[1].name} while 64-bit types are "
+            f"off, got {wide[0]}; map them to smaller integers on the host, such as ids % num_buckets, or set "
             "jax_enable_x64"
         )
 
 
 def first_wide(leaf: Any) -> tuple[int, np.dtype[Any]] | None:
-    """Return the first integer of a leaf that does not fit its dtype on a device, and that; None if all fit."""
+    """Return the first integer that does not fit on a device, and the dtype there; None if all fit."""
     dtype = np.dtype(np.int64) if isinstance(leaf, int) else leaf.dtype
     if dtype.itemsize < 8 or dtype.kind not in "iu":
         return None
-    # Not of the dtype itself, which may have another order of bytes.
+    # Not from the dtype itself, whose byte order may differ.
     narrow = np.dtype(jax.dtypes.canonicalize_dtype(np.uint64 if dtype.kind == "u" else np.int64))
     values, limits = np.asarray(leaf), np.iinfo(narrow)
     if narrow.itemsize == 8 or not values.size or limits.min <= values.min() <= values.max() <= limits.max:
@@ -135,29 +111,15 @@ def first_wide(leaf: Any) -> tuple[int, np.dtype[Any]] | None:
 _OF_HOST = (np.ndarray, np.generic, int)
 
 
-# Arguments that may be traced: numbers, PRNG keys, and checks that wait for values.
+# Arguments that may be traced: numbers, PRNG keys, and checks deferred until values are concrete.
 
 
 def as_scalar(
     value: Any, argument: str, *, integer: bool = False, expected: str = "", meaning: str = "", **bounds: Unpack[Bounds]
 ) -> Any:
-    """Check a number or a scalar array, which may be traced; its range is checked if it is concrete.
+    """Check a number or scalar array, and its range if it is concrete.
 
-    Args:
-        value: The user's value.
-        argument: The name of the argument, for the error.
-        integer: Whether it must be an integer.
-        expected: What the value must be, for the error; "a number" or "an integer" by default.
-        meaning: What to do, for the error.
-        **bounds: The valid range.
-
-    Returns:
-        A float (or int) for a Python or NumPy number, and for an array on a mesh, so that it can be used on any other;
-        any other JAX array as it is.
-
-    Raises:
-        TypeError: The value is not a real number, or not an integer; names the argument.
-        ValueError: The value is not a scalar, or out of range.
+    An array on a mesh becomes a float (or int), usable on any other mesh; other JAX arrays are unchanged.
     """
     hint = f"; {meaning}" if meaning else ""
     wanted = expected or ("an integer" if integer else "a number")
@@ -168,27 +130,23 @@ def as_scalar(
         raise ValueError(
             f"{argument}: must be a scalar, got shape {np.shape(value)}; map over several values with jax.vmap"
         )
-    if trees.is_array(value) and not any(jnp.issubdtype(value.dtype, one) for one in dtypes):
+    if trees.is_array(value) and not any(jnp.issubdtype(value.dtype, dtype) for dtype in dtypes):
         raise TypeError(f"{argument}={shown(value)}: must be {wanted}, got dtype {value.dtype}{hint}")
     on_mesh = on_host(value)
     with internal_transfers():
-        known = trees.concrete(value) if on_mesh is None else on_mesh
-    if known is None:
+        concrete = trees.concrete(value) if on_mesh is None else on_mesh
+    if concrete is None:
         return value
-    number = as_number(known.item(), argument, expected=wanted, meaning=meaning, **bounds)
+    number = as_number(concrete.item(), argument, expected=wanted, meaning=meaning, **bounds)
     if isinstance(value, jax.Array) and on_mesh is None:
         return value
-    return int(known) if integer else number
+    return int(concrete) if integer else number
 
 
 def as_key(value: Any, argument: str) -> Any:
-    """Validate a single PRNG key, typed (`jax.random.key`) or raw (`jax.random.PRNGKey`), traced or not.
+    """Validate one PRNG key, typed or raw, traced or not.
 
-    A key on a mesh, such as one created while a mesh was set, is copied off the mesh, so that it works with any state.
-
-    Raises:
-        TypeError: The value is not a key.
-        ValueError: The value is an array of several keys.
+    A key on a mesh, such as one created while a mesh was set, is copied off it, to work with any state.
     """
     dtype = getattr(value, "dtype", None)
     typed = trees.is_key(value)
@@ -210,14 +168,9 @@ _WAITING: contextvars.ContextVar[Waiting | None] = contextvars.ContextVar("jstep
 
 
 def when_concrete(path: str, check: Check, *args: Hashable) -> None:
-    """Defer `check(path, leaf, *args)` until the leaf of params at `path` is concrete; see `with_checks`.
+    """Defer `check(path, leaf, *args)`: parameters are traced while a compiled function creates slots.
 
-    Parameters are still traced while slots are created by a compiled function.
-
-    Args:
-        path: The path among the state's parameters.
-        check: A module-level function, so that equal checks of several traces run once.
-        *args: Additional arguments of `check`.
+    A module-level `check` runs once for equal checks of several traces.
     """
     waiting = _WAITING.get()
     if waiting is not None:
@@ -225,7 +178,7 @@ def when_concrete(path: str, check: Check, *args: Hashable) -> None:
 
 
 def with_checks(make: Callable[..., Any], *args: Any) -> Any:
-    """Return the state `make(*args)` after the checks that `when_concrete` deferred; they skip traced parameters."""
+    """Return `make(*args)` after the deferred checks of concrete parameters."""
     waiting = Waiting()
     with setting(_WAITING, waiting):
         state = make(*args)

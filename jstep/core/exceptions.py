@@ -1,4 +1,4 @@
-"""Exceptions: jstep's own, which survive pickling; context managers that let the user's pass unchanged; notes."""
+"""Exceptions that survive pickling, context managers that pass on the user's exceptions unchanged, and notes."""
 
 import contextlib
 import contextvars
@@ -13,13 +13,10 @@ _T = TypeVar("_T")
 
 
 class Picklable(BaseException):
-    """Base of jstep's exceptions, which survive pickling and copying: class, arguments, attributes, notes, exit code.
+    """Base of jstep's exceptions, which survive pickling and copying; unpicklable attributes become None."""
 
-    By default Python calls the class with `args`, in the process of a `multiprocessing.Pool` that waits for a worker:
-    where the constructor takes something else, that process hangs. Here the constructor is not called. An attribute
-    that cannot be pickled, such as a `state` that was donated or is traced, is None afterwards.
-    """
-
+    # By default Python calls the class with `args`: if the constructor has another signature, a `multiprocessing.Pool`
+    # that waits for a worker hangs. Here the constructor is not called.
     def __reduce__(self) -> Any:
         return _rebuilt, (type(self), self._args(), {name: _or_none(value) for name, value in vars(self).items()})
 
@@ -27,19 +24,18 @@ class Picklable(BaseException):
         return _rebuilt(type(self), self._args(), vars(self))
 
     def _args(self) -> Any:
-        return super().__reduce__()[1]  # with the file's name of an OSError
+        return super().__reduce__()[1]  # includes the file name of an OSError
 
 
 def _rebuilt(cls: type[BaseException], args: Any, attributes: dict[str, Any]) -> BaseException:
     error = cls.__new__(cls, *args)
     built_in: Any = next(base for base in cls.__mro__ if base.__module__ == "builtins")
-    built_in.__init__(error, *args)  # sets what is not in `vars`, such as the code of a SystemExit
+    built_in.__init__(error, *args)  # sets state outside `vars`, such as the code of a SystemExit
     vars(error).update(attributes)
     return error
 
 
 def _or_none(value: object) -> Any:
-    """Return a value, or None if it cannot be pickled."""
     try:
         pickle.dumps(value)
     except Exception:
@@ -48,12 +44,7 @@ def _or_none(value: object) -> Any:
 
 
 def scoped(make: Callable[_P, Iterator[_T]]) -> "Callable[_P, contextlib.AbstractContextManager[_T]]":
-    """Make a context manager of a generator that yields once, like `contextlib.contextmanager`.
-
-    An exception that leaves the context is not thrown into the generator, which is closed: only its `finally` runs.
-    `contextlib` sets `__traceback__` of the exception, so that one of a class that refuses attributes, such as a frozen
-    dataclass, would be replaced by another error. Use it around the user's code.
-    """
+    """Like `contextlib.contextmanager`, but for user code: an exception passes unchanged, and closes the generator."""
 
     @functools.wraps(make)
     def scope(*args: _P.args, **kwargs: _P.kwargs) -> contextlib.AbstractContextManager[_T]:
@@ -73,12 +64,12 @@ class _Scope(contextlib.AbstractContextManager[_T]):
         if error is None:
             next(self._body, None)
         else:
+            # Throwing it in would set `__traceback__`, which fails for classes that reject attributes.
             self._body.close()
 
 
 @scoped
 def setting(variable: contextvars.ContextVar[Any], value: _T) -> Iterator[_T]:
-    """Context manager that sets a context variable."""
     token = variable.set(value)
     try:
         yield value
@@ -87,14 +78,14 @@ def setting(variable: contextvars.ContextVar[Any], value: _T) -> Iterator[_T]:
 
 
 def note(error: BaseException, text: str) -> None:
-    """Add a note to an exception, if its class allows it."""
+    """Add a note, if the class of the exception allows it."""
     with contextlib.suppress(Exception):
         error.add_note(text)
 
 
 def forget_frames(error: BaseException) -> None:
-    """Forget where an error was raised that is not shown: raised again, as the same object, it would show that, too."""
-    BaseException.with_traceback(error, None)  # also of a class that refuses attributes
+    """Drop the traceback of an error that will be raised again."""
+    BaseException.with_traceback(error, None)  # also of a class that rejects attributes
 
 
 _AXIS = re.compile("unbound axis name: (.+?)(?:\\.|$)")
@@ -102,10 +93,10 @@ _KEEPS_TYPES = re.compile("carry input and carry output must have equal types|br
 
 
 def explain_jax(error: BaseException) -> None:
-    """Add a note to an error of JAX in a user's function if its message does not show the way out."""
+    """Add a note to an error of JAX whose message does not say how to fix it."""
     text = str(error)
-    if isinstance(error, NameError) and (found := _AXIS.search(text)):
-        way_out = _UNBOUND_AXIS.format(found[1])
+    if isinstance(error, NameError) and (match := _AXIS.search(text)):
+        way_out = _UNBOUND_AXIS.format(match[1])
     elif isinstance(error, TypeError) and _KEEPS_TYPES.search(text):
         way_out = _OF_ONE_TYPE
     elif type(error).__name__ == "TraceContextError" and type(error).__module__.startswith("flax"):

@@ -1,37 +1,37 @@
-"""A session in which one types, Python's prompt or a notebook, and what it keeps of a run that was interrupted."""
+"""Interactive sessions (Python's prompt, a notebook), which keep the state of an interrupted run."""
 
 import sys
 from typing import Any
 
 _kept: list[Any] = []
-"""The last complete state of the last run that an exception ended, if there is one; no copy is made."""
+"""The last complete state of the last run that an exception ended, if any; not a copy."""
 
 
 def is_interactive() -> bool:
-    """Whether this process is a session in which one types: Python's prompt, IPython, a notebook."""
+    """Whether this process is Python's prompt, IPython or a notebook."""
     return hasattr(sys, "ps1") or _shell() is not None
 
 
 def is_notebook() -> bool:
-    """Whether it is a notebook: IPython with a kernel, which shows HTML, and not in a terminal."""
+    """Whether IPython has a kernel, and hence shows HTML."""
     return getattr(_shell(), "kernel", None) is not None
 
 
 def _shell() -> Any:
-    """IPython's shell, or None; IPython is not imported for that."""
+    """Return IPython's shell without importing IPython."""
     get = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return None if get is None else get()
 
 
 def kept() -> Any:
-    """Return the state that is kept; None if there is none, or it was donated since."""
+    """Return the kept state, unless it was donated since."""
     from jstep.core import trees  # which needs JAX
 
     return next((state for state in _kept if not trees.is_donated(state)), None)
 
 
 def keep(state: Any) -> bool:
-    """Keep the state of a run that an exception ends; return False where nobody types."""
+    """Keep a state, in interactive sessions only."""
     if not is_interactive():
         return False
     _kept[:] = [state]
@@ -39,5 +39,5 @@ def keep(state: Any) -> bool:
 
 
 def forget() -> None:
-    """Drop what is kept: a run ended well, or took its first step."""
+    """Drop the kept state, when a run has taken its first step or ended well."""
     _kept.clear()

@@ -1,10 +1,10 @@
 """Traced programs: their operations, and the hash that identifies them.
 
-JAX documents equations with their variables, and how to evaluate a program of one's own. It documents neither the names
-of its operations nor their parameters, positions or internal names, which other versions may change. All that jstep
-reads of them is read in this file, for lanes, loops over steps, optimizers that are not jstep's own, and tools: a step
-called by hand with one of jstep's optimizers reads none of it. `tests/core/test_jaxprs.py` names each thing that is
-read here, and fails with its name if the installed JAX lacks it.
+JAX documents equations with their variables, and how to evaluate a custom program. It documents neither the names of
+its operations nor their parameters, positions or internal names, which other versions may change. Only this file reads
+them, for lanes, loops over steps, optimizers from other libraries, and tools: a step called by hand with one of jstep's
+optimizers needs none of it. `tests/core/test_jaxprs.py` lists every name that is read here, and fails with the name if
+the installed JAX lacks it.
 """
 
 import collections
@@ -32,12 +32,12 @@ from jstep.core.trees import is_key
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 """Parameters in which call operations store their program."""
 _OPAQUE = {"pallas_call", "custom_linear_solve"}
-"""Operations whose inner programs work on blocks of arrays or run in special ways: treated as opaque."""
+"""Operations treated as opaque: their inner programs work on blocks of arrays or run in special ways."""
 _OPTIONS = {"scan": ("length", "reverse", "unroll"), "shard_map": ("mesh", "in_specs", "out_specs", "check_vma")}
-"""Kind of an operation → the parameters with which it can be made again."""
+"""Kind of an operation → the parameters from which it can be rebuilt."""
 
 _HIDDEN = {"name", "donated_invars", "keep_unused", "ctx_mesh", "compiler_options_kvs", "inline", "debug"}
-"""Parameters that say nothing of what an operation computes."""
+"""Parameters that do not affect the result of an operation."""
 
 _REMAT = {"remat", "remat2", "checkpoint"}
 """Names of the operation of `jax.checkpoint` in different versions of JAX."""
@@ -55,7 +55,7 @@ SLOW_IN_LOOPS = frozenset({"conv_general_dilated"})
 """Operations with a slow path inside loops in XLA's CPU backend: convolutions, 10 to 30 times slower."""
 
 COPYING = frozenset(["copy", "copy_p", "convert_element_type"])
-"""Operations whose result is their operand, in the same dtype or another one."""
+"""Operations whose result is their operand, possibly in another dtype."""
 
 # fmt: off
 HARMLESS = MOVES.union([
@@ -69,10 +69,10 @@ HARMLESS = MOVES.union([
 _IN_ORDER = frozenset(
     ["copy", "copy_p", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "sharding_constraint", "name", "pvary"]
 )
-"""Operations whose result has the elements of its operand in their order, if it has as many."""
+"""Operations that keep the order of elements, if the result has as many as the operand."""
 
 _PLACING = {"sharding_constraint", "shard_map", "reshard", "mesh_cast"}
-"""Operations that place an array."""
+"""Operations that set the sharding of an array."""
 
 # fmt: off
 ELEMENTWISE = frozenset([
@@ -88,14 +88,7 @@ ELEMENTWISE = frozenset([
 
 @dataclasses.dataclass(frozen=True)
 class Subprogram:
-    """A program, or the inner program of an operation.
-
-    Attributes:
-        jaxpr: The open jaxpr.
-        consts: Its constants.
-        operations: Its operations.
-        label: Its role in the operation, such as "branch 1"; empty if it is the only inner program.
-    """
+    """A program, or an inner program of an operation; `label` is its role, such as "branch 1"."""
 
     jaxpr: Any
     consts: tuple[Any, ...]
@@ -105,16 +98,9 @@ class Subprogram:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation of a program.
+    """An operation: its `kind` is "operation", "call", "scan", "while", "cond" or "shard_map".
 
-    Attributes:
-        number: Its number in program order; nested operations have higher numbers.
-        eqn: The traced equation.
-        jaxpr: The program that contains it.
-        name: The name of its primitive.
-        kind: "operation", "call", "scan", "while", "cond" or "shard_map".
-        depth: The number of enclosing loops.
-        bodies: The inner programs: condition and body of a while, the branches of a cond, one for others.
+    Nested operations have higher numbers; `depth` counts enclosing loops. A while has two `bodies`, condition and body.
     """
 
     number: int
@@ -127,20 +113,19 @@ class Operation:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Length, direction and unrolling of a scan; mesh, specs and checks of a shard_map; empty for others."""
+        """Return the parameters that rebuild a scan or a shard_map."""
         return {name: self.eqn.params[name] for name in _OPTIONS.get(self.kind, ())}
 
     @property
     def called(self) -> str:
-        """The name of the function that a call runs; empty for others."""
+        """Return the name of the called function, if any."""
         return str(self.eqn.params.get("name") or "")
 
     @property
     def counts(self) -> tuple[int, int]:
-        """The numbers of a loop's leading arguments.
+        """Return two counts of a loop's leading arguments.
 
-        For a scan they are those of its constants and of what it carries; the others are sliced. For a while they are
-        those of the constants of its condition and of its body; the others are carried.
+        Scan: constants and carry, before the slices. While: constants of condition and body, before the carry.
         """
         params = self.eqn.params
         if self.kind == "while":
@@ -152,15 +137,14 @@ class Operation:
 
     @property
     def is_of_platforms(self) -> bool:
-        """Whether a cond chooses by the platform: the compiler sees one of its branches."""
+        """Whether a cond selects by platform: the compiler sees only one branch."""
         return self.eqn.params.get("branches_platforms") is not None
 
     @property
     def keeps_order(self) -> bool:
-        """Whether the result has the elements of the first operand, in their order."""
-        given, made = self.eqn.invars[0].aval, self.eqn.outvars[0].aval
+        operand, result = self.eqn.invars[0].aval, self.eqn.outvars[0].aval
         is_reordered = self.name == "reshape" and self.eqn.params.get("dimensions") is not None
-        return self.name in _IN_ORDER and given.size == made.size and not is_reordered
+        return self.name in _IN_ORDER and operand.size == result.size and not is_reordered
 
 
 def _name(eqn: Any) -> str:
@@ -168,23 +152,23 @@ def _name(eqn: Any) -> str:
 
 
 def name_stack(eqn: object) -> str:
-    """Return the name stack of an equation; empty if this version of JAX does not have the attribute."""
+    # Some versions of JAX may lack the attribute.
     return str(getattr(getattr(eqn, "source_info", None), "name_stack", ""))
 
 
 def frames_of(eqn: Any) -> Sequence[Any]:
-    """Return the frames of the Python code that made an equation, innermost first; empty if they are not known."""
+    """Return Python frames, innermost first."""
     traceback = eqn.source_info.traceback
     return [] if traceback is None else traceback.frames
 
 
 def argument_names(closed: Any) -> Sequence[Any]:
-    """Return the names of the arguments of a traced function as in its source; empty if they are not known."""
+    """Return the names in the source, if known."""
     return getattr(getattr(closed.jaxpr, "debug_info", None), "arg_names", None) or ()
 
 
 def shown_parameters(eqn: Any) -> dict[str, str]:
-    """Return the parameters of an equation that say what it computes, as strings."""
+    """Return the parameters that affect the result, as strings."""
     hidden = (type(None), core.Jaxpr, core.ClosedJaxpr)
     return {
         name: str(value)
@@ -194,21 +178,21 @@ def shown_parameters(eqn: Any) -> dict[str, str]:
 
 
 def is_differentiated(eqn: object) -> bool:
-    """Whether an equation was traced for a gradient, forward or backward."""
+    """Whether an equation belongs to a gradient, forward or backward."""
     return "jvp" in name_stack(eqn)
 
 
 def programs_in(eqn: Any) -> Iterator[core.Jaxpr]:
-    """Iterate over all programs among the parameters of an equation, whether or not it calls them."""
+    """Iterate over programs in parameters, called or not."""
     for value in eqn.params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            jaxpr = getattr(one, "jaxpr", one)
+        for item in value if isinstance(value, tuple | list) else (value,):
+            jaxpr = getattr(item, "jaxpr", item)
             if isinstance(jaxpr, core.Jaxpr):
                 yield jaxpr
 
 
 def all_equations(program: Any, within: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Iterate over the equations of a program and of all programs in them, each after the ones that enclose it."""
+    """Yield each equation, preceded by those that enclose it."""
     for eqn in getattr(program, "jaxpr", program).eqns:
         yield *within, eqn
         for inner in programs_in(eqn):
@@ -216,25 +200,22 @@ def all_equations(program: Any, within: tuple[Any, ...] = ()) -> Iterator[tuple[
 
 
 def body_of(closed: object) -> Subprogram:
-    """Convert a traced program."""
     return _subprogram(closed, 0, itertools.count())
 
 
 def walk(body: Subprogram) -> Iterator[Operation]:
-    """Yield all operations, including nested ones."""
     for operation in body.operations:
         yield operation
         yield from inside(operation)
 
 
 def inside(operation: Operation) -> Iterator[Operation]:
-    """Yield all operations of the inner programs of an operation."""
     for body in operation.bodies:
         yield from walk(body)
 
 
 def path_to(body: Subprogram, number: int) -> list[tuple[Subprogram, Operation]]:
-    """Return the operations from the outermost to the one with a number, each with the program that contains it."""
+    """Return the operations that enclose a number, outermost first, each with its program."""
     for operation in body.operations:
         if operation.number == number:
             return [(body, operation)]
@@ -269,33 +250,33 @@ def _as_operation(eqn: Any, jaxpr: object, depth: int, numbers: Iterator[int], o
     if name == "while":
         return made("while", (params["cond_jaxpr"], "condition"), (params["body_jaxpr"], ""))
     if name == "cond":
-        return made("cond", *((one, f"branch {i}") for i, one in enumerate(params["branches"])))
+        return made("cond", *((branch, f"branch {i}") for i, branch in enumerate(params["branches"])))
     if name == "shard_map":
         # A nested shard_map is treated as opaque, as is one of a JAX version with other parameters.
-        known = not on_shards and all(key in params for key in _OPTIONS["shard_map"]) and _manual_axes(params)
-        return made("shard_map", (params["jaxpr"], "")) if known else made("operation")
+        is_supported = not on_shards and all(key in params for key in _OPTIONS["shard_map"]) and _manual_axes(params)
+        return made("shard_map", (params["jaxpr"], "")) if is_supported else made("operation")
     called = next((params[key] for key in _CALLED if _is_program(params.get(key), eqn)), None)
     return made("operation") if called is None or name in _OPAQUE else made("call", (called, ""))
 
 
 def _manual_axes(params: Mapping[str, Any]) -> Any:
-    """Return the axes that a shard_map makes manual; JAX 0.10.0 has another name for them."""
+    # JAX 0.10.0 has the second name.
     return params.get("newly_manual_axes") or params.get("manual_axes")
 
 
 def shard_counts(operation: Operation) -> dict[str, int]:
-    """Return the mesh axes over which a shard_map runs a program per shard, and their sizes."""
+    """Return the manual axes of a shard_map and their sizes."""
     mesh, manual = operation.options["mesh"], _manual_axes(operation.eqn.params)
     return {name: mesh.shape[name] for name in mesh.axis_names if name in manual}
 
 
 def recomputes(body: Subprogram) -> bool:
-    """Whether the program recomputes operations for the gradient, as with `jax.checkpoint`."""
+    """Whether gradients recompute operations, as with `jax.checkpoint`."""
     return any(operation.name in _REMAT and operation.eqn.params.get("differentiated") for operation in walk(body))
 
 
 def _is_program(value: object, eqn: Any) -> bool:
-    """Whether an operation calls this program, unlike the scalar program of a reduction."""
+    """Whether a parameter is called, unlike the scalar program of a reduction."""
     jaxpr = value.jaxpr if isinstance(value, core.ClosedJaxpr) else value
     return (
         isinstance(jaxpr, core.Jaxpr)
@@ -310,68 +291,57 @@ def _shapes(atoms: Any) -> list[Any]:
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """The variables among operands or results; the others are literals."""
+    """Return the atoms that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, core.Literal)]
 
 
-def depend_on_calls(body: Subprogram, name: str, given: Sequence[bool]) -> list[bool]:
-    """Whether each result of a program depends on the result of a call of a function of this name.
+def depend_on_calls(body: Subprogram, name: str, dependent: Sequence[bool]) -> list[bool]:
+    """Return which results depend on a call of the jitted function `name`, or on a dependent argument."""
 
-    Args:
-        body: The program.
-        name: The name of the function, which is called under `jax.jit`.
-        given: Whether each argument of the program does.
-    """
-
-    def by(operation: Operation, given: list[bool]) -> list[bool]:
+    def by(operation: Operation, dependent: list[bool]) -> list[bool]:
         if operation.kind in ("call", "shard_map") and operation.called != name:
-            return depend_on_calls(operation.bodies[0], name, given)
+            return depend_on_calls(operation.bodies[0], name, dependent)
         if operation.kind == "cond":
-            branches = [depend_on_calls(branch, name, given[1:]) for branch in operation.bodies]
-            return [any((given[0], *results)) for results in zip(*branches, strict=True)]
-        is_inside = any(one.called == name for one in (operation, *inside(operation)))
-        return [is_inside or any(given)] * len(operation.eqn.outvars)
+            branches = [depend_on_calls(branch, name, dependent[1:]) for branch in operation.bodies]
+            return [any((dependent[0], *results)) for results in zip(*branches, strict=True)]
+        is_inside = any(nested.called == name for nested in (operation, *inside(operation)))
+        return [is_inside or any(dependent)] * len(operation.eqn.outvars)
 
-    return evaluate(body, given, by, lambda constant: False)
+    return evaluate(body, dependent, by, lambda constant: False)
 
 
 def apply(operation: Operation, values: Sequence[Any]) -> list[Any]:
-    """Evaluate an operation on values, traced or not."""
     # Evaluated as a program with one operation, because the API to bind primitives changes between versions of JAX.
     pairs = zip(operation.eqn.invars, values, strict=True)
-    known = {atom: value for atom, value in pairs if not isinstance(atom, core.Literal)}
+    env = {atom: value for atom, value in pairs if not isinstance(atom, core.Literal)}
     alone = _alone(operation)
-    made = core.jaxpr_as_fun(alone)(*(known[var] for var in alone.jaxpr.invars))
-    results = dict(zip(alone.jaxpr.outvars, made, strict=True))
+    outputs = core.jaxpr_as_fun(alone)(*(env[var] for var in alone.jaxpr.invars))
+    results = dict(zip(alone.jaxpr.outvars, outputs, strict=True))
     return [results.get(var) for var in operation.eqn.outvars]
 
 
 def operation_hash(operation: Operation) -> str:
-    """Hash an operation, with its literals and the types of its operands and results, as `program_hash` does."""
     return program_hash(_alone(operation)).digest
 
 
 def _alone(operation: Operation) -> core.ClosedJaxpr:
-    """An operation as a program, of the variables among its operands."""
     eqn = operation.eqn
-    given = list(dict.fromkeys(variables(eqn.invars)))
+    inputs = list(dict.fromkeys(variables(eqn.invars)))
     kept = [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
-    return core.ClosedJaxpr(part_of(operation.jaxpr, given, kept, [eqn]).replace(effects=eqn.effects), ())
+    return core.ClosedJaxpr(part_of(operation.jaxpr, inputs, kept, [eqn]).replace(effects=eqn.effects), ())
 
 
-def part_of(jaxpr: Any, given: Sequence[Any], made: Sequence[Any], eqns: Sequence[Any]) -> Any:
-    """Return some equations of a program as a program, of the variables that they use and for those that they make."""
-    return jaxpr.replace(constvars=[], invars=list(given), outvars=list(made), eqns=list(eqns))
+def part_of(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any], eqns: Sequence[Any]) -> Any:
+    return jaxpr.replace(constvars=[], invars=list(inputs), outvars=list(outputs), eqns=list(eqns))
 
 
 def part_for(closed: Any, results: list[bool]) -> Any:
-    """Return the part of a traced function, a `ClosedJaxpr`, that computes those results."""
+    """Return the part that computes the selected results."""
     jaxpr, used, _ = dce_jaxpr_consts(closed.jaxpr, results, True)
     return core.ClosedJaxpr(jaxpr, [const for const, is_used in zip(closed.consts, used, strict=True) if is_used])
 
 
 def with_consts_as_arguments(closed: Any) -> Any:
-    """Return a program that takes the constants of a traced function before its arguments."""
     jaxpr = closed.jaxpr
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
@@ -382,13 +352,9 @@ def evaluate(
     by: Callable[[Operation, list[Any]], Sequence[Any]] = apply,
     constant: Callable[[Any], Any] = lambda value: value,
 ) -> list[Any]:
-    """Evaluate a program on values, traced or not, or on whatever else is known about its arguments.
+    """Evaluate a program by `by(operation, operands)`.
 
-    Args:
-        body: The program.
-        values: Its arguments.
-        by: Evaluates an operation.
-        constant: Maps a constant to what `by` gets for it.
+    Values may be traced, or facts about the arguments; `constant` maps constants to such facts.
     """
     consts = map(constant, body.consts)
     env = dict(zip([*body.jaxpr.constvars, *body.jaxpr.invars], [*consts, *values], strict=True))
@@ -403,13 +369,12 @@ def evaluate(
 
 
 def is_elementwise(body: Subprogram, shape: tuple[int, ...]) -> bool:
-    """Whether a program computes arrays of this shape, element by element, from arrays of this shape and scalars."""
+    """Whether a program maps arrays of this shape, and scalars, element by element."""
     fits = set(_shapes([*body.jaxpr.constvars, *body.jaxpr.invars])) <= {(), shape}
     return fits and all(is_elementwise_operation(operation, shape) for operation in body.operations)
 
 
 def is_elementwise_operation(operation: Operation, shape: tuple[int, ...]) -> bool:
-    """Whether an operation of a program computes arrays of this shape from arrays of this shape and scalars."""
     if operation.kind == "call":
         return is_elementwise(operation.bodies[0], shape)
     name, shapes = operation.name, _shapes((*operation.eqn.invars, *operation.eqn.outvars))
@@ -419,7 +384,7 @@ def is_elementwise_operation(operation: Operation, shape: tuple[int, ...]) -> bo
 
 
 def on_slices(body: Subprogram, values: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
-    """Evaluate an elementwise program on slices of its arrays, of a shape."""
+    """Evaluate an elementwise program on slices of this shape."""
 
     def on_slice(operation: Operation, values: list[Any]) -> list[Any]:
         eqn = operation.eqn
@@ -433,18 +398,12 @@ def on_slices(body: Subprogram, values: Sequence[Any], shape: tuple[int, ...]) -
 
 
 def without_calls(fn: Callable[..., Any], platform: str, *args: Any) -> tuple[Subprogram, Any]:
-    """Trace a function for one platform, and return its program without calls, and the shapes of its results.
-
-    Args:
-        fn: The function, of arrays.
-        platform: The platform, which decides what `jax.lax.platform_dependent` computes.
-        *args: The arrays, or their shapes.
-    """
+    """Trace a function for one platform; return its program, with calls inlined, and the shapes of its results."""
 
     def inside(operation: Operation, values: list[Any]) -> Sequence[Any]:
         if operation.name == "platform_index":
-            known = [names is None or platform in names for names in operation.eqn.params["platforms"]]
-            return [np.int32(known.index(True))]
+            matches = [names is None or platform in names for names in operation.eqn.params["platforms"]]
+            return [np.int32(matches.index(True))]
         if operation.kind == "cond" and isinstance(values[0], np.generic):
             return evaluate(operation.bodies[int(values[0])], values[1:], inside)
         if operation.kind == "call":
@@ -456,26 +415,22 @@ def without_calls(fn: Callable[..., Any], platform: str, *args: Any) -> tuple[Su
 
 
 def is_slow_in_loops(jaxpr: object) -> bool:
-    """Whether XLA runs a program much slower in a loop than by itself, on the default backend."""
+    """Whether XLA runs a program much slower inside a loop."""
     return jax.default_backend() == "cpu" and any(_name(eqn) in SLOW_IN_LOOPS for *_, eqn in all_equations(jaxpr))
 
 
 def named_axes(program: object) -> set[str]:
-    """Return the mesh axes that shardings, shard_maps and collectives of a program name."""
-    found: set[Any] = set()
+    """Return the mesh axes in shardings, shard_maps and collectives."""
+    axes: set[Any] = set()
     for params in (eqn.params for *_, eqn in all_equations(program)):
         specs = [dims_of(value.spec) for value in params.values() if isinstance(value, NamedSharding)]
         named = [*(axis for spec in specs for axis in spec), params.get("axis_name"), params.get("axes")]
-        found.update(_manual_axes(params) or (), *map(mesh_axes_of, named))
-    return {name for name in found if isinstance(name, str)}
+        axes.update(_manual_axes(params) or (), *map(mesh_axes_of, named))
+    return {name for name in axes if isinstance(name, str)}
 
 
 def is_annotated(traced: object) -> bool:
-    """Whether the loss of a step places its activations: by constraints, in `shard_map`, or on Explicit axes.
-
-    Args:
-        traced: The jaxpr of the step.
-    """
+    """Whether the loss places its activations: by constraints, `shard_map` or Explicit axes."""
     return any(
         (_name(eqns[-1]) in _PLACING or any(map(_is_explicit, eqns[-1].outvars))) and any(map(is_differentiated, eqns))
         for eqns in all_equations(traced)
@@ -483,11 +438,7 @@ def is_annotated(traced: object) -> bool:
 
 
 def shards_arrays(traced: object) -> bool:
-    """Whether a step shards any array that it computes: by a constraint, in `shard_map`, or on Explicit axes.
-
-    Args:
-        traced: The jaxpr of the step.
-    """
+    """Whether a step shards an array that it computes, by the same means."""
     return any(
         _name(eqn) == "shard_map"
         or (_name(eqn) in _PLACING and any(map(_splits, eqn.params.values())))
@@ -501,12 +452,12 @@ def _splits(value: object) -> bool:
 
 
 def _is_explicit(var: Any) -> bool:
-    """Whether the type of an array has a sharding, as only types on Explicit axes do."""
+    # Only types on Explicit axes have a sharding.
     spec = getattr(getattr(var.aval, "sharding", None), "spec", None)
     return spec is not None and any(axis is not None for axis in dims_of(spec))
 
 
-# Hash what a traced function computes: the same in every process and on every machine.
+# Hashes of traced functions, equal in every process and on every machine.
 #
 # Variables are numbered in the order in which they appear. Names, source positions, memory addresses, and rules of
 # differentiation that were not used are left out; constants count by value, host callbacks by their qualified name.
@@ -521,14 +472,7 @@ _FILE = re.compile(r"[^\s'\"<>()\[\],=]*\.py\b(?::\d+)*")
 
 
 class ProgramHash(NamedTuple):
-    """The hash of a program, with statistics to compare programs.
-
-    Attributes:
-        digest: The hash, 32 hexadecimal digits.
-        operations: Name of an operation → number of occurrences, including inner programs.
-        numbers: Scalar constant → number of occurrences.
-        functions: Name of an inner jitted function → number of occurrences. Names are not hashed.
-    """
+    """A hash, and counts of operations, scalar constants and inner jitted functions, whose names are not hashed."""
 
     digest: str
     operations: collections.Counter[str]
@@ -537,21 +481,12 @@ class ProgramHash(NamedTuple):
 
 
 def program_hash(closed: object) -> ProgramHash:
-    """Hash a traced function, a `ClosedJaxpr`.
-
-    Example:
-        >>> import jax
-        >>> from jstep.core.jaxprs import program_hash
-        >>> functions = (lambda x: 2 * x), (lambda y: 2 * y), (lambda x: 3 * x)
-        >>> one, other, third = (program_hash(jax.make_jaxpr(f)(1.0)).digest for f in functions)
-        >>> one == other, one == third
-        (True, False)
-    """
+    """Hash a `ClosedJaxpr`."""
     return _Hasher().program(closed)
 
 
 def gradients_hash(closed: object) -> ProgramHash:
-    """Hash what a traced step computes for gradients, the losses forward and backward; the update is left out.
+    """Hash the forward and backward passes of a traced step, without its update.
 
     Example:
         >>> import jax
@@ -565,7 +500,7 @@ def gradients_hash(closed: object) -> ProgramHash:
 
 
 def digest_of(*parts: str) -> str:
-    """Hash some strings to 32 hexadecimal digits."""
+    """Return 32 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=16, person=b"jstep")
     for part in parts:
         data = part.encode("utf-8", "surrogatepass")
@@ -578,7 +513,7 @@ def _no_counts() -> ProgramHash:
 
 
 class _Hasher:
-    """Hasher of programs; a repeated inner program is hashed once."""
+    """Hasher of programs, with a cache of inner programs."""
 
     def __init__(self) -> None:
         self._seen: dict[int, ProgramHash] = {}
@@ -586,36 +521,35 @@ class _Hasher:
         self._counts = _no_counts()
 
     def program(self, closed: object) -> ProgramHash:
-        """Hash a program with its constants, or an open program without constants."""
         if id(closed) not in self._seen:
             outer, self._counts = self._counts, _no_counts()
             jaxpr = closed.jaxpr if isinstance(closed, core.ClosedJaxpr) else closed
             parts = self._jaxpr(jaxpr) + [self.text(const) for const in getattr(closed, "consts", ())]
             self._seen[id(closed)] = self._counts._replace(digest=digest_of(*parts))
             self._counts = outer
-        found = self._seen[id(closed)]
-        for total, counts in zip(self._counts[1:], found[1:], strict=True):
+        result = self._seen[id(closed)]
+        for total, counts in zip(self._counts[1:], result[1:], strict=True):
             total.update(counts)
-        return found
+        return result
 
     def gradients(self, closed: Any) -> ProgramHash:
-        """Hash the outermost differentiated operations of a program, wherever they are."""
+        """Hash the outermost differentiated operations."""
         consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         numbers: dict[Any, int] = {}
         parts: list[str] = []
         for *within, eqn in all_equations(closed):
             if not is_differentiated(eqn) or any(map(is_differentiated, within)):
                 continue
-            # Computed by other operations, given, or constant.
+            # Results of other operations, arguments, or constants.
             new = [var for var in eqn.invars if not isinstance(var, core.Literal) and var not in numbers]
             parts += [self._bound(new, numbers), *map(self.text, map(consts.get, new)), *self._operation(eqn, numbers)]
         return self._counts._replace(digest=digest_of(*parts))
 
     def _jaxpr(self, jaxpr: Any) -> list[str]:
         numbers: dict[Any, int] = {}
-        given = [self._bound(jaxpr.constvars, numbers), self._bound(jaxpr.invars, numbers)]
+        inputs = [self._bound(jaxpr.constvars, numbers), self._bound(jaxpr.invars, numbers)]
         computed = [part for eqn in jaxpr.eqns for part in self._operation(eqn, numbers)]
-        return [*given, *computed, self._used(jaxpr.outvars, numbers)]
+        return [*inputs, *computed, self._used(jaxpr.outvars, numbers)]
 
     def _operation(self, eqn: Any, numbers: dict[Any, int]) -> list[str]:
         name = _name(eqn)
@@ -644,7 +578,6 @@ class _Hasher:
         return ", ".join(f"{name}={self.text(fields[name])}" for name in sorted(fields) if name not in _UNSAID)
 
     def text(self, x: object) -> str:
-        """Format a parameter of an operation."""
         if isinstance(x, enum.Enum):
             return f"{type(x).__qualname__}.{x.name}"
         if x is None or isinstance(x, bool | int | float | complex | str | bytes):
@@ -674,7 +607,7 @@ class _Hasher:
 
 
 def without_addresses(text: str) -> str:
-    """Remove memory addresses and names of source files from a repr."""
+    """Remove addresses and file names from a repr."""
     return _FILE.sub("*.py", _ADDRESS.sub("0x", text))
 
 
@@ -705,12 +638,9 @@ _PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
 
 
 class Product(NamedTuple):
-    """The number format of a matrix product or a convolution.
+    """The number format of a product: the wider dtype, and the name of its precision or preset.
 
-    Attributes:
-        dtype: The name of the wider dtype of its operands.
-        precision: The name of its `jax.lax.Precision` or `jax.lax.DotAlgorithmPreset`, or `"ANY_F8"` for presets that
-            accept any float8.
+    `"ANY_F8"` stands for presets that accept any float8.
     """
 
     dtype: str
@@ -718,7 +648,7 @@ class Product(NamedTuple):
 
 
 def flops_of(eqn: Any) -> float:
-    """Return the number of floating-point operations of an operation without inner programs."""
+    """Return the floating-point operations of an operation without inner programs."""
     name, params = _name(eqn), eqn.params
     size = sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars)
     if name in ("dot_general", "ragged_dot_general"):
@@ -741,12 +671,12 @@ def flops_of(eqn: Any) -> float:
 
 
 def product_of(eqn: Any) -> Product | None:
-    """Return the number format of a matrix product or convolution; None for any other operation."""
+    """Return None for operations other than matrix products and convolutions."""
     if _name(eqn) not in _PRODUCTS:
         return None
-    dtype = max((var.aval.dtype for var in eqn.invars[:2]), key=lambda one: one.itemsize)
+    dtype = max((var.aval.dtype for var in eqn.invars[:2]), key=lambda item: item.itemsize)
     precision = eqn.params["precision"]
-    if isinstance(precision, tuple) and all(isinstance(one, jax.lax.Precision) for one in precision):
-        precision = max(precision, key=lambda one: int(one.value))
+    if isinstance(precision, tuple) and all(isinstance(item, jax.lax.Precision) for item in precision):
+        precision = max(precision, key=lambda item: int(item.value))
     name = "DEFAULT" if precision is None else str(getattr(precision, "name", precision))
     return Product(dtype.name, "ANY_F8" if name.startswith("ANY_F8") else name)

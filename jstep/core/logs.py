@@ -1,4 +1,4 @@
-"""What is written to standard error: the lines of the logger `jstep`, and signs of long compilations, without noise."""
+"""Output to standard error: log lines of `jstep`, progress of long compilations, and a filter of compiler noise."""
 
 import contextlib
 import itertools
@@ -21,7 +21,7 @@ _logger = logging.getLogger("jstep")
 
 
 def log_warning(text: str, *args: Any) -> None:
-    """Log a warning on process 0. It starts no backend, as asking for the process would."""
+    """Log a warning on process 0, without starting a backend."""
     if not jax.distributed.is_initialized() or jax.process_index() == 0:
         _logger.warning(text, *args)
 
@@ -29,7 +29,7 @@ def log_warning(text: str, *args: Any) -> None:
 # Rate-limited logging.
 
 _counts: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
-"""A line of code → the numbers of its calls; `next` gives each number to one thread."""
+"""A line of code → the counter of its calls; `next` gives each number to one thread."""
 
 
 def log_every_n(level: int | str, msg: str, n: int, *args: Any) -> None:
@@ -57,11 +57,7 @@ def log_every_n(level: int | str, msg: str, n: int, *args: Any) -> None:
 
 
 def as_level(level: object) -> int:
-    """Return the number of a `logging` level, given its number or name.
-
-    Raises:
-        ValueError: There is no such level.
-    """
+    """Return the number of a level, given its number or name."""
     number = logging.getLevelNamesMapping().get(level.upper()) if isinstance(level, str) else level
     if isinstance(number, bool) or not isinstance(number, int):
         raise ValueError(f"level={level!r}: must be a level of logging, such as logging.INFO or 'INFO'")
@@ -73,13 +69,8 @@ def as_level(level: object) -> int:
 
 @scoped
 def log_to_stderr(shown: int = logging.NOTSET) -> Iterator[None]:
-    """Write the lines of the logger `jstep` to standard error, if logging is not configured for it.
-
-    A handler of the root logger alone does not count as configured: some libraries add one for warnings.
-
-    Args:
-        shown: The least level of the lines.
-    """
+    """Write log lines to standard error, if logging is not configured for `jstep`."""
+    # A handler of the root logger alone does not count: some libraries add one for warnings.
     if _logger.handlers or (_logger.hasHandlers() and _logger.isEnabledFor(logging.INFO)) or sys.stderr is None:
         yield
         return
@@ -98,10 +89,7 @@ def log_to_stderr(shown: int = logging.NOTSET) -> Iterator[None]:
 
 
 class _LineHandler(logging.StreamHandler[Any]):
-    """Handler that writes lines above a progress bar, which is drawn again below them.
-
-    Handlers of the root logger that do not write to the terminal still receive the records.
-    """
+    """Handler that writes lines above a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm = sys.modules.get("tqdm")
@@ -109,6 +97,7 @@ class _LineHandler(logging.StreamHandler[Any]):
             super().emit(record)
         else:
             tqdm.tqdm.write(self.format(record), file=self.stream)
+        # Handlers of the root logger that do not write to the terminal still receive the records.
         root = logging.getLogger()
         for handler in root.handlers:
             to_terminal = getattr(handler, "stream", None) in (sys.stderr, sys.stdout, self.stream)
@@ -116,20 +105,14 @@ class _LineHandler(logging.StreamHandler[Any]):
                 handler.handle(record)
 
 
-# Signs of long compilations: a running clock on a terminal, one line elsewhere.
+# Progress of long compilations: a running clock on a terminal, one line elsewhere.
 
 FIRST_SECS, EVERY_SECS = 5.0, 1.0
-"""The seconds after which a compilation is shown to be in progress, and the interval of the clock."""
+"""The seconds after which the progress of a compilation is shown, and the interval of the clock."""
 
 
 class Ticker:
-    """A thread that calls a function again and again while the caller waits.
-
-    Args:
-        show: Called with the seconds since the start. If it raises, it is not called again.
-        first: The seconds until its first call; the interval after it is a second.
-        clock: Returns seconds; replaced in tests.
-    """
+    """A thread that calls `show(seconds)` after `first` seconds and then every second, until it raises."""
 
     def __init__(
         self, show: Callable[[float], object], *, first: float, clock: Callable[[], float] = time.monotonic
@@ -141,32 +124,23 @@ class Ticker:
 
     @property
     def seconds(self) -> float:
-        """The seconds since the start."""
         return self._clock() - self._began
 
     def _run(self) -> None:
         wait = self._first
-        with contextlib.suppress(Exception):  # of a stream that is closed, for example
+        with contextlib.suppress(Exception):  # the stream may be closed
             while not self._over.wait(wait):
                 self._show(self.seconds)
                 wait = EVERY_SECS
 
     def stop(self) -> None:
-        """End the thread; the function is not called any more."""
         self._over.set()
         self._thread.join()
 
 
 @scoped
 def slow(doing: str, log: Callable[[str], object] | None = None) -> Iterator[None]:
-    """Say so if what is in this context takes more than five seconds.
-
-    On a terminal there is a running clock in one line. Elsewhere there is one line, after five seconds.
-
-    Args:
-        doing: What is done, such as `compiling train_step`.
-        log: Writes the line if standard error is not a terminal; None to write it to standard error, too.
-    """
+    """Report progress after five seconds: a running clock on a terminal, elsewhere one line, to `log` if given."""
     is_terminal = getattr(_standard_error(), "isatty", bool)()
     is_shown = False
 
@@ -190,41 +164,38 @@ def slow(doing: str, log: Callable[[str], object] | None = None) -> Iterator[Non
 
 def _write(text: str) -> None:
     stream: Any = _standard_error()
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it is closed
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # missing or closed
         stream.write(text)
         stream.flush()
 
 
-# What compilers write to standard error by themselves.
+# Output of compilers to standard error: XLA reports INVALID_ARGUMENT for attempts from which it recovers; a compilation
+# that fails is an exception.
 
 _NOISE = re.compile(rb"INVALID_ARGUMENT")
 _OF_PYTHON = re.compile(rb"[\w.]+(?:Error|Exception): ")
-"""A line of a traceback, of another thread for example, which says the same on purpose."""
+"""The last line of a traceback, which may legitimately contain the same word."""
 
 _lock = threading.Lock()
 _users = 0
 _filter = contextlib.ExitStack()
 """The filter of standard error, while it has users."""
 _real: Any = None
-"""A stream that writes to the actual standard error while its file descriptor is replaced; None while it is not."""
+"""A stream to the actual standard error while its file descriptor is replaced; otherwise None."""
 
 
 def _standard_error() -> Any:
-    """Standard error, past the filter below if that is in use."""
+    """Return standard error, bypassing the filter."""
     try:
         is_replaced = _real is not None and sys.stderr.fileno() == 2
-    except (AttributeError, OSError, ValueError):  # no file: None, or captured, as in a notebook
+    except (AttributeError, OSError, ValueError):  # not a file: None, or captured, as in a notebook
         is_replaced = False
     return _real if is_replaced else sys.stderr
 
 
 @scoped
 def without_noise() -> Iterator[None]:
-    """Keep lines with INVALID_ARGUMENT, which XLA's compilers write to file descriptor 2, from standard error.
-
-    They report such lines for what they try and do without. Other lines appear as they are written; what a compilation
-    fails with is an exception.
-    """
+    """Drop XLA's INVALID_ARGUMENT lines from standard error."""
     global _users
     with _lock:
         _users += 1
@@ -241,11 +212,11 @@ def without_noise() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _filtered_standard_error() -> Iterator[None]:
-    """Replace file descriptor 2 by a pipe to a thread, which passes on all other lines."""
+    """Replace file descriptor 2 by a pipe to a thread, which forwards other lines."""
     global _real
     try:
         saved = os.dup(2)
-    except OSError:  # it is closed
+    except OSError:  # standard error is closed
         yield
         return
     reading, writing = os.pipe()
@@ -261,7 +232,7 @@ def _filtered_standard_error() -> Iterator[None]:
                 if not _NOISE.search(line) or _OF_PYTHON.match(line):
                     os.write(saved, line)
 
-    # A daemon: a process that the compiler started may keep the pipe open.
+    # A daemon: a subprocess of the compiler may keep the pipe open.
     thread = threading.Thread(target=forward, name="jstep-stderr", daemon=True)
     thread.start()
     yield

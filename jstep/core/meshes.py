@@ -1,8 +1,7 @@
-"""Meshes and the other contexts of JAX: which one applies, and code that must not depend on the user's.
+"""Meshes and other JAX contexts: which one applies, and code that must be independent of the user's contexts.
 
-The mesh and its axis types belong to the user: arrays that the user sees are never converted. A user's function is
-traced on the given axis types; jstep's own computations run with Auto axes, and their results are sharded like their
-arguments.
+The user chooses the mesh and its axis types: arrays that the user sees are never converted. A user's function is traced
+on these axis types; jstep's own computations run with Auto axes, and their results are sharded like their arguments.
 """
 
 import contextlib
@@ -35,31 +34,22 @@ SETTINGS = tuple(
     for name in (entry.removeprefix("jax_") for entry in jax.config.values if entry.startswith("jax_"))
     if name not in _NOT_CARRIED and callable(getattr(jax, name, None))
 )
-"""Settings: `jax.config.jax_<name>` is the value in this thread, `jax.<name>(value)` is its context manager."""
+"""Settings with a thread-local value, `jax.config.jax_<name>`, and a context manager, `jax.<name>(value)`."""
 
 _GUARDS = tuple(name for name in SETTINGS if name.startswith("transfer_guard_"))
 _guard_values = operator.attrgetter(*[f"jax_{name}" for name in _GUARDS])
 
 NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-"""What `internal_transfers` returns if the caller has set no guard."""
+"""The result of `internal_transfers` if the caller has set no guard."""
 
 
 def internal_transfers() -> contextlib.AbstractContextManager[object]:
-    """Context manager that exempts internal transfers (host, devices) from the caller's transfer guards.
+    """Exempt transfers between host and devices from the caller's transfer guards.
 
-    Use it only around transfers: a user's function called inside would not see its guard. It costs almost nothing when
-    no guard is set.
-
-    Example:
-        >>> import jax, numpy as np
-        >>> from jstep.core.meshes import internal_transfers
-        >>> with jax.transfer_guard("disallow"):
-        ...     with internal_transfers():
-        ...         x = jax.numpy.add(np.float32(1), np.float32(2))
-        >>> float(x)
-        3.0
+    Use it only around transfers: a user's function inside would lose its guard. Without a guard it costs almost
+    nothing.
     """
-    if not any(_guard_values(jax.config)):  # quick: it is asked at each step, and for every logged scalar
+    if not any(_guard_values(jax.config)):  # fast path: called at each step, and for every logged scalar
         return NO_GUARD
     return _allowed([name for name in _GUARDS if str(read_setting(name)).startswith("disallow")])
 
@@ -88,18 +78,13 @@ _WAYS_OUT = (
 
 
 def require_mesh(mesh: object) -> Mesh:
-    """Return the value, which must be a mesh.
-
-    Raises:
-        TypeError: It is not a `jax.sharding.Mesh`.
-    """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={mesh!r}: must be a jax.sharding.Mesh, such as jax.make_mesh((8,), ('data',))")
     return mesh
 
 
 def mesh_of(tree: Tree) -> Mesh | None:
-    """Return the mesh of arrays (or shapes with shardings); None on a single device, and for traced arrays."""
+    """Return the mesh of arrays or shapes; None if they are traced or on a single device."""
     for leaf in jax.tree.leaves(tree):
         sharding = None if is_traced(leaf) else sharding_on_mesh(leaf)
         if sharding is not None and isinstance(sharding.mesh, Mesh):
@@ -108,7 +93,7 @@ def mesh_of(tree: Tree) -> Mesh | None:
 
 
 def sharding_on_mesh(leaf: object) -> NamedSharding | None:
-    """Return the sharding of an array, a shape, or a tracer with Explicit axes; None if unknown or not on a mesh."""
+    """Return the sharding of an array, shape, or tracer with Explicit axes; None if not on a mesh."""
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return None
     sharding = jax.typeof(leaf).sharding if is_traced(leaf) else leaf.sharding
@@ -116,7 +101,7 @@ def sharding_on_mesh(leaf: object) -> NamedSharding | None:
 
 
 def on_host(value: object) -> np.ndarray[Any, Any] | None:
-    """Return the values of an array on a mesh, if this process has all of them; None for any other array."""
+    """Return an array on a mesh as NumPy, if this process has all values; otherwise None."""
     if not isinstance(value, jax.Array) or is_traced(value):
         return None
     if not isinstance(value.sharding, NamedSharding) or not (value.is_fully_replicated or value.is_fully_addressable):
@@ -126,7 +111,7 @@ def on_host(value: object) -> np.ndarray[Any, Any] | None:
 
 
 def current_mesh() -> Mesh | None:
-    """Return the mesh of `jax.set_mesh`, which may be empty; None inside a function that JAX is tracing."""
+    """Return the mesh of `jax.set_mesh`, which may be empty; None during tracing."""
     try:
         return jax.sharding.get_mesh()
     except ValueError:
@@ -134,7 +119,7 @@ def current_mesh() -> Mesh | None:
 
 
 def using_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Context manager that sets `mesh`; a no-op if it is already set, or is None."""
+    """Set a mesh; a no-op if it is already set, or None."""
     if mesh is None:
         return contextlib.nullcontext()
     current = current_mesh()
@@ -144,16 +129,13 @@ def using_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def overriding_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Context manager that sets `mesh` only if some mesh is already set."""
+    """Set a mesh only if some mesh is already set."""
     current = current_mesh()
     return using_mesh(mesh) if current is None or not current.empty else contextlib.nullcontext()
 
 
 def explicit_mesh(tree: Tree) -> AbstractMesh | None:
-    """Return the mesh with Explicit axes in the types of some arrays, traced or not; None if there is no such mesh.
-
-    Also None within `jax.shard_map`, whose axes are Manual.
-    """
+    """Return the mesh with Explicit axes in the types of arrays; None also within `jax.shard_map`."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array):
             mesh = jax.typeof(leaf).sharding.mesh
@@ -163,21 +145,18 @@ def explicit_mesh(tree: Tree) -> AbstractMesh | None:
 
 
 def dims_of(spec: PartitionSpec) -> tuple[Any, ...]:
-    """Return the mesh axes of each dimension of a spec.
-
-    JAX 0.10.0 has no `PartitionSpec.partitions`; later versions refuse to iterate over a spec with unreduced axes.
-    """
+    # JAX 0.10.0 has no `partitions`; later versions do not iterate over a spec with unreduced axes.
     return tuple(spec.partitions) if hasattr(spec, "partitions") else tuple(spec)
 
 
 def mesh_text(mesh: Any) -> str:
-    """Format the axes of a mesh with their sizes and types: `data: 4 Explicit, model: 2 Auto`."""
+    """Format axes: `data: 4 Explicit, model: 2 Auto`."""
     named = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return ", ".join(f"{name}: {mesh.shape[name]} {kind.name}" for name, kind in named)
 
 
 def sharding_text(sharding: Any) -> str:
-    """Format a sharding without its devices: the spec, the axes of the mesh, and the memory kind."""
+    """Format a sharding without its devices."""
     memory = "" if sharding.memory_kind in (None, "device") else f" in {sharding.memory_kind}"
     if isinstance(sharding, NamedSharding):
         return f"{sharding.spec} over ({mesh_text(sharding.mesh)}){memory}"
@@ -185,22 +164,20 @@ def sharding_text(sharding: Any) -> str:
 
 
 def parts_along(mesh: Mesh | AbstractMesh, axis: object) -> int:
-    """Return the number of parts into which the mesh axes of one dimension of a spec split it."""
+    """Return the number of parts into which one dimension is split."""
     return math.prod(mesh.shape[name] for name in mesh_axes_of(axis))
 
 
 def mesh_axes_of(axis: object) -> tuple[str, ...]:
-    """Return the mesh axes of one dimension of a spec."""
     return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
 
 
 def spec_of(leaf: object) -> PartitionSpec:
-    """Return the spec in the type of an array."""
     return jax.typeof(leaf).sharding.spec
 
 
 def reduced(total: object) -> Any:
-    """Sum an `unreduced` array over its devices, and forget that one is `reduced`; any other array is unchanged."""
+    """Sum an `unreduced` array over its devices, and clear `reduced` axes."""
     mesh = explicit_mesh(total)
     if mesh is None or not (spec_of(total).unreduced or spec_of(total).reduced):
         return total
@@ -208,19 +185,19 @@ def reduced(total: object) -> Any:
 
 
 def sharded_like(*trees: Any) -> Callable[[Any], Any]:
-    """Return a function from a result to its specs: those of leaves of equal path and shape in `trees`, else P().
+    """Return a function from a result to specs: of the leaf of equal path and shape in `trees`, else P().
 
-    Of several trees the last one decides that has the leaf on a mesh. Shapes may have shardings, too.
+    The last tree with that leaf on a mesh takes precedence.
     """
 
     def specs(result: object) -> Any:
-        known = {}
+        spec_at = {}
         for tree in trees:
             for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
                 if (sharding := sharding_on_mesh(leaf)) is not None:
-                    known[path, leaf.shape] = sharding.spec
+                    spec_at[path, leaf.shape] = sharding.spec
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: known.get((path, getattr(leaf, "shape", ())), PartitionSpec()), result
+            lambda path, leaf: spec_at.get((path, getattr(leaf, "shape", ())), PartitionSpec()), result
         )
 
     return specs
@@ -229,15 +206,9 @@ def sharded_like(*trees: Any) -> Callable[[Any], Any]:
 def without_explicit_axes(
     fn: Callable[..., _R], *args: Any, place: Callable[[Any], Any] | None = None, mesh: AbstractMesh | None = None
 ) -> _R:
-    """Call `fn(*args)` with Auto axes, for jstep's own computations.
+    """Call `fn(*args)` with Auto axes; `place` maps the result to its specs, replicated by default.
 
-    Like `jax.sharding.auto_axes`, but the specs of the result may depend on the result.
-
-    Args:
-        fn: A function of arrays. It must not close over arrays on the mesh.
-        *args: Trees of arrays.
-        place: Maps the result to the specs of its leaves; replicated by default.
-        mesh: The mesh with Explicit axes; defaults to the mesh of the arguments.
+    `fn` must not close over arrays on the mesh.
     """
     mesh = mesh or explicit_mesh(args)
     if mesh is None:
@@ -250,12 +221,7 @@ def without_explicit_axes(
 
 
 def leaving_auto_axes(fn: Callable[[Any], _R], params: Tree) -> Callable[[Any], _R]:
-    """Wrap a function of parameters to run on its own axis types when called within `without_explicit_axes`.
-
-    Args:
-        fn: The function.
-        params: Trees like the later arguments, with the shardings that `fn` expects.
-    """
+    """Wrap a function to run on its own axis types within `without_explicit_axes`."""
     mesh = explicit_mesh(params)
     if mesh is None:
         return fn
@@ -284,7 +250,7 @@ def _left(mesh: AbstractMesh, leaf: Any, spec: PartitionSpec) -> Any:
 
 
 def _of_types(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpec:
-    """Restrict a spec to the Explicit axes of a mesh, the only ones in the types of arrays."""
+    """Keep only Explicit axes, as the types of arrays do."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if set(types.values()) == {AxisType.Explicit}:
         return spec
@@ -296,12 +262,10 @@ def _of_types(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpec:
 
 
 def on_any_mesh(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorator of jstep functions: supports arrays on any mesh, and exempts internal transfers from transfer guards.
+    """Decorator: support arrays on any mesh, and exempt internal transfers from transfer guards.
 
-    Args:
-        *like: The arguments that the result is like, or attributes of arguments, such as `"state.params"`. A leaf of
-            the result is sharded like the leaf of the same path and shape in the first of them that has one on a mesh;
-            all others are replicated.
+    A leaf of the result is sharded like the leaf of equal path and shape in the first of `like` (arguments such as
+    `"state.params"`) that has it on a mesh; otherwise it is replicated.
     """
 
     def decorated(fn: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -312,8 +276,8 @@ def on_any_mesh(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
             with internal_transfers():
                 if explicit_mesh((args, kwargs)) is None:
                     return fn(*args, **kwargs)
-                given = types.SimpleNamespace(**signature.bind(*args, **kwargs).arguments)
-                place = sharded_like(*(_found(given, name) for name in reversed(like)))
+                arguments = types.SimpleNamespace(**signature.bind(*args, **kwargs).arguments)
+                place = sharded_like(*(_found(arguments, name) for name in reversed(like)))
                 return without_explicit_axes(lambda args, kwargs: fn(*args, **kwargs), args, kwargs, place=place)
 
         return run
@@ -321,30 +285,22 @@ def on_any_mesh(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     return decorated
 
 
-def _found(given: object, name: str) -> Any:
-    """Return an argument or its attribute; None if it has none, as the function itself will say."""
-    return functools.reduce(lambda value, part: getattr(value, part, None), name.split("."), given)
+def _found(arguments: object, name: str) -> Any:
+    # None if it is missing, which the function itself will report.
+    return functools.reduce(lambda value, part: getattr(value, part, None), name.split("."), arguments)
 
 
 class Attempts:
-    """Calls of a user's function on the given axis types, or on Auto axes if JAX rejects the given ones.
+    """Calls of a user's function on the given axis types, or on Auto axes if JAX rejects these.
 
-    With Explicit axes JAX rejects a model without annotations if an operation has an ambiguous output sharding. The
-    function is then traced again with Auto axes, and this is logged once.
-
-    Args:
-        name: The name of the function in the log.
+    JAX rejects Explicit axes if an output sharding is ambiguous, as in a model without annotations.
     """
 
     def __init__(self, name: str) -> None:
         self._name, self._is_logged = name, False
 
     def __call__(self, fn: Callable[..., _R], *args: Any, place: Callable[[Any], Any] | None = None) -> _R:
-        """Call `fn(*args)`; see `without_explicit_axes` for `place`.
-
-        Raises:
-            Exception: Both attempts failed: the error for the given axis types, with a note on what to do.
-        """
+        """Call `fn(*args)`; if both attempts fail, raise the first error, with a note."""
         try:
             mesh = explicit_mesh(args)
             if mesh is None:
@@ -375,21 +331,14 @@ class Attempts:
 
 
 def _signature(error: Exception) -> tuple[type, str]:
-    """Return the type of an error and the first line of its message without shardings, for comparison.
-
-    A bug in the user's function gives the same error on all axis types; later lines depend on the trace.
-    """
+    """Identify an error by its type and the first line of its message without shardings."""
+    # A bug in the user's function gives the same error on all axis types; later lines depend on the trace.
     first = (str(error).splitlines() or [""])[0]
     return type(error), re.sub(r"@\([^()]*\)|@\w+", "", first)
 
 
 def atomic(fn: Callable[..., _R], *args: Any) -> _R:
-    """Call `fn(*args)` without side effects if tracing raises: no operation is run, or added to the caller's program.
-
-    Args:
-        fn: A function that JAX can trace.
-        *args: Trees; leaves that are not arrays are passed to `fn` unchanged.
-    """
+    """Call `fn(*args)`; if tracing raises, no operation has run or joined the caller's program."""
     arrays, filled = arrays_of(args)
 
     def whole(arrays: list[Any]) -> Any:
@@ -403,7 +352,7 @@ def atomic(fn: Callable[..., _R], *args: Any) -> _R:
 
 
 def on_every_device(fn: Callable[..., _R], *args: Any) -> _R:
-    """Compute `fn(*args)` redundantly on every device of the current mesh, if its axes are Auto."""
+    """Compute `fn(*args)` redundantly on every device of an Auto mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
         return fn(*args)

@@ -1,4 +1,4 @@
-"""Placement of arrays: shardings, memory kinds, data read from storage; computation on their devices, and on CPUs."""
+"""Placement of arrays: shardings, memory kinds, arrays read from storage, computation on devices and on CPUs."""
 
 import contextvars
 import functools
@@ -20,18 +20,18 @@ from jstep.core.meshes import dims_of, internal_transfers, mesh_of, parts_along,
 
 
 def sharding_of(leaf: object) -> Any:
-    """Return the sharding of an array or shape; None for traced arrays and anything else."""
+    """Return the sharding of an array or shape; None if traced."""
     return None if trees.is_traced(leaf) else getattr(leaf, "sharding", None)
 
 
 def device_count(tree: Tree) -> int:
-    """Return the number of devices, over all processes, that a program with these arguments runs on."""
-    counts = [len(found.device_set) for leaf in jax.tree.leaves(tree) if (found := sharding_of(leaf)) is not None]
+    """Return the number of devices, over all processes, of a program with these arguments."""
+    counts = [len(sharding.device_set) for leaf in jax.tree.leaves(tree) if (sharding := sharding_of(leaf)) is not None]
     return max(counts, default=1)
 
 
 def device_of(tree: Tree) -> Any:
-    """Return one of these devices, from the mesh if there is one."""
+    """Return a device of the arrays, from their mesh if there is one."""
     mesh = mesh_of(tree)
     if mesh is not None:
         return mesh.devices.flat[0]
@@ -43,26 +43,20 @@ Layouts = Mapping[str, NamedSharding]
 """Path → sharding, for leaves on a mesh."""
 
 LAYOUTS: contextvars.ContextVar[Layouts | None] = contextvars.ContextVar("jstep_layouts", default=None)
-"""The shardings of leaves, for `layout_of`: tracers on Auto axes do not know theirs."""
+"""The shardings of leaves, for `layout_of`: tracers on Auto axes have none."""
 
 
 def layout_of(path: str) -> NamedSharding | None:
-    """Return the sharding of the leaf at a path; None if it is unknown or not on a mesh."""
+    """Return the sharding of the leaf at a path, if it is known and on a mesh."""
     return (LAYOUTS.get() or {}).get(path)
 
 
 def parts_of(sharding: NamedSharding) -> int:
-    """Return the number of parts into which a sharding splits an array."""
     return math.prod(parts_along(sharding.mesh, axis) for axis in sharding.spec)
 
 
 def checked_memory(kind: object, mesh: Mesh) -> str | None:
-    """Validate `slots_memory` for the devices of a mesh; return None for their default memory.
-
-    Raises:
-        TypeError: The value is not a string.
-        ValueError: The devices do not have this memory kind.
-    """
+    """Validate `slots_memory`; None stands for the default memory."""
     if kind is None or as_text(kind, "slots_memory") == "device":
         return None
     device = mesh.devices.flat[0]
@@ -78,17 +72,16 @@ def checked_memory(kind: object, mesh: Mesh) -> str | None:
 
 
 def is_on_host(leaf: object) -> bool:
-    """Whether an array, traced or not, is in host memory, not in device memory."""
+    """Whether an array, traced or not, is in host memory."""
     return isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host
 
 
 def is_on_cpus(array: Any) -> bool:
-    """Whether an array is on CPUs, so that a process reads its part without a transfer."""
+    """Whether a process reads its part of an array without a transfer."""
     return all(device.platform == "cpu" for device in array.sharding.device_set)
 
 
 def is_of_host(sharding: Any) -> bool:
-    """Whether a sharding, of an array or a shape, is in host memory, not in device memory."""
     kind = sharding.memory_kind
     return kind is not None and kind != _here(sharding).default_memory().kind
 
@@ -96,7 +89,9 @@ def is_of_host(sharding: Any) -> bool:
 def _here(sharding: Any) -> Any:
     """Return a device of a sharding, preferably of this process: others may not report their memory kinds."""
     devices = sharding.device_set
-    return next((one for one in devices if one.process_index == one.client.process_index()), next(iter(devices)))
+    return next(
+        (device for device in devices if device.process_index == device.client.process_index()), next(iter(devices))
+    )
 
 
 def on_devices(tree: Tree) -> Any:
@@ -113,23 +108,21 @@ def on_devices(tree: Tree) -> Any:
 
 
 SHARDINGS: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_shardings", default=None)
-"""The shardings of a traced state, for `shardings_of`: tracers on Auto axes do not know them."""
+"""The shardings of a traced state, for `shardings_of`: tracers on Auto axes have none."""
 
 
 def shardings_of(tree: Tree) -> list[Any] | None:
-    """Return the shardings of the leaves of a traced state; None if they are unknown."""
-    known = SHARDINGS.get()
-    return jax.tree.leaves(known) if known is not None and trees.structure(known) == trees.structure(tree) else None
+    """Return the shardings of a traced state, if they are known."""
+    state = SHARDINGS.get()
+    return jax.tree.leaves(state) if state is not None and trees.structure(state) == trees.structure(tree) else None
 
 
 def may_run_on(*platforms: str) -> bool:
-    """Whether the program being traced may be compiled for a platform of these names, as far as it is known here.
-
-    A process without accelerators may compile for others.
-    """
-    known = [sharding for sharding in jax.tree.leaves(SHARDINGS.get()) if hasattr(sharding, "device_set")]
-    here = next(iter(known[0].device_set)).platform if known else jax.default_backend()
-    return here in platforms or (here == "cpu" and not known)
+    """Whether the program being traced may be compiled for one of these platforms."""
+    shardings = [sharding for sharding in jax.tree.leaves(SHARDINGS.get()) if hasattr(sharding, "device_set")]
+    # A process without accelerators may compile for others.
+    here = next(iter(shardings[0].device_set)).platform if shardings else jax.default_backend()
+    return here in platforms or (here == "cpu" and not shardings)
 
 
 def to_host(leaf: object) -> Any:
@@ -138,7 +131,7 @@ def to_host(leaf: object) -> Any:
 
 
 def back(leaf: object, before: object) -> Any:
-    """Move an array to the memory of the array that it replaces, and unless traced, reshard it like that array."""
+    """Move an array to the memory, and unless traced to the sharding, of the array that it replaces."""
     if isinstance(leaf, jax.core.Tracer):
         return to_host(leaf) if is_on_host(before) else leaf
     sharding = getattr(before, "sharding", None)
@@ -148,11 +141,9 @@ def back(leaf: object, before: object) -> Any:
 
 
 def placements_of(leaves: Sequence[Any]) -> tuple[list[tuple[list[int], Any]], list[int]]:
-    """Group arrays by their devices; those whose device JAX may choose join the others.
+    """Group indices of arrays by devices, each group with its mesh or None; and return indices of NumPy arrays.
 
-    Returns:
-        The indices of the arrays on the same devices, and their mesh or None, for each set of devices; and the indices
-        of NumPy arrays.
+    Arrays whose device JAX may choose join another group.
     """
     placements: dict[Any, tuple[list[int], Any]] = {}
     on_host = []
@@ -176,9 +167,9 @@ NO_MESH = Mesh(np.empty((), object), ())
 
 
 def compute_on(mesh: Any, fn: Callable[..., Any], *args: Any) -> Any:
-    """Compile and call `fn(*args)` for arrays with one placement; the result is replicated over the mesh.
+    """Compile and call `fn(*args)` for arrays with one placement; the result is replicated.
 
-    The caller's current mesh is ignored in favor of the mesh of the arrays, or of none. The program is cached by `fn`.
+    The caller's current mesh is ignored. The program is cached by `fn`.
     """
     if mesh is None:
         args = jax.tree.map(_of_its_device, args)
@@ -187,7 +178,7 @@ def compute_on(mesh: Any, fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def _of_its_device(leaf: object) -> Any:
-    """Return an array on a mesh of one device as one of that device: Explicit axes in its type would not fit others."""
+    """Move an array off a mesh of one device: Explicit axes in its type would not fit others."""
     if not isinstance(leaf, jax.Array) or leaf.sharding.num_devices > 1:
         return leaf
     # After `device_put(leaf, device)`, only the type names the mesh.
@@ -200,26 +191,17 @@ def _compiled(fn: Callable[..., Any], mesh: Any) -> Any:
 
 
 def is_compile_only(device: Any) -> bool:
-    """Whether a device only compiles, like those of `jstep.topology`: it can have shapes but no arrays."""
+    """Whether a device only compiles, like the devices of `jstep.topology`: it can have shapes but no arrays."""
     # The client of a real device has devices in this process, even if this device belongs to another process.
     return not device.client.local_device_count()
 
 
 def compiles_only(mesh: object) -> bool:
-    """Whether the devices of a mesh only compile."""
     return isinstance(mesh, Mesh) and not mesh.empty and is_compile_only(mesh.devices.flat[0])
 
 
 def refuse_compile_only(tree: Tree, argument: str) -> None:
-    """Reject compile-only devices before a computation.
-
-    Args:
-        tree: Arrays, shapes and shardings.
-        argument: The name of the argument, for the error.
-
-    Raises:
-        ValueError: A shape or a sharding is on compile-only devices.
-    """
+    """Reject shapes and shardings on compile-only devices."""
     for leaf in jax.tree.leaves(tree):
         sharding = leaf.sharding if is_shape(leaf) else leaf
         mesh: Any = getattr(sharding, "mesh", None)
@@ -231,11 +213,7 @@ def refuse_compile_only(tree: Tree, argument: str) -> None:
 
 
 def refuse_shapes(tree: Tree, argument: str) -> None:
-    """Reject shapes before a computation, which needs arrays.
-
-    Raises:
-        ValueError: A leaf is a `jax.ShapeDtypeStruct`.
-    """
+    """Reject shapes before a computation."""
     if any(map(is_shape, jax.tree.leaves(tree))):
         refuse_compile_only(tree, argument)
         raise ValueError(
@@ -245,32 +223,29 @@ def refuse_shapes(tree: Tree, argument: str) -> None:
 
 
 def is_shape(leaf: object) -> bool:
-    """Whether a leaf is a `jax.ShapeDtypeStruct`."""
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 ShardBounds = tuple[tuple[int, int], ...]
-"""A part of an array: (begin, end) for each axis. Slices may omit theirs, and are not hashable before Python 3.12."""
+"""A part of an array: (begin, end) for each axis. Unlike slices, it has no implicit ends and is always hashable."""
 
 
 def bounds(index: Sequence[slice] | None, shape: Sequence[int]) -> ShardBounds:
-    """Return the bounds of an index; None is that of a scalar."""
-    found = (one.indices(size) for one, size in zip(index or (), shape, strict=True))
-    return tuple((begin, max(begin, end)) for begin, end, _ in found)
+    """Return the bounds of an index, which is None for a scalar."""
+    ranges = (part.indices(size) for part, size in zip(index or (), shape, strict=True))
+    return tuple((begin, max(begin, end)) for begin, end, _ in ranges)
 
 
 def slices(part: ShardBounds) -> tuple[slice, ...]:
-    """Return the part as an index."""
     return tuple(slice(*ends) for ends in part)
 
 
 def lengths(part: ShardBounds) -> tuple[int, ...]:
-    """Return the shape of the part."""
     return tuple(end - begin for begin, end in part)
 
 
 def local_parts(shape: Sequence[int], sharding: Any) -> list[ShardBounds]:
-    """Return the distinct parts of an array that the devices of this process hold; the whole array without sharding."""
+    """Return the distinct parts of an array in this process; the whole array without a sharding."""
     if sharding is None:
         return [tuple((0, size) for size in shape)]
     indices = sharding.addressable_devices_indices_map(tuple(shape)).values()
@@ -280,14 +255,7 @@ def local_parts(shape: Sequence[int], sharding: Any) -> list[ShardBounds]:
 def place(
     shape: Sequence[int], dtype: DTypeLike, sharding: Any, parts: Mapping[ShardBounds, np.ndarray[Any, Any]]
 ) -> jax.Array:
-    """Return the array of parts, which shares no memory with them.
-
-    Args:
-        shape: The shape of the whole array.
-        dtype: Its dtype.
-        sharding: Its sharding.
-        parts: The values of `local_parts(shape, sharding)`.
-    """
+    """Assemble an array from `local_parts`, without sharing their memory."""
     indices = sharding.addressable_devices_indices_map(tuple(shape))
     devices = [jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in indices]
     values = [parts[bounds(index, shape)] for index in indices.values()]
@@ -297,29 +265,23 @@ def place(
 
 
 def place_anywhere(values: np.ndarray[Any, Any]) -> jax.Array:
-    """Return an uncommitted array, which shares no memory with the values."""
+    """Return an uncommitted array, without sharing memory."""
     with internal_transfers():
         return _own(jax.device_put(values), values)
 
 
-def _own(made: jax.Array, values: np.ndarray[Any, Any]) -> jax.Array:
-    """Return a copy if an array aliases NumPy memory, as it may on the CPU: a donation would not reuse that memory."""
-    (device,) = made.devices()
-    lent = device.platform == "cpu" and made.unsafe_buffer_pointer() == values.ctypes.data
+def _own(array: jax.Array, values: np.ndarray[Any, Any]) -> jax.Array:
+    """Copy an array that aliases NumPy memory, as on the CPU: a donation would not reuse that memory."""
+    (device,) = array.devices()
+    lent = device.platform == "cpu" and array.unsafe_buffer_pointer() == values.ctypes.data
     # For NumPy arrays JAX ignores may_alias.
-    return jax.device_put(made, made.sharding if made.committed else None, may_alias=False) if lent else made
+    return jax.device_put(array, array.sharding if array.committed else None, may_alias=False) if lent else array
 
 
 def target_sharding(leaf: Any, path: str) -> Any:
-    """Return the sharding of a leaf of a target; None to leave the placement to JAX.
-
-    An uncommitted array has no sharding here, so that a compiled step sees a restored state as it sees a newly
-    created one.
-
-    Raises:
-        ValueError: The sharding does not fit the leaf, or names no devices.
-    """
+    """Return the sharding of a leaf of a target; None to leave the placement to JAX."""
     if isinstance(leaf, jax.Array):
+        # None for uncommitted arrays, so that a compiled step treats a restored state like a newly created one.
         return leaf.sharding if leaf.committed else None
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
@@ -334,7 +296,7 @@ def target_sharding(leaf: Any, path: str) -> Any:
 
 
 def _on_devices(sharding: Any, path: str) -> jax.sharding.NamedSharding:
-    """Return the sharding over the current mesh if that has the form of the abstract mesh from `jax.eval_shape`."""
+    """Replace the abstract mesh of a sharding, from `jax.eval_shape`, by the current mesh."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty or dict(mesh.shape) != dict(sharding.mesh.shape):
         raise ValueError(
@@ -344,22 +306,17 @@ def _on_devices(sharding: Any, path: str) -> jax.sharding.NamedSharding:
     return jax.sharding.NamedSharding(mesh, sharding.spec)
 
 
-# What compiled programs need on CPUs: scans that unroll if the loop would be slow, and an order of execution.
+# Compiled programs on CPUs: scans that unroll if the loop would be slow, and an order of execution.
 #
 # XLA's CPU backend computes each array in a separate kernel, and overwrites slots without copying them if it must run
 # the kernels in the right order. On TPUs and GPUs one kernel computes all arrays of a leaf, and reads each operand
-# once; an enforced order would split it and read operands twice.
+# once; an enforced order would split the kernel, which then reads operands twice.
 
 Unroll = int | bool | None
 
 
 def as_unroll(value: object) -> Unroll:
-    """Validate `unroll`, the number of scan iterations per loop iteration, as in `jax.lax.scan`; None is automatic.
-
-    Raises:
-        TypeError: The value is not an integer, a bool or None.
-        ValueError: The value is below 1.
-    """
+    """Validate the number of scan iterations per loop iteration; None is automatic."""
     if value is None or isinstance(value, bool | np.bool_):
         return None if value is None else bool(value)
     try:
@@ -371,21 +328,13 @@ def as_unroll(value: object) -> Unroll:
 def scan(
     body: Callable[[Any, Any], tuple[Any, Any]], carry: Tree, xs: object, length: int, unroll: Unroll = None
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan` with automatic unrolling for unroll=None.
-
-    Args:
-        body: `body(carry, x) -> (carry, y)`; traced once.
-        carry: The loop carry.
-        xs: The inputs of the iterations, stacked on a leading axis.
-        length: The number of iterations.
-        unroll: As in `jax.lax.scan`. None: fully unrolled if the body has operations that are slow in a loop, else 1.
-    """
+    """Run `jax.lax.scan`; `unroll=None` fully unrolls a body that would be slow in a loop."""
     if unroll is None and jax.default_backend() == "cpu" and length > 1:
         first = jax.tree.map(first_row, xs)
         traced, shapes = jax.make_jaxpr(body, return_shape=True)(carry, first)
         out = jax.tree.structure(shapes)
 
-        def body(carry: Tree, x: object) -> Any:  # reuse the trace
+        def body(carry: Tree, x: object) -> Any:  # trace only once
             values = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *jax.tree.leaves((carry, x)))
             return jax.tree.unflatten(out, values)
 
@@ -394,7 +343,7 @@ def scan(
 
 
 def first_row(x: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape of an element, with the sharding of the stacked array."""
+    """Return the shape of an element of a stacked array, with its sharding."""
     if not isinstance(x, jax.Array):
         return jax.ShapeDtypeStruct(np.shape(x)[1:], jnp.result_type(x))
     whole: Any = jax.typeof(x).sharding
@@ -403,8 +352,8 @@ def first_row(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def compute_first(*arrays: object) -> tuple[Any, ...]:
-    """Materialize arrays (or trees) on a CPU before their uses, so that they are not recomputed."""
-    if not trees.has_tracers(arrays):  # outside of a program the order is fixed, and platform_dependent would compile
+    """Materialize arrays on a CPU before their uses, to prevent recomputation."""
+    if not trees.has_tracers(arrays):  # eager execution has a fixed order, and platform_dependent would compile
         return arrays
     same: tuple[Any, ...] = jax.lax.platform_dependent(
         *arrays, cpu=lambda *arrays: jax.lax.optimization_barrier(arrays), default=lambda *arrays: arrays
@@ -413,23 +362,22 @@ def compute_first(*arrays: object) -> tuple[Any, ...]:
 
 
 def in_order(first: jax.Array, *later: jax.Array) -> list[jax.Array]:
-    """Return the later arrays, on a CPU each computed by a kernel that XLA must run after that of the one before it.
+    """Return the later arrays; on a CPU each is computed by a kernel that XLA must run after the previous one.
 
     If two kernels read a slot that one of them overwrites, XLA copies the slot unless the other must run earlier, which
-    only a data dependency ensures. The condition is never true; LLVM detects this and XLA does not, so the dependency
-    adds no memory traffic. The barrier keeps XLA from computing `first` again in the kernel that is to wait for it.
-
-    An order that nothing needs is not free: a kernel that other kernels wait for becomes two, and with 1000 leaves the
-    two slots of Adam take half as long to compile again.
+    only a data dependency ensures. An unneeded order has a cost: a kernel that others wait for becomes two, and
+    compiling the two slots of Adam for 1000 leaves takes 50 % longer.
     """
 
     def ordered(first: jax.Array, *later: jax.Array) -> list[jax.Array]:
-        found = []
+        results = []
         for x in later:
+            # The barrier keeps XLA from recomputing `first` in the kernel that must wait for it. The condition is never
+            # true; LLVM detects this and XLA does not, so the dependency adds no memory traffic.
             first = jax.lax.optimization_barrier(first)
             first = jax.lax.select((first > 0) & (first < 0), first.astype(x.dtype), x)
-            found.append(first)
-        return found
+            results.append(first)
+        return results
 
     if not later or not trees.has_tracers((first, later)):  # as in `compute_first`
         return list(later)

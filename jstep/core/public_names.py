@@ -1,4 +1,4 @@
-"""The names of jstep: the module that public ones show, and what there is for names of other libraries."""
+"""Public names: their `__module__`, and hints for names of other libraries."""
 
 import functools
 import importlib.resources
@@ -10,13 +10,9 @@ from typing import Any
 
 
 def set_public_module(namespace: dict[str, Any]) -> None:
-    """Set `__module__` of the functions and classes that a package exports to their public location.
+    """Set `__module__` of a package's `__all__`, so that errors, reprs and documentation show public names.
 
-    This is `jstep` for names exported at the root, and the package for the rest. Errors, reprs and documentation then
-    show the public name.
-
-    Args:
-        namespace: The `globals()` of the package, with `__all__`.
+    It is `jstep` for names exported at the root, and the package for others.
     """
     package = namespace["__name__"]
     root = sys.modules[package.partition(".")[0]]
@@ -28,18 +24,18 @@ def set_public_module(namespace: dict[str, Any]) -> None:
 
 
 def explain(name: str) -> str:
-    """Explain what jstep has for a name of other libraries; the empty string if nothing is known."""
-    found: dict[str, list[str]] = {}
+    """Return a hint for a name of another library; an empty string if unknown."""
+    equivalents: dict[str, list[str]] = {}
     for page, names in pages().items():
         for ours, theirs in names.items():
             if name in theirs.split():
-                found.setdefault(ours, []).append(page)
-    parts = [f"{ours} (see {' and '.join(about)})" for ours, about in found.items()]
+                equivalents.setdefault(ours, []).append(page)
+    parts = [f"{ours} (see {' and '.join(about)})" for ours, about in equivalents.items()]
     return f"; use {', or '.join(parts)}" if parts else ""
 
 
 @functools.cache
 def pages() -> Mapping[str, Mapping[str, str]]:
-    """Page of the documentation → {what to use in jstep: the names of the library that the page is about}."""
+    """Return page of the documentation → {jstep's equivalent: names in the library}."""
     table = importlib.resources.files("jstep.core").joinpath("names_of_others.toml")
     return tomllib.loads(table.read_text(encoding="utf-8"))

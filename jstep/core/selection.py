@@ -16,33 +16,23 @@ _BOXED = GetAttrKey("value")
 
 
 def names_of(tree: Tree) -> list[tuple[str, ...]]:
-    """Return the names of each leaf: its path, and for a boxed variable (Flax NNX) also the path of the box.
+    """Return the path of each leaf, and for a boxed variable (Flax NNX) also the path of the box.
 
-    The leaf `fc/kernel/value`, the attribute `value` of a variable, can also be looked up as `fc/kernel`.
+    The leaf `fc/kernel/value` can also be looked up as `fc/kernel`.
     """
-    found: list[tuple[str, ...]] = []
+    names: list[tuple[str, ...]] = []
     for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
         boxed = len(keys) > 1 and keys[-1] == _BOXED
-        found.append((trees.path_str(keys), trees.path_str(keys[:-1])) if boxed else (trees.path_str(keys),))
-    return found
+        names.append((trees.path_str(keys), trees.path_str(keys[:-1])) if boxed else (trees.path_str(keys),))
+    return names
 
 
 def is_named(names: tuple[str, ...], entry: str) -> bool:
-    """Whether a path or glob matches a leaf with these names."""
     return any(name == entry or fnmatch.fnmatchcase(name, entry) for name in names)
 
 
 def index_of(tree: Tree, path: str, what: str) -> int | None:
-    """Return the index of the leaf at a path among the leaves of a tree; None if there is no such leaf.
-
-    Args:
-        tree: Any tree.
-        path: The full path of a leaf, or of its box.
-        what: The name of the caller, for the error.
-
-    Raises:
-        ValueError: Several leaves share the path.
-    """
+    """Return the index of the leaf at its full path, or at the path of its box; None if there is none."""
     everything = names_of(tree)
     for depth in (0, 1):
         indices = [i for i, names in enumerate(everything) if len(names) > depth and names[depth] == path]
@@ -54,7 +44,6 @@ def index_of(tree: Tree, path: str, what: str) -> int | None:
 
 
 def ambiguous(what: str, path: str, leaves: int) -> str:
-    """Format the error message for a path that several leaves share."""
     return (
         f"{what}: {leaves} leaves share the path {path!r}, because a key of the tree contains a slash; rename the key "
         "to make paths unique"
@@ -69,21 +58,15 @@ _FORMS = "None, a predicate (path, leaf) -> bool, a list of paths or globs, or a
 def selected(
     params: trees.Params, var_list: VarList, argument: str = "var_list", frozen: Sequence[bool] | None = None
 ) -> list[int]:
-    """Return the indices, among the leaves of params, of those to differentiate.
+    """Return the indices of the leaves of params to differentiate; never those that are not floating point.
 
     Args:
-        params: Any tree; leaves that are not floating point are never differentiated.
         var_list: None for all, a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools (one bool may
             apply to a whole subtree).
-        argument: The name of the argument, for errors.
         frozen: For each leaf, in order, whether the optimizer freezes it; None if it freezes none.
-
-    Raises:
-        TypeError: `var_list` has none of the four forms.
-        ValueError: An entry matches nothing (names the nearest paths), or no trainable leaf is selected.
     """
     wanted = flags(params, var_list, argument)
-    indices = [i for i, one in enumerate(wanted) if one and not (frozen and frozen[i])]
+    indices = [i for i, is_wanted in enumerate(wanted) if is_wanted and not (frozen and frozen[i])]
     if not indices:
         why = " that the optimizer does not freeze" if any(wanted) else ""
         raise ValueError(
@@ -94,39 +77,20 @@ def selected(
 
 
 def flags(params: trees.Params, var_list: VarList, argument: str) -> list[bool]:
-    """Return for each leaf of params, in order, whether `var_list` selects it; False for leaves that cannot be trained.
-
-    Args:
-        params: Any tree.
-        var_list: See `selected`; here the selection may be empty.
-        argument: The name of the argument, for errors.
-
-    Raises:
-        TypeError: `var_list` has none of the four forms.
-        ValueError: An entry matches nothing; names the nearest paths.
-    """
+    """Return for each leaf whether `var_list` selects it and it can be trained; none may be selected."""
     trainable = list(map(trees.is_trainable, jax.tree.leaves(params)))
     chosen = _chosen(params, trainable, var_list, argument)
     return [wanted and can for wanted, can in zip(chosen, trainable, strict=True)]
 
 
 def resolve(params: trees.Params, var_list: VarList, argument: str) -> list[bool]:
-    """Return for each leaf of params, in order, whether `var_list` selects it, for any dtype; None selects nothing.
-
-    Raises:
-        TypeError: `var_list` has none of the four forms.
-        ValueError: An entry matches nothing; names the nearest paths.
-    """
+    """Return for each leaf, of any dtype, whether `var_list` selects it; None selects nothing."""
     count = len(jax.tree.leaves(params))
     return [False] * count if var_list is None else _chosen(params, [True] * count, var_list, argument)
 
 
 def check_form(var_list: VarList, argument: str) -> None:
-    """Validate the form of `var_list` early, before the parameters are known.
-
-    Raises:
-        TypeError: `var_list` has none of the four forms.
-    """
+    """Validate the form of `var_list` before the parameters are known."""
     if isinstance(var_list, int | float | np.number) and not isinstance(var_list, bool):
         raise TypeError(f"{argument}={shown(var_list)}: must be {_FORMS}, got {kind(var_list)}")
 
@@ -158,7 +122,7 @@ def _by_globs(params: trees.Params, trainable: list[bool], entries: Sequence[str
     every = [path for path, *_ in names]
     chosen = [False] * len(leaves)
     for entry in entries:
-        matches = [i for i, known in enumerate(names) if is_named(known, entry)]
+        matches = [i for i, aliases in enumerate(names) if is_named(aliases, entry)]
         if not matches:
             hint = trees.nearest(entry, every) or f"; paths are {every[:20]}"
             under = [path for path in every if path.startswith(f"{entry}/")]

@@ -1,4 +1,4 @@
-"""A stopwatch of the parts of a run, without gaps."""
+"""A stopwatch that assigns all time of a run to its phases, without gaps."""
 
 import os
 import threading
@@ -13,41 +13,29 @@ from jstep.core.interactive import is_interactive
 STARTING, STEPPING, WAITING = "starting", "stepping", "waiting"
 SAVING, EVALUATING, HOOKS = "saving", "evaluating", "hooks"
 PARTS = (STARTING, STEPPING, WAITING, SAVING, EVALUATING, HOOKS)
-"""The parts that the time of one start is divided into."""
+"""The phases of a run, from start to end; they cover all of its time."""
 FIRST_CALL = "first call"
-"""What the device's seconds per step of the first call of each stage are recorded as."""
+"""The key under which the device's seconds per step of the first call of each stage are recorded."""
 
 _VISITS = 64
-"""The number of visits, or of calls of one thing, whose durations are kept."""
+"""The number of latest durations that are kept for each phase or recorded key."""
 _SWITCHES = 256
-"""The number of switches that are kept."""
+"""The number of latest switches that are kept."""
 
 
 class Stopwatch:
-    """A stopwatch that assigns elapsed time to parts; one thread switches parts, any thread reads them.
+    """A stopwatch that assigns elapsed time to phases; one thread switches phases, any thread reads them.
 
     A switch reads the clock once and appends to a queue without a lock. It costs a fraction of a microsecond, and an
     exception between any two instructions, such as from a signal, leaves the times consistent. `seconds` empties the
     queue.
 
     Args:
-        before: Seconds that had elapsed before the stopwatch was created; they belong to the first part.
-        clock: A function that returns the time in seconds.
+        before: Seconds that had elapsed before creation; they belong to the first phase.
 
     Attributes:
-        clock: The clock.
-        current: The current part.
-        waiting: The part for the time spent waiting for a batch; `starting` until the first step has returned.
-        lasted: The seconds of the latest visits of each `part`, and of other things that `record` names.
-
-    Example:
-        >>> from jstep.core.stopwatch import Stopwatch
-        >>> times = iter([0.0, 2.0, 5.0, 6.0])
-        >>> watch = Stopwatch(clock=lambda: next(times))
-        >>> with watch.part("saving"):
-        ...     pass
-        >>> {part: seconds for part, seconds in watch.seconds().items() if seconds}
-        {'starting': 3.0, 'saving': 3.0}
+        waiting: The phase for the time spent waiting for a batch; `starting` until the first step has returned.
+        lasted: The seconds of the latest visits of each phase, and of other things that `record` names.
     """
 
     def __init__(self, before: float = 0.0, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -63,7 +51,7 @@ class Stopwatch:
         self._latest: deque[tuple[str, float]] = deque(maxlen=_SWITCHES)
 
     def switch(self, part: str) -> float:
-        """Switch to another part, and return the time of the clock."""
+        """Switch to another phase, and return the time."""
         now = self.clock()
         self._mark((part, now))
         self.current = part
@@ -71,7 +59,7 @@ class Stopwatch:
 
     @scoped
     def part(self, part: str) -> Iterator[None]:
-        """Assign the time inside the context to a part; contexts can be nested."""
+        """Assign the time inside the context to a phase; may be nested."""
         before = self.current
         began = self.switch(part)
         try:
@@ -80,30 +68,32 @@ class Stopwatch:
             self.lasted[part].append(self.switch(before) - began)
 
     def record(self, thing: Hashable, began: float, share: float = 1.0) -> None:
-        """Keep the duration of one call of a thing, from a time of the clock until now, or a share of it."""
+        """Record the duration of a call since `began`, or a share of it."""
         self.lasted[thing].append(share * (self.clock() - began))
 
     def reassign(self, part: str, seconds: float) -> None:
-        """Reassign the last `seconds` seconds to a part."""
+        """Reassign the last seconds to a phase."""
         now = self.clock()
         self._marks.extend(((part, now - seconds), (self.current, now)))
 
     def started(self) -> None:
-        """End the part `starting`, when the first step has returned."""
+        """End the phase `starting`, after the first step."""
         self.waiting = WAITING
         self.switch(STEPPING)
 
     def visits(self, part: str, after: str | None = None) -> list[float]:
-        """Return the seconds of the latest visits of a part, or of those that follow another part."""
+        """Return the seconds of the latest visits of a phase, or of those that follow another phase."""
         self.seconds()
         with self._lock:
             marks = list(self._latest)
         each = zip(marks, marks[1:], marks[2:], strict=False)
-        found = [then - at for (before, _), (this, at), (_, then) in each if this == part and after in (None, before)]
-        return found[-_VISITS:]
+        durations = [
+            then - at for (before, _), (this, at), (_, then) in each if this == part and after in (None, before)
+        ]
+        return durations[-_VISITS:]
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each part so far."""
+        """Return the seconds of each phase."""
         with self._lock:
             now = self.clock()
             totals, current, since, queue = self._totals, self._folded, self._since, self._marks
@@ -117,7 +107,7 @@ class Stopwatch:
             return dict(totals)
 
     def stop(self) -> None:
-        """Keep the latest switches alone, when the times are no longer read."""
+        """Keep only the latest switches, when the times are no longer read."""
         self._marks = deque(maxlen=0)
         self._mark = self._latest.append
 
@@ -129,8 +119,7 @@ _trained: set[int] = set()
 def seconds_before_training() -> float:
     """Return the seconds since the start of this process on the first call, and 0 on later ones.
 
-    It is also 0 on systems other than Linux, where the start is unknown, and where one types, such as in a notebook:
-    the time then begins with the call of `train`.
+    It is also 0 in interactive sessions, and where the start is unknown: on systems other than Linux.
     """
     if os.getpid() in _trained or is_interactive():
         return 0.0
@@ -144,13 +133,7 @@ def seconds_before_training() -> float:
 
 
 class Clocks(NamedTuple):
-    """The clocks of a run.
-
-    Attributes:
-        seconds: A monotonic clock, in seconds.
-        wall: Seconds since 1970.
-        before: The seconds from the start of the process to the start of training.
-    """
+    """The clocks of a run: monotonic, Unix time, and the seconds from the start of the process to training."""
 
     seconds: Callable[[], float] = time.perf_counter
     wall: Callable[[], float] = time.time
@@ -162,5 +145,5 @@ CLOCKS = Clocks()
 
 
 def new_watch() -> Stopwatch:
-    """The stopwatch of a run; for the first run of a process, it starts with the process."""
+    """Create the stopwatch of a run; for the first run of a process, it starts with the process."""
     return Stopwatch(CLOCKS.before(), CLOCKS.seconds)

@@ -1,4 +1,4 @@
-"""Results as tables for people: a title, rows and notes, as text at a prompt and as HTML in a notebook."""
+"""Results as tables: a title, rows and notes, as text at a prompt and as HTML in a notebook."""
 
 import base64
 import html
@@ -7,31 +7,25 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 WIDTH = 100
-"""The longest line of printed tables."""
+"""The maximum line length of printed tables."""
 
 
 class Tabular:
-    """A result that is shown as a table, at a prompt and in a notebook.
-
-    A subclass defines the parts. Of the cells of a row, `_left` ones are left-aligned in text.
-    """
+    """Base class of results that are shown as a table, at a prompt and in a notebook."""
 
     _left = 1
+    """The number of left-aligned columns in text."""
 
     def _title(self) -> str:
-        """Return the line above the table."""
         raise NotImplementedError
 
     def _rows(self) -> Sequence[Sequence[str]]:
-        """Return the rows of the table."""
         raise NotImplementedError
 
     def _head(self) -> Sequence[str]:
-        """Return the names of the columns in a notebook, if any."""
         return ()
 
     def _notes(self) -> Sequence[str]:
-        """Return the notes below the table, each wrapped."""
         return ()
 
     def __repr__(self) -> str:
@@ -51,7 +45,6 @@ class Tabular:
 
 
 def wrapped(title: str, words: Sequence[str]) -> list[str]:
-    """Wrap a list of words after a title."""
     lines = [f"{title}  "]
     for word in [*(f"{word}, " for word in words[:-1]), *words[-1:]]:
         if len(lines[-1]) + len(word.rstrip()) > WIDTH:
@@ -61,13 +54,10 @@ def wrapped(title: str, words: Sequence[str]) -> list[str]:
 
 
 def columns(rows: Sequence[Sequence[str]], left: int, most: int | None = None) -> list[str]:
-    """Align the cells of rows of equal length.
+    """Align the cells of rows of equal length; the first `left` columns are left-aligned.
 
-    Args:
-        rows: The rows, the heads first.
-        left: The number of columns that are left-aligned; the others are right-aligned.
-        most: The width of the lines. If they are wider, each row takes several: first its first cell, then the others
-            below their heads; or, if these are too wide, too, each after its head. Nothing is cut off.
+    Rows wider than `most` take several lines: the first cell, then the others below their heads, or each after its
+    head.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if most is None or breadth(rows) <= most:
@@ -86,12 +76,11 @@ def columns(rows: Sequence[Sequence[str]], left: int, most: int | None = None) -
 
 
 def breadth(rows: Sequence[Sequence[str]]) -> int:
-    """Return the width of a table."""
     return sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True)) - 2
 
 
 def folded(line: str, most: int, indent: int = 0) -> list[str]:
-    """Fold a line that is too long, at spaces if it has some; what follows is indented."""
+    """Fold a long line, preferably at spaces, with an indent."""
     if len(line) <= most:
         return [line]
     return textwrap.wrap(line, max(most, indent + 1), subsequent_indent=" " * indent, break_on_hyphens=False)
@@ -104,14 +93,7 @@ _RULE = "border-bottom: 1px solid color-mix(in srgb, currentColor 35%, transpare
 
 
 def html_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
-    """Format an HTML table for a notebook, in the colors of its theme; all strings are escaped.
-
-    Args:
-        title: The title above the table.
-        rows: The rows: the first cell is left-aligned, the others right-aligned.
-        head: The names of the columns, if any.
-        notes: Lines below the table.
-    """
+    """Format an HTML table for a notebook, in the colors of its theme; all strings are escaped."""
     parts = [f'<div style="margin: 0.4em 0"><div style="font-weight: 600">{html.escape(title)}</div>']
     parts.append('<table style="border-collapse: collapse; background: none; color: inherit; font-size: 0.92em">')
     if head:
@@ -126,7 +108,6 @@ def html_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = 
 
 
 def html_picture(png: bytes, alt: str) -> str:
-    """Format an inline image."""
     source = base64.b64encode(png).decode()
     # White background also in dark themes, because plots are drawn in black.
     style = "max-width: 44em; width: 100%; background: white; border-radius: 4px; padding: 4px"
@@ -134,11 +115,7 @@ def html_picture(png: bytes, alt: str) -> str:
 
 
 def figure() -> Any:
-    """Return an empty figure of matplotlib, created without pyplot, which has global state and may need a display.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Create an empty matplotlib figure without pyplot, which has global state and may need a display."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

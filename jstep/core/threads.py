@@ -1,8 +1,8 @@
-"""Threads that inherit the contexts of JAX, and what each thread is doing.
+"""Threads that inherit the contexts of JAX, and the current activity of each thread.
 
-JAX's context managers set thread-local values, not context variables: a new thread has JAX's defaults. A thread of
-jstep therefore copies from the thread that starts it the context variables, and all JAX settings that have a context
-manager in the installed version of JAX.
+JAX's context managers set thread-local values, not context variables: a new thread has JAX's defaults. A jstep thread
+therefore copies the context variables of the thread that starts it, and all JAX settings that have a context manager in
+the installed version of JAX.
 
 Not propagated, because JAX has no public way to read them: `with mesh:` (use `jax.set_mesh(mesh)`), contexts of
 `jax.make_user_context`, and `jax.thread_guard`, which by design belongs to one thread.
@@ -23,7 +23,7 @@ from jstep.core.exceptions import scoped
 from jstep.core.meshes import SETTINGS, current_mesh, read_setting
 
 _JOIN_SECS = 0.005
-"""How often `join` looks whether a thread has ended."""
+"""The polling interval of `join`."""
 _R = TypeVar("_R")
 
 
@@ -33,12 +33,10 @@ class Thread(threading.Thread):
     _in_contexts: Callable[[Callable[[], None]], None] | None = None
 
     def start(self) -> None:
-        """Start the thread in a copy of the caller's contexts."""
         self._in_contexts = _captured()
         super().start()
 
     def run(self) -> None:
-        """Run the target in the captured contexts."""
         in_contexts, self._in_contexts = self._in_contexts, None  # release them when the thread ends
         if in_contexts is None:
             super().run()
@@ -47,10 +45,10 @@ class Thread(threading.Thread):
 
 
 def join(thread: threading.Thread, timeout: float = math.inf) -> None:
-    """Wait for a thread to end, as long as `timeout` says. Ctrl-C may interrupt it; the next call waits again.
+    """Wait for a thread to end. Ctrl-C may interrupt it; the next call waits again.
 
-    Python 3.11 takes a thread for ended once an exception has interrupted `Thread.join`: nothing waits for it any more,
-    not even the end of the interpreter.
+    An exception that interrupts `Thread.join` of Python 3.11 marks the thread as ended: not even the end of the
+    interpreter waits for it.
     """
     deadline = time.monotonic() + timeout
     while thread in threading.enumerate() and thread is not threading.current_thread():
@@ -58,11 +56,11 @@ def join(thread: threading.Thread, timeout: float = math.inf) -> None:
         if left <= 0:
             return
         time.sleep(min(left, _JOIN_SECS))
-    thread.join()  # it has ended but for the interpreter's own part; an error in the thread itself
+    thread.join()  # only the interpreter's cleanup is left; raises RuntimeError in the thread itself
 
 
 def _captured() -> Callable[[Callable[[], None]], None]:
-    """Return a function that calls another in the contexts of this thread: context variables, JAX's settings, mesh."""
+    """Return a function that calls another in this thread's contexts."""
     mesh, abstract_mesh, variables = current_mesh(), jax.sharding.get_abstract_mesh(), contextvars.copy_context()
     settings = {name: read_setting(name) for name in SETTINGS}
 
@@ -82,15 +80,9 @@ def _captured() -> Callable[[Callable[[], None]], None]:
 
 
 def in_background(fn: Callable[[], _R], *, name: str, daemon: bool = False) -> "Future[_R]":
-    """Call a function in a thread of its own, in a copy of the caller's contexts.
+    """Call a function in a thread, in a copy of the caller's contexts.
 
-    Args:
-        fn: The function.
-        name: The name of the thread.
-        daemon: Whether the process may end while it runs; a compiler must not be abandoned, it aborts the process.
-
-    Returns:
-        Its result, or its exception.
+    A compiler must not be a `daemon`: abandoned at exit, it aborts the process.
     """
     future: Future[_R] = Future()
 
@@ -104,21 +96,21 @@ def in_background(fn: Callable[[], _R], *, name: str, daemon: bool = False) -> "
     return future
 
 
-# What a thread is doing that may take long: whoever does it says so, and who watches a run that hangs reads it.
+# Long activities of threads: a thread reports what it is doing, and the stall watch reads it.
 
 TRACING = "tracing"
-"""A step is traced, by JAX, whoever called it."""
+"""JAX is tracing a step."""
 AGREEING, AGREEING_ON_SHAPES = "agreeing", "agreeing on shapes"
-"""All processes exchange something; the shapes of a batch."""
+"""All processes exchange values, or the shapes of a batch."""
 MAKING, WAITING_FOR_ROOM = "making", "waiting for room"
-"""A thread makes batches or programs for the loop; it has made a batch, and waits until it is taken."""
+"""A thread creates batches or programs for the loop, or waits until its batch is taken."""
 _of_threads: dict[int, list[str]] = {}
-"""The identifier of a thread → what it is doing, the innermost last."""
+"""The identifier of a thread → its activities, the innermost last."""
 
 
 @scoped
 def doing(what: str) -> Iterator[None]:
-    """Say that this thread is doing something, one of the above, inside the context."""
+    """Report an activity of this thread inside the context."""
     ident = threading.get_ident()
     mine = _of_threads.setdefault(ident, [])
     mine.append(what)
@@ -131,14 +123,13 @@ def doing(what: str) -> Iterator[None]:
 
 
 taken = [0]
-"""The number of batches that the evaluators of this process have taken: it grows during a long evaluation."""
+"""The number of batches that evaluators of this process have taken, a sign of life during a long evaluation."""
 
 
 def done_by(ident: int) -> frozenset[str]:
-    """Return what a thread is doing; called from any thread."""
+    """Return the activities of a thread; may be called from any thread."""
     return frozenset(_of_threads.get(ident, ()))
 
 
 def doers(what: str) -> list[int]:
-    """Return the threads that are doing something."""
     return [ident for ident, each in tuple(_of_threads.items()) if what in each]

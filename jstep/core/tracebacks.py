@@ -1,11 +1,11 @@
 """Tracebacks without jstep's inner frames, as JAX leaves out its own.
 
-An error of the user's code (a loss, a schedule, a hook, …) passes through many frames of jstep. Functions that users
-call have the decorator `shortens_tracebacks`: of each row of frames of jstep, which the user's frames separate, the
-first one, which the user called, and the last one, which called the user's function, remain.
+An error in the user's code (a loss, a schedule, a hook, …) passes through many frames of jstep. Functions that users
+call have the decorator `shortens_tracebacks`: of each run of jstep's frames between the user's frames, only the first
+one, which the user called, and the last one, which called the user's function, remain.
 
-JAX's setting `jax_traceback_filtering` applies to both: `off` keeps all frames, `tracebackhide` marks those that are
-left out, for IPython and pytest, and `remove_frames` leaves the causes of an error as they are.
+JAX's setting `jax_traceback_filtering` applies to both: `off` keeps all frames, `tracebackhide` marks the omitted ones
+for IPython and pytest, and `remove_frames` leaves the causes of an error unchanged.
 """
 
 import builtins
@@ -34,10 +34,7 @@ _PASSED: tuple[str, ...] = (
 
 
 def shortens_tracebacks(fn: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorator of functions that users call and that call functions of the user: errors show few frames of jstep.
-
-    It does not matter whether functions that call one another all have it.
-    """
+    """Decorator of public functions that call user code: errors show few frames of jstep. It may be nested."""
 
     @functools.wraps(fn)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -52,16 +49,16 @@ def shortens_tracebacks(fn: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def shorten(error: BaseException) -> None:
-    """Leave out frames of jstep in the traceback of an error, and in those of its causes, contexts and parts."""
+    """Omit frames of jstep in the tracebacks of an error, its causes and contexts, and its parts if it is a group."""
     mode = _mode()
     if mode == "off":
         return
-    # The cause that JAX adds in this mode shows all frames, on purpose.
-    for one in [error] if mode == "remove_frames" else _all_of(error):
-        notes = getattr(one, "__notes__", None)
-        if notes:  # JAX adds the same one to an error each time that a function raises it
+    # In this mode JAX adds a cause that shows all frames on purpose.
+    for exception in [error] if mode == "remove_frames" else _all_of(error):
+        notes = getattr(exception, "__notes__", None)
+        if notes:  # JAX adds the same note each time that a function raises the error
             notes[:] = [text for text, _ in itertools.groupby(notes)]
-        parts = list(_parts(one.__traceback__))
+        parts = list(_parts(exception.__traceback__))
         kept = _kept(parts)
         if mode == "tracebackhide":
             for part in set(parts).difference(kept):
@@ -71,27 +68,26 @@ def shorten(error: BaseException) -> None:
             short: TracebackType | None = None
             for part in reversed(kept):
                 short = TracebackType(short, part.tb_frame, part.tb_lasti, part.tb_lineno)
-            BaseException.with_traceback(one, short)  # also of a class that refuses attributes
+            BaseException.with_traceback(exception, short)  # also of a class that rejects attributes
 
 
 def _mode() -> str:
-    """The mode of JAX's setting; by default, frames are marked in IPython."""
+    """Return the mode of JAX's setting; by default, frames are marked in IPython."""
     flags: Any = jax.config  # the attributes are created at run time and unknown to type checkers
     mode: str = flags.jax_traceback_filtering or "auto"
     return "tracebackhide" if mode == "auto" and hasattr(builtins, "get_ipython") else mode
 
 
 def _all_of(error: BaseException) -> list[BaseException]:
-    """The error, and all that led to it or are part of it."""
-    found: dict[int, BaseException] = {}
+    exceptions: dict[int, BaseException] = {}
     left: list[BaseException | None] = [error]
     while left:
-        one = left.pop()
-        if one is not None and id(one) not in found:
-            found[id(one)] = one
-            left += [one.__cause__, one.__context__]
-            left += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
-    return list(found.values())
+        exception = left.pop()
+        if exception is not None and id(exception) not in exceptions:
+            exceptions[id(exception)] = exception
+            left += [exception.__cause__, exception.__context__]
+            left += exception.exceptions if isinstance(exception, BaseExceptionGroup) else ()
+    return list(exceptions.values())
 
 
 def _parts(trace: TracebackType | None) -> Iterator[TracebackType]:
@@ -101,7 +97,7 @@ def _parts(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _kept(parts: list[TracebackType]) -> list[TracebackType]:
-    """The parts of a traceback that are shown: of each row of frames of jstep, the first and the last one."""
+    """Return the visible frames of a traceback: of each run of jstep's frames, the first and the last."""
     kept: list[TracebackType] = []
     for is_inner, group in itertools.groupby(parts, lambda part: _file(part).startswith((_JSTEP, *_PASSED))):
         row = list(group)

@@ -1,4 +1,4 @@
-"""Trees: types of parameters, slots, updates and optimizers, leaves with their paths, and rows of stacked trees."""
+"""Trees: types of parameters, slots, updates and optimizers; leaves and their paths; stacking of trees."""
 
 import collections
 import dataclasses
@@ -40,12 +40,7 @@ class Schedule(Protocol):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Held:
-    """A mutable hyperparameter, stored in the scalar slot `held/name`; created by `held`.
-
-    Attributes:
-        name: Its name.
-        value: Its initial value.
-    """
+    """A mutable hyperparameter, stored in the scalar slot `held/name`."""
 
     name: str
     value: Any
@@ -58,10 +53,9 @@ ScalarOrSchedule: TypeAlias = Number | Schedule | Callable[[Any], Any] | Held
 
 
 class InitFn(Protocol):
-    """Function that creates the slots of an optimizer."""
+    """Function that creates slots at `global_step`."""
 
-    def __call__(self, params: Params, global_step: Step = 0) -> Slots:
-        """Return slots for `params`, created at `global_step`."""
+    def __call__(self, params: Params, global_step: Step = 0) -> Slots: ...
 
 
 class GradientNoise(NamedTuple):
@@ -80,7 +74,7 @@ class Context(NamedTuple):
     """Additional inputs of an optimizer's update, such as the loss; unknown fields are None.
 
     `minimize` creates it for optimizers with `takes_context=True`; `apply_gradients(..., context=...)` accepts it.
-    Wrappers adapt it to the inner optimizer: below a label of `partition`, `value_and_grad` takes the parameters of
+    Wrappers adapt it to the inner optimizer: below a label of `partition`, `value_and_grad` accepts the parameters of
     that label; below `master_weights` it is evaluated at the rounded master weights.
 
     Attributes:
@@ -117,15 +111,14 @@ EMPTY_CONTEXT = Context()
 
 UpdateFn: TypeAlias = Callable[..., tuple[Updates, Slots]]
 """`update(updates, slots, params, step) -> (updates, slots)`, a pure function: it maps gradients (or the updates of the
-previous element of a chain) to updates to add, and to new slots. With `takes_context` it takes a `Context` as its fifth
-argument."""
+previous element of a chain) to updates to add, and to new slots. With `takes_context` it accepts a `Context` as its
+fifth argument."""
 
 
 class HyperparametersFn(Protocol):
-    """Function that returns the hyperparameters at a step."""
+    """Function that returns hyperparameters by name."""
 
-    def __call__(self, step: Step, /) -> dict[str, Any]:
-        """Return name → scalar."""
+    def __call__(self, step: Step, /) -> dict[str, Any]: ...
 
 
 class Optimizer(NamedTuple):
@@ -155,18 +148,18 @@ class Optimizer(NamedTuple):
     Attributes:
         init: `init(params, global_step=0) -> slots`. The names of slots have no special meaning, not even `start_step`
             or `loss_scale`. An integer scalar slot that holds the global_step at which the slots were created (their
-            age is step + 1 − it) is declared by an attribute of the function, `init.ages = ("start_step",)`. It then is
-            incremented by a skipped update, one without any gradient, and `increment_global_step(state)`, and
-            decremented by an update that leaves the global step as it is: the age counts applied updates.
+            age is step + 1 − slot) is declared by an attribute of the function, `init.ages = ("start_step",)`. It is
+            then incremented by a skipped update, by one without any gradient and by `increment_global_step(state)`, and
+            decremented by an update that leaves the global step unchanged: the age counts applied updates.
 
-            A slot that is a copy of the parameters at first, in any dtype, is recognized when `init` is traced; an
-            `init` that cannot be traced declares it, `init.copies = ("slow",)`. If `Saver.restore(…, partial=True)`
-            restores the parameters from a checkpoint without this slot, it is a copy of the restored ones.
-        update: `update(updates, slots, params, step) -> (updates, slots)`; with `takes_context` it takes a `Context` as
-            its fifth argument.
+            A slot that starts as a copy of the parameters, in any dtype, is detected by tracing `init`; an `init` that
+            cannot be traced declares it, `init.copies = ("slow",)`. If `Saver.restore(…, partial=True)` restores the
+            parameters from a checkpoint without this slot, it is set to a copy of the restored ones.
+        update: `update(updates, slots, params, step) -> (updates, slots)`; with `takes_context` it accepts a `Context`
+            as its fifth argument.
         hyperparameters: `hyperparameters(step) -> {name: scalar}`, the values at a step; plain numbers are constants.
             The name `learning_rate` indicates that the updates are final.
-        takes_context: Whether `update` takes a `Context`: the loss, its gradients at other parameters, a PRNG key.
+        takes_context: Whether `update` accepts a `Context`: the loss, its gradients at other parameters, a PRNG key.
 
     Example:
         A custom sign-descent optimizer without slots:
@@ -201,7 +194,6 @@ class Optimizer(NamedTuple):
     takes_context: bool = False
 
     def __repr__(self) -> str:
-        """The call that made it, unless a function was replaced since."""
         call = call_of(self)
         if call is not None:
             return repr(call)
@@ -211,85 +203,83 @@ class Optimizer(NamedTuple):
 
 
 class Transformation(Protocol):
-    """A transformation of Optax: an object with functions `init` and `update`."""
+    """An Optax transformation."""
 
     @property
     def init(self) -> Callable[..., Any]:
-        """The function `init(params) -> state`."""
+        """Return `init(params) -> state`."""
 
     @property
     def update(self) -> Callable[..., Any]:
-        """The function `update(updates, state, params) -> (updates, state)`."""
+        """Return `update(updates, state, params) -> (updates, state)`."""
 
 
 OptimizerLike: TypeAlias = Optimizer | Transformation
-"""What is taken as an optimizer: a transformation of Optax stands for `from_optax(transformation)`."""
+"""The type of optimizer arguments; an Optax transformation stands for `from_optax(transformation)`."""
 
 
-# Tree utilities: paths, leaves, stacks of trees, and errors that name leaves.
+# Tree utilities: paths, leaves, and errors that name leaves.
 #
 # The path of a leaf is its keys joined by `/`, the same in predicates, slots, checkpoints and summaries.
 
 
 def path_str(keys: Sequence[Any]) -> str:
-    """Convert JAX's key path to the path of a leaf: `dense/kernel`, `layers/0/w`."""
+    """Convert JAX's key path: `dense/kernel`, `layers/0/w`."""
     return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
 def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
-    """`jax.tree.flatten`, with a treedef of type Any for type checkers."""
+    """Call `jax.tree.flatten`, with a treedef of type Any for type checkers."""
     return jax.tree.flatten(tree, is_leaf)
 
 
 def structure(tree: Tree) -> Any:
-    """`jax.tree.structure`, with a treedef of type Any."""
+    """Call `jax.tree.structure`, with a treedef of type Any."""
     return jax.tree.structure(tree)
 
 
 def quoted(path: str) -> str:
-    """Format a path for error messages; it is empty if the tree is a single leaf."""
+    """Format a path, which is empty if the tree is a single leaf."""
     return repr(path) if path else "the tree itself (a single leaf)"
 
 
 def leaf_at(path: str) -> str:
-    """Name a leaf by its path; a tree that is a single leaf is "the array"."""
     return f"the leaf at {path!r}" if path else "the array"
 
 
 def leaves_with_paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
-    """Return all leaves with their paths, in JAX's order; None is not a leaf, except by `is_leaf`."""
+    """Return all leaves with their paths; None is not a leaf, except by `is_leaf`."""
     return [(path_str(keys), leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
 
 
 def ids(paths: Iterable[str]) -> list[tuple[str, int]]:
-    """Return each path with its number among equal paths: the leaves of {'a': {'b': x}, 'a/b': y} share one."""
+    """Number equal paths: the leaves of {'a': {'b': x}, 'a/b': y} share one."""
     numbers: dict[str, Iterator[int]] = collections.defaultdict(lambda: itertools.count(1))
     return [(path, next(numbers[path])) for path in paths]
 
 
 def paths_of(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
-    """Return the paths of all leaves, in JAX's order."""
     return [path for path, _ in leaves_with_paths(tree, is_leaf)]
 
 
 def only_in(paths: Iterable[str], others: Iterable[str]) -> list[str]:
     """Return the paths that are not among others, in order."""
-    known = set(others)
-    return [path for path in paths if path not in known]
+    excluded = set(others)
+    return [path for path in paths if path not in excluded]
 
 
 def is_plain_tuple(x: object) -> bool:
-    """Whether a value is a tuple without names: a NamedTuple is one object with fields."""
+    """Whether a value is a tuple but not a NamedTuple."""
     return isinstance(x, tuple) and not hasattr(x, "_fields")
 
 
 def arguments_of(batch: Tree) -> tuple[Any, ...]:
-    """Return the arguments that a batch stands for: those of a plain tuple, otherwise the batch alone."""
+    """Return the elements of a plain tuple, otherwise the batch itself."""
     return batch if is_plain_tuple(batch) else (batch,)
 
 
 def batch_of(args: tuple[Any, ...]) -> Any:
-    """Return the batch that stands for some arguments: the inverse of `arguments_of`."""
+    """Invert `arguments_of`."""
     return args[0] if len(args) == 1 else args
 
 
@@ -299,55 +289,48 @@ def is_none(x: object) -> bool:
 
 
 def is_trainable(leaf: object) -> bool:
-    """Whether an array can be trained: real floating point of any width."""
+    """Whether an array is real floating point of any width."""
     return is_floating(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf))
 
 
 def is_floating(dtype: DTypeLike) -> bool:
-    """Whether a dtype is real floating point."""
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def is_array(x: object) -> bool:
-    """Whether x is an array, traced or not (a NumPy scalar is one, a masked array is not)."""
+    """Whether x is an array, traced or not, or a NumPy scalar; a masked array is not one."""
     return isinstance(x, jax.Array | np.ndarray | np.generic) and not isinstance(x, np.ma.MaskedArray)
 
 
 def is_number(x: object) -> bool:
-    """Whether x is a number of Python, which has no dtype; `np.float64`, a float to Python, is an array."""
+    """Whether x is a Python number, which has no dtype; `np.float64`, a subclass of float, is an array."""
     return isinstance(x, bool | int | float | complex) and not isinstance(x, np.generic)
 
 
 def is_array_or_number(x: object) -> bool:
-    """Whether x is an array, traced or not, or a Python number, so that it can be a leaf of a compiled program."""
+    """Whether x can be a leaf of a compiled program."""
     if isinstance(x, np.ndarray | np.generic):
         return x.dtype.kind in "biufcV" and is_array(x)  # no strings, dates or objects
     return isinstance(x, jax.Array | bool | int | float | complex)
 
 
 def not_an_array(leaf: object, path: str, what: str, remedy: str = "") -> TypeError:
-    """Return the error for a leaf that is neither an array nor a number."""
-    # `kind` calls everything with a shape and a dtype an array, also a tensor of another library.
+    # `kind` describes anything with a shape and a dtype as an array, also tensors of other libraries.
     if isinstance(leaf, np.ma.MaskedArray):
         return TypeError(f"{what}: {leaf_at(path)} is {kind(leaf)}")
     whose = f"of type {type(leaf).__name__}" if hasattr(leaf, "dtype") else kind(leaf)
-    given = f"{what}: the leaf at {quoted(path)} is {whose}, {shown(leaf, 60)}"
-    return TypeError(f"{given}, which is not an array or number{remedy}")
+    description = f"{what}: the leaf at {quoted(path)} is {whose}, {shown(leaf, 60)}"
+    return TypeError(f"{description}, which is not an array or number{remedy}")
 
 
 def require_arrays(tree: Tree, what: str, remedy: str = "") -> None:
-    """Reject a leaf that cannot be one of a compiled program.
-
-    Raises:
-        TypeError: A leaf is neither an array nor a number; names its path.
-    """
     for path, leaf in leaves_with_paths(tree):
         if not is_array_or_number(leaf):
             raise not_an_array(leaf, path, what, remedy)
 
 
 def keep_arrays(argument: str) -> str:
-    """The remedy for a model with leaves that are not arrays, such as the functions of an Equinox module."""
+    """Return a remedy for leaves that are not arrays, such as the functions of an Equinox module."""
     return (
         f". Keep only arrays in {argument}, by equinox.partition or flax.nnx.split. With `import equinox as eqx`:\n"
         "    params, static = eqx.partition(model, eqx.is_inexact_array)  # before TrainState.create(params, …)\n"
@@ -356,12 +339,12 @@ def keep_arrays(argument: str) -> str:
 
 
 def is_key(x: object) -> bool:
-    """Whether x is an array of typed PRNG keys, traced or not, or the shape of one."""
+    """Whether x is an array, or a shape, of typed PRNG keys."""
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
 def key_data(leaf: Any) -> Any:
-    """Return the data of typed PRNG keys, and any other leaf unchanged."""
+    """Return the data of typed PRNG keys; other leaves are unchanged."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
@@ -371,35 +354,29 @@ def is_function(x: object) -> bool:
 
 
 def is_traced(x: object) -> bool:
-    """Whether x has no concrete value yet."""
     return isinstance(x, jax.core.Tracer)
 
 
 def has_tracers(tree: Tree) -> bool:
-    """Whether a leaf has no concrete value yet."""
     return any(map(is_traced, jax.tree.leaves(tree)))
 
 
 def donated_leaf(tree: Tree) -> str | None:
-    """Return the path of the first donated leaf; None if no leaf is donated."""
-    for i, leaf in enumerate(jax.tree.leaves(tree)):  # paths take longer: a step on a mesh asks at every call
+    """Return the path of the first donated leaf, or None."""
+    for i, leaf in enumerate(jax.tree.leaves(tree)):  # paths are slower: a step on a mesh calls this every time
         if hasattr(leaf, "is_deleted") and not is_traced(leaf) and leaf.is_deleted():
             return paths_of(tree)[i]
     return None
 
 
 def is_donated(tree: Tree) -> bool:
-    """Whether a leaf was donated."""
     return donated_leaf(tree) is not None
 
 
 def owned(tree: Tree, argument: str) -> Any:
-    """Return a tree whose NumPy arrays are copies, which no other code writes to: on a CPU JAX shares their memory.
+    """Return a tree with copies of NumPy arrays, whose memory JAX would share on a CPU.
 
-    It is done wherever arrays come into a state: a loader, a simulator or a hook may fill the same memory again.
-
-    Raises:
-        TypeError: A leaf is a masked array; names its path.
+    This is needed wherever arrays enter a state: a loader, a simulator or a hook may reuse the memory.
     """
     if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree)):
         return tree
@@ -407,16 +384,11 @@ def owned(tree: Tree, argument: str) -> Any:
 
 
 def all_native(tree: Tree, argument: str) -> Any:
-    """Return a tree whose leaves are those of `native`."""
     return jax.tree_util.tree_map_with_path(lambda keys, leaf: native(leaf, path_str(keys), argument), tree)
 
 
 def native(leaf: object, path: str, argument: str) -> Any:
-    """Return a NumPy array in the byte order of this machine, which is the only one of JAX; any other leaf as it is.
-
-    Raises:
-        TypeError: It is a masked array; names the path.
-    """
+    """Convert a NumPy array to native byte order, the only one that JAX supports; reject masked arrays."""
     if not isinstance(leaf, np.ndarray):
         return leaf
     if not is_array(leaf):
@@ -425,31 +397,31 @@ def native(leaf: object, path: str, argument: str) -> Any:
 
 
 def has_same_bits(a: Any, b: Any) -> bool:
-    """Whether two leaves are bitwise identical, as far as this process has their values."""
+    """Whether two leaves are bitwise identical; False if values are on other hosts."""
     if a is b:
         return True
     if not (is_array(a) and is_array(b)):
         return bool(a == b)
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    one, other = (concrete(key_data(leaf)) for leaf in (a, b))
-    return one is not None and other is not None and one.tobytes() == other.tobytes()
+    first, second = (concrete(key_data(leaf)) for leaf in (a, b))
+    return first is not None and second is not None and first.tobytes() == second.tobytes()
 
 
 def concrete(x: object) -> np.ndarray[Any, Any] | None:
-    """Return the value of x on the host, or None if it is traced or on other hosts."""
+    """Return the value of x, or None if it is traced or on other hosts."""
     if is_traced(x) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None
     return np.asarray(x)
 
 
 def compute_dtype(dtype: DTypeLike) -> Any:
-    """Return the dtype for arithmetic on a leaf: its own, or float32 if that is wider."""
+    """Return the dtype for arithmetic, at least float32."""
     return dtype if np.dtype(dtype).itemsize > 4 else np.dtype(np.float32)
 
 
 def with_leaves(leaves: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """Return the leaves with the values at some indices replaced."""
+    """Return the leaves with some of them replaced."""
     changed = list(leaves)
     for place, value in zip(indices, values, strict=True):
         changed[place] = value
@@ -459,35 +431,22 @@ def with_leaves(leaves: Sequence[Any], indices: Sequence[int], values: Sequence[
 def arrays_of(
     tree: Tree, which: Callable[[Any], bool] = lambda leaf: isinstance(leaf, jax.Array)
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Return the JAX arrays of a tree, and a function from others to the tree that has these in their place.
-
-    Args:
-        tree: Any tree.
-        which: Whether a leaf is one of those to return, if these are not the arrays.
-    """
+    """Return the arrays of a tree (or the leaves that `which` selects), and a function that replaces them."""
     leaves, treedef = flatten(tree)
     indices = [i for i, leaf in enumerate(leaves) if which(leaf)]
     return [leaves[i] for i in indices], lambda others: treedef.unflatten(with_leaves(leaves, indices, others))
 
 
 def merged(parts: Iterable[tuple[str, Mapping[str, Any]]], refusal: Callable[[str, str, str], str]) -> dict[str, Any]:
-    """Merge dicts whose names must differ.
-
-    Args:
-        parts: The name of each part in errors, and its dict.
-        refusal: `refusal(name, first, second)`, the error for a name that two parts have.
-
-    Raises:
-        ValueError: A name occurs twice.
-    """
-    found: dict[str, Any] = {}
+    """Merge named dicts; a name in two of them is the ValueError `refusal(name, first, second)`."""
+    result: dict[str, Any] = {}
     owner: dict[str, str] = {}
     for part, values in parts:
         for name, value in values.items():
-            if name in found:
+            if name in result:
                 raise ValueError(refusal(name, owner[name], part))
-            found[name], owner[name] = value, part
-    return found
+            result[name], owner[name] = value, part
+    return result
 
 
 def default_float() -> Any:
@@ -501,7 +460,7 @@ def default_int() -> Any:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Format a hint for a misspelled name: 'nearest: …', all names if there are few, or an empty string."""
+    """Format a hint for a misspelled name: the nearest names, all if there are few, or an empty string."""
     names = list(names)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if not close and len(names) <= 6:
@@ -510,13 +469,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def shape_of(leaf: Any, sharding: Any = None, *, weak: bool = False) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype that an array, a number or a shape has on a device.
-
-    Args:
-        leaf: The leaf.
-        sharding: The sharding of the shape; by default it has none.
-        weak: Whether a dtype that is JAX's choice stays one (`weak_type`), so that JAX finds the leaf's own program.
-    """
+    """Return the shape and dtype of a leaf on a device; `weak` preserves `weak_type`, for JAX's program cache."""
     weak_type = weak and getattr(leaf, "weak_type", False)
     return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=sharding, weak_type=weak_type)
 
@@ -534,31 +487,20 @@ def _is_leaf(x: object) -> bool:
 
 
 def flatten_like(params: Tree, tree: Tree, what: str, *, is_leaf: Any = None, may_leave_out: bool = True) -> list[Any]:
-    """Return the subtrees of `tree` at the leaves of `params`: arrays, `is_leaf` nodes or None.
-
-    Args:
-        params: The tree with the reference structure.
-        tree: The tree to flatten; leaves may be None.
-        what: The name of `tree`, for the error.
-        is_leaf: Which nodes of `tree`, other than arrays, count as leaves.
-        may_leave_out: Whether the caller accepts None at a leaf, for the error.
-
-    Raises:
-        ValueError: The structures differ; names the paths that differ.
-    """
+    """Return the subtrees of `tree` at the leaves of `params`: arrays, `is_leaf` nodes or None."""
     treedef = structure(params)
     remedy = f"Give {what} the structure of params{', with None for a leaf to leave out' if may_leave_out else ''}."
     try:
-        found = treedef.flatten_up_to(tree)
+        subtrees = treedef.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{_mismatch(params, tree, what, is_leaf)}. {remedy}") from error
-    for i, sub in enumerate(found):
+    for i, sub in enumerate(subtrees):
         if not (_is_leaf(sub) or (is_leaf and is_leaf(sub))):
             raise ValueError(
                 f"{what}: at {quoted(paths_of(params)[i])}: must be an array, as in params, got a {type(sub).__name__} "
                 f"with {len(jax.tree.leaves(sub))} leaves. {remedy}"
             )
-    return found
+    return subtrees
 
 
 def _mismatch(params: Tree, tree: Tree, what: str, is_leaf: Any) -> str:
@@ -568,8 +510,8 @@ def _mismatch(params: Tree, tree: Tree, what: str, is_leaf: Any) -> str:
     text = f"{what} does not have the structure of params"
     if have == [""]:
         text += f"; got {kind(tree)}"
-    for title, found in (("missing", missing), ("extra", extra)):
-        text += f"; {title}: {', '.join(map(repr, found[:20]))}" if found else ""
+    for title, differing in (("missing", missing), ("extra", extra)):
+        text += f"; {title}: {', '.join(map(repr, differing[:20]))}" if differing else ""
     if not missing and not extra:
         text += f"; same paths, other containers: {type(params).__name__} and {type(tree).__name__}, or "
         text += f"{structure(tree)} instead of {structure(params)}"
@@ -579,21 +521,13 @@ def _mismatch(params: Tree, tree: Tree, what: str, is_leaf: Any) -> str:
     return text
 
 
-# Rows: trees stacked on a new leading axis, the sizes of leading axes, and the rows again.
+# Rows: stacking trees on a new leading axis, sizes of leading axes, and unstacking.
 
 
 def stack_trees(trees: Sequence[Any], what: str, name: Callable[[int], str] = "element {}".format) -> Any:
-    """Stack trees leaf by leaf on a new leading axis.
+    """Stack trees leaf by leaf on a new leading axis: JAX arrays on their device, others by NumPy.
 
-    Leaves become NumPy arrays; JAX arrays are stacked on their device.
-
-    Args:
-        trees: At least one tree; all must have the same structure, shapes and dtypes.
-        what: The name of the caller, for the error.
-        name: What the error calls a tree, by its number.
-
-    Raises:
-        ValueError: Structures, shapes or dtypes differ; names the path and the two elements.
+    Errors call the i-th tree `name(i)`.
     """
     flat = list(map(flatten, trees))
     treedef = flat[0][1]
@@ -618,15 +552,7 @@ def stack_trees(trees: Sequence[Any], what: str, name: Callable[[int], str] = "e
 
 
 def rows_of(tree: Tree, what: str) -> list[Any]:
-    """Return the rows of stacked trees, the inverse of `stack_trees`: copies, so that the arrays can be reused.
-
-    Args:
-        tree: A tree of arrays whose leading axes have the same size.
-        what: The name of the tree, for the error.
-
-    Raises:
-        ValueError: A leaf has no leading axis, sizes differ, or there is no leaf; names the paths.
-    """
+    """Invert `stack_trees`; rows are copies, so that the arrays can be reused."""
     leaves, treedef = flatten(tree)
     paths = paths_of(tree)
     pairs = zip(leaves, paths, strict=True)
@@ -640,13 +566,13 @@ def rows_of(tree: Tree, what: str) -> list[Any]:
     sizes = leading_sizes(tree)
     if len(sizes) != 1:
         each = ", ".join(sizes.values())
-        found = f"leaves have leading axes of different sizes ({each})" if each else "the tree has no leaf"
-        raise ValueError(f"{what}: {found}: must have arrays with a leading axis of one size, the number of elements")
+        problem = f"leaves have leading axes of different sizes ({each})" if each else "the tree has no leaf"
+        raise ValueError(f"{what}: {problem}: must have arrays with a leading axis of one size, the number of elements")
     return [treedef.unflatten(row) for row in zip(*map(_rows, arrays), strict=True)]
 
 
 def no_rows(tree: Tree) -> Any:
-    """Return what `stack_trees` would return for no elements like `tree`, with shapes in place of JAX arrays."""
+    """Stack no elements like `tree`, with shapes in place of JAX arrays."""
 
     def leaf_of(leaf: object) -> Any:
         if isinstance(leaf, jax.Array):
@@ -658,7 +584,7 @@ def no_rows(tree: Tree) -> Any:
 
 
 def leading_sizes(tree: Tree) -> dict[int, str]:
-    """Return the sizes of the leading axes of a tree, each with the first leaf that has it, as `8 at 'x'`."""
+    """Return the sizes of leading axes, each with the first leaf that has it, as `8 at 'x'`."""
     sizes: dict[int, str] = {}
     for path, leaf in leaves_with_paths(tree):
         for size in np.shape(leaf)[:1]:
@@ -667,7 +593,7 @@ def leading_sizes(tree: Tree) -> dict[int, str]:
 
 
 def _rows(array: Any) -> list[Any]:
-    """Return copies of the rows: a view would keep the whole array alive, and follow its changes."""
+    """Copy rows: a view would keep the whole array alive, and follow its changes."""
     return list(array) if isinstance(array, jax.Array) or array.ndim == 1 else [row.copy() for row in array]
 
 
@@ -675,9 +601,9 @@ def _check_same(arrays: Sequence[Any], path: str, what: str, name: Callable[[int
     # Strings may have different lengths; the dtypes of PRNG keys have no kind.
     dtypes = [a.dtype.kind if getattr(a.dtype, "kind", "V") in "SU" else a.dtype for a in arrays]
     for aspect, each in (("shape", [a.shape for a in arrays]), ("dtype", dtypes)):
-        for i, one in enumerate(each):
-            if one != each[0]:
+        for i, actual in enumerate(each):
+            if actual != each[0]:
                 raise ValueError(
-                    f"{what}: {aspect}s differ at {quoted(path)}: {each[0]} in {name(0)}, {one} in {name(i)}. "
+                    f"{what}: {aspect}s differ at {quoted(path)}: {each[0]} in {name(0)}, {actual} in {name(i)}. "
                     "Elements must match to be stacked: pad, crop or cast them before."
                 )

@@ -26,16 +26,15 @@ from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, doing
 # JAX counts calls of its synchronization point over the lifetime of the process, so this counter is global, too.
 _calls = itertools.count(1)
 _has_stopped = threading.Event()
-"""Whether the service has stopped a run of this program: it stops a program once."""
+"""Whether the service has stopped a run of this program; it can do so only once."""
 _SMALLEST = 1024  # minimum number of bytes to exchange
 _T = TypeVar("_T")
 
 
 def reached_stop() -> bool:
-    """Whether all processes must stop after this call, because one of them received SIGTERM.
+    """Return whether all processes must stop after this call, because one of them received SIGTERM.
 
-    All processes must call this after each call of the compiled step. It queries JAX's preemption service, without
-    device work.
+    All must call this after each call of the step. It queries JAX's preemption service, without device work.
     """
     try:
         with doing(AGREEING):
@@ -48,11 +47,7 @@ def reached_stop() -> bool:
 
 
 def refuse_another_run() -> None:
-    """Refuse a run that no signal could stop, because one has stopped a run of this program before.
-
-    Raises:
-        RuntimeError: Several processes were stopped before.
-    """
+    """Refuse a run that no signal could stop, because one has stopped a run before."""
     if _has_stopped.is_set():
         raise RuntimeError(
             "train: a signal has stopped a run of these processes before, and JAX's preemption service stops a program "
@@ -61,19 +56,15 @@ def refuse_another_run() -> None:
 
 
 def request_stop() -> None:
-    """Send SIGTERM to this process, so that JAX's preemption service stops all processes; see `reached_stop`."""
+    """Send SIGTERM to this process: JAX's preemption service then stops all processes."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 class AgreedClock:
     """A timer whose period ends for all processes at the same step, by the clock of process 0.
 
-    The processes communicate about ten times a period, at steps that process 0 chose the previous time, because the
-    collective blocks on the device.
-
-    Args:
-        secs: The period.
-        clock: The clock of this process, in seconds.
+    The collective blocks on the device, so the processes communicate only about ten times a period, at steps that
+    process 0 chose the previous time.
     """
 
     def __init__(self, secs: float, clock: Callable[[], float]) -> None:
@@ -83,7 +74,7 @@ class AgreedClock:
         self._ask_at = 0
 
     def due(self, step: int) -> bool:
-        """Whether the period is over; every process gets the same result at the same step."""
+        """Return whether the period is over, equally on every process."""
         if self._first_step is None:
             self._first_step = step
         if step < self._ask_at:
@@ -97,87 +88,64 @@ class AgreedClock:
         return bool(over)
 
     def done(self, secs: float | None = None) -> None:
-        """Begin another period, of as many seconds as before or of others; those of process 0 count."""
+        """Start another period, of the same length or of `secs` on process 0."""
         self._secs = self._secs if secs is None else secs
         self._last = self._clock()
         self._ask_at = 0
 
 
 def is_single_process() -> bool:
-    """Whether this is the only process."""
     return jax.process_count() == 1
 
 
-# Collectives, exempt from the caller's transfer guards. They block, and all processes must call them; a single process
-# communicates nothing.
+# Collectives, exempt from the caller's transfer guards. They block, and all processes must call them; with a single
+# process there is no communication.
 
 
 def any_process(true: bool) -> bool:
-    """Return whether the value is true on any process."""
     return bool(max_over_processes(np.array([true]))[0])
 
 
 def max_over_processes(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the elementwise maximum over all processes."""
     return _gathered(mine).max(axis=0)
 
 
 def gather_texts(text: str) -> list[str]:
-    """Return the string of each process, in process order."""
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = _gathered(np.array([data.size], np.int32))[:, 0]
-    # Few sizes, so that a string that grows by one digit does not compile another program.
+    # Few sizes: a string that grows by one digit must not compile another program.
     room = max(_SMALLEST, 1 << (int(sizes.max()) - 1).bit_length())
     rows = _gathered(np.pad(data, (0, room - data.size)))
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def on_all_processes(fn: Callable[[], _T], problem: str, kind: type[Exception] = RuntimeError) -> _T:
-    """Return `fn()`, which must not communicate; an error on one process is an error on all of them.
+    """Return `fn()`, which must not communicate; an error on one process is raised on all.
 
-    A process that left alone would leave the others waiting for it.
-
-    Args:
-        fn: The function; every process calls its own.
-        problem: What is wrong if it fails on another process, for the error there.
-        kind: The type of that error.
-
-    Raises:
-        Exception: What `fn` raised here; if it failed elsewhere, an error of that kind, which names the process.
+    Otherwise the remaining processes would wait forever. Elsewhere the error is `kind`, with `problem` and the process.
     """
     error: Exception | None = None
     try:
-        found = fn()
+        result = fn()
     except Exception as caught:
         error = caught
     if any_process(error is not None):
         texts = gather_texts("" if error is None else f"{type(error).__name__}: {error}")
         process = next(i for i, text in enumerate(texts) if text)
         raise error or kind(f"{problem}: process {process}: {texts[process]}")
-    return found
+    return result
 
 
 class AgreedShapes:
-    """The shapes of batches that all processes have agreed on: arrays of different shapes would make them wait forever.
-
-    Shapes are compared once; a batch of known shapes needs no communication.
-    """
+    """The batch shapes that all processes have agreed on: different ones would make them wait forever."""
 
     def __init__(self) -> None:
         self._known: set[Any] = set()
 
     def check(self, state: Tree, args: tuple[Any, ...], shapes: Hashable = None) -> None:
-        """Compare the shapes of a batch with those of the other processes, if they are new and the arrays span them.
+        """Compare new shapes of a batch with the other processes, if its arrays span them.
 
         All processes must call this before each call of a step.
-
-        Args:
-            state: The state.
-            args: The batch.
-            shapes: What stands for its shapes, if that is known.
-
-        Raises:
-            ValueError: The shapes differ; names two processes and what they have. It is raised on all processes.
         """
         if shapes is None:
             leaves, treedef = trees.flatten(args)
@@ -185,10 +153,10 @@ class AgreedShapes:
         if shapes in self._known:
             return
         if not any(map(_spans_processes, (*jax.tree.leaves(args), getattr(state, "global_step", None)))):
-            return  # not known either: one process may run steps of its own
+            return  # not recorded either: one process may run steps by itself
         with doing(AGREEING_ON_SHAPES):
             each = [json.loads(text) for text in gather_texts(json.dumps(_described(args)))]
-        other = next((i for i, one in enumerate(each) if one["whole"] != each[0]["whole"]), None)
+        other = next((i for i, described in enumerate(each) if described["whole"] != each[0]["whole"]), None)
         if other is not None:
             kind = "here" if each[0]["here"] != each[other]["here"] else "whole"
             first, second = (
@@ -207,8 +175,8 @@ def _spans_processes(leaf: object) -> bool:
 
 
 def _described(args: tuple[Any, ...]) -> dict[str, list[str]]:
-    """Return the shapes of the arrays of a batch, of all processes together and of this one."""
-    found: dict[str, list[str]] = {"whole": [], "here": []}
+    """Return the shapes over all processes and on this one."""
+    shapes: dict[str, list[str]] = {"whole": [], "here": []}
     for path, leaf in trees.leaves_with_paths(trees.batch_of(args)):
         dtype, shape = np.dtype(jax.dtypes.result_type(leaf)).name, np.shape(leaf)
         here = shape
@@ -217,25 +185,23 @@ def _described(args: tuple[Any, ...]) -> dict[str, list[str]]:
             sizes = [{part.indices(size)[:2] for part in each} for each, size in zip(parts, shape, strict=True)]
             here = tuple(sum(stop - start for start, stop in each) for each in sizes)
         for kind, of in (("whole", shape), ("here", here)):
-            found[kind].append(array_type(of, dtype) + (f" at {path!r}" if path else ""))
-    return found
+            shapes[kind].append(array_type(of, dtype) + (f" at {path!r}" if path else ""))
+    return shapes
 
 
 def broadcast_bytes(data: bytes) -> bytes:
-    """Return the data of process 0."""
     (size,) = broadcast_ints(len(data))
     mine = np.frombuffer(data[:size].ljust(size, b"\0"), np.uint8)
     return _of_process_0(mine).astype(np.uint8).tobytes() if size else b""
 
 
 def broadcast_ints(*numbers: int) -> list[int]:
-    """Return the integers of process 0, which may have up to 62 bits."""
+    """Return the integers of process 0, of up to 62 bits."""
     halves = np.array([divmod(number, 2**31) for number in numbers], np.int32)
     return [int(high) * 2**31 + int(low) for high, low in _of_process_0(halves)]
 
 
 def _gathered(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the arrays of all processes, stacked."""
     with internal_transfers(), doing(AGREEING):
         return np.asarray(multihost_utils.process_allgather(mine))
 
@@ -274,24 +240,21 @@ Known = Mapping[str, Setting]
 def known(arguments: Known) -> Known:
     """Combine arguments and variables: arguments take precedence over `JAX_*`, and these over SkyPilot's.
 
-    JAX itself reads SLURM's variables. Here they are only compared with the others, if those are incomplete.
-
-    Raises:
-        ValueError: A variable is not a number or is out of range, or two disagree; names them.
+    JAX itself reads SLURM's variables; here they are only checked, if the others are incomplete.
     """
-    found: dict[str, Setting] = {**_numbers(_JAX), **arguments}
-    check_range(found)
+    settings: dict[str, Setting] = {**_numbers(_JAX), **arguments}
+    check_range(settings)
     for launcher, is_read_here in ((_of_skypilot, True), (_of_slurm, False)):
-        if found.keys() >= set(FIELDS):
+        if settings.keys() >= set(FIELDS):
             break
         other = launcher()
         for field in (COUNT, INDEX):
-            if field in found and field in other and found[field].value != other[field].value:
-                both, names = f"{found[field]}, {other[field]}", ", ".join(_JAX.values())
+            if field in settings and field in other and settings[field].value != other[field].value:
+                both, names = f"{settings[field]}, {other[field]}", ", ".join(_JAX.values())
                 raise ValueError(f"{both}: they disagree; set {names}, all three, or none")
-        check_range({**other, **found})
-        found = {**other, **found} if is_read_here else found
-    return found
+        check_range({**other, **settings})
+        settings = {**other, **settings} if is_read_here else settings
+    return settings
 
 
 def several() -> str | None:
@@ -304,23 +267,18 @@ def several() -> str | None:
     return f"{_TPU_HOSTS}={hosts}" if "," in hosts else None
 
 
-def check_range(found: Known) -> None:
-    """Validate the number of processes and the process index; errors name their sources.
-
-    Raises:
-        ValueError: The number of processes is below 1, or the process index is out of range.
-    """
-    count, index = found.get(COUNT), found.get(INDEX)
-    for one, low in ((count, 1), (index, 0)):
-        if one is not None and one.value < low:
-            raise ValueError(f"{one}: must be ≥ {low}")
+def check_range(settings: Known) -> None:
+    count, index = settings.get(COUNT), settings.get(INDEX)
+    for setting, low in ((count, 1), (index, 0)):
+        if setting is not None and setting.value < low:
+            raise ValueError(f"{setting}: must be ≥ {low}")
     if count is not None and index is not None and index.value >= count.value:
         raise ValueError(f"{index}: must be < {count}")
 
 
-def missing(found: Known) -> str:
-    """List the unknown fields and the variables that would set them, for an error."""
-    text = ", ".join(f"{field} ({_JAX[field]})" for field in FIELDS if field not in found)
+def missing(settings: Known) -> str:
+    """List the unknown fields, and the variables that would set them."""
+    text = ", ".join(f"{field} ({_JAX[field]})" for field in FIELDS if field not in settings)
     step = [name for name in _SLURM_STEP if not os.environ.get(name)]
     if 0 < len(step) < len(_SLURM_STEP):
         text += f"; of what srun sets: {', '.join(step)}"
@@ -328,45 +286,42 @@ def missing(found: Known) -> str:
 
 
 def _numbers(names: Mapping[str, str]) -> dict[str, Setting]:
-    """Read the variables that are set, and parse numbers; an empty variable counts as unset."""
-    found: dict[str, Setting] = {}
+    """Read variables; an empty one counts as unset."""
+    settings: dict[str, Setting] = {}
     for field, name in names.items():
         text = os.environ.get(name, "").strip()
         if not text:
             continue
         try:
-            found[field] = Setting(text if field == ADDRESS else int(text), name)
+            settings[field] = Setting(text if field == ADDRESS else int(text), name)
         except ValueError:
             raise ValueError(f"{name}={text!r}: must be an integer") from None
-    return found
+    return settings
 
 
 def _of_skypilot() -> dict[str, Setting]:
-    """Read SkyPilot's variables: one process for each node, process 0 on the first node.
-
-    Raises:
-        ValueError: One of the variables is missing, or they disagree.
-    """
-    found = _numbers(_SKYPILOT)
-    check_range(found)
-    if not found or (COUNT in found and found[COUNT].value == 1 and ADDRESS not in found):
-        return found
-    absent = [name for field, name in _SKYPILOT.items() if field not in found]
+    """Read SkyPilot's variables: one process for each node, process 0 on the first."""
+    settings = _numbers(_SKYPILOT)
+    check_range(settings)
+    if not settings or (COUNT in settings and settings[COUNT].value == 1 and ADDRESS not in settings):
+        return settings
+    absent = [name for field, name in _SKYPILOT.items() if field not in settings]
     if absent:
-        names = ", ".join(map(str, found.values()))
+        names = ", ".join(map(str, settings.values()))
         raise ValueError(f"{names}: {', '.join(absent)} must be set as well, as SkyPilot sets all of them")
-    nodes = found[ADDRESS].value.split()
-    if len(nodes) != found[COUNT].value:
-        raise ValueError(f"{found[COUNT]}: must be the number of addresses in {found[ADDRESS]}, which is {len(nodes)}")
+    nodes = settings[ADDRESS].value.split()
+    if len(nodes) != settings[COUNT].value:
+        raise ValueError(
+            f"{settings[COUNT]}: must be the number of addresses in {settings[ADDRESS]}, which is {len(nodes)}"
+        )
     host = f"[{nodes[0]}]" if ":" in nodes[0] else nodes[0]
     # JAX's variable for the port, or one derived from the task, above Linux's ephemeral ports.
     task = os.environ.get("SKYPILOT_TASK_ID", "")
     port = os.environ.get("JAX_COORDINATOR_PORT") or str(61440 + zlib.crc32(task.encode()) % 4096)
-    return {**found, ADDRESS: Setting(f"{host}:{port}", _SKYPILOT[ADDRESS])}
+    return {**settings, ADDRESS: Setting(f"{host}:{port}", _SKYPILOT[ADDRESS])}
 
 
 def _of_slurm() -> dict[str, Setting]:
-    """Read the variables of `srun`, if it started this process."""
     return _numbers(_SLURM) if all(os.environ.get(name) for name in _SLURM_STEP) else {}
 
 
@@ -412,11 +367,11 @@ def initialize(
     only on this address; JAX's default is all interfaces. Under SLURM JAX assigns to each task the GPU of its
     `SLURM_LOCALID`; to assign others, set `JAX_LOCAL_DEVICE_IDS` or all three `JAX_*` variables.
     """
-    given = {ADDRESS: coordinator_address, COUNT: num_processes, INDEX: process_id}
-    arguments = {name: Setting(value, name) for name, value in given.items() if value is not None}
+    values = {ADDRESS: coordinator_address, COUNT: num_processes, INDEX: process_id}
+    arguments = {name: Setting(value, name) for name, value in values.items() if value is not None}
     for name in (COUNT, INDEX):
         if name in arguments:
-            as_int(given[name], name)
+            as_int(values[name], name)
     as_int(initialization_timeout_secs, "initialization_timeout_secs", 1)
     as_int(heartbeat_timeout_secs, "heartbeat_timeout_secs", 1)
     as_int(shutdown_timeout_secs, "shutdown_timeout_secs", 1)
@@ -432,19 +387,19 @@ def initialize(
         return
     if num_processes == 1:
         return
-    found = known(arguments)
-    total = found.get(COUNT) or _of_slurm().get(COUNT)
+    config = known(arguments)
+    total = config.get(COUNT) or _of_slurm().get(COUNT)
     if total is not None and total.value == 1:
         return
-    address, count, index = (found[name].value if name in found else None for name in (ADDRESS, COUNT, INDEX))
-    complete = found.keys() >= set(FIELDS)  # all that JAX needs
+    address, count, index = (config[name].value if name in config else None for name in (ADDRESS, COUNT, INDEX))
+    complete = config.keys() >= set(FIELDS)  # all that JAX needs
     bind = None
     if address is not None:
-        host, port = _host_and_port(found[ADDRESS])
+        host, port = _host_and_port(config[ADDRESS])
         bind = f"{host}:{port}" if host in _LOOPBACK and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ else None
         if complete and index:
             # JAX's own client exits the process on a timeout, without an exception.
-            _wait_for(host, port, found[ADDRESS], initialization_timeout_secs)
+            _wait_for(host, port, config[ADDRESS], initialization_timeout_secs)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(
@@ -460,15 +415,15 @@ def initialize(
         )
     except RuntimeError:
         # JAX is already in use. That is harmless with one process; with several, each would train separately.
-        if found or several():
+        if config or several():
             raise
     except ValueError as error:
         size = several()
-        if not found and not size and "should be defined" in str(error):
+        if not config and not size and "should be defined" in str(error):
             return  # no cluster detected: one process
-        settings = ", ".join(str(found.get(name, Setting(None, name))) for name in (ADDRESS, COUNT, INDEX))
+        settings = ", ".join(str(config.get(name, Setting(None, name))) for name in (ADDRESS, COUNT, INDEX))
         raise ValueError(
-            f"{settings if found or not size else size}: {error} Missing: {missing(found)}. Give all "
+            f"{settings if config or not size else size}: {error} Missing: {missing(config)}. Give all "
             "three as arguments or variables, or start the processes under SLURM (srun), Open MPI or on a TPU slice, "
             "where they are detected; num_processes=1 trains with a single process."
         ) from error

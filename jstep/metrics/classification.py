@@ -1,7 +1,7 @@
 """Metrics of classifiers: accuracy, F1 score, confusion matrix, perplexity, and areas under curves.
 
-Weights mean the same in all: an example counts with its weight, one of weight 0 not at all, whatever its label and
-scores. Without weights, and with a mask, counts are exact integers.
+Weights mean the same in all metrics: an example counts with its weight, and an example of weight 0 is ignored, whatever
+its label and scores. Without weights, and with a mask, counts are exact integers.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jstep.metrics.totals import NONE, Count, Sum, Total, each, joined, summed, 
 
 
 class _Metric:
-    """Base class of metrics, which show what they compute."""
+    """Base class of metrics, whose `repr` shows their value."""
 
     def __repr__(self) -> str:
         try:
@@ -34,8 +34,6 @@ class _Metric:
 
 
 class _Totals(_Metric):
-    """Base class of metrics that are totals, which are summed over the batches."""
-
     def merge(self, other: Self) -> Self:
         """Merge with another metric object."""
         return cast(Self, jax.tree.map(operator.add, self, other, is_leaf=lambda part: isinstance(part, Total)))
@@ -48,7 +46,6 @@ class Accuracy(_Totals):
 
     Attributes:
         right: The number, or weight, of correct predictions.
-        total: The number, or weight, of labels.
         unknown: The number of labels of weight above 0 whose logits have a NaN.
     """
 
@@ -57,7 +54,7 @@ class Accuracy(_Totals):
     unknown: Count = NONE
 
     def compute(self) -> float:
-        """The accuracy; NaN without examples, if all weights are 0, or if a logit is NaN."""
+        """Return the accuracy; NaN without examples, if all weights are 0, or if a logit is NaN."""
         total = self.total.exact().item()
         return self.right.exact().item() / total if total and not self.unknown.exact() else math.nan
 
@@ -87,10 +84,10 @@ def accuracy(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | None 
         >>> round(first.merge(second).compute(), 3)
         0.667
     """
-    given, truth = logits_and_labels(logits, labels)
+    scores, truth = logits_and_labels(logits, labels)
     weight = weights_of(weights, labels)
-    right = jnp.argmax(given, axis=-1).astype(truth.dtype) == truth
-    unknown = count_of(jnp.any(jnp.isnan(given), axis=-1), weight)
+    right = jnp.argmax(scores, axis=-1).astype(truth.dtype) == truth
+    unknown = count_of(jnp.any(jnp.isnan(scores), axis=-1), weight)
     return Accuracy(total_of(right, weight), total_of(jnp.ones_like(right), weight), unknown)
 
 
@@ -112,7 +109,7 @@ class F1(_Totals):
     unknown: Count = NONE
 
     def compute(self) -> float:
-        """2 · both / (predicted + true); 0 if both counts are 0, as in scikit-learn; NaN if a score is NaN."""
+        """Return 2 · both / (predicted + true); 0 if both counts are 0, as in scikit-learn; NaN if a score is NaN."""
         if self.unknown.exact():
             return math.nan
         either = self.predicted.exact().item() + self.true.exact().item()
@@ -143,11 +140,11 @@ def f1(scores: ArrayLike, labels: ArrayLike, threshold: float = 0.5, *, weights:
         >>> jstep.metrics.f1(jnp.array([0.9, 0.6, 0.2, 0.1]), jnp.array([1, 0, 1, 0])).compute()
         0.5
     """
-    given, truth = scores_and_truth(scores, labels)
+    values, truth = scores_and_truth(scores, labels)
     weight = weights_of(weights, labels)
-    predicted = given > jnp.asarray(as_number(threshold, "threshold"), given.dtype)
+    predicted = values > jnp.asarray(as_number(threshold, "threshold"), values.dtype)
     totals = (total_of(predicted & truth, weight), total_of(predicted, weight), total_of(truth, weight))
-    return F1(*totals, count_of(jnp.isnan(given), weight))
+    return F1(*totals, count_of(jnp.isnan(values), weight))
 
 
 @jax.tree_util.register_dataclass
@@ -156,7 +153,7 @@ class ConfusionMatrix(_Totals):
     """Result of `confusion_matrix`: totals of one batch or several merged batches.
 
     Attributes:
-        matrix: Numbers, or weights, of examples, `[num_classes, num_classes]`; rows are true classes.
+        matrix: `[num_classes, num_classes]`; rows are true classes.
         unknown: The number of examples of weight above 0 whose prediction or label is not a class index.
     """
 
@@ -206,31 +203,26 @@ def confusion_matrix(
         {'0/0': 1, '0/1': 1, '1/0': 0, '1/1': 1}
     """
     size = as_int(num_classes, "num_classes", 1, "a number of classes")
-    given, truth = pair(indices(predictions, "predictions"), indices(labels, "labels"), ("predictions", "labels"))
-    given, truth, weight = jax.tree.map(whole, (given, truth, weights_of(weights, labels)))
-    known = _is_class(given, size) & _is_class(truth, size)
-    cell = truth.astype(jnp.int32) * size + given.astype(jnp.int32)
-    cell = jnp.where(known, cell, jnp.full_like(cell, size * size))  # out of range: left out
-    found = each(known, weight).segment_sum(cell, size * size)
-    matrix: Total = jax.tree.map(lambda part: part.reshape(size, size), found)
-    return ConfusionMatrix(matrix, count_of(~known, weight))
+    predicted, truth = pair(indices(predictions, "predictions"), indices(labels, "labels"), ("predictions", "labels"))
+    predicted, truth, weight = jax.tree.map(whole, (predicted, truth, weights_of(weights, labels)))
+    valid = _is_class(predicted, size) & _is_class(truth, size)
+    cell = truth.astype(jnp.int32) * size + predicted.astype(jnp.int32)
+    cell = jnp.where(valid, cell, jnp.full_like(cell, size * size))  # out of range: left out
+    cells = each(valid, weight).segment_sum(cell, size * size)
+    matrix: Total = jax.tree.map(lambda part: part.reshape(size, size), cells)
+    return ConfusionMatrix(matrix, count_of(~valid, weight))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Perplexity(_Totals):
-    """Result of `perplexity`: totals of one batch or several merged batches.
-
-    Attributes:
-        loss: The sum of −log p(label), times the weights.
-        total: The number, or weight, of labels.
-    """
+    """Result of `perplexity`: the sum of weighted −log p(label), and the number, or weight, of labels."""
 
     loss: Sum
     total: Total
 
     def compute(self) -> float:
-        """exp(mean of −log p(label)); NaN without labels, or if all weights are 0."""
+        """Return exp(mean of −log p(label)); NaN without labels, or if all weights are 0."""
         total = self.total.exact().item()
         if not total:
             return math.nan
@@ -269,28 +261,28 @@ def perplexity(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | Non
         >>> round(jstep.metrics.perplexity(logits, labels, weights=labels >= 0).compute(), 3)
         50.0
     """
-    given, truth = logits_and_labels(logits, labels)
+    scores, truth = logits_and_labels(logits, labels)
     weight = weights_of(weights, labels)
-    logs = jax.nn.log_softmax(given, axis=-1)
-    chosen = truth.astype(jnp.int32)[:, None] == jnp.arange(given.shape[-1], dtype=jnp.int32)[None]
+    logs = jax.nn.log_softmax(scores, axis=-1)
+    chosen = truth.astype(jnp.int32)[:, None] == jnp.arange(scores.shape[-1], dtype=jnp.int32)[None]
     picked = jnp.sum(jnp.where(chosen, logs, jnp.zeros_like(logs)), axis=-1)
-    known = _is_class(truth, given.shape[-1])
-    losses = -jnp.where(known, picked, jnp.full_like(picked, jnp.nan))
+    valid = _is_class(truth, scores.shape[-1])
+    losses = -jnp.where(valid, picked, jnp.full_like(picked, jnp.nan))
     if weight is not None:
         wider = np.promote_types(losses.dtype, weight.dtype)
         factors = weight.astype(wider)
         losses = jnp.where(factors == 0, jnp.zeros_like(factors), losses.astype(wider) * factors)
-    return Perplexity(summed(losses), total_of(jnp.ones_like(known), weight))
+    return Perplexity(summed(losses), total_of(jnp.ones_like(valid), weight))
 
 
 def count_of(flags: Array, weight: Array | None) -> Count:
-    """Return the number of examples of weight above 0 that have a flag."""
+    """The number of examples of weight above 0 that have a flag."""
     counts = flags if weight is None else flags & (weight != jnp.zeros((), weight.dtype))
     return cast(Count, total_of(counts))
 
 
 def _is_class(labels: Array, num_classes: int) -> Array:
-    """Return a mask of the labels in 0 … num_classes − 1."""
+    """A mask of the labels in 0 … num_classes − 1."""
     with jax.numpy_dtype_promotion("standard"):
         return (labels >= 0) & (labels < num_classes)
 
@@ -301,17 +293,15 @@ _FINER = 32
 """Multiplier of the requested number of thresholds: their cost is negligible compared with a batch."""
 _MOST = 2**14
 _WHOLE = 2**29
-"""What the sizes of all bins add up to."""
+"""The sum of the sizes of all bins."""
 
 
 class Thresholds(NamedTuple):
-    """Examples in bins of one score or a span of scores each. Vectors of the same length.
+    """Examples in bins of one score or a range of scores. Vectors of the same length.
 
     Attributes:
         low: The lowest score of each bin.
-        high: The highest score of each bin.
-        positive: The number, or weight, of positive examples in each bin.
-        negative: The number, or weight, of negative examples in each bin; a bin without examples is empty.
+        positive: The number, or weight, of positive examples; without any examples a bin is empty.
     """
 
     low: Array
@@ -323,12 +313,7 @@ class Thresholds(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class AUC(_Metric):
-    """Result of `auc`: the scores of one batch or several merged batches, as counts by threshold.
-
-    Attributes:
-        thresholds: The counts.
-        curve: `"ROC"` or `"PR"`.
-    """
+    """Result of `auc`: the scores of one batch or several merged batches, as counts by threshold."""
 
     thresholds: Thresholds
     curve: str = dataclasses.field(metadata={"static": True})
@@ -338,7 +323,7 @@ class AUC(_Metric):
         return AUC(_fewer(_both(self.thresholds, other.thresholds), self.thresholds.low.size), self.curve)
 
     def compute(self) -> float:
-        """The area; NaN if it is undefined or a score is NaN."""
+        """Return the area; NaN if it is undefined or a score is NaN."""
         kept = self.thresholds
         with meshes.internal_transfers():
             low, high = (np.asarray(end, np.float64) for end in (kept.low, kept.high))
@@ -355,7 +340,7 @@ class AUC(_Metric):
         is_span = (spans[:, 0] < spans[:, 1])[first]
         if self.curve == "PR":
             return _average_precision(positive, negative, is_span)
-        # The fraction of pairs of a positive and a negative example in the right order; equal scores count half.
+        # The fraction of (positive, negative) pairs in the right order; equal scores count half.
         pairs = float(positive.sum() * negative.sum())
         above = np.cumsum(positive) - positive
         return float(np.sum(negative * (above + positive / 2))) / pairs if pairs else math.nan
@@ -409,20 +394,20 @@ def auc(
     number = as_int(num_thresholds, "num_thresholds", 2, "a number of thresholds")
     if number > _MOST:
         raise ValueError(f"num_thresholds={number}: must be at most {_MOST}")
-    given, truth, weight = jax.tree.map(whole, (*scores_and_truth(scores, labels), weights_of(weights, labels)))
+    values, truth, weight = jax.tree.map(whole, (*scores_and_truth(scores, labels), weights_of(weights, labels)))
     if weight is not None and weight.dtype != jnp.bool_:
-        # A wrong weight has the effect of a score that is NaN: bins cannot be compared by weights that are NaN.
-        given = jnp.where(jnp.isnan(weight), jnp.full_like(given, jnp.nan), given)
+        # An invalid weight acts like a NaN score, because bins cannot be compared by NaN weights.
+        values = jnp.where(jnp.isnan(weight), jnp.full_like(values, jnp.nan), values)
         weight = jnp.where(jnp.isnan(weight), jnp.ones_like(weight), weight)
-    bins, most = Thresholds(given, given, each(truth, weight), each(~truth, weight)), number * _FINER
-    if given.size > most:
+    bins, most = Thresholds(values, values, each(truth, weight), each(~truth, weight)), number * _FINER
+    if values.size > most:
         return AUC(_fewer(bins, most), curve)
-    # As many as in any other batch, so that `merge` is compiled once.
+    # The number of bins is the same for all batches, so that `merge` is compiled once.
     return AUC(jax.tree.map(lambda part: jnp.pad(part, (0, most - part.size)), bins), curve)
 
 
 def _average_precision(positive: Any, negative: Any, is_span: object) -> float:
-    """The mean precision over thresholds, weighted by positive examples; averaged over each span of scores."""
+    """The mean precision over thresholds, weighted by positives; averaged over each range of scores."""
     total = float(positive.sum())
     if not total:
         return 0.0  # as scikit-learn
@@ -437,27 +422,26 @@ def _average_precision(positive: Any, negative: Any, is_span: object) -> float:
 
 
 def _both(first: Thresholds, second: Thresholds) -> Thresholds:
-    """Concatenate the bins of both."""
     return cast(Thresholds, jax.tree.map(joined, first, second, is_leaf=lambda part: isinstance(part, Total)))
 
 
-def _fewer(given: Thresholds, most: int) -> Thresholds:
-    """Reduce the number of bins to `most`.
+def _fewer(bins: Thresholds, most: int) -> Thresholds:
+    """Reduce the number of bins to `most`; equal scores share a bin.
 
-    Equal scores share a bin. If there are too many different scores, neighbors are merged into bins of about equal
-    size, as `_places` measures it; a score that exceeds this size by itself keeps its own bin.
+    If there are too many different scores, neighbors are merged into bins of about equal size, as `_places` measures
+    it.
     """
-    counts = jnp.stack([total.approximate() for total in (given.positive, given.negative)], axis=1)
-    # By the middle of their span; those that are NaN, and empty bins, which become NaN, last.
+    counts = jnp.stack([total.approximate() for total in (bins.positive, bins.negative)], axis=1)
+    # By the middle of their range; NaN scores and empty bins, which become NaN, come last.
     is_empty = jnp.sum(counts, axis=1) == 0
-    low, high = (jnp.where(is_empty, jnp.full_like(end, jnp.nan), end) for end in (given.low, given.high))
+    low, high = (jnp.where(is_empty, jnp.full_like(end, jnp.nan), end) for end in (bins.low, bins.high))
     limits: Any = jnp.finfo(low.dtype)  # type: ignore[no-untyped-call]
     finite = [jnp.clip(end, limits.min, limits.max) * jnp.asarray(0.5, low.dtype) for end in (low, high)]
     order = jnp.lexsort((low, jnp.where(low == high, low, finite[0] + finite[1])))
-    totals = jax.tree.map(lambda *two: jnp.stack(two, axis=1)[order], given.positive, given.negative)
+    totals = jax.tree.map(lambda *two: jnp.stack(two, axis=1)[order], bins.positive, bins.negative)
     low, high, counts = low[order], high[order], counts[order]
     group = jnp.cumsum((_differs(low) | _differs(high)).astype(jnp.int32)) - 1
-    unit = jnp.minimum(given.positive.unit(), given.negative.unit())
+    unit = jnp.minimum(bins.positive.unit(), bins.negative.unit())
     place = _places(jax.ops.segment_sum(counts, group, len(group)), unit, most)[group]
     ends = jax.ops.segment_max(jnp.stack([-low, high], axis=1), place, most)
     totals = totals.segment_sum(place, most)
@@ -466,9 +450,9 @@ def _fewer(given: Thresholds, most: int) -> Thresholds:
 
 
 def _places(counts: Array, unit: Array, most: int) -> Array:
-    """Return the bins of scores with these counts `[scores, 2]`; `most`, which is none, for those without examples."""
-    # A score has its share of the positive examples, of the negative ones, and of their log ranks: precision changes
-    # fastest at the highest scores.
+    """The bins of scores with these counts `[scores, 2]`; scores without examples get `most`, past the last bin."""
+    # The size of a score is its share of the positive examples, the negative examples and the log ranks, because
+    # precision changes fastest at the highest scores.
     both = jnp.sum(counts, axis=1)
     rank = jnp.log1p(both / (jnp.cumsum(both[::-1])[::-1] - both + unit))
     shares = jnp.concatenate([counts, rank[:, None]], axis=1)
@@ -487,7 +471,7 @@ def _places(counts: Array, unit: Array, most: int) -> Array:
 
 
 def _differs(vector: Array) -> Array:
-    """Whether each element differs from the previous one, which NaN does not from NaN; the first one does."""
+    """Whether each element differs from the previous one; NaN equals NaN, and the first element differs."""
     before, after = vector[:-1], vector[1:]
     return jnp.concatenate([jnp.ones((1,), bool), (before != after) & ~(jnp.isnan(before) & jnp.isnan(after))])
 
@@ -496,66 +480,40 @@ def _differs(vector: Array) -> Array:
 
 
 def scores_and_truth(scores: ArrayLike, labels: ArrayLike) -> tuple[Array, Array]:
-    """Return the scores in float32 or wider, and a mask of the labels that are 1, both flattened.
-
-    Raises:
-        TypeError: An argument is not an array of numbers.
-        ValueError: The shapes differ.
-    """
-    given, truth = pair(_numbers(scores, "scores"), _numbers(labels, "labels"), ("scores", "labels"))
-    return _at_least_float32(given), truth == jnp.ones((), truth.dtype)
+    """Return the scores in float32 or wider, and a mask of the labels that are 1, both flattened."""
+    values, truth = pair(_numbers(scores, "scores"), _numbers(labels, "labels"), ("scores", "labels"))
+    return _at_least_float32(values), truth == jnp.ones((), truth.dtype)
 
 
 def logits_and_labels(logits: ArrayLike, labels: ArrayLike) -> tuple[Array, Array]:
-    """Return logits `[examples, classes]` in float32 or wider, and labels `[examples]`.
-
-    Raises:
-        TypeError: Logits are not numbers, or labels are not integers.
-        ValueError: Logits do not have the shape of labels plus one axis.
-    """
-    given, truth = _numbers(logits, "logits"), indices(labels, "labels")
-    if given.ndim == 0 or given.shape[:-1] != truth.shape:
+    """Return logits `[examples, classes]` in float32 or wider, and labels `[examples]`."""
+    array, truth = _numbers(logits, "logits"), indices(labels, "labels")
+    if array.ndim == 0 or array.shape[:-1] != truth.shape:
         raise ValueError(
-            f"logits has shape {given.shape}, labels has shape {truth.shape}: must be [..., classes] and [...], labels "
+            f"logits has shape {array.shape}, labels has shape {truth.shape}: must be [..., classes] and [...], labels "
             "being the indices of classes"
         )
-    return _at_least_float32(given).reshape(math.prod(truth.shape), given.shape[-1]), truth.reshape(-1)
+    return _at_least_float32(array).reshape(math.prod(truth.shape), array.shape[-1]), truth.reshape(-1)
 
 
 def weights_of(weights: ArrayLike | None, labels: ArrayLike) -> Array | None:
-    """Return flattened weights, a mask or floating-point numbers of float32 or wider; None if there are none.
-
-    A weight that is negative, infinite or NaN becomes NaN, and with it the metric.
-
-    Args:
-        weights: A weight for each label, or None.
-        labels: The labels as they were passed, before they are flattened.
-
-    Raises:
-        TypeError: Weights are not an array of numbers.
-        ValueError: Weights do not have the shape of the labels.
-    """
+    """Return flattened weights, a mask or floats of float32 or wider; an invalid weight becomes NaN."""
     if weights is None:
         return None
-    given = _numbers(weights, "weights")
-    if given.shape != np.shape(labels):
+    array = _numbers(weights, "weights")
+    if array.shape != np.shape(labels):
         raise ValueError(
-            f"weights has shape {given.shape}, labels has shape {np.shape(labels)}: must be equal, one weight for each "
+            f"weights has shape {array.shape}, labels has shape {np.shape(labels)}: must be equal, one weight for each "
             "label; broadcast weights of whole sequences with jnp.broadcast_to(weights[:, None], labels.shape)"
         )
-    given = given.reshape(-1)
-    if given.dtype == jnp.bool_:
-        return given
-    given = _at_least_float32(given)
-    return jnp.where((given >= 0) & (given < jnp.inf), given, jnp.full_like(given, jnp.nan))
+    array = array.reshape(-1)
+    if array.dtype == jnp.bool_:
+        return array
+    array = _at_least_float32(array)
+    return jnp.where((array >= 0) & (array < jnp.inf), array, jnp.full_like(array, jnp.nan))
 
 
 def pair(first: Array, second: Array, names: tuple[str, str]) -> tuple[Array, Array]:
-    """Flatten two arrays of the same shape.
-
-    Raises:
-        ValueError: The shapes differ.
-    """
     if first.shape != second.shape:
         raise ValueError(
             f"{names[0]} has shape {first.shape}, {names[1]} has shape {second.shape}: must be equal, one of each for "
@@ -565,11 +523,7 @@ def pair(first: Array, second: Array, names: tuple[str, str]) -> tuple[Array, Ar
 
 
 def indices(value: object, argument: str) -> Array:
-    """Convert to an array of class indices, which can represent those of any number of classes.
-
-    Raises:
-        TypeError: The numbers are not integers.
-    """
+    """Convert to an array of class indices, wide enough for any number of classes."""
     array = _numbers(value, argument)
     if jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{argument}: must be integers, the indices of classes, got {kind(array)}")
@@ -577,21 +531,16 @@ def indices(value: object, argument: str) -> Array:
 
 
 def _numbers(value: object, argument: str) -> Array:
-    """Convert to an array of real numbers or bools.
-
-    Raises:
-        TypeError: The value is something else.
-    """
+    """Convert to an array of real numbers or bools."""
     if not (trees.is_array(value) or isinstance(value, bool | int | float | list | tuple)):
         raise TypeError(f"{argument}: must be an array of numbers, got {kind(value)}")
     array = device_values.as_array(value, argument)
-    if not any(jnp.issubdtype(array.dtype, one) for one in (jnp.floating, jnp.integer, jnp.bool_)):
+    if not any(jnp.issubdtype(array.dtype, dtype) for dtype in (jnp.floating, jnp.integer, jnp.bool_)):
         raise TypeError(f"{argument}: must be an array of numbers, got {kind(array)}")
     return array
 
 
 def _at_least_float32(array: Array) -> Array:
-    """Convert an array to float32, or keep it in float64."""
     return array.astype(jnp.float64 if array.dtype == jnp.float64 else jnp.float32)
 
 

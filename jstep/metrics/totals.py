@@ -18,12 +18,7 @@ _BITS = 12
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Counts of any shape: high · 2¹² + low, both uint32. Exact up to 2⁴⁴.
-
-    Attributes:
-        high: The high part.
-        low: The low part, below 2¹².
-    """
+    """Counts of any shape: high · 2¹² + low, both uint32, low < 2¹². Exact up to 2⁴⁴."""
 
     high: Array
     low: Array
@@ -34,16 +29,14 @@ class Count:
         return _carried(self.high + other.high, self.low + other.low)
 
     def as_sum(self, dtype: DTypeLike) -> "Sum":
-        """Convert to a sum of weights."""
         return _without_rest(self.high.astype(dtype) * 2**_BITS) + _without_rest(self.low.astype(dtype))
 
     def segment_sum(self, segments: Array, num_segments: int) -> "Count":
-        """Sum up to 2²⁰ counts by segment, as `jax.ops.segment_sum`; counts out of range are dropped."""
+        """Sum up to 2²⁰ counts by segment, as `jax.ops.segment_sum`; indices out of range are dropped."""
         high, low = (jax.ops.segment_sum(part, segments, num_segments) for part in (self.high, self.low))
         return _carried(high, low)
 
     def approximate(self) -> Array:
-        """In float32."""
         return self.high.astype(jnp.float32) * 2**_BITS + self.low.astype(jnp.float32)
 
     def unit(self) -> Array:
@@ -51,25 +44,19 @@ class Count:
         return jnp.ones((), jnp.float32)
 
     def exact(self) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-        """Return the exact counts on the host."""
         with internal_transfers():
             high, low = (np.asarray(part).astype(np.int64) for part in (self.high, self.low))
         return (high << _BITS) + low
 
 
-_ZERO: Any = np.zeros((), np.uint32)  # not on a device: this module is imported before there are any
+_ZERO: Any = np.zeros((), np.uint32)  # a NumPy array: at import there are no devices yet
 NONE = Count(_ZERO, _ZERO)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """Sums of weights, of any shape: value + rest, both floating, with twice the digits of each.
-
-    Attributes:
-        value: The sum, rounded.
-        rest: The rounding error of `value`.
-    """
+    """Sums of weights, of any shape: value + rest, the rounding error of `value`, with twice the digits of each."""
 
     value: Array
     rest: Array
@@ -79,15 +66,14 @@ class Sum:
             return self + other.as_sum(self.value.dtype)
         value = self.value + other.value
         part = value - self.value
-        lost = (self.value - (value - part)) + (other.value - part)  # the exact error of that sum (Knuth)
+        lost = (self.value - (value - part)) + (other.value - part)  # the exact rounding error of `value` (Knuth)
         return Sum(value, jnp.where(jnp.isfinite(value), lost + self.rest + other.rest, jnp.zeros_like(lost)))
 
     def segment_sum(self, segments: Array, num_segments: int) -> "Sum":
-        """Sum by segment, as `jax.ops.segment_sum`; what is out of range is dropped."""
+        """Sum by segment, as `jax.ops.segment_sum`; indices out of range are dropped."""
         return _split_sum(self, lambda part: jax.ops.segment_sum(part, segments, num_segments))
 
     def approximate(self) -> Array:
-        """In float32."""
         return (self.value + self.rest).astype(jnp.float32)
 
     def unit(self) -> Array:
@@ -96,7 +82,6 @@ class Sum:
         return jnp.min(jnp.where(value > 0, value, jnp.full_like(value, jnp.inf)), initial=jnp.inf)
 
     def exact(self) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-        """Return the sums in float64 on the host."""
         with internal_transfers():
             value, rest = (np.asarray(part).astype(np.float64) for part in (self.value, self.rest))
         return value + rest
@@ -106,14 +91,14 @@ Total = Count | Sum
 
 
 def each(condition: Array, weights: Array | None) -> Total:
-    """Return the total of each element by itself: its weight if it is true, 1 without weights; 0 if it is false."""
+    """The total of each element: its weight, or 1 without weights, if it is true; otherwise 0."""
     if weights is None or weights.dtype == jnp.bool_:
         return counted(condition if weights is None else condition & weights)
     return _without_rest(jnp.where(condition, weights, jnp.zeros_like(weights)))
 
 
 def total_of(condition: Array, weights: Array | None = None) -> Total:
-    """Return the number of true elements, or the sum of their weights."""
+    """The number of true elements, or the sum of their weights."""
     if weights is None or weights.dtype == jnp.bool_:
         return counted(jnp.sum(condition if weights is None else condition & weights, dtype=jnp.uint32))
     return summed(jnp.where(condition, weights, jnp.zeros_like(weights)))
@@ -126,17 +111,16 @@ def counted(number: Array) -> Count:
 
 
 def summed(values: Array) -> Sum:
-    """Return the sum of floating values, with twice their digits."""
+    """The sum of floating values, with twice their digits."""
     return _split_sum(_without_rest(values), jnp.sum)
 
 
 def joined(first: object, second: object) -> Any:
-    """Concatenate two vectors, of numbers or of totals."""
     if isinstance(first, Sum) and isinstance(second, Count):
         second = second.as_sum(first.value.dtype)
     elif isinstance(first, Count) and isinstance(second, Sum):
         first = first.as_sum(second.value.dtype)
-    return jax.tree.map(lambda one, other: jnp.concatenate([one, other]), first, second)
+    return jax.tree.map(lambda x, y: jnp.concatenate([x, y]), first, second)
 
 
 def _carried(high: Array, low: Array) -> Count:
@@ -147,17 +131,17 @@ def _without_rest(values: Array) -> Sum:
     return Sum(values, jnp.zeros_like(values))
 
 
-def _split_sum(given: Sum, add: Any) -> Sum:
+def _split_sum(sums: Sum, add: Any) -> Sum:
     """Sum with `add`, a plain sum over elements, without losing digits.
 
     Values are split twice at a bit common to all, into parts of which any sum is exact, and a remainder below 2⁻²² of
     the largest sum each time (Demmel and Nguyen, "Fast reproducible floating-point summation", 2013).
     """
-    left = given.value
+    left = sums.value
     total = _without_rest(add(jnp.zeros_like(left)))
     for _ in range(2):
         above = jnp.max(jnp.abs(left), initial=0) * jnp.asarray(2 * left.size, left.dtype)
         part = jnp.where(jnp.isfinite(above), (left + above) - above, left)  # NaN and infinity: a plain sum
         total += _without_rest(add(part))
         left = jnp.where(jnp.isfinite(left), left - part, jnp.zeros_like(left))
-    return total + _without_rest(add(left + given.rest))
+    return total + _without_rest(add(left + sums.rest))

@@ -70,7 +70,6 @@ def adam_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def signed_rate(h: Values) -> dict[str, Any]:
-    """The negative learning rate, multiplied by both bias corrections."""
     correction = jnp.sqrt(rules.bias_correction(h.beta2, h.age)) / rules.bias_correction(h.beta1, h.age)
     return {"signed_rate": -h.learning_rate * correction}
 
@@ -162,7 +161,7 @@ def scale_by_adam(
 
 
 def adam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The direction m̂ / (√v̂ + ε), with the largest v so far if there is a slot for it."""
+    """The direction m̂ / (√v̂ + ε), with the largest v so far if it is a slot."""
     m, v = rules.average(s.m, g, h.beta1), rules.average(s.v, g * g, h.beta2)
     new = {"m": m, "v": v}
     if "v_max" in s:
@@ -171,14 +170,14 @@ def adam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def corrections(h: Values) -> dict[str, Any]:
-    """The bias corrections 1/(1−β1^t) and 1/(1−β2^t), and both combined for `unbiased`, with its ε."""
+    """The bias corrections, and both combined for `unbiased`, with its ε."""
     of_m, of_v = rules.bias_correction(h.beta1, h.age), rules.bias_correction(h.beta2, h.age)
     root = jnp.sqrt(of_v)
     return {"unbias1": 1 / of_m, "unbias2": 1 / of_v, "unbias": root / of_m, "epsilon_hat": root * h.epsilon}
 
 
 def unbiased(m: Array, v: Array, h: Values) -> Array:
-    """The direction m̂ / (√v̂ + ε); the bias corrections are computed once for all elements."""
+    """The direction m̂ / (√v̂ + ε), bias-corrected once for all elements."""
     return h.unbias * m / (jnp.sqrt(v) + h.epsilon_hat)
 
 
@@ -216,7 +215,6 @@ def adamax(
 
 
 def adamax_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update by the infinity norm u."""
     m, u = rules.average(s.m, g, h.beta1), jnp.maximum(h.beta2 * s.v, jnp.abs(g) + h.epsilon)
     return -h.learning_rate * h.unbias1 * m / u, {"m": m, "v": u}
 
@@ -271,13 +269,11 @@ def nadam(
 
 
 def nadam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The direction with Nesterov momentum."""
     m, v = rules.average(s.m, g, h.beta1), rules.average(s.v, g * g, h.beta2)
     return (h.of_m * m + h.of_g * g) / (jnp.sqrt(h.unbias2 * v) + h.epsilon), {"m": m, "v": v}
 
 
 def nadam_weights(h: Values) -> dict[str, Any]:
-    """The weights of m and g in the direction, and the bias correction of v."""
     return {
         "of_m": h.beta1 / rules.bias_correction(h.beta1, h.age + 1),
         "of_g": (1 - h.beta1) / rules.bias_correction(h.beta1, h.age),
@@ -286,7 +282,7 @@ def nadam_weights(h: Values) -> dict[str, Any]:
 
 
 def growing_nadam_weights(h: Values) -> dict[str, Any]:
-    """The values of `nadam_weights` for a momentum that grows with the age, and the product of momenta."""
+    """As `nadam_weights`, for a momentum that grows with the age."""
     age = h.age.astype(jnp.result_type(h.mu_product))
 
     def mu(t: Array) -> Array:
@@ -356,7 +352,6 @@ def radam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def rectification(h: Values) -> dict[str, Any]:
-    """Whether to rectify, the factor r, and the bias corrections."""
     seen = rules.bias_correction(h.beta2, h.age)
     longest = 2 / (1 - h.beta2) - 1
     rho = longest - 2 * h.age.astype(seen.dtype) * (1 - seen) / seen
@@ -408,7 +403,6 @@ def adabelief(
 
 
 def adabelief_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """Adam's direction with the variance of g around m."""
     m = rules.average(s.m, g, h.beta1)
     v = rules.average(s.v, jnp.square(g - m), h.beta2) + h.epsilon_root
     return unbiased(m, v, h), {"m": m, "v": v}
@@ -449,7 +443,6 @@ def yogi(
 
 
 def yogi_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """Adam's direction with a v that changes by at most (1−β2)·g²."""
     m, square = rules.average(s.m, g, h.beta1), g * g
     v = s.v - (1 - h.beta2) * jnp.sign(s.v - square) * square
     return unbiased(m, v, h), {"m": m, "v": v}
@@ -506,7 +499,6 @@ def ademamix(
 
 
 def ademamix_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """Adam's direction with a second, slow average."""
     m1, m2 = rules.average(s.m1, g, h.beta1), rules.average(s.m2, g, h.beta3)
     v = rules.average(s.v, g * g, h.beta2)
     u = (h.unbias1 * m1 + h.alpha * m2) / (jnp.sqrt(h.unbias2 * v) + h.epsilon)
@@ -574,7 +566,6 @@ def adan_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def adan_corrections(h: Values) -> dict[str, Any]:
-    """The bias corrections of m, d and n, and whether this is the first update."""
     return corrections(h) | {"unbias3": 1 / rules.bias_correction(h.beta3, h.age), "first": h.age == 1}
 
 
@@ -622,7 +613,6 @@ def adopt_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def adopt_weights(h: Values) -> dict[str, Any]:
-    """The bound of u and the weights of the averages; at the first update v is g² and m stays unchanged."""
     first, age = h.age == 1, h.age.astype(jnp.result_type(float))
     return {
         "bound": jnp.power(age - 1, 0.25),
@@ -723,8 +713,8 @@ def adafactor(
         "v_col": Slot(shape=functools.partial(without, which=0), keeps="columns"),
         "v": Slot(shape=whole, holds="square"),
     } | ({} if momentum is None else {"m": MEAN})
-    made = rules.from_update("adafactor", adafactor_update, slots, hyper, prepare=prepare)
-    return rules.with_init(made, finished=True, order=Order())  # also without a learning_rate
+    optimizer = rules.from_update("adafactor", adafactor_update, slots, hyper, prepare=prepare)
+    return rules.with_init(optimizer, finished=True, order=Order())  # also without a learning_rate
 
 
 def factored_axes(shape: tuple[int, ...], least: int) -> tuple[int, int] | None:
@@ -736,7 +726,6 @@ def factored_axes(shape: tuple[int, ...], least: int) -> tuple[int, int] | None:
 
 
 def adafactor_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update by factored moments, or by whole ones for a leaf that is not factored."""
     square, new = g * g + h.epsilon, {}
     if s.v is None:
         axes = factored_axes(p.shape, 1)
@@ -761,5 +750,4 @@ def adafactor_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def root_mean_square(x: Array) -> Array:
-    """The root mean square; 0 for an empty array."""
     return jnp.sqrt(jnp.sum(x * x) / max(1, math.prod(x.shape)))

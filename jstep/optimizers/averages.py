@@ -55,8 +55,8 @@ class ExponentialMovingAverage:
             With decay=1.0 and zero_debias they are then the mean of the parameters at those steps:
             stochastic weight averaging.
         follows: When the average of a leaf moves, in `with_moving_average`. `"updates"`: in the updates that have a
-            gradient of the leaf, so that it stops where the leaf is no longer trained, behind it. `"step"`: once in
-            each update that advances the global step and is not skipped, whether it has a gradient of the leaf or
+            gradient of the leaf, so that it stops, lagging behind, when the leaf is no longer trained. `"step"`: once
+            in each update that advances the global step and is not skipped, whether it has a gradient of the leaf or
             not, as the usual averages of a training loop; below a label, in the updates of its part.
         rate: The rate 1 − d in place of the decay, in [0, 1] and usually close to 0, such as 0.001; also a schedule, or
             `held`. It is applied as it is given, while a decay that is a schedule or `held` is a float32, whose
@@ -97,8 +97,8 @@ class ExponentialMovingAverage:
                 f"decay={shown(self.decay)}, rate={shown(self.rate)}: must be one of them, where rate is 1 − decay, "
                 f"got {'neither' if self.decay is None else 'both'}; leave out the other"
             )
-        argument, given = self.speed
-        object.__setattr__(self, argument, checked(argument, given, low=0, high=1))
+        argument, value = self.speed
+        object.__setattr__(self, argument, checked(argument, value, low=0, high=1))
         one_of(self.follows, "follows", ("updates", "step"))
         for flag in ("num_updates", "zero_debias"):
             if not isinstance(getattr(self, flag), bool):
@@ -143,9 +143,6 @@ class ExponentialMovingAverage:
             num_updates: The number n of updates after which params have these values, ≥ 1 for the first.
             age: The number of values averaged so far, including this one; by default derived from `num_updates`.
 
-        Returns:
-            New averages.
-
         Raises:
             TypeError: `decay` or `rate` is held.
             ValueError: num_updates is required but missing, or is negative; or the structures differ.
@@ -158,21 +155,21 @@ class ExponentialMovingAverage:
 
     @property
     def speed(self) -> tuple[str, Any]:
-        """The argument that says how fast the averages move, `decay` or `rate`, and its value."""
+        """The argument that determines how fast the averages move, `decay` or `rate`, and its value."""
         return (DECAY, self.decay) if self.rate is None else (RATE, self.rate)
 
     def weight(self, num_updates: Step | None = None, age: Step | None = None) -> Any:
-        """The weight of new values of the parameters: `apply` adds weight · (p − avg); see there for the arguments."""
-        argument, given = self.speed
-        needed = self.num_updates or self.waits or callable(given) or (self.zero_debias and age is None)
+        """The weight of new parameters: `apply` adds weight · (p − avg)."""
+        argument, speed = self.speed
+        needed = self.num_updates or self.waits or callable(speed) or (self.zero_debias and age is None)
         if num_updates is None and needed:
             raise ValueError(
                 "num_updates=None: an average with num_updates, zero_debias, start_step, every or a schedule needs the "
                 "number of updates, as in ema.apply(averages, params, num_updates=state.global_step)"
             )
-        if isinstance(given, Held):
+        if isinstance(speed, Held):
             raise TypeError(
-                f"{argument}=held({given.name!r}, …): its value is in the state: use "
+                f"{argument}=held({speed.name!r}, …): its value is in the state: use "
                 "jstep.with_moving_average(optimizer, ema), which reads it, or a number or a schedule"
             )
         for name, value in (("num_updates", num_updates), ("age", age)):
@@ -188,12 +185,11 @@ class ExponentialMovingAverage:
 
     @property
     def starts_at_zeros(self) -> bool:
-        """Whether the averages start at zeros, not from the parameters."""
         return self.zero_debias and not self.start_step
 
     @property
     def waits(self) -> bool:
-        """Whether the averages do not move at each update."""
+        """Whether some updates do not move the averages."""
         return self.start_step > 0 or self.every > 1
 
     def is_due(self, num_updates: Step | None) -> Array:
@@ -203,10 +199,10 @@ class ExponentialMovingAverage:
 
     def _weight_when_due(self, num_updates: Step | None, age: Step | None) -> Any:
         # In terms of 1 − d, because computing 1 − d for d near 1 would lose digits.
-        argument, given = self.speed
-        if callable(given):
-            given = hyperparameters.value_at(argument, given, jnp.asarray(num_updates) - 1)
-        rate: Any = 1 - given if argument == DECAY else given
+        argument, speed = self.speed
+        if callable(speed):
+            speed = hyperparameters.value_at(argument, speed, jnp.asarray(num_updates) - 1)
+        rate: Any = 1 - speed if argument == DECAY else speed
         if self.num_updates:
             rate = jnp.maximum(jnp.asarray(rate, trees.default_float()), 9 / (10 + _count("num_updates", num_updates)))
         if self.zero_debias:
@@ -233,12 +229,11 @@ def _count(name: str, value: object) -> Array:
 
 
 MOVED = "moved_average"
-"""The name of the function below, by which the program of a step shows where averages move."""
+"""The name of the function below in the compiled step, which marks where averages move."""
 
 
 @jax.jit  # one trace for all leaves of a shape, as in leafwise
 def moved_average(average: Array, p: Array, rate: Array) -> Array:
-    """The average after a new value of its parameter."""
     rate, p = jnp.asarray(rate).astype(average.dtype), p.astype(average.dtype)
     moved = average - rate * (average - p)
     # Exactly the parameter or exactly the average, without rounding or 0 · ∞.
@@ -246,7 +241,6 @@ def moved_average(average: Array, p: Array, rate: Array) -> Array:
 
 
 def _followed(own: Slots, p: Array, u: object, rate: Array) -> tuple[None, Slots]:
-    """The average after an update of its parameter, None for no update."""
     return None, {NAME: moved_average(own[NAME], p if u is None else add(p, u), rate)}
 
 
@@ -272,14 +266,14 @@ def with_moving_average(
 
     Returns:
         An `Optimizer` with one more slot, named `ema.name`. The average of a leaf moves in the updates that have a
-        gradient of the leaf, so in a step of several updates, such as those of the players of a GAN, once for each of
-        its own; with `follows="step"` all averages move together, in each update that advances the step, and have an
-        age of their own with zero_debias. `train` logs a warning before the first step if a later stage stops training
-        leaves whose averages follow their updates, and after it if averages that follow the step move in no update of
-        the step. Leaves that a `partition` freezes have no average. With zero_debias, the age of averages comes from
-        the optimizer's `start_step`, which is added if missing; around a `partition` each label has a separate one,
-        `with_moving_average/label/start_step`, which counts the updates that have a gradient of its leaves. Averages
-        with start_step or every, which not every update moves, have an age of their own,
+        gradient of the leaf, so in a step of several updates, such as one for each player of a GAN, once for each of
+        the leaf's updates; with `follows="step"` all averages move together, in each update that advances the step, and
+        have a separate age with zero_debias. `train` logs a warning before the first step if a later stage stops
+        training leaves whose averages follow their updates, and after it if averages that follow the step move in no
+        update of the step. Leaves that a `partition` freezes have no average. With zero_debias, the age of averages
+        comes from the optimizer's `start_step`, which is added if missing; around a `partition` each label has a
+        separate one, `with_moving_average/label/start_step`, which counts the updates that have a gradient of its
+        leaves. Averages with start_step or every, which not every update moves, have a separate age,
         `with_moving_average/name/start_step`, or one for each label. Inside `skip_nonfinite`, a skipped update leaves
         the averages unchanged; inside `master_weights`, the master weights are averaged.
 
@@ -338,12 +332,12 @@ def with_moving_average(
             updates, inner = nested.call_update(optimizer, updates, inner, at, exact=True)
         now = dataclasses.replace(ema, **{argument: at.h[f"{ema.name}/{argument}"]}) if hyper else ema
         averages = trees.flatten_like(params, own[ema.name], "averages")
-        found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
+        moves_of_leaves = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         ages: Slots = {}
         if ema.follows == "step":
             moves = nested.ADVANCES.get() and nested.unless_skipped_by_guards(conditions, gradients, params)
             age = age_of(at.step, own[_age_name(ema)]) if ema.zero_debias else None
-            weights = [_weight_at_steps(now, after, age, moves)] * len(found)
+            weights = [_weight_at_steps(now, after, age, moves)] * len(moves_of_leaves)
             counts = moves & ema.is_due(after)
             ages = {name: jnp.where(counts, own[name], own[name] + 1) for name in own.keys() - {ema.name}}
         else:
@@ -352,7 +346,7 @@ def with_moving_average(
         def call(average: object, p: object, u: object, weight: object) -> Any:
             return None if average is None or weight is None else (_followed, p, u, weight)
 
-        on_leaves(params, {NAME: averages}, map(call, averages, jax.tree.leaves(params), found, weights))
+        on_leaves(params, {NAME: averages}, map(call, averages, jax.tree.leaves(params), moves_of_leaves, weights))
         return updates, inner, {**ages, ema.name: trees.structure(params).unflatten(averages)}
 
     role = Role.COPY if initial is None and not ema.starts_at_zeros else Role.AVERAGE
@@ -360,9 +354,8 @@ def with_moving_average(
 
 
 def _own(ema: ExponentialMovingAverage, fresh: Callable[[Params, Step], Any], role: Role, hyper: dict[str, Any]) -> Own:
-    """The slots, ages and hyperparameters of `with_moving_average`."""
     follows_step = ema.follows == "step"
-    # Averages that do not move at each update have an age of their own; the others have that of the optimizer.
+    # Averages that do not move at each update have a separate age; the others use the optimizer's.
     waits = ema.zero_debias and ema.waits
     ages = [_age_name(ema)] if follows_step and ema.zero_debias else []
     return Own(
@@ -382,12 +375,11 @@ def _age_scope(ema: ExponentialMovingAverage) -> str:
 
 
 def _age_name(ema: ExponentialMovingAverage) -> str:
-    """The slot with the age of averages that follow the step, the same for all leaves: they move together."""
     return f"{_age_scope(ema)}/{START_STEP}"
 
 
 def _weight_at_steps(ema: ExponentialMovingAverage, after: Array, age: Array | None, moves: Array | bool) -> Any:
-    """The weight of new parameters in averages that follow the step; None if they do not move in this update."""
+    """The weight of new parameters in averages that follow the step; None if they do not move now."""
     if moves is False:
         return None
     weight = ema.weight(after, age)
@@ -397,76 +389,62 @@ def _weight_at_steps(ema: ExponentialMovingAverage, after: Array, age: Array | N
 def _weights_at_updates(
     ema: ExponentialMovingAverage, after: Array, step: Step, leaves: Sequence[tuple[Any, Any, Any]]
 ) -> list[Any]:
-    """The weight of new parameters in averages that follow their updates, by leaf; None for one that does not move.
-
-    Args:
-        ema: The average.
-        after: The number of updates after this one.
-        step: The step.
-        leaves: The average, the gradient and the `start_step` of each leaf, in order, or None.
-    """
-    found: dict[int, tuple[Any, Any]] = {}  # one for each label
+    """The same by leaf, for averages that follow their updates; from (average, gradient, start_step)."""
+    by_label: dict[int, tuple[Any, Any]] = {}  # one for each label
 
     def of_label(start: Any) -> tuple[Any, Any]:
-        """The weight for a leaf with a gradient, and for one without."""
-        if id(start) not in found:
+        if id(start) not in by_label:
             age = None if start is None else age_of(step, start)
-            # What begins at zeros takes the first value, even if it does not change.
+            # An average that starts at zeros becomes the first value, even without a gradient.
             first = jnp.where((age == 1) & ema.is_due(after), 1.0, 0.0) if ema.starts_at_zeros else None
-            found[id(start)] = ema.weight(after, age), first
-        return found[id(start)]
+            by_label[id(start)] = ema.weight(after, age), first
+        return by_label[id(start)]
 
     return [None if average is None else of_label(start)[g is None] for average, g, start in leaves]
 
 
 def _initial(initial: Any, params: Params, averaged: Sequence[bool]) -> list[Any]:
-    """Return the initial values at the leaves to average, and the other leaves of params."""
-    found = initial(params) if trees.is_function(initial) else initial  # a model may be callable, and is a tree
-    values = trees.flatten_like(params, found, "initial", may_leave_out=not all(averaged))
-    made = []
+    tree = initial(params) if trees.is_function(initial) else initial  # a model may be callable, and is a tree
+    values = trees.flatten_like(params, tree, "initial", may_leave_out=not all(averaged))
+    leaves = []
     for (path, leaf), value, is_averaged in zip(trees.leaves_with_paths(params), values, averaged, strict=True):
         if not (is_averaged and trees.is_trainable(leaf)):
-            made.append(leaf)
+            leaves.append(leaf)
             continue
         if value is None or np.shape(value) != np.shape(leaf):
             have = "nothing" if value is None else f"shape {np.shape(value)}"
             raise ValueError(f"initial: must have shape {np.shape(leaf)} at {trees.quoted(path)}, got {have}")
-        made.append(jnp.asarray(value).astype(trees.compute_dtype(jnp.result_type(leaf))))
-    return made
+        leaves.append(jnp.asarray(value).astype(trees.compute_dtype(jnp.result_type(leaf))))
+    return leaves
 
 
 def as_average_names(use_averages: object) -> tuple[str, ...] | None:
-    """Return the names of the slots of averages that an argument `use_averages` selects; None for False.
-
-    Raises:
-        TypeError: It is neither a bool, nor a name, nor a list or tuple of names.
-        ValueError: It has no name, or an empty one.
-    """
+    """The names of the slots of averages that an argument `use_averages` selects; None for False."""
     if isinstance(use_averages, bool | np.bool_):
         return (NAME,) if use_averages else None
     names = tuple(use_averages) if isinstance(use_averages, list | tuple) else (use_averages,)
-    if not all(isinstance(one, str) for one in names):
+    if not all(isinstance(entry, str) for entry in names):
         raise TypeError(
             f"use_averages={shown(use_averages)}: must be True or False, the name of a slot of averages, or a list of "
             f"names, got {kind(use_averages)}"
         )
     if not names:
         raise ValueError(f"use_averages={use_averages!r}: must have a name; pass False for no averages")
-    return tuple(as_text(one, "use_averages") for one in names)
+    return tuple(as_text(entry, "use_averages") for entry in names)
 
 
 def averaged_params(state: TrainState[P], name: str | Sequence[str] = NAME) -> P:
     """The moving averages of the parameters, in the dtypes of the parameters, for evaluation.
 
     Values that are not averaged come from the state: integer leaves, leaves excluded by var_list, and model_state.
-    BatchNorm statistics are those of the raw parameters; if that matters, recompute them on some batches with the
+    BatchNorm statistics belong to the raw parameters; if that matters, recompute them on some batches with the
     averages, or make them change slowly (a momentum of 0.999).
 
     Args:
         state: A state whose optimizer is `with_moving_average`.
         name: The slot of the averages: its name with the prefixes of scopes and labels, or only the last part if
-            there is one such slot. Or several of them, such as those of the labels of a `partition`, each for other
-            leaves: every leaf is taken from the slot that has it.
+            there is one such slot. Or several names, such as one for each label of a `partition`, whose slots have
+            different leaves: every leaf is taken from the slot that has it.
 
     Returns:
         A tree like `state.params`.
@@ -530,7 +508,7 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
         params = at.params
         updates, inner = nested.call_update(optimizer, updates, inner, at)
         treedef = trees.structure(params)
-        found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
+        new_updates = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
         slows = trees.flatten_like(params, own[SLOW], f"slot {SLOW!r}")
         rate = jnp.asarray(at.h["slow_step_size"], trees.default_float())
 
@@ -538,10 +516,10 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
             is_left = u is None or start is None
             return None if is_left else (_synchronised, u, p, rate, age_of(at.step, start) % period == 0)
 
-        made = on_leaves(params, {SLOW: slows}, map(call, found, jax.tree.leaves(params), at.starts))
+        synchronised = on_leaves(params, {SLOW: slows}, map(call, new_updates, jax.tree.leaves(params), at.starts))
         # A leaf without an age is not synchronized, but an element of a chain may move it.
-        found = [u if new is None else new for u, new in zip(found, made, strict=True)]
-        return treedef.unflatten(found), inner, {SLOW: treedef.unflatten(slows)}
+        new_updates = [u if new is None else new for u, new in zip(new_updates, synchronised, strict=True)]
+        return treedef.unflatten(new_updates), inner, {SLOW: treedef.unflatten(slows)}
 
     def fresh(params: Params, step: Step) -> Any:
         return fresh_slot(SLOW, Slot("copy"), trained(optimizer, params), step)

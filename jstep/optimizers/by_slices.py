@@ -2,8 +2,8 @@
 
 XLA's compiler for TPUs does not fuse codes of blocks with the arithmetic of an update. In the body of a loop over
 slices of rows it keeps the float32 values of a slice in the fast memory of a core, if a barrier separates the new slots
-from their codes. The update is traced as a whole. For each leaf the operations at its end that are elementwise run in
-the loop, and everything before them, such as a global norm or a product of matrices, runs first.
+from their codes. The update is traced as a whole. For each leaf its last operations run in the loop if they are
+elementwise; everything before them, such as a global norm or a product of matrices, runs first.
 """
 
 import functools
@@ -27,22 +27,16 @@ SLICE = 2**19
 """The number of elements that a slice should have at most."""
 _TILE = {1: 4096, 2: 128}
 _ROWS = 32
-"""Whole tiles of a TPU's memory, for every dtype: numbers by the dimensions of a leaf, and rows of its last two."""
+"""Whole tiles of a TPU's memory, for every dtype: elements by the dimensions of a leaf, and rows of its last two."""
 
 Shape = tuple[int, ...]
 
 
 def slice_shape(path: str, shape: Shape, blocks: Blocks | None) -> Shape:
-    """The shape of the slices of a leaf; that of the leaf if its axes cannot be cut.
-
-    Args:
-        path: The path of the leaf.
-        shape: Its shape.
-        blocks: The blocks of its slots, which slices do not cut.
-    """
+    """The shape of the slices of a leaf, which do not cut blocks; the leaf's own if its axes cannot be cut."""
     layout = layout_of(path)
     if layout is None and jax.default_backend() == "tpu" and jax.device_count() > 1:
-        return shape  # along an axis that is split a loop would gather the leaf
+        return shape  # a loop along an axis that is split would gather the leaf
     part = list(shape)
     for axis in range(len(shape)):
         if layout is not None and axis < len(layout.spec) and parts_along(layout.mesh, layout.spec[axis]) > 1:
@@ -60,66 +54,52 @@ def slice_shape(path: str, shape: Shape, blocks: Blocks | None) -> Shape:
 def ending_of(
     program: Subprogram, results: Sequence[Any], is_part: Callable[[Operation], bool] = lambda operation: True
 ) -> Subprogram:
-    """The operations at the end of a program from which some of its variables are computed, as a program.
-
-    Its arguments are the variables that these operations read and do not compute.
-
-    Args:
-        program: The program.
-        results: The variables or literals.
-        is_part: Whether an operation may be one of them.
-    """
+    """The last operations (with `is_part`) that compute `results`, as a program of the variables that they read."""
     needs = dict.fromkeys(variables(results))
     operations = []
     for operation in reversed(program.operations):
-        made = operation.eqn.outvars
-        if not needs.keys().isdisjoint(made) and is_part(operation):
+        outputs = operation.eqn.outvars
+        if not needs.keys().isdisjoint(outputs) and is_part(operation):
             operations.append(operation)
-            needs = {var: None for var in needs if var not in made} | dict.fromkeys(variables(operation.eqn.invars))
+            needs = {var: None for var in needs if var not in outputs} | dict.fromkeys(variables(operation.eqn.invars))
     return Subprogram(part_of(program.jaxpr, [*needs], results, []), (), tuple(operations[::-1]))
 
 
 def is_of_leaf(shape: Shape, operation: Operation) -> bool:
-    """Whether an operation computes each element of an array of this shape from the elements at its place."""
+    """Whether an operation is elementwise on arrays of this shape."""
     is_whole = any(var.aval.shape == shape for var in operation.eqn.outvars)
     return is_whole and is_elementwise_operation(operation, shape)
 
 
-def values_of(program: Subprogram, given: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
+def values_of(program: Subprogram, inputs: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
     """Compute some variables of a program, and nothing that they do not need."""
-    known = dict(zip([*program.jaxpr.constvars, *program.jaxpr.invars], [*program.consts, *given], strict=True))
+    env = dict(zip([*program.jaxpr.constvars, *program.jaxpr.invars], [*program.consts, *inputs], strict=True))
     widened: dict[Any, Any] = {}
 
     def by(operation: Operation, values: list[Any]) -> list[Any]:
         if operation.kind == "cond":
             return _narrow(operation, values, widened)
-        eqn, made = operation.eqn, operation.eqn.outvars[0]
+        eqn, output = operation.eqn, operation.eqn.outvars[0]
         is_conversion = operation.name == "convert_element_type"
-        if is_conversion and eqn.invars[0].aval.dtype.itemsize < made.aval.dtype.itemsize:
-            widened[made] = values[0]
+        if is_conversion and eqn.invars[0].aval.dtype.itemsize < output.aval.dtype.itemsize:
+            widened[output] = values[0]
         return apply(operation, values)
 
     ending = ending_of(program, wanted)
-    return evaluate(ending, [known[var] for var in ending.jaxpr.invars], by)
+    return evaluate(ending, [env[var] for var in ending.jaxpr.invars], by)
 
 
 def _narrow(operation: Operation, values: Sequence[Any], widened: Mapping[Any, Any]) -> list[Any]:
-    """Apply a condition with its operands as they were before they were widened: XLA stores each as an array.
-
-    Args:
-        operation: The condition.
-        values: Its operands, the number of the branch first.
-        widened: The variables that are made by a conversion → what they are converted from.
-    """
+    """Apply a conditional to its operands before they were widened, because XLA stores each as an array."""
     atoms = operation.eqn.invars[1:]
-    given = [x if isinstance(a, Literal) else widened.get(a, x) for a, x in zip(atoms, values[1:], strict=True)]
+    inputs = [x if isinstance(a, Literal) else widened.get(a, x) for a, x in zip(atoms, values[1:], strict=True)]
 
-    def branch(number: int, *given: Any) -> list[Any]:
-        operands = [x.astype(atom.aval.dtype) for atom, x in zip(atoms, given, strict=True)]
+    def branch(number: int, *inputs: Any) -> list[Any]:
+        operands = [x.astype(atom.aval.dtype) for atom, x in zip(atoms, inputs, strict=True)]
         return evaluate(operation.bodies[number], operands)
 
     branches = [functools.partial(branch, number) for number in range(len(operation.bodies))]
-    return list(jax.lax.switch(values[0], branches, *given))
+    return list(jax.lax.switch(values[0], branches, *inputs))
 
 
 Body = Callable[[tuple[Any, ...], Any, Any], Any]
@@ -127,15 +107,7 @@ Body = Callable[[tuple[Any, ...], Any, Any], Any]
 
 
 def over_slices(body: Body, shape: Shape, part: Shape, carried: object, read: object) -> Any:
-    """Replace arrays slice by slice, in place.
-
-    Args:
-        body: Computes the new slices.
-        shape: The shape of the leaf.
-        part: The shape of a slice.
-        carried: A tree of the arrays to replace, of this shape or with fewer numbers along an axis.
-        read: A tree of arrays that are only read; scalars are not sliced.
-    """
+    """Replace the `carried` arrays slice by slice, in place; `read` arrays are sliced, too, except for scalars."""
     if part == shape:
         return body((0,) * len(shape), carried, read)
     counts = [whole // size for whole, size in zip(shape, part, strict=True)]
@@ -143,9 +115,9 @@ def over_slices(body: Body, shape: Shape, part: Shape, carried: object, read: ob
     slice_axes = [axis + i for i, axis in enumerate(cut_axes)]  # of a view: see `split`
 
     def split(x: Array) -> Array:
-        """A view whose slices are elements along axes of their own, because XLA slices these without another layout."""
+        """A view with separate axes for the position of a slice, which XLA slices without changing the layout."""
         sizes = [[count, size // count] if count > 1 else [size] for size, count in zip(x.shape, counts, strict=False)]
-        return x.reshape([one for both in sizes for one in both])  # a scalar has no axes
+        return x.reshape([n for both in sizes for n in both])  # a scalar has no axes
 
     def one(i: Array, carried: object) -> Any:
         places, rest = {}, i
@@ -169,5 +141,5 @@ def over_slices(body: Body, shape: Shape, part: Shape, carried: object, read: ob
         return jax.tree.map(put, carried, new)
 
     views = jax.tree.map(split, (carried, read))
-    made = jax.lax.fori_loop(0, math.prod(counts), one, views[0])
-    return jax.tree.map(lambda x, y: x.reshape(y.shape), made, carried)
+    new_views = jax.lax.fori_loop(0, math.prod(counts), one, views[0])
+    return jax.tree.map(lambda x, y: x.reshape(y.shape), new_views, carried)

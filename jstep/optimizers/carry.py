@@ -1,4 +1,4 @@
-"""`carry`: the slots of a state, carried over to parameters of other shapes, such as a vocabulary that has grown."""
+"""`carry`: the slots of a state for parameters of other shapes, such as a vocabulary that has grown."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -19,33 +19,33 @@ from jstep.state.slots import has_one_value, values_of
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 
 _FROM_PARAMS = (*COPIES, Role.AVERAGE)
-"""Slots whose new numbers are those of the parameters."""
+"""Slots whose new numbers come from the parameters."""
 _STALE = ". Fresh numbers meet an old age: their first updates are too large; partition gives them an age of their own"
 _logger = logging.getLogger("jstep")
 _Id = tuple[str, int]
 _Rows = Sequence[Any]
-"""For each axis of a parameter the old rows of the new ones, −1 for new rows; None for the leading ones."""
+"""For each axis of a parameter the old rows of its new rows, −1 for added rows; None for the leading rows."""
 
 
 def carry(
     state: TrainState, params: Tree, optimizer: OptimizerLike, *, index: Mapping[str, Any] | None = None
 ) -> TrainState:
-    """Return a state of other parameters at the same step, whose slots keep what old and new ones have in common.
+    """Return a state of other parameters at the same step, whose slots keep the part that old and new ones share.
 
-    As `TrainState.create(params, optimizer, global_step=…, model_state=…)`, except that a slot keeps what it had, by
-    its name and the path of its parameter: of each axis the leading part that both have. New numbers of averages, of
-    copies and of masters are those of the parameters. Ages, held values and guards stay.
+    As `TrainState.create(params, optimizer, global_step=…, model_state=…)`, except that a slot keeps its values, by
+    its name and the path of its parameter: along each axis the leading part that both have. New numbers of averages,
+    copies and masters come from the parameters. Ages, held values and guards stay.
 
     Args:
         state: The state.
-        params: The new parameters, as they shall be: nothing but slots is moved.
+        params: The new parameters, in their final form: only slots are carried over.
         optimizer: The optimizer of the new state.
-        index: Path of a parameter → the old rows of the new ones, −1 for new rows, where these are not the leading
-            ones; what is beyond the list is new. A tuple has an entry for each axis, None for the leading part.
+        index: Path of a parameter → the old row of each new row, −1 for an added one, if these are not the leading
+            rows; rows beyond the list are added ones. A tuple has an entry for each axis, None for the leading part.
 
     Raises:
         TypeError: The state, the optimizer, the index or its rows have the wrong type.
-        ValueError: A path of index is not in both, has another rank, or rows that there were not.
+        ValueError: A path of index is not in both, has another rank, or rows that did not exist.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -70,12 +70,7 @@ def carry(
 
 
 class _Moved:
-    """What is carried from one state to a fresh one, slot by slot, and what is said of it.
-
-    Attributes:
-        halves: The names of slots that are the other half of one.
-        stored_halves: Their values.
-    """
+    """The transfer of slots to a fresh state, and its log; `halves` are the slots that complete another slot."""
 
     def __init__(self, old: TrainState, fresh: TrainState, index: object) -> None:
         self._old, self._fresh = old, fresh
@@ -92,23 +87,22 @@ class _Moved:
         self._created: list[str] = []
 
     def slot(self, name: str) -> Any:
-        """The slot of the new state."""
-        made, old = self._fresh.slots[name], self._old
+        new, old = self._fresh.slots[name], self._old
         if name == MODEL_STATE:
-            return made
+            return new
         if name not in old.slots:
             self._created.append(name)
-            return made
-        if has_one_value(name, made, self._fresh.params, self._roles):
-            if _kinds(old.slots[name]) == _kinds(made):
+            return new
+        if has_one_value(name, new, self._fresh.params, self._roles):
+            if _kinds(old.slots[name]) == _kinds(new):
                 return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), old.slots[name])
             self._created.append(name)
-            return made
+            return new
         half, old_half = self._roles.halves.get(name), roles_in(old).halves.get(name)
         params, fresh = old.params, self._fresh
         was, was_stored = _parts(params, values_of(old, name)), _parts(params, old.slots[name])
         was_half = _parts(params, old.slots[old_half]) if old_half in old.slots else [None] * len(self._before)
-        now, stored = _parts(fresh.params, values_of(fresh, name)), _parts(fresh.params, made)
+        now, stored = _parts(fresh.params, values_of(fresh, name)), _parts(fresh.params, new)
         stored_half = [None] * len(self._now) if half is None else _parts(fresh.params, fresh.slots[half])
         for i, key in enumerate(self._new_ids):
             j = self._places.get(key)
@@ -162,13 +156,12 @@ class _Moved:
         return value
 
     def log(self, roles: Roles) -> None:
-        """Say what was carried in part, is new, or was dropped."""
         dropped = [f"params/{key[0]}" for key in self._old_ids if key not in set(self._new_ids)]
         dropped += [name for name in self._old.slots if name not in self._fresh.slots]
         if not (self._in_part or self._created or dropped):
             return
         corrected = any(name in self._old.slots for name in roles.of(*AGES))
-        is_stale = corrected and any(roles.get(one.split("/")[0]) is None for one in [*self._in_part, *self._created])
+        is_stale = corrected and any(roles.get(path.split("/")[0]) is None for path in [*self._in_part, *self._created])
         parts = {"in part": self._in_part, "new": self._created, "dropped": dropped}
         _logger.log(
             logging.WARNING if is_stale else logging.INFO,
@@ -188,42 +181,42 @@ def _kinds(tree: Tree) -> Any:
 
 
 def _as(param: Any, like: Any) -> Any:
-    """A parameter in the dtype of a slot; in the shape of another slot it is none."""
+    """A parameter in the dtype of a slot; the slot's own values if the shapes differ."""
     return placement.on_devices(param).astype(like.dtype) if np.shape(param) == np.shape(like) else like
 
 
 def _left_out(shape: tuple[int, ...], part: tuple[int, ...]) -> int | None:
-    """The only axis without which a shape is that of a slot."""
-    found = [axis for axis in range(len(shape)) if shape[:axis] + shape[axis + 1 :] == tuple(part)]
-    return found[0] if len(found) == 1 else None
+    """The only axis without which `shape` is `part`."""
+    axes = [axis for axis in range(len(shape)) if shape[:axis] + shape[axis + 1 :] == tuple(part)]
+    return axes[0] if len(axes) == 1 else None
 
 
 def _overlap(old: Any, fresh: Any, rows: _Rows | None) -> tuple[Any, Any, bool]:
-    """The numbers of an old array where they overlap with a fresh one, where that is, and whether it is everywhere."""
+    """An old array where it overlaps a fresh one, a mask of the overlap, and whether it is everywhere."""
     old, fresh = (_unsharded(x) for x in (old, fresh))
     if np.ndim(old) != np.ndim(fresh) or 0 in np.shape(old):
         return fresh, jnp.zeros(np.shape(fresh), bool), False
     inside: Any = jnp.ones(np.shape(fresh), bool)
     is_whole = True
     for axis, (size, had) in enumerate(zip(np.shape(fresh), np.shape(old), strict=True)):
-        given = None if rows is None else rows[axis]
-        at = np.arange(size) if given is None else np.concatenate([given, np.full(size - len(given), -1)])
+        old_rows = None if rows is None else rows[axis]
+        at = np.arange(size) if old_rows is None else np.concatenate([old_rows, np.full(size - len(old_rows), -1)])
         at = np.where(at < had, at, -1).astype(int)
         is_whole &= bool((at >= 0).all())
         if not np.array_equal(at, np.arange(had)):
             old = jnp.take(old, np.maximum(at, 0), axis=axis)
-        inside &= jnp.expand_dims(jnp.asarray(at >= 0), [one for one in range(np.ndim(fresh)) if one != axis])
+        inside &= jnp.expand_dims(jnp.asarray(at >= 0), [other for other in range(np.ndim(fresh)) if other != axis])
     return jnp.where(inside, old.astype(fresh.dtype), fresh), inside, is_whole
 
 
 def _unsharded(x: Any) -> Any:
-    """An array that may be indexed: on a mesh with Explicit axes JAX refuses that."""
+    """An array that can be indexed; on a mesh with Explicit axes JAX refuses that."""
     is_sharded = not trees.is_traced(x) and isinstance(getattr(x, "sharding", None), jax.sharding.NamedSharding)
     return jnp.asarray(np.asarray(x)) if is_sharded else placement.on_devices(x)
 
 
 def _stored(value: Any, code: Any, half: Any) -> tuple[Any, Any]:
-    """A value as the slot stores it: as it is, or as codes and their other half."""
+    """A value in the format of the slot: unchanged, or as codes and their other half."""
     if half is None:
         return value.astype(code.dtype), None
     blocks = blocks_between(code.shape, half.shape)
@@ -231,7 +224,7 @@ def _stored(value: Any, code: Any, half: Any) -> tuple[Any, Any]:
 
 
 def _placed(new: Any, old: Any, param: Any) -> Any:
-    """A slot where the old one was, or where its parameter is, if its shape allows that."""
+    """A slot placed like the old one, or like its parameter, if its shape allows it."""
     for like in (old, param):
         sharding = getattr(like, "sharding", None)
         if (
@@ -254,24 +247,24 @@ def _checked_index(index: object, old: Mapping[_Id, Any], new: Mapping[_Id, Any]
         return {}
     if not isinstance(index, Mapping):
         raise TypeError(f"index: must be a mapping from paths of parameters to rows, got {kind(index)}")
-    found = {}
-    for path, given in index.items():
+    checked = {}
+    for path, entry in index.items():
         key = (path, 1) if (path, 1) in new else (path, 0)
         if key not in new or key not in old:
-            near = trees.nearest(str(path), [one[0] for one in new])
+            near = trees.nearest(str(path), [each[0] for each in new])
             raise ValueError(f"index: {path!r} must be a path of the parameters before and after{near}")
         before, after = np.shape(old[key]), np.shape(new[key])
         if len(before) != len(after):
             raise ValueError(f"index: {path!r} must keep its rank, was {before} and is {after}: its slots are new")
-        axes = list(given) if isinstance(given, tuple) else [given]
+        axes = list(entry) if isinstance(entry, tuple) else [entry]
         if len(axes) > len(before):
             raise ValueError(f"index: {path!r} must have at most {len(before)} entries, one an axis, got {len(axes)}")
         axes += [None] * (len(before) - len(axes))
-        found[key] = [
+        checked[key] = [
             None if rows is None else _checked_rows(path, axis, rows, before[axis], after[axis])
             for axis, rows in enumerate(axes)
         ]
-    return found
+    return checked
 
 
 def _checked_rows(path: object, axis: int, rows: Any, before: int, after: int) -> Any:

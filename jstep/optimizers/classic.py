@@ -94,7 +94,7 @@ def trace(momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
 
 
 def _direction(use_nesterov: bool) -> Rule:
-    """The heavy ball's direction, which is its buffer a, or Nesterov's, one step ahead of it."""
+    """The direction of the heavy ball is its buffer a; Nesterov's is one step ahead of it."""
     is_ahead = as_bool(use_nesterov, "use_nesterov")
 
     def direction(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -143,8 +143,13 @@ def sgd(
     Source: `torch.optim.SGD`, whose results it matches. For TF's variant, see `momentum`.
     """
     use_nesterov = as_bool(use_nesterov, "use_nesterov")
-    given = {"learning_rate": learning_rate, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-    hyper = rules.in_bounds(given)
+    numbers = {
+        "learning_rate": learning_rate,
+        "momentum": momentum,
+        "dampening": dampening,
+        "weight_decay": weight_decay,
+    }
+    hyper = rules.in_bounds(numbers)
     keeps, damped, decays = (not rules.is_zero(hyper[name]) for name in ("momentum", "dampening", "weight_decay"))
     if use_nesterov and (damped or not keeps):
         raise ValueError(
@@ -164,7 +169,6 @@ def share_of_gradient(h: Values) -> dict[str, Any]:
 
 
 def sgd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update along the gradient, or along the buffer if there is a slot for it."""
     if "momentum" not in s:
         return -h.learning_rate * rules.with_decay(g, p, h), {}
     g = rules.with_decay(g, p, h)
@@ -173,7 +177,6 @@ def sgd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def sgd_nesterov_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update along the gradient and the new buffer."""
     decayed = rules.with_decay(g, p, h)
     a = h.momentum * s.momentum + decayed
     # The buffer is computed first; otherwise XLA would compute the parameter from a copy of the old buffer.
@@ -210,7 +213,6 @@ def adagrad(learning_rate: ScalarOrSchedule, initial_accumulator_value: Number =
 
 
 def adagrad_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update by the sum of all squares."""
     a = s.accumulator + g * g
     return -h.learning_rate * g / jnp.sqrt(a), {"accumulator": a}
 
@@ -250,7 +252,7 @@ def rmsprop(
     variance negative, it is set to 0; TF returns NaN.
     """
     is_centered = as_bool(centered, "centered")
-    # A variance is the small difference of two averages, so their errors would be its own: they are not declared.
+    # Not declared: a variance is a small difference of two averages, so that their rounding errors would dominate it.
     slots = {"rms": Slot(1.0, holds=None if is_centered else "square"), "momentum": MEAN}
     slots |= {"mg": Slot()} if is_centered else {}
     hyper = {"learning_rate": learning_rate, "decay": decay, "momentum": momentum, "epsilon": epsilon}
@@ -258,7 +260,7 @@ def rmsprop(
 
 
 def rmsprop_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update by an average of squares, or of the variance if there is a slot for the mean."""
+    """Divide by an average of squares, or of the variance if there is a slot for the mean."""
     r = h.decay * s.rms + (1 - h.decay) * (g * g)
     new = {"rms": r}
     variance = r
@@ -278,7 +280,7 @@ def scale_by_rms(decay: ScalarOrSchedule = 0.9, epsilon: ScalarOrSchedule = 1e-8
         epsilon: Added under the root, ≥ 0.
 
     Returns:
-        An element of a chain with the slot `rms` (initially 0; that of `rmsprop` is initially 1, as in TF).
+        An element of a chain with the slot `rms` (initially 0; in `rmsprop` initially 1, as in TF).
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -294,7 +296,6 @@ def scale_by_rms(decay: ScalarOrSchedule = 0.9, epsilon: ScalarOrSchedule = 1e-8
 
 
 def rms_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The gradient over the root of an average of squares."""
     rms = rules.average(s.rms, g * g, h.decay)
     return g / jnp.sqrt(rms + h.epsilon), {"rms": rms}
 
@@ -329,8 +330,6 @@ def adadelta(
 
 
 def adadelta_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The direction, which has the unit of the parameter."""
-
     def direction(e: Array, x: Array, g: Array) -> Array:
         return g * jnp.sqrt(x + h.epsilon) / jnp.sqrt(e + h.epsilon)
 
@@ -383,7 +382,7 @@ def ftrl(
     Source: McMahan et al., "Ad Click Prediction: a View from the Trenches" (2013), algorithm 1;
     `tf.train.FtrlOptimizer`.
     """
-    # What the parameters are computed from at each step is a part of them, not a step size: its errors would be theirs.
+    # `accum` is not declared: each step computes the parameters from it, so that its rounding errors would be theirs.
     slots = {
         "accum": checked("initial_accumulator_value", initial_accumulator_value, **rules.RATE),
         "linear": Slot(holds="slow", in_order=True),
@@ -457,7 +456,7 @@ def madgrad(
     Source: Defazio and Jelassi, "Adaptivity without Compromise: A Momentumized, Adaptive, Dual Averaged Gradient Method
     for Stochastic Optimization" (2021); the results match the authors' code and `optax.contrib.madgrad`.
     """
-    # The parameters are computed from the sum of squares: it is not declared, as in FTRL.
+    # The sum of squares is not declared, because the parameters are computed from it, as in FTRL.
     slots = {"s": SLOW, "grad_sum_sq": 0.0, "initial": COPY}
     hyper = {"learning_rate": learning_rate, "momentum": checked("momentum", momentum, **rules.BETA)}
     hyper |= {"weight_decay": weight_decay, "epsilon": epsilon}
@@ -466,12 +465,10 @@ def madgrad(
 
 
 def madgrad_weight(h: Values) -> dict[str, Any]:
-    """λ, the weight of this step's gradients."""
     return {"weight": (h.learning_rate + h.epsilon) * jnp.sqrt(h.age.astype(jnp.result_type(float)))}
 
 
 def madgrad_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update towards z."""
     g = g if rules.is_zero(h.weight_decay) else g + h.weight_decay * p
     total, total_square = s.s + h.weight * g, s.grad_sum_sq + h.weight * (g * g)
     root = jnp.cbrt(total_square) + h.epsilon

@@ -1,4 +1,4 @@
-"""Compact storage between updates: `compact`, the updates of what it stores, and `repack` of states between formats."""
+"""Compact storage between updates: `compact`, updates of stored slots, and `repack`, which converts states."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -38,9 +38,9 @@ from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 
 # Compact storage between updates: slots as 8- or 16-bit codes, bfloat16 parameters with an 8-bit remainder.
 #
-# The optimizer inside sees float32 parameters and slots. What it returns is stored block by block, except for blocks of
-# which no value has changed: these keep their bits, whatever the reason, such as a missing gradient, a guard that
-# skipped the update, or rows that a sparse gradient does not name.
+# The inner optimizer sees float32 parameters and slots. Its results are stored block by block. Blocks without a changed
+# value keep their bits, whatever the reason: a missing gradient, a guard that skipped the update, or rows that a sparse
+# gradient does not name.
 
 SCALE = "scale"
 LARGEST_BLOCK = 1024
@@ -58,7 +58,7 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
 
     Slots become codes with a scale for each block: averages in 8 bits, slow averages and sums in 16, squares in 8,
     copies of weights in 24. bfloat16 parameters get the next 8 bits of their float32 masters. Updates are computed in
-    float32; what is stored is rounded up or down by a fixed sequence, so that errors cancel over the steps.
+    float32; stored values are rounded up or down by a fixed sequence, so that errors cancel over the steps.
 
     Args:
         optimizer: The optimizer, with its clips and averages. Guards, `update_every`, `lookahead` and `with_projection`
@@ -66,7 +66,7 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
         keep: The parameters whose slots stay as they are, in the grammar of `var_list`.
         min_size: The number of elements below which the slots of a parameter stay as they are.
         block: The number of elements with a common scale, a power of two from 32 to 1024. Blocks lie along the last
-            axis that has a divisor from 32 to 2·block, and have the size of the one that is nearest to it; without such
+            axis that has a divisor from 32 to 2·block, and their size is the divisor nearest to `block`; without such
             an axis the last axis is one block.
 
     Returns:
@@ -131,19 +131,19 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
         leaves, treedef = trees.flatten(params)
         with leaf_values.partial_params(params):
             fresh = optimizer.init(treedef.unflatten(map(value_of, leaves, lows)), global_step)
-        known = roles(params)
-        fresh |= {REMAINDER: treedef.unflatten(lows)} if REMAINDER in known else {}
-        return fresh | _first_slots(fresh, params, known, blocks_in(params))
+        own_roles = roles(params)
+        fresh |= {REMAINDER: treedef.unflatten(lows)} if REMAINDER in own_roles else {}
+        return fresh | _first_slots(fresh, params, own_roles, blocks_in(params))
 
     def update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
-        known = roles(params)
-        halves = known.of(*HALVES)
-        require_slots((*known.halves, *halves), slots)
+        own_roles = roles(params)
+        halves = own_roles.of(*HALVES)
+        require_slots((*own_roles.halves, *halves), slots)
         others = {name: tree for name, tree in slots.items() if name not in halves}
         inside = nested.own_slots(optimizer, others, params)
-        stored = Stored(params, slots, known.halves, inside, blocks_in(params), step)
+        stored = Stored(params, slots, own_roles.halves, inside, blocks_in(params), step)
         at = nested.StepInputs(params, step, context)
         inner = functools.partial(nested.update_masters, optimizer, at=at, rounded=_rounded)
         return updated(stored, inner, updates)
@@ -152,13 +152,11 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
 
 
 def _trained_leaves(optimizer: Optimizer, params: Params) -> list[Any]:
-    """The leaves of params in order, with None for those that are not updated."""
-    found = trees.structure(params).flatten_up_to(trained(optimizer, params))
-    return [p if p is not None and trees.is_trainable(p) else None for p in found]
+    leaves = trees.structure(params).flatten_up_to(trained(optimizer, params))
+    return [p if p is not None and trees.is_trainable(p) else None for p in leaves]
 
 
 def _blocks(leaf: Any, least: int, near: int) -> Blocks | None:
-    """The blocks of the slots of a parameter; None if they stay as they are."""
     shape = np.shape(leaf)
     small = not shape or np.size(leaf) < max(least, 1)
     if small or not trees.is_trainable(leaf) or trees.compute_dtype(jnp.result_type(leaf)) != np.float32:
@@ -170,41 +168,36 @@ def _rounded(p: Any, master: Any) -> Any:
     return master if p.dtype == master.dtype else compact_numbers.split(master)[0]
 
 
-def _first_slots(values: Slots, params: Params, known: Roles, blocks: list[Blocks | None]) -> Slots:
-    """Both halves of the slots that compact stores, from their values."""
-    made: Slots = {}
+def _first_slots(values: Slots, params: Params, roles: Roles, blocks: list[Blocks | None]) -> Slots:
+    slots: Slots = {}
     treedef, leaves = trees.structure(params), jax.tree.leaves(params)
-    for name, half in known.halves.items():
+    for name, half in roles.halves.items():
         tops = trees.flatten_like(params, values[name], f"slot {name!r}")
         lows: list[Any] = [None] * len(tops)
-        for i, (x, one) in enumerate(zip(tops, blocks, strict=True)):
+        for i, (x, leaf_blocks) in enumerate(zip(tops, blocks, strict=True)):
             has_values = x is not None and np.shape(x) == np.shape(leaves[i]) and x.dtype == jnp.float32
-            if one is not None and has_values:
-                tops[i], lows[i] = nearest(x, one, KINDS[known.holds[name]])
-        made[name], made[half] = treedef.unflatten(tops), treedef.unflatten(lows)
-    return made
+            if leaf_blocks is not None and has_values:
+                tops[i], lows[i] = nearest(x, leaf_blocks, KINDS[roles.holds[name]])
+        slots[name], slots[half] = treedef.unflatten(tops), treedef.unflatten(lows)
+    return slots
 
 
-# An update of what `compact` stores: opened, updated by the optimizer inside, and closed again.
+# An update of stored slots: they are opened, updated by the inner optimizer, and closed again.
 
 REMAINDER = "remainder"
 TPU, GPU = "tpu", "cuda"
 Inner: TypeAlias = Callable[[Updates, Slots, Params], tuple[Updates, Slots]]
-"""`inner(updates, slots, params)`, the update of the optimizer inside, of float32 values."""
+"""`inner(updates, slots, params)`, the update of the inner optimizer, of float32 values."""
 Row: TypeAlias = dict[str, Any]
-"""The leaves of slots at one parameter, by name; without those that the parameter does not have."""
+"""The leaves of slots at one parameter, by name; slots without a leaf there are left out."""
 
 
 class Stored(NamedTuple):
     """The stored state before an update.
 
     Attributes:
-        params: The parameters.
-        slots: The slots of compact.
-        halves: Name of a slot with two halves → the name of the second one.
-        inside: Those of the optimizer inside.
+        inside: The slots of the inner optimizer.
         blocks: The blocks of the slots of each parameter, in order; None for slots that stay as they are.
-        step: The step.
     """
 
     params: Params
@@ -215,7 +208,6 @@ class Stored(NamedTuple):
     step: Step
 
     def rows(self, slots: Slots) -> list[Row]:
-        """The leaves of slots, for each parameter in order."""
         rows: list[Row] = [{} for _ in self.blocks]
         for name, tree in slots.items():
             if trees.is_like(self.params, tree):
@@ -224,13 +216,12 @@ class Stored(NamedTuple):
         return rows
 
     def trees(self, rows: Sequence[Row], slots: Slots) -> Slots:
-        """The slots, those that are trees like the parameters with other leaves."""
         treedef = trees.structure(self.params)
         like = [name for name, tree in slots.items() if trees.is_like(self.params, tree)]
         return slots | {name: treedef.unflatten([row.get(name) for row in rows]) for name in like}
 
     def turns(self) -> list[dict[str, Turn]]:
-        """The position of the sequence for each leaf and slot; no two have the same."""
+        """The position in the rounding sequence for each leaf and slot; all are different."""
         names, step = (REMAINDER, *self.halves), jnp.asarray(self.step).astype(jnp.uint32)
         firsts = [len(names) * number for number in leaf_values.leaf_numbers(self.params)]
         return [{name: Turn(step, np.uint32(first + i)) for i, name in enumerate(names)} for first in firsts]
@@ -241,14 +232,13 @@ class Stored(NamedTuple):
         return [np.size(p) >= by_slices.LARGE and (blocks is not None or REMAINDER in row) for p, blocks, row in rows]
 
     def values(self) -> tuple[Slots, Params]:
-        """The slots and the parameters as the optimizer inside sees them."""
         rows, (leaves, treedef) = self.rows(self.slots), trees.flatten(self.params)
         masters = [value_of(p, row.get(REMAINDER)) for p, row in zip(leaves, rows, strict=True)]
         return self.trees([_values(row, self.halves) for row in rows], self.inside), treedef.unflatten(masters)
 
 
 def value_of(stored: object, half: object, flat: bool = False) -> Any:
-    """The values of a leaf from both halves; one without a second half has its values."""
+    """The values of a leaf from its two halves, or from the only one."""
     return stored if half is None else _opened(stored, half, flat)
 
 
@@ -260,35 +250,33 @@ def _values(row: Row, halves: Mapping[str, str], flat: bool = False) -> Row:
 
 
 def updated(stored: Stored, inner: Inner, updates: Updates) -> tuple[Updates, Slots]:
-    """The updates, with new values of parameters that have a remainder, and the new slots."""
-    known = {TPU: may_run_on("tpu"), GPU: may_run_on("gpu", "cuda")}
-    ways = [platform for platform, is_possible in known.items() if is_possible and any(stored.large())]
+    platforms = {TPU: may_run_on("tpu"), GPU: may_run_on("gpu", "cuda")}
+    ways = [platform for platform, is_possible in platforms.items() if is_possible and any(stored.large())]
     if not ways:
         return _at_once(stored, inner, updates)
     conditions = Conditions()
-    made = {way: _collecting(conditions, _by_leaf, stored, inner, updates, way) for way in ways}
+    branches = {way: _collecting(conditions, _by_leaf, stored, inner, updates, way) for way in ways}
     default = _collecting(conditions, _at_once, stored, inner, updates)
-    result, values = jax.lax.platform_dependent(default=default, **made)
+    result, values = jax.lax.platform_dependent(default=default, **branches)
     for condition, holds in zip(conditions, values, strict=True):
         report_condition(condition._replace(holds=holds))
-    found: tuple[Updates, Slots] = result
-    return found
+    new: tuple[Updates, Slots] = result
+    return new
 
 
 def _collecting(conditions: Conditions, update: Callable[..., Any], *first: object) -> Callable[..., Any]:
-    """`update(*first, …)`, to be traced: it also returns the conditions reported in it, which replace the others."""
+    """Let a traced `update` also return its conditions, which replace earlier ones."""
 
     def traced(*rest: object) -> Any:
         conditions.clear()
         with setting(CONDITIONS, (conditions,)):
-            made = update(*first, *rest)
-        return made, [condition.holds for condition in conditions]
+            result = update(*first, *rest)
+        return result, [condition.holds for condition in conditions]
 
     return traced
 
 
 def _at_once(stored: Stored, inner: Inner, updates: Updates) -> tuple[Updates, Slots]:
-    """The update by whole leaves."""
     before, masters = stored.values()
     return _closed(stored, before, masters, *inner(updates, dict(before), masters), {})
 
@@ -296,21 +284,17 @@ def _at_once(stored: Stored, inner: Inner, updates: Updates) -> tuple[Updates, S
 def _closed(
     stored: Stored, before: Slots, masters: Params, updates: Updates, after: Slots, done: Mapping[int, Any]
 ) -> tuple[Updates, Slots]:
-    """The updates and the slots as they are stored.
-
-    There is a new value in place of the update of a parameter that has a remainder, or is large. `done` has this value
-    and what is stored for the leaves that were updated by themselves.
-    """
-    found = trees.flatten_like(stored.params, updates, "updates", is_leaf=is_update)
+    """The updates and slots as they are stored; `done` has the leaves that were updated separately."""
+    new_updates = trees.flatten_like(stored.params, updates, "updates", is_leaf=is_update)
     rows, old, new = stored.rows(stored.slots), stored.rows(before), stored.rows(after)
     halves, turns, large, whole = tuple(stored.halves.items()), stored.turns(), stored.large(), jax.tree.leaves(masters)
     for i, blocks in enumerate(stored.blocks):
         other = {name: x for name, x in new[i].items() if x is not old[i].get(name)}
-        u = found[i] if large[i] or REMAINDER in rows[i] else None
+        u = new_updates[i] if large[i] or REMAINDER in rows[i] else None
         args = rows[i], other, whole[i], u, turns[i], blocks, halves
         value, row = done[i] if i in done else _closed_leaf(*args)
-        found[i], rows[i] = found[i] if value is None else Projected(value), rows[i] | row
-    return trees.structure(stored.params).unflatten(found), stored.trees(rows, stored.slots | after)
+        new_updates[i], rows[i] = new_updates[i] if value is None else Projected(value), rows[i] | row
+    return trees.structure(stored.params).unflatten(new_updates), stored.trees(rows, stored.slots | after)
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6))
@@ -324,7 +308,6 @@ def _closed_leaf(
 
 
 def _scales(row: Row, new: Row, blocks: Blocks | None, halves: Mapping[str, str]) -> dict[str, Any]:
-    """The scales of new values that become codes, by name."""
     coded = [name for name in new if halves.get(name) in row and row[name].dtype != jnp.bfloat16]
     return {} if blocks is None else {name: compact_numbers.scales_of(new[name], blocks) for name in coded}
 
@@ -339,37 +322,36 @@ def _closed_row(
     halves: Mapping[str, str],
     flat: bool = False,
 ) -> tuple[Any, Row]:
-    """The new value of a parameter as it is stored, None without an update, and what is stored of its slots."""
-    made = dict(row)
+    """The stored value of a parameter, None without an update, and its stored slots."""
+    stored = dict(row)
     for name, x in new.items():
         half = halves.get(name, "")
         if name in scales:
-            made[half] = scales[name]
+            stored[half] = scales[name]
             codes = compact_numbers.codes_of(x, scales[name], blocks, row[name].dtype, fractions(name), flat)
-            # In a block of which no value has changed the scale has not, either: nothing is rounded again.
+            # A block without a changed value keeps its scale, too: nothing is rounded again.
             arrays = [compact_numbers.decoded(row[name], scales[name], flat), x, row[name], codes]
             before, x, old, codes = arrays if flat else [compact_numbers.in_blocks(a, blocks) for a in arrays]
-            made[name] = jnp.where(before == x, old, codes).reshape(row[name].shape)
+            stored[name] = jnp.where(before == x, old, codes).reshape(row[name].shape)
         elif half in row:
-            made[name], made[half] = compact_numbers.split(x, fractions(name))  # unchanged values have no bits to drop
+            stored[name], stored[half] = compact_numbers.split(
+                x, fractions(name)
+            )  # unchanged values have no bits to drop
         else:
-            made[name] = x
+            stored[name] = x
     if value is not None and REMAINDER in row:
-        value, made[REMAINDER] = compact_numbers.split(value, fractions(REMAINDER))
-    return value, made
+        value, stored[REMAINDER] = compact_numbers.split(value, fractions(REMAINDER))
+    return value, stored
 
 
 class _Leaf(NamedTuple):
-    """A leaf with a program of its own.
+    """A leaf with a separate program.
 
     Attributes:
-        row: What is stored of its slots.
-        turns: The positions of their sequences.
-        blocks: Their blocks.
         part: The shape of its slices.
         master: The variable of the parameter.
-        slots: The names of the slots of its shape → their variables before the update.
-        made: The indices, among all results, of its update and of the slots that the update replaces, by name.
+        slots: Name of a slot of its shape → its variable before the update.
+        made: The indices, among all results, of its update and, by name, of the slots that the update replaces.
         ending: The operations that compute these.
     """
 
@@ -384,16 +366,16 @@ class _Leaf(NamedTuple):
 
 
 def _by_leaf(stored: Stored, inner: Inner, updates: Updates, platform: str) -> tuple[Updates, Slots]:
-    """The update with a program of its own for each large leaf: see `by_slices`."""
+    """The update with a separate program for each large leaf: see `by_slices`."""
     values, named = stored.values(), trees.leaves_with_paths(stored.params)
-    given, treedef = trees.flatten((updates, *values))
+    inputs, treedef = trees.flatten((updates, *values))
     conditions = Conditions()
     traced = _collecting(conditions, lambda *xs: inner(*treedef.unflatten(xs)))
-    program, shapes = without_calls(traced, platform, *given)
+    program, shapes = without_calls(traced, platform, *inputs)
     results, structure = program.jaxpr.outvars, trees.structure(shapes)
     _, slots, masters = treedef.unflatten(program.jaxpr.invars)
-    (found, after), _ = structure.unflatten(range(len(results)))
-    nodes = trees.flatten_like(stored.params, found, "updates", is_leaf=is_update)
+    (update_numbers, after), _ = structure.unflatten(range(len(results)))
+    nodes = trees.flatten_like(stored.params, update_numbers, "updates", is_leaf=is_update)
     lists = stored.rows(stored.slots), stored.turns(), stored.blocks, jax.tree.leaves(masters), stored.rows(slots)
     large, after_rows = stored.large(), stored.rows(after)
     leaves: dict[int, _Leaf] = {}
@@ -403,18 +385,18 @@ def _by_leaf(stored: Stored, inner: Inner, updates: Updates, platform: str) -> t
             part = by_slices.slice_shape(path, shape, blocks) if platform == TPU else shape
             mine = {name: var for name, var in before.items() if results[after_rows[i][name]].aval.shape == shape}
             replaced = {n: after_rows[i][n] for n, var in mine.items() if results[after_rows[i][n]] is not var}
-            made = nodes[i], replaced
-            wanted = [results[number] for number in jax.tree.leaves(made)]
+            outputs = nodes[i], replaced
+            wanted = [results[number] for number in jax.tree.leaves(outputs)]
             ending = by_slices.ending_of(program, wanted, functools.partial(by_slices.is_of_leaf, shape))
-            leaves[i] = _Leaf(row, turns, blocks, part, master, mine, made, ending)
+            leaves[i] = _Leaf(row, turns, blocks, part, master, mine, outputs, ending)
     done = {number for leaf in leaves.values() for number in jax.tree.leaves(leaf.made)}
     needed = [var for leaf in leaves.values() for var in leaf.ending.jaxpr.invars]
     rest = [var for number, var in enumerate(results) if number not in done]
-    known = iter(by_slices.values_of(program, given, [*rest, *needed]))
-    (updates, new), reached = structure.unflatten([None if n in done else next(known) for n in range(len(results))])
+    computed = iter(by_slices.values_of(program, inputs, [*rest, *needed]))
+    (updates, new), reached = structure.unflatten([None if n in done else next(computed) for n in range(len(results))])
     for condition, holds in zip(conditions, reached, strict=True):
         report_condition(condition._replace(holds=holds))
-    env = dict(zip(needed, known, strict=True))
+    env = dict(zip(needed, computed, strict=True))
     by_itself = {i: _closed_by_itself(named[i][1], leaf, stored.halves, env, platform) for i, leaf in leaves.items()}
     return _closed(stored, *values, updates, new, by_itself)
 
@@ -422,20 +404,19 @@ def _by_leaf(stored: Stored, inner: Inner, updates: Updates, platform: str) -> t
 def _closed_by_itself(
     p: Array, leaf: _Leaf, halves: Mapping[str, str], env: Mapping[Any, Any], platform: str
 ) -> tuple[Array, Row]:
-    """The new value of a parameter, and what is stored of it and of its slots."""
     own = {*leaf.made[1], *(halves.get(name) for name in leaf.made[1]), REMAINDER}
     only_read = {*leaf.slots, *(halves.get(name) for name in leaf.slots)} - own
     others = [var for var in leaf.ending.jaxpr.invars if var not in (leaf.master, *leaf.slots.values())]
 
     def values(now: Any, read: Any) -> tuple[Array, Any, Row]:
-        (p, row), (given, kept) = now, read
+        (p, row), (inputs, kept) = now, read
         old, master = _values(row | kept, halves, platform == GPU), value_of(p, row.get(REMAINDER))
-        known = dict(zip(others, given, strict=True)) | {var: old[name] for name, var in leaf.slots.items()}
-        known[leaf.master] = master
-        made = on_slices(leaf.ending, [known[var] for var in leaf.ending.jaxpr.invars], leaf.part)
+        env_values = dict(zip(others, inputs, strict=True)) | {var: old[name] for name, var in leaf.slots.items()}
+        env_values[leaf.master] = master
+        outputs = on_slices(leaf.ending, [env_values[var] for var in leaf.ending.jaxpr.invars], leaf.part)
         # On TPUs the new slots are not computed again for their codes.
-        made = jax.lax.optimization_barrier(made) if platform == TPU else made
-        return master, *trees.structure(leaf.made).unflatten(made)
+        outputs = jax.lax.optimization_barrier(outputs) if platform == TPU else outputs
+        return master, *trees.structure(leaf.made).unflatten(outputs)
 
     def body(position: tuple[Any, ...], now: Any, read: object) -> Any:
         master, u, new = values(now, read)
@@ -451,13 +432,13 @@ def _closed_by_itself(
 
     row, kept = ({name: x for name, x in leaf.row.items() if name in names} for names in (own, only_read))
     read = [env[var] for var in others], kept
-    found: tuple[Array, Row] = by_slices.over_slices(body, p.shape, leaf.part, (p, row), read)
-    return found
+    closed: tuple[Array, Row] = by_slices.over_slices(body, p.shape, leaf.part, (p, row), read)
+    return closed
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def nearest(x: Array, blocks: Blocks, dtype: DTypeLike) -> tuple[Array, Array]:
-    """Both halves of values, rounded to nearest, for codes of a dtype; a bfloat16 and its remainder for None."""
+    """Both halves of values, rounded to nearest; a dtype of None means a bfloat16 and its remainder."""
     return compact_numbers.split(x) if dtype is None else compact_numbers.encoded(x, blocks, dtype)
 
 
@@ -498,31 +479,35 @@ def repack(state: TrainState, old_optimizer: OptimizerLike, new_optimizer: Optim
         return without_explicit_axes(convert, state, place=functools.partial(_specs, state))
 
 
-def _specs(state: TrainState, made: TrainState) -> TrainState:
-    """The specs of a converted state: those that its leaves had; those of new slots follow parameters and old slots."""
+def _specs(state: TrainState, converted: TrainState) -> TrainState:
+    """The specs of a converted state; new slots follow parameters and old slots."""
     treedef = trees.structure(state.params)
     others = [tree for name, tree in state.slots.items() if name != MODEL_STATE]
     slots = [treedef.flatten_up_to(tree) for tree in others if trees.is_like(state.params, tree)]
 
     def spec(*leaves: Any) -> PartitionSpec:
-        """That of the parameter, or of a slot of its shape if only slots are split."""
+        """The parameter's spec, or a spec from slots of its shape if only slots are split."""
         placed = [meshes.sharding_on_mesh(leaf) for leaf in leaves if np.shape(leaf) == np.shape(leaves[0])]
-        return next((one.spec for one in placed if one is not None and any(dims_of(one.spec))), PartitionSpec())
+        return next(
+            (sharding.spec for sharding in placed if sharding is not None and any(dims_of(sharding.spec))),
+            PartitionSpec(),
+        )
 
     specs = treedef.unflatten(list(map(spec, jax.tree.leaves(state.params), *slots)))
     mesh: Any = explicit_mesh(state)
-    _, shardings = state_shardings(state.params, made.slots, mesh, specs, None, slot_roles.roles_in(made))
-    return sharded_like(made.replace(slots=jax.tree.map(trees.shape_of, made.slots, shardings)), state)(made)
+    _, shardings = state_shardings(state.params, converted.slots, mesh, specs, None, slot_roles.roles_in(converted))
+    return sharded_like(converted.replace(slots=jax.tree.map(trees.shape_of, converted.slots, shardings)), state)(
+        converted
+    )
 
 
 def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimizer) -> TrainState:
-    """The converted state."""
     others = {MODEL_STATE: state.slots[MODEL_STATE]} if MODEL_STATE in state.slots else {}
     held = {name: on_devices(tree) for name, tree in state.slots.items() if name not in others}
     _check("old_optimizer", held, _shapes(state, old_optimizer))
     old, treedef = slot_roles.roles_of(old_optimizer, state.params).of_state(), trees.structure(state.params)
-    known = TrainState(state.params, held, state.global_step, roles=old)
-    masters = jax.tree.leaves(masters_of(known))
+    old_state = TrainState(state.params, held, state.global_step, roles=old)
+    masters = jax.tree.leaves(masters_of(old_state))
     for name in old.of(Role.MASTER):
         kept = trees.flatten_like(state.params, held[name], f"slot {name!r}")
         masters = [p if master is None else master for p, master in zip(masters, kept, strict=True)]
@@ -532,16 +517,16 @@ def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimi
     slots: Slots = {}
     for name in (n for n in wanted if n not in roles.halves.values()):
         if roles[name] not in (Role.MASTER, Role.REMAINDER):
-            made = values_of(known, name) if name in held else None
-            slots |= _stored(name, made, wanted, roles.halves.get(name), state.params)
+            values = values_of(old_state, name) if name in held else None
+            slots |= _stored(name, values, wanted, roles.halves.get(name), state.params)
             continue
-        found = trees.flatten_like(state.params, wanted[name], f"slot {name!r}")
-        for i, like in enumerate(found):
+        new_leaves = trees.flatten_like(state.params, wanted[name], f"slot {name!r}")
+        for i, like in enumerate(new_leaves):
             if like is not None and roles[name] is Role.REMAINDER:
-                leaves[i], found[i] = nearest(masters[i].astype(jnp.float32), None, None)
+                leaves[i], new_leaves[i] = nearest(masters[i].astype(jnp.float32), None, None)
             elif like is not None:
-                found[i] = jnp.array(masters[i], like.dtype, copy=True)
-        slots[name] = treedef.unflatten(found)
+                new_leaves[i] = jnp.array(masters[i], like.dtype, copy=True)
+        slots[name] = treedef.unflatten(new_leaves)
     own = {name for name in held if old.get(name) not in (*HALVES, Role.MASTER)}
     _check("new_optimizer", slots | {name: held[name] for name in own - slots.keys()}, wanted)
     return TrainState(treedef.unflatten(leaves), slots | others, state.global_step, roles=roles.of_state())
@@ -563,11 +548,10 @@ def _check(argument: str, have: Slots, wanted: Slots) -> None:
 
 
 def _stored(name: str, tree: Tree, wanted: Slots, half: str | None, params: Tree) -> Slots:
-    """A slot in the new format: its values in the dtype that is wanted, or both halves."""
     fits = tree is not None and trees.structure(tree) == trees.structure(wanted[name])
     if not fits or half is None:
         return {name: jax.tree.map(lambda x, y: x.astype(y.dtype), tree, wanted[name])} if fits else {}
-    tops, codes, halves = (trees.flatten_like(params, one, name) for one in (tree, wanted[name], wanted[half]))
+    tops, codes, halves = (trees.flatten_like(params, slot, name) for slot in (tree, wanted[name], wanted[half]))
     for i, like in enumerate(halves):
         if like is not None:
             blocks = compact_numbers.blocks_between(codes[i].shape, like.shape)

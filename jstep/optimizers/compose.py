@@ -58,9 +58,9 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
             f"chain: got one {type(first).__name__} of {len(first)} elements; pass them as separate "
             "arguments: chain(*[…]), or chain(first, second)"
         )
-    elements = [require_optimizer(f"optimizers[{i}]", one) for i, one in enumerate(optimizers)]
-    parts = {f"optimizers[{i}]": one for i, one in enumerate(elements)}
-    finished = [part for part, one in parts.items() if nested.makes_finished_updates(one)]
+    elements = [require_optimizer(f"optimizers[{i}]", optimizer) for i, optimizer in enumerate(optimizers)]
+    parts = {f"optimizers[{i}]": optimizer for i, optimizer in enumerate(elements)}
+    finished = [part for part, optimizer in parts.items() if nested.makes_finished_updates(optimizer)]
     warning = len(finished) > 1 and (
         f"chain: {finished[0]} makes finished updates, which already include −learning_rate, and {finished[1]} takes "
         "them as gradients: the sign flips twice, so this is gradient ascent, and the loss climbs. Keep one of the "
@@ -90,12 +90,14 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
         return updates, new
 
     def labels(params: Params) -> Labels | None:
-        known = [found for one in elements if (found := labels_of(one, params)) is not None]
-        rows = list(zip(*known, strict=True))
-        return ["/".join(map(str, row)) if None not in row else None for row in rows] if known else None
+        labeled = [names for optimizer in elements if (names := labels_of(optimizer, params)) is not None]
+        rows = list(zip(*labeled, strict=True))
+        return ["/".join(map(str, row)) if None not in row else None for row in rows] if labeled else None
 
     init = Init(
-        lambda params, step: nested.merge([(part, one.init(params, step)) for part, one in parts.items()], "slot"),
+        lambda params, step: nested.merge(
+            [(part, optimizer.init(params, step)) for part, optimizer in parts.items()], "slot"
+        ),
         lambda params: nested.merged_roles(parts, params),
         finished=bool(finished),
         guarded=nested.is_guarded(elements[0]),
@@ -103,15 +105,17 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
         order=_order_of_chain(parts),
         rated=any(map(nested.is_rated, elements)),
     )
-    return Optimizer(init, update, nested.merged_hyperparameters(parts), any(one.takes_context for one in elements))
+    return Optimizer(
+        init, update, nested.merged_hyperparameters(parts), any(optimizer.takes_context for optimizer in elements)
+    )
 
 
 def _order_of_chain(parts: Mapping[str, Optimizer]) -> Order:
-    """The place of a chain in another one, by the names and elements of the chain."""
-    together = order_of_parts(parts.values())  # what does not depend on the sequence
+    """The place of a chain in another chain, from the names and elements of the chain."""
+    together = order_of_parts(parts.values())  # the attributes that do not depend on the sequence
     orders = list(map(order_of, parts.values()))
     finished = list(map(nested.makes_finished_updates, parts.values()))
-    # Without a learning rate it is the last factor that stands for it: those before only scale the gradients.
+    # Without a learning rate the last factor stands for it; earlier factors only scale the gradients.
     factors = [i for i, order in enumerate(orders) if order.is_known and not order.raw]
     first = finished.index(True) if any(finished) else factors[-1] if factors else len(orders)
     names, late = list(parts), together.late_clip
@@ -126,10 +130,9 @@ def _order_of_chain(parts: Mapping[str, Optimizer]) -> Order:
 
 
 def order_of_parts(parts: Collection[Optimizer]) -> Order:
-    """The place of a partition in a chain."""
     orders = list(map(order_of, parts))
     return Order(
-        all(order.is_known or nested.makes_finished_updates(one) for order, one in zip(orders, parts, strict=True)),
+        all(order.is_known or nested.makes_finished_updates(part) for order, part in zip(orders, parts, strict=True)),
         raw=all(order.raw for order in orders),
         partly_raw=any(order.partly_raw for order in orders),
         clips=any(order.clips for order in orders),
@@ -144,7 +147,7 @@ _USUAL_ORDER = (
 
 
 def warn_of_order(optimizer: Optimizer) -> None:
-    """Log a warning if a clip comes after the learning rate, and one if there is no learning rate at all."""
+    """Log a warning if a clip comes after the learning rate, or if there is no learning rate."""
     order = order_of(optimizer)
     if order.late_clip:
         log_warning("chain: %s. %s", order.late_clip, _USUAL_ORDER)
@@ -199,8 +202,8 @@ def scope(name: str, optimizer: OptimizerLike) -> Optimizer:
     def hyper(step: Step, /) -> dict[str, Any]:
         return nested.prefixed(name, optimizer.hyperparameters(step))
 
-    made = nested.wrapped_init(optimizer, init, roles, labels=labels)
-    return optimizer._replace(init=made, update=update, hyperparameters=hyper)
+    outer_init = nested.wrapped_init(optimizer, init, roles, labels=labels)
+    return optimizer._replace(init=outer_init, update=update, hyperparameters=hyper)
 
 
 @makes_optimizer(1)
@@ -226,12 +229,9 @@ def stateless(fn: Callable[[Updates, Params, Step], Updates]) -> Optimizer:
 
 
 def element(fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mapping[str, Any], order: Order) -> Optimizer:
-    """A chain element from `fn(updates, params, step, h) -> updates` and its hyperparameters.
+    """A chain element from `fn(updates, params, step, h) -> updates`.
 
-    Args:
-        fn: The transformation; it must handle None leaves and `IndexedSlices` itself. The leaves are float32 at least.
-        hyper: Name → the value returned by `checked`.
-        order: Its place in a chain.
+    `fn` must handle None leaves and `IndexedSlices`; arrays are float32 at least.
     """
     held = held_roles(hyper)
 
@@ -240,8 +240,8 @@ def element(fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mappin
         kept = require_slots(held, slots)
         return fn(wide_updates(updates), on_devices(params), step, values_at(hyper, step, slots)), kept
 
-    made = Init(lambda params, step: held_slots(hyper), lambda params: held, order=order, rated=LEARNING_RATE in hyper)
-    return Optimizer(made, update, hyperparameters.report(hyper))
+    init = Init(lambda params, step: held_slots(hyper), lambda params: held, order=order, rated=LEARNING_RATE in hyper)
+    return Optimizer(init, update, hyperparameters.report(hyper))
 
 
 # Partitions: different optimizers for different parameters, and the leaves that one freezes.
@@ -286,29 +286,27 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
         raise ValueError("optimizers={}: partition needs at least one optimizer")
     if labels is None or isinstance(labels, bool | int | float) or (callable(labels) and trees.is_function(labels)):
         as_function(labels, "labels", "(path, leaf) -> label, or a tree of labels")
-    parts = {label: scope(label, require_optimizer(f"optimizers[{label!r}]", one)) for label, one in optimizers.items()}
-    made = _Partition(parts, labels)
-    nested.check_names(made.called)
+    parts = {
+        label: scope(label, require_optimizer(f"optimizers[{label!r}]", optimizer))
+        for label, optimizer in optimizers.items()
+    }
+    divided = _Partition(parts, labels)
+    nested.check_names(divided.called)
     init = Init(
-        made.init,
-        made.roles,
+        divided.init,
+        divided.roles,
         finished=any(map(nested.makes_finished_updates, parts.values())),
         guarded=all(map(nested.is_guarded, parts.values())),
-        labels=made.inner_labels,
+        labels=divided.inner_labels,
         order=order_of_parts(parts.values()),
         rated=all(map(nested.is_rated, parts.values())),
     )
     takes_context = any(part.takes_context for part in parts.values())
-    return Optimizer(init, made.update, nested.merged_hyperparameters(made.called), takes_context)
+    return Optimizer(init, divided.update, nested.merged_hyperparameters(divided.called), takes_context)
 
 
 class _Part:
-    """The leaves of one label, and their optimizer.
-
-    Attributes:
-        optimizer: The optimizer, whose slots have the label as prefix.
-        params: The parameters, with None for the leaves of other labels.
-    """
+    """The leaves of one label: the others are None in `params`. The names of slots have the label as prefix."""
 
     def __init__(self, optimizer: Optimizer, params: Params, mine: list[bool]) -> None:
         self.optimizer = optimizer
@@ -320,15 +318,13 @@ class _Part:
         return self._treedef.unflatten([leaf if mine else None for leaf, mine in zip(leaves, self._mine, strict=True)])
 
     def update(self, gradients: list[Any], slots: Slots, step: Step, context: Context) -> tuple[Updates, Slots]:
-        """The updates of these leaves, and the new slots."""
         own = self._restricted(gradients)
         if not jax.tree.leaves(own, is_leaf=is_slices):
             raise NoGradientsError(self.params, "All gradients of this part are None.")
 
         def in_whole(params: Params) -> Params:
-            """All parameters, with those of this part replaced."""
             pairs = zip(self._treedef.flatten_up_to(params), self._leaves, self._mine, strict=True)
-            return self._treedef.unflatten([one if mine else leaf for one, leaf, mine in pairs])
+            return self._treedef.unflatten([new if mine else leaf for new, leaf, mine in pairs])
 
         own_context = nested.inner_context(
             context, in_whole, lambda tree: self._restricted(self._treedef.flatten_up_to(tree))
@@ -338,101 +334,96 @@ class _Part:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Partition:
-    """The functions of a partition.
-
-    Attributes:
-        parts: Label → its optimizer, whose slots have the label as prefix.
-        labels: `labels(path, leaf)`, the label of a leaf; or a tree of labels.
-    """
+    """The functions of a partition. `parts` maps a label to its optimizer, whose slots have it as prefix."""
 
     parts: Mapping[str, Optimizer]
     labels: Any
 
     @property
     def called(self) -> dict[str, Optimizer]:
-        """The optimizers by what errors call them."""
+        """The optimizers, under their names in errors."""
         return {f"the optimizer of label {label!r}": part for label, part in self.parts.items()}
 
     @scoped
     def divided(self, params: Params) -> Iterator[tuple[Labels, dict[str, _Part]]]:
-        """Give the label of each leaf, in order, and the leaves of each label; masks inside see all parameters."""
+        """Yield the label of each leaf, and the leaves of each label; masks inside see all parameters."""
         with leaf_values.partial_params(params), setting(leaf_values.IN_PART, True):
             names = self._labels_of(params)
-            parts = {label: _Part(one, params, [mine == label for mine in names]) for label, one in self.parts.items()}
+            parts = {
+                label: _Part(optimizer, params, [mine == label for mine in names])
+                for label, optimizer in self.parts.items()
+            }
             yield names, parts
 
     def _labels_of(self, params: Params) -> Labels:
-        """The label of each leaf, in order."""
         named, is_function = leaf_values.own_leaves(params), trees.is_function(self.labels)
         if is_function:
-            found = [self.labels(path, leaf) for path, leaf in named]
+            names = [self.labels(path, leaf) for path, leaf in named]
         else:
-            found = leaf_values.on_whole(params, functools.partial(_filled, self.labels))
-        for label, (path, _) in zip(found, named, strict=True):
+            names = leaf_values.on_whole(params, functools.partial(_filled, self.labels))
+        for label, (path, _) in zip(names, named, strict=True):
             if not (label is None or (isinstance(label, str) and label in self.parts)):
                 where = f"labels({path!r}, …) returned" if is_function else f"labels: the leaf at {path!r} has"
                 raise ValueError(
                     f"{where} {label!r}, which has no optimizer{trees.nearest(str(label), self.parts)}; optimizers has "
                     f"{sorted(self.parts)}, and None freezes a leaf"
                 )
-        return found
+        return names
 
     def inner_labels(self, params: Params) -> Labels:
-        """The labels of the leaves, in parts that are partitions those of their leaves."""
+        """The labels of the leaves; for a part that is a partition itself, its labels."""
         with self.divided(params) as (names, divided):
             inner = {label: labels_of(part.optimizer, part.params) for label, part in divided.items()}
-        below = {label: iter(found) for label, found in inner.items() if found is not None}
+        below = {label: iter(own) for label, own in inner.items() if own is not None}
         return [next(below[label]) if label in below else label for label in names]
 
     def init(self, params: Params, global_step: Step = 0) -> Slots:
-        """The slots of all parts."""
         with self.divided(params) as (_, divided):
-            made = [part.optimizer.init(part.params, global_step) for part in divided.values()]
-        return nested.merge(zip(self.called, made, strict=True), "slot")
+            slots = [part.optimizer.init(part.params, global_step) for part in divided.values()]
+        return nested.merge(zip(self.called, slots, strict=True), "slot")
 
     def roles(self, params: Params) -> Roles:
-        """The roles of these slots."""
         with self.divided(params) as (_, divided):
-            found = [roles_of(part.optimizer, part.params) for part in divided.values()]
-        return functools.reduce(Roles.joined, found).hiding()
+            roles = [roles_of(part.optimizer, part.params) for part in divided.values()]
+        return functools.reduce(Roles.joined, roles).hiding()
 
     @loads_slots
     def update(
         self, updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
-        """The updates and slots of all parts; one without any gradient stays as it is, and does not age."""
+        """A part without any gradient keeps its slots and does not age."""
         gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
         merged: list[Any] = [None] * len(gradients)
         new: Slots = {}
         idle = 0
         with self.divided(params) as (_, divided):
-            known = {label: roles_of(part.optimizer, part.params) for label, part in divided.items()}
+            roles = {label: roles_of(part.optimizer, part.params) for label, part in divided.items()}
             for label, part in divided.items():
-                mine = _slots_of(label, known, slots)
+                mine = _slots_of(label, roles, slots)
                 try:
                     partial, own = part.update(gradients, mine, step, context)
                 except NoGradientsError:
                     idle += 1
-                    ages = known[label].of(*AGES)
+                    ages = roles[label].of(*AGES)
                     later = {name: jax.tree.map(lambda slot: slot + 1, mine[name]) for name in ages if name in mine}
                     new |= mine | later
                     continue
                 new |= own
-                for i, one in enumerate(trees.flatten_like(params, partial, "updates", is_leaf=is_update)):
-                    merged[i] = one if one is not None else merged[i]
+                for i, u in enumerate(trees.flatten_like(params, partial, "updates", is_leaf=is_update)):
+                    merged[i] = u if u is not None else merged[i]
         if idle == len(self.parts):
             raise NoGradientsError(params, "All gradients are None or of frozen leaves.")
         return trees.structure(params).unflatten(merged), new
 
 
 def _filled(labels: Any, params: Params) -> list[Any]:
-    """Return the label of each leaf, in order, of a tree of labels that may be a prefix of the parameters."""
-    found: list[Any] = []
+    """The label of each leaf, from a tree of labels that may be a prefix of the parameters."""
+    names: list[Any] = []
     if not jax.tree.leaves(params):  # wrappers ask for the slots of an empty tree
-        return found
+        return names
 
     def fill(label: object, part: object) -> None:
-        found.extend([label] * len(jax.tree.leaves(part)))
+        names.extend([label] * len(jax.tree.leaves(part)))
 
     try:
         jax.tree.map(fill, labels, params, is_leaf=trees.is_none)
@@ -441,19 +432,18 @@ def _filled(labels: Any, params: Params) -> list[Any]:
             f"labels={shown(labels)}: a tree of labels must have the structure of params (or a prefix of it), whose "
             f"paths are {trees.paths_of(params)[:20]}"
         ) from error
-    return found
+    return names
 
 
-def _slots_of(label: str, known: Mapping[str, Roles], slots: Slots) -> Slots:
-    """The slots of one label: those of its optimizer or, if they are not known, those with its prefix."""
-    if known[label].complete:
-        return {name: slots[name] for name in known[label] if name in slots}
-    others = {name for other, roles in known.items() if other != label for name in roles}
+def _slots_of(label: str, roles_by_label: Mapping[str, Roles], slots: Slots) -> Slots:
+    """The slots of one label, by its roles or, if they are incomplete, by its prefix."""
+    if roles_by_label[label].complete:
+        return {name: slots[name] for name in roles_by_label[label] if name in slots}
+    others = {name for other, roles in roles_by_label.items() if other != label for name in roles}
     return {name: tree for name, tree in slots.items() if name.startswith(f"{label}/") and name not in others}
 
 
 def frozen_leaves(optimizer: Optimizer, params: Params) -> list[bool]:
-    """Whether a `partition` in an optimizer freezes each leaf, in order."""
     labels = labels_of(optimizer, params)
     return [False] * len(jax.tree.leaves(params)) if labels is None else [label is None for label in labels]
 
@@ -463,10 +453,10 @@ def without_frozen(optimizer: Optimizer, params: Params, gradients: Updates) -> 
     frozen = frozen_leaves(optimizer, params)
     if not any(frozen):
         return gradients
-    found = trees.flatten_like(params, gradients, "gradients", is_leaf=is_slices)
-    return trees.structure(params).unflatten([None if out else g for out, g in zip(frozen, found, strict=True)])
+    leaves = trees.flatten_like(params, gradients, "gradients", is_leaf=is_slices)
+    return trees.structure(params).unflatten([None if out else g for out, g in zip(frozen, leaves, strict=True)])
 
 
 def trained(optimizer: Optimizer, params: Params) -> Params:
-    """The parameters that an optimizer may update, with None for those that a `partition` freezes."""
+    """The parameters that an optimizer may update, with None for frozen leaves."""
     return without_frozen(optimizer, params, params)

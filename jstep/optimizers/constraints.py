@@ -26,15 +26,15 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
     """Project the parameters after each update: p ← fn(p + u).
 
     The new parameters are `fn(p + u)` bit for bit, so the bounds of a clip hold exactly. The metric `update_norm` is
-    that of the whole move, from p to the projected parameters.
+    the norm of the whole move, from p to the projected parameters.
 
     Args:
         optimizer: The optimizer that computes the updates u. Only guards (`skip_nonfinite`, `dynamic_loss_scale`),
             `with_moving_average`, `update_every`, `master_weights`, `partition` and `scope` belong around the
             projection: wrappers that change updates undo it.
         fn: `fn(params) -> params`, of the same structure, shapes and dtypes, a pure function that JAX can trace. Below
-            a label of `partition`, the leaves of other parts are None. It sees integer leaves, too; what it returns for
-            them is ignored.
+            a label of `partition`, the leaves of other parts are None. It sees integer leaves, too; their results are
+            ignored.
 
     Returns:
         An `Optimizer` with the same slots and hyperparameters. A leaf without an update keeps its value: if it has no
@@ -84,15 +84,15 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
 
 
 def _checked(params: Params, projected: object) -> list[Any]:
-    """Return the leaves of projected parameters; those that are not trainable are ignored later."""
-    found = trees.flatten_like(params, projected, "the result of fn", may_leave_out=False)
-    for i, ((path, leaf), new) in enumerate(zip(trees.leaves_with_paths(params), found, strict=True)):
+    """The leaves of projected parameters; the caller ignores leaves that are not trainable."""
+    leaves = trees.flatten_like(params, projected, "the result of fn", may_leave_out=False)
+    for i, ((path, leaf), new) in enumerate(zip(trees.leaves_with_paths(params), leaves, strict=True)):
         if not trees.is_trainable(leaf):
             continue
         if not (trees.is_array(new) or isinstance(new, bool | int | float | complex)):
             what = "nothing" if new is None else type(new).__name__
             raise TypeError(f"fn: must return an array at {trees.quoted(path)}, got {what}")
-        kinds = [(np.shape(one), jnp.result_type(one)) for one in (leaf, new)]
+        kinds = [(np.shape(x), jnp.result_type(x)) for x in (leaf, new)]
         if kinds[0] != kinds[1]:
             shown = [f"{dtype}{list(shape)}" for shape, dtype in kinds]
             cast = f"; cast it with .astype({kinds[0][1]})" if kinds[0][0] == kinds[1][0] else ""
@@ -100,8 +100,8 @@ def _checked(params: Params, projected: object) -> list[Any]:
                 f"fn: must return params of the same shapes and dtypes: {trees.quoted(path)} is {shown[0]}, and the "
                 f"result {shown[1]}{cast}"
             )
-        found[i] = jnp.asarray(new)
-    return found
+        leaves[i] = jnp.asarray(new)
+    return leaves
 
 
 @makes_optimizer(1)

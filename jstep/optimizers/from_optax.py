@@ -29,12 +29,12 @@ def from_optax(
 ) -> Optimizer:
     """An optimizer from an Optax transformation, using its `init` and `update`; Optax itself is not imported.
 
-    Wherever jstep takes an optimizer, a transformation may be given as it is, for `from_optax(transformation)`. Call
-    the function to report hyperparameters, or to choose the names of the slots.
+    Wherever jstep accepts an optimizer, it accepts a transformation, too, as `from_optax(transformation)`. Call the
+    function to report hyperparameters, or to choose the names of the slots.
 
     Its state becomes slots. State with the structure of the parameters, such as moments, is sharded like them, and is
-    float32 for low-precision parameters; other state, such as counts, becomes separate slots. State that is a copy of
-    the parameters at first, as its `init` shows, is one of the restored parameters after a partial restore without it.
+    float32 for low-precision parameters; other state, such as counts, becomes separate slots. State that `init` creates
+    as a copy of the parameters is a copy of the restored parameters after a partial restore without it.
     The transformation works in at least float32 and sees trainable leaves only. A leaf whose gradient is None, as with
     `var_list`, is a constant for it, and neither the leaf nor its state changes; a transformation that needs all
     leaves, as one with a mask that is a tree, gets zeros for it. `IndexedSlices` are converted to dense arrays.
@@ -46,14 +46,14 @@ def from_optax(
 
     Optax keeps its own counts: its schedules see the number of its own updates, which equals the global step unless
     updates were skipped or the slots were created later in the run. Schedules in `hyperparameters` are reported at that
-    count. If the transformation has none, or counts that it moves on conditions of its own (`MultiSteps`,
-    `apply_if_finite`, `multi_transform`), they are not among the metrics, and a line of the log says how to report the
-    rate that is used: `chain(from_optax(optax.scale_by_adam()), scale_by_learning_rate(rate))`.
+    count. If the transformation has none, or counts that it advances conditionally (`MultiSteps`, `apply_if_finite`,
+    `multi_transform`), they are not among the metrics, and a log message says how to report the rate that is used:
+    `chain(from_optax(optax.scale_by_adam()), scale_by_learning_rate(rate))`.
 
     Args:
         transformation: An Optax transformation, such as `optax.adam(1e-3)`.
         hyperparameters: The hyperparameters to report: name → number or schedule, or a function of the step that
-            returns such a mapping. Optax does not read them: give the transformation the same ones.
+            returns such a mapping. Optax does not read them: pass the same values to the transformation.
         name: The prefix of the slots: `optax/0/mu`.
 
     Returns:
@@ -62,7 +62,7 @@ def from_optax(
     Raises:
         TypeError: `transformation` has no `init` and `update`. From `TrainState.create`: it contains `optax.lookahead`
             or `optax.contrib.differentially_private_aggregate` (`dpsgd`), which need other parameters and gradients
-            than those of a step. From the step: it needs extra arguments that the step does not have.
+            than a step has. From the step: it needs extra arguments that the step does not have.
         ValueError: The name cannot be a prefix.
 
     Example:
@@ -88,12 +88,12 @@ def from_optax(
     depend = hyper.reported_names(reported)
     schedules = frozenset(key for key, is_schedule in depend.items() if is_schedule)
     log_once = functools.cache(functools.partial(_log_that_no_count_is_known, schedules))
-    made = optax_transformations.from_optax(transformation, name)
-    plain = made.init
+    optimizer = optax_transformations.from_optax(transformation, name)
+    plain = optimizer.init
     assert isinstance(plain, Init)
 
     def roles(params: Params) -> Roles:
-        found = plain.roles(params)
+        inner = plain.roles(params)
 
         @functools.cache
         def count() -> str | None:
@@ -102,12 +102,12 @@ def from_optax(
                 log_once()
             return slot
 
-        known = found.complete and schedules
-        return found.joined(Roles(counted=(Counted(schedules, reported, count),) if known else ()))
+        is_complete = inner.complete and schedules
+        return inner.joined(Roles(counted=(Counted(schedules, reported, count),) if is_complete else ()))
 
     finished = isinstance(hyperparameters, Mapping) and hyper.LEARNING_RATE in hyperparameters
     init = dataclasses.replace(plain, roles=roles, finished=finished, rated=hyper.LEARNING_RATE in depend)
-    return made._replace(init=init, hyperparameters=reported)
+    return optimizer._replace(init=init, hyperparameters=reported)
 
 
 def _log_that_no_count_is_known(names: frozenset[str]) -> None:
@@ -121,7 +121,7 @@ def _log_that_no_count_is_known(names: frozenset[str]) -> None:
 
 
 _BY_LABEL = ("PartitionState", "MultiTransformState")
-"""Optax states, by class name, of transformations with a count for each label, of which a schedule may be any one's."""
+"""Optax states, by class name, with a count for each label: a schedule may use any of these counts."""
 
 
 def _has_labels(node: object) -> bool:
@@ -129,17 +129,17 @@ def _has_labels(node: object) -> bool:
 
 
 def _slot_of_count(transformation: Any, name: str, params: Params) -> str | None:
-    """The slot of a count of all updates of a transformation; None if it has none, or others that may differ from it.
+    """The slot of a count of all updates of a transformation, or None.
 
-    A scalar integer of its state is such a count if its next value is its value + 1, whatever else the update is given.
-    If an integer depends on anything else, it may be another one, such as those of `MultiSteps` and `apply_if_finite`.
+    Its next value is its value + 1, whatever the other inputs are. If any integer of the state depends on anything
+    else, there may be another count, as in `MultiSteps` and `apply_if_finite`, and the result is None.
     """
     takes = optax_transformations.takes_extra(transformation.update)
 
     def update(state: Tree, params: Params) -> Any:
         loss = jnp.zeros((), jnp.float32)
-        known = {"value": loss, "grad": params, "value_fn": lambda tree: sum(map(jnp.sum, jax.tree.leaves(tree)), loss)}
-        return transformation.update(params, state, params, **{key: x for key, x in known.items() if takes(key)})[1]
+        extra = {"value": loss, "grad": params, "value_fn": lambda tree: sum(map(jnp.sum, jax.tree.leaves(tree)), loss)}
+        return transformation.update(params, state, params, **{key: x for key, x in extra.items() if takes(key)})[1]
 
     shapes = jax.tree.map(shape_of, jax.eval_shape(optax_transformations.seen, params))
     with optax_transformations.standard_promotion():
@@ -147,7 +147,7 @@ def _slot_of_count(transformation: Any, name: str, params: Params) -> str | None
         if any(map(_has_labels, jax.tree.leaves(state, is_leaf=_has_labels))):
             return None
         program = body_of(jax.make_jaxpr(update)(state, shapes))
-    leaves, found = jax.tree_util.tree_leaves_with_path(state), []
+    leaves, slots = jax.tree_util.tree_leaves_with_path(state), []
     for i, (keys, leaf) in enumerate(leaves):
         if leaf.shape or not jnp.issubdtype(leaf.dtype, jnp.integer):
             continue
@@ -156,45 +156,39 @@ def _slot_of_count(transformation: Any, name: str, params: Params) -> str | None
         if None in after:
             return None
         if after == [int(value) + 1 for value in values]:
-            found.append(f"{name}/{trees.path_str(keys)}" if keys else name)
-    return found[0] if found else None
+            slots.append(f"{name}/{trees.path_str(keys)}" if keys else name)
+    return slots[0] if slots else None
 
 
 def _next_value(program: Subprogram, number: int, value: object) -> int | None:
-    """A scalar of the state after an update, from its value alone; None if it depends on anything else.
+    """The next value of leaf `number` of the state; None if it depends on anything but its value."""
 
-    Args:
-        program: The update, of the state and the parameters.
-        number: The number of the scalar among the leaves of the state.
-        value: Its value before the update.
-    """
-
-    def by(operation: Operation, given: list[Any]) -> Sequence[Any]:
+    def by(operation: Operation, operands: list[Any]) -> Sequence[Any]:
         if operation.kind == "call":
-            return evaluate(operation.bodies[0], given, by)
+            return evaluate(operation.bodies[0], operands, by)
         are_scalars = all(var.aval.shape == () for var in operation.eqn.outvars)
-        is_known = are_scalars and not any(one is None for one in given)
-        return apply(operation, given) if is_known else [None] * len(operation.eqn.outvars)
+        is_known = are_scalars and not any(x is None for x in operands)
+        return apply(operation, operands) if is_known else [None] * len(operation.eqn.outvars)
 
-    given = [value if i == number else None for i in range(len(program.jaxpr.invars))]
+    operands = [value if i == number else None for i in range(len(program.jaxpr.invars))]
     with jax.ensure_compile_time_eval():
-        after = evaluate(program, given, by)[number]
+        after = evaluate(program, operands, by)[number]
         return None if after is None else int(after)
 
 
-def _reported(given: object) -> Any:
-    if given is None:
+def _reported(reported: object) -> Any:
+    if reported is None:
         return lambda step: {}
-    if isinstance(given, Mapping):
-        for key, value in given.items():
+    if isinstance(reported, Mapping):
+        for key, value in reported.items():
             if not isinstance(key, str):
                 raise TypeError(f"hyperparameters: {shown(key)} must be a string, got {kind(key)}")
             if isinstance(value, Held):
                 raise TypeError(f"hyperparameters: {key!r} is held, which Optax does not read")
-        return hyper.report({key: hyper.checked(key, value) for key, value in given.items()})
-    if not callable(given):
+        return hyper.report({key: hyper.checked(key, value) for key, value in reported.items()})
+    if not callable(reported):
         raise TypeError(
-            f"hyperparameters={shown(given)}: must map names to numbers or schedules, or be a function of the step, "
-            f"got {kind(given)}"
+            f"hyperparameters={shown(reported)}: must map names to numbers or schedules, or be a function of the step, "
+            f"got {kind(reported)}"
         )
-    return lambda step, /: hyper.as_arrays(dict(given(step)), step)
+    return lambda step, /: hyper.as_arrays(dict(reported(step)), step)

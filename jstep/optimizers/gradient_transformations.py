@@ -205,13 +205,13 @@ def clip_gradients(
     """
     ways = {"by_value": by_value, "by_norm": by_norm, "by_average_norm": by_average_norm}
     ways |= {"by_global_norm": by_global_norm, "adaptive": adaptive}
-    given: dict[str, Any] = {name: value for name, value in ways.items() if value is not None}
-    if len(given) != 1:
+    limits: dict[str, Any] = {name: value for name, value in ways.items() if value is not None}
+    if len(limits) != 1:
         raise ValueError(
             f"clip_gradients takes exactly one of by_value, by_norm, by_average_norm, by_global_norm and adaptive, got "
-            f"{sorted(given) or 'none'}; chain several elements to clip in several ways"
+            f"{sorted(limits) or 'none'}; chain several elements to clip in several ways"
         )
-    ((how, limit),) = given.items()
+    ((how, limit),) = limits.items()
     if axes is not None and how != "adaptive":
         raise ValueError(f"axes={shown(axes)}: only clip_gradients(adaptive=…) takes axes, got {how}")
     axes_of = leaf_values.unit_axes(axes, _unit_axes)
@@ -233,15 +233,15 @@ def clip_gradients(
 
         return map_updates(by_unit, params, updates, jax.tree.leaves(params), leaf_values.own_leaves(params))
 
-    made = element(clip, hyper, CLIP)
+    optimizer = element(clip, hyper, CLIP)
     if how != "by_value" or "clip_by_value_min" in hyper:
-        return made
+        return optimizer
 
     def with_both_bounds(step: Step, /) -> dict[str, Any]:
-        values = made.hyperparameters(step)
+        values = optimizer.hyperparameters(step)
         return {"clip_by_value_min": -values["clip_by_value_max"], **values} if values else values
 
-    return made._replace(hyperparameters=with_both_bounds)
+    return optimizer._replace(hyperparameters=with_both_bounds)
 
 
 def _value_bounds(limit: tuple[ScalarOrSchedule, ScalarOrSchedule] | Number | Any) -> dict[str, Any]:
@@ -312,8 +312,8 @@ def scale(factor: ScalarOrSchedule) -> Optimizer:
 
     Source: `optax.scale`, and `optax.scale_by_schedule`.
     """
-    made = from_update("scale", lambda g, p, s, h: (h.factor * g, {}), {}, {"factor": factor}, by_rows=True)
-    return with_init(made, order=SCALE)
+    optimizer = from_update("scale", lambda g, p, s, h: (h.factor * g, {}), {}, {"factor": factor}, by_rows=True)
+    return with_init(optimizer, order=SCALE)
 
 
 @makes_optimizer()
@@ -370,9 +370,9 @@ def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any],
     Source: layer-wise rates as in Bao et al., "BEiT" (2021); groups of parameters in other frameworks.
     """
     if callable(factors) and not isinstance(factors, Mapping | Held):
-        given = factors
+        of_leaf = factors
         hyper: dict[str, Any] = {}
-        factor = leaf_values.by_path(lambda path, leaf: constant(f"factors({path!r}, …)", given(path, leaf), low=0))
+        factor = leaf_values.by_path(lambda path, leaf: constant(f"factors({path!r}, …)", of_leaf(path, leaf), low=0))
     elif isinstance(factors, Mapping):
         factor = leaf_values.first_match("factors", factors)
         hyper = {f"{PREFIX}/{glob}": checked(f"factors[{glob!r}]", value, low=0) for glob, value in factors.items()}
@@ -385,7 +385,6 @@ def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any],
 
 
 def scaled_update(u: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update times the factor of the leaf: a number, or the name of the one that applies."""
     if h.factor is None:
         return u, {}
     return (h[f"{PREFIX}/{h.factor}"] if isinstance(h.factor, str) else h.factor) * u, {}
@@ -437,7 +436,6 @@ def add_weight_decay(weight_decay: Decay, mask: VarList | Mapping[str, float] = 
 
 
 def with_added_decay(u: Array, p: Array, s: Values, h: Values) -> Result:
-    """The direction with weight decay."""
     decay = decay_of(h)
     return (u if decay is None else u + decay * p), {}
 
@@ -491,14 +489,7 @@ def decay_weights(
 def decay_arguments(name: str, weight_decay: Any, mask_given: object) -> tuple[dict[str, Any], dict[str, Flag]]:
     """The hyperparameters and the flag of a weight decay.
 
-    Args:
-        name: The name of the hyperparameter.
-        weight_decay: A number, an array, a schedule or `held`; or a mapping from paths or globs to these.
-        mask_given: The leaves that decay, in the grammar of `var_list`; or path or glob → a factor ≥ 0 on the decay.
-
-    Raises:
-        TypeError: A value is not a number, or a key is not a string.
-        ValueError: A value is out of its range.
+    `weight_decay` may map paths or globs to values; the mask may map them to factors ≥ 0.
     """
     if isinstance(weight_decay, Mapping):
         which: Flag | None = leaf_values.first_match("weight_decay", weight_decay)
@@ -521,17 +512,17 @@ def decay_arguments(name: str, weight_decay: Any, mask_given: object) -> tuple[d
 
 
 def decay_of(h: Values) -> Any:
-    """The decay of this leaf; None if it is known while tracing that the leaf does not decay."""
+    """The decay of this leaf; None if tracing shows that the leaf does not decay."""
     if h.decay is None:
         return None
     name, factor = h.decay
     return None if is_zero(h[name]) else h[name] if factor == 1 else factor * h[name]
 
 
-def _factors(given: VarList) -> dict[str, float] | None:
-    """Path or glob → factor, or None if the mask is not such a mapping (a tree of bools has no numbers)."""
-    if not isinstance(given, Mapping) or not given or not all(isinstance(glob, str) for glob in given):
+def _factors(mask: VarList) -> dict[str, float] | None:
+    """Path or glob → factor, or None if the mask has another form (a tree of bools has no numbers)."""
+    if not isinstance(mask, Mapping) or not mask or not all(isinstance(glob, str) for glob in mask):
         return None
-    if not all(isinstance(one, int | float | np.number) and not isinstance(one, bool) for one in given.values()):
+    if not all(isinstance(x, int | float | np.number) and not isinstance(x, bool) for x in mask.values()):
         return None
-    return {glob: as_number(one, f"mask[{glob!r}]", low=0) for glob, one in given.items()}
+    return {glob: as_number(x, f"mask[{glob!r}]", low=0) for glob, x in mask.items()}

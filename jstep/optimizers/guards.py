@@ -24,14 +24,14 @@ from jstep.slots.matching import match_gradients
 from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import ACCUMULATED, AGES, Role, Roles, roles_of
 
-# Skip updates whose gradients are not finite, and other conditional updates.
+# Skipped updates for nonfinite gradients, and other conditional updates.
 
 LAST_FINITE_STEP = "last_finite_step"
 NOT_REACHED = -1
-"""The value that a step writes to `last_finite_step` before an update, to find out whether the guard skipped it. It
-stays if the guard was not reached because its part has no gradient."""
+"""The value that a step writes to `last_finite_step` before an update, to find out whether the guard skipped it. The
+value stays if the guard is not reached because its part has no gradient."""
 LEFT_OUT = -2
-"""The value that a guard writes there if it skipped the update."""
+"""The value that a guard writes there if it skips the update."""
 
 
 @makes_optimizer(1)
@@ -70,8 +70,8 @@ def skip_nonfinite(optimizer: OptimizerLike) -> Optimizer:
         finite = all_finite(updates, at.params)
         updates, inner = conditional_update(finite, optimizer, updates, inner, at, is_guard=True)
         last = own[LAST_FINITE_STEP]
-        made = jnp.asarray(at.step).astype(last.dtype) + 1
-        return updates, inner, {LAST_FINITE_STEP: jnp.where(finite, made, _left_out(last))}
+        after = jnp.asarray(at.step).astype(last.dtype) + 1
+        return updates, inner, {LAST_FINITE_STEP: jnp.where(finite, after, _left_out(last))}
 
     own = Own({LAST_FINITE_STEP: _at_step}, {LAST_FINITE_STEP: Role.LAST_FINITE})
     return wrap_optimizer(
@@ -100,13 +100,7 @@ def conditional_update(
 ) -> tuple[Updates, Slots]:
     """Update if `condition` is true; otherwise return zero updates and unchanged slots, with `start_step` advanced.
 
-    Args:
-        condition: A scalar bool.
-        optimizer: The optimizer.
-        updates: Its gradients.
-        slots: Its slots.
-        at: The inputs of its wrapper.
-        is_guard: Whether an update that is not made is skipped, and not one that was not due.
+    `is_guard` says that an update without the condition is skipped, rather than not due.
     """
     roles = roles_of(optimizer, at.params)
     nested.report_condition(nested.Condition(at.params, condition, is_guard))
@@ -156,7 +150,7 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**126
 def dynamic_loss_scale(
     optimizer: OptimizerLike, initial: float = 2.0**15, period: int = 2000, factor: float = 2.0
 ) -> Optimizer:
-    """Loss scaling: g ← g/scale; scale ·= factor after `period` updates in a row, scale /= factor at one not finite.
+    """Loss scaling: g ← g/scale; scale ·= factor after `period` updates in a row, scale /= factor at a nonfinite one.
 
     `minimize` multiplies the loss by the slot `loss_scale` before differentiation, so that small gradients do not
     underflow in float16. Its metrics show the unscaled loss and norms, and the scale. If you call `apply_gradients`
@@ -200,11 +194,11 @@ def dynamic_loss_scale(
         scale, since = own[LOSS_SCALE], own[SCALE_SINCE]
         finite = all_finite(updates, at.params)
         updates, inner = conditional_update(finite, optimizer, unscaled(updates, scale), inner, at, is_guard=True)
-        made = jnp.asarray(at.step).astype(since.dtype) + 1
-        grows = finite & (made - since >= length)
+        after = jnp.asarray(at.step).astype(since.dtype) + 1
+        grows = finite & (after - since >= length)
         larger, smaller = scale * by, jnp.maximum(scale / by, SMALLEST)
         new = jnp.where(finite, jnp.where(grows & (larger <= LARGEST), larger, scale), smaller)
-        changed = {LOSS_SCALE: new, SCALE_SINCE: jnp.where(finite & ~grows, since, made)}
+        changed = {LOSS_SCALE: new, SCALE_SINCE: jnp.where(finite & ~grows, since, after)}
         return updates, inner, changed
 
     added = {LOSS_SCALE: lambda params, step: jnp.array(first, dtype=jnp.float32), SCALE_SINCE: _at_step}
@@ -250,8 +244,8 @@ def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer
     """Average the gradient noise in slots, to report the gradient noise scale: noise_scale = tr Σ/|G|².
 
     Σ is the covariance of the gradient of one example, G the mean gradient. Progress per step is about
-    1/(1 + noise_scale/B) of that with the exact gradient, where B is the batch size: a batch much smaller than the
-    noise scale wastes steps, a much larger one wastes examples.
+    1/(1 + noise_scale/B) of the progress with the exact gradient, where B is the batch size: a batch much smaller than
+    the noise scale wastes steps, a much larger one wastes examples.
     `minimize(..., num_microbatches=n, metrics=("noise_scale",))` measures both from the gradients of the n
     microbatches, which it computes anyway:
 
@@ -259,8 +253,8 @@ def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer
 
     big is the squared norm of the mean gradient, small the weighted mean of the squared norms of the microbatch
     gradients, W the number of examples in the batch or the sum of the values of `weight_fn`. Both estimates are
-    unbiased, and they are averaged separately, not as a ratio. Gradients are those of the loss: before clipping, noise
-    and weight decay, and without the loss scale.
+    unbiased, and they are averaged separately, not as a ratio. Gradients are the loss gradients before clipping, noise
+    and weight decay, without the loss scale.
 
     Args:
         optimizer: The whole optimizer, including chains and partitions. `dynamic_loss_scale` must wrap this wrapper;
@@ -301,10 +295,10 @@ def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer
         measured = at.context.noise
         if measured is None:
             return updates, inner, own
-        found = jnp.isfinite(measured.noise) & jnp.isfinite(measured.square)
+        is_measured = jnp.isfinite(measured.noise) & jnp.isfinite(measured.square)
 
         def averaged(old: Array, value: Array) -> Array:
-            return jnp.where(found, old + share * (value.astype(old.dtype) - old), old)
+            return jnp.where(is_measured, old + share * (value.astype(old.dtype) - old), old)
 
         values = (measured.noise, measured.square, jnp.ones((), jnp.float32))
         return updates, inner, {name: averaged(own[name], x) for name, x in zip(SLOTS, values, strict=True)}
@@ -317,28 +311,19 @@ def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer
 
 
 def noise_slots(roles: Roles) -> list[str]:
-    """The slots of the averages, in the order of `SLOTS`; empty if the optimizer has none.
-
-    Raises:
-        ValueError: They are under a label or next to other elements.
-    """
-    found = roles.of(*SLOTS.values())
-    hidden = [name for name in found if name in roles.hidden]
+    """The slots of the averages, in the order of `SLOTS`; raise if they are not outermost."""
+    names = roles.of(*SLOTS.values())
+    hidden = [name for name in names if name in roles.hidden]
     if hidden:
         raise ValueError(
             f"with_noise_scale: must wrap the whole optimizer, got the slot {hidden[0]!r} below a label or "
             "beside other elements; it measures the noise of all gradients. Put it around the whole optimizer: "
             "with_noise_scale(partition(...)), with_noise_scale(chain(...))"
         )
-    return found
+    return names
 
 
 def require_noise_slots(roles: Roles) -> None:
-    """Check that an optimizer averages the gradient noise.
-
-    Raises:
-        ValueError: It does not; the error suggests `with_noise_scale`.
-    """
     if not noise_slots(roles):
         raise ValueError(
             "metrics: 'noise_scale' is averaged over steps in slots of the state, which this optimizer does not have; "
@@ -347,7 +332,6 @@ def require_noise_slots(roles: Roles) -> None:
 
 
 def noise_metrics(roles: Roles, slots: Slots) -> dict[str, Array]:
-    """The metrics of a step: the bias-corrected averages, and their ratio."""
     noise, square, weight = (slots[name] for name in noise_slots(roles))
     noise, square = noise / weight, square / weight  # NaN before the first measurement, which has weight 0
     scale = jnp.where(square > 0, noise / square, jnp.nan)
@@ -374,7 +358,7 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
     Args:
         k: The number of steps from one update to the next, ≥ 1; 1 updates at every step.
         optimizer: The optimizer. If no leaf has a gradient, it skips the step, whether an update was due or not: it
-            does not age, and the update is not made up for later.
+            does not age, and a due update is not made later.
         phase: The number of steps by which updates are delayed, 0 ≤ phase < k.
         accumulate: Whether a leaf's update uses the mean of its gradients since its last update. A leaf without a
             gradient at the step of an update keeps its mean until the next one. The mean of `IndexedSlices` names
@@ -426,12 +410,12 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
 
     added = {name: functools.partial(fresh_slot, name, spec) for name, spec in sums.items()}
     own = Own(added, details={GRADIENT_COUNT: ACCUMULATED} if accumulate else {})
-    is_guarded = False if accumulate else None  # a gradient that is not finite would reach the sum
+    is_guarded = False if accumulate else None  # a nonfinite gradient would reach the sum
     return wrap_optimizer(optimizer, "update_every", update, own, guarded=is_guarded, inner_roles=inner_roles)
 
 
 def _mean_and_rest(own: Slots, gradient: Tree, due: Array) -> tuple[Any, Slots]:
-    """The mean of a leaf's gradients including a new one, and their sum and number, which begin again if it is used."""
+    """The mean of a leaf's gradients, and their sum and number, reset if the mean is used."""
     total = own[GRADIENT_SUM]
     if isinstance(gradient, IndexedSlices):
         rows = combined(gradient)
@@ -441,7 +425,7 @@ def _mean_and_rest(own: Slots, gradient: Tree, due: Array) -> tuple[Any, Slots]:
     count = own[GRADIENT_COUNT] + 1
     mean: Any = total * (1 / count)  # XLA would store a quotient in memory
     if isinstance(gradient, IndexedSlices):
-        named = ~(jnp.signbit(total) & (total == 0))  # by any gradient in the sum
+        named = ~(jnp.signbit(total) & (total == 0))  # named by any gradient in the sum
         mean = rows_in_order(mean, jnp.any(named, axis=tuple(range(1, total.ndim))))
     rest = jnp.where(due, jnp.full_like(total, NOTHING), total), jnp.where(due, jnp.zeros_like(count), count)
     return mean, dict(zip((GRADIENT_SUM, GRADIENT_COUNT), rest, strict=True))

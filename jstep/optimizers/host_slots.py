@@ -1,11 +1,11 @@
-"""Updates of slots in host memory: loops, one for each leaf, transfer the slots.
+"""Updates of slots in host memory: a loop for each leaf transfers its slots.
 
-XLA would load all slots at once otherwise: it moves transfers across barriers, but not out of loops. Small leaves are
-loaded together before the update, large ones slice by slice if their rule is elementwise.
+Without loops XLA would load all slots at the same time: it moves transfers across barriers, but not out of loops. Small
+leaves are loaded together before the update, large ones slice by slice if their rule is elementwise.
 
-Slots in host memory are arrays of another type, with which JAX computes nothing. The updates of this package read
-them by `per_leaf` or pass them on, and are marked with `loads_slots`. Any other update, such as that of a custom
-optimizer, gets its slots in device memory: correct, but all at once.
+For JAX, arrays in host memory have another type, with which it computes nothing. The updates of this package read them
+by `per_leaf` or pass them on, and are marked with `loads_slots`. Other updates, such as a custom optimizer's, get all
+their slots in device memory, which is correct but needs the space.
 """
 
 import contextvars
@@ -28,7 +28,7 @@ from jstep.core.trees import Array, Params, Slots
 from jstep.state.train_state import TrainState
 
 PARTS = 16
-"""At most 1/PARTS of the offloaded bytes should be on the devices at once, loaded or to be sent back."""
+"""At most 1/PARTS of the offloaded bytes should be on the devices at a time, loaded or to be sent back."""
 
 ROWS = {1: 4096, 2: 32}
 """Number of dimensions → the row multiple of a slice: whole tiles of a TPU's memory, for every dtype."""
@@ -41,7 +41,7 @@ class Transfers:
     """The transfers of an update.
 
     Attributes:
-        limit: The number of bytes that should be on the devices at once.
+        limit: The number of bytes that should be on the devices at a time.
         turns: 1, or 0 if the update is skipped. XLA must not know it: it inlines loops of one iteration.
         is_certain: Whether no condition can skip the update.
     """
@@ -52,35 +52,30 @@ class Transfers:
 
 
 TRANSFERS: contextvars.ContextVar[Transfers | None] = contextvars.ContextVar("jstep_transfers", default=None)
-"""How slots in host memory are loaded, leaf by leaf; None if all are loaded at once."""
+"""How slots in host memory are loaded, leaf by leaf; None if all are loaded together."""
 
 
 def only_if(condition: Array) -> AbstractContextManager[Transfers | None]:
-    """Update slots in host memory, in a context, only if a condition is true; otherwise nothing is transferred."""
-    known = TRANSFERS.get()
-    if known is not None:
-        known = Transfers(known.limit, jnp.where(condition, known.turns, 0), is_certain=False)
-    return setting(TRANSFERS, known)
+    """A context in which slots in host memory are transferred and updated only if a condition holds."""
+    transfers = TRANSFERS.get()
+    if transfers is not None:
+        transfers = Transfers(transfers.limit, jnp.where(condition, transfers.turns, 0), is_certain=False)
+    return setting(TRANSFERS, transfers)
 
 
 def is_worth_loops(state: Tree) -> bool:
-    """Whether a traced state has arrays in host memory, and its compiler is known to support loops of transfers.
-
-    On a CPU, device memory is host memory. The GPU compiler is untested.
-    """
+    """Whether a traced state has arrays in host memory, and its compiler supports loops of transfers."""
+    # On a CPU, device memory is host memory. The GPU compiler is untested.
     leaves = jax.tree.leaves(state)
     if not (any(map(trees.is_traced, leaves)) and any(map(is_on_host, leaves))):
         return False
-    known = shardings_of(state)
-    platform = jax.default_backend() if known is None else next(iter(known[0].device_set)).platform
+    shardings = shardings_of(state)
+    platform = jax.default_backend() if shardings is None else next(iter(shardings[0].device_set)).platform
     return bool(platform == "tpu")
 
 
 def with_small_ones_loaded(state: TrainState) -> tuple[Slots, int | None]:
-    """Load the slots that need no loop, and return all slots and the limit in bytes for the others, None without loops.
-
-    These are the slots that are not trees like params, and those of the smallest parameters.
-    """
+    """Load the slots that need no loop; return all slots, and the limit for the others, None without loops."""
     params, slots = state.params, state.slots
     if not is_worth_loops(state):
         return on_devices(slots), None
@@ -101,23 +96,25 @@ def with_small_ones_loaded(state: TrainState) -> tuple[Slots, int | None]:
 
 
 def loads_slots(update: _Update) -> _Update:
-    """Decorator of the `update` of an optimizer that accepts slots and parameters in host memory."""
+    """Mark the `update` of an optimizer that accepts slots and parameters in host memory."""
     update.loads_slots = True  # type: ignore[attr-defined]
     return update
 
 
 def with_slots_loaded(update: Callable[[Slots, Any], tuple[Any, Slots]], slots: Slots, params: Tree) -> Any:
-    """Call `update(slots, params) -> (result, new slots)` with all slots on the devices, and send the new ones back."""
+    """Call `update(slots, params) -> (result, new slots)` on the devices, and send new slots back."""
     if not any(map(is_on_host, jax.tree.leaves((slots, params)))):
         return update(slots, params)
     loaded = on_devices(slots)
     result, new = update(loaded, on_devices(params))
-    known = TRANSFERS.get()
+    transfers = TRANSFERS.get()
 
     def back(before: object, old: Any, after: Any) -> Any:
         if not is_on_host(before):
             return after
-        return to_host(after if known is None or known.is_certain else jnp.where(known.turns > 0, after, old))
+        return to_host(
+            after if transfers is None or transfers.is_certain else jnp.where(transfers.turns > 0, after, old)
+        )
 
     def of_slot(name: str, tree: Tree) -> Any:
         fits = name in slots and trees.structure(tree) == trees.structure(slots[name])
@@ -129,35 +126,28 @@ def with_slots_loaded(update: Callable[[Slots, Any], tuple[Any, Slots]], slots: 
 def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *args: Any) -> tuple[Any, Slots]:
     """Compute `rule(slots, *args) -> (result, new slots)` for one leaf, in a loop if some arrays are in host memory.
 
-    Args:
-        rule: A function of arrays on the devices. It may return fewer slots; these keep shape and dtype.
-        path: The path of the leaf.
-        slots: Name → the leaf of the slot, or None.
-        *args: Other trees of arrays.
-
-    Returns:
-        The result, on the devices, and the new slots, in the memory of the old ones. If the update is skipped, slots in
-        host memory keep their values, and the result is unspecified.
+    The rule sees arrays on the devices, and may return fewer slots. New slots are in the memory of the old ones. If the
+    update is skipped, slots in host memory keep their values, and the result is unspecified.
     """
-    known = TRANSFERS.get()
-    if known is None or not any(map(is_on_host, jax.tree.leaves((slots, args)))):
+    transfers = TRANSFERS.get()
+    if transfers is None or not any(map(is_on_host, jax.tree.leaves((slots, args)))):
         return with_slots_loaded(lambda slots, args: rule(slots, *args), slots, args)
-    closed, made = jax.make_jaxpr(rule, return_shape=True)(*jax.eval_shape(on_devices, (slots, *args)))
-    body, given = body_of(closed), jax.tree.leaves((slots, *args))
-    places = _replaced(made, slots, args)
+    closed, shapes = jax.make_jaxpr(rule, return_shape=True)(*jax.eval_shape(on_devices, (slots, *args)))
+    body, inputs = body_of(closed), jax.tree.leaves((slots, *args))
+    places = _replaced(shapes, slots, args)
     pairs = zip(closed.out_avals, places, strict=True)
-    start = [jnp.zeros(x.shape, x.dtype) if i is None else given[i] for x, i in pairs]
-    count = _number_of_slices(body, path, -(-sum(map(_host_bytes, given)) // max(known.limit, 1)))
+    start = [jnp.zeros(x.shape, x.dtype) if i is None else inputs[i] for x, i in pairs]
+    count = _number_of_slices(body, path, -(-sum(map(_host_bytes, inputs)) // max(transfers.limit, 1)))
     rows = start[0].shape[0] // count if count > 1 else 0
 
     def turn(i: Array, carry: list[Any]) -> list[Any]:
         # The barriers hide from XLA that values are the same in all iterations: otherwise it would load a parameter in
         # host memory, which the loop only reads, before the loop.
-        if rows and any(is_on_host(x) for k, x in enumerate(given) if k not in places):
+        if rows and any(is_on_host(x) for k, x in enumerate(inputs) if k not in places):
             first, i = jax.lax.optimization_barrier((carry[0], i))
             carry = [first, *carry[1:]]
         current = dict(zip(places, carry, strict=True))
-        values = [current.get(k, x) for k, x in enumerate(given)]
+        values = [current.get(k, x) for k, x in enumerate(inputs)]
         if rows:
             parts = [jax.lax.dynamic_slice_in_dim(x, i * rows, rows, 0) if jnp.ndim(x) else x for x in values]
             new = on_slices(body, on_devices(parts), (rows, *start[0].shape[1:]))
@@ -169,23 +159,14 @@ def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *a
             new = [jax.lax.dynamic_update_slice_in_dim(x, part, i * rows, 0) for x, part in pairs]
         return new
 
-    turns = known.turns if not rows else count if known.is_certain else count * known.turns
+    turns = transfers.turns if not rows else count if transfers.is_certain else count * transfers.turns
     values = jax.lax.fori_loop(0, turns, turn, start)
-    found: tuple[Any, Slots] = jax.tree.unflatten(jax.tree.structure(made), values)
-    return found
+    outputs: tuple[Any, Slots] = jax.tree.unflatten(jax.tree.structure(shapes), values)
+    return outputs
 
 
 def on_leaves(params: Params, slots: Mapping[str, list[Any]], calls: Iterable[tuple[Any, ...] | None]) -> list[Any]:
-    """Compute rules leaf by leaf, each as `per_leaf` does, and put the new slots in the place of the old ones.
-
-    Args:
-        params: The parameters.
-        slots: Name → the leaves of the slot, in order; they are replaced.
-        calls: For each leaf, in order: `(rule, *args)`, or None for a leaf that stays as it is.
-
-    Returns:
-        The result of each leaf; None for a leaf that stays as it is.
-    """
+    """Call `per_leaf` with each `(rule, *args)` and put new slots into the lists; a None has the result None."""
     results: list[Any] = [None] * len(jax.tree.leaves(params))
     for i, (path, call) in enumerate(zip(trees.paths_of(params), calls, strict=True)):
         if call is not None:
@@ -196,23 +177,21 @@ def on_leaves(params: Params, slots: Mapping[str, list[Any]], calls: Iterable[tu
     return results
 
 
-def _replaced(made: tuple[Any, Slots], slots: Slots, args: Any) -> list[int | None]:
-    """Return the index of the array, among all in slots and args, that each array made by a rule replaces, or None.
-
-    A slot replaces the old one. A result replaces an argument, such as the gradient, whose memory the loop then reuses.
-    """
+def _replaced(shapes: tuple[Any, Slots], slots: Slots, args: Any) -> list[int | None]:
+    """The index, among the arrays of slots and args, of the array that each output replaces, or None."""
     own, others = jax.tree.unflatten(jax.tree.structure((slots, args)), range(len(jax.tree.leaves((slots, args)))))
     free = dict(zip(jax.tree.leaves(others), jax.tree.leaves(args), strict=True))
     places: list[int | None] = []
-    for result in jax.tree.leaves(made[0]):
+    # A result replaces an argument, such as the gradient, whose memory the loop reuses; a slot replaces the old one.
+    for result in jax.tree.leaves(shapes[0]):
         alike = [i for i, x in free.items() if not is_on_host(x) and (x.shape, x.dtype) == (result.shape, result.dtype)]
         places.append(alike[0] if alike else None)
         free.pop(places[-1], None)
-    return [*places, *jax.tree.leaves({name: own[name] for name, leaf in made[1].items() if leaf is not None})]
+    return [*places, *jax.tree.leaves({name: own[name] for name, leaf in shapes[1].items() if leaf is not None})]
 
 
 def _number_of_slices(body: Subprogram, path: str, at_least: int) -> int:
-    """Return the number of slices along the first axis for a program; 1 if it cannot be computed in slices."""
+    """The number of slices along the first axis; 1 if the program cannot be computed in slices."""
     shapes = {atom.aval.shape for atom in body.jaxpr.outvars}
     layout = layout_of(path)
     if len(shapes) != 1 or shapes == {()} or layout is None:

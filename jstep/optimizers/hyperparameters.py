@@ -35,7 +35,7 @@ def held(name: str, value: object) -> Held:
     which does not recompile. `optimizer.hyperparameters(step)` omits it, because it depends on the step only.
 
     Args:
-        name: Its name; equal names collide like those of slots.
+        name: Its name; equal names collide, as for slots.
         value: The initial value, a number or a scalar array. Its range is checked by the optimizer that uses it.
 
     Raises:
@@ -59,11 +59,6 @@ def held(name: str, value: object) -> Held:
 
 
 def check_prefix(argument: str, name: str) -> None:
-    """Check that a name can be the prefix of a slot's name.
-
-    Raises:
-        ValueError: It is empty, begins or ends with a slash, or has the part `held`.
-    """
     if not name or name.strip("/") != name:
         raise ValueError(f"{argument}={name!r}: must be a name without slashes at its ends")
     if HELD in name.split("/"):
@@ -74,12 +69,7 @@ def check_prefix(argument: str, name: str) -> None:
 
 
 def held_roles(hyper: Mapping[str, Any]) -> Roles:
-    """The roles of the slots of held hyperparameters, with the arguments that they were given for.
-
-    Raises:
-        ValueError: Two of them have the same name, or one has the name of another argument, with which it would clash
-            in the metrics.
-    """
+    """The roles of the slots of held hyperparameters, and the arguments that they were passed for."""
     owner: dict[str, str] = {}
     for argument, value in hyper.items():
         if isinstance(value, Held):
@@ -99,9 +89,8 @@ def held_roles(hyper: Mapping[str, Any]) -> Roles:
 
 
 def held_slots(hyper: Mapping[str, Any]) -> Slots:
-    """The initial slots of held hyperparameters."""
     held = [value for value in hyper.values() if isinstance(value, Held)]
-    return {f"{HELD}/{one.name}": jnp.array(one.value, dtype=jnp.float32, copy=True) for one in held}
+    return {f"{HELD}/{entry.name}": jnp.array(entry.value, dtype=jnp.float32, copy=True) for entry in held}
 
 
 def shown_name(slot: str) -> str | None:
@@ -114,10 +103,7 @@ def shown_name(slot: str) -> str | None:
 
 
 def held_values(slots: Slots) -> dict[str, Array]:
-    """All held hyperparameters among some slots, by name (`embed/learning_rate`).
-
-    They are recognized by the names of the slots, so no optimizer is needed.
-    """
+    """All held hyperparameters among some slots, by name (`embed/learning_rate`); no optimizer is needed."""
     named = ((shown_name(slot), value) for slot, value in slots.items() if trees.is_array(value))
     return {name: value for name, value in named if name is not None}
 
@@ -154,7 +140,7 @@ def set_hyperparameter(state: TrainState[P], name: str, value: object) -> TrainS
 
     Raises:
         KeyError: The state holds no such hyperparameter; the error lists those it holds.
-        ValueError: The value is not finite, or its shape differs from that of the stored value.
+        ValueError: The value is not finite, or its shape differs from the shape of the stored value.
 
     Example:
         >>> import jstep
@@ -181,7 +167,7 @@ def set_hyperparameter(state: TrainState[P], name: str, value: object) -> TrainS
 
 
 def _check_number(value: Any, shape: tuple[int, ...] = ()) -> None:
-    """Check that a value can be held: a finite number, or an array of finite numbers of a given shape."""
+    """Check that a value can be held: finite, and a scalar or of the given shape."""
     if isinstance(value, bool) or not (isinstance(value, int | float) or trees.is_array(value)):
         raise TypeError(f"value={value!r}: must be a number or a scalar array, got {kind(value)}")
     if np.ndim(value) and np.shape(value) != shape:
@@ -199,8 +185,8 @@ def _slot_of(state: Tree, name: str) -> str:
     if not isinstance(name, str):
         raise TypeError(f"name={name!r}: must be a string, got {kind(name)}")
     arrays = (slot for slot, value in slots.items() if trees.is_array(value))
-    known = {shown: slot for slot in arrays if (shown := shown_name(slot)) is not None}
-    if name not in known:
+    slot_of = {shown: slot for slot in arrays if (shown := shown_name(slot)) is not None}
+    if name not in slot_of:
         injected = next((slot for slot in slots if _is_injected(slot, name)), None)
         if injected is not None:
             raise KeyError(
@@ -208,12 +194,12 @@ def _slot_of(state: Tree, name: str) -> str:
                 f"there: state.replace(slots={{**state.slots, {injected!r}: "
                 f"jnp.full_like(state.slots[{injected!r}], value)}})"
             )
-        have = f"it holds {sorted(known)}" if known else "it holds none"
+        have = f"it holds {sorted(slot_of)}" if slot_of else "it holds none"
         raise KeyError(
-            f"name={name!r}: the state holds no such hyperparameter{trees.nearest(name, known)}; {have}. "
+            f"name={name!r}: the state holds no such hyperparameter{trees.nearest(name, slot_of)}; {have}. "
             "To hold a hyperparameter in the state, pass jstep.held(name, value) in place of its number."
         )
-    return known[name]
+    return slot_of[name]
 
 
 LEARNING_RATE = "learning_rate"
@@ -237,33 +223,19 @@ Hyper: TypeAlias = dict[str, Any]
 
 
 def checked(name: str, value: ScalarOrSchedule, **bounds: Unpack[Bounds]) -> Any:
-    """Check a hyperparameter and return it.
-
-    Args:
-        name: The argument's name, for the error.
-        value: A number, a scalar array (which may be traced), a schedule, or the result of `held`, whose initial value
-            is checked like a number.
-        **bounds: The valid range.
-
-    Raises:
-        ValueError: The value is not a scalar, not finite, or out of range.
-    """
+    """Check a number, an array or the initial value of a held one; return schedules as they are."""
     if isinstance(value, Held):
         return dataclasses.replace(value, value=checked(name, value.value, **bounds))
-    given: Any = value
-    if isinstance(given, type):
-        raise TypeError(f"{name}={given.__name__}: must be a number, an array or a schedule, got a class")
-    if callable(given):
-        return given
-    return as_scalar(given, name, expected="a number, an array or a schedule", **bounds)
+    candidate: Any = value
+    if isinstance(candidate, type):
+        raise TypeError(f"{name}={candidate.__name__}: must be a number, an array or a schedule, got a class")
+    if callable(candidate):
+        return candidate
+    return as_scalar(candidate, name, expected="a number, an array or a schedule", **bounds)
 
 
 def constant(name: str, value: Any, **bounds: Any) -> float:
-    """Check a number that is fixed when the optimizer is created: like `checked`, without schedules or `held`.
-
-    Raises:
-        ValueError: It is not finite, or out of range.
-    """
+    """Check a number that is fixed when the optimizer is created: as `checked`, without schedules or `held`."""
     if callable(value) or isinstance(value, Held) or trees.is_traced(value):
         got = "a held value" if isinstance(value, Held) else "a traced array" if trees.is_array(value) else "a function"
         raise TypeError(
@@ -273,39 +245,27 @@ def constant(name: str, value: Any, **bounds: Any) -> float:
 
 
 def low_dtype(argument: str, dtype: DTypeLike | None) -> Any:
-    """A floating dtype for a slot, or None."""
     if dtype is None:
         return None
     try:
-        found = jnp.dtype(dtype)
+        result = jnp.dtype(dtype)
     except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
+        result = None
+    if result is None or not jnp.issubdtype(result, jnp.floating):
         raise TypeError(f"{argument}={shown(dtype)}: must be a floating dtype such as jnp.bfloat16, got {kind(dtype)}")
-    return found
+    return result
 
 
 def deprecated_m_dtype(dtype: DTypeLike | None) -> Any:
-    """The argument `m_dtype` of an optimizer, with a warning if it is given."""
-    found = low_dtype("m_dtype", dtype)
-    if found is not None:
+    result = low_dtype("m_dtype", dtype)
+    if result is not None:
         text = "m_dtype is deprecated and will be removed: jstep.compact(optimizer) stores m in 8 bits"
         warnings.warn(text, DeprecationWarning, stacklevel=5)  # above both decorators of the optimizer
-    return found
+    return result
 
 
 def value_at(name: str, value: Any, step: Step, slots: Slots | None = None) -> Any:
-    """The value of a hyperparameter at a step: a Python float if it is constant, else a float scalar array.
-
-    Args:
-        name: The argument's name, for the error.
-        value: The value returned by `checked`.
-        step: The step.
-        slots: The slots of the optimizer, from which held values are read.
-
-    Raises:
-        ValueError: A schedule did not return a scalar, or the slots have no such held value.
-    """
+    """The value at a step, held values from `slots`: a Python float if constant, else a float scalar array."""
     if isinstance(value, float):
         return value
     if isinstance(value, Held):
@@ -324,9 +284,8 @@ def value_at(name: str, value: Any, step: Step, slots: Slots | None = None) -> A
     return jnp.asarray(number).astype(trees.default_float())
 
 
-def values_at(given: Mapping[str, Any], step: Step, slots: Slots | None = None) -> dict[str, Any]:
-    """The values of all hyperparameters at a step, by name."""
-    return {name: value_at(name, value, step, slots) for name, value in given.items()}
+def values_at(hyper: Mapping[str, Any], step: Step, slots: Slots | None = None) -> dict[str, Any]:
+    return {name: value_at(name, value, step, slots) for name, value in hyper.items()}
 
 
 def as_schedule(value: ScalarOrSchedule, name: str = "value") -> Callable[[Step], Any]:
@@ -349,36 +308,33 @@ def as_schedule(value: ScalarOrSchedule, name: str = "value") -> Callable[[Step]
         >>> jstep.as_schedule(0.1)(7), float(jstep.as_schedule(jstep.exponential_decay(1.0, 1, 0.5))(2))
         (0.1, 0.25)
     """
-    given = checked(name, value)
-    if isinstance(given, Held):
+    hyperparameter = checked(name, value)
+    if isinstance(hyperparameter, Held):
         raise TypeError(f"{name}: must be a number, an array or a schedule; held hyperparameters need jstep.leafwise")
-    return lambda step: value_at(name, given, step)
+    return lambda step: value_at(name, hyperparameter, step)
 
 
-def report(given: Mapping[str, Any]) -> Callable[[Step], dict[str, Array]]:
+def report(hyper: Mapping[str, Any]) -> Callable[[Step], dict[str, Array]]:
     """The `hyperparameters` function of an optimizer with these hyperparameters, without held ones.
 
     Under a trace, constants are NumPy scalars. A compiled step then does not return them (an output costs about 2 µs
     per call on a CPU), and `training` adds them outside of it.
     """
-    given = {name: value for name, value in given.items() if not isinstance(value, Held)}
+    hyper = {name: value for name, value in hyper.items() if not isinstance(value, Held)}
 
-    return lambda step, /: as_arrays(values_at(given, step), step)
+    return lambda step, /: as_arrays(values_at(hyper, step), step)
 
 
 def reported_names(reported: Callable[[Step], Mapping[str, Any]]) -> dict[str, bool]:
-    """The names of the hyperparameters that a function reports, and whether they depend on the step. Uses no device.
-
-    There are none if the function needs a concrete step, which no compiled step gives it.
-    """
-    found: dict[str, bool] = {}
-    with contextlib.suppress(Exception):
-        abstractly(lambda step: found.update({key: trees.is_traced(value) for key, value in reported(step).items()}))
-    return found
+    """The hyperparameters that a function reports, and whether they depend on the step. Uses no device."""
+    names: dict[str, bool] = {}
+    with contextlib.suppress(Exception):  # it may need a concrete step, which no compiled step provides
+        abstractly(lambda step: names.update({key: trees.is_traced(value) for key, value in reported(step).items()}))
+    return names
 
 
 def as_arrays(values: Mapping[str, Any], step: Step) -> dict[str, Any]:
-    """Convert the numbers among values at a step to scalar arrays, under a trace to those of NumPy; see `report`."""
+    """Convert the numbers among values to scalar arrays, of NumPy under a trace; see `report`."""
     make: Any = np.asarray if trees.is_traced(step) else jnp.asarray
     return {
         name: make(value, trees.default_float()) if isinstance(value, int | float | np.generic) else value

@@ -36,7 +36,7 @@ def lamb(
 ) -> Optimizer:
     """LAMB: r = m̂/(√v̂ + ε) + weight_decay·p; p −= lr·r·‖p‖/‖r‖, norms by leaf; lr·r where a norm is 0.
 
-    m̂ and v̂ are those of Adam.
+    m̂ and v̂ are defined as in Adam.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -69,7 +69,6 @@ def lamb(
 
 
 def lamb_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """Adam's direction with weight decay, scaled to the norm of the parameter."""
     u, new = adam_direction(g, p, s, h)
     return scale_by_ratio(p, rules.with_decay(u, p, h), -h.learning_rate), new
 
@@ -176,7 +175,6 @@ def novograd(
 
 
 def novograd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update along the average of normalized gradients."""
     v = rules.average(s.v, jnp.sum(g * g), h.kept)
     m = h.beta1 * s.m + rules.with_decay(g / (jnp.sqrt(v) + h.epsilon), p, h)
     return -h.learning_rate * m, {"m": m, "v": v}
@@ -222,7 +220,7 @@ def scale_by_trust_ratio() -> Optimizer:
 def scale_by_ratio(p: Array, u: Array, rate: Any = 1.0, coefficient: Any = 1.0, epsilon: Any = 0.0) -> Array:
     """Return rate · ratio · u with ratio = coefficient·‖p‖ / (‖u‖ + epsilon), 1 if either norm is 0.
 
-    It does not overflow or underflow if the result does not, even where the ratio does.
+    It does not overflow or underflow if the result does not, even if the ratio does.
     """
     of_p, of_u = norm_of([p]), norm_of([u])
     neither = (of_p > 0) & (of_u > 0)
@@ -232,6 +230,6 @@ def scale_by_ratio(p: Array, u: Array, rate: Any = 1.0, coefficient: Any = 1.0, 
 
 
 def _power_of_two(norm: Array) -> Array:
-    """A power of two, whose product with the norm is between 1/2 and 4: multiplying by it is exact."""
+    """A power of two, so an exact factor, whose product with the norm is between 1/2 and 4."""
     _, exponent = jnp.frexp(jax.lax.stop_gradient(norm))
     return jnp.ldexp(jnp.ones_like(norm), jnp.clip(-exponent, -126, 126))

@@ -1,6 +1,6 @@
 """Static values of each leaf, computed from paths, shapes and dtypes: masks, factors, numbers, axes.
 
-Inside `partition` and other wrappers they are those of all parameters, as the state has them.
+Inside `partition` and other wrappers, paths, shapes and dtypes are still the ones in the state.
 """
 
 import contextlib
@@ -25,11 +25,7 @@ Flag: TypeAlias = Callable[[Params], list[Any]]
 def mask(argument: str, var_list: VarList) -> Flag:
     """The flag for whether each leaf is selected, in the grammar of `var_list`; None for all.
 
-    An entry that matches no parameter raises; inside `partition` it may match leaves of other labels only.
-
-    Args:
-        argument: The argument's name, for errors.
-        var_list: A predicate `(path, leaf) -> bool`, paths or globs, a tree of bools, or None.
+    An entry without a match raises; inside `partition` it may match leaves of other labels only.
     """
     check_form(var_list, argument)
     return lambda params: on_whole(params, lambda whole: flags(whole, var_list, argument))
@@ -42,26 +38,26 @@ def decay_mask(argument: str, var_list: VarList) -> Flag:
 
     def selected(params: Params) -> list[bool]:
         nonlocal has_warned
-        found = flag(params)
-        is_empty = not any(found) and any(flags(params, None, argument))
+        chosen = flag(params)
+        is_empty = not any(chosen) and any(flags(params, None, argument))
         if is_empty and not has_warned and not IN_PART.get():
             has_warned = True
             text = "%s=%s: selects none of the parameters %s, so that nothing decays"
             log_warning(text, argument, shown(var_list), trees.paths_of(params)[:20])
-        return found
+        return chosen
 
     return selected
 
 
 def by_path(fn: Callable[[str, Any], Any]) -> Flag:
-    """The flag `fn(path, leaf)`, which must be hashable and may depend on shape and dtype, not on values."""
+    """The flag `fn(path, leaf)`, which must be hashable and must not depend on values."""
     return lambda params: [fn(path, leaf) if trees.is_trainable(leaf) else None for path, leaf in own_leaves(params)]
 
 
 def first_match(argument: str, entries: Iterable[Any]) -> Flag:
     """The flag for the first path or glob that matches each leaf, or None; every entry must match some leaf.
 
-    An entry that is the path of a leaf matches only that leaf, even if it contains glob characters.
+    An entry that is the path of a leaf matches only that leaf, even with glob characters.
     """
     globs = list(entries)
     for glob in globs:
@@ -82,7 +78,7 @@ def first_match(argument: str, entries: Iterable[Any]) -> Flag:
 
 
 def own_leaves(params: Params) -> list[tuple[str, Any]]:
-    """The leaves of params with their paths, with the shapes and dtypes that they have in the state."""
+    """The leaves of params and their paths, in the shapes and dtypes of the state."""
     return on_whole(params, trees.leaves_with_paths)
 
 
@@ -96,7 +92,7 @@ def on_whole(params: Params, of: Callable[[Params], list[Any]]) -> list[Any]:
     whole = _WHOLE.get()
     everything, structure_of_all = trees.flatten(whole, is_leaf=trees.is_none)
     leaves, structure = trees.flatten(params, is_leaf=trees.is_none)
-    if whole is None or structure != structure_of_all:  # params are no part, or other form, of others
+    if whole is None or structure != structure_of_all:  # params are not a part, or another form, of others
         return of(params)
     values = iter(of(whole))
     by_all = [None if leaf is None else next(values) for leaf in everything]
@@ -107,12 +103,12 @@ _WHOLE: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_whole_params
 
 
 def partial_params(params: Params) -> contextlib.AbstractContextManager[Params]:
-    """Make masks see `params` in this context, even if inner optimizers get None or another dtype for some leaves."""
+    """Let masks see `params` in this context, even if inner optimizers get None or another dtype."""
     return setting(_WHOLE, params if _WHOLE.get() is None else _WHOLE.get())
 
 
 IN_PART: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_in_part", default=False)
-"""Whether the optimizer is that of a label of a `partition`: its masks may select leaves of other labels alone."""
+"""Whether the optimizer belongs to a label of a `partition`: its masks may select leaves of other labels only."""
 
 Axes: TypeAlias = Callable[[str, Any], tuple[Any, Any]]
 
@@ -120,16 +116,7 @@ MatrixAxes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def matrix_axes(axes: Axes | None, purpose: str, label: str, optimizer: str) -> Callable[[str, Any], MatrixAxes]:
-    """`(path, leaf) -> (rows, columns)`, the axes of a leaf that form the rows and the columns of its matrix.
-
-    It raises a ValueError if the leaf has fewer than two axes, or lacks an axis that `axes` returns.
-
-    Args:
-        axes: The argument `axes`; by default the last two axes are the matrix, (in, out) as in Flax.
-        purpose: Why a matrix is needed, for the error.
-        label: The label of the matrices in a partition that trains the other leaves with AdamW, for the error.
-        optimizer: The code of their optimizer in it.
-    """
+    """`(path, leaf) -> (rows, columns)`, the axes of its matrix, by default the last two; raises for fewer."""
     as_function(axes, "axes", "(path, leaf) -> (in, out)", optional=True)
 
     def of_leaf(path: str, leaf: Any) -> MatrixAxes:
@@ -141,19 +128,19 @@ def matrix_axes(axes: Axes | None, purpose: str, label: str, optimizer: str) -> 
                 f"jstep.adamw(1e-3)}}, lambda path, leaf: '{label}' if leaf.ndim == 2 and 'embed' not in path else "
                 "'adamw')"
             )
-        given = (-2, -1) if axes is None else axes(path, leaf)
-        if not (isinstance(given, tuple | list) and len(given) == 2):
-            raise ValueError(f"axes: must return (in, out) for {path!r} of shape {shape}, got {shown(given)}")
+        pair = (-2, -1) if axes is None else axes(path, leaf)
+        if not (isinstance(pair, tuple | list) and len(pair) == 2):
+            raise ValueError(f"axes: must return (in, out) for {path!r} of shape {shape}, got {shown(pair)}")
         try:
             parts = [
                 tuple(range(len(shape))[axis] for axis in (part if isinstance(part, tuple | list) else (part,)))
-                for part in given
+                for part in pair
             ]
         except (IndexError, TypeError) as error:
-            raise ValueError(f"axes: {shown(given)} for {path!r}: must be axes of shape {shape}") from error
+            raise ValueError(f"axes: {shown(pair)} for {path!r}: must be axes of shape {shape}") from error
         flat = [axis for part in parts for axis in part]
         if not all(parts) or len(set(flat)) != len(flat):
-            raise ValueError(f"axes: {shown(given)} for {path!r} of shape {shape}: must be two parts of different axes")
+            raise ValueError(f"axes: {shown(pair)} for {path!r} of shape {shape}: must be two parts of different axes")
         return parts[0], parts[1]
 
     return of_leaf
@@ -165,17 +152,12 @@ UnitAxes: TypeAlias = tuple[int, ...] | int | Callable[[str, Any], Any] | None
 def unit_axes(
     axes: UnitAxes, default: Callable[[tuple[int, ...]], tuple[int, ...]]
 ) -> Callable[[str, Any], tuple[int, ...]]:
-    """`(path, leaf) -> axes`, the axes to reduce over at a leaf; a ValueError if it has no such axis.
+    """`(path, leaf) -> axes`, the axes to reduce over: `axes`, or `default(shape)`; raises for a missing axis."""
 
-    Args:
-        axes: The argument `axes`.
-        default: The axes for a shape, if `axes` is None.
-    """
-
-    def as_axes(given: object, where: str) -> tuple[int, ...]:
-        some = (given,) if isinstance(given, int) else given
+    def as_axes(value: object, where: str) -> tuple[int, ...]:
+        some = (value,) if isinstance(value, int) else value
         if not isinstance(some, tuple | list) or not all(isinstance(a, int) and not isinstance(a, bool) for a in some):
-            raise TypeError(f"{where}={shown(given)}: must be a tuple of axes, or a function (path, leaf) -> tuple")
+            raise TypeError(f"{where}={shown(value)}: must be a tuple of axes, or a function (path, leaf) -> tuple")
         return tuple(some)
 
     fixed = () if axes is None or callable(axes) else as_axes(axes, "axes")

@@ -76,10 +76,10 @@ def master_weights(optimizer: OptimizerLike, dtype: DTypeLike = jnp.float32) -> 
         kept = trees.flatten_like(params, own[MASTER], f"slot {MASTER!r}")
         whole = treedef.unflatten([p if m is None else m for m, p in zip(kept, leaves, strict=True)])
         updates, inner = nested.update_masters(optimizer, updates, inner, whole, at, _rounded)
-        found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
-        calls = [None if trees.is_none(u) else (_moved_master, u, p) for u, p in zip(found, leaves, strict=True)]
-        found = on_leaves(params, {MASTER: kept}, calls)
-        return treedef.unflatten(found), inner, {MASTER: treedef.unflatten(kept)}
+        moves = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
+        calls = [None if trees.is_none(u) else (_moved_master, u, p) for u, p in zip(moves, leaves, strict=True)]
+        moves = on_leaves(params, {MASTER: kept}, calls)
+        return treedef.unflatten(moves), inner, {MASTER: treedef.unflatten(kept)}
 
     def inner_roles(roles: Roles) -> Roles:
         copies: dict[Role | None, Role] = {Role.COPY: Role.MASTER_COPY, Role.MASTER: Role.MASTER_COPY}
@@ -95,7 +95,6 @@ def _rounded(p: Any, master: Any) -> Any:
 
 
 def _moved_master(own: Slots, u: object, p: Any) -> tuple[Array, Slots]:
-    """The update of a parameter to its master, and the master."""
     master = add(own[MASTER], u)
     # The difference of two low-precision numbers is exact in the wider dtype unless they differ by a factor of about
     # 2^13.
@@ -104,12 +103,12 @@ def _moved_master(own: Slots, u: object, p: Any) -> tuple[Array, Slots]:
 
 def _floating_dtype(dtype: DTypeLike) -> Any:
     try:
-        found = jnp.dtype("none" if dtype is None else dtype)  # None would be float64
+        result = jnp.dtype("none" if dtype is None else dtype)  # None would be float64
     except TypeError:
         raise TypeError(f"dtype={shown(dtype)}: must be a floating dtype such as float32, got {kind(dtype)}") from None
-    if not trees.is_floating(found) or found.itemsize < 4:
-        raise TypeError(f"dtype={found}: must be a floating dtype of at least 32 bits, such as float32")
-    return jax.dtypes.canonicalize_dtype(found)
+    if not trees.is_floating(result) or result.itemsize < 4:
+        raise TypeError(f"dtype={result}: must be a floating dtype of at least 32 bits, such as float32")
+    return jax.dtypes.canonicalize_dtype(result)
 
 
 @makes_optimizer(1)

@@ -38,14 +38,7 @@ Names = tuple[str, ...]
 
 
 class Layout(NamedTuple):
-    """The sharding of a stack of matrices.
-
-    Attributes:
-        mesh: The mesh.
-        batch: The mesh axes that split the stack into matrices, major first.
-        rows: The mesh axes that split the rows.
-        columns: The mesh axes that split the columns.
-    """
+    """The sharding of a stack of matrices: the mesh axes of its batch (major first), rows and columns."""
 
     mesh: Any
     batch: Names
@@ -54,13 +47,7 @@ class Layout(NamedTuple):
 
 
 def layout_of_matrix(sharding: NamedSharding | None, shape: tuple[int, ...], axes: MatrixAxes) -> Layout | None:
-    """The layout of an array viewed as a stack of matrices; None if it is unknown or cannot be expressed as one.
-
-    Args:
-        sharding: The sharding of the array.
-        shape: Its shape.
-        axes: The axes that form the rows, and those that form the columns; the others index matrices.
-    """
+    """The layout of an array as a stack of matrices; None if it is unknown, or has none."""
     if sharding is None or sharding.mesh.size == 1 or len(sharding.spec) > len(shape):
         return None
     spec = [mesh_axes_of(axis) for axis in sharding.spec] + [()] * (len(shape) - len(sharding.spec))
@@ -72,16 +59,7 @@ def layout_of_matrix(sharding: NamedSharding | None, shape: tuple[int, ...], axe
 
 
 def distribute_matrices(members: Sequence[Array], layout: Layout, compute: Callable[[Array], Array]) -> list[Array]:
-    """Apply `compute` to matrices [..., rows, columns] of one shape, each on one device or a few.
-
-    The matrices are stacked and resharded with one exchange per mesh axis. Resharded at once, XLA would gather all of
-    them on every device.
-
-    Args:
-        members: The matrices.
-        layout: Their layout.
-        compute: Maps matrices [n, rows, columns] to an array of the same shape.
-    """
+    """Apply `compute` to stacked matrices of one shape, each on one device, or on as few as possible."""
     shape = members[0].shape[-2:]
     # Each shard of a split batch is extended by itself: concatenated in global order, the shards would have to move.
     parts = math.prod(layout.mesh.shape[name] for name in layout.batch)
@@ -93,19 +71,20 @@ def distribute_matrices(members: Sequence[Array], layout: Layout, compute: Calla
     if padding:
         stack = jnp.pad(stack, ((0, 0), (0, padding), (0, 0), (0, 0)))  # zero matrices stay zero
     stack = stack.reshape((-1, *shape))
+    # In a single exchange XLA would gather the stack on every device.
     for hop in hops:
         stack = _constrained(stack, layout.mesh, hop)
     stack = compute(stack)
     for hop in reversed(hops):
         stack = _constrained(stack, layout.mesh, hop)
     stack = stack.reshape((parts, -1, *shape))
-    ends = list(itertools.accumulate((one.shape[1] for one in flat), initial=0))
+    ends = list(itertools.accumulate((x.shape[1] for x in flat), initial=0))
     parts_of = zip(members, itertools.pairwise(ends), strict=True)
     return [stack[:, first:end].reshape(member.shape) for member, (first, end) in parts_of]
 
 
 def _hops(layout: Layout, count: int) -> list[tuple[Names, Names, Names]]:
-    """The successive layouts of a stack, from the given one to one that splits only between matrices."""
+    """The successive layouts of a stack, from its own to one that splits only between matrices."""
     mesh, batch, rows, columns = layout
     sizes, used = mesh.shape, {*batch, *rows, *columns}
     free = tuple(name for name in mesh.axis_names if name not in used and sizes[name] > 1)
@@ -113,10 +92,9 @@ def _hops(layout: Layout, count: int) -> list[tuple[Names, Names, Names]]:
     taken = math.prod(sizes[name] for name in used)
     subsets: list[Names] = [()]
     for name in free:
-        subsets += [(*one, name) for one in subsets]
+        subsets += [(*subset, name) for subset in subsets]
 
     def rounds(names: Names) -> int:
-        """The largest number of matrices on one device."""
         return -(-count // (taken * math.prod(sizes[name] for name in names)))
 
     chosen = min(subsets, key=lambda names: (rounds(names), len(names)))
@@ -144,14 +122,7 @@ Triple: TypeAlias = tuple[float, float, float]
 
 
 class Preset(NamedTuple):
-    """A list of coefficients.
-
-    Attributes:
-        triples: (a, b, c) of each step.
-        steps: The default number of steps.
-        safety: A factor on the norm in the divisor.
-        repeats: Whether further steps repeat the last triple.
-    """
+    """Coefficients (a, b, c) by step, the default number of steps, a factor on the norm; the last may repeat."""
 
     triples: tuple[Triple, ...]
     steps: int = 5
@@ -161,42 +132,32 @@ class Preset(NamedTuple):
 
 _TABLE = importlib.resources.files("jstep.optimizers").joinpath("newton_schulz.toml").read_text(encoding="utf-8")
 PRESETS = {
-    name: Preset(**one | {"triples": tuple(map(tuple, one["triples"]))}) for name, one in tomllib.loads(_TABLE).items()
+    name: Preset(**row | {"triples": tuple(map(tuple, row["triples"]))}) for name, row in tomllib.loads(_TABLE).items()
 }
 COEFFICIENTS: Triple = PRESETS["jordan"].triples[0]
-"""Those of Jordan, the default."""
+"""Jordan's coefficients, the default."""
 
 
-def triples_and_safety(given: object, steps: int | None) -> tuple[tuple[Triple, ...], float]:
-    """The triple of each step, and the safety factor.
-
-    Args:
-        given: The name of a preset, a triple, or one triple for each step.
-        steps: The number of steps; None for the preset's number, or 5.
-
-    Raises:
-        TypeError: `given` has another form, or `steps` is not an integer.
-        ValueError: There is no such preset, or it has fewer steps; or the number of triples is not the number of steps.
-    """
+def triples_and_safety(coefficients: object, steps: int | None) -> tuple[tuple[Triple, ...], float]:
     count = None if steps is None else as_int(steps, "ns_steps", at_least=1)
-    if not isinstance(given, str):
-        return _own(given, 5 if count is None else count), 1.0
-    triples, default, safety, repeats = PRESETS[one_of(given, "ns_coefficients", PRESETS)]
+    if not isinstance(coefficients, str):
+        return _own(coefficients, 5 if count is None else count), 1.0
+    triples, default, safety, repeats = PRESETS[one_of(coefficients, "ns_coefficients", PRESETS)]
     count = default if count is None else count
     if count > len(triples) and not repeats:
         raise ValueError(
-            f"ns_steps={count}: must be at most {len(triples)}, the steps of ns_coefficients={given!r}; "
+            f"ns_steps={count}: must be at most {len(triples)}, the steps of ns_coefficients={coefficients!r}; "
             "ns_coefficients='polar_express' allows any number"
         )
     return (triples + triples[-1:] * (count - len(triples)))[:count], safety
 
 
-def _own(given: object, count: int) -> tuple[Triple, ...]:
-    triples = [given] * count if _is_triple(given) else given
+def _own(value: object, count: int) -> tuple[Triple, ...]:
+    triples = [value] * count if _is_triple(value) else value
     if not (isinstance(triples, list | tuple) and all(map(_is_triple, triples))):
         raise TypeError(
-            f"ns_coefficients={shown(given)}: must be three numbers (a, b, c), such a triple for each of the {count} "
-            f"steps, or one of {', '.join(map(repr, PRESETS))}, got {kind(given)}"
+            f"ns_coefficients={shown(value)}: must be three numbers (a, b, c), such a triple for each of the {count} "
+            f"steps, or one of {', '.join(map(repr, PRESETS))}, got {kind(value)}"
         )
     if len(triples) != count:
         raise ValueError(f"ns_coefficients: must have a triple for each step, got {len(triples)} for ns_steps={count}")
@@ -221,10 +182,9 @@ class Iteration(NamedTuple):
     """The options of the iteration, fixed when the optimizer is created.
 
     Attributes:
-        coefficients: (a, b, c) of each step.
-        dtype: The dtype of the products; None for that of the matrices.
+        dtype: The dtype of the products; None for the dtype of the matrices.
         safety: A factor on the norm, because steep polynomials diverge just above 1.
-        schatten: Whether to use the Schatten-4 norm instead of the Frobenius norm.
+        schatten: Whether to use the Schatten-4 norm.
     """
 
     coefficients: tuple[tuple[float, float, float], ...]
@@ -236,17 +196,10 @@ class Iteration(NamedTuple):
 def orthogonalized(
     matrices: Sequence[Array], iteration: Iteration, epsilon: object, layouts: Sequence[Layout | None]
 ) -> list[Array]:
-    """Orthogonalize matrices [..., rows, columns] approximately.
+    """Orthogonalize matrices [..., rows, columns] approximately; a zero matrix stays zero.
 
-    Matrices of one shape are batched where that is faster: on accelerators, which a single small matrix does not
-    fill, and if they are small. A CPU processes large matrices separately. Matrices on a mesh are distributed over its
-    devices.
-
-    Args:
-        matrices: Floating arrays; a zero matrix stays zero.
-        iteration: The options of the iteration.
-        epsilon: The lower bound of the norm in the divisor.
-        layouts: The layout of each matrix on a mesh; None if it should not be distributed.
+    Small matrices of one shape are batched, and all on accelerators, which a single one does not fill; large ones run
+    separately on CPUs. Matrices with a layout are distributed over its mesh.
     """
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, (matrix, layout) in enumerate(zip(matrices, layouts, strict=True)):
@@ -298,7 +251,6 @@ def _newton_schulz(x: Array, epsilon: object, iteration: Iteration) -> Array:
 
 
 def _length(x: Array) -> Array:
-    """The Frobenius norm of each matrix."""
     return jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
 
 
@@ -307,12 +259,7 @@ newton_schulz = jax.jit(_newton_schulz, static_argnums=2)
 
 
 def as_matrix(x: Array, axes: MatrixAxes) -> tuple[Array, Callable[[Array], Array]]:
-    """Reshape an array to matrices [batch..., in, out], and return the inverse function, too.
-
-    Args:
-        x: The array.
-        axes: The axes that form the rows, and those that form the columns; the others index matrices.
-    """
+    """Reshape an array to matrices [batch..., in, out], and return the inverse function, too."""
     rows, columns = axes
     batch = tuple(i for i in range(x.ndim) if i not in (*rows, *columns))
     order = (*batch, *rows, *columns)
@@ -380,7 +327,6 @@ def normalize_neurons(
     whose = one_of(over, "over", ["neuron", "short"])
 
     def mean_and_matrix(path: str, leaf: Any) -> MatrixAxes:
-        """The axes of the mean, and those of the matrix."""
         rows, columns = matrix(path, leaf)
         sizes = [math.prod(np.shape(leaf)[axis] for axis in part) for part in (rows, columns)]
         return columns if whose == "short" and sizes[1] < sizes[0] else rows, rows + columns
@@ -401,7 +347,6 @@ NORMUON = (
 
 
 def neurons_update(u: Array, p: Array, s: Values, h: Values) -> Result:
-    """The direction and second moments."""
     mean, matrix = h.axes
     v = average(s.neuron_v, jnp.mean(jnp.square(u), mean, keepdims=True), h.neuron_beta2)
     new = u / (jnp.sqrt(v) + h.neuron_epsilon)
@@ -613,7 +558,7 @@ def muon(
 
     hyper = {"learning_rate": learning_rate, "weight_decay": Masked(weight_decay, weight_decay_mask)}
     return chain(
-        # Orthogonalization makes the smallest singular values as large as the others, and rounding to 8 bits with them.
+        # SLOW: orthogonalization amplifies the smallest singular values, and with them rounding errors of 8-bit codes.
         from_update("muon", averaged, {"momentum": SLOW}, {"momentum": momentum}),
         orthogonalize(ns_steps, ns_coefficients, epsilon, scale, axes, ns_dtype, normalization, distribute),
         from_direction("muon_step", lambda g, p, s, h: (g, {}), {}, hyper),
@@ -691,8 +636,8 @@ def orthogonalize(
                 layouts.append(layout_of_matrix(sharding, leaf.shape, where))
                 dense = gradient.to_dense() if isinstance(gradient, IndexedSlices) else gradient
                 matrices[i], ways[i] = as_matrix(dense.astype(trees.compute_dtype(leaf.dtype)), where)
-        made = orthogonalized(list(matrices.values()), iteration, h["epsilon"], layouts)
-        for i, matrix in zip(matrices, made, strict=True):
+        results = orthogonalized(list(matrices.values()), iteration, h["epsilon"], layouts)
+        for i, matrix in zip(matrices, results, strict=True):
             new[i] = factor(*matrix.shape[-2:]) * ways[i](matrix)
         return treedef.unflatten(new)
 

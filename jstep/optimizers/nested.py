@@ -1,4 +1,4 @@
-"""Optimizers inside others: wrapping one, calls of updates, own slots, merged names, and what inner ones report."""
+"""Optimizers inside others: wrapping an optimizer, calling its update, its slots, names and conditions."""
 
 import contextlib
 import contextvars
@@ -29,12 +29,9 @@ class StepInputs(NamedTuple):
     """Inputs of an optimizer's update besides updates and slots.
 
     Attributes:
-        params: The parameters.
-        step: The step.
-        context: The context.
-        h: For the update of a wrapper, the values of its hyperparameters at the step.
-        starts: For the update of a wrapper, the `start_step` of each leaf, in order: the step minus the updates that
-            had a gradient of its label. None for a leaf that is never updated, and if the wrapper is not aged.
+        h: The values of a wrapper's hyperparameters.
+        starts: The `start_step` of each leaf of an aged wrapper, in order: the step minus the updates that had a
+            gradient of its label. None for a leaf that is never updated.
     """
 
     params: Params
@@ -50,19 +47,15 @@ WrappedUpdate: TypeAlias = Callable[[Updates, Slots, Slots, StepInputs], tuple[U
 
 @dataclasses.dataclass(frozen=True)
 class Own:
-    """The slots and hyperparameters of a wrapper, besides those of the inner optimizer.
+    """The slots and hyperparameters of a wrapper itself.
 
     Attributes:
-        slots: The names of its slots → `make(params, global_step)`.
-        roles: The roles of some of them.
-        holds: What some of them hold: see `Slot`.
-        hyper: Its hyperparameters, as returned by `checked`; those that are held are slots, too.
-        aged: Whether it needs an age. It is that of the inner optimizer's `start_step` if there is one, otherwise of a
-            separate slot; around a `partition` each label has a separate slot. The update gets them as `at.starts`.
-        counted: `counted(step)`: whether the age counts an update, if it does not count all. Then it is never that of
-            the inner optimizer.
-        age_scope: The prefix of the separate slots; by default the name of the wrapper.
-        details: Details of some slots: see `Roles`.
+        slots: Slot name → `make(params, global_step)`.
+        hyper: Hyperparameters, as returned by `checked`; held ones are slots, too.
+        aged: Whether the update needs `at.starts`. The age is the inner `start_step` if there is one, otherwise a
+            separate slot; around a `partition`, one for each label.
+        counted: `counted(step)`: whether the age counts an update. Such an age is always separate.
+        age_scope: The prefix of separate age slots; by default the name of the wrapper.
     """
 
     slots: Mapping[str, Callable[[Params, Step], Any]] = dataclasses.field(default_factory=dict)
@@ -75,12 +68,12 @@ class Own:
     details: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def init(self, params: Params, global_step: Step = 0) -> Slots:
-        """Create the slots, but for the age."""
-        made = {name: make(params, global_step) for name, make in self.slots.items()}
-        return made | hyperparameters.held_slots(self.hyper)
+        """Create the slots, except for the age."""
+        fresh = {name: make(params, global_step) for name, make in self.slots.items()}
+        return fresh | hyperparameters.held_slots(self.hyper)
 
     def all_roles(self) -> Roles:
-        """The roles of the slots, but for the age."""
+        """The roles of the slots, except for the age."""
         own = Roles({**dict.fromkeys(self.slots), **self.roles}, holds=self.holds, details=self.details)
         return own.joined(held_roles(self.hyper))
 
@@ -102,18 +95,11 @@ def wrap_optimizer(
     """Wrap an optimizer.
 
     Args:
-        optimizer: The inner optimizer.
         by: The wrapper's name, for errors.
-        update: The wrapper's update.
-        own: What the wrapper keeps in the state.
-        guarded: Whether gradients that are not finite reach neither parameters nor slots; by default as for the inner
-            optimizer.
-        inner_roles: Maps the roles of the inner optimizer's slots to those that outer wrappers see.
-        init_on: Maps params to those from which the inner optimizer creates its slots.
+        guarded: Whether nonfinite gradients reach neither parameters nor slots; by default as in the inner optimizer.
+        inner_roles: Changes the inner roles that outer wrappers see.
+        init_on: Maps params to the ones from which the inner optimizer creates its slots.
         takes_context: Whether the update reads the context itself.
-
-    Raises:
-        ValueError: Both have a slot or a hyperparameter of the same name.
     """
     own_roles, reported = own.all_roles(), hyperparameters.report(own.hyper)
     added = Optimizer(Init(own.init, lambda params: own_roles), lambda *args: (args[0], {}), reported)
@@ -125,17 +111,17 @@ def wrap_optimizer(
     def age_slots(params: Params) -> Ages:
         if not own.aged:
             return Ages([None] * len(jax.tree.leaves(params)), {})
-        inner, found = roles_of(optimizer, params), labels_of(optimizer, params)
+        inner, labels = roles_of(optimizer, params), labels_of(optimizer, params)
 
         def free(slot: str) -> str:
-            while inner.get(slot, age_role) is not age_role:  # that of an optimizer that skips steps
+            while inner.get(slot, age_role) is not age_role:  # the age of an optimizer that skips steps
                 slot = f"{by}/{slot}"
             return slot
 
-        if found is None:
+        if labels is None:
             slot = free(START_STEP if own.counted is None else f"{age_scope}/{START_STEP}")
             return Ages([slot] * len(jax.tree.leaves(params)), {slot: slot not in inner})
-        slots = [None if label is None else free(f"{age_scope}/{label}/{START_STEP}") for label in found]
+        slots = [None if label is None else free(f"{age_scope}/{label}/{START_STEP}") for label in labels]
         return Ages(slots, {slot: slot not in inner for slot in slots if slot is not None})
 
     def init(params: Params, global_step: Step) -> Slots:
@@ -162,25 +148,24 @@ def wrap_optimizer(
         updates, inner, changed = update(updates, inner, mine, at)
         return updates, mine | later | changed | inner
 
-    made = wrapped_init(optimizer, init, all_roles, guarded)
+    outer_init = wrapped_init(optimizer, init, all_roles, guarded)
     hyper = merged_hyperparameters(parts)
-    return Optimizer(made, whole, hyper, optimizer.takes_context or takes_context)
+    return Optimizer(outer_init, whole, hyper, optimizer.takes_context or takes_context)
 
 
 class Ages(NamedTuple):
     """The ages of a wrapper.
 
     Attributes:
-        of_leaves: The slot with the `start_step` of each leaf, in order; None for a leaf that is never updated, and
-            for all if the wrapper is not aged.
-        slots: These slots → whether the wrapper keeps them; otherwise the inner optimizer does.
+        of_leaves: The slot with the `start_step` of each leaf, in order, or None; all None if the wrapper is not aged.
+        slots: These slots → whether the wrapper keeps them, and not the inner optimizer.
     """
 
     of_leaves: Labels
     slots: Mapping[str, bool]
 
     def after(self, starts: Slots, gradients: Sequence[Any], own: Own, step: Step) -> Slots:
-        """The slots that the wrapper keeps, after an update: later by one if it did not count for their leaves."""
+        """The wrapper's age slots after an update: later by one if it did not count for their leaves."""
         updated = {slot for slot, g in zip(self.of_leaves, gradients, strict=True) if g is not None}
 
         def later(slot: str, start: Array) -> Array:
@@ -194,20 +179,14 @@ class Ages(NamedTuple):
 def call_update(
     optimizer: Optimizer, updates: Updates, slots: Slots, at: StepInputs, *, exact: bool = False
 ) -> tuple[Updates, Slots]:
-    """Call the update of an optimizer, with the context if it takes one.
+    """Call the update of an optimizer, with the context if it accepts one.
 
-    Args:
-        optimizer: The optimizer.
-        updates: Its gradients.
-        slots: Its slots.
-        at: Its other inputs.
-        exact: Whether the caller passes updates on unchanged, or adds them with `apply_updates`: then they may contain
-            `Projected` leaves.
+    With `exact` the result may contain `Projected` leaves: pass it on unchanged, or to `apply_updates`.
     """
     further = (at.context,) if optimizer.takes_context else ()
 
     def update(slots: Slots, params: Params) -> tuple[Updates, Slots]:
-        # Conditions inside a custom update may belong to a program of its own.
+        # Conditions inside a custom update may belong to a separate program, so they are not reported.
         seen_by = CONDITIONS.get() if isinstance(optimizer.init, Init) else ()
         with setting(CONDITIONS, seen_by):
             return optimizer.update(updates, slots, params, at.step, *further)
@@ -220,19 +199,13 @@ def call_update(
 def inner_context(
     context: Context, outwards: Callable[[Params], Params], inwards: Callable[[Updates], Updates] = lambda tree: tree
 ) -> Context:
-    """The context for an inner optimizer whose parameters differ from those of the outer one.
-
-    Args:
-        context: The context of the outer optimizer.
-        outwards: Maps the parameters of the inner optimizer to those of the outer one.
-        inwards: Maps the gradients of the outer optimizer to those of the inner one.
-    """
-    known = context.value_and_grad
-    if known is None:
+    """The context for an optimizer of other parameters: `outwards` maps parameters, `inwards` gradients."""
+    outer = context.value_and_grad
+    if outer is None:
         return context
 
     def value_and_grad(params: Params) -> tuple[Any, Updates]:
-        loss, gradients = known(outwards(params))
+        loss, gradients = outer(outwards(params))
         return loss, inwards(gradients)
 
     return context._replace(value_and_grad=value_and_grad)
@@ -241,15 +214,9 @@ def inner_context(
 def update_masters(
     optimizer: Optimizer, updates: Updates, slots: Slots, masters: Params, at: StepInputs, rounded: Callable[..., Any]
 ) -> tuple[Updates, Slots]:
-    """Call the update of an optimizer whose parameters are the masters of others, with gradients as wide as these.
+    """Call an optimizer's update on the masters of the parameters, with gradients as wide as these.
 
-    Args:
-        optimizer: The optimizer.
-        updates: The gradients.
-        slots: Its slots.
-        masters: The master of each parameter.
-        at: The inputs of its wrapper. Labels and masks see the parameters, and so does a loss that it evaluates.
-        rounded: `rounded(p, master)`, the value of a parameter for its master.
+    Labels, masks and the loss still see the parameters, which are `rounded(p, master)`.
     """
     context = inner_context(at.context, lambda masters: jax.tree.map(rounded, at.params, masters), wide_updates)
     with partial_params(at.params):
@@ -258,31 +225,24 @@ def update_masters(
 
 
 def own_slots(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = "") -> Slots:
-    """Select the slots of one optimizer, under the names it uses itself.
-
-    Args:
-        optimizer: The optimizer.
-        slots: The slots of all optimizers.
-        params: The parameters they are for.
-        prefix: The prefix of its names in `slots`.
-    """
+    """The slots of one optimizer, without the prefix of their names."""
     roles = roles_of(optimizer, params)
-    known = roles if roles.complete else [name.removeprefix(prefix) for name in slots if name.startswith(prefix)]
-    return {name: slots[prefix + name] for name in known if prefix + name in slots}
+    names = roles if roles.complete else [name.removeprefix(prefix) for name in slots if name.startswith(prefix)]
+    return {name: slots[prefix + name] for name in names if prefix + name in slots}
 
 
 def is_guarded(optimizer: Optimizer) -> bool:
-    """Whether gradients that are not finite are known to reach neither parameters nor slots."""
+    """Whether nonfinite gradients are known to reach neither parameters nor slots."""
     return isinstance(optimizer.init, Init) and optimizer.init.guarded
 
 
 def makes_finished_updates(optimizer: Optimizer) -> bool:
-    """Whether the updates of an optimizer include −learning_rate, so that another one would flip their sign."""
+    """Whether the updates include −learning_rate, so that another one would flip their sign."""
     return optimizer.init.finished if isinstance(optimizer.init, Init) else _reports_a_rate(optimizer)
 
 
 def is_rated(optimizer: Optimizer) -> bool:
-    """Whether all updates of an optimizer have been multiplied by a learning rate that it reports or holds."""
+    """Whether all updates have been multiplied by a learning rate that is reported or held."""
     return optimizer.init.rated if isinstance(optimizer.init, Init) else _reports_a_rate(optimizer)
 
 
@@ -297,7 +257,7 @@ def wrapped_init(
     guarded: bool | None = None,
     labels: Callable[[Params], Labels | None] | None = None,
 ) -> Init:
-    """The `init` of a wrapper; what it does not change is as in the optimizer inside."""
+    """The `init` of a wrapper; everything that is not passed is as in the inner optimizer."""
     is_safe = is_guarded(optimizer) if guarded is None else guarded
     labels = labels or functools.partial(labels_of, optimizer)
     finished = makes_finished_updates(optimizer)
@@ -309,15 +269,7 @@ Parts = Mapping[str, Optimizer]
 
 
 def merge(parts: Iterable[tuple[str, Mapping[str, Any]]], what: str) -> dict[str, Any]:
-    """Merge several dicts.
-
-    Args:
-        parts: The name of each part in errors, and its dict.
-        what: The kind of the entries, for the error.
-
-    Raises:
-        ValueError: A name occurs twice; the error suggests `scope`.
-    """
+    """Merge dicts, named for errors; raise if a name occurs twice. `what` is the kind of their entries."""
 
     def refusal(name: str, first: str, second: str) -> str:
         shown = hyperparameters.shown_name(name) if what == "slot" else None
@@ -331,45 +283,33 @@ def merge(parts: Iterable[tuple[str, Mapping[str, Any]]], what: str) -> dict[str
 
 
 def prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values under `prefix/name`."""
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
 def merged_roles(parts: Parts, params: Params) -> Roles:
-    """The merged slots of several optimizers, and their roles."""
-    known = {part: roles_of(one, params) for part, one in parts.items()}
-    merge(known.items(), "slot")
-    merged = functools.reduce(Roles.joined, known.values(), Roles())
+    roles = {part: roles_of(optimizer, params) for part, optimizer in parts.items()}
+    merge(roles.items(), "slot")
+    merged = functools.reduce(Roles.joined, roles.values(), Roles())
     return merged.hiding() if len(parts) > 1 else merged
 
 
 def merged_hyperparameters(parts: Parts) -> Callable[[Step], dict[str, Any]]:
-    """The merged `hyperparameters` of several optimizers."""
-    return lambda step, /: merge([(part, one.hyperparameters(step)) for part, one in parts.items()], "hyperparameter")
+    return lambda step, /: merge(
+        [(part, optimizer.hyperparameters(step)) for part, optimizer in parts.items()], "hyperparameter"
+    )
 
 
 def check_names(parts: Parts) -> None:
-    """Raise for colliding names when optimizers are combined, not only when they are first used.
-
-    Uses no device, because `jax.distributed.initialize` may be called later.
-    """
+    """Raise for colliding names when optimizers are combined, not only when they are first used."""
+    # Without parameters no device is used, because `jax.distributed.initialize` may be called later.
     merged_roles(parts, {})
-    # Those of a schedule that needs a concrete step are checked at first use.
-    names = [(part, hyperparameters.reported_names(one.hyperparameters)) for part, one in parts.items()]
+    # The names of a schedule that needs a concrete step are checked at first use.
+    names = [(part, hyperparameters.reported_names(optimizer.hyperparameters)) for part, optimizer in parts.items()]
     merge(names, "hyperparameter")
 
 
 def refuse_formats(by: str, optimizer: Optimizer, **why: str) -> None:
-    """Reject an optimizer that contains what a wrapper must not be around.
-
-    Args:
-        by: The name of the wrapper.
-        optimizer: The optimizer.
-        **why: What it must not contain, as in `Roles.formats` → the reason and the remedy.
-
-    Raises:
-        ValueError: It contains one of them.
-    """
+    """Raise if an optimizer contains a format of `why`, which maps it to the reason and the remedy."""
     for name in sorted(roles_of(optimizer, {}).formats & why.keys()):
         raise ValueError(f"optimizer: must not contain {name} inside {by}, {why[name]}")
 
@@ -378,9 +318,9 @@ class Condition(NamedTuple):
     """A condition of the updates of some parameters.
 
     Attributes:
-        params: The parameters: a tree with None in place of the others.
-        holds: Whether they were updated: if not, their updates are zero.
-        is_guard: Whether the update is otherwise skipped, by a guard; not if it was not due.
+        params: The parameters, with None in place of the others.
+        holds: Whether they were updated; otherwise their updates are zero.
+        is_guard: Whether a guard decides it; False if updates are not due at each step.
     """
 
     params: Params
@@ -391,46 +331,34 @@ class Condition(NamedTuple):
 Conditions = list[Condition]
 
 CONDITIONS: contextvars.ContextVar[tuple[Conditions, ...]] = contextvars.ContextVar("jstep_conditions", default=())
-"""Where the conditions of the updates that are made are collected: by each wrapper around them that asks for them."""
+"""The lists in which the conditions of updates are collected, one for each wrapper that observes them."""
 
 
 def observing_conditions(into: Conditions) -> contextlib.AbstractContextManager[Any]:
-    """Collect the conditions of the updates made in a context, for those outside as well."""
+    """Collect the conditions of the updates made in a context; outer collectors get them, too."""
     return setting(CONDITIONS, (*CONDITIONS.get(), into))
 
 
 def report_condition(condition: Condition) -> None:
-    """Report that some parameters are updated only if a condition holds."""
     for collected in CONDITIONS.get():
         collected.append(condition)
 
 
 def conditions_of(params: Params, collected: Conditions) -> list[Array | None]:
-    """The condition under which each leaf was updated, in order; None if it was in any case.
-
-    Args:
-        params: The parameters.
-        collected: Conditions of some of them.
-    """
-    found: dict[Any, Array] = {}
+    """The condition under which each leaf was updated, in order; None if it always was."""
+    by_path: dict[Any, Array] = {}
     for part, condition, _ in collected:
         for keys, _ in jax.tree_util.tree_leaves_with_path(part):
-            found[keys] = found[keys] & condition if keys in found else condition
-    return [found.get(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
+            by_path[keys] = by_path[keys] & condition if keys in by_path else condition
+    return [by_path.get(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
 
 
 def unless_skipped_by_guards(collected: Conditions, gradients: list[Any], params: Params) -> Array | bool:
-    """Whether guards let an update through, for one leaf with a gradient at least.
-
-    Args:
-        collected: The conditions of the update.
-        gradients: The gradients, in order; None for a leaf without one.
-        params: The parameters.
-    """
-    conditions = conditions_of(params, [one for one in collected if one.is_guard])
-    mine = [one for one, gradient in zip(conditions, gradients, strict=True) if gradient is not None]
-    known = [one for one in mine if one is not None]
-    return functools.reduce(jnp.logical_or, known) if known and len(known) == len(mine) else True
+    """Whether guards let an update through for at least one leaf with a gradient."""
+    conditions = conditions_of(params, [condition for condition in collected if condition.is_guard])
+    mine = [condition for condition, gradient in zip(conditions, gradients, strict=True) if gradient is not None]
+    conditional = [condition for condition in mine if condition is not None]
+    return functools.reduce(jnp.logical_or, conditional) if conditional and len(conditional) == len(mine) else True
 
 
 ADVANCES: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_advances", default=True)

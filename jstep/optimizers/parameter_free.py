@@ -1,4 +1,4 @@
-"""Optimizers without a schedule or a learning rate to tune: schedule-free ones and Prodigy."""
+"""Optimizers without a schedule or a learning rate to tune: schedule-free optimizers and Prodigy."""
 
 from __future__ import annotations
 
@@ -95,7 +95,6 @@ def prodigy(
 
 
 def decayed_sizes(h: Values, corrected: bool, guarded: bool) -> dict[str, Any]:
-    """The values shared by all leaves: the rate, and the weights of old and new values in each average."""
     lr, d = h.learning_rate, h.d
     root = math.sqrt if isinstance(h.beta2, float) else jnp.sqrt
     beta3 = h.beta3 if "beta3" in h else root(h.beta2)
@@ -124,7 +123,6 @@ def decayed_sizes(h: Values, corrected: bool, guarded: bool) -> dict[str, Any]:
 
 
 def new_s(g: Array, s: Values, h: Values) -> Array:
-    """The weighted sum of gradients."""
     return h.s_old * s.s + h.s_new * g
 
 
@@ -134,14 +132,13 @@ def progress(g: Array, p: Array, s: Values, h: Values) -> dict[str, Array]:
 
 
 def estimate(h: Values) -> dict[str, Any]:
-    """The new estimate of the distance."""
     d, highest, length = h.d, h.d_max, h.length
     numerator = h.s_old * h.d_numerator + h.n_new * h.ahead
     # The estimate stays unchanged as long as all gradients have been 0, and at a rate of 0.
     learns = h.moves & (length > 0)
-    found = h.d_coef * numerator / jnp.where(learns, length, jnp.ones_like(length))
-    first = jnp.where(d == h.d0, jnp.maximum(d, found), d)
-    top = jnp.maximum(highest, found)
+    candidate = h.d_coef * numerator / jnp.where(learns, length, jnp.ones_like(length))
+    first = jnp.where(d == h.d0, jnp.maximum(d, candidate), d)
+    top = jnp.maximum(highest, candidate)
     new = jnp.minimum(top, first * h.growth_rate) if "growth_rate" in h else top
     return {
         "d": jnp.where(learns, new, d),
@@ -152,7 +149,6 @@ def estimate(h: Values) -> dict[str, Any]:
 
 
 def prodigy_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update with the size and d of this step."""
     m = h.m_old * s.m + h.m_new * g
     v = h.v_old * s.v + h.v_new * (g * g)
     denominator = jnp.sqrt(v) + h.d * h.epsilon
@@ -195,7 +191,7 @@ def schedule_free_adamw(
 
     Returns:
         An `Optimizer` with the slots `z` (initially a copy of the parameters) and `v` (0), and the scalars
-        `weight_sum`, `lr_max`, `beta1` and `start_step`. BatchNorm statistics are those of y. In bfloat16, rounding y
+        `weight_sum`, `lr_max`, `beta1` and `start_step`. BatchNorm statistics belong to y. In bfloat16, rounding y
         loses the digits that x needs: wrap the optimizer in `master_weights`.
 
     Raises:
@@ -211,7 +207,7 @@ def schedule_free_adamw(
         0.340 0.350
 
     Source: Defazio et al., "The Road Less Scheduled" (2024); the results match Facebook's `schedulefree`
-    (`AdamWScheduleFree`). Optax's wrapper has a counter of its own, so it weights steps by another rate during warmup.
+    (`AdamWScheduleFree`). Optax's wrapper has a separate counter, so it weights steps by another rate during warmup.
     """
     beta1 = _beta1(beta1)
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
@@ -286,19 +282,16 @@ def weights(h: Values) -> dict[str, Any]:
 
 
 def adamw_weights(h: Values) -> dict[str, Any]:
-    """The weights of `weights`, and the bias correction of v."""
     return weights(h) | {"unbias2": 1 / rules.bias_correction(h.beta2, h.age)}
 
 
 def sgd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update of y, and z."""
     u = rules.with_decay(g, p, h)
     z = s.z - h.learning_rate * u
     return h.c * (z - p) - h.of_u * u, {"z": z}
 
 
 def adamw_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update of y, z and the second moment."""
     # The direction is computed twice, for z and for y, instead of being stored: z first, then y from the new z.
     v, g, p = compute_first(rules.average(s.v, g * g, h.beta2), g, p)
     z = s.z - h.learning_rate * adamw_direction(g, v, p, h)
@@ -307,7 +300,6 @@ def adamw_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def adamw_direction(g: Array, v: Array, p: Array, h: Values) -> Array:
-    """The direction u, with weight decay."""
     return rules.with_decay(g / (jnp.sqrt(h.unbias2 * v) + h.epsilon), p, h)
 
 
@@ -353,11 +345,11 @@ def schedule_free_params(state: TrainState[P], name: str | None = None) -> P:
             return leaf
         # y before rounding; a candidate that does not round to the leaf is an unrelated slot of the same name.
         y = whole = on_devices(leaf)
-        for one in map(on_devices, masters):
-            if trees.is_array(one) and one.shape == y.shape and trees.is_floating(one.dtype):
-                y = jnp.where(one.astype(whole.dtype) == whole, one, y.astype(one.dtype))
+        for x in map(on_devices, masters):
+            if trees.is_array(x) and x.shape == y.shape and trees.is_floating(x.dtype):
+                y = jnp.where(x.astype(whole.dtype) == whole, x, y.astype(x.dtype))
         dtype = trees.compute_dtype(y.dtype)
-        y, z, beta1 = (one.astype(dtype) for one in (y, on_devices(z), slots[prefix + "beta1"]))
+        y, z, beta1 = (x.astype(dtype) for x in (y, on_devices(z), slots[prefix + "beta1"]))
         # If z equals y, as it does initially, x equals both. No Python numbers are used: transfers may be guarded.
         return (z + (y - z) / beta1).astype(leaf.dtype)
 

@@ -12,7 +12,7 @@ returns u and the new slots; the parameter becomes p − learning_rate·(u + wei
 
 Weight decay is the hyperparameter `weight_decay`, a `Masked(weight_decay, weight_decay_mask)` where the mask is an
 argument. Bias correction needs the age of the slots, h.age, which exists only if there is a `prepare`: a function
-that computes once, for all leaves, what h has in addition. With `prepare=correction` a direction multiplies its
+that computes additional values of h once for all leaves. With `prepare=correction` a direction multiplies its
 average by h.unbias:
 
     def correction(h):
@@ -21,9 +21,9 @@ average by h.unbias:
 Everything else is done for all optimizers: ranges (`BOUNDS`, by the name of the hyperparameter), sign, learning rate,
 decay and its mask, schedules and `held` values, None and integer leaves, sparse gradients, dtypes, ages, and the
 order in which XLA overwrites slots. A name that is not in `BOUNDS` has no range, and `beta` is only ≥ 0 there: pass
-`checked("beta", beta, **BETA)` for another one. An equation of another form, such as that of FTRL, is a rule for
-`from_update`: what it returns is added to the parameter or, without a learning rate, is the gradient of the next
-element of a chain.
+`checked("beta", beta, **BETA)` for another range. An equation of another form, such as FTRL's, is a rule for
+`from_update`: its result is added to the parameter or, without a learning rate, is the gradient of the next element
+of a chain.
 
 A rule is a module-level function of arrays of one floating dtype. `leafwise` handles the rest: traversing the tree,
 None and integer leaves, None gradients, `IndexedSlices`, dtypes of slots and of arithmetic, hyperparameters at a
@@ -41,8 +41,8 @@ step (numbers, arrays, schedules, `held`), the age of the slots, masks by path, 
             slots={"rms": 1.0},
         )
 
-- `slots`: a number is the initial value of a slot for all leaves; a slot comes after those that are computed from its
-  old value, because CPUs overwrite them in this order. `Slot(...)` allows a copy of the parameter, another
+- `slots`: a number is the initial value of a slot for all leaves. List a slot after the slots that are computed from
+  its old value, because CPUs overwrite them in this order. `Slot(...)` allows a copy of the parameter, another
   shape or no slot for some leaves, or a narrower dtype. Slots that the rule does not return stay unchanged.
 - `h` contains every hyperparameter (a Python float if it is a plain number, so that 1 − 0.999 is exact), the scalar
   slots, the flags of the leaf, its `dtype`, `step`, `age` if aged, and the values returned by `prepare` and
@@ -52,7 +52,7 @@ step (numbers, arrays, schedules, `held`), the age of the slots, masks by path, 
 - `measure(g, p, slots, h) -> {name: scalar}` runs on each leaf that has a gradient, and its results are summed over
   these leaves. `conclude(h)` then runs once, before the rule, with the sums in h, and returns values as `prepare`
   does.
-- `flags`: static values that depend on a leaf's path (`mask("weight_decay_mask", given)`, `by_path(fn)`), in h.
+- `flags`: static values that depend on a leaf's path (`mask("weight_decay_mask", entries)`, `by_path(fn)`), in h.
 - The rule sees the whole leaf: norms, matrix products and `lax.cond` are allowed. With `sparse=True` it is applied to
   some rows of a table only, so it must be elementwise.
 """
@@ -83,7 +83,7 @@ from jstep.slots.matching import match_gradients, require_slots
 from jstep.slots.roles import BLOCK, Init, Role, Roles
 from jstep.state.train_state import START_STEP
 
-# What rules are written with.
+# The vocabulary of rules.
 
 DECAYED = "decayed"
 """The flag for whether weight decay applies to a leaf."""
@@ -91,24 +91,21 @@ DECAYED = "decayed"
 
 @jax.tree_util.register_pytree_with_keys_class
 class Values(dict[str, Any]):
-    """Slots, or hyperparameters with what else is known at a step, as attributes; and as a dict, by name.
+    """Slots, or hyperparameters and other values of a step: a dict whose entries are attributes, too.
 
-    A name that is not an identifier, or is that of a method of dicts, such as `copy`, is read by `h["copy"]`.
+    A name that is not an identifier, or is a method of dicts, is read by `h["copy"]`.
     """
 
     def __getattr__(self, name: str) -> Any:
-        """Return a value; an error lists all of them."""
         if name in self:
             return self[name]
         raise AttributeError(f"{name}: must be one of {sorted(self)}{_HINTS.get(name, '')}", name=name, obj=self)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
-        """Return the values in the order of their names, as for a dict."""
         return [(jax.tree_util.DictKey(name), self[name]) for name in sorted(self)], tuple(sorted(self))
 
     @classmethod
     def tree_unflatten(cls, names: tuple[str, ...], values: Iterable[Any]) -> "Values":
-        """Return the values by name."""
         return cls(zip(names, values, strict=True))
 
 
@@ -117,7 +114,7 @@ _HINTS = {
     DECAYED: "; a weight_decay is given as Masked(weight_decay, weight_decay_mask)",
     LEARNING_RATE: "; from_direction multiplies by it: add it to hyper",
 }
-"""Name of a value of h → what an optimizer without it has to do."""
+"""Name of a value of h → how an optimizer gets it."""
 
 LeafSlots: TypeAlias = dict[str, Any]
 Result: TypeAlias = tuple[Array, dict[str, Any]]
@@ -137,15 +134,15 @@ class Slot:
         shape: `shape(path, leaf)`, the shape of the slot's leaf, or None if this leaf has no slot; by default the
             parameter's shape. It is called for trainable leaves only. On a mesh the slot is sharded like the
             parameter, without the dimensions that it lacks.
-        dtype: The dtype in which the slot is stored; by default that of arithmetic (the parameter's, at least
+        dtype: The dtype in which the slot is stored; by default the dtype of arithmetic (the parameter's, at least
             float32). The rule always sees floating slots in the dtype of arithmetic.
         keeps: `"rows"` or `"columns"`: which dimension a slot with one dimension less keeps, where the shape does not
             tell, as for a square matrix.
-        holds: What the values are, so that `compact` can store them; None for values that it must leave alone.
+        holds: The kind of the values, so that `compact` can store them; None for values that it must leave alone.
             `"mean"`: an average of signed values, with a decay of at most 0.99. `"slow"`: one with a slower decay, a
             sum, or one whose rounding errors would be amplified, as by Muon. `"square"`: an average, a sum or a maximum
-            of values that are never negative, by which something is divided. `"weight"`: values like those of the
-            parameter.
+            of values that are never negative, by which something is divided. `"weight"`: values like the
+            parameter's.
         in_order: Whether more than the slot's new value is computed from its old one, as Lion's update is. XLA would
             copy such a slot on a CPU, unless it must compute the parameter first, then the slots in their order.
 
@@ -163,7 +160,6 @@ class Slot:
     in_order: bool = dataclasses.field(default=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Check `keeps` and `holds`."""
         if self.keeps not in _KEPT:
             raise ValueError(f"keeps={self.keeps!r}: must be 'rows', 'columns' or None")
         if self.holds is not None and self.holds not in KINDS:
@@ -171,30 +167,20 @@ class Slot:
 
 
 class Scalar(NamedTuple):
-    """A slot with one value for all parameters, in float32; `prepare` and `Sums` return its new values."""
+    """A slot with one float32 value for all parameters; `prepare` and `Sums` return its new values."""
 
     initial: Any = 0.0
 
 
 class Masked(NamedTuple):
-    """A weight decay, and the leaves to which it applies.
-
-    Attributes:
-        weight_decay: The hyperparameter.
-        mask: The argument `weight_decay_mask`.
-    """
+    """A weight decay, and the argument `weight_decay_mask`."""
 
     weight_decay: ScalarOrSchedule
     mask: VarList
 
 
 class Sums(NamedTuple):
-    """Scalars that depend on all leaves.
-
-    Attributes:
-        measure: `measure(g, p, s, h)` returns scalars by name, which are summed over the leaves.
-        conclude: `conclude(h)` returns values to add to h, from the sums in h.
-    """
+    """Scalars that depend on all leaves: `measure(g, p, s, h)` is summed over them, `conclude(h)` sees the sums."""
 
     measure: Callable[[Array, Array, Values, Values], dict[str, Any]]
     conclude: Prepare
@@ -237,7 +223,7 @@ def from_direction(
         An `Optimizer`.
 
     Raises:
-        AttributeError: The direction, or `prepare`, reads a value that does not exist; the error lists those that do.
+        AttributeError: The direction, or `prepare`, reads a value that does not exist; the error lists all that do.
         TypeError: A hyperparameter is not a number, an array or a schedule; or the direction does not return two
             values.
         ValueError: A hyperparameter is out of its range, or there is a `weight_decay_mask` without a weight_decay.
@@ -285,32 +271,27 @@ def from_update(
 
     Args:
         name: The optimizer's name, which run cards show.
-        rule: `rule(g, p, s, h)`, all floating arrays of one dtype.
-        slots: Name of each slot → its initial value, a `Slot` or a `Scalar`; or a function from params to these. A slot
-            comes after those that are computed from its old value.
-        hyper: Name of each hyperparameter → a number, an array, a schedule or `held`, to be checked by `BOUNDS`. A
-            `weight_decay` is `Masked`.
-        flags: Name → a static value of each leaf, in h: see `masks`.
-        prepare: `prepare(h)` returns values to add to h, computed once for all leaves. With it, the optimizer keeps the
-            age of its slots: h.age is 1 at their first update.
-        sums: Scalars that depend on all leaves.
+        slots: Slot name → its initial value, a `Slot` or a `Scalar`; or a function from params to these. List a slot
+            after the slots that are computed from its old value.
+        hyper: Hyperparameters, checked by `BOUNDS`. A `weight_decay` is `Masked`.
+        prepare: As in `from_direction`; with it, the slots have an age.
         by_rows: Whether the rule may be applied to the rows of a sparse gradient only, leaving the others unchanged.
     """
-    given = {} if callable(slots) else as_mapping(slots, "slots", _SLOTS)
+    specs = {} if callable(slots) else as_mapping(slots, "slots", _SLOTS)
     decay = hyper.get("weight_decay")
     if isinstance(decay, Masked):
         hyper = {**hyper, "weight_decay": decay.weight_decay}
         flags = {DECAYED: decay_mask("weight_decay_mask", decay.mask), **(flags or {})}
-    scalars = {name: slot.initial for name, slot in given.items() if isinstance(slot, Scalar)}
+    scalars = {name: slot.initial for name, slot in specs.items() if isinstance(slot, Scalar)}
 
     def of_leaf(g: Array, p: Array, s: Values, h: Values) -> Result:
         return rule(g, p, s, h)
 
     of_leaf.__name__ = f"{name}{RULE}"
-    made = leafwise(
+    optimizer = leafwise(
         of_leaf,
         hyper=in_bounds(hyper),
-        slots=slots if callable(slots) else {name: slot for name, slot in given.items() if name not in scalars},
+        slots=slots if callable(slots) else {name: slot for name, slot in specs.items() if name not in scalars},
         scalars=scalars,
         flags=flags,
         prepare=prepare,
@@ -319,22 +300,21 @@ def from_update(
         aged=prepare is not None,
         sparse=by_rows,
     )
-    return made if "learning_rate" in hyper else with_init(made, order=BLOCK)
+    return optimizer if "learning_rate" in hyper else with_init(optimizer, order=BLOCK)
 
 
 def with_init(optimizer: Optimizer, **changes: Any) -> Optimizer:
-    """An optimizer of this package with other attributes of its `Init`."""
     assert isinstance(optimizer.init, Init)
     return optimizer._replace(init=dataclasses.replace(optimizer.init, **changes))
 
 
 def checking(optimizer: Optimizer, check: Callable[[Params], Any]) -> Optimizer:
-    """An optimizer of this package whose `init` also calls `check(params)`, which raises if it cannot train them."""
-    made = optimizer.init
-    assert isinstance(made, Init)
+    """Let `init` also call `check(params)`, which raises if the optimizer cannot train them."""
+    init = optimizer.init
+    assert isinstance(init, Init)
 
     def make(params: Params, global_step: Step) -> Slots:
-        slots = made.make(params, global_step)
+        slots = init.make(params, global_step)
         check(params)
         return slots
 
@@ -342,7 +322,6 @@ def checking(optimizer: Optimizer, check: Callable[[Params], Any]) -> Optimizer:
 
 
 def in_bounds(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Check hyperparameters by `BOUNDS`."""
     return {name: checked(name, value, **BOUNDS.get(name, {})) for name, value in hyper.items()}
 
 
@@ -352,22 +331,20 @@ def positive(name: str, value: Any) -> Any:
 
 
 def decays(h: Values) -> bool:
-    """Whether this leaf decays; False only if it is known while tracing that it does not."""
+    """Whether this leaf decays; False only if tracing shows that it does not."""
     return bool(h.decayed) and not is_zero(h.weight_decay)
 
 
 def with_decay(u: Array, p: Array, h: Values) -> Array:
-    """The direction u + weight_decay · p if this leaf decays, else u."""
     return u + h.weight_decay * p if decays(h) else u
 
 
 def average(old: Array, new: Array, beta: Any) -> Array:
-    """An exponential moving average: β·old + (1−β)·new."""
     return beta * old + (1 - beta) * new
 
 
 def bias_correction(beta: Any, age: Array) -> Array:
-    """1 − beta^age, computed without cancellation for beta near 1."""
+    """1 − beta^age, without cancellation for beta near 1."""
     real = trees.default_float()
     if isinstance(beta, float):
         log = jnp.asarray(np.log(beta) if beta > 0 else -np.inf, real)
@@ -377,7 +354,6 @@ def bias_correction(beta: Any, age: Array) -> Array:
 
 
 def is_zero(value: object) -> bool:
-    """Whether a hyperparameter is the constant 0."""
     return isinstance(value, float) and value == 0.0
 
 
@@ -405,10 +381,10 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "learning_rate_power": {"high": 0},
     "threshold": {"low": 4},
 }
-"""Name of a hyperparameter → its range. One with another range is checked by its optimizer."""
+"""Name of a hyperparameter → its range. An optimizer that needs another range checks it itself."""
 
 RULE = "_rule"
-"""The end of the name under which the program of a step calls the rule of an optimizer: `adam_rule`."""
+"""The suffix of the name of a rule in the compiled step: `adam_rule`."""
 
 
 # Optimizers from the update rule of one leaf: `leafwise`.
@@ -419,7 +395,7 @@ _KEPT = {None: None, "rows": Role.ROWS, "columns": Role.COLUMNS}
 MEAN, SLOW, SQUARE = Slot(holds="mean"), Slot(holds="slow"), Slot(holds="square")
 COPY = Slot("copy", holds="weight")
 MEAN_IN_ORDER = Slot(holds="mean", in_order=True)
-"""Slots, with what they hold: `Slot` explains it."""
+"""Slots by their contents: see `Slot`."""
 
 
 @makes_optimizer(1)
@@ -465,7 +441,7 @@ def leafwise(
     Raises:
         TypeError: A hyperparameter is not a number, an array or a schedule; or the rule does not return two values.
         ValueError: A hyperparameter is not a scalar, or two held ones have the same name; or the shape of the update
-            differs from that of the gradient.
+            differs from the shape of the gradient.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -491,8 +467,8 @@ def leafwise(
     scalar_names = (*([START_STEP] if aged else []), *scalars, *held)
 
     def specs_for(params: Params) -> dict[str, Slot]:
-        given = slots(params) if callable(slots) else slots or {}
-        return {name: one if isinstance(one, Slot) else Slot(one) for name, one in given.items()}
+        specs = slots(params) if callable(slots) else slots or {}
+        return {name: spec if isinstance(spec, Slot) else Slot(spec) for name, spec in specs.items()}
 
     def init(params: Params, global_step: Step = 0) -> Slots:
         for flag in flags.values():
@@ -507,12 +483,12 @@ def leafwise(
     measure_leaf = measure and _shared_by_leaves_of_a_shape(_without_slots(measure), sparse=False)
 
     @loads_slots
-    def update(updates: Updates, given: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
+    def update(updates: Updates, state_slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
         gradients = match_gradients(updates, params)
         treedef, specs = trees.structure(params), specs_for(params)
-        mine = {name: slot_leaves(given, name, params, spec.shape) for name, spec in specs.items()}
-        kept = require_slots(scalar_names, given)
-        h = Values(values_at(hyper, step, given), step=jnp.asarray(step))
+        mine = {name: slot_leaves(state_slots, name, params, spec.shape) for name, spec in specs.items()}
+        kept = require_slots(scalar_names, state_slots)
+        h = Values(values_at(hyper, step, state_slots), step=jnp.asarray(step))
         h |= {name: kept[name].astype(trees.default_float()) for name in scalars}
         if aged:
             h["age"] = age_of(step, kept[START_STEP])
@@ -522,7 +498,7 @@ def leafwise(
         def of_leaves(fn: Callable[..., tuple[Any, LeafSlots]]) -> list[Any]:
             floats = tuple((name, value) for name, value in h.items() if isinstance(value, float | bool | str))
             # Without the barrier XLA would fuse a schedule into the kernel of each leaf.
-            arrays = jax.lax.optimization_barrier({name: one for name, one in h.items() if trees.is_array(one)})
+            arrays = jax.lax.optimization_barrier({name: x for name, x in h.items() if trees.is_array(x)})
 
             def call(g: Any, p: Any, own: Any) -> Any:
                 def rule(slots: LeafSlots, g: Any, p: Any, arrays: Hyper) -> Any:
@@ -547,12 +523,11 @@ def leafwise(
         own = dict.fromkeys(scalars, Role.SHARED) | ({START_STEP: Role.AGE} if aged else {})
         return _declared_by(specs_for(params)).joined(Roles(own)).joined(held)
 
-    made = Init(init, roles, is_finished, rated=LEARNING_RATE in hyper)
-    return Optimizer(made, update, hyperparameters.report(hyper))
+    described = Init(init, roles, is_finished, rated=LEARNING_RATE in hyper)
+    return Optimizer(described, update, hyperparameters.report(hyper))
 
 
 def _declared_by(specs: Mapping[str, Slot]) -> Roles:
-    """The roles of slots, as their specifications declare them."""
     held = {name: spec for name, spec in specs.items() if spec.holds is not None}
     return Roles(
         {name: Role.COPY if isinstance(spec.initial, str) else _KEPT[spec.keeps] for name, spec in specs.items()},
@@ -563,7 +538,6 @@ def _declared_by(specs: Mapping[str, Slot]) -> Roles:
 
 
 def _without_slots(measure: Callable[..., Any]) -> Callable[..., tuple[Any, LeafSlots]]:
-    """A rule that changes no slot, from `measure`."""
     return functools.wraps(measure)(lambda g, p, slots, h: (measure(g, p, slots, h), {}))
 
 
@@ -573,11 +547,10 @@ def _scalar(name: str, value: object, global_step: Step) -> Array:
 
 
 def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
-    """The initial value of a slot for params."""
     copy = isinstance(spec.initial, str)
     value: Any = None if copy else value_at(f"the initial value of slot {name!r}", spec.initial, global_step)
 
-    firsts: dict[Any, jax.Array] = {}  # to copy one takes a fifth of the time of making the next of its kind
+    firsts: dict[Any, jax.Array] = {}  # copying a slot takes a fifth of the time of creating another of its kind
 
     def full_like(leaf: Any, dtype: DTypeLike) -> Array:
         if not isinstance(leaf, jax.Array) or trees.is_traced(leaf):
@@ -585,10 +558,10 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
         like = leaf.shape, jnp.dtype(dtype), leaf.sharding, leaf.committed
         if like in firsts:
             return jnp.copy(firsts[like])
-        made = jnp.full_like(leaf, value, dtype=dtype)  # keeps the parameter's sharding
-        if not trees.is_traced(made):
-            firsts[like] = made
-        return made
+        full = jnp.full_like(leaf, value, dtype=dtype)  # keeps the parameter's sharding
+        if not trees.is_traced(full):
+            firsts[like] = full
+        return full
 
     def leaf_slot(path: str, like: Tree, leaf: object) -> Any:
         if not trees.is_trainable(leaf):
@@ -608,12 +581,8 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
 def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> Any:
     """The rule with dtypes and sparse rows handled, traced and lowered once for all leaves of equal shape and flags.
 
-    Inside a step the jit does not compile anything: it becomes one shared function that XLA inlines. Without it,
-    1000 leaves take four times as long to trace and lower.
-
-    Args:
-        rule: The rule of a leaf.
-        sparse: Whether the rule is applied to the rows of a sparse gradient only.
+    Inside a step the jit compiles nothing: it becomes one shared function that XLA inlines. Without it, 1000 leaves
+    take four times as long to trace and lower.
     """
 
     def on_leaf(gradient: Tree, leaf: Array, slots: LeafSlots, arrays: Hyper, static: tuple[Any, ...]) -> Any:
@@ -651,7 +620,7 @@ def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> A
 
 
 def check_rule_result(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a rule to check its result; without this, a wrong result raises an obscure error about tree structures."""
+    """Wrap a rule to check its result, because a wrong one raises an obscure error about trees."""
     named = getattr(rule, "__name__", "rule")
 
     @functools.wraps(rule)
@@ -677,14 +646,13 @@ def check_rule_result(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def new_start_step(global_step: Step) -> Array:
-    """The scalar slot `start_step` of slots created at a step."""
     return jnp.array(global_step, dtype=trees.default_int(), copy=True)
 
 
 def age_of(step: Step, start_step: Array) -> Array:
-    """The age of slots at the update from `step` to step + 1: 1 at their first update, k at the k-th.
+    """The age of slots at the update from `step` to step + 1: 1 at their first update.
 
-    `start_step` is the step minus the updates that the slots have had. It is constant while each step makes one update.
+    `start_step` is the step minus the number of updates of the slots.
     """
     # If the step of a state was set back, start_step may be in the future; such slots count as new.
     step = jnp.asarray(step).astype(start_step.dtype)
@@ -692,17 +660,7 @@ def age_of(step: Step, start_step: Array) -> Array:
 
 
 def slot_leaves(held: Slots, name: str, params: Params, shape: Callable[[str, Any], Any] | None = None) -> list[Any]:
-    """The leaves of a slot in the order of the leaves of params; None for a parameter without one.
-
-    Args:
-        held: The slots.
-        name: The slot's name.
-        params: The parameters.
-        shape: `shape(path, leaf)`, the shape of the slot's leaf, or None if it has none; by default the parameter's.
-
-    Raises:
-        ValueError: There is no such slot, or it belongs to other parameters.
-    """
+    """The leaves of a slot in order, None for a parameter without one; raise if they do not fit params."""
     leaves = trees.flatten_like(params, require_slots([name], held)[name], f"slot {name!r}")
     seen = own_leaves(params) if shape else [("", None)] * len(leaves)
     for i, (slot, leaf) in enumerate(zip(leaves, jax.tree.leaves(params), strict=True)):

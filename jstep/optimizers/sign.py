@@ -82,7 +82,7 @@ def scale_by_lion(beta1: ScalarOrSchedule = 0.9, beta2: ScalarOrSchedule = 0.99)
 
 
 def lion_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The sign of an average that leans more to the gradient than the one that is kept."""
+    """The sign of an average that gives the gradient more weight than the stored average does."""
     return jnp.sign(rules.average(s.m, g, h.beta1)), {"m": rules.average(s.m, g, h.beta2)}
 
 
@@ -111,7 +111,6 @@ def signum(learning_rate: ScalarOrSchedule = 1e-3, beta: ScalarOrSchedule = 0.9)
 
 
 def signum_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The sign of the average."""
     m = rules.average(s.m, g, h.beta)
     return jnp.sign(m), {"m": m}
 
@@ -155,10 +154,9 @@ def rprop(
 
 
 def rprop_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update by step sizes, which depend on whether the gradient keeps its sign."""
     turn = jnp.sign(g) * jnp.sign(s.previous)
-    one = jnp.ones_like(g)
-    factor = jnp.where(turn > 0, h.eta_plus * one, jnp.where(turn < 0, h.eta_minus * one, one))
+    ones = jnp.ones_like(g)
+    factor = jnp.where(turn > 0, h.eta_plus * ones, jnp.where(turn < 0, h.eta_minus * ones, ones))
     size = jnp.clip(s.step_size * factor, h.min_step_size, h.max_step_size)
     g = jnp.where(turn < 0, jnp.zeros_like(g), g)
     return -size * jnp.sign(g), {"step_size": size, "previous": g}

@@ -89,9 +89,9 @@ def soap(
     moments = from_update("soap", soap_update, slots, hyper, prepare=sizes_and_shares)
 
     @loads_slots
-    def update(updates: Updates, given: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
-        new_updates, new = moments.update(updates, given, params, step)
-        k = age_of(step, given[START_STEP]) - 1
+    def update(updates: Updates, old_slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
+        new_updates, new = moments.update(updates, old_slots, params, step)
+        k = age_of(step, old_slots[START_STEP]) - 1
         turn = jnp.where(k == 0, FIRST, jnp.where(k % frequency == 0, NEXT, SAME))
         has_update = [not trees.is_none(u) for u in trees.flatten_like(params, new_updates, "updates")]
         treedef = trees.structure(params)
@@ -112,14 +112,13 @@ def soap(
                     values[f"q_{axis}"][i] = basis
             return None, {name: treedef.unflatten(values[name]) for name in own if not name.startswith("gg")}
 
-        # All matrices of one size are processed by one loop, so they are on the devices at once.
+        # All matrices of one size are processed by one loop, so they are on the devices at the same time.
         return new_updates, new | with_slots_loaded(turned, {n: new[n] for n in slots(params) if n != "m"}, None)[1]
 
     return moments._replace(update=update)
 
 
 def sizes_and_shares(h: Values) -> dict[str, Any]:
-    """The step size, and the weights of old and new values in the moments."""
     first, k = h.age == 1, jnp.maximum(h.age - 1, 1)
     size = h.learning_rate * jnp.sqrt(rules.bias_correction(h.beta2, k)) / rules.bias_correction(h.beta1, k)
     return {
@@ -134,7 +133,6 @@ def sizes_and_shares(h: Values) -> dict[str, Any]:
 
 
 def soap_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update, moments and averages of g·gᵀ; the bases of all leaves are updated together afterwards."""
     axes = [axis for axis in range(p.ndim) if f"gg_{axis}" in s and s[f"gg_{axis}"] is not None]
     bases = {axis: s[f"q_{axis}"] for axis in axes}
     m = h.m_old * s.m + h.m_new * g
@@ -149,14 +147,12 @@ def soap_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def projected(x: Array, bases: dict[int, Array], back: bool = False) -> Array:
-    """Project an array onto bases, axis by axis, or back."""
     for axis, q in bases.items():
         x = jnp.moveaxis(jnp.tensordot(x, q, ((axis,), (1 if back else 0,))), -1, axis)
     return x
 
 
 def gram(g: Array, axis: int, old: Array, decay: Any) -> Array:
-    """The new average of g·gᵀ, contracted over all axes but one."""
     others = tuple(i for i in range(g.ndim) if i != axis)
     return decay * old + (1 - decay) * jnp.tensordot(g, g, (others, others))
 
@@ -168,13 +164,7 @@ FIRST, NEXT, SAME = 0, 1, 2
 
 
 class EigenbasisUpdate(NamedTuple):
-    """The matrices of a leaf, the basis of each, and the second moment in their coordinates.
-
-    Attributes:
-        grams: Axis → the average of g·gᵀ over the other axes.
-        bases: Axis → its eigenbasis.
-        v: The second moment, in the coordinates of all bases.
-    """
+    """By axis: averages of g·gᵀ, and their eigenbases; v is in the coordinates of all bases."""
 
     grams: dict[int, Array]
     bases: dict[int, Array]
@@ -184,14 +174,9 @@ class EigenbasisUpdate(NamedTuple):
 def update_eigenbases(turn: Array, leaves: Sequence[EigenbasisUpdate]) -> list[EigenbasisUpdate]:
     """Update the bases of all leaves, and permute each v if the order of its coordinates changes.
 
-    CPUs and GPUs call a library routine for each matrix. TPUs have no such library: XLA compiles a program for each
-    call, which takes five minutes for `eigh` of 512 rows. On TPUs one loop processes all matrices of one size, so
-    compile time does not depend on their number. It uses Jacobi's method and `orthonormal`, whose programs do not grow
-    with the matrix size.
-
-    Args:
-        turn: FIRST, NEXT or SAME.
-        leaves: The current values of all leaves.
+    CPUs and GPUs call a library routine for each matrix. For TPUs XLA compiles a program for each call, which takes
+    five minutes for `eigh` of 512 rows. There one loop processes all matrices of one size, by Jacobi's method and
+    `orthonormal`, whose programs do not grow with the size.
     """
     if not leaves:
         return []
@@ -200,7 +185,6 @@ def update_eigenbases(turn: Array, leaves: Sequence[EigenbasisUpdate]) -> list[E
 
 
 def one_by_one(turn: Array, leaves: list[EigenbasisUpdate]) -> list[EigenbasisUpdate]:
-    """Update the bases with library routines, one call per matrix."""
     return [_leaf(turn, leaf) for leaf in leaves]
 
 
@@ -217,7 +201,6 @@ def _first(leaf: EigenbasisUpdate) -> EigenbasisUpdate:
 
 
 def _next(leaf: EigenbasisUpdate) -> EigenbasisUpdate:
-    """One power iteration and QR."""
     bases, v = {}, leaf.v
     for axis, gram in leaf.grams.items():
         product, order = powered(gram, leaf.bases[axis])
@@ -227,14 +210,14 @@ def _next(leaf: EigenbasisUpdate) -> EigenbasisUpdate:
 
 
 def powered(gram: Array, basis: Array) -> tuple[Array, Array]:
-    """A basis after one power iteration, by descending eigenvalue estimates, and the permutation that sorts it."""
+    """The basis after a power iteration, by descending eigenvalues, and the permutation that sorts it."""
     product = gram @ basis
     order = jnp.argsort(jnp.sum(basis * product, 0), descending=True)
     return product[:, order], order.astype(jnp.int32)  # int64 under x64
 
 
 def eigenvectors(gram: Array, basis: Array) -> tuple[Array, Array]:
-    """Eigenvectors by Jacobi's method, in descending order of eigenvalues, and the identity permutation."""
+    """As `powered`, by Jacobi's method; the permutation is the identity."""
     jacobi = jax.lax.linalg.EighImplementation.JACOBI
     vectors, _ = jax.lax.linalg.eigh(gram, implementation=jacobi)
     return jnp.flip(vectors, 1), jnp.arange(gram.shape[0], dtype=jnp.int32)
@@ -243,13 +226,7 @@ def eigenvectors(gram: Array, basis: Array) -> tuple[Array, Array]:
 def in_loops(
     turn: Array, leaves: list[EigenbasisUpdate], first: Callable[[Array, Array], tuple[Array, Array]] = eigenvectors
 ) -> list[EigenbasisUpdate]:
-    """Update the bases with one loop over all matrices of each size.
-
-    Args:
-        turn: FIRST, NEXT or SAME.
-        leaves: The current values of all leaves.
-        first: The function that FIRST applies before QR.
-    """
+    """Update the bases with one loop over all matrices of each size; FIRST applies `first` before QR."""
     sizes: dict[Any, list[tuple[int, int]]] = {}
     for i, leaf in enumerate(leaves):
         for axis, gram in leaf.grams.items():
@@ -266,10 +243,7 @@ def in_loops(
 
 
 def _loop(turn: Array, grams: list[Array], bases: list[Array], first: Any) -> tuple[list[Array], Array]:
-    """The new bases of matrices of one size, and for each the permutation of its old directions.
-
-    Matrices are read and written one at a time, because stacking them would need the memory of two more copies.
-    """
+    """The new bases of matrices of one size, and for each the permutation of its old directions."""
 
     def turned(turn: Array, gram: Array, basis: Array) -> tuple[Array, Array]:
         matrix, order = jax.lax.cond(turn == FIRST, first, powered, gram, basis)
@@ -284,6 +258,7 @@ def _loop(turn: Array, grams: list[Array], bases: list[Array], first: Any) -> tu
         puts = [lambda bases, new, j=j: [*bases[:j], new, *bases[j + 1 :]] for j in range(len(grams))]
         return jax.lax.switch(i, puts, bases, basis), orders.at[i].set(order)
 
+    # Matrices are read and written one at a time, because stacking them would need the memory of two more copies.
     orders = jnp.zeros((len(grams), grams[0].shape[0]), jnp.int32)
     # A loop of zero iterations leaves the bases in place; a conditional would copy them.
     turns = jnp.where(turn == SAME, 0, len(grams))
@@ -296,15 +271,10 @@ WIDTH = 128
 
 
 def orthonormal(matrix: Array, width: int = WIDTH) -> Array:
-    """The Q of the QR decomposition of a square matrix, by Householder reflections; orthogonal for every matrix.
+    """The Q of the QR decomposition of a square matrix, by Householder reflections; orthogonal even if it is singular.
 
-    `jnp.linalg.qr` is one library call on CPUs and GPUs. For TPUs XLA unrolls the blocks of 128 columns, which takes
-    minutes to compile for 1024 rows. Here blocks, columns and tiles are loops, so 1024 rows compile as fast as 256.
-    The signs of columns may differ from those of `jnp.linalg.qr`.
-
-    Args:
-        matrix: A square matrix, which may be singular.
-        width: The number of columns per block.
+    For TPUs XLA unrolls the blocks of `jnp.linalg.qr`, which takes minutes to compile for 1024 rows. Here blocks,
+    columns and tiles are loops, so 1024 rows compile as fast as 256. The signs of columns may differ.
     """
     n = matrix.shape[0]
     width = min(width, n)
@@ -327,12 +297,7 @@ def orthonormal(matrix: Array, width: int = WIDTH) -> Array:
 
 
 def _reflections(panel: Array, start: Array) -> tuple[Array, Array]:
-    """V and T of I − V·T·Vᵀ, the product of the reflections that zero some columns below the diagonal.
-
-    Args:
-        panel: The columns.
-        start: The row of the diagonal in the first column.
-    """
+    """V and T of I − V·T·Vᵀ: reflections that zero a panel below its diagonal, which begins at row `start`."""
     rows = jnp.arange(panel.shape[0])
     width = panel.shape[1]
 

@@ -1,4 +1,4 @@
-"""Updates, with new values in place of those that p + u cannot represent exactly; maps over them, and adding them."""
+"""Updates, which may contain new values that p + u cannot represent exactly: maps over them, and adding them."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable
@@ -21,12 +21,9 @@ from jstep.slots.indexed_slices import IndexedSlices, RowsInOrder, combined, is_
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Projected:
-    """A leaf of updates that replaces the parameter by `value`, whose difference from the parameter may be rounded.
+    """A leaf of updates that replaces the parameter by `value`, because the difference of the two may be rounded.
 
-    Only wrappers that pass updates on see it, by `call_update(…, exact=True)`; others see the difference.
-
-    Attributes:
-        value: The new value of the parameter, with its dtype.
+    Only wrappers that pass updates on see it, by `call_update(…, exact=True)`.
     """
 
     value: Any
@@ -54,32 +51,26 @@ def apply_updates(params: T, updates: Updates) -> T:
         {'b': Array([1.], dtype=float32), 'w': Array([1., 1.], dtype=float32)}
     """
     leaves, treedef = trees.flatten(params)
-    found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
-    pairs = zip(on_devices(leaves), found, strict=True)
+    moves = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
+    pairs = zip(on_devices(leaves), moves, strict=True)
     return treedef.unflatten([leaf if trees.is_none(update) else add(leaf, update) for leaf, update in pairs])
 
 
 def apply_in_order(params: Params, updates: Updates, slots: Slots, names: Collection[str]) -> tuple[Params, Slots]:
     """Add updates to parameters, and fix the order in which XLA overwrites the parameter and the slots of a leaf.
 
-    A slot that other arrays are computed from must not be overwritten before them, and XLA's CPU backend copies it
-    unless a data dependency fixes the order: the parameter first, then the slots in the order of the dict. So rules
-    need no order of their own: an optimizer declares a slot after those that are computed from its old value, and that
-    more than its new value is (`Slot(in_order=True)`). Other leaves need no order.
-
-    Args:
-        params: The parameters.
-        updates: A tree of the same structure, as for `apply_updates`.
-        slots: The new slots. Only leaves with the shape of their parameter are ordered.
-        names: The slots that need an order, and with them all others of their leaves.
+    XLA's CPU backend copies a slot that other arrays are computed from, unless a data dependency fixes the order: the
+    parameter first, then the slots in the order of the dict. Therefore an optimizer declares a slot after the slots
+    that are computed from its old value, and other uses of the old value by `Slot(in_order=True)`. Only leaves with a
+    slot in `names` are ordered, and only slots with the shape of their parameter.
     """
     leaves, treedef = trees.flatten(params)
-    found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
+    moves = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
     ordered = {name: treedef.flatten_up_to(tree) for name, tree in slots.items() if trees.is_like(params, tree)}
     if not any(map(trees.is_traced, leaves)):  # outside of a program the order is fixed
         return apply_updates(params, updates), slots
     new = list(leaves)
-    for i, (leaf, update) in enumerate(zip(leaves, found, strict=True)):
+    for i, (leaf, update) in enumerate(zip(leaves, moves, strict=True)):
         if trees.is_none(update):
             continue
         new[i] = jax.lax.add(leaf, update) if _is_sum(leaf, update) else add(leaf, update)
@@ -96,7 +87,7 @@ def _is_alike(slot: Any, leaf: Any) -> bool:
 
 
 def _is_sum(leaf: object, update: object) -> bool:
-    """Whether `add` is one operation, which is traced, lowered and compiled faster than a call of a function."""
+    """Whether `add` is one operation, which compiles faster than a call of a function."""
     if not (trees.is_array(leaf) and trees.is_array(update)):
         return False
     of_leaf, of_update = jax.typeof(leaf), jax.typeof(update)
@@ -106,7 +97,6 @@ def _is_sum(leaf: object, update: object) -> bool:
 
 @jax.jit
 def add(leaf: Array, update: Any) -> Array:
-    """Add an update, of any kind, to a parameter."""
     if isinstance(update, Projected):
         return update.value
     dtype = trees.compute_dtype(leaf.dtype)
@@ -122,7 +112,7 @@ def add(leaf: Array, update: Any) -> Array:
 
 
 def moves(params: Params, updates: Updates) -> Updates:
-    """Return the updates with the difference from the parameter for each `Projected`."""
+    """The updates with the difference from the parameter for each `Projected`."""
     if not any(isinstance(u, Projected) for u in jax.tree.leaves(updates, is_leaf=is_update)):
         return updates
 
@@ -138,17 +128,9 @@ def moves(params: Params, updates: Updates) -> Updates:
 def map_updates(
     fn: Callable[..., Any], params: Params, updates: Updates, *others: Iterable[Any], what: str = "gradients"
 ) -> Updates:
-    """Map `fn(update, …)` over the leaves that have an update, which may be an `IndexedSlices`; the others stay None.
-
-    Args:
-        fn: `fn(update, *others)`.
-        params: The parameters.
-        updates: A tree like params.
-        *others: Values to pass with each update: one for each leaf of params, in order.
-        what: The name of `updates`, for errors.
-    """
-    found = trees.flatten_like(params, updates, what, is_leaf=is_update)
-    rows = zip(found, *others, strict=True)
+    """Map `fn(update, *others)` over leaves that have an update, maybe `IndexedSlices`; others stay None."""
+    matched = trees.flatten_like(params, updates, what, is_leaf=is_update)
+    rows = zip(matched, *others, strict=True)
     return trees.structure(params).unflatten([None if trees.is_none(u) else fn(u, *rest) for u, *rest in rows])
 
 
@@ -177,16 +159,16 @@ def map_leaves(fn: Callable[..., Any], params: Params, *others: object) -> Any:
         {'b': None, 'n': None, 'w': Array(0.5, dtype=float32)}
     """
     as_function(fn, "fn", "(path, leaf, …)")
-    found = [trees.flatten_like(params, tree, f"others[{i}]", is_leaf=is_slices) for i, tree in enumerate(others)]
+    matched = [trees.flatten_like(params, tree, f"others[{i}]", is_leaf=is_slices) for i, tree in enumerate(others)]
 
     def result(path: str, leaf: object, *rest: object) -> Any:
         if not trees.is_trainable(leaf) or any(map(trees.is_none, rest)):
             return None
         dtype = trees.compute_dtype(jnp.result_type(leaf))
-        return fn(path, *(_wide(one, dtype) for one in (leaf, *rest)))
+        return fn(path, *(_wide(x, dtype) for x in (leaf, *rest)))
 
     leaves, treedef = trees.flatten(params)
-    return treedef.unflatten([result(*one) for one in zip(trees.paths_of(params), leaves, *found, strict=True)])
+    return treedef.unflatten([result(*row) for row in zip(trees.paths_of(params), leaves, *matched, strict=True)])
 
 
 def _wide(x: Any, dtype: DTypeLike) -> Any:
@@ -195,12 +177,7 @@ def _wide(x: Any, dtype: DTypeLike) -> Any:
 
 
 def wide_updates(updates: Updates, fn: Callable[[Array], Array] = lambda u: u) -> Updates:
-    """The updates in float32 at least: what is rounded to the dtype of low-precision gradients is lost to slots.
-
-    Args:
-        updates: The updates.
-        fn: What to compute of each array of numbers.
-    """
+    """Map `fn` over updates in at least float32: rounding to a low-precision dtype would reach the slots."""
 
     def wide(u: Any) -> Any:
         if is_slices(u):

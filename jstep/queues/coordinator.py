@@ -31,7 +31,7 @@ class Coordinator:
     stops the threads and is not raised.
 
     Differences from `tf.train.Coordinator`: `join` returns as soon as the last thread has ended (TF
-    polls once a second), threads that were never started are refused, and an exception may be
+    polls once a second), threads that were never started are rejected, and an exception may be
     reported outside its handler.
 
     Args:
@@ -84,14 +84,12 @@ class Coordinator:
         """Request all threads to stop; `should_stop` returns True from now on.
 
         Args:
-            ex: The error that caused the request, if any: an exception, or `sys.exc_info()`. Only the
-                first request counts: `join` raises its exception. Clean-stop types count as None.
+            ex: The error that caused the request, if any: an exception, or `sys.exc_info()`. Only the first request
+                counts: `join` raises its exception. Clean-stop types count as None.
 
         Raises:
-            BaseException: `ex` itself, if the coordinator was joined already, since no later `join`
-                would raise it.
-            TypeError: `ex` is not an exception; the stop is requested anyway, and `join` raises this
-                error too.
+            BaseException: `ex` itself, if the coordinator was joined already, because no later `join` would raise it.
+            TypeError: `ex` is not an exception; the stop is requested anyway, and `join` raises this error too.
         """
         wrong: TypeError | None = None
         try:
@@ -122,13 +120,7 @@ class Coordinator:
         return self._stopped
 
     def wait_for_stop(self, timeout: float | None = None) -> bool:
-        """Wait until a stop is requested.
-
-        Args:
-            timeout: Maximum seconds to wait; None to wait without limit.
-
-        Returns:
-            Whether a stop was requested; False after a timeout.
+        """Wait until a stop is requested, or the timeout in seconds is over; return whether it was requested.
 
         Raises:
             TypeError: `timeout` is not a number.
@@ -168,21 +160,15 @@ class Coordinator:
             self.request_stop(ex)
 
     def register_thread(self, thread: threading.Thread) -> None:
-        """Add a thread to those that `join` waits for.
-
-        Raises:
-            TypeError: `thread` is not a `threading.Thread`.
-        """
+        """Let `join` wait for a `threading.Thread`, too."""
         with self._changed:
             self._threads.add(_as_thread(thread, "thread"))
 
     def call_on_stop(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Call `callback()` once when a stop is requested, or immediately if it was requested already.
 
-        Callbacks wake blocked threads: a `QueueRunner` closes its queue in one.
-
-        Returns:
-            A function that removes the callback.
+        Callbacks wake blocked threads: a `QueueRunner` closes its queue in one. Returns a function that removes the
+        callback.
         """
         as_function(callback, "callback", "() -> None")
         with self._changed:
@@ -225,10 +211,10 @@ class Coordinator:
         ignore_live_threads = as_bool(ignore_live_threads, "ignore_live_threads")
         if isinstance(threads, threading.Thread) or not isinstance(threads, Iterable | None):
             raise TypeError(f"threads={shown(threads)}: must be a list of threads, got {kind(threads)}")
-        given = {_as_thread(thread, f"threads[{i}]") for i, thread in enumerate(threads or ())}
-        self._wait_for_end(given, grace_secs)
+        passed = {_as_thread(thread, f"threads[{i}]") for i, thread in enumerate(threads or ())}
+        self._wait_for_end(passed, grace_secs)
         with self._changed:
-            waited_for = given | self._threads
+            waited_for = passed | self._threads
             alive = sorted(t.name for t in waited_for if t.is_alive())
             self._joined = True
             self._threads = set()
@@ -242,12 +228,12 @@ class Coordinator:
                 "coord.should_stop() more often, or join with ignore_live_threads=True"
             )
 
-    def _wait_for_end(self, given: set[threading.Thread], grace_secs: float) -> None:
+    def _wait_for_end(self, passed: set[threading.Thread], grace_secs: float) -> None:
         deadline: float | None = None
         while True:
             # Read again in each iteration: a thread may have registered others.
             with self._changed:
-                threads = given | self._threads
+                threads = passed | self._threads
             if self._exc_info:
                 threads -= {threading.current_thread()}  # raising the error matters more than reporting misuse
             else:
@@ -277,11 +263,7 @@ class Coordinator:
 
 
 def _as_exc_info(ex: object) -> ExcInfo | None:
-    """Return an exception, or the `sys.exc_info()` of one, in the latter form; None for None.
-
-    Raises:
-        TypeError: It is neither.
-    """
+    """Convert an exception, or its `sys.exc_info()`, to the latter form; None stays None."""
     if ex is None:
         return None
     if isinstance(ex, BaseException):
@@ -295,22 +277,12 @@ def _as_exc_info(ex: object) -> ExcInfo | None:
 
 
 def _as_thread(thread: object, argument: str) -> threading.Thread:
-    """Return the thread.
-
-    Raises:
-        TypeError: It is not a thread.
-    """
     if not isinstance(thread, threading.Thread):
         raise TypeError(f"{argument}={shown(thread)}: must be a threading.Thread, got {kind(thread)}")
     return thread
 
 
 def _check_joinable(threads: Iterable[threading.Thread]) -> None:
-    """Check that the current thread can join these threads.
-
-    Raises:
-        RuntimeError: A thread was never started, or is the current thread.
-    """
     current = threading.current_thread()
     idle = sorted(t.name for t in threads if t.ident is None)
     if idle:

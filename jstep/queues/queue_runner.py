@@ -99,17 +99,12 @@ class QueueRunner:
     def create_threads(
         self, coord: Coordinator | None = None, daemon: bool = False, start: bool = False
     ) -> list[threading.Thread]:
-        """Create one thread for each enqueue op.
+        """Create one thread for each enqueue op, in the order of the ops.
 
         Args:
-            coord: The Coordinator that the threads report to and stop with; they are registered
-                with it.
-            daemon: Whether the process may exit in the middle of an op; otherwise it waits for the
-                op in progress.
+            coord: The Coordinator that the threads report to and stop with; they are registered with it.
+            daemon: Whether the process may exit in the middle of an op; otherwise it waits for the op in progress.
             start: Whether to start the threads; if not, call `start()` on each.
-
-        Returns:
-            The threads, in the order of the ops.
 
         Raises:
             RuntimeError: Threads of an earlier call have not ended yet, or were never started.
@@ -148,7 +143,7 @@ class QueueRunner:
         return list(threads)
 
     def feed(self, op: Callable[[], object]) -> None:
-        """Call an op again and again; all that a thread does."""
+        """Call an op repeatedly: the body of each thread."""
         runner_thread.feeding = True
         try:
             with doing(MAKING):

@@ -1,4 +1,4 @@
-"""Queues of bounded size with TensorFlow's semantics, and the exceptions of closed ones."""
+"""Bounded queues with TensorFlow's semantics, and the exceptions of closed queues."""
 
 import random
 import threading
@@ -39,7 +39,7 @@ class OutOfRangeError(Picklable, Exception):
 
 
 class CancelledError(Picklable, Exception):
-    """An enqueue was refused by a closed queue, or cancelled while it waited for room.
+    """An enqueue was rejected by a closed queue, or cancelled while it waited for room.
 
     Example:
         >>> import jstep
@@ -53,10 +53,7 @@ class CancelledError(Picklable, Exception):
 
 
 def until_end(items: Iterable[_T]) -> Iterator[_T]:
-    """Yield items until there are no more, or an `OutOfRangeError` reports the end of the input.
-
-    An `OutOfRangeError` with a cause, such as that of a `QueueRunner` thread that failed, is raised.
-    """
+    """Yield items until there are no more, or an `OutOfRangeError` without a cause; with one, it is raised."""
     iterator = iter(items)
     while True:
         try:
@@ -67,7 +64,7 @@ def until_end(items: Iterable[_T]) -> Iterator[_T]:
             if error.__cause__ is not None:
                 raise
             return
-        # Not inside `try`: a generator that the exit of the program closes finds no exception classes any more.
+        # Not inside `try`: if the interpreter closes this generator at exit, the exception classes no longer exist.
         yield item
 
 
@@ -83,7 +80,7 @@ _POLL_SECS = 0.25
 
 
 def _empty_batch_of(element: object) -> tuple[Any, ...]:
-    """Return a batch of no elements like this one, in a tuple; the empty tuple if it cannot be stacked."""
+    """An empty batch of such elements, in a tuple; () if they cannot be stacked."""
     try:
         return (no_rows(element),)
     except Exception:
@@ -91,18 +88,15 @@ def _empty_batch_of(element: object) -> tuple[Any, ...]:
 
 
 _Waiting: TypeAlias = dict[threading.Condition, Callable[[], bool]]
-"""Threads that wait, in order of arrival: what wakes each, and the predicate that it waits for."""
+"""Waiting threads, in order of arrival: the condition that wakes each, and the predicate that it waits for."""
 
 
 class BoundedQueue:
     """A bounded queue; subclasses choose the next element.
 
-    The elements are those in `_items`, in order of arrival, and those in `_pool`, which a subclass has
-    taken out of it. One mutex guards everything. It is reentrant: a signal handler may close the
-    queue while the main thread holds the mutex.
-
-    A thread that must wait leaves a predicate. Whoever changes the queue wakes the first thread whose predicate is
-    true, or all such threads if the change may let several of them go on.
+    The elements are `_items`, in order of arrival, and `_pool`, elements that a subclass has taken out of it. A thread
+    that must wait leaves a predicate. A change of the queue wakes the first thread whose predicate is true, or all such
+    threads if the change may let several of them continue.
     """
 
     def __init__(self, capacity: int, min_after_dequeue: int = 0) -> None:
@@ -116,6 +110,7 @@ class BoundedQueue:
         self._items: deque[Any] = deque()
         self._pool: list[Any] = []
         self._empty_batch: tuple[Any, ...] | None = None  # of shapes; None before the first element
+        # Guards everything. Reentrant: a signal handler may close the queue while the main thread holds it.
         self._mutex = threading.RLock()
         self._producers: _Waiting = {}  # threads that enqueue
         self._consumers: _Waiting = {}  # threads that dequeue
@@ -152,8 +147,8 @@ class BoundedQueue:
             element: Any pytree. The queue stores the object itself, not a copy.
 
         Raises:
-            CancelledError: The queue is closed, or was closed with `cancel_pending_enqueues` during
-                the wait. The element was not added.
+            CancelledError: The queue is closed, or was closed with `cancel_pending_enqueues` during the wait. The
+                element was not added.
         """
         with self._mutex:
             if self._closed or self._adding or len(self._items) + len(self._pool) >= self._room:
@@ -169,15 +164,15 @@ class BoundedQueue:
 
         The inverse of `dequeue_many`. Either all rows are added, with no element of another thread between them, or
         none. Later enqueues wait until this one returns. If no dequeue can make that room, because it waits for more
-        elements itself (`dequeue_many`, `min_after_dequeue`), the rows are added at once, and the queue meanwhile holds
-        more than its capacity.
+        elements itself (`dequeue_many`, `min_after_dequeue`), the rows are added immediately, and the queue temporarily
+        exceeds its capacity.
 
-        Differs from TensorFlow, which adds rows one by one as room becomes available, so that it also accepts more of
-        them than the capacity.
+        Differs from TensorFlow, which adds rows one by one as room becomes available, so that there may be more rows
+        than the capacity.
 
         Args:
-            elements: A tree of arrays whose leading axes have the same size, the number of elements. With size 0 the
-                call returns at once. The queue stores copies of the rows.
+            elements: A tree of arrays whose leading axes have the same size, the number of elements, which may be 0.
+                The queue stores copies of the rows.
 
         Raises:
             CancelledError: The queue is closed, or was closed with `cancel_pending_enqueues` during the wait. No
@@ -203,10 +198,7 @@ class BoundedQueue:
             self._wake()
 
     def dequeue(self) -> Any:
-        """Remove and return one element; wait while the queue is empty.
-
-        Returns:
-            The element as it was enqueued.
+        """Remove and return one element, as it was enqueued; wait while the queue is empty.
 
         Raises:
             OutOfRangeError: The queue is closed and empty.
@@ -224,44 +216,39 @@ class BoundedQueue:
     def dequeue_many(self, n: int) -> Any:
         """Remove n consecutive elements and return them stacked leaf by leaf; wait until there are n.
 
-        Either n elements are removed or none. Later dequeues wait until this one returns. If n is
-        more than the queue can provide at once, it meanwhile holds more than its capacity.
+        Either n elements are removed or none. Later dequeues wait until this one returns. If n exceeds the number of
+        elements that the queue can provide, the queue temporarily exceeds its capacity.
 
         Args:
-            n: The number of elements. With 0 the call returns an empty batch at once, as in TensorFlow: arrays with the
-                dtypes of the first element that was enqueued, and its shapes after an axis of size 0.
+            n: The number of elements. With 0 the call immediately returns an empty batch, as in TensorFlow: arrays with
+                the dtypes of the first element that was enqueued, and its shapes after an axis of size 0.
 
         Returns:
-            A tree with the structure of an element, whose leaves have a new leading axis of size n:
-            JAX arrays if all stacked leaves are JAX arrays, otherwise NumPy arrays.
+            A tree with the structure of an element, whose leaves have a new leading axis of size n: JAX arrays if all
+                stacked leaves are JAX arrays, otherwise NumPy arrays.
 
         Raises:
-            OutOfRangeError: The queue is closed and holds fewer than n elements. They stay: remove
-                them with `dequeue`, or all at once with `dequeue_up_to(n)`.
-            ValueError: n is negative, or 0 before any element was enqueued; or the elements differ in
-                structure, shape or dtype, and stay in the queue.
+            OutOfRangeError: The queue is closed and holds fewer than n elements. They stay: remove them with `dequeue`,
+                or together with `dequeue_up_to(n)`.
+            ValueError: n is negative, or 0 before any element was enqueued; or the elements differ in structure, shape
+                or dtype, and stay in the queue.
             TypeError: n is not an integer.
         """
         n = as_int(n, "n", 0, "the number of elements to stack")
         return self._dequeue_batch(n, n, f"dequeue_many(n={n})")
 
     def dequeue_up_to(self, n: int) -> Any:
-        """Remove n consecutive elements, or those left in a closed queue, and return them stacked leaf by leaf.
+        """Remove n consecutive elements, or the rest of a closed queue, and return them stacked leaf by leaf.
 
         As `dequeue_many`, but if the queue is closed and holds fewer than n elements, it returns all of them, so that
         the last batch may be smaller. While the queue is open, it waits until there are n.
 
         Args:
-            n: The maximum number of elements. With 0 the call returns an empty batch at once, as `dequeue_many(0)`.
-
-        Returns:
-            A tree with the structure of an element, whose leaves have a new leading axis of size n or less: JAX arrays
-            if all stacked leaves are JAX arrays, otherwise NumPy arrays.
+            n: The maximum number of elements. With 0 the call immediately returns an empty batch, as `dequeue_many(0)`.
 
         Raises:
             OutOfRangeError: The queue is closed and empty.
-            ValueError: n is negative, or 0 before any element was enqueued; or the elements differ in structure, shape
-                or dtype, and stay in the queue.
+            ValueError: As for `dequeue_many`.
             TypeError: n is not an integer.
         """
         n = as_int(n, "n", 0, "the number of elements to stack")
@@ -292,8 +279,8 @@ class BoundedQueue:
         Closing a closed queue has no effect.
 
         Args:
-            cancel_pending_enqueues: Whether enqueues that wait for room fail too; by default they
-                still complete as room becomes available.
+            cancel_pending_enqueues: Whether enqueues that wait for room fail too; by default they still complete as
+                room becomes available.
 
         Raises:
             TypeError: `cancel_pending_enqueues` is not a bool.
@@ -314,7 +301,6 @@ class BoundedQueue:
         raise NotImplementedError
 
     def _put_back(self, elements: list[Any]) -> None:
-        """Put back elements that were taken."""
         raise NotImplementedError
 
     def _no_elements(self) -> Any:
@@ -351,13 +337,12 @@ class BoundedQueue:
                 raise CancelledError("the main thread has ended, so this thread stops feeding it")
 
     def _wake(self) -> None:
-        """Wake all threads that can go on."""
         for waiting in (self._producers, self._consumers):
             while self._wake_first(waiting):
                 pass
 
     def _wake_first(self, waiting: _Waiting) -> bool:
-        """Wake the first of these threads that can go on; return whether there is one."""
+        """Wake the first of these threads that can continue; return whether there is one."""
         for changed, is_ready in tuple(waiting.items()):
             if is_ready():
                 waiting.pop(changed, None)
@@ -387,7 +372,6 @@ class BoundedQueue:
             raise CancelledError(f"{name} was closed while this enqueue waited for room; it was cancelled")
 
     def _await_space(self, n: int) -> None:
-        """Wait for room for n elements at once."""
         self._wait(self._producers, lambda: not self._adding)
         self._adding = n
         try:
@@ -397,14 +381,13 @@ class BoundedQueue:
             self._wake()
 
     def _most_before(self, n: int) -> int:
-        """Return the size from which n elements may be added: the most with room for them, or without a dequeue."""
+        """The size up to which n elements may be added: with room for them, or without a dequeue."""
         return max(self._room - n, self._min_after + max(self._collecting - 1, 0))
 
     def _await_batch(self, n: int) -> None:
-        """Wait for n elements, or the end of the queue."""
         self._wait(self._consumers, lambda: not self._collecting)
         self._collecting, self._room = n, max(self._capacity, n + self._min_after)
-        self._wake()  # of those that enqueue
+        self._wake()  # there may be room for enqueues now
         try:
             self._wait(self._consumers, lambda: self.size() >= self._min_after + n or self._has_ended())
         finally:
@@ -412,7 +395,7 @@ class BoundedQueue:
             self._wake()
 
     def _has_ended(self) -> bool:
-        """Return whether no further element can arrive."""
+        """Whether no further element can arrive."""
         return self._closed and (self._cancelled or not self._pending)
 
     def _refuse(self, n: int) -> NoReturn:
@@ -471,7 +454,7 @@ class RandomShuffleQueue(BoundedQueue):
     Each dequeue draws one of the first `min_after_dequeue + 1` elements in the queue, in order of
     arrival. A dequeue waits until there are that many, so the order is a function of the seed and
     the order of arrival alone, independent of thread timing: with a single producer it is the same
-    in every run. After `close`, the last elements are drawn among those that are left.
+    in every run. After `close`, the last elements are drawn among the remaining ones.
 
     With `min_after_dequeue=0`, the draw is among all elements that happen to be in the queue, so the
     order also depends on thread timing.
@@ -482,7 +465,7 @@ class RandomShuffleQueue(BoundedQueue):
     Args:
         capacity: The maximum number of elements.
         min_after_dequeue: The number of elements that must stay in the queue after a dequeue, which
-            waits for them: the more, the better the shuffle. Ignored once the queue is closed.
+            waits for them; more elements shuffle better. Ignored once the queue is closed.
         seed: The seed of the order; None for a random seed.
 
     Raises:

@@ -20,12 +20,7 @@ from jstep.core.trees import Array
 
 
 def steps(step: object) -> Array:
-    """Convert a step (or an array of steps) to an integer array; traced negative steps become 0.
-
-    Raises:
-        TypeError: The step is not an integer.
-        ValueError: A concrete step is negative, or does not fit the dtype of steps.
-    """
+    """Convert a step (or an array of steps) to an integer array; traced negative steps become 0."""
     dtype = trees.default_int()
     kind = step.dtype if hasattr(step, "dtype") else np.asarray(step).dtype
     if not jnp.issubdtype(kind, jnp.integer):
@@ -51,8 +46,8 @@ NO_STEP = "a schedule of jstep is made without the step, and called with it late
 
 
 def _remember(schedule: Any, call: Call) -> Any:
-    given = (*call.args, *call.kwargs.values())  # a warmup of 0 steps returns what it was given
-    return schedule if any(schedule is one for one in given) else RememberedFunction(schedule, call)
+    arguments = (*call.args, *call.kwargs.values())  # a warmup of 0 steps returns its argument
+    return schedule if any(schedule is argument for argument in arguments) else RememberedFunction(schedule, call)
 
 
 def makes_schedule(positional: int = 0) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
@@ -60,8 +55,8 @@ def makes_schedule(positional: int = 0) -> Callable[[Callable[_P, _T]], Callable
     return remembered(_remember, positional)
 
 
-# The order of arguments in `tf.train`, whose schedules take the step after the rate. Shifted by one, a step lies where
-# a number of steps belongs, and a number of steps where a rate or a fraction belongs.
+# The order of arguments in `tf.train`, whose schedules accept the step after the rate. Shifted by one, a step is in the
+# place of a number of steps, and a number of steps in the place of a rate or a fraction.
 
 
 def _explain_order(
@@ -75,24 +70,16 @@ def _explain_order(
 
 
 def makes_schedule_of_tf(positional: int = 0) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Make the same for a schedule of `tf.train`: an argument too many, as in TF's order, is explained."""
+    """As `makes_schedule`, for `tf.train`: also explain an argument too many, as in TF's order."""
     return remembered(_remember, positional, _explain_order)
 
 
 def refuse_step(
     name: str, value: Any, *, most: float = math.inf, most_steps: float = math.inf, meaning: str = "a plain number"
 ) -> None:
-    """Refuse what is a step, or a number of steps, in TF's order of arguments.
+    """Reject a step, or a number of steps, in TF's order of arguments: an integer array, or a number above its limit.
 
-    Args:
-        name: The argument's name, for the error.
-        value: Its value, a number or an array.
-        most: The largest number that makes sense.
-        most_steps: The same for integers, if a larger float might be meant.
-        meaning: What the argument is, for the error.
-
-    Raises:
-        TypeError: It is an array with the dtype of a step, or above its limit.
+    `most_steps` is the limit for integers, if a larger float might be meant.
     """
     if isinstance(value, jax.Array | np.ndarray) and jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"{name}={shown(value)}: must not be a step, got {kind(value)}; {NO_STEP}")
@@ -104,11 +91,7 @@ def refuse_step(
 
 
 def flag(name: str, value: object) -> bool:
-    """Validate a bool; numbers are rejected, because in TF's argument order a number is in this position.
-
-    Raises:
-        TypeError: The value is not a bool.
-    """
+    """Validate a bool; numbers are rejected, because in TF's argument order a number is in this position."""
     try:
         return as_bool(value, name)
     except TypeError as error:
@@ -116,18 +99,7 @@ def flag(name: str, value: object) -> bool:
 
 
 def period(name: str, value: object, *, zero: bool = False, meaning: str = "") -> Fraction:
-    """Convert a positive, finite number of steps to a fraction.
-
-    Args:
-        name: The argument's name, for the error.
-        value: The number.
-        zero: Whether 0 is valid.
-        meaning: What to do, for the error.
-
-    Raises:
-        TypeError: The value is not a number, or is traced.
-        ValueError: The value is not positive and finite.
-    """
+    """Convert a positive, finite number of steps to a fraction."""
     if trees.is_traced(value):
         raise TypeError(f"{name} is traced: must be a plain number, so that steps are divided exactly; {NO_STEP}")
     expected = "a number ≥ 0" if zero else "a positive number"
@@ -138,52 +110,21 @@ def period(name: str, value: object, *, zero: bool = False, meaning: str = "") -
 
 
 def interval(name: str, value: Any) -> Fraction:
-    """Convert a number of steps of a schedule of `tf.train`, in whose order the step is here.
-
-    Args:
-        name: The argument's name, for the error.
-        value: The number.
-
-    Raises:
-        TypeError: The value is not a number, is traced, or is an array with the dtype of a step.
-        ValueError: The value is not positive and finite.
-    """
+    """Convert a number of steps of a schedule of `tf.train`, which has the step in this position."""
     is_number = isinstance(value, int | float | np.number | jax.Array | np.ndarray) and not isinstance(value, bool)
-    found = period(name, value, meaning=NO_STEP if is_number and not np.ndim(value) else "")
+    length = period(name, value, meaning=NO_STEP if is_number and not np.ndim(value) else "")
     refuse_step(name, value)
-    return found
+    return length
 
 
 def duration(name: str, value: object, schedule: Callable[..., Any]) -> Fraction:
-    """Convert the length of a decay of `tf.train`, at least one step; less is a call in another library's order.
-
-    Args:
-        name: The argument's name, for the error.
-        value: The length.
-        schedule: The schedule function it was passed to, for the error.
-
-    Raises:
-        TypeError: The value is not a number, is traced, is a fraction of a step, or is an array with the dtype of a
-            step; shows the order of the arguments.
-        ValueError: The value is not positive and finite.
-    """
-    found = interval(name, value)
-    return found if found >= 1 else count(name, value, schedule)
+    """Convert the length of a decay of `tf.train`; below 1 it is a call in another library's order."""
+    length = interval(name, value)
+    return length if length >= 1 else count(name, value, schedule)
 
 
 def count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = False) -> Fraction:
-    """Validate a number of steps; a float, as from another library's argument order, is rejected.
-
-    Args:
-        name: The argument's name, for the error.
-        value: The number.
-        schedule: The schedule function it was passed to, for the error.
-        zero: Whether 0 is valid, also as a float.
-
-    Raises:
-        TypeError: The value is not an integer, or is traced; shows the order of the arguments.
-        ValueError: The value is not positive.
-    """
+    """Validate a number of steps; a float, as in another library's argument order, is rejected."""
     order = f"the arguments are {schedule.__name__}({', '.join(inspect.signature(schedule).parameters)})"
     is_float = isinstance(value, float) or (trees.is_array(value) and jnp.issubdtype(value.dtype, jnp.floating))
     if is_float and not (zero and not trees.is_traced(value) and not np.ndim(value) and value == 0):
@@ -195,17 +136,6 @@ def count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = F
 
 
 def scalar(name: str, value: object, **bounds: Unpack[Bounds]) -> Any:
-    """Convert a number to a Python float, or a scalar array (concrete or traced) to a float array.
-
-    Args:
-        name: The argument's name, for the error.
-        value: The number.
-        **bounds: The valid range; infinities are valid by default.
-
-    Raises:
-        TypeError: The value is not a real number.
-        ValueError: The value is not a scalar, is NaN, or is out of range.
-    """
     with_infinities: Bounds = {"finite": False, **bounds}
     number = as_scalar(value, name, **with_infinities)
     return number if isinstance(number, float) else jnp.asarray(number).astype(trees.default_float())
@@ -231,15 +161,9 @@ def since(step: Array, start: Fraction) -> Array:
 def between(
     first: Any, last: Any, step: Array, start: Fraction, end: Fraction, shape: Callable[..., tuple[Array, Array]]
 ) -> Array:
-    """Interpolate from `first` (up to step `start`) to `last` (from step `end`) along a curve.
+    """Interpolate from `first` (up to step `start`) to `last` (from step `end` > `start`) along a curve.
 
-    Args:
-        first: The value at the start.
-        last: The value at the end.
-        step: Integer steps.
-        start: The step at which the curve begins.
-        end: The step at which the curve ends, later than `start`.
-        shape: `shape(passed, left)` returns the weights of `first` and `last`; both fractions have full precision.
+    `shape(passed, left)` returns the weights of `first` and `last`; both fractions have full precision.
     """
     length = jnp.asarray(float(end - start), trees.default_float())
     passed, left = since(step, start) / length, -since(step, end) / length
@@ -260,7 +184,7 @@ def ramp(step: Array, length: Fraction) -> Array:
 
 
 def half_cosine(remaining: Array) -> Array:
-    """Compute (1 + cos π(1 − remaining)) / 2 as sin²(π·remaining / 2), which is accurate near the end of a decay."""
+    """(1 + cos π(1 − remaining)) / 2 as sin²(π·remaining / 2), which is accurate near the end of a decay."""
     return jnp.square(jnp.sin(remaining * (math.pi / 2)))
 
 
@@ -274,18 +198,15 @@ SHAPES: Mapping[str, Callable[[Array, Array], tuple[Array, Array]]] = {
 
 
 class Periods(NamedTuple):
-    """A step in units of a period: Σ multiplier · count + fraction, `remaining = 1 - fraction`.
+    """A step in units of a period: Σ multiplier · count + fraction, `remaining = 1 - fraction`."""
 
-    The whole part is a sum of terms, because it may overflow the step's dtype.
-    """
-
+    # The whole part is a sum of terms, because it may overflow the step's dtype.
     counts: tuple[tuple[int, Array], ...]
     fraction: Array
     remaining: Array
 
     @property
     def whole(self) -> Array:
-        """The whole part as a float."""
         real = self.fraction.dtype
         pieces = [count.astype(real) * multiplier for multiplier, count in self.counts]
         return pieces[0] if len(pieces) == 1 else pieces[0] + pieces[1]
@@ -294,10 +215,11 @@ class Periods(NamedTuple):
 def split(step: Array, length: Fraction) -> Periods:
     """Divide an integer step by a period: step / length = whole + fraction, exactly.
 
-    With length = n/d and step = u·n + v: step / length = u·d + v·d/n, and every product fits the dtype of the step if
-    n·d does. If not, products are computed in 64 bits. A length that does not fit these either is replaced by the
-    nearest one that does; the result differs only if a step misses a whole period by less than 2^-31.
+    A length that does not fit 64-bit products is replaced by the nearest one that does; the result differs only if a
+    step misses a whole period by less than 2^-31.
     """
+    # With length = n/d and step = u·n + v: step / length = u·d + v·d/n, and every product fits the dtype of the step if
+    # n·d does. Otherwise products are computed in 64 bits.
     largest, real = int(np.iinfo(step.dtype).max), trees.default_float()
     if length > largest:
         fraction = step.astype(real) / jnp.asarray(float(length), real)
@@ -324,14 +246,7 @@ def split(step: Array, length: Fraction) -> Periods:
 
 
 def power(base: Any, log_base: float | None, periods: Periods, *, staircase: bool) -> Array:
-    """Compute base^whole · base^fraction, the whole powers from factors in double precision.
-
-    Args:
-        base: A Python float ≥ 0, or a scalar array.
-        log_base: The natural logarithm of a Python base, if known more precisely.
-        periods: The exponent.
-        staircase: Whether to omit the fraction.
-    """
+    """base^whole · base^fraction, whole powers in double precision; `log_base` may be more precise."""
     if not isinstance(base, float):
         value = jnp.power(base, periods.whole)
         return value if staircase else value * jnp.power(base, periods.fraction)
@@ -347,12 +262,11 @@ def power(base: Any, log_base: float | None, periods: Periods, *, staircase: boo
 
 
 def exp(x: float) -> float:
-    """Compute e^x; infinite on overflow."""
     return math.exp(x) if x < 700 else math.inf
 
 
 def _whole_power(base: float, exponent: Array, real: Any) -> Array:
-    """Compute base^exponent by binary exponentiation: exact for powers of two, up to rounding for others."""
+    """base^exponent by binary exponentiation: exact for powers of two, up to rounding for others."""
     value = jnp.ones(exponent.shape, real)
     smallest, largest = float(np.finfo(real).smallest_subnormal), float(np.finfo(real).max)
     factor = base
@@ -368,11 +282,7 @@ def _whole_power(base: float, exponent: Array, real: Any) -> Array:
 
 
 def _divmod_scaled(step: Array, d: int, n: int) -> tuple[Array, Array]:
-    """Exact quotient and remainder of step · d by n, for int32 steps ≥ 0 and 0 < d ≤ n < 2^31.
-
-    Returns:
-        The quotient, int32, and the remainder, uint32.
-    """
+    """Exact quotient (int32), remainder (uint32) of step · d by n, for int32 steps ≥ 0, 0 < d ≤ n < 2^31."""
     step = step.astype(jnp.uint32)
     size = jnp.full_like(step, n)
     # The factor is at most 1 below 2^32 · d / n, and the step less than 2^31: the quotient is exact, or 1 too small.
@@ -383,7 +293,7 @@ def _divmod_scaled(step: Array, d: int, n: int) -> tuple[Array, Array]:
 
 
 def _high(a: Array, b: Array) -> Array:
-    """Return the upper 32 of the 64 bits of a product, without x64."""
+    """The upper 32 of the 64 bits of a product, without x64."""
     a0, a1, b0, b1 = a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16
     middle = a1 * b0 + (a0 * b0 >> 16)
     other = a0 * b1 + (middle & 0xFFFF)

@@ -1,4 +1,4 @@
-"""Schedules by name: decays, cosine, cycles, and those with a warmup."""
+"""Schedules by name: decays, cosine, cycles, and schedules with a warmup."""
 
 from __future__ import annotations
 
@@ -523,7 +523,7 @@ def cyclical(base: Number, peak: Number, step_size_up: int, step_size_down: int 
     return schedule
 
 
-# Schedules with a warmup: cosine, warmup-stable-decay, inverse square root, and those of AdEMAMix.
+# Schedules with a warmup: cosine, warmup-stable-decay, inverse square root, and AdEMAMix's schedules.
 
 
 @arithmetic.makes_schedule()
@@ -685,7 +685,7 @@ def ademamix_alpha(alpha: Number, steps: int) -> Schedule:
 def ademamix_beta3(beta1: Number, beta3: Number, steps: int) -> Schedule:
     """Warmup of AdEMAMix's β3: min(exp(ln β1 · ln β3 / ((1 − x) ln β3 + x ln β1)), β3), x = (step + 1) / steps.
 
-    The half-life of the slow average grows linearly from that of β1 to that of β3.
+    The half-life of the slow average grows linearly from β1's to β3's.
 
     Args:
         beta1: The initial value, in (0, 1).

@@ -1,1 +1,1 @@
-"""What is known of the slots of an optimizer: their roles, gradients that match them, compact and sparse arrays."""
+"""Slots of optimizers: their roles, gradients that match them, compact and sparse arrays."""

@@ -1,9 +1,9 @@
 """Compact numbers: integer codes with a scale for each block of an axis, and bfloat16 with an 8-bit remainder.
 
 Codes of signed values are proportional to the square root of the value, codes of squares to the fourth root, so that
-small values of a block have a small error. Values between two codes become one or the other, with shares of the steps
-that make the mean of the decoded values exact: which of them is decided by a sequence that is a function of the step
-and the element, without a key, and therefore the same in every layout.
+small values of a block have a small error. Values between two codes are rounded up in some steps and down in others, so
+that the mean of the decoded values is exact. The direction comes from a sequence that is a function of the step and the
+element, without a key, and therefore the same in every layout.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jstep.core.trees import Array
 
 SMALLEST_BLOCK = 32
 KINDS = {"mean": np.dtype("int8"), "slow": np.dtype("int16"), "square": np.dtype("uint8"), "weight": None}
-"""What a slot holds → the dtype of its codes; None for bfloat16 with a remainder."""
+"""Kind of a slot's values → the dtype of its codes; None for bfloat16 with a remainder."""
 _TINY = np.float32(2.0**-126)
 _ALMOST = np.float32(1 - 2.0**-20)
 _GOLDEN = 0x9E3779B9
@@ -26,24 +26,14 @@ _PRIMES = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1
 
 
 class Blocks(NamedTuple):
-    """The blocks of an array.
-
-    Attributes:
-        axis: The axis along which they lie.
-        size: The number of elements of a block.
-    """
+    """The blocks of an array: their axis and size."""
 
     axis: int
     size: int
 
 
 class Turn(NamedTuple):
-    """The position in the sequence that rounds an array: scalars, so that arrays of equal shape share one program.
-
-    Attributes:
-        step: The step.
-        salt: A number that is different for each array.
-    """
+    """The position in the rounding sequence, in scalars, so that arrays of equal shape share a program."""
 
     step: Any
     salt: Any
@@ -51,11 +41,7 @@ class Turn(NamedTuple):
 
 @functools.cache
 def blocks_of(shape: tuple[int, ...], near: int) -> Blocks:
-    """The blocks of an array with one axis or more.
-
-    They lie along the last axis with a divisor from 32 to 2 · `near`, and have the size of that nearest to `near`;
-    without such an axis the whole last axis is one block.
-    """
+    """The blocks of an array: see the argument `block` of `compact`."""
     for axis in reversed(range(len(shape))):
         divisors = [size for size in range(SMALLEST_BLOCK, 2 * near + 1) if shape[axis] and shape[axis] % size == 0]
         if divisors:
@@ -70,12 +56,11 @@ def blocks_between(shape: tuple[int, ...], scales: tuple[int, ...]) -> Blocks:
 
 
 def in_blocks(x: Array, blocks: Blocks) -> Array:
-    """A view of an array in which the elements of a block lie along an axis of their own, after that of the blocks."""
+    """A view in which the elements of a block have a separate axis."""
     return x.reshape(_split(x.shape, blocks))
 
 
 def _of_elements(x: Array, blocks: Blocks, shape: tuple[int, ...]) -> Array:
-    """The number of its block, for each element of an array of a shape."""
     return jnp.broadcast_to(jnp.expand_dims(x, blocks.axis + 1), _split(shape, blocks)).reshape(shape)
 
 
@@ -84,16 +69,10 @@ def _split(shape: tuple[int, ...], blocks: Blocks) -> tuple[int, ...]:
 
 
 def decoded(codes: Array, scales: Array, flat: bool = False) -> Array:
-    """The values of codes, in float32; what they hold is known by their dtype.
-
-    Args:
-        codes: The codes.
-        scales: The scales of their blocks.
-        flat: Whether to compute on the array instead of a view of its blocks. Operations on a view beside others on the
-            array are twice the same work for XLA's GPU compiler, which then stores their results; on CPUs the view is
-            faster.
-    """
+    """The values of codes, in float32; `flat` computes on the array instead of a view of its blocks."""
     blocks = blocks_between(codes.shape, scales.shape)
+    # If the view and the array are both used, XLA's GPU compiler does the same work twice and stores the results. On
+    # CPUs the view is faster.
     viewed = codes if flat else in_blocks(codes, blocks)
     c = viewed.astype(jnp.int32).astype(jnp.float32) * np.float32(1 / int(np.iinfo(codes.dtype).max))
     unscaled = jnp.square(jnp.square(c)) if codes.dtype == jnp.uint8 else c * jnp.abs(c)
@@ -102,32 +81,24 @@ def decoded(codes: Array, scales: Array, flat: bool = False) -> Array:
 
 
 def encoded(x: Array, blocks: Blocks, dtype: DTypeLike, fractions: object = 0.5) -> tuple[Array, Array]:
-    """The codes and scales of an array.
+    """The codes of a dtype of `KINDS`, and the scales, of a float32 array.
 
-    Args:
-        x: The values, in float32.
-        blocks: Its blocks.
-        dtype: The dtype of the codes, one of `KINDS`.
-        fractions: A number in [0, 1) for each element, above which the fraction of a code is rounded up; 0.5 rounds
-            to the nearest code.
+    `fractions` in [0, 1) are the thresholds above which codes are rounded up; 0.5 rounds to nearest.
     """
     scales = scales_of(x, blocks)
     return codes_of(x, scales, blocks, dtype, fractions), scales
 
 
 def scales_of(x: Array, blocks: Blocks) -> Array:
-    """The largest size of the values of each block, or the least normal number.
-
-    The scales of decoded values are the scales of their codes: the largest value has the largest code.
-    """
-    # The largest bits belong to the largest number, or to a NaN, which a reduction of floats may drop on CPUs.
+    """The largest absolute value of each block, at least the smallest normal number."""
+    # Compare bits: the largest belong to the largest number, or to a NaN, which a float reduction may drop on CPUs.
     bits = jax.lax.bitcast_convert_type(jnp.abs(in_blocks(x, blocks)), jnp.int32)
     largest = jax.lax.reduce(bits, _TINY.view(np.int32), jax.lax.max, (blocks.axis + 1,))
     return jax.lax.bitcast_convert_type(largest, jnp.float32)
 
 
 def codes_of(x: Array, scales: Array, blocks: Blocks, dtype: DTypeLike, fractions: Any, flat: bool = False) -> Array:
-    """The codes of an array with known scales; the arguments are those of `encoded` and `decoded`."""
+    """The codes of an array with known scales; see `encoded` and `decoded`."""
     if flat:
         share = x / _of_elements(scales, blocks, x.shape)
     else:
@@ -152,20 +123,15 @@ def _squares(share: Array, up: Any, largest: int) -> Array:
     square = below * below
     to_next = (2 * below + 1) * (2 * square + 2 * below + 1)  # (below + 1)⁴ − below⁴
     code = jnp.floor(below + (fourth - square * square) / to_next + up)
-    # A divisor that is 0 would make an infinite update of the next gradient.
+    # Above 0, because a divisor of 0 would make the next update infinite.
     return jnp.clip(code, jnp.where(share > 0, 1.0, 0.0), largest)
 
 
 def fractions_at(shape: tuple[int, ...], turn: Turn, first: tuple[Any, ...] | None = None) -> Array:
     """A number in [0, 1) for each element: a hash of its position, moved by the golden ratio in each step.
 
-    In the steps of an element they are spread more evenly than random numbers, so that its rounding errors cancel
-    sooner.
-
-    Args:
-        shape: The shape of the array.
-        turn: The step, and the salt of the array.
-        first: The position of the first element in the whole array, if this is a part of it.
+    Over the steps they are spread more evenly than random numbers, so that rounding errors cancel sooner. `first` is
+    the position of a part in the whole array.
     """
     n = jnp.zeros(shape, jnp.uint32) + jnp.asarray(turn.salt).astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
     for axis in range(len(shape)):
@@ -182,11 +148,7 @@ def fractions_at(shape: tuple[int, ...], turn: Turn, first: tuple[Any, ...] | No
 def split(x: Array, fractions: Any = 0.5) -> tuple[Array, Array]:
     """A float32 as a bfloat16 and the next 8 bits, from −128 to 127 of its last place.
 
-    The bfloat16 is the nearest to both together, half up: with ties to even a remainder would need a ninth bit.
-
-    Args:
-        x: The values, in float32.
-        fractions: As for `encoded`, for the bits that are dropped.
+    The bfloat16 is both together, rounded half up: with ties to even a remainder would need a ninth bit.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     finite = jnp.isfinite(x)
@@ -198,23 +160,17 @@ def split(x: Array, fractions: Any = 0.5) -> tuple[Array, Array]:
 
 
 def joined(top: Array, low: Array) -> Array:
-    """The float32 of a bfloat16 and its remainder; of any bfloat16, which then moves by half its last place at most."""
+    """The float32 of a bfloat16 and its remainder; for a changed bfloat16, within half its last place."""
     whole = top.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(whole, jnp.int32)
-    # A parameter that was set to 0 from outside keeps its sign: the remainder of another number may be below it.
+    # A parameter that the user set to 0 keeps its sign: the old remainder may be negative.
     size = jnp.maximum((bits & 0x7FFFFFFF) + low.astype(jnp.int32) * 256, 0)
     sum_of_both = jax.lax.bitcast_convert_type(size | (bits & ~0x7FFFFFFF), jnp.float32)
     return jnp.where(jnp.isfinite(whole), sum_of_both, whole)
 
 
 def opened(stored: Any, half: Any, flat: bool = False) -> Any:
-    """The values of a leaf that is stored as codes with scales, or in bfloat16 with a remainder.
-
-    Args:
-        stored: The codes or the bfloat16, or any leaf that is stored as it is.
-        half: The scales or the remainder; None for a leaf that is stored as it is.
-        flat: As for `decoded`.
-    """
+    """The values of a leaf; half=None if it is stored as it is."""
     if half is None:
         return stored
     return joined(stored, half) if stored.dtype == jnp.bfloat16 else decoded(stored, half, flat)

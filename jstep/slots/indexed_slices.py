@@ -60,11 +60,10 @@ class IndexedSlices:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowsInOrder(IndexedSlices):
-    """Slices with one entry for each row of the table, in order, of which only some are named.
+    """Slices with one entry for each row of the table, in order, of which only some are named; see `rows_in_order`.
 
-    Entry i names row i if `indices[i] == i`. The others are zero rows at the first named index, so that these are valid
-    slices for code that does not know them; code that does needs no sort, no gather and no scatter. Make them with
-    `rows_in_order`.
+    Entry i names row i if `indices[i] == i`. The others are zero rows at the first named index, so that code that does
+    not know this class sees valid slices; code that does needs no sort, gather or scatter.
     """
 
     @property
@@ -73,20 +72,14 @@ class RowsInOrder(IndexedSlices):
         return _column(self.indices == jnp.arange(self.dense_shape[0]), jnp.ndim(self.values))
 
     def to_dense(self) -> Array:
-        """Return the table as an array of shape `dense_shape`."""
         return combined(self).values
 
 
 def rows_in_order(values: Array, named: Array) -> IndexedSlices:
-    """Return slices of a table of which only some rows are named.
-
-    Args:
-        values: The table; rows that are not named are ignored.
-        named: A mask of shape (rows,).
-    """
+    """Slices of a table that name the rows of a mask."""
     rows = values.shape[0]
-    known = concrete(named)
-    if not rows or (known is not None and not known.any()):
+    mask = concrete(named)
+    if not rows or (mask is not None and not mask.any()):
         return IndexedSlices(values[:0], jnp.zeros((0,), default_int()), values.shape)
     order = jnp.arange(rows, dtype=default_int())
     first = jnp.where(jnp.any(named), jnp.argmax(named), rows).astype(order.dtype)
@@ -95,7 +88,7 @@ def rows_in_order(values: Array, named: Array) -> IndexedSlices:
 
 
 def on_table(function: Callable[[Array], Array], gradient: Tree) -> Any:
-    """Apply a function of a dense gradient, which maps zero rows to zero rows; slices name the same rows afterwards."""
+    """Apply a dense function that maps zero rows to zero rows; slices keep their named rows."""
     if not isinstance(gradient, IndexedSlices):
         return function(jnp.asarray(gradient))
     none = jnp.zeros(gradient.dense_shape[:1], bool)
@@ -108,22 +101,11 @@ def _column(mask: Array, ndim: int) -> Array:
 
 
 def is_slices(x: object) -> bool:
-    """Whether a node of a tree is an `IndexedSlices`, for `is_leaf`."""
     return isinstance(x, IndexedSlices)
 
 
 def check(slices: IndexedSlices, path: str = "", shape: tuple[int, ...] | None = None) -> None:
-    """Validate slices of a table.
-
-    Args:
-        slices: The slices; the range of indices is checked only if they are concrete.
-        path: The path of the leaf, for the error.
-        shape: The shape of the table, if known.
-
-    Raises:
-        TypeError: The indices are not integers.
-        ValueError: Shapes do not match, or an index is out of range.
-    """
+    """Validate slices; the range of indices is checked only if they are concrete."""
     where = f"IndexedSlices at {quoted(path)}" if path else "IndexedSlices"
     if shape is not None and slices.dense_shape != tuple(shape):
         raise ValueError(f"{where}: dense_shape={slices.dense_shape}, but the parameter has shape {tuple(shape)}")
@@ -152,8 +134,7 @@ def check(slices: IndexedSlices, path: str = "", shape: tuple[int, ...] | None =
 def within(rows: IndexedSlices) -> IndexedSlices:
     """Make a result of `combined` valid slices again: unused entries become zero rows at its first index.
 
-    They must not name a row that the gradient does not name: an optimizer with momentum would move it. If all indices
-    were out of range, they remain so.
+    They must not name a row that the gradient does not name: an optimizer with momentum would move it.
     """
     if not rows.indices.shape[0]:
         return rows
@@ -167,12 +148,8 @@ def within(rows: IndexedSlices) -> IndexedSlices:
 def combined(slices: IndexedSlices, path: str = "") -> IndexedSlices:
     """Sum rows with the same index, in float32 or wider, so that each index occurs once.
 
-    Shapes are unchanged, so that this can be compiled: unused entries are zero rows with indices past the end of the
-    table, which `mode="drop"` drops. The result is meant for setting rows; `within` converts it to rows to add.
-
-    Args:
-        slices: The slices to combine.
-        path: The path of the leaf, for errors.
+    To keep the shape, unused entries are zero rows with indices past the end, which `mode="drop"` drops. The result is
+    meant for setting rows; `within` converts it to rows to add.
     """
     check(slices, path)
     rows = slices.dense_shape[0]

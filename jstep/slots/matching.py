@@ -15,18 +15,18 @@ from jstep.slots import indexed_slices
 
 
 class NoGradientsError(Picklable, ValueError):
-    """No leaf has a gradient. This is an error for a whole update; a part of a `partition` skips such a step."""
+    """No leaf has a gradient: an error for a whole update; a part of a `partition` skips such a step."""
 
     def __init__(self, params: Params, why: str) -> None:
         super().__init__(f"No gradients provided for any variable: {trees.paths_of(params)[:20]}. {why}")
 
 
 def explain_missing_gradients(error: Exception, params: Params, gradients: Updates) -> None:
-    """Add a note to the error of a custom optimizer that computes with a gradient that is None."""
+    """Add a note if the error of a custom optimizer comes from a gradient that is None."""
     if "None" not in str(error) or isinstance(error, NoGradientsError):
         return
-    found = trees.flatten_like(params, gradients, "gradients", is_leaf=indexed_slices.is_slices)
-    leaves = zip(trees.leaves_with_paths(params), found, strict=True)
+    matched = trees.flatten_like(params, gradients, "gradients", is_leaf=indexed_slices.is_slices)
+    leaves = zip(trees.leaves_with_paths(params), matched, strict=True)
     missing = [path for (path, leaf), g in leaves if trees.is_none(g) and trees.is_trainable(leaf)]
     if missing:
         note(error, _MISSING.format(missing[:5]))
@@ -40,16 +40,11 @@ _MISSING = (
 
 
 def match_gradients(updates: Updates, params: Params) -> list[Any]:
-    """The gradients of the leaves of params, in order: arrays, `IndexedSlices` or None.
-
-    Raises:
-        TypeError: A gradient is not floating point, or is given for a leaf that is not trainable.
-        ValueError: The structure or a shape differs from params, or there is no gradient at all.
-    """
-    found = trees.flatten_like(params, updates, "gradients", is_leaf=indexed_slices.is_slices)
+    """Check gradients, and return them in the order of the leaves of params."""
+    matched = trees.flatten_like(params, updates, "gradients", is_leaf=indexed_slices.is_slices)
     gradients = [
         None if trees.is_none(gradient) else _checked_gradient(gradient, leaf, path)
-        for (path, leaf), gradient in zip(trees.leaves_with_paths(params), found, strict=True)
+        for (path, leaf), gradient in zip(trees.leaves_with_paths(params), matched, strict=True)
     ]
     if all(gradient is None for gradient in gradients):
         raise NoGradientsError(
@@ -88,11 +83,7 @@ def _checked_gradient(gradient: Tree, leaf: Any, path: str) -> Any:
 
 
 def require_slots(names: Collection[str], held: Slots) -> Slots:
-    """Return some of the slots of a state.
-
-    Raises:
-        ValueError: One of them is missing.
-    """
+    """Return some of the slots of a state; raise if one is missing."""
     for name in names:
         if name not in held:
             # An element of a chain gets its own slots only: if it has none, the state may still have others.
@@ -105,12 +96,7 @@ def require_slots(names: Collection[str], held: Slots) -> Slots:
 
 
 def difference(new: object, old: object) -> str:
-    """Describe how the leaves of a tree differ from those of another, as in "a tree …"; the empty string if none does.
-
-    Args:
-        new: The tree to describe.
-        old: What it should be like, in paths, shapes and dtypes.
-    """
+    """Describe how a tree differs from another in paths, shapes and dtypes, as in "a tree …"; "" if equal."""
     after, before = dict(trees.leaves_with_paths(new)), dict(trees.leaves_with_paths(old))
     both = (("without", trees.only_in(before, after)), ("with", trees.only_in(after, before)))
     if words := [f"{what} {', '.join(map(repr, paths[:5]))}" for what, paths in both if paths]:

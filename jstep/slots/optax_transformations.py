@@ -1,4 +1,4 @@
-"""Transformations of Optax as optimizers, wherever an argument is one. Optax itself is not imported."""
+"""Optax transformations as optimizers, for every argument that is an optimizer. Optax itself is not imported."""
 
 import contextlib
 import inspect
@@ -20,15 +20,7 @@ from jstep.slots.roles import Init, Roles, copies_in, of_slots
 
 
 def require_optimizer(name: str, value: object) -> Optimizer:
-    """Return the optimizer that a user gave: a transformation of Optax is converted, as by `from_optax`.
-
-    Args:
-        name: The name of the argument, for the error.
-        value: An `Optimizer`, or another object with functions `init` and `update` and without `hyperparameters`.
-
-    Raises:
-        TypeError: It is neither.
-    """
+    """Return an `Optimizer`; convert a transformation of Optax, as `from_optax` does; reject other values."""
     if isinstance(value, Optimizer):
         return value
     if is_transformation(value):
@@ -40,19 +32,14 @@ def require_optimizer(name: str, value: object) -> Optimizer:
 
 
 def is_transformation(value: object) -> bool:
-    """Whether a value is taken as a transformation of Optax: an object with `init` and `update`, and nothing more."""
-    # A class is not one, but a call of it may be; what reports hyperparameters is another library's, or an `Optimizer`.
+    """Whether a value counts as a transformation of Optax: it has `init` and `update`, and nothing more."""
+    # A class is not one, but its instance may be. Objects with hyperparameters are an `Optimizer` or another library's.
     return has_init_and_update(value) and not (isinstance(value, type) or hasattr(value, "hyperparameters"))
 
 
 @makes_optimizer(1)
 def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
-    """The optimizer of a transformation, without hyperparameters; `jstep.from_optax` can report some.
-
-    Args:
-        transformation: It has functions `init` and `update`.
-        name: The prefix of the slots.
-    """
+    """The optimizer of a transformation, without hyperparameters; `jstep.from_optax` can report some."""
     takes = takes_extra(transformation.update)
 
     def init(params: Params, global_step: Step = 0) -> Slots:
@@ -67,7 +54,7 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
 
     def skeleton(params: Params) -> _StateSlots:
         with standard_promotion():
-            return _StateSlots(name, jax.eval_shape(lambda given: transformation.init(seen(given)), params), params)
+            return _StateSlots(name, jax.eval_shape(lambda tree: transformation.init(seen(tree)), params), params)
 
     def roles(params: Params) -> Roles:
         try:
@@ -75,11 +62,11 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
         except Exception:  # L-BFGS has no state for the empty tree with which wrappers compare names
             return Roles(complete=False)
         with standard_promotion():
-            copies = copies_in(lambda given: _StateSlots(name, transformation.init(seen(given)), given).slots, params)
+            copies = copies_in(lambda tree: _StateSlots(name, transformation.init(seen(tree)), tree).slots, params)
         return of_slots(shapes, params, copies, lambda both: skeleton(both).slots).ordered()
 
     def of_leaves(gradients: list[Any], slots: Slots, params: Params, context: Context, whole: Params) -> Any:
-        """The updates of leaves of params, and their slots, for a gradient of each; the loss takes whole params."""
+        """The updates and slots of leaves that all have gradients; the loss needs whole params."""
         leaves, treedef = trees.flatten(params)
         pairs = zip(gradients, leaves, strict=True)
         grads = treedef.unflatten([dense(g, p) if trees.is_trainable(p) else None for g, p in pairs])
@@ -87,7 +74,7 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
         with standard_promotion():
             extra = {key: value for key, value in _extra_arguments(context, grads, whole).items() if takes(key)}
             try:
-                given, after = transformation.update(grads, shape.state_from(slots), seen(params), **extra)
+                new_updates, after = transformation.update(grads, shape.state_from(slots), seen(params), **extra)
             except AttributeError as error:
                 raise _other_params("update", error) from error
             except TypeError as error:
@@ -105,7 +92,7 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
                 f"transformation: its update returned {sorted(new)}, its init returned {sorted(shape.slots)}; a "
                 "compiled step needs the same structure after each update"
             )
-        return given, new
+        return new_updates, new
 
     def update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
@@ -113,24 +100,24 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
         gradients, treedef, shape = match_gradients(updates, params), trees.structure(params), skeleton(params)
         require_slots(shape.slots, slots)
         absent = [g is None for g in gradients]
-        found = None
+        computed = None
         if any(g is None and trees.is_trainable(p) for g, p in zip(gradients, jax.tree.leaves(params), strict=True)):
 
             def without(tree: Tree) -> Any:
                 pairs = zip(treedef.flatten_up_to(tree), absent, strict=True)
                 return treedef.unflatten([None if out else leaf for leaf, out in pairs])
 
-            # Optax must not see leaves without a gradient: the loss of a line search has none of them, and L-BFGS
-            # compares parameters with those of the update before. But a mask that is a tree needs all leaves.
+            # Optax must not see leaves without a gradient: the loss of a line search does not depend on them, and
+            # L-BFGS compares parameters with the previous ones. But a mask that is a tree needs all leaves.
             with contextlib.suppress(Exception):
                 fewer = {
                     slot: without(slots[slot]) if shape.is_of_leaves(slot) else slots[slot] for slot in shape.slots
                 }
-                known = [g for g in gradients if g is not None]
-                found = of_leaves(known, fewer, without(params), context, params)
-        given, new = of_leaves(gradients, slots, params, context, params) if found is None else found
+                present = [g for g in gradients if g is not None]
+                computed = of_leaves(present, fewer, without(params), context, params)
+        new_updates, new = of_leaves(gradients, slots, params, context, params) if computed is None else computed
         kept = {slot: _unless_absent(slots[slot], new[slot], treedef, absent) for slot in new}
-        added = trees.flatten_like(params, given, "updates")
+        added = trees.flatten_like(params, new_updates, "updates")
         return treedef.unflatten([None if out else u for u, out in zip(added, absent, strict=True)]), kept
 
     return Optimizer(Init(init, roles), update, lambda step: {}, any(map(takes, EXTRA)))
@@ -156,18 +143,14 @@ _IMPOSSIBLE = {
 
 
 def _refuse_impossible(state: Tree) -> None:
-    """Raise an error for a transformation that would fail in the step, or return wrong numbers there.
-
-    Raises:
-        TypeError: The state contains that of such a transformation.
-    """
+    """Raise for a transformation that would fail in the step, or return wrong numbers there."""
 
     def reason(node: object) -> str | None:
         return _IMPOSSIBLE.get(type(node).__name__) if type(node).__module__.startswith("optax.") else None
 
     for node in jax.tree.leaves(state, is_leaf=lambda node: reason(node) is not None):
-        if found := reason(node):
-            raise TypeError(f"transformation: {found}")
+        if problem := reason(node):
+            raise TypeError(f"transformation: {problem}")
 
 
 # The state of a transformation as slots.
@@ -181,11 +164,7 @@ def standard_promotion() -> Iterator[None]:
 
 
 class _StateSlots:
-    """An Optax state, split into slots.
-
-    Attributes:
-        slots: Name → a tree with the structure of params, or another value from the state.
-    """
+    """An Optax state, split into slots: trees with the structure of params, and other values."""
 
     def __init__(self, prefix: str, state: Tree, params: Params) -> None:
         leaves, self._params = trees.flatten(params)
@@ -198,7 +177,7 @@ class _StateSlots:
         self.slots = {slot: self._slot(node, self._parts_of[slot]) for slot, node in named.items()}
 
     def _parts(self, node: object) -> list[Any] | None:
-        """The values at the trained leaves if a node is like params: arrays, or nodes without leaves as MaskedNode."""
+        """The values at the trained leaves if a node is like params; some may be nodes without leaves."""
         if self._of_trained.num_leaves == 0 or jax.tree_util.all_leaves([node]):
             return None
         try:
@@ -209,7 +188,6 @@ class _StateSlots:
         return parts if fits else None
 
     def is_of_leaves(self, slot: str) -> bool:
-        """Whether a slot has the structure of params."""
         return self._parts_of[slot] is not None
 
     def _slot(self, node: object, parts: list[Any] | None) -> Any:
@@ -219,13 +197,11 @@ class _StateSlots:
         return self._params.unflatten([next(arrays) if trained else None for trained in self._trained])
 
     def state_from(self, slots: Slots) -> Any:
-        """Rebuild the Optax state from the values of these slots."""
-
         def value(slot: str, parts: list[Any] | None) -> Any:
             if parts is None:
                 return slots[slot]
-            found = self._params.flatten_up_to(slots[slot])
-            mine = [leaf for leaf, trained in zip(found, self._trained, strict=True) if trained]
+            leaves = self._params.flatten_up_to(slots[slot])
+            mine = [leaf for leaf, trained in zip(leaves, self._trained, strict=True) if trained]
             return self._of_trained.unflatten([p if x is None else x for x, p in zip(mine, parts, strict=True)])
 
         return self._state.unflatten([value(*item) for item in self._parts_of.items()])
@@ -253,7 +229,7 @@ def _own_copy(leaf: Any) -> Any:
 
 
 def _unless_absent(old: Any, new: Any, treedef: Any, absent: list[bool]) -> Any:
-    """The new slot with the old leaves where there was no gradient, in the dtypes of the old slot."""
+    """The new slot in the old dtypes; leaves without a gradient keep their old value."""
 
     def like(before: object, after: object) -> Any:
         return jnp.asarray(after).astype(before.dtype) if hasattr(before, "dtype") else after
@@ -265,41 +241,40 @@ def _unless_absent(old: Any, new: Any, treedef: Any, absent: list[bool]) -> Any:
     return treedef.unflatten([x if out or x is None else jax.tree.map(like, x, y) for x, y, out in leaves])
 
 
-# What a transformation is given besides the gradients.
+# Arguments of a transformation besides the gradients.
 
 EXTRA = ("value", "grad", "value_fn")
 """The extra arguments that Optax's own transformations take."""
 
 
 def takes_extra(update: Callable[..., Any]) -> Callable[[str], bool]:
-    """A predicate for whether an update takes an extra argument of a given name."""
+    """A predicate for whether an update accepts an extra argument of a given name."""
     try:
         parameters = inspect.signature(update).parameters
     except (TypeError, ValueError):  # a callable without a signature
         return lambda name: False
-    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return lambda name: takes_any or name in parameters
 
 
 def _extra_arguments(context: Context, grads: Updates, params: Params) -> dict[str, Any]:
-    """The extra arguments of Optax transformations that the step can provide."""
-    known: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     if context.loss is not None:
-        known |= {"value": _wide(context.loss), "grad": grads}
+        extra |= {"value": _wide(context.loss), "grad": grads}
     if context.value_and_grad is not None:
-        known["value_fn"] = _value_fn(context.value_and_grad, params)
-    return known
+        extra["value_fn"] = _value_fn(context.value_and_grad, params)
+    return extra
 
 
 def _value_fn(value_and_grad: Callable[[Params], tuple[Array, Updates]], params: Params) -> Callable[[Params], Array]:
-    """The loss as a function of the parameters that Optax sees, with the derivative given by the step."""
+    """The loss as a function of the parameters that Optax sees, with the derivative of the step."""
     leaves, treedef = trees.flatten(params)
 
     def evaluated(seen: Params) -> tuple[Array, Params]:
-        found = treedef.flatten_up_to(seen)
-        own = [p if s is None else s.astype(p.dtype) for s, p in zip(found, leaves, strict=True)]
+        seen_leaves = treedef.flatten_up_to(seen)
+        own = [p if s is None else s.astype(p.dtype) for s, p in zip(seen_leaves, leaves, strict=True)]
         loss, gradients = value_and_grad(treedef.unflatten(own))
-        pairs = zip(treedef.flatten_up_to(gradients), leaves, found, strict=True)
+        pairs = zip(treedef.flatten_up_to(gradients), leaves, seen_leaves, strict=True)
         return _wide(loss), treedef.unflatten([None if s is None else dense(g, p) for g, p, s in pairs])
 
     @jax.custom_jvp

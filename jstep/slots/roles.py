@@ -1,4 +1,4 @@
-"""The roles of slots, taken from the optimizer that creates them and never inferred from names or shapes.
+"""The roles of slots, declared by the optimizer that creates them, never inferred from names or shapes.
 
 A `TrainState` carries the roles of its slots as static metadata, so that functions of a state alone know them, too.
 """
@@ -50,15 +50,15 @@ AGES = (Role.AGE, Role.OWN_AGE)
 COUNTS = (*AGES, Role.SCALE_SINCE)
 """Slots whose difference from the global step counts updates: a step without an update advances them."""
 COPIES = (Role.COPY, Role.MASTER, Role.MASTER_COPY)
-"""Slots that begin as copies of the parameters: they follow if the parameters are restored without them."""
+"""Slots that start as copies of the parameters: they follow if the parameters are restored without them."""
 WITH_A_START = (*COPIES, Role.AVERAGE)
-"""Slots that hold values like those of the parameters, and bring them back if only the parameters are replaced."""
+"""Slots with values like the parameters', which bring old values back if only the parameters are replaced."""
 HALVES = (Role.SCALES, Role.REMAINDER)
-"""Slots without values of their own: each is half of another slot, or of the parameters."""
+"""Slots that are only half of another slot, or of the parameters."""
 OUTERMOST = (Role.LOSS_SCALE, Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT)
 """Slots of wrappers that must see all gradients."""
 ACCUMULATED, FOLLOWS_UPDATES, FOLLOWS_STEP = "gradients in a sum", "follows updates", "follows the step"
-"""Details of slots: of the number of gradients that wait for an update, and of averages, by when they move."""
+"""Details of slots: the number of gradients that wait for an update, and when averages move."""
 _OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *WITH_A_START, *HALVES)
 
 
@@ -67,11 +67,9 @@ class Counted:
     """Hyperparameters that depend on a count of updates in the slots, not on the global step.
 
     Attributes:
-        names: The names of those that are schedules.
-        at: `at(count)`: their values, and those of others, by name.
-        slot: `slot()`: the name of the slot of the count; None if it is not known, after a line of the log that says
-            what to do.
-        prefix: The prefix of all these names.
+        names: The names of the schedules among them.
+        at: `at(count)`: the values of all hyperparameters by name.
+        slot: `slot()`: the name of the slot of the count; None, after a log message that says what to do, if unknown.
         lags: Whether most steps do not advance the count.
     """
 
@@ -86,21 +84,18 @@ class Counted:
 class Roles(Mapping[str, Role | None]):
     """Slot name → its role; immutable and hashable, so that it can be static metadata of a pytree.
 
-    Equality is that of metadata: unknown roles fit all others, and how a slot begins makes no difference to a state.
+    Equality is made for metadata: unknown roles fit all others, and the initial values of a slot make no difference.
     `dict(roles)` compares the roles themselves.
 
     Attributes:
-        roles: The same as a plain mapping.
         complete: Whether these are all slots of the optimizer; False if its `init` cannot be traced.
-        holds: Slot name → what its values are, as `Slot(holds=…)` declares it, for slots of the parameters' shape.
-        halves: Name of a slot that is stored as codes, or in bfloat16 → the name of the slot with its other half.
+        holds: The kind of values of slots of the parameters' shape, as in `Slot(holds=…)`.
+        halves: Name of a slot stored as codes, or in bfloat16 → the name of its other half.
         formats: The names of the wrappers and arguments that decide how numbers are stored.
-        hidden: The names of the slots of wrappers that must be outermost and are not, so that their first step raises.
-        details: Slot name → what else is known of it: one of the details above, or of a held hyperparameter the name of
-            the argument that it was given for.
-        counted: Hyperparameters that depend on counts in these slots.
-        in_order: The names of the slots whose leaves are updated in a fixed order, as `Slot(in_order=True)` declares.
-        warned: The warnings that were logged of the states with these roles, outside of a run.
+        hidden: Slots of wrappers that must be outermost and are not; their first step raises.
+        details: One of the details above, or the argument that a held hyperparameter was passed for.
+        in_order: Slots whose leaves are updated in a fixed order, as in `Slot(in_order=True)`.
+        warned: The warnings logged for states with these roles, outside of a run.
     """
 
     roles: Mapping[str, Role | None] = dataclasses.field(default_factory=dict)
@@ -126,13 +121,13 @@ class Roles(Mapping[str, Role | None]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Roles):
             return NotImplemented
-        one, another = (
+        mine, theirs = (
             {name: None if role in WITH_A_START else role for name, role in roles.items()} for roles in (self, other)
         )
         # For JAX a state made by hand has the structure of every other with its slots: a carry, in_axes and shardings
         # may be written with the constructor.
         is_unknown = any(not roles and not roles.complete for roles in (self, other))
-        return is_unknown or (one == another and self.complete == other.complete)
+        return is_unknown or (mine == theirs and self.complete == other.complete)
 
     def __hash__(self) -> int:
         return hash(Roles)
@@ -141,7 +136,6 @@ class Roles(Mapping[str, Role | None]):
         return f"Roles({', '.join(self.roles)})"
 
     def prefixed(self, prefix: str) -> "Roles":
-        """The same roles under `prefix/name`."""
         return dataclasses.replace(
             self,
             roles={f"{prefix}/{name}": role for name, role in self.items()},
@@ -149,12 +143,11 @@ class Roles(Mapping[str, Role | None]):
             halves={f"{prefix}/{name}": f"{prefix}/{half}" for name, half in self.halves.items()},
             hidden={f"{prefix}/{name}" for name in self.hidden},
             details={f"{prefix}/{name}": detail for name, detail in self.details.items()},
-            counted=tuple(dataclasses.replace(one, prefix=f"{prefix}/{one.prefix}") for one in self.counted),
+            counted=tuple(dataclasses.replace(entry, prefix=f"{prefix}/{entry.prefix}") for entry in self.counted),
             in_order={f"{prefix}/{name}" for name in self.in_order},
         )
 
     def joined(self, other: "Roles") -> "Roles":
-        """The union of these roles and others."""
         return Roles(
             {**self, **other},
             complete=self.complete and other.complete,
@@ -168,45 +161,40 @@ class Roles(Mapping[str, Role | None]):
         )
 
     def stored_by(self, format: str) -> "Roles":
-        """The roles of an optimizer that a wrapper or an argument of this name makes store numbers in its own way."""
         return self.joined(Roles(formats={format}))
 
     def hiding(self, *roles: Role) -> "Roles":
-        """The roles of an optimizer that does not see all gradients: those of `OUTERMOST`, or some, are hidden."""
+        """Hide roles, by default `OUTERMOST`, because the optimizer does not see all gradients."""
         return self.joined(Roles(hidden=set(self.of(*(roles or OUTERMOST)))))
 
     def ordered(self) -> "Roles":
-        """The roles of an optimizer all of whose leaves are updated in a fixed order."""
         return dataclasses.replace(self, in_order=set(self))
 
     def of_own_age(self) -> "Roles":
-        """The roles of an optimizer that skips some steps itself: wrappers do not, so its age is not theirs."""
+        """Keep wrappers from using the age of an optimizer that skips some steps itself."""
         return self.changed({Role.AGE: Role.OWN_AGE})
 
     def at_some_steps(self) -> "Roles":
-        """The roles of an optimizer that makes an update at some steps only, by its own decision."""
-        counted = tuple(dataclasses.replace(one, lags=True) for one in self.counted)
+        """For an optimizer that decides itself when it makes an update."""
+        counted = tuple(dataclasses.replace(each, lags=True) for each in self.counted)
         return dataclasses.replace(self.of_own_age(), counted=counted)
 
     def of_state(self) -> "Roles":
-        """The roles that a state carries: optimizers with the same slots give states of the same structure."""
+        """The roles in a state: optimizers with the same slots give states of the same structure."""
         # Without functions, so that a state can be pickled.
         return dataclasses.replace(self.changed({Role.OWN_AGE: Role.AGE}), counted=())
 
     def of(self, *roles: Role) -> list[str]:
-        """The names of the slots that have one of these roles."""
+        """The names of the slots with one of these roles."""
         return [name for name, role in self.items() if role in roles]
 
     def with_detail(self, *details: str) -> list[str]:
-        """The names of the slots that have one of these details."""
         return [name for name, detail in self.details.items() if detail in details]
 
     def has_one_value(self, name: str) -> bool:
-        """Whether a known slot has one value for all parameters."""
         return self[name] not in _OF_PARAMETERS
 
     def changed(self, changes: Mapping[Role | None, Role]) -> "Roles":
-        """The roles with other ones in place of some."""
         return self.joined(Roles({name: changes.get(role, role) for name, role in self.items()}))
 
 
@@ -215,9 +203,9 @@ NO_ROLES = Roles(complete=False)
 
 
 def roles_in(state: Tree) -> Roles:
-    """The roles of the slots of a state; none for a state made by hand, or of another type."""
-    found = getattr(state, "roles", None)
-    return found if isinstance(found, Roles) else NO_ROLES
+    """The roles of a state's slots; `NO_ROLES` for a state made by hand, or of another type."""
+    roles = getattr(state, "roles", None)
+    return roles if isinstance(roles, Roles) else NO_ROLES
 
 
 Labels = list[str | None]
@@ -225,17 +213,16 @@ Labels = list[str | None]
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """The place of an optimizer in a chain, as far as it is known; by default nothing is, as of a custom one.
+    """The place of an optimizer in a chain; by default nothing is known, as for a custom optimizer.
 
-    An update is *raw* if it is known to lack −learning_rate and any other factor that may stand for it, as that of
-    blocks, clips and decays does.
+    An update is *raw* if it is known to lack −learning_rate and any factor that may stand for it, like the updates of
+    blocks, clips and decays.
 
     Attributes:
-        is_known: Whether all elements are known, finished updates apart.
-        raw: Whether its updates are raw if its gradients are.
-        partly_raw: Whether they are raw for the leaves of one label at least.
-        clips: Whether it clips what it gets.
-        late_clip: The description of a clip inside it that clips a finished update; empty if there is none.
+        is_known: Whether all elements are known, except for finished updates.
+        raw: Whether raw gradients give raw updates.
+        partly_raw: Whether they do for the leaves of at least one label.
+        late_clip: The description of a clip inside that clips a finished update, or "".
     """
 
     is_known: bool = False
@@ -249,7 +236,7 @@ BLOCK = Order(is_known=True, raw=True, partly_raw=True)
 """The order of an element that belongs before the learning rate."""
 CLIP = dataclasses.replace(BLOCK, clips=True)
 SCALE = Order(is_known=True)
-"""That of a factor that may stand for −learning_rate."""
+"""The order of a factor that may stand for −learning_rate."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,15 +244,12 @@ class Init:
     """An `Optimizer.init` that also describes its slots without creating them.
 
     Attributes:
-        make: `make(params, global_step) -> slots`.
-        roles: `roles(params)`: the names of the slots that `make` returns, and their roles. It uses no device.
-        finished: Whether the updates include −learning_rate, ready to be added to the parameters.
-        guarded: Whether gradients that are not finite reach neither parameters nor slots.
+        roles: `roles(params)`: the roles of all slots that `make` returns. It uses no device.
+        finished: Whether the updates include −learning_rate.
+        guarded: Whether nonfinite gradients reach neither parameters nor slots.
         call: The call that made the optimizer, for its `repr`.
-        labels: `labels(params)`: the label of each leaf, in order, None for a leaf that is never updated; or None if
-            all leaves have the same optimizer.
-        order: Its place in a chain.
-        rated: Whether all updates have been multiplied by a hyperparameter named learning_rate, held or reported.
+        labels: `labels(params)`: the label of each leaf, in order, None if it is never updated; or None without labels.
+        rated: Whether all updates have been multiplied by a learning_rate, held or reported.
     """
 
     make: Callable[[Params, Step], Slots]
@@ -279,12 +263,11 @@ class Init:
 
     @shortens_tracebacks
     def __call__(self, params: Params, global_step: Step = 0) -> Slots:
-        """Create the slots for `params` at `global_step`."""
         slots = self.make(params, global_step)
-        made = _MADE.get()
-        if made is not None:
+        collected = _MADE.get()
+        if collected is not None:
             roles = self.roles(params)
-            made += [(tree, roles[name]) for name, tree in slots.items() if name in roles]
+            collected += [(tree, roles[name]) for name, tree in slots.items() if name in roles]
         return slots
 
 
@@ -293,7 +276,7 @@ _MADE: contextvars.ContextVar[list[tuple[Any, Role | None]] | None] = contextvar
 
 
 def roles_of(optimizer: Optimizer, params: Params) -> Roles:
-    """The slots of an optimizer for some parameters, and their roles. Uses no device."""
+    """The roles of an optimizer's slots. Uses no device."""
     init = _unwrapped(optimizer)
     if isinstance(init, Init):
         return init.roles(params)
@@ -303,48 +286,41 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
         slots, inherited = _traced(init, params)
     except Exception:  # a custom init may need values; its slots are then known only once it has run
         return Roles(declared, complete=False)
-    known = copies_in(lambda given: init(given, 0), params) | declared | inherited
-    return of_slots(slots, params, known, lambda both: _traced(init, both)[0])
+    partial = copies_in(lambda tree: init(tree, 0), params) | declared | inherited
+    return of_slots(slots, params, partial, lambda both: _traced(init, both)[0])
 
 
 def _unwrapped(optimizer: Optimizer) -> Any:
-    """The `init` of an optimizer, without a jit: the slots that it returns are not the objects made inside it."""
+    """The `init` without a jit, whose results are not the objects made inside it."""
     return inspect.unwrap(optimizer.init, stop=lambda f: not isinstance(f, jax.stages.Wrapped))
 
 
 def labels_of(optimizer: Optimizer, params: Params) -> Labels | None:
-    """The labels of `Init`, of any optimizer."""
     init = _unwrapped(optimizer)
     return init.labels(params) if isinstance(init, Init) else None
 
 
 def order_of(optimizer: Optimizer) -> Order:
-    """The `Init.order` of any optimizer."""
     init = _unwrapped(optimizer)
     return init.order if isinstance(init, Init) else Order()
 
 
 def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role]:
-    """The slots that are copies of the parameters, in any dtype, because a function does nothing else to make them.
+    """The slots that are plain copies of the parameters, in any dtype, as a trace of `make` shows."""
 
-    Args:
-        make: The function that makes the slots, traced here; if it cannot be traced, no slots are found.
-        params: The parameters, or their shapes.
-    """
-
-    def sources(operation: Operation, given: list[int | None]) -> list[int | None]:
+    def sources(operation: Operation, operands: list[int | None]) -> list[int | None]:
         """The parameters that the results of an operation are copies of."""
         if operation.kind == "call":
-            return evaluate(operation.bodies[0], given, sources, lambda constant: None)
-        return given if operation.name in COPYING else [None] * len(operation.eqn.outvars)
+            return evaluate(operation.bodies[0], operands, sources, lambda constant: None)
+        return operands if operation.name in COPYING else [None] * len(operation.eqn.outvars)
 
     try:
         traced, shapes = jax.make_jaxpr(make, return_shape=True)(params)
     except Exception:  # a custom init may need values
         return {}
     treedef = structure(params)
-    found = evaluate(body_of(traced), range(treedef.num_leaves), sources, lambda constant: None)
-    numbers: Slots = jax.tree.unflatten(jax.tree.structure(shapes), [-1 if one is None else one for one in found])
+    origins = evaluate(body_of(traced), range(treedef.num_leaves), sources, lambda constant: None)
+    numbers: Slots = jax.tree.unflatten(jax.tree.structure(shapes), [-1 if i is None else i for i in origins])
 
     def is_copy(slot: object) -> bool:
         try:
@@ -357,36 +333,30 @@ def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role
 
 
 def of_slots(slots: Slots, params: Params, known: Mapping[str, Role | None], again: Callable[[Params], Slots]) -> Roles:
-    """The roles of slots of which only some are known.
-
-    Args:
-        slots: The slots, or their shapes.
-        params: The parameters.
-        known: The roles of some of the slots.
-        again: The function that made the slots, for other parameters. If the parameters are a single leaf, a slot of
-            theirs looks like a value of all; for two such leaves it does not.
-    """
+    """The roles of slots of which only some are known; `again` is the function that made the slots."""
+    # If the parameters are a single leaf, a slot of that leaf looks like a value for all parameters. With two leaves it
+    # does not.
     single = [name for name in slots if name not in known and jax.tree_util.all_leaves([slots[name]])]
     shared = set(single)
     if single and jax.tree_util.all_leaves([params]):
         try:
             doubled = again([params, params])
             shared = {name for name in single if jax.tree_util.all_leaves([doubled[name]])}
-        except Exception:  # it depends on the structure of params: then counts are shared, and nothing else
+        except Exception:  # it depends on the structure of params: only counts are then taken as shared
             shared = {name for name in single if np.issubdtype(getattr(slots[name], "dtype", np.float32), np.integer)}
     return Roles({name: known.get(name, Role.SHARED if name in shared else None) for name in slots})
 
 
 def _traced(init: Callable[..., Slots], params: Params) -> tuple[Slots, dict[str, Role | None]]:
-    """The slots that a custom `init` makes, as tracers' shapes, and the roles of those that jstep's optimizers made."""
+    """The shapes of a custom `init`'s slots, and the roles of those made by jstep's optimizers."""
     inherited: dict[str, Role | None] = {}
     shapes: Slots = {}
 
     def trace(step: Step) -> None:
-        made: list[tuple[Any, Role | None]] = []
-        with setting(_MADE, made):
+        collected: list[tuple[Any, Role | None]] = []
+        with setting(_MADE, collected):
             slots = init(params, step)
-        roles = {id(tree): role for tree, role in made}
+        roles = {id(tree): role for tree, role in collected}
         inherited.update({name: roles[id(tree)] for name, tree in slots.items() if id(tree) in roles})
         shapes.update({name: jax.tree.map(_shape, tree) for name, tree in slots.items()})  # no tracer leaves
 

@@ -1,4 +1,4 @@
-"""NaN and infinity in the parameters and slots of a state, and the error of a run that has them."""
+"""NaN and infinity in the parameters and slots of a state, and the error that reports them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,17 +18,10 @@ _SLOTS = "slots/"
 
 
 class StateContents:
-    """The contents of each parameter and slot of a state, computed where it is.
+    """The contents of each parameter and slot of a state, computed on its devices without blocking.
 
-    Creating the object does not wait for accelerators. Arrays on a CPU are read at once: a program for each shape would
-    take longer to compile than most of them take to read.
-
-    The model_state is not included: it is the user's, and may hold anything.
-
-    Args:
-        state: The state, or a dict with the same keys; one without `params` and `slots` has no contents.
-        params_only: Whether to leave out the slots.
-        read_cpus: Whether to read arrays on a CPU without a compiled program.
+    With `read_cpus`, arrays on a CPU are read immediately: compiling a program for each shape usually takes longer. The
+    model_state is excluded: it may hold anything.
     """
 
     def __init__(self, state: Tree, *, params_only: bool = False, read_cpus: bool = True) -> None:
@@ -39,24 +32,21 @@ class StateContents:
             self._found = {path: _found(leaf, read_cpus=read_cpus) for path, leaf in named if _is_inexact(leaf)}
 
     def contents(self) -> dict[str, int]:
-        """Wait for the contents of each leaf and return them by path."""
+        """Wait for the contents of each leaf, by path."""
         with meshes.internal_transfers():
-            return {path: int(one) for path, one in self._found.items()}
+            return {path: int(value) for path, value in self._found.items()}
 
     def are_finite(self) -> bool:
-        """Wait, and return whether all leaves hold only finite numbers."""
         return all(contents == FINITE for contents in self.contents().values())
 
     def with_nan(self) -> list[str]:
-        """Wait, and return the paths of the leaves that contain NaN."""
         return [path for path, contents in self.contents().items() if contents == NAN]
 
     def worse_since(self, before: "StateContents | None") -> tuple[dict[str, int], list[str]]:
-        """Wait, and compare with an earlier state, or, if it is None, with a finite one.
+        """Wait, and compare with an earlier state, or with a finite one if it is None.
 
-        Returns:
-            The leaves that contain NaN, and the parameters that contain infinity, and did not before; and the slots
-            that contain infinity but no NaN, and did not before. The latter may be valid, such as a bound.
+        Returns leaves that became worse, except slots with infinity, and these slots: it may be valid there, such as a
+        bound.
         """
         then = {} if before is None else before.contents()
         worse = {path: now for path, now in self.contents().items() if now > then.get(path, FINITE)}
@@ -69,13 +59,12 @@ def _field(state: Tree, name: str) -> Any:
 
 
 def briefly(paths: list[str]) -> str:
-    """Format paths as the first one and the number of others."""
     others = len(paths) - 1
     return paths[0] + (f" and {others} other lea{'ves' if others > 1 else 'f'}" if others else "")
 
 
 def in_words(worse: Mapping[str, int]) -> str:
-    """Describe leaves that are not finite: `params/w and 2 other leaves contain NaN`; empty if there are none."""
+    """Format `params/w and 2 other leaves contain NaN`; empty without leaves."""
     what = "NaN" if NAN in worse.values() else "infinity"
     return f"{briefly([*worse])} contain{'s' if len(worse) == 1 else ''} {what}" if worse else ""
 
@@ -85,13 +74,13 @@ def _is_inexact(leaf: Any) -> bool:
 
 
 def _found(leaf: object, *, read_cpus: bool) -> Any:
-    """The contents of a leaf: a number, or an array on a device that will have it."""
+    """Return the contents of a leaf: a number, or a device array that will hold it."""
     if not isinstance(leaf, jax.Array) or (read_cpus and leaf.is_fully_addressable and placement.is_on_cpus(leaf)):
         return _contents_on_host(leaf)
     # One program for all leaves of a shape. All processes that have a part of a leaf know its contents.
-    found = placement.compute_on(meshes.mesh_of(leaf), _contents, leaf).addressable_data(0)
-    found.copy_to_host_async()
-    return found
+    contents = placement.compute_on(meshes.mesh_of(leaf), _contents, leaf).addressable_data(0)
+    contents.copy_to_host_async()
+    return contents
 
 
 def _contents_on_host(leaf: Any) -> int:

@@ -1,4 +1,4 @@
-"""The slots that begin as copies of the parameters, such as averages and masters, when the parameters are replaced."""
+"""Replacing parameters, together with the slots that start as copies of them, such as averages and masters."""
 
 import contextvars
 import logging
@@ -25,16 +25,9 @@ _EXACT = (Role.MASTER, Role.MASTER_COPY)
 
 
 def with_params(state: Tree, params: Params) -> tuple[Params, Slots]:
-    """Return new parameters, placed like those of a state, and its slots, of which the copies are set to them.
+    """Return new parameters, placed like the old ones, and the slots, whose copies of the parameters are updated.
 
-    Args:
-        state: The state.
-        params: The new parameters. A leaf that is the state's own array stays as it is, and so do its slots.
-
-    Raises:
-        TypeError: A leaf is not an array or a number.
-        ValueError: The structure, a shape or a dtype differs from that of the state (names the leaf), or it is not
-            known which of its slots are copies.
+    A leaf that is the state's own array stays, and so do its slots.
     """
     roles, treedef = roles_in(state), trees.structure(state.params)
     placement.refuse_shapes((state, params), "state and params")
@@ -59,19 +52,11 @@ def with_params(state: Tree, params: Params) -> tuple[Params, Slots]:
     return treedef.unflatten(leaves), state.slots | {n: treedef.unflatten(parts) for n, parts in set_slots.items()}
 
 
-def _set(given: object, old: Any, path: str, beside: Slots, roles: Roles) -> tuple[Any, Slots]:
-    """Return a new leaf of the parameters, and those of the slots beside it.
-
-    Args:
-        given: The user's value.
-        old: The leaf that it replaces.
-        path: The path of both.
-        beside: The leaves of slots that are set, by the name of the slot.
-        roles: The roles of the slots.
-    """
+def _set(leaf: object, old: Any, path: str, beside: Slots, roles: Roles) -> tuple[Any, Slots]:
+    """Return a new leaf of the parameters, and new leaves of the slots `beside` it."""
     remainders = [n for n in beside if roles[n] is Role.REMAINDER and n not in roles.halves.values()]
     precise = [beside[n].dtype for n in beside if roles[n] is Role.MASTER] + [np.dtype(np.float32)] * bool(remainders)
-    whole = _checked(given, old, path, precise)
+    whole = _checked(leaf, old, path, precise)
     with meshes.using_mesh(meshes.mesh_of(whole)):
         stored, new = whole.astype(old.dtype), Slots()
         if remainders:
@@ -86,10 +71,10 @@ def _set(given: object, old: Any, path: str, beside: Slots, roles: Roles) -> tup
     return _placed(stored, old), {name: _placed(value, beside[name]) for name, value in new.items()}
 
 
-def _checked(given: object, old: Any, path: str, precise: list[Any]) -> Any:
-    """Return the value of a leaf, which has the kind of the old one, or its precision in a master or a remainder."""
-    value = device_values.host_leaf(given, path, "params")
-    if trees.is_number(given) and trees.is_trainable(old):  # a weak type, as in create
+def _checked(leaf: object, old: Any, path: str, precise: list[Any]) -> Any:
+    """Return a leaf with the old type, or the precision of its master or remainder."""
+    value = device_values.host_leaf(leaf, path, "params")
+    if trees.is_number(leaf) and trees.is_trainable(old):  # a weak type, as in create
         value = value.astype(old.dtype)
     if value.shape != old.shape or value.dtype not in (old.dtype, *precise):
         raise ValueError(
@@ -100,29 +85,22 @@ def _checked(given: object, old: Any, path: str, precise: list[Any]) -> Any:
 
 
 def _placed(value: Any, old: Any) -> Any:
-    """Return an array of its own, placed like the one that it replaces."""
+    """Return an unshared array, placed like the old one."""
     if trees.has_tracers((value, old)):
         return placement.back(jnp.copy(value), old)
     sharding = getattr(old, "sharding", None)
     if isinstance(sharding, NamedSharding):
         return put(value, sharding)
-    made = jnp.copy(value) if trees.is_key(value) else jnp.array(value, copy=True)
-    return jax.device_put(made, sharding) if getattr(old, "committed", False) else made
+    array = jnp.copy(value) if trees.is_key(value) else jnp.array(value, copy=True)
+    return jax.device_put(array, sharding) if getattr(old, "committed", False) else array
 
 
 WARNED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jstep_warned", default=None)
-"""The warnings of the run that is in progress; outside of one, each `create` begins anew."""
+"""The warnings of the current run; outside of a run, each `create` starts from scratch."""
 
 
 def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str) -> None:
-    """Log a warning if parameters are replaced and slots that bring the old ones back are not; once in a run.
-
-    Args:
-        state: The state; nothing is logged of a traced one, whose update is the user's own.
-        params: The new parameters.
-        slots: The new slots.
-        what: What replaces them, for the message.
-    """
+    """Warn once per run if parameters are replaced, but slots that restore the old ones are not."""
     roles = roles_in(state)
     names = [name for name in roles.of(*WITH_A_START) if name in state.slots and name in slots]
     of_run = WARNED.get()
@@ -130,6 +108,7 @@ def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str) -> None
     if not names or _UNDOES in warned or trees.structure(params) != trees.structure(state.params):
         return
     pairs = list(zip(jax.tree.leaves(params), jax.tree.leaves(state.params), strict=True))
+    # The update of a traced state is user-defined.
     if not all(trees.is_array(leaf) and not trees.is_traced(leaf) for pair in pairs for leaf in pair):
         return
     changed = {i for i, (new, old) in enumerate(pairs) if new is not old}

@@ -1,4 +1,4 @@
-"""Fingerprints of arrays: their arithmetic, their sums on the host and on devices, and logs of them."""
+"""Fingerprints of arrays: arithmetic, sums on the host and on devices, and log files."""
 
 import functools
 import hashlib
@@ -22,7 +22,7 @@ from jstep.core.checks import as_bool, kind, listed, shown
 from jstep.core.placement import compute_on, on_devices, placements_of, refuse_shapes
 from jstep.stores.files import opened
 
-# Fingerprint (64-bit hash) of a tree of arrays, of all devices together or by each device.
+# Fingerprints (64-bit hashes) of a tree of arrays, for all devices together or for each device.
 
 
 @overload
@@ -36,10 +36,10 @@ def fingerprint(tree: Tree, per_leaf: bool) -> Any: ...
 def fingerprint(tree: Tree, per_leaf: bool = False) -> Any:
     """Hash the paths, dtypes, shapes and bits of all leaves of a tree.
 
-    Leaf: h = seal(Σᵢ mix(bits of element i, i)), i its index in the whole array, two sums modulo 2³²; tree: Σ h. `mix`
-    is a bijection for each i, and `seal` for each path, dtype and shape: any change of a single element's bits changes
-    the fingerprint, any other change with probability 1 − 2⁻⁶⁴. This detects accidental differences; it is not a
-    cryptographic hash.
+    A leaf has h = seal(Σᵢ mix(bits of element i, i)), where i is the index in the whole array and there are two sums
+    modulo 2³²; a tree has Σ h. `mix` is a bijection for each i, and `seal` for each path, dtype and shape: any change
+    of a single element's bits changes the fingerprint, any other change does with probability 1 − 2⁻⁶⁴. This detects
+    accidental differences; it is not a cryptographic hash.
 
     Containers, insertion order, NumPy or JAX, sharding and the number of processes do not matter: the hash is of
     `params/dense/kernel: float32[784,10]` and its bits. (0.0 and −0.0 differ, as do NaNs with different bits.) Each
@@ -69,8 +69,8 @@ def fingerprint(tree: Tree, per_leaf: bool = False) -> Any:
     per_leaf = as_bool(per_leaf, "per_leaf")
     paths, leaves, keys = named_leaves(tree)
     if trees.has_tracers(leaves):
-        found = list(_each(_stacked_sums(leaves), keys))
-        return dict(zip(paths, found, strict=True)) if per_leaf else sum(found[1:], found[0])
+        hashes = list(_each(_stacked_sums(leaves), keys))
+        return dict(zip(paths, hashes, strict=True)) if per_leaf else sum(hashes[1:], hashes[0])
     # Inside a traced function, concrete leaves are hashed without tracing. `ensure_compile_time_eval` would also
     # compute the keys of all positions and store them in the program.
     with meshes.internal_transfers(), jax.core.eval_context():
@@ -79,17 +79,11 @@ def fingerprint(tree: Tree, per_leaf: bool = False) -> Any:
             return _sum_over_places([part for _, part in parts])
         rows = [(numbers, _split(part) if isinstance(part, jax.Array) else part) for numbers, part in parts]
         pairs = (pair for numbers, some in rows for pair in zip(numbers, some, strict=True))
-        return {paths[number]: jnp.asarray(one) for number, one in sorted(pairs, key=operator.itemgetter(0))}
+        return {paths[number]: jnp.asarray(words) for number, words in sorted(pairs, key=operator.itemgetter(0))}
 
 
 def named_leaves(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]:
-    """Return the paths, the leaves, and a key `[4]` for each leaf.
-
-    Raises:
-        RuntimeError: A leaf was donated.
-        TypeError: A leaf is not an array.
-        ValueError: Two leaves have the same path.
-    """
+    """Return paths, leaves and keys `[4]`; raises the errors of `fingerprint`."""
     named = trees.leaves_with_paths(tree)
     for path, leaf in named:
         _check(path, leaf)
@@ -109,18 +103,18 @@ def named_leaves(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[Any, Any]
 
 
 def stacked(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
-    """Start computing the fingerprints of leaves: indices of leaves, and their fingerprints as uint32 `[n, 2]`."""
+    """Start computing fingerprints: indices of leaves, and uint32 `[n, 2]`."""
     with meshes.internal_transfers():
         return _by_placement(leaves, keys, _each)
 
 
 def words_of(parts: Sequence[tuple[list[int], Any]]) -> np.ndarray[Any, Any]:
-    """Return the fingerprints that `stacked` has started, in the order of the leaves, as uint32 `[n, 2]`. Blocks."""
-    found = np.zeros((sum(len(numbers) for numbers, _ in parts), 2), U)
+    """Return the results of `stacked` in the order of the leaves. Blocks."""
+    words = np.zeros((sum(len(numbers) for numbers, _ in parts), 2), U)
     with meshes.internal_transfers():
         for numbers, part in parts:
-            found[numbers] = np.asarray(part)
-    return found
+            words[numbers] = np.asarray(part)
+    return words
 
 
 def as_text(pair: object) -> str:
@@ -130,14 +124,14 @@ def as_text(pair: object) -> str:
 
 
 def _check(path: str, leaf: Any) -> None:
-    known = isinstance(leaf, jax.Array) or (
+    is_supported = isinstance(leaf, jax.Array) or (
         isinstance(leaf, np.ndarray | np.generic)
         and trees.is_array(leaf)
         and leaf.dtype.names is None
         and (leaf.dtype.kind in "biufc" or (leaf.dtype.kind == "V" and not leaf.dtype.name.startswith("void")))
         and leaf.dtype.name not in ("longdouble", "float128", "float96", "clongdouble", "complex256")
     )
-    if not known:
+    if not is_supported:
         refuse_shapes(leaf, "tree")
         what = f"dtype {leaf.dtype}" if trees.is_array(leaf) else kind(leaf)
         raise TypeError(
@@ -149,7 +143,7 @@ def _check(path: str, leaf: Any) -> None:
 def _by_placement(
     leaves: Sequence[Any], keys: np.ndarray[Any, Any], form: Callable[..., Any]
 ) -> list[tuple[list[int], Any]]:
-    """Compute the fingerprints as `_each` or `_total` of a set of devices; those in host memory by NumPy."""
+    """Compute fingerprints for each set of devices, `_each` or their `_total`; in host memory by NumPy."""
     placements, on_host = placements_of(leaves)
     parts: list[tuple[list[int], Any]] = []
     for numbers, mesh in placements:
@@ -178,41 +172,31 @@ _ABSENT = -1
 
 
 class ByDevice(NamedTuple):
-    """Fingerprints of a tree's leaves, computed by each device from its own data.
+    """Fingerprints of a tree's leaves, computed by each device of this process from its own data.
 
     For a replicated array each device reads its own copy; for a split array its devices compute one sum together.
-    Results of devices of other processes are not included.
-
-    Attributes:
-        paths: The paths of the leaves.
-        parts: Indices of leaves, and their fingerprints `[n, 2]` on each device that holds them.
+    `parts` has indices of leaves, and their fingerprints `[n, 2]` on each device.
     """
 
     paths: list[str]
     parts: list[tuple[list[int], Any]]
 
     def words(self) -> dict[Any, np.ndarray[Any, Any]]:
-        """Return device (None: host) → int64 `[leaves, 2]`, −1 for leaves that the device does not hold. Blocks."""
-        found: dict[Any, np.ndarray[Any, Any]] = {}
+        """Return device (None: host) → int64 `[leaves, 2]`, −1 for leaves that it does not hold. Blocks."""
+        on_device: dict[Any, np.ndarray[Any, Any]] = {}
         with meshes.internal_transfers():
             for numbers, part in self.parts:
                 on_each: list[tuple[Any, Any]] = [(None, part)]
                 if isinstance(part, jax.Array):
                     on_each = [(shard.device, shard.data) for shard in part.addressable_shards]
                 for device, words in on_each:
-                    mine = found.setdefault(device, np.full((len(self.paths), 2), _ABSENT, np.int64))
+                    mine = on_device.setdefault(device, np.full((len(self.paths), 2), _ABSENT, np.int64))
                     mine[numbers] = np.asarray(words)
-        return found
+        return on_device
 
 
 def by_device(tree: Tree) -> ByDevice:
-    """Start computing the fingerprints of a tree's leaves, without blocking.
-
-    Raises:
-        RuntimeError: A leaf was donated.
-        TypeError: A leaf is not an array.
-        ValueError: Two leaves have the same path.
-    """
+    """Start computing the fingerprints of a tree's leaves, without blocking."""
     paths, leaves, keys = named_leaves(tree)
     return ByDevice(paths, stacked(leaves, keys))
 
@@ -234,7 +218,7 @@ MASK = 0xFFFFFFFF
 
 
 def scrambled(x: Any) -> Any:
-    """The finalizer of MurmurHash3, a 32-bit bijection with full avalanche; overwrites a NumPy array."""
+    """Apply the finalizer of MurmurHash3, a 32-bit bijection with full avalanche; overwrites a NumPy array."""
     x ^= x >> U(16)
     x *= U(MULTIPLIERS[0])
     x ^= x >> U(13)
@@ -244,12 +228,9 @@ def scrambled(x: Any) -> Any:
 
 
 def lanes(low: Any, high: object, key: Any) -> tuple[Any, Any]:
-    """Compute the two lanes of elements.
+    """Compute the two lanes from low and high words; `high` is None if all are 0.
 
-    Args:
-        low: The low words, uint32.
-        high: The high words, uint32; None if all are 0.
-        key: The keys of the positions: `position · STRIDE` modulo 2^32, uint32.
+    The key of a position is `position · STRIDE` modulo 2^32.
     """
     first = scrambled(low ^ key)
     second = key ^ U(SECOND)
@@ -262,25 +243,20 @@ def lanes(low: Any, high: object, key: Any) -> tuple[Any, Any]:
 
 
 def split_at(shape: tuple[int, ...]) -> int:
-    """Return how many elements of the last axes 32 bits can index: all of them, except in huge arrays."""
+    """Return how many elements of the last axes 32 bits can index: all, except in huge arrays."""
     sizes = itertools.accumulate(reversed(shape), operator.mul)
     return max((size for size in sizes if size <= 2**32), default=1)
 
 
 def leaf_key(path: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Hash a leaf's path, dtype and shape to four words."""
+    """Hash path, dtype and shape to four words."""
     text = "\0".join((path, dtype, ",".join(map(str, shape))))
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16, person=b"jstep").digest()
     return np.frombuffer(digest, "<u4").astype(U)
 
 
 def sealed(sums: Any, key: Any) -> Any:
-    """Compute the fingerprints of leaves from the sums over their elements, by a bijection for each leaf.
-
-    Args:
-        sums: The sums of the two lanes, uint32 `[..., 2]`.
-        key: The keys from `leaf_key`, uint32 `[..., 4]`.
-    """
+    """Compute fingerprints from sums `[..., 2]` and keys `[..., 4]`, by a bijection for each leaf."""
     a, b = sums[..., 0] ^ key[..., 0], sums[..., 1] ^ key[..., 1]
     a = a + scrambled(b + key[..., 2])
     b = b + scrambled(a + key[..., 3])
@@ -295,13 +271,13 @@ _PIECE = 2**16
 
 
 def host_sums(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the sums of the two lanes over all elements, uint32 `[2]`."""
+    """Return the sums of the two lanes, uint32 `[2]`."""
     halves = [_sums(words, split_at(array.shape), half) for half, words in enumerate(_host_words(array))]
     return (sum(halves, np.zeros(2, np.uint64)) & np.uint64(MASK)).astype(U)
 
 
 def _host_words(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """Return the elements as unsigned words, `[n]` or `[n, 2]`; two such arrays for 128-bit elements."""
+    """Return unsigned words, `[n]` or `[n, 2]`; two such arrays for 128-bit elements."""
     flat = np.asarray(array, array.dtype.newbyteorder("="), order="C").reshape(-1)
     if not flat.size:
         return []
@@ -314,7 +290,7 @@ def _host_words(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
 
 
 def _in_whole_bytes(array: Any) -> Any:
-    """Return numbers of less than a byte as wider ones, as bools on a device; others as they are."""
+    """Widen numbers of less than a byte, and bools on a device."""
     name = array.dtype.name
     if name.startswith("float4"):
         return array.astype(np.float32)
@@ -341,7 +317,7 @@ def _sums(words: np.ndarray[Any, Any], split: int, half: int) -> np.ndarray[Any,
 
 
 def device_sums(array: Any) -> Any:
-    """Return the sums of the two lanes over all elements, uint32 `[2]`; to be traced."""
+    """Trace the sums of the two lanes, uint32 `[2]`."""
     array = trees.key_data(on_devices(array))
     return _sums_of_words(_words(array), array.shape)
 
@@ -354,13 +330,15 @@ def _sums_of_words(words: Sequence[tuple[Any, Any]], shape: tuple[int, ...], par
     for half, (low, high) in enumerate(words):
         both = lanes(low, high, key + U(half * HALF & MASK))
         # Both sums in one fast pass.
-        one = lax.reduce(both, (U(0), U(0)), lambda one, other: (one[0] + other[0], one[1] + other[1]), range(key.ndim))
-        sums.append(jnp.stack(one))
+        total = lax.reduce(
+            both, (U(0), U(0)), lambda total, other: (total[0] + other[0], total[1] + other[1]), range(key.ndim)
+        )
+        sums.append(jnp.stack(total))
     return sums[0] if len(sums) == 1 else sums[0] + sums[1]
 
 
 def _words(array: Any) -> list[tuple[Any, Any]]:
-    """Return the elements as pairs of 32-bit words; two pairs for 128-bit elements."""
+    """Return pairs of 32-bit words; two pairs for 128-bit elements."""
     dtype = array.dtype
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = [_words(part)[0] for part in (lax.real(array), lax.imag(array))]
@@ -375,15 +353,13 @@ def _words(array: Any) -> list[tuple[Any, Any]]:
 
 
 Parts = tuple[tuple[tuple[str, ...], int], ...]
-"""For the first axes of an array on a mesh: the names of the mesh axes that split it, and into how many parts."""
+"""For the first axes of an array on a mesh: the mesh axes that split it, and the number of parts."""
 
 
 def _keys(shape: tuple[int, ...], parts: Parts = ()) -> Any:
     """Return the keys of all positions in the whole array, in its own shape, so that shards do not move.
 
-    Args:
-        shape: The shape of the whole array.
-        parts: Its parts, inside of a shard_map: the keys are those of the part of this device.
+    With `parts`, inside a shard_map, return the keys of this device's part.
     """
     split = split_at(shape)
     key = jnp.zeros((), U)
@@ -401,21 +377,21 @@ def _keys(shape: tuple[int, ...], parts: Parts = ()) -> Any:
 
 
 def _stacked_sums(leaves: Sequence[Any]) -> Any:
-    """Return the sums of leaves, uint32 `[n, 2]`; to be traced. Leaves in host memory become constants."""
+    """Trace the sums of leaves, uint32 `[n, 2]`; leaves in host memory become constants."""
     return jnp.stack([device_sums(x) if isinstance(x, jax.Array) else host_sums(np.asarray(x)) for x in leaves])
 
 
 _EVERYWHERE = PartitionSpec()
-"""The spec of what each device of a mesh has, also where devices have unequal copies."""
+"""The spec of a value on each device of a mesh, even if the copies differ."""
 _GROUP, _SMALL = 16, 2**14
-"""How many leaves of a shape a call reads, and the elements of those that it may copy beside each other."""
+"""The number of leaves of a shape that one call stacks, and the maximum size of such a leaf in elements."""
 
 
 def _with_sums(rows: Tree, start: Any, arrays: Sequence[Any], parts: Parts = ()) -> Any:
-    """Return rows with the sums of arrays, or of their parts on this device; see `_keys`."""
+    """Write the sums of arrays, or of their parts on this device, into rows."""
     counts = [parts[axis][1] if axis < len(parts) else 1 for axis in range(arrays[0].ndim)]
     shape = tuple(size * count for size, count in zip(arrays[0].shape, counts, strict=True))
-    # Words and not numbers are stacked: XLA may move a NaN as one with other bits.
+    # Words are stacked, not numbers: XLA may change the bits of a NaN that it moves.
     words = jax.tree.map(lambda *some: jnp.stack(some), *map(_words, arrays))
     sums = jax.vmap(lambda words: _sums_of_words(words, shape, parts), axis_size=len(arrays))(words)
     return lax.dynamic_update_slice(rows, sums, (start, np.int32(0)))
@@ -423,12 +399,7 @@ def _with_sums(rows: Tree, start: Any, arrays: Sequence[Any], parts: Parts = ())
 
 @functools.cache
 def _written_on(mesh: Mesh | None, spec: PartitionSpec) -> Callable[..., Any]:
-    """Return a function that writes the sums of leaves of one shape into rows; to be compiled for each shape.
-
-    Args:
-        mesh: The mesh of the leaves, on which the rows of each device are the sums of its own parts; None without one.
-        spec: Their spec.
-    """
+    """Return a function that writes the sums of leaves of one shape into rows: on a mesh, each device its own."""
 
     def written(rows: Tree, start: object, leaves: Sequence[Any]) -> Any:
         arrays = [trees.key_data(on_devices(leaf)) for leaf in leaves]
@@ -445,13 +416,7 @@ def _written_on(mesh: Mesh | None, spec: PartitionSpec) -> Callable[..., Any]:
 def _formed_on(
     mesh: Mesh, form: Callable[..., Any], counts: tuple[tuple[tuple[str, ...], int], ...]
 ) -> Callable[..., Any]:
-    """Return `form` for rows on a mesh. The rows of leaves that are split over some axes are summed over these.
-
-    Args:
-        mesh: The mesh.
-        form: `_each` or `_total`.
-        counts: The axes of consecutive rows, and their number.
-    """
+    """Return `form` for rows on a mesh; rows of split leaves are first summed over their axes."""
 
     def of_device(rows: Tree, keys: object, order: object) -> Any:
         sums, at = [], 0
@@ -464,38 +429,36 @@ def _formed_on(
 
 
 def _on_each_device(fn: Callable[..., Any], mesh: Mesh, specs: object) -> Callable[..., Any]:
-    """Return a function that each device computes from what it has, also of arrays that should be equal everywhere."""
+    """Return a function of each device's own data, even of arrays that should be replicated."""
     return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=_EVERYWHERE, check_vma=False)
 
 
 def _split(rows: Tree) -> list[Any]:
-    """Return the rows of an array on devices, by one program for all: n results of one program are slow to compile."""
+    """Return the rows by one program for all: n results of one program are slow to compile."""
     mesh = meshes.mesh_of(rows)
     return [compute_on(mesh, operator.getitem, rows, np.int32(number)) for number in range(len(rows))]
 
 
 def _each(sums: Any, keys: Any, rows: Tree = None) -> Any:
-    """Return the fingerprints of leaves from their sums, in these rows if they have another order; uint32 `[n, 2]`."""
+    """Return the fingerprints `[n, 2]` from sums, in the order of `rows` if given."""
     return jnp.stack(sealed(sums if rows is None else sums[rows], keys), axis=-1)
 
 
 def _total(sums: object, keys: object, rows: Tree = None) -> Any:
-    """Return the sum of the fingerprints of leaves from their sums, uint32 `[2]`."""
+    """Return the sum of the fingerprints, uint32 `[2]`."""
     return _each(sums, keys, rows).sum(axis=0, dtype=U)
 
 
 @functools.cache
 def _formed_of(form: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `form` for leaves instead of their sums."""
     return lambda leaves, keys: form(_stacked_sums(leaves), keys)
 
 
 def _by_shape(leaves: Sequence[Any], keys: object, form: Callable[..., Any], mesh: Mesh | None) -> Any:
     """Compute the fingerprints of leaves on one device or one mesh.
 
-    Most of the time of a first fingerprint goes into compiling, so that a program is compiled for each shape and dtype,
-    not for each leaf. It writes rows of an array, which one more program reads, and is called for several small leaves
-    together, as most of the time of a later fingerprint goes into calls.
+    Compilation dominates the first fingerprint: one program is compiled for each shape and dtype, not for each leaf,
+    and writes rows of an array. Calls dominate later ones: a call handles several small leaves.
     """
     rows: Any = np.zeros((len(leaves), 2), U)
     committed = next((leaf for leaf in leaves if leaf.committed), None)
@@ -508,7 +471,7 @@ def _by_shape(leaves: Sequence[Any], keys: object, form: Callable[..., Any], mes
     for number, leaf in enumerate(leaves):
         spec = _EVERYWHERE if mesh is None or not leaf.committed else leaf.sharding.spec
         alike.setdefault((spec, leaf.shape, leaf.dtype), []).append(number)
-    # Rows that are summed over the same axes are beside each other.
+    # Rows that are summed over the same axes are adjacent.
     groups = sorted(
         ((_axes_of(spec), spec, shape, some) for (spec, shape, _), some in alike.items()), key=operator.itemgetter(0)
     )
@@ -528,12 +491,11 @@ def _by_shape(leaves: Sequence[Any], keys: object, form: Callable[..., Any], mes
 
 
 def _axes_of(spec: PartitionSpec) -> tuple[str, ...]:
-    """The mesh axes that split an array."""
     return tuple(sorted(name for dim in meshes.dims_of(spec) for name in meshes.mesh_axes_of(dim)))
 
 
 def _has_parts(leaf: Any, mesh: Mesh) -> bool:
-    """Whether the parts of an array on the devices of a mesh are known by names of its axes."""
+    """Whether axis names describe the parts of an array."""
     sharding = leaf.sharding
     if not leaf.committed:
         return True
@@ -548,48 +510,31 @@ _HEX = re.compile("[0-9a-f]{16}")
 
 
 class Entry(NamedTuple):
-    """An entry (line) of a log.
-
-    Attributes:
-        step: The global step.
-        state: The fingerprint of the state as a string.
-        leaves: Path → fingerprint of the leaf; None if they were not recorded.
-    """
+    """A line of a log; `leaves` is None if they were not recorded."""
 
     step: int
     state: str
     leaves: Mapping[str, str] | None = None
 
     def line(self) -> str:
-        """Format the entry as a line of the file."""
         leaves = {} if self.leaves is None else {"leaves": dict(self.leaves)}
         return json.dumps({"step": self.step, "state": self.state, **leaves}, allow_nan=False) + "\n"
 
 
 class Log(NamedTuple):
-    """The contents of a log.
-
-    Attributes:
-        entries: Step → its last entry.
-        corrupted: A description of the problem for each invalid line.
-    """
+    """A log: step → its last entry, and a description of each invalid line."""
 
     entries: Mapping[int, Entry]
     corrupted: tuple[str, ...]
 
 
 def read(path: str) -> Log:
-    """Read a log from a file or an object store; the last line of a step takes precedence.
-
-    Raises:
-        OSError: The log cannot be read.
-    """
+    """Read a log; the last line of a step takes precedence."""
     with opened(path) as file:
         return parsed(file.read())
 
 
 def parsed(data: bytes) -> Log:
-    """Parse the bytes of a log."""
     entries, corrupted = {}, []
     for number, raw in enumerate(data.splitlines(keepends=True), 1):
         entry = _entry(raw)
@@ -602,8 +547,8 @@ def parsed(data: bytes) -> Log:
 
 def _entry(raw: bytes) -> Entry | None:
     try:
-        found = json.loads(raw)
-        step, state, leaves = found["step"], found["state"], found.get("leaves")
+        record = json.loads(raw)
+        step, state, leaves = record["step"], record["state"], record.get("leaves")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     texts = [state, *(leaves.values() if isinstance(leaves, dict) else [])]
@@ -614,28 +559,15 @@ def _entry(raw: bytes) -> Entry | None:
     return Entry(step, state, leaves)
 
 
-def entry_of(step: int, found: ByDevice, per_leaf: bool) -> Entry:
-    """Create the entry of a step. Blocks.
-
-    Args:
-        step: The step.
-        found: The fingerprints of the leaves.
-        per_leaf: Whether to record them.
-    """
-    words = words_of(found.parts)
-    leaves = dict(zip(found.paths, map(as_text, words), strict=True)) if per_leaf else None
+def entry_of(step: int, fingerprints: ByDevice, per_leaf: bool) -> Entry:
+    """Create the entry of a step. Blocks."""
+    words = words_of(fingerprints.parts)
+    leaves = dict(zip(fingerprints.paths, map(as_text, words), strict=True)) if per_leaf else None
     return Entry(step, as_text(np.sum(words, axis=0, dtype=U)), leaves)
 
 
 class Difference(NamedTuple):
-    """Difference between two fingerprints of one step.
-
-    Attributes:
-        step: The step.
-        leaves: The paths whose fingerprints differ, or that only one of the two has; None if leaves were not recorded.
-        first_only: The paths that only the first has.
-        second_only: The paths that only the second has.
-    """
+    """The paths whose fingerprints differ, or that only one of two has; `leaves` is None if they were not recorded."""
 
     step: int
     leaves: tuple[str, ...] | None
@@ -643,7 +575,6 @@ class Difference(NamedTuple):
     second_only: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """Describe which leaves differ."""
         if self.leaves is None:
             return "which leaves differ is not known (a log without leaves)"
         other = len(self.first_only) + len(self.second_only)
@@ -653,7 +584,7 @@ class Difference(NamedTuple):
 
 
 def difference(first: Entry, second: Entry) -> Difference | None:
-    """Compare two entries of one step; None if they are equal."""
+    """Compare two entries of one step; None if equal."""
     if first.state == second.state:
         return None
     if first.leaves is None or second.leaves is None:

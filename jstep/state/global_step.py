@@ -39,7 +39,6 @@ def create_global_step(value: Step = 0) -> Array:
 
 
 def _as_count(value: Any, argument: str) -> Array:
-    """Convert a number of updates to a new array of the dtype of steps."""
     dtype = trees.default_int()
     as_scalar(value, argument, low=0, integer=True, meaning="it counts updates")
     if not trees.is_traced(value) and value > np.iinfo(dtype).max:
@@ -56,7 +55,7 @@ def get_global_step(state: Tree) -> Array | None:
         state: A state, any other object with a `global_step`, or a step itself (an integer scalar).
 
     Raises:
-        TypeError: `state` neither is a step nor has one, or its step is not an integer scalar.
+        TypeError: `state` is neither a step nor an object that has one, or its step is not an integer scalar.
 
     Example:
         >>> import jstep
@@ -73,7 +72,7 @@ def get_global_step(state: Tree) -> Array | None:
 
 
 def found_step(state: Tree) -> Array | None:
-    """Return the global step of a state, of any shape, or None; one that is a number becomes an array."""
+    """Return the global step of a state as an array of any shape, or None."""
     own: Any = state.get("global_step", state) if isinstance(state, Mapping) else getattr(state, "global_step", state)
     if own is None and state is not None:
         return None
@@ -88,16 +87,7 @@ def found_step(state: Tree) -> Array | None:
 
 
 def step_array(state: Tree, *, scalar: bool = False) -> Array:
-    """Return the global step of a state, which must have one, as an array.
-
-    Args:
-        state: A state, or a step itself.
-        scalar: Whether it must be a scalar: a population has stacked steps.
-
-    Raises:
-        TypeError: It is not an integer.
-        ValueError: The state's global step is None, or not a scalar.
-    """
+    """Return the global step of a state, which must have one; a population has stacked steps."""
     step = found_step(state)
     if step is None:
         raise ValueError(
@@ -118,7 +108,7 @@ def get_or_create_global_step(state: Tree) -> Array:
         state: A state, or a step itself.
 
     Raises:
-        TypeError: `state` neither is a step nor has one.
+        TypeError: `state` is neither a step nor an object that has one.
 
     Example:
         >>> import jstep
@@ -137,7 +127,7 @@ def global_step(state: Tree) -> int:
         state: A state, or a step itself.
 
     Raises:
-        TypeError: `state` neither is a step nor has one.
+        TypeError: `state` is neither a step nor an object that has one.
         ValueError: The state's global step is None or not a scalar, or the state holds shapes.
         RuntimeError: The state was donated to an earlier step.
 
@@ -157,15 +147,7 @@ def global_step(state: Tree) -> int:
 
 
 def require_alive(state: Tree, cause: BaseException | None = None) -> None:
-    """Reject a state that was donated to a compiled step.
-
-    Args:
-        state: Any tree of arrays.
-        cause: JAX's own exception, if there is one.
-
-    Raises:
-        RuntimeError: A leaf was donated; names its path.
-    """
+    """Reject a state that was donated; `cause` is JAX's own exception."""
     path = trees.donated_leaf(state)
     if path is not None:
         message = (
@@ -188,7 +170,7 @@ def increment_global_step(state: Tree, amount: Step = 1) -> Any:
         amount: An integer ≥ 0, traced or not.
 
     Raises:
-        TypeError: `state` neither is a step nor has one, or `amount` is not an integer.
+        TypeError: `state` is neither a step nor an object that has one, or `amount` is not an integer.
         ValueError: The state's global step is None, `amount` is negative, or the sum does not fit the dtype. A traced
             step saturates at the largest value of the dtype instead.
 
@@ -206,7 +188,7 @@ def increment_global_step(state: Tree, amount: Step = 1) -> Any:
         return {**state, "global_step": later}
     if not hasattr(state, "global_step"):
         return later
-    # Slots age by updates: those that a step does not update are created, as it were, that much later.
+    # Slots age by updates: here their creation is postponed by as many steps.
     counts = [name for name in roles_in(state).of(*COUNTS) if name in state.slots]
     if not counts:
         return state.replace(global_step=later)
@@ -219,11 +201,7 @@ def increment_global_step(state: Tree, amount: Step = 1) -> Any:
 
 
 def later_step(step: Any, by: Any = 1) -> Array:
-    """Return step + by; a traced step saturates at the largest value of its dtype. A step of NumPy becomes a JAX array.
-
-    Raises:
-        ValueError: The step is concrete, and the sum does not fit the dtype.
-    """
+    """Return step + by; a traced step saturates at the largest value of its dtype."""
     if isinstance(step, np.ndarray):
         step = _as_count(step, "global_step")
     last = int(np.iinfo(step.dtype).max)

@@ -1,4 +1,4 @@
-"""The last complete state of a run that an exception ended, in a session in which one types."""
+"""The last complete state of a run that an exception ended, in an interactive session."""
 
 from jstep.core import interactive
 from jstep.state.train_state import TrainState
@@ -7,17 +7,17 @@ from jstep.state.train_state import TrainState
 def interrupted_state() -> TrainState | None:
     """Return the last complete state of the last run in this process that an exception ended.
 
-    That is an interrupt (the stop button of a notebook, Ctrl-C), the end of `stop_secs`, or an error in a hook or in
-    the data. So a run without a checkpoint_dir is not lost:
+    The exception may be an interrupt (the stop button of a notebook, Ctrl-C), the end of `stop_secs`, or an error in a
+    hook or in the data. A run without a checkpoint_dir is therefore not lost:
 
         state = jstep.train(train_step, jstep.interrupted_state(), batches, last_step)
 
-    It is kept only where one types, in IPython, in a notebook or at Python's prompt; no copy is made, so it is donated
-    by the run that goes on with it.
+    The state is kept only in interactive sessions: IPython, a notebook or Python's prompt. No copy is made, so the run
+    that continues with it donates it.
 
     Returns:
-        The state; None if the last run ended well, or another one has taken a step since, or the state was donated. A
-        run that fails before its first step leaves the one that was kept.
+        The state; None if the last run ended well, if another one has taken a step since, or if the state was donated.
+        A run that fails before its first step leaves the kept state unchanged.
 
     Example:
         >>> import jstep

@@ -1,4 +1,4 @@
-"""Shardings of states: those of the leaves, and FSDP's."""
+"""Shardings of states, from specs, rules or FSDP."""
 
 import itertools
 import logging
@@ -60,17 +60,16 @@ def fsdp_specs(params: Params, mesh: object, axis: object = "data", min_size: in
     specs = jax.tree.map(spec, params)
     leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     named = zip(trees.leaves_with_paths(params), leaves, strict=True)
-    whole = {path: np.shape(leaf) for (path, leaf), one in named if one == PartitionSpec()}
+    whole = {path: np.shape(leaf) for (path, leaf), spec_of_leaf in named if spec_of_leaf == PartitionSpec()}
     if size > 1 and whole:
         _warn(whole, len(leaves), axis, size, min_size)
     return specs
 
 
 def _warn(whole: dict[str, tuple[int, ...]], leaves: int, axis: object, size: int, min_size: int) -> None:
-    """Warn if no leaf is split, or a large one is not."""
     over = f"over axis={axis!r} ({size} devices)"
-    path, shape = max(whole.items(), key=lambda one: math.prod(one[1]))
-    count, large = math.prod(shape), [one for one in whole.values() if math.prod(one) >= max(min_size, _LARGE)]
+    path, shape = max(whole.items(), key=lambda item: math.prod(item[1]))
+    count, large = math.prod(shape), [item for item in whole.values() if math.prod(item) >= max(min_size, _LARGE)]
     if len(whole) == leaves:
         leaf = f"the largest leaf, {trees.quoted(path)} of shape {shape},"
         why = f"no dimension of {leaf} is divisible by {size}, nor of any other leaf of at least {min_size=}"
@@ -93,12 +92,7 @@ ParamSpecs = Any
 
 
 def axis_size(mesh: AnyMesh, axis: object, argument: str) -> int:
-    """Return the number of devices along an axis (or a tuple of axes).
-
-    Raises:
-        TypeError: `axis` is neither a name nor a tuple of names.
-        ValueError: The mesh has no such axis.
-    """
+    """Return the number of devices along an axis (or a tuple of axes)."""
     names = axis if isinstance(axis, tuple) else (axis,)
     for name in names:
         if not isinstance(name, str):
@@ -113,12 +107,7 @@ def axis_size(mesh: AnyMesh, axis: object, argument: str) -> int:
 
 
 def specs_of(params: Params, param_specs: ParamSpecs) -> list[PartitionSpec]:
-    """Return a spec for each leaf of params, in order.
-
-    Raises:
-        TypeError: `param_specs` has an invalid form, or a spec is not a `PartitionSpec`.
-        ValueError: A tree of specs does not have the structure of params, or a rule matches no leaf.
-    """
+    """Return a spec for each leaf of params, in order."""
     named = trees.leaves_with_paths(params)
     if param_specs is None or isinstance(param_specs, PartitionSpec):
         return [param_specs or PartitionSpec()] * len(named)
@@ -143,12 +132,12 @@ def _by_rules(
     named: list[tuple[str, Any]], names: list[tuple[str, ...]], rules: Sequence[tuple[str, Any]]
 ) -> list[PartitionSpec]:
     for glob, _ in rules:
-        if not any(selection.is_named(known, glob) for known in names):
+        if not any(selection.is_named(aliases, glob) for aliases in names):
             hint = trees.nearest(glob, [path for path, _ in named])
             raise ValueError(f"param_specs: the rule {glob!r} matches no parameter{hint}")
     return [
-        next((_as_spec(spec, path) for glob, spec in rules if selection.is_named(known, glob)), PartitionSpec())
-        for known, (path, _) in zip(names, named, strict=True)
+        next((_as_spec(spec, path) for glob, spec in rules if selection.is_named(aliases, glob)), PartitionSpec())
+        for aliases, (path, _) in zip(names, named, strict=True)
     ]
 
 
@@ -161,12 +150,7 @@ def _as_spec(spec: object, path: str) -> PartitionSpec:
 
 
 def checked(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], path: str) -> NamedSharding:
-    """Return the sharding of a leaf, after validation of its spec.
-
-    Raises:
-        ValueError: The spec is longer than the shape, names an axis that is not in the mesh, or does not divide the
-            shape.
-    """
+    """Return the sharding of a leaf, after validation of its spec."""
     where = f"param_specs: {spec} at {trees.quoted(path)}"
     if len(spec) > len(shape):
         raise ValueError(f"{where} has {len(spec)} dimensions, but the parameter has shape {shape}")
@@ -190,14 +174,8 @@ def state_shardings(
 ) -> tuple[Any, Slots]:
     """Return a sharding for each leaf of params and slots (arrays or shapes).
 
-    Args:
-        params: The parameters.
-        slots: The slots. A leaf is sharded like the parameter at its path, even if it lacks some of its dimensions;
-            everything else is replicated.
-        mesh: The mesh; may be abstract.
-        param_specs: See `specs_of`.
-        slot_axis: The axis over which slots of replicated parameters are split.
-        roles: The roles of the slots, as far as they are known.
+    A leaf of a slot is sharded like the parameter at its path, even if it lacks some of its dimensions; everything else
+    is replicated.
     """
     named = trees.leaves_with_paths(params)
     placed = [
@@ -237,12 +215,11 @@ def in_memory(shardings: Slots, slots: Slots, kind: str | None) -> Slots:
 
 
 def everywhere(mesh: AnyMesh) -> NamedSharding:
-    """The replicated sharding."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def split_replicated(sharding: NamedSharding, shape: tuple[int, ...], axis: object) -> NamedSharding:
-    """Return the sharding of a slot: its parameter's, or split over `axis` if the parameter is replicated (ZeRO-1)."""
+    """Return the parameter's sharding, or if it is replicated, one split over `axis` (ZeRO-1)."""
     if axis is None or any(part is not None for part in sharding.spec):
         return sharding
     dim = largest_divisible(shape, meshes.parts_along(sharding.mesh, axis))
@@ -252,21 +229,14 @@ def split_replicated(sharding: NamedSharding, shape: tuple[int, ...], axis: obje
 def of_slot(
     sharding: NamedSharding, shape: tuple[int, ...], slot_shape: tuple[int, ...], slot_axis: object, role: Role | None
 ) -> NamedSharding:
-    """Return the sharding of a slot's leaf: its parameter's, without the dimensions that the slot lacks.
+    """Return the parameter's sharding without the dimensions that the slot lacks (removed or 1).
 
-    Args:
-        sharding: The parameter's sharding.
-        shape: The parameter's shape.
-        slot_shape: The slot's shape: the parameter's shape, the same with some dimensions reduced (removed or 1), or
-            any other shape, which is replicated.
-        slot_axis: The axis over which slots of replicated parameters are split.
-        role: The slot's role, which resolves the ambiguity of square parameters: one number for each row, or for each
-            column.
+    The role resolves the ambiguity of square parameters: one number for each row, or for each column.
     """
     mesh = sharding.mesh
     sharding = split_replicated(sharding, shape, slot_axis)
     if role is Role.SCALES:
-        # That of their codes, except along an axis whose blocks are split.
+        # Sharded like their codes, except along an axis whose blocks would be split.
         parts = zip(sharding.spec, slot_shape, strict=False)
         fitting = (None if size % meshes.parts_along(mesh, part) else part for part, size in parts)
         return NamedSharding(mesh, PartitionSpec(*fitting))
@@ -286,21 +256,18 @@ def of_slot(
     if len(kept) > 1 and role in (Role.ROWS, Role.COLUMNS):
         chosen = kept[0] if role is Role.ROWS else kept[1]
     else:  # either dimension may be the reduced one: prefer more parts, to save memory
-        chosen = max(kept, key=lambda one: sum(part is not None for part in one))
+        chosen = max(kept, key=lambda candidate: sum(part is not None for part in candidate))
     return split_replicated(NamedSharding(mesh, chosen), slot_shape, slot_axis)
 
 
 def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:
-    """Return the (first) largest dimension divisible by `size`; None if no dimension is divisible."""
+    """Return the (first) largest dimension divisible by `size`, or None."""
     fitting = [dim for dim, length in enumerate(shape) if length and length % size == 0]
     return max(fitting, key=lambda dim: (shape[dim], -dim), default=None)
 
 
 def put(leaf: Any, sharding: NamedSharding) -> Any:
-    """Place a copy of a leaf with a sharding.
-
-    For a shape, or on compile-only devices, return the shape with the sharding.
-    """
+    """Place a copy of a leaf; a shape, or a leaf on compile-only devices, becomes a shape with the sharding."""
     leaf = trees.native(leaf, "", "state")
     if placement.is_shape(leaf) or (placement.compiles_only(sharding.mesh) and not trees.is_traced(leaf)):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -315,15 +282,11 @@ def put(leaf: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))
 
 
-def build(make: Callable[..., Any], place: Callable[[Any], Any], *given: object, abstract: bool) -> Any:
-    """Compute `make(*given)` with the given shardings: no device ever holds more than its shards.
+def build(make: Callable[..., Any], place: Callable[[Any], Any], *args: object, abstract: bool) -> Any:
+    """Compute `make(*args)` with the shardings `place(shapes)`: no device ever holds more than its shards.
 
-    Args:
-        make: Returns a tree of arrays.
-        place: Maps the tree's shapes to its shardings.
-        *given: Arrays that are already on the mesh; closed-over arrays would become constants of the program.
-        abstract: Whether to return the shapes and shardings of the result, and to compute nothing.
+    Closed-over arrays would become constants of the program.
     """
-    shapes = jax.eval_shape(make, *given)
+    shapes = jax.eval_shape(make, *args)
     shardings = place(shapes)
-    return jax.tree.map(put, shapes, shardings) if abstract else jax.jit(make, out_shardings=shardings)(*given)
+    return jax.tree.map(put, shapes, shardings) if abstract else jax.jit(make, out_shardings=shardings)(*args)

@@ -1,4 +1,4 @@
-"""Access to slots (optimizer state) by name and by parameter, and the parameters that one holds, such as averages."""
+"""Access to slots (optimizer state) by name and by parameter, and parameters stored in slots, such as averages."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
     """Return a slot as a tree, or its leaf for the parameter at `path`; None if it does not exist.
 
     Args:
-        state: The state. What `compact` stores is returned in float32, as without it; `state.slots` has what is stored.
+        state: The state. Slots stored by `compact` are returned in float32; `state.slots` has the stored values.
         name: The name of the slot, such as `"m"` or `"embed/accumulator"`.
         path: The path of a parameter, such as `"dense/kernel"`. The trailing `/value` of a Flax NNX variable may be
             omitted.
@@ -46,7 +46,7 @@ def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
 def get_slot_names(state: TrainState) -> list[str]:
     """Return the sorted names of the per-parameter slots, without scalar slots and model_state.
 
-    Scales and remainders, which `compact` adds, are left out, too.
+    The scales and remainders that `compact` adds are also left out.
 
     Example:
         >>> import jstep
@@ -62,13 +62,13 @@ def get_slot_names(state: TrainState) -> list[str]:
 
 
 def values_of(state: TrainState, name: str) -> Any:
-    """Return the values of a slot: those of one that `compact` stores in float32, any other as it is."""
+    """Return the values of a slot, in float32 if `compact` stores it."""
     half = state.slots.get(roles_in(state).halves.get(name, ""))
     if half is None:
         return state.slots[name]
 
     def values(tree: Tree, half: object) -> Any:
-        pairs = zip(*(trees.flatten_like(state.params, one, name) for one in (tree, half)), strict=True)
+        pairs = zip(*(trees.flatten_like(state.params, slot, name) for slot in (tree, half)), strict=True)
         return trees.structure(state.params).unflatten([_value(*pair) for pair in pairs])
 
     with meshes.internal_transfers():
@@ -77,7 +77,7 @@ def values_of(state: TrainState, name: str) -> Any:
 
 
 def masters_of(state: TrainState) -> trees.Params:
-    """Return the parameters, in float32 where a slot of `compact` has their remainder."""
+    """Return the parameters, in float32 if a slot of `compact` has their remainder."""
     roles = roles_in(state)
     treedef, leaves = trees.structure(state.params), jax.tree.leaves(state.params)
     for name in roles.of(Role.REMAINDER):
@@ -92,14 +92,9 @@ def _value(stored: object, half: object) -> Any:
 
 
 def has_one_value(name: str, tree: Tree, params: trees.Params, roles: Roles = NO_ROLES) -> bool:
-    """Whether a slot is one value for all parameters, such as `start_step` or `embed/start_step`.
+    """Whether a slot is one value for all parameters, such as `embed/start_step`.
 
-    Args:
-        name: The slot's name.
-        tree: The slot.
-        params: The parameters of its state.
-        roles: The roles that the state carries. For a slot that is not among them (of a state made by hand) the shape
-            decides, or the dtype if the shape is ambiguous.
+    Without a role (a state made by hand) the shape decides, or the dtype if the shape is ambiguous.
     """
     if name in roles:
         return roles.has_one_value(name)
@@ -107,73 +102,58 @@ def has_one_value(name: str, tree: Tree, params: trees.Params, roles: Roles = NO
         return False
     if not jax.tree_util.all_leaves([params]):
         return True
-    # If params is a single leaf, its slots look like values of all, of which steps are integers.
+    # If params is a single leaf, per-parameter slots are single leaves, too; only steps are integers.
     return not np.ndim(tree) and bool(np.issubdtype(getattr(tree, "dtype", np.float32), np.integer))
 
 
 def owners(name: str, tree: Tree, params: trees.Params, roles: Roles) -> list[int | None]:
     """Return, for each leaf of a slot in order, the index of its parameter, or None.
 
-    A per-parameter slot has the structure of the parameters, with None or any tree in place of each parameter. Its name
-    does not matter, except for `model_state`, whose variables may have the same structure by accident.
+    A per-parameter slot has the structure of the parameters, with None or any tree for each.
     """
     unowned: list[int | None] = [None] * len(jax.tree.leaves(tree))
+    # Variables of the model_state may have the structure of the parameters by accident.
     if name == MODEL_STATE or has_one_value(name, tree, params, roles):
         return unowned
     try:
-        found: list[Any] = trees.structure(params).flatten_up_to(tree)
+        parts: list[Any] = trees.structure(params).flatten_up_to(tree)
     except (ValueError, TypeError):
         return unowned
-    return [place for place, part in enumerate(found) for _ in jax.tree.leaves(part)]
+    return [place for place, part in enumerate(parts) for _ in jax.tree.leaves(part)]
 
 
 def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) -> trees.Params:
-    """The leaves of a slot in the dtypes of the parameters; parameters where the slot has None.
-
-    Args:
-        state: The state.
-        name: The name of the slot, with or without its prefix, or names of slots with different leaves.
-        hint: How such a slot is created, for the error.
-    """
+    """Return the leaves of a slot, or several, in the dtypes of the parameters; parameters where it has None."""
     names = (name,) if isinstance(name, str) or not isinstance(name, Sequence) else name
-    slots = dict.fromkeys(find_slot(state, one, hint) for one in names)
-    found = {slot: trees.flatten_like(state.params, values_of(state, slot), f"slot {slot!r}") for slot in slots}
+    slots = dict.fromkeys(find_slot(state, each, hint) for each in names)
+    leaves_of = {slot: trees.flatten_like(state.params, values_of(state, slot), f"slot {slot!r}") for slot in slots}
     leaves, treedef = trees.flatten(state.params)
     new: list[Any] = []
     for i, p in enumerate(leaves):
-        having = [slot for slot, values in found.items() if values[i] is not None]
+        having = [slot for slot, values in leaves_of.items() if values[i] is not None]
         if len(having) > 1:
             path = trees.quoted(trees.paths_of(state.params)[i])
             raise ValueError(f"name={list(names)!r}: the slots {having} all have the leaf {path}; give one of them")
-        new.append(placement.on_devices(found[having[0]][i]).astype(jnp.result_type(p)) if having else p)
+        new.append(placement.on_devices(leaves_of[having[0]][i]).astype(jnp.result_type(p)) if having else p)
     return treedef.unflatten(new)
 
 
 def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], bool] = lambda slot: True) -> str:
-    """The full name of the only slot with a given name, under any scopes and labels.
-
-    Args:
-        state: The state.
-        name: The name, with or without its prefixes.
-        hint: How such a slot is created, for the error.
-        belongs: A predicate on the slot's full name; slots that fail it are ignored.
-
-    Raises:
-        TypeError: The state is not a TrainState.
-        ValueError: There is no such slot, or several.
-    """
+    """Return the full name of the only matching slot, under any scopes and labels; `hint` is for the error."""
     if not isinstance(state, TrainState):
         raise TypeError(f"state={state!r:.100}: must be a TrainState, got {kind(state)}")
     slots = state.slots if isinstance(state.slots, dict) else {}
-    found = [slot for slot in slots if slot == name or slot.endswith(f"/{name}")]
-    found = [slot for slot in found if trees.is_like(state.params, slots[slot]) and belongs(slot)]
-    if name in found:
+    matches = [slot for slot in slots if slot == name or slot.endswith(f"/{name}")]
+    matches = [slot for slot in matches if trees.is_like(state.params, slots[slot]) and belongs(slot)]
+    if name in matches:
         return name
-    if len(found) > 1:
-        raise ValueError(f"name={name!r}: the state has several such slots, {sorted(found)}; give the full name of one")
-    if not found:
+    if len(matches) > 1:
+        raise ValueError(
+            f"name={name!r}: the state has several such slots, {sorted(matches)}; give the full name of one"
+        )
+    if not matches:
         raise ValueError(
             f"name={name!r}: the state has no such slot{trees.nearest(str(name), slots)}; it has {sorted(slots)}. "
             f"{hint}"
         )
-    return found[0]
+    return matches[0]

@@ -1,4 +1,4 @@
-"""The state of a training run, `TrainState`, and its creation, also sharded."""
+"""The state of a training run, `TrainState`, and its creation, optionally sharded."""
 
 import contextlib
 import dataclasses
@@ -25,25 +25,20 @@ from jstep.state import copies
 from jstep.state import sharding as layout
 from jstep.state.global_step import create_global_step
 
-# Creation of a state: which parameters it takes, and sharded without any device holding more than its shards.
+# Creation of a state: validation of parameters, and sharding without any device holding more than its shards.
 
 
-def is_abstract(mesh: Mesh | None, *given: object) -> bool:
+def is_abstract(mesh: Mesh | None, *arguments: object) -> bool:
     """Whether to create an abstract state: from shapes, or for compile-only devices."""
-    return any(map(is_shape, jax.tree.leaves(given))) or (compiles_only(mesh) and meshes.current_mesh() is not None)
+    return any(map(is_shape, jax.tree.leaves(arguments))) or (compiles_only(mesh) and meshes.current_mesh() is not None)
 
 
 def made_on(
     mesh: Mesh, make: Callable[[Any, Any], Any], params: Tree, model_state: Tree, shardings: Callable[[Any], Any]
 ) -> Any:
-    """Return the state `make(params, model_state)`, sharded over a mesh; shapes only if `is_abstract`.
+    """Return the state `make(params, model_state)`, sharded over a mesh, or its shapes.
 
-    Args:
-        mesh: The mesh.
-        make: Creates the state; it is given None in place of a function that returns the parameters.
-        params: The parameters, or a function that returns them.
-        model_state: Non-trained variables.
-        shardings: Maps the state's shapes to its shardings.
+    If `params` is a function, `make` receives None in its place.
     """
     abstract = is_abstract(mesh, params, model_state)
 
@@ -53,29 +48,29 @@ def made_on(
         return jax.tree.map(layout.put, tree, shardings(tree))
 
     with meshes.internal_transfers():
-        given = None
+        placed_params = None
         if not trees.is_function(params):
             no_step: Any = None
-            given = placed(params, "params", lambda tree: shardings(TrainState(tree, {}, no_step)).params)
+            placed_params = placed(params, "params", lambda tree: shardings(TrainState(tree, {}, no_step)).params)
         others = placed(model_state, MODEL_STATE, lambda tree: jax.tree.map(lambda _: layout.everywhere(mesh), tree))
 
-    def split(given: object, others: object) -> Any:
+    def split(placed_params: object, others: object) -> Any:
         def specs(state: Tree) -> Any:
             return jax.tree.map(lambda sharding: sharding.spec, shardings(state))
 
-        return meshes.without_explicit_axes(make, given, others, place=specs, mesh=mesh.abstract_mesh)
+        return meshes.without_explicit_axes(make, placed_params, others, place=specs, mesh=mesh.abstract_mesh)
 
     with meshes.using_mesh(mesh):
         if AxisType.Explicit in mesh.axis_types:
             # With Auto axes each device generates its own shard of random numbers; with Explicit axes each generates
             # the whole array, unless the function annotates shardings. JAX then rejects it with Auto axes.
             with contextlib.suppress(Exception):
-                return layout.build(split, shardings, given, others, abstract=abstract)
-        return layout.build(make, shardings, given, others, abstract=abstract)
+                return layout.build(split, shardings, placed_params, others, abstract=abstract)
+        return layout.build(make, shardings, placed_params, others, abstract=abstract)
 
 
 def _shape_of(leaf: object, path: str, argument: str) -> Any:
-    """Return the shape of a leaf. Numbers and invalid leaves are treated as in an actual creation."""
+    """Return the shape of a leaf; invalid leaves fail as in an actual creation."""
     if is_shape(leaf) or trees.is_traced(leaf):
         return leaf
     if isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf"):
@@ -88,11 +83,7 @@ NOT_TRAINED = frozenset({"BatchStat", "Cache", "Intermediate", "Perturbation", "
 
 
 def refuse_untrained(params: Tree) -> None:
-    """Reject a whole `nnx.Module` as params, because its running statistics and random state would not be updated.
-
-    Raises:
-        TypeError: A variable is not trainable; names it, and how to split the model.
-    """
+    """Reject a whole `nnx.Module`: its running statistics and random state would not be updated."""
     for path, node in trees.leaves_with_paths(params, is_leaf=lambda node: "Variable" in _kinds(node)):
         if _kinds(node) & NOT_TRAINED:
             raise TypeError(
@@ -105,7 +96,6 @@ def refuse_untrained(params: Tree) -> None:
 
 
 def _kinds(node: object) -> set[str]:
-    """The names of the classes of Flax NNX that a node has."""
     return {kind.__name__ for kind in type(node).__mro__ if kind.__module__.startswith("flax.nnx")}
 
 
@@ -134,8 +124,8 @@ class TrainState(Generic[P]):
         slots: Slot name → tree with the structure of `params` (None for a leaf without a slot), or a scalar.
             Non-trained variables are stored in `slots["model_state"]`.
         global_step: The number of steps run so far, an int32 scalar (int64 under x64). Usually a step is one update.
-        roles: What each slot is to the optimizer that made it, such as an age; static, not a leaf, not saved, and
-            empty in a state made by hand, whose pytree structure is nevertheless the same.
+        roles: The role of each slot in the optimizer that created it, such as an age; static, not a leaf, not saved,
+            and empty in a state made by hand, whose pytree structure is nevertheless the same.
 
     Example:
         >>> import jstep
@@ -154,7 +144,7 @@ class TrainState(Generic[P]):
     roles: dataclasses.InitVar[Roles] = NO_ROLES
 
     def __post_init__(self, roles: Roles) -> None:
-        """Keep the roles: an attribute, but no field."""
+        """Keep the roles as an attribute that is not a field."""
         object.__setattr__(self, "roles", roles)
 
     @overload
@@ -235,13 +225,13 @@ class TrainState(Generic[P]):
         is_function = trees.is_function(params)
         shared = [] if is_function else _shared_leaves(params)
 
-        def make(given: object, model_state: Tree) -> TrainState:
-            made = params() if is_function else given
+        def make(arrays: object, model_state: Tree) -> TrainState:
+            tree = params() if is_function else arrays
             if is_function:
-                shared[:] = _shared_leaves(made)
+                shared[:] = _shared_leaves(tree)
             with meshes.internal_transfers():
                 step = create_global_step(global_step)
-                return _fresh(cls, made, optimizer, step, model_state, copy=copy)
+                return _fresh(cls, tree, optimizer, step, model_state, copy=copy)
 
         if mesh is None:
             if is_abstract(None, params, model_state):
@@ -298,9 +288,9 @@ class TrainState(Generic[P]):
         if _is_count(changes.get("global_step")):
             changes["global_step"] = placement.back(create_global_step(changes["global_step"]), self.global_step)
         if MODEL_STATE in changes:
-            slots, made = dict(changes.get("slots", self.slots)), changes.pop(MODEL_STATE)
+            slots, variables = dict(changes.get("slots", self.slots)), changes.pop(MODEL_STATE)
             slots.pop(MODEL_STATE, None)
-            changes["slots"] = slots if made is None else {**slots, MODEL_STATE: _numbers_as_arrays(made)}
+            changes["slots"] = slots if variables is None else {**slots, MODEL_STATE: _numbers_as_arrays(variables)}
         return dataclasses.replace(self, **{name: trees.owned(value, name) for name, value in changes.items()})
 
     @shortens_tracebacks
@@ -308,8 +298,8 @@ class TrainState(Generic[P]):
         """Return a new state with other parameters, and with the slots that are copies of the parameters set to them.
 
         These are averages, masters, the `z` of schedule-free optimizers, the slow weights of lookahead, and others that
-        an optimizer begins with the parameters: with the old values they would undo `state.replace(params=…)` in the
-        next updates. Moments, ages, held values, the step and the model state stay.
+        start as copies of the parameters: with the old values they would undo `state.replace(params=…)` in the next
+        updates. Moments, ages, held values, the step and the model state stay.
 
         Args:
             params: The new parameters, with the structure, shapes and dtypes of the old ones; NumPy arrays and numbers
@@ -334,7 +324,7 @@ class TrainState(Generic[P]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TrainState):
             return NotImplemented
-        mine, others = ((one.params, one.slots, one.global_step) for one in (self, other))
+        mine, others = ((state.params, state.slots, state.global_step) for state in (self, other))
         return self is other or _is_equal(mine, others)
 
     def __repr__(self) -> str:
@@ -360,7 +350,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))
 
 
 def keep_roles(old: object, new: object) -> Any:
-    """Return the new state that a step made, with the roles of the old one where the step made it by hand."""
+    """Return the new state, with the old roles if a step created it by hand."""
     if not (isinstance(new, TrainState) and isinstance(old, TrainState)) or roles_in(new) or not roles_in(old):
         return new
     same = isinstance(new.slots, dict) and new.slots.keys() == old.slots.keys()
@@ -393,7 +383,9 @@ def _slots_of(params: Params, optimizer: Optimizer, step: Array, roles: Roles) -
     specs = jax.tree.map(lambda leaf: meshes.spec_of(leaf) if meshes.explicit_mesh(leaf) else everywhere.spec, params)
 
     def place(slots: Slots) -> Any:
-        return jax.tree.map(lambda one: one.spec, layout.state_shardings(params, slots, mesh, specs, None, roles)[1])
+        return jax.tree.map(
+            lambda sharding: sharding.spec, layout.state_shardings(params, slots, mesh, specs, None, roles)[1]
+        )
 
     return meshes.without_explicit_axes(
         lambda params, step: dict(optimizer.init(params, step)), params, step, place=place
@@ -401,7 +393,7 @@ def _slots_of(params: Params, optimizer: Optimizer, step: Array, roles: Roles) -
 
 
 def _is_equal(a: object, b: object) -> bool:
-    """Whether two trees are bitwise identical; leaves without accessible values are compared by identity."""
+    """Whether two trees are bitwise identical; leaves on other hosts are compared by identity."""
     (leaves, structure), (others, other) = trees.flatten(a), trees.flatten(b)
     try:
         with meshes.internal_transfers():
@@ -411,7 +403,7 @@ def _is_equal(a: object, b: object) -> bool:
 
 
 def _unshared(params: Params, slots: Slots) -> Slots:
-    """Return the slots with copies of all arrays that they share with params: a shared buffer cannot be donated."""
+    """Copy slots that share an array with params: a shared buffer cannot be donated."""
     seen = {id(leaf) for leaf in jax.tree.leaves(params)}
 
     def own(leaf: object) -> Any:
@@ -430,13 +422,13 @@ def _as_arrays(tree: Tree, *, copy: bool, argument: str = "params") -> Any:
 
 
 def _is_count(step: Any) -> bool:
-    """Whether a step is an integer of Python or NumPy, which has no place on a device yet."""
+    """Whether a step is an integer of Python or NumPy."""
     is_integer = isinstance(step, int | np.integer) or (isinstance(step, np.ndarray) and step.dtype.kind in "iu")
     return is_integer and not isinstance(step, bool) and not np.ndim(step)
 
 
 def _numbers_as_arrays(model_state: Tree) -> Any:
-    """Convert its numbers; its other leaves may be arrays, their shapes or their shardings."""
+    """Convert numbers; other leaves may be shapes or shardings."""
 
     def converted(keys: Any, leaf: Any) -> Any:
         if not isinstance(leaf, bool | int | float | complex | np.generic):
@@ -448,7 +440,7 @@ def _numbers_as_arrays(model_state: Tree) -> Any:
 
 
 def _shared_leaves(params: Params) -> list[list[str]]:
-    """Return the paths of each array that is at several places."""
+    """Return the paths of each repeated array."""
     places: dict[int, list[str]] = {}
     named = trees.leaves_with_paths(params)  # kept, so that the ids stay unique
     for path, leaf in named:
@@ -468,8 +460,8 @@ def _refuse_shared_buffers(params: Params, slots: Slots) -> None:
             )
 
 
-def _counted(count: int, one: str, several: str) -> str:
-    return f"{count:,} {one if count == 1 else several}"
+def _counted(count: int, singular: str, plural: str) -> str:
+    return f"{count:,} {singular if count == 1 else plural}"
 
 
 def _bytes_text(tree: Tree) -> str:
@@ -488,11 +480,6 @@ def _step_text(step: object) -> str:
 
 
 def require_state(value: object) -> TrainState:
-    """Return the argument `state`, which must be a `TrainState`.
-
-    Raises:
-        TypeError: It is not a `TrainState`.
-    """
     if not isinstance(value, TrainState):
         raise TypeError(f"state: must be a TrainState, got {kind(value)}; make one with TrainState.create")
     return value
@@ -552,7 +539,6 @@ def shard_state(
 
 
 def _shardings_of(state: TrainState, mesh: Any, param_specs: Any, slot_axis: Any, memory: str | None) -> TrainState:
-    """Return a state with the sharding of each leaf in its place."""
     roles = roles_in(state)
     params, slots = layout.state_shardings(state.params, state.slots, mesh, param_specs, slot_axis, roles)
     slots = layout.in_memory(slots, state.slots, memory)
