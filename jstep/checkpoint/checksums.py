@@ -1,4 +1,4 @@
-"""Checksums of the files of a checkpoint that was written to a disk, there or copied below a URL.
+"""Checksums of the files of a checkpoint that was written to a disk; it may have been copied below a URL since.
 
 Files are checksummed rather than arrays, so that a process that wrote only its shards can compute its part, and a
 process on another mesh, or with other shards, can verify them.
@@ -34,29 +34,27 @@ StartRead = Callable[..., Any]
 
 
 def files_below(checkpoint: str) -> list[str]:
-    """Return the sorted paths, relative to the checkpoint, of all its files except the manifest."""
-    found = {
+    paths = {
         os.path.relpath(os.path.join(folder, name), checkpoint).replace(os.sep, "/")
         for folder, _, names in os.walk(checkpoint)
         for name in names
     }
-    return sorted(found - {NAME})
+    return sorted(paths - {NAME})
 
 
 def records(checkpoint: str, paths: Iterable[str], threads: int = 2) -> dict[str, dict[str, Any]]:
-    """Return the sizes and checksums of some files of a checkpoint, for `Manifest.files`."""
     sizes = {path: os.path.getsize(os.path.join(checkpoint, path)) for path in paths}
     blocks = [(path, at) for path, size in sizes.items() for at in range(0, size, BLOCK)]
     with concurrent.futures.ThreadPoolExecutor(threads, "jstep-checksum") as pool:
         sums = pool.map(lambda block: _checksum(os.path.join(checkpoint, block[0]), block[1]), blocks)
-        found: dict[str, dict[str, Any]] = {path: {"bytes": size, "crc32": []} for path, size in sizes.items()}
+        results: dict[str, dict[str, Any]] = {path: {"bytes": size, "crc32": []} for path, size in sizes.items()}
         for (path, _), value in zip(blocks, sums, strict=True):
-            found[path]["crc32"].append(value)
-    return found
+            results[path]["crc32"].append(value)
+    return results
 
 
 def _flushed_records(checkpoint: str, paths: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Flush files to disk, and return their records: of those of Orbax, tensorstore flushes some, and nobody others."""
+    # tensorstore flushes some of Orbax's files; nothing flushes the rest.
     sync_files(os.path.join(checkpoint, path) for path in paths)
     return records(checkpoint, paths)
 
@@ -72,65 +70,50 @@ def _checksum(path: str, at: int) -> str:
 
 
 def share_of(manifest: Manifest, share: tuple[int, int]) -> dict[str, Record]:
-    """Return the records of the files that the i-th of n processes verifies: of the large ones, every n-th."""
+    """Return the records for the i-th of n processes: every n-th large file, and all small ones."""
     large = [path for path in sorted(manifest.files) if manifest.files[path]["bytes"] > _PIECE]
     others = set(large) - set(large[share[0] :: share[1]])
     return {path: record for path, record in manifest.files.items() if path not in others}
 
 
 def differences(checkpoint: str, expected: Mapping[str, Record]) -> dict[str, str]:
-    """Return how each file differs from its record; "" if it does not.
-
-    Wrong sizes are found without reading, and then no checksum is computed.
-    """
+    """Return how each file differs from its record, or "". If a size differs, no checksum is computed."""
     root = os.path.realpath(checkpoint)
-    found = {path: "a link out of the checkpoint" for path in expected if not is_below(root, path)}
-    for path in [path for path in expected if path in UNUSED and path not in found]:
+    results = {path: "a link out of the checkpoint" for path in expected if not is_below(root, path)}
+    for path in [path for path in expected if path in UNUSED and path not in results]:
         try:
-            found |= _differences(checkpoint, {path: expected[path]})
+            results |= _differences(checkpoint, {path: expected[path]})
         except OSError as error:
-            found[path] = error.strerror or "it cannot be read"
-    found |= _differences(checkpoint, {path: record for path, record in expected.items() if path not in found})
-    return {path: found[path] for path in expected}
+            results[path] = error.strerror or "it cannot be read"
+    results |= _differences(checkpoint, {path: record for path, record in expected.items() if path not in results})
+    return {path: results[path] for path in expected}
 
 
 def _differences(checkpoint: str, expected: Mapping[str, Record]) -> dict[str, str]:
-    found = {}
+    results = {}
     for path, record in expected.items():
         whole = os.path.join(checkpoint, path)
-        found[path] = difference(record, {"bytes": os.path.getsize(whole)} if may_be_file(whole) else None)
-    if not any(found.values()):
+        results[path] = difference(record, {"bytes": os.path.getsize(whole)} if may_be_file(whole) else None)
+    if not any(results.values()):
         for path, actual in records(checkpoint, expected, threads=8).items():
-            found[path] = difference(expected[path], actual)
-    return found
+            results[path] = difference(expected[path], actual)
+    return results
 
 
-def problems_of(checkpoint: str, found: Mapping[str, str], *, every: bool) -> tuple[list[str], list[str]]:
-    """Return the problems of the files that are read, and those of files that nothing reads.
-
-    Args:
-        checkpoint: The path or URL of the checkpoint.
-        found: Path of a file → its problem; "" if it has none.
-        every: Whether all files count as read.
-    """
-    passed_over = frozenset[str]() if every else UNUSED
-    bad = {path: problem for path, problem in found.items() if problem}
-    read = [f"{checkpoint}/{path}: {problem}" for path, problem in bad.items() if path not in passed_over]
-    return read, [f"{path} ({problem})" for path, problem in bad.items() if path in passed_over]
+def problems_of(checkpoint: str, problems: Mapping[str, str], *, every: bool) -> tuple[list[str], list[str]]:
+    """Return the problems of files that are read (with `every`, of all files), and of files that nothing reads."""
+    unread = frozenset[str]() if every else UNUSED
+    bad = {path: why for path, why in problems.items() if why}
+    read = [f"{checkpoint}/{path}: {why}" for path, why in bad.items() if path not in unread]
+    return read, [f"{path} ({why})" for path, why in bad.items() if path in unread]
 
 
 def is_below(root: str, path: str) -> bool:
-    """Return whether a file is below a folder, links resolved."""
     return os.path.realpath(os.path.join(root, path)).startswith(root + os.sep)
 
 
 def difference(expected: Mapping[str, Any], actual: Mapping[str, Any] | None) -> str:
-    """Describe how the record of a file differs from the one in the manifest; "" if it does not.
-
-    Args:
-        expected: The record in the manifest.
-        actual: The record of the file; without checksums, sizes are compared. None if there is no file.
-    """
+    """Describe how a file differs from its record; "" if it does not. Without checksums, only sizes are compared."""
     if actual is None:
         return "missing"
     if actual["bytes"] != expected["bytes"]:
@@ -146,7 +129,7 @@ def difference(expected: Mapping[str, Any], actual: Mapping[str, Any] | None) ->
 
 
 def differences_of_objects(start_read: StartRead, expected: Mapping[str, Record]) -> dict[str, str]:
-    """Return how each object of a checkpoint that was copied from a disk differs from its record; see `differences`."""
+    """Like `differences`, for the objects of a checkpoint that was copied from a disk."""
     actual: dict[str, dict[str, Any]] = {path: {"bytes": 0, "crc32": []} for path in expected}
 
     def started() -> Iterator[tuple[str, Pending]]:
@@ -160,7 +143,7 @@ def differences_of_objects(start_read: StartRead, expected: Mapping[str, Record]
         try:
             data = pending.read().data
         except TruncatedError:
-            continue  # the size that was read until here differs
+            continue  # the size read so far differs from the record
         if data is None:
             actual.pop(path, None)
         elif path in actual:
@@ -171,16 +154,7 @@ def differences_of_objects(start_read: StartRead, expected: Mapping[str, Record]
 
 
 def read_file(start_read: StartRead, manifest: Manifest, name: str) -> bytes:
-    """Read a file of a checkpoint that was written to a disk, and verify its checksums.
-
-    Args:
-        start_read: Starts to read a file of the checkpoint.
-        manifest: The manifest of the checkpoint.
-        name: The name of the file.
-
-    Raises:
-        CorruptedError: It is corrupted, or not a file of the checkpoint.
-    """
+    """Read a file of a checkpoint that was written to a disk, and verify its checksums."""
     try:
         data = start_read(name).read().data if name in manifest.files else None
         if data is None:
@@ -194,21 +168,15 @@ def read_file(start_read: StartRead, manifest: Manifest, name: str) -> bytes:
 
 
 def write_files(checkpoint: str, files: Mapping[str, Any]) -> None:
-    """Write the files of a save (`Extra.files`) and release their memory; `write_part` or `collect` flush them."""
-    for name, one in files.items():
+    """Write `Extra.files` and release their memory. They are not flushed: `write_part` or `collect` does that."""
+    for name, content in files.items():
         with open(os.path.join(checkpoint, name), "xb") as file:
-            file.write(one.read())
-        one.written()
+            file.write(content.read())
+        content.written()
 
 
 def write_part(checkpoint: str, process: int, files: Iterable[str]) -> None:
-    """Flush the files that one process wrote to disk, and store their checksums for `collect`.
-
-    Args:
-        checkpoint: The path of the checkpoint.
-        process: The index of the process.
-        files: The names of its files besides those of the arrays.
-    """
+    """Flush the arrays' files and `files` of one process to disk, and store their checksums for `collect`."""
     # Orbax names its folders ocdbt.process_3, with a suffix for replicas.
     of_arrays = re.compile(rf"ocdbt\.process_{process}(?![0-9])")
     part = _flushed_records(checkpoint, [*files, *filter(of_arrays.match, files_below(checkpoint))])
@@ -217,22 +185,15 @@ def write_part(checkpoint: str, process: int, files: Iterable[str]) -> None:
 
 
 def collect(checkpoint: str, processes: int = 1) -> dict[str, dict[str, Any]]:
-    """Return the records of all files of a checkpoint, which are on the disk when this returns.
-
-    Several processes flush and record the files that they wrote; the others are flushed and recorded here.
-
-    Raises:
-        OSError: A file cannot be flushed or read; or one of several processes stored no records: it has failed.
-    """
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     paths = files_below(checkpoint)
     for process in range(processes if processes > 1 else 0):
         if f"{_PART}{process}" not in paths:
             raise OSError(f"process {process} did not write its part; see its error")
     for path in [path for path in paths if path.startswith(_PART)]:
         with open(os.path.join(checkpoint, path)) as file:
-            found |= json.load(file)
+            results |= json.load(file)
         os.remove(os.path.join(checkpoint, path))
-    rest = [path for path in paths if path not in found and not path.startswith(_PART)]
-    found |= _flushed_records(checkpoint, rest)
-    return dict(sorted(found.items()))
+    rest = [path for path in paths if path not in results and not path.startswith(_PART)]
+    results |= _flushed_records(checkpoint, rest)
+    return dict(sorted(results.items()))

@@ -28,17 +28,16 @@ except ImportError:  # all others
     msvcrt = None  # type: ignore[assignment]
 _windows: Any = msvcrt
 
-# The process that a claim names. Temporary files of weights and files of stalls name theirs in the same way.
+# The process that a claim names. Temporary files of weights and stall files name their process in the same way.
 
 
 def this_process() -> dict[str, Any]:
-    """Return a JSON dict that identifies this process among all hosts."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "space": _space(), "pid": pid, "started": started(pid)}
 
 
 def is_alive(owner: Mapping[str, Any]) -> bool | None:
-    """Return whether a process is alive; None if it is on another host or in another container."""
+    """Return whether a process is alive; None on another host or in another container."""
     if owner.get("host") != socket.gethostname() or owner.get("space", _space()) != _space():
         return None
     pid = owner.get("pid", -1)
@@ -46,7 +45,7 @@ def is_alive(owner: Mapping[str, Any]) -> bool | None:
 
 
 def started(pid: int) -> str | None:
-    """Return the start time of a process of this host in system ticks, which identifies it together with its PID."""
+    """Return the start time in system ticks, which with the PID identifies a process of this host."""
     if os.name == "nt":
         return _started_on_windows(pid)
     with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
@@ -62,13 +61,13 @@ def started(pid: int) -> str | None:
 
 
 def _started_on_windows(pid: int) -> str | None:
-    """The same on Windows, where `os.kill` would end the process."""
+    """Avoid `os.kill`, which on Windows would end the process."""
     kernel = getattr(getattr(ctypes, "windll", None), "kernel32", None)
     if kernel is None:
         return "unknown" if pid == os.getpid() else None
     process = ctypes.c_void_p(kernel.OpenProcess(0x1000, False, pid))  # PROCESS_QUERY_LIMITED_INFORMATION
     if not process:
-        return "unknown" if kernel.GetLastError() == 5 else None  # it is there, and of another user
+        return "unknown" if kernel.GetLastError() == 5 else None  # it exists, and belongs to another user
     try:
         times = (ctypes.c_ulonglong * 4)()  # of its creation, its exit, in the kernel, outside of it
         there = [ctypes.byref(times, 8 * i) for i in range(4)]
@@ -78,17 +77,16 @@ def _started_on_windows(pid: int) -> str | None:
 
 
 def _space() -> str:
-    """Return the namespace of PIDs: the boot ID separates hosts of the same name, the PID namespace containers."""
-    found = []
+    """Return the PID namespace: the boot ID separates hosts of the same name, the namespace separates containers."""
+    parts = []
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        found.append(file.read().strip())
+        parts.append(file.read().strip())
     with contextlib.suppress(OSError):
-        found.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(found)
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
 
 
 def owner_in(data: bytes | None) -> dict[str, Any]:
-    """Return the owner that the content of a lock names; empty if it names none."""
     try:
         who = json.loads(data or b"{}")
     except ValueError:
@@ -97,7 +95,6 @@ def owner_in(data: bytes | None) -> dict[str, Any]:
 
 
 def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> CheckpointError:
-    """Return the error for a second writer."""
     host, pid = owner.get("host", "an unknown host"), owner.get("pid", "unknown")
     mine = pid == os.getpid() and host == socket.gethostname() and owner.get("space", _space()) == _space()
     who = f"process {pid} on {host}" + (", which is this one" if mine else "")
@@ -126,12 +123,7 @@ _HELD: "weakref.WeakSet[FileClaim]" = weakref.WeakSet()
 
 
 class FileClaim:
-    """The exclusive right to write a prefix in a directory, until `release` or the end of the process.
-
-    Raises:
-        CheckpointError: Another writer has it; names its host and process.
-        OSError: The directory cannot be written.
-    """
+    """The exclusive right to write a prefix in a directory, until `release` or the end of the process."""
 
     def __init__(self, directory: str, prefix: str) -> None:
         self.path = os.path.join(directory, f".{prefix}.jstep-writer")
@@ -140,7 +132,7 @@ class FileClaim:
         _HELD.add(self)
 
     def is_held(self) -> bool:
-        """Return whether the claim still holds: the directory may have been removed, or this may be a fork."""
+        """Return whether the claim holds: the directory may have been removed, or this may be a fork."""
         with contextlib.suppress(OSError):
             if self.finalizer.alive and _same_file(self.handle, self.path):
                 os.utime(self.handle if os.utime in os.supports_fd else self.path)  # heartbeat
@@ -148,7 +140,6 @@ class FileClaim:
         return False
 
     def release(self, wait: bool = True) -> None:
-        """Release the claim; nothing has to be waited for."""
         self.finalizer()
 
 
@@ -156,7 +147,7 @@ def _locked(path: str, directory: str, prefix: str) -> int:
     while True:
         try:
             handle, ours = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666), True
-        except PermissionError:  # one that another user left usually is not writable
+        except PermissionError:  # a file that another user left is usually not writable
             handle, ours = os.open(path, os.O_RDONLY), False
         with contextlib.ExitStack() as closing:
             closing.callback(os.close, handle)
@@ -210,7 +201,7 @@ def _read(handle: int) -> dict[str, Any]:
 
 
 def _unlock(path: str, handle: int, pid: int) -> None:
-    is_ours = False  # a fork has a copy of the handle, and no claim
+    is_ours = False  # a fork has a copy of the handle, but no claim
     with contextlib.suppress(OSError):
         is_ours = pid == os.getpid() and _same_file(handle, path)
         if is_ours and os.name != "nt":
@@ -218,7 +209,8 @@ def _unlock(path: str, handle: int, pid: int) -> None:
     with contextlib.suppress(OSError):
         os.close(handle)
     with contextlib.suppress(OSError):
-        if is_ours and os.name == "nt":  # which removes no open file, nor one that the next writer has open
+        # Windows removes no open file: not before `close`, and not one that the next writer has open.
+        if is_ours and os.name == "nt":
             os.unlink(path)
 
 
@@ -248,17 +240,11 @@ _held: "weakref.WeakValueDictionary[str, ObjectClaim]" = weakref.WeakValueDictio
 
 
 def key_of(prefix: str) -> str:
-    """Return the key of the object that names the writer of a prefix."""
     return f"~claims/{prefix}"
 
 
 class ObjectClaim:
-    """The exclusive right to write a prefix in a directory of objects, until `release`.
-
-    Raises:
-        CheckpointError: Another writer has it; names its host and process.
-        OSError: The directory cannot be read or written.
-    """
+    """The exclusive right to write a prefix below a URL, until `release`."""
 
     def __init__(self, objects: Directory, prefix: str) -> None:
         self._objects, self._prefix, self.id = objects, prefix, uuid.uuid4().hex
@@ -298,7 +284,6 @@ class ObjectClaim:
             seen = self._objects.read(key)
 
     def _is_free(self, who: Mapping[str, Any]) -> bool:
-        """Return whether the previous owner is certainly dead."""
         if who.get("pid") == os.getpid() and is_alive(who):
             return str(who.get("id")) not in _held
         return not who or is_alive(who) is False
@@ -307,33 +292,28 @@ class ObjectClaim:
         return json.dumps(this_process() | {"id": self.id, "beat": self._beats}).encode()
 
     def is_held(self) -> bool:
-        """Return whether the claim is not known to be lost. `check` queries the store."""
+        """Return whether the claim is not known to be lost; only `check` queries the store."""
         return not self._lost and not self._ended.is_set() and self._pid == os.getpid()
 
     def check(self) -> None:
-        """Check that no other writer has taken the claim; called before every commit.
-
-        Raises:
-            CheckpointError: Another process has taken it; names the process.
-            OSError: The store cannot be read.
-        """
+        """Raise `CheckpointError` if another writer has taken the claim; called before every commit."""
         with self._lock:
-            found = self._objects.read(key_of(self._prefix))
-            if found.data is None:  # deleted by hand, or by a rule of the bucket
+            current = self._objects.read(key_of(self._prefix))
+            if current.data is None:  # deleted by hand, or by a rule of the bucket
                 stamp = self._objects.write_if(key_of(self._prefix), self._text(), ABSENT)
                 if stamp is not None:
                     self._stamp = stamp
                     return
-                found = self._objects.read(key_of(self._prefix))
-            who = owner_in(found.data)
+                current = self._objects.read(key_of(self._prefix))
+            who = owner_in(current.data)
             if who.get("id") == self.id:
-                self._stamp = found.stamp
+                self._stamp = current.stamp
                 return
             self._lost = True
         raise refusal(self._objects.url, self._prefix, who)
 
     def renew(self) -> None:
-        """Renew the claim, which shows that its writer is alive."""
+        """Show that this writer is alive."""
         with self._lock:
             if not self.is_held():
                 return
@@ -343,7 +323,7 @@ class ObjectClaim:
                 self._stamp = stamp
 
     def release(self, wait: bool = True) -> None:
-        """Release the claim within some seconds, or one if not `wait`; if it fails, the next writer takes it over."""
+        """Release the claim within 5 seconds, or 1 if not `wait`; if that fails, the next writer takes it over."""
         seconds = 5 if wait else 1
         self._ended.set()
         _held.pop(self.id, None)

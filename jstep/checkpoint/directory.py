@@ -36,8 +36,6 @@ _FULL = {
 
 
 class DirectoryStore(Store):
-    """A `Store` in a directory: a checkpoint is a folder, which is renamed to its final name when it is complete."""
-
     def __init__(self, directory: str, prefix: str | None) -> None:
         super().__init__(directory, prefix)
         self._is_cleaned = False
@@ -45,39 +43,38 @@ class DirectoryStore(Store):
         self._bytes = 0
 
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
-        """See `Store.newest_first`. Only that files exist is checked; incomplete and foreign folders are skipped."""
-        given: set[int] = set()
+        """See `Store.newest_first`. Only the existence of files is checked."""
+        yielded: set[int] = set()
         for _ in range(_LOOKS):
             for step, _, entry in listing.entries(self.directory, prefix):
-                if step in given:
+                if step in yielded:
                     continue
                 path = self.path(entry)
-                found = path if step in trusted else listing.found(path.removesuffix(listing.REPLACED))
-                if found is not None:
-                    given.add(step)
-                    yield step, found
-                elif not given and not os.path.lexists(path):
-                    break  # it was evicted, so there is a newer one, which is not in this list
+                complete = path if step in trusted else listing.found(path.removesuffix(listing.REPLACED))
+                if complete is not None:
+                    yielded.add(step)
+                    yield step, complete
+                elif not yielded and not os.path.lexists(path):
+                    break  # it was evicted, so a newer one exists that is not in this list
             else:
                 return
 
     def at(self, prefix: str, step: int) -> str | None:
-        """See `Store.at`."""
         return listing.found(self.path(listing.name(prefix, step)))
 
     def broken(self, prefix: str, above: int) -> list[tuple[str, str]]:
         """See `Store.broken`.
 
-        A folder gets its name when it is complete, and loses it before it is deleted. Only in a copy from a bucket,
-        data without a manifest may come from an interrupted save.
+        A folder gets its name when it is complete, and loses it before it is deleted. Only in a copy from a bucket may
+        data without a manifest come from an interrupted save.
         """
         problems = []
         for step, is_final, entry in listing.entries(self.directory, prefix):
             path = self.path(entry)
             if step <= above or not is_final:
                 continue
-            found, lacks = listing.look(path)
-            if found is not None or (lacks == NAME and not listing.has_data(path)) or not os.path.lexists(path):
+            complete, lacks = listing.look(path)
+            if complete is not None or (lacks == NAME and not listing.has_data(path)) or not os.path.lexists(path):
                 continue
             if lacks == NAME and not listing.OF_ORBAX & set(listing.listed(path)):
                 _logger.warning(
@@ -91,11 +88,9 @@ class DirectoryStore(Store):
         return problems
 
     def manifest(self, path: str) -> Manifest:
-        """See `Store.manifest`."""
         return listing.read_manifest(path)
 
     def contents(self, path: str, manifest: Manifest) -> Contents:
-        """See `Store.contents`."""
         start_read = functools.partial(LocalRead, path)
         if manifest.is_packed:  # a copy from a bucket
             from jstep.checkpoint import packs  # not at the top: it imports JAX
@@ -111,7 +106,6 @@ class DirectoryStore(Store):
         return OrbaxContents(path, manifest, start_read, differences, read_arrays)
 
     def claim(self) -> None:
-        """See `Store.claim`."""
         try:
             make_folders(self.directory)
         except OSError as error:
@@ -125,24 +119,19 @@ class DirectoryStore(Store):
             self._is_cleaned = True
 
     def lock(self) -> FileClaim:
-        """See `Store.lock`."""
         self._is_cleaned = False
         return FileClaim(self.directory, self._prefix)
 
     def save(
         self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit, files: Mapping[str, Any]
     ) -> None:
-        """Write a checkpoint, in a thread; see `Store.save`.
+        """Write a checkpoint in a thread, atomically: each step is on the disk before the next one begins.
 
-        One after the other, these are on the disk:
-
-        1. the arrays and then the files, in a temporary folder (`orbax_arrays`), and with several processes the
-           checksums of each;
-        2. all of them, flushed, with checksums (`checksums.collect`), and what `Saver.flushing` flushes;
-        3. the manifest, without which a folder is not a checkpoint, and the file without which Orbax does not take a
-           copy of it in a bucket for one;
-        4. the temporary folder, flushed, then renamed, then the folder around it, flushed (`_publish`);
-        5. and then only are superseded checkpoints removed (`commit`).
+        1. Arrays, then files, in a temporary folder; with several processes, the checksums of each (`orbax_arrays`).
+        2. The checksums of all (`checksums.collect`), and the flushes of `Saver.flushing`.
+        3. The manifest, without which a folder is not a checkpoint, and the file without which Orbax rejects a copy of
+           it in a bucket.
+        4. The renamed folder (`_publish`). Only then are superseded checkpoints removed (`commit`).
         """
 
         def end(temporary: str, final: str) -> None:
@@ -151,8 +140,8 @@ class DirectoryStore(Store):
             files = checksums.collect(temporary, jax.process_count())
             commit.end(files, functools.partial(self._publish, temporary, final))
 
-        self._bytes = sum(int(one.nbytes) for one in (*arrays.values(), *files.values()))
-        self._is_cleaned = False  # if this is interrupted, the next save removes the remains
+        self._bytes = sum(int(content.nbytes) for content in (*arrays.values(), *files.values()))
+        self._is_cleaned = False  # if this is interrupted, the next save removes the leftovers
         with self._explained():
             from jstep.checkpoint import orbax_arrays  # not at the top: importing Orbax is slow
 
@@ -166,23 +155,15 @@ class DirectoryStore(Store):
         self._is_cleaned = True
 
     def _publish(self, temporary: str, final: str, manifest: Manifest) -> list[str]:
-        """Add the manifest to a folder, and rename it to its final name.
-
-        Returns:
-            The folder of an older checkpoint of that name, to be erased.
-
-        Raises:
-            FileNotFoundError: A file of the checkpoint was removed meanwhile.
-            OSError: The new name may not be on the disk.
-        """
+        """Add the manifest, rename the folder to its final name, and return the older checkpoint, to be erased."""
         from jstep.checkpoint import orbax_arrays
 
-        # Cleaners of old files may remove files while they are written; the rest would look like a checkpoint.
+        # A cleaner of old files may remove some while they are written; the rest would look like a checkpoint.
         if lost := _lost(lambda: orbax_arrays.missing(temporary, manifest)):
             raise OSError(errno.ENOENT, f"{lost}: files were removed while they were written", temporary)
         with new_file(os.path.join(temporary, NAME)) as file:
             file.write(encode(manifest))
-        # Orbax looks for the name alone, which is flushed with the folder.
+        # Orbax checks only the name of this file, which is flushed with the folder.
         with open(os.path.join(temporary, listing.COMMITTED), "xb") as file:
             file.write(f"Checkpoint commit was successful to {final}".encode(errors="surrogateescape"))
         replaced = final + listing.REPLACED
@@ -210,7 +191,7 @@ class DirectoryStore(Store):
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """A context, or decorator, whose error says that the disk is full, and what is needed, if that is the cause."""
+        """Explain an error whose cause is a full disk, as a context manager or a decorator."""
         try:
             yield
         except Exception as error:
@@ -226,16 +207,13 @@ class DirectoryStore(Store):
             ) from error
 
     def abandon(self, path: str) -> None:
-        """See `Store.abandon`."""
         self._is_cleaned = False
         remove(path + listing.TEMPORARY)
 
     def command_to_set_aside(self, path: str) -> str:
-        """See `Store.command_to_set_aside`."""
         return shlex.join(["mv", path, _unused(path + listing.ASIDE)])
 
     def hide(self, path: str) -> list[str]:
-        """See `Store.hide`."""
         deleted = path + listing.DELETED
         remove(deleted)
         with contextlib.suppress(FileNotFoundError):
@@ -244,15 +222,11 @@ class DirectoryStore(Store):
         return []
 
     def erase(self, remains: Sequence[str]) -> None:
-        """See `Store.erase`."""
         for path in remains:
             remove(path)
 
     def _remove_leftovers(self) -> None:
-        """Remove what interrupted saves and deletions of this prefix left behind.
-
-        Only the owner of the claim may do so: otherwise the removed folder may be one that is being written.
-        """
+        """Remove leftovers of interrupted saves and deletions; only the owner of the claim may do so."""
         for name, _, suffix in listing.folders(self.directory, self._prefix):
             final = self.path(name)
             path = final + suffix
@@ -266,7 +240,6 @@ class DirectoryStore(Store):
                 remove(path)
 
     def close(self, wait: bool = True) -> None:
-        """See `Store.close`."""
         super().close(wait)
         if self._arrays is not None and wait:
             self._arrays.close()
@@ -279,13 +252,11 @@ def _set_aside(path: str) -> None:
 
 
 def _unused(stem: str) -> str:
-    """Return the first name that does not exist, of those that begin so and end with a number."""
     names = (f"{stem}{number}" for number in itertools.count())
     return next(name for name in names if not os.path.lexists(name))
 
 
 def remove(path: str) -> None:
-    """Delete a folder of ours as far as possible; of a link, only the link."""
     if os.path.islink(path):
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -294,7 +265,7 @@ def remove(path: str) -> None:
 
 
 def _full(error: BaseException | None) -> int | None:
-    """Return the code of a full disk or an exceeded quota, if an error or one of its causes reports it."""
+    """Return the code of a full disk or quota, if an error or one of its causes reports it."""
     seen = 0
     while error is not None and seen < 20:
         for code, (_, words) in _FULL.items():
@@ -305,14 +276,7 @@ def _full(error: BaseException | None) -> int | None:
 
 
 class LocalRead(NamedTuple):
-    """A range of a file to read, like a `Pending` of an object.
-
-    Attributes:
-        folder: The folder of the checkpoint.
-        key: The path of the file below it.
-        start: The first byte.
-        stop: The end of the range; None for the end of the file.
-    """
+    """A range of a file to read, like a `Pending` of an object."""
 
     folder: str
     key: str
@@ -321,14 +285,12 @@ class LocalRead(NamedTuple):
 
     @property
     def url(self) -> str:
-        """The path of the file."""
         return os.path.join(self.folder, self.key)
 
     def give_up(self) -> None:
-        """Do nothing: the file is read when its result is requested."""
+        """Do nothing: the file is read only on request."""
 
     def read(self) -> ReadResult:
-        """See `Pending.read`."""
         if not checksums.is_below(os.path.realpath(self.folder), self.key):
             raise ValueError(f"{self.url}: a link out of the checkpoint")
         try:
@@ -340,7 +302,6 @@ class LocalRead(NamedTuple):
 
 
 def _lost(missing: Callable[[], str | None]) -> str | None:
-    """Describe what is missing of the written files; None if nothing is."""
     try:
         path = missing()
     except Exception as error:  # tensorstore has no error types

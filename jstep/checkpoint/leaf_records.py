@@ -1,4 +1,4 @@
-"""Leaves of a state in a checkpoint: their records, the arrays that are stored for them, and which are left out."""
+"""Leaves of a state in a checkpoint: their records, their stored arrays, and the leaves that are left out."""
 
 import dataclasses
 import functools
@@ -32,33 +32,31 @@ Keys = tuple[str, ...]
 
 
 def keys_of(path: Any) -> Keys:
-    """Return the keys of a leaf as strings."""
     return tuple(trees.path_str((key,)) for key in path)
 
 
 def halves_in(tree: Tree) -> dict[int, int]:
-    """Return the leaves that `compact` stores in two → those with their other halves: indices among all leaves."""
-    found: dict[int, int] = {}
+    """Return the leaves that `compact` stores in two → their other halves, as indices."""
+    halves: dict[int, int] = {}
     for state, numbers in states_in(tree):
         roles = roles_in(state)
         pairs = [(numbers.slots.get(name), numbers.slots.get(half)) for name, half in roles.halves.items()]
         own = (name for name in roles.of(Role.REMAINDER) if name not in roles.halves.values())
         for both in [*pairs, *((numbers.params, numbers.slots.get(name)) for name in own)]:
-            if all(trees.is_like(state.params, one) for one in both):
-                places = zip(*(trees.flatten_like(state.params, one, SLOTS) for one in both), strict=True)
-                found |= {place: half for place, half in places if place is not None and half is not None}
-    return found
+            if all(trees.is_like(state.params, part) for part in both):
+                places = zip(*(trees.flatten_like(state.params, part, SLOTS) for part in both), strict=True)
+                halves |= {place: half for place, half in places if place is not None and half is not None}
+    return halves
 
 
 def states_in(tree: Tree) -> list[tuple[TrainState, TrainState]]:
-    """Return each state in a tree, with a copy whose leaves are their indices among all leaves of the tree."""
+    """Return each state in a tree, with a copy that holds the indices of its leaves in the tree."""
     both = tree, numbers_of_leaves(tree)
-    nodes = (jax.tree.leaves(one, is_leaf=lambda node: isinstance(node, TrainState)) for one in both)
+    nodes = (jax.tree.leaves(root, is_leaf=lambda node: isinstance(node, TrainState)) for root in both)
     return [both for both in zip(*nodes, strict=True) if isinstance(both[0], TrainState)]
 
 
 def numbers_of_leaves(tree: Tree) -> Any:
-    """Return a tree with the numbers of its leaves in their places."""
     return jax.tree.unflatten(trees.structure(tree), range(len(jax.tree.leaves(tree))))
 
 
@@ -71,12 +69,6 @@ _Record = TypeVar("_Record", Leaf, LeftOut)
 
 
 def named_leaves(state: Tree) -> list[tuple[Leaf, Any]]:
-    """Return every leaf of a state with its record.
-
-    Raises:
-        TypeError: A leaf is not an array or a number, or has no value (names its path).
-        ValueError: A leaf was donated (names its path).
-    """
     flat = jax.tree_util.tree_leaves_with_path(state)
     paths = [trees.path_str(keys) for keys, _ in flat]
     # Orbax joins keys with dots.
@@ -94,12 +86,7 @@ def named_leaves(state: Tree) -> list[tuple[Leaf, Any]]:
 
 
 def require_value(leaf: object, what: str) -> None:
-    """Reject a leaf without a value to save, of a state or of weights.
-
-    Raises:
-        TypeError: It is traced or masked.
-        ValueError: It was donated.
-    """
+    """Raise an error for a leaf of a state or of weights that is traced, masked or donated."""
     if trees.is_traced(leaf):
         raise TypeError(f"{what} is traced; save outside of jit, with what a compiled step returned")
     if isinstance(leaf, np.ma.MaskedArray):
@@ -130,18 +117,11 @@ def _with_value(leaf: object, path: str) -> Any:
 
 
 def to_stored(record: Leaf, leaf: object) -> Any:
-    """Return the array to store for a leaf, of a type that the storage format supports."""
     return trees.key_data(leaf) if record.stored_as is None else _carried(record, leaf, record.stored_as)
 
 
 def value_of(record: Leaf, half: Leaf | None, arrays: Mapping[str, Any]) -> Any:
-    """Return the leaf of what was stored for it; of its two halves, if `compact` stored it in two.
-
-    Args:
-        record: The leaf.
-        half: The leaf with its other half; None if it has none, or is wanted without it.
-        arrays: The stored arrays by name. The value of NumPy arrays is one.
-    """
+    """Return a leaf's value from its stored array, or from both halves if `compact` stored it in two."""
     value = zeros_of(record) if record.array is None else arrays[record.array]
     if record.stored_as is not None:
         value = _carried(record, value, record.dtype)
@@ -152,7 +132,7 @@ def value_of(record: Leaf, half: Leaf | None, arrays: Mapping[str, Any]) -> Any:
 
 
 def _carried(record: Leaf, array: Any, dtype: str) -> Any:
-    """Convert a leaf to the type that carries it, or back: floats by their bits, integers by their values."""
+    """Convert a leaf to the dtype that carries it, or back: floats by their bits, integers by their values."""
     if not record.dtype.startswith("float"):
         return array.astype(dtype)
     if isinstance(array, np.ndarray):
@@ -161,11 +141,7 @@ def _carried(record: Leaf, array: Any, dtype: str) -> Any:
 
 
 def as_integers(array: np.ndarray[Any, Any], dtype: DTypeLike, path: str) -> np.ndarray[Any, Any]:
-    """Convert a stored array to the integer dtype of the leaf at a path of the target.
-
-    Raises:
-        ValueError: The dtype cannot represent a number of it.
-    """
+    """Convert a stored array to the integer dtype of a target's leaf, if it can represent all numbers."""
     converted = array.astype(dtype)
     if (converted != array).any():
         raise ValueError(
@@ -175,7 +151,6 @@ def as_integers(array: np.ndarray[Any, Any], dtype: DTypeLike, path: str) -> np.
 
 
 def stored_kind(record: Leaf) -> tuple[tuple[int, ...], str]:
-    """Return the shape and dtype of the array that is stored for a leaf."""
     if record.key_impl is not None:
         key = _key_data(record.key_impl)
         return (*record.shape, *key.shape), str(key.dtype)
@@ -183,7 +158,6 @@ def stored_kind(record: Leaf) -> tuple[tuple[int, ...], str]:
 
 
 def zeros_of(record: Leaf) -> np.ndarray[Any, Any]:
-    """Return the array of a leaf without elements, of which nothing is stored."""
     try:
         shape, dtype = stored_kind(record)
         return np.zeros(shape, jnp.dtype(dtype))
@@ -205,7 +179,7 @@ def leaves_by_id(saved: Sequence[_Record]) -> dict[tuple[str, int], _Record]:
 
 
 def unique(paths: Iterable[str]) -> list[str]:
-    """Return a name for each path, all different: the path, followed by a number from its second occurrence on."""
+    """Return different names for all paths: the path, with a number from its second occurrence on."""
     paths = list(paths)
     names, taken = [], set(paths)
     for path, number in trees.ids(paths):
@@ -219,12 +193,7 @@ def unique(paths: Iterable[str]) -> list[str]:
 
 
 def left_out_indices(state: Tree, leave_out: selection.VarList) -> set[int]:
-    """Return the indices, among the leaves of a state, of the parameters that are left out and of their slots.
-
-    Raises:
-        TypeError: `leave_out` has none of the forms of `var_list`.
-        ValueError: An entry matches no parameter, or the state has no params.
-    """
+    """Return the indices of the left-out parameters and of their slots."""
     if leave_out is None:
         return set()
     params, slots = _field(state, PARAMS), _field(state, SLOTS)
@@ -248,7 +217,7 @@ def _field(state: Tree, name: str) -> Any:
 
 
 def started_slots(named: Sequence[tuple[Recorded, Any]]) -> Callable[[], tuple[LeftOut, ...]]:
-    """Start computing the fingerprints of leaves on their devices; the returned function waits for them."""
+    """Start computing fingerprints on the leaves' devices; the returned function waits for them."""
     keys = [leaf_key(leaf.path, leaf.dtype, leaf.shape) for leaf, _ in named]
     begun = stacked([value for _, value in named], np.stack(keys)) if keys else []
 
@@ -262,5 +231,5 @@ def started_slots(named: Sequence[tuple[Recorded, Any]]) -> Callable[[], tuple[L
 
 
 def changed_leaves(pairs: Sequence[tuple[LeftOut, Any]]) -> list[LeftOut]:
-    """Return those left-out leaves whose values in a target differ from the fingerprint."""
+    """Return the left-out leaves whose values in a target differ from the fingerprint."""
     return [leaf for (leaf, _), now in zip(pairs, started_slots(pairs)(), strict=True) if now != leaf]

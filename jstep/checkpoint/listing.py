@@ -20,37 +20,27 @@ from jstep.stores.files import is_absent, may_be_file
 
 
 def read_manifest(checkpoint: str) -> Manifest:
-    """Read the manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: The manifest is corrupted (names its path).
-        FileNotFoundError: There is no manifest.
-    """
     path = os.path.join(checkpoint, NAME)
     with open(path, "rb") as file:
         return decoded(file.read(), path)
 
 
 def decoded(data: bytes, path: str) -> Manifest:
-    """Return the manifest that was read from a path or URL, which callers must not modify.
-
-    Raises:
-        CheckpointError: It is corrupted (names its path).
-    """
+    """Decode a manifest. The result is cached, so callers must not modify it."""
     try:
         return _decoded(data)
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}") from None
 
 
-# A manifest is decoded three times in a row when a checkpoint is listed, found and read.
+# Listing, finding and reading a checkpoint decodes its manifest three times in a row.
 _decoded = functools.lru_cache(maxsize=4)(decode)
 
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax's suffix for unfinished checkpoints
 REPLACED = ".jstep-replaced"  # the old checkpoint of a step, while the new one replaces it
 DELETED = ".jstep-deleted"
-ASIDE = ".aside."  # what the user sets aside, by the command that an error shows; a number follows
+ASIDE = ".aside."  # a checkpoint set aside by the command that an error shows; a number follows
 
 COMMITTED = "commit_success.txt"
 """The file by which Orbax knows that a checkpoint in a bucket is complete."""
@@ -62,26 +52,24 @@ _logger = logging.getLogger("jstep")
 
 
 def name(prefix: str, step: int) -> str:
-    """Return the name of a checkpoint, `prefix-step`."""
     return f"{prefix}-{step}"
 
 
 def misnamed(prefix: str, step: int, held: int) -> str:
-    """Return the problem of a checkpoint whose name has another step than its content."""
     return (
         f"its name says step {step}, and it holds step {held}: it was copied or renamed; rename it to {prefix}-{held}"
     )
 
 
 def entries(directory: str, prefix: str | None) -> list[tuple[int, bool, str]]:
-    """Return step, whether it has its final name, and name of every folder that may be a checkpoint, highest first."""
-    found = folders(directory, prefix)
+    """Return (step, has its final name, name) of every folder that may be a checkpoint, highest step first."""
+    matches = folders(directory, prefix)
     # A replaced checkpoint counts only if its successor never took its place.
-    return sorted(((n, not end, name + end) for name, n, end in found if end in ("", REPLACED)), reverse=True)
+    return sorted(((n, not end, name + end) for name, n, end in matches if end in ("", REPLACED)), reverse=True)
 
 
 def folders(directory: str, prefix: str | None) -> list[tuple[str, int, str]]:
-    """Return the name and the step of the checkpoint to which a folder belongs, and the suffix that the folder has."""
+    """Return (checkpoint name, step, suffix) of every folder that belongs to a checkpoint."""
     start = ".+" if prefix is None else re.escape(prefix)
     suffixes = rf"|{re.escape(TEMPORARY)}(?:-[0-9]+)?|{re.escape(REPLACED)}|{re.escape(DELETED)}"
     pattern = re.compile(rf"({start}-{_STEP})({suffixes})", re.DOTALL)
@@ -90,7 +78,6 @@ def folders(directory: str, prefix: str | None) -> list[tuple[str, int, str]]:
 
 
 def listed(directory: str) -> list[str]:
-    """Return the names in a directory; an empty list if it is missing."""
     try:
         return os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
@@ -98,7 +85,6 @@ def listed(directory: str) -> list[str]:
 
 
 def found(final: str) -> str | None:
-    """Return where the checkpoint of a final path is complete, or None."""
     there, lacks = look(final)
     if lacks not in (None, NAME):
         _logger.warning("%s is ignored: it is incomplete, %s is missing", final, lacks)
@@ -106,10 +92,8 @@ def found(final: str) -> str | None:
 
 
 def look(final: str) -> tuple[str | None, str | None]:
-    """Return where the checkpoint of a final path is complete, or None and what it lacks.
-
-    Saving a step again renames its old checkpoint before the new one gets the name.
-    """
+    """Return the path of a complete checkpoint with this final path, or None and its first missing file."""
+    # Saving a step again renames its old checkpoint before the new one gets the name.
     lacks: str | None = NAME
     for path in (final, final + REPLACED, final):
         lacks = missing(path)
@@ -119,32 +103,29 @@ def look(final: str) -> tuple[str | None, str | None]:
 
 
 def missing(path: str) -> str | None:
-    """Return the first missing file of a checkpoint, of those that are read; None if it is complete.
-
-    A corrupted manifest counts as present: restoring raises an error, while skipping it would silently return to an
-    older step. What cannot be read, such as without permission, counts as present, too: it may be intact, and reading
-    it raises why.
-    """
+    """Return the first missing file that a restore reads; None if the checkpoint is complete."""
     try:
         manifest = read_manifest(path)
     except CheckpointError:
-        # An unreadable manifest without any other file of ours belongs to another program.
+        # A corrupted manifest counts as present: restoring raises an error, while skipping it would silently return to
+        # an older step. Without any other file of ours, it belongs to another program.
         return None if has_data(path) else NAME
     except OSError as error:
+        # An unreadable file (permissions) counts as present, too: it may be intact, and reading it raises the reason.
         return NAME if is_absent(error) else None
     files = manifest.files.keys() - UNUSED
     return next((file for file in sorted(files) if not may_be_file(os.path.join(path, file))), None)
 
 
 def has_data(path: str) -> bool:
-    """Return whether a folder holds arrays of a checkpoint, written here or copied from a bucket."""
+    """Return whether a folder holds arrays, written here or copied from a bucket."""
     return any(
         entry in OF_ORBAX or (is_attempt(entry) and os.path.isdir(os.path.join(path, entry))) for entry in listed(path)
     )
 
 
 def is_remains(path: str) -> bool:
-    """Return whether a folder is a checkpoint or the remains of one, and not data of another program."""
+    """Return whether a folder is a checkpoint or its remains, and not another program's data."""
     if os.path.islink(path) or not os.path.isdir(path):
         return False
     entries = set(listed(path))
@@ -157,19 +138,16 @@ HOUR = 3600
 
 
 def is_attempt(name: str | None) -> bool:
-    """Return whether it is the name of an attempt."""
     return name is not None and _ATTEMPT.fullmatch(name) is not None
 
 
 def is_old(attempt: str, now: float) -> bool:
-    """Return whether an attempt began more than an hour ago, so that it is no longer written or read."""
+    """Return whether an attempt began more than an hour ago, so that nothing writes or reads it any more."""
     match = _ATTEMPT.fullmatch(attempt)
     return match is not None and match[1] is not None and now - int(match[1]) > HOUR
 
 
 class Checkpoints:
-    """The checkpoints of a prefix, or of any prefix, in a list of keys."""
-
     def __init__(self, keys: Iterable[str], prefix: str | None) -> None:
         self.committed: dict[str, int] = {}
         """Name of the checkpoint → its step."""

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: a JSON description of its leaves and files, with checksums.
 
-Orbax checks nothing: a flipped byte in its files restores silently. The manifest covers every byte: those of
-the files by their checksums, its own by the checksum in its last line.
+Orbax checks nothing: a flipped byte in its files restores silently. The manifest covers every byte: checksums of the
+files, and in its last line a checksum of itself.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jstep.core.exceptions import Picklable
 
 NAME = "manifest.json"
 FORMAT = 1
-_LARGEST = 2**58  # elements of any dtype that NumPy can index, also where an axis has none
+_LARGEST = 2**58  # elements of any dtype that NumPy can index, even if an axis has none
 _DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the stack may be deep already
 _SEAL = ',\n "crc32": "'
 
@@ -30,7 +30,7 @@ class CorruptedError(CheckpointError):
     """A checkpoint is corrupted.
 
     Attributes:
-        problems: Descriptions of what is wrong with which file or object.
+        problems: One description per corrupted file or object.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -39,33 +39,27 @@ class CorruptedError(CheckpointError):
 
 
 class UnsupportedFormatError(CheckpointError):
-    """A checkpoint is intact, and was written in a format that this version does not read."""
+    """A checkpoint is intact, but this version cannot read its format."""
 
 
 class Extra(NamedTuple):
-    """The `extra` of a save, or a part of it, with large bytes, which are files of the checkpoint and not in its text.
+    """The `extra` of a save, or a part of it.
 
     Attributes:
-        values: JSON, as for `Saver.save`, which refers to the files by their names.
-        files: Name of a file → its `LargeBytes`: the files that this process writes. No two processes have files of the
-            same name.
+        values: JSON, which refers to the files by their names.
+        files: Name → `LargeBytes`: the files that this process writes. Names differ between processes.
     """
 
     values: Any
     files: Mapping[str, Any]
 
     def is_same(self, other: "Extra") -> bool:
-        """Whether two are equal, whatever the order of their keys."""
-        mine, its = (json.dumps(one.values, sort_keys=True) for one in (self, other))
+        mine, its = (json.dumps(extra.values, sort_keys=True) for extra in (self, other))
         return mine == its and self.files == other.files
 
 
 def json_copy(value: object, name: str) -> Any:
-    """Return the value as JSON decodes it: tuples become lists.
-
-    Raises:
-        TypeError: The value is not a JSON value (the message says where), or contains itself.
-    """
+    """Return the value as JSON decodes it: tuples become lists."""
     _check_json(value, name, ())
     return json.loads(json.dumps(value))
 
@@ -93,10 +87,8 @@ class Recorded:
     """A leaf of a state in a manifest, saved or left out.
 
     Attributes:
-        path: The path of the leaf, such as `params/dense/kernel`.
         keys: The keys of the path, which may contain slashes themselves.
-        shape: The shape of the leaf.
-        dtype: The dtype of the leaf, such as `bfloat16` or `key<fry>`.
+        dtype: Such as `bfloat16` or `key<fry>`.
     """
 
     path: str
@@ -105,7 +97,6 @@ class Recorded:
     dtype: str
 
     def _json(self, **own: object) -> dict[str, Any]:
-        """Return a short dict, without keys that follow from the path."""
         keys = {} if list(self.keys) == self.path.split("/") else {"keys": list(self.keys)}
         return {"path": self.path, "shape": list(self.shape), "dtype": self.dtype, **own, **keys}
 
@@ -121,14 +112,14 @@ _OPTIONAL = ("stored_as", "key_impl", "half")
 
 @dataclasses.dataclass(frozen=True)
 class Leaf(Recorded):
-    """One leaf of a saved state.
+    """A leaf that was saved.
 
     Attributes:
         nbytes: Its size in memory.
-        array: The name of the stored array; None if the leaf has no elements and nothing is stored.
-        stored_as: The dtype on disk, if the storage format does not support the dtype of the leaf.
-        key_impl: The implementation of a PRNG key, whose raw data is stored.
-        half: The name of the stored array with the other half of the numbers: scales or a remainder of `compact`.
+        array: The name of the stored array; None if the leaf has no elements.
+        stored_as: The dtype on disk, if it differs.
+        key_impl: Set for a PRNG key, whose raw data is stored.
+        half: The stored array with the other half of the numbers: scales or a remainder of `compact`.
     """
 
     nbytes: int
@@ -138,14 +129,12 @@ class Leaf(Recorded):
     half: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return a short dict, without what follows from the path."""
         array = {} if self.array == self.path else {"array": self.array}
         others = {name: getattr(self, name) for name in _OPTIONAL if getattr(self, name) is not None}
         return self._json(bytes=self.nbytes) | array | others
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Leaf":
-        """Return the leaf that `to_json` wrote."""
         path, keys, shape, dtype = cls._fields(data)
         array = _text_or_none(data.get("array", path))
         if array is None and (0 not in shape or math.prod(filter(None, shape)) >= _LARGEST):
@@ -156,21 +145,15 @@ class Leaf(Recorded):
 
 @dataclasses.dataclass(frozen=True)
 class LeftOut(Recorded):
-    """A leaf of the state that was not saved, by `Saver(leave_out=…)`.
-
-    Attributes:
-        fingerprint: 16 hexadecimal digits, as in `jstep.fingerprint(state, per_leaf=True)`.
-    """
+    """A leaf that `Saver(leave_out=…)` did not save, with its `jstep.fingerprint`."""
 
     fingerprint: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return a short dict, without keys that follow from the path."""
         return self._json(fingerprint=self.fingerprint)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "LeftOut":
-        """Return the leaf that `to_json` wrote."""
         return cls(*cls._fields(data), _text(data["fingerprint"]))
 
 
@@ -179,9 +162,7 @@ class RetainedSteps:
     """The retention state, which is written into every manifest.
 
     Attributes:
-        steps: Steps of the checkpoints that are kept permanently.
-        since: The time up to which hours are accounted for, in seconds: the first save more than
-            `keep_checkpoint_every_n_hours` after it is the next one kept permanently.
+        since: The first save more than `keep_checkpoint_every_n_hours` after this time is kept permanently.
     """
 
     steps: frozenset[int]
@@ -193,20 +174,14 @@ class Manifest:
     """The content of a checkpoint.
 
     Attributes:
-        step: The global step of the state.
-        saved_at: The time of the save, in seconds since 1970.
-        leaves: The leaves of the state, in its order.
-        extra: The user's values.
-        retention: Which checkpoints are kept permanently; decided when the save ends.
-        files: Path below the checkpoint → its size in bytes, and checksums or a stamp, depending on the store.
+        saved_at: Seconds since 1970.
+        retention: Decided when the save ends.
+        files: Path below the checkpoint → size in bytes, and checksums or a stamp, depending on the store.
         jstep: The version that wrote it.
-        data: The folder below the checkpoint that holds the files, if it was written to a bucket; None if it was
-            written to a disk, where they are next to the manifest.
-        left_out: Leaves of the state that were not saved; a target must provide them.
-        finite: Whether all parameters are finite, or were not when the run began. Those of versions that did not record
-            it count as finite.
-        passing: Whether the next save replaces it, and it counts in no limit: what a run saved by itself, soon after a
-            checkpoint that is kept.
+        data: The folder with the files of a checkpoint written to a bucket; None if they are next to the manifest.
+        left_out: Leaves that a target must provide.
+        finite: Whether all parameters are finite, or were not when the run began; True if it was not recorded.
+        passing: Whether it is temporary: the next save replaces it, and no limit counts it.
     """
 
     step: int
@@ -215,7 +190,7 @@ class Manifest:
     extra: Any = None
     retention: RetainedSteps = RetainedSteps(frozenset(), 0.0)
     files: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    # Not that of the installed package: another one, or none, may be installed under this name.
+    # Not from the metadata of the installed package: another version, or none, may be installed under this name.
     jstep: str = dataclasses.field(default_factory=lambda: str(sys.modules["jstep"].__version__))
     data: str | None = None
     left_out: tuple[LeftOut, ...] = ()
@@ -224,17 +199,16 @@ class Manifest:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the arrays are packed into a few objects, as below a URL. A copy keeps the form of the original."""
+        """Whether the arrays are packed into a few objects, as below a URL and in its copies."""
         return self.data is not None
 
     @property
     def by_array(self) -> dict[str, Leaf]:
-        """Name of a stored array → its leaf."""
         return {leaf.array: leaf for leaf in self.leaves if leaf.array is not None}
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Encode the manifest as JSON, with a line for each leaf and file, and a final checksum of all lines before it."""
+    """Encode the manifest: a line for each leaf and file, then a checksum of all lines before it."""
     head = {
         "format": FORMAT,
         "jstep": manifest.jstep,
@@ -258,12 +232,6 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """Decode the manifest that `encode` wrote.
-
-    Raises:
-        UnsupportedFormatError: It has a format that this version does not know.
-        CheckpointError: It is corrupted or malicious.
-    """
     body, seal, tail = data.rpartition(_SEAL.encode())
     if not seal or tail != f'{zlib.crc32(body):08x}"\n}}\n'.encode():
         raise CheckpointError("its checksum differs: the file was truncated or changed")

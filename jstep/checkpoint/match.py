@@ -1,4 +1,4 @@
-"""Matching of the leaves of a target to those of a checkpoint, and their placement."""
+"""Matching of the leaves of a target to the leaves of a checkpoint, and their placement."""
 
 import dataclasses
 import functools
@@ -37,11 +37,10 @@ _GUARDS = (Role.LAST_FINITE, Role.LOSS_SCALE, Role.SCALE_SINCE)
 
 
 class Copy(NamedTuple):
-    """The start of a leaf without a source as a copy of another: indices among the leaves of the target.
+    """The start of a leaf without a source as a copy of another one: indices among the target's leaves.
 
     Attributes:
-        of: The restored leaf.
-        half: The leaf with its other half, if `compact` stores it in two.
+        half: The leaf with the other half of `of`, if `compact` stores it in two.
         part: Which half of the copy the leaf is, 0 or 1; None if it is all of it.
     """
 
@@ -55,10 +54,8 @@ class Wanted(targets.Wanted[Leaf | None]):
     """A leaf of a target, and the saved leaf to restore into it.
 
     Attributes:
-        keys: The keys of the path.
         is_guard: Whether it belongs to a guard that the saved state did not have.
-        left_out: The record of a leaf that was left out of the checkpoint, so that the target's value is used.
-        copy: What this leaf, without a source, begins as a copy of.
+        left_out: Set if the checkpoint leaves the leaf out: the target's value is used.
         half: The other half of the source, if the leaf is the value of both.
     """
 
@@ -70,7 +67,6 @@ class Wanted(targets.Wanted[Leaf | None]):
 
     @property
     def is_missing(self) -> bool:
-        """Whether the checkpoint lacks it, though it should not."""
         return super().is_missing and not self.is_guard and self.left_out is None
 
 
@@ -79,7 +75,7 @@ class Match(targets.Match[Wanted]):
     """The result of matching a target to a checkpoint.
 
     Attributes:
-        in_other_format: Whether `compact` stores slots of one in two, and not, or in other blocks, those of the other.
+        in_other_format: Whether `compact` stores slots of only one of them in two, or in blocks of another size.
     """
 
     in_other_format: bool
@@ -91,38 +87,31 @@ def match(target: Tree, manifest: Manifest, averages: Sequence[str] | None, name
     """Find the saved leaf of each leaf of a target.
 
     Args:
-        target: A tree of arrays, numbers or `jax.ShapeDtypeStruct`.
-        manifest: The manifest of the checkpoint.
-        averages: The slots of moving averages that replace params; None to restore params.
-        names: Paths in the checkpoint for paths of the target; None if all are the same.
-        where: The name of the checkpoint, for errors.
-
-    Raises:
-        TypeError: A leaf of the target has no shape and dtype, or names has values other than paths.
-        ValueError: names has a path that does not exist.
+        averages: The slots of moving averages that replace params.
+        names: Paths in the checkpoint for paths of the target.
     """
     records = leaf_records.leaves_by_id(manifest.leaves)
     saved: dict[_Id, Leaf | LeftOut] = {**leaf_records.leaves_by_id(manifest.left_out), **records}
     renamed = _renamed(names, target, {path for path, _ in saved}, where)
     leaves = []
-    for given, leaf in jax.tree_util.tree_leaves_with_path(target):
-        keys = leaf_records.keys_of(given)
+    for entries, value in jax.tree_util.tree_leaves_with_path(target):
+        keys = leaf_records.keys_of(entries)
         path = "/".join(keys)
-        shape, dtype = targets.kind_of(leaf, path, _NO_KIND)
-        leaves.append(Wanted(path, leaf, shape, str(dtype), renamed.get(path, path), None, keys=keys))
-    steps = next((one.shape for one in leaves if one.keys == (GLOBAL_STEP,)), ())
-    numbers = [number for _, number in trees.ids(one.path for one in leaves)]
-    own = [(str(one.name), number) for one, number in zip(leaves, numbers, strict=True)]
+        shape, dtype = targets.kind_of(value, path, _NO_KIND)
+        leaves.append(Wanted(path, value, shape, str(dtype), renamed.get(path, path), None, keys=keys))
+    steps = next((leaf.shape for leaf in leaves if leaf.keys == (GLOBAL_STEP,)), ())
+    numbers = [number for _, number in trees.ids(leaf.path for leaf in leaves)]
+    own = [(str(leaf.name), number) for leaf, number in zip(leaves, numbers, strict=True)]
     averaged = [average_of(key, records, averages) for key in own]
     averaged = [
-        key if key is not None and records[key].shape == one.shape else None
-        for key, one in zip(averaged, leaves, strict=True)
+        key if key is not None and records[key].shape == leaf.shape else None
+        for key, leaf in zip(averaged, leaves, strict=True)
     ]
 
     difference = functools.partial(_difference, steps=steps)
     leaves = [
-        targets.matched(one, average or key, saved, difference if average is None else lambda *_: "")
-        for one, key, average in zip(leaves, own, averaged, strict=True)
+        targets.matched(leaf, average or key, saved, difference if average is None else lambda *_: "")
+        for leaf, key, average in zip(leaves, own, averaged, strict=True)
     ]
     roles, halves, arrays = roles_in(target), leaf_records.halves_in(target), manifest.by_array
 
@@ -131,43 +120,42 @@ def match(target: Tree, manifest: Manifest, averages: Sequence[str] | None, name
         wanted = leaves[halves[i]] if i in halves else None
         return (saved and (saved.shape, saved.dtype)) != (wanted and (wanted.shape, wanted.dtype))
 
-    copies = {} if all(one.source for one in leaves) else _copies(target, leaves, halves)
+    copies = {} if all(leaf.source for leaf in leaves) else _copies(target, leaves, halves)
     wanted = [
         dataclasses.replace(
-            one,
-            source=one.source if isinstance(one.source, Leaf) else None,
-            is_guard=one.is_missing and _is_of_guard(one.keys, roles),
-            left_out=one.source if isinstance(one.source, LeftOut) else None,
+            leaf,
+            source=leaf.source if isinstance(leaf.source, Leaf) else None,
+            is_guard=leaf.is_missing and _is_of_guard(leaf.keys, roles),
+            left_out=leaf.source if isinstance(leaf.source, LeftOut) else None,
             copy=copies.get(i),
-            half=arrays.get(one.source.half or "") if isinstance(one.source, Leaf) and averaged[i] else None,
+            half=arrays.get(leaf.source.half or "") if isinstance(leaf.source, Leaf) and averaged[i] else None,
         )
-        for i, one in enumerate(leaves)
+        for i, leaf in enumerate(leaves)
     ]
-    used = set(own)  # also a parameter whose average is taken
+    used = set(own)  # includes parameters that an average replaces
     unused = [key[0] for key in records if key not in used and not _is_of_averages(key[0], averages)]
     in_other_format = any(key in records and is_in_other_format(i, records[key]) for i, key in enumerate(own))
     return Match(wanted, unused, bool(roles) and in_other_format)
 
 
 def _copies(target: Tree, leaves: Sequence[Wanted], halves: Mapping[int, int]) -> dict[int, Copy]:
-    """Return the leaves that the checkpoint lacks → what they begin as copies of, which it has."""
-    found: dict[int, Copy] = {}
+    """Return the leaves that the checkpoint lacks → the restored leaves that they copy."""
+    copies: dict[int, Copy] = {}
     for i, originals in _copied(target).items():
         restored = [j for j in originals if isinstance(leaves[j].source, Leaf)]
         if leaves[i].source is None and restored:
             parts = [i, halves[i]] if i in halves else [i]
             for part, number in enumerate(parts):
-                found[number] = Copy(restored[0], halves.get(restored[0]), part if i in halves else None)
-    return found
+                copies[number] = Copy(restored[0], halves.get(restored[0]), part if i in halves else None)
+    return copies
 
 
 def _copied(target: Tree) -> dict[int, list[int]]:
-    """Return the leaves of slots that begin as copies → the leaves they are copies of, in order of preference.
+    """Return the slots that start as copies → their originals in order of preference, as indices.
 
-    A slot inside `master_weights` begins as a copy of the master, or without one in the checkpoint, of the parameter.
-    Both are indices among the leaves of the target. Only a `TrainState` knows the roles of its slots.
+    A slot inside `master_weights` starts as a copy of the master, or if the checkpoint has none, of the parameter.
     """
-    found: dict[int, list[int]] = {}
+    originals: dict[int, list[int]] = {}
     for state, numbers in leaf_records.states_in(target):
         params, roles = jax.tree.leaves(numbers.params), roles_in(state)
         mine = [
@@ -182,17 +170,15 @@ def _copied(target: Tree) -> dict[int, list[int]]:
         masters = {place: number for role, place, number in mine if role is Role.MASTER}
         for role, place, number in mine:
             inside = [masters[place]] if role is Role.MASTER_COPY and place in masters else []
-            found[number] = [*inside, params[place]]
-    return found
+            originals[number] = [*inside, params[place]]
+    return originals
 
 
 def _is_of_guard(keys: Keys, roles: Roles) -> bool:
-    """Return whether a leaf of a target is a slot of `skip_nonfinite` or `dynamic_loss_scale`."""
     return len(keys) == 2 and keys[0] == SLOTS and roles.get(keys[1]) in _GUARDS
 
 
 def _difference(leaf: Wanted, source: Leaf | LeftOut, steps: Sequence[int]) -> str:
-    """Describe why a saved leaf does not fit; the empty string if it fits."""
     saved, wanted = (source.shape, source.dtype), (leaf.shape, leaf.dtype)
     if saved == wanted or (isinstance(source, Leaf) and _converts(leaf.keys, saved, wanted, steps)):
         return ""
@@ -203,13 +189,7 @@ def _difference(leaf: Wanted, source: Leaf | LeftOut, steps: Sequence[int]) -> s
 def _converts(keys: Keys, saved: _Kind, wanted: _Kind, steps: Sequence[int]) -> bool:
     """Return whether a leaf is a step count, which may convert between 32 and 64 bits.
 
-    These are the global step and integer scalars among the slots, never parameters.
-
-    Args:
-        keys: The keys of the leaf in the target.
-        saved: Its shape and dtype in the checkpoint.
-        wanted: Its shape and dtype in the target.
-        steps: The shape of the target's global step: a population has a step for each of its members.
+    Step counts are the global step and integer scalars among the slots, of shape `steps` in a population.
     """
     if saved[0] != wanted[0] or {saved[1], wanted[1]} != leaf_records.WIDTHS or PARAMS in keys:
         return False
@@ -223,40 +203,32 @@ _REPACK = (
 )
 
 
-def check(found: Match, manifest: Manifest, partial: bool, where: str) -> None:
-    """Check that a state can be restored from what was matched.
-
-    Args:
-        found: The result of `match`.
-        manifest: The manifest of the checkpoint.
-        partial: Whether leaves that do not fit are skipped.
-        where: The name of the checkpoint, for errors.
-
-    Raises:
-        ValueError: Something does not fit (lists it); or, if partial, nothing or not the step.
-    """
-    if found.in_other_format:
-        raise ValueError(f"target does not fit {where}{found.differences()}. Nothing was restored.{_REPACK}")
-    if not partial and found.differences():
+def check(result: Match, manifest: Manifest, partial: bool, where: str) -> None:
+    """Check that a state can be restored from a match; if `partial`, leaves that do not fit are skipped."""
+    if result.in_other_format:
+        raise ValueError(f"target does not fit {where}{result.differences()}. Nothing was restored.{_REPACK}")
+    if not partial and result.differences():
         raise ValueError(
-            f"target does not fit {where}{found.differences()}. Nothing was restored; "
+            f"target does not fit {where}{result.differences()}. Nothing was restored; "
             "Saver.restore(target, partial=True) restores what fits, and names={…} maps leaves that have another path."
         )
-    if found.wanted and all(wanted.source is None for wanted in found.wanted):
+    if result.wanted and all(wanted.source is None for wanted in result.wanted):
         raise ValueError(
             f"target has nothing in common with {where}"
-            + listing("differing", [one.problem for one in found.wanted if one.problem])
-            + listing("target has", [repr(wanted.path) for wanted in found.wanted])
+            + listing("differing", [want.problem for want in result.wanted if want.problem])
+            + listing("target has", [repr(wanted.path) for wanted in result.wanted])
             + listing("the checkpoint has", [repr(leaf.path) for leaf in manifest.leaves])
             + listing("left out of it", [repr(leaf.path) for leaf in manifest.left_out])
         )
-    if any(wanted.path == GLOBAL_STEP and wanted.source is None for wanted in found.wanted):
+    if any(wanted.path == GLOBAL_STEP and wanted.source is None for wanted in result.wanted):
         raise ValueError(
-            f"partial=True: {where} has no global_step that fits{found.differences()}; a trained state whose step "
+            f"partial=True: {where} has no global_step that fits{result.differences()}; a trained state whose step "
             "starts at 0 would repeat its schedule and its data. To restore parameters alone, pass a target without "
             "a step, such as {'params': params}."
         )
-    without = [repr(one.path) for one in found.wanted if one.left_out is not None and not targets.has_value(one.leaf)]
+    without = [
+        repr(want.path) for want in result.wanted if want.left_out is not None and not targets.has_value(want.leaf)
+    ]
     if without:
         raise ValueError(
             f"target: some leaves were left out of {where} by Saver(leave_out=…), so target must have their values, "
@@ -267,23 +239,14 @@ def check(found: Match, manifest: Manifest, partial: bool, where: str) -> None:
 
 
 def check_run(state: Tree, manifest: Manifest, where: str) -> None:
-    """Check that a run can resume from a checkpoint, as `check` does; the error says whose checkpoint it is.
-
-    Args:
-        state: The run's state.
-        manifest: The manifest of the checkpoint.
-        where: The path of the checkpoint.
-
-    Raises:
-        ValueError: Something does not fit.
-    """
-    found = match(state, manifest, None, None, where)
+    """Like `check`, for resuming a run; the error says whose checkpoint it is."""
+    result = match(state, manifest, None, None, where)
     try:
-        check(found, manifest, False, where)
+        check(result, manifest, False, where)
     except ValueError as error:
-        unmatched = [one.path for one in found.wanted if one.is_missing or one.problem]
-        differ = {path.split("/")[0] for path in (*unmatched, *found.unused)} & {PARAMS, SLOTS}
-        if found.in_other_format or not differ:
+        unmatched = [want.path for want in result.wanted if want.is_missing or want.problem]
+        differ = {path.split("/")[0] for path in (*unmatched, *result.unused)} & {PARAMS, SLOTS}
+        if result.in_other_format or not differ:
             raise
         other = f"{'model' if PARAMS in differ else 'optimizer'}: its {' and '.join(sorted(differ))} differ"
         directory, _, name = where.rpartition("/")
@@ -298,10 +261,10 @@ def check_run(state: Tree, manifest: Manifest, where: str) -> None:
 
 def _renamed(names: Names | None, target: Tree, saved: set[str], where: str) -> dict[str, str]:
     """Return path in the target → path in the checkpoint, for paths that differ."""
-    given = {} if names is None else targets.entries(names, selection.names_of(target), "target", _FORM)
+    renamed = {} if names is None else targets.entries(names, selection.names_of(target), "target", _FORM)
     if not isinstance(names, Mapping):
-        given = {path: other for path, other in given.items() if other is not None}
-    for path, other in given.items():
+        renamed = {path: other for path, other in renamed.items() if other is not None}
+    for path, other in renamed.items():
         if not isinstance(other, str):
             raise TypeError(f"names: for {path!r} it has {shown(other)}: must be a path, got {kind(other)}")
         # A function that returns a path unchanged does not imply that the checkpoint has it.
@@ -310,24 +273,19 @@ def _renamed(names: Names | None, target: Tree, saved: set[str], where: str) -> 
                 f"names: {path!r} should be restored from {other!r}, which {where} does not have"
                 + trees.nearest(other, sorted(saved))
             )
-    return given
+    return renamed
 
 
-def average_of(key: _Id, known: Mapping[_Id, Any], averages: Sequence[str] | None) -> _Id | None:
-    """Return the key of the moving average of a parameter, or None.
-
-    Raises:
-        ValueError: Several of the slots have it.
-    """
+def average_of(key: _Id, saved: Mapping[_Id, Any], averages: Sequence[str] | None) -> _Id | None:
     path, number = key
     if averages is None or (path != "params" and not path.startswith("params/")):
         return None
-    found = {(f"slots/{slot}{path.removeprefix('params')}", number) for slot in averages} & known.keys()
-    if len(found) > 1:
+    keys = {(f"slots/{slot}{path.removeprefix('params')}", number) for slot in averages} & saved.keys()
+    if len(keys) > 1:
         raise ValueError(
             f"use_averages={list(averages)}: several of these slots have an average of {path!r}; give one of them"
         )
-    return next(iter(found), None)
+    return next(iter(keys), None)
 
 
 def _is_average(path: str, averages: Sequence[str] | None) -> bool:
@@ -335,7 +293,7 @@ def _is_average(path: str, averages: Sequence[str] | None) -> bool:
 
 
 def _is_of_averages(path: str, averages: Sequence[str] | None) -> bool:
-    """Return whether a path is an average, or may be the age of averages with zero_debias, or of their optimizer."""
+    """Return whether a path is an average, or may be an age (zero_debias) of one or of its optimizer."""
     for slot in averages or ():
         scope = f"slots/{slot}".rpartition("/")[0]
         own = path.startswith(f"{scope}/with_moving_average/") and path.endswith("/start_step")
@@ -345,11 +303,6 @@ def _is_of_averages(path: str, averages: Sequence[str] | None) -> bool:
 
 
 def check_averages(averages: Sequence[str], saved: Sequence[Leaf], where: str) -> None:
-    """Check that the slots of averages exist.
-
-    Raises:
-        ValueError: There is no such slot; lists the existing slots.
-    """
     for slot in averages:
         if not any(_is_average(leaf.path, (slot,)) for leaf in saved):
             slots = sorted({leaf.keys[1] for leaf in saved if leaf.keys[0] == SLOTS and len(leaf.keys) > 1})
@@ -363,19 +316,7 @@ def check_averages(averages: Sequence[str], saved: Sequence[Leaf], where: str) -
 def match_params(
     target: Mapping[str, Any], manifest: Manifest, averages: Sequence[str] | None, names: Names | None, where: str
 ) -> Match:
-    """Find and check the saved leaves like `match` and `check`, for a target `{"params": params}`.
-
-    Args:
-        target: The tree to restore into.
-        manifest: The manifest of the checkpoint.
-        averages: The slots of moving averages that replace params; None to restore params.
-        names: Paths in the checkpoint for paths of the target, each with or without `params/` before it.
-        where: The name of the checkpoint, for errors.
-
-    Raises:
-        TypeError: A leaf of the target has no shape and dtype, or names has values other than paths.
-        ValueError: Something does not fit, or the checkpoint has no params; lists it.
-    """
+    """Match and check a target `{"params": params}`; `names` may omit `params/`."""
     if not manifest.left_out and not any(leaf.keys[0] == PARAMS for leaf in manifest.leaves):
         raise ValueError(
             f"{where} has no params: its leaves are {sorted({leaf.keys[0] for leaf in manifest.leaves})[:20]}; "
@@ -384,24 +325,25 @@ def match_params(
     saved = {leaf.path for leaf in (*manifest.leaves, *manifest.left_out)}
     whole = _whole_names(names, set(trees.paths_of(target)), saved)
     # A parameter may be restored from any leaf, by name or as its average; only extra params are reported.
-    found = match(target, manifest, averages, whole, where)
-    check(found, manifest, True, where)
+    result = match(target, manifest, averages, whole, where)
+    check(result, manifest, True, where)
     extra = {leaf.path for leaf in manifest.leaves if leaf.keys[0] == PARAMS}
-    found = dataclasses.replace(found, unused=[path for path in found.unused if path in extra])
-    if found.differences():
+    result = dataclasses.replace(result, unused=[path for path in result.unused if path in extra])
+    if result.differences():
         raise ValueError(
-            f"target_params does not fit the params of {where}{found.differences()}. Nothing was restored. names={{…}} "
-            "maps leaves with another path; Saver.restore({'params': target_params}, partial=True) restores what fits."
-            + _without_absent(target[PARAMS], found)
+            f"target_params does not fit the params of {where}{result.differences()}. Nothing was restored. "
+            "names={…} maps leaves with another path; "
+            "Saver.restore({'params': target_params}, partial=True) restores what fits."
+            + _without_absent(target[PARAMS], result)
         )
-    return found
+    return result
 
 
-def _without_absent(params: Tree, found: Match) -> str:
-    """Describe how to restore the rest if all that does not fit are entries of params that the checkpoint lacks."""
-    if not isinstance(params, Mapping) or found.unused or any(one.problem for one in found.wanted):
+def _without_absent(params: Tree, result: Match) -> str:
+    """Describe how to restore the rest, if the checkpoint lacks whole entries of params."""
+    if not isinstance(params, Mapping) or result.unused or any(want.problem for want in result.wanted):
         return ""
-    missing = {one.path for one in found.wanted if one.is_missing}
+    missing = {want.path for want in result.wanted if want.is_missing}
     of_entries = {name: set(trees.paths_of({PARAMS: {name: params[name]}})) for name in params}
     absent = [name for name, paths in of_entries.items() if paths and paths <= missing]
     rest = [name for name, paths in of_entries.items() if paths - missing]
@@ -413,22 +355,22 @@ def _without_absent(params: Tree, found: Match) -> str:
 
 
 def _whole_names(names: Names | None, paths: set[str], saved: set[str]) -> Names | None:
-    """Return the names with `params/` added to the paths that need it."""
+    """Add `params/` to the paths that need it."""
 
-    def whole(path: object, known: set[str]) -> Any:
+    def whole(path: object, existing: set[str]) -> Any:
         with_params = f"{PARAMS}/{path}"
-        return with_params if isinstance(path, str) and path not in known and with_params in known else path
+        return with_params if isinstance(path, str) and path not in existing and with_params in existing else path
 
     if isinstance(names, Mapping):
         return {whole(path, paths): whole(other, saved) for path, other in names.items()}
     if names is None or not callable(names):
         return names
-    given: Callable[[str], str | None] = names
+    rename: Callable[[str], str | None] = names
 
     def renamed(path: str) -> Any:
-        other, short = given(path), path.removeprefix(f"{PARAMS}/")
+        other, short = rename(path), path.removeprefix(f"{PARAMS}/")
         if other in (None, path) and path not in saved and short != path:
-            of_short = given(short)
+            of_short = rename(short)
             other = other if of_short in (None, short) else of_short
         return whole(other, saved)
 
@@ -439,26 +381,21 @@ def _whole_names(names: Names | None, paths: set[str], saved: set[str]) -> Names
 
 
 def stored_sharding(wanted: Wanted) -> Any:
-    """Return the sharding for reading the stored array of a leaf; None to read it as a NumPy array."""
+    """Return the sharding for reading a stored array; None to read it as a NumPy array."""
     record = wanted.source
     assert record is not None
     if wanted.is_numpy or (wanted.half is not None and wanted.half.shape != record.shape):
         return None  # scales have fewer numbers along an axis
     sharding = target_sharding(wanted.leaf, wanted.path)
     if record.dtype != wanted.dtype:
-        return None  # a count of another width: converted on the host, which supports both
+        return None  # a count of another width is converted on the host, which supports both
     # The data of a key has additional axes, which these two shardings do not split.
     fits = isinstance(sharding, jax.sharding.NamedSharding | jax.sharding.SingleDeviceSharding)
     return sharding if fits or record.key_impl is None else None
 
 
 def place_leaf(wanted: Wanted, value: Any) -> Any:
-    """Return the leaf of the value that was read for it.
-
-    Args:
-        wanted: The leaf of the target, with its source.
-        value: A NumPy array, or one with `stored_sharding`, which may be donated.
-    """
+    """Return a leaf from the value read for it, which may be donated."""
     leaf, record = wanted.leaf, wanted.source
     assert record is not None
     if str(value.dtype) != wanted.dtype and record.key_impl is None and jnp.issubdtype(value.dtype, jnp.integer):
@@ -485,7 +422,7 @@ def _from_host(wanted: Wanted, record: Leaf, value: np.ndarray[Any, Any], shardi
 
 
 def nested_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: Sequence[str] | None) -> dict[str, Any]:
-    """Return nested dicts of NumPy arrays; `averages` replace params if given."""
+    """Return nested dicts of NumPy arrays, with `averages`, if given, in place of params."""
     records, of_arrays = leaf_records.leaves_by_id(leaves), {leaf.array: leaf for leaf in leaves}
     nested: dict[str, Any] = {}
     for key, record in records.items():
@@ -502,12 +439,7 @@ def nested_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: S
 
 
 def copied_leaf(wanted: Wanted, values: Sequence[Any]) -> Any:
-    """Return a copy of another leaf of the target, as it was restored, in the dtype and sharding of this one.
-
-    Args:
-        wanted: The leaf.
-        values: The leaves of the target, as they were restored.
-    """
+    """Return a copy of another restored leaf, in the dtype and sharding of this one."""
     assert wanted.copy is not None
     leaf, dtype, original, half = wanted.leaf, wanted.dtype, values[wanted.copy.of], wanted.copy.half
     if half is not None or wanted.copy.part is not None:
@@ -525,21 +457,13 @@ def copied_leaf(wanted: Wanted, values: Sequence[Any]) -> Any:
         return jnp.array(x, dtype, copy=True)
 
     if sharding is None or is_of_host(sharding) or sharding.device_set != array.sharding.device_set:
-        made = jax.jit(cast)(array)
-        return made if sharding is None else jax.device_put(made, sharding)
+        copied = jax.jit(cast)(array)
+        return copied if sharding is None else jax.device_put(copied, sharding)
     return jax.jit(cast, out_shardings=sharding)(array)
 
 
 def keep_target_leaf(wanted: Wanted, step: int) -> Any:
-    """Return a copy of a leaf of the target that nothing is restored into; a guard's step becomes the checkpoint's.
-
-    Args:
-        wanted: The leaf.
-        step: The step of the checkpoint.
-
-    Raises:
-        ValueError: The leaf has no value.
-    """
+    """Return a copy of a leaf that nothing is restored into; a guard's step becomes the checkpoint's."""
     leaf = wanted.leaf
     if wanted.is_guard and jnp.issubdtype(wanted.dtype, jnp.integer):
         return targets.placed(wanted, np.full(np.shape(leaf), step, wanted.dtype))

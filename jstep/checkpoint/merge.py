@@ -1,4 +1,4 @@
-"""`merge_checkpoints`: the weighted mean of checkpoints that stands for a decay of the rate that was not run."""
+"""`merge_checkpoints`: the weighted mean of checkpoints, in place of a decay of the rate that was not run."""
 
 import dataclasses
 import itertools
@@ -32,18 +32,13 @@ CURVES: dict[str, Callable[[float], float]] = {
 }
 _MASTER = "master"
 _RISE = 1e-6
-"""The share of its first value by which a schedule may rise: one of float32 may where it is flat."""
+"""The fraction of its first value by which a schedule may rise: a flat one in float32 may by rounding."""
 _logger = logging.getLogger("jstep")
 _Id = tuple[str, int]
 
 
 def decay_weights(steps: Sequence[int], decay: object) -> list[float]:
-    """Return the weight of the checkpoint of each step, ascending: what the curve drops between its two middles.
-
-    Raises:
-        TypeError: The decay is neither a name nor a function.
-        ValueError: There is no such name, or the curve rises, or is not above 0 at the first step.
-    """
+    """Return a weight for each of the ascending steps: the drop of the curve between the middles around it."""
     pairs = list(itertools.pairwise(steps))
     if callable(decay):
         first = float(decay(steps[0]))
@@ -80,13 +75,14 @@ def merge_checkpoints(
 ) -> Any:
     """Return the parameters of a decay that was not run: the weighted mean of checkpoints of a constant rate.
 
-    Between two checkpoints the curve d has its value at their middle, 1 before the first and 0 after the last; the
-    weight of a checkpoint is what the curve drops there. Of checkpoints that are equally far apart `"linear"` is the
-    plain mean. Sums are made in float64, in the order of the steps, and rounded once. Nothing is written.
+    The curve d has its value between two checkpoints at their middle; it is 1 before the first one and 0 after the
+    last. The weight of a checkpoint is the drop of the curve there. If all checkpoints are equally far apart,
+    `"linear"` is the plain mean. Sums are computed in float64, in the order of the steps, and rounded once. Nothing is
+    written.
 
     Args:
         directory: The directory of the checkpoints, or its URL; the run may train on meanwhile.
-        steps: Their steps, two or more, in any order; None for all that are kept.
+        steps: Their steps, two or more, in any order; None for all checkpoints that are kept.
         decay: The curve: `"linear"` 1 − x, `"1-sqrt"` 1 − √x, `"cosine"` (1 + cos πx)/2, or a schedule, a function of
             the step, in proportion to its value at the first checkpoint.
         prefix: The prefix of the checkpoint names.
@@ -94,15 +90,15 @@ def merge_checkpoints(
         target: A tree of parameters or shapes, as in `Saver.restore_params`, in any floating dtypes.
 
     Returns:
-        A tree like target; without one nested dicts of NumPy arrays in the dtypes of the parameters. The full precision
-        of a parameter is merged where the checkpoint has it: its master, or its remainder.
+        A tree like target; without one, nested dicts of NumPy arrays in the dtypes of the parameters. A parameter is
+        merged in full precision if the checkpoint has it: its master, or its remainder.
 
     Raises:
-        CheckpointError: A checkpoint is damaged, or was deleted or replaced while it was read.
-        FileNotFoundError: A step is not there.
+        CheckpointError: A checkpoint is corrupted, or was deleted or replaced while it was read.
+        FileNotFoundError: There is no checkpoint of a step.
         TypeError: An argument has the wrong type.
-        ValueError: Less than two steps, one of them twice, a curve that rises, parameters that are not finite, have
-            other paths, shapes or dtypes, or are integers that differ.
+        ValueError: There are fewer than two steps, or one of them twice; the curve rises; or parameters are not finite,
+            have other paths, shapes or dtypes, or are integers that differ.
 
     Example:
         >>> import jax.numpy as jnp, jstep, tempfile
@@ -122,21 +118,21 @@ def merge_checkpoints(
     weights = decay_weights(chosen, decay)
     opened = [_Opened.of(store, *reader.find(step), averages) for step in chosen]
     newest = opened[-1]
-    for one in opened:
-        match.check_averages(averages or (), one.manifest.leaves, one.path)
-        _check_same(one, newest)
+    for checkpoint in opened:
+        match.check_averages(averages or (), checkpoint.manifest.leaves, checkpoint.path)
+        _check_same(checkpoint, newest)
     wanted = None if target is None else _wanted(target, newest)
-    for one in opened:
-        if not store.contents(one.path, one.manifest).verifies:
-            problems = store.find_corruption(one.path, one.manifest)
+    for checkpoint in opened:
+        if not store.contents(checkpoint.path, checkpoint.manifest).verifies:
+            problems = store.find_corruption(checkpoint.path, checkpoint.manifest)
             if problems:
-                raise reader.unusable(one.path, problems, CORRUPTED)
+                raise reader.unusable(checkpoint.path, problems, CORRUPTED)
     merged: dict[_Id, Any] = {}
     for key, source in newest.sources.items():
         like = None if wanted is None else wanted.get(key)
         merged[key] = _merged(store, reader, opened, key, weights, source.param.dtype if like is None else like.dtype)
-    said = ", ".join(f"{step}: {weight:.6g}" for step, weight in zip(chosen, weights, strict=True))
-    _logger.info("merged %d checkpoints of %s, with the weights %s", len(chosen), store.directory, said)
+    listing = ", ".join(f"{step}: {weight:.6g}" for step, weight in zip(chosen, weights, strict=True))
+    _logger.info("merged %d checkpoints of %s, with the weights %s", len(chosen), store.directory, listing)
     if any(leaf.keys[:2] == (SLOTS, MODEL_STATE) for leaf in newest.manifest.leaves):
         _logger.warning(
             "%s: model_state is not merged. Statistics such as BatchNorm's belong to the parameters of their step: "
@@ -147,41 +143,39 @@ def merge_checkpoints(
     if wanted is None:
         return _nested({newest.sources[key].param.keys[1:]: value for key, value in merged.items()})
     values = [
-        match.keep_target_leaf(one, chosen[-1]) if one.left_out is not None else match.place_leaf(one, merged[key])
-        for key, one in wanted.items()
+        match.keep_target_leaf(want, chosen[-1]) if want.left_out is not None else match.place_leaf(want, merged[key])
+        for key, want in wanted.items()
     ]
     return jax.tree.unflatten(trees.structure(target), values)
 
 
 def steps_to_merge(store: Store, prefix: str, steps: Any) -> list[int]:
-    """Return the steps to merge, ascending; see `merge_checkpoints`."""
     there = dict(store.newest_first(prefix))
     if steps is None:
-        given = [step for step, path in there.items() if not store.manifest(path).passing]
+        chosen = [step for step, path in there.items() if not store.manifest(path).passing]
         if broken := store.broken(prefix, max(there, default=-1)):
             raise CheckpointError(f"{broken[0][0]} {CORRUPTED}: {broken[0][1]}; give steps= to leave it out")
     elif isinstance(steps, str) or not isinstance(steps, Iterable):
         raise TypeError(f"steps={shown(steps)}: must be integers, got {kind(steps)}")
     else:
-        given = [as_int(step, "steps", 0) for step in steps]
-    if twice := sorted(step for step, count in Counter(given).items() if count > 1):
+        chosen = [as_int(step, "steps", 0) for step in steps]
+    if twice := sorted(step for step, count in Counter(chosen).items() if count > 1):
         raise ValueError(f"steps: must have each step once, got {listed(list(map(str, twice)), 5)} more than once")
     has = f"{store.directory} has {f'steps {sorted(there)}' if there else 'no checkpoints'}"
-    if missing := sorted(set(given) - there.keys()):
+    if missing := sorted(set(chosen) - there.keys()):
         raise FileNotFoundError(f"steps: there are no checkpoints {prefix}-* of steps {missing}; {has}")
-    if len(given) < 2:
-        raise ValueError(f"steps={sorted(given)}: must be two or more to merge; {has}")
-    return sorted(given)
+    if len(chosen) < 2:
+        raise ValueError(f"steps={sorted(chosen)}: must be two or more to merge; {has}")
+    return sorted(chosen)
 
 
 class _Source(NamedTuple):
-    """What is merged of a parameter in one checkpoint.
+    """The leaves of one checkpoint to merge for one parameter.
 
     Attributes:
-        param: The record of the parameter.
-        leaf: That of what is merged: itself, or its average.
-        half: The lower half of that, or None.
-        master: What may be its full precision, or None.
+        leaf: The parameter itself, or its average.
+        half: The lower half of `leaf`, or None.
+        master: A leaf that may hold the full precision, or None.
     """
 
     param: Leaf
@@ -192,8 +186,6 @@ class _Source(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Opened:
-    """A checkpoint to merge: its path, its manifest, and what is merged of each parameter."""
-
     path: str
     manifest: Manifest
     sources: Mapping[_Id, _Source]
@@ -203,40 +195,38 @@ class _Opened:
         if not manifest.finite:
             raise ValueError(f"steps: the parameters of {path} are not finite; leave step {manifest.step} out")
         records, arrays = leaf_records.leaves_by_id(manifest.leaves), manifest.by_array
-        found = {}
+        sources = {}
         for key, leaf in records.items():
             if leaf.keys[0] != PARAMS:
                 continue
             average = match.average_of(key, records, averages)
             source = records[average] if average is not None and records[average].shape == leaf.shape else leaf
             is_low = source is leaf and leaf.dtype in ("bfloat16", "float16")
-            master = next((one for one in manifest.leaves if _is_master(one, leaf)), None) if is_low else None
-            found[key] = _Source(leaf, source, arrays.get(source.half or ""), master)
-        return cls(path, manifest, found)
+            master = next((slot for slot in manifest.leaves if _is_master(slot, leaf)), None) if is_low else None
+            sources[key] = _Source(leaf, source, arrays.get(source.half or ""), master)
+        return cls(path, manifest, sources)
 
 
-def _is_master(one: Leaf, param: Leaf) -> bool:
-    """Whether a slot is called as masters are, with the path of a parameter: what it holds decides."""
+def _is_master(leaf: Leaf, param: Leaf) -> bool:
+    """Return whether a slot has the name of a master and the path of a parameter; its values decide later."""
     rest = param.keys[1:]
-    slot = "/".join(one.keys[1 : len(one.keys) - len(rest)])
-    is_slot_of = one.keys[0] == SLOTS and one.keys[len(one.keys) - len(rest) :] == rest
-    return is_slot_of and slot.split("/")[-1] == _MASTER and (one.shape, one.dtype) == (param.shape, "float32")
+    slot = "/".join(leaf.keys[1 : len(leaf.keys) - len(rest)])
+    is_slot_of = leaf.keys[0] == SLOTS and leaf.keys[len(leaf.keys) - len(rest) :] == rest
+    return is_slot_of and slot.split("/")[-1] == _MASTER and (leaf.shape, leaf.dtype) == (param.shape, "float32")
 
 
-def _check_same(one: _Opened, newest: _Opened) -> None:
-    """Refuse a checkpoint whose parameters have other paths, shapes or dtypes than those of the newest one."""
+def _check_same(older: _Opened, newest: _Opened) -> None:
     kinds = [
         {key: (tuple(of.param.shape), of.param.dtype, of.param.key_impl) for key, of in opened.sources.items()}
-        for opened in (one, newest)
+        for opened in (older, newest)
     ]
     differing = sorted({key[0] for key in kinds[0].keys() | kinds[1].keys() if kinds[0].get(key) != kinds[1].get(key)})
     if differing:
         where = listed(list(map(repr, differing)), 5)
-        raise ValueError(f"steps: {one.path} and {newest.path} have other parameters: they differ at {where}")
+        raise ValueError(f"steps: {older.path} and {newest.path} have other parameters: they differ at {where}")
 
 
 def _wanted(target: Tree, newest: _Opened) -> dict[_Id, Any]:
-    """The leaves of a target as they are matched with the checkpoint, in any floating dtypes."""
     saved = leaf_records.leaves_by_id(newest.manifest.leaves)
     flat = jax.tree_util.tree_leaves_with_path({PARAMS: target})
     keys = trees.ids("/".join(leaf_records.keys_of(path)) for path, _ in flat)
@@ -249,10 +239,10 @@ def _wanted(target: Tree, newest: _Opened) -> dict[_Id, Any]:
 
     shapes = [as_saved(key, leaf) for key, (_, leaf) in zip(keys, flat, strict=True)]
     as_stored = jax.tree.unflatten(trees.structure({PARAMS: target}), shapes)
-    found = match.match_params(as_stored, newest.manifest, None, None, newest.path)
-    pairs = zip(found.wanted, flat, strict=True)
+    matched = match.match_params(as_stored, newest.manifest, None, None, newest.path)
+    pairs = zip(matched.wanted, flat, strict=True)
     leaves = [
-        dataclasses.replace(one, leaf=leaf, dtype=str(getattr(leaf, "dtype", one.dtype))) for one, (_, leaf) in pairs
+        dataclasses.replace(want, leaf=leaf, dtype=str(getattr(leaf, "dtype", want.dtype))) for want, (_, leaf) in pairs
     ]
     return dict(zip(keys, leaves, strict=True))
 
@@ -260,54 +250,54 @@ def _wanted(target: Tree, newest: _Opened) -> dict[_Id, Any]:
 def _merged(
     store: Store, reader: Reader, opened: Sequence[_Opened], key: _Id, weights: Sequence[float], dtype: Any
 ) -> np.ndarray[Any, Any]:
-    """The weighted sum of one parameter; in memory are it and one leaf of one checkpoint."""
+    """Return the weighted sum of one parameter; memory holds it and one leaf of one checkpoint."""
     total: Any = None
     first: Any = None
-    for one, weight in zip(opened, weights, strict=True):
-        param, leaf, half, master = one.sources[key]
-        value = _read(store, reader, one, leaf, half)
+    for checkpoint, weight in zip(opened, weights, strict=True):
+        param, leaf, half, master = checkpoint.sources[key]
+        value = _read(store, reader, checkpoint, leaf, half)
         if not (trees.is_floating(param.dtype) or param.dtype.startswith("complex")):
             if first is None:
                 first = value
             elif first.tobytes() != value.tobytes():
                 raise ValueError(
-                    f"steps: {param.path!r} is {param.dtype} and differs between {opened[0].path} and {one.path}; only "
-                    "floating-point numbers can be merged"
+                    f"steps: {param.path!r} is {param.dtype} and differs between {opened[0].path} and "
+                    f"{checkpoint.path}; only floating-point numbers can be merged"
                 )
             continue
         if master is not None:
-            whole = _read(store, reader, one, master, None)
+            whole = _read(store, reader, checkpoint, master, None)
             value = whole if (whole.astype(value.dtype) == value).all() else value
         wide = value.astype(np.complex128 if param.dtype.startswith("complex") else np.float64)
         if not np.isfinite(wide).all():
-            step = one.manifest.step
+            step = checkpoint.manifest.step
             raise ValueError(
-                f"steps: {one.path} has values in {param.path!r} that are not finite; leave step {step} out"
+                f"steps: {checkpoint.path} has values in {param.path!r} that are not finite; leave step {step} out"
             )
         total = weight * wide if total is None else total + weight * wide
     return np.asarray(first if total is None else total.astype(dtype))
 
 
-def _read(store: Store, reader: Reader, one: _Opened, leaf: Leaf, half: Leaf | None) -> np.ndarray[Any, Any]:
+def _read(store: Store, reader: Reader, checkpoint: _Opened, leaf: Leaf, half: Leaf | None) -> np.ndarray[Any, Any]:
     names = [part.array for part in (leaf, half) if part is not None and part.array is not None]
-    gone = CheckpointError(f"{one.path} was deleted or replaced while it was read; nothing was merged")
+    gone = CheckpointError(f"{checkpoint.path} was deleted or replaced while it was read; nothing was merged")
     try:
-        arrays = store.contents(one.path, one.manifest).restore(dict.fromkeys(names))
+        arrays = store.contents(checkpoint.path, checkpoint.manifest).restore(dict.fromkeys(names))
     except CorruptedError as error:
-        if store.is_gone(one.path, one.manifest):
+        if store.is_gone(checkpoint.path, checkpoint.manifest):
             raise gone from error
-        raise reader.unusable(one.path, error.problems, CORRUPTED) from error
+        raise reader.unusable(checkpoint.path, error.problems, CORRUPTED) from error
     except Exception as error:
-        if store.is_gone(one.path, one.manifest):
+        if store.is_gone(checkpoint.path, checkpoint.manifest):
             raise gone from error
-        raise CheckpointError(f"{one.path} could not be read: {short(error)}; nothing was merged") from error
-    if store.is_gone(one.path, one.manifest):
+        raise CheckpointError(f"{checkpoint.path} could not be read: {short(error)}; nothing was merged") from error
+    if store.is_gone(checkpoint.path, checkpoint.manifest):
         raise gone
     return np.asarray(leaf_records.value_of(leaf, half, arrays))
 
 
 def _nested(values: Mapping[tuple[str, ...], Any]) -> Any:
-    """Nested dicts of leaves by their keys; a single leaf without keys is itself."""
+    """Return nested dicts of leaves by their keys; a single leaf without keys is itself."""
     if list(values) == [()]:
         return values[()]
     nested: dict[str, Any] = {}

@@ -48,7 +48,7 @@ def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = No
 
 
 _WAIT, _END = -1, -2
-"""What the first process found, in place of a step."""
+"""Results of the first process in place of a step."""
 
 
 def checkpoints_iterator(
@@ -60,20 +60,20 @@ def checkpoints_iterator(
 ) -> Iterator[int]:
     """Iterate over the steps of new checkpoints as they become complete, for an evaluator in another process.
 
-    Each time, the newest checkpoint is returned if its step is higher than the one before, beginning with the newest
-    that is there: steps only grow, and older ones are skipped. After a rewind (newer checkpoints were deleted, and the
-    run resumed from an older one) the next step is one above those before the rewind. Passing checkpoints, which a run
-    has saved by itself, are skipped: the next one replaces them, perhaps before they are read.
+    Each time, the newest checkpoint is returned if its step is higher than the previous one, beginning with the newest
+    existing checkpoint: steps only grow, and older ones are skipped. After a rewind (newer checkpoints were deleted,
+    and the run resumed from an older one) the next step is one above those before the rewind. Temporary checkpoints,
+    which a run has saved by itself, are skipped: the next one replaces them, perhaps before they are read.
 
     Args:
         directory: The directory of the checkpoints, a path or a URL. A missing directory counts as an empty one.
         prefix: The prefix of the checkpoint names.
-        timeout: The seconds without a new checkpoint after which the iterator ends; 0 to return what is there and
+        timeout: The seconds without a new checkpoint after which the iterator ends; 0 to return the existing one and
             not wait; None to wait forever.
         min_interval_secs: The minimum seconds from one step to the next.
 
     Returns:
-        An iterator of steps, for `Saver.restore(target, step)`. While it waits, it looks once per second, or every 10
+        An iterator of steps, for `Saver.restore(target, step)`. While it waits, it polls once per second, or every 10
         seconds at a URL. On several processes of a JAX program, all of them get the steps that the first one finds.
 
     Raises:
@@ -93,11 +93,11 @@ def checkpoints_iterator(
 
     Source: `tf.train.checkpoints_iterator`.
     """
-    found = checked_directory(directory)
+    path = checked_directory(directory)
     name = checked_prefix(prefix)
     seconds = math.inf if timeout is None else as_number(timeout, "timeout", low=0.0, meaning="None waits forever")
     interval = as_number(min_interval_secs, "min_interval_secs", low=0.0)
-    return _steps(open_store(found), name, seconds, interval)
+    return _steps(open_store(path), name, seconds, interval)
 
 
 def _steps(store: Store, prefix: str, timeout: float, interval: float) -> Iterator[int]:
@@ -109,7 +109,7 @@ def _steps(store: Store, prefix: str, timeout: float, interval: float) -> Iterat
 
 
 def _newest_kept(store: Store, prefix: str, above: int) -> int:
-    """Return the newest step above another one that is not passing."""
+    """Return the newest step above another one whose checkpoint is not temporary."""
     for step, path in store.newest_first(prefix):
         if step <= above:
             break
@@ -120,12 +120,12 @@ def _newest_kept(store: Store, prefix: str, above: int) -> int:
 
 
 def _next(store: Store, prefix: str, above: int, timeout: float) -> int:
-    """Wait for a step above another one, or for the end; the same on all processes."""
+    """Wait for a step above another one, or for the end, the same on all processes."""
     import jax  # not at the top: listing a directory of checkpoints does not need JAX
 
     from jstep.distributed import processes
 
-    # Asking for the number of processes would start the backends, which a program that only watches does not need.
+    # Querying the number of processes would start the backends, which a program that only watches does not need.
     is_distributed = jax.distributed.is_initialized() and jax.process_count() > 1
     deadline = time.monotonic() + timeout
     first = not is_distributed or jax.process_index() == 0
@@ -136,16 +136,15 @@ def _next(store: Store, prefix: str, above: int, timeout: float) -> int:
 
     problem = f"{store.directory}: cannot be read: see the error of process 0"
     while True:
-        found = processes.on_all_processes(look, problem, OSError) if is_distributed else look()
+        step = processes.on_all_processes(look, problem, OSError) if is_distributed else look()
         if is_distributed:
-            (found,) = processes.broadcast_ints(found)
-        if found != _WAIT:
-            return found
+            (step,) = processes.broadcast_ints(step)
+        if step != _WAIT:
+            return step
         time.sleep(min(store.poll_secs, max(deadline - time.monotonic(), 0.0)))
 
 
 def checked_directory(directory: object) -> str:
-    """Return an absolute path, or the URL of an object store."""
     path = absolute(location(directory, "directory"))
     if not is_utf8(path):
         raise ValueError(
@@ -166,7 +165,6 @@ def is_utf8(text: str) -> bool:
 
 
 def checked_prefix(prefix: object) -> str:
-    """Return a valid prefix of checkpoint names."""
     hint = "the beginning of a file name, such as 'model'"
     text = as_text(prefix, "prefix", hint)
     if text in (".", "..") or any(c in text for c in ("/", "\\", os.sep, "\0")):

@@ -33,16 +33,14 @@ _logger = logging.getLogger("jstep")
 
 
 class ObjectStore(Store):
-    """A `Store` below a URL."""
-
-    poll_secs = 10.0  # each look is a request
+    poll_secs = 10.0  # each poll is a request
     _claim: claims.ObjectClaim | None = None
 
     def __init__(self, url: str, prefix: str | None) -> None:
         super().__init__(url, prefix)
         self._objects = Directory(url)
         self._listed: listing.Checkpoints | None = None
-        """What a save in progress has listed, while it decides which checkpoints to keep."""
+        """The list of a save in progress, while it decides which checkpoints to keep."""
         self._hurried = False
         self._saving = ""
         self._warned = self._forbidden = False
@@ -55,7 +53,7 @@ class ObjectStore(Store):
         return self._listed or listing.Checkpoints(self._objects.listing(start), prefix)
 
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
-        """See `Store.newest_first`. Only manifests are listed; missing objects are found on restore."""
+        """See `Store.newest_first`. Missing objects are found on restore."""
         hurried, self._hurried = self._hurried, False
         with self._objects.within(HURRIED if hurried else math.inf):
             listed = self._list(prefix)
@@ -63,23 +61,20 @@ class ObjectStore(Store):
             yield step, self.path(name)
 
     def at(self, prefix: str, step: int) -> str | None:
-        """See `Store.at`."""
         name = listing.name(prefix, step)
         return None if self._objects.read(f"{name}/{NAME}").data is None else self.path(name)
 
     def manifest(self, path: str) -> Manifest:
-        """See `Store.manifest`."""
         url = f"{path}/{NAME}"
-        found = self._objects.read(f"{self._name(path)}/{NAME}")
-        if found.data is None:
+        result = self._objects.read(f"{self._name(path)}/{NAME}")
+        if result.data is None:
             raise FileNotFoundError(f"{url}: there is no such object; the checkpoint was deleted")
-        manifest = listing.decoded(found.data, url)
+        manifest = listing.decoded(result.data, url)
         if manifest.is_packed and not listing.is_attempt(manifest.data):
             raise CheckpointError(f"{url}: its data is in {manifest.data!r:.50}, where jstep never puts it")
         return manifest
 
     def contents(self, path: str, manifest: Manifest) -> Contents:
-        """See `Store.contents`."""
         name = self._name(path)
 
         def start_read(key: str, *bounds: int) -> Any:
@@ -100,7 +95,7 @@ class ObjectStore(Store):
         return OrbaxContents(path, manifest, start_read, differences, read_arrays)
 
     def lock(self) -> claims.ObjectClaim:
-        """See `Store.lock`. Reads, lists and writes once, within `STARTING` seconds."""
+        """See `Store.lock`. Read, list and write once, within `STARTING` seconds."""
         with self._objects.within(STARTING):
             self._objects.mark(f"{self._prefix}-")
             claim = claims.ObjectClaim(self._objects, self._prefix)
@@ -114,15 +109,14 @@ class ObjectStore(Store):
     def save(
         self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit, files: Mapping[str, Any]
     ) -> None:
-        """See `Store.save`."""
         name = self._name(path)
         began, number = processes.broadcast_ints(max(0, int(commit.saved_at)), secrets.randbits(31))
         attempt = f"data.{began}-{number:08x}"
         blocks = itertools.chain(packs.own_blocks(arrays), packs.file_blocks(files))
         end = functools.partial(self._commit, name, attempt, commit)
         self._saving = f"{name}/{attempt}"
-        one = ObjectSave(self._objects, name, self._saving, blocks, compress, end)
-        self._write = Write(self._saving, one.run, f"jstep-save-{name}")
+        part = ObjectSave(self._objects, name, self._saving, blocks, compress, end)
+        self._write = Write(self._saving, part.run, f"jstep-save-{name}")
 
     def _commit(self, name: str, attempt: str, commit: Commit, files: Files, before: bytes) -> None:
         listed = self._listed = self._list(self._prefix)  # one list request per save
@@ -138,11 +132,7 @@ class ObjectStore(Store):
             self._listed = None
 
     def _publish(self, name: str, attempt: str, before: bytes, manifest: Manifest) -> list[str]:
-        """Write the manifest, if the claim holds and no other writer has written it meanwhile.
-
-        Returns:
-            Nothing to erase: a reader may still read what was replaced.
-        """
+        """Write the manifest, if the claim holds and no other writer has written one meanwhile."""
         key, data = f"{name}/{NAME}", encode(dataclasses.replace(manifest, data=attempt))
         if self._claim is not None:
             self._claim.check()
@@ -160,20 +150,20 @@ class ObjectStore(Store):
             self._objects.delete(key, stamp)
             raise
         self._saving = ""
-        return []
+        return []  # a reader may still read the replaced objects
 
     def _clean_up(self, listed: listing.Checkpoints, new: str, attempt: str, now: float) -> None:
         """Remove what the new manifest has replaced, and what interrupted saves left behind."""
         for name, attempts in listed.attempts.items():
-            old = [one for one in attempts if listing.is_old(one, now)]
+            old = [folder for folder in attempts if listing.is_old(folder, now)]
             victims: list[str] = []
-            if name == new:  # a reader may still read what was replaced
-                victims = [one for one in (old if name in listed.committed else attempts) if one != attempt]
-            elif name not in listed.committed:  # a list is not reliable: only a read shows that there is no manifest
+            if name == new:  # a reader may still read the replaced objects
+                victims = [folder for folder in (old if name in listed.committed else attempts) if folder != attempt]
+            elif name not in listed.committed:  # lists are unreliable: only a read shows that it has no manifest
                 victims = list(attempts) if self._objects.read(f"{name}/{NAME}").data is None else []
-            elif old and len(attempts) > 1:  # those of no existing checkpoint
+            elif old and len(attempts) > 1:  # all but the attempt of the existing checkpoint
                 data = self.manifest(self.path(name)).data
-                victims = [one for one in old if one != data]
+                victims = [folder for folder in old if folder != data]
             self.erase([key for victim in victims for key in attempts[victim]])
 
     def abandon(self, path: str) -> None:
@@ -186,14 +176,13 @@ class ObjectStore(Store):
                 self.erase([key for key in left if not key.endswith(f"/{OUTCOME}")])  # others may still read it
 
     def command_to_set_aside(self, path: str) -> str:
-        """See `Store.command_to_set_aside`. The command is that of the cloud's own tool."""
         aside = f"{path}{listing.ASIDE}{int(time.time())}"
         if parts_of_url(path)[0] == "gs":
             return shlex.join(["gcloud", "storage", "mv", path, aside])
         return shlex.join(["aws", "s3", "mv", "--recursive", f"{path}/", f"{aside}/"])
 
     def hide(self, path: str) -> list[str]:
-        """See `Store.hide`. Deletes the manifest, if it is unchanged."""
+        """See `Store.hide`. Delete the manifest, if it is unchanged."""
         if self._forbidden and self._listed is not None:
             return []  # trying again at each save, for more and more checkpoints, would be useless
         name = self._name(path)
@@ -202,25 +191,23 @@ class ObjectStore(Store):
         there = self._objects.read(key)
         if there.data is None or not self._objects.delete(key, there.stamp):
             return []
-        ours = {key for found in listed.attempts.get(name, {}).values() for key in found}
+        ours = {key for attempt in listed.attempts.get(name, {}).values() for key in attempt}
         with contextlib.suppress(CheckpointError):  # a copy from a disk has its files next to the manifest
             ours |= {f"{name}/{file}" for file in (*decode(there.data).files, listing.COMMITTED)}
         return sorted(ours)
 
     def erase(self, remains: Sequence[str]) -> None:
-        """See `Store.erase`."""
         for _, pending in at_once(((key, self._objects.start_delete(key)) for key in remains), _AT_ONCE):
             pending.result()
 
     def log_undeleted(self, path: str, error: Exception) -> None:
-        """See `Store.log_undeleted`; logged once for all checkpoints."""
+        """Log one warning for all checkpoints."""
         self._forbidden = self._forbidden or isinstance(error, PermissionError)
         if not self._warned:
             self._warned = True
             _logger.warning("old checkpoints in %s stay because they cannot be deleted: %s", self.directory, error)
 
     def close(self, wait: bool = True) -> None:
-        """See `Store.close`."""
         if self._write is not None and not wait:
             self._write.detach()
         super().close(wait)
@@ -248,16 +235,13 @@ _OTHERS = 120.0
 
 @dataclasses.dataclass(frozen=True)
 class ObjectSave:
-    """What one process does for a save.
+    """The part of one process in a save.
 
     Attributes:
-        objects: The directory of objects.
-        name: The name of the checkpoint.
-        folder: The folder of the attempt, below the name.
-        blocks: The blocks that this process writes, each of them once: then their memory is free.
-        compress: Whether to compress them.
+        folder: The folder of the attempt, `name/data.…`.
+        blocks: The blocks that this process writes; each is taken once, and then its memory is free.
         commit: Called on the first process when everything is written, with the records of all objects and the stamp of
-            the manifest that was there before.
+            the previous manifest.
     """
 
     objects: Directory
@@ -268,7 +252,7 @@ class ObjectSave:
     commit: Callable[[Files, bytes], None]
 
     def run(self) -> None:
-        """Write this process's part; on the first one, commit what all of them wrote, and on the others wait for it."""
+        """Write this process's part; then the first process commits all parts, and the others wait for it."""
         index = jax.process_index()
         is_first = index == 0
         try:
@@ -293,7 +277,6 @@ class ObjectSave:
                 raise CheckpointError(f"on the first process: {failed}")
 
     def _parts(self, own: bytes, took: float) -> dict[str, dict[str, Any]]:
-        """Return the records of all objects of this attempt, for the manifest."""
         files: dict[str, dict[str, Any]] = {}
         until = time.monotonic() + _OTHERS + 10 * took
         for index in range(jax.process_count()):
@@ -316,7 +299,6 @@ class ObjectSave:
         return data
 
     def _report(self, failed: str) -> None:
-        """Report the outcome on this process to the processes that wait for it."""
         if jax.process_count() > 1:
             index = jax.process_index()
             key = OUTCOME if index == 0 else f"part.{index}.json"
@@ -328,9 +310,9 @@ class ObjectSave:
                 )
 
     def _silence(self, patience: float) -> Callable[[], bool]:
-        """Return a function that returns whether the first process has been silent for too long.
+        """Return a function that reports whether the first process has been silent for too long.
 
-        It renews its claim, if it has the right to replace objects.
+        A first process without the right to replace objects cannot renew its claim.
         """
         key = claims.key_of(self.name.rpartition("-")[0])
         began = time.monotonic()
@@ -342,10 +324,10 @@ class ObjectSave:
             now = time.monotonic()
             if now >= next_look:
                 next_look = now + claims.BEAT
-                found = self.objects.read(key)
-                if found.stamp != stamp:
-                    renews = bool(stamp) or found.data is None or claims.owner_in(found.data).get("beat", 0) != 0
-                    stamp, changed = found.stamp, now
+                current = self.objects.read(key)
+                if current.stamp != stamp:
+                    renews = bool(stamp) or current.data is None or claims.owner_in(current.data).get("beat", 0) != 0
+                    stamp, changed = current.stamp, now
             return now > (min(latest, changed + _SILENT) if renews else began + patience)
 
         return is_late

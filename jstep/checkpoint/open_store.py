@@ -6,10 +6,9 @@ from jstep.stores.urls import is_url
 
 
 def open_store(directory: str, prefix: str | None = None) -> Store:
-    """Return the store of a directory.
+    """Return the store of a path or URL from `checked_directory`.
 
     Args:
-        directory: An absolute path or a URL, as `checked_directory` returns it.
         prefix: The prefix of the checkpoints to write, which distinguishes barriers of processes; None only to read.
     """
     if not is_url(directory):

@@ -1,4 +1,4 @@
-"""Arrays of checkpoints through Orbax and tensorstore; imported on first use, because these load slowly."""
+"""Arrays of checkpoints through Orbax and tensorstore; imported on first use, because both load slowly."""
 
 import collections
 import contextlib
@@ -24,7 +24,7 @@ from jstep.checkpoint.manifest import CorruptedError, Manifest
 from jstep.core.placement import is_of_host, local_parts, place, slices
 from jstep.core.threads import in_background
 
-# Writing of arrays, and reading onto shardings, with tensorstore. Imported on first use: tensorstore imports slowly.
+# Writing of arrays, and reading onto shardings, with tensorstore.
 #
 # Orbax could do both, but writes slowly, and checks nothing that it reads: a malicious store yields shapes that differ
 # from the manifest, and corruption is reported only on stderr.
@@ -36,13 +36,9 @@ Part = tuple[tuple[slice, ...], Any]
 
 
 def own_parts(array: Any, pinned: bool) -> tuple[tuple[int, ...], list[Part]]:
-    """Return the shape of the parts of an array, and those that this process writes, which move to the host meanwhile.
+    """Return the shape of the parts of an array, and the parts that this process writes, moving to the host.
 
-    Replicas of a shard write equal parts of it if it can be divided: no process writes all of a replicated array.
-
-    Args:
-        array: The array.
-        pinned: Whether it moves through pinned memory.
+    Replicas of a shard write equal parts of it, if it can be divided: no process writes all of a replicated array.
     """
     if isinstance(array, np.ndarray):
         return array.shape, [((), array)] if jax.process_index() == 0 else []
@@ -74,7 +70,7 @@ def own_parts(array: Any, pinned: bool) -> tuple[tuple[int, ...], list[Part]]:
 
 def write_tensors(specs: Sequence[dict[str, Any]], parts_of: Sequence[Sequence[Part]], context: ts.Context) -> None:
     """Write the parts of arrays; they are on the disk when this returns."""
-    first = jax.process_index() == 0  # it describes the arrays, also for the others
+    first = jax.process_index() == 0  # it writes the metadata of the arrays, also for the others
     transaction = ts.Transaction(atomic=True)
     options: dict[str, Any] = {"open": True, "create": first, "assume_metadata": not first}
     opened = [ts.open(ts.Spec(spec), context=context, transaction=transaction, **options) for spec in specs]
@@ -83,20 +79,18 @@ def write_tensors(specs: Sequence[dict[str, Any]], parts_of: Sequence[Sequence[P
         for stored, parts in zip(opened, parts_of, strict=True)
         for index, values in parts
     ]
-    for one in writes:
-        one.result()
+    for write in writes:
+        write.result()
     transaction.commit_sync()
 
 
 def merge_parts(folder: str) -> None:
-    """Merge what the processes wrote below a folder into one database there, which refers to their files.
-
-    Orbax's own merge finds the parts by a glob, which takes brackets and `**` in the path of the folder for a pattern.
-    """
+    """Merge the databases of all processes into one, which refers to their files."""
+    # Orbax's own merge uses a glob, which reads brackets and `**` in the path of the folder as a pattern.
     context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": 10**8}})
     cached = {"driver": "ocdbt", "cache_pool": "cache_pool#ocdbt"}
-    # As Orbax's but for the size of a node, which is searched entry by entry for each array: with all of them in one,
-    # reading would be quadratic. No other process writes to this database.
+    # Orbax's settings except for the size of a node, which is searched entry by entry for each array: with all arrays
+    # in one node, reading would be quadratic. No other process writes to this database.
     config = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 2**21, "manifest_kind": "single"}
     whole = {**cached, "base": in_folder(folder), "config": config, "assume_config": True}
     merged = ts.KvStore.open(whole, context=context).result()
@@ -112,7 +106,6 @@ def merge_parts(folder: str) -> None:
 
 
 def in_folder(path: str) -> dict[str, Any]:
-    """Return the tensorstore JSON for the files of a folder."""
     return {"driver": "file", "path": path + "/"}
 
 
@@ -122,16 +115,11 @@ def read(
     shardings: Mapping[str, Any],
     wait: Callable[[Any, int], Any] = lambda future, nbytes: future.result(),
 ) -> dict[str, Any]:
-    """Read arrays of a checkpoint by name, with the given shardings (None for NumPy arrays).
+    """Read arrays of a checkpoint by name; no byte of an array that differs from the manifest is decoded.
 
     Args:
         base: The tensorstore JSON for the files of the checkpoint.
-        manifest: Its manifest.
-        shardings: Name → sharding.
-        wait: Returns the result of a future; it is given the number of bytes that may be read before.
-
-    Raises:
-        CorruptedError: The shape or dtype of a stored array differs from the manifest. No byte of it was decoded.
+        wait: `wait(future, nbytes)` returns the result of a future, before which nbytes may be read.
     """
     context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": 10**8}, "file_io_concurrency": {"limit": 128}})
     opening = {}
@@ -169,59 +157,53 @@ def read(
 
 
 def _check(manifest: Manifest, opened: Mapping[str, Any]) -> None:
-    """Check the shapes and dtypes of the stored arrays."""
     problems = []
     for leaf in manifest.leaves:
         if leaf.array is not None and leaf.array in opened:
             shape, dtype = stored_kind(leaf)
-            found = tuple(opened[leaf.array].shape), opened[leaf.array].dtype.numpy_dtype
-            if found != (shape, jnp.dtype(dtype)):
-                what = f"{found[1]}{list(found[0])}, and {dtype}{list(shape)} in the manifest"
+            stored = tuple(opened[leaf.array].shape), opened[leaf.array].dtype.numpy_dtype
+            if stored != (shape, jnp.dtype(dtype)):
+                what = f"{stored[1]}{list(stored[0])}, and {dtype}{list(shape)} in the manifest"
                 problems.append(f"the array of {leaf.path!r} is {what}")
     if problems:
         raise CorruptedError(problems)
 
 
 def missing(path: str, manifest: Manifest) -> str | None:
-    """Return the first array of a manifest that is not in a folder with all its chunks; None if all are there.
-
-    One byte of each chunk is read, which finds removed files.
-    """
+    """Return the first array that lacks a chunk; reading one byte of each finds removed files."""
     store = ts.KvStore.open({"driver": "ocdbt", "base": in_folder(path)}).result()
     wanted = manifest.by_array
     described = {name: store.read(_within(name) + ".zarray") for name in wanted}
     reads = []
     for name, leaf in wanted.items():
-        if not (found := described[name].result().value):
+        if not (description := described[name].result().value):
             return leaf.path
-        zarray = json.loads(found)
+        zarray = json.loads(description)
         grid = [-(-size // chunk) for size, chunk in zip(zarray["shape"], zarray["chunks"], strict=True)]
         for at in itertools.product(*map(range, grid)):
             key = _within(name) + (zarray.get("dimension_separator", ".").join(map(str, at)) or "0")
             reads.append((leaf.path, store.read(key, byte_range=slice(0, 1))))
-    # For a key that it lacks, and for a removed file, the store returns an empty value.
+    # For a missing key, and for a removed file, the store returns an empty value.
     return next((leaf for leaf, read in reads if not read.result().value), None)
 
 
 def _within(name: str) -> str:
-    """Return the path of an array in the store: Orbax joins keys with slashes, and the last key may be empty."""
+    """Return the path of an array: Orbax joins keys with slashes, and the last one may be empty."""
     return name if name.endswith("/") else name + "/"
 
 
-# Writing of named arrays to a folder with Orbax.
+# Writing of named arrays to a folder with Orbax. Only this part uses more than Orbax's public API.
 #
-# It is all that uses more than Orbax's public API.
-#
-# Orbax writes to a temporary folder, all processes together, and would rename it at the end. Here the
-# folder is passed to `publish` instead, which adds the manifest and renames it.
+# Orbax writes to a temporary folder, all processes together, and would rename it at the end. Here the folder is passed
+# to `publish` instead, which adds the manifest and renames it.
 
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """A context manager or decorator that drops Orbax's log lines, from all threads."""
+    """Drop Orbax's log lines, from all threads; a context manager or decorator."""
     logger = logging.getLogger("absl")
 
-    def is_of_others(record: logging.LogRecord) -> bool:  # contexts overlap: each has a filter of its own
+    def is_of_others(record: logging.LogRecord) -> bool:  # contexts overlap: each has its own filter
         return "orbax" not in record.pathname
 
     logger.addFilter(is_of_others)
@@ -234,12 +216,8 @@ def silenced() -> Iterator[None]:
 class _OneTransaction:
     """Mixin of an Orbax handler that writes all arrays of a process in one transaction.
 
-    Orbax reads them as its own. It would open each array twice and write a file for every second one, which takes more
-    than twice the CPU time of this.
-
-    Args:
-        begun: The list to append every started write to.
-        options: Options of the handler.
+    Orbax can read the result. On its own, it opens each array twice and writes a file for every second one, which takes
+    more than twice the CPU time. Started writes are appended to `begun`.
     """
 
     def __init__(self, begun: list[Any], **options: object) -> None:
@@ -247,7 +225,7 @@ class _OneTransaction:
         self._begun = begun
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> list[Any]:
-        """Start to write in the background; return when all values are on the host."""
+        """Start to write; return when all values are on the host."""
         del args  # all of them the defaults
         spec_of = functools.cache(functools.partial(ocp.type_handlers.get_json_tspec_write, infos[0], True))
         specs: list[dict[str, Any]] = []
@@ -267,7 +245,6 @@ _TIMEOUT = 2 * 3600  # seconds within which a write must end, on the slowest dis
 
 
 def _ended(futures: Sequence[Any]) -> list[Exception]:
-    """Wait for all futures, and return their errors."""
     errors = []
     for future in futures:
         try:
@@ -278,22 +255,21 @@ def _ended(futures: Sequence[Any]) -> list[Exception]:
 
 
 class _Arrays(_OneTransaction, ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
-    """Writer of `jax.Array`s."""
+    ...
 
 
 class _NumpyArrays(_OneTransaction, ocp.type_handlers.NumpyHandler):  # type: ignore[misc]
-    """Writer of NumPy arrays."""
+    ...
 
 
 class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
-    """Writer of arrays, compressed or not; on several processes it also writes the checksums of each one's files."""
+    """Writer of arrays, compressed or not; on several processes it also writes their checksums."""
 
     def __init__(self, owner: "Checkpointer", begun: list[Any], **options: object) -> None:
         self._owner, self._begun = owner, begun
         self._handlers = {flag: ocp.PyTreeCheckpointHandler(use_compression=flag, **options) for flag in (False, True)}
 
     async def async_save(self, directory: object, args: "SaveArgs") -> list[Any]:
-        """Start to write in the background."""
         arrays = ocp.args.PyTreeSave(args.arrays)
         try:
             futures = await self._handlers[args.compress].async_save(directory, args=arrays) or []
@@ -306,7 +282,7 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
             self._begun.clear()
 
     def _end(self, futures: Sequence[Any], temporary: str, files: Mapping[str, Any]) -> None:
-        """Wait for all writes of this process, whether they succeed or fail, and write its files."""
+        """Wait for all writes of this process, even if some fail, and write its files."""
         with self._owner.deferred():
             if errors := _ended(futures):  # raised when all have ended: no thread writes into a folder being removed
                 raise errors[0]
@@ -315,7 +291,7 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
                 write_part(temporary, jax.process_index(), files)
 
     def save(self, directory: object, args: Any) -> None:
-        """Unused, and `restore`, too: `AsyncCheckpointer` calls `async_save`, and `read` reads."""
+        """Unused, like `restore`."""
         raise NotImplementedError
 
     restore = save
@@ -330,15 +306,13 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)  # Orbax accepts a handler only with both
 @dataclasses.dataclass
 class SaveArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """The arrays to write, by name, and the files of this process."""
-
     arrays: dict[str, Any]
     compress: bool
     files: Mapping[str, Any]
 
 
 class _TemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ignore[misc]
-    """A temporary folder that `publish` renames in place of Orbax, after Orbax has written its metadata."""
+    """A temporary folder that `publish` renames in place of Orbax."""
 
     publish: Callable[[str, str], None]
 
@@ -350,9 +324,8 @@ class Checkpointer:
     """Writer of named arrays to a folder with Orbax, all processes together.
 
     Attributes:
-        error: The error of this process while several processes write together. A process that gave up alone would
-            leave the others waiting for hours. So each one continues to the end, and raises its error at `wait`;
-            nothing is published without the parts of all processes.
+        error: The error of this process. If it gave up alone, the others would wait for hours: it continues to the end,
+            and `finish` raises the error. Nothing is published without the parts of all processes.
     """
 
     @silenced()
@@ -380,7 +353,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """A context whose error is raised at `wait`, or immediately if there is one process."""
+        """Keep an error for `finish`, or with one process raise it immediately."""
         try:
             yield
         except Exception as error:
@@ -389,7 +362,7 @@ class Checkpointer:
             self.error = self.error or error
 
     def save(self, path: str, args: SaveArgs, publish: Callable[[str, str], None]) -> None:
-        """Start to write; return when the arrays may be donated. `publish(temporary, final)` ends the write."""
+        """Start to write; return when the arrays may be donated. `publish` ends the write."""
         self._publish = publish
         self._quiet.enter_context(silenced())
         self._async.save(path, args=args)
@@ -401,10 +374,9 @@ class Checkpointer:
                 publish(temporary, final)
 
     def finish(self) -> None:
-        """Wait for the write to end, and raise its error if it failed.
+        """Wait for the write to end, and raise its error.
 
-        Another thread than the main one calls this: Python 3.11 takes Orbax's thread for ended if Ctrl-C interrupts its
-        `join`.
+        It must not run in the main thread: if Ctrl-C interrupts a `join`, Python 3.11 considers Orbax's thread ended.
         """
         try:
             self._async.wait_until_finished()
@@ -416,5 +388,4 @@ class Checkpointer:
 
     @silenced()
     def close(self) -> None:
-        """End the threads."""
         self._async.close()

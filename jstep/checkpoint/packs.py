@@ -32,7 +32,7 @@ from jstep.stores.tagged_json import LargeBytes
 # covers the index.
 
 FILE = "file"
-"""In place of the dtype of a block: it holds bytes of a file that comes with the arrays, such as a position."""
+"""The dtype of a block that holds bytes of a file saved with the arrays, such as a position."""
 Box = tuple[slice, ...]
 _For = TypeVar("_For")
 
@@ -41,10 +41,8 @@ class Block(NamedTuple):
     """A box of an array, on the host.
 
     Attributes:
-        array: The array's name.
         start: The index of the first element, one number per axis.
-        data: Its values.
-        dtype: `FILE` if these are bytes of a file, not of an array of the state; then `array` is its name.
+        dtype: `FILE` if it holds bytes of a file, whose name `array` then is.
     """
 
     array: str
@@ -56,7 +54,7 @@ class Block(NamedTuple):
 def own_blocks(arrays: Mapping[str, Any]) -> list[Block]:
     """Return the blocks that this process writes: first replicas of shards, and on process 0 also NumPy arrays.
 
-    The values are on the host when this returns; on the CPU they alias the arrays, whose memory is then not reused.
+    The values are on the host; on the CPU they alias the arrays, whose memory is then not reused.
     """
     shards: list[tuple[str, Box, Any]] = []
     for name, array in arrays.items():
@@ -80,17 +78,17 @@ def own_blocks(arrays: Mapping[str, Any]) -> list[Block]:
 
 
 def file_blocks(files: Mapping[str, LargeBytes]) -> Iterator[Block]:
-    """Yield files as blocks. A block must be copied before the next one is taken: its memory is released then."""
-    for name, one in files.items():
-        data = np.frombuffer(one.read(), np.uint8)
+    """Yield files as blocks. Copy a block before taking the next one, which releases its memory."""
+    for name, content in files.items():
+        data = np.frombuffer(content.read(), np.uint8)
         for start in range(0, len(data), PACK):
             yield Block(name, (start,), data[start : start + PACK], FILE)
         del data
-        one.written()
+        content.written()
 
 
 def boxes(shape: tuple[int, ...], itemsize: int, most: int) -> Iterator[Box]:
-    """Yield boxes of a shape in C order, each a run of at most `most` bytes, which must be enough for one element."""
+    """Yield boxes of a shape in C order, of at most `most` bytes, enough for one element."""
     whole = tuple(slice(0, size) for size in shape)
     if math.prod(shape) * itemsize <= most:
         yield whole
@@ -105,7 +103,7 @@ def boxes(shape: tuple[int, ...], itemsize: int, most: int) -> Iterator[Box]:
 
 
 def overlap(part: ShardBounds, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, Box] | None:
-    """Return the common elements of a part and a block, as indices into the part and the block; None if disjoint."""
+    """Return the elements common to a part and a block, as indices into both; None if there are none."""
     inside, outside = [], []
     for (lower, upper), begin, size in zip(part, start, shape, strict=True):
         first, last = max(lower, begin), min(upper, begin + size)
@@ -125,15 +123,9 @@ class Stored(NamedTuple):
     """The position of a block in an object, as the index lists it.
 
     Attributes:
-        array: The array's name.
-        dtype: The dtype of the array, or `FILE`.
         start: The index of the block's first element in the array.
-        shape: The shape of the block.
-        pack: The object that holds the block, relative to the attempt.
-        offset: The offset in the object.
-        nbytes: The number of bytes in the object.
-        crc32: The checksum of these bytes.
-        zipped: 1 if they are compressed (zlib), otherwise 0.
+        pack: The object, relative to the attempt.
+        zipped: 1 if the bytes are compressed (zlib), otherwise 0.
     """
 
     array: str
@@ -148,7 +140,6 @@ class Stored(NamedTuple):
 
     @classmethod
     def from_json(cls, record: Sequence[Any]) -> "Stored":
-        """Return a block of an index."""
         array, dtype, start, shape, pack, offset, nbytes, crc32, zipped = record
         counts = [*start, *shape, offset, nbytes]
         if len(start) != len(shape) or any(type(count) is not int or count < 0 for count in counts):
@@ -159,11 +150,7 @@ class Stored(NamedTuple):
 
 
 def write(objects: Objects, folder: str, process: int, blocks: Iterable[Block], compress: bool) -> bytes:
-    """Write packs, several concurrently, and return the index, which is to be written once all of them exist.
-
-    Raises:
-        OSError: An object could not be written; no other write is in progress any more.
-    """
+    """Write packs concurrently, and return the index, to be written only after all of them."""
     stored: list[Stored] = []
     packs: dict[str, dict[str, Any]] = {}
 
@@ -185,7 +172,6 @@ def write(objects: Objects, folder: str, process: int, blocks: Iterable[Block], 
 
 
 def _groups(blocks: Iterable[Block], compress: bool) -> Iterator[list[tuple[Block, bytes]]]:
-    """Yield lists of blocks with their bytes, one list per object."""
     group: list[tuple[Block, bytes]] = []
     size = 0
     for block in blocks:
@@ -201,11 +187,6 @@ def _groups(blocks: Iterable[Block], compress: bool) -> Iterator[list[tuple[Bloc
 
 
 def read_index(data: bytes) -> tuple[dict[str, dict[str, Any]], list[Stored]]:
-    """Return the packs and the blocks of an index.
-
-    Raises:
-        ValueError: It is not an index.
-    """
     try:
         loaded = json.loads(data)
         return dict(loaded["packs"]), [Stored.from_json(record) for record in loaded["blocks"]]
@@ -214,11 +195,7 @@ def read_index(data: bytes) -> tuple[dict[str, dict[str, Any]], list[Stored]]:
 
 
 def decoded(block: Stored, body: bytes, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Decode the values of a block.
-
-    Raises:
-        ValueError: The bytes are corrupted.
-    """
+    """Decode the values of a block, if its bytes are not corrupted."""
     if len(body) != block.nbytes or f"{zlib.crc32(body):08x}" != block.crc32:
         raise ValueError(f"the checksum of bytes [{block.offset}, {block.offset + block.nbytes}) differs")
     expected = math.prod(block.shape) * dtype.itemsize
@@ -233,7 +210,7 @@ def decoded(block: Stored, body: bytes, dtype: np.dtype[Any]) -> np.ndarray[Any,
 
 
 def runs(blocks: Iterable[Stored]) -> Iterator[list[Stored]]:
-    """Yield runs of adjacent blocks in one object, to be read together: about `PACK` bytes each at most."""
+    """Yield runs of adjacent blocks in one object, about `PACK` bytes each, to be read together."""
     run: list[Stored] = []
     for block in sorted(blocks, key=lambda b: (b.pack, b.offset)):
         end = run[-1].offset + run[-1].nbytes if run else -1
@@ -254,20 +231,13 @@ _READ_AT_ONCE = 8
 
 
 class PackedContents(Contents):
-    """Arrays and files that are packed.
-
-    Args:
-        start_read: Starts to read an object of the checkpoint, or a range of its bytes.
-        manifest: The manifest of the checkpoint.
-    """
-
     verifies = True
 
     def __init__(self, start_read: StartRead, manifest: Manifest) -> None:
         self._start_read, self._manifest = start_read, manifest
 
     def restore(self, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Contents.restore`. Each process reads the blocks that it needs; arrays share no memory with anything."""
+        """See `Contents.restore`. The arrays share no memory with anything."""
         if not shardings:
             return {}
         blocks = [block for block in self._blocks() if block.dtype != FILE]
@@ -296,22 +266,20 @@ class PackedContents(Contents):
         return out
 
     def read_file(self, name: str) -> bytes:
-        """See `Contents.read_file`."""
-        blocks = [one for one in self._blocks() if (one.array, one.dtype) == (name, FILE)]
+        blocks = [stored for stored in self._blocks() if (stored.array, stored.dtype) == (name, FILE)]
         blocks.sort(key=lambda block: block.start)
         ends = itertools.accumulate((block.shape[0] if len(block.shape) == 1 else -1 for block in blocks), initial=0)
         if not blocks or [block.start for block in blocks] != [(end,) for end in list(ends)[:-1]]:
             raise CorruptedError([f"{self._manifest.data}: {name}: {'a part of it is' if blocks else 'it is'} missing"])
-        found: dict[tuple[int, ...], bytes] = {}
+        contents: dict[tuple[int, ...], bytes] = {}
 
         def keep(block: Stored, body: bytes) -> None:
-            found[block.start] = decoded(block, body, _dtype_of(block)).tobytes()
+            contents[block.start] = decoded(block, body, _dtype_of(block)).tobytes()
 
         self._read_blocks(blocks, keep)
-        return b"".join(found[block.start] for block in blocks)
+        return b"".join(contents[block.start] for block in blocks)
 
     def find_corruption(self, share: tuple[int, int], *, every: bool) -> tuple[list[str], list[str]]:
-        """See `Contents.find_corruption`; every object is read."""
         try:
             blocks = self._blocks()
             mine = set(sorted({block.pack for block in blocks})[share[0] :: share[1]])
@@ -324,23 +292,22 @@ class PackedContents(Contents):
         return [], []
 
     def _blocks(self) -> Sequence[Stored]:
-        """Return all blocks of a checkpoint, from the indexes that its processes wrote."""
         blocks: list[Stored] = []
 
         def add(key: str, data: bytes) -> None:
             if self._manifest.files[key].get("crc32") != [f"{zlib.crc32(data):08x}"]:
                 raise ValueError("its checksum differs")
-            found = read_index(data)[1]
-            if any(f"{self._manifest.data}/{block.pack}" not in self._manifest.files for block in found):
+            listed = read_index(data)[1]
+            if any(f"{self._manifest.data}/{block.pack}" not in self._manifest.files for block in listed):
                 raise ValueError("it names an object that is not in the self._manifest")
-            blocks.extend(found)
+            blocks.extend(listed)
 
         keys = [key for key in self._manifest.files if key.split("/")[-1].startswith("part.")]
         _read(((key, self._start_read(key)) for key in keys), add, len(keys))
         return blocks
 
     def _read_blocks(self, blocks: Sequence[Stored], use: Callable[[Stored, bytes], Any]) -> None:
-        """Read blocks, and call `use(block, bytes)` with each; see `_read`."""
+        """Call `use(block, bytes)` with each block; see `_read`."""
 
         def started() -> Iterator[tuple[list[Stored], Any]]:
             for run in runs(blocks):
@@ -362,11 +329,7 @@ def _dtype_of(block: Stored) -> Any:
 def _check(
     manifest: Manifest, blocks: Sequence[Stored], names: Collection[str]
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Return the shape and dtype of arrays, after comparing them with the blocks before any block is read.
-
-    Raises:
-        CorruptedError: They do not match, or blocks are missing.
-    """
+    """Return the shape and dtype of arrays, compared with the blocks before any block is read."""
     kinds = {leaf.array: stored_kind(leaf) for leaf in manifest.leaves if leaf.array in names}
     there = dict.fromkeys(names, 0)
     problems = []
@@ -392,17 +355,7 @@ def _check(
 
 
 def _read(started: Iterable[tuple[_For, Any]], use: Callable[[_For, bytes], None], most: int = _READ_AT_ONCE) -> None:
-    """Read objects, or ranges of their bytes, and call `use(what, bytes)` with each.
-
-    Args:
-        started: Starts a read, for each of what is to be read.
-        use: The function, which raises ValueError if the bytes are corrupted.
-        most: The number of reads that may be in progress.
-
-    Raises:
-        CorruptedError: An object is missing or truncated, or `use` raised ValueError.
-        OSError: The store cannot be read.
-    """
+    """Read objects, or ranges of them, concurrently; `use(item, bytes)` raises ValueError if they are corrupted."""
     problems: dict[str, None] = {}
     for what, pending in at_once(started, most):
         try:

@@ -23,9 +23,9 @@ from jstep.slots.roles import AGES, COPIES, Role, Roles, roles_in
 from jstep.stores.urls import is_url
 
 INTACT, COMPLETE, UNUSABLE, GONE = "intact", "complete", "unusable", "gone"
-"""Conditions of a checkpoint: verified, not verified, corrupted or not usable under its name now, and evicted."""
+"""Conditions of a checkpoint: verified; not verified; corrupted, or not usable under its current name; evicted."""
 CORRUPTED, UNREADABLE = "is corrupted", "cannot be restored"
-"""Verdicts on a checkpoint: bytes of it have changed, or they are as they were written."""
+"""Verdicts on a checkpoint: some of its bytes have changed, or all are as they were written."""
 SHOWN = 3
 """Problems in a message."""
 VERIFIED = 2**28
@@ -39,13 +39,10 @@ class _GoneError(Exception):
 
 
 class Reader:
-    """Reader of the checkpoints of one prefix."""
-
     def __init__(self, store: Store, prefix: str, verify: bool) -> None:
         self._store, self._prefix, self._verify = store, prefix, verify
 
     def extra(self, step: int | None) -> Any:
-        """See `Saver.extra`."""
         return self._retry(step, lambda path, manifest: copy.deepcopy(manifest.extra))
 
     def file(self, name: str, step: int) -> bytes:
@@ -67,7 +64,7 @@ class Reader:
         names: match.Names | None,
         of_params: bool = False,
     ) -> Any:
-        """See `Saver.restore`; with `of_params` the target is `{"params": params}`, as for `Saver.restore_params`."""
+        """See `Saver.restore`; with `of_params` the target is `{"params": params}`."""
 
         def read(path: str, manifest: Manifest) -> Any:
             match.check_averages(averages or (), manifest.leaves, path)
@@ -75,18 +72,17 @@ class Reader:
                 arrays = self._read(path, manifest, dict.fromkeys(manifest.by_array))
                 return match.nested_values(manifest.leaves, arrays, averages)
             if of_params:
-                found = match.match_params(target, manifest, averages, names, path)
+                matched = match.match_params(target, manifest, averages, names, path)
             else:
-                found = match.match(target, manifest, averages, names, path)
-                match.check(found, manifest, partial, path)
-            values = self._read_leaves(path, manifest, found)
-            self._log_differences(path, manifest.step, target, found, values)
+                matched = match.match(target, manifest, averages, names, path)
+                match.check(matched, manifest, partial, path)
+            values = self._read_leaves(path, manifest, matched)
+            self._log_differences(path, manifest.step, target, matched, values)
             return jax.tree.unflatten(trees.structure(target), values)
 
         return self._retry(step, read)
 
     def check_run(self, state: Tree, step: int) -> None:
-        """See `Saver.check_run`."""
         self._retry(step, lambda path, manifest: match.check_run(state, manifest, path))
 
     def _retry(self, step: int | None, read: Any) -> Any:
@@ -124,7 +120,7 @@ class Reader:
         return path, manifest
 
     def _manifest(self, path: str) -> tuple[Manifest | None, str, str]:
-        """Return the manifest, or what is wrong with it; neither if it does not exist."""
+        """Return the manifest, its problem and the verdict; without manifest and problem, it does not exist."""
         try:
             return self._store.manifest(path), "", CORRUPTED
         except FileNotFoundError:
@@ -137,7 +133,7 @@ class Reader:
             return None, f"{short(error)}; make it readable for this user", UNREADABLE
 
     def _newest(self) -> int:
-        """Return the highest step. Its checkpoint must be complete: older ones are never restored silently."""
+        """Return the highest step; older checkpoints are never restored silently if it is incomplete."""
         store, problem = self._store, "the checkpoints cannot be read"
         newest = processes.on_all_processes(lambda: next(store.newest_first(self._prefix), None), problem)
         (step,) = processes.broadcast_ints(-1 if newest is None else newest[0])
@@ -149,30 +145,32 @@ class Reader:
             raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {self._store.directory}")
         return step
 
-    def _read_leaves(self, path: str, manifest: Manifest, found: match.Match) -> list[Any]:
+    def _read_leaves(self, path: str, manifest: Manifest, matched: match.Match) -> list[Any]:
         """Return the leaves of a target in its order: restored, kept, or copies of others."""
         with meshes.internal_transfers():
             values = [
                 match.keep_target_leaf(want, manifest.step) if want.source is None and want.copy is None else None
-                for want in found.wanted
+                for want in matched.wanted
             ]
-            read = [(one.array, want) for want in found.wanted for one in (want.source, want.half) if one is not None]
+            read = [
+                (leaf.array, want) for want in matched.wanted for leaf in (want.source, want.half) if leaf is not None
+            ]
             uses = Counter(name for name, _ in read)
             shardings: dict[str, Any] = {}
             for name, want in read:
                 if name is not None:
                     shardings.setdefault(name, match.stored_sharding(want))
             arrays = self._read(path, manifest, shardings)
-            for i, want in enumerate(found.wanted):
+            for i, want in enumerate(matched.wanted):
                 if want.source is not None:
                     value = leaf_records.value_of(want.source, want.half, arrays)
                     shared = uses[want.source.array] > 1 and isinstance(value, jax.Array)
                     values[i] = match.place_leaf(want, value.copy() if shared else value)
-            for i, want in enumerate(found.wanted):
+            for i, want in enumerate(matched.wanted):
                 if want.copy is not None:
                     values[i] = match.copied_leaf(want, values)
-            pairs = zip(found.wanted, values, strict=True)
-            left_out = [(one.left_out, value) for one, value in pairs if one.left_out is not None]
+            pairs = zip(matched.wanted, values, strict=True)
+            left_out = [(want.left_out, value) for want, value in pairs if want.left_out is not None]
             changed = leaf_records.changed_leaves(left_out)
         if changed:
             _logger.warning(
@@ -184,9 +182,9 @@ class Reader:
             )
         return values
 
-    def _log_differences(self, path: str, step: int, target: Tree, found: match.Match, values: Sequence[Any]) -> None:
-        """Log what a partial restore has left out: only this log shows a misspelt path."""
-        if guards := [repr(want.path) for want in found.wanted if want.is_guard]:
+    def _log_differences(self, path: str, step: int, target: Tree, matched: match.Match, values: Sequence[Any]) -> None:
+        """Log what a partial restore leaves out: only this log shows a misspelt path."""
+        if guards := [repr(want.path) for want in matched.wanted if want.is_guard]:
             _logger.info(
                 "%s was saved without a guard (skip_nonfinite, dynamic_loss_scale) that the target has: the guard "
                 "starts at step %d, with fresh %s",
@@ -194,23 +192,23 @@ class Reader:
                 step,
                 ", ".join(guards),
             )
-        if not found.differences():
+        if not matched.differences():
             return
-        without = [i for i, want in enumerate(found.wanted) if want.source is None and want.left_out is None]
-        copies = [i for i in without if found.wanted[i].copy is not None]
-        left = [i for i in without if not found.wanted[i].is_guard and i not in copies]
+        without = [i for i, want in enumerate(matched.wanted) if want.source is None and want.left_out is None]
+        copies = [i for i in without if matched.wanted[i].copy is not None]
+        left = [i for i in without if not matched.wanted[i].is_guard and i not in copies]
         _logger.warning(
             "%s was restored in part%s%s%s",
             path,
-            listing("started as copies of what was restored", [repr(found.wanted[i].path) for i in copies]),
-            listing("left unchanged in target", [repr(found.wanted[i].path) for i in left]),
-            listing("not used from the checkpoint", [repr(one) for one in found.unused]),
+            listing("started as copies of what was restored", [repr(matched.wanted[i].path) for i in copies]),
+            listing("left unchanged in target", [repr(matched.wanted[i].path) for i in left]),
+            listing("not used from the checkpoint", [repr(name) for name in matched.unused]),
         )
         if stale := _stale_warning(target, values, [*left, *copies]):
             _logger.warning(stale)
 
     def _read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the stored arrays of these names; corrupted arrays are never returned."""
+        """Read stored arrays by name; corrupted arrays are never returned."""
         arrays, problems, failure = read_and_verify(self._store, path, manifest, shardings, self._verify)
         if processes.any_process(bool(problems) or failure is not None):
             if processes.any_process(self._store.is_gone(path, manifest)):
@@ -230,14 +228,7 @@ class Reader:
         return arrays
 
     def unusable(self, path: str, problems: Sequence[str], verdict: str, left: str = "") -> CheckpointError:
-        """Return the error for a checkpoint that cannot be restored: the problems, and how to resume from another one.
-
-        Args:
-            path: The path of the checkpoint.
-            problems: What is wrong with it.
-            verdict: `CORRUPTED` or `UNREADABLE`.
-            left: What can still be read of it.
-        """
+        """Return the error for a checkpoint that cannot be restored; `left` describes what can still be read."""
         try:
             advice = self._advice(path)
         except OSError as error:
@@ -245,19 +236,19 @@ class Reader:
         return CheckpointError(f"{path} {verdict}: {first_of(problems)}.{left} {advice}.")
 
     def _advice(self, path: str) -> str:
-        """Return which checkpoint to restore in place of one, and what is in the way of resuming from it."""
+        """Name the checkpoint to restore instead, and those to set aside to resume from it."""
         in_the_way: list[str] = []
         left = VERIFIED
         for step, other in self._store.newest_first(self._prefix):
-            found, read = (UNUSABLE, 0) if other == path else condition(self._store, other, step, left)
+            state, read = (UNUSABLE, 0) if other == path else condition(self._store, other, step, left)
             left -= read
-            if found == UNUSABLE:
+            if state == UNUSABLE:
                 in_the_way.append(other)
-            elif found != GONE:
+            elif state != GONE:
                 restore = f"Saver.restore(target, step={step})"
                 instead = (
                     f"The newest intact checkpoint is step {step} ({other}): {restore} restores it"
-                    if found == INTACT
+                    if state == INTACT
                     else f"The newest other checkpoint that is complete is step {step} ({other}): {restore} verifies "
                     "every byte of it, and restores it"
                 )
@@ -266,7 +257,7 @@ class Reader:
         return none + self._set_aside(in_the_way, -1, "start from scratch")
 
     def _set_aside(self, in_the_way: list[str], above: int, purpose: str) -> str:
-        """Return the command that lets `train` resume from a step. It deletes nothing: this may be the last copy."""
+        """Return the command that lets `train` resume. It deletes nothing: this may be the last copy."""
         broken = [path for path, _ in self._store.broken(self._prefix, above)]
         commands = [self._store.command_to_set_aside(path) for path in dict.fromkeys([*in_the_way, *broken])]
         return f"; to {purpose}, set aside what cannot be used: `{' && '.join(commands)}`" if commands else ""
@@ -275,11 +266,9 @@ class Reader:
 def read_and_verify(
     store: Store, path: str, manifest: Manifest, shardings: Mapping[str, Any], verify: bool
 ) -> tuple[dict[str, Any], list[str], Exception | None]:
-    """Read the stored arrays of these names, and verify all files meanwhile; the processes share this work.
+    """Read stored arrays by name, and verify all files meanwhile; the processes share this work.
 
-    Returns:
-        The arrays, descriptions of what is corrupted, and the error for which something could not be read. Another
-        process may have found more: the callers agree on that.
+    It returns arrays, problems, and the error if something was unreadable. Processes may differ: the callers agree.
     """
     share = jax.process_index(), jax.process_count()
     failure: Exception | None = None
@@ -298,19 +287,17 @@ def read_and_verify(
         if verdict is not None:
             try:
                 problems = verdict.result() or problems
-            except OSError as error:  # it is not known whether it is corrupted
+            except OSError as error:  # whether it is corrupted is unknown
                 failure = error
     return arrays, problems, failure
 
 
 def first_of(problems: Sequence[str]) -> str:
-    """Format the first problems, for a message."""
     more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
     return "; ".join(problems[:SHOWN]) + more
 
 
 def newest_in_words(store: Store, prefix: str) -> str:
-    """Describe the newest checkpoint, for the end of an error message."""
     try:
         newest = next(store.newest_first(prefix), None)
     except OSError as error:
@@ -319,14 +306,7 @@ def newest_in_words(store: Store, prefix: str) -> str:
 
 
 def condition(store: Store, path: str, step: int, most: int) -> tuple[str, int]:
-    """Return the condition of a checkpoint, and how many bytes were read to find it.
-
-    Args:
-        store: The store.
-        path: The path of the checkpoint.
-        step: The step of its name.
-        most: The number of bytes to verify at most; a larger checkpoint is `COMPLETE` at best.
-    """
+    """Return the condition of a checkpoint, and how many bytes were read; above `most`, none are verified."""
     try:
         manifest = store.manifest(path)
         if manifest.step != step:
@@ -337,12 +317,11 @@ def condition(store: Store, path: str, step: int, most: int) -> tuple[str, int]:
         return UNUSABLE if store.find_corruption(path, manifest) else INTACT, nbytes
     except FileNotFoundError:
         return GONE, 0
-    except (CheckpointError, OSError):  # what cannot be read now may be intact
+    except (CheckpointError, OSError):  # an unreadable one may be intact
         return UNUSABLE, 0
 
 
 def short(error: Exception) -> str:
-    """Format an error as one readable line."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror + (f": {error.filename}" if error.filename else "")
@@ -353,15 +332,10 @@ def short(error: Exception) -> str:
 
 
 def _stale_warning(target: Tree, values: Sequence[Any], left: Sequence[int]) -> str:
-    """Return a warning about slots that stayed fresh while their state was restored to an old age; "" if none did.
+    """Return a warning about slots that stayed fresh while their state was restored to an old age.
 
-    An optimizer corrects its slots by their age, global_step + 1 − start_step: fresh zeros that count as 10 000
-    steps old make its first updates several times too large.
-
-    Args:
-        target: The tree that was restored into.
-        values: Its leaves after the restore.
-        left: The indices of the leaves that nothing was restored into.
+    An optimizer corrects its slots by their age, global_step + 1 − start_step: fresh zeros that count as 10 000 steps
+    old make its first updates several times too large.
     """
     leaves = jax.tree_util.tree_leaves_with_path(target)
     keys = [leaf_records.keys_of(path) for path, _ in leaves]
@@ -379,7 +353,7 @@ def _stale_warning(target: Tree, values: Sequence[Any], left: Sequence[int]) -> 
         own = f"{averaging}{key[1].rpartition('/')[2]}/"
         role = roles.get(key[1])
         first = [s for s in starts if s.startswith(own) or (role is Role.AVERAGE and s.startswith(averaging))]
-        # A copy has no bias correction, but by an age of its own.
+        # A copy has a bias correction only if it has its own age.
         start = min(
             first, default=None if role in (*COPIES, Role.REMAINDER) else of_scope, key=lambda s: not s.startswith(own)
         )
@@ -389,7 +363,7 @@ def _stale_warning(target: Tree, values: Sequence[Any], left: Sequence[int]) -> 
 
 
 def _is_ageless(keys: Keys, leaf: object, roles: Roles) -> bool:
-    """Return whether a slot is not subject to bias correction: a count, a guard's scalar or a held value."""
+    """Return whether a slot has no bias correction: a count, a guard's scalar or a held value."""
     if keys[1] in roles:
         return roles.has_one_value(keys[1]) and roles[keys[1]] is not Role.SHARED
     return str(getattr(leaf, "dtype", "")) in leaf_records.WIDTHS and not getattr(leaf, "shape", (0,))

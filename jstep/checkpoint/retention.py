@@ -1,4 +1,4 @@
-"""Retention of checkpoints, the last few and one every N hours permanently: whatever deletes a saved one is here."""
+"""Retention of checkpoints: the last few, and one every N hours permanently. All deletions are here."""
 
 import contextlib
 import dataclasses
@@ -25,16 +25,9 @@ def evictions(
 ) -> tuple[list[int], RetainedSteps]:
     """Return the checkpoints to delete after `new` was saved, and the new retention state.
 
-    As in TF: a checkpoint that falls out of the last `max_to_keep` is kept permanently if more than `every_n_hours`
-    have passed since the previous permanent one. A long pause counts once: it does not make up for missing saves.
-
-    Args:
-        saved_at: Step → time of saving in seconds, of all existing checkpoints including the new one.
-        new: The step just saved. Neither it nor the highest step is evicted.
-        retained: The retention state before this save.
-        max_to_keep: The number of other checkpoints to keep; None for all.
-        every_n_hours: Hours between permanent checkpoints; None to keep none permanently.
-        finite: The highest step whose parameters are finite, which is not evicted; None if there is none.
+    As in TF, a checkpoint that falls out of the last `max_to_keep` is kept permanently if more than `every_n_hours`
+    have passed since the previous permanent one. A long pause counts once: it does not make up for missing saves. The
+    new step, the highest one, and the highest finite one are never evicted.
     """
     for_good, since = (retained.steps & saved_at.keys()) - {new}, retained.since
     evictable = sorted(step for step in saved_at if step not in for_good)
@@ -53,7 +46,7 @@ def evictions(
 
 
 def evict(store: Store, path: str) -> None:
-    """Delete a checkpoint: first, atomically, that it is one, and then its data. What cannot be deleted is logged."""
+    """Delete a checkpoint: hide it atomically, then remove its data. Failures are logged."""
     try:
         store.erase(store.hide(path))
     except (OSError, CheckpointError) as error:
@@ -61,19 +54,19 @@ def evict(store: Store, path: str) -> None:
 
 
 class Listener(Protocol):
-    """Who is told of checkpoints."""
+    """An observer of checkpoints."""
 
     def saved(self, step: int, path: str) -> None:
-        """Called with a checkpoint that is acknowledged and kept; returns at once."""
+        """Receive a checkpoint that is acknowledged and kept; must return immediately."""
 
     def wait(self, path: str | None = None) -> None:
         """Wait until this checkpoint, or each one, may be deleted."""
 
 
 class Retention:
-    """The end of each save: it completes the manifest, and deletes the checkpoints that the new one supersedes.
+    """The end of each save: completes the manifest, and deletes superseded checkpoints.
 
-    The retention state is stored in the manifest of the newest checkpoint, whichever Saver wrote it.
+    The retention state is in the manifest of the newest checkpoint, whichever Saver wrote it.
     """
 
     def __init__(
@@ -85,12 +78,12 @@ class Retention:
         self._retained: RetainedSteps | None = None
         self._warned = False
         self._complete: set[int] = set()
-        """The steps of the checkpoints that are known to be complete."""
+        """Steps of checkpoints that are known to be complete."""
         self._known: dict[int, Manifest] = {}
-        """Step → manifest, without what takes memory, of the checkpoints whose manifests were read or written."""
-        self._replaces = True  # there may be a passing one
+        """Step → head of each manifest that was read or written."""
+        self._replaces = True  # there may be a temporary one
         self.write_secs: float | None = None
-        """The seconds from the begin of the latest save until its checkpoint existed; None while it is written."""
+        """The seconds from the start of the latest save until its checkpoint existed; None while it is written."""
 
     def commit_of(
         self,
@@ -103,12 +96,11 @@ class Retention:
         """Return the commit of a save.
 
         Args:
-            manifest: The manifest, which still lacks files, retention and left-out leaves.
-            left_out: Returns the left-out leaves.
-            flushes: Functions to call before the checkpoint exists.
-            passing_secs: The checkpoint is passing if it is saved within that many seconds after the last one that is
-                kept; None if it is kept in any case.
-            told: Who is told of the checkpoint, unless it is passing, and waited for before one is deleted.
+            manifest: The manifest, still without files, retention and left-out leaves.
+            flushes: Called before the checkpoint exists.
+            passing_secs: The checkpoint is temporary if it is saved within this many seconds after the last permanent
+                one.
+            told: Receives a permanent checkpoint, and is waited for before one is deleted.
         """
         began, self.write_secs = time.monotonic(), None
 
@@ -135,31 +127,27 @@ class Retention:
         return Commit(manifest.saved_at, end)
 
     def _decide(self, manifest: Manifest, passing_secs: float | None) -> tuple[list[str], RetainedSteps, bool]:
-        """Decide what follows from a save.
-
-        Returns:
-            The paths of the checkpoints to delete once this one exists, the new retention state, and whether this
-            checkpoint is passing.
-        """
+        """Return the paths to delete, the new retention state, and whether this checkpoint is temporary."""
         retained = self.load(leaf.path for leaf in manifest.leaves)
         if self._max_to_keep is None and passing_secs is None and not self._replaces:
             return [], retained, False
-        found = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._complete))
-        self._known = {step: one for step, one in self._known.items() if step in found}
-        # One that was kept is replaced by one that is kept: by hand, say, before the run saves this step by itself.
-        same = {manifest.step: found.pop(manifest.step)} if manifest.step in found else {}
+        paths = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._complete))
+        self._known = {step: head for step, head in self._known.items() if step in paths}
+        # A permanent checkpoint is replaced by a permanent one, such as one saved by hand before the run saves
+        # this step by itself.
+        same = {manifest.step: paths.pop(manifest.step)} if manifest.step in paths else {}
         was_kept = self._kept_at(same) is not None
-        kept_at = self._kept_at(found)
+        kept_at = self._kept_at(paths)
         is_passing = not was_kept and (
             passing_secs is not None and kept_at is not None and 0 <= manifest.saved_at - kept_at < passing_secs
         )
-        finite = self._newest_finite(found, manifest)
-        passing = [step for step in found if step in self._known and self._known[step].passing]
-        replaced = [found.pop(step) for step in passing if step != finite]
+        finite = self._newest_finite(paths, manifest)
+        passing = [step for step in paths if step in self._known and self._known[step].passing]
+        replaced = [paths.pop(step) for step in passing if step != finite]
         if is_passing or self._max_to_keep is None:
             return replaced, retained, is_passing
-        self._complete = set(found)
-        times = {step: self._saved_at(step, path, retained) for step, path in found.items()}
+        self._complete = set(paths)
+        times = {step: self._saved_at(step, path, retained) for step, path in paths.items()}
         times[manifest.step] = manifest.saved_at
         victims, retained = evictions(times, manifest.step, retained, self._max_to_keep, self._every_n_hours, finite)
         if manifest.step < max(times) and not self._warned:
@@ -169,55 +157,43 @@ class Retention:
                 manifest.step,
                 name(self._prefix, max(times)),
             )
-        return [*replaced, *(found[step] for step in victims)], retained, False
+        return [*replaced, *(paths[step] for step in victims)], retained, False
 
-    def _kept_at(self, found: Mapping[int, str]) -> float | None:
-        """Return when the newest checkpoint that is not passing was saved; None if that is not known."""
-        for step in sorted(found, reverse=True):
-            manifest = self._manifest(step, found[step])
+    def _kept_at(self, paths: Mapping[int, str]) -> float | None:
+        """Return when the newest permanent checkpoint was saved; None if unknown."""
+        for step in sorted(paths, reverse=True):
+            manifest = self._manifest(step, paths[step])
             if manifest is None or not manifest.passing:
                 return None if manifest is None else manifest.saved_at
         return None
 
-    def _newest_finite(self, found: Mapping[int, str], new: Manifest) -> int | None:
-        """Return the highest step whose parameters are finite; None if there is none."""
-        for step in sorted({*found, new.step}, reverse=True):
-            manifest = new if step == new.step else self._manifest(step, found[step])
+    def _newest_finite(self, paths: Mapping[int, str], new: Manifest) -> int | None:
+        for step in sorted({*paths, new.step}, reverse=True):
+            manifest = new if step == new.step else self._manifest(step, paths[step])
             if manifest is not None and manifest.finite:
                 return step
         return None
 
     def _manifest(self, step: int, path: str) -> Manifest | None:
-        """Return the head of the manifest of a checkpoint; None if it cannot be read."""
+        """Return the head of a manifest; None if it is unreadable."""
         if step not in self._known:
             with contextlib.suppress(CheckpointError, OSError):
                 self._known[step] = _head(self._store.manifest(path))
         return self._known.get(step)
 
     def delete(self, step: int, path: str) -> None:
-        """Delete the checkpoint of a step.
-
-        Raises:
-            OSError: The storage refuses it.
-        """
         self._complete.discard(step)
         self._known.pop(step, None)
         self._store.erase(self._store.hide(path))
 
     def evictable(self) -> list[str]:
-        """Return the paths of the checkpoints that are not kept permanently, lowest step first."""
-        found = dict(self._store.newest_first(self._prefix))
+        """Return the paths of the checkpoints that are not permanent, lowest step first."""
+        paths = dict(self._store.newest_first(self._prefix))
         for_good = (self._retained or self._newest_manifest().retention).steps
-        return [found[step] for step in sorted(found) if step not in for_good]
+        return [paths[step] for step in sorted(paths) if step not in for_good]
 
     def load(self, saved: Iterable[str]) -> RetainedSteps:
-        """Return the retention state; the first call reads it from the newest checkpoint.
-
-        A warning is logged then if that checkpoint left out some of the leaves that this Saver saves.
-
-        Args:
-            saved: The paths of these leaves.
-        """
+        """Return the retention state; the first call warns if leaves `saved` were left out before."""
         if self._retained is None:
             newest = self._newest_manifest()
             self._retained = newest.retention
@@ -239,7 +215,6 @@ class Retention:
         return retained.since if manifest is None else manifest.saved_at  # too young to keep permanently
 
     def _newest_manifest(self) -> Manifest:
-        """Return the manifest of the newest checkpoint; without one, the manifest of none."""
         for _, path in self._store.newest_first(self._prefix):
             with contextlib.suppress(CheckpointError, OSError):
                 return self._store.manifest(path)
@@ -247,5 +222,5 @@ class Retention:
 
 
 def _head(manifest: Manifest) -> Manifest:
-    """Return a manifest without what takes memory."""
+    """Return a manifest without its large fields."""
     return dataclasses.replace(manifest, leaves=(), files={}, extra=None, left_out=())

@@ -32,23 +32,23 @@ from jstep.state.train_state import TrainState
 
 
 class Saver:
-    """A saver of training states, which also restores them: `directory/model-1000` holds exactly 1000 updates.
+    """Writer and reader of training states: `directory/model-1000` holds exactly 1000 updates.
 
     The arrays are written in the background, and a step may donate the state right after `save`: the checkpoint holds
-    the state as it was passed. Until the arrays are written, their memory is not reused, so that steps meanwhile need
-    memory for one more state. A checkpoint is atomic: it gets its name when all of it is on disk, with checksums
+    the state as it was passed. Until the arrays are written, their memory is not reused, so that steps in the meantime
+    need memory for one more state. A checkpoint is atomic: it gets its name when all of it is on disk, with checksums
     of every file, which `restore` verifies.
 
-    The newest checkpoint is the one of the highest step: to return to an earlier one permanently, delete all later
+    The newest checkpoint is the one with the highest step: to return to an earlier one permanently, delete all later
     ones. Saving a step again replaces its checkpoint; the old one exists until the new one does. Every call first waits
     for a save in progress, and raises its error if it failed. If the process is killed, or the machine loses power, a
     save in progress is lost, so that up to two intervals of work may be lost; what `wait`, or the next call, has
     acknowledged is not.
 
     One Saver at a time writes a prefix in a directory, from its first save (or `claim`) until `close`, the end of its
-    process, or the end of the last reference to it. Another one, in this process or elsewhere, is refused with an
-    error that names the host and process of the writer. Any number of Savers may restore meanwhile. On several
-    processes all of them call `save` and `restore`, each one writes and reads its shards, and the first one manages
+    process, or the end of the last reference to it. Another one, in this process or elsewhere, is rejected with
+    an error that names the host and process of the writer. Any number of Savers may restore meanwhile. With several
+    processes, all of them call `save` and `restore`, each one writes and reads its shards, and the first one manages
     the directory.
 
     Each save leaks about 20 kB: lists that tensorstore's metrics never free.
@@ -59,8 +59,8 @@ class Saver:
         prefix: The prefix of the checkpoint names.
         max_to_keep: The number of checkpoints to keep: each save deletes the lowest steps beyond it. None or 0 keeps
             all.
-        keep_checkpoint_every_n_hours: Hours between checkpoints that are kept permanently: of those that `max_to_keep`
-            would delete, one per interval stays. Remembered across restarts.
+        keep_checkpoint_every_n_hours: Hours between checkpoints that are kept permanently: one per interval stays of
+            those that `max_to_keep` would delete. The interval is remembered across restarts.
         async_save: Whether to write in the background.
         compress: Whether to compress (on a disk zstd, below a URL zlib). Trained floats shrink by a tenth, and writing
             them takes several times as long. If None, a sample is compressed first, and all is compressed if that
@@ -68,13 +68,13 @@ class Saver:
         verify: Whether `restore` verifies the checksums of all files before it returns, which reads each file once
             more. Checkpoints that were written below a URL are always verified, as they are read.
         clock: A function that returns the time in seconds since 1970.
-        leave_out: Parameters that are not saved, such as a frozen base under LoRA, and whose slots are not saved
+        leave_out: Parameters that are not saved, such as a frozen base under LoRA; their slots are not saved
             either: a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools, like `var_list`. The
             checkpoint lists them with their fingerprints; `restore`, with any Saver, takes them from its target and
             warns if their values differ from those at the time of the save.
-        allow_nonfinite: Whether a run saves parameters that became NaN or infinite, such as those of a population with
-            a diverged member. By default, it ends there with a `NanLossDuringTrainingError`. `save` by hand saves what
-            it is given. The newest checkpoint whose parameters are finite is never deleted by `max_to_keep`, which may
+        allow_nonfinite: Whether a run saves parameters that became NaN or infinite, such as in a population with a
+            diverged member. By default, it ends there with a `NanLossDuringTrainingError`. A manual `save` saves any
+            values. The newest checkpoint whose parameters are finite is never deleted by `max_to_keep`, which may
             therefore be exceeded by one.
 
     Raises:
@@ -141,7 +141,7 @@ class Saver:
 
         Args:
             state: The state to save later, or its shapes, to check `leave_out` before the first save: a warning is
-                logged if it selects fewer leaves than that of the newest checkpoint.
+                logged if it selects fewer leaves than the newest checkpoint left out.
 
         Raises:
             CheckpointError: Another Saver writes this prefix here; names its host and process. Or an earlier save
@@ -180,10 +180,10 @@ class Saver:
             # All processes start this save, or none of them.
             problem = "the last checkpoint was not saved; see the error of another process"
             processes.on_all_processes(self.wait, problem, CheckpointError)
-            given = extra if isinstance(extra, Extra) else Extra(extra, {})
-            given = Extra(json_copy(given.values, "extra"), given.files)
+            content = extra if isinstance(extra, Extra) else Extra(extra, {})
+            content = Extra(json_copy(content.values, "extra"), content.files)
             with meshes.internal_transfers():
-                path = self._save(state, step, given)
+                path = self._save(state, step, content)
             if not self._async_save:
                 self.wait()
             return path
@@ -310,7 +310,7 @@ class Saver:
     def extra(self, step: int | None = None) -> Any:
         """Return the `extra` values of a checkpoint (the newest if step is None); None if `save` was given none.
 
-        Those of `train` are a dict with what a run needs to resume, such as the position of a loader; it may be empty.
+        `train` saves a dict with what a run needs to resume, such as the position of a loader; it may be empty.
 
         Raises:
             CheckpointError: The manifest is corrupted, or a save failed in the background.
@@ -322,7 +322,7 @@ class Saver:
     def read_file(self, name: str, step: int) -> bytes:
         """Return the bytes of a file of a checkpoint to which its `extra` refers, as `{"$file": name}`.
 
-        Large arrays of positions and hooks are such files. It may be called from any thread, also during a save.
+        Large arrays of positions and hooks are stored in such files. Any thread may call this, even during a save.
 
         Raises:
             CheckpointError: The file is corrupted, or the checkpoint has no such file.
@@ -340,13 +340,13 @@ class Saver:
         Raises:
             CheckpointError: The manifest is corrupted, or a save failed in the background.
             FileNotFoundError: There is no checkpoint of that step.
-            ValueError: The checkpoint is that of another model or optimizer: says which, and lists the paths.
+            ValueError: Another model or optimizer saved the checkpoint: says which, and lists the paths.
         """
         with self._between_saves():
             self._reader.check_run(state, as_int(step, "step", 0))
 
     def tell(self, told: "Listener | None") -> None:
-        """Tell somebody of each checkpoint that is kept, from the next save on."""
+        """Notify a listener of each permanent checkpoint, from the next save on."""
         self._told = told
 
     def delete(self, step: int) -> None:
@@ -355,7 +355,7 @@ class Saver:
         Raises:
             CheckpointError: Another Saver writes this prefix, or a save failed in the background.
             FileNotFoundError: There is no checkpoint of this step.
-            OSError: The storage refuses it.
+            OSError: The storage rejects it.
             ValueError: The Saver is closed.
         """
         with self._lock:
@@ -415,8 +415,8 @@ class Saver:
     def flushing(self, flush: Callable[[], None]) -> Iterator[None]:
         r"""A context in which each save calls a function in the background, before its checkpoint exists.
 
-        What `flush` writes to disk, such as a log, is therefore never older than the newest checkpoint, and the caller
-        of `save` does not wait for it. An exception that it raises is an error of the save.
+        Data that `flush` writes to disk, such as a log, is therefore never older than the newest checkpoint, and the
+        caller of `save` does not wait for it. An exception that it raises is an error of the save.
 
         Args:
             flush: A function of no arguments. On several processes, the first one calls it.
@@ -438,12 +438,13 @@ class Saver:
 
     @contextlib.contextmanager
     def knowing(self, finite: bool, passing_secs: float | None = None) -> Iterator[None]:
-        """A context for saves of parameters that the caller has looked at for values that are not finite.
+        """A context for saves of parameters that the caller has checked for values that are not finite.
 
         Args:
-            finite: What the checkpoint records of them. In a run, those that were so when it began count as finite.
-            passing_secs: Whether the checkpoint is passing if it is saved within that many seconds after the last one
-                that is kept: the next save then replaces it, and it counts in no limit. None if it is kept.
+            finite: Whether the checkpoint records them as finite. In a run, parameters that were not finite when it
+                began count as finite.
+            passing_secs: If saved within this many seconds of the last permanent checkpoint, the checkpoint is
+                temporary: the next save replaces it, and no limit counts it. None if it is permanent.
         """
         self._finite, self._passing_secs = finite, passing_secs
         try:
@@ -483,16 +484,13 @@ class Saver:
         except CheckpointError as failure:
             if error is None:
                 raise
-            exceptions.note(error, f"Additionally, {failure}")  # the error that left the block matters more
+            exceptions.note(error, f"Additionally, {failure}")  # the error of the block matters more
 
     def __repr__(self) -> str:
         return f"<jstep.Saver {self._store.path(self.prefix)}-*>"
 
     def _claim(self, state: Tree = None) -> None:
-        """Claim the prefix as `Store.claim` does; if the first process fails, all processes raise.
-
-        A process that continued alone would wait for the others forever.
-        """
+        """Claim the prefix; if the first process fails, all raise: a process that continued would wait forever."""
         absent = left_out_indices(state, self.leave_out) if state is not None else set()
         is_first = jax.process_index() == 0
         problem = f"{self.prefix}-* in {self.directory} cannot be written; see the error of process 0"
@@ -501,11 +499,10 @@ class Saver:
             self._retention.load(path for i, path in enumerate(trees.paths_of(state)) if i not in absent)
 
     def _save(self, state: Tree, step: int | None, extra: Extra) -> str:
-        """Start to write a state, and return the path of its checkpoint."""
         saved_at = self._now()
         absent = left_out_indices(state, self.leave_out)
         everything = named_leaves(state)
-        named = [one for i, one in enumerate(everything) if i not in absent]
+        named = [pair for i, pair in enumerate(everything) if i not in absent]
         step = _step_of(state, step)
         finite = self._finite
         if finite is None:
@@ -525,7 +522,7 @@ class Saver:
         return path
 
     def _give_up(self, error: Exception) -> NoReturn:
-        """Remove what a failed save left behind, and raise the error that explains it."""
+        """Remove the leftovers of a failed save, and raise the error that explains it."""
         path, self._saving = self._saving, None
         if path is not None and jax.process_index() == 0:
             self._store.abandon(path)
@@ -536,7 +533,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _between_saves(self) -> Iterator[None]:
-        """A context of one thread, in which no save is in progress; it raises the error of the last one."""
+        """Hold the lock while no save is in progress, after raising the error of the last one."""
         with self._lock:
             self.wait()
             yield
@@ -553,17 +550,10 @@ def _step_or_none(step: object) -> int | None:
     return None if step is None else as_int(step, "step", 0)
 
 
-def _step_of(state: Tree, given: object = None) -> int:
-    """Return the global step of a state: a field, a key, or the common step of the members of a population.
+def _step_of(state: Tree, requested: object = None) -> int:
+    """Return the global step of a state: a field, a key, or the common step of a population's members.
 
-    Args:
-        state: A `TrainState`, or any pytree with a `global_step`.
-        given: The step to use for a population whose members differ; usually None.
-
-    Raises:
-        TypeError: The step is not an integer.
-        ValueError: The state has no step, the step is negative, members of a population differ and `given` is None,
-            or `given` differs from the step of the state.
+    If the members differ, `requested` is the step; otherwise it must be None or the state's step.
     """
     step = state.get("global_step") if isinstance(state, Mapping) else getattr(state, "global_step", None)
     if step is None:
@@ -572,18 +562,18 @@ def _step_of(state: Tree, given: object = None) -> int:
             "add one with state.replace(global_step=jstep.create_global_step())"
         )
     if trees.is_array(step) and np.ndim(step) and not trees.is_traced(step):
-        if given is not None:
-            return as_int(given, "step", 0)
-        found = np.unique(np.asarray(step))
-        if len(found) != 1:
+        if requested is not None:
+            return as_int(requested, "step", 0)
+        steps = np.unique(np.asarray(step))
+        if len(steps) != 1:
             raise ValueError(
-                f"state: global_step has the shape {np.shape(step)} and the values {found[:5].tolist()}: the members "
+                f"state: global_step has the shape {np.shape(step)} and the values {steps[:5].tolist()}: the members "
                 "of this population have no step in common; name the checkpoint with save(state, step=…)"
             )
-        return as_int(found[0], "state: global_step", 0)
+        return as_int(steps[0], "state: global_step", 0)
     number = as_int(step, "state: global_step", 0)
-    if given is not None and as_int(given, "step", 0) != number:
-        raise ValueError(f"step={given}: must be the state's global_step, {number}, which names its checkpoint")
+    if requested is not None and as_int(requested, "step", 0) != number:
+        raise ValueError(f"step={requested}: must be the state's global_step, {number}, which names its checkpoint")
     return number
 
 
@@ -598,12 +588,12 @@ def is_worthwhile(arrays: Iterable[Any]) -> bool:
     Only arrays on the CPU are sampled. Always False on several processes, which would have to agree.
     """
     by_size = sorted(arrays, key=lambda array: int(array.nbytes))
-    looked_into = by_size[-1 :: -max(1, len(by_size) // _ARRAYS)]  # the largest among them
-    are_here = all(isinstance(array, np.ndarray) or placement.is_on_cpus(array) for array in looked_into)
+    sampled = by_size[-1 :: -max(1, len(by_size) // _ARRAYS)]  # the largest among them
+    are_here = all(isinstance(array, np.ndarray) or placement.is_on_cpus(array) for array in sampled)
     if jax.process_count() > 1 or not are_here:
         return False
     before, after = 0, 0.0
-    for array in looked_into:
+    for array in sampled:
         part = array if isinstance(array, np.ndarray) else np.asarray(array.addressable_shards[0].data)
         start = part.size // 2
         sample = part.ravel("K")[start : start + _SAMPLE // part.itemsize].tobytes()

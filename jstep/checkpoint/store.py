@@ -1,4 +1,4 @@
-"""`Store`: storage of checkpoints, and what one in a directory and one below a URL have in common.
+"""`Store`: storage of checkpoints, the base class for directories and URLs.
 
 A Saver handles states, steps and retention; a store handles names and bytes, and makes checkpoints atomic: whatever
 happens, a path holds a complete checkpoint or none.
@@ -29,10 +29,8 @@ Files = Mapping[str, checksums.Record]
 class Commit(NamedTuple):
     """The end of a save, on the first process and in the background.
 
-    Attributes:
-        saved_at: The start time of the save, by the Saver's clock.
-        end: `end(files, publish)` is called with the written files. It calls `publish(manifest)`, when the checkpoint
-            begins to exist, and then deletes those that it supersedes, and what `publish` returns for `Store.erase`.
+    `end(files, publish)` is called with the written files. It calls `publish(manifest)`, which makes the checkpoint
+    exist and returns leftovers; then it erases those, and deletes superseded checkpoints.
     """
 
     saved_at: float
@@ -40,19 +38,15 @@ class Commit(NamedTuple):
 
 
 class Store(abc.ABC):
-    """Checkpoints of any prefixes below one directory or URL. Savers do not share stores.
+    """Checkpoints below one directory or URL. Savers do not share stores.
 
     Errors of the storage (permissions, bucket, space, network) are OSErrors that name it and say what to do;
-    CheckpointError is for problems of a checkpoint.
-
-    Args:
-        directory: An absolute path, or a URL without a trailing slash.
-        prefix: The prefix of the checkpoints to write; None only to read.
+    CheckpointError is for problems of a checkpoint. Without a prefix, a store can only read.
     """
 
     directory: str
     poll_secs: float = 1.0
-    """Seconds between two looks of who waits for a checkpoint."""
+    """Polling interval of a reader that waits for a checkpoint."""
     _prefix: str
     _claim: FileClaim | ObjectClaim | None = None
     _write: Write | None = None
@@ -69,49 +63,35 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
-        """Yield step and path of every complete checkpoint, highest step first; checkpoints are checked lazily.
-
-        Args:
-            prefix: The prefix of the names; None for any prefix.
-            trusted: Steps that need not be checked.
-        """
+        """Yield step and path of complete checkpoints, highest step first; `trusted` steps are not checked."""
 
     @abc.abstractmethod
     def at(self, prefix: str, step: int) -> str | None:
         """Return the path of the complete checkpoint of a step, or None."""
 
     def broken(self, prefix: str, above: int) -> list[tuple[str, str]]:
-        """Return path and problem of incomplete checkpoints at steps above a given one, highest step first.
+        """Return path and problem of incomplete checkpoints above a step, highest step first.
 
-        These are only checkpoints that files were removed from; no crash leaves them. Object stores report none.
+        No crash leaves them: their files were removed. Object stores report none.
         """
         return []
 
     @abc.abstractmethod
     def manifest(self, path: str) -> Manifest:
-        """Read the manifest of a checkpoint.
-
-        Raises:
-            CheckpointError: The manifest is corrupted (names its path).
-            FileNotFoundError: There is no manifest: the checkpoint was deleted meanwhile.
-        """
+        """Read the manifest of a checkpoint; raise FileNotFoundError if it was deleted meanwhile."""
 
     @abc.abstractmethod
     def contents(self, path: str, manifest: Manifest) -> Contents:
-        """Return the arrays and files of a checkpoint, to be read and verified."""
+        """Return the arrays and files of a checkpoint, not yet read."""
 
     def find_corruption(
         self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1), *, every: bool = False
     ) -> list[str]:
-        """Return descriptions of what is wrong with the files of a checkpoint. May be called while they are read.
-
-        It reads every byte.
+        """Read every byte of a checkpoint, and describe its corrupted files.
 
         Args:
-            path: The path of the checkpoint.
-            manifest: Its manifest.
             share: (i, n) for the i-th of n processes that share the work.
-            every: Whether a corrupted file that nothing reads is a problem, too, and not only a warning.
+            every: Whether a corrupted file that nothing reads is a problem, and not only a warning.
         """
         problems, unused = self.contents(path, manifest).find_corruption(share, every=every)
         if unused and share[0] == 0 and not self.is_gone(path, manifest):
@@ -137,25 +117,20 @@ class Store(abc.ABC):
     def claim(self) -> None:
         """Claim the prefix, so that only this store writes it, and check that it can.
 
-        Creates the directory, checks the required permissions, takes the claim, and removes what an interrupted writer
-        left behind. Called before every save, and before the first step of a run; cheap if nothing has changed.
-        On several processes only the first one calls it.
-
-        Raises:
-            CheckpointError: Another store writes that prefix; names its host and process.
-            OSError: The directory cannot be created or written.
+        The first process calls it before every save and before the first step of a run; it is cheap if nothing has
+        changed. It creates the directory, and removes what an interrupted writer left behind.
         """
         if self.holds_claim():
             return
         key = resolved(self.directory), self._prefix
-        holder = _HOLDERS.get(key)  # held while the claim is tried: its write may end, and it with it, meanwhile
+        holder = _HOLDERS.get(key)  # a reference: it may end meanwhile, with its write
         try:
             self._claim = self.lock()
         except CheckpointError:
             if holder is None:
                 raise
             del holder
-            gc.collect()  # an unreferenced Saver releases its claim here, or when its write has ended
+            gc.collect()  # an unreferenced Saver releases its claim here, or at the end of its write
             if (holder := _HOLDERS.get(key)) is not None and holder._is_left:
                 holder.finish()
             self._claim = self.lock()
@@ -173,14 +148,12 @@ class Store(abc.ABC):
     def save(
         self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit, files: Mapping[str, Any]
     ) -> None:
-        """Start to write arrays, and the files of this process, all processes together.
+        """Start to write arrays, and the files of this process; return when the arrays may be donated.
 
-        It returns when the memory of the arrays may be donated. When everything is written, `commit.end` is called,
-        with a function that publishes a manifest atomically.
+        All processes call it together. When everything is written, it calls `commit.end`.
         """
 
     def wait(self) -> None:
-        """Wait for the write to end, and raise its error if it failed."""
         if self._write is not None:
             self._write.join()  # Ctrl-C leaves the write in progress, and the next call waits for it
             write, self._write = self._write, None
@@ -188,7 +161,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def abandon(self, path: str) -> None:
-        """Remove what a failed save left behind, as far as possible; never raises."""
+        """Remove the leftovers of a failed save, as far as possible; never raises."""
 
     @abc.abstractmethod
     def command_to_set_aside(self, path: str) -> str:
@@ -198,24 +171,23 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def hide(self, path: str) -> Sequence[str]:
-        """Make a checkpoint none, atomically, and return what is left of it, for `erase`; nothing if it was none."""
+        """Atomically make a checkpoint disappear, and return its remains for `erase`, if it existed."""
 
     @abc.abstractmethod
     def erase(self, remains: Sequence[str]) -> None:
-        """Delete what is no part of a checkpoint any more."""
+        """Delete files or objects that belong to no checkpoint any more."""
 
     def log_undeleted(self, path: str, error: Exception) -> None:
-        """Log a warning that a checkpoint could not be deleted."""
         _logger.warning("%s could not be deleted: %s", path, error)
 
     # The end.
 
     def leave(self) -> None:
-        """Note that the Saver was not closed and is no longer referenced: the next writer may finish its save."""
+        """Let the next writer finish the save of a Saver that was not closed, but is unreferenced."""
         self._is_left = True
 
     def finish(self) -> None:
-        """Finish the save of an unreferenced Saver; an error is logged, since no call can raise it."""
+        """Finish the save of an unreferenced Saver; log an error, since no call can raise it."""
         try:
             self.wait()
         except Exception:
@@ -223,12 +195,9 @@ class Store(abc.ABC):
         self.close()
 
     def close(self, wait: bool = True) -> None:
-        """End the threads and release the claim, which is held until a write that Ctrl-C has not let end has ended.
+        """End the threads and release the claim, after any write that Ctrl-C has left running. Reading still works.
 
-        Reading still works.
-
-        Args:
-            wait: False to wait for nothing: the user has pressed Ctrl-C twice.
+        Without `wait`, it waits for nothing: the user has pressed Ctrl-C twice.
         """
         if self._write is not None and wait:
             self._write.join()

@@ -14,16 +14,13 @@ from jstep.checkpoint.listing import TEMPORARY
 _logger = logging.getLogger("jstep")
 
 IN_FLIGHT: "dict[str, Write]" = {}
-"""What is being written, such as the path of a temporary folder → its write."""
+"""Path of a temporary folder, or name of an attempt → its write."""
 
 
 class Write:
     """The write of a checkpoint in the background, which the interpreter finishes before it exits.
 
-    Args:
-        name: What is being written.
-        run: The function that writes it, or waits until it is written; its error is that of the write.
-        thread: The name of the thread that calls the function.
+    `run` writes it, or waits until it is written; its error is the error of the write.
     """
 
     def __init__(self, name: str, run: Callable[[], None], thread: str) -> None:
@@ -43,12 +40,12 @@ class Write:
         IN_FLIGHT.pop(self._name, None)
 
     def join(self) -> None:
-        """Wait for the write to end, whether it fails or not; in a fork, whose parent writes, do nothing."""
+        """Wait for the write to end, whether it fails or not; do nothing in a fork, whose parent writes."""
         if self._pid == os.getpid():
             futures.wait([self._done])
 
     def wait(self) -> None:
-        """Wait as `join` does, and raise the error of a write that failed."""
+        """Wait like `join`, and raise the error of a failed write."""
         self.join()  # after Ctrl-C, the interpreter waits for the write, and logs its error
         if self._pid == os.getpid():
             self.detach()
@@ -57,7 +54,7 @@ class Write:
 
 @functools.cache
 def _finish_at_exit() -> None:
-    """Register the saves in progress to be finished when the interpreter exits: their threads end with it."""
+    """Register the saves in progress to be finished at exit, which ends their threads."""
     # Executors, which Orbax uses, refuse work once threading shuts down, which happens before atexit functions run.
     with contextlib.suppress(RuntimeError):  # it is shutting down already
         getattr(threading, "_register_atexit", atexit.register)(_finish)

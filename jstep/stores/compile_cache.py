@@ -32,7 +32,7 @@ path of the directory in the key of each program: after the directory is moved, 
 
 @dataclasses.dataclass
 class _Cache:
-    """JAX's cache, of which a process has one: its directory, JAX's settings before, and how many runs use it."""
+    """JAX's cache, one per process, and JAX's earlier settings."""
 
     directory: str
     before: dict[str, Any]
@@ -49,9 +49,7 @@ def persistent_cache(directory: str | None) -> Iterator[None]:
     """Use a directory as JAX's persistent compilation cache, and restore JAX's settings afterwards.
 
     The settings are global to the process: while one run has a cache, programs of other threads are cached there too,
-    and the directory of another run is not used. Of runs that overlap, the last one to leave restores the settings,
-    whichever began first. Entries that a power cut left incomplete are removed at the start, and those of this run are
-    on the disk when it ends.
+    and another run's directory is not used. The last of several overlapping runs restores the settings.
     """
     if directory is None or not _is_writable(directory):
         yield
@@ -69,7 +67,7 @@ def persistent_cache(directory: str | None) -> Iterator[None]:
             )
         cache = _cache
         cache.runs += 1
-    there = _entries(cache.directory)
+    existing = _entries(cache.directory)
     try:
         yield
     finally:
@@ -78,7 +76,7 @@ def persistent_cache(directory: str | None) -> Iterator[None]:
             if not cache.runs:
                 _set(cache.before)
                 _cache = None
-        _sync(cache.directory, _entries(cache.directory) - there)
+        _sync(cache.directory, _entries(cache.directory) - existing)
 
 
 def _set(settings: dict[str, Any]) -> None:
@@ -100,7 +98,7 @@ def _entries(directory: str) -> set[str]:
 
 
 def _remove_incomplete(entries: set[str]) -> None:
-    """Remove entries that cannot be decompressed: JAX would warn of each at every start, and never replace it."""
+    """Remove entries that cannot be decompressed: JAX would warn of each at every start, and keep it."""
     for path in entries:
         with contextlib.suppress(OSError):  # another process may remove it, too
             with open(path, "rb") as file:
@@ -111,7 +109,7 @@ def _remove_incomplete(entries: set[str]) -> None:
 
 
 def _is_whole(data: bytes) -> bool:
-    """Return whether an entry can be decompressed: JAX uses zstandard if Python has it, and zlib otherwise."""
+    """Return whether an entry can be decompressed, by zstandard if Python has it, or else by zlib, as in JAX."""
     try:
         if not data.startswith(_ZSTD):
             zlib.decompress(data)

@@ -30,11 +30,7 @@ _PROTOS = ("event_pb2", "summary_pb2", "tensor_pb2", "tensor_shape_pb2", "types_
 
 @functools.cache
 def imported(module: str, what: str = "an event file") -> Any:
-    """Import a module of the extra `summaries`.
-
-    Raises:
-        ImportError: It is not installed; names `what`, which needs it.
-    """
+    """Import a module of the extra `summaries`; the error names `what`, which needs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -45,22 +41,15 @@ def imported(module: str, what: str = "an event file") -> Any:
 
 @functools.cache
 def proto(name: str) -> Any:
-    """Return a message class or an enum by name, such as `proto("Event")`."""
     modules = (imported(f"tensorboard.compat.proto.{module}") for module in _PROTOS)
     return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
 def decode_error() -> type[Exception]:
-    """Return the exception that protobuf raises for bytes that are not a message."""
     return imported("google.protobuf.message").DecodeError
 
 
 def parsed(data: bytes, name: str, what: str) -> Any:
-    """Return the message of this name that bytes hold.
-
-    Raises:
-        TypeError: They hold another one, or none; names `what`.
-    """
     try:
         return proto(name).FromString(data)
     except decode_error() as error:
@@ -68,7 +57,7 @@ def parsed(data: bytes, name: str, what: str) -> Any:
 
 
 def is_message(x: object, name: str) -> bool:
-    """Whether x is a proto message of this name, from tensorboard or from TensorFlow."""
+    """Return whether x is such a proto message, from tensorboard or TensorFlow."""
     descriptor = getattr(x, "DESCRIPTOR", None)
     return getattr(descriptor, "full_name", "").rpartition(".")[2] == name and hasattr(x, "SerializeToString")
 
@@ -99,17 +88,11 @@ MAX_LENGTH = 2**31
 
 
 def masked_crc(data: bytes) -> int:
-    """Return the masked CRC-32C of the data."""
     crc = imported(CHECKSUMS).value(data)
     return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF
 
 
 def frame(data: bytes) -> bytes:
-    """Encode the data as one record.
-
-    Raises:
-        ValueError: The data is longer than readers accept.
-    """
     if len(data) >= MAX_LENGTH:
         raise ValueError(f"an event of {len(data)} bytes: must be less than 2³¹ bytes, the limit of a proto")
     length = struct.pack("<Q", len(data))
@@ -117,11 +100,7 @@ def frame(data: bytes) -> bytes:
 
 
 def read_records(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
-    """Iterate over the offsets and the data of records; an incomplete record at the end of the file ends the iteration.
-
-    Raises:
-        DataLossError: A checksum does not match; the message has the offset of the record.
-    """
+    """Iterate over offsets and data of records, up to an incomplete one at the end of the file."""
     offset = 0
     while True:
         header = file.read(HEADER)
@@ -143,7 +122,7 @@ def read_records(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _read(file: BinaryIO, length: int) -> bytes:
-    """Read up to `length` bytes in parts, so that a malicious length allocates no more than the file holds."""
+    """Read up to `length` bytes in parts: a malicious length allocates no more than the file holds."""
     parts = []
     while length and (part := file.read(min(length, 1 << 24))):
         parts.append(part)
@@ -151,24 +130,22 @@ def _read(file: BinaryIO, length: int) -> bytes:
     return b"".join(parts)
 
 
-# Reading of event files: which there are, their events, and their scalars.
+# Reading of event files: finding them, their events, and their scalars.
 
 
 def is_event_file(name: str) -> bool:
-    """Whether TensorBoard reads files of this name."""
     return "tfevents" in os.path.basename(name)
 
 
 def event_files(path: str) -> list[str]:
     """Return the event files of a directory (or URL) in the order they were written, or a single file itself.
 
-    Directories and pipes with the name of an event file are left out: reading them would fail or wait forever.
+    Directories and pipes with such a name are skipped: reading them would fail or wait forever.
     """
     return _event_files_among(path, names_in(path)) if is_directory(path) else [path]
 
 
 def find_runs(logdir: str) -> list[str]:
-    """Return the directories at and below `logdir` that hold event files, sorted."""
     return [path for path, names in walked(logdir) if _event_files_among(path, names)]
 
 
@@ -177,17 +154,10 @@ def _event_files_among(path: str, names: list[str]) -> list[str]:
 
 
 def check_file(path: str) -> None:
-    """Check that events can be read from a path.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        IsADirectoryError: The path is a directory; the message lists the event files in it.
-        OSError: The path is not a regular file, or cannot be read.
-    """
     if is_directory(path):
         files = list(filter(is_event_file, names_in(path)))
-        found = f"; it holds {', '.join(files[:5])}" if files else "; it holds no event files"
-        raise IsADirectoryError(f"summary_iterator reads one event file, and {path!r} is a directory{found}")
+        content = f"; it holds {', '.join(files[:5])}" if files else "; it holds no event files"
+        raise IsADirectoryError(f"summary_iterator reads one event file, and {path!r} is a directory{content}")
     if not is_url(path) and os.path.exists(path) and not _is_file(path):
         raise OSError(f"{path!r} is not a file (a pipe, a socket or a device), and events are read from files")
     with opened(path):
@@ -256,10 +226,7 @@ class Series:
     """The points of a tag, in arrays, because a list of points takes ten times as much memory.
 
     Attributes:
-        steps: The steps, in order.
-        times: Seconds since 1970.
-        values: The values.
-        rewound: The points that later ones have replaced, the steps and values of each time.
+        rewound: Steps and values of the points that later ones have replaced, one entry per replacement.
     """
 
     def __init__(self) -> None:
@@ -267,7 +234,6 @@ class Series:
         self.rewound: list[tuple[array[int], array[float]]] = []
 
     def points(self) -> list[Point]:
-        """Return the points."""
         return list(map(Point, self.steps, self.times, self.values))
 
     def append(self, step: int, time: float, value: float) -> None:
@@ -278,7 +244,7 @@ class Series:
         self.values.append(value)
 
     def drop_from(self, step: int) -> None:
-        """Move the points from a step on to those that are rewound."""
+        """Move the points from a step on to `rewound`."""
         if self.steps and self.steps[-1] >= step:
             first = bisect.bisect_left(self.steps, step)
             self.rewound.append((self.steps[first:], self.values[first:]))
@@ -291,15 +257,8 @@ def read_scalars(
     """Return tag → points, in the order of the tags' first events.
 
     Steps increase within a series: a session that starts at step N replaces the earlier points from N on, and so does a
-    point at a step that was written before.
-
-    Args:
-        path: An event file or the directory of a run, as a path or a URL.
-        on_corrupted: Called with the error of each corrupted file; the events before the corrupted record are kept. By
-            default, the error is raised.
-
-    Raises:
-        DataLossError: A file is corrupted.
+    point at a step that was written before. If `on_corrupted` is given, it is called with the error of each corrupted
+    file, whose earlier events are kept.
     """
     return {tag: series.points() for tag, series in read_series(path, on_corrupted).items()}
 
@@ -307,7 +266,7 @@ def read_scalars(
 def read_series(
     path: str | os.PathLike[str], on_corrupted: Callable[[DataLossError], None] | None = None
 ) -> dict[str, Series]:
-    """Return tag → its series, which also has the points that were replaced; otherwise as `read_scalars`."""
+    """Like `read_scalars`, but return series, which also have the points that were replaced."""
     series: dict[str, Series] = {}
     for file in event_files(location(path, "path")):
         try:
@@ -322,8 +281,8 @@ def read_series(
 
 def _add(series: dict[str, Series], event: Any) -> None:
     if event.session_log.status == proto("SessionLog").START:
-        for one in series.values():
-            one.drop_from(event.step)
+        for points in series.values():
+            points.drop_from(event.step)
     for value in event.summary.value:
         number = _number(value)
         if number is not None:
@@ -333,7 +292,7 @@ def _add(series: dict[str, Series], event: Any) -> None:
 
 
 def _number(value: Any) -> float | None:
-    """Return the scalar in a value, or None if it is not one; TensorFlow 2 writes scalars as tensors."""
+    """Return the scalar in a value, or None; TensorFlow 2 writes scalars as tensors."""
     kind = value.WhichOneof("value")
     if kind == "simple_value":
         return float(value.simple_value)

@@ -16,12 +16,7 @@ from jstep.stores.urls import is_url, join, split
 
 
 def opened(path: str) -> BinaryIO:
-    """Open a file for reading; an object is read immediately as a whole.
-
-    Raises:
-        FileNotFoundError: There is no such file or object.
-        OSError: It cannot be read.
-    """
+    """Open a file for reading; an object is read immediately as a whole."""
     if not is_url(path):
         return open(path, "rb")
     above, name = split(path)
@@ -32,11 +27,6 @@ def opened(path: str) -> BinaryIO:
 
 
 def is_directory(path: str) -> bool:
-    """Return whether it is a directory, or a URL with objects below it.
-
-    Raises:
-        OSError: The store cannot be listed.
-    """
     return bool(Directory(path).listing()) if is_url(path) else os.path.isdir(path)
 
 
@@ -44,12 +34,12 @@ _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETO
 
 
 def is_absent(error: OSError) -> bool:
-    """Return whether an error of opening a file means that it does not exist, and not that it cannot be read."""
+    """Return whether an error of opening a file means that it does not exist, not that it is unreadable."""
     return error.errno in _ABSENT
 
 
 def may_be_file(path: str) -> bool:
-    """Return whether a local file exists, or may exist but cannot be read, such as without permission."""
+    """Return whether a local file exists, or may exist but is unreadable."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except OSError as error:
@@ -59,33 +49,24 @@ def may_be_file(path: str) -> bool:
 
 
 def names_in(path: str) -> list[str]:
-    """Return the sorted names of the files directly in a directory.
-
-    Raises:
-        OSError: It cannot be listed.
-    """
     names = Directory(path).listing() if is_url(path) else os.listdir(path)
     return sorted(name for name in names if "/" not in name)
 
 
 def walked(path: str) -> list[tuple[str, list[str]]]:
-    """Return every directory at and below a path, with the names of its files, like a sorted `os.walk`.
-
-    Raises:
-        OSError: It cannot be listed.
-    """
+    """Return directories with the names of their files, like a sorted `os.walk`."""
     if not is_url(path):
         return sorted((folder, names) for folder, _, names in os.walk(path))
-    found: dict[str, list[str]] = {}
+    folders: dict[str, list[str]] = {}
     for key in Directory(path).listing():
         folder, _, name = key.rpartition("/")
-        found.setdefault(join(path, folder) if folder else path, []).append(name)
-    return sorted(found.items())
+        folders.setdefault(join(path, folder) if folder else path, []).append(name)
+    return sorted(folders.items())
 
 
 @contextlib.contextmanager
 def new_file(path: str) -> Iterator[BinaryIO]:
-    """A context that opens a new file for writing, with the umask's mode, and at its end flushes it to disk."""
+    """Open a new file for writing, with the umask's mode, and flush it to disk at the end."""
     with open(path, "xb") as file:
         yield file
         file.flush()
@@ -93,7 +74,7 @@ def new_file(path: str) -> Iterator[BinaryIO]:
 
 
 def replace_file(path: str, data: bytes) -> None:
-    """Write a file or object atomically: readers find the older one, or all of this one. Creates its folder."""
+    """Write a file or object atomically, and create its folder."""
     folder, name = split(path)
     if is_url(path):
         Objects(folder).write(name, data)
@@ -112,7 +93,6 @@ def replace_file(path: str, data: bytes) -> None:
 
 
 def remove_file(path: str) -> None:
-    """Delete a file or object, if it exists."""
     folder, name = split(path)
     if is_url(path):
         Objects(folder).delete(name)
@@ -122,7 +102,7 @@ def remove_file(path: str) -> None:
 
 
 def make_folders(path: str) -> None:
-    """Create a folder and those above it, if necessary, and flush the entries of the new ones to disk."""
+    """Create a folder and its parents, and flush their entries to disk."""
     new, above = [], path
     while above and not os.path.isdir(above):
         new.append(above)
@@ -133,16 +113,7 @@ def make_folders(path: str) -> None:
 
 
 def sync(handle: int, path: str, *, data_only: bool = False) -> None:
-    """Flush an open file to disk.
-
-    Args:
-        handle: Its descriptor.
-        path: Its path, for the error.
-        data_only: Whether to flush data and size alone, which is enough for a file that only grows.
-
-    Raises:
-        OSError: The system could not write it.
-    """
+    """Flush an open file to disk; `data_only` flushes only data and size, enough for a file that only grows."""
     try:
         if sys.platform == "darwin" and _is_flushed_by_drive(handle):
             return
@@ -152,7 +123,7 @@ def sync(handle: int, path: str, *, data_only: bool = False) -> None:
 
 
 def _is_flushed_by_drive(handle: int) -> bool:
-    """Flush the buffers of the drive, too, as macOS's fsync does not; False if the file system cannot."""
+    """Flush the buffers of the drive, too, unlike macOS's fsync; False if the file system cannot."""
     import fcntl
 
     try:
@@ -165,11 +136,7 @@ def _is_flushed_by_drive(handle: int) -> bool:
 
 
 def sync_files(paths: Iterable[str]) -> None:
-    """Flush files to disk, several at once: a disk serves them together.
-
-    Raises:
-        OSError: The system could not write one of them.
-    """
+    """Flush files to disk concurrently, which a disk serves together."""
     with concurrent.futures.ThreadPoolExecutor(8, "jstep-sync") as pool:
         list(pool.map(_sync_path, paths))
 
@@ -179,11 +146,7 @@ _NOT_FOR_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM, errn
 
 
 def sync_folder(folder: str) -> None:
-    """Flush the entries of a folder to disk, if the system supports that.
-
-    Raises:
-        OSError: The system could not write them.
-    """
+    """Flush the entries of a folder to disk, if the system supports that."""
     try:
         _sync_path(folder or ".")
     except OSError as error:
@@ -193,8 +156,8 @@ def sync_folder(folder: str) -> None:
 
 def _sync_path(path: str) -> None:
     if os.name == "nt" and os.path.isdir(path):
-        return  # it opens no folder, and flushes their entries itself
-    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # it flushes what may be written alone
+        return  # Windows opens no folder, and flushes the entries itself
+    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows flushes only writable handles
     try:
         sync(handle, path)
     finally:

@@ -30,15 +30,10 @@ class ObjectAppender:
     One thread may write while another one uploads.
 
     Args:
-        objects: The directory of objects.
         next_key: Returns the key of the first object, and of each one after it.
         header: The first bytes of each object.
         secs: Seconds between two uploads.
-        segmented: Whether a new object begins after `SEGMENT` bytes; if not, one object holds everything.
         at_once: Whether to write the first header immediately, so that errors show early.
-
-    Raises:
-        OSError: The first upload, made here, failed.
     """
 
     def __init__(
@@ -57,7 +52,7 @@ class ObjectAppender:
         self._key, self._data = next_key(), bytearray(header)
         self._changed, self._failing = at_once, False
         self._hurried = not at_once
-        """Whether uploads must not delay the callers for long, since none has succeeded yet, or the last one failed."""
+        """Whether uploads must not delay callers for long: none has succeeded yet, or the last one failed."""
         self._lock = threading.Lock()
         self._last = -math.inf
         self.path = objects.at(self._key)
@@ -65,15 +60,7 @@ class ObjectAppender:
         self._put()
 
     def write(self, data: bytes, instead_of: int = 0) -> None:
-        """Append bytes, which stay in one object; does not upload.
-
-        Args:
-            data: The bytes.
-            instead_of: The number of last bytes to replace, which `write` must have added to this object.
-
-        Raises:
-            StoreError: Uploads have failed for so long that the buffer is full.
-        """
+        """Append bytes, which stay in one object, in place of the last `instead_of` bytes; does not upload."""
         with self._lock:
             if instead_of:
                 del self._data[-instead_of:]
@@ -86,11 +73,11 @@ class ObjectAppender:
                 self._key, self._data, self._changed = self._next_key(), bytearray(self._header), False
 
     def due(self) -> float:
-        """Return the time of the next upload by the monotonic clock; infinity if there is nothing to upload."""
+        """Return the monotonic time of the next upload; infinity without new data."""
         return self._last + self._period if self._changed or self._full else math.inf
 
     def sync(self) -> bool:
-        """Upload new data and return whether that succeeded; a failure is logged once, and the data is kept."""
+        """Upload new data and return whether that succeeded; a failure is logged once."""
         try:
             with self._objects.within(5 if self._hurried else math.inf):
                 self._put()
@@ -105,11 +92,7 @@ class ObjectAppender:
         return True
 
     def close(self) -> None:
-        """Upload new data.
-
-        Raises:
-            OSError: The upload failed.
-        """
+        """Upload new data; unlike `sync`, raise an error."""
         with self._objects.within(8 if self._hurried else math.inf):
             self._put()
 
@@ -133,18 +116,13 @@ class ObjectAppender:
 def open_lines(path: str, *, resume: bool = True) -> "LocalLines | ObjectLines":
     """Open a file or object for appending; an incomplete last line is removed first.
 
-    Args:
-        path: Its path or URL.
-        resume: Whether an object may exist, and shows early whether it can be written.
-
-    Raises:
-        OSError: It cannot be created or written.
+    If `resume`, an object may exist; it is read and written immediately, so that errors show early.
     """
     return ObjectLines(path, resume) if is_url(path) else LocalLines(path)
 
 
 def complete(data: bytes) -> bytes:
-    """Return the lines without an incomplete last one. JSON that only lacks its newline gets it."""
+    """Remove an incomplete last line; JSON that only lacks its newline gets it."""
     end = data.rfind(b"\n") + 1
     try:
         json.loads(data[end:])
@@ -155,20 +133,11 @@ def complete(data: bytes) -> bytes:
 
 _BLOCK = 2**13
 _WIDTH = 256
-"""The lines that later ones replace are filled up with spaces to a multiple of this."""
+"""Replaceable lines are padded with spaces to a multiple of this."""
 
 
 def sync_growing(handle: int, path: str, *, is_named: bool) -> None:
-    """Flush a file that only grows to disk, with its name.
-
-    Args:
-        handle: Its descriptor.
-        path: Its path.
-        is_named: Whether its name is on the disk already.
-
-    Raises:
-        OSError: The system could not write them.
-    """
+    """Flush a growing file to disk, with its name unless that is there already (`is_named`)."""
     sync(handle, path, data_only=True)
     if not is_named:
         with contextlib.suppress(FileNotFoundError):  # the directory was renamed
@@ -178,8 +147,8 @@ def sync_growing(handle: int, path: str, *, is_named: bool) -> None:
 class LocalLines:
     """A file, to which other processes may append lines at the same time: each line is one appending write.
 
-    A line that the next one replaces is written twice, one copy after the other, and so is the next one, at the same
-    place: a write that is torn leaves one copy whole, and no other line is changed or moved.
+    A replaceable line is written as two copies, and so is the line that replaces it, at the same place: a torn write
+    leaves one copy whole, and no other line changes or moves.
     """
 
     def __init__(self, path: str) -> None:
@@ -188,39 +157,34 @@ class LocalLines:
         self._is_named = False
         self._file = open(path, "ab+", buffering=0)  # noqa: SIM115  closed by `close`
         self._places: io.FileIO | None = None
-        """The file once more, since the other one writes at its end alone; None if lines cannot be replaced."""
+        """A second handle, since `_file` writes only at its end; None if lines cannot be replaced."""
         self._latest = (0, b"")
-        """The place and the bytes that the next line may replace."""
+        """Offset and bytes of the line that the next one may replace."""
         with contextlib.suppress(OSError):  # a file system that only appends
             self._places = open(path, "r+b", buffering=0)  # noqa: SIM115  closed by `close`
         size = self._file.seek(0, os.SEEK_END)
-        found = self._last_line(size)
-        whole = complete(found)
-        if len(whole) < len(found):
-            self._file.truncate(size - len(found))
+        last = self._last_line(size)
+        whole = complete(last)
+        if len(whole) < len(last):
+            self._file.truncate(size - len(last))
         else:
-            self._file.write(whole[len(found) :])
+            self._file.write(whole[len(last) :])
 
     def _last_line(self, start: int) -> bytes:
-        """Return what follows the last newline; only the end of a long file is read."""
-        found = b""
-        while start and b"\n" not in found:
-            size = min(start, max(_BLOCK, len(found)))
+        """Return the bytes after the last newline; only the end of a long file is read."""
+        tail = b""
+        while start and b"\n" not in tail:
+            size = min(start, max(_BLOCK, len(tail)))
             start -= size
             self._file.seek(start)
-            found = self._file.read(size) + found
-        return found[found.rfind(b"\n") + 1 :]
+            tail = self._file.read(size) + tail
+        return tail[tail.rfind(b"\n") + 1 :]
 
     def size(self) -> int:
-        """The bytes of the file."""
         return os.fstat(self._file.fileno()).st_size
 
     def write(self, line: bytes, *, replaceable: bool = False) -> None:
-        """Append a line, or write it over the one before if both are `replaceable` and it is not longer.
-
-        Raises:
-            OSError: The line was not written, or only a part of it, which is then a line of its own.
-        """
+        """Append a line, or write it over the previous one if both are `replaceable` and it is not longer."""
         (at, before), self._latest = self._latest, (0, b"")
         if not replaceable or self._places is None:
             self._append(line)
@@ -233,7 +197,7 @@ class LocalLines:
         self._latest = at, line
 
     def _replace(self, file: io.FileIO, at: int, before: bytes, line: bytes) -> bool:
-        """Write over a line, if the file still has it at this place, and return whether that succeeded."""
+        """Write over a line, if the file still has it; return whether that succeeded."""
         with contextlib.suppress(OSError):
             file.seek(at)
             if file.read(len(before)) != before:
@@ -252,29 +216,20 @@ class LocalLines:
             raise OSError(f"{wrote} of {len(line)} bytes were written")
 
     def sync(self, *, to_disk: bool) -> None:
-        """Flush the lines durably with `to_disk`, and the name of a new file; the operating system has them already.
-
-        A closed file was flushed when it was closed: a save that a run did not wait for may call this afterwards.
-        """
-        if not to_disk or self._file.closed:
+        """Flush the lines, and a new file's name, if `to_disk`; the operating system has them already."""
+        if not to_disk or self._file.closed:  # `close` has flushed it: a save that nobody waited for may come later
             return
         sync_growing(self._file.fileno(), self.path, is_named=self._is_named)
         self._is_named = True
 
     def close(self) -> None:
-        """Flush the lines and close the file."""
         if not self._file.closed:
             with self._file, self._places or contextlib.nullcontext():
                 self.sync(to_disk=True)
 
 
 class ObjectLines:
-    """An object, which is kept in memory and periodically uploaded in the background.
-
-    Args:
-        path: The URL of the object.
-        resume: Whether to read the lines that the object has, and to upload them at once, so that errors show early.
-    """
+    """An object, which is kept in memory and periodically uploaded in the background."""
 
     def __init__(self, path: str, resume: bool) -> None:
         above, name = split(path)
@@ -287,33 +242,27 @@ class ObjectLines:
             self._appender = ObjectAppender(objects, lambda: name, header, segmented=False, at_once=resume)
 
     def size(self) -> int:
-        """Of an object: no other process appends to it."""
-        return 0
+        return 0  # no other process appends to an object
 
     def write(self, line: bytes, *, replaceable: bool = False) -> None:
-        """Append a line, in place of the one before it if that is `replaceable`; see `ObjectAppender.write`."""
+        """Append a line, or replace the previous one if that is `replaceable`."""
         replaced, self._replaceable = self._replaceable, 0
         self._appender.write(line, replaced)
         self._replaceable = len(line) if replaceable else 0
 
     def sync(self, *, to_disk: bool) -> None:
-        """Upload the lines with `to_disk`; otherwise, when an upload is due, start it in the background."""
+        """Upload the lines if `to_disk`; otherwise start an upload in the background when one is due."""
         if to_disk:
             self._wait()
             self._appender.sync()
         elif self._appender.due() <= time.monotonic() and (self._thread is None or not self._thread.is_alive()):
             from jstep.core.threads import Thread
 
-            # A thread and no future: in a fork, which has no such thread, nothing waits for it.
+            # A thread, not a future: in a fork, which lacks the thread, nothing waits for it.
             self._thread = Thread(target=self._appender.sync, name="jstep-lines", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Upload the lines.
-
-        Raises:
-            OSError: The upload failed.
-        """
         self._wait()
         self._appender.close()
 
@@ -321,4 +270,4 @@ class ObjectLines:
         if self._thread is not None:
             from jstep.core.threads import join
 
-            join(self._thread)  # after Ctrl-C, the next call waits again: two uploads at once would race
+            join(self._thread)  # after Ctrl-C, the next call waits again: two concurrent uploads would race

@@ -1,10 +1,10 @@
 """The objects below a URL: read, write, conditional write, delete, list; credentials of S3, and errors of stores.
 
-They are those of tensorstore's key-value stores.
+They are operations of tensorstore's key-value stores.
 
 Every operation gives up within half a minute (large objects get more, by their size), with an OSError that names
 operation and URL. After one timeout, later requests wait less: a failed save is followed by a last attempt to save, by
-closing event files and logs, and by releasing the claim, each of which would wait as long, only to fail, too.
+closing event files and logs, and by releasing the claim, and each of them would wait as long, only to fail, too.
 
 A list is what the store returns, which may be wrong: for HTTP status 401, 403 or 404, tensorstore's gs:// driver
 returns an empty one, and a truncated one if a later page fails so. A run whose token has expired would find no
@@ -32,9 +32,9 @@ ABSENT = b"\x02"
 RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}
 """22 seconds in all. tensorstore's default of 32 retries takes a quarter of an hour to report an unknown host."""
 STARTING = 38.0
-"""Timeout of all that the start of a run asks of a store, to see that it can read, list and write."""
+"""Timeout of all requests at the start of a run, which check that it can read, list and write."""
 RATE = 1e6
-"""Bytes per second: large objects have more time than `SECONDS`."""
+"""Bytes per second, by which large objects get more time than `SECONDS`."""
 SECONDS = 26.0
 """Timeout of an operation on a store that does not respond."""
 WHILE_DOWN = 14.0
@@ -46,7 +46,6 @@ _down: dict[str, tuple[float, str]] = {}
 
 
 def outage_of(bucket: str) -> str | None:
-    """Return why a bucket failed recently; None if it did not."""
     since, why = _down.get(bucket, (float("-inf"), ""))
     return why if time.monotonic() - since < REMEMBERED else None
 
@@ -59,7 +58,7 @@ class ReadResult(NamedTuple):
     """The result of a read.
 
     Attributes:
-        data: The requested bytes; None if there is no such object.
+        data: None if there is no such object.
         stamp: The stamp of the version, which conditional writes and deletes compare.
     """
 
@@ -68,8 +67,6 @@ class ReadResult(NamedTuple):
 
 
 class Pending:
-    """An operation in progress: `result` waits for it."""
-
     def __init__(self, objects: "Objects", future: Any, verb: str, key: str, nbytes: int = 0) -> None:
         self._objects, self._future, self._verb, self.url = objects, future, verb, objects.at(key)
         self._bucket = "://".join(parts_of_url(objects.url)[:2])
@@ -77,36 +74,27 @@ class Pending:
         self._until = time.monotonic() + timeout + nbytes / RATE
 
     def result(self) -> Any:
-        """Wait for the operation, and return the result of tensorstore.
-
-        Raises:
-            OSError: The operation failed, or took too long.
-        """
+        """Return the result of tensorstore; raise an OSError if the operation fails or takes too long."""
         left = min(self._until, self._objects.deadline()) - time.monotonic()
         # Raised outside of `except`, so that tensorstore's error, which may hold secrets, is not even its context.
         try:
-            found = self._future.result(timeout=max(0.01, left))
+            result = self._future.result(timeout=max(0.01, left))
         except TimeoutError:
             self._future.cancel()
             store = f"the store of {self._bucket} gave no response in {max(1.0, left):.0f} s"
-            known = f"{store}. Check the network and the address: {ENDPOINT[self._bucket.partition('://')[0]]}"
-            reason = outage_of(self._bucket) or known  # that of an earlier failure
+            no_response = f"{store}. Check the network and the address: {ENDPOINT[self._bucket.partition('://')[0]]}"
+            reason = outage_of(self._bucket) or no_response  # the reason of an earlier failure
             problem: OSError = ConnectionError(f"{self.url}: cannot {self._verb}: {reason}")
         except _ERRORS as error:
             problem = translated(error, self._verb, self.url)
         else:
             _down.pop(self._bucket, None)
-            return found
+            return result
         if isinstance(problem, BusyError | ConnectionError):
             _down[self._bucket] = time.monotonic(), str(problem).partition(f"cannot {self._verb}: ")[2]
         raise problem
 
     def read(self) -> ReadResult:
-        """Return the result of a read.
-
-        Raises:
-            OSError: The object cannot be read.
-        """
         got = self.result()
         if got.state == "value":
             return ReadResult(bytes(got.value), bytes(got.stamp.generation))
@@ -115,11 +103,6 @@ class Pending:
         return ReadResult(None, ABSENT)
 
     def stamp(self) -> bytes:
-        """Return the stamp of the written object.
-
-        Raises:
-            OSError: It was not written.
-        """
         generation = bytes(self.result().generation)
         if not generation:
             raise StoreError(f"{self.url}: cannot write: the store reports an unmet condition, but none was given")
@@ -135,14 +118,7 @@ Operation = TypeVar("Operation", bound=Any)
 
 
 def at_once(operations: Iterable[tuple[For, Operation]], most: int) -> Iterator[tuple[For, Operation]]:
-    """Yield operations in order, each with what it is for, while the next ones are started: at most `most` in all.
-
-    Those that are in progress when one fails, or when the consumer stops, are given up.
-
-    Args:
-        operations: Starts an operation for each item.
-        most: The number of operations that may be in progress.
-    """
+    """Yield operations in order, while at most `most` are in progress; after a failure, give those up."""
     under_way: collections.deque[tuple[For, Operation]] = collections.deque()
     try:
         for operation in operations:
@@ -157,28 +133,21 @@ def at_once(operations: Iterable[tuple[For, Operation]], most: int) -> Iterator[
 
 
 class Objects:
-    """The objects below a URL, opened at the first request. Thread-safe.
-
-    Args:
-        url: As `location` returns it.
-    """
+    """The objects below a URL, opened at the first request. Thread-safe."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self._deadline = threading.local()
 
     def at(self, key: str) -> str:
-        """Return the URL of an object."""
         return f"{self.url}/{key}" if key else self.url
 
     # Operations.
 
     def read(self, key: str) -> ReadResult:
-        """Read a whole object."""
         return self.start_read(key).read()
 
     def start_read(self, key: str, start: int = 0, stop: int | None = None) -> Pending:
-        """Start to read an object, or a range of its bytes; `Pending.read` returns the result."""
         nbytes = 0 if stop is None else stop - start
         return self._begin("read", key, lambda kv: kv.read(key, byte_range=slice(start, stop)), nbytes)
 
@@ -187,26 +156,22 @@ class Objects:
         return self.start_write(key, data).stamp()
 
     def start_write(self, key: str, data: Any) -> Pending:
-        """Start to write an object."""
         return self._begin("write", key, lambda kv: kv.write(key, data), len(data))
 
     def write_if(self, key: str, data: bytes, stamp: bytes) -> bytes | None:
-        """Write an object if the existing version has this stamp (`ABSENT`: if there is no object).
+        """Write an object if the existing version has this stamp, and return the new one, or None.
 
-        The data must differ from that of every other writer: a lost response looks like an unmet condition, and only
-        the bytes show whose write it was.
-
-        Returns:
-            The new stamp; None if the condition was not met.
+        The data must differ from any other writer's: a lost response looks like an unmet condition, and only the bytes
+        show whose write it was.
         """
         for _ in range(2):
             wrote = self._begin("write", key, lambda kv: kv.write(key, data, if_equal=stamp), len(data)).result()
             if wrote.generation:
                 return bytes(wrote.generation)
-            there = self.read(key)
-            if there.data == data:
-                return there.stamp
-            if there.data is not None or stamp != ABSENT:
+            current = self.read(key)
+            if current.data == data:
+                return current.stamp
+            if current.data is not None or stamp != ABSENT:
                 return None
         # Missing, and yet not `ABSENT`: S3 reports this if there is no bucket.
         raise no_bucket(self.at(key), "write")
@@ -216,16 +181,15 @@ class Objects:
         return bool(self.start_delete(key, stamp).result().generation)
 
     def start_delete(self, key: str, stamp: bytes | None = None) -> Pending:
-        """Start to delete an object."""
         return self._begin("delete", key, lambda kv: kv.write(key, None, if_equal=stamp))
 
     def list(self, start: str = "", stop: str | None = None) -> list[str]:
         """Return the sorted keys in [start, stop) as the store reports them; see `Directory.listing`."""
         import tensorstore as ts
 
-        keys = ts.KvStore.KeyRange(start.encode(), b"" if stop is None else stop.encode())
-        found = self._begin("list", "", lambda kv: kv.list(keys)).result()
-        return sorted(key.decode(errors="surrogateescape") for key in found)
+        bounds = ts.KvStore.KeyRange(start.encode(), b"" if stop is None else stop.encode())
+        keys = self._begin("list", "", lambda kv: kv.list(bounds)).result()
+        return sorted(key.decode(errors="surrogateescape") for key in keys)
 
     # Time.
 
@@ -240,7 +204,7 @@ class Objects:
             self._deadline.at = before
 
     def deadline(self) -> float:
-        """Return the time by which this thread's operations must end, by the monotonic clock."""
+        """Return the monotonic time by which this thread's operations must end."""
         return float(getattr(self._deadline, "at", float("inf")))
 
     def _begin(self, verb: str, key: str, ask: Any, nbytes: int = 0) -> Pending:
@@ -270,12 +234,7 @@ class Directory(Objects):
     """The objects below a URL, with the mark."""
 
     def mark(self, last: str = "") -> None:
-        """Write the mark for keys up to `last`, if it does not exist yet.
-
-        Raises:
-            FileNotFoundError: There is no such bucket.
-            OSError: The directory cannot be read or written.
-        """
+        """Write the mark for keys up to `last`, if it does not exist yet."""
         for mark in [MARK] if last < MARK else [MARK, LAST]:
             if self.read(mark).data is None:
                 self.write_if(mark, b"", ABSENT)
@@ -283,12 +242,8 @@ class Directory(Objects):
     def listing(self, start: str = "") -> list[str]:
         """Return all keys from `start` on, in order, without the marks.
 
-        A directory without a mark is a copy, or one to which no Saver has written yet: its list is accepted if a
-        second request returns the same.
-
-        Raises:
-            PermissionError: The list is empty or truncated, although the directory has its mark.
-            OSError: The store cannot be read.
+        A directory without a mark is a copy, or no Saver has written to it yet: its list is accepted if a second
+        request returns the same.
         """
         keys = self.list(start)
         if not self._ends(keys, start):
@@ -319,7 +274,7 @@ class Directory(Objects):
 
 
 def spec(url: str) -> dict[str, Any]:
-    """Return the tensorstore JSON for the objects below a URL. It names credential files, and contains no secrets."""
+    """Return the tensorstore JSON for a URL, which names credential files but contains no secrets."""
     scheme, bucket, key = parts_of_url(url)
     path = f"{key}/" if key else ""
     if scheme == "gs":
@@ -332,15 +287,10 @@ _CREDENTIALS = {"aws_access_key_id", "role_arn", "credential_process"}
 
 
 def s3_fields(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the fields of an `s3` spec that give endpoint, region and credentials.
+    """Return the endpoint, region and credentials of an `s3` spec.
 
-    Keys in the environment come first, then the profile (`AWS_PROFILE`, `AWS_DEFAULT_PROFILE` or "default"), then
-    the role of the container or instance. The endpoint is `AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL` or the profile's
-    `endpoint_url`; Amazon's if `AWS_IGNORE_CONFIGURED_ENDPOINT_URLS`, or else the profile's
-    `ignore_configured_endpoint_urls`, is true. The region is `AWS_REGION`, `AWS_DEFAULT_REGION` or the profile's.
-
-    Raises:
-        PermissionError: AWS_PROFILE names a profile that neither file has.
+    Keys in the environment come first, then the profile (`AWS_PROFILE`, `AWS_DEFAULT_PROFILE` or "default"), then the
+    role of the container or instance.
     """
     env = os.environ if environ is None else environ
     files = _file(env, "AWS_SHARED_CREDENTIALS_FILE", "credentials"), _file(env, "AWS_CONFIG_FILE", "config")
@@ -350,8 +300,8 @@ def s3_fields(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     if env.get("AWS_ACCESS_KEY_ID") and env.get("AWS_SECRET_ACCESS_KEY"):
         fields["aws_credentials"] = {"type": "environment"}
     elif settings.keys() & _CREDENTIALS:
-        there = [path if os.path.isfile(path) else os.devnull for path in files]
-        paths = {"credentials_file": there[0], "config_file": there[1]}
+        existing = [path if os.path.isfile(path) else os.devnull for path in files]
+        paths = {"credentials_file": existing[0], "config_file": existing[1]}
         fields["aws_credentials"] = {"type": "profile", "profile": name, **paths}
     elif env.get("AWS_PROFILE") and not settings:
         raise PermissionError(
@@ -376,7 +326,6 @@ def _file(env: Mapping[str, str], variable: str, name: str) -> str:
 
 
 def _profile(files: tuple[str, str], name: str) -> dict[str, str]:
-    """Return the settings of a profile; those of the credentials file take precedence."""
     settings: dict[str, str] = {}
     for path, sections in ((files[0], (name,)), (files[1], (f"profile {name}", name))):
         parser = configparser.RawConfigParser(strict=False, allow_no_value=True)
@@ -392,7 +341,7 @@ def _profile(files: tuple[str, str], name: str) -> dict[str, str]:
 # Translation of tensorstore's errors: they name the bucket, the operation and what to do, and never a secret.
 #
 # tensorstore raises one ValueError for everything: its message begins with a status word and ends with the body of the
-# response. That message is not passed on, since bodies contain keys and signatures.
+# response. That message is never shown, since bodies contain keys and signatures.
 
 _RIGHTS = {
     "gs": {"read": "storage.objects.get", "list": "storage.objects.list", "delete": "storage.objects.delete"},
@@ -425,13 +374,7 @@ class TruncatedError(StoreError):
 
 
 def translated(error: Exception, verb: str, url: str) -> OSError:
-    """Return the error to raise `from None` in place of tensorstore's.
-
-    Args:
-        error: The error of tensorstore.
-        verb: The operation: read, write, delete, list or open.
-        url: The URL of the object or the directory.
-    """
+    """Return the error to raise `from None` in place of tensorstore's."""
     text = str(error)
     scheme, bucket, _ = parts_of_url(url)
     what = f"{url}: cannot {verb}"
@@ -475,7 +418,6 @@ def translated(error: Exception, verb: str, url: str) -> OSError:
 
 
 def no_bucket(url: str, verb: str) -> FileNotFoundError:
-    """Return the error for a missing bucket."""
     scheme, bucket, _ = parts_of_url(url)
     tool = {"gs": f"gcloud storage buckets create gs://{bucket}", "s3": f"aws s3 mb s3://{bucket}"}[scheme]
     return FileNotFoundError(
@@ -484,15 +426,15 @@ def no_bucket(url: str, verb: str) -> FileNotFoundError:
 
 
 def _code(text: str) -> str:
-    found = re.search(r"<Code>(\w{1,60})</Code>", text)
-    if found is None:  # the driver puts the code before the message
-        found = re.match(r"(?:[A-Z_]+: )?(?:All [0-9]+ retry attempts failed: )?([A-Z][A-Za-z]{3,60})\b", text)
-        return found[1] if found and found[1] in _EXPIRED | _UNKNOWN_KEYS | _REGION | {"NoSuchBucket"} else ""
-    return found[1]
+    match = re.search(r"<Code>(\w{1,60})</Code>", text)
+    if match is None:  # the driver puts the code before the message
+        match = re.match(r"(?:[A-Z_]+: )?(?:All [0-9]+ retry attempts failed: )?([A-Z][A-Za-z]{3,60})\b", text)
+        return match[1] if match and match[1] in _EXPIRED | _UNKNOWN_KEYS | _REGION | {"NoSuchBucket"} else ""
+    return match[1]
 
 
 def redact(text: str) -> str:
-    """Shorten an error message and remove secrets: response bodies, and values of variables with credentials."""
+    """Shorten an error message, without response bodies and values of variables with credentials."""
     text = re.split(r"\s*\[(?:http_response_body|source locations)", text)[0].split("\n")[0]
     words = ("SECRET", "TOKEN", "PASSWORD", "ACCESS_KEY", "CREDENTIAL")
     for key, value in os.environ.items():

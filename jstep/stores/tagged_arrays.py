@@ -1,4 +1,4 @@
-"""Arrays in tagged JSON: those of NumPy with their views, tensors of torch, arrays and keys of JAX."""
+"""Arrays in tagged JSON: NumPy arrays with their views, torch tensors, JAX arrays and keys."""
 
 import contextlib
 import importlib
@@ -20,16 +20,15 @@ LARGE = 2**16
 
 
 _MOST_PAIRED = 64
-"""The arrays that are compared in pairs; more of them count as sharing memory."""
+"""Maximum number of arrays to compare in pairs; more count as sharing memory."""
 _MOST_WORK: Any = 10_000  # NumPy's stubs know only 0 and -1
-"""The work of one comparison; what takes more counts as sharing memory."""
+"""Maximum work of one comparison; a pair that takes more counts as sharing memory."""
 
 
 class UnsupportedError(Picklable, TypeError):
     """A value cannot be encoded.
 
     Attributes:
-        what: What the value is.
         path: Its path in the outermost value, such as `['epoch'][0]`.
     """
 
@@ -42,7 +41,6 @@ class UnsupportedError(Picklable, TypeError):
 
 
 def array_parts(array: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """Return simpler values for an array."""
     if array.size and not array.itemsize:
         raise UnsupportedError(f"is a NumPy array of dtype {array.dtype}, whose elements have no bytes")
     return {"dtype": dtype_parts(array.dtype), "shape": list(array.shape), "data": array.tobytes()}
@@ -59,7 +57,6 @@ def dtype_parts(dtype: np.dtype[Any]) -> Any:
 
 
 def array_of(parts: Any) -> np.ndarray[Any, Any]:
-    """Return the array with these parts."""
     dtype, shape, data = npy.descr_to_dtype(parts["dtype"]), _shape(parts["shape"]), parts["data"]
     # Elements without bytes would need no data, and NumPy would still give memory to some of them.
     elements = math.prod(shape)
@@ -69,13 +66,12 @@ def array_of(parts: Any) -> np.ndarray[Any, Any]:
 
 
 def view_of(parts: Any) -> np.ndarray[Any, Any]:
-    """Return a view of an array of bytes."""
     dtype, memory = npy.descr_to_dtype(parts["dtype"]), parts["of"]
     if type(memory) is not np.ndarray or memory.dtype != np.uint8 or memory.ndim != 1:
         raise ValueError("it is not a view of an array of bytes")
     if dtype.hasobject or not dtype.itemsize:
         raise ValueError(f"a view has no dtype {dtype}")
-    # NumPy refuses what is outside of the memory.
+    # NumPy rejects a view beyond the memory.
     return np.ndarray(_shape(parts["shape"]), dtype, memory, parts["offset"], tuple(parts["strides"]))
 
 
@@ -86,14 +82,14 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 class MemoryRange:
-    """A range of memory, as an array of bytes; NumPy reads it by the array interface."""
+    """A range of memory, which NumPy reads as an array of bytes."""
 
     def __init__(self, start: int, stop: int) -> None:
         self.__array_interface__ = {"data": (start, True), "shape": (stop - start,), "typestr": "|u1", "version": 3}
 
 
 def share_memory(arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
-    """Return whether any of some arrays share memory whose ranges overlap: columns of one array do not."""
+    """Return whether any arrays share memory, and not only address ranges, as columns of one array do."""
     if len(arrays) > _MOST_PAIRED:
         return True
     try:
@@ -106,7 +102,6 @@ def share_memory(arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
 
 
 def tensor_parts(tensor: Any) -> dict[str, Any]:
-    """Return simpler values for a tensor."""
     torch = importlib.import_module("torch")
     name = str(tensor.dtype).removeprefix("torch.")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
@@ -117,7 +112,6 @@ def tensor_parts(tensor: Any) -> dict[str, Any]:
 
 
 def tensor_of(parts: Any) -> Any:
-    """Return the tensor with these parts."""
     try:
         torch = importlib.import_module("torch")
     except ImportError:
@@ -132,7 +126,7 @@ def tensor_of(parts: Any) -> Any:
 
 
 def jax_parts(array: jax.Array) -> dict[str, Any]:
-    """Return the encoding of an array or a key: a copy on its device, for which the host does not wait, if it is small.
+    """Return the encoding of an array or a key: if it is small, a copy on its device, without waiting.
 
     The array itself may be donated before the copy is used.
     """
@@ -147,19 +141,18 @@ def jax_parts(array: jax.Array) -> dict[str, Any]:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         impl, data = str(jax.random.key_impl(array)), jax.random.key_data(array)
     with internal_transfers():
-        kept = data.copy() if data.nbytes <= LARGE else on_host(data)
-    return {"$jax": {"data": kept, "impl": impl, "weak": weak}}
+        copied = data.copy() if data.nbytes <= LARGE else on_host(data)
+    return {"$jax": {"data": copied, "impl": impl, "weak": weak}}
 
 
 def on_host(array: jax.Array) -> dict[str, Any]:
-    """Return the encoding of an array as one of NumPy; this waits for the device."""
+    """Return the encoding of an array as a NumPy array; this waits for the device."""
     with internal_transfers():
         parts = array_parts(np.asarray(array))
     return {"$array": {**parts, "data": {"$bytes": parts["data"]}}}
 
 
 def jax_array_of(parts: Any) -> jax.Array:
-    """Return an array or a key on the default device."""
     data, impl, weak = parts["data"], parts["impl"], parts["weak"]
     if not isinstance(data, np.ndarray | jax.Array) or type(weak) is not bool:
         raise ValueError("it has no array")

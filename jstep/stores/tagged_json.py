@@ -36,21 +36,13 @@ FILE = "$file"
 
 
 class LargeBytes:
-    """Bytes that are a file of a checkpoint: at hand, or in a file that is read when they are needed.
-
-    Two of them are equal if their bytes are.
-
-    Args:
-        data: The bytes; None if they are in a file.
-        load: Reads them from the file.
-    """
+    """Bytes that are a file of a checkpoint, in memory or loaded when needed; equal if the bytes are."""
 
     def __init__(self, data: bytes | None = None, load: Callable[[], bytes] | None = None) -> None:
         self._data, self.load = data, load
         self._digest: bytes | None = None
 
     def read_with(self, load: Callable[[], bytes]) -> None:
-        """Read the bytes by a function from now on, where they are no longer in memory."""
         self.load = load
 
     @property
@@ -59,7 +51,6 @@ class LargeBytes:
         return len(self._data or b"")
 
     def read(self) -> bytes:
-        """Return the bytes."""
         data = self._data  # another thread may be writing them
         if data is None and self.load is not None:
             data = self.load()
@@ -68,13 +59,12 @@ class LargeBytes:
         return data
 
     def digest(self) -> bytes:
-        """Return a hash of the bytes."""
         if self._digest is None:
             self._digest = hashlib.blake2b(self.read(), digest_size=20).digest()
         return self._digest
 
     def written(self) -> None:
-        """Release the memory: the bytes are in a file now. Their hash stays."""
+        """Release the memory, but keep the hash: a file has the bytes now."""
         self.digest()
         self._data = None
 
@@ -87,9 +77,7 @@ class LargeBytes:
 class Files(dict[str, LargeBytes]):
     """The large bytes of values that become JSON, by the names of their files.
 
-    Args:
-        stem: What the names begin with.
-        by_content: Whether a hash of the bytes follows, so that equal values are equal JSON; otherwise a number.
+    With `by_content`, a name ends in a hash of the bytes, so that equal values are equal JSON.
     """
 
     def __init__(self, stem: str = "", *, by_content: bool = False) -> None:
@@ -97,20 +85,14 @@ class Files(dict[str, LargeBytes]):
         self._stem, self._by_content = stem, by_content
 
     def add(self, data: bytes | LargeBytes) -> dict[str, str]:
-        """Add a file, and return the reference to it."""
-        one = data if isinstance(data, LargeBytes) else LargeBytes(data)
-        name = f"{self._stem}{one.digest().hex() if self._by_content else len(self)}"
-        self[name] = one
+        content = data if isinstance(data, LargeBytes) else LargeBytes(data)
+        name = f"{self._stem}{content.digest().hex() if self._by_content else len(self)}"
+        self[name] = content
         return {FILE: name}
 
 
 def as_json(copy: Any, files: Files | None = None) -> Any:
-    """Finish the encoding of a value from `copied`, whose bytes become text. JSON stays as it is.
-
-    Args:
-        copy: The encoded value.
-        files: Where to put large bytes, which are files of a checkpoint; None to make them text, too.
-    """
+    """Finish the encoding of `copied`: bytes become text, and large ones a file of `files`, unless that is None."""
     of = type(copy)
     if of is dict:
         return {key: as_json(item, files) for key, item in copy.items()}
@@ -123,25 +105,22 @@ def as_json(copy: Any, files: Files | None = None) -> Any:
     return as_json(tagged_arrays.on_host(copy), files) if isinstance(copy, jax.Array) else copy
 
 
-def with_files(encoded: object, found: Callable[[str], Any]) -> Any:
-    """Return JSON from `as_json` with something else in place of each reference to a file.
+def with_files(encoded: object, replace: Callable[[str], Any]) -> Any:
+    """Return JSON from `as_json` with each reference to a file replaced.
 
-    Args:
-        encoded: The JSON.
-        found: Returns what takes the place, by the name of the file: another reference, `{"$file": name}`, or
-            `LargeBytes`, with which `decode` and `as_json` do as if the value had just been copied.
+    `replace(name)` returns another reference, `{"$file": name}`, or `LargeBytes`, which `decode` and `as_json` treat as
+    if the value had just been copied.
     """
     if type(encoded) is list:
-        return encoded if _are_plain(encoded) else [with_files(item, found) for item in encoded]
+        return encoded if _are_plain(encoded) else [with_files(item, replace) for item in encoded]
     if type(encoded) is not dict:
         return encoded
     if encoded.keys() == {FILE} and type(encoded[FILE]) is str:
-        return found(encoded[FILE])
-    return {key: with_files(item, found) for key, item in encoded.items()}
+        return replace(encoded[FILE])
+    return {key: with_files(item, replace) for key, item in encoded.items()}
 
 
 def size_of(copy: Any) -> int:
-    """Return about how many bytes an encoded value takes."""
     of = type(copy)
     if of is dict:
         return sum(len(key) + size_of(item) for key, item in copy.items())
@@ -156,20 +135,14 @@ def size_of(copy: Any) -> int:
 
 
 def copied(value: object) -> Any:
-    """Encode a value for `as_json`: like JSON, but bytes stay bytes, which takes a small part of the time.
+    """Encode a value for `as_json`: like JSON, but bytes stay bytes, which takes a fraction of the time.
 
-    The result shares nothing with the value that can change. An object in several places of the value is encoded once,
-    and is one object again when it is decoded; arrays that overlap in memory are views of one array again.
-
-    Args:
-        value: The value.
-
-    Raises:
-        UnsupportedError: A part of the value is of another type, or contains itself.
+    The result shares nothing mutable with the value. An object in several places is encoded once, and is one object
+    again when decoded; arrays that overlap in memory become views of one array.
     """
     encoder = _Encoder(value)
-    found = encoder.encode(value, 0)
-    return {_ALIASED: [encoder.table, found]} if encoder.table else found
+    encoded = encoder.encode(value, 0)
+    return {_ALIASED: [encoder.table, encoded]} if encoder.table else encoded
 
 
 # Objects in several places, and arrays that overlap in memory.
@@ -177,34 +150,31 @@ def copied(value: object) -> Any:
 _PLAIN = frozenset({str, bool, type(None)})
 _ATOMS = _PLAIN | {int, float, complex, bytes}
 _ALONE, _UNSEEN = -2, -1
-"""In place of the number of an object: it is in one place only, or it was not encoded yet."""
+"""In place of an object's number: it is in one place only, or is not encoded yet."""
 _ALIASED, _SAME = "$aliased", "$same"
 """The keys of a value with objects in several places, `[[object, …], value]`, and of such an object, by its number."""
 
 
 class _Encoder:
-    """The encoding of one value.
-
-    The first pass finds the objects that are in several places, and the arrays that overlap; the second one encodes.
-    """
+    """The encoding of one value: a first pass finds shared objects and overlapping arrays."""
 
     def __init__(self, value: object) -> None:
         self._seen: set[int] = set()
         self._plain: set[int] = set()
-        """Identities of the lists that are plain: to find out takes as long as all else for a list of many numbers."""
+        """Identities of plain lists: for many numbers, the test takes as long as everything else."""
         self._arrays: list[np.ndarray[Any, Any]] = []
         self._numbers: dict[int, int | None] = {}
         """Identity of an object in several places → its number; `_UNSEEN` before it is encoded, None meanwhile."""
         self.table: list[Any] = []
         """The encoded objects in several places, by their numbers."""
         self._blocks: dict[int, tuple[np.ndarray[Any, Any], int]] = {}
-        """Identity of an array that overlaps others → the memory of all of them, and where it begins."""
+        """Identity of an array that overlaps others → the memory of all of them, and its start."""
         self._look(value, 0)
         if len(self._arrays) > 1:
             self._find_views()
 
     def _look(self, value: Any, depth: int) -> None:
-        """Find the objects in several places, of all that can change."""
+        """Find objects in several places, among all that can change."""
         of = type(value)
         if of in _ATOMS or depth > _DEEPEST:
             return
@@ -215,8 +185,8 @@ class _Encoder:
             self._seen.add(id(value))
         if of is dict or of is collections.OrderedDict:
             for pair in value.items():  # keys, too
-                for one in pair:
-                    self._look(one, depth + 1)
+                for part in pair:
+                    self._look(part, depth + 1)
         elif of is list and _are_plain(value):
             self._plain.add(id(value))
         elif of in (list, tuple, set, frozenset):
@@ -233,29 +203,23 @@ class _Encoder:
             self._look(value.seed_seq, depth + 1)
 
     def _find_views(self) -> None:
-        """Find arrays that overlap: ranges of addresses can only do so in one allocation."""
+        """Find overlapping arrays: ranges of addresses overlap only in one allocation."""
         bounds = sorted(((*byte_bounds(array), i) for i, array in enumerate(self._arrays)))
         groups: list[list[tuple[int, int, int]]] = []
         stop = -1
-        for one in bounds:
-            if one[0] >= stop:
+        for bound in bounds:
+            if bound[0] >= stop:
                 groups.append([])
-            groups[-1].append(one)
-            stop = max(stop, one[1])
+            groups[-1].append(bound)
+            stop = max(stop, bound[1])
         for group in groups:
             if len(group) > 1 and tagged_arrays.share_memory([self._arrays[i] for _, _, i in group]):
                 start = group[0][0]
-                block = np.asarray(tagged_arrays.MemoryRange(start, max(one[1] for one in group)))
+                block = np.asarray(tagged_arrays.MemoryRange(start, max(bound[1] for bound in group)))
                 self._numbers[id(block)] = _UNSEEN
                 self._blocks |= {id(self._arrays[i]): (block, start) for _, _, i in group}
 
     def encode(self, value: Any, depth: int) -> Any:
-        """Encode a part of the value.
-
-        Args:
-            value: The part.
-            depth: The number of JSON levels around it.
-        """
         of = type(value)
         is_number = (of is int and value.bit_length() <= _LONGEST) or (of is float and math.isfinite(value))
         if of in _PLAIN or is_number:
@@ -267,9 +231,9 @@ class _Encoder:
             return self._parts(value, depth)
         if number == _UNSEEN:
             self._numbers[id(value)] = None
-            found = self._parts(value, depth)
+            parts = self._parts(value, depth)
             self._numbers[id(value)] = number = len(self.table)
-            self.table.append(found)
+            self.table.append(parts)
         return {_SAME: number}
 
     def _parts(self, value: Any, depth: int) -> Any:
@@ -306,40 +270,31 @@ class _Encoder:
         return {tag.key: self.encode(parts, depth + 1)}
 
     def _each(self, items: Iterable[tuple[Any, Any]], depth: int) -> list[Any]:
-        """Encode the second items of pairs; the path in an error has the first one."""
-        found: list[Any] = []
+        """Encode the second items of pairs; the first ones are for the paths of errors."""
+        encoded: list[Any] = []
         for label, item in items:
             try:
-                found.append(self.encode(item, depth))
+                encoded.append(self.encode(item, depth))
             except UnsupportedError as error:
                 path = f"[{label!r:.50}]{error.path}"
                 # The path of a value that contains itself is as long as the nesting is deep.
                 raise UnsupportedError(error.what, path if len(path) <= 200 else f"{path[:200]}…") from None
-        return found
+        return encoded
 
 
 def _are_plain(values: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether JSON holds all values as they are. Positions are copied with each batch, and may list many numbers."""
+    """Return whether JSON holds all values as they are: positions may list many numbers."""
     kinds = set(map(type, values))
     return kinds <= _PLAIN or (kinds == {int} and -(2**63) <= min(values) <= max(values) < 2**63)
 
 
 def decode(value: object) -> Any:
-    """Decode a value from `as_json` or `copied`. Nothing in it is trusted.
-
-    Raises:
-        ValueError: `as_json` did not write the value, or what it needs is not installed.
-    """
+    """Decode a value from `as_json` or `copied`, which is not trusted."""
     return _decoded(value, [])
 
 
 def _decoded(value: object, table: list[Any]) -> Any:
-    """Decode a value.
-
-    Args:
-        value: The value.
-        table: The objects in several places that are known so far.
-    """
+    """Decode a value; `table` holds the shared objects decoded so far."""
     if isinstance(value, list):
         return [_decoded(item, table) for item in value]
     if isinstance(value, LargeBytes):
@@ -369,16 +324,16 @@ def _decoded(value: object, table: list[Any]) -> Any:
 
 
 def _aliased(parts: object) -> Any:
-    """Decode a value with objects in several places, each of which refers only to those before it."""
+    """Decode a value with shared objects, each of which refers only to those before it."""
     if not (isinstance(parts, list) and len(parts) == 2 and isinstance(parts[0], list)):
         raise ValueError(f"{_ALIASED}: it must be a list of objects and a value")
     table: list[Any] = []
-    for one in parts[0]:
-        found = _decoded(one, table)
+    for item in parts[0]:
+        decoded = _decoded(item, table)
         # Hashing tuples of tuples of one tuple would take forever.
-        if type(found) in _ATOMS or type(found) in (tuple, frozenset):
-            raise ValueError(f"{_ALIASED}: a {type(found).__name__} is not in several places")
-        table.append(found)
+        if type(decoded) in _ATOMS or type(decoded) in (tuple, frozenset):
+            raise ValueError(f"{_ALIASED}: a {type(decoded).__name__} is not in several places")
+        table.append(decoded)
     return _decoded(parts[1], table)
 
 
@@ -456,13 +411,7 @@ def _python_random(state: Tree) -> random.Random:
 
 
 class _Tag(NamedTuple):
-    """Conversion of values of one type to simpler values, and back.
-
-    Attributes:
-        key: The key in JSON.
-        parts: Returns simpler values for a value.
-        whole: The inverse of `parts`; it may be given anything, and raises an exception if it does not fit.
-    """
+    """Conversion of values of one type to simpler values; `whole` inverts `parts`, and rejects all else."""
 
     key: str
     parts: Callable[[Any], Any]
@@ -502,7 +451,6 @@ _WHOLE: dict[str, Callable[[Any], Any]] = {
 
 
 def _tag_of(value: object) -> _Tag:
-    """Return how a value is encoded that is neither a number, a string, bytes, a container nor of JAX."""
     of = type(value)
     torch = sys.modules.get("torch")  # if there is a tensor, it was imported
     if of in _TAGS:

@@ -1,4 +1,4 @@
-"""The timeline of a run, the file or objects that keep its times: its lines, read and written."""
+"""The timeline of a run, the file or objects that keep its times: writing and reading of its lines."""
 
 import contextlib
 import json
@@ -27,19 +27,10 @@ class Timeline:
 
     In a directory, the timeline is one file that every start appends to; a torn last line of a killed process is
     removed. Below a URL, each start has an object, which is uploaded every ten seconds and before each checkpoint. In
-    both, the newest times replace the previous ones, but not those of a checkpoint.
-
-    Args:
-        where: The directory or URL, as returned by `jstep.stores.urls.location`.
-        prefix: The prefix of the run's checkpoints.
-        is_shared: Whether other runs have written the same file.
+    both, the newest times replace the previous ones, except for the times of a checkpoint.
 
     Attributes:
-        where: The directory or URL.
         start: The name of this start, which all of its lines have.
-
-    Raises:
-        OSError: The timeline cannot be created or written.
     """
 
     def __init__(self, where: str, prefix: str, *, is_shared: bool = False) -> None:
@@ -53,18 +44,13 @@ class Timeline:
         self._lines = open_lines(join(where, name), resume=not is_url(where))
 
     def write(self, kind: str, **fields: object) -> None:
-        """Write a line.
-
-        Args:
-            kind: The kind of the line.
-            **fields: Other fields, with JSON values; one with `checkpoint` stays.
-        """
+        """Write a line; one with the field `checkpoint` is not replaced."""
         with self._kept():
             size = self._lines.size()
             self._is_shared = self._is_shared or -1 < self._size != size  # another run has appended a line
             line: dict[str, Any] = {"kind": kind, "start": self.start, "prefix": self._prefix}
-            if kind in (START, TIMES):  # for those who read the end alone
-                # Of one length in all starts: lines that become longer are appended, and then not in their order.
+            if kind in (START, TIMES):  # for readers of only the end
+                # These have one length in all starts: a line that becomes longer is appended, out of order.
                 line |= {
                     "begins": f"{-1 if self._begins is None else self._begins:014}",
                     "shared": int(self._is_shared),
@@ -77,13 +63,12 @@ class Timeline:
             self._failing = False
 
     def flush(self) -> None:
-        """Flush the lines to the disk, or upload them."""
         with self._kept():
             self._lines.sync(to_disk=True)
 
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:
-        """A context for one thread at a time; the first of several errors is logged."""
+        """Let in one thread at a time, and log the first of several errors."""
         with self._lock:
             try:
                 yield
@@ -93,7 +78,6 @@ class Timeline:
                 self._failing = True
 
     def close(self) -> None:
-        """Close the timeline."""
         with self._lock:
             try:
                 self._lines.close()
@@ -118,7 +102,7 @@ _logger = logging.getLogger("jstep")
 
 
 class Times(Sequence[dict[str, Any]]):
-    """The lines with times of one start, in an array for each number: a dictionary a line takes ten times the file."""
+    """The lines with times of one start, in arrays: a dictionary per line would take ten times the file."""
 
     def __init__(self) -> None:
         self._seconds = {part: array("d") for part in PARTS}
@@ -126,7 +110,6 @@ class Times(Sequence[dict[str, Any]]):
         self._first, self._now, self._checkpoint = array("q"), array("q"), array("q")  # -1 for none
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Append a line that `parsed_line` returned."""
         first, now = line["step"] or (-1, -1)
         checkpoint: Any = line.get("checkpoint")
         self._time.append(line["time"])
@@ -152,21 +135,13 @@ class Times(Sequence[dict[str, Any]]):
 def read(path: object, prefix: str = "model") -> list[Times]:
     """Return the lines with times of each start of a run, in the order of its starts.
 
-    A torn last line is skipped silently; other corrupted lines are skipped with a warning.
-
-    Args:
-        path: The directory of the checkpoints or the logdir, a timeline in it, or a URL of one of these.
-        prefix: The prefix of the run's checkpoints.
-
-    Raises:
-        FileNotFoundError: There is no timeline.
-        ValueError: The timeline has no start with this prefix, or was written by a newer version of jstep.
-        OSError: The timeline cannot be read.
+    A torn last line is skipped silently; other corrupted lines are skipped with a warning. The path is a directory of
+    checkpoints, a logdir, a timeline in it, or a URL of one of these.
     """
     where, prefix = absolute(location(path, "path")), as_text(prefix, "prefix")
     starts: defaultdict[str, Times] = defaultdict(Times)
     others: dict[str, None] = {}
-    known: set[str] = set()
+    own: set[str] = set()
     places = places_of(where)
     for place in places:
         skipped: list[str] = []
@@ -182,35 +157,26 @@ def read(path: object, prefix: str = "model") -> list[Times]:
                 elif line["kind"] in (START, TIMES):
                     if line["kind"] == START:
                         check_version(line.get("version"), place, number)
-                        known.add(line["start"])
+                        own.add(line["start"])
                     starts[line["start"]].append(line)
         if skipped:
             _logger.warning("%s: skipped what is not a line of a timeline: %s", place, listed(skipped, 5))
-    if not known:
+    if not own:
         raise ValueError(
             f"prefix={prefix!r}: must be the prefix of a run in {where}, which has "
             f"{', '.join(map(repr, others)) or 'none'}; give the checkpoint_prefix of the run"
         )
-    found = [lines for start, lines in starts.items() if start in known]
-    return sorted(found, key=lambda lines: lines[0]["time"]) if len(places) > 1 else found
+    runs = [lines for start, lines in starts.items() if start in own]
+    return sorted(runs, key=lambda lines: lines[0]["time"]) if len(places) > 1 else runs
 
 
 def fields_with(where: str, *words: str, start: str = "") -> list[dict[str, Any]]:
-    """Return the fields of each line that has one of these words, of all runs, in the order of their starts.
+    """Return the fields of each line with one of these keys or values, of all runs, in order of their starts.
 
     The other lines, most of a timeline, are not parsed. Corrupted ones are skipped.
-
-    Args:
-        where: A directory or URL.
-        words: Keys or values of the lines.
-        start: The name of the start that is looked for; the objects of others are not read.
-
-    Raises:
-        FileNotFoundError: There is no timeline.
-        OSError: The directory or a timeline cannot be read.
     """
     marks, begins = [f'"{word}"'.encode() for word in words], f'"{START}", "start"'.encode()
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     began: dict[str, float] = {}
     places = [place for place in places_of(where) if not start or place.endswith((NAME, f"-{start}.jsonl"))]
     for place in places:
@@ -222,8 +188,8 @@ def fields_with(where: str, *words: str, start: str = "") -> list[dict[str, Any]
                 if line.get("kind") == START and is_seconds(line.get("time")):
                     began.setdefault(str(line.get("start")), line["time"])
                 if is_wanted:
-                    found.append(line)
-    return sorted(found, key=lambda line: began.get(str(line.get("start")), 0.0)) if len(places) > 1 else found
+                    rows.append(line)
+    return sorted(rows, key=lambda line: began.get(str(line.get("start")), 0.0)) if len(places) > 1 else rows
 
 
 def _parsed(raw: bytes) -> Any:
@@ -234,7 +200,6 @@ def _parsed(raw: bytes) -> Any:
 
 
 def places_of(where: str) -> list[str]:
-    """The file, or the objects of all starts, of a timeline in a directory or below a URL."""
     if where.endswith(".jsonl"):
         return [where]
     if is_url(where):
@@ -243,17 +208,16 @@ def places_of(where: str) -> list[str]:
         names = names_in(where)
     else:
         raise FileNotFoundError(f"{where}: no such directory")
-    # A run that was copied between a disk and a bucket, and resumed there, has the file and objects.
-    found = [name for name in names if name.startswith(OBJECTS) and name.endswith(".jsonl") and "/" not in name]
-    if not found:
+    # A run that was copied between a disk and a bucket, and resumed there, has both the file and objects.
+    files = [name for name in names if name.startswith(OBJECTS) and name.endswith(".jsonl") and "/" not in name]
+    if not files:
         raise FileNotFoundError(
             f"{where}: there is no timeline; give the checkpoint_dir of a run, or its logdir if it has none"
         )
-    return [join(where, name) for name in found]
+    return [join(where, name) for name in files]
 
 
 def check_version(version: object, place: str, number: int) -> None:
-    """Refuse a line that a newer version of jstep wrote."""
     if type(version) is not int or version > VERSION:
         raise ValueError(
             f"{place}: line {number} has version={shown(version)}: must be at most {VERSION}; it was written by a "
@@ -262,27 +226,26 @@ def check_version(version: object, place: str, number: int) -> None:
 
 
 def parsed_line(raw: bytes) -> dict[str, Any] | None:
-    """Return the fields of a line; None if it is damaged."""
-    found = _parsed(raw)
-    if not isinstance(found, dict) or not all(isinstance(found.get(key), str) for key in ("kind", "start", "prefix")):
+    """Return the fields of a line; None if it is corrupted."""
+    fields = _parsed(raw)
+    if not isinstance(fields, dict) or not all(isinstance(fields.get(key), str) for key in ("kind", "start", "prefix")):
         return None
-    newer = found["kind"] == START and found.get("version") != VERSION  # reported by check_version
-    return found if newer or found["kind"] not in (START, TIMES) or _has_times(found) else None
+    newer = fields["kind"] == START and fields.get("version") != VERSION  # reported by check_version
+    return fields if newer or fields["kind"] not in (START, TIMES) or _has_times(fields) else None
 
 
-def _has_times(found: dict[str, Any]) -> bool:
-    step, seconds = found.get("step"), found.get("seconds")
-    if "step" not in found or not is_seconds(found.get("time")) or not isinstance(seconds, dict):
+def _has_times(fields: dict[str, Any]) -> bool:
+    step, seconds = fields.get("step"), fields.get("seconds")
+    if "step" not in fields or not is_seconds(fields.get("time")) or not isinstance(seconds, dict):
         return False
-    if found.get(AGAIN, found["time"]) != found["time"]:  # partly written over the one before
+    if fields.get(AGAIN, fields["time"]) != fields["time"]:  # partly written over the previous line
         return False
-    if not (step is None or (isinstance(step, list) and len(step) == 2 and all(_is_step(one) for one in step))):
+    if not (step is None or (isinstance(step, list) and len(step) == 2 and all(_is_step(number) for number in step))):
         return False
     return all(name in PARTS and is_seconds(value) for name, value in seconds.items())
 
 
 def is_seconds(value: Any) -> bool:
-    """Whether a value is a number of seconds."""
     return type(value) in (int, float) and math.isfinite(value) and value >= 0
 
 

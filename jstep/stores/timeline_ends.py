@@ -1,4 +1,4 @@
-"""The ends of timelines: the newest line of a run, its start, and what came before that, without reading the rest."""
+"""The ends of timelines: the newest line of a run, its start, and the state before, without reading the rest."""
 
 import contextlib
 import re
@@ -10,7 +10,7 @@ from jstep.stores.timeline import START, TIMES, Timeline, check_version, parsed_
 from jstep.stores.urls import is_url
 
 _TAIL = 2**15
-"""The bytes at the end of a file in which the newest line is looked for."""
+"""The bytes at the end of a file to search for the newest line."""
 _HEAD = re.compile(rb'\{"kind": "(?:start|parts)", "start": ("[^"]*"), "prefix": ("(?:[^"\\]|\\.)*")')
 
 
@@ -20,7 +20,7 @@ class End(NamedTuple):
     Attributes:
         line: The newest line with times.
         start: The first line of its start.
-        before: What came before that start, as `carried` returned it.
+        before: The state before that start, as `carried` returned it.
     """
 
     line: Mapping[str, Any]
@@ -29,7 +29,7 @@ class End(NamedTuple):
 
 
 def carried(end: End | None) -> dict[str, Any]:
-    """Return what is known of a run at its end: what a table shows, and what the next start has to carry on."""
+    """Return a run's state at its end: the fields of a table, and the state that the next start carries on."""
     if end is None:
         nothing = dict.fromkeys(("since", "step", "parent", "peak_bytes", "mfu"))
         return {**nothing, "wall": 0.0, "values": {}, "best": {}}
@@ -49,33 +49,29 @@ def carried(end: End | None) -> dict[str, Any]:
 def ends(where: str) -> dict[str, End | ValueError]:
     """Return the end of each run of a directory by its prefix, or why it cannot be read.
 
-    Timelines of older versions, those of several runs, and those below URLs, whose objects are small, are read whole.
-
-    Raises:
-        FileNotFoundError: There is no timeline.
-        OSError: It cannot be read.
+    Timelines of older versions, of several runs, and below URLs, whose objects are small, are read as a whole.
     """
     places = places_of(where)
     if len(places) == 1 and not is_url(places[0]):
-        found = _at_end(places[0])
-        if found is not None:
-            return {found.line["prefix"]: found}
+        end = _at_end(places[0])
+        if end is not None:
+            return {end.line["prefix"]: end}
     return _read_whole(places)
 
 
 def _at_end(path: str) -> End | None:
-    """Return the end of a file by its last line and the start that this points to; None if it must be read whole."""
+    """Return the end of a file from its last line and the start it points to; None if the whole file is needed."""
     with open(path, "rb") as file:
         size = file.seek(0, 2)
         file.seek(begin := max(0, size - _TAIL))
         lines = file.read().split(b"\n")[begin > 0 : -1]
-        line = next((one for raw in reversed(lines) if (one := _with_times(raw)) is not None), None)
+        line = next((fields for raw in reversed(lines) if (fields := _with_times(raw)) is not None), None)
         if line is None or line.get("shared"):
             return None
         start = line
         if line["kind"] == TIMES:
-            given = str(line.get("begins"))
-            if not given.isdecimal() or not (at := int(given)) < size:
+            begins = str(line.get("begins"))
+            if not begins.isdecimal() or not (at := int(begins)) < size:
                 return None
             file.seek(at)
             start = _with_times(file.readline()) or {}
@@ -89,7 +85,7 @@ def _with_times(raw: bytes) -> dict[str, Any] | None:
 
 
 def _read_whole(places: Sequence[str]) -> dict[str, End | ValueError]:
-    """Return the ends of timelines that are read whole. Of each start the first line and the last ones are parsed."""
+    """Return the ends of whole timelines, parsing only the first line and the last ones of each start."""
     kept: dict[tuple[bytes, bytes], list[bytes]] = {}
     for place in places:
         with opened(place) as file:
@@ -97,32 +93,28 @@ def _read_whole(places: Sequence[str]) -> dict[str, End | ValueError]:
                 if match := _HEAD.match(raw):
                     some = kept.setdefault((match[2], match[1]), [])
                     some.append(raw)
-                    if len(some) > 4:  # the last one may be damaged
+                    if len(some) > 4:  # the last one may be corrupted
                         del some[1]
     parsed = [[line for raw in lines if (line := _with_times(raw)) is not None] for lines in kept.values()]
     starts = [lines for lines in parsed if lines and lines[0]["kind"] == START]
     if len(places) > 1:
         starts.sort(key=lambda lines: float(lines[0].get("time", 0.0)))
-    found: dict[str, End | ValueError] = {}
+    results: dict[str, End | ValueError] = {}
     for lines in starts:
-        first, before = lines[0], found.get(lines[0]["prefix"])
+        first, before = lines[0], results.get(lines[0]["prefix"])
         try:
             check_version(first.get("version"), places[-1], 1)
-            found[first["prefix"]] = End(lines[-1], first, carried(before if isinstance(before, End) else None))
+            results[first["prefix"]] = End(lines[-1], first, carried(before if isinstance(before, End) else None))
         except ValueError as error:
-            found[first["prefix"]] = error
-    return found
+            results[first["prefix"]] = error
+    return results
 
 
 def open_timeline(where: str, prefix: str) -> tuple[Timeline, dict[str, Any]]:
-    """Open a timeline for a start, and return what the run carries on from the starts before.
-
-    Raises:
-        OSError: The timeline cannot be created or written.
-    """
+    """Open a timeline for a start, and return the state carried over from earlier starts."""
     before, is_shared = carried(None), False
-    with contextlib.suppress(Exception):  # there is none, or it is damaged, which must not end a run
-        found = ends(where)
-        before, is_shared = carried(None), bool(found.keys() - {prefix})
-        before = carried(end) if isinstance(end := found.get(prefix), End) else before
+    with contextlib.suppress(Exception):  # it is missing or corrupted, which must not end a run
+        runs = ends(where)
+        before, is_shared = carried(None), bool(runs.keys() - {prefix})
+        before = carried(end) if isinstance(end := runs.get(prefix), End) else before
     return Timeline(where, prefix, is_shared=is_shared), before

@@ -14,21 +14,13 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*[A-Za-z0-9]")
 
 
 def is_url(where: object) -> bool:
-    """Return whether it is the URL of an object store, as returned by `location`."""
     return isinstance(where, str) and where.startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
 
 
 def location(where: object, name: str) -> str:
     """Return a path with `~` expanded, or a validated URL without a trailing slash.
 
-    Args:
-        where: A string, or anything with `__fspath__`, such as `pathlib.Path` and `etils.epath.Path`. `file://` is
-            removed from an absolute path.
-        name: The name of the argument, for errors.
-
-    Raises:
-        TypeError: It is not a path or a URL.
-        ValueError: It is empty, a URL with another scheme or without a bucket, or a URL that pathlib has mangled.
+    `where` may have `__fspath__`, such as `etils.epath.Path`. `file://` is removed; `name` is for errors.
 
     Example:
         >>> from jstep.stores.urls import location
@@ -77,14 +69,12 @@ def location(where: object, name: str) -> str:
 
 
 def parts_of_url(url: str) -> tuple[str, str, str]:
-    """Return scheme, bucket and key of a URL that `location` has validated."""
     scheme, _, rest = url.partition("://")
     name, _, key = rest.partition("/")
     return scheme, name, key
 
 
 def join(where: str, *parts: str) -> str:
-    """Join a path or URL with further parts."""
     return "/".join([where.rstrip("/"), *parts]) if is_url(where) else os.path.join(where, *parts)
 
 
@@ -98,10 +88,9 @@ def split(where: str) -> tuple[str, str]:
 
 
 def absolute(where: str) -> str:
-    """Return the absolute form of a path; a URL is unchanged."""
     return where if is_url(where) else os.path.abspath(where)
 
 
 def resolved(where: str) -> str:
-    """Return the absolute form of a path, with its links resolved; a URL is unchanged."""
+    """Return the absolute form of a path without links; a URL is unchanged."""
     return where if is_url(where) else os.path.realpath(where)
