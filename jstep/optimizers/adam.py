@@ -8,14 +8,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
-from jstep.optimizers.hyperparameters import checked, deprecated_m_dtype
+from jstep.optimizers.hyperparameters import checked
 from jstep.optimizers.rules import BETA, MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Masked, Result, Slot, Values
 from jstep.slots.roles import Order
 
@@ -84,7 +83,6 @@ def adamw(
     weight_decay_mask: VarList = None,
     *,
     amsgrad: bool = False,
-    m_dtype: DTypeLike | None = None,
 ) -> Optimizer:
     """AdamW: m = β1·m + (1−β1)·g; v = β2·v + (1−β2)·g²; p −= lr·(m̂/(√v̂ + ε) + weight_decay·p).
 
@@ -100,7 +98,6 @@ def adamw(
             depend on the learning rate, put `decay_weights` after the optimizer.
         weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
         amsgrad: Whether to divide by the largest v so far, kept in the slot `v_max`, as torch does.
-        m_dtype: Deprecated in favor of `compact`. The dtype of m, such as `jnp.bfloat16`; at least float32 by default.
 
     Returns:
         An `Optimizer` with the slots `m`, `v` (and `v_max`), initially 0, and the scalar `start_step`.
@@ -120,10 +117,7 @@ def adamw(
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2017); the results match
     `torch.optim.AdamW`, and `optax.adamw` except for AMSGrad.
     """
-    amsgrad, m_dtype = as_bool(amsgrad, "amsgrad"), deprecated_m_dtype(m_dtype)
-    # The parameter is computed from m before it is rounded: without an order XLA copies it first.
-    m = Slot(dtype=m_dtype, holds="mean", in_order=m_dtype is not None)
-    slots = {"m": m, "v": SQUARE} | ({"v_max": SQUARE} if amsgrad else {})
+    slots = {"m": MEAN, "v": SQUARE} | ({"v_max": SQUARE} if as_bool(amsgrad, "amsgrad") else {})
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
     return rules.from_direction("adamw", adam_direction, slots, hyper, prepare=corrections)

@@ -48,7 +48,7 @@ _REFUSED = {
     "master_weights": "which keeps masters itself: leave master_weights out, and convert its states by jstep.repack",
     "stochastic_rounding": "which loses no update to rounding: leave stochastic_rounding out",
     "compact": "which stores everything compactly already: leave one of them out",
-    "m_dtype": "which stores m in 8 bits: leave m_dtype (or the dtype of the Slot) out",
+    "Slot(dtype=…)": "which stores the slot in 8 bits: leave the dtype out",
 }
 
 
@@ -80,8 +80,8 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: `min_size` or `block` is out of its range; the optimizer contains `master_weights`,
-            `stochastic_rounding`, `compact` or an `m_dtype`; or (at `init`) a parameter is float16, or an entry of
-            `keep` matches nothing.
+            `stochastic_rounding`, `compact` or a `Slot` with a dtype; or (at `init`) a parameter is float16, or an
+            entry of `keep` matches nothing.
 
     Example:
         >>> import jax.numpy as jnp, jstep

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, Unpack
 
@@ -253,14 +252,6 @@ def low_dtype(argument: str, dtype: DTypeLike | None) -> Any:
         result = None
     if result is None or not jnp.issubdtype(result, jnp.floating):
         raise TypeError(f"{argument}={shown(dtype)}: must be a floating dtype such as jnp.bfloat16, got {kind(dtype)}")
-    return result
-
-
-def deprecated_m_dtype(dtype: DTypeLike | None) -> Any:
-    result = low_dtype("m_dtype", dtype)
-    if result is not None:
-        text = "m_dtype is deprecated and will be removed: jstep.compact(optimizer) stores m in 8 bits"
-        warnings.warn(text, DeprecationWarning, stacklevel=5)  # above both decorators of the optimizer
     return result
 
 

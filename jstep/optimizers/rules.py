@@ -532,7 +532,7 @@ def _declared_by(specs: Mapping[str, Slot]) -> Roles:
     return Roles(
         {name: Role.COPY if isinstance(spec.initial, str) else _KEPT[spec.keeps] for name, spec in specs.items()},
         holds={name: str(spec.holds) for name, spec in held.items()},
-        formats={"m_dtype"} if any(spec.dtype is not None for spec in held.values()) else set(),
+        formats={"Slot(dtype=…)"} if any(spec.dtype is not None for spec in held.values()) else set(),
         in_order={name for name, spec in specs.items() if spec.in_order},
     )
 

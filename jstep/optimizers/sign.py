@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from jstep.core.calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
-from jstep.optimizers.hyperparameters import checked, constant, deprecated_m_dtype
+from jstep.optimizers.hyperparameters import checked, constant
 from jstep.optimizers.rules import BETA, MEAN, MEAN_IN_ORDER, POSITIVE, Masked, Result, Slot, Values
 
 
@@ -22,7 +21,6 @@ def lion(
     beta2: ScalarOrSchedule = 0.99,
     weight_decay: ScalarOrSchedule = 0.0,
     weight_decay_mask: VarList = None,
-    m_dtype: DTypeLike | None = None,
 ) -> Optimizer:
     """Lion: p −= lr·(sign(β1·m + (1−β1)·g) + weight_decay·p); then m = β2·m + (1−β2)·g.
 
@@ -35,7 +33,6 @@ def lion(
         beta2: The decay of m, in [0, 1).
         weight_decay: Decoupled weight decay, multiplied by lr; ≥ 0.
         weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
-        m_dtype: Deprecated in favor of `compact`. The dtype of m, such as `jnp.bfloat16`; at least float32 by default.
 
     Returns:
         An `Optimizer` with the slot `m` (initially 0).
@@ -52,7 +49,7 @@ def lion(
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023); the results match `optax.lion`.
     """
-    slots = {"m": Slot(dtype=deprecated_m_dtype(m_dtype), holds="mean", in_order=True)}
+    slots = {"m": Slot(holds="mean", in_order=True)}
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
     hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
     return rules.from_direction("lion", lion_direction, slots, hyper)

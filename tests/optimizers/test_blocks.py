@@ -57,11 +57,6 @@ def test_a_chain_of_blocks_equals_the_optimizer(name: str) -> None:
         np.testing.assert_allclose(value, want[key], rtol=1e-6)
 
 
-def with_m_dtype(make):
-    with pytest.warns(DeprecationWarning, match="m_dtype"):
-        return make(LR, m_dtype=jnp.bfloat16)
-
-
 OF_TABLE = (
     *("gradient_descent", "momentum", "nesterov", "adagrad", "adam", "rmsprop", "rmsprop_centered", "ftrl_l1_l2"),
     *("nadam", "radam", "adadelta", "adabelief", "adopt"),
@@ -89,9 +84,7 @@ def elementwise() -> dict[str, jstep.Optimizer]:
             "master-of-lion": jstep.master_weights(jstep.lion(LR)),
             "sgd-nesterov": jstep.sgd(LR, 0.9, use_nesterov=True, weight_decay=WD),
             "adamw-amsgrad": jstep.adamw(LR, amsgrad=True),
-            "adamw-m_dtype": with_m_dtype(jstep.adamw),
             "lion": jstep.lion(LR, weight_decay=WD),
-            "lion-m_dtype": with_m_dtype(jstep.lion),
             "ademamix": jstep.ademamix(LR, weight_decay=WD),
             "schedule_free_adamw": jstep.schedule_free_adamw(LR, weight_decay=WD),
             "schedule_free_sgd": jstep.schedule_free_sgd(LR, weight_decay=WD),

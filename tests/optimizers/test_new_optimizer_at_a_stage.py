@@ -11,7 +11,7 @@ import pytest
 
 import jstep
 
-PAGE = Path(__file__).parents[2] / "docs" / "recipes" / "new-optimizer.md"
+PAGE = Path(__file__).parents[2] / "docs" / "recipes" / "stages.md"
 FIRST, LAST = 5, 9
 SECOND = {
     "adam": lambda: jstep.adamw(0.05),

@@ -34,8 +34,6 @@ RATE = jstep.gradient_descent(0.1)
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: jstep.adamw(m_dtype=jnp.bfloat16), "m_dtype is deprecated and will be removed: jstep.compact"),
-        (lambda: jstep.lion(m_dtype=jnp.bfloat16), "m_dtype is deprecated and will be removed: jstep.compact"),
         (lambda: jstep.chain(RATE, jstep.scope("b", RATE)), "the sign flips twice, so this is gradient ascent"),
     ],
 )

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jstep
+from jstep.optimizers.rules import Slot
 
 SHAPES = {"w": (32, 256), "small": (16, 16), "b": (256,)}
 LR = 1e-2
@@ -147,12 +148,11 @@ def test_other_formats_are_refused_by_name(make, names):
     assert all(name in str(caught.value) for name in names)
 
 
-def test_m_dtype_is_deprecated_and_refused():
-    for make in (jstep.adamw, jstep.lion):
-        with pytest.warns(DeprecationWarning, match="jstep.compact"):
-            optimizer = make(LR, m_dtype=jnp.bfloat16)
-        with pytest.raises(ValueError, match="m_dtype inside compact"):
-            jstep.compact(optimizer)
+def test_a_slot_with_a_dtype_is_refused():
+    slots = {"m": Slot(dtype=jnp.bfloat16, holds="mean")}
+    optimizer = jstep.from_direction("own", lambda g, p, s, h: (s.m, {"m": g}), slots, {"learning_rate": LR})
+    with pytest.raises(ValueError, match=r"Slot\(dtype=…\) inside compact"):
+        jstep.compact(optimizer)
 
 
 @pytest.mark.thorough(except_for=["bfloat16"])
