@@ -1,6 +1,6 @@
 """Saver and Orbax's CheckpointManager with states of three sizes: save, restore, and how long the loop waits.
 
-    python tests/benchmarks/bench_checkpoint.py [rounds] [megabytes] [trained|fresh|zeros]
+    python benchmarks/bench_checkpoint.py [rounds] [megabytes] [trained|fresh|zeros]
 
 The manager saves in the background, which is its default. It is there twice, with the handler that its guides show
 (StandardSave), and with what its documentation recommends for speed: PyTreeSave with Zarr 3 in OCDBT, whose chunks are

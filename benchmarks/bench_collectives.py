@@ -2,7 +2,7 @@
 They are those of XLA's CPU backend. The one ratio below 1 is a habit of this backend: it sums the gradients of all
 devices in each of 4 microbatches, unless the sum is outside of its loop; the GPU backend moves it out by itself.
 
-    python tests/benchmarks/bench_collectives.py
+    python benchmarks/bench_collectives.py
 
 Both steps are compiled, not run. The collectives are counted in the compiled HLO, those in a loop once per iteration;
 bytes are those that each device sends or receives, whichever is larger. Shardings of parameters, slots and batch are

@@ -1,6 +1,6 @@
 """Held-out losses of `compact` and of `master_weights` on small tasks, with bfloat16 parameters and the same seeds.
 
-    python tests/benchmarks/bench_compact_quality.py [--seeds 5] [--tasks mlp,digits,characters,long] [names]
+    python benchmarks/bench_compact_quality.py [--seeds 5] [--tasks mlp,digits,characters,long] [names]
 
 It prints a row for each optimizer and task: the mean of `master_weights` over the seeds, its standard deviation, the
 mean difference that `compact` makes with the same seeds, the standard error of this mean, and their ratio. A difference

@@ -2,7 +2,7 @@
 
 Two sizes and the exponent of each; the last line has the memory of the first fingerprint of 64 MiB.
 
-python tests/benchmarks/bench_compile_growth.py
+python benchmarks/bench_compile_growth.py
 """
 
 import math

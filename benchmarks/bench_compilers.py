@@ -1,7 +1,7 @@
 """Memory traffic of each optimizer's update on a TPU, compared with the minimum and with Optax; no TPU is needed.
 
-    python tests/benchmarks/bench_compilers.py [names]
-    python tests/benchmarks/bench_compilers.py --compact [names]     # in `compact`, by the compilers for v5e and H100
+    python benchmarks/bench_compilers.py [names]
+    python benchmarks/bench_compilers.py --compact [names]     # in `compact`, by the compilers for v5e and H100
 
 An update is compiled for one v5e chip: gradients are given, the state is donated. Bytes are the "bytes accessed" of the
 compiler's cost analysis. The minimum reads every array once (parameters, gradients, slots) and writes parameters and
@@ -15,6 +15,7 @@ array that a loop carries counts once for each kernel that reads or writes a sli
 
 import math
 import os
+import pathlib
 import re
 import sys
 
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-sys.path.insert(0, __file__.rsplit("/", 2)[0])
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 
 from optimizer_table import TABLE
 

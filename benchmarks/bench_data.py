@@ -5,7 +5,7 @@
 The bound applies to rows of up to about a kilobyte, for which np.take is much faster than fancy indexing.
 Both are memory-bound for longer rows, which are shown without a bound.
 
-python tests/benchmarks/bench_data.py
+python benchmarks/bench_data.py
 """
 
 import itertools

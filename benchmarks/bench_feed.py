@@ -1,6 +1,6 @@
 """Overhead of feeding in `train`, compared with a bare `for` loop of the same step over the same batches.
 
-    python tests/benchmarks/bench_feed.py
+    python benchmarks/bench_feed.py
 
 `train` logs, writes summaries and saves checkpoints, and decides for itself whether a thread reads the batches ahead.
 Batches are two NumPy arrays, 32 × 64 floats and 32 labels: from a generator, from a function of the step, and from

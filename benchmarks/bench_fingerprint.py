@@ -1,6 +1,6 @@
 """Fingerprints of 64M floats compared with XLA's sum of the same bits, and of a state of 300 leaves.
 
-python tests/benchmarks/bench_fingerprint.py
+python benchmarks/bench_fingerprint.py
 """
 
 import sys

@@ -1,6 +1,6 @@
 """CPU seconds of costs of the host that grow with the work, at two sizes, and the exponent: below 1.2 is linear.
 
-python tests/benchmarks/bench_growth.py
+python benchmarks/bench_growth.py
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 Each runs in a separate process.
 
-python tests/benchmarks/bench_import.py
+python benchmarks/bench_import.py
 """
 
 import subprocess

@@ -1,6 +1,6 @@
 """What the bound on unfinished calls costs, and how long SIGTERM takes: `train` with the bound beside without it.
 
-    python tests/benchmarks/bench_in_flight.py
+    python benchmarks/bench_in_flight.py
 
 Steps of 0.1 to 1000 ms on the device. Without the bound, JAX hands over some 33 calls ahead on a CPU.
 """

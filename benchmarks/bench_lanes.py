@@ -1,6 +1,6 @@
 """A step in lanes, compared with microbatches on one device and with the ordinary step on 8 virtual devices.
 
-    python tests/benchmarks/bench_lanes.py
+    python benchmarks/bench_lanes.py
 
 On one device `lanes=8` runs eight lanes one after the other, as `num_microbatches=8` runs eight microbatches. On eight
 virtual devices, which share the cores of this machine, each runs one lane. For each step, the compile time, XLA's

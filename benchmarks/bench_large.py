@@ -2,7 +2,7 @@
 optax.MultiSteps is a call for each microbatch, and jstep one for all: two features, so that the scan by hand is what
 jstep is to be compared with.
 
-    python tests/benchmarks/bench_large.py
+    python benchmarks/bench_large.py
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Adam over 100, 300 and 1000 leaves of 1000 floats, compared with Optax: tracing, compiling, and a step.
 
-    python tests/benchmarks/bench_leaves.py
+    python benchmarks/bench_leaves.py
 
 `optax.flatten` is what Optax's documentation recommends for many small leaves: it updates one array with all of them.
 """

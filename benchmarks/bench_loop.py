@@ -1,6 +1,6 @@
 """Overhead of `train` with its default hooks, compared with a bare `for` loop of the same calls.
 
-    python tests/benchmarks/bench_loop.py
+    python benchmarks/bench_loop.py
 
 The batch lies on the device, and steps take about 35 µs (those of bench_step.py), so the loop dominates the
 measurement; steps of 8 layers take about a millisecond, and those of the transformer more than ten. bench_feed.py has

@@ -2,7 +2,7 @@
 The eight devices share the cores of a CPU, and exchange updates in its memory: the ratio is that of the work, and says
 nothing of devices whose exchange takes time.
 
-    python tests/benchmarks/bench_muon.py
+    python benchmarks/bench_muon.py
 """
 
 import os

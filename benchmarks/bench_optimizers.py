@@ -1,7 +1,7 @@
 """Optimizers compared with Optax's: a step over large leaves, chains of blocks, matrices.
 What clipping and Lion gain helps only on CPUs: on a TPU both move the same bytes, see the table of memory traffic.
 
-    python tests/benchmarks/bench_optimizers.py [words of titles]
+    python benchmarks/bench_optimizers.py [words of titles]
 """
 
 import os

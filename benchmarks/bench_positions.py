@@ -1,6 +1,6 @@
 """What it costs that a position is kept: a step of `train` with a checkpoint_dir, compared with one without.
 
-    python tests/benchmarks/bench_positions.py
+    python benchmarks/bench_positions.py
 
 Replay buffers on the host of 1 and 100 MB, from which `from_state` draws batches, and loaders whose positions take long
 to read: lists of 10,000 and 100,000 numbers, and an array of 8 MB. No checkpoint is due but the last one, which is not

@@ -5,7 +5,7 @@ reuse buffers.
 
 Host work comes in three kinds: waiting (a disk, a network), NumPy, and Python, which holds the GIL.
 
-python tests/benchmarks/bench_prefetch.py
+python benchmarks/bench_prefetch.py
 """
 
 import queue

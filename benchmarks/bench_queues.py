@@ -1,6 +1,6 @@
 """FIFOQueue fed by a QueueRunner, compared with `queue.Queue` fed by as many threads that call the same ops.
 
-python tests/benchmarks/bench_queues.py
+python benchmarks/bench_queues.py
 """
 
 import queue

@@ -1,6 +1,6 @@
 """The first step of a stage whose program takes seconds to compile, compared with the median step of the stage.
 
-    python tests/benchmarks/bench_stages.py
+    python benchmarks/bench_stages.py
 
 There are two stage changes: another training step of the same size, and batches of twice the size. Both programs are
 compiled in the background during the earlier steps, so the first step of a stage need not wait for XLA.

@@ -1,6 +1,6 @@
 """Time to the first finished step: overlapped or sequential startup, with and without a compilation cache.
 
-    python tests/benchmarks/bench_start.py  # restore slowed to 5 s
+    python benchmarks/bench_start.py  # restore slowed to 5 s
 
 Each start runs in a separate process, since JAX caches compiled programs. Times count from the call of `train`.
 """
@@ -68,7 +68,7 @@ def start(directory, cache, kind, restore_secs):
 
 def char_lm(cache):
     """Return the seconds from the call of `train` in the example to its first finished step."""
-    example = pathlib.Path(__file__).parents[2] / "examples" / "char_lm.py"
+    example = pathlib.Path(__file__).parents[1] / "examples" / "char_lm.py"
     code = (
         "import runpy, sys, time, jax, jstep\n"
         f"sys.argv = [{str(example)!r}, '--steps', '2']\n"

@@ -1,7 +1,7 @@
 """A training step called by hand, of three networks: jstep, Flax TrainState + Optax, and a tuple of arrays.
 
-    python tests/benchmarks/bench_step.py
-    python tests/benchmarks/bench_step.py transformer
+    python benchmarks/bench_step.py
+    python benchmarks/bench_step.py transformer
 
 All steps run the same loss of the same plain parameters, with AdamW and a staircase of rates, are compiled once and
 return the loss and the rate. With two layers of 64 the call takes longer than the arithmetic; with 8 layers of 256, and

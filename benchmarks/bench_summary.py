@@ -1,7 +1,7 @@
 """Cost of summaries, compared with tensorboardX and with writing none, in one run and interleaved.
 
     pip install tensorboardX
-    python tests/benchmarks/bench_summary.py
+    python benchmarks/bench_summary.py
 
 Bounds: a scalar costs the training thread at most 0.2 of tensorboardX's `add_scalar`, and 0.4 with the flush;
 a histogram of 10 M values transfers only its buckets; a loop that writes five scalars every 100 steps takes at

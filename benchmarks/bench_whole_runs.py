@@ -13,9 +13,9 @@ the SIGKILL. The second table splits the first step: imports, reading the task, 
 shows it, tracing and compilation, and the rest, with an empty compilation cache; then the first step after the SIGKILL,
 with the restore, and with JAX's programs in the cache.
 
-    python tests/benchmarks/bench_whole_runs.py --environment DIR       # creates it if it does not exist
-    python tests/benchmarks/bench_whole_runs.py                         # in .whole_runs
-    python tests/benchmarks/bench_whole_runs.py --only jstep --only flax --task digits --rounds 1
+    python benchmarks/bench_whole_runs.py --environment DIR       # creates it if it does not exist
+    python benchmarks/bench_whole_runs.py                         # in .whole_runs
+    python benchmarks/bench_whole_runs.py --only jstep --only flax --task digits --rounds 1
 
 The programs are in `whole_runs/`; each is written as its toolkit's documentation recommends for speed, and what that
 gave is in the file. The peers are installed by pip in their own environment, in the versions below; jstep is that of
@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parent / "whole_runs"))
 import whole_run_tasks
 
 HERE = Path(__file__).parent / "whole_runs"
-ROOT = HERE.parents[2]
+ROOT = HERE.parents[1]
 ENVIRONMENT = ROOT / ".whole_runs"
 BOUND = 1.0
 """Of the seconds of jstep to those of the quickest peer on JAX."""

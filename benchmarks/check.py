@@ -1,7 +1,7 @@
 """Run the benchmarks that have bounds in `bounds.toml`; fail if a ratio is above its bound on an idle machine.
 
-    python tests/benchmarks/check.py               # those of all benchmarks in bounds.toml
-    python tests/benchmarks/check.py --only feed   # bench_feed.py alone
+    python benchmarks/check.py               # those of all benchmarks in bounds.toml
+    python benchmarks/check.py --only feed   # bench_feed.py alone
 
 A busy machine changes ratios, so each run is judged together with what other processes did meanwhile: the cores that
 they used, and the time that the hypervisor took (steal). A benchmark with a ratio above its bound is repeated. The

@@ -1,6 +1,6 @@
 """The tables of figures in README.md, at the top of `docs/benchmarks.md` and in `docs/from/which-tool.md`.
 
-    python tests/benchmarks/overview.py   # rewrites them; report.py does, too, after its benchmarks
+    python benchmarks/overview.py   # rewrites them; report.py does, too, after its benchmarks
 
 They are made of the sections of `docs/benchmarks.md` alone, so that a figure is written in one place, by report.py.
 Each row is like for like: of the peers that a row names, the quickest counts in each case, and the row shows the range
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
-BEGIN, END = "<!-- figures: written by tests/benchmarks/overview.py -->", "<!-- end of figures -->"
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- figures: written by benchmarks/overview.py -->", "<!-- end of figures -->"
 LEVEL = 0.03
 """Ratios that differ from 1 by less than this are called level."""
 _SECTION = re.compile(r"<!-- benchmark: (\w+) -->\n(.*?)(?=<!-- benchmark: |<!-- end of benchmarks -->|\Z)", re.DOTALL)

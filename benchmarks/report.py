@@ -1,8 +1,8 @@
 """Run the benchmarks, write their ratios into the page `docs/benchmarks.md`, and those of overview.py into README.
 
-    python tests/benchmarks/report.py                  # all: takes hours on an otherwise idle machine
-    python tests/benchmarks/report.py --only step      # bench_step.py alone; other sections are kept
-    python tests/benchmarks/report.py --quick          # few rounds, only to check that they run
+    python benchmarks/report.py                  # all: takes hours on an otherwise idle machine
+    python benchmarks/report.py --only step      # bench_step.py alone; other sections are kept
+    python benchmarks/report.py --quick          # few rounds, only to check that they run
 
 Each benchmark runs in a separate process, one after the other. Only its ratios are kept: jstep's time divided by that
 of another library, measured interleaved in the same run, since ratios depend less on the machine than times do.
@@ -26,10 +26,10 @@ import overview
 from bounds import REASONS
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- benchmarks: written by tests/benchmarks/report.py -->", "<!-- end of benchmarks -->"
+PAGE = HERE.parent / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- benchmarks: written by benchmarks/report.py -->", "<!-- end of benchmarks -->"
 QUICK_ARGUMENTS = {"checkpoint": ["2", "20"], "start": ["--restore", "1"]}
-ENVIRONMENTS = {"whole_runs": HERE.parents[1] / ".whole_runs"}
+ENVIRONMENTS = {"whole_runs": HERE.parent / ".whole_runs"}
 """Environments that benchmarks run programs in; these benchmarks run by default only if theirs exists."""
 PACKAGES = ("jax", "numpy", "optax", "flax", "orbax-checkpoint", "tensorboardX")
 _RATIO = re.compile(r"\s*(\S.*?) / (\S.*?): (\d+(?:\.\d+)?)(?:\s+\(bound ([\d.]+)\))?(?:\s+(?:ok|OVER))?\s*")

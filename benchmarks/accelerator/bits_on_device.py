@@ -110,7 +110,7 @@ def compare(report: PartReport, title: str, found: dict[str, Any], flags: str) -
     for error in found["errors"]:
         report.row(f"{title}: a process", failed=error, flags=flags or "none")
     if found["left_out"]:
-        report.left_out(f"{title}: {', '.join(found['left_out'])}", f"no time: tests/accelerator.sh bits:{title}")
+        report.left_out(f"{title}: {', '.join(found['left_out'])}", f"no time: benchmarks/accelerator.sh bits:{title}")
     return broken
 
 
@@ -127,7 +127,7 @@ def main() -> int:
         for i, title in enumerate(chosen):
             if seconds_left() < 20:
                 report.left_out(
-                    title, f"no time is left for flags {flags or 'none'}: tests/accelerator.sh bits:{title}"
+                    title, f"no time is left for flags {flags or 'none'}: benchmarks/accelerator.sh bits:{title}"
                 )
                 continue
             name, _, dtype = title.partition("-")

@@ -86,12 +86,12 @@ def main() -> int:
         return 2
     for case in wanted:
         if seconds_left() < 10:
-            report.left_out(case, f"no time is left: tests/accelerator.sh 'memory:{case}'")
+            report.left_out(case, f"no time is left: benchmarks/accelerator.sh 'memory:{case}'")
             continue
         try:
             done = run_child([sys.executable, __file__, "--measure", case], dict(os.environ), seconds_left())
         except subprocess.TimeoutExpired:
-            report.left_out(case, f"no time was left for all of it: tests/accelerator.sh 'memory:{case}'")
+            report.left_out(case, f"no time was left for all of it: benchmarks/accelerator.sh 'memory:{case}'")
             continue
         if done.returncode:
             failed += 1

@@ -1,4 +1,4 @@
-"""Runs the parts of tests/accelerator.sh, each in processes of its own, with a time limit.
+"""Runs the parts of benchmarks/accelerator.sh, each in processes of its own, with a time limit.
 
 This process never initializes a device: JAX takes most of a GPU's memory in the first process that does.
 """
@@ -129,7 +129,7 @@ def stop(number: int, frame: Any) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="tests/accelerator.sh", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks/accelerator.sh", description=__doc__)
     parser.add_argument("parts", nargs="*", default=[], metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
     parser.add_argument("--out", default="accelerator-out", help="folder for text and JSON")
     parser.add_argument("--quick", action="store_true", help="small sizes, on CPU devices unless JAX_PLATFORMS is set")

@@ -38,7 +38,7 @@ def main() -> int:
     failed = False
     for target in targets:
         if seconds_left() < 15:
-            report.left_out(target, f"no time is left: tests/accelerator.sh tests:{target}")
+            report.left_out(target, f"no time is left: benchmarks/accelerator.sh tests:{target}")
             continue
         # A JAX that nobody has seen may deprecate what jstep uses: that is no failure on this device.
         command = [sys.executable, "-m", "pytest", target, "-p", "few_devices", "-p", "no:cacheprovider", "-rfE",
@@ -47,7 +47,7 @@ def main() -> int:
         try:
             done = run_child(command, variables, seconds_left(), cwd=ROOT)
         except subprocess.TimeoutExpired:
-            report.left_out(target, f"no time was left for all of it: tests/accelerator.sh tests:{target}")
+            report.left_out(target, f"no time was left for all of it: benchmarks/accelerator.sh tests:{target}")
             continue
         lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["no output"]
         report.row(target, result=lines[-1].strip("= "), seconds=round(time.monotonic() - began))

@@ -1,4 +1,4 @@
-"""`tests/benchmarks/check.py`: what it concludes from ratios and from how busy the machine was; no benchmark runs."""
+"""`benchmarks/check.py`: what it concludes from ratios and from how busy the machine was; no benchmark runs."""
 
 import importlib
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parents[1] / "benchmarks"
+HERE = Path(__file__).parents[1]
 PAIR, OTHER = ("train", "bare loop"), ("mean", "train")
 
 

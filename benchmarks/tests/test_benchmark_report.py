@@ -1,4 +1,4 @@
-"""`tests/benchmarks/report.py`: parsing the output of benchmarks and writing the page."""
+"""`benchmarks/report.py`: parsing the output of benchmarks and writing the page."""
 
 import importlib
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parents[1] / "benchmarks"
+HERE = Path(__file__).parents[1]
 sys.path.insert(0, str(HERE))
 try:
     report, overview = map(importlib.import_module, ("report", "overview"))
@@ -218,7 +218,7 @@ def test_the_page_that_compares_tools_has_the_runs_of_each():
 def test_tables_of_figures_are_those_of_the_page_of_benchmarks(name):
     page = report.PAGE.read_text(encoding="utf-8")
     text = (overview.ROOT / name).read_text(encoding="utf-8")
-    assert overview.with_table(text, overview.TABLES[name](page), name) == text, "run tests/benchmarks/overview.py"
+    assert overview.with_table(text, overview.TABLES[name](page), name) == text, "run benchmarks/overview.py"
     with pytest.raises(ValueError, match="must have the line"):
         overview.with_table(text.replace(overview.END, ""), "", name)
 

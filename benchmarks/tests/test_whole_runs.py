@@ -1,4 +1,4 @@
-"""`tests/benchmarks/bench_whole_runs.py`: how it counts lines, and what it finds after a SIGKILL."""
+"""`benchmarks/bench_whole_runs.py`: how it counts lines, and what it finds after a SIGKILL."""
 
 import dataclasses
 import sys
@@ -10,7 +10,7 @@ import pytest
 
 import jstep
 
-HERE = Path(__file__).parents[1] / "benchmarks"
+HERE = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")

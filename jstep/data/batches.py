@@ -59,8 +59,8 @@ def batches(
     """Batches by step: `batches[N]` is a pure function of the seed and N.
 
     Update N of a run uses batch N, so a restored run resumes with the right rows and no data position
-    needs to be saved. Each epoch has its own permutation of the rows and contains each at most once; with
-    `drop_remainder`, those that do not fill a batch at its end are left out. For a constant batch size:
+    needs to be saved. Each epoch has its own permutation of the rows and contains each row at most
+    once; with `drop_remainder`, rows that do not fill a batch at its end are left out. For a constant batch size:
 
         row i of batch N  =  permutation(seed, N // steps_per_epoch)[(N % steps_per_epoch)·batch_size + i]
 
@@ -74,19 +74,19 @@ def batches(
         arrays: A source, or a tuple, dict or other tree of sources, with one row per example. A source
             is an array (possibly memory-mapped; a JAX array is copied to the host once), or any object
             with `__len__` and `__getitem__` whose items are trees of arrays and numbers; the items are
-            stacked. Row i is what `source[i]` gives. Only `__getitems__`, datasets of h5py, zarr and
-            PyTorch's tensors, and a `__getitem__` that refuses an integer get a list of indices, once
-            per batch. A list is one source of examples.
+            stacked. Row i is `source[i]`. Only `__getitems__`, datasets of h5py, zarr and PyTorch's
+            tensors, and a `__getitem__` that rejects an integer get a list of indices, once per batch. A
+            list is one source of examples.
         batch_size: Global batch size, over all processes. A mapping from step to size is a schedule:
             `{0: 64, 1000: 128}` uses 64 from step 0 and 128 from step 1000. A new size takes effect
             within the current epoch, in which no row is repeated: its remaining rows form batches of the
-            new size, and `drop_remainder` applies to those that do not fill one.
+            new size, and `drop_remainder` applies to rows that do not fill one.
         seed: Determines the permutations, together with the epoch; must not be negative.
         shuffle: Whether to shuffle the rows in each epoch; otherwise they keep their order.
         num_epochs: The number of epochs; None for an endless sequence.
         drop_remainder: Whether to drop the rows that do not fill a batch at the end of an epoch;
             otherwise the last batch of each epoch is smaller (and the parts of several processes may
-            differ in size), and a batch larger than the data is all of it.
+            differ in size), and a batch size above the number of rows gives all rows.
         process_index: The index of this process; by default `jax.process_index()`, which is called
             when the first batch is read.
         process_count: The number of processes; by default `jax.process_count()`, which is
@@ -170,11 +170,7 @@ class Batches(BatchSequence[T]):
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of batches per epoch.
-
-        Raises:
-            ValueError: The batch size changes.
-        """
+        """The number of batches per epoch; a ValueError if the batch size changes."""
         size = self.batch_size
         if not isinstance(size, int):
             raise ValueError(
@@ -186,19 +182,12 @@ class Batches(BatchSequence[T]):
     def rows_before(self, step: int) -> int:
         """Return the total number of rows in the batches before `step`, over all processes.
 
-        Args:
-            step: A step, or the total number of steps. Batches that were skipped or sliced away are not counted.
-
-        Raises:
-            IndexError: `step` is negative or past the end.
+        Batches that were skipped or sliced away are not counted.
         """
         return self._counts_before(step)[""]
 
     def rows_of(self, step: int) -> "np.ndarray[Any, np.dtype[np.intp]]":
         """Return the row numbers of the batch of `step`, over all processes, in its order.
-
-        Raises:
-            IndexError: `step` is negative or past the end.
 
         Example:
             >>> import numpy as np, jstep
@@ -209,30 +198,23 @@ class Batches(BatchSequence[T]):
         return numbers_of(self._rows_of(step)[0].rows)
 
     def steps_of(self, row: int, start: int = 0, stop: int | None = None) -> list[int]:
-        """Return the steps whose batches hold a row, ascending, without going through the steps.
+        """Return the steps whose batches contain a row, ascending, without iterating over the steps.
 
         Args:
             row: The number of the row.
-            start: The first step to look at.
-            stop: The step after the last one to look at; None for the end of the batches, if they end.
-
-        Raises:
-            IndexError: The row or a step does not exist.
-            ValueError: `stop` is None, and the batches have no end.
+            start: The first step to search.
+            stop: The step after the last one to search; None for the end of the batches, if they end.
         """
         return self._steps_with("", row, start, stop)
 
 
 def _steps_in(num_rows: int, size: int, drop_remainder: bool | None) -> int:
-    """Return the number of batches of `size` in `num_rows` rows of an epoch."""
     return num_rows // size if drop_remainder else -(-num_rows // size)
 
 
 def _sizes_in_epochs(num_rows: int, sizes: Staircase[int], drop_remainder: bool, num_epochs: int | None) -> Sizes:
-    """Return the sizes of all batches as runs of steps.
-
-    A stage continues the current epoch: the rest of that epoch is one run, and the whole epochs after it are the next.
-    """
+    """Return the sizes of all batches as runs of steps."""
+    # A stage continues the current epoch: the rest of that epoch is one run, the whole epochs after it are the next.
     runs: list[Run] = []
     epoch = offset = before = 0
     end = NO_END if num_epochs is None else num_epochs
@@ -290,8 +272,8 @@ def mixture(
         batch_size: Global batch size, over all processes: a number, or a mapping from step to number,
             such as `{0: 64, 1000: 128}`.
         weights: Mapping from the name of each source to its weight, or from step to such mappings. Weights
-            need not sum to 1. A source of weight 0 gives no rows, even if it is behind its ideal from
-            earlier stages.
+            need not sum to 1. A source of weight 0 gives no rows, even if earlier stages left it behind
+            its ideal.
         seed: Determines all orders; must not be negative.
         shuffle: Whether to shuffle the rows of each source; otherwise they keep their order within the
             source, but batches are still mixed.
@@ -393,39 +375,26 @@ class Mixture(BatchSequence[T]):
     def rows_before(self, step: int) -> dict[str, int]:
         """Return the number of rows of each source in the batches before `step`, over all processes.
 
-        The cost does not depend on the step, except for a slice with a stride, for which it is linear.
-
-        Args:
-            step: A step, or the total number of steps. Batches that were skipped or sliced away are not counted.
-
-        Raises:
-            IndexError: `step` is negative or past the end.
+        Batches that were skipped or sliced away are not counted. The cost does not depend on the step, except for a
+        slice with a stride, for which it is linear.
         """
         return self._counts_before(step)
 
     def rows_of(self, step: int) -> list[tuple[str, int]]:
-        """Return the rows of the batch of `step`, over all processes, in its order: (name of the source, row number).
-
-        Raises:
-            IndexError: `step` is negative or past the end.
-        """
-        names, found = sorted(self._rows), dict[int, tuple[str, int]]()
+        """Return the rows of the batch of `step`, over all processes, in its order, as (source, row number)."""
+        names, pairs_by_index = sorted(self._rows), dict[int, tuple[str, int]]()
         for of in self._rows_of(step):
             pairs = zip(numbers_of(of.indices).tolist(), numbers_of(of.rows).tolist(), strict=True)
-            found |= {index: (names[of.source], row) for index, row in pairs}
-        return [found[index] for index in sorted(found)]
+            pairs_by_index |= {index: (names[of.source], row) for index, row in pairs}
+        return [pairs_by_index[index] for index in sorted(pairs_by_index)]
 
     def steps_of(self, source: str, row: int, start: int = 0, stop: int | None = None) -> list[int]:
-        """Return the steps whose batches hold a row of a source, ascending, without going through the steps.
+        """Return the steps whose batches contain a row of a source, ascending, without iterating over the steps.
 
         Args:
             source: The name of the source.
             row: The number of the row in it.
-            start: The first step to look at.
-            stop: The step after the last one to look at; None for the end of the batches, if they end.
-
-        Raises:
-            IndexError: The row or a step does not exist.
-            ValueError: There is no such source, or `stop` is None, and the batches have no end.
+            start: The first step to search.
+            stop: The step after the last one to search; None for the end of the batches, if they end.
         """
         return self._steps_with(one_of(source, "source", list(self._rows)), row, start, stop)

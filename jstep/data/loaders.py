@@ -1,4 +1,4 @@
-"""One iterator interface to all sources of batches, stateful loaders among them; `from_state` and `replayed`."""
+"""Iterators over all sources of batches, including stateful loaders; `from_state` and `replayed`."""
 
 import functools
 import inspect
@@ -25,22 +25,21 @@ from jstep.stores.tagged_arrays import UnsupportedError
 _logger = logging.getLogger("jstep")
 
 _WITHOUT = "(batch for batch in batches)"
-"""What to pass to `train` instead of a loader whose position cannot be kept."""
+"""The advice for a loader whose position cannot be kept: pass this to `train` instead."""
 _SEQUENCE = (Sequence, BatchSequence)
 _OWN_STATE, _STATE_DICT = ("get_state", "set_state"), ("state_dict", "load_state_dict")
-"""The methods that return and restore a position: of an object of any kind, and of loaders such as torchdata's."""
+"""The methods that return and restore a position: generic names, and the names of loaders such as torchdata's."""
 _USED = "batches"
 """The key of the position of `replayed`: the number of batches that were used."""
 
 
 class Source(NamedTuple):
-    """An iterator over batches, and what is known of them.
+    """An iterator over batches and its properties.
 
     Attributes:
-        items: The batches.
-        position: Returns the current position, from `position_of`; None if the source has no position.
+        position: Returns the current position, from `position_of`.
         begin: Returns the position before the first batch; None if `position` does.
-        by_step: The sequence or function that each batch can be fetched from again, by its step; None if there is none.
+        by_step: A sequence or function that returns each batch again by its step, or None.
         fresh: Whether each batch is in new arrays that no other code writes to.
         is_of_state: Whether batches are made with the state of the run, so that none may be made ahead.
     """
@@ -58,7 +57,7 @@ class Source(NamedTuple):
         return self.by_step is not None or self.position is not None or self.is_of_state
 
     def next_change(self, step: int) -> int | None:
-        """The next step at which the shapes of the batches change; None if there is none, or it is not known."""
+        """The next step at which the shapes of the batches change, if known."""
         try:
             return self.by_step.next_change(step) if isinstance(self.by_step, BatchSequence) else None
         except IndexError:  # they end before the run does
@@ -81,18 +80,14 @@ def source_of(
     resumable: bool = False,
     state: Callable[[], Any] = lambda: None,
 ) -> Source:
-    """The batches from step `start`.
+    """Open the batches from step `start`.
 
     Args:
-        batches: What `check_batches` accepts: an object with `batches[N]`, a function of the step, an iterator with
-            `get_state` and `set_state`, a loader or iterator with `state_dict` and `load_state_dict`, or any iterable.
-            An object that is not a sequence but can be indexed and iterated over is indexed if it has an item for the
-            first step.
-        start: The first step.
-        last_step: The step at which to end.
-        position: The position of an earlier run; None in a fresh run.
-        resumable: Whether the run saves checkpoints, from which it may be resumed later.
-        state: Returns the current state of the run, for batches that are made with it.
+        batches: A value that `check_batches` accepts. An object that is not a sequence but can be indexed and iterated
+            over is indexed if it has an item for the first step.
+        position: The position of an earlier run, if any.
+        resumable: Whether the run may be resumed later.
+        state: Returns the current state of the run, for `from_state`.
     """
     owner = owner_of(batches)
     if isinstance(batches, StateBatches):
@@ -138,7 +133,7 @@ def source_of(
 
 
 def _by_step(batches: Tree, start: int, last_step: int) -> Iterator[Any] | None:
-    """The batches of a sequence or of a function of the step; None if they can only be iterated over."""
+    """The batches of a sequence or of a function of the step; None for others."""
     if hasattr(batches, "__getitem__"):
         if isinstance(batches, _SEQUENCE) or not hasattr(batches, "__iter__"):
             return _indexed(batches, start, last_step)
@@ -159,7 +154,7 @@ def _by_step(batches: Tree, start: int, last_step: int) -> Iterator[Any] | None:
 
 
 def _item(batches: Tree, fetch: Callable[[int], Any], step: int) -> Any:
-    """Fetch the batch of a step. A StopIteration out of it, which would end the run in silence, is an error."""
+    """Fetch a batch; a StopIteration, which would end the run silently, becomes an error."""
     try:
         return fetch(step)
     except StopIteration as error:
@@ -170,7 +165,7 @@ def _item(batches: Tree, fetch: Callable[[int], Any], step: int) -> Any:
 
 
 def _may_keep_something(make: Callable[..., Any]) -> bool:
-    """Whether a callable is a method of an object, or an object with `__call__` that does not decorate a function."""
+    """Whether a callable may have state: a bound method, or an object with `__call__`."""
     if isinstance(make, types.MethodType):
         return not isinstance(make.__self__, type)
     call = inspect.getattr_static(type(make), "__call__", None)
@@ -178,7 +173,7 @@ def _may_keep_something(make: Callable[..., Any]) -> bool:
 
 
 def _warn_without_position(name: str, start: int, ways_out: str, *, resumable: bool) -> None:
-    """Warn that batches do not resume where a run stopped: when it resumes, or before it can be stopped."""
+    """Warn on resuming, or before a resumable run, that batches do not resume where a run stopped."""
     if start:
         what = (
             f"The run resumes at step {start}, but a {name} has no position to resume from: its batches start from its "
@@ -195,7 +190,7 @@ def _warn_without_position(name: str, start: int, ways_out: str, *, resumable: b
 
 
 def check_batches(batches: Tree) -> None:
-    """Refuse a value that cannot be a source of batches."""
+    """Reject a value that cannot be a source of batches."""
     if _is_array(batches) or (isinstance(batches, tuple) and batches and all(map(_is_array, batches))):
         what = "a tuple of arrays" if isinstance(batches, tuple) else "an array"
         raise TypeError(
@@ -212,8 +207,8 @@ def check_batches(batches: Tree) -> None:
         return
     if callable(batches) and not hasattr(batches, "__iter__") and not may_take(batches, 1):
         ways_out = {2: "jstep.from_state(fn)", 0: "jstep.replayed(fn), or what fn() returns"}
-        found = next((f"give {way}" for count, way in ways_out.items() if can_take(batches, count)), "wrap it")
-        raise TypeError(f"batches={shown(batches)}: a function must take the step alone; {found}")
+        advice = next((f"give {way}" for count, way in ways_out.items() if can_take(batches, count)), "wrap it")
+        raise TypeError(f"batches={shown(batches)}: a function must take the step alone; {advice}")
     if isinstance(batches, type) or not (
         callable(batches)
         or _has(batches, *_OWN_STATE, "__next__")
@@ -234,7 +229,7 @@ def _is_array(value: object) -> bool:
 def _resumed(
     owner: object, kept: SavedPosition | None, start: int, last_step: int, without: str = _WITHOUT
 ) -> tuple[Any, Any]:
-    """Set the position of an earlier run, if there is one; return `Source.position` and `Source.begin`."""
+    """Set the position of an earlier run, if any; return `Source.position` and `Source.begin`."""
     name, where = type(owner).__name__, functools.partial(position_of, owner, without)
     if kept is None:
         if start:
@@ -265,37 +260,26 @@ def _resumed(
 
 
 def keeps_position(batches: Tree) -> bool:
-    """Whether a loader or iterator can save and restore its position.
-
-    `state_dict` must take no arguments: some data sets require the number of examples that were read.
-    """
+    """Whether a loader or iterator can save and restore its position."""
     if _has(batches, *_OWN_STATE, "__next__"):
         return True
+    # `state_dict` must take no arguments: some data sets require the number of examples that were read.
     is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__next__")
     is_stateful = is_iterable and not isinstance(batches, _SEQUENCE) and _has(batches, *_STATE_DICT)
     return is_stateful and can_take(batches.state_dict, 0)
 
 
 def owner_of(batches: Tree) -> Any:
-    """The object that keeps the position of batches: a loader, or what makes batches with the state; None if none."""
+    """The object that keeps the position of batches."""
     if isinstance(batches, StateBatches):
         return batches.make if _has(batches.make, *_OWN_STATE) or _has(batches.make, *_STATE_DICT) else None
     return batches if keeps_position(batches) else None
 
 
 def position_of(owner: object, without: str = _WITHOUT) -> Any:
-    """The current position of a loader that keeps it, copied for `as_json`; None if it does not know it yet.
-
-    Loaders may return a dict that they keep changing. There is a copy for each batch, and JSON only for a checkpoint:
-    the text of a replay buffer takes much longer.
-
-    Args:
-        owner: The loader.
-        without: What to pass to `train` instead if no position has to be kept, for the error.
-
-    Raises:
-        TypeError: The position holds a value of an unsupported type; names the loader, the path and the type.
-    """
+    """The current position of a loader, copied for `as_json`; None if it is not known yet."""
+    # Copied, because loaders may return a dict that they keep changing; as JSON only for a checkpoint, because the text
+    # of a replay buffer takes much longer.
     position = _methods(owner)[0]()
     if position is None:
         return None
@@ -314,7 +298,6 @@ def position_of(owner: object, without: str = _WITHOUT) -> Any:
 
 
 def set_position(owner: object, position: object) -> None:
-    """Set a loader to a position from `position_of`."""
     _methods(owner)[1](decode_position(position, type(owner).__name__))
 
 
@@ -344,27 +327,27 @@ def _indexed(batches: Tree, start: int, last_step: int) -> Iterator[Any]:
         yield item
 
 
-# Batches that are made with the state of the run.
+# Batches made with the state of the run.
 
 
 def from_state(fn: Callable[[int, Any], Any]) -> "StateBatches":
     """Return batches for `train` that are made with the state that the step will get.
 
-    `fn(step, state)` is called in the main thread, after the hooks of the step before, and never ahead. So what is made
-    with the newest parameters (environments on the host, self-play, hard examples) is a function of the run, not of
-    timing. The time that it takes counts as `waiting` (`python -m jstep goodput`).
+    `fn(step, state)` is called in the main thread, after the hooks of the previous step, and never ahead. So batches
+    made with the newest parameters (environments on the host, self-play, hard examples) are a function of the run, not
+    of timing. The time of the calls counts as `waiting` (`python -m jstep goodput`).
 
     `fn` must not keep arrays of the state, which are donated to the step; NumPy copies may be kept.
 
     Args:
         fn: `fn(step, state) -> batch`. If it is an object with `state_dict` and `load_state_dict`, or `get_state` and
-            `set_state`, its position is kept with each checkpoint, as that of a loader, and is taken after all hooks of
-            that step: what a hook tells `fn` is in it. A position above 64 kB, such as a replay buffer, is only read
-            when a checkpoint is saved: if `fn` raises then, the run resumes from the newest checkpoint. It ends the
-            batches by raising StopIteration or `OutOfRangeError`.
+            `set_state`, its position is saved with each checkpoint, like the position of a loader, after all hooks of
+            that step: it includes all feedback from hooks to `fn`. A position above 64 kB, such as a replay buffer, is
+            only read when a checkpoint is saved: if `fn` raises then, the run resumes from the newest checkpoint. It
+            ends the batches by raising StopIteration or `OutOfRangeError`.
 
     Returns:
-        Batches for `train`, `replay` and `verify_resume`. `train` refuses steps_per_call > 1 with them.
+        Batches for `train`, `replay` and `verify_resume`. `train` rejects steps_per_call > 1 with them.
 
     Raises:
         TypeError: `fn` is not a function of two arguments.
@@ -384,11 +367,7 @@ def from_state(fn: Callable[[int, Any], Any]) -> "StateBatches":
 
 
 class StateBatches:
-    """The batches of `from_state`.
-
-    Attributes:
-        make: `make(step, state)` returns the batch of a step.
-    """
+    """The batches of `from_state`."""
 
     def __init__(self, make: Callable[[int, Any], Any]) -> None:
         self.make = make
@@ -397,15 +376,15 @@ class StateBatches:
         return f"<jstep.from_state({getattr(self.make, '__qualname__', type(self.make).__qualname__)})>"
 
 
-# Batches of an iterable without a position, which a restart reads again up to where the run was.
+# Batches of an iterable without a position, which a restart reads again up to the restored step.
 
 
 def replayed(make: Callable[[], Iterable[Any]]) -> "ReplayedBatches":
-    """Return batches for `train` that a restart reads again from their beginning, without those that were used.
+    """Return batches for `train` that a restart reads again from the beginning, dropping the used ones.
 
-    After a restart `make()` is called anew and the batches that the run has used are dropped, with one log line. This
-    is exact if `make` returns the same batches each time; nothing detects it if it does not. It takes the time that
-    reading those batches takes: a loader with a position, or `jstep.batches`, resumes at once.
+    After a restart `make()` is called again and the batches that the run has used are dropped, with one log line. This
+    is exact if `make` returns the same batches each time; nothing detects it if it does not. The restart takes as long
+    as reading those batches: a loader with a position, or `jstep.batches`, resumes immediately.
 
     Args:
         make: `make()` returns an iterable of batches: a generator, or a shuffling loader with a fixed seed. Each of
@@ -436,11 +415,7 @@ def replayed(make: Callable[[], Iterable[Any]]) -> "ReplayedBatches":
 
 
 class ReplayedBatches(Iterable[Any]):
-    """The batches of `replayed`.
-
-    Attributes:
-        make: `make()` returns an iterable of batches.
-    """
+    """The batches of `replayed`."""
 
     def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
         self.make = make
@@ -453,11 +428,7 @@ class ReplayedBatches(Iterable[Any]):
 
 
 class ReplayedIterator(Iterator[Any]):
-    """An iterator over the batches of `replayed`.
-
-    Args:
-        make: `make()` returns an iterable of batches.
-    """
+    """An iterator over the batches of `replayed`."""
 
     def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
         self._make = make
@@ -472,10 +443,10 @@ class ReplayedIterator(Iterator[Any]):
         return item
 
     def _begin(self) -> Iterator[Any]:
-        made = self._make()
-        if not isinstance(made, Iterable):
-            raise TypeError(f"replayed: make() must return an iterable of batches, got {kind(made)}")
-        items, used = until_end(made), self._count
+        iterable = self._make()
+        if not isinstance(iterable, Iterable):
+            raise TypeError(f"replayed: make() must return an iterable of batches, got {kind(iterable)}")
+        items, used = until_end(iterable), self._count
         if not used:
             return items
         began = time.perf_counter()
@@ -489,11 +460,9 @@ class ReplayedIterator(Iterator[Any]):
         return items
 
     def get_state(self) -> dict[str, int]:
-        """Return the number of batches that were used."""
         return {_USED: self._count}
 
     def set_state(self, state: dict[str, int]) -> None:
-        """Continue after so many batches."""
         if not (isinstance(state, dict) and isinstance(state.get(_USED), int)):
             raise ValueError(
                 f"state={shown(state)}: must be a position of jstep.replayed, a dict with the number of {_USED!r}; it "

@@ -27,12 +27,12 @@ RowNumbers: TypeAlias = Rows | slice
 _MAX_32 = 2**24
 # A digit with few values has few functions, so small domains need more rounds to mix.
 _SMALL, _SMALL_ROUNDS, _ROUNDS = 1024, 12, 6
-# Row numbers to compute at once when they are read in sequence, to amortize the overhead of NumPy calls.
+# Row numbers to compute in one call when they are read in sequence, to amortize the overhead of NumPy.
 _LOOKAHEAD_ROWS = 16384
 
 
 class Domain(NamedTuple):
-    """The key-independent parameters of a network on range(n); words are 0-d arrays, which are fastest for ufuncs."""
+    """The key-independent parameters of a network on range(n), as 0-d arrays, which are fastest for ufuncs."""
 
     n: int
     rounds: int
@@ -46,7 +46,6 @@ class Domain(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def domain(n: int) -> Domain:
-    """Return the domain for n ≥ 1 numbers."""
     low = max(math.isqrt(n), min(n, 2))
     # Nearly square, with height · width barely above n.
     height = min(range(low, min(low + 64, 2 * low) + 1), key=lambda h: h * _width(n, h))
@@ -60,7 +59,7 @@ def _width(n: int, height: int) -> int:
 
 
 def draw_keys(domain: Domain, seed: int, stream: int) -> list[Words]:
-    """Return the keys of permutation number `stream` of a seed: a pair for each round, as 0-d arrays."""
+    """Return the keys of permutation number `stream` of a seed: a pair for each round."""
     sequence = np.random.SeedSequence(seed, spawn_key=(stream,))
     keys = sequence.generate_state(2 * domain.rounds, domain.dtype)
     keys[::2] |= domain.dtype(1)  # multipliers are odd
@@ -68,7 +67,7 @@ def draw_keys(domain: Domain, seed: int, stream: int) -> list[Words]:
 
 
 def permute(domain: Domain, keys: list[Words], positions: Rows, *, inverse: bool = False) -> Rows:
-    """Return the numbers at `positions` of the permutation, or of its inverse; positions must be in range(n)."""
+    """Return the numbers at `positions` of the permutation, or of its inverse."""
     numbers = _encipher(domain, keys, positions.astype(domain.dtype), inverse)
     outside = np.flatnonzero(numbers >= domain.n)
     while outside.size:
@@ -78,7 +77,6 @@ def permute(domain: Domain, keys: list[Words], positions: Rows, *, inverse: bool
 
 
 def position_of(num_rows: int, seed: int, epoch: int, row: int) -> int:
-    """Return the position of a row in the permutation of an epoch."""
     of = domain(num_rows)
     return int(permute(of, draw_keys(of, seed, epoch), np.array([row]), inverse=True)[0])
 
@@ -110,11 +108,7 @@ def _encipher(domain: Domain, keys: list[Words], numbers: Words, inverse: bool) 
 class Lookahead:
     """Row numbers of a source in shuffled epochs, computed ahead in blocks when they are read in sequence.
 
-    Its state is a cache of pure functions that is replaced in one assignment, so threads may share it.
-
-    Args:
-        num_rows: The number of rows of an epoch.
-        seed: Determines the permutations, together with the epoch.
+    Its cache is replaced in one assignment, so threads may share it.
     """
 
     def __init__(self, num_rows: int, seed: int) -> None:
@@ -125,20 +119,15 @@ class Lookahead:
         self._block: tuple[int, int, int, Rows] = (-1, 0, 1, np.empty((0, 0), np.intp))
 
     def lines(self, epoch: int, start: int, width: int, distance: int, least: int = 1) -> Rows:
-        """Return the row numbers at positions of an epoch, as lines of an array.
+        """Return at least `least` lines of `width` row numbers, which begin at `start` and are `distance` apart.
 
-        Args:
-            epoch: The epoch.
-            start: The position at which the first line begins.
-            width: The number of positions in a line.
-            distance: The distance from the beginning of a line to the next, for the rows of other processes.
-            least: The number of lines that are needed; there may be more.
+        Other processes have the rows in between.
         """
-        known, first, apart, block = self._block
+        cached_epoch, first, apart, block = self._block
         line, between = divmod(start - first, apart)
-        is_known = (epoch, width, distance) == (known, block.shape[1], apart)
+        is_known = (epoch, width, distance) == (cached_epoch, block.shape[1], apart)
         if not is_known or between or not 0 <= line <= len(block) - least:
-            passed = (epoch - known) * self._domain.n + start - first
+            passed = (epoch - cached_epoch) * self._domain.n + start - first
             count = least
             if 0 <= passed <= len(block) * apart + least * distance:  # read in sequence, perhaps with gaps
                 count = max(least, min(_LOOKAHEAD_ROWS // max(width, 1), (self._domain.n - start) // distance))
@@ -151,7 +140,7 @@ class Lookahead:
         return block[line:]
 
     def stream(self, start: int, count: int, shuffle: bool) -> RowNumbers:
-        """Return `count` rows of the endless sequence of epochs, from row `start` on; in order without `shuffle`."""
+        """Return `count` rows from row `start` on of the endless sequence of epochs."""
         pieces: list[RowNumbers] = []
         while count or not pieces:  # a process may have no rows of a small remainder
             epoch, offset = divmod(start, self._domain.n)

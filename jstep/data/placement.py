@@ -1,4 +1,4 @@
-"""Placement of host data on devices by a sharding, on one process or several: shardings of batches, and copies."""
+"""Placement of host data on devices by a sharding, on one or several processes: shardings and copies of batches."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -71,12 +71,13 @@ def shard_batch(local_batch: T, mesh: Mesh, axis: str | Sequence[str] = "data") 
 
 
 def owners_of(sharding: NamedSharding) -> list[int]:
-    """Return one process for each part of the rows, in order; processes that hold the same rows count once."""
+    """Return one process for each part of the rows, in order."""
     rows = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
     places: Any = rows.devices_indices_map((int(sharding.mesh.devices.size),))
     parts: dict[int, set[int]] = {}
     for device, (index,) in places.items():
         parts.setdefault(device.process_index, set()).add(index.start or 0)
+    # Processes that hold the same rows count once.
     first_of: dict[tuple[int, ...], int] = {}
     for process, starts in sorted(parts.items()):
         first_of.setdefault(tuple(sorted(starts)), process)
@@ -84,12 +85,7 @@ def owners_of(sharding: NamedSharding) -> list[int]:
 
 
 def place_rows(rows: Tree, sharding: object) -> jax.Array:
-    """Assemble a global array with a sharding from the local rows of each process.
-
-    Args:
-        rows: The rows of this process, or a global array, which is resharded.
-        sharding: Any sharding. If all its devices belong to this process, the rows are the whole array.
-    """
+    """Assemble a global array from the local rows of each process, or reshard a global array."""
     is_global = isinstance(rows, jax.Array) and not rows.is_fully_addressable
     if is_global or getattr(sharding, "is_fully_addressable", True):
         return jax.device_put(rows, sharding)
@@ -98,40 +94,27 @@ def place_rows(rows: Tree, sharding: object) -> jax.Array:
 
 
 def as_shardings(sharding: object, *, stacked: bool = False) -> Any:
-    """Convert a tree of shardings or specs to a tree of shardings; specs refer to the current mesh.
+    """Convert shardings or specs on the current mesh to shardings; `stacked` batches have a leading step axis."""
 
-    Args:
-        sharding: The user's value.
-        stacked: Whether batches are stacked, with the steps on the leading axis.
-    """
-
-    def leaf(one: object) -> Any:
-        spec = one.spec if isinstance(one, NamedSharding) else one
+    def leaf(part: object) -> Any:
+        spec = part.spec if isinstance(part, NamedSharding) else part
         if not isinstance(spec, PartitionSpec):
-            return one
+            return part
         spec = PartitionSpec(None, *spec) if stacked else spec
-        mesh = one.mesh if isinstance(one, NamedSharding) else jax.sharding.get_mesh()
+        mesh = part.mesh if isinstance(part, NamedSharding) else jax.sharding.get_mesh()
         return spec if mesh.empty else NamedSharding(mesh, spec)
 
     return jax.tree.map(leaf, sharding, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def is_axes(value: Any) -> bool:
-    """Whether a value is the name of a mesh axis, or a tuple of names, and not a spec."""
+    """Whether a value is the name of a mesh axis, or a tuple of names."""
     names = value if trees.is_plain_tuple(value) and not isinstance(value, PartitionSpec) else (value,)
     return bool(names) and all(isinstance(name, str) for name in names)
 
 
 def over_axes(sharding: object, state: Tree) -> Any:
-    """Replace each name of a mesh axis, and tuple of names, in a tree of shardings by a sharding over the state's mesh.
-
-    Args:
-        sharding: The user's `batch_sharding`.
-        state: The state, or its shapes.
-
-    Raises:
-        ValueError: The state is on no mesh, or its mesh has no such axis.
-    """
+    """Replace names of mesh axes, and tuples of names, in a tree by shardings over the state's mesh."""
 
     def leaf(axes: object) -> Any:
         if not is_axes(axes):
@@ -151,20 +134,19 @@ def over_axes(sharding: object, state: Tree) -> Any:
 
 
 def fitting(sharding: object, shape: tuple[int, ...]) -> Any:
-    """Drop from a sharding the axes that do not divide an array of this shape: it is replicated over them."""
+    """Drop from a sharding the axes that do not divide an array of this shape, which is replicated over them."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, fitting_spec(sharding.mesh, sharding.spec, shape))
 
 
 def fitting_spec(mesh: Any, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
-    """Drop from a spec the mesh axes that do not divide an array of this shape."""
     each = zip(shape, meshes.dims_of(spec), strict=False)
     return PartitionSpec(*(axis if size % meshes.parts_along(mesh, axis) == 0 else None for size, axis in each))
 
 
 def mesh_without_batch(state: Tree, args: Any) -> Mesh | None:
-    """Return the mesh of a state if it has several devices and no array of the batch is on it, although it has rows."""
+    """Return the mesh of a state if it has several devices and the batch has rows but no array on it."""
     mesh = meshes.mesh_of(state)
     if mesh is None or mesh.size == 1 or meshes.mesh_of(args) is not None:
         return None
@@ -172,16 +154,11 @@ def mesh_without_batch(state: Tree, args: Any) -> Mesh | None:
     return mesh if has_rows else None
 
 
-# What the loop places: copies of the batches of a loader.
+# Copies of the batches of a loader, which the loop places.
 
 
 def placement(sharding: object, argument: str = "sharding") -> Callable[[Any], Any]:
-    """Return a function that places an item from `copied` as `sharding` specifies; None means the default device.
-
-    Raises:
-        TypeError: `sharding` contains something other than shardings. The message contains its path.
-        ValueError: `sharding` contains a PartitionSpec and no mesh is set.
-    """
+    """Return a function that places an item from `copied`; `sharding=None` means the default device."""
     if sharding is None:
         return _place_on_default_device
 
@@ -229,37 +206,27 @@ def _place_on_default_device(item: object) -> Any:
 
 
 def _explain(item: object, sharding: object, error: ValueError) -> None:
-    """Raise an error that names the leaf whose shape does not divide by its sharding."""
     try:
         each = jax.tree.leaves(jax.tree.broadcast(sharding, item))
     except ValueError:
         return  # the structures differ, as the original error reports
-    for (path, leaf), one in zip(trees.leaves_with_paths(item), each, strict=True):
-        if not isinstance(one, NamedSharding):
+    for (path, leaf), part in zip(trees.leaves_with_paths(item), each, strict=True):
+        if not isinstance(part, NamedSharding):
             continue
-        parts = 1 if one.is_fully_addressable else jax.process_count()
-        for dim, axis in enumerate(one.spec):
-            count = meshes.parts_along(one.mesh, axis)
+        parts = 1 if part.is_fully_addressable else jax.process_count()
+        for dim, axis in enumerate(part.spec):
+            count = meshes.parts_along(part.mesh, axis)
             here = max(1, count // parts) if isinstance(leaf, np.ndarray) else count
             if dim >= np.ndim(leaf) or np.shape(leaf)[dim] % here:
                 raise ValueError(
-                    f"sharding: {one.spec} splits dimension {dim} into {count} parts (axis {axis!r}), {here} of them "
+                    f"sharding: {part.spec} splits dimension {dim} into {count} parts (axis {axis!r}), {here} of them "
                     f"here, and {trees.leaf_at(path)} has shape {np.shape(leaf)} on this process; choose a batch "
                     f"of a multiple of {here} rows"
                 ) from error
 
 
 def copied(item: object, *, fresh: bool = False) -> Any:
-    """Copy a batch into arrays that the loader cannot overwrite.
-
-    Args:
-        item: A batch from a loader, which may reuse its buffers for the next batch. Arrays of other libraries become
-            NumPy arrays.
-        fresh: Whether the arrays are already new, so that no copy is needed.
-
-    Raises:
-        OverflowError: An integer does not fit its dtype on a device. The message contains the path of its leaf.
-    """
+    """Copy a batch into arrays that the loader, which may reuse its buffers, cannot overwrite."""
     if not all(map(trees.is_array_or_number, jax.tree.leaves(item))):
         item = jax.tree_util.tree_map_with_path(_as_known, item)
     item = device_values.from_host(item, "batch")
@@ -270,7 +237,7 @@ def copied(item: object, *, fresh: bool = False) -> Any:
 
 
 def _as_known(keys: Any, leaf: Any) -> Any:
-    """Convert an array of another library, such as a PyTorch tensor, to a NumPy array; reject other leaves."""
+    """Convert an array of another library to NumPy; reject other leaves."""
     if trees.is_array_or_number(leaf):
         return leaf
     array = leaf if isinstance(leaf, np.ndarray | np.generic) else _taken_over(leaf)
@@ -286,7 +253,7 @@ def _as_known(keys: Any, leaf: Any) -> Any:
 
 
 def _taken_over(leaf: Any) -> Any:
-    """Convert an array of another library to NumPy, without a copy if possible, or to JAX; None for other types."""
+    """Convert an array of another library to NumPy, without a copy if possible, or to JAX."""
     ways: tuple[tuple[str, Callable[[], Any]], ...] = (
         ("numpy", lambda: leaf.numpy()),
         ("__dlpack__", lambda: np.from_dlpack(leaf)),
@@ -295,22 +262,22 @@ def _taken_over(leaf: Any) -> Any:
     )
     for method, way in ways:
         try:
-            found = way() if hasattr(leaf, method) else None
+            array = way() if hasattr(leaf, method) else None
         except Exception:
             continue
-        if isinstance(found, np.ndarray | np.generic | jax.Array):
-            return found
+        if isinstance(array, np.ndarray | np.generic | jax.Array):
+            return array
     return None
 
 
 _LARGE = 2**18
-"""The bytes from which a copy is aligned."""
+"""The minimum size of an aligned copy, in bytes."""
 _ALIGNMENT = 64
-"""On a CPU a program uses an array that begins at a multiple of so many bytes where it is, and copies others again."""
+"""Programs on a CPU use arrays with this alignment, in bytes, in place, and copy others."""
 
 
 def _copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Copy an array, a large one to where a program on a CPU can use it without another copy."""
+    """Copy an array; align a large one, so that a program on a CPU can use it without another copy."""
     if array.nbytes < _LARGE:
         return np.array(array, order="C")
     memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)

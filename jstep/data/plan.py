@@ -1,4 +1,4 @@
-"""Which rows of which sources are in each batch, and how many, as pure functions of the step; what each process has."""
+"""The rows of each batch, and their number, as pure functions of the step; and the share of each process."""
 
 import bisect
 from collections.abc import Iterable, Iterator
@@ -20,14 +20,11 @@ class Run(NamedTuple):
     """Consecutive steps of one batch size, except for the last batch of each epoch.
 
     Attributes:
-        first: The first step.
-        stop: The step after the last.
-        size: Rows per batch.
         period: Steps per epoch; the first epoch begins at `first`.
         last: Rows of the last batch of each epoch.
         before: Rows of all batches before `first`.
-        position: The position of the batch of `first` in the endless stream of epochs, if there is one source.
-        distance: The distance in that stream from the beginning of an epoch to the next.
+        position: The position of the first batch in the endless stream of epochs of a single source.
+        distance: The length of an epoch in that stream.
     """
 
     first: int
@@ -45,16 +42,14 @@ class Run(NamedTuple):
         return self.before + steps * self.size - steps // self.period * (self.size - self.last)
 
     def position_at(self, step: int) -> int:
-        """Return the position of the batch of a step in the stream of a single source."""
         epochs, i = divmod(step - self.first, self.period)
         return self.position + epochs * self.distance + i * self.size
 
     def at(self, step: int) -> int:
-        """Return the rows of the batch of a step."""
         return self.last if (step - self.first) % self.period == self.period - 1 else self.size
 
     def first_other(self, steps: range, size: int) -> int | None:
-        """Return the first of some steps of the run whose batch has another size than `size`, or None."""
+        """Return the first of `steps` whose batch has another size than `size`, or None."""
         if steps.step == 1:
             end_of_epoch = steps.start + (self.first - 1 - steps.start) % self.period
             candidates: Iterable[int] = (steps.start, steps.start + 1, end_of_epoch)
@@ -64,27 +59,25 @@ class Run(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The rows of each batch, as consecutive runs without gaps; the last one also holds for the step after the end."""
+    """The rows of each batch, as runs without gaps; the last run also covers the step after the end."""
 
     runs: Staircase[Run]
 
     def at(self, step: int) -> int:
-        """Return the rows of the batch of a step."""
         return self.runs.at(step).at(step)
 
     def before(self, step: int) -> int:
-        """Return the rows of all batches before a step."""
         return self.runs.at(step).before_step(step)
 
     def total(self, steps: range) -> int:
-        """Return the rows of the batches of some steps, step by step where the last batch of an epoch is smaller."""
+        # Step by step only if the last batch of an epoch is smaller.
         return sum(
             count_of(inner) * run.size if run.last == run.size else sum(map(run.at, inner))
             for inner, run in self.split(steps)
         )
 
     def split(self, steps: range) -> Iterator[tuple[range, Run]]:
-        """Split steps into ranges within one run each, in their order."""
+        """Split steps into ranges within one run each."""
         runs = self.runs.values
         for run in runs if steps.step > 0 else reversed(runs):
             inner = within(steps, run.first, run.stop)
@@ -93,19 +86,7 @@ class Sizes(NamedTuple):
 
 
 class Share:
-    """This process's share of each batch.
-
-    Args:
-        sizes: The batch size by step; each a multiple of the number of processes.
-        process: The index of this process and the number of processes; None to query JAX at the first batch.
-
-    Attributes:
-        sizes: The batch size by step.
-
-    Raises:
-        ValueError: A size is not a multiple of the number of processes. With several stages, the message names
-            the stage.
-    """
+    """This process's share of each batch; without `process`, JAX is queried at the first batch."""
 
     def __init__(self, sizes: Staircase[int], process: tuple[int, int] | None) -> None:
         if process:
@@ -113,7 +94,7 @@ class Share:
         self.sizes, self._process = sizes, process
 
     def of(self, size: int) -> tuple[int, int]:
-        """Return the first and the last (exclusive) of this process's rows in a batch of `size`."""
+        """Return the start and stop of this process's rows in a batch of `size`."""
         if self._process is None:
             # Deferred, because this initializes JAX's backends, and jax.distributed must be initialized before.
             _check_divides(self.sizes, jax.process_count())
@@ -123,7 +104,6 @@ class Share:
 
 
 def _check_divides(sizes: Staircase[int], count: int) -> None:
-    """Check that processes can share batches evenly."""
     for stage in sizes.stages():
         if stage.value % count:
             name = "batch_size" if len(sizes.values) == 1 else f"batch_size[{stage.first}]"
@@ -133,7 +113,7 @@ def _check_divides(sizes: Staircase[int], count: int) -> None:
 
 
 def given_process(index: object, count: object) -> tuple[int, int] | None:
-    """Return the validated arguments `process_index` and `process_count`; None if both are None."""
+    """Validate `process_index` and `process_count`; None if both are None."""
     if index is None and count is None:
         return None
     if index is None or count is None:
@@ -151,7 +131,7 @@ ROWS, _ORDER = 1, 2
 
 
 def derived_seed(seed: int, purpose: int, name: str = "") -> int:
-    """Return a seed for a purpose and a name, independent of other names and of their order."""
+    """Return a seed for a purpose and a name, independent of other names."""
     sequence = np.random.SeedSequence(seed, spawn_key=(purpose, *name.encode("utf-8", "surrogatepass")))
     return sum(int(word) << (32 * i) for i, word in enumerate(sequence.generate_state(4)))
 
@@ -160,7 +140,6 @@ class SourceRows(NamedTuple):
     """Rows of one source in a batch.
 
     Attributes:
-        source: The number of the source.
         indices: Their indices in this process's part of the batch, ascending.
         rows: Their row numbers in the source.
     """
@@ -171,19 +150,13 @@ class SourceRows(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The assignment of rows to steps, without the data of the sources: a weighted mixture of one source or several.
+    """The assignment of rows to steps, without the data: a weighted mixture of one or more sources.
 
     Attributes:
-        streams: For each source the number of its rows, and the seed of their permutations.
-        sizes: The number of rows of each batch, and its position in the stream of a single source.
-        share: This process's share of a batch.
-        seed: Determines the order within batches, together with the step, and the seeds of the streams.
-        shuffle: Whether the rows of each source are permuted in each epoch.
-        weights: The weights of the sources, by step; a single source has weight 1.
+        streams: The number of rows and the seed of the permutations of each source.
+        seed: Determines the order within batches, together with the step.
         counts: The number of rows from each source among the first T rows; None if there is one source.
-        num_epochs: The number of epochs after which batches of one source end; None for no end.
-        drop_remainder: Whether to drop rows that do not fill a batch at the end of an epoch; None in a mixture, whose
-            batches continue with the next epoch.
+        drop_remainder: None in a mixture, whose batches continue with the next epoch.
     """
 
     streams: tuple[tuple[int, int], ...]
@@ -197,28 +170,27 @@ class Plan(NamedTuple):
     drop_remainder: bool | None = None
 
     def counts_at(self, rows: int) -> tuple[int, ...]:
-        """Return the number of rows from each source among the first `rows`."""
         return (rows,) if self.counts is None else self.counts.at(rows).counts(rows)
 
     def counts_of(self, steps: range) -> tuple[int, ...]:
-        """Return the number of rows of each source in the batches of some steps; with a stride, step by step."""
+        """Return the number of rows of each source in some batches."""
         if self.counts is None and abs(steps.step) != 1:
             return (self.sizes.total(steps),)
         first = min(steps[0], steps[-1])
-        stretches = [(first, first + count_of(steps))] if abs(steps.step) == 1 else ((one, one + 1) for one in steps)
+        stretches = [(first, first + count_of(steps))] if abs(steps.step) == 1 else ((step, step + 1) for step in steps)
         counts = (0,) * len(self.streams)
         for ends in stretches:
-            low, high = (self.counts_at(self.sizes.before(step)) for step in ends)
+            low, high = (self.counts_at(self.sizes.before(end)) for end in ends)
             counts = tuple(count + b - a for count, a, b in zip(counts, low, high, strict=True))
         return counts
 
 
 def steps_with(plan: Plan, source: int, row: int, steps: range) -> Iterator[int]:
-    """Yield the steps, of consecutive ones, whose batches hold a row of a source: one question for each epoch."""
+    """Yield the steps of a consecutive range whose batches contain a row of a source."""
     num_rows, seed = plan.streams[source]
 
     def positions(first: int, stop: int) -> Iterator[int]:
-        """Where the row lies in a part of the stream of the source's epochs."""
+        """Yield the positions of the row in a part of the stream of the source's epochs."""
         for epoch in range(first // num_rows, -(-stop // num_rows)):
             at = epoch * num_rows + (position_of(num_rows, seed, epoch, row) if plan.shuffle else row)
             if first <= at < stop:
@@ -244,7 +216,7 @@ def steps_with(plan: Plan, source: int, row: int, steps: range) -> Iterator[int]
 class PlanReader:
     """A function from step to the rows of this process's share of its batch, for one iterator.
 
-    Its state are caches of pure functions, each replaced in one assignment, so threads may share it.
+    Its caches of pure functions are each replaced in one assignment, so threads may share it.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -255,38 +227,37 @@ class PlanReader:
         self._counts: tuple[int, tuple[int, ...]] = (0, (0,) * len(plan.streams))
 
     def __call__(self, step: int) -> list[SourceRows]:
-        """Return the rows of the batch of a step, source by source."""
         if len(self._ahead) == 1:
             rows = self.of_one(step)
             return [SourceRows(0, slice(0, rows.stop - rows.start if isinstance(rows, slice) else len(rows)), rows)]
         plan = self._plan
         before, size = plan.sizes.before(step), plan.sizes.at(step)
-        known, first = self._counts
-        if known != before:
+        rows_before, first = self._counts
+        if rows_before != before:
             first = plan.counts_at(before)
         after = plan.counts_at(before + size)
         self._counts = (before + size, after)
         low, high = plan.share.of(size)
-        # Before mixing, the batch consists of the rows of the first source, then those of the second, and so on.
+        # Before mixing, the batch consists of the rows of the first source, then of the second, and so on.
         ends = np.cumsum([b - a for a, b in zip(first, after, strict=True)])
         of = domain(size)
         order = permute(of, draw_keys(of, self._order_seed, step), np.arange(size))
         sources = np.searchsorted(ends, order, side="right")
-        found = []
+        parts = []
         for source in np.unique(sources[low:high]).tolist():
             indices = np.flatnonzero(sources[low:high] == source)
-            # Mixing keeps the rows of a source in stream order, so those of a process are consecutive in the stream.
+            # Mixing keeps the rows of a source in stream order, so the rows of a process are consecutive in the stream.
             start = first[source] + int(np.count_nonzero(sources[:low] == source))
             rows = self._ahead[source].stream(start, len(indices), plan.shuffle)
-            found.append(SourceRows(source, indices, rows))
-        return found
+            parts.append(SourceRows(source, indices, rows))
+        return parts
 
     def of_one(self, step: int) -> RowNumbers:
-        """Return the row numbers of the batch of a step if there is one source: they are consecutive in its stream."""
+        """Return the row numbers of a batch of a single source."""
         first, lines = self._known
         if 0 <= step - first < len(lines):
-            found: RowNumbers = lines[step - first]
-            return found
+            numbers: RowNumbers = lines[step - first]
+            return numbers
         plan, (ahead,), ((num_rows, _),) = self._plan, self._ahead, self._plan.streams
         run = plan.sizes.runs.at(step)
         low, high = plan.share.of(run.at(step))

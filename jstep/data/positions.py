@@ -1,4 +1,4 @@
-"""Positions of data loaders on each process: in checkpoints, and while a run takes them."""
+"""Positions of data loaders on each process: in checkpoints, and during a run."""
 
 import collections
 import contextlib
@@ -18,20 +18,14 @@ from jstep.stores.tagged_arrays import LARGE
 from jstep.stores.tagged_json import FILE, Files, LargeBytes
 
 POSITION, POSITIONS = "batches", "batches_of_processes"
-"""Keys of a checkpoint's `extra`: the position of process 0, and those of all processes if there are several."""
+"""Keys of a checkpoint's `extra`: the position of process 0, and of all processes if there are several."""
 _PROCESSES = "processes"
 BYTES = "base64"
-"""The key of a position that is nothing but bytes."""
+"""The key of a position that consists of bytes."""
 
 
 class SavedPosition(NamedTuple):
-    """The position of this process's loader in a checkpoint.
-
-    Attributes:
-        value: The position, as JSON, or as `position_of` returns it; None if there is no position.
-        error: Why the position is not available; "" if it is.
-        warning: A warning to log when the position is used; "" for no warning.
-    """
+    """The position of this process's loader in a checkpoint; `error` says why it is not available."""
 
     value: Any
     error: str = ""
@@ -39,7 +33,6 @@ class SavedPosition(NamedTuple):
 
 
 def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:
-    """The position of this process's loader in a checkpoint's `extra`; None if there is no position."""
     of_all, first, count = extra.get(POSITIONS), extra.get(POSITION), jax.process_count()
     if of_all is None:
         only_one = (
@@ -49,7 +42,7 @@ def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:
         )
         return None if first is None else SavedPosition(first, warning=only_one if count > 1 else "")
     before, positions = of_all[_PROCESSES], of_all["positions"]
-    if len(positions) == 1:  # they were all equal
+    if len(positions) == 1:  # all were equal
         return SavedPosition(positions[0])
     if before == count:
         mine = positions[jax.process_index()]
@@ -64,25 +57,20 @@ def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:
 
 
 def gather_positions(position: object, files: Files) -> dict[str, Any]:
-    """Gather the positions of all processes, for a checkpoint's `extra`. Must be called on every process.
-
-    Args:
-        position: The position of this process, from `position_of`; None if not known.
-        files: Where to put large arrays of the position of this process, which become files.
-    """
+    """Gather the positions of all processes; must be called on all. Large arrays become `files`."""
     index, count = jax.process_index(), jax.process_count()
     mine = Files(by_content=count > 1)
     gathered = [tagged_json.as_json(position, mine)]
     if count > 1:
         gathered = [json.loads(text) for text in processes.gather_texts(json.dumps(gathered[0]))]
-    if all(one is None for one in gathered):
+    if all(each is None for each in gathered):
         return {}
-    are_equal = all(one == gathered[0] for one in gathered)
+    are_equal = all(each == gathered[0] for each in gathered)
     if index == 0 or not are_equal:
-        files |= {f"{_file_stem(index)}{name}": one for name, one in mine.items()}
+        files |= {f"{_file_stem(index)}{name}": each for name, each in mine.items()}
     positions = [
-        tagged_json.with_files(one, functools.partial(_reference, _file_stem(process)))
-        for process, one in enumerate(gathered)
+        tagged_json.with_files(each, functools.partial(_reference, _file_stem(process)))
+        for process, each in enumerate(gathered)
     ]
     first = {} if positions[0] is None else {POSITION: positions[0]}
     if count == 1:
@@ -92,38 +80,24 @@ def gather_positions(position: object, files: Files) -> dict[str, Any]:
 
 
 def kept_positions(extra: Mapping[str, Any], files: Files) -> dict[str, Any]:
-    """Return the positions in another checkpoint's `extra`, from `with_files`, as `gather_positions` does.
-
-    Args:
-        extra: That `extra`.
-        files: Where the first process puts the files of all processes.
-    """
-    found = Files(_file_stem(0))
+    """Return the positions in another checkpoint's `extra`, from `with_files`."""
+    renamed = Files(_file_stem(0))
     kept: dict[str, Any] = tagged_json.as_json(
-        {key: extra[key] for key in (POSITION, POSITIONS) if key in extra}, found
+        {key: extra[key] for key in (POSITION, POSITIONS) if key in extra}, renamed
     )
     if jax.process_index() == 0:
-        files |= found
+        files |= renamed
     return kept
 
 
 def with_files(extra: dict[str, Any], read: Callable[[str], bytes]) -> dict[str, Any]:
-    """Return the `extra` of a checkpoint with large bytes, which are read when they are needed, in place of references.
-
-    Args:
-        extra: As `train` saved it.
-        read: Reads a file of that checkpoint, by its name.
-    """
-    found: dict[str, Any] = tagged_json.with_files(extra, lambda name: LargeBytes(load=functools.partial(read, name)))
-    return found
+    """Replace references to files in `extra` by large bytes, which are read lazily."""
+    loaded: dict[str, Any] = tagged_json.with_files(extra, lambda name: LargeBytes(load=functools.partial(read, name)))
+    return loaded
 
 
 def decode_position(kept: object, owner: str) -> Any:
-    """Decode a position from `position_of`, or from `as_json` of it; it runs no code that the checkpoint brings.
-
-    Raises:
-        ValueError: The position cannot be decoded, or was pickled by an older version of jstep; names the loader.
-    """
+    """Decode a position without running code from the checkpoint."""
     what = f"batches: the checkpoint's position for the {owner}"
     if not isinstance(kept, Mapping):
         raise ValueError(f"{what} must be a position, got {kind(kept)}")
@@ -143,7 +117,6 @@ def decode_position(kept: object, owner: str) -> Any:
 
 
 def _file_stem(process: int) -> str:
-    """Return what the names of the files begin with that a process writes for positions."""
     return f"position.process_{process}."
 
 
@@ -152,15 +125,7 @@ def _reference(stem: str, name: str) -> dict[str, str]:
 
 
 class StoredPosition:
-    """The position of batches that may be made ahead of the loop, each of which comes with the position after it.
-
-    Args:
-        begin: Returns the position before the first batch; None if it is not known, or not kept.
-
-    Attributes:
-        before: The position before the latest batch.
-        is_large: False: a signal may interrupt the wait for a batch.
-    """
+    """The position of batches that may be made ahead and each come with the position after them."""
 
     is_large = False
 
@@ -169,7 +134,6 @@ class StoredPosition:
         self._now = begin() if begin else None
 
     def is_lost(self, is_before: bool) -> bool:
-        """Whether the position that a checkpoint needs was not copied: never."""
         return False
 
     def prepare(self) -> None:
@@ -182,32 +146,26 @@ class StoredPosition:
         """See `LivePosition.ended`."""
 
     def moved(self, position: object) -> None:
-        """Batches were made, with this position after them."""
         self.before, self._now = self._now, position
 
     def fix(self) -> None:
         """See `LivePosition.fix`."""
 
     def now(self) -> Any:
-        """The position after the latest batch."""
         return self._now
 
 
 class LivePosition:
-    """The position of batches that are made one at a time, after the hooks of the step before: those of `from_state`.
+    """The position of the batches of `from_state`, which are made one at a time, after the hooks of the previous step.
 
-    Hooks tell the object that makes them what a step found, so its position is taken when a checkpoint is written. If a
+    Hooks send feedback to the object that makes the batches, so its position is read when a checkpoint is written. If a
     batch could not be made, or its step failed, it is the position before that batch, which a restart makes again.
-
-    A large position is not copied before each batch, only when a checkpoint needs it. Once large, it counts as large.
-
-    Args:
-        ask: Returns the current position, from `position_of`.
-        begin: Returns the position before the first batch, if the object does not know it yet; None if nothing does.
+    Large positions are not copied before each batch, only when a checkpoint needs them. Once large, a position counts
+    as large.
 
     Attributes:
-        before: The position before the latest batch, and after what hooks changed before that; None if it is large.
-        is_large: Whether the position is large, so that making a batch must not be interrupted: it would be lost.
+        before: The position before the latest batch, and after changes by hooks before that; None if it is large.
+        is_large: Whether making a batch must not be interrupted, because its position would be lost.
     """
 
     def __init__(self, ask: Callable[[], Any], begin: Callable[[], Any] | None) -> None:
@@ -218,15 +176,11 @@ class LivePosition:
         self._at_end: Any = None
 
     def is_lost(self, is_before: bool) -> bool:
-        """Whether the position that a checkpoint needs was not copied.
-
-        Args:
-            is_before: Whether it needs the one before the latest batch, which was made.
-        """
+        """Whether the position for a checkpoint, if `is_before` before the latest batch, was not copied."""
         return self.is_large and self.before is None and (is_before or self._is_fixed)
 
     def prepare(self) -> None:
-        """Take the position before a batch, if it is small; a signal may interrupt this."""
+        """Read the position before a batch, if it is small; a signal may interrupt this."""
         if not self.is_large:
             # An object may not know its position before its first batch.
             with contextlib.nullcontext() if self._is_known else contextlib.suppress(Exception):
@@ -235,30 +189,26 @@ class LivePosition:
                 self.is_large = tagged_json.size_of(self.before) > LARGE
 
     def moves(self) -> None:
-        """A batch is being made, after `prepare`; a signal may interrupt this if the position is small."""
+        """A batch is being made; a signal may interrupt it if the position is small."""
         if self.is_large:
             self.before = None
         self._is_fixed = True
 
     def ended(self) -> None:
-        """There was no further batch."""
         if self.is_large:
             self._is_fixed, self._is_known = False, True
         elif self._is_known:  # the search for a batch may have changed the object
             self._at_end, self._is_fixed = tagged_json.as_json(self._ask()), False
 
     def moved(self, position: object) -> None:
-        """The batch was made, and no signal interrupts the loop before its step and hooks are over.
-
-        A position that cannot be kept is refused after the first batch.
-        """
-        if not self._is_known:
+        """The batch was made; no signal interrupts the loop until its step and hooks are done."""
+        if not self._is_known:  # a position that cannot be saved is rejected after the first batch
             self.is_large = self.is_large or tagged_json.size_of(self._ask()) > LARGE
             self._is_known = True
         self._is_fixed = False
 
     def fix(self) -> None:
-        """Take the position now, without what is changed later."""
+        """Fix the current position, without later changes."""
         self.before, self._is_fixed = self.now(), True
 
     def now(self) -> Any:
@@ -271,9 +221,9 @@ class LivePosition:
 
 
 _SHARE = 0.02
-"""The share of the time that reading the position of a loader may take."""
+"""The maximum share of the time that reading the position of a loader may take."""
 _QUICK = 5e-5
-"""Seconds within which a position is read that is read after each batch, whatever a batch takes."""
+"""A position that is read faster than this, in seconds, is read after each batch, whatever a batch takes."""
 _AFTER = "after"
 """The key of the number of batches since a position was read; absent for none."""
 
@@ -281,13 +231,8 @@ _AFTER = "after"
 class RarePosition:
     """The position of a loader after each batch, read so rarely that it takes a small share of the time.
 
-    In between it is the position that was read last, with the number of batches since: a restart fetches these again.
-
-    Args:
-        ask: Returns the position, from `position_of`.
-        next_due: `next_due(number)`: after how many batches, more than that many, to read it in any case, because a
-            checkpoint is due.
-        clock: Returns the time in seconds.
+    In between it is the last position read, with the number of batches since, which a restart fetches again.
+    `next_due(number)` returns the next number of batches at which a checkpoint is due.
     """
 
     def __init__(
@@ -301,7 +246,7 @@ class RarePosition:
         self._next = -math.inf
 
     def __call__(self) -> Any:
-        """The position after the batch that was just made; must be called once after each."""
+        """Must be called once after each batch."""
         self._number += 1
         if self._number >= self._due or self._last is None or self._clock() >= self._next:
             self._last, self._since = self.read(), 0
@@ -311,7 +256,7 @@ class RarePosition:
         return {**self._last, _AFTER: self._since}
 
     def read(self) -> Any:
-        """The position now, such as that before the first batch; how long this takes says when it is read again."""
+        """Read the current position, and schedule the next read by the duration of this one."""
         began = self._clock()
         position = self._ask()
         now = self._clock()
@@ -323,7 +268,7 @@ class RarePosition:
 
 
 def fetched_since(position: SavedPosition | None) -> int:
-    """The number of batches that were fetched after a position was read, from `RarePosition`."""
+    """The number of batches fetched since `RarePosition` read a position."""
     number = position.value.get(_AFTER, 0) if position and isinstance(position.value, Mapping) else 0
     if type(number) is not int or number < 0:
         raise ValueError(f"batches: the checkpoint's position has {_AFTER}={number!r:.50}: must be a number of batches")

@@ -35,7 +35,7 @@ def prefetch_to_device(
 
     While the device computes on one item, the thread reads the next ones and transfers them. The order
     is preserved. An exception raised by `iterator` or by the transfer is raised by `next` in place of
-    its item. The thread starts at once. It ends when `iterator` is exhausted, when `close` is called, or
+    its item. The thread starts immediately. It ends when `iterator` is exhausted, when `close` is called, or
     when the result is garbage-collected, for example after a `break` out of a `for` loop. It does not
     keep the process alive.
 
@@ -138,8 +138,7 @@ class PrefetchIterator(Iterator[Any], contextlib.AbstractContextManager["Prefetc
     def close(self) -> None:
         """End the thread and drop the items read ahead; `next` raises StopIteration from then on.
 
-        Returns within half a second. A thread that is blocked in its source ends as soon as the source
-        returns.
+        Returns within half a second. A thread that is blocked in its source ends as soon as the source returns.
         """
         self._reader.close()
 
@@ -148,7 +147,6 @@ class PrefetchIterator(Iterator[Any], contextlib.AbstractContextManager["Prefetc
 
 
 def _read(source: Iterator[Any], place: Callable[[Any], Any], state_fn: Callable[[], Any] | None) -> tuple[Any, Any]:
-    """Return the next item, placed, and the state after it."""
     item = next(source)
     state = state_fn() if state_fn else None
     try:
@@ -162,14 +160,11 @@ def _read(source: Iterator[Any], place: Callable[[Any], Any], state_fn: Callable
 
 
 class Reader:
-    """A thread that calls a function once for each request and hands the results over, in order.
+    """A thread that calls a function once for each request and returns the results in order.
 
-    The thread starts with the first request, in the contexts of its caller. It is idle when it has served all requests;
-    other code may call the function then. It ends after the first exception, when `close` is called, or when the reader
-    is garbage-collected.
-
-    Args:
-        read: The function. Its exceptions, such as StopIteration, are raised by `take` in place of a result.
+    It starts with the first request, in the contexts of its caller. When it is idle, other code may call the function.
+    It ends after the first exception, which `take` raises, when `close` is called, or when the reader is
+    garbage-collected.
     """
 
     def __init__(self, read: Callable[[], Any]) -> None:
@@ -179,13 +174,12 @@ class Reader:
         self._end = weakref.finalize(self, _end, self._shared, self._thread)
 
     def request(self, count: int = 1) -> None:
-        """Have the thread call the function that many more times."""
         if self._thread.ident is None:
             self._thread.start()
         self._shared.requests.put(count)
 
     def take(self) -> Any:
-        """Wait for the next result; raise StopIteration after an exception was raised, and once this is closed."""
+        """Wait for the next result; raise StopIteration after an exception was raised or this was closed."""
         _, results, over = self._shared
         while not over.is_set():
             try:
@@ -202,14 +196,14 @@ class Reader:
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread, without waiting for a call that takes long, and drop the results."""
+        """End the thread, without waiting for a slow call, and drop the results."""
         self._end()
 
 
 class _Shared(NamedTuple):
     """The objects that a reader shares with its thread, which must not keep the reader alive.
 
-    The queues are of a kind that `_end` may use wherever garbage collection runs it, even inside their own methods.
+    `_end` may use such queues wherever garbage collection runs it, even inside their own methods.
     """
 
     requests: "SimpleQueue[int]"
@@ -218,7 +212,6 @@ class _Shared(NamedTuple):
 
 
 def _serve(read: Callable[[], Any], shared: _Shared) -> None:
-    """Serve the requests of a reader; all that its thread does."""
     requests, results, over = shared
     while True:
         for _ in range(requests.get()):

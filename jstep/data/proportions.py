@@ -37,9 +37,7 @@ class Phase(NamedTuple):
 
     Attributes:
         start: The time at which it begins, in rows since the stage began.
-        unit: The common denominator of offsets and rates.
-        offsets: The offset of each source.
-        rates: The rate of each source; 0 for a waiting one.
+        rates: The rate of each source; 0 if it is waiting.
     """
 
     start: Fraction
@@ -53,7 +51,6 @@ class CountStage(NamedTuple):
 
     Attributes:
         first: The number of rows before the stage.
-        phases: The phases of the stage.
         slack: The number of sources with a positive weight; rounding shifts rows by up to half of that.
     """
 
@@ -67,18 +64,18 @@ class CountStage(NamedTuple):
         twice = max(2 * (rows - self.first) - self.slack, 0)
         number = bisect.bisect_right(self.phases, Fraction(twice, 2), key=lambda phase: phase.start) - 1
         phase = self.phases[number]
-        found = [
+        counts = [
             (2 * offset + rate * twice) // (2 * phase.unit)
             for offset, rate in zip(phase.offsets, phase.rates, strict=True)
         ]
-        missing = rows - sum(found)  # fewer than there are sources
-        due = [(self._due(source, count, number), source) for source, count in enumerate(found)] if missing else []
+        missing = rows - sum(counts)  # fewer than there are sources
+        due = [(self._due(source, count, number), source) for source, count in enumerate(counts)] if missing else []
         heapq.heapify(due)
         for _ in range(missing):
-            source = due[0][1]  # of those that are due at the same time, the first
-            found[source] += 1
-            heapq.heapreplace(due, (self._due(source, found[source], number), source))
-        return tuple(found)
+            source = due[0][1]  # the first of the sources that are due at the same time
+            counts[source] += 1
+            heapq.heapreplace(due, (self._due(source, counts[source], number), source))
+        return tuple(counts)
 
     def _due(self, source: int, count: int, number: int) -> Fraction | float:
         """Return when row number `count` of a source is due, from a phase on; infinity if never."""
@@ -91,26 +88,22 @@ class CountStage(NamedTuple):
 
 
 def counts_of(stages: Sequence[tuple[int, Weights]]) -> Staircase[CountStage]:
-    """Return the stages of the counts of rows from each source, by the number of rows from which they hold.
-
-    Args:
-        stages: The number of rows before each stage, ascending from 0, and its weights.
-    """
-    found: list[CountStage] = []
+    """Return the stages of the counts, from the number of rows before each stage, and its weights."""
+    stairs: list[CountStage] = []
     start, before = stages[0]
     counts = (0,) * len(before)
     ideals: list[Fraction] = [Fraction(0)] * len(before)
     for first, weights in stages:
-        if found and weights == before:  # its order continues
+        if stairs and weights == before:  # its order continues
             continue
-        if found:
+        if stairs:
             grown = [i + w * (first - start) for i, w in zip(ideals, before, strict=True)]
-            counts = found[-1].counts(first)
+            counts = stairs[-1].counts(first)
             errors = [round((c - i) * _PRECISION) for c, i in zip(counts, grown, strict=True)]
             ideals = [c - Fraction(e, _PRECISION) for c, e in zip(counts, errors, strict=True)]
-        found.append(CountStage(first, _phases(counts, ideals, weights), sum(w > 0 for w in weights)))
+        stairs.append(CountStage(first, _phases(counts, ideals, weights), sum(w > 0 for w in weights)))
         start, before = first, weights
-    return Staircase(tuple(stage.first for stage in found), tuple(found))
+    return Staircase(tuple(stage.first for stage in stairs), tuple(stairs))
 
 
 def _phases(counts: tuple[int, ...], ideals: list[Fraction], weights: Weights) -> tuple[Phase, ...]:
@@ -118,7 +111,7 @@ def _phases(counts: tuple[int, ...], ideals: list[Fraction], weights: Weights) -
     waiting = {s for s, weight in enumerate(weights) if weight > 0}
     level, time = min(excess[s] for s in waiting), Fraction(0)
     filling: set[int] = set()
-    found = []
+    phases = []
     while True:
         filling |= {s for s in waiting if excess[s] - weights[s] * time <= level}
         waiting -= filling
@@ -129,36 +122,27 @@ def _phases(counts: tuple[int, ...], ideals: list[Fraction], weights: Weights) -
         ]
         rates = [w + rise if s in filling else Fraction(0) for s, w in enumerate(weights)]
         unit = math.lcm(*(x.denominator for x in (*at_zero, *rates)))
-        found.append(Phase(time, unit, tuple(int(x * unit) for x in at_zero), tuple(int(x * unit) for x in rates)))
+        phases.append(Phase(time, unit, tuple(int(x * unit) for x in at_zero), tuple(int(x * unit) for x in rates)))
         if not waiting:
-            return tuple(found)
+            return tuple(phases)
         # A waiting source has an excess of excess - weight·time, a filling one an excess of level.
         times = [(excess[s] - level + rise * time) / (weights[s] + rise) for s in waiting]
         level, time = level + rise * (min(times) - time), min(times)
 
 
-def as_weights(given: object, names: Sequence[str]) -> Staircase[Weights]:
-    """Return the weights of each stage, normalized to sum to 1, in the order of `names`.
-
-    Args:
-        given: Name → weight, or step → such a mapping.
-        names: The names of the sources.
-
-    Raises:
-        TypeError: `given` is not a mapping of numbers.
-        ValueError: A name is missing or unknown, a weight is negative or not finite, or all are 0.
-    """
-    known = set(names)
+def as_weights(weights: object, names: Sequence[str]) -> Staircase[Weights]:
+    """Return the weights of each stage, normalized to sum to 1, in the order of `names`."""
+    expected = set(names)
 
     def check(value: Any, argument: str) -> Weights:
         as_mapping(value, argument, "from the name of each source to its weight")
         missing = [name for name in names if name not in value]
-        unknown = [name for name in value if name not in known]
+        unknown = [name for name in value if name not in expected]
         if missing or unknown:
-            found = [f"none for {shown(missing)}"] * bool(missing) + [f"one for {shown(unknown)}"] * bool(unknown)
+            problems = [f"none for {shown(missing)}"] * bool(missing) + [f"one for {shown(unknown)}"] * bool(unknown)
             raise ValueError(
                 f"{argument}={shown(value)}: must have a weight for each of the sources {shown(list(names))}, got "
-                f"{' and '.join(found)}; a source that gives no rows has the weight 0"
+                f"{' and '.join(problems)}; a source that gives no rows has the weight 0"
             )
         exact = [Fraction(as_number(value[name], f"{argument}[{name!r}]", low=0)) for name in names]
         if not any(exact):
@@ -166,6 +150,8 @@ def as_weights(given: object, names: Sequence[str]) -> Staircase[Weights]:
         total = sum(exact)
         return tuple(weight / total for weight in exact)
 
-    if isinstance(given, Mapping) and any(not isinstance(k, str) or isinstance(v, Mapping) for k, v in given.items()):
-        return staircase(given, "weights", check)
-    return Staircase((0,), (check(given, "weights"),))
+    if isinstance(weights, Mapping) and any(
+        not isinstance(k, str) or isinstance(v, Mapping) for k, v in weights.items()
+    ):
+        return staircase(weights, "weights", check)
+    return Staircase((0,), (check(weights, "weights"),))

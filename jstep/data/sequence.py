@@ -23,8 +23,7 @@ from jstep.data.steps import NO_END, Steps
 class BatchSequence(abc.ABC, Generic[T]):
     """A sequence of batches by step, which can be indexed, sliced, iterated over, and have steps skipped.
 
-    The step is the whole position. Steps count from 0. A negative step does not count from the end but
-    raises IndexError, as does a step past the end.
+    Steps count from 0. Negative steps, and steps past the end, raise IndexError.
     """
 
     _ways_to_end = "give a slice with a stop"
@@ -35,14 +34,13 @@ class BatchSequence(abc.ABC, Generic[T]):
         self._read = self._reader()
 
     def _reader(self) -> Callable[[int], Any]:
-        """Return a new function from step to batch for one iterator, in steps of the original sequence."""
+        """Return a new function from step to batch for one iterator."""
         reader, sources = PlanReader(self._plan), [self._rows[name] for name in sorted(self._rows)]
         if len(sources) == 1:  # its rows are in order, and need no indices
             return functools.partial(_take, reader.of_one, sources[0].take)
         return functools.partial(_read, reader, sources)
 
     def _counts_before(self, step: int) -> dict[str, int]:
-        """Return the rows of each source in the batches before a step."""
         counts = dict.fromkeys(sorted(self._rows), 0)
         for _, part in self._steps.numbered(0, self._as_step(step, end=1)):
             for name, count in zip(counts, self._plan.counts_of(part), strict=True):
@@ -67,10 +65,10 @@ class BatchSequence(abc.ABC, Generic[T]):
 
         A smaller last batch of an epoch (`drop_remainder=False`) does not count as a change.
         """
-        found = self._steps.changes((run.first, run.stop, run.size) for run in self._plan.sizes.runs.values)
-        if not found:
+        sizes = self._steps.changes((run.first, run.stop, run.size) for run in self._plan.sizes.runs.values)
+        if not sizes:
             return self._plan.sizes.runs.at(0).size
-        return found[0] if len(found) == 1 else found
+        return sizes[0] if len(sizes) == 1 else sizes
 
     @property
     def is_endless(self) -> bool:
@@ -84,10 +82,10 @@ class BatchSequence(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def rows_before(self, step: int) -> Any:
-        """Return the number of rows in the batches before `step`, over all processes: in all, or of each source."""
+        """Return the number of rows in the batches before `step`, over all processes."""
 
     def weights(self) -> dict[int, dict[str, float]]:
-        """Return the weights of a mixture's sources by the step from which they hold; empty for other batches.
+        """Return the weights of a mixture by the step from which they hold; empty for other batches.
 
         Example:
             >>> import numpy as np, jstep
@@ -98,14 +96,13 @@ class BatchSequence(abc.ABC, Generic[T]):
         """
         if "" in self._rows:  # the only source, which has no name
             return {}
-        found = self._steps.changes(self._plan.weights.stages())
-        return {step: dict(zip(sorted(self._rows), map(float, of), strict=True)) for step, of in found.items()}
+        changes = self._steps.changes(self._plan.weights.stages())
+        return {step: dict(zip(sorted(self._rows), map(float, of), strict=True)) for step, of in changes.items()}
 
     def definition(self) -> dict[str, Any]:
         """Return everything that determines the batches except the values of their rows, as JSON-serializable values.
 
-        The result does not depend on the number of processes. Batch sizes and weights are by the step from which they
-        hold.
+        The result does not depend on the number of processes.
 
         Example:
             >>> import numpy as np, jstep
@@ -130,10 +127,10 @@ class BatchSequence(abc.ABC, Generic[T]):
         }
 
     def rows_hash(self) -> str:
-        """Hash which rows the batches of a sequence with an end take, independent of the number of processes.
+        """Hash the rows that the batches of a finite sequence use, independent of the number of processes.
 
-        The hash covers the number of rows of each source, and the row numbers of five batches, the first and the last
-        among them: the rows of a batch depend on how many rows the batches before it took.
+        It covers the number of rows of each source, and the row numbers of five batches, including the first and last:
+        the rows of a batch depend on the number of rows before it.
 
         Example:
             >>> import numpy as np, jstep
@@ -152,7 +149,6 @@ class BatchSequence(abc.ABC, Generic[T]):
         return hashed.hexdigest()
 
     def _rows_of(self, step: int) -> list[SourceRows]:
-        """The rows of a batch on all processes."""
         rows_of = PlanReader(self._plan._replace(share=Share(self._plan.share.sizes, (0, 1))))
         return rows_of(self._steps[self._as_step(step)])
 
@@ -164,30 +160,20 @@ class BatchSequence(abc.ABC, Generic[T]):
         if stop is None and self.is_endless:
             raise ValueError("stop=None: these batches have no end; give stop, the step after the last one to look at")
         start, stop = self._as_step(start, end=1), self._steps.count if stop is None else self._as_step(stop, end=1)
-        source, found = sorted(self._rows).index(name), set[int]()
+        source, hits = sorted(self._rows).index(name), set[int]()
         for first, part in self._steps.numbered(start, stop):
             steps = range(min(part[0], part[-1]), max(part[0], part[-1]) + 1)
-            found |= {first + part.index(n) for n in steps_with(self._plan, source, row, steps) if n in part}
-        return sorted(found)
+            hits |= {first + part.index(n) for n in steps_with(self._plan, source, row, steps) if n in part}
+        return sorted(hits)
 
     def batch_size_at(self, step: int) -> int:
-        """Return the number of rows in the batch of `step`, over all processes.
-
-        Raises:
-            IndexError: `step` is negative or past the end.
-        """
+        """Return the number of rows in the batch of `step`, over all processes."""
         return self._plan.sizes.at(self._steps[self._as_step(step)])
 
     def shapes(self, step: int) -> Any:
-        """Return the shapes of the batch of `step` on this process, without reading the batch.
+        """Return the `jax.ShapeDtypeStruct`s of the batch of `step` on this process.
 
-        One row is read to determine the structure.
-
-        Returns:
-            A tree like the batch, with `jax.ShapeDtypeStruct` leaves.
-
-        Raises:
-            IndexError: `step` is negative or past the end.
+        Only one row is read, to determine the structure.
         """
         low, high = self._plan.share.of(self.batch_size_at(step))
 
@@ -198,36 +184,21 @@ class BatchSequence(abc.ABC, Generic[T]):
         return jax.tree.map(leaf, next(iter(self._rows.values())).take(slice(0, 1)))
 
     def next_change(self, step: int) -> int | None:
-        """Return the next step whose batch has a different number of rows than that of `step`, or None.
-
-        Args:
-            step: The step to start from. A smaller last batch of an epoch (`drop_remainder=False`) counts.
-
-        Raises:
-            IndexError: `step` is negative or past the end.
-        """
+        """Return the next step whose batch has a different number of rows, or None."""
         step, sizes = self._as_step(step), self._plan.sizes
         size = sizes.at(self._steps[step])
         for first, part in self._steps.numbered(step + 1):
             for inner, run in sizes.split(part):
-                found = run.first_other(inner, size)
-                if found is not None:
-                    return int(first + (found - part.start) // part.step)
+                change = run.first_other(inner, size)
+                if change is not None:
+                    return int(first + (change - part.start) // part.step)
         return None
 
     def skip(self, start: int, stop: int) -> Self:
-        """Return the batches without those of steps `start` to `stop - 1`, such as bad data or a loss spike.
+        """Return the batches without steps `start` to `stop - 1`, such as bad data or a loss spike.
 
-        Batch N is `data[N]` below `start` and `data[N + stop - start]` from there on. Steps refer to the
-        sequence this is called on, so skips compose from left to right. Batches before `start` are
-        unchanged, so a run can be resumed from a checkpoint before that step.
-
-        Args:
-            start: The first step to skip.
-            stop: The step after the last one to skip.
-
-        Raises:
-            ValueError: The range is empty, starts below 0, or extends past the end.
+        Batch N is `data[N]` below `start` and `data[N + stop - start]` from there on, so skips compose from left to
+        right, and a run can be resumed from a checkpoint before that step.
 
         Example:
             >>> import numpy as np, jstep
@@ -246,15 +217,7 @@ class BatchSequence(abc.ABC, Generic[T]):
         return type(self)(self._plan, self._rows, self._steps.skipped(start, stop))
 
     def from_step(self, step: int) -> "BatchIterator[T]":
-        """Return an iterator over the batches that starts at `step`.
-
-        Args:
-            step: The first step. The total number of steps gives an exhausted iterator.
-
-        Raises:
-            IndexError: `step` is negative or past the end.
-            TypeError: `step` is not an integer.
-        """
+        """Return an iterator over the batches from `step`."""
         return BatchIterator(self, self._as_step(step, end=1))
 
     def __len__(self) -> int:
@@ -304,13 +267,13 @@ def _take(numbers: Callable[[int], RowNumbers], take: Callable[[RowNumbers], Any
 
 
 def _read(numbers: Callable[[int], list[SourceRows]], sources: Sequence[Rows], step: int) -> Any:
-    found = numbers(step)
-    if len(found) == 1:
-        return sources[found[0].source].take(found[0].rows)
-    parts, indices = [sources[of.source].take(of.rows) for of in found], [of.indices for of in found]
+    picked = numbers(step)
+    if len(picked) == 1:
+        return sources[picked[0].source].take(picked[0].rows)
+    parts, indices = [sources[of.source].take(of.rows) for of in picked], [of.indices for of in picked]
     if any(_row_shapes(part) != _row_shapes(parts[0]) for part in parts):
-        firsts = [of.rows.start if isinstance(of.rows, slice) else int(of.rows[0]) for of in found]
-        names = [f"row {row} of {sources[of.source].name!r}" for row, of in zip(firsts, found, strict=True)]
+        firsts = [of.rows.start if isinstance(of.rows, slice) else int(of.rows[0]) for of in picked]
+        names = [f"row {row} of {sources[of.source].name!r}" for row, of in zip(firsts, picked, strict=True)]
         trees.stack_trees([jax.tree.map(lambda leaf: leaf[0], part) for part in parts], "sources", names.__getitem__)
     return jax.tree.map(lambda *leaves: _merge_leaves(leaves, indices), *parts)
 
@@ -321,7 +284,7 @@ def _row_shapes(rows: Tree) -> Any:
 
 
 def _merge_leaves(leaves: Sequence[Any], indices: Sequence[Any]) -> Any:
-    """Merge a leaf of the rows of several sources into one; their indices together cover the batch."""
+    """Merge a leaf of the rows of several sources; their indices together cover the batch."""
     with meshes.internal_transfers():
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             return jnp.concatenate(leaves)[np.argsort(np.concatenate(indices))]
@@ -334,16 +297,11 @@ def _merge_leaves(leaves: Sequence[Any], indices: Sequence[Any]) -> Any:
 
 
 def numbers_of(rows: RowNumbers) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Row numbers as an array."""
     return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else np.asarray(rows)
 
 
 class BatchIterator(Iterator[T]):
-    """An iterator over batches with a step counter.
-
-    Attributes:
-        step: The step of the batch that the next call of `next` returns.
-    """
+    """An iterator over batches; `step` is the step of the next batch."""
 
     def __init__(self, batches: BatchSequence[T], step: int) -> None:
         self.step = step

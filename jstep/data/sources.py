@@ -17,7 +17,7 @@ _ITERABLE = "; pass an iterable directly to jstep.train or prefetch_to_device"
 
 
 class ArraySource:
-    """Rows of an array in memory, or of a memory-mapped one; PRNG keys, which exist only on a device, stay there."""
+    """Rows of an array in memory, or memory-mapped; PRNG keys stay on their device."""
 
     def __init__(self, array: Any, path: str) -> None:
         self.path = path
@@ -32,30 +32,28 @@ class ArraySource:
         return len(self._array)
 
     def rows(self, rows: RowNumbers) -> Any:
-        """Return a new array of these rows, in the byte order of this machine."""
         is_range = isinstance(rows, slice)
         if self._takes and not is_range:
-            found = self._array.take(rows, 0, None, "clip")  # rows are in range: "clip" only avoids a check of each
+            array = self._array.take(rows, 0, None, "clip")  # rows are in range: "clip" only avoids a check of each
         elif self._is_of_keys:
             with internal_transfers():
                 return self._array[rows]
         else:
-            found = self._array[rows].copy() if is_range else self._array[rows]
-        return native(found, self.path, "")
+            array = self._array[rows].copy() if is_range else self._array[rows]
+        return native(array, self.path, "")
 
 
 class ItemSource:
-    """Items of an object with `__len__` and `__getitem__`, stacked: the rows that `items[i]` gives.
+    """Stacked items `items[i]` of an object with `__len__` and `__getitem__`.
 
-    A `__getitem__` that was written for one index may do something else with a list, without an error: it may look at
-    its index. So a list of indices is passed to `__getitems__`, to a `__getitem__` of a library that is known to take
-    one, and to one that refuses an integer.
+    A `__getitem__` that was written for one index may do something else with a list, without an error. So lists are
+    passed only to `__getitems__`, to a `__getitem__` that is known to accept them, and to one that rejects an integer.
     """
 
     def __init__(self, items: Any, path: str, argument: str) -> None:
         self._items = items
         self.path = path
-        # Whether `__getitem__` refuses an integer and takes a list; None until it has been tried.
+        # Whether `__getitem__` rejects an integer and accepts a list; None until it has been tried.
         self._takes_only_lists: bool | None = None
         self._what = f"{argument}: items of the {type(items).__name__} at {path}"
 
@@ -63,12 +61,6 @@ class ItemSource:
         return len(self._items)
 
     def rows(self, rows: RowNumbers) -> Any:
-        """Return the items at these rows, stacked leaf by leaf.
-
-        Raises:
-            TypeError: The source can only be iterated over; its `__getitem__` is not implemented.
-            ValueError: The items differ in structure, shape or dtype. The message contains the rows.
-        """
         try:
             return all_native(self._rows(rows), self._what)
         except NotImplementedError as error:  # raised by __getitem__ of PyTorch's IterableDataset
@@ -85,7 +77,7 @@ class ItemSource:
             return self._stack(items, numbers)
         if self._takes_only_lists:
             return self._from_list(numbers)
-        # A library may refuse some lists: HDF5 takes only ascending ones.
+        # A library may reject some lists: HDF5 accepts only ascending ones.
         if _takes_lists(type(self._items)) and (batch := self._tried_list(numbers)) is not None:
             return batch
         items = []
@@ -103,7 +95,7 @@ class ItemSource:
         return self._stack(items, numbers)
 
     def _refuses_integers(self, error: Exception, numbers: list[int]) -> bool:
-        """Return whether the error of the first index is one of all integers, and not of a row or of its file."""
+        """Whether all integers raise the error of the first index, and not only its row or file."""
         if isinstance(error, OSError):
             return False
         for i in (*numbers[1:], 0, len(self) - 1):
@@ -120,14 +112,14 @@ class ItemSource:
         try:
             return self._from_list(numbers)
         except Exception:
-            return None  # the error of the integers, which the list did not cause, is raised
+            return None  # the error of the integers, not of the list, is raised
 
     def _stack(self, items: Sequence[Any], numbers: list[int]) -> Any:
         trees = []
         for i, item in zip(numbers, items, strict=True):
             try:
                 trees.append(jax.tree.map(_as_array, item, is_leaf=_is_plain_list))
-            except ValueError as error:  # of a ragged list
+            except ValueError as error:  # a ragged list
                 raise ValueError(f"{self._what}: row {i} is not an array: {error}") from error
         with internal_transfers():
             return stack_trees(trees, self._what, lambda i: f"row {numbers[i]}")
@@ -139,7 +131,7 @@ class ItemSource:
             if not isinstance(leaf, list) or len(leaf) != len(numbers):
                 return _as_array(leaf)
             if any(isinstance(entry, np.ma.MaskedArray) for entry in leaf):
-                return np.ma.stack(leaf)  # which is refused later, too
+                return np.ma.stack(leaf)  # rejected later, too
             try:
                 return np.asarray(leaf)
             except ValueError:  # the entries differ in shape
@@ -148,8 +140,8 @@ class ItemSource:
         batch = jax.tree.map(column, self._items[numbers], is_leaf=lambda x: isinstance(x, list))
         sizes = leading_sizes(batch)
         if list(sizes) != [len(numbers)] or any(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(batch)):
-            found = ", ".join(sizes.values()) or "none"
-            raise ValueError(f"{self._what}: for a list of {len(numbers)} indices it gave rows: {found}")
+            listed = ", ".join(sizes.values()) or "none"
+            raise ValueError(f"{self._what}: for a list of {len(numbers)} indices it gave rows: {listed}")
         return batch
 
 
@@ -157,13 +149,7 @@ Source: TypeAlias = ArraySource | ItemSource
 
 
 class Rows:
-    """Rows of a tree of sources with equal numbers of rows.
-
-    Args:
-        sources: The sources, in the order of the tree's leaves.
-        treedef: The tree.
-        name: The name of the tree in a mixture; empty otherwise.
-    """
+    """Rows of a tree of sources with equal numbers of rows; `name` is its name in a mixture."""
 
     def __init__(self, sources: list[Source], treedef: Any, name: str) -> None:
         self._sources, self._treedef, self.name = sources, treedef, name
@@ -172,22 +158,13 @@ class Rows:
         return len(self._sources[0])
 
     def take(self, rows: RowNumbers) -> Any:
-        """Return these rows as a tree of new arrays."""
         return self._treedef.unflatten([source.rows(rows) for source in self._sources])
 
 
 def open_rows(arrays: object, argument: str = "arrays", name: str = "") -> Rows:
-    """Open the rows of a tree of sources.
+    """Open the rows of a tree of sources, in which a list is one source.
 
-    Args:
-        arrays: The tree; a list in it is one source.
-        argument: The name of the user's argument, for error messages.
-        name: The key of the tree in that argument, which begins the paths of its leaves; empty if the tree is the
-            argument itself.
-
-    Raises:
-        ValueError: There are no sources, one is empty, or they have different numbers of rows.
-        TypeError: A leaf has no length or no items.
+    `name` is the key of the tree in the argument, which begins the paths of its leaves; empty if it is the argument.
     """
     tree = {name: arrays} if name else arrays
     # A list holds examples. JAX warns about iterators in a tree; they are leaves here and rejected as sources.
@@ -234,33 +211,28 @@ def _open(leaf: Any, path: str, argument: str) -> Source:
 
 
 def _is_of_same_rows(cls: type) -> bool:
-    """Return whether a class has a `__getitems__` that knows its `__getitem__`: no subclass has overridden that since.
-
-    It is looked for in the class: a wrapper that passes other attributes on has the `__getitems__` of what it wraps,
-    which knows nothing of the wrapper's items.
-    """
+    """Whether a class has a `__getitems__` that matches its `__getitem__`: no subclass overrides that alone."""
+    # In the class itself: a wrapper that forwards other attributes has the `__getitems__` of the wrapped object, which
+    # knows nothing of the wrapper's items.
     names = ({"__getitem__", "__getitems__"} & vars(base).keys() for base in cls.__mro__)
     return "__getitems__" in next(filter(None, names), ()) and callable(getattr(cls, "__getitems__", None))
 
 
 _LIBRARIES = (("h5py", "Dataset"), ("zarr", "Array"), ("torch", "Tensor"), ("torch.utils.data", "TensorDataset"))
-"""Classes of libraries whose `__getitem__` gives the same rows for a list of indices as for each of them."""
+"""Classes whose `__getitem__` returns the same rows for a list of indices as for each index."""
 
 
 def _takes_lists(cls: type) -> bool:
-    """Return whether the `__getitem__` of a class is that of a library that takes lists of indices.
-
-    A subclass may have one of its own, and a module of the user's the name of a library.
-    """
+    """Whether the `__getitem__` of a class is from a library that accepts lists of indices."""
+    # A subclass may override it, and a module of the user may have the name of a library.
     own = getattr(cls, "__getitem__", None)
-    known = (getattr(sys.modules.get(module), name, None) for module, name in _LIBRARIES)
-    return any(
-        isinstance(one, type) and issubclass(cls, one) and own is getattr(one, "__getitem__", 0) for one in known
-    )
+    classes = (getattr(sys.modules.get(module), name, None) for module, name in _LIBRARIES)
+    return any(isinstance(c, type) and issubclass(cls, c) and own is getattr(c, "__getitem__", 0) for c in classes)
 
 
 def _as_array(leaf: object) -> Any:
-    return leaf if isinstance(leaf, jax.Array | np.ma.MaskedArray) else np.asarray(leaf)  # that is refused later
+    # Masked arrays are rejected later.
+    return leaf if isinstance(leaf, jax.Array | np.ma.MaskedArray) else np.asarray(leaf)
 
 
 def _is_plain_list(x: object) -> bool:

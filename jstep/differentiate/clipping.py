@@ -74,7 +74,7 @@ def clip_by_value(t: object, min: Number | Array, max: Number | Array) -> Any:
 
 
 def _bound(name: str, value: object) -> Any:
-    """Return a bound on the host, or None if it is traced."""
+    """Return the value on the host; None if traced."""
     if isinstance(value, bool | str) or not (isinstance(value, int | float) or trees.is_array(value)):
         raise TypeError(f"{name}={value!r}: must be a number or an array, got {kind(value)}")
     number = trees.concrete(value)
@@ -107,8 +107,8 @@ def clip_by_norm(t: object, clip_norm: Number, axes: int | tuple[int, ...] | Non
     Source: `tf.clip_by_norm`.
     """
     as_scalar(clip_norm, "clip_norm", low=0, above=True, finite=False)
-    given = axes if axes is None or isinstance(axes, tuple | list) else (axes,)
-    over = None if given is None else tuple(as_int(axis, "axes") for axis in given)
+    listed = axes if axes is None or isinstance(axes, tuple | list) else (axes,)
+    over = None if listed is None else tuple(as_int(axis, "axes") for axis in listed)
 
     def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
         rank = len(shape)
@@ -185,7 +185,7 @@ def _global_norm(tree: Tree, name: str) -> Array:
 
 
 def _numbers(tree: Tree, name: str) -> Iterator[tuple[tuple[Any, ...], Array]]:
-    """The leaves that are not None, with their keys, as arrays whose squares are those of the dense leaves."""
+    """Yield the keys of each leaf, and an array of the same norm."""
     for keys, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_slices):
         if trees.is_none(x):
             continue
@@ -201,7 +201,7 @@ def layer_norms(tree: Tree, depth: int = 1) -> dict[str, Array]:
     """L2 norms of the layers of a tree: path → √(Σ ‖leaf‖²) over the leaves below it.
 
     Args:
-        tree: A tree of arrays, such as parameters, gradients or updates. Leaves that are None are left out, and so is a
+        tree: A tree of arrays, such as parameters, gradients or updates. Leaves that are None are omitted, and so is a
             layer without any other leaf. Repeated rows of an `IndexedSlices` are summed first.
         depth: The number of keys in the path of a layer, ≥ 1. A leaf with fewer keys is listed under its own path.
 
@@ -298,7 +298,6 @@ def _known_norm(norm: Any) -> Array:
 
 
 def number(x: Any, path: str, name: str) -> Array:
-    """Return a leaf as an array of numbers; raise an error with its path otherwise."""
     if isinstance(x, bool | str) or not (trees.is_array(x) or isinstance(x, int | float)):
         what = kind(x) if isinstance(x, np.ndarray) else f"{type(x).__name__}, which is not an array"
         raise TypeError(f"{name}: {trees.leaf_at(path)} is {what}")
@@ -308,7 +307,6 @@ def number(x: Any, path: str, name: str) -> Array:
 
 
 def floating(x: object, path: str, name: str) -> Array:
-    """Return a leaf as an array of floating or complex dtype; raise an error with its path otherwise."""
     array = number(float(x) if isinstance(x, int) and not isinstance(x, bool) else x, path, name)
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         raise TypeError(
@@ -324,15 +322,9 @@ def map_leaves(
     name: str,
     as_array: Callable[[Any, str, str], Array] = floating,
 ) -> Any:
-    """Map a function of an array, its dense shape and its path over the leaves of a tree.
+    """Map `function(array, dense shape, path)` over the leaves that are not None.
 
-    The array of an `IndexedSlices` is its combined rows; its dense shape is that of its table.
-
-    Args:
-        function: The function.
-        tree: The tree; leaves that are None stay.
-        name: The name of the caller, for errors.
-        as_array: Converts and validates a leaf: `as_array(leaf, path, name)`.
+    The array of an `IndexedSlices` is its combined rows. `as_array` converts and validates a leaf.
     """
     refuse_numbers_in_a_row(tree, name)
 
@@ -351,11 +343,7 @@ def map_leaves(
 
 
 def refuse_numbers_in_a_row(tree: Tree, name: str) -> None:
-    """Reject a list or tuple of numbers, which was probably meant as one array.
-
-    Raises:
-        TypeError: The tree contains a list or tuple of numbers.
-    """
+    """Reject a list or tuple of numbers, which was probably meant as one array."""
     for keys, x in jax.tree_util.tree_leaves_with_path(tree):
         row = bool(keys) and isinstance(keys[-1], jax.tree_util.SequenceKey)
         if row and isinstance(x, bool | int | float | complex | np.generic):
@@ -371,14 +359,8 @@ def refuse_numbers_in_a_row(tree: Tree, name: str) -> None:
 def norm_of(arrays: Sequence[Array], axes: object = None, limit: object = 0.0) -> Array:
     """Compute √(Σ |x|²) over the arrays (over `axes` of a single array, kept), in float32 or wider.
 
-    Finite if the result fits the dtype: if squares overflow or underflow, everything is scaled by a power of two and
-    squared again. The derivative is x / norm, and zero at zero.
-
-    Args:
-        arrays: The arrays.
-        axes: The axes to sum over; None for all.
-        limit: What the norm is compared with. If it is not tiny itself, norms below it may underflow: a leaf or a row
-            of zeros then costs no second pass.
+    Finite if the result fits the dtype. The derivative is x / norm, and zero at zero. Norms below `limit` may underflow
+    unless it is tiny, so that a leaf or row of zeros costs no second pass.
     """
     return _norm_of(axes, list(arrays), jnp.asarray(limit))
 
@@ -386,14 +368,15 @@ def norm_of(arrays: Sequence[Array], axes: object = None, limit: object = 0.0) -
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 @functools.partial(jax.jit, static_argnums=0)  # outside of a compiled step JAX would recompile the loop at each call
 def _norm_of(axes: object, arrays: list[Array], limit: Array) -> Array:
-    one = jnp.ones_like(jax.eval_shape(lambda arrays: _squares(arrays, axes, np.float32(1)), arrays))
+    unscaled = jnp.ones_like(jax.eval_shape(lambda arrays: _squares(arrays, axes, np.float32(1)), arrays))
+    # If squares overflow or underflow, everything is scaled by a power of two and squared again.
     # A sum of squares overflows only if some numbers, all within ±2¹²⁸, exceed 2⁵⁰. Scaled by 2⁻¹⁰⁰ the largest is
     # below 2²⁸, and numbers that underflow are negligible. Squares that underflow are below 2⁻¹²⁶ each, negligible
     # beside a norm of 2⁻³². Below it, numbers scaled by 2⁹⁰ have squares that neither underflow nor overflow.
-    down, least, up = (-100, -32, 90) if one.dtype.itemsize == 4 else (-600, -400, 600)
-    floor = jnp.where(limit < 2.0**least, 2.0**least, 0.0).astype(one.dtype)
+    down, least, up = (-100, -32, 90) if unscaled.dtype.itemsize == 4 else (-600, -400, 600)
+    floor = jnp.where(limit < 2.0**least, 2.0**least, 0.0).astype(unscaled.dtype)
 
-    # One round or two of a loop, because the squares in a branch would be compiled a second time.
+    # A loop of one or two rounds: in a branch, the squares would be compiled a second time.
     def is_unfinished(carry: tuple[int, Array, Array]) -> Array:
         rounds, factor, _ = carry
         return (rounds == 0) | ((rounds == 1) & jnp.any(factor != 1))
@@ -402,14 +385,14 @@ def _norm_of(axes: object, arrays: list[Array], limit: Array) -> Array:
         rounds, factor, _ = carry
         norm = jnp.sqrt(_squares(arrays, axes, factor)) / factor
         huge, tiny = jnp.isinf(norm), norm < floor
-        return rounds + 1, jnp.where(huge, one * 2.0**down, jnp.where(tiny, one * 2.0**up, one)), norm
+        return rounds + 1, jnp.where(huge, unscaled * 2.0**down, jnp.where(tiny, unscaled * 2.0**up, unscaled)), norm
 
-    return jax.lax.while_loop(is_unfinished, squared, (0, one, one))[-1]
+    return jax.lax.while_loop(is_unfinished, squared, (0, unscaled, unscaled))[-1]
 
 
 @_norm_of.defjvp
 def _norm_jvp(axes: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """Compute the derivative as x / norm: differentiating the root and the squares would overflow."""
+    # As x / norm: differentiating the root and the squares would overflow.
     ((arrays, limit), (moved, _)) = primals, tangents
     norm = _norm_of(axes, arrays, limit)
     total = jnp.zeros_like(norm)
@@ -423,7 +406,7 @@ def _norm_jvp(axes: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def _unit(x: Array, norm: Array) -> Array:
-    """Return x / norm, zero where the norm is zero; in float32 or wider."""
+    """Return x / norm, or 0, in float32 or wider."""
     dtype = trees.compute_dtype(x.dtype)
     huge = _shrinks(norm)
     divisor = jnp.where(norm > 0, norm * huge, jnp.ones_like(norm))
@@ -431,20 +414,20 @@ def _unit(x: Array, norm: Array) -> Array:
 
 
 def _shrinks(norm: Array) -> Array:
-    """A power of two, 1 unless the norm is huge: XLA multiplies by the reciprocal, flushed to 0 above 8.5e37."""
+    """A power of two, 1 unless the norm is huge."""
+    # XLA multiplies by the reciprocal, which is flushed to 0 above 8.5e37.
     half = 64 if norm.dtype.itemsize == 4 else 512
     huge = norm > jnp.asarray(2.0**half, norm.dtype)
     return jnp.where(huge, jnp.full_like(norm, 2.0**-half), jnp.ones_like(norm))
 
 
 def _squares(arrays: Sequence[Array], axes: object, factor: object) -> Array:
-    """Compute Σ |x·factor|²."""
     parts: list[Array] = []
     for x in arrays:
         parts += [jnp.real(x), jnp.imag(x)] if jnp.issubdtype(x.dtype, jnp.complexfloating) else [x]
 
     def squared(parts: list[Array], factor: object) -> list[Array]:
-        # A factor of its own for each array: XLA would store one that arrays of the same shape share, in that shape.
+        # One factor per array: XLA would store a factor shared by arrays of the same shape in that shape.
         factors = jax.lax.optimization_barrier([factor] * len(parts))
         return [_square(part, axes, own) for part, own in zip(parts, factors, strict=True)]
 
@@ -458,9 +441,9 @@ def _squares(arrays: Sequence[Array], axes: object, factor: object) -> Array:
     return functools.reduce(_added, squares) if squares else jnp.zeros((), np.float32)
 
 
-def _added(one: Array, other: Array) -> Array:
-    dtype = max(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
-    return one.astype(dtype) + other.astype(dtype)
+def _added(first: Array, second: Array) -> Array:
+    dtype = max(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize)
+    return first.astype(dtype) + second.astype(dtype)
 
 
 def _square(x: Array, axes: Any, factor: Any = None) -> Array:
@@ -476,25 +459,15 @@ def scaled(x: Array, norm: Array, clip_norm: object) -> Array:
 
 @jax.custom_jvp
 def clipped(x: Array, norm: Array, limit: Array, first: Array, second: Array) -> Array:
-    """Return (x · first) · second, computed in float32 or wider and rounded to the dtype of x.
-
-    Args:
-        x: The array to clip.
-        norm: The norm of x.
-        limit: The maximum norm; this and the next arguments are the results of `factors`.
-        first: The first factor.
-        second: The second factor.
-    """
+    """Return (x · first) · second, computed in float32 or wider."""
     dtype = trees.compute_dtype(x.dtype)
     return (x.astype(dtype) * first.astype(dtype) * second.astype(dtype)).astype(x.dtype)
 
 
 @clipped.defjvp
 def _clipped_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """Compute the derivative in an order without intermediate overflow or underflow.
-
-    With u = x / norm and c the limit: c / norm · (dx − u · dnorm) + u · dc if the norm is larger than c, else dx.
-    """
+    # With u = x / norm and c the limit: c / norm · (dx − u · dnorm) + u · dc if norm > c, else dx, in an order without
+    # intermediate overflow or underflow.
     x, norm, limit, first, second = primals
     dx, dnorm, dlimit, _, _ = tangents
     dtype = trees.compute_dtype(x.dtype)
@@ -505,16 +478,16 @@ def _clipped_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def factors(norm: Array, clip_norm: object) -> tuple[Array, Array, Array]:
-    """Return the limit in the dtype of the norm, and two factors whose product is limit / norm if norm > limit, else 1.
+    """Return the limit and two factors whose product is limit / norm if norm > limit, else 1.
 
     NaN if the norm is not finite. The first factor is a power of two, 1 unless the norm is huge.
     """
     limit = jnp.asarray(clip_norm).astype(norm.dtype)
-    one = jnp.ones_like(norm)
+    ones = jnp.ones_like(norm)
     first = _shrinks(norm)
     over = norm > limit
-    second = jnp.where(over, limit / jnp.where(over, norm * first, one), one)
+    second = jnp.where(over, limit / jnp.where(over, norm * first, ones), ones)
     # Zero if finite, else NaN: a constant NaN would trigger `jax.debug_nans` without an error.
     second = second + jax.lax.stop_gradient(norm - norm)
     # The barrier keeps XLA from multiplying the two factors first if both are constants.
-    return limit, jnp.where(over, first, one), jax.lax.optimization_barrier(second)
+    return limit, jnp.where(over, first, ones), jax.lax.optimization_barrier(second)

@@ -53,12 +53,12 @@ def gradients(fn: Callable[[T], Any], xs: T, grad_ys: Tree = None) -> T:
 
     def pulled_back(some: list[Any], weights: object) -> list[Any]:
         ys, pull_back = jax.vjp(of_some, some)
-        (found,) = pull_back(_cotangents(ys, weights))
-        return list(found)
+        (grads,) = pull_back(_cotangents(ys, weights))
+        return list(grads)
 
     some = [jnp.asarray(leaves[i]) for i in indices]
-    found = meshes.Attempts(getattr(fn, "__name__", "fn"))(pulled_back, some, grad_ys, place=meshes.sharded_like(some))
-    return treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, found))
+    grads = meshes.Attempts(getattr(fn, "__name__", "fn"))(pulled_back, some, grad_ys, place=meshes.sharded_like(some))
+    return treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, grads))
 
 
 def _cotangents(ys: object, grad_ys: Any) -> Any:
@@ -66,7 +66,7 @@ def _cotangents(ys: object, grad_ys: Any) -> Any:
     if not any(jnp.issubdtype(y.dtype, jnp.inexact) for _, y in named):
         raise TypeError(f"fn returned no floating-point array, but dtypes {[str(y.dtype) for _, y in named]}")
     try:
-        given = [None] * len(named) if grad_ys is None else trees.structure(ys).flatten_up_to(grad_ys)
+        weights = [None] * len(named) if grad_ys is None else trees.structure(ys).flatten_up_to(grad_ys)
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"grad_ys has the structure {trees.structure(grad_ys)}, fn(xs) has {trees.structure(ys)}"
@@ -85,7 +85,7 @@ def _cotangents(ys: object, grad_ys: Any) -> Any:
             )
         return jnp.asarray(weight).astype(y.dtype)
 
-    cotangents = [cotangent(path, y, weight) for (path, y), weight in zip(named, given, strict=True)]
+    cotangents = [cotangent(path, y, weight) for (path, y), weight in zip(named, weights, strict=True)]
     return trees.structure(ys).unflatten(cotangents)
 
 
@@ -106,10 +106,10 @@ def stop_gradient(x: T) -> T:
 def map_gradients(fn: Callable[..., Array], grads: T, *others: Updates) -> T:
     """Map a function over the values of gradients: arrays, and the values (not the indices) of `IndexedSlices`.
 
-    With several trees it combines gradients, such as those of two losses: `map_gradients(jnp.add, first, second)`. A
-    leaf that only some of them have is zeros in the others, and one that none has stays None. If all trees that have a
-    leaf have `IndexedSlices` there, `fn` gets the rows that any of them names, and the result names these; otherwise
-    they become dense.
+    With several trees it combines gradients, for example of two losses: `map_gradients(jnp.add, first, second)`. A leaf
+    that only some of the trees have counts as zeros in the others, and a leaf that no tree has stays None. If all trees
+    that have a leaf have `IndexedSlices` there, `fn` gets the union of their rows, and the result has these rows;
+    otherwise the gradients become dense.
 
     Args:
         fn: A function of an array from each tree, of equal shapes.
@@ -157,20 +157,20 @@ def _is_gradient(node: object) -> bool:
 
 
 def _combined(fn: Callable[..., Array], leaves: Sequence[Any], path: str) -> Any:
-    """The result of a function of the gradients of one leaf, of which some may be None."""
-    known = [g for g in leaves if g is not None]
-    if not known:
+    """Apply a function to the gradients of one leaf, some of which may be None."""
+    present = [g for g in leaves if g is not None]
+    if not present:
         return None
-    shapes = {tuple(g.dense_shape) if is_slices(g) else np.shape(g) for g in known}
+    shapes = {tuple(g.dense_shape) if is_slices(g) else np.shape(g) for g in present}
     if len(shapes) > 1:
         raise ValueError(f"grads: the gradients at {trees.quoted(path)} have different shapes: {sorted(shapes)}")
-    if all(map(is_slices, known)):  # on the rows that any of them names
-        indices = jnp.concatenate([jnp.asarray(g.indices).astype(trees.default_int()) for g in known])
-        shape, rows = known[0].dense_shape, []
+    if all(map(is_slices, present)):  # on the union of their rows
+        indices = jnp.concatenate([jnp.asarray(g.indices).astype(trees.default_int()) for g in present])
+        shape, rows = present[0].dense_shape, []
         for g in leaves:
-            values = [jnp.asarray(one.values) if one is g else jnp.zeros_like(one.values) for one in known]
+            values = [jnp.asarray(s.values) if s is g else jnp.zeros_like(s.values) for s in present]
             rows.append(combined(IndexedSlices(jnp.concatenate(values), indices, shape)))
-        return within(dataclasses.replace(rows[0], values=fn(*(one.values for one in rows))))
+        return within(dataclasses.replace(rows[0], values=fn(*(s.values for s in rows))))
     whole = [g.to_dense() if is_slices(g) else g for g in leaves]
     zeros = jnp.zeros_like(next(g for g in whole if g is not None))
     return fn(*(zeros if g is None else g for g in whole))

@@ -1,4 +1,4 @@
-"""Sums of integers of aux that saturate at the bounds of their dtype, in any order, where plain ones would wrap."""
+"""Sums of integers of aux that saturate at the bounds of their dtype, in any order, instead of wrapping."""
 
 from typing import Any, NamedTuple
 
@@ -10,13 +10,9 @@ from jstep.core.trees import Array
 
 
 class Halves(NamedTuple):
-    """An integer x as x = high · 2ᵇ + low with 0 ≤ low < 2ᵇ, both of its dtype, of twice b bits.
+    """An integer as high · 2ᵇ + low with 0 ≤ low < 2ᵇ, half its bits.
 
     Sums of the halves of 2ᵇ⁻¹ integers are exact.
-
-    Attributes:
-        high: The high half, with the sign.
-        low: The low half.
     """
 
     high: Array
@@ -24,18 +20,17 @@ class Halves(NamedTuple):
 
 
 def is_integer(leaf: Array) -> bool:
-    """Whether a leaf is summed, and not averaged."""
+    """Whether a leaf is summed instead of averaged."""
     return bool(jnp.issubdtype(leaf.dtype, jnp.integer))
 
 
 def halves(x: Array) -> Halves:
-    """Return the halves of integers."""
     bits, mask = _half(x.dtype)
     return Halves(x >> bits, x & mask)
 
 
 def joined(sums: Halves) -> Array:
-    """Return the integers of sums of halves, those beyond their dtype as its least or largest integer."""
+    """Return the integers, clipped to the bounds of their dtype."""
     info, (bits, mask) = np.iinfo(sums.high.dtype), _half(sums.high.dtype)
     high = sums.high + (sums.low >> bits)
     least, most = (np.array(bound >> int(bits), info.dtype) for bound in (int(info.min), int(info.max)))
@@ -45,7 +40,6 @@ def joined(sums: Halves) -> Array:
 
 
 def summed(stacked: Array) -> Array:
-    """Return the sum over the leading axis."""
     return joined(Halves(*(jnp.sum(half, axis=0, dtype=half.dtype) for half in halves(stacked))))
 
 

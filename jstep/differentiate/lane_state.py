@@ -1,8 +1,8 @@
-"""The leaves of model_state that the lanes of a batch return, merged: a mean, a sum of changes, or one value.
+"""Merging the leaves of model_state that the lanes of a batch return: a mean, a sum of changes, or one value.
 
 Floating leaves become the mean over the lanes. An integer that depends on the rows of a lane, on their number or on its
-key counts something, and moves by the sum of the lanes' changes. Others, such as numbers of steps and keys, are the
-same in every lane. The traced loss says which is which, and whether an integer is its old value plus a change at all.
+key is a counter, which changes by the sum of the lanes' changes. Other integers, such as step numbers, and keys are the
+same in every lane. The traced loss shows which case applies, and whether an integer is its old value plus a change.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from jstep.core.trees import Array
 from jstep.differentiate.lanes import Lanes, traced, traced_lane
 
 NewState = Callable[[Array, list[Array], list[Array], list[Array]], list[Array]]
-"""`new_state(i, old, others, rows)`: the leaves of model_state after lane i, by the old ones and by other arrays."""
+"""`new_state(i, old, others, rows)`: the leaves of model_state after lane i, from the old leaves and other arrays."""
 
 
 class Merge(enum.Enum):
-    """The way in which a leaf of the new model_state is made from those of the lanes."""
+    """How a leaf of the new model_state is computed from the leaves of the lanes."""
 
     MEAN = "the mean of the lanes' values"
     CHANGES = "the old value plus the sum of the lanes' changes"
@@ -35,20 +35,7 @@ class Merge(enum.Enum):
 def merges_of(
     lanes: Lanes, new_state: NewState, old: object, others: list[Array], batch: list[Array], size: int
 ) -> list[Merge]:
-    """Return how each leaf of model_state is merged.
-
-    Args:
-        lanes: The lanes.
-        new_state: The function of one lane.
-        old: The model_state.
-        others: Arrays that each lane gets as a whole.
-        batch: The arrays of the batch.
-        size: The number of rows of a lane.
-
-    Raises:
-        TypeError: A bool depends on the rows or the key of a lane, or so does an integer that is not its old value plus
-            something.
-    """
+    """Return how each leaf of model_state is merged; each lane gets `others` as a whole and `size` rows."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(old)]
     merges = [Merge.MEAN if jnp.issubdtype(leaf.dtype, jnp.inexact) else Merge.FIRST for leaf in leaves]
     counting = [i for i, leaf in enumerate(leaves) if merges[i] is Merge.FIRST and not trees.is_key(leaf)]
@@ -58,13 +45,13 @@ def merges_of(
     rows = [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in batch]
     held = np.int32(0), leaves, others
     program, _ = traced_lane(lanes, new_state, rows, (*held, batch))
-    found = of_whole = _dependences(program, leaves, len(others))
-    with contextlib.suppress(Exception):  # the loss may be made for the rows of a lane
+    of_lane = of_whole = _dependences(program, leaves, len(others))
+    with contextlib.suppress(Exception):  # the loss may only work for the rows of a lane
         program, _ = traced(lanes, new_state, *held, batch)
         of_whole = _dependences(program, leaves, len(others))
     for i in counting:
-        if found[i].on_lane or found[i].facts != of_whole[i].facts:
-            if leaves[i].dtype == jnp.bool_ or found[i].plus != i or i in found[i].olds:
+        if of_lane[i].on_lane or of_lane[i].facts != of_whole[i].facts:
+            if leaves[i].dtype == jnp.bool_ or of_lane[i].plus != i or i in of_lane[i].olds:
                 raise TypeError(_refusal(lanes, trees.paths_of(old)[i], leaves[i].dtype))
             merges[i] = Merge.CHANGES
     return merges
@@ -81,7 +68,7 @@ def _refusal(lanes: Lanes, path: str, dtype: DTypeLike) -> str:
 
 
 def summand(i: Array, merge: Merge, new: Any, old: Any) -> Array:
-    """Return what is summed over the lanes for a leaf of model_state."""
+    """Return the term of lane i in the sum for a leaf of model_state."""
     new = trees.key_data(jnp.asarray(new))
     if merge is Merge.MEAN:
         return new.astype(trees.compute_dtype(new.dtype))
@@ -89,7 +76,7 @@ def summand(i: Array, merge: Merge, new: Any, old: Any) -> Array:
 
 
 def merged(number: int, merge: Merge, total: Array, old: Any) -> Array:
-    """Return the new leaf, by the sum over a number of lanes and the old leaf."""
+    """Return the new leaf from the sum over the lanes."""
     if trees.is_key(old):
         return jax.random.wrap_key_data(total, impl=jax.random.key_impl(old))
     if merge is Merge.CHANGES:
@@ -97,18 +84,18 @@ def merged(number: int, merge: Merge, total: Array, old: Any) -> Array:
     return (total / number if merge is Merge.MEAN else total).astype(old.dtype)
 
 
-# What each value of a traced program depends on.
+# The dependences of each value of a traced program.
 
 
 class _Value(NamedTuple):
     """The dependences of a value.
 
     Attributes:
-        plus: The index of the old leaf that it is, plus something; None if it is nothing like that.
-        on_lane: Whether it, or this something, depends on the rows or the number of a lane.
-        olds: The old leaves that it, or this something, depends on.
-        facts: The operations and constants that it is computed from, unless it depends on a lane. If it depends on the
-            number of rows, some of them differ for that of the whole batch.
+        plus: The index of the old leaf if the value is an old leaf plus something, else None.
+        on_lane: Whether it, or the something, depends on the rows or the number of a lane.
+        olds: The old leaves that it, or the something, depends on.
+        facts: The operations and constants that it is computed from, unless it depends on a lane. They differ for the
+            whole batch if it depends on the number of rows.
     """
 
     plus: int | None = None
@@ -118,12 +105,11 @@ class _Value(NamedTuple):
 
 
 def _dependences(program: object, leaves: Sequence[Array], others: int) -> list[_Value]:
-    """Return what each new leaf depends on, by the traced function of a lane."""
     body = body_of(program)
     rows = len(body.jaxpr.invars) - 1 - len(leaves) - others
     lane = _Value(on_lane=True)
-    given = [lane, *(_Value(i) for i in range(len(leaves))), *[_Value()] * others, *[lane] * rows]
-    return evaluate(body, given, _Rules([leaf.dtype.itemsize for leaf in leaves]), _of_constant)
+    operands = [lane, *(_Value(i) for i in range(len(leaves))), *[_Value()] * others, *[lane] * rows]
+    return evaluate(body, operands, _Rules([leaf.dtype.itemsize for leaf in leaves]), _of_constant)
 
 
 _FEW = 16
@@ -136,36 +122,35 @@ def _of_constant(constant: Any) -> _Value:
 
 
 def _computed(values: Sequence[_Value], fact: Callable[[], str], plus: int | None = None) -> _Value:
-    """A value that is computed from others, and is the old leaf `plus` plus something if that is not None."""
-    on_lane = any(one.on_lane for one in values)
-    olds = frozenset[int | None]().union(*(one.olds for one in values), {one.plus for one in values} - {plus, None})
-    facts = frozenset[str]() if on_lane else frozenset({fact()}).union(*(one.facts for one in values))
+    on_lane = any(value.on_lane for value in values)
+    olds = frozenset[int | None]().union(
+        *(value.olds for value in values), {value.plus for value in values} - {plus, None}
+    )
+    facts = frozenset[str]() if on_lane else frozenset({fact()}).union(*(value.facts for value in values))
     return _Value(plus, on_lane, olds, facts)
 
 
 def _chosen(by: _Value, values: Sequence[_Value], fact: str = "") -> _Value:
-    """One of several values, chosen by another one."""
     first = values[0]
-    if all(one is first for one in values):
+    if all(value is first for value in values):
         return first
-    plus = first.plus if all(one.plus == first.plus for one in values) else None
+    plus = first.plus if all(value.plus == first.plus for value in values) else None
     return _computed([_computed([by], lambda: fact), *values], lambda: fact, plus)
 
 
 _COMMUTING = frozenset(["add", "add_any"])
 _TO_FIRST = frozenset(["sub", "scatter-add", "scatter_add", "scatter-sub", "scatter_sub"])
-"""Operations that add to their first operand, or subtract from it; the former to either."""
+"""Operations that add to their first operand, or subtract from it; the commuting ones to either operand."""
 
 
 class _Rules:
-    """Evaluator of the operations of a program on what is known of their operands."""
+    """An evaluator of operations on dependences."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes  # bytes of an element of each old leaf: a narrower one is not the old value plus something
         self._hashes: dict[int, str] = {}
 
     def __call__(self, operation: Operation, values: list[_Value]) -> list[_Value]:
-        """Return what is known of the results."""
         if operation.kind == "call":
             return evaluate(operation.bodies[0], values, self, _of_constant)
         if operation.kind == "cond":
@@ -179,8 +164,8 @@ class _Rules:
             return values
         if operation.name == "select_n":
             return [_chosen(values[0], values[1:])]
-        found = _computed(values, lambda: self._hash(operation), self._kept(operation, values))
-        return [found] * len(operation.eqn.outvars)
+        result = _computed(values, lambda: self._hash(operation), self._kept(operation, values))
+        return [result] * len(operation.eqn.outvars)
 
     def _hash(self, operation: Operation) -> str:
         if operation.number not in self._hashes:
@@ -188,15 +173,15 @@ class _Rules:
         return self._hashes[operation.number]
 
     def _kept(self, operation: Operation, values: Sequence[_Value]) -> int | None:
-        """The old leaf that the result of an operation is, plus something."""
-        known = [one.plus for one in values if one.plus is not None]
-        if len(known) != 1:
+        """The old leaf that the result equals up to a summand."""
+        leaves = [value.plus for value in values if value.plus is not None]
+        if len(leaves) != 1:
             return None
-        (leaf,), name, made = known, operation.name, operation.eqn.outvars[0].aval
+        (leaf,), name, result = leaves, operation.name, operation.eqn.outvars[0].aval
         if name in _COMMUTING or (name in _TO_FIRST and values[0].plus == leaf):
             return leaf
         if name == "convert_element_type":
-            is_as_wide = jnp.issubdtype(made.dtype, jnp.integer) and made.dtype.itemsize >= self._sizes[leaf]
+            is_as_wide = jnp.issubdtype(result.dtype, jnp.integer) and result.dtype.itemsize >= self._sizes[leaf]
             return leaf if is_as_wide else None
         return leaf if operation.keeps_order else None
 
@@ -204,8 +189,8 @@ class _Rules:
         consts, carried = operation.counts
 
         def turn(carry: list[_Value]) -> list[_Value]:
-            given = [*values[:consts], *carry, *values[consts + carried :]]
-            return evaluate(operation.bodies[0], given, self, _of_constant)
+            operands = [*values[:consts], *carry, *values[consts + carried :]]
+            return evaluate(operation.bodies[0], operands, self, _of_constant)
 
         def next_carry(carry: list[_Value]) -> list[_Value]:
             length = f"{operation.options['length']} turns"
@@ -220,16 +205,16 @@ class _Rules:
         first, second = operation.counts
 
         def next_carry(carry: list[_Value]) -> list[_Value]:
-            (goes_on,) = evaluate(condition, [*values[:first], *carry], self, _of_constant)
-            made = evaluate(body, [*values[first : first + second], *carry], self, _of_constant)
-            return [_chosen(goes_on, pair) for pair in zip(carry, made, strict=True)]
+            (continues,) = evaluate(condition, [*values[:first], *carry], self, _of_constant)
+            results = evaluate(body, [*values[first : first + second], *carry], self, _of_constant)
+            return [_chosen(continues, pair) for pair in zip(carry, results, strict=True)]
 
         return _settled(values[first + second :], next_carry)
 
 
 def _settled(carry: list[_Value], next_carry: Callable[[list[_Value]], list[_Value]]) -> list[_Value]:
-    """The dependences of the values that a loop carries, after any number of turns."""
+    """Return the carry of a loop after any number of iterations."""
     before = None
-    while carry != before:  # it ends: what is known becomes less
+    while carry != before:  # this terminates: each round knows less
         before, carry = carry, next_carry(carry)
     return carry

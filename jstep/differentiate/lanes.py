@@ -27,18 +27,18 @@ from jstep.differentiate.microbatches import specs_of_rows
 SMALL = 2**14
 """Arrays with fewer elements are exchanged together."""
 LEAST = 64
-"""The least number of elements of an array that a device has for itself."""
+"""The minimum number of elements per device of an array that is split."""
 
 
 class Lanes(NamedTuple):
-    """A number of lanes and the mesh that they are spread over.
+    """L lanes and the mesh that they are spread over.
 
     Attributes:
         number: L.
-        mesh: The mesh, with Auto axes; None without one.
+        mesh: A mesh with Auto axes, or None.
         axes: The mesh axes of the rows of the batch.
         others: The mesh axes that split other arrays and not the rows (tensor parallelism), which are left to XLA.
-        places: Shape → spec of the parameters or slots of that shape, whichever is finer. It affects traffic, not bits.
+        places: Shape → the finer spec of the parameters and slots of that shape. It affects traffic, not bits.
     """
 
     number: int
@@ -49,7 +49,6 @@ class Lanes(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """The number of devices that the lanes are spread over."""
         return parts_along(self.mesh, self.axes)
 
     @property
@@ -58,35 +57,33 @@ class Lanes(NamedTuple):
         return frozenset(() if self.mesh is None else self.mesh.axis_names).difference(self.others)
 
     def alone(self) -> AbstractMesh:
-        """The mesh that a lane is traced on: without the rows' axes, so that its program is the same on any mesh."""
+        """The mesh that a lane is traced on, without the rows' axes."""
         if not self.others:
             return AbstractMesh((), ())
         return self.mesh.update_axis_types(dict.fromkeys(self.manual, AxisType.Manual))
 
-    def spread(self, fn: Any, given: Any, made: Any) -> Any:
-        """Return `fn` as a program that every device runs on its parts of the arguments, with these specs of both."""
+    def spread(self, fn: Any, in_specs: Any, out_specs: Any) -> Any:
+        """Return `fn` as a program that every device runs on its parts of the arguments."""
         if not self.manual:
             return fn
         return jax.shard_map(
-            fn, mesh=self.mesh, axis_names=self.manual, in_specs=given, out_specs=made, check_vma=False
+            fn, mesh=self.mesh, axis_names=self.manual, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
     def split(self, dim: int | None) -> PartitionSpec:
-        """The spec of an array that is split over the devices of the lanes along a dimension; None for no dimension."""
+        """The spec of an array that is split over the devices along `dim`."""
         return PartitionSpec() if dim is None or not self.axes else PartitionSpec(*[None] * dim, self.axes)
 
     def placed(self, x: Array) -> Array:
-        """Return an array sharded like the parameters and slots of its shape, or whole on every device if it is small.
-
-        XLA simplifies a program on one element as one on scalars, with other roundings.
-        """
+        """Return an array sharded like the parameters and slots of its shape; replicated if it is small."""
+        # XLA simplifies a program on one element as one on scalars, with other roundings.
         spec = PartitionSpec() if x.size < LEAST * self.number else (self.places or {}).get(x.shape)
         if spec is None or self.mesh is None or not x.ndim or trees.is_key(x):
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def scattered(self, shape: tuple[int, ...]) -> int | None:
-        """The dimension along which a sum of this shape is to be split over the devices; None if it is not split."""
+        """The dimension along which to split a sum of this shape over the devices."""
         spec = dims_of((self.places or {}).get(shape, PartitionSpec()))
         split = (dim for dim, axis in enumerate(spec) if set(mesh_axes_of(axis)) & set(self.axes))
         dim = next(split, None)
@@ -94,12 +91,7 @@ class Lanes(NamedTuple):
 
 
 def as_lanes(lanes: object) -> int | None:
-    """Validate a number of lanes: a power of two, or None.
-
-    Raises:
-        TypeError: It is not an integer.
-        ValueError: It is below 1 or not a power of two. The message contains the two nearest.
-    """
+    """Validate a number of lanes."""
     number = None if lanes is None else as_int(lanes, "lanes", 1)
     if number is not None and number & (number - 1):
         below = 1 << number.bit_length() - 1
@@ -116,19 +108,9 @@ def on_lanes(
     places: Mapping[tuple[int, ...], PartitionSpec] | None = None,
     place: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return `run(lanes, held, args)`, compiled and on Auto axes; or `run(None, held, args)` without lanes.
+    """Return `run(lanes, held, args)`, compiled and on Auto axes; without lanes, `run(None, held, args)`.
 
-    Args:
-        number: L, or None.
-        run: The function.
-        held: A tree of arrays that are not split by rows: parameters, or a state.
-        args: The batch.
-        batch_specs: The shardings of its leaves; None if unknown.
-        places: As in `Lanes`.
-        place: As in `without_explicit_axes`.
-
-    Raises:
-        ValueError: The number of devices does not divide L.
+    `held` are arrays that are not split by rows: parameters, or a state. `place` is as in `without_explicit_axes`.
     """
     if number is None:
         return run(None, held, args)
@@ -160,17 +142,13 @@ def _found(number: int, rows: Sequence[tuple[Any, ...]], shardings: Sequence[Any
             f"lanes={number}: the rows of the batch are on {devices} devices, and {devices} does not divide {number}; "
             "use a larger power of two, or a number of devices that divides it"
         )
-    dims = [*rows, *(dims_of(one.spec) for one in shardings if isinstance(one, NamedSharding))]
+    dims = [*rows, *(dims_of(s.spec) for s in shardings if isinstance(s, NamedSharding))]
     used = {name for spec in dims for axis in spec for name in mesh_axes_of(axis) if mesh.shape[name] > 1}
     return Lanes(number, mesh, tuple(axes), tuple(name for name in mesh.axis_names if name in used.difference(axes)))
 
 
 def traced(lanes: Lanes, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """Trace a function for arrays or shapes, without any mesh or layout: its program is the same on all of them.
-
-    Returns:
-        Its closed jaxpr, and the tree of its results as shapes.
-    """
+    """Trace a function without any mesh or layout: the closed jaxpr, the same on all of them, and the result shapes."""
     with jax.sharding.use_abstract_mesh(lanes.alone()), setting(SHARDINGS, None):
         return jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_shape, args))
 
@@ -181,17 +159,12 @@ _shape = functools.partial(shape_of, weak=True)
 def isolated(fn: Callable[..., list[Array]], args: Any, shapes: Sequence[Any], witness: Array) -> list[Array]:
     """Return `fn(*args)`, compiled by itself: XLA neither fuses nor moves its operations with others.
 
-    Otherwise the fusion of a product and a sum, which rounds once instead of twice, could depend on the layout. XLA's
-    CPU compiler drops optimization barriers before it fuses, so `fn` is the branch of a condition there.
-
-    Args:
-        fn: A function of trees of arrays.
-        args: Its arguments.
-        shapes: The shapes of its results.
-        witness: Data: an array that is not empty and that XLA cannot know. The condition is that its first element has
-            at most 32 bits.
+    `witness` is an array, not empty, that XLA cannot know.
     """
 
+    # Otherwise the fusion of a product and a sum, which rounds once instead of twice, could depend on the layout. XLA's
+    # CPU compiler drops optimization barriers before it fuses, so `fn` is the branch of a condition there: that the
+    # first element of the witness has at most 32 bits.
     def in_condition(witness: Array, args: Any) -> list[Array]:
         first = jnp.real(witness[(0,) * witness.ndim]).astype(jnp.float32)
         bits = jax.lax.population_count(jax.lax.bitcast_convert_type(first, jnp.uint32))
@@ -212,15 +185,10 @@ def sum_over_lanes(
     dims: Sequence[int],
     witness: Array | None = None,
 ) -> Any:
-    """Return Σ part(i, whole, blocks) over the lanes i, in the tree; of bools, whether one of them is true.
+    """Return Σ part(i, whole, blocks) over the lanes i, in the tree; for bools, whether any is true.
 
-    Args:
-        lanes: The lanes.
-        part: Maps the number of a lane, arrays, and the i-th of L blocks of other arrays to a tree of arrays.
-        whole: Arrays that each lane gets as a whole.
-        blocked: Arrays that are cut into L contiguous blocks.
-        dims: The dimension along which each of these is cut.
-        witness: As in `isolated`; by default one of the other arguments.
+    `blocks` are the i-th of L contiguous blocks of each array of `blocked`, along its dimension in `dims`. `witness` is
+    as in `isolated`; by default one of the other arguments.
     """
     sizes = [x.shape[dim] // lanes.number for x, dim in zip(blocked, dims, strict=True)]
 
@@ -234,20 +202,20 @@ def sum_over_lanes(
     split = [lanes.scattered(x.shape) for x in outs]
 
     def on_device(witness: Array | None, consts: list[Array], whole: list[Array], blocked: list[Array]) -> list[Array]:
-        data = (x for x in (*blocked, *whole) if x.size and not trees.is_key(x))
-        known = next(data, jnp.ones(())) if witness is None else witness
+        candidates = (x for x in (*blocked, *whole) if x.size and not trees.is_key(x))
+        data = next(candidates, jnp.ones(())) if witness is None else witness
         each = lanes.number // lanes.devices
         first = jax.lax.axis_index(lanes.axes) * each if lanes.devices > 1 else jnp.int32(0)
 
         def lane(i: Any) -> list[Array]:
             args = (consts, first + i, *whole, *blocks_at(i, blocked))
-            return isolated(functools.partial(jax.core.eval_jaxpr, closed.jaxpr), args, outs, known)
+            return isolated(functools.partial(jax.core.eval_jaxpr, closed.jaxpr), args, outs, data)
 
         return _exchanged(lanes, _sum_in_loop(lane, each, outs), split)
 
     def run(*args: Any) -> list[Array]:
-        given = (*[PartitionSpec()] * 3, list(map(lanes.split, dims)))
-        return list(lanes.spread(on_device, given, list(map(lanes.split, split)))(*args))
+        in_specs = (*[PartitionSpec()] * 3, list(map(lanes.split, dims)))
+        return list(lanes.spread(on_device, in_specs, list(map(lanes.split, split)))(*args))
 
     run.__name__ = sum_over_lanes.__qualname__
     with contextlib.nullcontext() if lanes.mesh is None else jax.sharding.use_abstract_mesh(lanes.mesh):
@@ -255,12 +223,12 @@ def sum_over_lanes(
 
 
 def is_in_lanes(operation: Operation) -> bool:
-    """Whether an operation is a sum over lanes, whose bits do not depend on the layout."""
+    """Whether an operation is a sum over lanes."""
     return operation.called == sum_over_lanes.__qualname__
 
 
 def of_each_lane(lanes: Lanes, i: Array, tree: Tree) -> Any:
-    """Return arrays of lane i such that their sums are those of all lanes, stacked on a leading axis."""
+    """Stack the arrays of all lanes on a leading axis: zeros except at i, to be summed over the lanes."""
 
     def leaf(x: Any) -> Array:
         here = jnp.arange(lanes.number).reshape(-1, *[1] * np.ndim(x)) == i
@@ -270,7 +238,7 @@ def of_each_lane(lanes: Lanes, i: Array, tree: Tree) -> Any:
 
 
 def _sum_in_loop(part: Callable[[Any], list[Array]], count: int, shapes: Sequence[Any]) -> list[Array]:
-    """Σ part(i) for i < count, a power of two, in a binary tree; `part` is traced once."""
+    """Return Σ part(i) for i < count, a power of two, in a binary tree; `part` is traced once."""
 
     def subtree(size: int, first: Any) -> list[Array]:
         if size == 1:
@@ -286,49 +254,50 @@ def _sum_in_loop(part: Callable[[Any], list[Array]], count: int, shapes: Sequenc
 
 
 def _exchanged(lanes: Lanes, arrays: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:
-    """The sums over the devices, in the same tree: whole, or the device's part along a dimension.
+    """Sum over the devices, in the same tree; each sum is whole, or the device's part along a dimension.
 
-    The exchange has the bytes of a reduce-scatter, or for whole sums those of an all-reduce.
+    The exchange has the bytes of a reduce-scatter, or of an all-reduce for whole sums.
     """
-    n, axes, found = lanes.devices, lanes.axes, list(arrays)
+    n, axes, sums = lanes.devices, lanes.axes, list(arrays)
     if n == 1:
-        return found
+        return sums
     together: dict[Any, list[int]] = {}
     for i, (x, dim) in enumerate(zip(arrays, dims, strict=True)):
         if dim is None:
             together.setdefault(x.dtype if x.size < SMALL else i, []).append(i)
         else:
             parts = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
-            found[i] = _sum(jax.lax.all_to_all(parts, axes, dim, 0))
+            sums[i] = _sum(jax.lax.all_to_all(parts, axes, dim, 0))
     for indices in together.values():
         flat = jnp.concatenate([arrays[i].reshape(-1) for i in indices])
         parts = jnp.pad(flat, (0, -flat.size % n)).reshape(n, -1)
         total = _gathered(_sum(jax.lax.all_to_all(parts, axes, 0, 0)), axes).reshape(-1)
         ends = np.cumsum([arrays[i].size for i in indices])
         for i, part in zip(indices, jnp.split(total, ends), strict=False):
-            found[i] = part.reshape(arrays[i].shape)
-    return found
+            sums[i] = part.reshape(arrays[i].shape)
+    return sums
 
 
 def _sum(stacked: Array) -> Array:
-    """The sum over the leading axis, whose size is a power of two, in the same tree."""
+    """Sum over the leading axis, a power of two, in the same tree."""
     while len(stacked) > 1:
         stacked = stacked[0::2] + stacked[1::2]
     return stacked[0]
 
 
 def _gathered(x: Array, axes: tuple[str, ...]) -> Array:
-    """The arrays of all devices, stacked. XLA may gather by adding zeros, which changes -0.0 but no integer."""
+    """Stack the arrays of all devices."""
     if not trees.is_floating(x.dtype):
         return jax.lax.all_gather(x, axes)
+    # As integers: XLA may gather by adding zeros, which changes -0.0.
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     return jax.lax.bitcast_convert_type(jax.lax.all_gather(bits, axes), x.dtype)
 
 
 def traced_lane(lanes: Lanes, part: Callable[..., Any], blocks: object, args: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Trace a lane, which must not name mesh axes that it does not have; `args` are those of the whole batch."""
+    """Trace a lane; `args` are the arguments of the whole batch."""
     try:
-        found = traced(lanes, part, *args[:-1], blocks)
+        trace = traced(lanes, part, *args[:-1], blocks)
     except Exception as error:
         named: set[str] = set()
         for kind in (AxisType.Auto, AxisType.Explicit):  # does it work on the mesh, without lanes?
@@ -339,12 +308,12 @@ def traced_lane(lanes: Lanes, part: Callable[..., Any], blocks: object, args: tu
         _refuse_axes(lanes, named, error)
         explain_jax(error)
         raise
-    _refuse_axes(lanes, jaxprs.named_axes(found[0]))
-    return found
+    _refuse_axes(lanes, jaxprs.named_axes(trace[0]))
+    return trace
 
 
 def _refuse_axes(lanes: Lanes, named: set[str], error: Exception | None = None) -> None:
-    """Refuse a program, or an error of its trace, that names mesh axes which a lane does not have."""
+    """Reject a program, or an error of its trace, that names mesh axes which a lane does not have."""
     if named & lanes.manual:
         raise ValueError(
             f"lanes={lanes.number}: the loss names the mesh axes {', '.join(map(repr, sorted(named)))}, over which "

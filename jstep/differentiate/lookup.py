@@ -18,9 +18,8 @@ from jstep.slots.indexed_slices import IndexedSlices
 class Tables:
     """The tables available for lookups while the gradient of a loss is traced, and the gradients of their rows.
 
-    Args:
-        leaves: The tables, and other leaves that are differentiated. The caller keeps them alive while lookups are
-            made, so that their ids stay unique; they are not kept here, because they are tracers.
+    The caller keeps `leaves` alive while lookups are made, so that their ids stay unique; they are tracers and are not
+    stored here.
     """
 
     def __init__(self, leaves: list[Array]) -> None:
@@ -30,7 +29,7 @@ class Tables:
         self._taken: list[tuple[int, Array, Array]] = []
 
     def index_of(self, table: object) -> int | None:
-        """Return the index of a table among the leaves; None for anything else, and under another transformation."""
+        """Return the index of a table; None for others, and under another transformation."""
         return self._indices.get(id(table)) if get_opaque_trace_state() == self._trace else None
 
     def rows(self, place: int, table: Array, ids: Array) -> Array:
@@ -48,7 +47,7 @@ class Tables:
         return rows(table, ids)
 
     def gradient(self, place: int, dense: Array | None) -> Any:
-        """Return the gradient of a leaf: the sum over all its lookups and its other uses in the loss."""
+        """Sum the gradients of all lookups of a leaf and of its other uses."""
         taken = [(ids, gradient) for at, ids, gradient in self._taken if at == place]
         if not taken:
             return dense
@@ -71,9 +70,9 @@ def lookup(table: object, ids: object) -> Array:
 
     Args:
         table: A leaf of params, exactly as passed to the loss, of shape (rows, …).
-        ids: Integers of any shape. A negative one counts from the end, as in NumPy: −1 is the last row. One outside of
-            the table, at least its number of rows or below minus that, gives a row of NaN if the table is floating, so
-            that the loss shows it.
+        ids: Integers of any shape. A negative one counts from the end, as in NumPy: −1 is the last row. An id out of
+            range, ≥ the number of rows or below its negative, gives a row of NaN if the table is floating, so that the
+            loss shows it.
 
     Returns:
         The rows, of shape (*ids.shape, …).
@@ -97,17 +96,17 @@ def lookup(table: object, ids: object) -> Array:
         table = table.__jax_array__()  # a boxed variable of Flax NNX
     if not (trees.is_array(table) or isinstance(table, list | tuple)):
         raise TypeError(f"table: must be an array of rows, got {kind(table)}")
-    found = TABLES.get()
-    place = None if found is None else found.index_of(table)
+    tables = TABLES.get()
+    place = None if tables is None else tables.index_of(table)
     table, ids = device_values.as_array(table, "table"), device_values.as_array(ids, "ids")
     if table.ndim == 0:
         raise ValueError("table: must have rows, got a scalar")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"ids: must be integers, got dtype {ids.dtype}")
-    if found is not None and place is not None:
+    if tables is not None and place is not None:
         if bad := _outside(table, ids):
             raise ValueError(bad)
-        return found.rows(place, table, ids)
+        return tables.rows(place, table, ids)
     try:
         return _rows(table, ids)
     except FloatingPointError as error:  # under jax_debug_nans
@@ -117,7 +116,7 @@ def lookup(table: object, ids: object) -> Array:
 
 
 def _outside(table: Array, ids: Array) -> str:
-    """Describe the first id that is outside of a table; the empty string if there is none, or ids are traced."""
+    """Describe the first id out of range; empty if none, or ids are traced."""
     concrete, rows = trees.concrete(ids), len(table)
     if concrete is None or not concrete.size or (-rows <= concrete.min() and concrete.max() < rows):
         return ""
@@ -133,10 +132,7 @@ def _joined(shape: tuple[int, ...], taken: list[tuple[Array, Array]], dense: Arr
 
 
 def _rows(table: Array, ids: Array) -> Array:
-    """Return `table[ids]`, NaN for ids outside of the table if it is floating.
-
-    On Explicit axes the result is sharded like the ids and, within rows, like the table.
-    """
+    """Return `table[ids]`, sharded like the ids and, within rows, like the table; NaN for ids out of range."""
     outside: dict[str, Any] = {}
     if jnp.issubdtype(table.dtype, jnp.inexact):
         outside = {"mode": "fill", "fill_value": jnp.nan}

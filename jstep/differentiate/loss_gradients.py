@@ -1,4 +1,4 @@
-"""Differentiation of a loss, for `compute_gradients` and `minimize`: at once, in microbatches, in lanes, or twice."""
+"""Differentiation of a loss, for `compute_gradients` and `minimize`: whole, in microbatches, in lanes, or twice."""
 
 import dataclasses
 import functools
@@ -57,15 +57,16 @@ def compute_gradients(
         loss_fn: `loss_fn(params, *args) -> loss`, a floating-point scalar; with has_aux `-> (loss, aux)`.
         var_list: The parameters to differentiate: None (all), a predicate `(path, leaf) -> bool`, a list of paths or
             globs (`"decoder/*"`), or a tree of bools. The others are not differentiated; their gradients are None, as
-            are those of parameters that the loss does not depend on.
+            are the gradients of parameters that the loss does not depend on.
         has_aux: Whether loss_fn returns auxiliary values with the loss.
         num_microbatches: Number of microbatches for gradient accumulation; the leading axis of every arg is split into
             that many microbatches, which are processed in one scan. Microbatch i of n consists of rows i, i + n, i +
-            2n, …: on a mesh each device has its share of them, so no row moves between devices, and microbatches do not
-            depend on the number of devices. Gradients, loss and floating (also complex) leaves of aux are means in at
-            least float32; integers and bools of aux are sums in at least int32, which saturate. They are those of the
-            whole batch if the loss is a mean over rows. A loss that compares rows with each other (contrastive losses,
-            BatchNorm) sees those of one microbatch, so it is another objective for each number of microbatches; the
+            2n, …: on a mesh each device already has its share of the rows, so no row moves between devices, and
+            microbatches do not depend on the number of devices. Gradients, loss and floating (also complex) leaves of
+            aux are means in at least float32; integers and bools of aux are sums in at least int32, which saturate.
+            They equal the results for the whole batch if the loss is a mean over rows. A loss that compares rows with
+            each other (contrastive losses, BatchNorm) sees one microbatch only, so it is another objective for each
+            number of microbatches; the
             recipe "Contrastive losses in parts" computes such a loss exactly.
         weight_fn: `weight_fn(*microbatch)`, the weight of a microbatch in the means, such as its number of tokens.
         gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH: how far XLA may overlap gradients and updates. It affects
@@ -73,10 +74,10 @@ def compute_gradients(
         aggregation_method: Whether to keep a running sum of the gradients of microbatches (DEFAULT) or all of them
             (ADD_N).
         sharpness: The radius ρ ≥ 0 of sharpness-aware minimization: gradients are taken at p + ρ·g/‖g‖, with the
-            same batch and key; loss and aux are those at p. It costs a second gradient.
+            same batch and key; loss and aux are evaluated at p. It costs a second gradient.
         adaptive: Whether to scale the radius by the magnitude of each element (ASAM): p + ρ·p²·g/‖|p|·g‖.
-        lanes: Number of lanes, a power of two, as in `minimize`: the gradients are those of its step, with the same
-            bits on any number of devices that divides it. Sums that a custom step computes elsewhere are not covered.
+        lanes: Number of lanes, a power of two, as in `minimize`: gradients equal those of its step, with the same bits
+            on any number of devices that divides it. Sums that a custom step computes elsewhere are not covered.
             In a `jax.jit` of your own, set the mesh (`jax.set_mesh`); rows of unknown sharding are spread over all of
             its devices.
 
@@ -125,14 +126,7 @@ def compute_gradients(
 
 
 def gated(grads: list[Any], gate: int) -> list[Any]:
-    """Apply a gate, which keeps XLA from overlapping gradients and updates, to gradients.
-
-    It affects memory and time, never values.
-
-    Args:
-        grads: Arrays, `IndexedSlices` or None.
-        gate: GATE_NONE, GATE_OP or GATE_GRAPH.
-    """
+    """Apply a gate, which affects memory and time, never values."""
     if gate == GATE_OP:
         return [None if g is None else jax.lax.optimization_barrier(g) for g in grads]
     return jax.lax.optimization_barrier(grads) if gate == GATE_GRAPH else grads
@@ -142,14 +136,11 @@ class Inputs(NamedTuple):
     """The inputs of one evaluation of a loss.
 
     Attributes:
-        params: The parameters.
-        model_state: Non-trained variables, if the loss has any.
-        args: The batch.
         kwargs: Keyword arguments that are passed to the loss unchanged.
         key: A PRNG key, passed to the loss as `rng`.
         batch_specs: Shardings or specs of args, if known.
         scale: The factor of the loss before differentiation; gradients are scaled by it.
-        lanes: The lanes of the batch, if it is computed in lanes: on Auto axes, in a program.
+        lanes: The lanes of the batch: on Auto axes, in a program.
     """
 
     params: Params
@@ -162,17 +153,16 @@ class Inputs(NamedTuple):
     lanes: Lanes | None = None
 
     def for_part(self, i: Any, **changes: Any) -> "Inputs":
-        """The inputs of one of several evaluations, with these changes and a key of its own."""
+        """The inputs of one of several evaluations, with a key of its own."""
         return self._replace(key=None if self.key is None else jax.random.fold_in(self.key, i), **changes)
 
     def for_lane(self, i: Array, args: tuple[Any, ...], **changes: object) -> "Inputs":
-        """The inputs of lane i, whose rows are args."""
         return self.for_part(i, args=args, batch_specs=microbatches.specs_of_rows(args), **changes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Differentiation:
-    """The differentiation of a loss, with the options of `compute_gradients` and `minimize`, validated here."""
+    """The validated options of `compute_gradients` and `minimize`."""
 
     loss_fn: Callable[..., Any]
     var_list: VarList = None
@@ -194,8 +184,7 @@ class Differentiation:
     squares: bool = False
     """Whether to compute the squared norms of the gradients of microbatches."""
     frozen: Callable[[Params], Sequence[bool]] | None = None
-    """For each leaf of params, whether the optimizer freezes it, so that it is not differentiated; None if it is not
-    known."""
+    """For each leaf of params, whether the optimizer freezes it, so that it is not differentiated; None if unknown."""
     attempts: meshes.Attempts | None = dataclasses.field(default=None, repr=False, compare=False)
     """The tracer of the loss, shared by all copies made with `dataclasses.replace`."""
 
@@ -223,65 +212,66 @@ class Differentiation:
             raise ValueError("adaptive=True: specifies how sharpness is measured; give sharpness as well")
         as_unroll(self.unroll)
 
-    def __call__(self, given: Inputs) -> Part:
-        """Return the loss, new model_state, aux, gradients (a tree like params) and summaries."""
-        params = given.params
+    def __call__(self, inputs: Inputs) -> Part:
+        """Return the results, with gradients as a tree like params."""
+        params = inputs.params
         trees.require_arrays(params, "params", trees.keep_arrays("params"))
-        if given.lanes is not None:
-            return self._of_batch(given)
-        given = given._replace(batch_specs=microbatches.specs_of_rows(given.args, given.batch_specs))
-        there = meshes.sharded_like(Part(None, given.model_state, None, params))  # type: ignore[arg-type]
+        if inputs.lanes is not None:
+            return self._of_batch(inputs)
+        inputs = inputs._replace(batch_specs=microbatches.specs_of_rows(inputs.args, inputs.batch_specs))
+        place = meshes.sharded_like(Part(None, inputs.model_state, None, params))  # type: ignore[arg-type]
         assert self.attempts is not None  # set in __post_init__
-        return self.attempts(self._of_batch, given, place=there)
+        return self.attempts(self._of_batch, inputs, place=place)
 
     @property
     def looks_at_rows(self) -> bool:
-        """Whether the computation depends on how the rows of the batch are sharded."""
+        """Whether the result depends on how the rows of the batch are sharded."""
         return self.num_microbatches > 1 or self.max_rows_per_device is not None or self.lanes is not None
 
     def selected(self, params: Params, argument: str = "var_list") -> list[int]:
-        """Return the indices of the leaves that are differentiated; `argument` is the name of var_list in errors."""
+        """Return the indices of the differentiated leaves; `argument` names var_list in errors."""
         return selected(params, self.var_list, argument, self.frozen and self.frozen(params))
 
-    def _of_batch(self, given: Inputs) -> Part:
-        params = given.params
+    def _of_batch(self, inputs: Inputs) -> Part:
+        params = inputs.params
         leaves, treedef = trees.flatten(params)
         indices = self.selected(params)
-        part = self._way(given)(given, indices)
+        part = self._way(inputs)(inputs, indices)
         if self.sharpness is not None:
             some = [jnp.asarray(leaves[i]) for i in indices]
             move = functools.partial(perturbed, adaptive=self.adaptive)
             on_auto_axes = functools.partial(meshes.without_explicit_axes, move, place=meshes.sharded_like(some))
-            there = alike(given.lanes, on_auto_axes, some, part.gradients, self.sharpness)
-            moved = treedef.unflatten(trees.with_leaves(leaves, indices, there))
+            moved_leaves = alike(inputs.lanes, on_auto_axes, some, part.gradients, self.sharpness)
+            moved = treedef.unflatten(trees.with_leaves(leaves, indices, moved_leaves))
             calm = dataclasses.replace(self, gathers=False)
-            again = calm._way(given)(given._replace(params=moved), indices)
+            again = calm._way(inputs)(inputs._replace(params=moved), indices)
             part = part._replace(gradients=again.gradients, squares=again.squares)
         grads = gated(part.gradients, self.gate_gradients)
         return part._replace(gradients=treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, grads)))
 
-    def _way(self, given: Inputs) -> Callable[[Inputs, list[int]], Part]:
-        """Return what differentiates the batch, in lanes, at once or in parts; gradients are a list for some leaves."""
-        if given.lanes is not None:
-            return functools.partial(self._in_lanes, given.lanes)
-        n = microbatches.number_of_parts(given.args, given.batch_specs, self.num_microbatches, self.max_rows_per_device)
+    def _way(self, inputs: Inputs) -> Callable[[Inputs, list[int]], Part]:
+        """Return the method that differentiates the batch; its gradients are a list."""
+        if inputs.lanes is not None:
+            return functools.partial(self._in_lanes, inputs.lanes)
+        n = microbatches.number_of_parts(
+            inputs.args, inputs.batch_specs, self.num_microbatches, self.max_rows_per_device
+        )
         return self._one if n == 1 else functools.partial(self._in_parts, n)
 
-    def _in_parts(self, n: int, given: Inputs, indices: list[int]) -> Part:
-        """Differentiate the batch in n microbatches."""
-        parts = microbatches.split(given.args, n, given.batch_specs)
+    def _in_parts(self, n: int, inputs: Inputs, indices: list[int]) -> Part:
+        parts = microbatches.split(inputs.args, n, inputs.batch_specs)
 
         def run(params: Params, parts: tuple[Any, ...]) -> Part:
             def part_fn(model_state: Tree, batch: Tree, i: Array) -> Part:
-                return self._one(given.for_part(i, params=params, model_state=model_state, args=batch), indices)
+                return self._one(inputs.for_part(i, params=params, model_state=model_state, args=batch), indices)
 
             leaves = jax.tree.leaves(params)
             sums = [microbatches.zeros_of_gradient(jnp.asarray(leaves[i])) for i in indices]
-            square = functools.partial(microbatches.squared_norm, scale=given.scale) if self.squares else None
+            square = functools.partial(microbatches.squared_norm, scale=inputs.scale) if self.squares else None
             return microbatches.accumulate(
                 part_fn,
                 parts,
-                given.model_state,
+                inputs.model_state,
                 sums,
                 self.weight_fn,
                 method=self.aggregation_method,
@@ -291,40 +281,36 @@ class Differentiation:
 
         # The squared norm of a microbatch gradient requires the sum over all devices, so reduction cannot be deferred.
         if self.weight_fn is not None or self.aggregation_method is not AggregationMethod.DEFAULT or self.squares:
-            return run(given.params, parts)
+            return run(inputs.params, parts)
 
         def loss(params: Params, batch: Tree) -> Array:
-            return self._one(given._replace(params=params, args=batch), []).loss
+            return self._one(inputs._replace(params=params, args=batch), []).loss
 
-        return microbatches.reduced_once(run, given.params, parts, loss, indices)
+        return microbatches.reduced_once(run, inputs.params, parts, loss, indices)
 
-    def _in_lanes(self, lanes: Lanes, given: Inputs, indices: list[int]) -> Part:
-        """Differentiate the batch in lanes.
-
-        Loss, gradients and the floating leaves of aux are means over the lanes, integers of aux are sums. The leaves of
-        model_state are merged as `lane_state` explains.
-        """
+    def _in_lanes(self, lanes: Lanes, inputs: Inputs, indices: list[int]) -> Part:
+        """Differentiate in lanes: means for loss, gradients and floating aux, sums for integer aux."""
         alone = dataclasses.replace(self, lanes=None, squares=False)
-        size = microbatches.rows_of_part(given.args, lanes.number, f"lanes={lanes.number}", "use a multiple of it")
-        rows, of_rows = trees.flatten(given.args)
-        whole, filled = trees.arrays_of(given._replace(args=(), batch_specs=None, lanes=None))
-        merges = self._merges(lanes, given, size)
+        size = microbatches.rows_of_part(inputs.args, lanes.number, f"lanes={lanes.number}", "use a multiple of it")
+        rows, of_rows = trees.flatten(inputs.args)
+        whole, filled = trees.arrays_of(inputs._replace(args=(), batch_specs=None, lanes=None))
+        merges = self._merges(lanes, inputs, size)
 
         def part(i: Array, whole: list[Array], rows: list[Array]) -> Any:
             here = filled(whole).for_lane(i, of_rows.unflatten(rows))
-            found = alone._way(here)(here, indices)
+            results = alone._way(here)(here, indices)
             weight = microbatches.weight_of(self.weight_fn, here.args)
-            dense = [g.to_dense() if isinstance(g, IndexedSlices) else g for g in found.gradients]
+            dense = [g.to_dense() if isinstance(g, IndexedSlices) else g for g in results.gradients]
             grads = [None if g is None else microbatches.weighed(g, weight) for g in dense]
             terms = functools.partial(microbatches.summand, weight)
-            others = jax.tree_util.tree_map_with_path(terms, (found.aux, found.summaries))
+            others = jax.tree_util.tree_map_with_path(terms, (results.aux, results.summaries))
             others = jax.tree.map(lambda x: halves(x) if is_integer(x) else x, others)
-            state = _by_leaf(functools.partial(summand, i), merges, found.model_state, here.model_state)
+            state = _by_leaf(functools.partial(summand, i), merges, results.model_state, here.model_state)
             norms = None
             if self.squares:
                 of_lane = jnp.float32(size) if weight is None else weight
-                norms = of_each_lane(lanes, i, (of_lane, microbatches.squared_norm(found.gradients, here.scale)))
-            return grads, microbatches.weighed(found.loss, weight), weight, others, state, norms
+                norms = of_each_lane(lanes, i, (of_lane, microbatches.squared_norm(results.gradients, here.scale)))
+            return grads, microbatches.weighed(results.loss, weight), weight, others, state, norms
 
         summed = sum_over_lanes(lanes, part, whole, [jnp.asarray(x) for x in rows], [0] * len(rows))
         grads, loss, weight, others, state, norms = summed
@@ -333,19 +319,19 @@ class Differentiation:
         def mean(x: Any) -> Array:
             return joined(x) if isinstance(x, Halves) else x / total.astype(x.dtype)
 
-        state = _by_leaf(functools.partial(merged, lanes.number), merges, state, given.model_state)
-        found = jax.tree.map(mean, (grads, loss, others), is_leaf=lambda x: isinstance(x, Halves))
-        grads, loss, (aux, summaries) = found
+        state = _by_leaf(functools.partial(merged, lanes.number), merges, state, inputs.model_state)
+        results = jax.tree.map(mean, (grads, loss, others), is_leaf=lambda x: isinstance(x, Halves))
+        grads, loss, (aux, summaries) = results
         squares = None
         if norms is not None:
-            squares = Squares(norms[0], norms[1], alike(lanes, microbatches.squared_norm, grads, given.scale))
+            squares = Squares(norms[0], norms[1], alike(lanes, microbatches.squared_norm, grads, inputs.scale))
         return Part(loss, state, aux, grads, summaries, squares)
 
-    def _merges(self, lanes: Lanes, given: Inputs, size: int) -> list[Merge]:
-        """Return how the leaves of model_state are merged, by the traced loss of a lane with a number of rows."""
-        rows, of_rows = trees.flatten(given.args)
-        of_state = trees.structure(given.model_state)
-        others, filled = trees.arrays_of(given._replace(args=(), model_state=None, batch_specs=None, lanes=None))
+    def _merges(self, lanes: Lanes, inputs: Inputs, size: int) -> list[Merge]:
+        """Return how the leaves of model_state are merged, from the traced loss of a lane."""
+        rows, of_rows = trees.flatten(inputs.args)
+        of_state = trees.structure(inputs.model_state)
+        others, filled = trees.arrays_of(inputs._replace(args=(), model_state=None, batch_specs=None, lanes=None))
         n = self.num_microbatches
         if self.max_rows_per_device is not None:
             lane = [jax.ShapeDtypeStruct((size, *np.shape(x)[1:]), jnp.result_type(x)) for x in rows]
@@ -358,10 +344,10 @@ class Differentiation:
             here = filled(others).for_lane(i, of_rows.unflatten(rows), model_state=of_state.unflatten(old))
             return jax.tree.leaves(alone._way(here)(here, []).model_state)
 
-        return merges_of(lanes, new_state, given.model_state, others, [jnp.asarray(x) for x in rows], size)
+        return merges_of(lanes, new_state, inputs.model_state, others, [jnp.asarray(x) for x in rows], size)
 
-    def _one(self, given: Inputs, indices: list[int]) -> Part:
-        leaves, treedef = trees.flatten(given.params)
+    def _one(self, inputs: Inputs, indices: list[int]) -> Part:
+        leaves, treedef = trees.flatten(inputs.params)
         connected: set[int] = set()
         looked_up: Any = None
 
@@ -369,19 +355,19 @@ class Differentiation:
             nonlocal looked_up
             some = track_connected(some, connected)
             whole = treedef.unflatten(trees.with_leaves(leaves, indices, some))
-            before = (given.model_state,) if self.has_model_state else ()
-            rng = {} if given.key is None else {"rng": given.key}
+            before = (inputs.model_state,) if self.has_model_state else ()
+            rng = {} if inputs.key is None else {"rng": inputs.key}
 
             collector = Collector("summaries")
             collectors = (*COLLECTORS.get(), collector) if self.gathers else COLLECTORS.get()
             looked_up = Tables(some)
             with setting(TABLES, looked_up), setting(COLLECTORS, collectors):
-                out = self.loss_fn(whole, *before, *given.args, **{**(given.kwargs or {}), **rng})
-            loss, *others = outputs_of(out, given.model_state, self.has_aux, self.has_model_state, self.names_aux)
+                out = self.loss_fn(whole, *before, *inputs.args, **{**(inputs.kwargs or {}), **rng})
+            loss, *others = outputs_of(out, inputs.model_state, self.has_aux, self.has_model_state, self.names_aux)
             is_empty = not (collector.parts or collector.nested)
             summaries = None if is_empty else SUMMARIES["unreturned"](collector, out)
             wide = trees.compute_dtype(loss.dtype)
-            scaled = loss if given.scale is None else loss.astype(wide) * given.scale.astype(wide)
+            scaled = loss if inputs.scale is None else loss.astype(wide) * inputs.scale.astype(wide)
             return scaled, (loss, *others, summaries)
 
         some = [jnp.asarray(leaves[i]) for i in indices]
@@ -391,12 +377,10 @@ class Differentiation:
 
 
 def track_connected(leaves: list[Array], connected: set[int]) -> list[Array]:
-    """Return the leaves; tracing the gradient adds the indices of those that receive a gradient to `connected`.
+    """Return the leaves; tracing the gradient adds the indices of those that receive a gradient to `connected`."""
 
-    An identity function has a custom backward rule, which JAX runs once while it traces the gradient. The rule gets a
-    symbolic zero for a leaf that nothing depends on. It leaves no trace in the compiled program.
-    """
-
+    # JAX runs the custom backward rule of this identity while it traces the gradient, with a symbolic zero for a leaf
+    # that nothing depends on. The rule leaves no trace in the compiled program.
     def forward(leaves: Any) -> tuple[list[Array], None]:
         return [leaf.value for leaf in leaves], None
 
@@ -410,7 +394,7 @@ def track_connected(leaves: list[Array], connected: set[int]) -> list[Array]:
 
 
 def _by_leaf(fn: Callable[..., Array], merges: Sequence[Merge], tree: Tree, old: object) -> Any:
-    """Map `fn(merge, leaf, old leaf)` over the leaves of a tree like model_state, whose classes get arrays alone."""
+    """Map over a tree like model_state, whose classes get only arrays."""
     leaves, treedef = trees.flatten(tree)
     return treedef.unflatten(map(fn, merges, leaves, jax.tree.leaves(old)))
 
@@ -421,13 +405,7 @@ def _by_leaf(fn: Callable[..., Array], merges: Sequence[Merge], tree: Tree, old:
 def perturbed(leaves: list[Array], gradients: list[Any], rho: object, *, adaptive: bool) -> list[Array]:
     """Return the nearby parameters at which the loss is largest, to first order.
 
-    SAM: p + ρ·g / (‖g‖ + 1e-12); adaptive (ASAM): p + ρ·p²·g / (‖ |p|·g ‖ + 1e-12). Norms are over all leaves.
-
-    Args:
-        leaves: The parameters that are differentiated.
-        gradients: Their gradients, of any scale.
-        rho: The radius ρ.
-        adaptive: Whether to scale the radius by the magnitude of each element.
+    SAM: p + ρ·g / (‖g‖ + 1e-12); adaptive (ASAM): p + ρ·p²·g / (‖ |p|·g ‖ + 1e-12). Gradients may have any scale.
 
     Source: Foret et al., "Sharpness-Aware Minimization" (2020); Kwon et al., "ASAM" (2021).
     """
@@ -449,12 +427,11 @@ def perturbed(leaves: list[Array], gradients: list[Any], rho: object, *, adaptiv
 
 
 def checked_sharpness(sharpness: object) -> Any:
-    """Validate the radius ρ ≥ 0: a number, a scalar array (possibly traced), or None."""
     return None if sharpness is None else as_scalar(sharpness, "sharpness", low=0, expected="a number or None")
 
 
 def checked_radius(sharpness: object) -> Any:
-    """Validate the radius of a training step: as in `checked_sharpness`, or a schedule."""
+    """Validate the radius of a training step, which may be a schedule."""
     if isinstance(sharpness, Held):
         raise TypeError(
             f"sharpness=held({sharpness.name!r}, ...): must be a number, an array or a schedule; held values are "

@@ -1,6 +1,6 @@
-"""What a loss gives: outputs of the right form, a model_state like the one that it got, and summaries.
+"""Outputs of a loss: their validation, a model_state like the old one, and summaries.
 
-`jstep.summary`, if it is ever loaded, adds the summaries that a loss creates while it is traced to a collector.
+When `jstep.summary` is loaded, it adds the summaries that a loss creates while it is traced to a collector.
 """
 
 import contextvars
@@ -22,7 +22,7 @@ from jstep.core.trees import Array
 def outputs_of(
     out: object, old: object, has_aux: bool, has_model_state: bool, names_aux: bool
 ) -> tuple[Array, Any, Any]:
-    """Return loss, new model_state and aux from the output of a loss that got the old model_state."""
+    """Return loss, new model_state and aux from the output of a loss."""
     loss, model_state, aux = _split(out, has_aux, has_model_state)
     for key in aux if names_aux and isinstance(aux, Mapping) else ():
         if not isinstance(key, str):
@@ -67,7 +67,6 @@ def _kind(x: Any) -> str:
 
 
 def _refuse_other_structure(old: object, new: object) -> None:
-    """Raise an error for a new model_state of another structure than the old one."""
     if isinstance(new, tuple | list) and len(new) == 2 and trees.structure(old) == trees.structure(new[0]):
         raise ValueError(
             f"loss_fn returned (loss, (model_state, aux)), where aux is {_kind(new[1])}; with has_aux=False it must "
@@ -75,8 +74,8 @@ def _refuse_other_structure(old: object, new: object) -> None:
         )
     before, after = trees.paths_of(old), trees.paths_of(new)
     both = (("lacks", trees.only_in(before, after)), ("adds", trees.only_in(after, before)))
-    found = [f"{what} {', '.join(map(trees.quoted, some[:5]))}" for what, some in both if some]
-    what = " and ".join(found) or f"is {_kind(new)} with the same leaves as {_kind(old)} of the state"
+    differences = [f"{what} {', '.join(map(trees.quoted, some[:5]))}" for what, some in both if some]
+    what = " and ".join(differences) or f"is {_kind(new)} with the same leaves as {_kind(old)} of the state"
     raise ValueError(
         f"loss_fn returned a model_state of another structure: it {what}; return all of the state's, changed or not, "
         "and nothing else (a loss takes and returns it with has_model_state=True)"
@@ -84,13 +83,7 @@ def _refuse_other_structure(old: object, new: object) -> None:
 
 
 def _like(old: object, new: object) -> Any:
-    """Return the new model_state with the dtypes of the old one.
-
-    Raises:
-        ValueError: It has another structure, or a leaf another shape. The message contains the path.
-        TypeError: A leaf is of a kind that the state cannot hold, so that it would be truncated at each update: float
-            for an integer or bool, an integer for a bool, complex for a real number, or another kind of key.
-    """
+    """Return the new model_state with the dtypes of the old one."""
     if trees.structure(old) != trees.structure(new):
         _refuse_other_structure(old, new)
 
@@ -101,8 +94,9 @@ def _like(old: object, new: object) -> Any:
             raise ValueError(f"{what} has shape {after.shape}; the state holds shape {before.shape}")
         if before.dtype == after.dtype:
             return after
-        one, other = _kind_of(before.dtype), _kind_of(after.dtype)
-        if other > one or -1 in (one, other):
+        # The state would truncate a wider kind at each update.
+        old_kind, new_kind = _kind_of(before.dtype), _kind_of(after.dtype)
+        if new_kind > old_kind or -1 in (old_kind, new_kind):
             raise TypeError(
                 f"{what} must be {before.dtype}, as in the state, got {after.dtype}; create the state with "
                 f"{after.dtype} there (TrainState.create(…, model_state=…)), or convert what loss_fn returns"
@@ -117,7 +111,7 @@ _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
 def _kind_of(dtype: DTypeLike) -> int:
-    """The place of a dtype among `_KINDS`; -1 for a key."""
+    """The index of a dtype in `_KINDS`; -1 for a key."""
     return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), -1)
 
 
@@ -130,8 +124,8 @@ class Collector:
     Attributes:
         key: The name of their collection.
         trace: The trace in which the function is called.
-        parts: Those created in this trace.
-        nested: Tags → source line, of those created inside a transformation; tracers are never stored.
+        parts: Summaries created in this trace.
+        nested: Tags → source line of summaries created inside a transformation; tracers are never stored.
     """
 
     def __init__(self, key: str) -> None:
@@ -141,22 +135,22 @@ class Collector:
 
 
 COLLECTORS: contextvars.ContextVar[tuple[Collector, ...]] = contextvars.ContextVar("jstep_collect", default=())
-"""The collectors of the functions that are called, the innermost last."""
+"""The collectors of the active functions, innermost last."""
 
 SUMMARIES: dict[str, Callable[[Any, Any], Any]] = {}
-"""Two functions of `jstep.summary`, once it is loaded: `unreturned(collector, result)`, a summary of what a loss
-created and does not return, or None; and `merge(one, other)`, one summary of two, or None if they are not summaries."""
+"""Two functions of `jstep.summary`, once it is loaded: `unreturned(collector, result)`, a summary of the values
+that a loss created and does not return, or None; and `merge(one, other)`, one summary of two summaries, else None."""
 
 
-def join_returned(aux: Mapping[str, Any], made: object) -> tuple[Mapping[str, Any], Any]:
-    """Return aux, and the summaries created by the loss, merged with those that it returned as `summaries`."""
-    merged = SUMMARIES["merge"](aux["summaries"], made) if "summaries" in aux and made is not None else None
+def join_returned(aux: Mapping[str, Any], created: object) -> tuple[Mapping[str, Any], Any]:
+    """Return aux, and the created summaries, merged with the summaries that the loss returned as `summaries`."""
+    merged = SUMMARIES["merge"](aux["summaries"], created) if "summaries" in aux and created is not None else None
     if merged is None:
-        return aux, made
+        return aux, created
     return {name: value for name, value in aux.items() if name != "summaries"}, merged
 
 
-def merge_summaries(made: Iterable[Any]) -> Any:
-    """Merge the summaries of several losses; None if there are no summaries."""
-    summaries = [one for one in made if one is not None]
+def merge_summaries(several: Iterable[Any]) -> Any:
+    """Merge the summaries of several losses; None if there are none."""
+    summaries = [summary for summary in several if summary is not None]
     return functools.reduce(SUMMARIES["merge"], summaries) if summaries else None

@@ -1,4 +1,4 @@
-"""Microbatches: splitting a batch, accumulating gradients, their reduction once per step, and the noise they show."""
+"""Microbatches: splitting a batch, accumulating gradients, reducing them once per step, and their noise."""
 
 import contextlib
 import enum
@@ -26,30 +26,20 @@ _log_once = functools.cache(_logger.info)  # a step is traced several times
 
 
 def specs_of_rows(args: tuple[Any, ...], rows: Tree = None) -> list[PartitionSpec | None]:
-    """Return the spec of each leaf of a batch, from its type or from `rows`, a tree of shardings; None if unknown."""
+    """Return the spec of each leaf of a batch, from its type or from `rows`; None if unknown."""
     leaves = jax.tree.leaves(args, is_leaf=trees.is_none)
-    given = jax.tree.leaves(rows, is_leaf=trees.is_none)
-    given = given if len(given) == len(leaves) else [None] * len(leaves)
+    shardings = jax.tree.leaves(rows, is_leaf=trees.is_none)
+    shardings = shardings if len(shardings) == len(leaves) else [None] * len(leaves)
     return [
-        meshes.spec_of(leaf) if meshes.explicit_mesh(leaf) is not None else getattr(one, "spec", None)
-        for leaf, one in zip(leaves, given, strict=True)
+        meshes.spec_of(leaf) if meshes.explicit_mesh(leaf) is not None else getattr(sharding, "spec", None)
+        for leaf, sharding in zip(leaves, shardings, strict=True)
     ]
 
 
 def number_of_parts(
     args: tuple[Any, ...], specs: list[PartitionSpec | None], at_least: int, max_rows: int | None
 ) -> int:
-    """Return the number of microbatches such that no device has more than `max_rows` rows of one.
-
-    Args:
-        args: The batch.
-        specs: The specs of its leaves, or None if unknown.
-        at_least: The minimum number of microbatches; without `max_rows`, the number itself.
-        max_rows: The maximum number of rows of a microbatch on each device.
-
-    Raises:
-        ValueError: The batch has no rows, or fewer than `at_least`.
-    """
+    """Return the smallest number ≥ `at_least` of microbatches with at most `max_rows` rows on each device."""
     if max_rows is None:
         return at_least
     what = f"max_rows_per_device={max_rows}"
@@ -69,22 +59,11 @@ def number_of_parts(
 
 
 def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> tuple[Any, ...]:
-    """Reshape each leaf (B, …) to (B/n, n, …), of which `microbatch` takes the rows i, i + n, i + 2n, ….
-
-    A contiguous block of a sharded batch is on some of the devices only and would move to the others at every step.
-    Of every n-th row each device already has its share, for any number of devices, as long as n divides its rows. One
-    device takes the same rows, so that the microbatches do not depend on the number of devices. Nothing is copied here:
-    a transposed batch would be a second one in memory.
-
-    Args:
-        args: The batch.
-        n: The number of microbatches.
-        specs: The specs of its leaves, or None if unknown. The rows of each microbatch are sharded like those of the
-            batch; otherwise XLA would make each device process every row.
-
-    Raises:
-        ValueError: A leaf has no leading axis, the leading axes differ, or n does not divide them.
-    """
+    """Reshape each leaf (B, …) to (B/n, n, …), of which `microbatch` selects the rows i, i + n, i + 2n, …."""
+    # A contiguous block of a sharded batch is on some of the devices only and would move to the others at every step,
+    # whereas each device already has its share of every n-th row if n divides its rows. One device uses the same rows,
+    # so microbatches do not depend on the number of devices. Nothing is copied: a transposed batch would be a second
+    # one in memory.
     advice = f"use a batch of a multiple of {n}, or max_rows_per_device instead of num_microbatches"
     rows = rows_of_part(args, n, f"num_microbatches={n}", advice)
     leaves, treedef = trees.flatten(args, is_leaf=trees.is_none)
@@ -102,6 +81,7 @@ def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> t
         in_parts = functools.partial(jnp.reshape, shape=shape)
         if spec is None or mesh.empty:
             return in_parts(leaf)
+        # Sharded like the batch: otherwise XLA would make each device process every row.
         whole = PartitionSpec(*(meshes.dims_of(spec)[:1] or (None,)), None, *meshes.dims_of(spec)[1:])
         fits = fitting_spec(mesh, whole, shape) == whole  # not if there are fewer rows than devices
         if meshes.explicit_mesh(leaf) is not None:
@@ -113,7 +93,6 @@ def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> t
 
 
 def microbatch(parts: object, i: object) -> Any:
-    """Return microbatch i of the result of `split`."""
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, axis=1, keepdims=False), parts)
 
 
@@ -122,7 +101,7 @@ def _mesh_of(leaf: object) -> Any:
 
 
 def rows_of_batch(args: tuple[Any, ...], what: str) -> tuple[str, int]:
-    """Return the name of a leaf of a batch and the number of rows of all leaves; `what` begins error messages."""
+    """Return the name of a leaf and the number of rows of all leaves."""
     leaves = trees.leaves_with_paths(args)
     if not leaves:
         raise ValueError(f"{what}: there is no batch to split; pass it as an argument after params")
@@ -141,17 +120,7 @@ def rows_of_batch(args: tuple[Any, ...], what: str) -> tuple[str, int]:
 
 
 def rows_of_part(args: tuple[Any, ...], n: int, what: str, advice: str) -> int:
-    """Return the number of rows of each of n parts of a batch.
-
-    Args:
-        args: The batch.
-        n: The number of parts.
-        what: What asks for them, for errors.
-        advice: What to do if n does not divide the rows, for the error.
-
-    Raises:
-        ValueError: A leaf has no leading axis, the leading axes differ, or n does not divide them.
-    """
+    """Return the rows of each of n parts of a batch; errors begin with `what` and end with `advice`."""
     first, size = rows_of_batch(args, what)
     if size % n or size == 0:
         raise ValueError(f"{what} does not divide the batch: {first} has {size} rows; {advice}")
@@ -183,7 +152,7 @@ class Squares(NamedTuple):
     """Squared norms of gradients.
 
     Attributes:
-        weights: The weight of each part, of shape (n,); or the number of examples of each part.
+        weights: The weight, or the number of examples, of each part, of shape (n,).
         parts: The squared norm of each part, of shape (n,).
         whole: The squared norm of the mean.
     """
@@ -218,21 +187,15 @@ def accumulate(
     """Accumulate the results of all microbatches of a batch.
 
     Args:
-        part_fn: `part_fn(model_state, microbatch, i) -> Part`.
+        part_fn: `part_fn(model_state, microbatch, i) -> Part`; model_state is carried.
         parts: The batch, as `split` returns it.
-        model_state: The model state, which is carried from one microbatch to the next.
-        sums: Zeros to accumulate the gradients in, if a running sum is kept.
-        weight_fn: `weight_fn(*microbatch) -> scalar`; defaults to 1. A microbatch of weight 0 is ignored, whatever its
-            loss; if all weights are 0, loss and gradients are 0.
-        method: How to sum the gradients.
-        unroll: How to unroll the loop over microbatches.
-        square: The squared norm of gradients, some of which may be None, to be computed of each microbatch and of the
-            mean; None to omit.
+        sums: Zeros to accumulate the gradients in.
+        weight_fn: `weight_fn(*microbatch) -> scalar`. A microbatch of weight 0 is ignored, whatever its loss.
+        square: Returns the squared norm of gradients, some of which may be None.
 
     Returns:
-        Loss, gradients and the floating or complex leaves of aux as means in at least float32, integer leaves of aux
-        as sums in at least int32 (of bools, the number of True values), and the last model_state. `IndexedSlices`
-        contain the rows of all microbatches, concatenated; a gradient that no microbatch has is None.
+        Loss, gradients and inexact leaves of aux as means in at least float32, integer leaves of aux as sums in at
+        least int32. `IndexedSlices` contain the rows of all microbatches; a gradient that no microbatch has is None.
     """
     examples, n = jax.tree.leaves(parts)[0].shape[:2]
     running = method is AggregationMethod.DEFAULT
@@ -295,7 +258,6 @@ def summand(weight: Array | None, keys: Any, leaf: Array) -> Array:
 
 
 def weight_of(weight_fn: Callable[..., Any] | None, batch: tuple[Any, ...]) -> Array | None:
-    """Return the weight of a part of a batch, or None without `weight_fn`."""
     if weight_fn is None:
         return None
     weight = weight_fn(*batch)
@@ -307,7 +269,7 @@ def weight_of(weight_fn: Callable[..., Any] | None, batch: tuple[Any, ...]) -> A
 
 
 def weighed(value: Array, weight: Array | None) -> Array:
-    """Return a value times a weight, in at least float32; 0 if the weight is 0."""
+    """Return value · weight in at least float32; 0 if the weight is 0."""
     value = value.astype(trees.compute_dtype(value.dtype))
     if weight is None:
         return value
@@ -327,15 +289,7 @@ def weighed(value: Array, weight: Array | None) -> Array:
 def reduced_once(
     run: Callable[[Any, Any], Any], params: Tree, parts: object, loss: Callable[[Any, Any], Array], indices: list[int]
 ) -> Any:
-    """Return `run(params, parts)` with parameters typed such that their gradients are reduced once, if possible.
-
-    Args:
-        run: Accumulates the gradients.
-        params: The parameters.
-        parts: The batch, as `split` returns it.
-        loss: `loss(params, part)`, which is traced to see how it uses the parameters.
-        indices: The indices of the parameters that are differentiated.
-    """
+    """Return `run(params, parts)`, with the gradients of parameters reduced once if their uses in `loss` allow it."""
     axes: set[str] = set()  # over which the rows of each part are sharded
     for leaf in jax.tree.leaves(parts):
         if meshes.explicit_mesh(leaf) is not None and meshes.dims_of(meshes.spec_of(leaf)):
@@ -373,7 +327,7 @@ def reduced_once(
 
 
 def zeros_of_gradient(leaf: Array) -> Array:
-    """Return zeros to accumulate the gradients of a leaf in: at least float32, with the type of its gradient."""
+    """Return zeros to accumulate a gradient in, of its type and at least float32."""
     dtype = trees.compute_dtype(leaf.dtype)
     mesh = meshes.explicit_mesh(leaf)
     if mesh is None:
@@ -385,51 +339,47 @@ def zeros_of_gradient(leaf: Array) -> Array:
 _SAME_ELEMENTS = frozenset({"convert_element_type", "copy", "copy_p", "reshape", "squeeze", "transpose"})
 
 
-def _other_uses(body: Subprogram, given: Sequence[frozenset[int]]) -> set[int]:
-    """Return which of the given arguments a program does not only use in matrix products.
+def _other_uses(body: Subprogram, arguments: Sequence[frozenset[int]]) -> set[int]:
+    """Return the arguments that a program uses in anything but matrix products.
 
-    Args:
-        body: The program.
-        given: The arguments that each of its own is, possibly after changes of shape or dtype.
+    `arguments` maps each operand to the arguments that it equals, up to changes of shape or dtype.
     """
     others: set[int] = set()
 
-    def use(operation: Operation, taken: list[frozenset[int]]) -> list[frozenset[int]]:
+    def use(operation: Operation, operands: list[frozenset[int]]) -> list[frozenset[int]]:
         if operation.name in _SAME_ELEMENTS:
-            return taken
+            return operands
         if operation.kind == "scan":
             consts, carried = operation.counts
-            others.update(*taken[consts : consts + carried])
+            others.update(*operands[consts : consts + carried])
         if operation.kind in ("call", "scan"):
-            others.update(_other_uses(operation.bodies[0], taken))
+            others.update(_other_uses(operation.bodies[0], operands))
         elif operation.name != "dot_general":
-            others.update(*taken)
+            others.update(*operands)
         return [frozenset()] * len(operation.eqn.outvars)
 
-    others.update(*evaluate(body, given, use, lambda constant: frozenset()))
+    others.update(*evaluate(body, arguments, use, lambda constant: frozenset()))
     return others
 
 
 # Estimates of the gradient noise from the gradients of microbatches.
 #
 # Let G be the true gradient and Σ the covariance of the gradient of one example. The gradient of a microbatch of weight
-# w has an expected squared norm of |G|² + tr Σ/w, and that of the whole batch of weight W one of |G|² + tr Σ/W. Squared
-# norms at two weights determine both unknowns.
+# w has an expected squared norm of |G|² + tr Σ/w, and the gradient of the whole batch of weight W one of |G|² + tr Σ/W.
+# Squared norms at two weights determine both unknowns: tr Σ = (small − big)·W/(n − 1) and |G|² = big − tr Σ/W, where
+# big is the squared norm of the mean, small the weighted mean of the squared norms of the parts, and W the sum of the
+# n positive weights.
 
 
 def squared_norm(gradients: Sequence[Any], scale: Array | None = None) -> Array:
-    """Return the squared norm of gradients in at least float32.
-
-    Args:
-        gradients: Arrays, `IndexedSlices` (whose duplicate rows are summed first) or None.
-        scale: The factor of the loss. It is divided out before squaring, because float32 may not hold the square.
-    """
+    """Return the squared norm of gradients in at least float32, without the factor `scale` of the loss."""
 
     def computed(gradients: list[Any], scale: Array | None) -> Array:
         total = jnp.zeros((), trees.default_float())
         for g in gradients:
             values = combined(g).values if isinstance(g, IndexedSlices) else g
             values = values.astype(trees.compute_dtype(values.dtype))
+            # Before squaring: float32 may not hold the square of a scaled gradient.
             if scale is not None:
                 values = values * (1 / scale).astype(values.dtype)
             total = total + jnp.sum(jnp.square(values)).astype(total.dtype)
@@ -438,20 +388,17 @@ def squared_norm(gradients: Sequence[Any], scale: Array | None = None) -> Array:
     return meshes.without_explicit_axes(computed, [g for g in gradients if g is not None], scale)
 
 
-def together_squared(found: Sequence[Squares | None]) -> Squares | None:
-    """Combine the squared norms of gradients with respect to different parameters, for the same parts."""
-    known = [one for one in found if one is not None]
-    if not known:
+def together_squared(squares: Sequence[Squares | None]) -> Squares | None:
+    """Combine squared norms of gradients with respect to different parameters, for the same parts."""
+    present = [s for s in squares if s is not None]
+    if not present:
         return None
-    parts = sum((one.parts for one in known[1:]), known[0].parts)
-    return Squares(known[0].weights, parts, sum((one.whole for one in known[1:]), known[0].whole))
+    parts = sum((s.parts for s in present[1:]), present[0].parts)
+    return Squares(present[0].weights, parts, sum((s.whole for s in present[1:]), present[0].whole))
 
 
 def estimated(squares: Squares) -> GradientNoise:
     """Return unbiased estimates of tr Σ and |G|² from one batch; NaN if fewer than two parts have a positive weight.
-
-    tr Σ = (small − big)·W/(n − 1) and |G|² = big − tr Σ/W, where big is the squared norm of the mean, small the
-    weighted mean of the squared norms of the parts, and W the sum of the n positive weights.
 
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), appendix A, for parts of one size.
     """

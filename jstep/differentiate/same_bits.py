@@ -1,8 +1,8 @@
 """Evaluation of a function with the same bits on any number of devices, for lanes.
 
-The function is traced. Elementwise operations stay sharded, sums over whole arrays are made over L blocks in the tree
-of the lanes, and whatever else combines the elements of an array is computed by every device on whole arrays. What is
-computed together is compiled apart from the rest, so that the roundings do not depend on what else is in the program.
+The function is traced. Elementwise operations stay sharded, sums over whole arrays are computed over L blocks in the
+tree of the lanes, and every device computes all other operations on whole arrays. Each group of operations is compiled
+apart from the rest, so that its roundings do not depend on the rest of the program.
 """
 
 import collections
@@ -28,34 +28,28 @@ ON_PARTS = ELEMENTWISE.union(_MOVES.split(), _EXACT.split())
 """Operations on floats whose results XLA does not round differently if it splits their arrays."""
 
 PARTS, SUM, WHOLE, APART = "parts", "sum", "whole", "apart"
-"""The ways to compute an operation: on the parts of its arrays; a sum of a whole array, over blocks; by every device on
-whole arrays; and one that contains such operations, or is in lanes already."""
+"""The ways to compute an operation: on the parts of its arrays; as a sum of a whole array, over blocks; by every device
+on whole arrays; and separately, if it contains such operations or is in lanes already."""
 
 
 def alike(lanes: Lanes | None, fn: Callable[..., Any], *args: Any) -> Any:
-    """Return `fn(*args)`; with lanes, its bits are the same on any number of devices.
-
-    Args:
-        lanes: The lanes; None to just call the function.
-        fn: A function of trees.
-        *args: Its arguments, in any memory; its results are in device memory.
-    """
+    """Return `fn(*args)`, in device memory; with lanes, its bits are the same on any number of devices."""
     if lanes is None:
         return fn(*args)
     arrays, filled = trees.arrays_of(args)
-    made: list[Any] = []
+    rebuilds: list[Any] = []
 
     def of_arrays(arrays: list[Array]) -> list[Array]:
-        found, rebuilt = trees.arrays_of(fn(*filled(arrays)))
-        made.append(rebuilt)
-        return found
+        results, rebuild = trees.arrays_of(fn(*filled(arrays)))
+        rebuilds.append(rebuild)
+        return results
 
     arrays = on_devices(arrays)
     program, _ = traced(lanes, of_arrays, arrays)
     # Data that XLA cannot know: constants are not traced.
-    known = [x for x in arrays if x.size and not trees.is_key(x)]
-    witness = min(known, key=lambda x: (not trees.is_traced(x), x.size))
-    return made[-1](_evaluated(lanes, jaxprs.body_of(program), arrays, witness))
+    data = [x for x in arrays if x.size and not trees.is_key(x)]
+    witness = min(data, key=lambda x: (not trees.is_traced(x), x.size))
+    return rebuilds[-1](_evaluated(lanes, jaxprs.body_of(program), arrays, witness))
 
 
 def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness: Array) -> list[Array]:
@@ -63,13 +57,13 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
     jaxpr = program.jaxpr
     users = {atom: {-1} for atom in jaxprs.variables(jaxpr.outvars)}
     operations: list[Operation] = []
-    for one in reversed(jaxprs.body_of(program).operations):
-        if one.eqn.effects or any(atom in users for atom in one.eqn.outvars):  # it is needed
-            operations.insert(0, one)
-            for atom in jaxprs.variables(one.eqn.invars):
-                users.setdefault(atom, set()).add(one.number)
+    for op in reversed(jaxprs.body_of(program).operations):
+        if op.eqn.effects or any(atom in users for atom in op.eqn.outvars):  # its results are used
+            operations.insert(0, op)
+            for atom in jaxprs.variables(op.eqn.invars):
+                users.setdefault(atom, set()).add(op.number)
     # Operations without operands, such as zeros, are computed where they are used.
-    free = {atom: one.eqn for one in operations if not jaxprs.variables(one.eqn.invars) for atom in one.eqn.outvars}
+    free = {atom: op.eqn for op in operations if not jaxprs.variables(op.eqn.invars) for atom in op.eqn.outvars}
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *values], strict=True))
 
     def read(atom: object) -> Any:
@@ -78,16 +72,16 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
         return env[atom] if atom in env else jax.core.eval_jaxpr(jaxprs.part_of(jaxpr, [], [atom], [free[atom]]), ())[0]
 
     def together(call: Callable[..., list[Array]], some: Sequence[Operation]) -> None:
-        """Compute operations as one program, of which the others see only what they use."""
-        made = dict.fromkeys(atom for one in some for atom in one.eqn.outvars)
-        used = dict.fromkeys(atom for one in some for atom in jaxprs.variables(one.eqn.invars))
-        given = [atom for atom in used if atom not in made and atom not in free]
-        numbers = {one.number for one in some}
-        kept = [atom for atom in made if users.get(atom, numbers) - numbers]
+        """Compute operations as one program, whose outputs are the values used by other operations."""
+        outputs = dict.fromkeys(atom for op in some for atom in op.eqn.outvars)
+        used = dict.fromkeys(atom for op in some for atom in jaxprs.variables(op.eqn.invars))
+        inputs = [atom for atom in used if atom not in outputs and atom not in free]
+        numbers = {op.number for op in some}
+        kept = [atom for atom in outputs if users.get(atom, numbers) - numbers]
         first = {id(free[atom]): free[atom] for atom in used if atom in free}
-        eqns = [*first.values(), *(one.eqn for one in some)]
-        compute = functools.partial(jax.core.eval_jaxpr, jaxprs.part_of(jaxpr, given, kept, eqns), ())
-        env.update(zip(kept, call(compute, [env[atom] for atom in given], [atom.aval for atom in kept]), strict=True))
+        eqns = [*first.values(), *(op.eqn for op in some)]
+        compute = functools.partial(jax.core.eval_jaxpr, jaxprs.part_of(jaxpr, inputs, kept, eqns), ())
+        env.update(zip(kept, call(compute, [env[atom] for atom in inputs], [atom.aval for atom in kept]), strict=True))
 
     def on_parts(fn: Any, args: list[Array], shapes: Tree) -> list[Array]:
         return list(map(lanes.placed, isolated(fn, list(map(lanes.placed, args)), shapes, witness)))
@@ -101,41 +95,41 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
         run = lanes.spread(lambda args, witness: isolated(fn, args, shapes, witness), everywhere, everywhere)
         return list(run(args, witness))
 
-    for level in _levels(lanes.number, [one for one in operations if jaxprs.variables(one.eqn.invars)]):
+    for level in _levels(lanes.number, [op for op in operations if jaxprs.variables(op.eqn.invars)]):
         if level[PARTS]:
             together(on_parts, level[PARTS])
         if level[SUM]:
             together(on_blocks, level[SUM])
         for some in _connected(level[WHOLE]):
             together(on_whole_arrays, some)
-        for one in level[APART]:
-            results = _apart(lanes, one, list(map(read, one.eqn.invars)), witness)
-            env.update(zip(one.eqn.outvars, results, strict=True))
+        for op in level[APART]:
+            results = _apart(lanes, op, list(map(read, op.eqn.invars)), witness)
+            env.update(zip(op.eqn.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))
 
 
 def _inlined(operation: Operation, values: list[Any]) -> Sequence[Any]:
-    """Apply an operation; a call that is not all on parts, operation by operation."""
+    """Apply an operation; inline a call that cannot run on parts."""
     if operation.kind == "call" and not is_in_lanes(operation) and _way(1, operation) != PARTS:
         return jaxprs.evaluate(operation.bodies[0], values, _inlined)
     return jaxprs.apply(operation, values)
 
 
 def _levels(number: int, operations: Sequence[Operation]) -> Iterator[dict[str, list[Operation]]]:
-    """Group operations by way: within a level, those on parts come first, then sums, then the others.
+    """Group operations by way: within a level, operations on parts come first, then sums, then the others.
 
-    What every device has computed on whole arrays stays there, as long as the next operation needs nothing else.
+    A result on whole arrays stays on every device as long as the next operation needs nothing else.
     """
     levels: dict[int, dict[str, list[Operation]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     ready: dict[Any, int] = collections.defaultdict(int)  # the level in which a value is known
     inside: dict[Any, int] = {}  # the level in which every device has computed it, as a whole
     for operation in operations:
-        given = jaxprs.variables(operation.eqn.invars)
-        arrays = [atom for atom in given if atom.aval.shape]
+        operands = jaxprs.variables(operation.eqn.invars)
+        arrays = [atom for atom in operands if atom.aval.shape]
         way = _way(number, operation)
         if way in (PARTS, SUM) and arrays and all(atom in inside for atom in arrays):
             way = WHOLE
-        at = max(inside.get(atom, ready[atom]) if way == WHOLE else ready[atom] for atom in given)
+        at = max(inside.get(atom, ready[atom]) if way == WHOLE else ready[atom] for atom in operands)
         levels[at][way].append(operation)
         for atom in operation.eqn.outvars:
             ready[atom] = at + (way != PARTS)
@@ -145,12 +139,11 @@ def _levels(number: int, operations: Sequence[Operation]) -> Iterator[dict[str, 
 
 
 def _way(number: int, operation: Operation) -> str:
-    """The way to compute an operation with this number of lanes."""
     eqn = operation.eqn
     if is_in_lanes(operation):
         return APART
     if operation.kind in ("call", "cond"):
-        ways = {_way(number, one) for body in operation.bodies for one in body.operations}
+        ways = {_way(number, inner) for body in operation.bodies for inner in body.operations}
         return PARTS if ways <= {PARTS} else WHOLE if operation.is_of_platforms else APART  # XLA must see one branch
     if operation.bodies:
         return APART if any(map(is_in_lanes, jaxprs.inside(operation))) else WHOLE
@@ -166,7 +159,7 @@ def _is_inexact(atom: Any) -> bool:
 
 
 def _dim_of_blocks(number: int, shape: Sequence[int]) -> int | None:
-    """The dimension along which an array is cut into blocks for its sum; None if their number divides none."""
+    """The dimension along which to cut an array for its sum; None if no dimension is divisible."""
     fitting = [dim for dim, size in enumerate(shape) if size and size % number == 0]
     return max(fitting, key=lambda dim: (shape[dim], -dim), default=None)
 
@@ -177,15 +170,15 @@ def _connected(operations: Sequence[Operation]) -> list[list[Operation]]:
     for operation in operations:
         used = [group_of[atom] for atom in jaxprs.variables(operation.eqn.invars) if atom in group_of]
         first, *others = {id(group): group for group in used}.values() or [[]]
-        added = [operation, *(one for group in others for one in group)]
+        added = [operation, *(member for group in others for member in group)]
         first.extend(added)
-        group_of.update((atom, first) for one in added for atom in one.eqn.outvars)
+        group_of.update((atom, first) for member in added for atom in member.eqn.outvars)
     groups = {id(group): group for group in group_of.values()}.values()
-    return [sorted(group, key=lambda one: one.number) for group in groups]
+    return [sorted(group, key=lambda member: member.number) for group in groups]
 
 
 def _apart(lanes: Lanes, operation: Operation, values: Sequence[Any], witness: Array) -> Sequence[Any]:
-    """Evaluate the programs of a condition or a loop in the same way; apply what is in lanes already."""
+    """Evaluate the bodies of a condition or a loop in the same way."""
 
     def run(i: int, *values: object) -> list[Array]:
         return _evaluated(lanes, operation.bodies[i], list(map(jnp.asarray, values)), witness)

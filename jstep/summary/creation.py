@@ -98,9 +98,9 @@ def _nesting(values: object) -> tuple[int, ...]:
 
 def _number(value: Any, tag: str, shape: tuple[int, ...]) -> Any:
     is_real = isinstance(value, bool | int | float)
-    found = () if is_real else np.shape(value)
-    if isinstance(value, list | tuple) or found != shape:
-        raise _shape_error(tag, shape, found)
+    got = () if is_real else np.shape(value)
+    if isinstance(value, list | tuple) or got != shape:
+        raise _shape_error(tag, shape, got)
     if is_array(value):
         is_real = getattr(value.dtype, "kind", "V") in "fiub" or jnp.issubdtype(value.dtype, jnp.floating)
     if not is_real:
@@ -154,7 +154,7 @@ def zero_fraction(value: object) -> Array:
 def text(tag: str, text: object, collections: Sequence[str] | None = DEFAULT) -> Summary:
     """Return a summary of strings, which TensorBoard's Text tab renders as Markdown.
 
-    The strings are static: inside a compiled function they are those of the trace.
+    The strings are static: a compiled function keeps the strings from its trace.
 
     Args:
         tag: The tag.
@@ -260,7 +260,6 @@ def _pixels(x: Array, count: int) -> Array:
 
 
 def _rescale(x: Array) -> Array:
-    """Convert an image `[height, width, channels]` to uint8."""
     # Scaled by 1/16, since the reciprocal of the largest float32 is not a normal number.
     x = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32) * 0.0625
     finite = jnp.all(jnp.isfinite(x), axis=-1, keepdims=True)
@@ -320,7 +319,7 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
     Raises:
         TypeError: The values are not an array of real numbers.
         ValueError: A value is NaN or infinite. Values on the host, and small arrays on the device that are ready, are
-            checked at once. Others are checked by the writer, which raises at its next call.
+            checked immediately. Others are checked by the writer, which raises at its next call.
 
     Example:
         >>> import jax.numpy as jnp, jstep.summary
@@ -354,13 +353,13 @@ def bucket_limits() -> NumPyArray:
 def _eager(tag: str, values: object) -> Any:
     """Convert concrete values to an array; check them if that does not wait for the device."""
     if not isinstance(values, jax.Array):
-        given = values
+        original = values
         try:
             values = np.asarray(jax.tree.map(lambda leaf: native(leaf, "", f"histogram {tag!r}"), values))
         except (ValueError, TypeError) as error:
             raise TypeError(f"histogram {tag!r}: values must be an array, not {kind(values)}: {error}") from error
         if values.dtype.kind not in "biufV":
-            got = kind(given) if values.dtype == object else values.dtype
+            got = kind(original) if values.dtype == object else values.dtype
             raise TypeError(f"histogram {tag!r}: values must be an array of real numbers, not {got}")
         # A dtype of the device: without `jax_enable_x64`, integers that exceed 32 bits become floats.
         dtype = jax.dtypes.canonicalize_dtype(values.dtype)
@@ -383,7 +382,6 @@ def _eager(tag: str, values: object) -> Any:
 
 
 def non_finite_error(tag: str, count: int, size: int) -> ValueError:
-    """Return the error for non-finite values, which fit no bucket."""
     return ValueError(
         f"histogram {tag!r}: {count} of {size} values are NaN or infinite. The run has probably diverged: "
         "look at the loss and the gradients of earlier steps (NanLossHook stops at the first such step), "
@@ -394,7 +392,6 @@ def non_finite_error(tag: str, count: int, size: int) -> ValueError:
 @jax.jit
 @on_any_mesh()
 def _count(x: Array) -> dict[str, Array]:
-    """Return the fields of a `Histogram`. Axes are summed separately, which keeps float32 sums accurate."""
     if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize >= 4:
         finite = jnp.ones(x.shape, bool)
     else:
@@ -406,12 +403,12 @@ def _count(x: Array) -> dict[str, Array]:
     y = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x
     _, exponent = jnp.frexp(jnp.max(jnp.abs(y), initial=0))
     half = exponent // 2
-    one = jnp.ones((), y.dtype)
-    y = y * jnp.ldexp(one, -half) * jnp.ldexp(one, half - exponent)
+    unit = jnp.ones((), y.dtype)
+    y = y * jnp.ldexp(unit, -half) * jnp.ldexp(unit, half - exponent)
     return {
-        "counts": counts[:-1],  # no value is below -DBL_MAX: TensorFlow's bucket i is the one that ends at limit i
+        "counts": counts[:-1],  # no value is below -DBL_MAX: TensorFlow's bucket i ends at limit i
         "extremes": extremes,
-        "sums": jnp.stack([_sum(y), _sum(y * y)]),
+        "sums": jnp.stack([_sum(y), _sum(y * y)]),  # axes separately, which keeps float32 sums accurate
         "exponent": exponent,
         "non_finite": jnp.sum(~finite, dtype=jnp.int32),
         "added": jnp.ones((), jnp.int32),
@@ -419,7 +416,7 @@ def _count(x: Array) -> dict[str, Array]:
 
 
 def _count_on_host(x: NumPyArray) -> dict[str, Any]:
-    """Return what `_count` does, for finite doubles that devices cannot hold while 64-bit types are off."""
+    """As `_count`, for finite doubles that devices cannot hold while 64-bit types are off."""
     last = bucket_limits().size - 1
     buckets = np.minimum(np.searchsorted(bucket_limits(), x.ravel(), side="right"), last)
     _, exponent = np.frexp(np.abs(x).max())
@@ -450,8 +447,8 @@ def _bucket(x: Array) -> Array:
     if x.dtype != jnp.float32:
         below_all = float(np.iinfo(x.dtype).min) if x.dtype.kind in "iu" else -np.inf
         start = int(np.searchsorted(bucket_limits(), below_all))
-        found = jnp.searchsorted(jnp.asarray(limits), x, side="right").astype(jnp.int32) + start
-        return jnp.minimum(found, bucket_limits().size - 1)  # the largest double belongs to the last bucket
+        number = jnp.searchsorted(jnp.asarray(limits), x, side="right").astype(jnp.int32) + start
+        return jnp.minimum(number, bucket_limits().size - 1)  # the largest double belongs to the last bucket
     below, inside = _cells()
     key = _sortable(jax.lax.bitcast_convert_type(x, jnp.uint32), jnp.where)
     cell = (key >> np.uint32(_CELL_BITS)).astype(jnp.int32)
@@ -459,16 +456,13 @@ def _bucket(x: Array) -> Array:
 
 
 def _sortable(bits: Any, where: Any) -> Any:
-    """Map bits of float32 to uint32 in the order of the floats, subnormals included, which devices flush to 0."""
+    """Map bits of float32 to uint32 in the order of the floats, with subnormals, which devices flush to 0."""
     sign = np.uint32(2**31)
     return where(bits >= sign, ~bits, bits | sign)
 
 
 def _limits_as(dtype: DTypeLike) -> NumPyArray:
-    """Return the limits in the dtype of the values, rounded up so that comparisons give the same as with doubles.
-
-    Limits outside the range of an integer dtype are left out.
-    """
+    """Return the limits in the dtype of the values, rounded up so that comparisons agree with doubles."""
     limits = bucket_limits()
     if dtype == np.float64:
         return limits
@@ -477,6 +471,7 @@ def _limits_as(dtype: DTypeLike) -> NumPyArray:
             rounded = limits.astype(np.float32)
         return np.where(rounded < limits, np.nextafter(rounded, np.float32(np.inf)), rounded)
     info = np.iinfo(dtype)
+    # Limits outside the range of an integer dtype are omitted.
     inside = limits[(limits >= float(info.min)) & (limits <= float(info.max))]
     # Computed with Python integers: the largest int64 is not representable as a double.
     return np.array([min(int(np.ceil(v)), info.max) for v in inside.tolist()], dtype)

@@ -20,7 +20,7 @@ Values: TypeAlias = list[Any]
 
 
 def encode_job(what: Any, step: Any, wall_time: float) -> tuple[list[bytes], list[Exception]]:
-    """Encode a job of the thread: a summary, the fields of an event, or an event that is already serialized."""
+    """Encode a job of the thread: a summary, the fields of an event, or a serialized event."""
     if isinstance(what, bytes):
         return [what], []
     host_step = None if step is None else int(step)
@@ -34,7 +34,7 @@ def encode_job(what: Any, step: Any, wall_time: float) -> tuple[list[bytes], lis
 def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[list[bytes], list[Exception]]:
     """Return the serialized events of a summary, and the errors; wait for its arrays.
 
-    Leading axes, added by scan and vmap, are steps in order, and the last one is `last_step`; without a step they are
+    Leading axes, added by scan and vmap, are steps in order, and the last one is `last_step`; without it they are
     numbered from 0. If a part cannot be encoded, the others still are.
     """
     if summary.parts and all(type(part) is Scalars and type(part.values) is float for part in summary.parts):
@@ -66,7 +66,6 @@ def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[l
 
 
 def event_bytes(step: int, wall_time: float, **fields: object) -> bytes:
-    """Return a serialized Event."""
     return proto("Event")(step=step, wall_time=wall_time, **fields).SerializeToString()
 
 
@@ -137,10 +136,8 @@ def _histograms(part: Histogram) -> Iterator[Values]:
 
 
 def _from_buckets(counts: NumPyArray) -> tuple[float, float, float, float]:
-    """Estimate smallest and largest value, sum and sum of squares from the buckets, within 10 %.
-
-    Used for several microbatches: their counts add up to the histogram, but their moments were averaged.
-    """
+    """Estimate extremes, sum and sum of squares from the buckets, within 10 %."""
+    # Used for several microbatches: their counts add up to the histogram, but their moments were averaged.
     limits = bucket_limits().clip(-1e20, 1e20)
     lefts = np.append(limits[:1], limits[:-1])
     (filled,) = np.nonzero(counts)
@@ -151,13 +148,11 @@ def _from_buckets(counts: NumPyArray) -> tuple[float, float, float, float]:
 
 
 def _histogram_proto(counts: NumPyArray, low: float, high: float, total: float, squares: float) -> Any:
-    """Return the proto of a histogram. Runs of empty buckets between filled ones are merged, as in TensorFlow.
-
-    TensorFlow also writes the empty buckets at either end. They are left out here: TensorBoard replaces their limits by
-    the extremes, which gives buckets that end before they begin.
-    """
+    """Return the proto of a histogram; empty buckets between filled ones are merged, as in TensorFlow."""
     limits = bucket_limits()
     (filled,) = np.nonzero(counts)
+    # TensorFlow also writes the empty buckets at either end. They are omitted here: TensorBoard replaces their limits
+    # by the extremes, which gives buckets that end before they begin.
     before = filled[1:] - 1  # the last empty bucket of each run, or a filled one
     ends = np.union1d(filled, before) if filled.size else np.array([-1])
     return proto("HistogramProto")(

@@ -31,14 +31,14 @@ _MAX_ATTR = 500  # characters; TensorBoard shows them in a side panel
 
 
 class Tensor(NamedTuple):
-    """Shape and dtype of an output. The shape is None if the output is not an array."""
+    """Shape and dtype of an output; the shape is None if it is not an array."""
 
     shape: tuple[int, ...] | None
     dtype: str
 
 
 class GraphBuilder:
-    """Builder of a GraphDef, `graph`, with unique names of nodes."""
+    """Builder of a GraphDef with unique names of nodes."""
 
     def __init__(self) -> None:
         self.graph = proto("GraphDef")()
@@ -47,7 +47,7 @@ class GraphBuilder:
         self._scopes: set[str] = set()
 
     def scope(self, *parts: str) -> str:
-        """Open a new scope; a number is appended if the name is taken."""
+        """Open a new scope with a unique name."""
         name = self._unique(_join(parts), self._nodes | self._scopes)
         self._scopes.add(name)
         return name
@@ -61,7 +61,7 @@ class GraphBuilder:
         outputs: Sequence[Tensor],
         attrs: dict[str, str] | None = None,
     ) -> list[Ref]:
-        """Add a node; return a reference to each of its outputs."""
+        """Add a node; return a reference to each output."""
         full = self._unique(_join([scope, name]), self._nodes)
         self._nodes.add(full)
         node = self.graph.node.add(name=full, op=op)
@@ -82,22 +82,19 @@ class GraphBuilder:
     @staticmethod
     def _unique(name: str, taken: set[str]) -> str:
         names = itertools.chain([name], (f"{name}_{n}" for n in itertools.count(1)))
-        return next(found for found in names if found not in taken)
+        return next(free for free in names if free not in taken)
 
 
 def _join(parts: Iterable[str]) -> str:
-    """Join parts, each one scope or several, into a valid GraphDef name."""
+    """Join scopes into a valid GraphDef name."""
     components = [component for part in parts for component in part.split("/") if component]
     cleaned = [re.sub(r"[^A-Za-z0-9_.\-]", "_", component).lstrip("_-") for component in components]
     return "/".join(component or "op" for component in cleaned) or "op"
 
 
 def scopes_of(path: str) -> list[str]:
-    """Return the name scopes in a JAX name stack: `transpose(jvp(dense))/mul` gives `gradients`, `dense`, `mul`.
-
-    Transformations are removed from the names of scopes, so that forward and vmapped operations of a layer share one
-    scope. Operations of the backward pass are grouped under `gradients`.
-    """
+    """Return the scopes in a JAX name stack: `transpose(jvp(dense))/mul` gives `gradients`, `dense`, `mul`."""
+    # Without transformations, forward and vmapped operations of a layer share one scope.
     scopes: list[str] = []
     is_backward = False
     for component in _split(path):
@@ -132,7 +129,6 @@ _ELEMENTS = {"i1": "bool", "bf16": "bfloat16", "complex<f32>": "complex64", "com
 
 
 def from_lowered(lowered: Any) -> Any:
-    """Return the GraphDef of a `jax.stages.Lowered`."""
     module = lowered.compiler_ir("stablehlo")
     views = [view.operation for view in module.body.operations]
     functions = {_text(op.attributes["sym_name"]): op for op in views if op.name == "func.func"}
@@ -152,7 +148,7 @@ def from_lowered(lowered: Any) -> Any:
 
 
 class _LoweredWalker(GraphBuilder):
-    """A builder of the graph of a module, whose functions have names."""
+    """A builder of the graph of a module."""
 
     def __init__(self, functions: dict[str, Any]) -> None:
         super().__init__()
@@ -161,7 +157,7 @@ class _LoweredWalker(GraphBuilder):
     def block(self, block: Any, env: Env, scope: str, outer: list[str]) -> list[Ref]:
         """Add the operations of a block; return references to the values it returns.
 
-        `outer` is the location of the operation that holds the block, which is a prefix of the locations inside.
+        `outer` is the location of the operation that holds the block, a prefix of the locations inside.
         """
         *views, returned = block.operations
         for view in views:
@@ -237,7 +233,7 @@ def _text(attribute: object) -> str:
 
 
 def from_traced(traced: Any) -> Any:
-    """Return the GraphDef of a `jax.stages.Traced`; arguments and results are named by their paths."""
+    """Return the GraphDef of a `jax.stages.Traced`, with arguments and results named by their paths."""
     body, walker = body_of(traced.jaxpr), _TracedWalker()
     invars = body.jaxpr.invars
     names = _argument_names(traced, len(invars))
@@ -254,7 +250,7 @@ def from_traced(traced: Any) -> Any:
 
 
 def _argument_names(traced: Any, count: int) -> list[str]:
-    """Return names such as `state/params/dense/kernel`: the name of the argument and the leaf's path in it."""
+    """Return names such as `state/params/dense/kernel`."""
     leaves = jax.tree_util.tree_leaves_with_path(traced.args_info)
     written = argument_names(traced.jaxpr)
     names = []
@@ -280,26 +276,23 @@ class _TracedWalker(GraphBuilder):
     def node(
         self, scope: str, name: str, op: str, inputs: Sequence[Ref], var: object, attrs: dict[str, str] | None = None
     ) -> Ref:
-        """Add a node with one output, of the type of a variable."""
+        """Add a node with one output."""
         return self.add(scope, name, op, inputs, [_traced_tensor(var)], attrs)[0]
 
     def constant(self, value: Any, var: object, scope: str, name: str = "const") -> Ref:
-        """Add the node of a constant."""
         attrs = {"value": str(value)} if np.size(value) == 1 and not isinstance(value, jax.core.Tracer) else {}
         return self.node(scope, name, "Const", [], var, attrs)
 
     def ref(self, value: object, atom: object, scope: str) -> Ref:
-        """Return the reference of a value; a constant becomes a node."""
         return value if isinstance(value, str) else self.constant(value, atom, scope)
 
     def operations(self, body: Subprogram, constants: Sequence[Ref], inputs: Sequence[Ref], scope: str) -> list[Any]:
-        """Add the operations of a program under a scope; return its results."""
         return evaluate(
             dataclasses.replace(body, consts=tuple(constants)), inputs, functools.partial(self._operation, scope)
         )
 
     def _program(self, body: Subprogram, inputs: Sequence[Ref], scope: str) -> list[Ref]:
-        """Add an inner program under a scope; return references to its results."""
+        """Add an inner program under a scope."""
         constants = [
             self.constant(value, var, scope) for value, var in zip(body.consts, body.jaxpr.constvars, strict=True)
         ]
@@ -371,11 +364,7 @@ def _is_call(operation: Operation) -> bool:
 
 
 def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the GraphDef of a graph, or of a function traced with `args` and `kwargs`.
-
-    Raises:
-        TypeError: `graph` is neither a graph nor a function, or is a graph and arguments are given.
-    """
+    """Return the GraphDef of a graph, or of a function traced with `args` and `kwargs`."""
     if isinstance(graph, bytes | bytearray) or is_message(graph, "GraphDef"):
         _no_arguments(graph, args, kwargs)
         data = bytes(graph) if isinstance(graph, bytes | bytearray) else graph.SerializeToString()

@@ -21,15 +21,7 @@ _logger = logging.getLogger("jstep")
 
 
 class LocalFile:
-    """A local file.
-
-    Args:
-        logdir: Its directory, which is created if necessary.
-        suffix: The end of its name.
-
-    Raises:
-        OSError: The file cannot be created.
-    """
+    """A local event file in a directory, which is created if necessary."""
 
     def __init__(self, logdir: str, suffix: str = "") -> None:
         self._logdir, self._suffix = logdir, suffix
@@ -49,11 +41,7 @@ class LocalFile:
             raise
 
     def write(self, data: bytes) -> None:
-        """Append records atomically: on an error, none of them is written.
-
-        If the file or its directory was removed meanwhile, a new file is created in the same place, so that later
-        records are not lost silently.
-        """
+        """Append records atomically; if the file was removed meanwhile, to a new file in the same place."""
         try:
             if os.fstat(self._file.fileno()).st_nlink == 0:
                 removed = self.path
@@ -82,11 +70,7 @@ class LocalFile:
             raise
 
     def sync(self) -> None:
-        """Flush the records to disk, and the name of a new file.
-
-        Raises:
-            OSError: The system could not write them.
-        """
+        """Flush the records, and the name of a new file, to disk."""
         sync_growing(self._file.fileno(), self.path, is_named=self._is_named)
         self._is_named = True
 
@@ -95,7 +79,6 @@ class LocalFile:
         return math.inf
 
     def close(self) -> None:
-        """Flush the records to disk, and close the file."""
         try:
             self.sync()
         finally:
@@ -114,16 +97,7 @@ _counter = itertools.count()
 
 
 def open_event_file(logdir: str, flush_secs: float, suffix: str = "") -> Sink:
-    """Create a file in `logdir`, or an object below it, with its first event.
-
-    Args:
-        logdir: The directory or URL.
-        flush_secs: The seconds between two uploads.
-        suffix: The end of the names of its files.
-
-    Raises:
-        OSError: The directory or the file cannot be written; the message has the directory.
-    """
+    """Create a file in `logdir`, or an object below it, with its first event."""
     if is_url(logdir):
         objects = Objects(logdir)
         with objects.within(STARTING):
@@ -146,11 +120,9 @@ def _first_record() -> bytes:
 
 
 def _file_names(there: Iterable[str], suffix: str) -> Iterator[str]:
-    """Return names that sort after all others in the directory, since TensorBoard reads files in that order.
-
-    Process id and counter distinguish writers of the same second. If an existing file still sorts later, because it is
-    of the same second or of a host whose clock is ahead, the time in the name is moved forward.
-    """
+    """Return names that sort after all others in the directory, since TensorBoard reads files in that order."""
+    # Process id and counter distinguish writers of the same second. If an existing file still sorts later, because it
+    # is of the same second or of a host whose clock is ahead, the time in the name is moved forward.
     host, stamp, newest = f"{socket.gethostname()}.{os.getpid()}", int(time.time()), max(there, default="")
     first = next(_counter)
     if newest >= f"{_PREFIX}{stamp:010d}.{host}.{first:06d}{suffix}":
@@ -167,14 +139,9 @@ STARTS = 2
 def starts_here(path: str, suffix: str, step: int) -> bool:
     """Return whether a new event file must begin with marks of a restart, so that no step of a run is shown twice.
 
-    They make TensorBoard drop all events from a step on that it read before, whoever wrote them. Files of others that
-    were opened since the last start are read after those of the run, and must stay: then the marks are in a file of
-    their own before these. Files of others without any of the run are one warning.
-
-    Args:
-        path: The new event file of the run.
-        suffix: The end of the names of the run's event files.
-        step: The first step that is written again.
+    The marks make TensorBoard drop all events from `step` on that it read before, whichever writer wrote them. Files of
+    others that were opened since the last start are read after the files of the run, and must stay: then a separate
+    file before them holds the marks.
     """
     logdir, new = split(path)
     names = _names_there(Objects(logdir)) if is_url(logdir) else filter(is_event_file, names_in(logdir))

@@ -45,10 +45,7 @@ class Scalars:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(eq=False, slots=True)
 class Images:
-    """Images as uint8 `[count, height, width, channels]`, one tag each.
-
-    `added` is 1. Microbatches sum the integers that they return, so that `added` becomes their number.
-    """
+    """Images as uint8 `[count, height, width, channels]`; `added` is 1, or the number of microbatches, which sum it."""
 
     tags: tuple[str, ...] = dataclasses.field(metadata=_STATIC)
     pixels: Any
@@ -58,10 +55,9 @@ class Images:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(eq=False, slots=True)
 class Histogram:
-    """Bucket counts and moments of the values of an array.
+    """Bucket counts and moments of the values of an array; `added` is as in `Images`.
 
-    `sums` are the sums of x·2^−e and of its square, where e = `exponent`, so that they do not overflow float32. `added`
-    is as in `Images`.
+    `sums` are the sums of x·2^−e and of its square, where e = `exponent`, so that they do not overflow float32.
     """
 
     tags: tuple[str] = dataclasses.field(metadata=_STATIC)
@@ -113,23 +109,16 @@ class Summary:
 
 
 def find_summaries(tree: Tree) -> list[Summary]:
-    """Return all summaries in a pytree, in JAX's order of leaves."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Summary))
     return [leaf for leaf in leaves if isinstance(leaf, Summary)]
 
 
 def is_traced_part(part: Part) -> bool:
-    """Whether a value of a part is traced; quick for scalars, which are made at every step that is logged."""
+    """Whether a value of a part is traced; quick for scalars, which are created at every logged step."""
     return is_traced(part.values) if type(part) is Scalars else has_tracers(part)
 
 
 def check_tag(tag: object, what: str) -> str:
-    """Check that a tag is a non-empty string, and return it.
-
-    Raises:
-        TypeError: The tag is not a string.
-        ValueError: The tag is empty.
-    """
     if type(tag) is str and tag:  # quick, as for each logged scalar
         return tag
     return as_text(tag, f"{what}: tag", "give the value a name, such as 'loss'")
@@ -139,17 +128,14 @@ _copy = jax.jit(jnp.copy)
 
 
 def is_here(x: jax.Array) -> bool:
-    """Whether x can be read on the host without waiting for the device or copying from it."""
+    """Whether x can be read on the host without waiting or copying."""
     is_ready = getattr(x, "is_ready", None)
     return is_ready is not None and x.is_fully_addressable and bool(is_ready()) and is_on_cpus(x)
 
 
 def keep(x: object) -> Any:
-    """Copy x if its value can change or be deleted later; do not wait for the device.
-
-    An array of the training state is deleted when it is donated to the next step, and a NumPy array can be written to.
-    Other values are returned unchanged.
-    """
+    """Copy x if its value can change or be deleted later; do not wait for the device."""
+    # An array of the training state is deleted when it is donated to the next step; a NumPy array can be written to.
     if is_traced(x):
         return x
     if isinstance(x, jax.Array):
@@ -183,7 +169,7 @@ def _no_trace() -> Any:
 
 
 def register(part: Part, collections: Sequence[str] | None) -> None:
-    """Add a new part to its collections. A traced part is added only to an active `collect`, which returns it."""
+    """Add a new part to its collections; a traced part only to an active `collect`."""
     collectors = COLLECTORS.get()
     traced = is_traced_part(part)
     for key in _checked(collections):
@@ -201,7 +187,6 @@ def register(part: Part, collections: Sequence[str] | None) -> None:
 
 
 def summary_of(part: Part, collections: Sequence[str] | None) -> Summary:
-    """Return a summary of one new part, and add it to its collections."""
     register(part, collections)
     return Summary((part,))
 
@@ -226,11 +211,6 @@ def _caller() -> str:
 
 
 def merge_parts(parts: Iterable[Part]) -> Summary:
-    """Combine parts into one summary.
-
-    Raises:
-        ValueError: Two parts have the same tag; the message names it.
-    """
     parts = tuple(parts)
     seen: set[str] = set()
     for part in parts:
@@ -298,8 +278,8 @@ def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Su
 
     The wrapped function can be transformed: `jax.jit(collect(fn))`, `jax.lax.scan(collect(body), …)`, which stacks the
     summaries, and `jax.value_and_grad(collect(loss_fn), has_aux=True)`. If a function is transformed *inside* `fn`, its
-    summaries have no value outside it and must be returned from it. Those that `fn` then returns in its result are in
-    the merged summary as well.
+    summaries have no value outside it and must be returned from it. If `fn` then returns them in its result, the merged
+    summary includes them.
 
     Args:
         fn: Any function. Summaries with `key` among their collections are collected.
@@ -338,26 +318,22 @@ def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Su
 
 
 def _unreturned(collector: Collector, result: object) -> Summary | None:
-    """Return what the loss of a training step created; summaries that it returns are left out."""
+    """Return the summaries that the loss of a training step created and did not return."""
     back = {tag for summary in find_summaries(result) for part in summary.parts for tag in part.tags}
     _refuse_lost(collector, back, _LOST_IN_A_LOSS)
     parts = [part for part in collector.parts if not back.issuperset(part.tags)]
     return merge_parts(parts) if parts else None
 
 
-def _merged(returned: Any, made: Any) -> Summary | None:
-    return merge_parts((*returned.parts, *made.parts)) if isinstance(returned, Summary) else None
+def _merged(returned: Any, created: Any) -> Summary | None:
+    return merge_parts((*returned.parts, *created.parts)) if isinstance(returned, Summary) else None
 
 
 loss_outputs.SUMMARIES.update(unreturned=_unreturned, merge=_merged)
 
 
 def _returned(result: object, collector: Collector) -> list[Part]:
-    """Return the parts in `result` that were created under nested transformations.
-
-    Raises:
-        RuntimeError: A part created there was not returned.
-    """
+    """Return the parts in `result` that were created under nested transformations."""
     kept = {tag for part in collector.parts for tag in part.tags}
     back = [part for summary in find_summaries(result) for part in summary.parts if kept.isdisjoint(part.tags)]
     _refuse_lost(collector, kept.union(*(part.tags for part in back)), _LOST)
@@ -445,5 +421,5 @@ def summaries_in(tree: Tree) -> Summary | None:
         >>> summary.summaries_in({"loss": 0.1, "aux": [summary.scalar("accuracy", 0.9)]})
         Summary('accuracy')
     """
-    found = find_summaries(tree)
-    return merge(found) if found else None
+    summaries = find_summaries(tree)
+    return merge(summaries) if summaries else None

@@ -42,19 +42,14 @@ _running: weakref.WeakSet["Worker"] = weakref.WeakSet()
 
 
 _Job: TypeAlias = tuple[Any, Any, float, int]
-"""What to write (or, for a request, a function), its step, its time, and about how many bytes it has."""
+"""The data to write (or, for a request, a function), its step, its time, and its approximate number of bytes."""
 
 
 class Worker:
     """Owner of an event file and its thread. Errors are kept until `check`; the thread runs until `close`.
 
-    Jobs are written in the order of `put`, and flushed when `max_queue` events are buffered or `flush_secs` have passed
-    since the first of them. A request to flush or to close is a job, too.
-
-    Args:
-        sink: The result of `open_event_file`.
-        max_queue: Maximum number of buffered events.
-        flush_secs: Maximum time in the buffer, in seconds.
+    Jobs, which include requests to flush or close, are written in the order of `put`, and flushed when `max_queue`
+    events are buffered or `flush_secs` have passed since the first of them.
     """
 
     def __init__(self, sink: Sink, max_queue: int, flush_secs: float) -> None:
@@ -67,7 +62,7 @@ class Worker:
         self._jobs: collections.deque[_Job] = collections.deque()
         self._io = threading.Lock()  # held while the file is written, flushed or closed
         self._bytes = 0
-        self._is_urgent = False  # whether somebody waits for the thread
+        self._is_urgent = False  # whether a caller waits for the thread
         self._ended = False
         self._error: Exception | None = None
         self._broken: Exception | None = None
@@ -80,7 +75,6 @@ class Worker:
 
     @property
     def path(self) -> str:
-        """The path of the file."""
         return self._sink.path
 
     def check(self) -> None:
@@ -97,7 +91,7 @@ class Worker:
         return error
 
     def put(self, what: object, step: object, size: int = 0) -> None:
-        """Queue what is to be written, of about `size` bytes, for the thread."""
+        """Queue a job of about `size` bytes."""
         now = time.time()
         with self._changed:
             if (size or len(self._jobs) > MAX_JOBS) and not self._has_room():
@@ -114,7 +108,7 @@ class Worker:
         return self._bytes <= MAX_BYTES and len(self._jobs) <= MAX_JOBS
 
     def _ask(self, request: Callable[[], None]) -> None:
-        """Queue a request that somebody waits for."""
+        """Queue a request that a caller waits for."""
         with self._changed:
             self._jobs.append((request, None, 0.0, 0))
             self._is_urgent = True
@@ -135,7 +129,7 @@ class Worker:
             pass
 
     def sync(self) -> None:
-        """Flush what is in the file to the disk; the jobs of the queue, and the one that is written, continue."""
+        """Flush the file to the disk; queued jobs continue."""
         with self._io:
             if self._ended:
                 return
@@ -149,7 +143,7 @@ class Worker:
         self._ask(self._end)
 
     def close(self) -> None:
-        """Write the queued jobs, close the file and end the thread; after Ctrl-C, the next call waits for that."""
+        """Write the queued jobs, close the file and end the thread; if interrupted, the next call waits for that."""
         if not self._ended:
             self.request_close()
         threads.join(self._thread)
@@ -164,7 +158,7 @@ class Worker:
                 else:
                     self._write(what, step, wall_time)
                 del what, step  # with their arrays, which would stay on the device until the next one
-                if size or len(self._jobs) >= MAX_JOBS:  # otherwise nobody waits for room
+                if size or len(self._jobs) >= MAX_JOBS:  # otherwise no caller waits for room
                     with self._changed:
                         self._bytes -= size
                         self._changed.notify_all()
@@ -190,7 +184,7 @@ class Worker:
             self.sync()
 
     def _end(self) -> None:
-        if self._ended:  # somebody else has asked for it, too
+        if self._ended:  # requested twice
             return
         self._flush()
         self._do_what_is_due()
@@ -210,8 +204,8 @@ class Worker:
             records = [frame(event) for event in events]
         except Exception as error:
             records, errors = [], [error]
-        for found in errors:
-            self._keep(found)
+        for problem in errors:
+            self._keep(problem)
         if records and not self._buffer:
             self._due = time.monotonic() + self._flush_secs
         self._buffer += records
@@ -261,7 +255,7 @@ class SummaryWriter:
             every 10 seconds or `flush_secs`, whichever is longer, by `flush` and by `close`; past a megabyte the next
             object is started. A failed upload is retried, and `close` raises if it keeps failing. A process that is
             killed loses the events that it has not uploaded.
-        graph: A graph to write at once, as for `add_graph`.
+        graph: A graph to write immediately, as for `add_graph`.
         max_queue: Number of buffered events at which they are written to the file. (In TensorFlow, the caller waited at
             that number.)
         flush_secs: Maximum time in seconds that an event is buffered.
@@ -471,9 +465,9 @@ class SummaryWriter:
             self._worker.check()
 
     def settle(self) -> None:
-        """Flush what `drain` has waited for to the disk; errors are raised by the next call.
+        """Flush the events that `drain` has waited for to the disk; errors are raised by the next call.
 
-        It does not wait for what was added since: arrays that only other processes make ready, if they get there.
+        It does not wait for events added since then, whose arrays may depend on other processes.
         """
         if self._worker is not None and not self._closed:
             self._worker.sync()
@@ -513,14 +507,13 @@ class SummaryWriter:
         return f"SummaryWriter({self.logdir!r}{', closed' if self._closed else ''})"
 
     def _check_ready(self) -> None:
-        """Refuse what is added to a closed writer; raise pending errors."""
+        """Reject calls on a closed writer; raise pending errors."""
         if self._closed:
             raise RuntimeError(f"the SummaryWriter of {self.logdir!r} is closed; open another one to continue")
         if self._worker is not None:
             self._worker.check()
 
     def _put(self, what: object, step: object = None, size: int = 0) -> None:
-        """Queue a job, in the process that writes."""
         if self._worker is not None:
             self._worker.put(what, step, size)
 
@@ -563,13 +556,7 @@ def as_serialized(x: Any, name: str) -> bytes:
 
 
 def hparams_values(hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None, now: float) -> list[Any]:
-    """Return the `Summary.Value`s of a run's hyperparameters and results.
-
-    No experiment is written, so that TensorBoard derives the columns from the runs.
-
-    Raises:
-        TypeError: An entry has a type that the tab does not support; the message names the entry.
-    """
+    """Return the values of a run's hyperparameters and results."""
     api, plugin = (imported(f"tensorboard.plugins.hparams.{n}", "add_hparams") for n in ("api_pb2", "plugin_data_pb2"))
     flat = dict(_flat(hparams, "hparams"))
     group = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
@@ -577,6 +564,7 @@ def hparams_values(hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None
     for name, value in flat.items():
         kind = "bool_value" if isinstance(value, bool) else "string_value" if isinstance(value, str) else "number_value"
         setattr(start.hparams[name], kind, value)
+    # No experiment is written, so that TensorBoard derives the columns from the runs.
     values = [_value("_hparams_/session_start_info", plugin.HParamsPluginData(session_start_info=start))]
     if metrics is not None:
         for name, value in _flat(metrics, "metrics"):

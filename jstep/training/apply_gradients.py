@@ -50,14 +50,14 @@ def apply_gradients(
         grads: A tree like `state.params`. A leaf is an array, an `IndexedSlices`, or None for a parameter that is
             not updated. The gradient of a parameter that a `partition` freezes is ignored: no norm includes it.
         optimizer: The optimizer that the state was created with.
-        context: Information about the step besides the gradients, for an optimizer with `takes_context`.
+        context: Information about the step in addition to the gradients, for an optimizer with `takes_context`.
         increment_global_step: Whether to increment `global_step`. Ages, and so bias corrections, count the update in
             either case; schedules read the step.
 
     Raises:
         TypeError: A gradient is not floating point, `context` is not a `Context`, or the global step is not an integer.
         ValueError: All gradients are None or of frozen parameters, structures or shapes do not match (the message
-            contains the path), or the slots of the state are not those of the optimizer.
+            contains the path), or the slots of the state do not match the optimizer.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -80,7 +80,6 @@ class Applied(NamedTuple):
     """The result of an update.
 
     Attributes:
-        state: The next state.
         updates: The updates as added to the parameters.
         slots: The optimizer's slots after the update.
         roles: The roles of these slots.
@@ -95,22 +94,21 @@ class Applied(NamedTuple):
 
 
 def applied(state: TrainState, grads: Updates, optimizer: OptimizerLike, increment: bool, context: Context) -> Applied:
-    """Return the next state with the details of the update."""
     optimizer = require_optimizer("optimizer", optimizer)
     require_alive(require_state(state))
     placement.refuse_shapes((state, grads), "state and gradients")
     evaluate = context.value_and_grad and leaving_auto_axes(context.value_and_grad, state.params)
     slots, limit = with_small_ones_loaded(state)
 
-    def run(state: TrainState, grads: Updates, known: Context) -> Applied:
+    def run(state: TrainState, grads: Updates, step_context: Context) -> Applied:
         # Always 1, which XLA cannot know.
         transfers = None if limit is None else Transfers(limit, jnp.where(step_array(state) >= 0, 1, 0))
         with setting(TRANSFERS, transfers):
-            found = _updated(state, grads, optimizer, increment, known._replace(value_and_grad=evaluate))
-        shown = moves(state.params, found.updates)  # as added to the parameters
-        params, slots = apply_in_order(state.params, found.updates, found.slots, found.roles.in_order)
-        new = found.state.replace(params=params, slots={**state.slots, **slots})
-        return found._replace(state=new, updates=shown, slots=slots)
+            result = _updated(state, grads, optimizer, increment, step_context._replace(value_and_grad=evaluate))
+        shown = moves(state.params, result.updates)  # as added to the parameters
+        params, slots = apply_in_order(state.params, result.updates, result.slots, result.roles.in_order)
+        new = result.state.replace(params=params, slots={**state.slots, **slots})
+        return result._replace(state=new, updates=shown, slots=slots)
 
     place = sharded_like(Applied(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
     with setting(placement.LAYOUTS, layouts_of(state)):
@@ -120,9 +118,9 @@ def applied(state: TrainState, grads: Updates, optimizer: OptimizerLike, increme
 
 
 def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> Applied:
-    """The next state, with the old parameters."""
+    """Return the results, with the old parameters in the state."""
     step = step_array(state)
-    match_gradients(grads, state.params)  # even if no element of a chain checks them
+    match_gradients(grads, state.params)  # here, because perhaps no element of a chain checks them
     held = {name: tree for name, tree in state.slots.items() if name != MODEL_STATE}
     roles = roles_of(optimizer, state.params)
     guards.loss_scale_of(roles, held)
@@ -149,11 +147,7 @@ def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
 
 
 def _of_trained(optimizer: Optimizer, params: Params, grads: Updates, context: Context) -> tuple[Updates, Context]:
-    """The gradients, and the context, without those of frozen leaves: no norm and no wrapper sees them.
-
-    Raises:
-        NoGradientsError: All gradients are of frozen leaves.
-    """
+    """Remove frozen leaves from the gradients and the context, so that no norm and no wrapper sees them."""
     inwards = functools.partial(without_frozen, optimizer, params)
     grads = inwards(grads)
     if all(map(trees.is_none, jax.tree.leaves(grads, is_leaf=is_slices))):
@@ -180,47 +174,42 @@ def _check_slots(held: Slots, own: Slots) -> None:
 
 
 def layouts_of(state: TrainState) -> placement.Layouts:
-    """Map the path of each parameter on a mesh to its sharding, or to that of its most finely sharded slot.
-
-    Under ZeRO-1, parameters are replicated and slots are sharded, and so are the values computed from them. Inside
-    `jax.shard_map` the result is empty, because a device sees only its own shard.
-    """
+    """Map the path of each parameter on a mesh to its own sharding or the finest sharding of its slots."""
+    # Under ZeRO-1, parameters are replicated and slots are sharded, and so are the values computed from them. Inside
+    # `jax.shard_map`, a device sees only its own shard.
     if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         return {}
     leaves, treedef = trees.flatten(state)
-    known = placement.shardings_of(state) or list(map(meshes.sharding_on_mesh, leaves))
-    if not any(known):
+    shardings = placement.shardings_of(state) or list(map(meshes.sharding_on_mesh, leaves))
+    if not any(shardings):
         return {}
     indices = treedef.unflatten(range(len(leaves)))
-    found: dict[str, NamedSharding] = {}
+    layouts: dict[str, NamedSharding] = {}
     params = trees.leaves_with_paths(state.params)
     like_params = [indices.slots[name] for name, tree in state.slots.items() if trees.is_like(state.params, tree)]
     for tree in (indices.params, *like_params):
-        for (path, param), place in zip(params, trees.flatten_like(state.params, tree, "slots"), strict=True):
-            sharding = None if place is None else known[place]
-            if sharding is None or leaves[place].shape != param.shape:
+        for (path, param), index in zip(params, trees.flatten_like(state.params, tree, "slots"), strict=True):
+            sharding = None if index is None else shardings[index]
+            if sharding is None or leaves[index].shape != param.shape:
                 continue
-            if path not in found or placement.parts_of(sharding) > placement.parts_of(found[path]):
-                found[path] = sharding
-    return found
+            if path not in layouts or placement.parts_of(sharding) > placement.parts_of(layouts[path]):
+                layouts[path] = sharding
+    return layouts
 
 
 def skip_metrics(done: Applied, before: TrainState, grads: Updates, optimizer: Optimizer) -> dict[str, Array]:
-    """Return whether each guard skipped the update, and `skipped` overall; empty without guards.
-
-    The metric of a guard is `skipped` with the prefix of its slot.
-    """
-    found = {_metric_name(name): value for name, value in done.left_out.items()}
+    """Return whether each guard skipped the update, and `skipped` overall; empty without guards."""
+    by_guard = {_metric_name(name): value for name, value in done.left_out.items()}
     if guards.loss_scale_of(done.roles, before.slots) is not None:
         unscalable = ~guards.all_finite(grads, before.params)
         for name in map(_metric_name, done.roles.of(Role.LOSS_SCALE)):
-            found[name] = found[name] | unscalable if name in found else unscalable
-    if not found:
+            by_guard[name] = by_guard[name] | unscalable if name in by_guard else unscalable
+    if not by_guard:
         return {}
-    overall = functools.reduce(jnp.logical_or, found.values())
+    overall = functools.reduce(jnp.logical_or, by_guard.values())
     if not is_guarded(optimizer):
         overall &= ~_became_nonfinite(done.updates, before.slots, done.slots, done.roles)
-    return {name: value.astype(jnp.float32) for name, value in (found | {SKIPPED: overall}).items()}
+    return {name: value.astype(jnp.float32) for name, value in (by_guard | {SKIPPED: overall}).items()}
 
 
 def _metric_name(slot: str) -> str:
@@ -228,7 +217,7 @@ def _metric_name(slot: str) -> str:
 
 
 def _became_nonfinite(updates: Updates, before: Slots, after: Slots, roles: Roles) -> Array:
-    """Whether an update contains values that are not finite, or made a finite value of a slot not finite."""
+    """Whether an update is not finite, or made a finite value of a slot not finite."""
     values = [u.values if isinstance(u, IndexedSlices) else u for u in jax.tree.leaves(updates, is_leaf=is_slices)]
     bad = [jnp.any(~jnp.isfinite(u)) for u in values]
     for name, tree in after.items():
@@ -241,14 +230,12 @@ def _became_nonfinite(updates: Updates, before: Slots, after: Slots, roles: Role
 
 
 def unless_skipped(skipped: Array, old: object, new: object) -> Any:
-    """Return the old model_state if the metric `skipped` is 1, else the new one.
-
-    A new one of another structure, shape or dtype is returned as it is: it is refused later.
-    """
+    """Return the old model_state if the metric `skipped` is 1, else the new one."""
 
     def leaf(before: Any, after: Any) -> Any:
-        one, other = jax.typeof(before), jax.typeof(after)
-        fits = (one.shape, one.dtype, one.sharding) == (other.shape, other.dtype, other.sharding)
+        was, now = jax.typeof(before), jax.typeof(after)
+        # Another structure, shape or dtype is rejected later.
+        fits = (was.shape, was.dtype, was.sharding) == (now.shape, now.dtype, now.sharding)
         return jnp.where(skipped == 1, before, after) if fits else after
 
     return jax.tree.map(leaf, old, new) if trees.structure(old) == trees.structure(new) else new

@@ -1,4 +1,4 @@
-"""The code of a user's loss as a step traced it: a function that was edited since is another one than the step runs."""
+"""Detection of edits to a user's loss after a step was made, which still runs the old code."""
 
 import contextlib
 import functools
@@ -12,27 +12,21 @@ from jstep.core.logs import log_warning
 
 
 class UserCode:
-    """The functions of the user's that a step traces, and their code when it did.
-
-    Args:
-        functions: The losses, or the step itself.
-    """
+    """The user's functions that a step traces, and their code at that time."""
 
     def __init__(self, functions: Iterable[Any]) -> None:
-        self._functions = [found for one in functions if (found := _function_of(one)) is not None]
+        self._functions = [inner for function in functions if (inner := _function_of(function)) is not None]
         self._traced: list[Any] | None = None
 
     def note(self) -> None:
-        """Note the code: the step is traced for the first time."""
+        """Record the code when the step is traced for the first time."""
         if self._traced is None:
             self._traced = [_content(function.__code__) for function in self._functions]
 
     def edited(self) -> list[str]:
-        """The names of the functions that have other code now, or whose module has another one of that name.
-
-        `%autoreload` changes the code of a function in place; `importlib.reload`, and a cell that is run again, make a
-        new function. Moved lines and comments are no edit.
-        """
+        """The functions whose code differs now, or whose module has another function of that name."""
+        # `%autoreload` changes the code of a function in place; `importlib.reload`, and a cell that is run again, make
+        # a new function. Moved lines and comments are not an edit.
         now = [_content(function.__code__) for function in self._functions]
         names = []
         for function, before, here in zip(self._functions, self._traced or now, now, strict=True):
@@ -54,7 +48,7 @@ def warn_of_edits(steps: Iterable[Any]) -> None:
 
 
 def _function_of(value: Any) -> FunctionType | None:
-    """The function inside of decorators, partial functions and methods; None if it has no code of Python's."""
+    """The function inside decorators, partial functions and methods; None if it has no Python code."""
     with contextlib.suppress(ValueError):  # wrappers in a circle
         value = inspect.unwrap(value)
     while isinstance(value, functools.partial):
@@ -64,16 +58,18 @@ def _function_of(value: Any) -> FunctionType | None:
 
 
 def _of_module(function: Callable[..., Any]) -> Any:
-    """What its module has by its name now."""
-    found: Any = sys.modules.get(function.__module__)
+    """The current value of the function's name in its module."""
+    value: Any = sys.modules.get(function.__module__)
     for name in function.__qualname__.split("."):
-        found = getattr(found, name, None)  # None of what is inside of a function
-    return found
+        value = getattr(value, name, None)  # None for the locals of a function
+    return value
 
 
 def _content(code: CodeType) -> Any:
-    """What a code object does, without the lines it is on."""
-    consts = tuple(_content(one) if isinstance(one, CodeType) else (type(one), repr(one)) for one in code.co_consts)
+    """The content of a code object, without its line numbers."""
+    consts = tuple(
+        _content(const) if isinstance(const, CodeType) else (type(const), repr(const)) for const in code.co_consts
+    )
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
     counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
     return code.co_code, code.co_exceptiontable, names, counts, consts

@@ -1,4 +1,4 @@
-"""Errors of calls of a training step, explained by its arguments, and states that cannot be donated."""
+"""Explanations of errors of a training step by its arguments, and states that cannot be donated."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ _CAPTURED = (
     "jstep.shard_state(state, mesh), jstep.shard_batch(batch, mesh)."
 )
 _OF_DEVICES = re.compile(r"incompatible devices|device assignment|mesh.*should match")
-"""What JAX's errors about devices and meshes have in common."""
+"""The pattern of JAX's errors about devices and meshes."""
 
 _A_LIST = (
     "jstep: the batch is a list, which is one argument; a tuple is several: give (x, y). With torch's DataLoader pass "
@@ -41,16 +41,10 @@ _A_CONTAINER = (
 
 
 def explain_one_argument(error: BaseException, args: Sequence[Any]) -> None:
-    """Add a note to an error of a function of the batch if the batch is one argument and was meant as several.
-
-    It is a list, such as torch's loader gives, or a dict, a NamedTuple or another container.
-
-    Args:
-        error: The error that the call raised.
-        args: The arguments that the batch stands for.
-    """
+    """Add a note to an error of a function of the batch if the batch is one argument, meant as several."""
     if len(args) != 1 or not isinstance(error, TypeError | AttributeError):
         return
+    # A list, such as torch's loader gives, or a dict, a NamedTuple or another container.
     batch = args[0]
     lacks_parts = set(_missing_arguments(error)) - set(_PASSED_WITH) or _TOO_MANY.search(str(error))
     if isinstance(batch, list):
@@ -67,29 +61,20 @@ _MISSING_ARGUMENT = re.compile(r"missing \d+ required (?:positional|keyword-only
 
 
 def _missing_arguments(error: BaseException) -> list[str]:
-    """The names of the arguments that a function was called without, if that is the error."""
-    found = _MISSING_ARGUMENT.search(str(error)) if isinstance(error, TypeError) else None
-    return [] if found is None else re.findall(r"'(\w+)'", found[1])
+    """The names of the missing arguments, if that is the error."""
+    match = _MISSING_ARGUMENT.search(str(error)) if isinstance(error, TypeError) else None
+    return [] if match is None else re.findall(r"'(\w+)'", match[1])
 
 
 _TOO_MANY = re.compile(r"takes \d+ positional arguments? but \d+ (?:was|were) given")  # others are keyword-only
 _PASSED_WITH = {"rng": "rng=key", "averages": "use_averages=True", "model_state": "has_model_state=True"}
-"""Arguments of a loss → what `minimize` passes them with."""
+"""Arguments of a loss → the argument of `minimize` that passes them."""
 
 
 def explain(error: BaseException, state: Tree, args: Any, *, donates: bool) -> None:
     """Raise a clearer error if the arguments reveal the cause, or add a note to `error`.
 
-    Args:
-        error: The error that JAX or the loss raised.
-        state: The state passed to the step, which was not donated before; a call that fails while it runs donates it.
-        args: The batch.
-        donates: Whether the step donates its state.
-
-    Raises:
-        RuntimeError: A leaf was donated to an earlier step.
-        TypeError: A leaf of the parameters is not an array.
-        ValueError: Two leaves of the state, or a leaf and an argument, share one buffer.
+    `state` was not donated before the call; a call that fails while it runs donates it.
     """
     arrays = [x for x in jax.tree.leaves((state, args)) if isinstance(x, jax.Array) and not trees.is_traced(x)]
     if not isinstance(error, RuntimeError | ValueError):
@@ -101,7 +86,7 @@ def explain(error: BaseException, state: Tree, args: Any, *, donates: bool) -> N
             missing = ["model_state"]
         for name in missing:
             note(error, f"jstep: if this is the loss, minimize(..., {_PASSED_WITH[name]}) passes {name} to it")
-        if isinstance(error, TypeError):  # of JAX, about a whole module in place of its arrays
+        if isinstance(error, TypeError):  # from JAX, about a whole module in place of its arrays
             argument, tree = ("params", state.params) if isinstance(state, TrainState) else ("state", state)
             trees.require_arrays(tree, argument, trees.keep_arrays(argument))
         explain_jax(error)
@@ -131,17 +116,9 @@ def is_spent(state: Tree) -> bool:
 
 
 def refuse_what_crashes(state: Tree, args: Any, *, is_known: bool, donates: bool) -> None:
-    """Refuse what JAX reports for a state on one device, but what ends the process for one on a mesh.
+    """Reject states that JAX reports on one device, but that crash the process on a mesh.
 
-    Args:
-        state: The state.
-        args: The other arguments of the step.
-        is_known: Whether a step returned the state, so that its leaves share no buffers.
-        donates: Whether the step donates the state.
-
-    Raises:
-        RuntimeError: A leaf was donated.
-        ValueError: Two leaves, or a leaf and an argument, share one buffer.
+    `is_known`: a step returned the state, so that its leaves share no buffers.
     """
     require_alive(state)
     if not donates:
@@ -152,16 +129,7 @@ def refuse_what_crashes(state: Tree, args: Any, *, is_known: bool, donates: bool
 
 
 def refuse_shared_buffers(state: Tree, args: Any, cause: BaseException | None = None) -> None:
-    """Refuse a state that cannot be donated, because one buffer would be donated twice or used elsewhere.
-
-    Args:
-        state: The state to be donated.
-        args: The other arguments of the step.
-        cause: The error that JAX raised, if any.
-
-    Raises:
-        ValueError: Two leaves share one buffer.
-    """
+    """Reject a state with a buffer that would be donated twice or is used by another argument."""
     seen: dict[Any, str] = {}
     for path, leaf in trees.leaves_with_paths(state):
         buffer = _buffer(leaf)

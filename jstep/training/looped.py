@@ -73,7 +73,7 @@ def scan_steps(
 
 
 def without_step_axis(sharding: object) -> Any:
-    """The sharding of one row of an argument that is stacked over steps."""
+    """The sharding of one row of a stacked argument."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec(*dims_of(sharding.spec)[1:]))
     return sharding
@@ -104,14 +104,7 @@ def _leading_size(stacked: object, length: int | None) -> int:
 
 
 class TracedStep(NamedTuple):
-    """The trace of one step, for the shapes of a state and a batch.
-
-    Attributes:
-        jaxpr: The closed jaxpr of the step.
-        out: The structure of its results.
-        computed: The types of the metrics that the step computes.
-        constants: Its constant metrics.
-    """
+    """The trace of one step; `out` is the structure of its results, `computed` the types of its metrics."""
 
     jaxpr: Any
     out: Any
@@ -125,51 +118,44 @@ class TracedStep(NamedTuple):
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """The types of the computed metrics by name; empty for a step that returns something else."""
+        """The types of the computed metrics by name; empty if they are not a mapping."""
         return self.computed if isinstance(self.computed, Mapping) else {}
 
 
 class LoopedStep(TrainStep):
     """A compiled program of 1 to K steps: `state, metrics, sums = run(looped, state, (n, sums, *stacked))`.
 
-    It runs the first n of the K steps whose arguments are stacked on a leading axis, in a loop whose length is an
-    argument. The bits of the result therefore do not depend on how steps are divided into calls. The metrics are those
-    of the last step, and the numbers among the metrics of all steps are accumulated in the sums.
-
-    `prepare` traces the step for a shape of the batches, so that what it accumulates is known before the first call;
-    the program uses that trace.
+    It runs the first n of K steps, in a loop whose length is an argument, so the bits do not depend on how steps are
+    divided into calls. The metrics are from the last step; the numbers of all steps are accumulated in the sums.
 
     Args:
-        step: The step: of `minimize`, or any function `(state, *args) -> (state, metrics)`.
+        step: A step of `minimize`, or any function `(state, *args) -> (state, metrics)`.
         most: K; None for the arguments of a single step, not stacked, in the same loop.
-        accumulate: Returns what the program accumulates of the metrics of a step: an object with `row(metrics)`, the
-            numbers of one step as a tree of arrays, and `add(sums, rows, count)`, the sums after the first `count`
-            rows, which are stacked on a leading axis.
-
-    Attributes:
-        most: K.
-        accumulate: As in the argument.
+        accumulate: Returns an object with `row(metrics)`, the numbers of one step as a tree of arrays, and `add(sums,
+            rows, count)`, the sums after the first `count` of the stacked rows.
     """
 
     _returns_sums = True
 
     def __init__(self, step: Callable[..., Any], most: int | None, accumulate: Callable[[TracedStep], Any]) -> None:
-        one = pure(step)
+        single = pure(step)
         # Donates only if the step does: a plain function is not expected to donate the state.
         donate = isinstance(step, TrainStep) and step.donate
-        looped = PureStep(self._body, name=f"{one.__name__}s", looks_at_rows=one.looks_at_rows, lanes=one.lanes)
+        looped = PureStep(
+            self._body, name=f"{single.__name__}s", looks_at_rows=single.looks_at_rows, lanes=single.lanes
+        )
         super().__init__(looped, donate=donate)
-        self._one = step if isinstance(step, TrainStep) else TrainStep(one, donate=False)
+        self._one = step if isinstance(step, TrainStep) else TrainStep(single, donate=False)
         self.most, self.accumulate = most, accumulate
         self._traced: dict[Any, TracedStep] = {}
 
     def prepare(self, state: Tree, args: tuple[Any, ...]) -> TracedStep:
-        """Trace one step, for arrays or shapes of its state and of the arguments of one step."""
+        """Trace one step, for arrays or shapes, so that its metrics are known before the first call."""
         args = jax.tree.map(one_shape, args)
         with using_mesh(mesh_of((state, args))):
             traced = program_of(self._one, state, args).trace(state, *args)
-        found = self._traced[_key(state, args)] = _traced_step(traced.jaxpr, traced.out_tree)
-        return found
+        prepared = self._traced[_key(state, args)] = _traced_step(traced.jaxpr, traced.out_tree)
+        return prepared
 
     def _body(self, state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, Metrics, Any]:
         n, sums, *stacked = args
@@ -177,8 +163,8 @@ class LoopedStep(TrainStep):
             stacked = jax.tree.map(_with_another, stacked)
         row = tuple(jax.tree.map(first_row, stacked))
         # The step was traced for the first state of a run; the next one may be on a mesh where that one was not.
-        one = self._traced.get(_key(state, row)) or self._trace(state, row, batch_specs)
-        made, jaxpr, out = self.accumulate(one), one.jaxpr, one.out
+        traced = self._traced.get(_key(state, row)) or self._trace(state, row, batch_specs)
+        accumulator, jaxpr, out = self.accumulate(traced), traced.jaxpr, traced.out
 
         def one_step(i: object, carry: Tree) -> Any:
             state, _, rows = carry
@@ -186,14 +172,16 @@ class LoopedStep(TrainStep):
             values = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves((state, args)))
             state, (computed, _) = jax.tree.unflatten(out, values)
             # Reading the numbers must not change how XLA compiles the step.
-            row = made.row(jax.lax.optimization_barrier(computed))
+            row = accumulator.row(jax.lax.optimization_barrier(computed))
             rows = jax.tree.map(lambda rows, x: jax.lax.dynamic_update_index_in_dim(rows, x, i, 0), rows, row)
             return state, computed, rows
 
-        nothing = jax.tree.map(_zeros, one.computed)
-        rows = jax.tree.map(lambda x: jnp.zeros((self.most or 1, *x.shape), x.dtype), jax.eval_shape(made.row, nothing))
+        nothing = jax.tree.map(_zeros, traced.computed)
+        rows = jax.tree.map(
+            lambda x: jnp.zeros((self.most or 1, *x.shape), x.dtype), jax.eval_shape(accumulator.row, nothing)
+        )
         state, computed, rows = jax.lax.fori_loop(np.int32(0), n, one_step, (state, nothing, rows))
-        return state, Metrics(computed, one.constants), made.add(sums, rows, n)
+        return state, Metrics(computed, traced.constants), accumulator.add(sums, rows, n)
 
     def _trace(self, state: Tree, row: tuple[Any, ...], batch_specs: Tree) -> TracedStep:
         """Trace one step within the trace of the program."""
@@ -206,13 +194,7 @@ class LoopedStep(TrainStep):
 
 
 def looped_step(step: Callable[..., Any], most: int | None, accumulate: Callable[[TracedStep], Any]) -> LoopedStep:
-    """Return the `LoopedStep` of a step, cached so that it is compiled only once per step.
-
-    Args:
-        step: The step. A function that decorates a step counts as another step.
-        most: As in `LoopedStep`.
-        accumulate: As in `LoopedStep`; hashable.
-    """
+    """Return the `LoopedStep` of a step, compiled only once per step."""
     # Stored on the step, so that both are freed together. A decorator copies the step's attributes, hence the check.
     kept: dict[Any, LoopedStep]
     of, kept = getattr(step, "_jstep_looped", (None, {}))
@@ -226,7 +208,7 @@ def looped_step(step: Callable[..., Any], most: int | None, accumulate: Callable
 
 
 def one_shape(leaf: object) -> Any:
-    """The shape of an argument of a step, as an array, also for a Python number, which is stacked as an array."""
+    """The shape of an argument of a step, also of a Python number."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     return shape_of(leaf, leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None)
@@ -238,10 +220,8 @@ def _traced_step(jaxpr: Any, out: Any) -> TracedStep:
 
 
 def _with_another(x: object) -> Any:
-    """Stack a row with another one, which is not used.
-
-    XLA compiles a loop that takes its only row another way than a loop over several: work on it would move out.
-    """
+    """Stack a row with another one, which is not used."""
+    # XLA would compile a loop over its only row differently from a loop over several: work on it would move out.
     x = jnp.asarray(x)
     return jnp.stack([x, _zeros(jax.typeof(x))])
 
@@ -254,7 +234,7 @@ def _at(x: object, i: object) -> Any:
 
 
 def _key(state: Tree, args: tuple[Any, ...]) -> Any:
-    """Everything that a trace depends on, for arrays, shapes and traced arrays alike."""
+    """Everything that a trace depends on, for arrays, shapes and tracers."""
     leaves = [
         leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf) for leaf in jax.tree.leaves((state, args))
     ]
@@ -262,7 +242,7 @@ def _key(state: Tree, args: tuple[Any, ...]) -> Any:
 
 
 def _explicit_dims(shape: Any) -> tuple[Any, ...] | None:
-    """The mesh axes of each dimension in the type of an array on Explicit axes; None for any other array."""
+    """The mesh axes of each dimension of an array on Explicit axes, else None."""
     sharding = shape.sharding
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
         return None
@@ -271,5 +251,4 @@ def _explicit_dims(shape: Any) -> tuple[Any, ...] | None:
 
 
 def _zeros(aval: Any) -> Any:
-    """Zeros of a type, in its sharding on Explicit axes."""
     return jax.lax.full(aval.shape, 0, aval.dtype, sharding=None if aval.sharding.mesh.empty else aval.sharding)

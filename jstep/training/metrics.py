@@ -1,4 +1,4 @@
-"""The metrics of a step: constants beside those that its program computes, those of the optimizer, those requested."""
+"""The metrics of a step: constant and computed, from the optimizer, and requested by the user."""
 
 import dataclasses
 import functools
@@ -31,16 +31,15 @@ class Constants:
     """Numbers known without running the program; a pytree without leaves that compares by their values.
 
     Attributes:
-        values: Name → NumPy scalar or read-only array; not to be changed. The same objects at each call, because they
-            are compared by identity at every step.
+        values: Name → NumPy scalar or read-only array. The same objects at each call, as they are compared by identity.
         skipped: The name of the metric that reports whether the update was skipped; None without a guard.
     """
 
     def __init__(self, values: Mapping[str, Any], skipped: str | None = None) -> None:
         self.values = {name: value[()] for name, value in values.items()}
         self.skipped = skipped
-        known = ((name, str(value.dtype), value.shape, value.tobytes()) for name, value in self.values.items())
-        self._key = (skipped, *known)
+        described = ((name, str(value.dtype), value.shape, value.tobytes()) for name, value in self.values.items())
+        self._key = (skipped, *described)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Constants) and self._key == other._key
@@ -49,18 +48,12 @@ class Constants:
         return hash(self._key)
 
     def repeated(self, k: int) -> "Constants":
-        """Return the numbers of K steps, stacked."""
         stacked = {name: np.broadcast_to(value, (k, *value.shape)) for name, value in self.values.items()}
         return Constants(stacked, self.skipped)
 
 
 class Metrics(NamedTuple):
-    """The metrics of a step, as its program returns them.
-
-    Attributes:
-        computed: Those that the program computes, usually a dict.
-        constants: Those that are constant.
-    """
+    """The metrics of a step, as its program returns them; `computed` is usually a dict."""
 
     computed: Any
     constants: Constants
@@ -71,12 +64,7 @@ class Metrics(NamedTuple):
 
 
 def split(metrics: Any, skipped: str | None = None) -> Metrics:
-    """Split metrics into those that a step computes and those that are plain Python or NumPy numbers.
-
-    Args:
-        metrics: The metrics of a step. Anything but a dict counts as computed.
-        skipped: The name of the metric that reports whether the update was skipped.
-    """
+    """Split metrics into computed ones and plain Python or NumPy numbers; anything but a dict counts as computed."""
     if type(metrics) is not dict:
         return Metrics(metrics, Constants({}, skipped))
     plain = {name: _plain(value) for name, value in metrics.items() if not isinstance(value, jax.Array)}
@@ -86,7 +74,7 @@ def split(metrics: Any, skipped: str | None = None) -> Metrics:
 
 
 def _plain(value: Any) -> np.ndarray[Any, Any] | None:
-    """Convert a plain number to the dtype that JAX would give it; return None for anything else."""
+    """Convert a plain number to the dtype that JAX would give it, or return None."""
     is_scalar = isinstance(value, np.ndarray | np.generic) and value.ndim == 0 and value.dtype.kind in "iufcV"
     if not (isinstance(value, bool | np.bool_ | int | float) or is_scalar):
         return None
@@ -96,33 +84,27 @@ def _plain(value: Any) -> np.ndarray[Any, Any] | None:
     return np.asarray(value, jax.dtypes.canonicalize_dtype(dtype))
 
 
-# What the metrics of a step show of its optimizer: hyperparameters, held values and scales.
+# Metrics of the optimizer: hyperparameters, held values and scales.
 
 SKIPPED = "skipped"
 
 
 def values_used(reported: Mapping[str, Any], roles: Roles, slots: Slots) -> dict[str, Any]:
-    """The hyperparameters that an update uses: schedules that depend on a count in the slots are evaluated at it.
-
-    Args:
-        reported: The hyperparameters at the global step.
-        roles: The roles of the slots.
-        slots: The slots before the update.
-    """
-    found = dict(reported)
-    for one in roles.counted:
-        mine = {f"{one.prefix}{name}": name for name in one.names}
-        if found.keys().isdisjoint(mine):
-            continue  # someone else reports them
-        slot = one.slot()
-        values = {} if slot is None else one.at(on_devices(slots[f"{one.prefix}{slot}"]))
-        known = {name: values[inner] for name, inner in mine.items() if inner in values}
-        found = {name: known.get(name, value) for name, value in found.items() if name in known or name not in mine}
-    return found
+    """The hyperparameters that an update uses: schedules of a count in the slots are evaluated at it."""
+    used = dict(reported)
+    for group in roles.counted:
+        mine = {f"{group.prefix}{name}": name for name in group.names}
+        if used.keys().isdisjoint(mine):
+            continue  # reported elsewhere
+        slot = group.slot()
+        values = {} if slot is None else group.at(on_devices(slots[f"{group.prefix}{slot}"]))
+        counted = {name: values[inner] for name, inner in mine.items() if inner in values}
+        used = {name: counted.get(name, value) for name, value in used.items() if name in counted or name not in mine}
+    return used
 
 
 def shown_slots(roles: Roles, slots: Slots) -> dict[str, Array]:
-    """The current held hyperparameters and loss scale, by name with the prefixes of scopes and labels."""
+    """The current held hyperparameters and loss scales, with their prefixes."""
     held = {str(shown_name(name)): slots[name] for name in roles.of(Role.HELD)}
     return held | {name: slots[name] for name in roles.of(Role.LOSS_SCALE)}
 
@@ -139,13 +121,7 @@ _FORM = "(gradients, updates, params) -> {name: scalar}"
 
 @dataclasses.dataclass(frozen=True)
 class Requested:
-    """The metrics requested of a step.
-
-    Attributes:
-        norms: The names among `NORMS`.
-        noise: Whether the noise scale is requested.
-        functions: Description → `fn(gradients, updates, params) -> {name: scalar}`, which checks its result.
-    """
+    """The metrics requested of a step; `functions` are keyed by description and check their results."""
 
     norms: tuple[str, ...]
     noise: bool
@@ -156,31 +132,27 @@ class Requested:
     ) -> dict[str, dict[str, Any]]:
         """Return the values of the norms and functions, by a description of their origin.
 
-        Args:
-            gradients: The gradients of the loss, times the loss scale if there is one.
-            updates: The updates as added to the parameters.
-            params: The new parameters.
-            scale: The loss scale.
+        `gradients` include the loss scale, `updates` are as added, and `params` are new.
         """
 
         def norm(name: str) -> Array:
             if name == "grad_norm":
-                found = global_norm(gradients)
-                return found if scale is None else found / scale.astype(found.dtype)
+                measured = global_norm(gradients)
+                return measured if scale is None else measured / scale.astype(measured.dtype)
             if name == "update_norm":
                 return global_norm(updates)
             return global_norm(jax.tree.map(lambda leaf: leaf if trees.is_trainable(leaf) else None, params))
 
-        found: dict[str, dict[str, Any]] = {"the norms": {name: norm(name) for name in self.norms}}
+        measured: dict[str, dict[str, Any]] = {"the norms": {name: norm(name) for name in self.norms}}
         if not self.functions:
-            return found
+            return measured
         raw = gradients if scale is None else guards.unscaled(gradients, scale)
-        given = _public(raw), _public(updates), params
-        return found | {name: fn(*given) for name, fn in self.functions.items()}
+        arguments = _public(raw), _public(updates), params
+        return measured | {name: fn(*arguments) for name, fn in self.functions.items()}
 
 
 def _public(updates: Updates) -> Updates:
-    """Gradients or updates as users know them: arrays, `IndexedSlices` and None."""
+    """Convert to the types that users know."""
 
     def leaf(x: object) -> Any:
         if trees.is_none(x):
@@ -191,17 +163,7 @@ def _public(updates: Updates) -> Updates:
 
 
 def requested(metrics: Any, argument: str, number: int) -> Requested:
-    """Check the argument `metrics` of `minimize`.
-
-    Args:
-        metrics: The argument.
-        argument: The argument of `minimize` that divides a batch into parts, whose gradients are compared.
-        number: Its value.
-
-    Raises:
-        TypeError: `metrics` does not consist of names and functions of three arguments.
-        ValueError: A name is unknown, or the noise scale is requested without microbatches.
-    """
+    """Validate the argument `metrics` of `minimize`; `argument=number` divides a batch into the parts to compare."""
     names = (*NORMS, NOISE_SCALE)
     if not (callable(metrics) or isinstance(metrics, str | list | tuple | set | frozenset)):
         raise TypeError(f"metrics={metrics!r}: must be names among {names}, or functions {_FORM}, got {kind(metrics)}")
@@ -228,26 +190,22 @@ def requested(metrics: Any, argument: str, number: int) -> Requested:
 
 
 def _checked(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
-    """Wrap a function of metrics: its result is checked, and its errors name it.
-
-    On a mesh with Explicit axes it may combine trees that are sharded in different ways, which JAX refuses there; it is
-    then traced with Auto axes.
-    """
+    """Wrap a function of metrics, so that its result is checked and its errors name it."""
 
     def run(gradients: Updates, updates: Updates, params: Params) -> dict[str, Any]:
-        # New containers: what a function does to a dict of its own changes neither the state nor the next function.
-        given = jax.tree.map(lambda leaf: leaf, (gradients, updates, params))
+        # New containers, so that a function that changes its dicts affects neither the state nor the next function.
+        arguments = jax.tree.map(lambda leaf: leaf, (gradients, updates, params))
         try:
-            found = fn(*given)
+            result = fn(*arguments)
         except Exception as error:
             note(error, f"This error was raised in {name}, a function that minimize traces: {_FORM}.")
             raise
-        if not isinstance(found, Mapping):
+        if not isinstance(result, Mapping):
             raise TypeError(
-                f"{name}: must return a mapping of names to scalars, got {kind(found)}; return a dict such as "
+                f"{name}: must return a mapping of names to scalars, got {kind(result)}; return a dict such as "
                 '{"grad_max": …}'
             )
-        for key, value in found.items():
+        for key, value in result.items():
             if not isinstance(key, str):
                 raise TypeError(f"{name}: must return a mapping of names to scalars, got the name {key!r}")
             is_number = trees.is_array_or_number(value) and not trees.is_key(value)
@@ -256,6 +214,7 @@ def _checked(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
                     f"{name}: must return a mapping of names to scalars, got {kind(value)} for {key!r}; reduce it, for "
                     "example by jnp.mean"
                 )
-        return device_values.from_host(dict(found), name)
+        return device_values.from_host(dict(result), name)
 
+    # It may combine trees that are sharded in different ways, which JAX rejects on Explicit axes.
     return functools.partial(Attempts(name), run)

@@ -134,27 +134,27 @@ def minimize(
             respect to its own var_list, all at the same parameters, and all gradients are applied in one update.
             Parameters that no loss trains are unchanged.
         optimizer: The optimizer that the state was created with. An Optax transformation stands for `from_optax` of it,
-            here and wherever an optimizer is taken.
+            here and wherever an optimizer is accepted.
         var_list: The parameters to train, as in `compute_gradients`; the others are unchanged. Parameters that the
-            optimizer freezes, by the label None of a `partition`, are not trained in any case: neither they nor those
+            optimizer freezes, by the label None of a `partition`, are never trained. Neither they nor the parameters
             that var_list leaves out are differentiated.
         has_aux: Whether loss_fn returns auxiliary values, which are added to the metrics.
         num_microbatches: Number of microbatches for gradient accumulation, as in `compute_gradients`; there is one
-            update per batch. It is that of the whole batch if the loss is a mean over rows: a loss that compares rows
-            with each other (contrastive losses, BatchNorm) sees those of one microbatch.
+            update per batch. It equals the update of the whole batch if the loss is a mean over rows: a loss that
+            compares rows with each other (contrastive losses, BatchNorm) sees one microbatch only.
         max_rows_per_device: The maximum number of rows of a microbatch on each device. The number of microbatches is
             then the smallest one that satisfies this, divides the batch and is at least num_microbatches; it depends
             on the number of devices that the rows are sharded over, and is logged. If the loss is a mean over rows, the
             same batch gives the same update on 8, 4 or 1 devices, up to rounding. Otherwise the objective depends on
-            the number of devices, as do model_state, which moves once per microbatch, and the keys of rng. Rows of
+            the number of devices, as do model_state, which is updated once per microbatch, and the keys of rng. Rows of
             unknown sharding, as in a step with jit=False on Auto axes inside another `jax.jit`, count as being on one
             device.
         weight_fn: The weight of a microbatch, as in `compute_gradients`.
         gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH, as in `compute_gradients`.
         aggregation_method: How to sum the gradients of microbatches, as in `compute_gradients`.
         has_model_state: Whether loss_fn takes and returns non-trained variables, `state.slots["model_state"]`. They
-            pass from one microbatch to the next, so running statistics move num_microbatches times per update. They
-            keep their dtypes; a float for an integer or a bool, or an integer for a bool, is an error.
+            pass from one microbatch to the next, so running statistics are updated num_microbatches times per update.
+            They keep their dtypes; a float for an integer or a bool, or an integer for a bool, is an error.
         use_averages: Whether to pass the moving averages of the parameters, `averaged_params(state)`, to loss_fn;
             they are not differentiated (mean teachers, target networks). A string is the name of their slot, as in
             `averaged_params`; a list of names, of averages of different leaves, gives one tree with all of them.
@@ -162,31 +162,31 @@ def minimize(
             draws the same numbers. With several losses, loss i gets `fold_in(key, i)` of that key. Microbatch i gets
             `fold_in(key, i)` of the key of its loss.
         sharpness: The radius of sharpness-aware minimization, as in `compute_gradients`, or a schedule of it. The
-            loss, aux and model_state are those at the unperturbed parameters. With several losses, each perturbs its
-            own parameters.
+            loss, aux and model_state are evaluated at the unperturbed parameters. With several losses, each perturbs
+            its own parameters.
         adaptive: Whether to scale the radius by the magnitude of each element (ASAM).
         unroll: How to unroll the loop over microbatches, as in `scan_steps`; None to choose automatically.
         lanes: Number of lanes L, a power of two, for the same bits on any number of devices that divides it: state and
             metrics after each step, on one process or several, on no mesh, with data parallelism, ZeRO-1 and FSDP, on
             Auto and Explicit axes, through checkpoints and changes of layout. The batch is cut into L contiguous blocks
-            of rows, each of which one device computes with the same program; everything that is summed over elements is
-            summed in one binary tree. Loss, gradients and floating leaves of aux are means over the lanes, weighted by
+            of rows, each of which one device computes with the same program; all sums over elements are computed in one
+            binary tree. Loss, gradients and floating leaves of aux are means over the lanes, weighted by
             `weight_fn`; integers and bools of aux are sums, which saturate at their bounds. Each lane starts from the
-            same model_state, whose floating leaves become the mean of the lanes'. Its integers that depend on a lane's
+            same model_state, whose floating leaves become the mean over the lanes. Its integers that depend on a lane's
             rows, their number or key, such as counts, move by the sum of the lanes' changes, and must be their old
-            value plus something; other integers, bools and keys are those of lane 0. Lane i gets `fold_in(key, i)` of
+            value plus something; other integers, bools and keys are taken from lane 0. Lane i gets `fold_in(key, i)` of
             the key of its loss. `num_microbatches` and `max_rows_per_device` divide each lane, and microbatch j gets
             `fold_in(key, j)` of the key of its lane. The loss must not name the mesh axes of the rows. Gradients of
-            `lookup` become dense. Another L is another run, and so are other global batches. Bits are not promised on
+            `lookup` become dense. Another L gives another run, and so do other global batches. Bits are not promised on
             other processors, versions of JAX and XLA, flags or settings; on GPUs if the compiler may choose other
             kernels per compilation; if the loss itself is not deterministic; or with tensor parallelism (a warning is
-            logged). None, the default, sums in whatever order the devices give.
-        metrics: Additional metrics to compute: `"grad_norm"` (of the raw gradients of what is trained),
+            logged). With None, the default, the order of sums depends on the devices.
+        metrics: Additional metrics to compute: `"grad_norm"` (of the raw gradients of the trained parameters),
             `"update_norm"` (of the updates as added), `"param_norm"` (of all new parameters), and `"noise_scale"` (from
             microbatches, or from lanes; requires `with_noise_scale` around the optimizer). Also functions
-            `fn(gradients, updates, params) -> {name: scalar}`, whose values become metrics: of the raw gradients, as
-            they are before the optimizer, without a loss scale, and None where nothing is trained; of the updates as
-            added, zero if the update is skipped or not due, and of the new parameters. A leaf may be an
+            `fn(gradients, updates, params) -> {name: scalar}`, whose values become metrics. They get the raw gradients,
+            before the optimizer, without a loss scale, and None for parameters that are not trained; the updates as
+            added, zero if the update is skipped or not due; and the new parameters. A leaf may be an
             `IndexedSlices`. They are traced like the loss. `layer_norms` has the norm of each layer.
         increment_global_step: Whether to increment `global_step`.
         jit: Whether to compile the step; if False, the pure function is returned.
@@ -206,7 +206,7 @@ def minimize(
         TypeError: An argument, the loss or a gradient has the wrong type, a key of aux is not a string, a function in
             metrics returns anything but a mapping of names to scalars, or a leaf of model_state changes its kind, or
             cannot be merged over the lanes.
-        ValueError: An argument is out of range; var_list matches nothing, or only what the optimizer freezes;
+        ValueError: An argument is out of range; var_list matches nothing, or only frozen parameters;
             num_microbatches, max_rows_per_device or lanes do not fit the batch; lanes do not fit the devices, or the
             loss names their mesh axes; the state does not fit the optimizer; names of metrics collide; two losses
             train one parameter; or the optimizer keeps no averages.
@@ -258,8 +258,8 @@ def minimize(
     )
     differentiate: Differentiation | SeveralLosses
     if isinstance(loss_fn, Mapping):
-        given = {"var_list": var_list is not None, "has_model_state": as_bool(has_model_state, "has_model_state")}
-        differentiate = several_losses(loss_fn, of_one, **given)
+        excluded = {"var_list": var_list is not None, "has_model_state": as_bool(has_model_state, "has_model_state")}
+        differentiate = several_losses(loss_fn, of_one, **excluded)
     else:
         differentiate = of_one(loss_fn, var_list)
     losses = [loss for loss, _ in loss_fn.values()] if isinstance(loss_fn, Mapping) else [loss_fn]
@@ -288,7 +288,7 @@ def minimize(
 
 
 def _title_of(loss_fn: object) -> str:
-    """Return the name of a step: that of its loss or losses; `train_step` if the loss has no name."""
+    """Return the name of a step: its loss or losses; `train_step` if the loss has no name."""
     if isinstance(loss_fn, Mapping):
         return "+".join(loss_fn)
     name = getattr(loss_fn, "__name__", "")
@@ -297,18 +297,13 @@ def _title_of(loss_fn: object) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Minimizing:
-    """The body of a step of `minimize`: the gradients of a loss, or of several, and one update.
+    """The body of a step of `minimize`: the gradients of one or more losses, and one update.
 
     Attributes:
-        optimizer: The optimizer.
-        differentiate: The differentiation of the loss or losses.
         wanted: The additional metrics.
-        has_aux: Whether a loss returns auxiliary values.
-        has_model_state: Whether the loss takes and returns `model_state`.
         rng: The key of the run, or None.
-        averages: The names of the averages that the loss takes, or None.
+        averages: The names of the averages that the loss accepts, or None.
         schedule: The radius of sharpness-aware minimization if it is a schedule, else None.
-        increments: Whether the step increments `global_step`.
         user_code: The loss or losses, as they were traced.
     """
 
@@ -327,7 +322,6 @@ class Minimizing:
     def __call__(
         self, state: TrainState, args: tuple[Any, ...], batch_specs: Tree, lanes: Lanes | None = None
     ) -> tuple[TrainState, Metrics]:
-        """Run one step."""
         self.user_code.note()
         step = step_array(require_state(state))
         if self.has_model_state and MODEL_STATE not in state.slots:
@@ -342,7 +336,7 @@ class Minimizing:
         kwargs = None
         if self.averages is not None:
             kwargs = {"averages": alike(lanes, functools.partial(_averages_for, names=self.averages), state)}
-        # A loss that does not take it leaves it unchanged, as several losses do, none of which owns it.
+        # A loss that does not accept it leaves it unchanged, as do several losses, none of which owns it.
         model_state = state.slots[MODEL_STATE] if self.has_model_state else None
         inputs = Inputs(state.params, model_state, args, kwargs, key, batch_specs, scale, lanes)
         differentiate = self.differentiate
@@ -352,7 +346,7 @@ class Minimizing:
         return alike(lanes, functools.partial(self.updated, inputs), state, differentiate(inputs))
 
     def updated(self, inputs: Inputs, state: TrainState, part: Part) -> tuple[TrainState, Metrics]:
-        """Return the results of the step, given those of the loss."""
+        """Return the results of the step from the results of the loss."""
         scale = guards.loss_scale_of(roles_of(self.optimizer, state.params), state.slots)
         context = self._context(inputs, part, scale)
         done = applied(state, part.gradients, self.optimizer, self.increments, context)
@@ -360,7 +354,7 @@ class Minimizing:
         skipped = skip_metrics(done, state, part.gradients, self.optimizer)
         if self.has_model_state:
             new = part.model_state
-            if skipped:  # one bad row would ruin the statistics of a batch normalization for good
+            if skipped:  # one bad row would ruin the statistics of a batch normalization permanently
                 new = unless_skipped(skipped[SKIPPED], state.slots[MODEL_STATE], new)
             new_state = new_state.replace(slots={**new_state.slots, MODEL_STATE: new})
 
@@ -396,17 +390,11 @@ class Minimizing:
         """Return for each leaf whether a step trains it."""
         several = self.differentiate
         each = several.each.values() if isinstance(several, SeveralLosses) else [several]
-        chosen = {i for one in each for i in one.selected(params)}
+        chosen = {i for loss in each for i in loss.selected(params)}
         return [i in chosen for i in range(len(jax.tree.leaves(params)))]
 
 
 def _in_lanes(number: int, pure: Callable[..., Any]) -> Body:
-    """Return the body of a training step in lanes.
-
-    Args:
-        number: L.
-        pure: `pure(state, args, None, lanes) -> (state, Metrics)`.
-    """
     has_warned = False
 
     def run(lanes: Lanes, state: TrainState, args: tuple[Any, ...]) -> Any:
@@ -432,11 +420,7 @@ def _in_lanes(number: int, pure: Callable[..., Any]) -> Body:
 
 
 def _averages_for(state: TrainState, names: Sequence[str]) -> Params:
-    """Return `averaged_params` of a state, with gradients stopped.
-
-    Raises:
-        ValueError: The state has no averages. The message explains how to keep them.
-    """
+    """Return `averaged_params` of a state, with gradients stopped."""
     try:
         averages = averaged_params(state, names)
     except ValueError as error:
@@ -452,41 +436,35 @@ def _averages_for(state: TrainState, names: Sequence[str]) -> Params:
 
 @dataclasses.dataclass(frozen=True)
 class SeveralLosses:
-    """Losses that are differentiated at the same parameters, each with respect to its own.
-
-    Attributes:
-        each: Name of a loss → its differentiation.
-        gate_gradients: The gate of all gradients together.
-    """
+    """Losses that are differentiated at the same parameters, each with respect to its own, with a gate for all."""
 
     each: Mapping[str, Differentiation]
     gate_gradients: int
 
     @property
     def looks_at_rows(self) -> bool:
-        """Whether one of the losses depends on how the rows of the batch are sharded."""
-        return any(one.looks_at_rows for one in self.each.values())
+        return any(loss.looks_at_rows for loss in self.each.values())
 
-    def __call__(self, given: Inputs) -> Part:
-        """Return the sum of the losses, all gradients in one tree, and, as aux, the loss and aux of each by name."""
-        chosen = _without_overlap(given.params, self.each)
-        leaves, treedef = trees.flatten(given.params)
+    def __call__(self, inputs: Inputs) -> Part:
+        """Return the sum of the losses, all gradients in one tree, and as aux each loss and its aux by name."""
+        chosen = _without_overlap(inputs.params, self.each)
+        leaves, treedef = trees.flatten(inputs.params)
         gradients: list[Any] = [None] * len(leaves)
         parts: dict[str, Part] = {}
         for i, (name, differentiate) in enumerate(self.each.items()):
             try:
-                parts[name] = differentiate(given.for_part(i))
+                parts[name] = differentiate(inputs.for_part(i))
             except Exception as error:
                 note(error, f"This error was raised while the loss {name!r} was differentiated.")
                 raise
-            found = treedef.flatten_up_to(parts[name].gradients)
-            if all(found[place] is None for place in chosen[name]):
-                paths = trees.paths_of(given.params)
+            grads = treedef.flatten_up_to(parts[name].gradients)
+            if all(grads[place] is None for place in chosen[name]):
+                paths = trees.paths_of(inputs.params)
                 raise ValueError(
                     f"loss_fn: the loss {name!r} depends on none of the parameters that it trains, "
                     f"{[paths[place] for place in chosen[name]][:20]}; give it others, or leave it out"
                 )
-            gradients = trees.with_leaves(gradients, chosen[name], [found[place] for place in chosen[name]])
+            gradients = trees.with_leaves(gradients, chosen[name], [grads[place] for place in chosen[name]])
         return Part(
             _sum([part.loss for part in parts.values()]),
             None,
@@ -498,17 +476,7 @@ class SeveralLosses:
 
 
 def several_losses(losses: Losses, make: Callable[[Any, VarList], Differentiation], **without: bool) -> SeveralLosses:
-    """Create `SeveralLosses` from the arguments of `minimize`.
-
-    Args:
-        losses: Name → (loss, var_list).
-        make: Returns the differentiation of a loss with its var_list.
-        **without: Arguments that cannot be combined with several losses → whether they were given.
-
-    Raises:
-        TypeError: An entry is not of the form (loss, var_list). The message contains its name.
-        ValueError: There are no losses, or one of the arguments in `without` was given.
-    """
+    """Create `SeveralLosses`; `without` tells which arguments that cannot be combined with them were given."""
     for argument, is_given in without.items():
         if is_given:
             why = "each loss has its own" if argument == "var_list" else "it has no owner among several losses"
@@ -525,7 +493,7 @@ def several_losses(losses: Losses, make: Callable[[Any, VarList], Differentiatio
         check_form(entry[1], f"{place}[1]")
         each[name] = make(*entry)
     gate = next(iter(each.values())).gate_gradients
-    each = {name: dataclasses.replace(one, gate_gradients=GATE_NONE) for name, one in each.items()}
+    each = {name: dataclasses.replace(loss, gate_gradients=GATE_NONE) for name, loss in each.items()}
     return SeveralLosses(each, gate)
 
 
@@ -533,21 +501,21 @@ def replaced(differentiate: Differentiation | SeveralLosses, **changes: Any) -> 
     """Apply `dataclasses.replace` to one loss, or to each of several."""
     if not isinstance(differentiate, SeveralLosses):
         return dataclasses.replace(differentiate, **changes)
-    each = {name: dataclasses.replace(one, **changes) for name, one in differentiate.each.items()}
+    each = {name: dataclasses.replace(loss, **changes) for name, loss in differentiate.each.items()}
     return dataclasses.replace(differentiate, each=each)
 
 
 def shown_losses(part: Part, has_aux: bool, *, is_several: bool) -> dict[str, Mapping[str, Any]]:
     """Return the metrics of the losses, their aux and their summaries, by a description of their origin."""
     if not is_several:
-        aux, made = join_returned(_by_name(part.aux), part.summaries)
-        found = {"the loss": {"loss": part.loss}, "aux": aux if has_aux else {}}
+        aux, summaries = join_returned(_by_name(part.aux), part.summaries)
+        shown = {"the loss": {"loss": part.loss}, "aux": aux if has_aux else {}}
     else:
-        made, found = part.summaries, {"the sum of the losses": {"loss": part.loss}}
+        summaries, shown = part.summaries, {"the sum of the losses": {"loss": part.loss}}
         for name, (loss, aux) in part.aux.items():
-            found[f"the loss {name!r}"] = {f"{name}/loss": loss}
-            found[f"aux of {name!r}"] = {f"{name}/{key}": x for key, x in _by_name(aux).items()} if has_aux else {}
-    return found | {"the summaries of the loss": {} if made is None else {"summaries": made}}
+            shown[f"the loss {name!r}"] = {f"{name}/loss": loss}
+            shown[f"aux of {name!r}"] = {f"{name}/{key}": x for key, x in _by_name(aux).items()} if has_aux else {}
+    return shown | {"the summaries of the loss": {} if summaries is None else {"summaries": summaries}}
 
 
 def _by_name(aux: object) -> Mapping[str, Any]:
@@ -555,12 +523,8 @@ def _by_name(aux: object) -> Mapping[str, Any]:
 
 
 def _without_overlap(params: Params, each: Mapping[str, Differentiation]) -> dict[str, list[int]]:
-    """Return the indices of the leaves that each loss trains.
-
-    Raises:
-        ValueError: Two losses train the same leaf. The message contains the paths.
-    """
-    chosen = {name: one.selected(params, f"loss_fn[{name!r}][1]") for name, one in each.items()}
+    """Return the indices of the leaves that each loss trains; they must be disjoint."""
+    chosen = {name: loss.selected(params, f"loss_fn[{name!r}][1]") for name, loss in each.items()}
     for (first, its), (second, others) in itertools.combinations(chosen.items(), 2):
         both = sorted({*its} & {*others})
         if both:

@@ -36,16 +36,13 @@ class PureStep:
     """A training step as a pure function, `state, metrics = step(state, *args)`: neither compiled nor donating.
 
     Attributes:
-        body: What it computes.
-        name: The name of the function.
-        title: A name that identifies the step among those of a run; `name` if empty.
+        title: A name that identifies the step in a run.
         looks_at_rows: Whether the step depends on how the rows of the batch are sharded.
-        leading_axes: The number of batch axes before that of the rows: one for each `scan_steps`.
-        lanes: The number of lanes, if the step computes in lanes.
-        optimizer: The optimizer whose update the step makes, for a step of `minimize`; None for any other.
-        trains: `trains(params)`: whether the step trains each leaf, in order; None if that is not known.
-        user_code: The functions of the user's that the step calls, as it traced them.
-        kept: What others have computed of the step, by names of their own, and need not compute again.
+        leading_axes: The number of batch axes before the rows: one for each `scan_steps`.
+        optimizer: The optimizer, for a step of `minimize`.
+        trains: `trains(params)`: whether the step trains each leaf, in order.
+        user_code: The user's functions that the step calls, as it traced them.
+        kept: A cache for other modules, under names of their own.
     """
 
     body: Body
@@ -66,14 +63,13 @@ class PureStep:
 
     @shortens_tracebacks
     def __call__(self, state: TrainState[P], *args: Any) -> tuple[TrainState[P], dict[str, Any]]:
-        """Run one step."""
         refuse_shapes((state, args), "state and batch")
         args = device_values.arguments_from_host(args)
         with using_mesh(mesh_of((state, args))):
             return whole(self.body, state, args, self.batch_specs(args))
 
     def batch_specs(self, args: tuple[Any, ...]) -> Any:
-        """Return the shardings of a batch; None if the step ignores them or the batch is on no mesh."""
+        """Return the shardings of a batch; None if the step ignores them."""
         if not self.looks_at_rows or mesh_of(args) is None:
             return None
         return jax.tree.map(sharding_of, args)
@@ -110,27 +106,22 @@ def pure(step: Callable[..., Any]) -> PureStep:
 
 
 def minimized(step: object) -> PureStep | None:
-    """The pure function of a step of `minimize`, compiled or not, or of its loop over steps; None for any other."""
-    one = step._pure if isinstance(step, TrainStep) else step
-    return one if isinstance(one, PureStep) and one.optimizer is not None else None
+    """The pure function of a step of `minimize`, compiled or not, or of its loop over steps."""
+    pure_step = step._pure if isinstance(step, TrainStep) else step
+    return pure_step if isinstance(pure_step, PureStep) and pure_step.optimizer is not None else None
 
 
 def whole(body: Body, state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, Any]:
-    """Run a step given by its body and return the new state and all metrics."""
+    """Return the new state and all metrics."""
     state, metrics = body(state, args, batch_specs)
     return state, metrics.whole()
 
 
-# The layout of a state, which travels with a state that a step returned, and the steps compiled for it.
+# The layout of a state, which is stored on states that a step returned, and the steps compiled for it.
 
 
 class Layout:
-    """The places of the leaves of a state, for which its program is compiled. There is one object of each layout.
-
-    Args:
-        shardings: The sharding of each leaf of a state on a mesh; None for one on a single device, or a traced one.
-        mesh: The mesh, or None.
-    """
+    """The shardings of a state, None on a single device or traced; equal layouts are one object."""
 
     def __init__(self, shardings: Tree = None, mesh: Any = None) -> None:
         self.shardings, self.mesh = shardings, mesh
@@ -144,42 +135,38 @@ _LAYOUTS: "weakref.WeakValueDictionary[Any, Layout]" = weakref.WeakValueDictiona
 
 
 def layout_of(state: Tree) -> Layout:
-    """Inspect where a state is."""
     mesh = mesh_of(state)
     if mesh is None:
         return _ON_ONE_DEVICE
     everywhere = NamedSharding(mesh, PartitionSpec())
     leaves, treedef = trees.flatten(state)
-    found = (getattr(leaf, "sharding", everywhere) for leaf in leaves)
-    shardings = [one if isinstance(one, NamedSharding) else everywhere for one in found]
+    raw = (getattr(leaf, "sharding", everywhere) for leaf in leaves)
+    shardings = [sharding if isinstance(sharding, NamedSharding) else everywhere for sharding in raw]
     return _LAYOUTS.setdefault((treedef, tuple(shardings)), Layout(treedef.unflatten(shardings), mesh))
 
 
 def known_layout(state: Tree) -> Layout | None:
-    """The layout of a state that a step returned, so that its leaves are arrays; None for any other."""
+    """The layout of a state that a step returned, so that its leaves are arrays."""
     return getattr(state, "_layout", None)
 
 
 def handed_on(state: Tree, new: Any, layout: Layout, *, donated: bool) -> Any:
-    """Return the new state of a step, which knows where it is: where the old one was, unless the batch moved it.
-
-    On a mesh, none of its leaves shares memory with another, or with the old state: else the state does not know. It
-    keeps the roles of the old one, as the step may have been compiled for a state made by hand.
-    """
+    """Return the new state of a step with the old layout, unless the batch moved it."""
     if not isinstance(new, TrainState):
         return new
+    # The step may have been compiled for a handmade state without roles.
     if getattr(new, "roles", None) is not getattr(state, "roles", None):
         new = keep_roles(state, new)
     step = new.global_step
     if not isinstance(step, jax.Array) or isinstance(step, jax.core.Tracer):
         return new
+    # On a mesh, the layout is set only if no leaf shares memory with another, or with the old state.
     if donated if layout.mesh is not None else type(step.sharding) is not NamedSharding:
         object.__setattr__(new, "_layout", layout)  # a TrainState is frozen
     return new
 
 
 def described(step: PureStep) -> str:
-    """Return the name of a step, or that of its loss, and its optimizer."""
     return step.title if step.optimizer is None else f"{step.title}, {typed(step.optimizer)}"
 
 
@@ -199,7 +186,7 @@ class TrainStep:
     Attributes:
         __wrapped__: The pure function that is compiled.
         donate: Whether the state is donated.
-        title: A name that identifies the step among those of a run: for a step of `minimize`, the name of its loss.
+        title: A name that identifies the step within a run: for a step of `minimize`, the name of its loss.
         lanes: The number of lanes, as in `minimize`; None without lanes.
 
     Raises:
@@ -207,7 +194,7 @@ class TrainStep:
     """
 
     _returns_sums = False
-    """Whether its programs also return what the next call continues: those of a `LoopedStep`."""
+    """Whether its programs also return sums, which the next call continues: only in a `LoopedStep`."""
 
     def __init__(self, step: Callable[..., tuple[TrainState, dict[str, Any]]], *, donate: bool = True) -> None:
         self.__wrapped__ = as_function(step, "step", "(state, *args) -> (state, metrics)")
@@ -230,7 +217,7 @@ class TrainStep:
         return new, metrics.whole()
 
     def _program(self, layout: Layout, args: tuple[Any, ...], kind: str = "call", *, donates: bool) -> Any:
-        """Return the program for the layouts of state and batch; `kind="whole"` returns all metrics together."""
+        """Return the program for some layouts; `kind="whole"` returns all metrics together."""
         batch_specs = self._pure.batch_specs(args)
         specs = () if batch_specs is None else (trees.structure(batch_specs), *jax.tree.leaves(batch_specs))
         key = kind, donates, layout, *specs
@@ -257,7 +244,6 @@ class TrainStep:
 
     @property
     def user_code(self) -> UserCode | None:
-        """The functions of the user's that the step calls, as it traced them."""
         return self._pure.user_code
 
     @shortens_tracebacks
@@ -275,7 +261,7 @@ class TrainStep:
 
     @shortens_tracebacks
     def eval_shape(self, state: TrainState, *args: Any) -> Any:
-        """Return the shapes of the new state and of all metrics; the new state has the sharding of the given one."""
+        """Return the shapes of the new state, with its shardings, and of all metrics."""
         with using_mesh(mesh_of((state, args))):
             batch_specs = self._pure.batch_specs(args)
             new, metrics = jax.eval_shape(
@@ -298,24 +284,15 @@ class TrainStep:
         return f"<jstep.TrainStep {described(self._pure)}, donate={self.donate}>"
 
 
-# The one way to call a compiled step: by hand, in `train`, in `replay`, in `verify_resume`.
+# The only way to call a compiled step: by hand, in `train`, in `replay`, in `verify_resume`.
 
 
 def run(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
-    """Call the program of a step; return all its results: the new state and the metrics, and those of a `LoopedStep`.
-
-    Args:
-        step: The step.
-        state: The state, which is donated if the step donates.
-        args: The other arguments.
-
-    Returns:
-        `(state, Metrics)`, or `(state, Metrics, sums)`.
-    """
+    """Call the program of a step; return `(state, Metrics)`, or `(state, Metrics, sums)` for a `LoopedStep`."""
     layout = known_layout(state)
     is_known = layout is not None
     if layout is None:
-        state = device_values.from_host(trees.owned(state, "state"), "state")  # one that was made by hand
+        state = device_values.from_host(trees.owned(state, "state"), "state")  # a handmade state
         refuse_shapes((state, args), "state and batch")
         layout = layout_of(state)
     if is_spent(state):  # a call that fails while it runs donates it, too
@@ -327,12 +304,12 @@ def run(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
     if mesh is not None:
         refuse_what_crashes(state, args, is_known=is_known, donates=donates)
     try:
-        if mesh is None and transfers is NO_GUARD:  # of a small step, contexts that do nothing take a twentieth
+        if mesh is None and transfers is NO_GUARD:  # contexts that do nothing would take a twentieth of a small step
             new, metrics, *others = program(state, *args)
         else:
             with using_mesh(mesh):
                 if transfers is not NO_GUARD:
-                    # It applies to the loss, which is traced here, but not to batches of NumPy arrays.
+                    # The guard applies to the loss, which is traced here, but not to batches of NumPy arrays.
                     program.trace(state, *args)
                 with transfers:
                     new, metrics, *others = program(state, *args)
@@ -343,7 +320,7 @@ def run(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
 
 
 def trace_of(step: TrainStep, state: Tree, args: tuple[Any, ...], kind: str = "call") -> Any:
-    """Return the trace of the program that `run` calls, for arrays or shapes; once it is compiled, it is known."""
+    """Return the trace of the program that `run` calls, for arrays or shapes."""
     with using_mesh(mesh_of((state, args))):
         return program_of(step, state, args, kind).trace(state, *args)
 
@@ -354,29 +331,18 @@ def program_of(step: TrainStep, state: Tree, args: tuple[Any, ...], kind: str = 
 
 
 def _donates(step: TrainStep) -> bool:
-    # JAX runs a step again that made a NaN, operation by operation, for which its inputs must be there.
+    # JAX reruns a step that made a NaN, operation by operation, which requires its inputs.
     flags: Any = jax.config
     return step.donate and not (flags.jax_debug_nans or flags.jax_debug_infs)
 
 
-# A loss that was given as a step.
+# A loss passed as a step.
 
 
 def refuse_a_loss(
     step: Any, state: Tree, args: Sequence[Any], cause: BaseException, argument: str = "train_step"
 ) -> None:
-    """Raise an error if what was given as a training step, and failed, is a loss: a scalar function of the parameters.
-
-    Args:
-        step: The function, or a `TrainStep` of it.
-        state: The state that it was called with.
-        args: The other arguments, or their shapes.
-        cause: The error that it raised.
-        argument: The name of the argument, for the error.
-
-    Raises:
-        TypeError: It returns a floating-point scalar, alone or with something else, for the parameters of the state.
-    """
+    """Raise an error if a function that failed as a training step is a loss."""
     while isinstance(step, TrainStep):
         step = step.__wrapped__
     if isinstance(step, PureStep) or not isinstance(state, TrainState):
@@ -395,7 +361,7 @@ def refuse_a_loss(
 
 
 def _is_loss(fn: Callable[..., Any], state: TrainState, args: Sequence[Any]) -> bool:
-    """Whether a function of the parameters and a batch returns a loss; it is traced, and runs nothing on a device."""
+    """Whether a function of the parameters and a batch returns a loss; it is only traced."""
     try:
         names = list(inspect.signature(fn).parameters)
     except (TypeError, ValueError):  # a built-in without a signature

@@ -1,4 +1,4 @@
-"""Finding of weights: a file, an index with its shards, a folder, the arrays of a checkpoint of Orbax in a folder."""
+"""Search for weights: a file, an index with its shards, a folder, or the arrays of an Orbax checkpoint in a folder."""
 
 import json
 import ntpath
@@ -12,27 +12,21 @@ from jstep.core.checks import shown
 from jstep.stores.urls import is_url, location
 from jstep.weights.tensors import LARGEST, Tensor, Weights, parsed, read_header
 
-# Finding of the files that hold the weights: a file, a folder, or an index with its shards.
+# The files with the weights: a file, a folder, or an index with its shards.
 
 SUFFIX = ".safetensors"
 INDEX = ".index.json"
 _DEFAULTS = (f"model{SUFFIX}", f"model{SUFFIX}{INDEX}")
-"""The names that `transformers` writes, and looks for in a folder."""
+"""The names that `transformers` writes and searches for in a folder."""
 
 
 def local(path: object) -> str:
-    """Return a local path.
-
-    Raises:
-        TypeError: It is not a path.
-        ValueError: It is empty, or a URL.
-    """
     if path == "":
         raise ValueError("path='': must name a file or a folder")
-    found = location(path, "path")
-    if is_url(found):
-        raise ValueError(f"path={found!r}: must be a local path; copy the files to this machine first")
-    return found
+    place = location(path, "path")
+    if is_url(place):
+        raise ValueError(f"path={place!r}: must be a local path; copy the files to this machine first")
+    return place
 
 
 FILES, OF_JSTEP, BY_ORBAX = "files", "of jstep", "by Orbax"
@@ -40,19 +34,14 @@ FILES, OF_JSTEP, BY_ORBAX = "files", "of jstep", "by Orbax"
 
 
 def kind_of(path: str) -> tuple[str, str]:
-    """Return the kind of the weights at a path, and where they are: a file, an index, or the folder with the arrays.
-
-    Raises:
-        FileNotFoundError: The path does not exist, or the folder has no weights.
-        ValueError: The folder has several sets of weights, or an incomplete checkpoint.
-    """
+    """Return the kind of the weights at a path, and their place: a file, an index, or the folder with the arrays."""
     if not os.path.isdir(path):
         return FILES, _file_at(path)
     if names := _files_in(path):
         if len(names) > 1:
             raise _several(path, "the folder has several sets of weights", names)
         return FILES, os.path.join(path, names[0])
-    if missing(path) != MANIFEST:  # a manifest of another program is none
+    if missing(path) != MANIFEST:  # a manifest of another program does not count
         return OF_JSTEP, path
     folder = folder_of(path)
     if folder is not None:
@@ -80,23 +69,18 @@ def _file_at(path: str) -> str:
 
 
 def _files_in(folder: str) -> list[str]:
-    """Return the names of the files and indexes in a folder that may be loaded: those of `transformers`, or all."""
+    """Return the loadable files and indexes in a folder: the names of `transformers`, or all."""
     # Hidden files are ignored, as by globs: macOS leaves "._model.safetensors" next to copied files.
     names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
-    if found := [name for name in names if name in _DEFAULTS]:
-        return found
+    if defaults := [name for name in names if name in _DEFAULTS]:
+        return defaults
     indexes = [name for name in names if name.endswith(SUFFIX + INDEX)]
     shards = {shard for name in indexes for shard in _files_of(os.path.join(folder, name)).values()}
     return indexes + [name for name in names if name.endswith(SUFFIX) and name not in shards]
 
 
 def read_headers(path: str) -> Weights:
-    """Read and check the headers of a file, or of the shards of an index; no tensor is read.
-
-    Raises:
-        FileNotFoundError: An index names a missing file.
-        ValueError: A file is corrupted, or the index contradicts the files.
-    """
+    """Read and check the headers of a file, or of the shards of an index."""
     return _sharded(path) if _is_index(path) else read_header(path)
 
 
@@ -133,7 +117,7 @@ def _sharded(path: str) -> Weights:
 
 
 def _files_of(path: str) -> dict[str, str]:
-    """Return the file names in an index, by tensor."""
+    """Return the file of each tensor in an index."""
     with open(path, "rb") as file:
         text = file.read(LARGEST + 1)
     if len(text) > LARGEST:
@@ -151,26 +135,19 @@ def _files_of(path: str) -> dict[str, str]:
     return weight_map
 
 
-# Finding of the arrays of an Orbax checkpoint among its files, without importing Orbax.
+# The arrays of an Orbax checkpoint among its files, without importing Orbax.
 
 _METADATA = "_METADATA"
 _ARRAYS = "manifest.ocdbt"
-_DEFAULT = "default"  # the item of a CheckpointManager that was given only one
+_DEFAULT = "default"  # the name of the only item of a CheckpointManager
 _STEP = re.compile(r"(?:.*[_-])?[0-9]+")
 _SHOWN = 10  # folders listed in a message
 
 
 def folder_of(path: str) -> str | None:
-    """Return the folder with the arrays of a checkpoint: the folder itself, or an item of a CheckpointManager's step.
+    """Return the folder with the arrays of a checkpoint; None if Orbax wrote no arrays there.
 
-    Args:
-        path: The path of a folder.
-
-    Returns:
-        The folder; None if Orbax did not write any.
-
-    Raises:
-        ValueError: The checkpoint is incomplete, or the folder has several checkpoints or items.
+    It is the folder itself, or an item of a step of a CheckpointManager.
     """
     if TEMPORARY in os.path.basename(os.path.abspath(path)):
         raise ValueError(
@@ -229,6 +206,7 @@ def _without_metadata(path: str) -> ValueError:
 
 
 def _is_checkpoint(path: str) -> bool:
-    """Return whether a folder is a checkpoint of Orbax or jstep."""
     entries = set(listed(path))
-    return bool(entries & {MANIFEST, *OF_ORBAX}) or any(_METADATA in listed(os.path.join(path, one)) for one in entries)
+    return bool(entries & {MANIFEST, *OF_ORBAX}) or any(
+        _METADATA in listed(os.path.join(path, name)) for name in entries
+    )

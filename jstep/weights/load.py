@@ -1,4 +1,4 @@
-"""`load_weights`: loading of weights from safetensors files, and from the checkpoints of Orbax and jstep."""
+"""`load_weights`: weights from safetensors files, and from the checkpoints of Orbax and jstep."""
 
 import contextlib
 import dataclasses
@@ -32,7 +32,7 @@ from jstep.weights.match import Match, Names, Wanted
 from jstep.weights.tensors import Read, Tensor, confirm, in_groups
 
 _AT_ONCE = 2**30
-"""Bytes to read together: while they are cast, they occupy memory in both dtypes."""
+"""Bytes to read in one group: while they are cast, they occupy memory in both dtypes."""
 _logger = logging.getLogger("jstep")
 
 
@@ -51,17 +51,18 @@ def load_weights(
     process reads the whole tensor.
 
     A checkpoint is a folder that Orbax wrote (`StandardCheckpointer`, `PyTreeCheckpointer`, or a step of a
-    `CheckpointManager`, which stands for its default item or its only one), or a checkpoint of jstep, which is verified
-    by its checksums. The names of its tensors are their paths, such as `params/dense/kernel`, where `params/` may be
-    omitted. It may hold more than weights: if tensors below `params` are loaded, whole groups beside it (`opt_state`,
-    `slots`) do not count as unused; if `names` only puts a group before all paths, nothing outside of this group does.
+    `CheckpointManager`, which stands for its default item or its only item), or a checkpoint of jstep, which is
+    verified by its checksums. The names of its tensors are their paths, such as `params/dense/kernel`, where `params/`
+    may be omitted. It may hold more than weights: if tensors below `params` are loaded, whole groups next to it
+    (`opt_state`, `slots`) do not count as unused; if `names` only puts a group before all paths, nothing outside of
+    this group does.
 
     Args:
         path: A file, a folder, an index (`model.safetensors.index.json`) next to its shards, or a checkpoint, on this
             machine.
         target: A tree of arrays or of `jax.ShapeDtypeStruct` (from `jax.eval_shape`), for structure, shapes, dtypes and
             shardings. A leaf without a sharding is placed where JAX places new arrays; a NumPy array is loaded as one;
-            typed PRNG keys are made of the data that is stored for them; a Python number takes any integer or float.
+            typed PRNG keys are made from their stored data; a Python number accepts any integer or float.
         names: Leaves that have another name in the file: a mapping from paths of target (`"layers/0/wq"`), or a
             function of the path, to the name of a tensor, to None for a leaf to keep unchanged, or to a pair
             `(name, transform)`, where `transform` computes the leaf from the stored tensor, a NumPy array
@@ -111,15 +112,15 @@ def load_weights(
     placement.refuse_compile_only(target, "target")
     with open_source(path, partial=partial) as source:
         by_name = match.rules(names, target, "target")
-        found = match.match(target, source.tensors, by_name, float_dtype, with_more=source.is_checkpoint)
-        if found.differences() and not partial:
-            raise _misfit(found, source.path)
-        for wanted in found.wanted:
+        matched = match.match(target, source.tensors, by_name, float_dtype, with_more=source.is_checkpoint)
+        if matched.differences() and not partial:
+            raise _misfit(matched, source.path)
+        for wanted in matched.wanted:
             if wanted.source is None:
                 targets.require_value(wanted)
-        leaves = [wanted.leaf for wanted in found.wanted]
+        leaves = [wanted.leaf for wanted in matched.wanted]
         # Leaves with transforms come first, since the result of a transform may not fit.
-        for i, wanted in enumerate(found.wanted):
+        for i, wanted in enumerate(matched.wanted):
             if wanted.source is not None and wanted.transform is not None:
                 name = wanted.source.name
                 result = match.transformed(wanted.transform, np.asarray(source.read({name: None})[name]), wanted.path)
@@ -129,37 +130,36 @@ def load_weights(
                 if not problem:
                     leaves[i] = match.from_host(wanted, array)
                     continue
-                found.wanted[i] = dataclasses.replace(wanted, source=None, problem=problem)
+                matched.wanted[i] = dataclasses.replace(wanted, source=None, problem=problem)
                 if not partial:
-                    raise _misfit(found, source.path, i + 1)
+                    raise _misfit(matched, source.path, i + 1)
                 targets.require_value(wanted)
-        if found.differences():
-            nothing = "" if any(wanted.source for wanted in found.wanted) else ", and nothing was loaded"
+        if matched.differences():
+            nothing = "" if any(wanted.source for wanted in matched.wanted) else ", and nothing was loaded"
             _logger.warning(
-                "load_weights: %s does not fit target%s%s", source.path, nothing, found.differences() + found.hint
+                "load_weights: %s does not fit target%s%s", source.path, nothing, matched.differences() + matched.hint
             )
-        plain = [i for i, one in enumerate(found.wanted) if one.source is not None and one.transform is None]
-        for i, leaf in zip(plain, source.leaves([found.wanted[i] for i in plain]), strict=True):
+        plain = [i for i, w in enumerate(matched.wanted) if w.source is not None and w.transform is None]
+        for i, leaf in zip(plain, source.leaves([matched.wanted[i] for i in plain]), strict=True):
             leaves[i] = leaf
-    for i, wanted in enumerate(found.wanted):
+    for i, wanted in enumerate(matched.wanted):
         if wanted.is_key and wanted.source is not None:
             leaves[i] = _keys(wanted, leaves[i])
     return jax.tree.unflatten(trees.structure(target), leaves)
 
 
 def _keys(wanted: Wanted, data: jax.Array) -> jax.Array:
-    """Return the PRNG keys of their data."""
     impl: list[Any] = []
     jax.eval_shape(lambda keys: impl.append(jax.random.key_impl(keys)), wanted.leaf)  # it takes no shapes
     return jax.random.wrap_key_data(data, impl=impl[0])
 
 
-def _misfit(found: Match, path: str, begin: int = 0) -> ValueError:
-    """Return the error for a target that does not fit; its leaves from one on may have transforms not called yet."""
-    found.wanted[begin:] = map(match.with_problem_of_ones, found.wanted[begin:])
+def _misfit(matched: Match, path: str, begin: int = 0) -> ValueError:
+    """Return the error for a target that does not fit; the transforms from leaf `begin` on were not called yet."""
+    matched.wanted[begin:] = map(match.with_problem_of_ones, matched.wanted[begin:])
     return ValueError(
-        f"target does not fit {path}{found.differences()}. Nothing was loaded; names= maps leaves to tensors (None: "
-        f"none), dtype= casts floating tensors, and partial=True loads what fits{found.hint}"
+        f"target does not fit {path}{matched.differences()}. Nothing was loaded; names= maps leaves to tensors (None: "
+        f"none), dtype= casts floating tensors, and partial=True loads what fits{matched.hint}"
     )
 
 
@@ -167,27 +167,20 @@ def _float_dtype(dtype: DTypeLike | None) -> Any:
     if dtype is None:
         return None
     try:
-        found = np.dtype(getattr(jnp, dtype, dtype) if isinstance(dtype, str) else dtype)
+        resolved = np.dtype(getattr(jnp, dtype, dtype) if isinstance(dtype, str) else dtype)
     except TypeError:
         raise TypeError(f"dtype={shown(dtype)}: must be a floating dtype, got {kind(dtype)}") from None
-    if not trees.is_floating(found):
+    if not trees.is_floating(resolved):
         raise ValueError(f"dtype={shown(dtype)}: must be a floating dtype; integers and booleans are never cast")
-    return found
+    return resolved
 
 
-# Where weights are read from.
+# Sources of weights.
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Safetensors files, or a checkpoint, whose arrays have names.
-
-    Attributes:
-        path: The file, index or folder.
-        tensors: The tensors by name.
-        read: Reads them.
-        is_checkpoint: Whether it is a checkpoint, which may hold more than weights.
-    """
+    """Safetensors files, or a checkpoint, which may hold more than weights."""
 
     path: str
     tensors: Mapping[str, Tensor]
@@ -196,11 +189,11 @@ class Source:
 
     def leaves(self, wanted: Sequence[Wanted]) -> Iterator[Any]:
         """Read leaves that have no transform, in order: each device its own part."""
-        sized = ((one.source.name, one.source.nbytes, one) for one in wanted)
+        sized = ((leaf.source.name, leaf.source.nbytes, leaf) for leaf in wanted)
         for group in in_groups(sized, _AT_ONCE if self.is_checkpoint else 0):
-            arrays = self.read({name: self._sharding(one) for name, one in group.items()})
-            for name, one in group.items():
-                yield match.placed(one, arrays.pop(name))
+            arrays = self.read({name: self._sharding(leaf) for name, leaf in group.items()})
+            for name, leaf in group.items():
+                yield match.placed(leaf, arrays.pop(name))
 
     def _sharding(self, wanted: Wanted) -> Any:
         """Return the sharding to read a tensor with; None to read all of it into a NumPy array."""
@@ -212,16 +205,9 @@ class Source:
 
 @contextlib.contextmanager
 def open_source(path: object, *, partial: bool = False) -> Iterator[Source]:
-    """Open weights for reading, and check what describes them; no tensor is read.
+    """Open weights for reading, and check their description; no tensor is read.
 
-    Args:
-        path: The path of the weights.
-        partial: Whether of a corrupted checkpoint of jstep, the arrays that can be read are read.
-
-    Raises:
-        CheckpointError: A checkpoint of jstep is corrupted.
-        FileNotFoundError: There are no weights at the path.
-        ValueError: A file is corrupted, or a folder has several sets of weights.
+    `partial`: of a corrupted checkpoint of jstep, read the readable arrays.
     """
     kind, place = kind_of(local(path))
     if kind == FILES:
@@ -232,18 +218,20 @@ def open_source(path: object, *, partial: bool = False) -> Iterator[Source]:
 
             def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
                 tensors = [weights.tensors[name] for name in shardings]
-                return {one.name: read_shards(opened(one.file), one, shardings[one.name]) for one in tensors}
+                return {
+                    tensor.name: read_shards(opened(tensor.file), tensor, shardings[tensor.name]) for tensor in tensors
+                }
 
             yield Source(weights.path, weights.tensors, read, is_checkpoint=False)
         return
     place = os.path.abspath(place)
     if kind == OF_JSTEP:
-        found = _checkpoint_of_jstep(place, partial)
+        contents = _checkpoint_of_jstep(place, partial)
     else:
         from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
 
-        found = orbax_checkpoint.opened(place)
-    yield Source(place, *found, is_checkpoint=True)
+        contents = orbax_checkpoint.opened(place)
+    yield Source(place, *contents, is_checkpoint=True)
 
 
 # The parts of a tensor that the devices of this process hold: each byte of a file is read once.
@@ -262,16 +250,7 @@ def read_shards(file: io.RawIOBase, tensor: Tensor, sharding: object) -> Any:
 def read_parts(
     file: io.RawIOBase, tensor: Tensor, parts: Sequence[placement.ShardBounds]
 ) -> list[np.ndarray[Any, Any]]:
-    """Read parts of a tensor, each into new memory; each byte is read once.
-
-    Args:
-        file: The tensor's file, unbuffered.
-        tensor: The tensor.
-        parts: The bounds of the parts; no two of them share an element.
-
-    Raises:
-        ValueError: The file ends early, or holds bools that are neither 0 nor 1.
-    """
+    """Read disjoint parts of a tensor, each into new memory, from an unbuffered file; each byte is read once."""
     dtype = tensor.dtype
     assert dtype is not None
     sizes = [math.prod(placement.lengths(part)) for part in parts]
@@ -326,24 +305,18 @@ _Halves = tuple[Leaf, Leaf | None]
 
 
 def _checkpoint_of_jstep(path: str, partial: bool) -> tuple[dict[str, Tensor], Read]:
-    """Return the arrays of a checkpoint, and a function that reads them, after the checkpoint was verified.
+    """Return the arrays of a checkpoint, and a function that verifies it and reads them.
 
-    A slot that `compact` stores in two is one array of its float32 values. A parameter is what the loss sees.
-
-    Args:
-        path: A folder that has a manifest.
-        partial: Whether to leave out the arrays that cannot be read, with a warning, if the checkpoint is corrupted.
-
-    Raises:
-        CheckpointError: The checkpoint is corrupted, or another version of jstep wrote it.
+    A slot that `compact` stores in two arrays is one array of its float32 values. A parameter is the value that the
+    loss sees.
     """
     store = open_store(os.path.dirname(path))
     manifest = store.manifest(path)
-    known = manifest.by_array
-    halved = [leaf for leaf in manifest.leaves if leaf.half in known and leaf.keys[0] != leaf_records.PARAMS]
-    halves = {leaf.array: known[leaf.half] for leaf in halved if leaf.half is not None}
-    given = zip(leaf_records.unique(leaf.path for leaf in manifest.leaves), manifest.leaves, strict=True)
-    saved = {name: (leaf, halves.get(leaf.array)) for name, leaf in given if leaf not in halves.values()}
+    by_array = manifest.by_array
+    halved = [leaf for leaf in manifest.leaves if leaf.half in by_array and leaf.keys[0] != leaf_records.PARAMS]
+    halves = {leaf.array: by_array[leaf.half] for leaf in halved if leaf.half is not None}
+    named = zip(leaf_records.unique(leaf.path for leaf in manifest.leaves), manifest.leaves, strict=True)
+    saved = {name: (leaf, halves.get(leaf.array)) for name, leaf in named if leaf not in halves.values()}
     verified = partial and jax.process_count() == 1
     if verified:
         saved = _readable(store, path, manifest, saved)
@@ -355,14 +328,14 @@ def _checkpoint_of_jstep(path: str, partial: bool) -> tuple[dict[str, Tensor], R
             leaf, half = saved[name]
             of_both = None if half is not None and half.shape != leaf.shape else sharding  # scales have fewer numbers
             stored |= dict.fromkeys(_arrays_of(leaf, half), of_both)
-        found = _read(store, path, manifest, stored, not verified)
+        values = _read(store, path, manifest, stored, not verified)
         verified = True
         with meshes.internal_transfers():
-            return {name: leaf_records.value_of(*saved[name], found) for name in shardings}
+            return {name: leaf_records.value_of(*saved[name], values) for name in shardings}
 
     arrays: dict[str, Tensor] = {}
     for name, (leaf, half) in saved.items():
-        # That of PRNG keys is their data.
+        # PRNG keys are stored as their data.
         shape, stored = leaf_records.stored_kind(leaf) if leaf.key_impl is not None else (leaf.shape, leaf.dtype)
         code, dtype = (leaf.dtype, jnp.dtype(stored)) if half is None else ("float32", np.dtype(np.float32))
         arrays[name] = Tensor(name, code, shape, dtype)
@@ -370,15 +343,14 @@ def _checkpoint_of_jstep(path: str, partial: bool) -> tuple[dict[str, Tensor], R
 
 
 def _arrays_of(leaf: Leaf, half: Leaf | None) -> list[str]:
-    """The names of the arrays that a leaf, and its other half, are stored in."""
-    return [one.array for one in (leaf, half) if one is not None and one.array is not None]
+    return [part.array for part in (leaf, half) if part is not None and part.array is not None]
 
 
 def _readable(store: Store, path: str, manifest: Manifest, saved: dict[str, _Halves]) -> dict[str, _Halves]:
     """Return the leaves whose arrays can be read; if the checkpoint is corrupted, warn and name the others."""
     problems = store.find_corruption(path, manifest)
     if not problems or store.is_gone(path, manifest):
-        return saved  # `_read` says so
+        return saved  # `_read` reports it
     lost, contents = [], store.contents(path, manifest)
     for name, halves in saved.items():
         try:

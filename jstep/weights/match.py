@@ -17,49 +17,33 @@ from jstep.core import exceptions, meshes, placement, selection, trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import array_type, kind, shown
 
-# The `names` argument, the tensor of each leaf by it, and what does not fit.
+# The `names` argument, the tensor that it gives each leaf, and mismatches.
 
 Transform = Callable[[Any], Any]
 Entry = str | tuple[str, Transform] | None
 Names = Mapping[str, Entry] | Callable[[str], Entry]
-"""Path of a leaf → the name of its tensor, a pair of that and a function of the tensor, or None for no tensor."""
+"""Path of a leaf → the name of its tensor, a pair (name, function of the tensor), or None for no tensor."""
 
 _BOX = "/value"  # the attribute of a Flax NNX variable that holds its array
 _FORM = "must be the name of a tensor, a pair (name, transform), or None"
 
 
 class Rule(NamedTuple):
-    """The tensor of a leaf.
-
-    Attributes:
-        name: The name of the tensor; None if the leaf has no tensor.
-        transform: From the stored tensor to the leaf, or from the leaf to the tensor to store; None for the identity.
-    """
+    """The name of a leaf's tensor, or None; and a function from tensor to leaf (when saving, from leaf to tensor)."""
 
     name: str | None
     transform: Transform | None = None
 
 
 def rules(names: object, tree: Tree, what: str) -> list[Rule]:
-    """Return the rule of each leaf of a tree, in JAX's order.
-
-    Args:
-        names: The user's argument.
-        tree: The tree.
-        what: The name of the tree's argument, for errors.
-
-    Raises:
-        TypeError: `names` has values other than names.
-        ValueError: `names` has a path that is not in the tree, or two leaves share a path.
-    """
-    known = selection.names_of(tree)
-    for path, count in Counter(found[0] for found in known).items():
+    named = selection.names_of(tree)
+    for path, count in Counter(entry[0] for entry in named).items():
         if count > 1:
             raise ValueError(selection.ambiguous(what, path, count))
-    given = targets.entries(
-        names, known, what, f"a mapping from paths of {what} to names of tensors, or a function (path) -> name"
+    by_path = targets.entries(
+        names, named, what, f"a mapping from paths of {what} to names of tensors, or a function (path) -> name"
     )
-    return [_rule(path, given[path]) if path in given else Rule(path) for path, *_ in known]
+    return [_rule(path, by_path[path]) if path in by_path else Rule(path) for path, *_ in named]
 
 
 def _rule(path: str, entry: object) -> Rule:
@@ -71,11 +55,7 @@ def _rule(path: str, entry: object) -> Rule:
 
 
 def transformed(transform: Transform, array: object, path: str) -> Any:
-    """Call a user's transform.
-
-    Raises:
-        TypeError: It did not return an array.
-    """
+    """Call a user's transform, which must return an array."""
     try:
         result = transform(array)
     except Exception as error:
@@ -90,11 +70,8 @@ def transformed(transform: Transform, array: object, path: str) -> Any:
 class Wanted(targets.Wanted[Any]):
     """A leaf of a target, and the tensor to load into it.
 
-    For a leaf with typed PRNG keys, shape and dtype are those of their data, which is loaded.
-
-    Attributes:
-        transform: From the tensor to the leaf; None for the identity.
-        casts: Whether floating tensors of other dtypes fit.
+    For typed PRNG keys, shape and dtype describe their data, which is loaded. `casts`: floating tensors of other dtypes
+    fit.
     """
 
     transform: Transform | None = None
@@ -102,11 +79,10 @@ class Wanted(targets.Wanted[Any]):
 
     @property
     def is_key(self) -> bool:
-        """Whether the leaf holds typed PRNG keys."""
         return trees.is_key(self.leaf)
 
     def difference(self, shape: Sequence[int], dtype: DTypeLike) -> str:
-        """Describe why an array does not fit this leaf; the empty string if it fits."""
+        """Describe why an array does not fit this leaf, or return an empty string."""
         cast = (self.casts and trees.is_floating(dtype)) or self._is_number_of(dtype)
         if tuple(shape) != self.shape or (dtype != self.dtype and not cast):
             own = self.leaf.dtype if hasattr(self.leaf, "dtype") else self.dtype
@@ -120,10 +96,12 @@ class Wanted(targets.Wanted[Any]):
         return ""
 
     def _is_number_of(self, dtype: DTypeLike) -> bool:
-        """Whether the leaf is a Python number (or the shape of one), whose dtype is JAX's choice, of the same kind."""
+        """Whether the leaf is a Python number (or its shape), whose dtype is JAX's choice, of the same kind."""
         is_number = not self.shape and (getattr(self.leaf, "weak_type", False) or not hasattr(self.leaf, "dtype"))
         kinds = (jnp.integer, jnp.floating)
-        return is_number and any(jnp.issubdtype(dtype, one) and jnp.issubdtype(self.dtype, one) for one in kinds)
+        return is_number and any(
+            jnp.issubdtype(dtype, number) and jnp.issubdtype(self.dtype, number) for number in kinds
+        )
 
     @property
     def _named(self) -> str:
@@ -132,11 +110,7 @@ class Wanted(targets.Wanted[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class Match(targets.Match[Wanted]):
-    """The result of matching a target to files.
-
-    Attributes:
-        hint: The end of a message: the names that find what is missing; the empty string if none do.
-    """
+    """The match of a target with files; `hint` names the tensors that would match."""
 
     hint: str = ""
 
@@ -149,32 +123,23 @@ def match(
 ) -> Match:
     """Find the tensor of each leaf of a target.
 
-    Args:
-        target: A tree of arrays, numbers or `jax.ShapeDtypeStruct`.
-        tensors: The tensors by name.
-        by_name: The rule of each leaf.
-        float_dtype: The dtype of floating leaves; None to keep their own.
-        with_more: Whether they are those of a checkpoint, which may hold more than weights, such as the state of an
-            optimizer. `params/` may be omitted from names there. If `params` is loaded from, groups at the root of its
-            tree from which nothing is loaded do not count as unused; if names only adds a group to all paths, nothing
-            outside of that group does.
-
-    Raises:
-        TypeError: A leaf of the target has no shape and dtype.
+    With `with_more`, `tensors` are from a checkpoint, which may hold more than weights, such as optimizer state.
+    `params/` may be omitted there. If `params` is loaded from, groups at the root of its tree from which nothing is
+    loaded do not count as unused; if names only adds a group to all paths, nothing outside that group does.
     """
     wanted = []
     whole = _whole_names(by_name, tensors) if with_more else by_name
     for (path, leaf), rule in zip(trees.leaves_with_paths(target), whole, strict=True):
         shape, dtype = _kind(leaf, path)
         casts = float_dtype is not None and trees.is_floating(dtype)
-        one = Wanted(path, leaf, shape, float_dtype if casts else dtype, rule.name, None, "", rule.transform, casts)
-        wanted.append(targets.matched(one, rule.name, tensors, _problem))
-    names = {one.path: one.name for one in wanted if one.name is not None}
-    missing = [names[one.path] for one in wanted if one.is_missing]
+        entry = Wanted(path, leaf, shape, float_dtype if casts else dtype, rule.name, None, "", rule.transform, casts)
+        wanted.append(targets.matched(entry, rule.name, tensors, _problem))
+    names = {entry.path: entry.name for entry in wanted if entry.name is not None}
+    missing = [names[entry.path] for entry in wanted if entry.is_missing]
     used = {path: name for path, name in names.items() if name in tensors}
     own = set(used.values())
     unused = [name for name in tensors if name not in own]
-    are_paths = all(rule.name == one.path for rule, one in zip(by_name, wanted, strict=True))
+    are_paths = all(rule.name == entry.path for rule, entry in zip(by_name, wanted, strict=True))
     hint = _group_hint(missing, tensors.keys()) if with_more and are_paths and missing else ""
     hint = hint or _separator_hint(wanted, own, set(unused))
     groups = _groups(used) if with_more else ("",)
@@ -182,7 +147,7 @@ def match(
 
 
 def _whole_names(by_name: Sequence[Rule], tensors: Mapping[str, Any]) -> list[Rule]:
-    """Return the rules with names in which `params/` is not omitted."""
+    """Return the rules with full names, in which `params/` is not omitted."""
     names = [rule.name for rule in by_name if rule.name is not None]
     # The parameters may have a group `params`, too, so that both "params/w" and "params/params/w" exist.
     everywhere = not all(name in tensors for name in names) and all(_in_params(name) in tensors for name in names)
@@ -195,11 +160,7 @@ def _in_params(name: str) -> str:
 
 
 def _groups(used: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what the names begin with that are to be loaded completely; the empty string for all.
-
-    Args:
-        used: Path of a leaf → name of its array.
-    """
+    """Return the prefixes of names that are to be loaded completely; the empty string for all."""
     if "" in used:
         return (used[""],)  # the target is a single array
     roots = {name.partition("/")[0] for name in used.values()}
@@ -210,7 +171,7 @@ def _groups(used: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _group_hint(missing: Sequence[str], there: Set[str]) -> str:
-    """Describe the function that finds all missing names, if they differ by what is before or after them."""
+    """Describe the function that finds all missing names, if they differ by a prefix or suffix."""
     ends: list[tuple[str, Callable[[str], str]]] = [
         ("path", lambda name: name),
         (f'path + "{_BOX}"', lambda name: name + _BOX),
@@ -218,8 +179,8 @@ def _group_hint(missing: Sequence[str], there: Set[str]) -> str:
     ]
     for code, end in ends:
         first, *others = [end(name) for name in missing]
-        groups = [one.removesuffix(first) for one in there if one.endswith(f"/{first}")]
-        # Those of an optimizer have the same paths: parameters come first.
+        groups = [full.removesuffix(first) for full in there if full.endswith(f"/{first}")]
+        # The groups of an optimizer have the same paths: parameters come first.
         for above in ["", *sorted(groups, key=lambda group: (PARAMS not in group.split("/"), group.count("/"), group))]:
             if all(above + name in there for name in (first, *others)):
                 whole = f'"{above}" + {code}' if above else code
@@ -228,13 +189,13 @@ def _group_hint(missing: Sequence[str], there: Set[str]) -> str:
 
 
 def _separator_hint(wanted: Sequence[Wanted], used: Set[str], unused: Set[str]) -> str:
-    """Describe how to find all missing or all unused tensors, if names and tensors differ by their separator."""
-    is_identity = all(one.name == one.path and one.transform is None for one in wanted)
-    missing = {str(one.name) for one in wanted if one.is_missing}
+    """Describe how to find tensors if names differ only by their separator."""
+    is_identity = all(leaf.name == leaf.path and leaf.transform is None for leaf in wanted)
+    missing = {str(leaf.name) for leaf in wanted if leaf.is_missing}
     for here, there in (("/", "."), (".", "/")):
         renamed = {name.replace(here, there) for name in missing}
-        found = renamed & unused
-        if found and found in (renamed, unused) and not any(here in name for name in used):
+        matching = renamed & unused
+        if matching and matching in (renamed, unused) and not any(here in name for name in used):
             differ = f". The names in the file have {there!r} where"
             if not is_identity:
                 return f"{differ} those that names returns have {here!r}"
@@ -243,10 +204,7 @@ def _separator_hint(wanted: Sequence[Wanted], used: Set[str], unused: Set[str]) 
 
 
 def with_problem_of_ones(wanted: Wanted) -> Wanted:
-    """Add the mismatch of a leaf with a transform, so that one error lists all problems.
-
-    Nothing is read: the transform is called with ones, and skipped if it fails with these.
-    """
+    """Add the mismatch of a leaf with a transform, called with ones, so that one error lists all problems."""
     if wanted.source is None or wanted.transform is None:
         return wanted
     array = transform_of_ones(wanted.transform, wanted.source.shape, wanted.source.dtype, wanted.path)
@@ -254,7 +212,7 @@ def with_problem_of_ones(wanted: Wanted) -> Wanted:
 
 
 def transform_of_ones(transform: Any, shape: Sequence[int], dtype: DTypeLike, path: str) -> Any:
-    """Return the result of a transform for an array of ones, which takes no memory; None if the transform fails."""
+    """Return the result of a transform for an array of ones, without memory; None if it fails."""
     ones = np.broadcast_to(np.ones((), dtype), tuple(shape))
     try:
         with np.errstate(all="ignore"):
@@ -286,25 +244,23 @@ _NO_KIND = (
 )
 
 
-# The leaves of what was read.
+# Conversion of the data read to leaves.
 
 _logger = logging.getLogger("jstep")
 
 
 def placed(wanted: Wanted, read: Any) -> Any:
-    """Return a leaf of what was read for it with its sharding.
+    """Return a leaf without transform with its sharding.
 
-    Args:
-        wanted: The leaf, with its tensor and no transform.
-        read: A NumPy array, an array with the leaf's sharding, or the parts of this process.
+    `read` is a NumPy array, an array with the leaf's sharding, or the parts of this process.
     """
     if isinstance(read, jax.Array):
         if read.dtype == wanted.dtype and not placement.is_on_cpus(read):
             return read
-        # On the CPU an array may alias the memory that it was read into, which is not reused when it is donated.
+        # On the CPU an array may alias the memory that it was read into; donating it would not reuse that memory.
         with meshes.internal_transfers():
             shards = read.addressable_shards
-            read = {placement.bounds(one.index, wanted.shape): np.asarray(one.data) for one in shards}
+            read = {placement.bounds(s.index, wanted.shape): np.asarray(s.data) for s in shards}
     if not isinstance(read, Mapping):
         return from_host(wanted, read)
     sharding = placement.target_sharding(wanted.leaf, wanted.path)
@@ -313,16 +269,11 @@ def placed(wanted: Wanted, read: Any) -> Any:
 
 
 def from_host(wanted: Wanted, array: np.ndarray[Any, Any]) -> Any:
-    """Return a leaf from the whole array on the host."""
     return targets.placed(wanted, _cast(wanted, array))
 
 
 def _cast(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Cast an array to the leaf's dtype; a warning is logged if finite numbers become infinite or NaN.
-
-    Raises:
-        ValueError: A Python number of the target cannot represent an integer.
-    """
+    """Cast an array to the leaf's dtype; warn if finite numbers become infinite or NaN."""
     if array.dtype == wanted.dtype:
         return array
     if not trees.is_floating(wanted.dtype):

@@ -1,4 +1,4 @@
-"""Reading of checkpoints that Orbax wrote, through Orbax, which it imports."""
+"""Reading of checkpoints that Orbax wrote, through Orbax, which is imported here."""
 
 import os
 from collections.abc import Mapping
@@ -20,15 +20,8 @@ _SHOWN = 20  # arrays named in a message
 
 
 def opened(folder: str) -> tuple[dict[str, Tensor], Read]:
-    """Return the arrays of a checkpoint, from its metadata, and a function that reads them.
-
-    Args:
-        folder: A folder that has `_METADATA`.
-
-    Raises:
-        ValueError: Orbax cannot read the metadata, or jstep wrote the checkpoint and its manifest is missing.
-    """
-    folder = os.path.abspath(folder)  # Orbax refuses relative paths
+    """Return the arrays of a checkpoint, from its metadata, and a function that reads them."""
+    folder = os.path.abspath(folder)  # Orbax rejects relative paths
     try:
         # A checkpoint that misses files fails here, too: Orbax reads shapes and dtypes from the arrays.
         tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder)).tree
@@ -44,8 +37,8 @@ def opened(folder: str) -> tuple[dict[str, Tensor], Read]:
             f"{folder}: jstep wrote it, and its {MANIFEST} is missing, so that it cannot be verified: copy it again"
         )
     arrays: dict[str, Tensor] = {}
-    for name, (_, found) in zip(names, flat, strict=True):
-        shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
+    for name, (_, details) in zip(names, flat, strict=True):
+        shape, dtype = getattr(details, "shape", None), getattr(details, "dtype", None)
         if shape is not None and dtype is not None:  # not a string
             dtype = jnp.dtype(dtype)
             arrays[name] = Tensor(name, str(dtype), tuple(shape), dtype)
@@ -62,7 +55,7 @@ def opened(folder: str) -> tuple[dict[str, Tensor], Read]:
         with meshes.internal_transfers():
             restored = jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(epath.Path(folder), args=arguments))
             # With a sharding, Orbax returns typed PRNG keys as such.
-            return {name: trees.key_data(one) for name, one in zip(names, restored, strict=True) if name in wanted}
+            return {name: trees.key_data(value) for name, value in zip(names, restored, strict=True) if name in wanted}
 
     def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
         if lost := [others for name, others in sharing.items() if name in shardings]:
@@ -75,19 +68,16 @@ def opened(folder: str) -> tuple[dict[str, Tensor], Read]:
             return values(shardings)
         except Exception as error:
             problems = {name: _problem(values, name, sharding) for name, sharding in shardings.items()}
-            found = [f"{name!r}: {problem}" for name, problem in problems.items() if problem]
-            raise _unreadable(folder, "; ".join(found[:_SHOWN]) or _short(error)) from error
+            details = [f"{name!r}: {problem}" for name, problem in problems.items() if problem]
+            raise _unreadable(folder, "; ".join(details[:_SHOWN]) or _short(error)) from error
 
     return arrays, read
 
 
 def _sharing(places: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return each array that is stored in the place of another one → all arrays of that place.
+    """Return each array that shares its place in the checkpoint → all arrays in that place.
 
     Orbax joins keys with dots, so that {"a": {"b": x}, "a.b": y} has one place.
-
-    Args:
-        places: Name of an array → its name in the checkpoint.
     """
     names: dict[str, list[str]] = {}
     for name, place in places.items():
@@ -96,7 +86,7 @@ def _sharing(places: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _problem(values: Any, name: str, sharding: Any) -> str:
-    """Return why an array cannot be read; the empty string if it can."""
+    """Return why an array cannot be read, or an empty string."""
     try:
         values({name: sharding})
     except Exception as error:

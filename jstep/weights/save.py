@@ -31,7 +31,7 @@ from jstep.weights.tensors import BITS, LARGEST, METADATA, Tensor, code_of, conf
 # Atomic writing of safetensors files: to temporary names first, then all renamed together.
 
 _ABANDONED = 86400.0
-"""Seconds after which a temporary file of a process that cannot be looked up counts as left behind."""
+"""Age, in seconds, at which a temporary file of a process that cannot be looked up counts as abandoned."""
 _TEMPORARY = re.compile(
     r"\.(?P<name>.+)\.(?P<place>[0-9a-f]{8})-(?P<pid>[0-9]{1,9})-(?P<started>[0-9a-z]+)-[0-9a-f]{8}\.tmp",
     re.DOTALL,
@@ -43,9 +43,8 @@ class _Item(NamedTuple):
     """A leaf to save, and the tensor to store for it.
 
     Attributes:
-        path: The path of the leaf.
         leaf: The leaf, or its tensor, if that had to be computed to find its shape.
-        transform: From the leaf to the tensor; None for the identity.
+        transform: From the leaf to the tensor.
         tensor: The tensor; its code is empty if safetensors lacks its dtype.
     """
 
@@ -56,18 +55,13 @@ class _Item(NamedTuple):
 
 
 def _header(items: Sequence[_Item], metadata: Mapping[str, str]) -> bytes:
-    """Return the header of a file, with the tensors in order.
-
-    Raises:
-        ValueError: The header is larger than readers allow.
-    """
-    found: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     at = 0
     for item in items:
-        one, end = item.tensor, at + item.tensor.nbytes
-        found[one.name] = {"dtype": one.code, "shape": one.shape, "data_offsets": [at, end]}
+        tensor, end = item.tensor, at + item.tensor.nbytes
+        header[tensor.name] = {"dtype": tensor.code, "shape": tensor.shape, "data_offsets": [at, end]}
         at = end
-    text = json.dumps(found, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # align the tensors
     if len(text) > LARGEST:
         raise ValueError(f"the header would have {len(text)} bytes, and {LARGEST} are allowed; shorten the metadata")
@@ -75,16 +69,7 @@ def _header(items: Sequence[_Item], metadata: Mapping[str, str]) -> bytes:
 
 
 class Files:
-    """The files of one save, which are written under temporary names and then published.
-
-    Args:
-        path: The user's path: the file, or the name from which those of shards and index are derived.
-        shards: The number of shards.
-
-    Attributes:
-        names: The names of the files, in order.
-        path: The path of the file, or of the index.
-    """
+    """The files of one save, which are written under temporary names and then published."""
 
     def __init__(self, path: str, shards: int) -> None:
         self._folder, self._base = os.path.split(path)
@@ -97,20 +82,14 @@ class Files:
         self.path = path + INDEX if shards > 1 else path
 
     def writing(self, number: int) -> contextlib.AbstractContextManager[BinaryIO]:
-        """A context that opens a file under its temporary name for writing; creates the folder if necessary."""
+        """Open a file under its temporary name for writing."""
         make_folders(self._folder)
         return new_file(self._temporary(self.names[number]))
 
     def publish(self, shard_of: Mapping[str, int], total_size: int) -> None:
-        """Rename the files to their final names, and remove those of an older save.
-
-        Readers that follow the index, meanwhile or after a crash, find all of the older save or all of this one: each
-        change that a later one relies on is flushed to disk before that.
-
-        Args:
-            shard_of: The number of the file of each tensor.
-            total_size: The bytes of all tensors.
-        """
+        """Rename the files to their final names, and remove the files of an older save."""
+        # Readers that follow the index, meanwhile or after a crash, find all of the older save or all of this one: each
+        # change that a later one relies on is flushed to disk first.
         confirm(self._temporary(name) for name in self.names)
         index = self._base + INDEX
         older = [name for name in os.listdir(self._folder or ".") if self._is_own(name)]
@@ -131,7 +110,7 @@ class Files:
             is_switched = True
             sync_folder(self._folder)
         except BaseException:
-            # A file or an index that replaced an older one stays, complete. Otherwise the older weights stay alone.
+            # A file or an index that replaced an older one stays, complete. Otherwise only the older weights stay.
             if is_new:
                 self._remove(entry)
             for temporary, final in moved if sharded and (is_new or not is_switched) else ():
@@ -160,35 +139,34 @@ class Files:
             os.remove(self._at(name))
 
     def _switch_index(self, names: Sequence[str], shard_of: Mapping[str, int], total_size: int) -> None:
-        """Replace the index with one that refers to files of these names, which are on the disk before it is."""
+        """Replace the index with one that refers to files of these names, which are flushed to disk first."""
         weight_map = {name: names[number] for name, number in sorted(shard_of.items())}
-        found = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         with new_file(self._temporary(self._base + INDEX)) as file:
-            file.write(json.dumps(found, indent=2, ensure_ascii=False).encode() + b"\n")
+            file.write(json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n")
         sync_folder(self._folder)
         os.replace(self._temporary(self._base + INDEX), self._at(self._base + INDEX))
 
     def discard(self) -> None:
-        """Remove the temporary files that were not published."""
         for name in [*self.names, self._base + INDEX]:
             with contextlib.suppress(OSError):
                 os.remove(self._temporary(name))
 
     def _is_own(self, name: str) -> bool:
-        """Return whether a file may come from a save under this path."""
+        """Whether a file may come from a save under this path."""
         shard = rf"{re.escape(self._stem)}-\d{{5}}-of-\d{{5}}(\.[0-9a-f]{{8}})?{re.escape(self._suffix)}"
         return name in (self._base, self._base + INDEX) or re.fullmatch(shard, name) is not None
 
     def _orphans(self) -> list[str]:
         """Return the temporary files of processes that ended without removing them."""
-        found = [(name, _TEMPORARY.fullmatch(name)) for name in os.listdir(self._folder or ".")]
-        return [name for name, match in found if match and self._is_own(match["name"]) and self._is_orphan(match)]
+        matches = [(name, _TEMPORARY.fullmatch(name)) for name in os.listdir(self._folder or ".")]
+        return [name for name, match in matches if match and self._is_own(match["name"]) and self._is_orphan(match)]
 
     def _is_orphan(self, match: re.Match[str]) -> bool:
         mine = this_process()
         if match["place"] == _place(mine):
             return not is_alive({**mine, "pid": int(match["pid"]), "started": match["started"]})
-        try:  # it is on another host or in another container, or this host was started again
+        try:  # on another host or in another container, or this host was restarted
             return time.time() - os.stat(self._at(match[0])).st_mtime > _ABANDONED
         except OSError:  # it was removed meanwhile
             return False
@@ -197,12 +175,12 @@ class Files:
         return os.path.join(self._folder, name)
 
     def _temporary(self, name: str) -> str:
-        # Readers that take all *.safetensors of a folder must not find it.
+        # Readers that read all *.safetensors of a folder must not find it.
         return os.path.join(self._folder, f".{name}.{self._token}.tmp")
 
 
 def _place(process: Mapping[str, Any]) -> str:
-    """Return where a process runs: its host since that was started, and its container."""
+    """Identify the boot of a process's host, and its container."""
     text = f"{process['host']} {process['space']}"
     return f"{zlib.crc32(text.encode()):08x}"
 
@@ -228,7 +206,7 @@ def save_weights(
             `model-00001-of-00003.safetensors` and so on, with `model.safetensors.index.json`.
         params: A tree of arrays, on any devices, with any sharding.
         names: Leaves that have another name in the file: a mapping from paths of params (`"layers/0/wq"`), or a
-            function of the path, to the name of a tensor, to None for a leaf to leave out, or to a pair
+            function of the path, to the name of a tensor, to None for a leaf to omit, or to a pair
             `(name, transform)`, where `transform` computes the tensor to store from the leaf, a NumPy array
             (`numpy.transpose`). Paths that a mapping does not mention are the names of their tensors.
         metadata: Strings to store with the tensors; `{"format": "pt"}` if None, which `transformers` needs.
@@ -294,12 +272,6 @@ def _write(files: Files, shards: Sequence[Sequence[_Item]], arrays: Iterator[Any
 
 
 def _items(params: Tree, names: object) -> list[_Item]:
-    """Return all leaves to save.
-
-    Raises:
-        TypeError: A leaf is not an array.
-        ValueError: Leaves cannot be saved, or two have one name; lists them.
-    """
     items, problems, owners = [], [], dict[str, str]()
     for (path, leaf), rule in zip(trees.leaves_with_paths(params), rules(names, params, "params"), strict=True):
         leaf = _checked(leaf, path)
@@ -327,13 +299,13 @@ def _items(params: Tree, names: object) -> list[_Item]:
 
 
 def _item(path: str, leaf: Any, rule: Rule) -> _Item:
-    found, transform = leaf, rule.transform
+    stored, transform = leaf, rule.transform
     if transform is not None and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        found = transform_of_ones(transform, leaf.shape, leaf.dtype, path)
-        if found is None:  # the transform depends on values
-            found = leaf = _call(transform, _host(leaf), path)
+        stored = transform_of_ones(transform, leaf.shape, leaf.dtype, path)
+        if stored is None:  # the transform depends on values
+            stored = leaf = _call(transform, _host(leaf), path)
             transform = None
-    tensor = Tensor(str(rule.name), code_of(found.dtype) or "", tuple(found.shape), found.dtype)
+    tensor = Tensor(str(rule.name), code_of(stored.dtype) or "", tuple(stored.shape), stored.dtype)
     return _Item(path, leaf, transform, tensor)
 
 
@@ -365,7 +337,7 @@ def _call(transform: Transform, array: Any, path: str) -> np.ndarray[Any, Any]:
 
 
 def _host(leaf: object) -> np.ndarray[Any, Any]:
-    """Return a leaf on the host, whichever processes hold its parts: a collective on several processes."""
+    """Return a leaf on the host: a collective on several processes."""
     with meshes.internal_transfers():
         if not isinstance(leaf, jax.Array):
             return np.asarray(leaf)
@@ -391,7 +363,7 @@ def _checked(leaf: object, path: str) -> Any:
 
 
 def _bad_name(name: str) -> str:
-    """Describe what is wrong with the name of a tensor; the empty string if nothing is."""
+    """Describe the problem with the name of a tensor, if any."""
     if not name:
         return "has the empty name"
     if name == METADATA:
@@ -400,22 +372,22 @@ def _bad_name(name: str) -> str:
 
 
 def _file(path: object) -> str:
-    found = local(path)
-    if os.path.isdir(found) or not os.path.basename(found):
+    file = local(path)
+    if os.path.isdir(file) or not os.path.basename(file):
         raise IsADirectoryError(
-            f"path={found!r}: must be a file, got a folder; pass {os.path.join(found, 'model.safetensors')!r}"
+            f"path={file!r}: must be a file, got a folder; pass {os.path.join(file, 'model.safetensors')!r}"
         )
-    if found.endswith(INDEX):
+    if file.endswith(INDEX):
         raise ValueError(
-            f"path={found!r}: must be a file for tensors, got an index; pass {found.removesuffix(INDEX)!r}: shards "
+            f"path={file!r}: must be a file for tensors, got an index; pass {file.removesuffix(INDEX)!r}: shards "
             "and index are written beside it if the weights need several files"
         )
-    return found
+    return file
 
 
 def _metadata(metadata: Any) -> dict[str, str]:
     if metadata is None:
-        return {"format": "pt"}  # without which `transformers` refuses a file
+        return {"format": "pt"}  # `transformers` rejects a file without it
     for key, value in as_mapping(metadata, "metadata", "from strings to strings").items():
         for text in (key, value):
             if not isinstance(text, str):

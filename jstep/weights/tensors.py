@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike
 
 from jstep.core.checks import shown
 
-# Reading and validation of the header of a safetensors file, which is untrusted input, and its dtypes.
+# The header of a safetensors file, which is untrusted input, and its dtypes.
 #
 # A file is 8 bytes with the size of the header, the header in JSON, and the bytes of the tensors without gaps.
 
@@ -49,13 +49,13 @@ def code_of(dtype: DTypeLike) -> str | None:
         wanted = np.dtype(dtype).newbyteorder("=")
     except TypeError:
         return None
-    return next((code for code, found in _DTYPES.items() if found == wanted), None)
+    return next((code for code, candidate in _DTYPES.items() if candidate == wanted), None)
 
 
 _Item = TypeVar("_Item")
 METADATA = "__metadata__"
 LARGEST = 100_000_000
-"""Maximum bytes of a header; the `safetensors` package refuses larger ones, too."""
+"""Maximum bytes of a header; the `safetensors` package rejects larger ones, too."""
 _LONGEST_AXIS = 2**63 - 1
 
 
@@ -64,10 +64,8 @@ class Tensor(NamedTuple):
 
     Attributes:
         name: Its name, or its path in the checkpoint, such as `params/dense/kernel`.
-        code: The safetensors code of its dtype, or the name of that, such as `key<fry>` for the data of PRNG keys.
-        shape: Its shape.
+        code: The safetensors code of its dtype, or the dtype's name, such as `key<fry>` for the data of PRNG keys.
         dtype: The NumPy dtype; None if JAX cannot hold it.
-        file: The path of its file.
         start: The offset of its first byte in the file.
     """
 
@@ -80,7 +78,6 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its number of bytes."""
         bits = BITS[self.code] if self.dtype is None else 8 * self.dtype.itemsize
         return math.prod(self.shape) * bits // 8
 
@@ -90,14 +87,7 @@ Read = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 class Weights(NamedTuple):
-    """The content of a header, or of the headers of all shards of an index.
-
-    Attributes:
-        path: The path of the file, or of the index.
-        files: The paths of the files.
-        tensors: The tensors by name, in the order of their bytes.
-        metadata: The metadata strings.
-    """
+    """The content of a header, or of all headers of an index (`path`), with tensors in the order of their bytes."""
 
     path: str
     files: tuple[str, ...]
@@ -106,13 +96,7 @@ class Weights(NamedTuple):
 
 
 def read_header(path: str) -> Weights:
-    """Read and check the header of a file.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        OSError: It cannot be read.
-        ValueError: It is not a safetensors file, is truncated, or its header contradicts itself; names the file.
-    """
+    """Read and check the header of a file."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         text = _text(file, path, size)
@@ -122,27 +106,24 @@ def read_header(path: str) -> Weights:
         raise ValueError(f"{path}: {METADATA} in the header must map strings to strings, got {shown(metadata)}")
     data = 8 + len(text)
     tensors = sorted(
-        (_tensor(name, entry, path, data) for name, entry in entries.items()), key=lambda one: (one.start, one.nbytes)
+        (_tensor(name, entry, path, data) for name, entry in entries.items()),
+        key=lambda t: (t.start, t.nbytes),
     )
     _check_gaps(tensors, path, data, size)
     return Weights(path, (path,), {tensor.name: tensor for tensor in tensors}, metadata)
 
 
 def parsed(text: bytes, path: str) -> dict[str, Any]:
-    """Parse a JSON object in which no key occurs twice, at any depth.
-
-    Raises:
-        ValueError: It is not such an object; names the file.
-    """
+    """Parse a JSON object in which no key occurs twice, at any depth."""
     try:
-        found = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
-        json.dumps(found, ensure_ascii=False).encode()
+        content = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         what = "UTF-8" if isinstance(error, UnicodeError) else "JSON with unique keys"
         raise ValueError(f"{path}: corrupted: is not {what} ({type(error).__name__}: {error})"[:500]) from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: corrupted: must be a JSON object, got {shown(found)}")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: corrupted: must be a JSON object, got {shown(content)}")
+    return content
 
 
 def _text(file: BinaryIO, path: str, size: int) -> bytes:
@@ -166,11 +147,11 @@ def _text(file: BinaryIO, path: str, size: int) -> bytes:
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    merged = dict(pairs)
+    if len(merged) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"{shown(twice)} occurs twice, and readers may use either value")
-    return found
+    return merged
 
 
 def _no_constant(text: str) -> Any:
@@ -216,12 +197,7 @@ def _check_gaps(tensors: Sequence[Tensor], path: str, data: int, size: int) -> N
 
 
 def in_groups(items: Iterable[tuple[str, int, _Item]], most: int) -> Iterator[dict[str, _Item]]:
-    """Divide items, in order, into groups of this many bytes at most, or of one item, in which no name occurs twice.
-
-    Args:
-        items: The name, the number of bytes, and the item.
-        most: The number of bytes.
-    """
+    """Divide (name, bytes, item) into groups of at most `most` bytes, or of one item, with unique names."""
     group: dict[str, _Item] = {}
     left = most
     for name, nbytes, item in items:
@@ -235,12 +211,7 @@ def in_groups(items: Iterable[tuple[str, int, _Item]], most: int) -> Iterator[di
 
 
 def confirm(paths: Iterable[str]) -> None:
-    """Open files with the package, which reads only their headers.
-
-    Raises:
-        ImportError: The package is not installed.
-        ValueError: The package refuses a file.
-    """
+    """Open files with the package, which reads only their headers."""
     safetensors = package()
     for path in paths:
         try:
@@ -254,11 +225,6 @@ def confirm(paths: Iterable[str]) -> None:
 
 
 def package() -> Any:
-    """Import the package.
-
-    Raises:
-        ImportError: It is not installed.
-    """
     try:
         import safetensors
     except ImportError as error:
