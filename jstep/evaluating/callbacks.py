@@ -32,16 +32,11 @@ _EPSILON = 1e-8
 
 
 LOWER_IS_BETTER = ("loss", "error", "perplexity")
-"""The ends of the names of metrics whose mode is `"min"` by default."""
+"""Suffixes of names of metrics whose mode is `"min"` by default."""
 
 
 def checked_metric(metric: Any, mode: Any) -> tuple[str, str]:
-    """Validate the name of a metric and its mode, and return both; None becomes the mode that the name means.
-
-    Raises:
-        TypeError: The name is not a string.
-        ValueError: The name is empty, the mode is neither `"min"` nor `"max"`, or it is None and the name has none.
-    """
+    """Validate the name of a metric and its mode; None becomes the mode that the name implies."""
     as_text(metric, "metric", "the name of a metric that evaluate returns")
     if mode is None:
         if not metric.endswith(LOWER_IS_BETTER):
@@ -55,12 +50,7 @@ def checked_metric(metric: Any, mode: Any) -> tuple[str, str]:
 
 
 def score(results: Mapping[str, Any], metric: str, by: str) -> float:
-    """Return the value of a metric.
-
-    Raises:
-        KeyError: `results` has no metric of that name. The message lists its metrics.
-        TypeError: The value is not a number.
-    """
+    """Return the value of a metric; raise a KeyError that lists the metrics if it is missing."""
     if metric not in results:
         raise KeyError(f"{by}: metric={metric!r}: evaluate does not return it; it returns {list(results)}")
     if not is_number(results[metric]):
@@ -69,7 +59,7 @@ def score(results: Mapping[str, Any], metric: str, by: str) -> float:
 
 
 def is_better(value: float, than: float | None, mode: str, margin: float = 0.0) -> bool:
-    """Return whether a value is better than another by more than a margin; NaN never is, any other beats None."""
+    """Return whether a value is better than another by more than a margin; NaN never is, anything else beats None."""
     if math.isnan(value):
         return False
     if than is None:
@@ -79,29 +69,18 @@ def is_better(value: float, than: float | None, mode: str, margin: float = 0.0) 
 
 @dataclasses.dataclass
 class Progress:
-    """State of a callback between evaluations. Subclasses add counts, which may be None by default.
-
-    Attributes:
-        best: The best value; None before the first one.
-        bad: The number of consecutive evaluations without improvement.
-    """
+    """State of a callback between evaluations. Subclasses add counts, which may be None by default."""
 
     best: float | None = None
     bad: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to a dict that JSON can hold; the inverse of `from_json`."""
         best = self.best if self.best is None or math.isfinite(self.best) else str(self.best)
         return {**dataclasses.asdict(self), "best": best}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Self:
-        """Read a dict from a checkpoint; other keys are ignored.
-
-        Raises:
-            KeyError: A field is missing.
-            ValueError: A field has a value of another kind.
-        """
+        """Read a dict from a checkpoint; other keys are ignored."""
         counts = {field.name: saved[field.name] for field in dataclasses.fields(cls) if field.name != "best"}
         for name, count in counts.items():
             is_unknown = count is None and getattr(cls, name) is None
@@ -116,20 +95,9 @@ class Progress:
 class MetricCallback(ShownAsTyped):
     """Base class of callbacks that react to a metric, and whose state is saved in checkpoints.
 
-    Subclasses have `_progress`, the initial state (that of a run begins as a new object of its class), and the names of
-    their settings, each of which is an attribute.
-
-    Args:
-        watched: The names of the metric and of what else identifies the callback, and the mode, by argument.
-        key: The name of its state in checkpoints, or None.
-
-    Attributes:
-        watches: What it watches, which identifies the callback among others of its class.
-        identifying_settings: The settings, which identify it among others that watch the same.
-
-    Raises:
-        TypeError: A name is not a string.
-        ValueError: A name is empty, or the mode is neither `"min"` nor `"max"`.
+    Subclasses set `_progress`, the initial state (each run begins with a new object of its class), and `_settings`, the
+    names of attributes. `watches` identifies the callback among others of its class, and the settings identify it among
+    those that watch the same.
     """
 
     on_cadence_only: bool = True
@@ -140,26 +108,22 @@ class MetricCallback(ShownAsTyped):
     def __init__(self, watched: Mapping[str, Any], key: str | None) -> None:
         self.metric, self._mode = checked_metric(watched["metric"], watched["mode"])
         self.key = None if key is None else as_text(key, "key", "the name of its state in checkpoints, or None")
-        self._watched = {**watched, "mode": self._mode}  # the mode that is meant, as earlier checkpoints have it
+        self._watched = {**watched, "mode": self._mode}  # the resolved mode, as in earlier checkpoints
         self.watches = ", ".join(name for argument, name in watched.items() if argument != "mode")
         self.identifying_settings = {"mode": self._mode, **{name: getattr(self, f"_{name}") for name in self._settings}}
 
     @property
     def best(self) -> float | None:
-        """The best value so far; None before the first one."""
         return self._progress.best
 
     @property
     def bad(self) -> int:
-        """The number of consecutive evaluations without improvement."""
         return self._progress.bad
 
     def begin(self, state: TrainState) -> None:
-        """Reset the state at the start of a run."""
         self._progress = type(self._progress)()
 
     def get_state(self) -> Any:
-        """Return what it watches, the mode, the best value and the counts."""
         return {**self._watched, **self._progress.to_json()}
 
     def set_state(self, value: object) -> bool | None:
@@ -178,14 +142,11 @@ class MetricCallback(ShownAsTyped):
         return None
 
     def _start_fresh(self, why: str) -> None:
-        """Log that the state in the checkpoint cannot be used."""
         _logger.warning("%s starts fresh: its state in the checkpoint %s", key_of(self), why)
 
 
 @dataclasses.dataclass
 class _StoppingProgress(Progress):
-    """The state, with the step at which it stopped the run, or None."""
-
     stopped_at: int | None = None
 
 
@@ -221,7 +182,7 @@ class EarlyStopping(MetricCallback):
         >>> [stop(step, None, {"loss": loss}) for step, loss in enumerate([3.0, 2.0, 2.5, 2.0])]
         [None, None, None, True]
 
-    Source: Keras' `EarlyStopping`, with the same count; there the state is lost in a restart.
+    Source: Keras' `EarlyStopping`, with the same count; Keras loses the state in a restart.
     """
 
     _settings = ("patience", "min_delta")
@@ -255,11 +216,7 @@ class EarlyStopping(MetricCallback):
         )
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> bool | None:
-        """Return True when patience is exhausted.
-
-        Raises:
-            KeyError: evaluate does not return the metric.
-        """
+        """Return True when patience is exhausted."""
         value, progress = score(results, self.metric, type(self).__name__), self._progress
         if is_better(value, progress.best, self._mode, self._min_delta):
             self._progress = _StoppingProgress(value)
@@ -274,7 +231,7 @@ class EarlyStopping(MetricCallback):
         return True
 
     def set_state(self, value: object) -> bool:
-        """Restore the state and return whether patience was exhausted; an incompatible state is logged and ignored."""
+        """Restore the state and return whether patience was exhausted."""
         if self._reset:
             self._start_fresh("is forgotten because of reset=True")
             return False
@@ -286,8 +243,6 @@ class EarlyStopping(MetricCallback):
 
 @dataclasses.dataclass
 class _PlateauProgress(Progress):
-    """The state, with the number of evaluations that are left of the cooldown."""
-
     cooling: int = 0
 
 
@@ -360,21 +315,13 @@ class ReduceOnPlateau(MetricCallback):
         super().__init__({"metric": metric, "name": self._name, "mode": mode}, key)
 
     def begin(self, state: TrainState) -> None:
-        """Reset the counters at the start of a run.
-
-        Raises:
-            KeyError: The state holds no such hyperparameter. The message lists those it holds.
-        """
+        """Reset the counters; raise a KeyError if the state holds no such hyperparameter."""
         super().begin(state)
         with internal_transfers():
             get_hyperparameter(state, self._name)
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> TrainState | None:
-        """Return the state with the reduced value if a reduction is due, or None.
-
-        Raises:
-            KeyError: evaluate does not return the metric, or the state holds no such hyperparameter.
-        """
+        """Return the state with the reduced value if a reduction is due, or None."""
         value, progress = score(results, self.metric, type(self).__name__), self._progress
         by = self._threshold if self._mode == "max" else -self._threshold
         than = (-math.inf if self._mode == "max" else math.inf) if progress.best is None else progress.best * (1.0 + by)
@@ -401,11 +348,10 @@ class KeepBest(ShownAsTyped):
     """Keep the checkpoints of the best evaluations, such as `best-1200`; a callback of `EvaluationHook`.
 
     Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), so a resumed run knows the best
-    ones from the directory. Every run competes with the checkpoints that it finds there; one that resumes from no
-    checkpoint logs a warning, since they are those of another run. On a tie the earlier checkpoint is kept. A value
-    that is not finite is never kept, nor are parameters with NaN. To use the checkpoints, call
-    `jstep.Saver(directory, prefix="best").restore(state)`. It restores the newest one kept, which with keep=1 is the
-    best.
+    ones from the directory. Every run competes with the checkpoints in that directory; one that does not resume from a
+    checkpoint logs a warning, because they belong to another run. On a tie the earlier checkpoint is kept. A value that
+    is not finite is never kept, nor are parameters with NaN. To use the checkpoints, call `jstep.Saver(directory,
+    prefix="best").restore(state)`. It restores the newest checkpoint that is kept, which with keep=1 is the best.
 
     Args:
         directory: The directory or URL to keep the checkpoints in.
@@ -414,14 +360,14 @@ class KeepBest(ShownAsTyped):
             loss, error or perplexity, and is an error for others.
         keep: Number of checkpoints to keep, ≥ 1; worse ones are deleted.
         prefix: The prefix of their names, before the step.
-        leave_out: Parameters that are not saved, as in `Saver`; None to use those of the run's Saver.
+        leave_out: Parameters that are not saved, as in `Saver`; None for the setting of the run's Saver.
 
     Attributes:
         values: Step → value of each checkpoint that is kept.
 
     Raises:
-        ValueError: An argument is out of range, or the metric needs a mode. Before the first step: the directory and
-            prefix are those of the run.
+        ValueError: An argument is out of range, or the metric needs a mode. Before the first step: the run uses the
+            same directory and prefix.
 
     Example:
         >>> import jstep, tempfile
@@ -462,11 +408,7 @@ class KeepBest(ShownAsTyped):
         self.values: dict[int, float] = {}
 
     def use_run(self, run: RunInfo) -> None:
-        """Check that the checkpoints are not those of the run itself.
-
-        Raises:
-            ValueError: They have the same directory and prefix as those of the run.
-        """
+        """Reject the directory and prefix of the run's own checkpoints."""
         saver, self._is_fresh, self._reports = run.saver, run.restored is None or run.is_branching, run.reports
         self._leave_out = saver.leave_out if self._given is None and saver is not None else self._given
         if saver is None or saver.prefix != self._prefix:
@@ -478,11 +420,7 @@ class KeepBest(ShownAsTyped):
             )
 
     def begin(self, state: TrainState) -> None:
-        """Read the best values so far, and check that the directory is writable.
-
-        Raises:
-            OSError: The directory is not writable.
-        """
+        """Read the best values so far, and check that the directory is writable."""
         self._open()
         self._at_start = StateContents(state, params_only=True)
         if self._is_fresh and self.values and jax.process_index() == 0:
@@ -498,21 +436,16 @@ class KeepBest(ShownAsTyped):
             )
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> None:
-        """Save the state if it is among the best, and delete checkpoints that no longer are.
-
-        Raises:
-            CheckpointError: The state could not be saved.
-            KeyError: evaluate does not return the metric.
-        """
+        """Save the state if it is among the best, and delete checkpoints that no longer are."""
         value = score(results, self.metric, "KeepBest")
         saver = self._saver or self._open()
-        # The step has a value if the run was resumed from an earlier step.
+        # The step already has a value if the run resumed from an earlier step.
         has_rival = step in self.values or len(self.values) >= self._keep
         rival = self.values[step if step in self.values else self._worst()] if has_rival else None
         if not math.isfinite(value) or not is_better(value, rival, self._mode):
             return
         contents = StateContents(state, params_only=True)
-        if nan := contents.with_nan():  # for which a metric may be the best ever
+        if nan := contents.with_nan():  # a metric may be the best ever for NaN
             if jax.process_index() == 0:
                 text = "KeepBest: step %d is not kept, though %s=%g: NaN in %s"
                 _logger.warning(text, step, self.metric, value, briefly(nan))
@@ -534,15 +467,14 @@ class KeepBest(ShownAsTyped):
 
     @property
     def best_kept(self) -> tuple[float, int] | None:
-        """The best value and its step; any thread may ask."""
+        """The best value and its step; any thread may read it."""
         values = dict(self.values)
         if not values:
             return None
         value = (min if self._mode == "min" else max)(values.values())
-        return value, min(step for step, one in values.items() if one == value)
+        return value, min(step for step, other in values.items() if other == value)
 
     def close(self) -> None:
-        """Wait for pending writes and close the saver."""
         if self._saver is not None:
             saver, self._saver = self._saver, None
             saver.close()
@@ -550,7 +482,7 @@ class KeepBest(ShownAsTyped):
     def settle(self) -> None:
         """Wait until the save in progress has ended; if it failed, the next call raises its error.
 
-        A run that resumes from a checkpoint does not evaluate its step again: what was kept there must exist.
+        A run that resumes from a checkpoint does not evaluate its step again, so that save must exist.
         """
         if (saver := self._saver) is not None:
             saver.settle()

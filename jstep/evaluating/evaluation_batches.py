@@ -1,6 +1,6 @@
-"""The batches of an evaluation: all of them, from the start each time, and their placement.
+"""The batches of an evaluation, read from the start each time, and their placement.
 
-Their numbers of rows need not divide over the devices, nor agree on processes.
+Their numbers of rows need not divide over the devices, nor agree between processes.
 """
 
 import copy
@@ -31,29 +31,20 @@ from jstep.queues.queues import until_end
 _logger = logging.getLogger("jstep")
 
 MOST = 1_000_000
-"""A source without a length that gives more batches than this counts as endless."""
+"""A source without a length that yields more batches than this counts as endless."""
 
 _ENDLESS = (
     "an evaluation reads all batches; give batches that end, such as jstep.batches(…, num_epochs=1, shuffle=False, "
     "drop_remainder=False)"
 )
 _ENDED, _FAILED, _GLOBAL = -1, -2, -3
-"""In place of a number of rows: the batches have ended, fetching one has failed, or the batch is global already."""
+"""In place of a number of rows: the batches have ended, fetching a batch failed, or it is global already."""
 
 
 class EvaluationBatches:
     """The batches of an evaluation, which can be iterated over repeatedly.
 
-    Args:
-        batches: Any finite iterable or sequence of batches. An iterator with `get_state` and `set_state` is reset
-            before each pass; any other iterator can be used only once.
-
-    Attributes:
-        batches: The same.
-
-    Raises:
-        TypeError: `batches` is a single batch, or not a source of batches.
-        ValueError: `batches` has no end.
+    An iterator with `get_state` and `set_state` is reset before each pass; any other iterator can be used only once.
     """
 
     def __init__(self, batches: Tree) -> None:
@@ -66,11 +57,6 @@ class EvaluationBatches:
         self._begun: tuple[Any, Iterator[Any]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over all batches from the first.
-
-        Raises:
-            ValueError: An iterator is exhausted, there are no batches, or they have no end.
-        """
         if self._used and self._has_state:
             self.batches.set_state(copy.deepcopy(self._beginning))
         elif self._used and self._is_iterator:
@@ -88,12 +74,9 @@ class EvaluationBatches:
             raise ValueError(f"batches={shown(self.batches)}: empty, there is nothing to evaluate")
 
     def first_shapes(self, shardings: Tree) -> tuple[Any, ...] | None:
-        """Return the arguments of the first batch as shapes; None if it cannot be read without changing an evaluation.
+        """Return the first batch's arguments as shapes; None if reading it would change an evaluation.
 
         The first batch of a loader is kept for the next evaluation.
-
-        Args:
-            shardings: As in `placed`.
         """
         batches = self.batches
         try:
@@ -108,7 +91,7 @@ class EvaluationBatches:
                     iterator = iter(batches)
                     self._begun = copied(next(iterator)), iterator
                 batch = self._begun[0]
-        except Exception:  # the evaluation raises it, unless what the batches need is not there yet
+        except Exception:  # the evaluation raises it, unless the batches are not ready yet
             return None
         args = trees.arguments_of(batch)
         if shardings is None:
@@ -120,18 +103,17 @@ class EvaluationBatches:
         if self._begun is not None:  # no batch of a loader is read twice
             (first, rest), self._begun = self._begun, None
             return itertools.chain([first], rest)
-        if self._is_iterator and not hasattr(self.batches, "__iter__"):  # some have __next__ alone
+        if self._is_iterator and not hasattr(self.batches, "__iter__"):  # some only have __next__
             return map(next, itertools.repeat(self.batches))
         return iter(self.batches)  # also by __getitem__, until IndexError
 
 
 def _on_device(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """The shape and dtype that a leaf has on a device."""
     return shape_of(leaf, fitting(sharding, np.shape(leaf)))
 
 
 def _check(batches: Tree) -> None:
-    """Refuse a value that cannot be a source of batches, or that has no end; warn of dropped rows."""
+    """Reject values that cannot be a finite source of batches; warn of dropped rows."""
     if isinstance(batches, Mapping | str | bytes):
         raise TypeError(
             f"batches is a {type(batches).__name__}, which may be one batch, not a source of them; give [batch]"
@@ -162,38 +144,25 @@ def _check(batches: Tree) -> None:
 
 
 def check_sharding(batch_sharding: object) -> None:
-    """Refuse what cannot be a sharding of batches, before there is a state whose mesh names of axes refer to.
-
-    Raises:
-        TypeError: `batch_sharding` contains something other than shardings and names of mesh axes.
-        ValueError: `batch_sharding` contains a PartitionSpec and no mesh is set.
-    """
+    """Reject invalid shardings, before there is a state whose mesh the names of axes refer to."""
     others = jax.tree.map(
-        lambda one: None if is_axes(one) else one,
+        lambda leaf: None if is_axes(leaf) else leaf,
         batch_sharding,
-        is_leaf=lambda one: isinstance(one, PartitionSpec) or is_axes(one),
+        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec) or is_axes(leaf),
     )
     placement(others, "batch_sharding")
 
 
 def shardings_of(batch_sharding: object, state: Tree) -> Any:
-    """Return the shardings of batches for a state as a tree, or None.
-
-    Raises:
-        ValueError: `batch_sharding` names an axis that the mesh of the state does not have, or the state is on none.
-    """
+    """Return the shardings of batches for a state as a tree, or None."""
     return None if batch_sharding is None else as_shardings(over_axes(batch_sharding, state))
 
 
 def placed(batches: Iterable[Any], shardings: Tree) -> Iterator[tuple[Any, ...]]:
     """Yield the arguments of each batch, placed for the computation of metrics.
 
-    Rows that do not divide over the devices are replicated on all of them. The metrics are then exact, without
-    padding, at the cost of computing that batch on every device.
-
-    Args:
-        batches: The batches; a loader may overwrite its buffers, since each batch is copied.
-        shardings: A tree of shardings that is a prefix of the batch, or None.
+    Rows that do not divide over the devices are replicated, so that metrics are exact without padding, at the cost of
+    computing that batch on every device.
     """
     each = (trees.arguments_of(copied(batch)) for batch in batches)
     is_single = processes.is_single_process()
@@ -204,14 +173,16 @@ def placed(batches: Iterable[Any], shardings: Tree) -> Iterator[tuple[Any, ...]]
         taken[0] += 1
         with internal_transfers():  # left before the yield, because the caller's transfers are not internal
             if shardings is not None:
-                args = _map_leaves(lambda x, one: jax.device_put(x, fitting(one, np.shape(x))), args, shardings)
+                args = _map_leaves(
+                    lambda x, sharding: jax.device_put(x, fitting(sharding, np.shape(x))), args, shardings
+                )
             elif is_single:  # else it is the same on all processes, or global already
                 args = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), args)
         yield args
 
 
 def num_examples(args: Any) -> int | str:
-    """Return the size of the leading axis of all arrays among the arguments, or a string that explains its absence."""
+    """Return the size of the leading axis of all arrays, or a string that explains why there is none."""
     sizes = trees.leading_sizes(args)
     if not sizes:
         return "no argument has a leading axis of examples; return a pair (sum, count)"
@@ -224,20 +195,16 @@ def num_examples(args: Any) -> int | str:
 
 
 def _map_leaves(fn: Callable[[Any, Any], Any], args: tuple[Any, ...], shardings: Tree) -> tuple[Any, ...]:
-    """Map a function over the leaves of the arguments and their shardings, a tree that is a prefix of the batch."""
+    """Map a function over the leaves of the arguments and their shardings, a prefix tree of the batch."""
     batch = args if trees.is_plain_tuple(shardings) or len(args) != 1 else args[0]
     each = jax.tree.broadcast(shardings, batch, is_leaf=lambda x: isinstance(x, Sharding))
     return tuple(jax.tree.map(fn, args, each if batch is args else (each,)))
 
 
 def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Tree) -> Iterator[tuple[Any, ...]]:
-    """Yield global arrays made of the rows of all processes, batch by batch, until all processes have ended.
+    """Yield global arrays made of the rows of all processes, batch by batch, until all have ended.
 
-    All processes exchange their numbers of rows, so nothing is assumed about them, nor about the number of batches.
-
-    Raises:
-        RuntimeError: Another process failed.
-        ValueError: A process has no batches.
+    All processes exchange their numbers of rows, so these, and the numbers of batches, may differ.
     """
     last: tuple[Any, ...] | None = None
     while True:
@@ -281,7 +248,7 @@ def _rows(args: tuple[Any, ...]) -> int:
 
 
 def _global(counts: np.ndarray[Any, Any], rows: Tree, sharding: object) -> jax.Array:
-    """Return one array with the rows of all processes, of which each has as many as `counts` says."""
+    """Return one array with the rows of all processes; process i has `counts[i]` rows."""
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
         return jax.device_put(rows, sharding)
     whole = rows = np.asarray(rows)

@@ -41,8 +41,8 @@ class EvaluationHook(RunHook):
     and passed to `KeepBest` and to custom callbacks, but not to callbacks with a true attribute `on_cadence_only`, such
     as `EarlyStopping` and `ReduceOnPlateau`. A run in two parts thus makes the same decisions as a single run.
 
-    What a `jstep.evaluator` cannot evaluate is an error before the first step: its metric function is evaluated for the
-    shapes of the first batch, and its averages and model state are looked up.
+    If a `jstep.evaluator` cannot evaluate the state, this is an error before the first step: its metric function is
+    evaluated for the shapes of the first batch, and its averages and model state are looked up.
 
     If a signal arrives during an evaluation by `jstep.evaluator`, the evaluation is abandoned between two batches, the
     run saves and exits, and the evaluation is repeated when the run is restarted.
@@ -50,17 +50,17 @@ class EvaluationHook(RunHook):
     Args:
         evaluate: `evaluate(state) -> {name: number}`, such as a `jstep.evaluator`. It must not donate the state.
         every_n_steps: Interval in steps; due at its multiples.
-        every_n_secs: Interval in seconds. If both are given, whichever comes first.
+        every_n_secs: Interval in seconds. If both are given, the first to elapse counts.
         callbacks: Functions `(step, state, results)`, called in order after each evaluation: `EarlyStopping`,
             `KeepBest`, `ReduceOnPlateau`, or your own. Each returns None, True (stop after this step) or a `TrainState`
             to continue with, which later callbacks see. All of them are called.
         then: An alias of `callbacks`; give only one of the two.
-        summary_writer: Any object with `add_summary(summary, global_step)`; receives each number as `prefix/name`.
-            None for the one that `train` opens in its `logdir`, if any.
+        summary_writer: Any object with `add_summary(summary, global_step)`; receives each number as `prefix/name`. None
+            for the writer that `train` opens in its `logdir`, if any.
         prefix: Prefix of the names in the log and in the summaries; must be different for each hook of a run.
         key: The name under which checkpoints store the state of the hook; None for its class and prefix.
         clock: Returns seconds; replaced in tests.
-        at_start: Whether to evaluate the state before the first step of a fresh run, too, like at its end: not after a
+        at_start: Whether to evaluate the state before the first step of a fresh run, too, as at its end; not after a
             restart.
 
     Attributes:
@@ -113,8 +113,8 @@ class EvaluationHook(RunHook):
         self.key = None if key is None else as_text(key, "key", "the name under which checkpoints store its state")
         if callbacks is not None and then != ():
             raise TypeError("then and callbacks are two names of one argument: give one of them")
-        self._argument, given = ("then", then) if callbacks is None else ("callbacks", callbacks)
-        self._callbacks = as_functions(given, self._argument, "(step, state, results)")
+        self._argument, functions = ("then", then) if callbacks is None else ("callbacks", callbacks)
+        self._callbacks = as_functions(functions, self._argument, "(step, state, results)")
         self._where = f"EvaluationHook({self._argument}=…)"  # in errors and logs
         self.stopped_by: str | None = None  # the key of the callback that stopped the run
         # The state is sharded over all processes, so all of them evaluate it.
@@ -129,16 +129,20 @@ class EvaluationHook(RunHook):
     @property
     def why(self) -> str | None:
         """The `why` of the callback that ends the run before any step, or None."""
-        return next((one.why for one in self._callbacks if isinstance(getattr(one, "why", None), str)), None)
+        return next(
+            (callback.why for callback in self._callbacks if isinstance(getattr(callback, "why", None), str)), None
+        )
 
     @property
     def best(self) -> dict[str, tuple[float, int]]:
-        """The best values that callbacks keep, and their steps, by their logged names."""
-        kept = ((getattr(one, "metric", None), getattr(one, "best_kept", None)) for one in self._callbacks)
+        """The best values that callbacks keep, and their steps, by logged name."""
+        kept = (
+            (getattr(callback, "metric", None), getattr(callback, "best_kept", None)) for callback in self._callbacks
+        )
         return {f"{self.prefix}/{name}": best for name, best in kept if best is not None}
 
     def use_run(self, run: RunInfo) -> None:
-        """Pass the run to callbacks; refuse two hooks with one prefix."""
+        """Pass the run to callbacks; reject a duplicate prefix."""
         if sum(other.prefix == self.prefix for other in run.evaluations) > 1:
             raise ValueError(
                 f"hooks: EvaluationHook(prefix={self.prefix!r}): must be the prefix of one hook, got it twice: their "
@@ -150,12 +154,7 @@ class EvaluationHook(RunHook):
 
     @shortens_tracebacks
     def begin(self, state: TrainState) -> bool:
-        """Reset the clock and begin the callbacks; if one of them returns True, no step is run.
-
-        Raises:
-            Exception: A `jstep.evaluator` cannot evaluate this state: what its metric function raises, for example.
-            RuntimeError: The state was donated.
-        """
+        """Reset the clock and begin the callbacks; if one of them returns True, no step is run."""
         require_alive(state)
         self.results, self.newest, self._reported_step, self._owed, self._left = {}, None, None, None, None
         super().begin(state)
@@ -166,13 +165,13 @@ class EvaluationHook(RunHook):
         return any(self._call_each("begin", state))
 
     def get_state(self) -> Any:
-        """Return the states of callbacks, the last step they have seen, and the step of an interrupted evaluation."""
         left = {} if self._left is None else {"left": self._left}
         then = get_states(self._callbacks, self._where)
+        # `step` is the last one that callbacks have seen, `owed` and `left` those of interrupted evaluations.
         return {"step": self._reported_step, "owed": self._owed, "then": then, **left}
 
     def set_state(self, value: object) -> bool:
-        """Restore the states; return True if a callback had stopped the run. A value of unknown format is logged."""
+        """Restore the states; return whether a callback had stopped the run. An unknown format is logged."""
         fields = value if isinstance(value, dict) else {}
         steps = [fields.get("step", ""), fields.get("owed", ""), fields.get("left")]
         if not all(step is None or type(step) is int for step in steps):
@@ -182,18 +181,16 @@ class EvaluationHook(RunHook):
         return set_states(self._callbacks, fields.get("then"), self._where)
 
     def evaluate_first(self, step: int, state: TrainState) -> Any:
-        """Called once before the first step of a fresh run."""
         return self._evaluate_at(step, state, on_cadence=False) if self._at_start else None
 
     def evaluate_owed(self, step: int, state: TrainState) -> Any:
-        """Called once after a restore: repeats the evaluation that a signal interrupted at this step."""
+        """Repeat the evaluation that a signal interrupted at this step, after a restore."""
         if self._owed != step:
             return None
         result = self._evaluate_at(step, state, self._is_on_cadence(step))
         return True if self._owed == step else result  # interrupted again
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
-        """Evaluate; return the combined result of the callbacks."""
         return self._evaluate_at(step, state, on_cadence=True)
 
     @shortens_tracebacks
@@ -206,7 +203,7 @@ class EvaluationHook(RunHook):
         return result if isinstance(result, TrainState) else None
 
     def owes_end(self, step: int) -> bool:
-        """Whether a signal interrupted the evaluation of this last step, so that callbacks have not seen it."""
+        """Return whether a signal interrupted the last evaluation, so that callbacks have not seen it."""
         return self._left == step
 
     def repeat(self, step: int, state: TrainState) -> None:
@@ -216,20 +213,17 @@ class EvaluationHook(RunHook):
             self._evaluate_at(step, state, self._is_on_cadence(step))
 
     def before_save(self, step: int) -> bool | None:
-        """Call `before_save` of the callbacks; return whether one of them prevents the save."""
         return any(self._call_each("before_save", step))
 
     def flush(self) -> None:
-        """Let the callbacks settle what they write."""
         self._call_each("settle")
 
     def close(self) -> None:
-        """Close the callbacks."""
         super().close()
         self._call_each("close")
 
     def _is_on_cadence(self, step: int) -> bool:
-        """Whether an evaluation is due at this step, or was due when it was interrupted."""
+        """Return whether an evaluation is due at this step, or was due when it was interrupted."""
         return self._owed == step or (self.cadence is not None and self.cadence.has_multiple(step))
 
     def _evaluate_at(self, step: int, state: TrainState, on_cadence: bool) -> Any:
@@ -266,7 +260,7 @@ class EvaluationHook(RunHook):
             with internal_transfers():
                 for name, value in named.items():
                     self._writer.add_summary(summary.scalar(name, value, collections=()), step)
-        # Started again before its hooks had ended, a finished run repeats an evaluation that callbacks have seen.
+        # A finished run that is restarted before its hooks had ended repeats an evaluation that callbacks have seen.
         if self._reported_step == step:
             return None
         self._reported_step = step
@@ -278,30 +272,24 @@ class EvaluationHook(RunHook):
         return result
 
     def _called(self, step: int, state: TrainState, results: Mapping[str, Any], on_cadence: bool) -> Any:
-        """Call the callbacks in order, and combine their results: one may stop the run, another one replace the state.
-
-        If the evaluation was not due, callbacks with a true `on_cadence_only` are skipped.
-        """
-        given, stopped_by = state, None
+        new_state, stopped_by = state, None
         for function in self._callbacks:
             if not on_cadence and getattr(function, "on_cadence_only", False):
                 continue
-            result = function(step, given, results)
-            stop, given = check_hook_result(result, given, step, f"{self._argument}: {name_of(function)}")
+            result = function(step, new_state, results)
+            stop, new_state = check_hook_result(result, new_state, step, f"{self._argument}: {name_of(function)}")
             if stop and stopped_by is None:
                 stopped_by = key_of(function)
         self.stopped_by = self.stopped_by or stopped_by
-        if given is state:
+        if new_state is state:
             return None if stopped_by is None else True
-        return given if stopped_by is None else StopWith(given)
+        return new_state if stopped_by is None else StopWith(new_state)
 
     def _call_each(self, method: str, *args: Any) -> list[bool]:
-        """Call a method of all callbacks that have it."""
-        return [bool(getattr(one, method)(*args)) for one in self._callbacks if hasattr(one, method)]
+        return [bool(getattr(callback, method)(*args)) for callback in self._callbacks if hasattr(callback, method)]
 
 
 def _refuse_text(values: Mapping[str, Any]) -> None:
-    """Refuse results that are strings, or arrays of them."""
     for name, value in values.items():
         if isinstance(value, str | bytes) or getattr(getattr(value, "dtype", None), "kind", "") in ("U", "S"):
             raise TypeError(
@@ -311,7 +299,7 @@ def _refuse_text(values: Mapping[str, Any]) -> None:
 
 
 def _of_process_0(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of process 0, so that all processes make the same decisions."""
+    """Return the numbers of process 0, so that all processes make the same decisions."""
     numbers = {name: repr(float(value)) for name, value in read(numbers_of(values)).items()}
     shared = processes.broadcast_bytes(json.dumps(numbers).encode())
     return {name: float(value) for name, value in json.loads(shared).items()}

@@ -1,4 +1,4 @@
-"""The metrics of the batches of an evaluation, and their totals: exact for low-precision values and beyond 2³¹.
+"""The metrics of evaluation batches, and their totals, which are exact for low precision and beyond 2³¹.
 
 Objects with `merge` and `compute` are merged over the batches on the device; all others are summed on the host.
 """
@@ -30,18 +30,16 @@ _REGISTER = "; register other fields as static (meta_fields of jax.tree_util.reg
 PER_EXAMPLE, MEAN, PAIR, OBJECT = "per example", "mean", "sum and count", "object"
 
 _AHEAD = 2
-"""Number of batches dispatched to the device before the metrics of the first one are read."""
+"""The number of batches to dispatch before the metrics of the first one are read."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A metric of one batch. All but the value is found while tracing and kept with the compiled program.
+    """A metric of one batch. All but the value is static: known while tracing, kept with the compiled program.
 
     Attributes:
-        value: What the metric function returned.
-        name: Its name.
-        kind: What it is: a vector with a value for each example, a mean over them, a pair (sum, count), or an object.
+        kind: PER_EXAMPLE, MEAN, PAIR or OBJECT.
         rows: The number of examples, or a string that explains why it is unknown.
     """
 
@@ -51,23 +49,14 @@ class Metric:
     rows: int | str = dataclasses.field(metadata={"static": True})
 
 
-def metrics_of(found: object, rows: int | str) -> list[Metric]:
-    """Return the metrics of a batch, whose kinds are determined by their shapes; works while tracing.
-
-    Args:
-        found: The return value of the metric function.
-        rows: The number of examples; a string explains why it is unknown.
-
-    Raises:
-        TypeError: `found` is not a mapping, or a metric is not a number.
-        ValueError: A metric has another shape. The message contains its name.
-    """
-    if not isinstance(found, Mapping):
-        raise TypeError(f"metric_fn returned {kind(found)}: must be a mapping of names to metrics, such as a dict")
-    for name in found:
+def metrics_of(returned: object, rows: int | str) -> list[Metric]:
+    """Return the metrics of a batch, whose kinds are determined by their shapes; works while tracing."""
+    if not isinstance(returned, Mapping):
+        raise TypeError(f"metric_fn returned {kind(returned)}: must be a mapping of names to metrics, such as a dict")
+    for name in returned:
         if not isinstance(name, str):
             raise TypeError(f"metric_fn: the name {name!r} of a metric is {type(name).__name__}, must be a string")
-    return [Metric(value, name, _kind(name, value, rows), rows) for name, value in found.items()]
+    return [Metric(value, name, _kind(name, value, rows), rows) for name, value in returned.items()]
 
 
 def _kind(name: str, value: Any, rows: int | str) -> str:
@@ -83,21 +72,15 @@ def _kind(name: str, value: Any, rows: int | str) -> str:
         raise ValueError(f"{what} is a {type(value).__name__} of shapes {shapes}: {_MUST_BE}")
     shape = np.shape(value)
     if isinstance(rows, str):
-        found = f"has shape {shape}" if shape else "is a scalar"
-        raise ValueError(f"{what} {found}, which counts by the number of examples, and {rows}: {_MUST_BE}")
+        problem = f"has shape {shape}" if shape else "is a scalar"
+        raise ValueError(f"{what} {problem}, which counts by the number of examples, and {rows}: {_MUST_BE}")
     if shape not in ((), (rows,)):
         raise ValueError(f"{what} has shape {shape} for a batch of {rows} examples: {_MUST_BE}")
     return PER_EXAMPLE if shape else MEAN
 
 
 class Totals:
-    """The totals of all metrics, by name in the order of the metric function.
-
-    They are the sum and the count of each batch, on the host, or a merged object.
-
-    Args:
-        merge: `merge(totals, objects)` merges objects by name.
-    """
+    """The totals of all metrics by name: a sum and a count of each batch, on the host, or a merged object."""
 
     def __init__(self, merge: Callable[..., dict[str, Any]]) -> None:
         self._merge = merge
@@ -106,11 +89,7 @@ class Totals:
         self._saturated: dict[str, None] = {}
 
     def add(self, metrics: Sequence[Metric]) -> None:
-        """Add the metrics of a batch; wait for those of an earlier one.
-
-        Raises:
-            TypeError: A metric is an object in one batch and not in another, or `merge` is wrong.
-        """
+        """Add the metrics of a batch; wait for those of an earlier batch."""
         objects = {metric.name: metric.value for metric in metrics if metric.kind == OBJECT}
         before = {name: self._totals[name] for name in objects if name in self._totals}
         for metric in metrics:
@@ -124,12 +103,6 @@ class Totals:
             self._read()
 
     def results(self) -> dict[str, float]:
-        """Return all results.
-
-        Raises:
-            TypeError: `compute` of an object does not return a number or a dict of numbers.
-            ValueError: A number computed by an object has the name of another metric.
-        """
         while self._pending:
             self._read()
         if self._saturated and jax.process_index() == 0:
@@ -178,7 +151,6 @@ def _total(numbers: Sequence[Any]) -> int | float:
 
 
 def _mean(parts: Sequence[tuple[int | float, int | float]]) -> float:
-    """Return sum / count of all batches; NaN if the count is 0."""
     total, count = map(_total, zip(*parts, strict=True))
     try:
         return total / count if count else math.nan
@@ -187,12 +159,7 @@ def _mean(parts: Sequence[tuple[int | float, int | float]]) -> float:
 
 
 def _is_object(name: str, value: object) -> bool:
-    """Return whether a metric is an object with `merge` and `compute`; works while tracing.
-
-    Raises:
-        TypeError: The metric has only one of the two methods, or is not a pytree of arrays. The message contains its
-            name.
-    """
+    """Return whether a metric has `merge` and `compute`; works while tracing."""
     missing = [method for method in _METHODS if not callable(getattr(value, method, None))]
     if len(missing) == 2:
         return False
@@ -214,11 +181,7 @@ def _is_object(name: str, value: object) -> bool:
 
 
 def merge_objects(totals: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the objects of one more batch into the totals of the same names; for use in a compiled program.
-
-    Raises:
-        TypeError: `merge` does not return an object of the same structure. The message contains the metric.
-    """
+    """Merge the objects of one more batch into the totals; for use in a compiled program."""
 
     def merged(totals: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
         return {name: _merged(name, total, objects[name]) for name, total in totals.items()}
@@ -226,14 +189,14 @@ def merge_objects(totals: Mapping[str, Any], objects: Mapping[str, Any]) -> dict
     return without_explicit_axes(merged, totals, objects)
 
 
-def _merged(name: str, total: Any, one: Any) -> Any:
+def _merged(name: str, total: Any, new: Any) -> Any:
     what = f"metric_fn: the metric {name!r}: merge of {kind(total)}"
-    _require_like(one, total, f"{what} was given", "all batches must give")
+    _require_like(new, total, f"{what} was given", "all batches must give")
     try:
-        merged = total.merge(one)
+        merged = total.merge(new)
     except Exception as error:
         advice = "which is compiled: use jax.numpy on the leaves"
-        pairs = zip(trees.leaves_with_paths(total), jax.tree.leaves(one), strict=True)
+        pairs = zip(trees.leaves_with_paths(total), jax.tree.leaves(new), strict=True)
         differ = [f"{path} {np.shape(a)} and {np.shape(b)}" for (path, a), b in pairs if np.shape(a) != np.shape(b)]
         if differ:
             advice += (
@@ -247,18 +210,14 @@ def _merged(name: str, total: Any, one: Any) -> Any:
     return merged
 
 
-def _require_like(one: object, total: object, what: str, must: str) -> None:
-    given, wanted = trees.structure(one), trees.structure(total)
-    if type(one) is not type(total) or given != wanted:
-        raise TypeError(f"{what} {kind(one)} of another structure: {must} {wanted}, got {given}")
+def _require_like(value: object, total: object, what: str, must: str) -> None:
+    structure, wanted = trees.structure(value), trees.structure(total)
+    if type(value) is not type(total) or structure != wanted:
+        raise TypeError(f"{what} {kind(value)} of another structure: {must} {wanted}, got {structure}")
 
 
 def _numbers_of(name: str, total: object) -> dict[str, float]:
-    """Compute the total of a metric; return its numbers by result name, `name` or `name/key`.
-
-    Raises:
-        TypeError: `compute` does not return a number or a dict of numbers. The message contains the metric.
-    """
+    """Return the numbers of a metric's total by result name, `name` or `name/key`."""
     try:
         computed = _mean(total) if isinstance(total, list) else jax.tree.map(local, total).compute()
     except Exception as error:

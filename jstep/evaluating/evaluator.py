@@ -32,7 +32,7 @@ from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 from jstep.training.explain import explain_one_argument
 
 STOP_REQUESTED: ContextVar[Callable[[], bool]] = ContextVar("stop_requested", default=lambda: False)
-"""What says whether the run is stopping, while a hook evaluates; must be called equally often on all processes."""
+"""Returns whether the run is stopping, while a hook evaluates; must be called equally often on all processes."""
 
 
 class EvaluationAbandoned(BaseException):
@@ -66,30 +66,29 @@ def evaluator(
 
     Args:
         metric_fn: `metric_fn(params, [model_state,] *args) -> {name: metric}`. A batch that is a tuple is passed as
-            `*args`, any other batch, a NamedTuple, too, as one argument. A metric is one of: a vector with a value for
-            each example; a scalar, the mean over the batch, which is weighted by the number of examples (the leading
-            axis of the arrays in args; a loss that compares rows with each other depends on the batch size); a pair of
-            scalars `(sum, count)`; a pytree object with `merge(other)` and `compute()`, such as those of
-            `jstep.metrics`, of CLU, or a custom one. The objects of all batches are
-            merged on the device in the order of the batches; `compute()` then returns a number, or a dict of numbers,
-            which are named `name/key`.
+            `*args`, any other batch, including a NamedTuple, as one argument. A metric is one of: a vector with a value
+            for each example; a scalar, the mean over the batch, which is weighted by the number of examples (the
+            leading axis of the arrays in args; a loss that compares rows with each other depends on the batch size); a
+            pair of scalars `(sum, count)`; a pytree object with `merge(other)` and `compute()`, from `jstep.metrics`,
+            from CLU, or a custom one. The objects of all batches are merged on the device in the order of the batches;
+            `compute()` then returns a number, or a dict of numbers, which are named `name/key`.
         batches: The finite batches to evaluate on: a list, `jstep.batches(…, num_epochs=1, shuffle=False,
             drop_remainder=False)`, or a loader. Each evaluation iterates over all of them. An iterator that cannot be
             reset can be used only once. If `jstep.batches` drops rows, a warning is logged.
         use_averages: Whether to evaluate `averaged_params(state)`, or `schedule_free_params(state)` if the state has
-            those; a string is the name of the slot of averages, a list names several, of different leaves.
-        has_model_state: Whether metric_fn takes the model state.
+            these; a string is the name of the slot of averages, a list names several, of different leaves.
+        has_model_state: Whether metric_fn accepts the model state.
         batch_sharding: Placement of the batches, as in `train`: the rows of each process become its part of one global
             array. The name of a mesh axis, or a tuple of names, means the mesh of the state that is evaluated.
         lanes: Number of lanes, a power of two, as in `minimize`: each batch is evaluated as if its lanes were batches,
-            so that the results have the same bits on any number of devices, and callbacks that steer by them (early
-            stopping, plateaus) decide alike. A batch that `lanes` does not divide is computed whole by every device.
+            so that the results have the same bits on any number of devices, and callbacks that use them (early
+            stopping, plateaus) decide alike. Every device computes the whole of a batch that `lanes` does not divide.
 
     Returns:
         `evaluate(state) -> {name: float}`, which does not donate the state. A mean over no examples is NaN.
-        `EvaluationHook` checks it before the first step: metric_fn is traced with the shapes of the first batch, of
-        which nothing is computed. The batches are left alone if they are an iterator, which may be used only once, or
-        a loader that keeps a position, and on several processes.
+        `EvaluationHook` checks it before the first step: metric_fn is traced with the shapes of the first batch, and
+        nothing is computed. The batches are not read if they are an iterator, which may be used only once, or a loader
+        that keeps a position, nor on several processes.
 
     Raises:
         TypeError: From `evaluate`: a metric object lacks `merge` or `compute`, is not a pytree, merges to another
@@ -138,15 +137,7 @@ def evaluator(
 
 @dataclasses.dataclass(eq=False, repr=False)  # not frozen: a user may name it, as by functools.update_wrapper
 class CheckedEvaluation:
-    """An `evaluate(state)` that finds before the first step what cannot work.
-
-    Attributes:
-        compute: `compute(params, args) -> [metrics]`, compiled.
-        merge: `merge(totals, objects)`, compiled.
-        passes: The batches.
-        use_averages: As for `evaluator`, and so are the next two.
-        made_by: The call of `evaluator`, for the `repr`.
-    """
+    """An `evaluate(state)` that can report its errors before the first step."""
 
     compute: Callable[..., list[list[Metric]]]
     merge: Callable[..., dict[str, Any]]
@@ -161,7 +152,6 @@ class CheckedEvaluation:
 
     @shortens_tracebacks
     def __call__(self, state: TrainState) -> dict[str, float]:
-        """Evaluate the state."""
         self._check_state(state)
         params = (_params_of(state, self.use_averages), *_model_state_of(state, self.has_model_state))
         totals, stop_requested = Totals(self.merge), STOP_REQUESTED.get()
@@ -176,7 +166,9 @@ class CheckedEvaluation:
                 with internal_transfers() if is_global else contextlib.nullcontext():
                     metrics = self.compute(params, args)
                 with internal_transfers():  # begin to read what is summed on the host
-                    start_transfer(jax.tree.leaves([one for each in metrics for one in each if one.kind != OBJECT]))
+                    start_transfer(
+                        jax.tree.leaves([metric for each in metrics for metric in each if metric.kind != OBJECT])
+                    )
                 for each in metrics:
                     totals.add(each)
         return totals.results()
@@ -208,7 +200,7 @@ class CheckedEvaluation:
 
 @contextlib.contextmanager
 def _explained(state: TrainState, has_model_state: bool, args: tuple[Any, ...]) -> Iterator[None]:
-    """Add a note to an error of the metric function that says what it may lack."""
+    """Add a hint to an error of the metric function."""
     try:
         yield
     except Exception as error:
@@ -237,7 +229,7 @@ def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..
 
 
 def _of_lanes(metrics: Callable[..., list[Metric]], lanes: Lanes, params: Tree, args: Any) -> list[list[Metric]]:
-    """Return the metrics of each lane; of one with the whole batch if they do not divide it."""
+    """Return the metrics of each lane, or of the whole batch if lanes do not divide it."""
     size = num_examples(args)
     if isinstance(size, str) or size == 0 or size % lanes.number:
         lanes = lanes._replace(number=1, axes=())
@@ -254,7 +246,7 @@ def _of_lanes(metrics: Callable[..., list[Metric]], lanes: Lanes, params: Tree, 
 
 
 def _replicated(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fn` compiled; its results are available on every process."""
+    """Compile `fn` so that its results are available on every process."""
 
     @functools.wraps(fn)
     def own(*args: Any) -> Any:  # of each evaluator, because JAX confuses classes with the same fields
@@ -268,7 +260,7 @@ def _replicated(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mesh_of_processes(tree: Tree) -> Any:
-    """Return the mesh of arrays that are on several processes; None for any others."""
+    """Return the mesh of arrays on several processes, else None."""
     mesh = None if processes.is_single_process() else mesh_of(tree)
     return None if mesh is None or NamedSharding(mesh, PartitionSpec()).is_fully_addressable else mesh
 

@@ -1,1 +1,1 @@
-"""Hooks: callbacks around the steps of `train`, when they are called, and what those of jstep know and write."""
+"""Callbacks around the steps of `train`: the `Hook` protocol, cadences, and the built-in hooks."""

@@ -1,4 +1,4 @@
-"""Hooks that act at steps which the user gives: a function at every n-th step, a profile, and the end of a run."""
+"""Hooks that act at given steps: a function every n steps, a profiler trace, and the end of a run."""
 
 import itertools
 import logging
@@ -24,8 +24,8 @@ def every(n: int, fn: Callable[[int, TrainState, Metrics], "bool | TrainState | 
     Args:
         n: Interval in steps, ≥ 1.
         fn: `fn(step, state, metrics)`. Its result has the meaning of `Hook.after_step`'s: None continues the run, True
-            stops it after this step, and a `TrainState` replaces the state. A run that it stopped and that is started
-            again calls it only after another step; see `Hook.after_step` for a hook that keeps the run stopped.
+            stops it after this step, and a `TrainState` replaces the state. A run that was stopped this way and is
+            started again calls it only after another step; see `Hook.after_step` for a hook that keeps the run stopped.
 
     Returns:
         A hook for `train`.
@@ -49,11 +49,9 @@ class _Every(Hook):
         self.name = f"every({n}, {getattr(fn, '__qualname__', type(fn).__name__)})"
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
-        """When due, calls the function and returns its result."""
         return self._fn(step, state, metrics) if step % self._n == 0 else None
 
     def next_due(self, step: int) -> int:
-        """The next multiple."""
         return next_multiple(step, self._n)
 
     def __repr__(self) -> str:
@@ -77,22 +75,21 @@ class StopAtStepHook(Hook):
         self._last_step = None if last_step is None else as_int(last_step, "last_step", 1, "a number of steps")
 
     def begin(self, state: TrainState) -> bool:
-        """Count num_steps from here; return True if the state is already at last_step."""
+        """Count `num_steps` from here; return True if the state is already at `last_step`."""
         step = step_of(state)
         if self._num_steps is not None:
             self._last_step = step + self._num_steps
         return step >= (self._last_step or 0)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool:
-        """Return True at the step or past it."""
         return self._last_step is not None and step >= self._last_step
 
     def next_due(self, step: int) -> int:
-        """The step to stop at, or the next step if the run has reached it."""
+        """The step to stop at, or the next step if the run has already reached it."""
         return max(step + 1, self._last_step or 0)
 
     def steps_between(self, start: int, last_step: int) -> range:
-        """The step that stops a run from `start` to `last_step`, if it gets there."""
+        """The step that stops a run from `start` to `last_step`, if it is reached."""
         stop = max(start + 1, start + self._num_steps if self._num_steps else self._last_step or 0)
         return range(stop, min(stop, last_step) + 1)
 
@@ -100,8 +97,8 @@ class StopAtStepHook(Hook):
 class ProfilerHook(RunHook):
     """A hook that traces the updates start_step → start_step + 1, …, stop_step − 1 → stop_step with `jax.profiler`.
 
-    JAX makes one trace at a time: if one is on already when this one is to begin, a warning is logged and this one is
-    not made. Hooks of a run whose steps overlap are refused before the first step.
+    JAX records one trace at a time: if another trace is running when this one should begin, a warning is logged and
+    this one is skipped. Hooks of a run whose steps overlap are rejected before the first step.
 
     Args:
         logdir: The directory of the trace, for TensorBoard's profile plugin or Perfetto.
@@ -124,12 +121,11 @@ class ProfilerHook(RunHook):
         self._running = self._is_refused = False
 
     def begin(self, state: TrainState) -> None:
-        """Start the trace at once if the run begins within the steps."""
+        """Start the trace immediately if the run begins within the steps."""
         self._running = self._is_refused = False
         self.after_step(step_of(state), state, {})
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Start or end the trace."""
         if self._running and step >= self._stop:
             self.end(step, state)
         elif not self._running and not self._is_refused and self._start <= step < self._stop:
@@ -142,7 +138,6 @@ class ProfilerHook(RunHook):
                 self._running = True
 
     def end(self, step: int, state: TrainState) -> None:
-        """End a trace that is still running at the end of the run."""
         if self._running:
             jax.block_until_ready(state)  # the device may be behind, and its work belongs in the trace
             self.close()
@@ -158,7 +153,6 @@ class ProfilerHook(RunHook):
                 _logger.warning("ProfilerHook: the trace in %s was ended by other code: %s", self._logdir, error)
 
     def next_due(self, step: int) -> int:
-        """The next of start_step and stop_step."""
         return min((at for at in (self._start, self._stop) if at > step), default=NEVER)
 
     def __repr__(self) -> str:
@@ -166,14 +160,10 @@ class ProfilerHook(RunHook):
 
 
 def refuse_overlapping_traces(hooks: Sequence[Any]) -> None:
-    """Refuse hooks of which two would trace at the same time.
-
-    Raises:
-        ValueError: The steps of two `ProfilerHook`s overlap, or a later one ends at the step at which another begins.
-    """
-    for one, other in itertools.combinations([hook for hook in hooks if isinstance(hook, ProfilerHook)], 2):
-        if (one._start < other._stop and other._start < one._stop) or one._start == other._stop:
+    """Reject hooks whose steps overlap, or of which a later one ends at the step at which an earlier one begins."""
+    for first, other in itertools.combinations([hook for hook in hooks if isinstance(hook, ProfilerHook)], 2):
+        if (first._start < other._stop and other._start < first._stop) or first._start == other._stop:
             raise ValueError(
-                f"hooks: {one!r} and {other!r} overlap, and JAX makes one trace at a time; give them steps that do "
+                f"hooks: {first!r} and {other!r} overlap, and JAX makes one trace at a time; give them steps that do "
                 "not, in their order"
             )

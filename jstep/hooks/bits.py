@@ -1,4 +1,4 @@
-"""Hooks that watch the bits of a run: logged, compared with an earlier log, and computed twice."""
+"""Hooks that check a run bitwise: fingerprints, logged and compared with an earlier log, and updates computed twice."""
 
 import contextlib
 import functools
@@ -104,11 +104,7 @@ class FingerprintHook(RunHook):
         self._pending = TransferQueue()
 
     def begin(self, state: TrainState) -> None:
-        """Read the lines of earlier runs, and open the log.
-
-        Raises:
-            ValueError: There is neither path nor logdir.
-        """
+        """Read the lines of earlier runs, and open the log."""
         super().begin(state)
         self._path = self._given or os.fspath(getattr(self.run.reports.writer, "logdir", ""))
         if not self._path:
@@ -127,14 +123,10 @@ class FingerprintHook(RunHook):
             self._file = open_lines(self._path)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Start a fingerprint; write those that the device has finished.
-
-        Raises:
-            DivergenceError: A repeated step produced different bits.
-        """
-        found = by_device(state)
-        entry = functools.partial(fingerprints.entry_of, step, found, self._per_leaf)
-        self._pending.add(step, transferred([part for _, part in found.parts], entry), self._finish, self)
+        """Start a fingerprint; write those that the device has finished."""
+        result = by_device(state)
+        entry = functools.partial(fingerprints.entry_of, step, result, self._per_leaf)
+        self._pending.add(step, transferred([part for _, part in result.parts], entry), self._finish, self)
         # If processes must raise together, each one finishes the same steps: those before the latest.
         if self._raises and not processes.is_single_process():
             self._pending.deliver_all(before=step)
@@ -144,20 +136,9 @@ class FingerprintHook(RunHook):
             self._file.sync(to_disk=False)
 
     def before_save(self, step: int) -> None:
-        """Write all lines to disk.
-
-        Raises:
-            DivergenceError: A repeated step produced different bits.
-        """
         self._finish_all()
 
     def end(self, step: int, state: TrainState) -> None:
-        """Write all lines to disk.
-
-        Raises:
-            DivergenceError: A repeated step produced different bits.
-            OSError: The log cannot be written.
-        """
         self._finish_all()
         file, self._file = self._file, None
         if file is not None:
@@ -167,7 +148,7 @@ class FingerprintHook(RunHook):
         """Write pending lines, also after an error, and close the log."""
         super().close()
         file, pending = self._file, self._pending
-        self._pending, self._before = TransferQueue(), {}  # compared with nothing
+        self._pending, self._before = TransferQueue(), {}  # nothing is compared any more
         if file is None:
             return
         # If the device or the disk fails here, do not hide the error that ended the run.
@@ -205,16 +186,15 @@ class FingerprintHook(RunHook):
 
 def _entries_of(path: str) -> dict[int, Entry]:
     try:
-        found = fingerprints.read(path)
+        log = fingerprints.read(path)
     except FileNotFoundError:
         return {}
-    if found.corrupted:
-        _logger.warning("%s: skipped: %s", path, listed(found.corrupted, 5, "; "))
-    return dict(found.entries)
+    if log.corrupted:
+        _logger.warning("%s: skipped: %s", path, listed(log.corrupted, 5, "; "))
+    return dict(log.entries)
 
 
 def _broadcast(entries: dict[int, Entry]) -> dict[int, Entry]:
-    """Broadcast the entries that process 0 read to all processes."""
     lines = processes.broadcast_bytes("".join(entry.line() for entry in entries.values()).encode())
     return dict(fingerprints.parsed(lines).entries)
 
@@ -225,10 +205,10 @@ def _broadcast(entries: dict[int, Entry]) -> dict[int, Entry]:
 class AuditHook(RunHook):
     """A hook that detects silent data corruption by computing some updates twice, from the same state and batch.
 
-    The fingerprints of the two resulting states must be equal. A difference means either silent data corruption, that
-    is a device that computes wrongly without an error, or a program that is not deterministic. The error names the
-    leaves, and the devices if only some of them differ (every device's copy of a replicated array is compared). The
-    second result and its metrics are dropped.
+    The fingerprints of the two resulting states must be equal. A difference means either silent data corruption (a
+    device computes wrongly without an error) or a program that is not deterministic. The error names the leaves, and
+    the devices if only some of them differ (every device's copy of a replicated array is compared). The second result
+    and its metrics are dropped.
 
     The update N → N + 1 is audited if N is a multiple of `every_n_steps`, including 0. With `steps_per_call`, the whole
     call that contains step N is repeated. The loop waits for the device at these steps, so that no wrong state is
@@ -261,28 +241,18 @@ class AuditHook(RunHook):
         self._raises = one_of(on_mismatch, "on_mismatch", ("log", "raise")) == "raise"
 
     def begin(self, state: TrainState) -> None:
-        """Refuse a state whose leaves cannot be named or compared.
-
-        Raises:
-            TypeError: A leaf is not an array.
-            ValueError: Two leaves have one path.
-        """
+        """Reject a state whose leaves cannot be named or compared."""
         named_leaves(state)
 
     def around_calls(self, run_call: RunCall, again: Repeated) -> RunCall:
-        """Audit the calls that are due."""
         return functools.partial(self.audit_call, run_call, again)
 
     def steps_between(self, start: int, last_step: int) -> range:
-        """The steps N whose update N → N + 1 is audited, in a run from `start` to `last_step`."""
+        """The steps N from `start` to `last_step` whose update N → N + 1 is audited."""
         return range(-(-start // self._n) * self._n, last_step, self._n)
 
     def audit_call(self, run_call: RunCall, repeated: Repeated, state: Tree, call: Call) -> Any:
-        """Run the steps of a call, and repeat them if they are due for an audit.
-
-        Raises:
-            AuditError: The results differ.
-        """
+        """Run the steps of a call, and repeat them if an audit is due."""
         if -call.first % self._n >= call.steps:
             return run_call(state, call)
         step = repeated(call)
@@ -299,9 +269,9 @@ class AuditHook(RunHook):
                 note(error, f"jstep: raised while AuditHook computed step {call.first} a second time")
                 raise
             del again
-            found = mismatch(first, second)
-        if found is not None:
-            finding = found.error(call.first, call.steps)
+            difference = mismatch(first, second)
+        if difference is not None:
+            finding = difference.error(call.first, call.steps)
             if self._raises:
                 raise finding
             if jax.process_index() == 0:
@@ -310,7 +280,7 @@ class AuditHook(RunHook):
 
 
 def _preserved(step: object, state: Tree, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The state and arguments for the second computation, copied if the first one donates or may change them."""
+    """The state and arguments for the second computation, copied if the first may donate or change them."""
     if not hasattr(step, "donate"):
         return _copied((state, args))  # a plain function may modify or donate its arguments
     return (_copied(state) if step.donate else state), args
@@ -325,10 +295,10 @@ def _copied(tree: Tree) -> Any:
 def _copy(leaf: Any) -> Any:
     if not is_array(leaf):
         return leaf
-    made = leaf.copy()
+    copied = leaf.copy()
     # A copy has an equivalent but unequal PartitionSpec, for which the step would be traced again. This moves no data.
     is_on_mesh = isinstance(leaf, jax.Array) and isinstance(leaf.sharding, jax.sharding.NamedSharding)
-    return jax.device_put(made, leaf.sharding) if is_on_mesh else made
+    return jax.device_put(copied, leaf.sharding) if is_on_mesh else copied
 
 
 _SHOWN = 8
@@ -345,18 +315,12 @@ class AuditError(_OtherBitsError):
 
 
 class Mismatch(NamedTuple):
-    """The differences between the results of two computations.
-
-    Attributes:
-        leaves: The paths of the leaves that differ on some device.
-        devices: The devices on which they differ; empty if they differ on all devices.
-    """
+    """Differences between two computations; `devices` is empty if the leaves differ on all devices."""
 
     leaves: tuple[str, ...]
     devices: tuple[str, ...]
 
     def error(self, step: int, steps: int) -> AuditError:
-        """The error for a call of `steps` steps from step `step`."""
         where = ", ".join(self.devices[:_SHOWN]) + (", …" if len(self.devices) > _SHOWN else "")
         what = Difference(step, self.leaves).text() + (f" (on {where} alone)" if where else "")
         update = f"update {step} → {step + 1} was" if steps == 1 else f"updates {step} → {step + steps} were"
@@ -373,11 +337,7 @@ class Mismatch(NamedTuple):
 
 
 def mismatch(first: ByDevice, second: ByDevice) -> Mismatch | None:
-    """Compare two computations of one state, with the same result on all processes; None if equal. Waits for both.
-
-    Raises:
-        TypeError: The two states have different leaves.
-    """
+    """Compare two computations of one state, with the same result on all processes; waits for both."""
     if first.paths != second.paths:
         apart = sorted(set(first.paths) ^ set(second.paths))[:_SHOWN] or "in another order"
         raise TypeError(
@@ -385,8 +345,8 @@ def mismatch(first: ByDevice, second: ByDevice) -> Mismatch | None:
             "state must be the same in every call"
         )
     devices = jax.devices()
-    found = processes.max_over_processes(_marks(first, second, devices))
-    differ, of_devices = found[: len(first.paths)], found[len(first.paths) :]
+    marks = processes.max_over_processes(_marks(first, second, devices))
+    differ, of_devices = marks[: len(first.paths)], marks[len(first.paths) :]
     if not differ.any():
         return None
     leaves = tuple(path for path, mark in zip(first.paths, differ, strict=True) if mark)
@@ -396,7 +356,7 @@ def mismatch(first: ByDevice, second: ByDevice) -> Mismatch | None:
 
 
 def _marks(first: ByDevice, second: ByDevice, devices: list[Any]) -> np.ndarray[Any, Any]:
-    """For each leaf, whether it differs; then for each device `_SAME`, `_DIFFERS`, or 0 if it is of another process."""
+    """For each leaf, whether it differs; for each device, `_SAME`, `_DIFFERS`, or 0 on another process."""
     leaves, number = len(first.paths), {device: i for i, device in enumerate(devices)}
     marks = np.zeros(leaves + len(devices), np.int32)
     a, b = first.words(), second.words()

@@ -60,12 +60,10 @@ class CheckpointSaverHook(RunHook):
         self._saved: tuple[int, Callable[[], TrainState | None]] | None = None
 
     def begin(self, state: TrainState) -> None:
-        """Forget what was saved before."""
         super().begin(state)
         self._saved = None
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Save."""
         self.save(step, state)
 
     def end(self, step: int, state: TrainState) -> None:
@@ -84,29 +82,16 @@ class CheckpointSaverHook(RunHook):
         self._saved = step, _weakly(state)
 
     def _about_to_save(self, step: int) -> None:
-        """Called before a save that nothing prevents any more."""
+        """Called before a save, after all checks."""
 
     def has_saved(self, step: int, state: TrainState) -> bool:
-        """Whether a checkpoint of this step holds this state, not changed by a hook since."""
+        """Whether a checkpoint of this step holds this state, unchanged by hooks since."""
         return self._saved is not None and self._saved[0] == step and self._saved[1]() is state
 
     def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
-        """Save, unless this state is saved already.
+        """Save, unless this state is already saved; return False if `before_save` prevented it.
 
-        Args:
-            step: The current step of the loop.
-            state: The state at that step.
-            wait: Whether to wait until the checkpoint is on disk.
-
-        Returns:
-            Whether there is a checkpoint of this step; False if a function in `before_save` prevented it.
-
-        Raises:
-            CheckpointError: The checkpoint could not be written.
-            NanLossDuringTrainingError: A parameter became NaN or infinite since the run began, and the Saver does not
-                allow them.
-            RuntimeError: The state was donated, by a hook, say.
-            ValueError: The state is at another step.
+        With `wait`, the checkpoint is on disk on return.
         """
         if not self.has_saved(step, state):
             require_alive(state)
@@ -123,23 +108,23 @@ class CheckpointSaverHook(RunHook):
             self._about_to_save(step)
             extra = self._extra() if self._extra else None
             self.saver.tell(self.run.reports.told)
-            # A hook of the run looks at the parameters, which none has that is called by hand.
+            # In `train`, a hook checks the parameters; in a custom loop, none does.
             has_looked = self.run.finite.at_start is not None
-            known = self.saver.knowing(nonfinite is None, self._passing_secs)
-            with internal_transfers(), known if has_looked else contextlib.nullcontext():
+            content = self.saver.knowing(nonfinite is None, self._passing_secs)
+            with internal_transfers(), content if has_looked else contextlib.nullcontext():
                 self.saver.save(state, extra=extra)
             self.is_saved(step, state)
         if wait and not self._is_closed:
             try:
                 self.saver.wait()
             except Exception:
-                self._saved = None  # another try saves it again, and does not say that it is there
+                self._saved = None  # so that another try saves it again instead of returning True
                 raise
         return True
 
 
 def _weakly(state: Tree) -> Callable[[], Any]:
-    """A weak reference to the state, or the state itself if it cannot be weakly referenced."""
+    """A weak reference to the state, or a function that returns it."""
     try:
         return weakref.ref(state)
     except TypeError:  # a NamedTuple with a global step

@@ -1,4 +1,4 @@
-"""A history of the metrics of a run: rows in memory, in the checkpoints or in a file, and their pictures."""
+"""A history of the metrics of a run: rows in memory, in the checkpoints or in a file, and their plots."""
 
 import contextlib
 import fnmatch
@@ -33,10 +33,10 @@ Rows = dict[int, Row]
 """Step → its row, in the order of steps."""
 
 MOST_ROWS = 10_000
-"""The training rows in a checkpoint at which every second one is dropped."""
+"""The number of training rows in a checkpoint at which every second one is dropped."""
 _SHOWN = 10
 _DIGITS = 9
-"""The significant digits of a mean: those of float32, so that it does not depend on where its sum was cut."""
+"""The significant digits of a mean: as many as float32 has, so that it does not depend on where its sum was cut."""
 
 
 class History(ReportingHook):
@@ -44,16 +44,16 @@ class History(ReportingHook):
 
     A row has the metrics that log lines show: means over the steps since the last row. Rows are at the multiples of
     last_step / 100, rounded up (of 100 if there is no last_step), and at the last step; results of evaluations, by the
-    names of their log lines such as `eval/loss`, are in the rows of their steps. The loop never waits for a row. A run
-    that resumes has the rows of one that was never stopped, at any number of steps a call.
+    names of their log lines such as `eval/loss`, are in the rows of their steps. The loop never waits for a row. A
+    resumed run has the rows of an uninterrupted one, at any number of steps per call.
 
-    In a notebook, its last line is a table of the last rows, and a picture of each metric.
+    In a notebook, a History displays a table of the last rows, and a plot of each metric.
 
     Args:
-        path: A file for the rows, a line of JSON each, each step once over all restarts; infinite values and NaN are
-            strings. A run that resumes from step N keeps the rows up to N, and drops later ones. The file is flushed
-            before each checkpoint exists. Without a path the rows are in the checkpoints; there, at 10,000 of them,
-            every second one is dropped, but for results of evaluations.
+        path: A file for the rows, one line of JSON each; each step occurs once over all restarts; infinite values and
+            NaN are strings. A run that resumes from step N keeps the rows up to N, and drops later ones. The file is
+            flushed before each checkpoint exists. Without a path the rows are in the checkpoints; there, at 10,000 of
+            them, every second one is dropped, except for results of evaluations.
         every_n_steps: Interval in steps.
         mean: Whether rows have means over the steps since the last row, in place of the values of their step.
 
@@ -88,35 +88,34 @@ class History(ReportingHook):
         self._file: _File | None = None
         self._rows: Rows = {}
         self._prefixes = {"eval"}
-        self._sums: dict[str, tuple[float, float]] = {}  # of the row that is not finished
-        self._reached = self._last_row = 0  # the steps that these sums, and that the rows end with
+        self._sums: dict[str, tuple[float, float]] = {}  # of the unfinished row
+        self._reached = self._last_row = 0  # the steps at which these sums, and the rows, end
         self._pulled: dict[str, int] = {}
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
-        """Return a History with the rows of a file; a line that was torn, by a crash, is left out.
+        """Return a History with the rows of a file; a line torn by a crash is left out.
 
         Raises:
             FileNotFoundError: There is no such file.
         """
-        found = cls()
+        history = cls()
         with open(path, "rb") as file:
-            found._rows = _rows_in(file.read(), math.inf)[0]
-        return found
+            history._rows = _rows_in(file.read(), math.inf)[0]
+        return history
 
     # The hook.
 
     def use_run(self, run: RunInfo) -> None:
-        """Choose the interval."""
         super().use_run(run)
         every = self._every or (100 if run.last_step is None else max(1, -(-run.last_step // 100)))
         self.cadence = cadence(steps=("every_n_steps", every))
 
     def begin(self, state: TrainState) -> bool | None:
-        """Keep the rows up to the step at which the run begins, those of the file or of the same object's last run."""
+        """Keep the rows up to the step at which the run begins."""
         super().begin(state)
         step, self._pulled = self.run.step, {}
-        self._prefixes |= {one.prefix for one in self.run.evaluations}
+        self._prefixes |= {hook.prefix for hook in self.run.evaluations}
         if self._path is not None:
             if jax.process_index() == 0:
                 self._file = _File(self._path, step)
@@ -131,24 +130,21 @@ class History(ReportingHook):
         return None
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Queue a row."""
         self._pull()
         self._last_row = step
         super().when_due(step, state, metrics)
 
     def end(self, step: int, state: TrainState) -> None:
-        """Add a row for the last step."""
         if step != self._last_row and (self._mean or self.run.metrics is not None):
             self.when_due(step, state, self.run.metrics or {})
         super().end(step, state)
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
-        """Keep a row."""
         if values:
             self._put(step, values)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the sums of the unfinished row, and the rows; of those in a file the last one alone."""
+        """Return the sums of the unfinished row, and the rows; with a file, the last row alone."""
         self._carry()
         with self._lock:
             last = next(reversed(self._rows), None)
@@ -162,7 +158,6 @@ class History(ReportingHook):
             }
 
     def set_state(self, value: Any) -> None:
-        """Restore what `get_state` returned."""
         with self._lock:
             self._reached, self._last_row = value["at"], value["last_row"]
             self._sums = {name: (total, count) for name, (total, count) in value["sums"].items()}
@@ -174,14 +169,12 @@ class History(ReportingHook):
                 self._put(step, row)
 
     def flush(self) -> None:
-        """Flush the file, before a checkpoint exists."""
         with self._lock:
             if self._file is not None:
                 self._file.put(self._rows)
                 self._file.sync()
 
     def close(self) -> None:
-        """Write the file, and close it."""
         if self._run is not None:
             with contextlib.suppress(Exception):  # a step that failed has no metrics
                 self._carry()
@@ -207,7 +200,7 @@ class History(ReportingHook):
         return Pending(interval.is_ready, means)
 
     def _carry(self) -> None:
-        """Read the evaluations, and the sums of the row that is not finished; wait for the device."""
+        """Read the evaluations and the sums of the unfinished row; waits for the device."""
         self.run.reports.transfers.deliver_all()
         self._pull()
         if self._mean:
@@ -215,20 +208,19 @@ class History(ReportingHook):
         self._reached = self.run.step
 
     def _pull(self) -> None:
-        """Keep the results of the evaluations since the last time."""
+        """Keep the results of evaluations since the last call."""
         for hook in self.run.evaluations:
             new = list(hook.results.items())[self._pulled.get(hook.prefix, 0) :]
             self._pulled[hook.prefix] = self._pulled.get(hook.prefix, 0) + len(new)
             for step, values in new:
-                self._put(step, {f"{hook.prefix}/{name}": one for name, one in read(numbers_of(values)).items()})
+                self._put(step, {f"{hook.prefix}/{name}": number for name, number in read(numbers_of(values)).items()})
 
     def _put(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add values to the row of a step."""
         with self._lock:
             is_late = step < next(reversed(self._rows), 0) and step not in self._rows
             row = self._rows.setdefault(step, {})
             row |= {name: float(value) for name, value in values.items()}
-            if is_late:  # an evaluation of before the last row
+            if is_late:  # an evaluation older than the last row
                 self._rows = dict(sorted(self._rows.items()))
             if self._path is None:
                 self._thin()
@@ -267,7 +259,7 @@ class History(ReportingHook):
         return len(self._rows)
 
     def __bool__(self) -> bool:
-        return True  # a hook, also before its first row
+        return True  # also before its first row
 
     def __getitem__(self, name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         with self._lock:
@@ -310,7 +302,7 @@ class History(ReportingHook):
             for name, pair in zip(names, values, strict=True):
                 style = "--" if self._is_evaluation(name) else "-"
                 axis.plot(*pair, style, label=name, marker="." if len(pair[0]) == 1 else None)
-            every = np.concatenate([one for _, one in values])
+            every = np.concatenate([curve for _, curve in values])
             if is_logarithmic(every[np.isfinite(every)]):
                 axis.set_yscale("log")
             axis.set(xlabel="step", title=title)
@@ -323,10 +315,10 @@ class History(ReportingHook):
         """Metric → the names of its curves, training first."""
         names, chosen = self.names, dict[str, None]()
         for glob in globs:
-            found = fnmatch.filter(names, glob)
-            if not found:
+            matching = fnmatch.filter(names, glob)
+            if not matching:
                 raise KeyError(f"{glob!r} matches nothing; the history has {', '.join(map(repr, names)) or 'no rows'}")
-            chosen |= dict.fromkeys(found)
+            chosen |= dict.fromkeys(matching)
         pictures: dict[str, list[str]] = {}
         for name in sorted(chosen or names, key=self._is_evaluation):
             metric = name.partition("/")[2] if self._is_evaluation(name) else name
@@ -334,7 +326,7 @@ class History(ReportingHook):
         return pictures
 
     def svg(self, *, style: bool = True) -> str:
-        """The pictures of all metrics, for a page of HTML."""
+        """The plots of all metrics, as HTML."""
         parts = list[str]()
         for title, names in self._pictures().items():
             curves = [Curve(name, *self[name], 0, i * self._is_evaluation(name)) for i, name in enumerate(names, 1)]
@@ -352,7 +344,6 @@ class History(ReportingHook):
 
 
 def _plus(sums: Mapping[str, tuple[float, float]], interval: Any) -> dict[str, tuple[float, float]]:
-    """The sums and counts of metrics, and those of an interval of more steps; wait for the device."""
     totals = interval.totals
     return plus(sums, {} if totals is None else totals.sums)
 
@@ -416,12 +407,7 @@ def _rows_in(data: bytes, last: float) -> tuple[Rows, int]:
 
 
 class _File:
-    """A file of rows, written by one process: lines of JSON. The last line is written again while its row changes.
-
-    Args:
-        path: The file.
-        last: The last step whose row is kept.
-    """
+    """A file of rows, as lines of JSON; the last line is rewritten while its row changes."""
 
     def __init__(self, path: str, last: int) -> None:
         folder, name = os.path.split(path)
@@ -443,12 +429,11 @@ class _File:
         self._start = data[: max(0, kept - 1)].rfind(b"\n") + 1 if self.rows else 0
 
     def put(self, rows: Rows) -> None:
-        """Write the rows from the last line on."""
         new = []
         for step in reversed(rows):
             if step < self._step:
                 break
-            new.append(json.dumps({"step": step} | {name: _jsonable(one) for name, one in rows[step].items()}))
+            new.append(json.dumps({"step": step} | {name: _jsonable(number) for name, number in rows[step].items()}))
         if not new:
             return
         lines = [f"{line}\n".encode() for line in reversed(new)]
@@ -459,11 +444,9 @@ class _File:
         self._step = next(reversed(rows))
 
     def sync(self) -> None:
-        """Flush it to the disk."""
         files.sync(self._opened.fileno(), self._path)
 
     def close(self) -> None:
-        """Close it, and let others write it."""
         self._opened.close()
         self._claim.release()
 

@@ -1,4 +1,4 @@
-"""The `Hook` protocol: the hooks that `train` is given, and what they may return."""
+"""The `Hook` protocol, the check of `train(hooks=…)`, and the results that hooks may return."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -29,26 +29,25 @@ Metrics = Mapping[str, Any]
 class Hook(ShownAsTyped):
     """Callbacks around the steps of `train`. Subclass it, or define any of its methods.
 
-    In addition, `train` only calls `get_state` and `set_state`. A hook may have any of these methods alone.
+    `train` also calls `get_state` and `set_state`, and nothing else. A hook may define any of these methods alone.
 
-    Steps are integers on the host, the number of updates applied: what has step N, a log line, a row of metrics, an
-    evaluation, a checkpoint or a fingerprint, is of the update N − 1 → N, which took batch N − 1, or of its state. What
-    is about an update that is repeated or yet to come has the step from which it starts, N → N + 1: an audit, a replay,
-    `before_step`, the first step of a stage, a line about a stall or a compilation. Reading values of
-    `state` or `metrics` waits for the device: do it only when due. A state that a hook stores is donated to the next
-    step, which deletes its arrays: copy what the hook needs later.
+    Steps are integers on the host, the number of updates applied. A log line, metrics row, evaluation, checkpoint or
+    fingerprint labeled N belongs to the update N − 1 → N, which used batch N − 1, or to the state after it. Audits,
+    replays, `before_step`, the first step of a stage, and lines about stalls or compilations are labeled with the step
+    they start from, N → N + 1. Reading values of `state` or `metrics` waits for the device: do it only when due. A
+    state that a hook stores is donated to the next step, which deletes its arrays: copy what the hook needs later.
 
     A hook keeps its state across restarts if it has both `get_state()` and `set_state(value)`. The value holds numbers,
-    strings, bytes, None, lists, tuples, sets, dicts, NumPy arrays, JAX arrays and random generators; it is read once
-    after `begin`, so that a value of another type is an error before the first step, and is saved with each checkpoint,
-    arrays above 64 kB as files. An object in two places of it is one object again after a restart. `set_state` is
-    called with it after `begin`; if it returns True, no step is run. The value is matched to a hook by its attribute
-    `key`, a string that no other hook has, whatever its class, or without a `key` by the name of its class and its
-    attribute `watches`, such as the name of a metric. The
-    position in the list only matters between hooks that share all of these. One object may serve several runs, because
-    `begin` starts from scratch.
+    strings, bytes, None, lists, tuples, sets, dicts, NumPy arrays, JAX arrays and random generators. It is read once
+    after `begin`, so that a value of another type raises before the first step, and it is saved with each checkpoint,
+    with arrays above 64 kB as files. An object that occurs twice in the value is a single object again after a restart.
+    `set_state` is called with the value after `begin`; if it returns True, no step is run. The value is matched to a
+    hook by its attribute `key`, a string that no other hook has, whatever its class. Without a `key`, it is matched by
+    the name of the class and the attribute `watches`, such as the name of a metric. The position in the list only
+    matters between hooks that share all of these. One object may serve several runs, because `begin` starts from
+    scratch.
 
-    `train` calls `end` only if no exception was raised, and `closed` in any case, also where `begin` was not called.
+    `train` calls `end` only if no exception was raised, and `closed` in any case, even if `begin` was not called.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -74,11 +73,12 @@ class Hook(ShownAsTyped):
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> "bool | TrainState | None":
         """Called when due, after the update that produced `step`.
 
-        If it returns True, the run stops after this step. If it returns a state, that replaces the state of the run; it
-        must have the same step, structure, shapes and dtypes. Later hooks and the checkpoint of this step see it.
+        If it returns True, the run stops after this step. If it returns a state, that state replaces the state of the
+        run; it must have the same step, structure, shapes and dtypes. Later hooks and the checkpoint of this step see
+        it.
 
-        A run that returned True here and is started again resumes: it runs steps until the hook is due and returns True
-        again. To keep it stopped, remember the decision by `get_state`, and return it from `set_state`.
+        A run that was stopped here and is started again resumes: it runs until the hook is due and returns True again.
+        To keep it stopped, remember the decision in `get_state`, and return it from `set_state`.
         """
 
     def end(self, step: int, state: TrainState) -> "TrainState | None":
@@ -92,19 +92,19 @@ class Hook(ShownAsTyped):
     def before_save(self, step: int) -> bool | None:
         """Called before each checkpoint of a step; if it returns True, on any process, nothing is saved.
 
-        All rows of metrics up to it were delivered. An exception prevents the save, too, and ends the run.
+        All earlier rows of metrics have been delivered. An exception also prevents the save, and ends the run.
         """
 
     def saved(self, step: int, path: str) -> None:
-        """Called on process 0 with a checkpoint that is kept and acknowledged: complete, and on the disk.
+        """Called on process 0 with a checkpoint that is kept and acknowledged: complete and on disk.
 
-        It is called in a thread beside the steps, one call at a time; no step waits for it. The checkpoint is not
-        deleted before it returns, and `train` waits for it at its end, also after SIGTERM. What it raises is logged,
-        and raised by `train` at its end if it was the last word.
+        It is called in a background thread, one call at a time; no step waits for it. The checkpoint is not deleted
+        before it returns, and `train` waits for it at its end, also after SIGTERM. An exception is logged; `train`
+        raises it at its end unless a later call succeeded.
         """
 
     def failed(self, step: int, error: BaseException) -> None:
-        """Called with the exception that ends the run, when all that could be saved is saved."""
+        """Called with the exception that ends the run, after everything that can be saved is saved."""
 
     def closed(self) -> None:
         """Called at the very end, after success and failure, last hook first."""
@@ -118,52 +118,49 @@ class Hook(ShownAsTyped):
 
 
 def defines(hook: object, name: str) -> bool:
-    """Whether a hook has one of the methods that `Hook` only documents; data of that name is none."""
+    """Whether a hook has a method that `Hook` only documents; other attributes do not count."""
     method = getattr(hook, name, None)
     return callable(method) and getattr(method, "__func__", method) is not getattr(Hook, name)
 
 
 def name_of(hook: object) -> str:
-    """The name of a hook or function for errors: its `name`, or that of its function or class."""
+    """The name of a hook or function in errors."""
     name = getattr(hook, "name", None)
     return name if isinstance(name, str) else str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
 def step_of(state: TrainState) -> int:
-    """The step of a state, whatever transfers the user has forbidden; waits for the device."""
+    """The step of a state, whatever transfers the user has forbidden."""
     with internal_transfers():
         return global_step(state)
 
 
 def check_step(step: int, state: TrainState, first: int | None = None) -> None:
-    """Refuse a state whose step differs from the loop's; waits for the device.
+    """Reject a state whose step differs from the loop's; waits for the device.
 
-    Args:
-        step: The step of the loop.
-        state: The state.
-        first: The step before the call that returned the state; None if other calls may have failed to advance it.
+    `first` is the step before the call that returned the state; None if other calls may have failed to advance it.
     """
-    found = step_of(state)
-    if found != step:
+    actual = step_of(state)
+    if actual != step:
         error: Any = ValueError(
-            f"the state's global_step is {found} after the update that makes step {step}: train_step must advance it "
-            f"by one{_how_to_advance(found, step, first)}"
+            f"the state's global_step is {actual} after the update that makes step {step}: train_step must advance it "
+            f"by one{_how_to_advance(actual, step, first)}"
         )
         error.prevents_saving = True
         raise error
 
 
-def _how_to_advance(found: int, step: int, first: int | None) -> str:
-    """Advice for a step that does not advance the global step by one, as the end of a sentence."""
+def _how_to_advance(actual: int, step: int, first: int | None) -> str:
+    """Advice for a step that does not advance the global step by one."""
     one_increment = "end train_step with state = jstep.increment_global_step(state)"
     inside = "pass increment_global_step=False to all of them (minimize, apply_gradients), and " + one_increment
     if first is None:
         return f". If it runs several updates, or none, {inside}"
-    by, remainder = divmod(found - first, step - first)
+    by, remainder = divmod(actual - first, step - first)
     if by == 0 and remainder == 0:
         return f", and does not advance it. Use increment_global_step=True in its last update, or {one_increment}"
     if by < 1 or remainder:
-        return f", and changed it from {first} to {found} in {step - first} step(s): {one_increment}, and nowhere else"
+        return f", and changed it from {first} to {actual} in {step - first} step(s): {one_increment}, and nowhere else"
     return (
         f", and advances it by {by}. If it runs several updates, {inside}. If it is {by} steps in one call "
         f"(scan_steps), pass the single step and steps_per_call={by} to train"
@@ -174,21 +171,21 @@ def _how_to_advance(found: int, step: int, first: int | None) -> str:
 
 _METHODS = ("begin", "after_step", "before_step", "end", "next_due", "get_state", "set_state")
 _TOLD = ("before_save", "saved", "failed", "closed")
-"""Methods of hooks, too; data of that name is none."""
+"""Further methods of hooks; an attribute of that name that is not callable does not count."""
 _OF_HOOKS = ("after_step", "before_step", "end", "next_due", "cadence")
-"""What only hooks have. Callbacks of evaluations, which are called themselves, may have the other methods."""
+"""Attributes that only hooks have. Callbacks of evaluations, which are called themselves, may have the others."""
 _OF_EVALUATIONS = "jstep.EvaluationHook(evaluate, every_n_steps=…, callbacks=[…])"
 
 
 def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
-    """Return the hooks as a list; refuse anything but a sequence of hooks."""
+    """Return the hooks as a list; reject anything but a sequence of hooks."""
     if hasattr(hooks, "after_step"):
         raise TypeError(f"hooks={hooks!r}: must be a sequence of hooks, hooks=[...]")
     try:
-        found = list(hooks)
+        checked = list(hooks)
     except TypeError:
         raise TypeError(f"hooks={hooks!r}: must be a sequence of hooks, got {kind(hooks)}") from None
-    for i, hook in enumerate(found):
+    for i, hook in enumerate(checked):
         if isinstance(hook, type):
             raise TypeError(f"hooks[{i}]={hook.__name__} is a class; give an instance: {hook.__name__}(...)")
         for method in _METHODS:
@@ -209,7 +206,7 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
                 f"hooks[{i}]={shown(hook)}: must be a hook, got a callback of evaluations, which train would never "
                 f"call; give it to {_OF_EVALUATIONS}"
             )
-    return found
+    return checked
 
 
 # Return values of hooks: None, a bool, or a state to continue with.
@@ -223,22 +220,7 @@ class StopWith:
 
 
 def check_hook_result(result: object, state: TrainState, step: int, by: str) -> tuple[bool, TrainState]:
-    """Check and interpret the return value of a hook.
-
-    Args:
-        result: The return value.
-        state: The state that the hook received.
-        step: The step of that state.
-        by: The hook and its method, for errors.
-
-    Returns:
-        Whether to stop after this step, and the state to continue with.
-
-    Raises:
-        RuntimeError: The returned state was donated to a step.
-        TypeError: The value is not None, a bool or a state.
-        ValueError: The returned state differs from the one that the hook received in step, structure, shape or dtype.
-    """
+    """Check the return value of a hook; return whether to stop after this step, and the state to continue with."""
     if isinstance(result, bool | np.bool_ | None):
         return bool(result), state
     if isinstance(result, TrainState):
@@ -251,27 +233,22 @@ def check_hook_result(result: object, state: TrainState, step: int, by: str) -> 
     )
 
 
-def check_returned_state(given: TrainState, state: TrainState, step: int, by: str) -> TrainState:
-    """Check a state that replaces another, and place its leaves like those of the other.
-
-    Raises:
-        RuntimeError: The state was donated to a step.
-        ValueError: The state differs in step, structure, shape or dtype.
-    """
-    if given is state:
+def check_returned_state(other: TrainState, state: TrainState, step: int, by: str) -> TrainState:
+    """Check a state that a hook returned, and place its leaves like the current ones."""
+    if other is state:
         return state
-    # A hook may make its state by hand; the roles of the slots are those of the run in any case.
-    given = TrainState(given.params, given.slots, given.global_step, roles=roles_in(state))
-    new, old = trees.leaves_with_paths(given), trees.leaves_with_paths(state)
-    if trees.structure(given) != trees.structure(state):
-        different = difference(given, state) or "the same paths, in other containers"
+    # A hook may build its state by hand; its slots keep the roles that they have in the run.
+    other = TrainState(other.params, other.slots, other.global_step, roles=roles_in(state))
+    new, old = trees.leaves_with_paths(other), trees.leaves_with_paths(state)
+    if trees.structure(other) != trees.structure(state):
+        different = difference(other, state) or "the same paths, in other containers"
         raise ValueError(f"{by} returned a state of another structure: {different}")
-    warn_of_copies(state, given.params, given.slots, f"{by} returned a state with other parameters")
+    warn_of_copies(state, other.params, other.slots, f"{by} returned a state with other parameters")
     with internal_transfers():
         leaves = [_placed_like(leaf, was, path, by) for (path, leaf), (_, was) in zip(new, old, strict=True)]
-        if given.global_step is not state.global_step and int(np.asarray(given.global_step)) != step:
+        if other.global_step is not state.global_step and int(np.asarray(other.global_step)) != step:
             raise ValueError(
-                f"{by} returned a state at step {int(np.asarray(given.global_step))}: must be at step {step}; only the "
+                f"{by} returned a state at step {int(np.asarray(other.global_step))}: must be at step {step}; only the "
                 "run counts steps"
             )
         leaves = _without_aliases(leaves)
@@ -279,7 +256,7 @@ def check_returned_state(given: TrainState, state: TrainState, step: int, by: st
 
 
 def _placed_like(leaf: Any, was: Any, path: str, by: str) -> Any:
-    """Return the leaf as an array with the placement of the leaf that it replaces."""
+    """Return the leaf with the placement of the leaf that it replaces."""
     if leaf is was:
         return leaf
     leaf = trees.native(leaf, path, by)

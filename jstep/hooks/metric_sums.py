@@ -24,7 +24,7 @@ LOSS, GRAD_NORM = "loss", "grad_norm"
 # For M metrics the array holds M sums, M corrections (the rounding errors), M counts, and the watched columns. Each sum
 # is stored in two floats, so that a mean is as accurate as one of float64.
 SEEN, BAD, VALUE, GRADIENT, SKIPS = range(5)
-"""The watched columns, after those of the metrics: the number of steps; the first bad step, counted from 0, or −1, and
+"""The watched columns, which follow the metrics': the number of steps; the first bad step, counted from 0, or −1, and
 its loss; the first step that applied a gradient whose norm is not finite, or −1; the number of consecutive skipped
 steps at the end. After them, for each limit of skipped steps, the step at which it was reached, or −1."""
 WATCHED = 5
@@ -35,7 +35,7 @@ _CALLS, _VALUES = 25, 128
 """The most calls, and values, that are added in one dispatch, which costs as much as a small step. 25 divides the usual
 intervals, so that few dispatches are padded."""
 _MOST_PIECES = 32
-"""The number of pieces of an interval from which those that have arrived are merged."""
+"""The number of pieces of an interval above which pieces that have arrived are merged."""
 
 Pairs = dict[str, tuple[float, float]]
 """Name of a metric → sum and number of the steps that have it."""
@@ -47,7 +47,6 @@ def _plus(sums: Pairs, name: str, total: float, count: float) -> None:
 
 
 def plus(sums: Mapping[str, tuple[float, float]], later: Mapping[str, tuple[float, float]]) -> Pairs:
-    """The sums and counts of metrics over some steps and later ones."""
     both = dict(sums)
     for name, pair in later.items():
         _plus(both, name, *pair)
@@ -55,7 +54,7 @@ def plus(sums: Mapping[str, tuple[float, float]], later: Mapping[str, tuple[floa
 
 
 class BadStep(NamedTuple):
-    """A step whose loss is not finite and whose update was applied."""
+    """A step that applied a loss that is not finite."""
 
     step: int
     loss: float
@@ -64,13 +63,8 @@ class BadStep(NamedTuple):
 class Totals(NamedTuple):
     """The sums over some steps, on the host.
 
-    Attributes:
-        last: The last step.
-        sums: The sums of the metrics.
-        skips: The number of consecutive skipped updates at the end, which may have begun before these steps.
-        bad: The first step whose loss was not finite and whose update was applied, or None.
-        gradient: The first step whose `grad_norm` was not finite and whose update was applied, or None.
-        over: Limit of consecutive skipped updates → the step at which it was reached.
+    `bad` and `gradient` are the first steps that applied a loss, or a gradient norm, that is not finite. `skips` counts
+    the consecutive skipped updates at the end. `over` maps limits of these to the steps that reached them.
     """
 
     last: int
@@ -81,22 +75,13 @@ class Totals(NamedTuple):
     over: Mapping[int, int] = {}
 
     def plus(self, later: "Totals") -> "Totals":
-        """The sums over these and later steps."""
         gradient = later.gradient if self.gradient is None else self.gradient
         sums, over = plus(self.sums, later.sums), {**later.over, **self.over}
         return Totals(later.last, sums, later.skips, self.bad or later.bad, gradient, over)
 
 
 class Piece(NamedTuple):
-    """The sums over consecutive steps that return the same metrics, being transferred to the host.
-
-    Attributes:
-        first: The step before the first one.
-        last: The last step.
-        columns: What was accumulated on the device.
-        array: The sums of that; None if nothing was.
-        fixed: The sums of numbers that the host knew.
-    """
+    """The sums over the steps after `first`, on their way to the host; `fixed` holds numbers of the host."""
 
     first: int
     last: int
@@ -105,11 +90,9 @@ class Piece(NamedTuple):
     fixed: Pairs
 
     def is_ready(self) -> bool:
-        """Whether `totals` would not wait."""
         return is_ready([self.array])
 
     def totals(self) -> Totals:
-        """The sums; waits for the device."""
         if self.array is None:
             return Totals(self.last, self.fixed)
         with internal_transfers():
@@ -126,11 +109,7 @@ class Piece(NamedTuple):
 
 
 class Interval:
-    """The sums over an interval.
-
-    Attributes:
-        names: The names of all metrics of the interval, as keys, in order.
-    """
+    """The sums over an interval."""
 
     def __init__(self) -> None:
         self._merged: Totals | None = None
@@ -138,7 +117,7 @@ class Interval:
         self.names: dict[str, None] = {}
 
     def add(self, piece: Piece) -> None:
-        """Add the next steps; merge what has arrived if there are many pieces."""
+        """Add the next steps; merge pieces that have arrived if there are many."""
         self._pieces.append(piece)
         self.names |= dict.fromkeys([*piece.columns.names, *piece.fixed])
         while len(self._pieces) > _MOST_PIECES and self._pieces[0].is_ready():
@@ -149,31 +128,25 @@ class Interval:
         self._merged = later if self._merged is None else self._merged.plus(later)
 
     def is_ready(self) -> bool:
-        """Whether `totals` would not wait."""
         return all(piece.is_ready() for piece in self._pieces)
 
     @property
     def totals(self) -> Totals | None:
-        """The sums; None without a step. Waits for the device."""
+        """None without a step; waits for the device."""
         while self._pieces:
             self._merge()
         return self._merged
 
     def means(self, names: Collection[str]) -> dict[str, float]:
-        """Wait for the means of these metrics and return them."""
         sums = {} if self.totals is None else self.totals.sums
-        found = {name: sums.get(name, (0.0, 0.0)) for name in names}
-        return {name: total / count if count else math.nan for name, (total, count) in found.items()}
+        pairs = {name: sums.get(name, (0.0, 0.0)) for name in names}
+        return {name: total / count if count else math.nan for name, (total, count) in pairs.items()}
 
 
 class Layout(NamedTuple):
-    """The form in which the metrics of some calls are accumulated.
+    """How the metrics of calls are accumulated, `room` calls of one step in one dispatch.
 
-    Attributes:
-        columns: What is accumulated on the device.
-        names: The metrics of a call of one step that are passed to the device, with a loss of several numbers.
-        room: The number of calls of one step to add in one dispatch.
-        is_local: Whether these metrics are arrays of this process alone.
+    `is_local` tells whether the metrics `names` are arrays of this process alone.
     """
 
     columns: "Columns"
@@ -183,19 +156,12 @@ class Layout(NamedTuple):
 
 
 class MetricSums:
-    """Sums of the metrics of all steps for several hooks, each with its own intervals.
+    """Sums of the metrics of all steps, for several hooks with intervals of their own.
 
-    A mean is over the steps that have the metric. A value that is not finite is ignored if the update of its step was
-    skipped. Numbers that the host knows are added up there.
+    A mean is over the steps that have the metric. A value that is not finite is ignored if its update was skipped.
 
     A program of several steps accumulates by itself: `begin` returns the sums that it continues, `ran` takes them back.
-    The metrics of other calls, of one step each, are added by a program of their own, many at once.
-
-    Args:
-        limits: The numbers of consecutive skipped updates that hooks report.
-
-    Attributes:
-        is_wanted: Whether a hook is registered.
+    Calls of one step are added by a separate program, many in one dispatch.
     """
 
     def __init__(self, limits: Iterable[int] = ()) -> None:
@@ -209,18 +175,16 @@ class MetricSums:
         self._first = self._stop = -1
         self._layout: Layout | None = None
         self._sums: Sums | None = None  # on the device
-        self._calls: list[list[Any]] = []  # not yet part of these
+        self._calls: list[list[Any]] = []  # not yet part of `_sums`
         self._fixed: Pairs = {}  # of numbers on the host
-        self._constants, self._constant_steps = NONE, 0  # not yet part of these
+        self._constants, self._constant_steps = NONE, 0  # not yet part of `_fixed`
         self._skips: Any = None  # at the last cut
-        self._traced: Constants | None = None  # those of the program whose metrics have the layout, if known
+        self._traced: Constants | None = None  # of the program whose metrics have the layout, if known
 
     def subscribe(self, max_skipped: int | None = None, *, means: bool = True) -> int:
         """Register a hook, before the first step, and return its number for `take`.
 
-        Args:
-            max_skipped: The number of consecutive skipped updates to report; None for no limit.
-            means: Whether the hook needs means; if no hook does, only the loss is accumulated.
+        If no hook needs `means`, only the loss is accumulated.
         """
         if max_skipped is not None:
             self.limits = tuple(sorted({*self.limits, max_skipped}))
@@ -232,12 +196,7 @@ class MetricSums:
     # Calls that accumulate by themselves.
 
     def begin(self, columns: "Columns", like: Tree) -> "Sums":
-        """Return the sums that a call continues.
-
-        Args:
-            columns: What the call accumulates.
-            like: An array of the state, on whose devices the sums are.
-        """
+        """Return the sums that a call continues, on the devices of `like`."""
         self.flush()
         if self._layout is None or self._layout.columns != columns:
             self._use(Layout(columns))
@@ -245,7 +204,6 @@ class MetricSums:
         return self._started(columns, like)
 
     def empty(self, columns: "Columns", like: Tree) -> "Sums":
-        """Sums of no step, as `begin` returns at first."""
         key = columns, (sharding := _sharding_of(like))
         if key not in self._empty:
             with internal_transfers():
@@ -253,21 +211,17 @@ class MetricSums:
         return self._empty[key]
 
     def ran(self, first: int, steps: int, sums: "Sums", constants: Constants) -> None:
-        """Take the sums back from a call of some steps after `first`."""
         self._follow(first, steps, constants)
         self._sums = sums
 
     # Calls of one step.
 
     def add(self, first: int, metrics: Metrics, skip: str | None = SKIPPED, constants: Constants = NONE) -> None:
-        """Add the metrics of the step after `first`; must be called before a hook can change the mapping.
+        """Add the metrics of the step after `first`, before a hook can change the mapping.
 
-        Args:
-            first: The step before it.
-            metrics: The metrics that the step computed.
-            skip: The name of the metric that is 1 if the whole update was skipped.
-            constants: Its constant metrics, by whose identity a compiled program is known.
+        `skip` is the metric that is 1 if the whole update was skipped.
         """
+        # A compiled program is recognized by the identity of its constant metrics.
         if first == self._stop and constants is self._traced:
             self._stop += 1
             self._constant_steps += 1
@@ -282,19 +236,19 @@ class MetricSums:
                 self.flush()
 
     def _select(self, first: int, metrics: Metrics, skip: str | None, constants: Constants) -> dict[str, Any]:
-        """Choose the layout for the metrics of a step, add those that the host knows, and return the others."""
+        """Choose the layout, add the metrics that the host knows, and return the others."""
         if not self._has_means:
             metrics = {name: value for name, value in metrics.items() if name in (LOSS, GRAD_NORM, skip)}
         computed: dict[str, Any] = {}
-        known: dict[str, float] = {}
+        on_host: dict[str, float] = {}
         for name, value in metrics.items():
             if isinstance(value, jax.Array):
                 computed[name] = value
             elif is_number(value):
-                if name == skip or not math.isfinite(value):  # it depends on the others of the step whether it counts
+                if name == skip or not math.isfinite(value):  # whether it counts depends on the step's other metrics
                     computed[name] = np.float32(value)
                 else:
-                    known[name] = float(value)
+                    on_host[name] = float(value)
         layout = self._layouts.get((skip, *computed)) if constants is NONE else None
         if layout is None:
             layout = self._layouts[(skip, *computed)] = self._layout_of(computed, skip)
@@ -302,7 +256,7 @@ class MetricSums:
             self._use(layout)
         self._traced = None if constants is NONE else constants
         self._follow(first, 1, constants)
-        for name, number in known.items():
+        for name, number in on_host.items():
             _plus(self._fixed, name, number, 1)
         return computed
 
@@ -322,13 +276,12 @@ class MetricSums:
     # Intervals.
 
     def take(self, number: int) -> Interval:
-        """Return the sums since the last call with this number."""
         self.cut()
         interval, self._intervals[number] = self._intervals[number], Interval()
         return interval
 
     def cut(self) -> None:
-        """End the current piece: hand its sums to all hooks, and start from zero."""
+        """End the current piece, pass its sums to all intervals, and start from zero."""
         if self._stop <= self._first:
             return
         piece = self._piece()
@@ -340,7 +293,6 @@ class MetricSums:
             self._skips, self._sums = self._sums.skips, None
 
     def latest(self) -> Totals | None:
-        """The sums since the last cut; None without a step. Waits for the device."""
         return None if self._stop <= self._first else self._piece().totals()
 
     def _piece(self) -> Piece:
@@ -365,7 +317,6 @@ class MetricSums:
         self._constant_steps += steps
 
     def _fold(self) -> None:
-        """Add up the constants of the latest steps."""
         steps, self._constant_steps = self._constant_steps, 0
         for name, value in self._constants.values.items() if steps else ():
             if is_number(value):
@@ -378,7 +329,7 @@ class MetricSums:
         return Layout(columns, names, room, all(getattr(metrics[name], "is_fully_addressable", True) for name in names))
 
     def _started(self, columns: "Columns", like: Tree) -> "Sums":
-        """The sums to continue: at first those of no step, with the number of skipped steps at the last cut."""
+        """The sums to continue, initially with the number of skipped steps at the last cut."""
         if self._sums is None:
             empty, skips = self.empty(columns, like), self._skips
             if skips is not None and _sharding_of(skips) != (sharding := _sharding_of(like)):  # on other devices
@@ -405,26 +356,17 @@ def _put(value: Any, sharding: Any) -> Any:
 
 
 class Sums(NamedTuple):
-    """The accumulated numbers, on the device.
-
-    Attributes:
-        array: The sums since the last cut, in one array.
-        skips: The number of consecutive skipped steps, which a cut does not reset.
-    """
+    """The sums since the last cut, and the number of consecutive skipped steps, which a cut keeps."""
 
     array: Any
     skips: Any
 
 
 class Rows(NamedTuple):
-    """The numbers of some steps.
+    """The numbers of some steps, [steps, metrics].
 
-    Attributes:
-        high: The values, [steps, metrics].
-        low: What the values exceed `high` by, because one float cannot represent a large integer; None for zeros.
-        known: Whether a step has the metric, as its shape may change; None for all.
-        finite: Whether a loss of several numbers is finite, [steps]; None for any other loss.
-        value: One of its numbers that is not, [steps], or None.
+    `low` is the excess over `high`, because one float cannot represent a large integer. `known` marks the metrics that
+    a step has. For a loss of several numbers, `finite` tells whether all are, and `value` is one that is not.
     """
 
     high: Any
@@ -435,15 +377,10 @@ class Rows(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The numbers among the metrics of a step that are accumulated.
+    """The metrics of a step that are accumulated, with the indices of special ones.
 
-    Attributes:
-        names: The metrics, in order.
-        loss: The index of the loss; −1 for a loss of several numbers per step, which has no sum; None without a loss.
-        skip: The index of the metric that is 1 if an update was skipped, or None.
-        gradient: The index of the norm of the gradients, or None.
-        limits: The numbers of consecutive skipped steps to report.
-        dtype: The dtype of the sums.
+    `loss` is −1 for a loss of several numbers per step, which has no sum. `limits` are numbers of consecutive skipped
+    steps to report.
     """
 
     names: tuple[str, ...]
@@ -454,34 +391,32 @@ class Columns(NamedTuple):
     dtype: str
 
     def empty(self) -> np.ndarray[Any, Any]:
-        """The array before the first step."""
         array = np.zeros(3 * len(self.names) + WATCHED + len(self.limits), self.dtype)
         watched = array[3 * len(self.names) :]
         watched[[BAD, GRADIENT]], watched[WATCHED:] = -1, -1
         return array
 
     def row(self, metrics: Mapping[str, Any]) -> Rows:
-        """The numbers of one step, whose metrics are as expected."""
         is_split = any(_is_split(metrics[name].dtype, self.dtype) for name in self.names)
         row: Rows = jax.tree.map(lambda column: column[0], self.rows([metrics]))
         return row._replace(low=row.low if is_split else None, known=None)
 
     def rows(self, calls: Sequence[Mapping[str, Any]]) -> Rows:
-        """The numbers of calls of one step each, whose metrics may change their shapes from call to call."""
+        """The numbers of calls of one step each; unlike in `row`, metrics may change their shapes."""
         columns = [_column([call[name] for call in calls], self.dtype) for name in self.names]
         nothing = jnp.zeros((len(calls), 0), self.dtype)
-        high, low, known = (
+        high, low, present = (
             (jnp.stack(part, axis=1) for part in zip(*columns, strict=True))
             if columns
             else (nothing, nothing, nothing.astype(bool))
         )
         if self.loss != _SEVERAL:
-            return Rows(high, low, known)
+            return Rows(high, low, present)
         finite, value = zip(*map(self._loss, calls), strict=True)
-        return Rows(high, low, known, jnp.stack(finite), jnp.stack(value))
+        return Rows(high, low, present, jnp.stack(finite), jnp.stack(value))
 
     def _loss(self, metrics: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Whether a loss of several numbers is finite, and one of its numbers that is not."""
+        """Whether a loss of several numbers is finite, and one number that is not."""
         loss = metrics[LOSS]
         finite = jnp.isfinite(loss)
         return finite.all(), jnp.real(jnp.where(finite, 0, loss).sum()).astype(self.dtype)
@@ -491,19 +426,19 @@ class Columns(NamedTuple):
         high, m = rows.high, len(self.names)
         steps = len(high)
         counts = jnp.arange(steps, dtype=np.int32) < count
-        known = jnp.ones(high.shape, bool) if rows.known is None else rows.known
+        present = jnp.ones(high.shape, bool) if rows.known is None else rows.known
         skipped = high[:, self.skip] == 1 if self.skip is not None else jnp.zeros(steps, bool)
-        used = known & counts[:, None] & (jnp.isfinite(high) | ~skipped[:, None])
+        used = present & counts[:, None] & (jnp.isfinite(high) | ~skipped[:, None])
         x, error = _total(jnp.where(used, high, 0), 0 if rows.low is None else jnp.where(used, rows.low, 0))
         total, lost = _two_sum(sums.array[:m], x)
         finite, value = jnp.ones(steps, bool), jnp.zeros(steps, high.dtype)
         if self.loss == _SEVERAL:
             finite, value = rows.finite, rows.value
         elif self.loss is not None:
-            finite, value = jnp.isfinite(high[:, self.loss]) | ~known[:, self.loss], high[:, self.loss]
+            finite, value = jnp.isfinite(high[:, self.loss]) | ~present[:, self.loss], high[:, self.loss]
         bad_gradient = jnp.zeros(steps, bool)
         if self.gradient is not None:
-            bad_gradient = is_bad(jnp.isfinite(high[:, self.gradient]) | ~known[:, self.gradient], skipped) & counts
+            bad_gradient = is_bad(jnp.isfinite(high[:, self.gradient]) | ~present[:, self.gradient], skipped) & counts
         watched, skips = self._watch(
             sums.array[3 * m :], sums.skips, is_bad(finite, skipped) & counts, value, skipped, bad_gradient, count
         )
@@ -518,7 +453,7 @@ class Columns(NamedTuple):
     def _watch(
         self, watched: Any, before: Any, bad: Any, value: Any, skipped: Any, bad_gradient: Any, count: Any
     ) -> tuple[Any, Any]:
-        """The watched columns, and the number of consecutive skipped steps, after the first `count` steps."""
+        """The watched columns and the consecutive skips after the first `count` steps."""
         dtype, steps = watched.dtype, jnp.arange(len(bad), dtype=np.int32)
 
         def first(column: Any, where: Any) -> Any:
@@ -544,27 +479,15 @@ class Columns(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Accumulate:
-    """Chooses what a program accumulates, from the trace of its step.
-
-    Attributes:
-        limits: As in `Columns`.
-    """
+    """Chooses what a program accumulates, from its trace."""
 
     limits: tuple[int, ...] = ()
 
-    def __call__(self, one: TracedStep) -> Columns:
-        """Return the columns for this trace."""
-        return columns_of(one.metrics, one.constants.skipped, self.limits)
+    def __call__(self, step: TracedStep) -> Columns:
+        return columns_of(step.metrics, step.constants.skipped, self.limits)
 
 
 def columns_of(metrics: Mapping[str, Any], skip: str | None, limits: tuple[int, ...] = ()) -> Columns:
-    """Choose the columns for metrics, given as arrays or their types.
-
-    Args:
-        metrics: The metrics that a step computes.
-        skip: The name of the metric that is 1 if an update was skipped, or None.
-        limits: As in `Columns`.
-    """
     index = {name: i for i, name in enumerate([name for name, value in metrics.items() if is_number(value)])}
     loss = index.get(LOSS, _SEVERAL if LOSS in metrics and is_numeric(metrics[LOSS]) else None)
     values = [value for name, value in metrics.items() if name in index or name == LOSS]
@@ -575,10 +498,9 @@ def columns_of(metrics: Mapping[str, Any], skip: str | None, limits: tuple[int, 
 
 @functools.cache
 def program(columns: Columns, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Compile `add(sums, calls, count) -> sums`, for calls of one step that does not accumulate by itself.
+    """Compile `add(sums, calls, count) -> sums` for calls of one step.
 
-    `calls` are the values of the metrics `names` of some calls, of which the first `count` count; the others are
-    padding.
+    `calls` are the values of the metrics `names`; those after the first `count` are padding.
     """
 
     def add(sums: Sums, calls: list[list[Any]], count: object) -> Sums:
@@ -588,13 +510,16 @@ def program(columns: Columns, names: tuple[str, ...]) -> Callable[..., Any]:
 
 
 def _column(values: list[Any], dtype: DTypeLike) -> tuple[Any, Any, Any]:
-    """The values of one metric as two floats each, and which of them are numbers."""
-    known = [x.size == 1 for x in values]
-    numbers = [jax.lax.reshape(x, (1,)) if one else jnp.zeros(1, x.dtype) for x, one in zip(values, known, strict=True)]
+    """The values of one metric as two floats each, and which are numbers."""
+    is_scalar = [x.size == 1 for x in values]
+    numbers = [
+        jax.lax.reshape(x, (1,)) if scalar else jnp.zeros(1, x.dtype)
+        for x, scalar in zip(values, is_scalar, strict=True)
+    ]
     if len({x.dtype for x in numbers}) == 1:
         numbers = [jax.lax.concatenate(numbers, 0)]
     high, low = (jnp.concatenate(half) for half in zip(*(_parts(x, dtype) for x in numbers), strict=True))
-    return high, low, np.array(known)
+    return high, low, np.array(is_scalar)
 
 
 def _is_split(dtype: np.dtype[Any], into: DTypeLike) -> bool:
@@ -616,7 +541,6 @@ def _two_sum(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def _total(high: Any, low: Any) -> tuple[Any, Any]:
-    """The sum over the steps, as two floats."""
     low = jnp.broadcast_to(low, high.shape).astype(high.dtype)
     if len(high) == 1:
         return high[0], low[0]
@@ -631,16 +555,11 @@ def _total(high: Any, low: Any) -> tuple[Any, Any]:
 
 
 def skip_metric_of(train_step: object) -> str | None:
-    """The name of the metric that is 1 if the whole update was skipped, or None; a custom step has it as `skipped`."""
+    """The metric that is 1 if the whole update was skipped, by default `skipped`."""
     name = getattr(train_step, "skip_metric", SKIPPED)
     return name if isinstance(name, str) else None
 
 
 def is_bad(finite: Any, skipped: Any) -> Any:
-    """Return which steps applied an update whose loss, or gradient, is not finite, for NumPy or JAX arrays.
-
-    Args:
-        finite: Whether each loss, or gradient, is finite.
-        skipped: Whether the whole update of each step was skipped.
-    """
+    """Whether steps applied an update whose loss, or gradient, is not finite."""
     return ~(finite | skipped)

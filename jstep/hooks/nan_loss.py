@@ -1,4 +1,4 @@
-"""Stopping at a loss that is not finite, and before parameters are saved that are not."""
+"""Hooks that end a run at a non-finite loss, or before it saves non-finite parameters."""
 
 import contextlib
 import logging
@@ -16,26 +16,24 @@ from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.state.contents import NAN, NanLossDuringTrainingError, StateContents, briefly, in_words
 from jstep.state.train_state import TrainState
 
-# End runs before parameters are saved that are not finite.
+# End runs before they save parameters that are not finite.
 
 _logger = logging.getLogger("jstep")
 
 
 def nonfinite_params(run: RunInfo) -> dict[str, int]:
-    """Wait, and return the contents of the parameters that became NaN or infinite since the run began."""
+    """Wait for the contents of the parameters that became NaN or infinite since the run began."""
     return StateContents(run.state, params_only=True).worse_since(run.finite.at_start)[0]
 
 
 class NonfiniteParametersHook(RunHook):
-    """A hook of runs that save without a `NanLossHook`: a run ends before parameters are saved that are not finite.
+    """Ends runs that save without a `NanLossHook` before they save parameters that are not finite.
 
-    It checks the parameters that were restored, and those of each checkpoint before it is saved, because a finite loss
-    can have a gradient that is not finite, which only a later loss would show. Otherwise later checkpoints would soon
-    have replaced every finite one. Infinities that a run begins with, such as those of a mask, do not count.
+    A finite loss can have a gradient that is not finite, which only a later loss would show; by then, later checkpoints
+    could have replaced every finite one. Infinities that a run begins with, such as in a mask, do not count.
     """
 
     def begin(self, state: TrainState) -> None:
-        """Start to check the parameters that the run begins with."""
         super().begin(state)
         self.run.poll(self, self._look_at_start)
         self.run.finite.begins(StateContents(state, params_only=True))
@@ -57,7 +55,7 @@ class NonfiniteParametersHook(RunHook):
     def before_save(self, step: int) -> None:
         """Check the parameters that are about to be saved; waits for the device, as the save does.
 
-        Each hook that saves then raises the error, or saves them, as its Saver does.
+        Each hook that saves then raises the error, or saves them, according to its Saver.
         """
         bad = nonfinite_params(self.run)
         # All processes end here together: one that left alone would leave the others waiting in their save.
@@ -124,12 +122,10 @@ class NanLossHook(RunHook):
         self._at_start = None if state is None else StateContents(state)
 
     def use_run(self, run: RunInfo) -> None:
-        """Use the sums of the run."""
         super().use_run(run)
         self._number = run.reports.sums.subscribe(self.max_skipped_steps, means=False)
 
     def begin(self, state: TrainState) -> None:
-        """Reset the hook for a new run."""
         super().begin(state)
         self._reset(state)
         self.run.finite.begins(self._at_start)
@@ -137,41 +133,27 @@ class NanLossHook(RunHook):
         self.run.poll(self, self._look_for_loss)
 
     def close(self) -> None:
-        """Release the run."""
         super().close()
         self._reset(None)
 
     def _look_for_loss(self, *, wait: bool = False) -> None:
-        """Refuse, after the first call, metrics without a loss."""
+        """Reject, after the first call, metrics without a loss."""
         _check_loss(self.run.metrics)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> bool:
-        """Check the previous interval.
-
-        Raises:
-            NanLossDuringTrainingError: One of its losses is not finite, or too many consecutive updates were skipped.
-        """
-        _check_loss(metrics)  # of a later stage, too
+        """Check the previous interval."""
+        _check_loss(metrics)  # a later stage may have other metrics
         # All processes check the same steps, so that they stop together.
         before, self._held = self._held, self.run.reports.sums.take(self._number)
         self._look_at(before)
         return self._bad or self._over
 
     def before_save(self, step: int) -> bool:
-        """Check all losses so far and the state; return True, to prevent the save, if one is not finite.
-
-        Raises:
-            NanLossDuringTrainingError: One of them is not finite.
-        """
+        """Check all losses so far and the state; return True, to prevent the save, if one is not finite."""
         self._look_at_all(step, self.run.state)
         return self._bad
 
     def end(self, step: int, state: TrainState) -> None:
-        """Check the remaining losses and the state.
-
-        Raises:
-            NanLossDuringTrainingError: One of them is not finite.
-        """
         self._look_at_all(step, state)
 
     def _look_at(self, interval: Interval | None) -> None:
@@ -208,11 +190,9 @@ class NanLossHook(RunHook):
             )
 
     def _has_only_skipped(self, totals: Totals) -> bool:
-        """Whether all updates so far were skipped."""
         return totals.skips >= totals.last - self._began
 
     def _look_at_all(self, step: int, state: TrainState | None) -> None:
-        """Check the losses up to a step, and its state, if that is known."""
         before, self._held = self._held, None
         self._look_at(before)
         self._look_at(self.run.reports.sums.take(self._number))

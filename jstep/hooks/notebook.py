@@ -1,4 +1,4 @@
-"""The bar of a run in a notebook: one output that updates in place, with evaluations and curves below it."""
+"""The progress bar of a run in a notebook: one output that updates in place, with evaluations and curves below it."""
 
 import html
 import importlib
@@ -10,18 +10,13 @@ from jstep.hooks.hook import Clock
 from jstep.hooks.numbers import numbers_of, read
 
 _ROWS = 20
-"""The most rows of evaluations."""
+"""The maximum number of rows of evaluations."""
 _SECS, _SECS_OF_CURVES = 0.25, 2.0
-"""The least seconds between two updates, and between two drawings of curves, with which there is one a second."""
+"""The minimum seconds between updates (1.0 with curves), and between drawings of curves."""
 
 
 class Below:
-    """What is below the bar: the evaluations of a run, and the curves of each `History` among its hooks.
-
-    Args:
-        run: The run.
-        clock: Returns seconds.
-    """
+    """The output below the bar: the evaluations of a run, and the curves of each `History` among its hooks."""
 
     def __init__(self, run: Any, clock: Clock) -> None:
         self._run, self._clock = run, clock
@@ -30,11 +25,10 @@ class Below:
 
     @property
     def least_secs(self) -> float:
-        """The least seconds between two updates."""
         return 1.0 if self._histories else _SECS
 
     def html(self, *, is_last: bool) -> str:
-        """What to show now; the curves are drawn anew now and then, and the last time."""
+        """Return the output; curves are redrawn at intervals, and the last time."""
         if self._histories and (is_last or self._clock() - self._drawn >= _SECS_OF_CURVES):
             self._drawn = self._clock()
             self._curves = "".join(history.svg() for history in self._histories)
@@ -42,7 +36,7 @@ class Below:
         for hook in self._run.evaluations:
             for step, values in list(hook.results.items())[-_ROWS:]:
                 named = read(numbers_of(values))
-                rows.setdefault(step, {}).update({f"{hook.prefix}/{name}": one for name, one in named.items()})
+                rows.setdefault(step, {}).update({f"{hook.prefix}/{name}": number for name, number in named.items()})
         names = list(dict.fromkeys(name for row in rows.values() for name in row))
         cells = [
             [str(step), *(f"{rows[step][name]:.4g}" if name in rows[step] else "" for name in names)]
@@ -52,15 +46,9 @@ class Below:
 
 
 class NotebookBar:
-    """A bar with the methods of tqdm's that `ProgressHook` calls, as HTML in the output of a cell.
+    """An HTML bar in the output of a cell, with the methods of tqdm that `ProgressHook` calls.
 
-    Args:
-        below: What is below it.
-        clock: Returns seconds.
-        total: The last step, or None.
-        initial: The first one.
-        postfix: What is shown after the numbers.
-        **others: Arguments of tqdm that are about a terminal.
+    `others` are arguments of tqdm that concern a terminal.
     """
 
     def __init__(
@@ -88,13 +76,11 @@ class NotebookBar:
         return self._text
 
     def set_postfix_str(self, text: str, refresh: bool = True) -> None:
-        """Show other metrics."""
         self.postfix = text
         if refresh:
             self.refresh()
 
     def update(self, steps: int) -> None:
-        """Count more steps."""
         self.n += steps
         self.refresh()
 
@@ -103,12 +89,12 @@ class NotebookBar:
         self._first, self._began = self.n, self._clock()
 
     def refresh(self) -> None:
-        """Show what there is, unless that was just done."""
+        """Update the output, unless it was just updated."""
         if self._clock() - self._shown >= self._below.least_secs:
             self._show(is_last=False)
 
     def close(self) -> None:
-        """Show the last state, which stays."""
+        """Show the final state, which stays."""
         self._show(is_last=True)
 
     def _show(self, *, is_last: bool) -> None:

@@ -1,4 +1,4 @@
-"""The numbers of a log line: which values are numbers, their order and text, and their way from the device."""
+"""The numbers of a log line: their selection, order and text, and their transfer from the device."""
 
 import contextlib
 import math
@@ -18,7 +18,7 @@ from jstep.hooks.hook import Metrics
 
 
 def text(values: Mapping[str, Any]) -> str:
-    """Format values as `loss 0.1234  learning_rate 0.001`; reads them from the device."""
+    """Format values as `loss 0.1234  learning_rate 0.001`; waits for the device."""
     return "  ".join([f"{name} {_short(number)}" for name, number in read(values).items()])
 
 
@@ -35,16 +35,16 @@ def is_saturated(numbers: np.ndarray[Any, Any]) -> bool:
 
 
 SATURATED = frozenset(bound for bits in (32, 64) for bound in (2**bits - 1, 2 ** (bits - 1) - 1, -(2 ** (bits - 1))))
-"""The bounds of the integers of a device, where sums of metrics over the parts of a batch end."""
+"""The bounds of integers on a device, at which sums of metrics over microbatches saturate."""
 
 
 def scalars(metrics: Metrics, leave_out: Collection[str] = ()) -> dict[str, Any]:
-    """The scalar metrics: `loss` first, then learning rates, then the others by name."""
+    """The scalar metrics, in the order of a log line."""
     return {name: metrics[name] for name in in_order(metrics, leave_out) if is_number(metrics[name])}
 
 
 def in_order(names: Collection[str], leave_out: Collection[str]) -> list[str]:
-    """The order of metrics in a line, without those in `leave_out`; the loss and learning rates are always kept."""
+    """Sort metrics: `loss`, learning rates, then the others by name; the first two are never left out."""
 
     def rank(name: str) -> tuple[int, str]:
         return (0 if name == "loss" else 1 if name.rsplit("/", 1)[-1] == "learning_rate" else 2, name)
@@ -53,23 +53,21 @@ def in_order(names: Collection[str], leave_out: Collection[str]) -> list[str]:
 
 
 def numbers_of(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers among some results."""
     return {name: value for name, value in results.items() if is_number(value)}
 
 
 def names_of_arrays(metrics: Metrics) -> list[str]:
-    """The names of metrics that are arrays of numbers, not scalars."""
     arrays = jax.Array | np.ndarray
     return [name for name, value in metrics.items() if isinstance(value, arrays) and value.ndim and is_numeric(value)]
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number or a bool, or an array of one without axes, or the type of such an array."""
+    """Whether a value is a real number or bool, or an array of one without axes, or its type."""
     return is_numeric(value) and getattr(value, "ndim", 0) == 0
 
 
 def is_numeric(value: object) -> bool:
-    """Whether a value is a real number or a bool, or an array of these with any shape, or its type."""
+    """Like `is_number`, for any shape."""
     dtype = getattr(value, "dtype", None)
     if dtype is None or not hasattr(value, "ndim"):
         return isinstance(value, int | float)
@@ -80,7 +78,6 @@ def is_numeric(value: object) -> bool:
 
 
 def start_transfer(values: Iterable[Any]) -> None:
-    """Start the transfer of values to the host, without waiting."""
     for value in values:
         # From a CPU there is nothing to transfer, and the call takes as long as a small step.
         if isinstance(value, jax.Array) and not is_on_cpus(value):
@@ -88,7 +85,6 @@ def start_transfer(values: Iterable[Any]) -> None:
 
 
 def is_ready(values: Iterable[Any]) -> bool:
-    """Whether reading the values would not wait."""
     arrays: list[Any] = [value for value in values if isinstance(value, jax.Array)]
     return all(array.is_ready() for array in arrays)
 
@@ -100,45 +96,35 @@ def read(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def local(value: Any) -> Any:
-    """This process's copy of a value that is replicated over all processes."""
+    """This process's copy of a replicated value."""
     is_global = isinstance(value, jax.Array) and not value.is_fully_addressable
     return value.addressable_data(0) if is_global else value
 
 
 def host(value: object) -> np.ndarray[Any, Any]:
-    """Copy a value to the host; of an array replicated over several processes, this process's copy."""
+    """Copy a value to the host; of a replicated array, this process's copy."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable and value.is_fully_replicated:
         value = value.addressable_data(0)
     return np.asarray(value)
 
 
 class Pending(NamedTuple):
-    """What is being transferred to the host.
-
-    Attributes:
-        is_ready: Returns whether `read` would not wait.
-        read: Waits for it and returns it.
-    """
+    """A transfer to the host: `read()` waits unless `is_ready()`."""
 
     is_ready: Callable[[], bool]
     read: Callable[[], Any]
 
 
 def transferred(values: Collection[Any], read: Callable[[], Any]) -> Pending:
-    """Start the transfer of values to the host; `read` makes of them what is delivered."""
+    """Start to copy values to the host; `read` returns the result to deliver."""
     start_transfer(values)
     return Pending(lambda: is_ready(values), read)
 
 
 class TransferQueue:
-    """A queue of what is on its way to the host. The hooks of a run that report share one: rows arrive in order.
+    """A queue of transfers to the host. The reporting hooks of a run share one, so that rows arrive in order.
 
-    Args:
-        waiting: Makes the context in which the device is waited for.
-
-    Attributes:
-        owner: The hook to which something is being delivered; None otherwise.
-        failed_owner: The hook whose `deliver` raised last, until that is noted; None otherwise.
+    `owner` is the hook to which a row is being delivered; `failed_owner` is the one whose `deliver` raised last.
     """
 
     def __init__(
@@ -150,21 +136,20 @@ class TransferQueue:
         self.failed_owner: Any = None
 
     def add(self, step: int, pending: Pending, deliver: Callable[[int, Any], None], owner: object) -> None:
-        """Queue what belongs to a step; `deliver(step, what was read)` receives it, on behalf of a hook, the owner."""
+        """Queue a row; `deliver(step, numbers)` is called on behalf of the owner, a hook."""
         self._queue.append((step, pending, deliver, owner))
 
     def taken_failed_owner(self) -> Any:
-        """Return `failed_owner`, which is noted now."""
         owner, self.failed_owner = self.failed_owner, None
         return owner
 
     def deliver_ready(self) -> None:
-        """Deliver what is ready, up to the first that is not."""
+        """Deliver rows in order, up to the first that is not ready."""
         while self._queue and self._queue[0][1].is_ready():
             self._next()
 
     def deliver_all(self, before: float = math.inf) -> None:
-        """Deliver everything, or what belongs to earlier steps; wait for the device."""
+        """Deliver all rows, or the rows of earlier steps; waits for the device."""
         while self._queue and self._queue[0][0] < before:
             self._next()
 
@@ -172,8 +157,8 @@ class TransferQueue:
         step, pending, deliver, self.owner = self._queue.popleft()
         try:
             with contextlib.nullcontext() if pending.is_ready() else self._waiting():
-                found = pending.read()
-            deliver(step, found)
+                numbers = pending.read()
+            deliver(step, numbers)
         except BaseException:
             self.failed_owner = self.owner
             raise

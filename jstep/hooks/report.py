@@ -1,4 +1,4 @@
-"""Hooks that report the numbers of steps: log lines, rows for a function, summaries."""
+"""Hooks that report metrics: log lines, rows for a function, summaries."""
 
 import fnmatch
 import logging
@@ -73,31 +73,24 @@ class ReportingHook(RunHook):
         self._leave_out = as_function(leave_out, "leave_out", "() -> names")
 
     def use_run(self, run: RunInfo) -> None:
-        """Use the sums of the run."""
         super().use_run(run)
         if self._mean:
             self._number = run.reports.sums.subscribe()
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Queue the metrics of this step, and deliver what is ready."""
+        """Queue the metrics of this step, and deliver rows that are ready."""
         self.run.reports.transfers.add(step, self._numbers(metrics, self._leave_out()), self.deliver, self)
         self.run.reports.transfers.deliver_ready()
 
     def end(self, step: int, state: TrainState) -> None:
-        """Deliver all pending rows."""
         self.run.reports.transfers.deliver_all()
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
-        """Report the values of a step.
-
-        Args:
-            step: The step.
-            values: Name → number: `loss` first, then learning rates, then the other metrics by name.
-        """
+        """Report the values of a step: name → number, `loss` first, then learning rates, then the others by name."""
         raise NotImplementedError(f"{type(self).__name__} defines no deliver(step, values)")
 
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> Pending:
-        """The numbers to deliver for a step; means start from zero again."""
+        """The numbers to deliver for a step; restarts the means."""
         if not self._mean:
             numbers = scalars(metrics, leave_out)
             return transferred(numbers.values(), lambda: read(numbers))
@@ -120,7 +113,7 @@ class LoggingHook(ReportingHook):
     Args:
         every_n_steps: Interval in steps.
         every_n_secs: Interval in seconds. If both are given, whichever comes first.
-        counter: The `StepCounterHook` whose rate to log; None for that of `train`.
+        counter: The `StepCounterHook` whose rate to log; None for the one of `train`.
         leave_out: A function without arguments that returns names to omit, such as hyperparameters that never change.
         level: The level of the log lines.
         mean: Whether to log means over the steps since the last line, in place of the values of the step.
@@ -149,7 +142,6 @@ class LoggingHook(ReportingHook):
         self._level = as_level(level)
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
-        """Log a line."""
         if jax.process_index() == 0:
             _logger.log(self._level, "step %d  %s%s", step, text(values), self._speed(step))
 
@@ -221,7 +213,6 @@ class MetricsHook(ReportingHook):
         self.cadence = cadence(steps=("every_n_steps", every_n_steps), at_last=True)
 
     def begin(self, state: TrainState) -> bool | None:
-        """Reset the hook for a new run."""
         self._named = set()
         return super().begin(state)
 
@@ -238,7 +229,6 @@ class MetricsHook(ReportingHook):
         return super()._numbers(metrics, leave_out)
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
-        """Pass the values on."""
         if jax.process_index() != 0:
             return
         try:
@@ -255,8 +245,8 @@ class SummarySaverHook(ReportingHook):
     """A hook that writes summaries: scalar metrics, summaries among the metrics, optionally histograms of the state.
 
     Args:
-        summary_writer: Any object with `add_summary(summary, global_step)`. None for the one that `train` opens in
-            its `logdir`; the hook then replaces the stock one, so that no number is written twice.
+        summary_writer: Any object with `add_summary(summary, global_step)`. None for the one that `train` opens in its
+            `logdir`; the hook then replaces the built-in one, so that no number is written twice.
         save_steps: Interval in steps; due at its multiples. Unlike `LoggingHook`, it adds no summary at the last step.
         save_secs: Interval in seconds. If both are given, whichever comes first.
         histograms: Globs of the leaves to write histograms of: parameters (`"params/*"`, `"params/dense/*"`) and slots
@@ -264,8 +254,8 @@ class SummarySaverHook(ReportingHook):
         leave_out: A function without arguments that returns names of metrics to omit, such as hyperparameters that
             never change.
         mean: Whether to write means over the steps since the last summary, in place of the values of the step. They are
-            written a little later, when they have arrived from the device. Summaries among the metrics are always those
-            of the step.
+            written a little later, when they have arrived from the device. Summaries among the metrics always describe
+            the step.
         clock: Returns seconds; replaced in tests.
 
     Raises:
@@ -290,15 +280,10 @@ class SummarySaverHook(ReportingHook):
         steps, secs = ("save_steps", save_steps), ("save_secs", save_secs)
         self.cadence = cadence(steps=steps, secs=secs, clock=clock, together=True)
         self._given_writer = check_writer(summary_writer)
-        self.takes_writer = summary_writer is None  # that of the run
+        self.takes_writer = summary_writer is None  # then it uses the run's
         self._histograms = _globs(histograms)
 
     def begin(self, state: TrainState) -> None:
-        """Start to count seconds.
-
-        Raises:
-            ValueError: There is no writer.
-        """
         super().begin(state)
         self._check_writer()
 
@@ -318,7 +303,7 @@ class SummarySaverHook(ReportingHook):
         self.run.reports.transfers.deliver_ready()
 
     def deliver(self, step: int, values: dict[str, Any], metrics: Metrics | None = None) -> None:
-        """Write one summary of some numbers, and of the summaries among the metrics, if there are any."""
+        """Write one summary of the numbers, and of the summaries among the metrics."""
         if is_ready(values.values()):  # numbers of the host are the quickest to write
             values = read(values)
         scalars = [summary.scalar(name, value, collections=()) for name, value in values.items()]
@@ -330,10 +315,7 @@ class SummarySaverHook(ReportingHook):
 def histograms_of(state: TrainState, globs: Sequence[str]) -> Any:
     """One summary with a histogram of each floating leaf of the state whose path matches.
 
-    The values are counted before the state is donated to the next step; only the counts are kept.
-
-    Raises:
-        ValueError: A glob matches nothing.
+    Values are counted before the state is donated to the next step; only the counts are kept.
     """
     leaves = [
         (path, leaf)
@@ -342,13 +324,13 @@ def histograms_of(state: TrainState, globs: Sequence[str]) -> Any:
     ]
     chosen: dict[str, Any] = {}
     for glob in globs:
-        found = {path: leaf for path, leaf in leaves if fnmatch.fnmatchcase(path, glob)}
-        if not found:
+        matching = {path: leaf for path, leaf in leaves if fnmatch.fnmatchcase(path, glob)}
+        if not matching:
             raise ValueError(
                 f"histograms: {glob!r} matches nothing{trees.nearest(glob, [path for path, _ in leaves])}; parameters "
                 "are 'params/…', slots 'slots/name/…'"
             )
-        chosen |= found
+        chosen |= matching
     return summary.merge([summary.histogram(path, leaf, collections=()) for path, leaf in chosen.items()])
 
 

@@ -1,4 +1,4 @@
-"""The hook that measures steps per second, and the utilization that they are."""
+"""The hook that measures steps per second and FLOP/s utilization."""
 
 import time
 from collections import deque
@@ -23,13 +23,13 @@ _HISTORY = 1000
 
 
 class _Count(NamedTuple):
-    """The work that was dispatched up to a step."""
+    """The work dispatched up to a step."""
 
     step: int
     since: float
     """All later steps were dispatched, and finish, after this time."""
     dispatched: Any
-    """What the meter had counted."""
+    """The meter's count."""
     examples: tuple[int, int]
     markers: Sequence[Any] = ()
     """Arrays that are ready when the device has finished it."""
@@ -54,8 +54,8 @@ class StepCounterHook(RunHook):
 
         mfu = operations of a step · steps per second / (peak of a device · number of devices)
 
-    which is shown in log lines, the progress line and TensorBoard. The operations are those of the traced step as
-    counted by `jstep.cost`, for each stage and each shape of the batch. Loops count as often as they run, except those
+    which is shown in log lines, the progress line and TensorBoard. The operations of the traced step are counted by
+    `jstep.cost`, for each stage and each shape of the batch. Loops count as often as they run, except those
     whose length depends on values, which count once. A Pallas kernel counts by its `cost_estimate`, or without one as
     one operation for each element of its results. A step that recomputes (`jax.checkpoint`) performs more operations
     than the model requires, so the name is then `hfu` (hardware FLOP/s utilization). The peak is the dense peak for the
@@ -70,8 +70,8 @@ class StepCounterHook(RunHook):
         summary_writer: Any object with `add_summary(summary, global_step)`; receives the scalar `global_step/sec`. None
             for the one that `train` opens in its `logdir`, if any.
         peak_flops: Peak operations per second of one device; None to look it up in the table.
-        flops_per_step: Operations of a whole step over all devices, such as 6 · parameters · tokens; None to count
-            those of the traced step. If given, the name is always `mfu`.
+        flops_per_step: Operations of a whole step over all devices, such as 6 · parameters · tokens; None to count the
+            operations of the traced step. If given, the name is always `mfu`.
         clock: Returns seconds; replaced in tests.
 
     Attributes:
@@ -95,7 +95,7 @@ class StepCounterHook(RunHook):
         True
 
     Source: `tf.train.StepCounterHook`, which includes compilation. MFU and HFU: Chowdhery et al., "PaLM" (2022),
-    appendix B. If passed to `train` in hooks, it replaces the stock one.
+    appendix B. If passed to `train` in hooks, it replaces the built-in one.
     """
 
     def __init__(
@@ -139,16 +139,11 @@ class StepCounterHook(RunHook):
         return None if self.utilization is None or self.utilization.name != name else self.utilization.value
 
     def figure_at(self, step: int) -> _Figure:
-        """The rates and the utilization at a step; the latest ones if it has no earlier measurement."""
+        """The rates and utilization at a step; the latest ones if it has no earlier measurement."""
         latest = _Figure(step, self.steps_per_sec, self.examples_per_sec, self.utilization)
         return next((figure for figure in reversed(self._figures) if figure.step <= step), latest)
 
     def begin(self, state: TrainState) -> None:
-        """Reset the hook; refuse a state without a global step.
-
-        Raises:
-            RuntimeError: The state has no global step.
-        """
         if get_global_step(state) is None:
             raise RuntimeError("Global step should be created to use StepCounterHook.")
         super().begin(state)
@@ -174,10 +169,10 @@ class StepCounterHook(RunHook):
             self.run.poll(self, self.look)
 
     def look(self, *, wait: bool = False) -> bool:
-        """Complete the measurements whose steps the device has finished; return whether there are others."""
-        for one in tuple(self._unfinished) if wait else ():
+        """Complete the measurements whose steps the device has finished; return whether others remain."""
+        for count in tuple(self._unfinished) if wait else ():
             with self.run.watch.part(STEPPING):
-                jax.block_until_ready(one.markers)
+                jax.block_until_ready(count.markers)
             self.look()
         before, finished = self._clock(), []
         while self._unfinished and all(marker.is_ready() for marker in self._unfinished[0].markers):
@@ -196,8 +191,8 @@ class StepCounterHook(RunHook):
             return  # the first interval begins with it
         seconds = max(now - since.since, 1e-9)
         self.steps_per_sec = rate = (last.step - since.step) / seconds
-        known, unknown = (after - before for after, before in zip(last.examples, since.examples, strict=True))
-        self.examples_per_sec = examples = known / seconds if known and not unknown else None
+        counted, unknown = (after - before for after, before in zip(last.examples, since.examples, strict=True))
+        self.examples_per_sec = examples = counted / seconds if counted and not unknown else None
         share = None
         if since.dispatched is not None and last.dispatched is not None:
             share = self._meter.between(since.dispatched, last.dispatched, seconds)
@@ -211,7 +206,7 @@ class StepCounterHook(RunHook):
 
 
 def _markers(metrics: Metrics) -> list[Any]:
-    """Arrays that are ready when a step is finished: its loss, or all of its metrics."""
+    """Arrays that are ready when a step is finished."""
     loss = metrics.get("loss")
     if isinstance(loss, jax.Array):
         return [loss]
@@ -220,7 +215,7 @@ def _markers(metrics: Metrics) -> list[Any]:
 
 
 def shown_share(share: Any) -> list[str]:
-    """The utilization as shown in log lines, such as "mfu 0.412", in a list; empty if it is not known."""
+    """The utilization as in log lines, `mfu 0.412`, in a list."""
     return [] if share is None else [f"{share.name} {share.value:.3g}"]
 
 

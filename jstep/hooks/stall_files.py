@@ -1,4 +1,4 @@
-"""The files `stalls/PREFIX.PROCESS.json`: what each process of a run that hangs waits for, to be read by anybody."""
+"""The files `stalls/PREFIX.PROCESS.json`: what each process of a stalled run is waiting for."""
 
 import functools
 import json
@@ -29,87 +29,71 @@ Fields = Mapping[str, Any]
 
 
 def read_stalls(where: str, prefix: str | None = None) -> tuple[list[Fields], list[str]]:
-    """Return what the processes of a run wait for, the oldest first, and the problems of files that cannot be read.
+    """Return what the processes of a run wait for, the oldest first, and the problems of unreadable files.
 
-    Files of processes that have ended, or that do not renew them, are left out. A process that does not hang writes a
-    file while others do, whose `stall` is false.
-
-    Args:
-        where: A directory or URL.
-        prefix: The prefix of the run's checkpoints; None for all runs of the directory.
-
-    Raises:
-        OSError: The directory cannot be read.
+    Files of processes that have ended, or that do not renew them, are left out. While any process is stalled, the
+    others also write files, whose `stall` is false.
     """
-    found, problems = _files(where, prefix)
-    return [one for one in found if "exit_code" not in one and _is_current(one)], problems
+    stalls, problems = _files(where, prefix)
+    return [stall for stall in stalls if "exit_code" not in stall and _is_current(stall)], problems
 
 
 def exit_of(where: str, prefix: str, since: float) -> Fields | None:
-    """Return the stall for which a start, that began at a time, was ended by its own `StallHook`; None if it was not.
-
-    Raises:
-        OSError: The directory cannot be read.
-    """
-    ended = (one for one in _files(where, prefix)[0] if "exit_code" in one and one["renewed"] >= since)
-    return max(ended, key=lambda one: bool(one["stall"]), default=None)
+    """Return the stall for which a start, begun at `since`, was ended by its own `StallHook`; None if it was not."""
+    ended = (stall for stall in _files(where, prefix)[0] if "exit_code" in stall and stall["renewed"] >= since)
+    return max(ended, key=lambda stall: bool(stall["stall"]), default=None)
 
 
-def _is_current(one: Fields) -> bool:
-    alive = is_alive(one)
-    return time.time() - one["renewed"] < _SILENT if alive is None else alive
+def _is_current(stall: Fields) -> bool:
+    alive = is_alive(stall)
+    return time.time() - stall["renewed"] < _SILENT if alive is None else alive
 
 
 def _files(where: str, prefix: str | None) -> tuple[list[Fields], list[str]]:
-    """The files of the processes of a run, the oldest first, and the problems of those that cannot be read."""
-    found, problems, folder = [], [], join(where, FOLDER)
-    # Not `Directory`: nothing is lost if a list is not whole.
+    """Like `read_stalls`, including files that are not current."""
+    stalls, problems, folder = [], [], join(where, FOLDER)
+    # Not `Directory`: nothing is lost if a list is incomplete.
     names = Objects(folder).list() if is_url(folder) else names_in(folder) if is_directory(folder) else []
     for name in [name for name in names if name.endswith(".json")]:
         try:
             with opened(join(folder, name)) as file:
-                one = json.loads(file.read())
-            if isinstance(one, dict) and type(one.get("version")) is int and one["version"] > STALLS_VERSION:
+                stall = json.loads(file.read())
+            if isinstance(stall, dict) and type(stall.get("version")) is int and stall["version"] > STALLS_VERSION:
                 raise ValueError("it was written by a newer jstep")
-            if not isinstance(one, dict) or not all(isinstance(one.get(key), kind) for key, kind in _TYPES.items()):
+            if not isinstance(stall, dict) or not all(isinstance(stall.get(key), kind) for key, kind in _TYPES.items()):
                 raise ValueError("it is not the file of a stall")
         except FileNotFoundError:  # the process continued meanwhile
             continue
         except (OSError, ValueError, RecursionError) as error:
             problems.append(f"{join(folder, name)} is skipped: {error}")
             continue
-        if prefix is None or one.get("prefix", prefix) == prefix:
-            found.append({**one, **{key: str(one.get(key, "")) for key in _TEXTS}})
-    return sorted(found, key=lambda one: float(one["since"])), problems
+        if prefix is None or stall.get("prefix", prefix) == prefix:
+            stalls.append({**stall, **{key: str(stall.get(key, "")) for key in _TEXTS}})
+    return sorted(stalls, key=lambda stall: float(stall["since"])), problems
 
 
-def waited_for(found: Sequence[Fields]) -> list[Fields]:
+def waited_for(stalls: Sequence[Fields]) -> list[Fields]:
     """The processes that the others wait for: those that do not wait for others, or else the smaller groups."""
-    own = [one for one in found if one["kind"] not in (CALL, WITH_OTHERS)]
-    often = Counter(one["what"] for one in found)
-    smaller = [one for one in found if often[one["what"]] < max(often.values())]
-    return own if len(own) < len(found) else smaller
+    own = [stall for stall in stalls if stall["kind"] not in (CALL, WITH_OTHERS)]
+    often = Counter(stall["what"] for stall in stalls)
+    smaller = [stall for stall in stalls if often[stall["what"]] < max(often.values())]
+    return own if len(own) < len(stalls) else smaller
 
 
-def silent(found: Sequence[Fields], count: int) -> list[int]:
-    """The processes of a run, of so many, of which there is no file."""
-    return sorted(set(range(count)) - {one["process"] for one in found})
+def silent(stalls: Sequence[Fields], count: int) -> list[int]:
+    """The processes, of `count`, without a file."""
+    return sorted(set(range(count)) - {stall["process"] for stall in stalls})
 
 
 class StallFiles:
-    """The file of one process, and what the others wrote, kept up to date by a thread of its own: a disk may hang.
+    """The file of one process, and the others' files. A thread keeps them up to date, because a disk may hang.
 
-    Args:
-        where: The directory or URL of the run; None if it has none, so that nothing is written.
-        process: The index of the process.
-        warn_secs: Those of the `StallHook`.
-        prefix: The prefix of the run's checkpoints; several runs may share a directory.
+    `where` is None if nothing is to be written. `prefix` distinguishes runs that share a directory.
 
     Attributes:
-        others: What the other processes wrote when their files were last read.
-        reads: How often they were read.
-        shown: When the file was first written; None if there is none.
-        period: The seconds after which the file is renewed, and those of the others are looked for.
+        reads: How often the others' files were read.
+        shown: When the file was first written.
+        period: The seconds after which the file is renewed, and the others are read.
     """
 
     def __init__(self, where: str | None, process: int, warn_secs: float, prefix: str = "model") -> None:
@@ -117,13 +101,13 @@ class StallFiles:
         self._folder = join(self._where, FOLDER)
         self.period = 10.0 if is_url(where) else min(15.0, max(0.25, warn_secs / 4))
         self._job: Any = None
-        self._begun, self._may_exist, self._has_warned = -self.period, True, False  # that of an earlier start
+        self._begun, self._may_exist, self._has_warned = -self.period, True, False  # an earlier start may have left one
         self.others: list[Fields] = []
         self.reads = 0
         self.shown: float | None = None
 
     def exchange(self, fields: Callable[[], Fields] | None, *, read: bool = False, at_once: bool = False) -> None:
-        """Begin to write the file (None: to remove it), and to read those of the others, if it is time for that."""
+        """If it is time, start to write the file (None removes it), and to read the others."""
         from jstep.core.threads import in_background
 
         is_wanted = fields is not None or read or self._may_exist
@@ -155,7 +139,7 @@ class StallFiles:
                 self._has_warned = True
         try:
             if read:
-                found = read_stalls(self._where, self._prefix)[0]
-                self.others = [one for one in found if one["process"] != self._process]
+                stalls = read_stalls(self._where, self._prefix)[0]
+                self.others = [stall for stall in stalls if stall["process"] != self._process]
         finally:
             self.reads += read

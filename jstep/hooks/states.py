@@ -1,8 +1,8 @@
-"""The states of hooks, and of the callbacks of evaluations, in checkpoints: by key or class, not by position.
+"""The states of hooks and of evaluation callbacks in checkpoints, matched by key or class, not by position.
 
-A hook is identified by its `key` if it has one, whatever its class, else by its class and its attribute `watches`
-(`EarlyStopping(loss)`). Hooks of one class that watch the same have the same key: they are matched by their settings,
-and by order if these are equal too.
+A hook is identified by its `key` if it has one, whatever its class, and otherwise by its class and its attribute
+`watches` (`EarlyStopping(loss)`). Hooks of one class with equal `watches` share a key: they are matched by their
+settings, and by order if these are equal too.
 """
 
 import logging
@@ -21,24 +21,14 @@ _TAGGED = "is_tagged"
 
 
 class _Owner(NamedTuple):
-    """The identity of a hook with state.
-
-    Attributes:
-        key: Its key, or its class and what it watches.
-        made_by: The module and name of its class; None if the key was given.
-    """
+    """The identity of a hook with state; `made_by` is its class, or None if the `key` was given."""
 
     key: str
     made_by: str | None
 
 
 def check_owners(objects: Sequence[Any], where: str = "hooks") -> None:
-    """Refuse states that could not be restored.
-
-    Raises:
-        TypeError: An object has `get_state` without `set_state`.
-        ValueError: Two objects with state were given the same `key`.
-    """
+    """Reject states that could not be restored."""
     for hook in objects:
         if _has(hook, "get_state") and not _has(hook, "set_state"):
             raise TypeError(
@@ -58,11 +48,7 @@ def check_owners(objects: Sequence[Any], where: str = "hooks") -> None:
 
 
 def get_states(objects: Iterable[Any], where: str = "hooks") -> Any:
-    """Return the states of all objects as a list, copied; `tagged_json.as_json` makes it JSON.
-
-    Raises:
-        TypeError: A state cannot be kept; names the object, the path in its state and the type.
-    """
+    """Return copies of the states of all objects; `tagged_json.as_json` makes them JSON."""
     return [_record(owner, hook, where) for owner, hook in _stateful(objects)]
 
 
@@ -89,11 +75,7 @@ def _record(owner: _Owner, hook: Any, where: str) -> dict[str, Any]:
 def set_states(objects: Iterable[Any], saved: object, where: str = "hooks") -> bool:
     """Restore the state of each object; return whether one of them ends the run.
 
-    A state that cannot be restored is logged: its hook is missing, or the run has another number of hooks with the same
-    key.
-
-    Raises:
-        ValueError: The checkpoint's state of an object cannot be decoded.
+    A state whose hook is missing, or whose key another number of hooks has, is logged.
     """
     if saved is None:
         return False
@@ -158,28 +140,27 @@ def _matched(same_key: Sequence[Any], records: Sequence[Any], where: str) -> Ite
     left = list(records)
     for hook in same_key:
         settings = _settings(hook)
-        found = next((record for record in left if record.get("settings", {}) == settings), None)
-        if found is None:
+        match = next((record for record in left if record.get("settings", {}) == settings), None)
+        if match is None:
             text = "%s: none of the %d %s in the checkpoint was made with %s: it starts fresh"
             _logger.warning(text, where, len(records), key_of(hook), settings)
             continue
-        left.remove(found)
-        yield hook, found
+        left.remove(match)
+        yield hook, match
 
 
 def _settings(hook: object) -> dict[str, Any]:
-    """The settings of a stock object, by which objects with the same key are matched."""
+    """The settings of a built-in object, by which objects with the same key are matched."""
     settings = getattr(hook, "identifying_settings", None)
     return settings if isinstance(settings, dict) else {}
 
 
 def key_of(hook: object) -> str:
-    """The name of a hook in logs and checkpoints: its key, or its class and what it watches."""
+    """The name of a hook in logs and checkpoints."""
     return _owner(hook).key
 
 
 def is_public(named: Any) -> bool:
-    """Whether a class or function is one of jstep's public ones."""
     return getattr(sys.modules["jstep"], named.__qualname__, None) is named
 
 

@@ -1,4 +1,4 @@
-"""What the user's hooks are told of a run besides its steps: checkpoints that are there, how it failed, and its end."""
+"""Notifications of the user's hooks beyond steps: saved checkpoints, failures, and the end of a run."""
 
 import logging
 import threading
@@ -17,21 +17,17 @@ _logger = logging.getLogger("jstep")
 
 
 class Told:
-    """The user's hooks that are told something. A thread tells of checkpoints, one after the other.
-
-    Args:
-        hooks: The hooks of the user, in order.
-    """
+    """Notifies the user's hooks. A thread reports checkpoints, one at a time."""
 
     def __init__(self, hooks: Sequence[Any]) -> None:
         self._hooks = list(hooks)
         self._wanted = [hook for hook in self._hooks if defines(hook, "saved")]
-        self._pending: deque[tuple[int, str]] = deque()  # the first of them is being told
+        self._pending: deque[tuple[int, str]] = deque()  # the first is being reported
         self._is_less = threading.Condition()
         self._errors: dict[int, BaseException] = {}
 
     def saved(self, step: int, path: str) -> None:
-        """Tell of a checkpoint that is acknowledged and kept; from any thread, at once."""
+        """Report a checkpoint that is acknowledged and kept; from any thread, without waiting."""
         with self._is_less:
             if not self._wanted or jax.process_index() != 0:
                 return
@@ -46,7 +42,7 @@ class Told:
                 self._errors.pop(id(hook), None)
                 try:
                     hook.saved(step, path)
-                except BaseException as error:  # nobody but the log and the end of the run hears of it
+                except BaseException as error:  # reported only in the log and at the end of the run
                     self._errors[id(hook)] = error
                     _logger.warning("%s.saved(%d, %r): %s: %s", name_of(hook), step, path, type(error).__name__, error)
             with self._is_less:
@@ -56,12 +52,12 @@ class Told:
                     return
 
     def wait(self, path: str | None = None) -> None:
-        """Wait until the hooks were told of this checkpoint, or of all."""
+        """Wait until the hooks have been told of this checkpoint, or of all."""
         with self._is_less:
-            self._is_less.wait_for(lambda: not any(path in (None, one) for _, one in self._pending))
+            self._is_less.wait_for(lambda: not any(path in (None, waiting) for _, waiting in self._pending))
 
     def end(self, step: int, error: BaseException | None, state: TrainState | None) -> None:
-        """Tell of the error that ends the run, and of the end; without an error, raise the first one of the hooks."""
+        """Report the error, if any, and the end of the run; without an error, raise the first one of the hooks."""
         problems, self._wanted = list(self._errors.values()), []
         calls: list[tuple[Any, str, tuple[Any, ...]]] = []
         if error is not None:
@@ -81,4 +77,4 @@ class Told:
             try:
                 raise first
             finally:
-                del first, problems, calls  # or it would be kept by its own traceback
+                del first, problems, calls  # its traceback refers to this frame, which would keep it alive

@@ -1,4 +1,4 @@
-"""The arguments of `train`: all that is refused before anything is opened."""
+"""The arguments of `train`, validated before anything is opened."""
 
 import dataclasses
 import os
@@ -27,14 +27,14 @@ from jstep.stores.urls import absolute, is_url, location
 LARGEST_STEP = int(np.iinfo(np.int32).max)
 _NO_END = "or None if the batches, a hook or a signal end the run"
 MOST_SECS = 600.0
-"""The longest interval between checkpoints in seconds where none is given."""
+"""The longest interval between checkpoints, in seconds, that `save_checkpoint_secs="auto"` chooses."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The arguments of `train`, without the step, the state and the batches; validated when created.
 
-    What depends on the state or the batches is resolved before: `batch_sharding`, and `steps_per_call`.
+    `train` resolves `batch_sharding` and `steps_per_call` before, from the state and the batches.
     """
 
     last_step: Any
@@ -56,16 +56,16 @@ class Options:
 
     @property
     def end(self) -> int | None:
-        """The step at which the run ends; None if the batches, a hook or a signal end it."""
+        """The step at which the run ends, or None."""
         return None if self.last_step == LARGEST_STEP else int(self.last_step)
 
     @property
     def where(self) -> str | None:
-        """The directory or URL of its checkpoints, or else that of its event files; None without either."""
+        """The directory or URL of the checkpoints, or else of the event files; None without either."""
         if isinstance(self.checkpoint_dir, Saver):
             return self.checkpoint_dir.directory
-        given = {"checkpoint_dir": self.checkpoint_dir, "logdir": self.logdir}
-        return next((location(place, name) for name, place in given.items() if place is not None), None)
+        places = {"checkpoint_dir": self.checkpoint_dir, "logdir": self.logdir}
+        return next((location(place, name) for name, place in places.items() if place is not None), None)
 
     def __post_init__(self) -> None:
         checked = {
@@ -97,10 +97,7 @@ class Options:
 
 
 def as_steps_per_call(value: object, batches: Tree = None) -> int | str:
-    """Return `steps_per_call`, an integer ≥ 1 or "auto"; refuse anything else.
-
-    Batches that are made with the state allow one step a call, and "auto" means 1 for them.
-    """
+    """Return `steps_per_call`, an integer ≥ 1 or "auto", which means 1 for batches made with the state."""
     if isinstance(value, str):
         if value != AUTO:
             raise ValueError(f"steps_per_call={value!r}: must be an integer ≥ 1, or 'auto'")
@@ -115,7 +112,7 @@ def as_steps_per_call(value: object, batches: Tree = None) -> int | str:
 
 
 def check_locations(checkpoint_dir: object, checkpoint_prefix: str, logdir: object, batch_sharding: object) -> None:
-    """Refuse invalid directories, prefixes and shardings, without opening anything."""
+    """Reject invalid directories, prefixes and shardings, without opening anything."""
     if not isinstance(checkpoint_dir, Saver | str | os.PathLike | None):
         raise TypeError(
             f"checkpoint_dir={shown(checkpoint_dir)}: must be a directory, a URL or a Saver, got {kind(checkpoint_dir)}"
@@ -140,11 +137,7 @@ def check_locations(checkpoint_dir: object, checkpoint_prefix: str, logdir: obje
 
 
 def check(state: Tree, last_step: int) -> None:
-    """Refuse a state without a scalar global step, or a last_step that its dtype cannot hold.
-
-    Raises:
-        RuntimeError: The state has no global step.
-    """
+    """Reject a state without a scalar global step, or a last_step that its dtype cannot hold."""
     refuse_compile_only(require_state(state), "state")
     if np.ndim(state.global_step):
         raise ValueError(
@@ -167,16 +160,11 @@ def check(state: Tree, last_step: int) -> None:
         )
 
 
-def cache_directory(given: Any, checkpoint_dir: Any) -> str | None:
-    """Resolve the argument `compile_cache` to an absolute path; None for no cache.
-
-    Raises:
-        ValueError: There is no checkpoint_dir to put the cache into, or a URL is given.
-        TypeError: The value is not a directory, True or None.
-    """
-    if given is None or given is False:
+def cache_directory(cache: Any, checkpoint_dir: Any) -> str | None:
+    """Resolve the argument `compile_cache` to an absolute path; None for no cache."""
+    if cache is None or cache is False:
         return None
-    if given is True:
+    if cache is True:
         where = checkpoint_dir.directory if isinstance(checkpoint_dir, Saver) else checkpoint_dir
         if where is None:
             raise ValueError("compile_cache=True: must have a checkpoint_dir to put the cache into; give a directory")
@@ -185,11 +173,11 @@ def cache_directory(given: Any, checkpoint_dir: Any) -> str | None:
                 f"compile_cache=True: must have a local checkpoint_dir, got {shown(where)}; give a local directory, as "
                 "in compile_cache='/var/cache/jax'"
             )
-        given = os.path.join(os.fspath(where), "compile_cache")
-    if not isinstance(given, str | os.PathLike):
-        raise TypeError(f"compile_cache={shown(given)}: must be a directory, True or None, got {kind(given)}")
-    if not os.fspath(given).strip():
+        cache = os.path.join(os.fspath(where), "compile_cache")
+    if not isinstance(cache, str | os.PathLike):
+        raise TypeError(f"compile_cache={shown(cache)}: must be a directory, True or None, got {kind(cache)}")
+    if not os.fspath(cache).strip():
         raise ValueError("compile_cache='': must be a directory, got an empty string; use None for no cache")
-    if is_url(given):
-        raise ValueError(f"compile_cache={shown(given)}: must be a local directory, got a URL")
-    return os.path.abspath(os.path.expanduser(os.fspath(given)))
+    if is_url(cache):
+        raise ValueError(f"compile_cache={shown(cache)}: must be a local directory, got a URL")
+    return os.path.abspath(os.path.expanduser(os.fspath(cache)))

@@ -1,4 +1,4 @@
-"""The checkpoint of another run that a run begins from, with `start_from`: which one it is, and what refuses it."""
+"""Branching with `start_from`: find and validate the checkpoint of another run to begin from."""
 
 import functools
 import logging
@@ -19,19 +19,13 @@ from jstep.stores.files import is_directory
 from jstep.stores.urls import join, resolved, split
 
 PARENT = "parent"
-"""The key of a checkpoint's `extra`, and of cards and timelines: the checkpoint that its run began from."""
+"""The key, in a checkpoint's `extra`, in cards and in timelines, of the checkpoint that the run began from."""
 _NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
 _logger = logging.getLogger("jstep")
 
 
 class Trunk(NamedTuple):
-    """The checkpoint of another run.
-
-    Attributes:
-        saver: Reads it.
-        step: Its step.
-        extra: Its `extra` when it was found; with another one it was replaced since.
-    """
+    """The checkpoint of another run; a different `extra` later means that it was replaced."""
 
     saver: Saver
     step: int
@@ -39,25 +33,24 @@ class Trunk(NamedTuple):
 
     @property
     def parent(self) -> dict[str, Any]:
-        """Its path and step, as they are recorded."""
         path = join(resolved(self.saver.directory), checkpoint_name(self.saver.prefix, self.step))
         return {"path": path, "step": self.step}
 
 
 def parent_in(extra: dict[str, Any]) -> dict[str, Any] | None:
-    """The parent that a checkpoint names; what a user has saved under the same key is none."""
-    found = extra.get(PARENT)
-    is_one = isinstance(found, dict) and isinstance(found.get("path"), str) and type(found.get("step")) is int
-    return found if is_one else None
+    """Return the parent that a checkpoint names; None if a user saved something else under the same key."""
+    parent = extra.get(PARENT)
+    is_one = isinstance(parent, dict) and isinstance(parent.get("path"), str) and type(parent.get("step")) is int
+    return parent if is_one else None
 
 
 def open_trunk(options: Options, saver: Saver | None, latest: int | None) -> Trunk | None:
-    """Find the checkpoint that the run begins from; None if there is none, or the run has its own.
+    """Find the checkpoint to begin from; None if there is none, or the run has a checkpoint of its own.
 
     Raises:
-        CheckpointError: It is damaged.
-        FileNotFoundError: It does not exist; names the newest there is.
-        ValueError: It is the run's own, or not before last_step.
+        CheckpointError: It is corrupted.
+        FileNotFoundError: It does not exist. The message names the newest one.
+        ValueError: It belongs to this run, or is not before last_step.
     """
     path = options.start_from
     if path is None:
@@ -91,7 +84,7 @@ def open_trunk(options: Options, saver: Saver | None, latest: int | None) -> Tru
 
 
 def _trunk_at(path: str, prefix: str) -> tuple[Saver, int]:
-    """Find a checkpoint, or the newest one of a directory; never an older one in place of one that is damaged."""
+    """Find a checkpoint, or the newest one of a directory; never fall back to an older one if it is corrupted."""
     above, name = split(path)
     if match := _NAME.fullmatch(name):
         store, step = open_store(above), int(match[2])
@@ -107,7 +100,7 @@ def _trunk_at(path: str, prefix: str) -> tuple[Saver, int]:
     looks = [functools.partial(latest_checkpoint, path)]
     if match is not None:
         looks += [functools.partial(latest_checkpoint, above, match[1]), functools.partial(latest_checkpoint, above)]
-    other = next((found for look in looks if (found := look())), None)
+    other = next((latest for look in looks if (latest := look())), None)
     there = f"the newest checkpoint there is {other}" if other else "there are no checkpoints"
     raise FileNotFoundError(f"start_from={path!r}: must be a checkpoint, or a directory with {prefix}-*; {there}")
 

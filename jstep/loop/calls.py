@@ -1,4 +1,4 @@
-"""Batches as the arguments of calls, each of one step or several, and how many steps of a call "auto" chooses."""
+"""Calls, each with the batches of one or several steps, and the number of steps that "auto" chooses."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from jstep.core.trees import arguments_of
 from jstep.data.placement import as_shardings, placement
 from jstep.distributed import processes
 
-# What a call is.
+# Calls.
 
 
 @dataclasses.dataclass(slots=True)  # not frozen: creating a frozen one takes four times as long
@@ -26,11 +26,7 @@ class Call:
     """The batches of one call, and the program that runs its steps.
 
     Attributes:
-        program: The `Program`.
-        args: The arguments of one step; if stacked, those of `program.most` steps, the last ones being padding.
-        steps: The number of steps.
-        first: The step at which the call begins.
-        position: The position of the source after these batches, from `position_of`; None if not known.
+        args: The arguments of one step; if stacked, those of `program.most` steps, padded at the end.
         must_run: Whether its batches cannot be made again, so that no signal may prevent the call.
     """
 
@@ -48,11 +44,11 @@ class Call:
         return of_one
 
     def trace(self, state: Tree) -> Any:
-        """The trace of one of its steps, with the state that the call returned; None if it cannot be traced."""
+        """Return the trace of one step, or None, given the state that the call returned."""
         return self.program.stage.trace(state, self.of_one)
 
     def rows(self) -> int | None:
-        """The size of the leading axis of all arguments of a step; None if the sizes differ or none has one."""
+        """Return the size of the leading axis of all arguments; None if sizes differ or none has one."""
         axis = int(self.program.is_stacked)
         shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(self.args)]
         sizes = {shape[axis] for shape in shapes if shape is not None and len(shape) > axis}
@@ -62,7 +58,7 @@ class Call:
 CopiedBatches = Iterator[tuple[Any, Any]]
 """Batches that no other code writes to, each with the position after it."""
 ProgramFor = Callable[[int, Any, Callable[[], tuple[Any, ...]]], Any]
-"""`program_for(step, shapes, args)`, as `ProgramTable.program_for`."""
+"""`program_for(step, shapes, args)`, such as `ProgramTable.program_for`."""
 
 
 def make_calls(
@@ -74,19 +70,14 @@ def make_calls(
     on_device: bool = False,
     ends: Iterable[float] = (math.inf,),
 ) -> Iterator[Call]:
-    """Yield batches as calls. One of several steps ends where its program, the shapes of the batches or `ends` require.
+    """Yield batches as calls, which end where the program, the shapes of the batches or `ends` require it.
 
     Args:
-        items: The batches, from `copied_batches`.
-        start: The step of the first batch.
-        program_for: Returns the program for batches of some shapes.
-        sharding: The sharding of a batch, as in `prefetch_to_device`; None does not move it.
-        on_device: Whether to put batches without a sharding on the default device, for a step that is not compiled:
-            such a step would see NumPy arrays or JAX arrays, depending on whether batches are prefetched.
-        ends: The steps at which calls must end, in order; the last one ends the run.
+        on_device: Whether to put batches without a sharding on the default device, for a step that is not compiled: it
+            would otherwise see NumPy or JAX arrays depending on whether batches are prefetched.
     """
-    one = None if sharding is None and not on_device else placement(as_shardings(sharding))
-    several = None if sharding is None else placement(as_shardings(sharding, stacked=True))
+    place_one = None if sharding is None and not on_device else placement(as_shardings(sharding))
+    place_stacked = None if sharding is None else placement(as_shardings(sharding, stacked=True))
     step, item = start, None
     for end in ends:
         while step < end:
@@ -95,16 +86,16 @@ def make_calls(
                 return
             batch, position = item
             shapes = shapes_in(batch)
-            program = program_for(step, shapes, functools.partial(_arguments, batch, one))
+            program = program_for(step, shapes, functools.partial(_arguments, batch, place_one))
             some, item = [batch], None
             while len(some) < min(program.most, end - step) and (item := next(items, None)) is not None:
                 if shapes_in(item[0]) != shapes:
                     break
                 some.append(item[0])
                 position, item = item[1], None
-            place = one
+            place = place_one
             if program.is_stacked:
-                batch, place = _stacked(some, program.most), several
+                batch, place = _stacked(some, program.most), place_stacked
             yield Call(program, _arguments(batch, place), len(some), step, position)
             step += len(some)
 
@@ -114,13 +105,12 @@ def _arguments(batch: Tree, place: Callable[[Any], Any] | None) -> tuple[Any, ..
 
 
 def shapes_in(batch: Tree) -> Any:
-    """The structure, shapes and dtypes of a batch; batches that can be stacked agree in them."""
     leaves, structure = jax.tree.flatten(batch)
     return structure, tuple([(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf) for leaf in leaves])
 
 
 def _stacked(some: list[Any], most: int) -> Any:
-    """Stack batches of the same shapes; the last one is repeated where there are fewer than `most`."""
+    """Stack batches; repeat the last one if there are fewer than `most`."""
 
     def stack(*column: Any) -> Any:
         return _stack_arrays(column) if isinstance(column[0], jax.Array) else np.stack(column)
@@ -136,16 +126,16 @@ _stack_arrays = jax.jit(jnp.stack)  # one dispatch for all leaves of a column
 _logger = logging.getLogger("jstep")
 
 AHEAD = 2
-"""The number of calls whose batches a thread reads ahead of the loop."""
+"""The number of calls that a thread reads ahead of the loop."""
 AUTO = "auto"
 LONGEST_CALL, MOST = 5e-3, 64
-"""The seconds that a call may take, and the most steps that it may have."""
+"""The maximum duration of a call in seconds, and its maximum number of steps."""
 _UNTIMED, _TIMED = 2, 5
-"""The number of calls that compile and warm up, and of those that are timed."""
+"""The number of calls for compilation and warm-up, and of timed calls."""
 
 
 def most_steps(seconds: float) -> int:
-    """The most steps of a call, a power of two, for steps that take some seconds each."""
+    """Return the most steps of a call, a power of two, from the duration of a step."""
     most = 1
     while most < MOST and 2 * most * seconds <= LONGEST_CALL:
         most *= 2
@@ -155,14 +145,8 @@ def most_steps(seconds: float) -> int:
 class AutoSteps:
     """Timer of the first calls of a run, which then switches to longer calls once their program is compiled.
 
-    It waits for the device during the calls that it times, so that their times are those of the device. Processes of
-    one run switch at the same step, which lies beyond all that a thread of any of them has read ahead; for that, they
-    wait for the compilation.
-
-    Args:
-        compile: `compile(most)` compiles the program of up to that many steps.
-        switch: `switch(most, first)` makes calls of up to that many steps, from step `first` on.
-        clock: Returns seconds; replaced in tests.
+    It waits for the device during the timed calls. All processes switch at the same step, beyond everything that any
+    thread has read ahead; for this they wait for the compilation.
     """
 
     def __init__(
@@ -177,11 +161,9 @@ class AutoSteps:
 
     @property
     def is_over(self) -> bool:
-        """Whether the number of steps is chosen."""
         return len(self._seconds) == _TIMED
 
     def timed(self, run: Callable[..., Any], state: Tree, call: Call, *args: Any) -> Any:
-        """Return `run(state, call, *args)`, a state and others, for a call of one step."""
         self._calls += 1
         if self._calls > _UNTIMED:
             jax.block_until_ready(state)

@@ -1,4 +1,4 @@
-"""The card of a run and of its programs: what it is made of, its record, and the observer that writes it."""
+"""Run cards: a record of the versions, devices, arguments and programs of a run, and the observer that writes it."""
 
 import collections
 import contextlib
@@ -48,10 +48,10 @@ from jstep.stores.timeline import START
 from jstep.training.metrics import Metrics
 from jstep.training.step import minimized
 
-# Run cards: a record of the versions, devices, arguments and programs of a run, for comparison with other runs.
+# The contents of a card, for comparison with other runs.
 
 _LONGEST = 1000
-"""The maximum length of a part of a definition, in characters of JSON; a longer one is replaced by its hash."""
+"""The maximum length of an entry, in characters of JSON; a longer one is replaced by its hash."""
 _MOST_NUMBERS = 200
 
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
@@ -77,16 +77,7 @@ _SETTINGS = (
 def card(
     options: Options, stages: TrainSteps, step: int, state: Tree, held: Mapping[str, float], batches: Tree
 ) -> dict[str, Any]:
-    """Return the card of a run, without its programs, as JSON values.
-
-    Args:
-        options: The arguments of `train`.
-        stages: The training steps.
-        step: The step at which the run begins.
-        state: The shapes of its state.
-        held: Name → initial value of the held hyperparameters.
-        batches: The argument of `train`.
-    """
+    """Return the card of a run, without its programs, as JSON values."""
     lanes = {str(stage.first): lanes_of(stage.value) for stage in stages.stages()}
     return {
         "card": card_differences.VERSION,
@@ -106,32 +97,25 @@ def card(
 
 
 def program_card(traced: Any, constants: Mapping[str, Any], args: Any, optimizer: object = None) -> dict[str, Any]:
-    """Return the record of a program, as JSON values.
-
-    Args:
-        traced: Its trace, a `jax.stages.Traced`, or None for a function that is not compiled.
-        constants: Metrics that no step computes: the hyperparameters that are plain numbers, by name.
-        args: The batch of a call.
-        optimizer: Its optimizer, if that is known.
-    """
+    """Return the record of a program; `constants` are the hyperparameters that are plain numbers."""
     batch = [f"{path or 'batch'}: {type_text(leaf)}" for path, leaf in trees.leaves_with_paths(args)]
-    found: dict[str, Any] = {"batch": short(batch), "hyperparameters": {k: _json(v) for k, v in constants.items()}}
+    record: dict[str, Any] = {"batch": short(batch), "hyperparameters": {k: _json(v) for k, v in constants.items()}}
     if optimizer is not None:
         elements = elements_of(optimizer)
-        found["elements"] = {name: {k: _argument(v) for k, v in of.items()} for name, of in elements.items()}
+        record["elements"] = {name: {k: _argument(v) for k, v in of.items()} for name, of in elements.items()}
     if traced is None:
-        return {"hash": None, **found}
+        return {"hash": None, **record}
     step = part_for(traced.jaxpr, _results_with_bits(*traced.out_info))
     hashed: ProgramHash = program_hash(step)
-    found["optimizer"] = [name.removesuffix(RULE) for name in hashed.functions if name.endswith(RULE)]
-    return found | _hash_card(hashed) | {"gradients": _hash_card(gradients_hash(step))}
+    record["optimizer"] = [name.removesuffix(RULE) for name in hashed.functions if name.endswith(RULE)]
+    return record | _hash_card(hashed) | {"gradients": _hash_card(gradients_hash(step))}
 
 
 def _results_with_bits(state: Tree, metrics: Any, *others: object) -> list[bool]:
-    """For each result of a program, whether the bits of the run depend on it: other metrics than the loss are read."""
+    """Return, for each result of a program, whether the bits of the run depend on it: of the metrics, only the loss."""
     parts = metrics.computed if isinstance(metrics, Metrics) else metrics
     if isinstance(parts, dict):
-        parts = {name: jax.tree.map(lambda _, name=name: name == LOSS, one) for name, one in parts.items()}
+        parts = {name: jax.tree.map(lambda _, name=name: name == LOSS, part) for name, part in parts.items()}
     else:
         parts = jax.tree.map(lambda _: True, parts)
     state, others = jax.tree.map(lambda _: True, (state, others))
@@ -144,7 +128,7 @@ def _hash_card(hashed: ProgramHash) -> dict[str, Any]:
 
 
 def _argument(value: object) -> Any:
-    """An argument of an optimizer: a number, or what one would type; of a function only its name is known."""
+    """Return an argument of an optimizer as a number or source text."""
     if isinstance(value, trees.Held):  # its value is in the state
         return f"held({value.name!r})"
     if isinstance(value, jax.Array) and value.size == 1 and value.is_fully_addressable:
@@ -158,30 +142,31 @@ def _argument(value: object) -> Any:
 
 
 def _versions() -> dict[str, str | None]:
-    """The versions of Python and of the packages that a run depends on."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "jstep": str(sys.modules["jstep"].__version__)}
+    versions: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "jstep": str(sys.modules["jstep"].__version__),
+    }
     for name in ("jax", "jaxlib", "orbax-checkpoint"):
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:  # such as a checkout on the path
-            found[name] = getattr(sys.modules.get(name), "__version__", None)
-    return found
+            versions[name] = getattr(sys.modules.get(name), "__version__", None)
+    return versions
 
 
 def environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables `XLA_FLAGS` and `JAX_*`, and no others; values that look like passwords are omitted."""
+    """Return `XLA_FLAGS` and `JAX_*`; values that look like passwords are omitted."""
     names = [name for name in sorted(variables) if name == "XLA_FLAGS" or name.startswith("JAX_")]
     return {name: NOT_RECORDED if _SECRET.search(name) else without_login(variables[name]) for name in names}
 
 
 def _settings() -> dict[str, Any]:
-    """The settings of JAX that change what is computed."""
-    found = {name: getattr(jax.config, name, None) for name in _SETTINGS}
-    return {name: value if isinstance(value, bool | None) else str(value) for name, value in found.items()}
+    settings = {name: getattr(jax.config, name, None) for name in _SETTINGS}
+    return {name: value if isinstance(value, bool | None) else str(value) for name, value in settings.items()}
 
 
 def devices_of(state: Tree) -> dict[str, Any]:
-    """The devices of a run and the mesh of its state, which may be shapes, or donated."""
+    """Return the devices of a run and the mesh of its state, which may be shapes, or donated."""
     leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
     of_state = next((leaf.sharding.device_set for leaf in leaves if leaf.sharding is not None), set())
     first = min(of_state or jax.devices(), key=lambda device: device.id)
@@ -218,152 +203,132 @@ def _state(state: Tree, held: Mapping[str, float]) -> dict[str, Any]:
 
 def _batches(batches: Tree) -> dict[str, Any]:
     if isinstance(batches, BatchSequence):
-        found = batches.definition()
+        definition = batches.definition()
     else:
-        made = batches.make if isinstance(batches, ReplayedBatches | StateBatches) else batches
-        named = made if isinstance(getattr(made, "__qualname__", None), str) else type(made)
+        source = batches.make if isinstance(batches, ReplayedBatches | StateBatches) else batches
+        named = source if isinstance(getattr(source, "__qualname__", None), str) else type(source)
         # A generator has the name of its function, but no module.
-        module = getattr(named, "__module__", None) or type(made).__name__
-        found = {"kind": f"{module}.{named.__qualname__}"}
+        module = getattr(named, "__module__", None) or type(source).__name__
+        definition = {"kind": f"{module}.{named.__qualname__}"}
         try:
-            found["length"] = len(batches)
+            definition["length"] = len(batches)
         except Exception:  # a user-defined loader: it is endless, or its length is not known
-            found["length"] = None
-    return {"hash": digest_of(json.dumps(found, sort_keys=True)), **{key: short(part) for key, part in found.items()}}
+            definition["length"] = None
+    return {
+        "hash": digest_of(json.dumps(definition, sort_keys=True)),
+        **{key: short(part) for key, part in definition.items()},
+    }
 
 
 def _arguments(options: Options) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for field in dataclasses.fields(options):
         if field.name == CONFIG:
             continue
         value: Any = options.end if field.name == "last_step" else getattr(options, field.name)
         if field.name == "hooks":
-            found["hooks"] = [without_addresses(key_of(hook)) for hook in value]
+            arguments["hooks"] = [without_addresses(key_of(hook)) for hook in value]
         elif isinstance(value, Saver):
-            found[field.name] = without_login(value.directory)
+            arguments[field.name] = without_login(value.directory)
         elif field.name in card_differences.PLACES:
             is_place = not isinstance(value, bool | None)  # compile_cache=True
-            found[field.name] = without_login(os.fspath(value)) if is_place else value
+            arguments[field.name] = without_login(os.fspath(value)) if is_place else value
         elif field.name == "batch_sharding":
             leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
-            texts = [sharding_text(one) if isinstance(one, jax.sharding.Sharding) else str(one) for one in leaves]
-            found[field.name] = short(texts) or None
+            texts = [sharding_text(leaf) if isinstance(leaf, jax.sharding.Sharding) else str(leaf) for leaf in leaves]
+            arguments[field.name] = short(texts) or None
         else:
-            found[field.name] = _json(value)
-    return found
+            arguments[field.name] = _json(value)
+    return arguments
 
 
 def short(value: object) -> Any:
-    """Return a JSON value, or its hash if it is long."""
     text = json.dumps(value, sort_keys=True)
     return value if len(text) <= _LONGEST else f"hash {digest_of(text)}"
 
 
 def _json(value: object) -> Any:
-    """Convert a value to JSON: numbers, strings and None unchanged, arrays to lists, other objects to strings."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, np.floating):  # float32 0.1 is recorded as 0.1, not 0.10000000149011612
         value = float(str(value))
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, list):
-        return [_json(one) for one in value]
+        return [_json(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     return value if isinstance(value, bool | int) else without_addresses(str(value))
 
 
-# The past of a checkpoint, its batches and optimizers, and what a resumed run reports of its changes.
+# The past of a checkpoint, that is, its batches and optimizers, and the changes that a resumed run reports.
 
 PAST = "past"
-"""A key of a checkpoint's `extra`, as CONFIG and CODE are."""
+"""A key of a checkpoint's `extra`, like CONFIG and CODE."""
 
 _logger = logging.getLogger("jstep")
 
 
 def past_of(batches: Tree, step: int, optimizers: Mapping[str, str], lanes: int | None = None) -> dict[str, Any]:
-    """Return a record of the run before a checkpoint, to be kept with it, as JSON values.
-
-    Args:
-        batches: The argument of `train`.
-        step: The step of the checkpoint.
-        optimizers: First step of a stage → the names of the optimizer's rules.
-        lanes: The number of lanes of the last step before the checkpoint.
-    """
-    found: dict[str, Any] = {"optimizers": dict(optimizers), "lanes": lanes}
+    """Return a record of the run before a checkpoint; `optimizers` has the rules by first step of a stage."""
+    past: dict[str, Any] = {"optimizers": dict(optimizers), "lanes": lanes}
     if isinstance(batches, BatchSequence):
         before = batches[:step]
         definition = {name: short(part) for name, part in before.definition().items() if name != "num_epochs"}
-        found |= {"rows": before.rows_hash(), "batches": definition}
-    return found
+        past |= {"rows": before.rows_hash(), "batches": definition}
+    return past
 
 
 def past_changes(
     step: int, name: str, kept: Mapping[str, Any], now: Mapping[str, Any], *, optimizers: bool = True
 ) -> list[str]:
-    """Describe how the batches before a checkpoint, the optimizer or the lanes differ from those of its run.
+    """Describe how the batches before a checkpoint, the optimizer or the lanes have changed since.
 
     Args:
-        step: The step of the checkpoint.
-        name: Its name.
-        kept: The value of `past_of` when it was saved.
-        now: The value of `past_of` for the batches of this run and the optimizer of its first program.
-        optimizers: Whether the optimizers are compared, and not by the cards.
+        optimizers: Whether to compare the optimizers; otherwise the cards do.
     """
-    found: list[str] = []
+    changes: list[str] = []
     for stage, optimizer in now["optimizers"].items() if optimizers else ():
         before = kept.get("optimizers", {}).get(stage, optimizer)
-        found += differences("step: optimizer", before, optimizer, BEFORE_AND_NOW)
+        changes += differences("step: optimizer", before, optimizer, BEFORE_AND_NOW)
     if step:
         lines = differences("lanes", kept.get("lanes"), now["lanes"], BEFORE_AND_NOW)
-        found += [f"{line}; from step {step} on the bits are not those of a run with either value" for line in lines]
+        changes += [f"{line}; from step {step} on the bits are not those of a run with either value" for line in lines]
     if "rows" in kept and "rows" in now and kept["rows"] != now["rows"]:
-        found.append(
+        changes.append(
             f"batches: those before step {step} are not the ones that {name} was trained on: "
             f"{'; '.join(_changes_of_batches(kept['batches'], now['batches']))}. The run continues with batch {step} "
             "of the new definition, so rows may be repeated or left out."
         )
-    return found
+    return changes
 
 
 def _changes_of_batches(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     if then["kind"] != now["kind"]:
         then, now = {"kind": then["kind"]}, {"kind": now["kind"]}
-    found = list(differences("", then, now, BEFORE_AND_NOW))
-    return found or ["their definition is the same, but it takes other rows in this version of jstep"]
+    changes = list(differences("", then, now, BEFORE_AND_NOW))
+    return changes or ["their definition is the same, but it takes other rows in this version of jstep"]
 
 
-def report_changes(name: str, found: Changes, *, is_idle: bool = False) -> None:
-    """Log what has changed since the start that made a checkpoint: a warning if its bits change, else an INFO line.
-
-    Args:
-        name: The name of the checkpoint.
-        found: The changes.
-        is_idle: Whether this start takes no step.
-    """
-    if found.bits:
-        lines = "".join(f"\n  {line}" for line in (*found.bits, *found.place, *[_UNTRAINED] * is_idle))
+def report_changes(name: str, changes: Changes, *, is_idle: bool = False) -> None:
+    """Log the changes since a checkpoint: a warning if its bits change, else an INFO line."""
+    if changes.bits:
+        lines = "".join(f"\n  {line}" for line in (*changes.bits, *changes.place, *[_UNTRAINED] * is_idle))
         _logger.warning("%s: this run has changed since the start that made it:%s", name, lines)
-    elif found.place:
-        _logger.info("%s: since the start that made it, %s", name, "; ".join(found.place))
+    elif changes.place:
+        _logger.info("%s: since the start that made it, %s", name, "; ".join(changes.place))
 
 
 _UNTRAINED = "none of this was trained, as the run takes no step: give another checkpoint_dir, or a larger last_step"
 
 
-# The observer that records the card of a run and its programs, in a background thread.
+# The observer that records the card and the programs, in background threads.
 
 
 class Cards(Observer):
     """Writer of the card of a run, and of a line for each program once its first call was dispatched.
 
-    The lines are those of the timeline, if there is one. A run that resumes is compared with the start that made its
-    checkpoint as soon as its first program is recorded. Background threads do all this, in order; the thread of the
-    loop only looks up traces in JAX's cache. Errors are logged and never end the run.
-
-    Args:
-        setup: What the run is made of.
+    A run that resumes is compared with the start that made its checkpoint. Background threads do all this, in order;
+    the loop's thread only looks up traces in JAX's cache. Errors are logged and never end the run.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -373,14 +338,13 @@ class Cards(Observer):
         self._origin = Origin()
         self._card: dict[str, Any] | None = None
         self._optimizers: dict[str, str] = {}  # by the first step of the stage
-        self._kept: dict[str, Any] | None = None  # the past of the restored checkpoint, until it was compared
+        self._kept: dict[str, Any] | None = None  # the past of the restored checkpoint, until it is compared
         self._latest: list[Future[None]] = []
         self._code: Future[dict[str, Any] | None] | None = None
         self._began = time.monotonic()
-        self._reports: list[Future[None]] = []  # of what has changed, which waits for the commit
+        self._reports: list[Future[None]] = []  # of changes; they wait for the commit
 
     def restored(self, saver: Saver | None, origin: Origin, dispatch: Dispatch, batches: Tree) -> None:
-        """Write the card, and wait for the programs."""
         self._batches, self._saver, self._origin, self._stage_of = batches, saver, origin, dispatch.table.stage_of
         if not self._is_active():
             return
@@ -403,11 +367,10 @@ class Cards(Observer):
         self._code = in_background(find, name="jstep-code", daemon=True)
 
     def _is_active(self) -> bool:
-        """Whether this process records the run: the first one, if the run keeps anything."""
+        """Whether this process records the run: only process 0, and only if the run saves anything."""
         return jax.process_index() == 0 and (self.setup.lines.timeline is not None or self._saver is not None)
 
     def after_first(self, call: Call, state: Tree) -> None:
-        """Record a program that was called for the first time."""
         if not self._is_active():
             return
         with _logging_errors():
@@ -417,7 +380,7 @@ class Cards(Observer):
             self._begin(lambda: self._record(about | program_card(*made_of)))
 
     def idle(self, shapes: Callable[[int], Any]) -> None:
-        """Compare a start that takes no step with the one that made its checkpoint."""
+        """Compare a start that takes no step with the start that made its checkpoint."""
         if self._kept is None:
             return
         loop = self.setup.loop
@@ -426,7 +389,7 @@ class Cards(Observer):
 
         def record() -> None:
             args = traced = None
-            with contextlib.suppress(Exception):  # there is no batch, or the step cannot take it
+            with contextlib.suppress(Exception):  # there is no batch, or it does not fit the step
                 args = shapes(last)
                 traced = None if args is None else stage.trace(state, args)
             pure = minimized(stage.step)
@@ -436,19 +399,19 @@ class Cards(Observer):
         self._begin(record)
 
     def past(self, step: int) -> dict[str, Any]:
-        """Return the past to keep with a checkpoint of this step, as `{PAST: …}`; it waits for pending lines."""
-        found, extra = dict[str, Any](), self._origin.extra
+        """Return the past to save with a checkpoint, as `{PAST: …}`; wait for pending lines."""
+        kept, extra = dict[str, Any](), self._origin.extra
         if step <= self.setup.loop.first and (self.setup.loop.is_restored or PAST in extra):  # no step was run
             return {key: extra[key] for key in (PAST, CONFIG, CODE) if key in extra}
         if self._is_active():
             wait(self._latest)
             with _logging_errors():
-                found[PAST] = self._past(step)
+                kept[PAST] = self._past(step)
             if self.setup.options.config is not None:
-                found[CONFIG] = self.setup.options.config
+                kept[CONFIG] = self.setup.options.config
             if (code := self._known_code()) is not None:
-                found[CODE] = code
-        return found
+                kept[CODE] = code
+        return kept
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         wait(self._latest)
@@ -457,7 +420,6 @@ class Cards(Observer):
         wait(self._reports)
 
     def _known_code(self) -> dict[str, Any] | None:
-        """The commit, once it is known."""
         code = self._code
         return code.result() if code is not None and code.done() and code.exception() is None else None
 
@@ -473,7 +435,7 @@ class Cards(Observer):
         self._latest = [in_background(run, name="jstep-card")]
 
     def _record(self, program: dict[str, Any], *, is_idle: bool = False) -> None:
-        """Write the line of a program; of the first one, report what has changed since the checkpoint was made."""
+        """Write the line of a program; for the first one, report the changes since the checkpoint."""
         if program.get("optimizer"):
             self._optimizers[str(program["stage"])] = ", ".join(program["optimizer"])
         if not is_idle:
@@ -502,27 +464,26 @@ class Cards(Observer):
         *,
         is_idle: bool,
     ) -> None:
-        """Report what has changed since the checkpoint was made; no save waits for it."""
-        name, found = checkpoint_name(saver.prefix, step), None
+        name, changes = checkpoint_name(saver.prefix, step), None
         if self._card is not None:
             now = {**self._card, CODE: self._known_code(), "programs": [program]}
-            found = self._changes_since(kept.get(START), name, now, step)
-        of_past = past_changes(step, name, kept, past, optimizers=found is None)
-        bits, place = found or Changes([], [])
+            changes = self._changes_since(kept.get(START), name, now, step)
+        of_past = past_changes(step, name, kept, past, optimizers=changes is None)
+        bits, place = changes or Changes([], [])
         report_changes(name, Changes([*bits, *of_past], place), is_idle=is_idle)
 
     def _changes_since(self, start: object, name: str, now: Mapping[str, Any], step: int) -> Changes | None:
-        """Return the changes since a start; None if the timeline does not know it, or its card cannot be read."""
+        """Return the changes; None if the timeline does not contain the start, or its card cannot be read."""
         timeline = self.setup.lines.timeline
         if timeline is None or not isinstance(start, str):
             return None
         try:
-            of_start = [one for one in card_differences.starts_of(timeline.where, start) if one.id == start]
+            of_start = [other for other in card_differences.starts_of(timeline.where, start) if other.id == start]
             if not of_start:
                 return None
             before = of_start[-1].card
             if card_differences.is_whole(before) and before["programs"]:
-                # The past knows the batches and the lanes of the steps that were run, and nothing of later ones.
+                # The past covers the batches and lanes of the steps that were run; later ones do not matter.
                 return card_differences.changes(before, now, step, leave_out=("batches", "lanes"))
             why = "it is torn, or of another version of jstep"
         except FileNotFoundError:  # the timeline was deleted
@@ -539,9 +500,9 @@ class Cards(Observer):
 
     def _past(self, step: int) -> dict[str, Any]:
         lanes = lanes_of(self.setup.train_steps.at(max(step - 1, 0)))
-        found = past_of(self._batches, step, self._optimizers, lanes)
+        past = past_of(self._batches, step, self._optimizers, lanes)
         timeline = self.setup.lines.timeline
-        return found if timeline is None else {START: timeline.start, **found}
+        return past if timeline is None else {START: timeline.start, **past}
 
 
 @contextlib.contextmanager

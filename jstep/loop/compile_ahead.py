@@ -1,4 +1,4 @@
-"""Programs that are compiled ahead: all stages are traced before a run begins, and compiled before they are due."""
+"""Ahead-of-time compilation: all stages are traced before a run begins, and compiled before they are due."""
 
 import functools
 from collections.abc import Callable
@@ -26,11 +26,7 @@ _HINT = "; if it is the smaller last batch of an epoch, drop_remainder=True leav
 
 
 def compile_ahead(run: Run) -> None:
-    """Trace the stages of a run whose first batch can be indexed, and compile later ones in the background.
-
-    Raises:
-        ValueError: A stage does not fit the state or its batch; names its first step.
-    """
+    """Trace all stages whose first batch can be indexed, and compile later ones in the background."""
     source, table, shapes = run.source, run.dispatch.table, shapes_of(run.state)
     boundaries = StageBoundaries(run.train_steps, source.next_change)
     first, *later = boundaries.segments(run.loop.first, run.options.last_step)
@@ -62,15 +58,7 @@ def compile_ahead(run: Run) -> None:
 def compile_first_program(
     setup: Setup, dispatch: Dispatch, start: int, first: FirstBatch, shapes: Callable[[], Any] | None
 ) -> None:
-    """Compile a run's first program in the background, while the state is restored, if it is compiled at all.
-
-    Args:
-        setup: What the run is made of.
-        dispatch: Its programs.
-        start: The step at which it begins.
-        first: The first batch, being made in a thread.
-        shapes: Returns the shapes of the first batch without making it; None if they are not known.
-    """
+    """Compile a run's first program in the background; `shapes` gives those of the first batch without making it."""
     compiler, batch_sharding = dispatch.compiler, setup.options.batch_sharding
     stage = dispatch.table.stage_of(start)
     if not stage.is_compiled:
@@ -78,9 +66,9 @@ def compile_first_program(
 
     def make(_: tuple[Any, ...]) -> None:
         if shapes is not None and batch_sharding is None:
-            # A daemon: a reader of the user's may hang.
-            known = in_background(shapes, name="jstep-shapes", daemon=True)
-            batch = known.result() if is_done(known, compiler.closed.is_set) else None
+            # A daemon, because the user's reader may hang.
+            future = in_background(shapes, name="jstep-shapes", daemon=True)
+            batch = future.result() if is_done(future, compiler.closed.is_set) else None
         else:
             batch = first.peek(compiler.closed.is_set)
         if batch is None:
@@ -94,7 +82,7 @@ def compile_first_program(
 
 
 def shapes_of_batch(source: Source, step: int, batch_sharding: object) -> tuple[Any, ...] | None:
-    """The shapes of the arguments of a step, whose batch is made; None if it cannot be, apart from the others."""
+    """Return the shapes of the arguments of a step; None if its batch cannot be made apart from the others."""
     fetch = getattr(source.by_step, "__getitem__", source.by_step)
     try:
         batch = None if fetch is None else copied(fetch(step), fresh=True)
@@ -110,7 +98,6 @@ def shapes_of_batch(source: Source, step: int, batch_sharding: object) -> tuple[
 
 
 def _shapes_as_args(batch: Tree, batch_sharding: object) -> tuple[Any, ...]:
-    """The shapes and shardings of the arguments that a batch becomes."""
     placed = batch if batch_sharding is None else placement(as_shardings(batch_sharding))(batch)
     return shapes_of(trees.arguments_of(placed))
 

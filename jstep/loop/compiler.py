@@ -1,4 +1,4 @@
-"""Compilation: programs compiled in background threads, what each thread has compiled, and the times of a start."""
+"""Compilation in background threads, the record of what each thread compiled, and the times of a start."""
 
 import contextlib
 import dataclasses
@@ -26,26 +26,24 @@ from jstep.loop.stages import Stage
 
 _logger = logging.getLogger("jstep")
 
-# Programs compiled in background threads: later ones of a run before they are due, and one that is due, apart.
+# Background compilation: programs of later stages, ahead of time; and the one needed now, so that the wait can be
+# interrupted.
 
 _POLL_SECS = 0.1
 _MOST_AHEAD = 2
-"""The maximum number of programs compiled ahead, because each takes device memory."""
+"""The maximum number of programs compiled ahead; each takes device memory."""
 
 
 Compiling = Callable[[str], contextlib.AbstractContextManager[object]]
-"""A context for the time in which the loop waits for a program of the name that it is given."""
+"""`compiling(name)`: a context for the time in which the loop waits for the program of that name."""
 
 
 class CompileJob(NamedTuple):
-    """A program to be compiled.
+    """A program to be compiled by `make(args)`.
 
     Attributes:
         first: The first step that runs it.
-        name: The name, for logs.
-        make: `make(args)` compiles the program for the shapes of the arguments of one step.
-        args: These shapes; None for those of the latest call.
-        is_quiet: Whether to log nothing.
+        args: The shapes of the arguments of one step; None for those of the latest call.
     """
 
     first: int
@@ -56,32 +54,20 @@ class CompileJob(NamedTuple):
 
 
 class BackgroundCompiler:
-    """Compiler of programs in threads, one after the other; it blocks the loop if a program is due but not ready.
+    """Compiler of programs in background threads, one at a time; the loop waits if a due program is not ready.
 
-    Errors are logged only; the step that needs the program raises them. A compilation cannot be cancelled: if the run
-    returns while one is in progress, the process waits for it before it exits.
-
-    Args:
-        signals: End the wait for a program.
-
-    Attributes:
-        jobs: The programs to compile after a call, in the order of their steps.
-        begun: The programs that were begun, and that no call has needed yet.
-        closed: Set when the run has ended.
+    Errors are logged only, because the step that needs the program raises them. A compilation cannot be cancelled: the
+    process waits for it before it exits.
     """
 
     def __init__(self, signals: StopSignals) -> None:
         self._signals = signals
-        self.jobs: deque[CompileJob] = deque()
-        self.begun: deque[tuple[CompileJob, Future[None]]] = deque()
+        self.jobs: deque[CompileJob] = deque()  # in the order of their steps
+        self.begun: deque[tuple[CompileJob, Future[None]]] = deque()  # not needed by a call yet
         self.closed = threading.Event()
 
     def before(self, step: int, compiling: Compiling, *, may_leave: bool) -> None:
-        """Wait for the programs that are due at this step, in the context `compiling(name)`.
-
-        Raises:
-            StopWaiting: The run is stopping, and may leave the call at this step.
-        """
+        """Wait for the programs that are due at this step, unless the run stops and may leave the call."""
         while self.begun and step >= self.begun[0][0].first:
             with compiling(self.begun[0][0].name):
                 self._signals.wait_for(self.begun[0][1], may_leave=may_leave)
@@ -97,12 +83,10 @@ class BackgroundCompiler:
         self.begin(job, shapes_of(args) if job.args is None else job.args)
 
     def begin(self, job: CompileJob, args: tuple[Any, ...] = ()) -> None:
-        """Begin a compilation at once, for shapes of the arguments of one step."""
         task = functools.partial(self.compile_job, job, args)
         self.begun.append((job, in_background(task, name="jstep-compile")))
 
     def compile_job(self, job: CompileJob, args: tuple[Any, ...]) -> None:
-        """Compile a program; all that a thread does."""
         then = time.perf_counter()
         try:
             with doing(MAKING):
@@ -126,10 +110,8 @@ class BackgroundCompiler:
 
 
 def is_done(future: "Future[Any]", is_over: Callable[[], bool]) -> bool:
-    """Wait for something in the background, but not past the end of the run; return whether it is done.
-
-    It waits again and again: a signal that arrives just before a wait without a time-out is handled only after it.
-    """
+    """Wait for a background task, but not past the end of the run; return whether it is done."""
+    # A signal that arrives just before a wait without a timeout would be handled only after the wait.
     while not wait([future], timeout=_POLL_SECS).done:
         if is_over():
             return False
@@ -137,16 +119,7 @@ def is_done(future: "Future[Any]", is_over: Callable[[], bool]) -> bool:
 
 
 def compile_apart(lowered: Any, signals: StopSignals, *, may_leave: bool) -> None:
-    """Compile a program in a thread, and count it as compiled by this one: a wait can be ended, but XLA cannot.
-
-    Args:
-        lowered: The lowered program.
-        signals: End the wait.
-        may_leave: Whether they may.
-
-    Raises:
-        StopWaiting: The run is stopping. The process ends only after the compilation.
-    """
+    """Compile a program in another thread, but count it for this one: the wait can be interrupted, XLA cannot."""
 
     def compiled() -> Compiled:
         lowered.compile()
@@ -165,7 +138,7 @@ _LEFT = "a compilation in the background cannot be stopped: the process ends whe
 
 
 def shapes_of(tree: Tree) -> Any:
-    """The shapes of arrays, for which JAX finds the same program as for the arrays."""
+    """Return the shapes of arrays, for which JAX finds the same program as for the arrays."""
     return jax.tree.map(_shape, tree)
 
 
@@ -177,20 +150,17 @@ def _shape(leaf: object) -> Any:
 
 
 def type_text(leaf: object) -> str:
-    """The dtype and shape of an argument of a step, such as `float32[8, 2]`."""
     return f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', ()))}"
 
 
 def stacked_shapes(tree: Tree, steps: int) -> Any:
-    """The shapes of a batch stacked over several steps."""
-
-    def leaf(one: Any) -> Any:
-        if not isinstance(one, jax.ShapeDtypeStruct):
-            return _shape(np.stack([one] * steps))
-        sharding = one.sharding
+    def leaf(shape: Any) -> Any:
+        if not isinstance(shape, jax.ShapeDtypeStruct):
+            return _shape(np.stack([shape] * steps))
+        sharding = shape.sharding
         if isinstance(sharding, NamedSharding):
             sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *dims_of(sharding.spec)))
-        return jax.ShapeDtypeStruct((steps, *one.shape), one.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct((steps, *shape.shape), shape.dtype, sharding=sharding)
 
     return jax.tree.map(leaf, tree)
 
@@ -203,11 +173,10 @@ class Compiled:
     """The compilations of a thread so far.
 
     Attributes:
-        programs: The number of programs that it has compiled or found in the persistent cache.
-        hits: The number of those that it has found.
-        seconds: The seconds that it has traced, lowered and compiled.
-        unfinished: When it last traced or lowered a program that it has not compiled since; 0 if there is none.
-        spans: The spans of time that `seconds` consists of.
+        programs: The number of programs compiled or found in the persistent cache.
+        hits: The number of those found in the cache.
+        unfinished: The time at which it last traced or lowered a program that is not compiled yet; 0 if there is none.
+        spans: The time spans that add up to `seconds`.
     """
 
     programs: int = 0
@@ -217,7 +186,7 @@ class Compiled:
     spans: deque[tuple[float, float]] = dataclasses.field(default_factory=lambda: deque(maxlen=1000))
 
     def traced(self, duration_secs: float) -> None:
-        """Count a part of a compilation that has ended."""
+        """Count a phase of a compilation that has ended."""
         self.unfinished = now = time.perf_counter()
         begin = now - duration_secs
         while self.spans and self.spans[-1][0] >= begin:  # the nested spans, which JAX reports first
@@ -227,16 +196,14 @@ class Compiled:
         self.seconds += duration_secs
 
     def finished(self) -> None:
-        """Count a program that is compiled, or was found in the cache."""
         self.programs += 1
         self.unfinished = 0.0
 
     def hit(self) -> None:
-        """Count a program that was found in the cache."""
         self.hits += 1
 
     def took(self, there: "Compiled") -> None:
-        """Count what another thread compiled for this one."""
+        """Add the compilations of another thread."""
         self.programs += there.programs
         self.hits += there.hits
         self.seconds += there.seconds
@@ -244,7 +211,6 @@ class Compiled:
 
 
 def compiled_here() -> Compiled:
-    """The record of this thread, which is kept up to date."""
     return _of_thread.compiled
 
 
@@ -272,40 +238,33 @@ jax.monitoring.register_event_duration_secs_listener(_count_compilation)
 jax.monitoring.register_event_listener(_count_hit)
 
 
-# What a run has compiled, and what is logged of it.
+# The log of a run's compilations.
 
 
 def in_silence(name: str) -> contextlib.AbstractContextManager[object]:
-    """A context that shows nothing while a program is compiled."""
     return contextlib.nullcontext()
 
 
 class Compilations:
-    """The compilations of a run, and what is logged of them.
+    """The log of a run's compilations.
 
     Args:
-        steps: Returns all steps and loops that there are programs of.
-        compiling: A context for the time in which the loop waits for a program of the name that it is given.
-        has_several: Whether the run may have several programs, so that it is said why one is compiled.
-
-    Attributes:
-        compiled: What the thread that runs the loop has compiled.
-        compiling: The context.
+        steps: Returns all steps and loops that have programs.
+        has_several: Whether to log why a program is compiled.
     """
 
     def __init__(self, steps: Callable[[], list[Any]], compiling: Compiling, *, has_several: bool) -> None:
         self._steps, self.compiling, self._has_several = steps, compiling, has_several
         self._begun: set[Stage] = set()
         self._ahead: set[Any] = set()  # stages and programs
-        self._size = 0.0  # of the steps' caches of compiled programs
+        self._size = 0.0  # of the steps' program caches
         self.compiled = compiled_here()
 
     def waiting(self, stage: Stage) -> contextlib.AbstractContextManager[object]:
-        """A context for a trace, which the loop waits for if this is its thread."""
+        """Return a context for a trace; the loop waits for it only if this is the loop's thread."""
         return self.compiling(stage.name) if compiled_here() is self.compiled else contextlib.nullcontext()
 
     def begun_ahead(self, what: object) -> None:
-        """A program, or one of a stage, is compiled ahead of its first call."""
         self._ahead.add(what)
 
     def begins(self, call: Call) -> None:
@@ -316,10 +275,7 @@ class Compilations:
             _logger.info("compiling %s for %s", stage.name, _steps(call))
 
     def ended(self, call: Call) -> bool:
-        """Log a program that was compiled again, for other arguments; return whether this was the first of its stage.
-
-        Call it after the first call of a program, and after any other that has compiled: its step, or the sums.
-        """
+        """Log a program that was compiled again, for other arguments; return whether it is the first of its stage."""
         program = call.program
         stage, is_first = program.stage, program.stage not in self._begun
         size, self._size = self._size, self._size_of_caches()
@@ -333,11 +289,10 @@ class Compilations:
                 _steps(call),
                 ", ".join(map(type_text, jax.tree.leaves(call.args)[:5])),
             )
-        self._ahead.discard(program)  # another compilation of it is for other arguments
+        self._ahead.discard(program)  # it is compiled again only for other arguments
         return is_first
 
     def _size_of_caches(self) -> float:
-        """The number of programs that the steps have compiled, as far as they say it."""
         sizes = [getattr(step, "_cache_size", None) for step in self._steps()]
         return sum(self.compiled.programs if size is None else size() for size in sizes)
 
@@ -351,25 +306,18 @@ def _steps(call: Call) -> str:
 
 @dataclasses.dataclass
 class StartTimes:
-    """The duration of each part of a start, in seconds; parts overlap.
-
-    Attributes:
-        began: When the start began.
-        parts: Name of the part → seconds.
-        is_cached: Whether the compiled programs were found in JAX's persistent cache.
-    """
+    """The duration of each phase of a start, in seconds; phases overlap."""
 
     began: float = dataclasses.field(default_factory=time.perf_counter)
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     is_cached: bool = False
 
     def left(self, seconds: float) -> float:
-        """Return what is left of some seconds, counted from the begin of the start."""
+        """Return how many of these seconds are left since the start began."""
         return max(0.0, self.began + seconds - time.perf_counter())
 
     @scoped
     def part(self, name: str) -> Iterator[None]:
-        """Time a part."""
         then = time.perf_counter()
         try:
             yield
@@ -387,7 +335,6 @@ class StartTimes:
             self.is_cached = here.programs - before <= here.hits - hits
 
     def log(self) -> None:
-        """Log one line when the first step has been dispatched."""
         names = ("devices", "restore", "compile", "first batch")
         words = [
             f"{name} {self.parts[name]:.1f}{' (cached)' if name == 'compile' and self.is_cached else ''}"

@@ -1,4 +1,4 @@
-"""The dispatch of a call: its program is compiled, at the latest now, and run; errors are explained."""
+"""Dispatch of calls: compile the program if it is not compiled yet, run it, and explain its errors."""
 
 import contextlib
 import logging
@@ -28,24 +28,11 @@ from jstep.training.step import TrainStep, refuse_a_loss
 _logger = logging.getLogger("jstep")
 
 Look = Callable[[Call, Any], None]
-"""`look(call, state)`: called with a call that was dispatched, and the state that it returned."""
+"""`look(call, state)`, where the state is the one that the dispatched call returned."""
 
 
 class Dispatch:
-    """The calls of a run: `state, metrics = dispatch(state, call)`. It never waits for the device.
-
-    Args:
-        table: The programs.
-        signals: End the wait for a program.
-        first_call: A context manager for the very first call.
-        watch: The stopwatch of the run; compilation is not counted as time of the steps.
-        after_first: Functions that are called after the first call of each stage.
-        after_each: Functions that are called after each call.
-
-    Attributes:
-        table: The programs.
-        compiler: Compiles programs in the background, before they are due.
-    """
+    """The calls of a run: `state, metrics = dispatch(state, call)`. It never waits for the device."""
 
     def __init__(
         self,
@@ -69,7 +56,6 @@ class Dispatch:
         self._agreed = None if processes.is_single_process() or table.on_device else processes.AgreedShapes()
 
     def __call__(self, state: Tree, call: Call) -> Any:
-        """Run the steps of a call; return the new state and the metrics of its last step."""
         program, compiled = call.program, self.table.compilations.compiled
         is_new, before, seconds = not program.is_called, compiled.programs, compiled.seconds
         if self._agreed is not None:
@@ -97,11 +83,7 @@ class Dispatch:
         return result
 
     def _prepare(self, program: Program, state: Tree, call: Call) -> None:
-        """Compile a program before its first call. What is wrong with its step, the call itself explains.
-
-        Raises:
-            StopWaiting: The run is stopping.
-        """
+        """Compile a program before its first call; errors in its step are left to the call, which explains them."""
         compilations, stage, signals = self.table.compilations, program.stage, self._signals
         compilations.begins(call)
         if program.has_failed or not stage.is_compiled or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
@@ -127,7 +109,7 @@ class Dispatch:
                 raise
 
     def _follow_up(self, call: Call, result: Any, seconds: float) -> None:
-        """Look at the first call of a program, and at any later one that has compiled."""
+        """Check the first call of a program, and any later one that has compiled."""
         is_first = self.table.compilations.ended(call)
         if is_first:
             check_result(result)
@@ -142,7 +124,6 @@ class Dispatch:
 
     @scoped
     def _waiting(self, name: str) -> Iterator[None]:
-        """A context for the time in which the loop waits for a program that is compiled ahead."""
         with self._watch.part(STARTING), self.table.compilations.compiling(name):
             yield
 
@@ -151,13 +132,12 @@ class Dispatch:
             self.table.compile_longer(most, self._latest.stage)
 
     def repeated(self, call: Call) -> Callable[..., Any]:
-        """A function that repeats a call, `again(state, *call.args) -> (state, metrics)`; call it after the call."""
+        """Return a function `again(state, *call.args) -> (state, metrics)` to repeat a call, after it was made."""
         again: Callable[..., Any] = call.program.repeated(call, self.table.sums)
         return again
 
     @property
     def constants(self) -> Constants:
-        """The constant metrics of the latest call, which are not computed by the step."""
         return NONE if self._latest is None else self._latest.constants
 
 
@@ -165,7 +145,6 @@ class Dispatch:
 
 
 def check_result(result: object) -> None:
-    """Refuse the result of a step unless it is a state and metrics."""
     expected = "train_step must return (state, metrics), a TrainState and a mapping of names to values; "
     what = f"{expected}jstep.minimize(loss_fn, optimizer) makes such a step of a loss; it returned"
     if not isinstance(result, tuple) or len(result) != 2:
@@ -179,10 +158,10 @@ def check_result(result: object) -> None:
 
 
 def warn_of_redundant_rows(call: Call, state: Tree) -> None:
-    """Log a warning if every device of the state's mesh does the same work, because nothing is split over them.
+    """Warn if every device of the state's mesh does the same work, because nothing is split over them.
 
     This is certain only if the parameters are replicated, no array of the batch is on the mesh, and the step shards
-    nothing itself. Any other layout may be intended, and gives no warning.
+    nothing itself; any other layout may be intended.
     """
     params = jax.tree.leaves(state.params)
     mesh = mesh_without_batch(params, call.of_one)

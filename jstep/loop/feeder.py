@@ -1,4 +1,4 @@
-"""The calls of a run, read by the loop, or ahead of it by a thread where waiting for batches takes too long."""
+"""Feeder of calls: the loop reads the batches, or a thread reads them ahead if waiting takes too long."""
 
 import dataclasses
 import functools
@@ -19,36 +19,28 @@ from jstep.loop.signals import StopSignals
 from jstep.queues.queues import until_end
 
 _SECOND, _SHARE = 1.0, 0.05
-"""The seconds from one look at the waits to the next, and the share of them from which a thread starts."""
+"""The interval between two checks of the waits, in seconds, and the share of it above which a thread starts."""
 _HAND_OVER = 1e-4
-"""The seconds a call below which no thread starts: handing a batch over wakes a thread twice and moves the lock of the
-interpreter as often, which takes tens of microseconds, and more beside busy processes."""
+"""The wait for each call, in seconds, below which no thread starts: handing over a batch wakes a thread and moves the
+interpreter's lock twice, which takes tens of microseconds, and longer on a busy machine."""
 
 
 class BatchFeeder:
-    """Iterator over the calls of a run. Their batches are read by the loop, or ahead of it by a thread.
+    """Iterator over the calls of a run, whose batches are read by the loop, or ahead of it by a thread.
 
-    Whoever reads, the calls are the same, in the same order. A thread starts when waiting for batches took more than a
-    twentieth of the last second, and more than 0.1 ms a call, and then reads all of them. It does not read batches that
-    are made with the state.
-
-    Args:
-        source: The batches.
-        made: The calls, from `make_calls`.
-        signals: Interrupt the wait for a batch when the run is to stop.
-        watch: The stopwatch of the run.
+    The calls and their order do not depend on which thread reads. A thread starts when waiting for batches took more
+    than a twentieth of the last second, and more than 0.1 ms a call. It never reads batches that are made with the
+    state.
 
     Attributes:
-        has_begun: Whether a call was asked for: until then the positions are those of the restored checkpoint.
-        waiting: Whether the loop is waiting for a batch.
+        has_begun: Whether a call was requested; until then the positions are those of the restored checkpoint.
         steps: The number of steps of the latest call.
-        got: When the loop got it, in seconds of the stopwatch.
-        position: The position of the batches.
+        got: When the loop got it, by the stopwatch.
     """
 
-    def __init__(self, source: Source, made: Iterator[Call], signals: StopSignals, watch: Stopwatch) -> None:
-        self._made, self._signals, self._watch = made, signals, watch
-        self._reader, self._has_thread = Reader(functools.partial(next, made)), False
+    def __init__(self, source: Source, calls: Iterator[Call], signals: StopSignals, watch: Stopwatch) -> None:
+        self._made, self._signals, self._watch = calls, signals, watch
+        self._reader, self._has_thread = Reader(functools.partial(next, calls)), False
         self._waits = _Waits(math.inf if source.is_of_state else -math.inf)
         self.has_begun = self.waiting = False
         self.got = 0.0
@@ -79,7 +71,7 @@ class BatchFeeder:
                 position.moves()
                 call = next(self._made)
             signals.go_on()
-            # If the wait is interrupted, the position stays before the batch, however much of it was read.
+            # If the wait is interrupted, the position stays before the batch, even if it was partly read.
             position.moved(call.position)
         except StopIteration:
             position.ended()
@@ -96,30 +88,23 @@ class BatchFeeder:
         return dataclasses.replace(call, must_run=True) if position.is_lost(True) else call
 
     def is_position_lost(self, steps: int) -> bool:
-        """Whether the position after that many steps was too large to be copied before it moved on."""
+        """Return whether the position after these steps was too large to copy."""
         return self.position.is_lost(steps < self._taken)
 
     def position_after(self, steps: int) -> Any:
-        """The position after that many steps: all that were fetched, or all but those of the latest call."""
+        """Return the position after all fetched steps, or before the latest call's."""
         return self.position.now() if steps >= self._taken else self.position.before
 
     def close(self) -> None:
-        """End the thread."""
         self._reader.close()
 
 
 class _Waits:
-    """How long a loop has waited for its batches since a look before.
-
-    Args:
-        looked: The time of the first look; infinity for no look at all.
-    """
-
     def __init__(self, looked: float) -> None:
         self._looked, self._waited, self._calls = looked, 0.0, 0
 
     def are_long(self, asked: float, got: float) -> bool:
-        """Whether the waits of about a second, of which this is the last one, were too long; not the first batch."""
+        """Return whether the waits of about the last second were too long, ignoring the first batch."""
         self._waited += got - asked
         self._calls += 1
         if got < self._looked + _SECOND:
@@ -131,37 +116,25 @@ class _Waits:
 
 
 def copied_batches(source: Source, fetched: "FetchCounter | None" = None) -> CopiedBatches:
-    """Yield each batch of a source, copied if necessary so that no other code writes to it, and the position after it.
-
-    Args:
-        source: The batches. The position of those that are made with the state is not taken here: see `LivePosition`.
-        fetched: A counter of the batches.
-    """
+    """Yield each batch, copied if other code might write to it, and the position after it."""
     fetched = fetched or FetchCounter()
+    # `LivePosition` reads the positions of batches that are made with the state.
     at, fresh = None if source.is_of_state else source.position, source.fresh
     for batch in until_end(source.items):
         yield copied(batch, fresh=fresh), None if at is None else at()
-        fetched.add()  # after it was placed, too: errors name the batch that was not
+        fetched.add()  # after it was placed: errors name the batch that was not
 
 
 @dataclasses.dataclass(slots=True)
 class FetchCounter:
-    """The number of batches that were fetched."""
-
     count: int = 0
 
     def add(self) -> None:
-        """Count a batch."""
         self.count += 1
 
 
 class FirstBatch:
-    """Batches, the first of which is timed, and made when it is needed or earlier, in a thread.
-
-    Args:
-        items: The batches.
-        times: Measures the first batch.
-    """
+    """Batches, the first of which is timed, and may be made early in a thread."""
 
     def __init__(self, items: CopiedBatches, times: StartTimes) -> None:
         self._items, self._times = items, times
@@ -169,23 +142,17 @@ class FirstBatch:
         self._first: Future[Any] | None = None  # until the loop takes it, so that nothing else holds the batch
 
     def start(self, again: Callable[[], CopiedBatches] | None) -> None:
-        """Start the thread.
-
-        Args:
-            again: Makes the batches again if the thread failed: it starts before the hooks have begun, and a batch may
-                need what a hook sets up. None if a source that has failed cannot be read again.
-        """
+        """Start the thread. If it fails, because the hooks have not begun, `again` makes the batches again."""
         self._again = again
-        # A daemon: a reader of the user's may hang.
+        # A daemon, because the user's reader may hang.
         self._first = in_background(self.make, name="jstep-first-batch", daemon=True)
 
     def make(self) -> Any:
-        """Make the first batch; all that the thread does."""
         with self._times.part("first batch"), doing(MAKING):
             return next(self._items, None)
 
     def take(self) -> "Future[Any] | None":
-        """Wait for the thread, and return what it has made; None if there was none, or what it made was taken."""
+        """Wait for the thread and return its future, once; None without a thread."""
         future = self._first
         if future is not None:
             is_done(future, lambda: False)
@@ -197,13 +164,13 @@ class FirstBatch:
         future = self._first
         if future is None or not is_done(future, is_over) or future.exception() is not None:
             return None
-        made = future.result()
-        return None if made is None else made[0]
+        item = future.result()
+        return None if item is None else item[0]
 
     def __iter__(self) -> CopiedBatches:
         future = self.take()
         if future is not None and self._again is not None and future.exception() is not None:
-            del future  # with the error, whose traceback holds what the call had made
+            del future  # and its error, whose traceback holds the arrays of the call
             yield from self._again()
             return
         first = self.make() if future is None else future.result()

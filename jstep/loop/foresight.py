@@ -1,4 +1,4 @@
-"""Log lines about the updates of a run: rates of 0 and averages left behind before it, unused gradients after it."""
+"""Warnings about the updates of a run: zero learning rates, stale averages, and accumulated but unused gradients."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -32,11 +32,10 @@ _MOST_NAMES = 20
 
 
 def look_ahead(run: Run) -> None:
-    """Log what is foreseen, before the first step of a run."""
     try:  # on all processes, because a schedule may close over arrays of all of them
         with using_mesh(mesh_of(run.state)):
             zeros = _zero_rate_from(run)
-    except Exception as error:  # the step raises it, too, and says more about it
+    except Exception as error:  # the step raises it too, with a better message
         _logger.debug("whether learning rates are 0 is not known: %s", error)
         zeros = None
     if jax.process_index() != 0:
@@ -56,33 +55,25 @@ def look_ahead(run: Run) -> None:
 
 _RATES = "scheduled rates"
 _POINTS = 2**16
-"""The most steps at which rates are evaluated at once."""
+"""The maximum number of steps at which rates are evaluated together."""
 
 
 class ScheduledRates:
-    """All learning rates of an optimizer, of which one at least is a schedule.
-
-    Args:
-        largest: The largest size of the rates at a step; it can be traced.
-    """
-
     def __init__(self, largest: Callable[[Step], Any]) -> None:
         self._largest = jax.jit(jax.vmap(largest))
 
     def at(self, steps: object) -> Any:
-        """The largest size of the rates, for each of some steps."""
+        """Return the largest absolute rate at each of some steps."""
         with internal_transfers():
             return jax.device_get(self._largest(np.asarray(steps, trees.default_int())))
 
     def zero_from(self, first: int, stop: int) -> int | None:
-        """The step from which the rates are 0 up to `stop`, `first` or later; None if the last one is not.
-
-        Of more than 65,536 steps only as many, evenly spaced, are looked at first, and then those between two of them.
-        """
+        """Return the step ≥ `first` from which the rates are 0 up to `stop`; None if the last rate is not 0."""
         zero = self._zero(self.at(range(max(first, stop - 2), stop))[-1], stop)
         if zero is None:
             return None
         low, last = first, stop - 1
+        # Of more than _POINTS steps, evenly spaced ones are checked first, then those between two of them.
         while low < last:
             points, values = self._sampled(low, last)
             others = np.flatnonzero(values != zero)
@@ -94,34 +85,24 @@ class ScheduledRates:
         return low
 
     def are_zero_for_good(self, first: int) -> bool:
-        """Whether the rates are 0 at a step, at steps farther and farther from it, and at the largest one."""
+        """Return whether the rates are 0 at `first`, ever farther steps, and the largest one."""
         values = self.at([min(first + 2**i - 1, LARGEST_STEP - 1) for i in range(32)])
         return bool(np.all(values == values[-1]) and self._zero(values[0], first + 1) is not None)
 
     def _zero(self, value: Any, stop: int) -> Any:
-        """The value if it is 0, or that of a schedule to 0 in a compiled step, where rounding may leave something.
-
-        Args:
-            value: The value at the end of a schedule.
-            stop: The step after the last one at which the rates may have been larger.
-        """
+        """Return the value if it is 0, or if it is the rest that rounding leaves of a schedule to 0; else None."""
         if not value <= 2**-20:  # NaN is not 0 either
             return None
         return value if value == 0 or value <= 2**-24 * np.max(self._sampled(0, stop - 1)[1]) else None
 
     def _sampled(self, low: int, last: int) -> tuple[Any, Any]:
-        """Steps from `low` to `last`, and the values at them."""
         points = np.unique(np.linspace(low, last, min(_POINTS, last - low + 1)).round().astype(np.int64))
-        # Of one length, so that one program evaluates them all.
+        # Padded to one length, so that a single program evaluates them all.
         return points, self.at(np.pad(points, (0, _POINTS - len(points)), mode="edge"))[: len(points)]
 
 
 def scheduled_rates(hyperparameters: Callable[[Step], Mapping[str, Any]]) -> ScheduledRates | None:
-    """The learning rates among hyperparameters; None if none is a schedule, or another one is never 0.
-
-    Args:
-        hyperparameters: A function from the step to the values by name.
-    """
+    """Return the learning rates among hyperparameters; None if none is a schedule, or a fixed one is not 0."""
     scheduled: set[str] = set()
     fixed: list[float] = []
 
@@ -141,49 +122,44 @@ def scheduled_rates(hyperparameters: Callable[[Step], Mapping[str, Any]]) -> Sch
         return None
 
     def largest(step: Step) -> Any:
-        found = hyperparameters(step)
-        return jnp.max(jnp.stack([jnp.max(jnp.abs(found[name])) for name in sorted(scheduled)]))
+        values = hyperparameters(step)
+        return jnp.max(jnp.stack([jnp.max(jnp.abs(values[name])) for name in sorted(scheduled)]))
 
     return ScheduledRates(largest)
 
 
 def rates_of(optimizer: Optimizer) -> ScheduledRates | None:
-    """The learning rates of an optimizer; None if they are not known for all updates, if one is held, or as above.
-
-    Rates that depend on a count of updates are taken at the step: each step is expected to advance it by one.
-    """
+    """Return the learning rates of an optimizer; None if some are held, unknown, or as in `scheduled_rates`."""
     roles = roles_of(optimizer, {})
-    if not is_rated(optimizer) or roles.with_detail(LEARNING_RATE) or any(one.lags for one in roles.counted):
+    if not is_rated(optimizer) or roles.with_detail(LEARNING_RATE) or any(count.lags for count in roles.counted):
         return None
+    # Rates that depend on a count of updates are evaluated at the step, as each step should advance the count by one.
     return scheduled_rates(optimizer.hyperparameters)
 
 
 def _rates_in(run: Run, step: PureStep, optimizer: Optimizer) -> ScheduledRates | None:
-    """The learning rates of a step, whose program is kept for later runs of it."""
+    """Return the learning rates of a step; their program is cached for later runs."""
     roles = roles_of(optimizer, run.state.params)
-    if not any(is_learning_rate(name) for one in roles.counted for name in one.names):
+    if not any(is_learning_rate(name) for count in roles.counted for name in count.names):
         if _RATES not in step.kept:
             step.kept[_RATES] = rates_of(optimizer)
-        known: ScheduledRates | None = step.kept[_RATES]
-        return known
+        rates: ScheduledRates | None = step.kept[_RATES]
+        return rates
     if rates_of(optimizer) is None:
         return None
-    slots = [f"{one.prefix}{slot}" for one in roles.counted if (slot := one.slot()) is not None]
+    slots = [f"{count.prefix}{slot}" for count in roles.counted if (slot := count.slot()) is not None]
     ahead = {slot: int(jax.device_get(run.state.slots[slot])) - run.loop.first for slot in slots}
 
     def used(step: Step) -> Mapping[str, Any]:
         counts = {slot: jnp.asarray(step) + number for slot, number in ahead.items()}
         return values_used(optimizer.hyperparameters(step), roles, counts)
 
-    # What is not reported is not known to be 0.
+    # Rates without a count slot cannot be evaluated, so they are not known to be 0.
     return scheduled_rates(used) if len(slots) == len(roles.counted) else None
 
 
 def _zero_rate_from(run: Run) -> int | None:
-    """The step from which all learning rates of a run are 0 up to its end, for two steps at least; else None.
-
-    Of a run without an end only its first step is looked at, and some later ones.
-    """
+    """Return the step from which all learning rates are 0 until the end, for at least two steps; else None."""
     end = run.options.end
     begin = LARGEST_STEP if end is None else end
     for stage in reversed(list(run.train_steps.stages())):
@@ -197,15 +173,15 @@ def _zero_rate_from(run: Run) -> int | None:
         if rates is None:
             break
         if end is None and stage.stop is None:
-            found = first if rates.are_zero_for_good(first) else None
+            zero = first if rates.are_zero_for_good(first) else None
         else:
-            found = rates.zero_from(first, begin)
-        if found is None:
+            zero = rates.zero_from(first, begin)
+        if zero is None:
             break
-        begin = found
+        begin = zero
         if begin > first:
             break
-    if end is None:
+    if end is None:  # only the first step and some later ones were checked
         return begin if begin == run.loop.first else None
     return begin if end - begin >= 2 else None
 
@@ -219,10 +195,10 @@ def _warn_of_averages_left_behind(run: Run) -> None:
     for stage in run.train_steps.stages():
         step = minimized(stage.value)
         if stage.first >= run.options.last_step or step is None or step.trains is None or step.optimizer is None:
-            continue  # it is not reached, or what it trains is not known
+            continue  # it is not reached, or its trained leaves are unknown
         try:
             trains = step.trains(params)
-        except Exception:  # the step raises the same error, and says more about it
+        except Exception:  # the step raises it too, with a better message
             return
         if stage.stop is None or stage.stop > run.loop.first:
             slots = roles_of(step.optimizer, params).with_detail(FOLLOWS_UPDATES)
@@ -246,10 +222,10 @@ def _warn_of_averages_left_behind(run: Run) -> None:
 
 
 def _leaves_in(state: TrainState, slots: list[str]) -> list[bool]:
-    """Whether one of some slots has a value for each parameter."""
+    """Return, for each parameter, whether one of the slots has a value."""
     nothing = [None for _ in jax.tree.leaves(state.params)]
-    found = [trees.flatten_like(state.params, state.slots[name], name) for name in slots if name in state.slots]
-    return [any(leaf is not None for leaf in leaves) for leaves in zip(nothing, *found, strict=True)]
+    of_slots = [trees.flatten_like(state.params, state.slots[name], name) for name in slots if name in state.slots]
+    return [any(leaf is not None for leaf in leaves) for leaves in zip(nothing, *of_slots, strict=True)]
 
 
 def warn_of_averages_at_rest(call: Call, state: Tree) -> None:
@@ -266,8 +242,8 @@ def warn_of_averages_at_rest(call: Call, state: Tree) -> None:
     except Exception as error:  # a function that cannot be traced
         _logger.debug("%s: whether averages move in it is not known: %s", stage.name, error)
         return
-    found = depend_on_calls(body_of(traced), MOVED, [False] * len(traced.in_avals))
-    new, _ = jax.tree.unflatten(jax.tree.structure(out), found)
+    depends = depend_on_calls(body_of(traced), MOVED, [False] * len(traced.in_avals))
+    new, _ = jax.tree.unflatten(jax.tree.structure(out), depends)
     moves = {name: jax.tree.leaves(new.slots[name]) for name in names}
     rest = [name for name, leaves in moves.items() if leaves and not any(leaves)]
     if rest:
@@ -284,7 +260,6 @@ def warn_of_averages_at_rest(call: Call, state: Tree) -> None:
 
 
 def report_accumulated(run: Run) -> None:
-    """Log how many gradients still wait for an update when a run ends."""
     names = roles_in(run.state).with_detail(ACCUMULATED)
     if not run.feeder.has_begun or not names or jax.process_index() != 0:
         return
@@ -301,5 +276,4 @@ def report_accumulated(run: Run) -> None:
 
 
 def _named(names: list[str]) -> str:
-    """Names for a message, the first of them if there are many."""
     return listed([repr(name) for name in names], _MOST_NAMES)

@@ -1,4 +1,4 @@
-"""What a run was given: its config and its command line as JSON without secrets, and the commit of its code."""
+"""The inputs of a run: its config and command line as JSON without secrets, and the commit of its code."""
 
 import argparse
 import contextlib
@@ -27,38 +27,33 @@ from jstep.hooks.card_differences import NOT_RECORDED, UNKNOWN
 
 _LONGEST, _MOST_ARGUMENTS = 1000, 100
 _SECRET = re.compile(r"(secret|password|passwd|passphrase|pwd|credential)s?")
-"""Words of a name whose value is a secret, whatever it is."""
+"""Words of a name whose value is always a secret."""
 _SECRET_IF_LONG = re.compile(r"(key|token|auth|authorization|apikey)s?")
-"""Words of a name whose value is a secret if it is a long word: `num_tokens=1024` and `image_key="image"` are none."""
+"""Words of a name whose value is a secret if it is a long word, unlike `num_tokens=1024` and `image_key="image"`."""
 _LONG_WORD = re.compile(r"\S{16,}")
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _LOGIN, _QUERY = re.compile(r"(\w://)[^/@\s]*@"), re.compile(r"(\w://[^?\s]*)\?\S*")
 
 
-def config_of(given: object) -> dict[str, Any] | None:
-    """Return a config as name → JSON value, nested names joined by `/`; None if none is given.
-
-    Raises:
-        TypeError: It is neither a mapping, nor a dataclass instance, nor an `argparse.Namespace`.
-        ValueError: Two of its values have the same name.
-    """
-    if given is None:
+def config_of(config: object) -> dict[str, Any] | None:
+    """Return a config as name → JSON value, nested names joined by `/`."""
+    if config is None:
         return None
-    if (entries := _entries(given)) is None:
+    if (entries := _entries(config)) is None:
         raise TypeError(
             "config: must be a mapping, a dataclass instance or an argparse.Namespace, got "
-            f"{kind(given)}; give the attributes of another object as vars(config)"
+            f"{kind(config)}; give the attributes of another object as vars(config)"
         )
-    found: dict[str, Any] = {}
-    for name, value in _flat("", given, ()) if entries else ():
-        if name in found:
+    record: dict[str, Any] = {}
+    for name, value in _flat("", config, ()) if entries else ():
+        if name in record:
             raise ValueError(f"config: two of its values are called {name!r}; give one of them another name")
-        found[name] = recorded(name, value)
-    return found
+        record[name] = recorded(name, value)
+    return record
 
 
 def _entries(value: Any) -> dict[Any, Any] | None:
-    """The entries of what gives names; None of any other value."""
+    """Return the entries of a mapping, dataclass instance or namespace; None for any other value."""
     if isinstance(value, type):
         return None
     if dataclasses.is_dataclass(value):
@@ -67,13 +62,13 @@ def _entries(value: Any) -> dict[Any, Any] | None:
         return dict(vars(value))
     if not (callable(getattr(value, "keys", None)) and hasattr(value, "__getitem__")):
         return None
-    found = {}
-    for key in value.keys():  # noqa: SIM118  (a mapping is what has `keys` and `[]`)
+    entries = {}
+    for key in value.keys():  # noqa: SIM118  (mappings need only `keys` and `[]`)
         try:
-            found[key] = value[key]
+            entries[key] = value[key]
         except Exception as error:  # a value that is missing, or cannot be resolved
-            found[key] = f"({type(error).__name__})"
-    return found
+            entries[key] = f"({type(error).__name__})"
+    return entries
 
 
 def _flat(name: str, value: object, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
@@ -86,7 +81,7 @@ def _flat(name: str, value: object, above: tuple[int, ...]) -> Iterator[tuple[st
 
 
 def recorded(name: str, value: object) -> Any:
-    """Return a value as JSON, or the word that it is not recorded, if its name says that it is a secret."""
+    """Return a value as JSON, or NOT_RECORDED if its name suggests a secret."""
     try:
         value = as_json(value)
     except RecursionError:  # a list inside of itself
@@ -106,7 +101,7 @@ def _has_long_word(value: object) -> bool:
 
 
 def as_json(value: Any) -> Any:
-    """Convert a value to JSON, without NaN, logins and addresses; arrays are their dtype and shape."""
+    """Convert a value to JSON, without NaN, logins and addresses; arrays become their dtype and shape."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, enum.Enum) and not isinstance(value, str | numbers.Real):
@@ -116,9 +111,9 @@ def as_json(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return without_login(os.fsdecode(value))
     if isinstance(value, list | tuple):
-        return [as_json(one) for one in value]
+        return [as_json(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted(map(as_json, value), key=lambda one: (str(type(one)), str(one)))
+        return sorted(map(as_json, value), key=lambda item: (str(type(item)), str(item)))
     with contextlib.suppress(Exception):  # of a key, or of an array that was donated
         if value.shape == () and hasattr(value, "dtype"):
             number = value.item()
@@ -142,46 +137,45 @@ def _repr(value: object) -> str:
 
 
 def without_login(text: str) -> str:
-    """A path or an address without the user name, password or signature that a URL may hold."""
+    """Strip the user name, password and query from all URLs in a string."""
     return _QUERY.sub(r"\1", _LOGIN.sub(r"\1", text))
 
 
 def arguments() -> list[str]:
-    """Return the command line, without what looks like a secret."""
-    given, found, before = [str(one) for one in getattr(sys, "argv", ())], list[str](), ""
-    for one in given[:_MOST_ARGUMENTS]:
-        name, equals, value = one.partition("=")
+    """Return the command line, without secrets."""
+    argv, shown, before = [str(word) for word in getattr(sys, "argv", ())], list[str](), ""
+    for word in argv[:_MOST_ARGUMENTS]:
+        name, equals, value = word.partition("=")
         if equals and "://" not in name:
-            found.append(f"{name}={recorded(name, value)}")
+            shown.append(f"{name}={recorded(name, value)}")
         else:
-            found.append(one if one.startswith("--") else str(recorded(before, one)))
-        before = one if one.startswith("-") and not equals else ""
-    more = len(given) - len(found)
-    return [*found, f"… and {more} more"] if more else found
+            shown.append(word if word.startswith("--") else str(recorded(before, word)))
+        before = word if word.startswith("-") and not equals else ""
+    more = len(argv) - len(shown)
+    return [*shown, f"… and {more} more"] if more else shown
 
 
 # The code.
 
 SECS = 2.0
-"""The seconds that git may take."""
+"""The time limit for git, in seconds."""
 _SOURCES = tuple(f".{end}".encode() for end in "py pyx sh c cc cpp cu cuh h hpp".split())  # noqa: SIM905
 _OTHERS = ("DIR", "WORK_TREE", "INDEX_FILE", "COMMON_DIR", "OBJECT_DIRECTORY", "ALTERNATE_OBJECT_DIRECTORIES", "PREFIX")
-"""Ends of the variables by which git is told of another repository, as in its hooks."""
+"""Suffixes of the variables that point git at another repository, as in its hooks."""
 _STATUS = ("status", "--porcelain=v2", "-z", "--no-renames", "--untracked-files=all", "--ignore-submodules=none")
 _logger = logging.getLogger("jstep")
 
 
 def code() -> dict[str, Any] | None:
-    """Return the commit of the program's repository, and a hash of what is not committed; None if that is not known.
+    """Return the commit of the program's repository, and a hash of uncommitted edits; None if unknown.
 
-    The repository is that of the program's file, else that of the current directory. The `edits` are None if there are
-    none, and "unknown" if git takes too long.
+    The repository is that of the main file, or else of the current directory.
     """
     deadline = time.monotonic() + SECS
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     with contextlib.suppress(OSError):
         places = [*([pathlib.Path(main).absolute().parent] if main else []), pathlib.Path.cwd()]
-        where = next((one for one in places if any((up / ".git").exists() for up in (one, *one.parents))), None)
+        where = next((place for place in places if any((up / ".git").exists() for up in (place, *place.parents))), None)
         return None if where is None else _code_in(os.fspath(where), deadline)
     return None
 
@@ -206,7 +200,7 @@ def _code_in(where: str, deadline: float) -> dict[str, Any] | None:
 
 
 def _git(where: str, deadline: float, *words: str) -> bytes:
-    """Run git, which writes nothing; it ends with its children when the time is over."""
+    """Run git without writing anything; kill it and its children at the deadline."""
     others = {f"GIT_{end}" for end in _OTHERS}
     environment = {name: value for name, value in os.environ.items() if name not in others}
     process = subprocess.Popen(
@@ -214,11 +208,11 @@ def _git(where: str, deadline: float, *words: str) -> bytes:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=environment | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},  # it renews no index
+        env=environment | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},  # git must not refresh the index
         start_new_session=True,  # its children end with it, and Ctrl-C is not for it
     )
     try:
-        found, problem = process.communicate(timeout=max(0.01, deadline - time.monotonic()))
+        output, problem = process.communicate(timeout=max(0.01, deadline - time.monotonic()))
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
@@ -231,11 +225,11 @@ def _git(where: str, deadline: float, *words: str) -> bytes:
         raise
     if process.returncode:
         raise OSError(problem.decode(errors="replace").strip().split("\n")[0])
-    return found
+    return output
 
 
 def _edits(root: str, deadline: float) -> str | None:
-    """Return a hash of what is not committed, None if there is nothing; the same edits hash alike in every clone."""
+    """Return a hash of uncommitted edits, or None; equal edits hash alike in every clone."""
     edited: dict[bytes, bytes] = {}
     for entry in filter(None, _git(root, deadline, *_STATUS).split(b"\0")):
         *fields, path = entry.split(b" ", {b"1": 8, b"u": 10}.get(entry[:1], 1))
@@ -257,7 +251,6 @@ def _edits(root: str, deadline: float) -> str | None:
 
 
 def _content(path: str, deadline: float) -> bytes:
-    """A hash of a file, of where a link leads, or the word that it is gone."""
     if os.path.islink(path):
         return b"link " + os.fsencode(os.readlink(path))
     digest = hashlib.blake2b(digest_size=16)

@@ -20,18 +20,7 @@ from jstep.loop.stages import EndsAhead, StageBoundaries
 
 
 class HookRunner:
-    """The hooks of a run, called in order.
-
-    Args:
-        setup: What the run is made of.
-        hooks: All hooks.
-        reports: What those share that report.
-        ended_at: The step at which `end` of the hooks was called last, by an earlier start, or None.
-
-    Attributes:
-        is_checking: Whether the first state of a stage is being checked.
-        ended_at: As above, also by this start.
-    """
+    """The hooks of a run, called in order."""
 
     def __init__(self, setup: Setup, hooks: list[Any], reports: Reports, ended_at: int | None = None) -> None:
         self._setup, self._hooks, self._reports = setup, hooks, reports
@@ -41,7 +30,7 @@ class HookRunner:
         self._ends: EndsAhead | None = None
         self.is_checking = self._was_last = False
         self._next_check = setup.loop.first
-        self.ended_at = ended_at
+        self.ended_at = ended_at  # the step at which `end` of the hooks was called last, also by an earlier start
         self._next_due = NEVER
 
     @property
@@ -49,7 +38,6 @@ class HookRunner:
         return [hook for hook in self._hooks if isinstance(hook, EvaluationHook)]
 
     def begin(self) -> bool:
-        """Begin the hooks; return whether one of them ends the run before any step."""
         loop, is_done = self._setup.loop, False
         for hook in self._hooks:
             if hasattr(hook, "begin") and self._call(hook, "begin", loop.state):
@@ -60,17 +48,12 @@ class HookRunner:
         return is_done
 
     def before(self) -> None:
-        """Call `before_step` of the hooks that have one, before a call."""
         loop = self._setup.loop
         for hook in self._before:
             self._call(hook, "before_step", loop.step, loop.state)
 
     def evaluate(self, method: str) -> bool:
-        """Evaluate before the first step; return whether that ends the run.
-
-        Args:
-            method: `evaluate_first`, or `evaluate_owed` for what a signal interrupted before the restart.
-        """
+        """Call `evaluate_first`, or `evaluate_owed` after a restart; return whether that ends the run."""
         loop, is_done = self._setup.loop, False
         for hook in self._evaluations:
             if self._take(hook, method, self._call(hook, method, loop.step, loop.state)):
@@ -79,7 +62,7 @@ class HookRunner:
         return is_done
 
     def after(self, first: int) -> bool:
-        """Run hooks after a call that began at step `first`; return whether one of them ends the run here."""
+        """Run hooks after a call that began at step `first`; return whether one of them ends the run."""
         loop = self._setup.loop
         step = loop.step
         self._reports.count_examples(step - first, loop.rows)
@@ -99,7 +82,7 @@ class HookRunner:
         setup, loop, watch = self._setup, self._setup.loop, self._setup.watch
         if first == loop.first:
             watch.started()
-            for due in self._due:  # intervals of saves that the run makes by itself begin with its first step
+            for due in self._due:  # the intervals of automatic saves begin with the first step
                 if callable(due.cadence.secs):
                     due.done(loop.step)
             if any(isinstance(hook, LoggingHook) and hook not in setup.options.hooks for hook in self._hooks):
@@ -114,7 +97,7 @@ class HookRunner:
         self._next_check = NEVER if edge is None else edge
 
     def _call_due_hooks(self) -> None:
-        """Call what is due; all of it, even if one raises, so that no output is missing after a restart."""
+        """Call all due hooks, even if one raises, so that no output is missing after a restart."""
         loop, watch, errors = self._setup.loop, self._setup.watch, Errors(self._setup)
         step, pending = loop.step, tuple(loop.pending)
         if pending:
@@ -150,7 +133,6 @@ class HookRunner:
         self._next_due = min((due.next for due in self._due), default=NEVER)
 
     def _apply(self, hook: Any, result: Any) -> None:
-        """Apply the result of `after_step`."""
         if self._take(hook, "after_step", result):
             self._setup.loop.stops(getattr(hook, "stopped_by", None) or name_of(hook))
 
@@ -162,7 +144,7 @@ class HookRunner:
         return stop
 
     def last(self, failed: Callable[[Exception], None] | None = None) -> None:
-        """Run hooks after the last call, once; `failed` receives their exceptions while another error is handled."""
+        """Run hooks after the last call, once; `failed` receives their exceptions if another error is handled."""
         loop, errors = self._setup.loop, Errors(self._setup)
         if loop.step == loop.first or self._was_last:
             return
@@ -177,7 +159,7 @@ class HookRunner:
                     self._apply(hook, hook.after_step(loop.step, loop.state, loop.metrics))
         loop.calls(None)
         is_delivered = False
-        while not is_delivered:  # a row that fails is dropped, and the others are delivered
+        while not is_delivered:  # a row that fails is dropped, the others are delivered
             with errors:
                 self._setup.transfers.deliver_all()
                 is_delivered = True
@@ -186,8 +168,8 @@ class HookRunner:
     def end(self) -> None:
         """Call `end` of the hooks after a run that was not interrupted, once for each end of a run.
 
-        A start that takes no step only repeats the last evaluations, so that their results are there, unless the hooks
-        of the checkpoint that it restored had not ended. Savers run last; all of them run, even if one raises.
+        A start that takes no step only repeats the last evaluations, so that `results` is filled, unless the hooks of
+        the restored checkpoint had not ended.
         """
         loop, errors = self._setup.loop, Errors(self._setup)
         hooks, evaluations = self._hooks, self._evaluations
@@ -199,6 +181,7 @@ class HookRunner:
             savers = [hook for hook in hooks if isinstance(hook, CheckpointSaverHook)]
             hooks = [*left, *savers] if left else []
         before = loop.state
+        # Savers come last; all of them run, even if one raises.
         for hook in hooks:
             is_saver = isinstance(hook, CheckpointSaverHook)
             if is_saver:
@@ -217,13 +200,13 @@ class HookRunner:
         errors.end()
 
     def has_ended(self) -> bool:
-        """Whether the hooks have ended at this step, or have nothing left to do there but to save."""
+        """Return whether the hooks have ended at this step, or only need to save there."""
         loop, options = self._setup.loop, self._setup.options
         if self.ended_at == loop.step:
             return True
         is_last = loop.step >= options.last_step or loop.stopped_by is not None
         is_evaluated = all(loop.step in hook.results for hook in self._evaluations)
-        # Hooks of the user's own have something to do at the end; what jstep's do there shows in the checkpoint.
+        # User-defined hooks may act at the end; what jstep's do there shows in the checkpoint.
         has_ends = any(_overrides(hook, "end") and not is_public(type(hook)) for hook in options.hooks)
         return is_last and is_evaluated and not has_ends and loop.phase != LEAVING
 
@@ -238,24 +221,23 @@ class HookRunner:
         return result
 
     def _record(self, calling: Calling, began: float) -> None:
-        """Keep how long a call took, unless the hook measures itself."""
         if calling.part != STEPPING:
             self._setup.watch.record(calling.thing, began)
 
     def ends(self, boundaries: StageBoundaries) -> EndsAhead:
-        """The steps at which calls must end, also those at which a hook is due. Close it after the run."""
+        """Return the steps at which calls must end, also because a hook is due. Close it after the run."""
         loop, options = self._setup.loop, self._setup.options
-        known = [hook for hook in self._hooks if hasattr(hook, "next_due")]
-        # Process 0 alone writes lines, and all processes end a call where one is due.
+        hooks = [hook for hook in self._hooks if hasattr(hook, "next_due")]
+        # Only process 0 writes lines, but all processes end a call when one is due.
         lines = Cadence(None if options.progress is False else options.log_steps)
 
         def due_after(step: int) -> int:
             due = lines.next_multiple(step)
-            for hook in known:
+            for hook in hooks:
                 with loop.asking(Calling(hook, "next_due")):
                     try:
                         due = min(due, next_call(hook, step)[1])
-                    except Exception as error:  # raised once the run is there
+                    except Exception as error:  # raised when the run gets there
                         note(error, f"jstep: in {name_of(hook)}.next_due({step}), which says where calls end")
                         raise
             return due
@@ -264,21 +246,14 @@ class HookRunner:
         return self._ends
 
     def not_called(self) -> list[str]:
-        """The names of the hooks that are due at this step and that were not called, because another one hangs."""
+        """Return the names of due hooks that were not called because another one stalls."""
         step = self._setup.loop.step
         late = [due.hook for due in self._due if due.called < step and due.next <= step]
         return [name_of(hook) for hook in late if not isinstance(hook, CheckpointSaverHook)]
 
 
 class Errors:
-    """The errors of hooks all of which are called, each in this context.
-
-    At the end, `calling` of the loop is the call that raised the first of them.
-
-    Attributes:
-        all: The errors.
-        are_of_savers: Whether only savers raised some.
-    """
+    """The errors of hooks, which are all called, each in this context."""
 
     def __init__(self, setup: Setup) -> None:
         self._loop, self._transfers = setup.loop, setup.transfers
@@ -287,7 +262,7 @@ class Errors:
         self.all: list[Exception] = []
 
     def __enter__(self) -> None:
-        """Make a call."""
+        """Enter the context of one call."""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if not isinstance(error, Exception):
@@ -296,7 +271,7 @@ class Errors:
         return True
 
     def add(self, error: Exception, calling: Calling | None) -> None:
-        """Add the error of a call, which is one of the hook whose numbers it delivers."""
+        """Add an error; it belongs to the hook whose numbers were being delivered, if any."""
         is_of_saver = calling is not None and isinstance(calling.hook, CheckpointSaverHook)
         self.are_of_savers = self.are_of_savers and is_of_saver
         owner = self._transfers.taken_failed_owner()
@@ -306,8 +281,8 @@ class Errors:
         self.all.append(error)
 
     def end(self, failed: Callable[[Exception], None] | None = None) -> None:
-        """Give the errors to a function, or raise the first one, of which the others become notes."""
-        self._loop.calls(self._calling)
+        """Pass the errors to `failed`, or raise the first one, with the others as notes."""
+        self._loop.calls(self._calling)  # of the first error
         if failed is not None:
             for error in self.all:
                 failed(error)
@@ -323,14 +298,13 @@ class Errors:
 
 
 def _acts(hook: Any) -> bool:
-    """Whether a hook may have something to do after a step: it has a cadence, or methods of its own."""
+    """Return whether a hook may act after a step."""
     if isinstance(hook, RunHook) and hook.cadence is not None:
         return True
     return _overrides(hook, "after_step") or (hasattr(hook, "after_step") and _overrides(hook, "next_due"))
 
 
 def _overrides(hook: Any, method: str) -> bool:
-    """Whether a hook overrides a method of its base class, `Hook` or `RunHook`."""
     own = getattr(getattr(hook, method, None), "__func__", getattr(hook, method, None))
     does_nothing = getattr(RunHook if isinstance(hook, RunHook) else Hook, method)
     return own is not None and own is not does_nothing

@@ -1,4 +1,4 @@
-"""A bound on the calls that the device has not finished: what takes a second, or two calls."""
+"""Limits the calls in flight to about one second of work, and at least two."""
 
 import contextlib
 import math
@@ -15,46 +15,38 @@ from jstep.core.annotations import Tree
 from jstep.core.meshes import internal_transfers
 
 _SECONDS, _LEAST = 1.0, 2
-"""The seconds of work that may be unfinished, and the number of calls that may be whatever they take."""
+"""The seconds of work that may be unfinished, and the number of calls that always may be."""
 _SHARE = 0.3
-"""The weight of the newest observation in the time that a call takes."""
+"""The weight of the newest observation in the average duration of a call."""
 
 
 class InFlight:
     """The calls that the device has not finished.
 
-    A call is handed to the device only while fewer than max(2, calls that take one second) are unfinished: a run that
-    is to stop need not wait for more, and no more batches lie on the device. JAX itself dispatches dozens of calls.
-
-    Args:
-        clock: Returns seconds.
-
-    Attributes:
-        finished: The step after the last call that is known to have finished; None before the first.
-        most: The most calls that may be unfinished before the next one.
+    At most max(2, calls that take one second) may be unfinished, so that a run that stops need not wait for more, and
+    few batches occupy the device. JAX itself dispatches dozens of calls.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.finished: int | None = None
+        self.finished: int | None = None  # the step after the last call known to have finished
         self._calls: deque[tuple[Any, int]] = deque()  # an array that is ready with a call, and the step after it
         self._clock = clock
-        self._busy_since = 0.0  # when the device began its present call, as far as is known
-        self._each: float | None = None  # the seconds that a call takes
+        self._busy_since = 0.0  # when the device began its current call, as far as known
+        self._each: float | None = None  # the duration of a call in seconds
         self.most = _LEAST
-        self._are_donated = False  # metrics, to later calls
+        self._are_donated = False  # whether metrics are donated to later calls
 
     def add(self, step: int, state: Tree, metrics: Any) -> None:
-        """Add a call that was dispatched, with the step after it and its results."""
         if not self._calls:
             self._busy_since = self._clock()
         self._calls.append((_result(state, None if self._are_donated else metrics), step))
 
     def look(self) -> None:
-        """Drop the calls that have finished; waits for none."""
+        """Drop the finished calls, without waiting."""
         done = 0
         while self._calls:
             result, step = self._calls[0]
-            if result.is_deleted():  # a metric that is an array of the state, say: it tells nothing
+            if result.is_deleted():  # for example a metric that is an array of the state: no information
                 self._are_donated = True
             elif result.is_ready():
                 self.finished, done = step, done + 1
@@ -70,7 +62,7 @@ class InFlight:
         self._busy_since = now
 
     def make_room(self) -> None:
-        """Wait until another call may be handed to the device; what is wrong with a call, its results raise."""
+        """Wait until another call may be dispatched. Errors of calls are left to their results."""
         self.look()
         while len(self._calls) >= self.most:
             result, _ = self._calls[0]
@@ -79,12 +71,12 @@ class InFlight:
             self.look()
 
     def clear(self) -> None:
-        """Drop all calls, and with them the arrays."""
+        """Drop all calls and their arrays."""
         self._calls.clear()
 
 
 def _result(state: Tree, metrics: Any) -> Any:
-    """A small array that no later call donates: the loss, another metric, or a copy of the step."""
+    """Return a small array that no later call donates: the loss, another metric, or a copy of the step."""
     loss = metrics.get("loss") if isinstance(metrics, Mapping) else None
     if isinstance(loss, jax.Array):
         return loss

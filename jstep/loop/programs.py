@@ -1,8 +1,8 @@
 """The programs of a run, and the table in which the program of a call is looked up.
 
-A *stage* is a training step, from one step of the run on. A *program* runs one step of it, or, as a loop, as many as a
-call has, for batches of some shapes. A *call* is a program, arguments, and a number of steps: `calls.py`. What runs it
-is `dispatch.py`.
+A *stage* is a training step, from one step of the run on. A *program* runs one step of a stage, or loops over the steps
+of a call, for batches of some shapes. A *call* is a program, arguments, and a number of steps; see `calls.py`.
+`dispatch.py` runs it.
 """
 
 import logging
@@ -32,25 +32,13 @@ _logger = logging.getLogger("jstep")
 
 
 class Program:
-    """What runs the steps of a call: the training step of a stage, or a loop over 1 to `most` of them.
-
-    Args:
-        stage: The stage.
-        loop: The loop; None for calls of one step.
-        of_one: The shapes of the arguments of one step, for a loop.
-        traced: The trace of one step, for a loop.
+    """The training step of a stage, or a loop over 1 to `most` of its steps.
 
     Attributes:
-        stage: The stage.
         step: The training step, or the loop.
-        is_looped: Whether it is a loop.
-        most: The most steps of a call.
         is_stacked: Whether the arguments of the steps are stacked.
-        of_one: The shapes of the arguments of one step, for a loop; otherwise they are those of the call.
-        rows: The number of rows of a batch; None if not known. Known after the first call.
-        constants: The constant metrics of the latest call, which are not computed by the step.
-        is_called: Whether a call of it was made.
-        has_failed: Whether it could not be traced before its first call, which raises the error.
+        of_one: For a loop, the shapes of the arguments of one step.
+        rows: The number of rows of a batch; None if unknown, or before the first call.
     """
 
     def __init__(
@@ -66,7 +54,8 @@ class Program:
         self.most = 1 if loop is None else loop.most or 1
         self._columns: Any = None if loop is None or traced is None else loop.accumulate(traced)
         self.rows: int | None = None
-        self.constants = NONE
+        self.constants = NONE  # of the latest call
+        # A program that could not be traced ahead has failed; its first call raises the error.
         self.is_called = self.has_failed = False
 
     def run(self, state: Tree, call: Call, sums: MetricSums) -> Any:
@@ -94,34 +83,28 @@ class Program:
         return trees.owned(keep_roles(state, result[0]), "the state that the step returned"), result[1]
 
     def traceable(self, state: Tree, args: tuple[Any, ...], sums: MetricSums) -> tuple[Any, tuple[Any, ...]]:
-        """The compiled function of a call, and its arguments besides the state; for arrays or shapes."""
+        """Return the compiled function of a call, and its arguments after the state; for arrays or shapes."""
         if self.is_looped:
             count = jax.ShapeDtypeStruct((), np.int32)
             args = count, shapes_of(sums.empty(self._columns, state.global_step)), *args
         return (program_of(self.step, state, args) if isinstance(self.step, TrainStep) else self.step), args
 
     def repeated(self, call: Call, sums: MetricSums) -> Callable[..., Any]:
-        """A function that repeats a call, `again(state, *call.args)`, without adding its metrics to the sums."""
+        """Return a function `again(state, *call.args)` that adds no metrics to the sums."""
         if not self.is_looped:
             step: Callable[..., Any] = self.step
             return step
         return _Repeated(self.step, call.steps, lambda state: sums.empty(self._columns, state.global_step))
 
     def called(self, call: Call) -> None:
-        """Its first call was made."""
         self.is_called, self.rows = True, call.rows()
 
     def failed(self) -> None:
-        """It could not be traced."""
         self.has_failed = True
 
 
 class _Repeated:
-    """A function that repeats a call of several steps.
-
-    Attributes:
-        donate: Whether it donates the state.
-    """
+    """A function that repeats a call of several steps; `donate` says whether it donates the state."""
 
     def __init__(self, step: LoopedStep, steps: int, before: Callable[[Any], Any]) -> None:
         self._step, self._steps, self._before, self.donate = step, np.int32(steps), before, step.donate
@@ -134,27 +117,8 @@ class _Repeated:
 class ProgramTable:
     """The programs of a run, by stage, most steps of a call, and shapes of the batches.
 
-    With `steps_per_call` = 1, a program is the training step. Otherwise it loops over the steps of a call, as many as
-    there are. Programs are looked up where batches are made into calls, which may be a thread; the first lookup for
-    new shapes traces the step.
-
-    Args:
-        train_steps: The training steps, by the step at which each begins.
-        steps_per_call: The most steps of a call, or "auto".
-        state: The state, or its template.
-        sums: Receives the metrics of all steps.
-        compiling: A context for the time in which the loop waits for a program of the name that it is given.
-
-    Attributes:
-        train_steps: The training steps.
-        stages: The stages, in order.
-        on_device: Whether batches must be put on the device, for a step that is not compiled.
-        is_looped: Whether calls may take several steps.
-        is_auto: Whether the most steps of a call are chosen from the times of the first calls.
-        sums: The sums.
-        state_shapes: The shapes of the state.
-        tracing: Held while a program for new shapes is traced, by whichever thread needs it first.
-        compilations: What is compiled, and what is logged of it.
+    With `steps_per_call` = 1, a program is the training step; otherwise it loops over the steps of a call. Programs are
+    looked up where batches are made into calls, which may be a thread; the first lookup for new shapes traces the step.
     """
 
     def __init__(
@@ -168,34 +132,33 @@ class ProgramTable:
     ) -> None:
         self.is_auto, self.is_looped = steps_per_call == AUTO, steps_per_call != 1
         self.train_steps, self.stages = train_steps, made_stages(train_steps, compiled=self.is_looped)
-        # The most steps of a call, None for one that is not stacked; from a step on, those that "auto" chose. One
-        # attribute, which a thread that makes calls reads.
+        # The most steps of a call, None for calls that are not stacked; the step at which "auto" switches, and its
+        # choice. This is one attribute because a thread that makes calls reads it.
         self._most: tuple[int | None, float, int | None] = (
             None if self.is_auto else int(steps_per_call),
             math.inf,
             None,
         )
         self._programs: dict[Any, Program] = {}
+        # A step that is not compiled needs its batches on the device.
         self.on_device = not self.is_looped and not all(stage.is_compiled for stage in self.stages)
         self.sums = MetricSums() if sums is None else sums
         self.state_shapes = shapes_of(state)
-        self.tracing = threading.Lock()
+        self.tracing = threading.Lock()  # held while any thread traces a program for new shapes
         self.compilations = Compilations(self.steps, compiling, has_several=self.is_looped or len(self.stages) > 1)
 
     def stage_of(self, step: int) -> Stage:
-        """The stage that contains a step."""
         return self.stages[self.train_steps.index(step)]
 
     def steps(self) -> list[Any]:
-        """All steps and loops that there are programs of."""
-        return list({id(one.step): one.step for one in list(self._programs.values())}.values())
+        return list({id(program.step): program.step for program in list(self._programs.values())}.values())
 
     # From batches to calls.
 
     def calls(
         self, items: CopiedBatches, start: int, ends: Iterable[float], sharding: object, *, one_step: bool = False
     ) -> Iterator[Call]:
-        """The batches from a step on, as calls, which end at the steps `ends`; of one step each if `one_step`."""
+        """Return the batches from a step on as calls that end at `ends`, or at every step if `one_step`."""
 
         def alone(step: int, *_: object) -> Program:
             return Program(self.stage_of(step))
@@ -204,38 +167,32 @@ class ProgramTable:
         return make_calls(items, start, program_for, sharding, on_device=self.on_device, ends=ends)
 
     def program_for(self, step: int, shapes: Tree, args: Callable[[], tuple[Any, ...]]) -> Program:
-        """Return the program of calls with batches of some shapes; trace the step when the shapes are new.
-
-        Args:
-            step: The step at which the call begins.
-            shapes: The shapes of a batch, from `shapes_in`.
-            args: Returns the arguments of one step, or their shapes.
-        """
+        """Return the program of calls that begin at `step`; trace the step if the shapes are new."""
         stage, (most, later, longer) = self.stage_of(step), self._most
         key = stage, most if step < later else longer, shapes
-        found = self._programs.get(key)
-        if found is not None:
-            return found
+        cached = self._programs.get(key)
+        if cached is not None:
+            return cached
         if not self.is_looped:
             return self._programs.setdefault(key, Program(stage))
-        with self.compilations.waiting(stage), self.tracing:  # the first program is compiled in a thread of its own
+        with self.compilations.waiting(stage), self.tracing:  # the first program is compiled in another thread
             if key in self._programs:
                 return self._programs[key]
-            made = Program(stage)
+            program = Program(stage)
             try:
                 loop, of_one = self._loop(*key[:2]), shapes_of(args())
                 traced = loop.prepare(self.state_shapes, of_one)
                 if not traced.is_slow_in_loops:
-                    made = Program(stage, loop, of_one, traced)
-                elif not any(one.stage is stage and not one.is_looped for one in self._programs.values()):
+                    program = Program(stage, loop, of_one, traced)
+                elif not any(other.stage is stage and not other.is_looped for other in self._programs.values()):
                     what = "XLA runs convolutions on a CPU much slower in a loop"
                     _logger.info("%s runs one step a call: %s", stage.name, what)
-            except Exception as error:  # the step that needs it raises, where the error is described
+            except Exception as error:  # the step that needs it raises and explains it
                 _logger.debug("%s cannot be looped: %s", stage.name, error)
                 forget_frames(error)
-                made.failed()
-            self._programs[key] = made
-            return made
+                program.failed()
+            self._programs[key] = program
+            return program
 
     def _loop(self, stage: Stage, most: int | None) -> LoopedStep:
         return looped_step(stage.step, most, Accumulate(self.sums.limits))
@@ -243,12 +200,11 @@ class ProgramTable:
     # Compile programs before they are due.
 
     def compile(self, step: int, args: tuple[Any, ...]) -> None:
-        """Compile the program for the batches from a step on, for shapes, before its call needs it."""
         self.compilations.begun_ahead(self.stage_of(step))
         self._compile(self.program_for(step, shapes_in(trees.batch_of(args)), lambda: args), args)
 
     def _compile(self, program: Program, args: tuple[Any, ...]) -> None:
-        """Compile a program for the shapes of the arguments of one step."""
+        """Compile a program, given the shapes of the arguments of one step."""
         if program.has_failed:
             return
         args = stacked_shapes(args, program.most) if program.is_stacked else args
@@ -262,16 +218,15 @@ class ProgramTable:
             traced.lower().compile()
 
     def compile_longer(self, most: int, since: Stage) -> None:
-        """Compile the programs of up to `most` steps that follow those of one step, of a stage and later ones."""
-        for (stage, _, shapes), one in list(self._programs.items()):
-            if one.is_looped and stage.first >= since.first:
+        """Compile loops of up to `most` steps for the looped programs of a stage and later ones."""
+        for (stage, _, shapes), program in list(self._programs.items()):
+            if program.is_looped and stage.first >= since.first:
                 loop = self._loop(stage, most)
                 with self.tracing:
-                    longer = Program(stage, loop, one.of_one, loop.prepare(self.state_shapes, one.of_one))
-                self._compile(longer, one.of_one)
+                    longer = Program(stage, loop, program.of_one, loop.prepare(self.state_shapes, program.of_one))
+                self._compile(longer, program.of_one)
                 self.compilations.begun_ahead(longer)
                 self._programs[stage, most, shapes] = longer
 
     def switch(self, most: int, first: int) -> None:
-        """Make calls of up to `most` steps, from step `first` on."""
         self._most = None, first, most

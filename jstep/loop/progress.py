@@ -1,4 +1,4 @@
-"""The observer that shows a progress bar, and what the loop waits for before the first step: compilation."""
+"""The observer that shows a progress bar, and compilations that the loop waits for."""
 
 import contextlib
 import functools
@@ -34,9 +34,9 @@ _logger = logging.getLogger("jstep")
 
 
 class Progress(Observer):
-    """A progress bar on a terminal, or if `train(progress=True)` asks for it, in place of log lines.
+    """A progress bar on a terminal, or if requested by `train(progress=True)`, in place of log lines.
 
-    Without a bar, a compilation that takes long is shown by itself.
+    Without a bar, a long compilation is shown on its own.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -44,7 +44,7 @@ class Progress(Observer):
         wanted = setup.options.progress
         self._hook: ProgressHook | None = None
         self._is_shown = wanted is not False and jax.process_index() == 0
-        # A stream that a program has put in place of `sys.stderr` may have `write` and `flush` only.
+        # A program may have replaced `sys.stderr` by a stream with `write` and `flush` only.
         is_terminal = getattr(sys.stderr, "isatty", bool)() and importlib.util.find_spec("tqdm")
         if self._is_shown and wanted is None and is_notebook():
             self._hook = _NotebookHook(last_step=setup.options.end)
@@ -52,21 +52,19 @@ class Progress(Observer):
             self._hook = ProgressHook(last_step=setup.options.end)
 
     def compiling(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Show the compilation, in the bar or by itself."""
         if self._hook is not None:
             return self._hook.compiling(name)
         return slow(f"compiling {name}", _logger.info) if self._is_shown else contextlib.nullcontext()
 
     def reporter(self) -> "ProgressHook | None":
-        """Return the hook that draws the bar, if there is one."""
         return self._hook
 
 
 class ProgressHook(RunHook):
     """A tqdm progress bar (extra `progress`): the loss, held hyperparameters, results of evaluations, examples/s.
 
-    It counts the steps that the device has finished, with the metrics of the last of them that it has, and waits for
-    none. Before the first step it shows `compiling`, with the seconds. If the peak of the device is known, it also
+    It counts the steps that the device has finished, shows the newest of their metrics that are available, and never
+    waits. Before the first step it shows `compiling`, with the seconds. If the peak of the device is known, it also
     shows the utilization (see `StepCounterHook`).
 
     Args:
@@ -93,7 +91,6 @@ class ProgressHook(RunHook):
         self._ticker: Ticker | None = None
 
     def _bars(self) -> Callable[..., Any]:
-        """What makes the bar."""
         try:
             import tqdm
         except ImportError as error:
@@ -101,7 +98,6 @@ class ProgressHook(RunHook):
         return tqdm.tqdm
 
     def begin(self, state: TrainState) -> None:
-        """Draw the line at the first step of the run."""
         super().begin(state)
         self._pending: deque[tuple[int, dict[str, Any]]] = deque()
         self._names = frozenset({"loss", *held_values(state.slots)})
@@ -116,8 +112,7 @@ class ProgressHook(RunHook):
         self.run.poll(self, self._restart_clock)
 
     def _tick(self) -> None:
-        """Show each second how long a compilation has taken."""
-        hook = weakref.proxy(self)  # a hook that nobody closes is not kept, and ends the thread
+        hook = weakref.proxy(self)  # so that the thread ends with a hook that is never closed
 
         def show(seconds: float) -> None:
             hook._bar.set_postfix_str(_COMPILING.format(seconds))
@@ -125,7 +120,6 @@ class ProgressHook(RunHook):
         self._ticker = Ticker(show, first=_TICK_SECS, clock=self._clock)
 
     def _stop_ticking(self, words: str = "") -> None:
-        """Show something else than the compilation."""
         ticker, self._ticker = self._ticker, None
         if ticker is not None:
             ticker.stop()
@@ -133,7 +127,7 @@ class ProgressHook(RunHook):
 
     @scoped
     def compiling(self, name: str) -> Iterator[None]:
-        """Show that the loop waits for the compilation of a program; before the first step the line shows it anyway."""
+        """Show that the loop waits for a compilation; before the first step the line shows it anyway."""
         if self._bar is None or self._ticker is not None:
             yield
             return
@@ -145,12 +139,12 @@ class ProgressHook(RunHook):
             self._stop_ticking(words)
 
     def _restart_clock(self, *, wait: bool = False) -> None:
-        """Restart the clock after the first call, so that the remaining time does not include compilation."""
+        """Restart the clock after the first call, so that the remaining time excludes compilation."""
         self._stop_ticking()
         self._bar.unpause()
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Update the line with what has finished; with the numbers of the step if it is the last one."""
+        """Update the line with the steps that have finished; at the end, with the last step."""
         if self.run.is_over:
             self.end(step, state)
             return
@@ -167,23 +161,22 @@ class ProgressHook(RunHook):
         self._count(finished)
 
     def _finished(self) -> int:
-        """The last step that the device is known to have finished; waits for none."""
+        """Return the last step known to be finished, without waiting."""
         flight = getattr(self.run, "in_flight", None)
         if flight is not None:
             flight.look()
             return self._bar.n if flight.finished is None else int(flight.finished)
-        # By hand: the last step whose numbers are ready.
+        # In a custom loop: the last step whose numbers are ready.
         return max((step for step, numbers in self._pending if is_ready(numbers.values())), default=self._bar.n)
 
     def _count(self, step: int) -> None:
         self._stop_ticking()
         if step == self._bar.n:
-            self._bar.refresh()  # the numbers may be others
+            self._bar.refresh()  # the numbers may have changed
         else:
             self._bar.update(step - self._bar.n)
 
     def end(self, step: int, state: TrainState) -> None:
-        """Draw the last line."""
         self._stop_ticking()
         self._pending.clear()
         self._show(self._numbers())
@@ -203,7 +196,6 @@ class ProgressHook(RunHook):
         self._bar.set_postfix_str("  ".join([words, *rate, *share]), refresh=False)
 
     def close(self) -> None:
-        """End the line and close the bar."""
         if self._bar is not None:
             self._stop_ticking(self._bar.postfix)
             self._bar.close()
@@ -212,7 +204,7 @@ class ProgressHook(RunHook):
 
 
 class _NotebookHook(ProgressHook):
-    """The same in the output of a cell; handlers of the user's own get log lines, too."""
+    """The same bar in the output of a notebook cell; custom log handlers receive log lines, too."""
 
     replaces_log_lines = False
 
@@ -222,11 +214,11 @@ class _NotebookHook(ProgressHook):
 
 _COMPILING = "compiling {:.0f} s"
 _TICK_SECS = 1.0
-"""The seconds between two numbers of the clock."""
+"""The interval between two updates of the clock, in seconds."""
 
 
 def _is_of_no_size(file: Any) -> bool:
-    """Whether a terminal does not report its size, for which tqdm would show an empty line."""
+    """Return whether a terminal does not report its size, in which case tqdm would show an empty line."""
     try:
         return os.get_terminal_size(file.fileno()).columns == 0
     except (OSError, ValueError, AttributeError):

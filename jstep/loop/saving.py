@@ -1,14 +1,14 @@
-"""The checkpoint of a run: the state, and everything else that a restart needs; what is kept, and what is restored.
+"""The checkpoint of a run: the state, and everything else that a restart needs.
 
-| key of its `extra` | what is kept | kept by | restored by |
+| key of its `extra` | content | saved by | restored by |
 |---|---|---|---|
 | `batches`, `batches_of_processes` | the positions of the batches | `_positions` | `saved_position`, by `start.py` |
 | `hooks` | the states of the hooks | `_remembered` | `restore_hooks` |
-| `stopped` | the name of the hook that stopped the run | `_remembered` | a log line; it stays where no step is run |
+| `stopped` | the name of the hook that stopped the run | `_remembered` | a log line; it is kept if no step is run |
 | `ended` | the step at which the hooks have ended | `_remembered` | `HookRunner`, which ends them once |
-| `held` | the initial values of held hyperparameters | `_extra_of` | `restore`, which warns if the given ones differ |
-| `run` | the name of the run, which its event files bear | `_extra_of` | `Run.name` |
-| others | what an observer keeps, such as the past of a card | `Observer.past` | the observer |
+| `held` | the initial values of held hyperparameters | `_extra_of` | `restore`, which warns if the new ones differ |
+| `run` | the name of the run and of its event files | `_extra_of` | `Run.name` |
+| others | data of an observer, such as the past of a card | `Observer.past` | the observer |
 """
 
 import contextlib
@@ -53,18 +53,15 @@ from jstep.stores.tagged_json import Files, as_json
 from jstep.stores.urls import is_url
 
 HOOK_STATES, HELD = "hooks", "held"
-"""Keys of a checkpoint's `extra`, besides those of the run, of positions and of observers."""
+"""Keys of a checkpoint's `extra`, in addition to those of the run, of positions and of observers."""
 
-# What a start restores: the newest checkpoint, or the given state.
+# Start: restore the newest checkpoint, or use the given state.
 
 _logger = logging.getLogger("jstep")
 
 
 def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, Origin]:
-    """Open the checkpoints, tell the observers once the run may write, and read the small parts of the newest one.
-
-    Then the step at which the run begins is known, unless what is wrong with the checkpoint is left to `restore`.
-    """
+    """Open the checkpoints, notify the observers, and read the small parts of the newest checkpoint."""
     options, state = setup.options, setup.loop.state
     directory, saver, origin = options.checkpoint_dir, None, Origin()
     if directory is not None:
@@ -75,10 +72,10 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
 
         saver, latest = processes.on_all_processes(opened, "the checkpoints cannot be read")
         setup.closing.push(functools.partial(_leave, setup, saver))
-        has_values = trees.is_array(state.global_step) and not trees.is_donated(state)  # or it may be a template alone
-        given = step_of(state) if has_values else None
-        first = given if latest is None else None
-        origin = Origin(latest=latest, given=given, held={} if given is None else _held(state), first=first)
+        has_values = trees.is_array(state.global_step) and not trees.is_donated(state)  # else it may be only a template
+        given_step = step_of(state) if has_values else None
+        first = given_step if latest is None else None
+        origin = Origin(latest=latest, given=given_step, held={} if given_step is None else _held(state), first=first)
     trunk = open_trunk(options, saver, origin.latest)
     if saver is not None:
         if origin.latest is None or origin.latest < options.last_step:
@@ -89,7 +86,7 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
         origin = dataclasses.replace(origin, latest=trunk.step, trunk=trunk, parent=trunk.parent)
     reads = saver if trunk is None else trunk.saver
     if reads is not None and origin.latest is not None:
-        with contextlib.suppress(Exception):  # `restore` reports what is wrong
+        with contextlib.suppress(Exception):  # `restore` reports the error
             extra = extra_at(reads, origin.latest)
             origin = dataclasses.replace(origin, first=origin.latest, extra=extra)
             origin = dataclasses.replace(origin, parent=origin.parent or parent_in(extra))
@@ -116,9 +113,9 @@ def restore(setup: Setup, saver: Saver | None, origin: Origin) -> Origin:
     except FileNotFoundError:
         origin = _with_given(setup, origin, "and there is no checkpoint to restore")
         if jax.process_index() == 0:
-            given = setup.options.checkpoint_dir
-            place = given.directory if isinstance(given, Saver) else os.fspath(given or "")
-            kind = "" if saver.prefix == "model" else f" {saver.prefix}-*"  # others may be there
+            directory = setup.options.checkpoint_dir
+            place = directory.directory if isinstance(directory, Saver) else os.fspath(directory or "")
+            kind = "" if saver.prefix == "model" else f" {saver.prefix}-*"  # other prefixes may exist
             _logger.info("no checkpoint%s in %s: starts at step %d", kind, place, loop.first)
         return origin
     restored = step_of(state)
@@ -130,7 +127,7 @@ def restore(setup: Setup, saver: Saver | None, origin: Origin) -> Origin:
 
 
 def _restored(origin: Origin, step: int, extra: dict[str, Any], name: str) -> Origin:
-    """The origin of a run whose state is that of a checkpoint; warn if the given one differs."""
+    """Return the origin of a run whose state was restored; warn if the given state differs."""
     before = extra.get(HELD)
     _warn_if_different(origin.given, origin.held, step, before, name)
     held = (before or {}) if origin.given else origin.held
@@ -147,29 +144,28 @@ def _begin_from(setup: Setup, origin: Origin, trunk: Trunk) -> Origin:
         extra = extra_at(trunk.saver, trunk.step)
     except FileNotFoundError as error:
         raise CheckpointError(gone) from error
-    if trunk.saver.extra(trunk.step) != trunk.extra:  # by which the batches have begun already
+    if trunk.saver.extra(trunk.step) != trunk.extra:  # the batches already started from its positions
         raise CheckpointError(gone)
     setup.loop.begins(trunk.step, state, restored=True)
-    # What stopped the parent does not stop the branch, which has a name of its own.
+    # The branch is not stopped by the parent's hook, and has its own name.
     extra = {key: value for key, value in extra.items() if key not in (STOPPED, NAME)}
     return _restored(origin, trunk.step, extra, path)
 
 
 def extra_at(saver: Saver, step: int) -> dict[str, Any]:
-    """What was saved beside the state at a step; empty if that is not from `train`."""
+    """Return the data that `train` saved beside the state at a step, or an empty dict."""
     extra = saver.extra(step)
     return with_files(extra, functools.partial(saver.read_file, step=step)) if isinstance(extra, dict) else {}
 
 
 def _with_given(setup: Setup, origin: Origin, why: str) -> Origin:
-    """Start from the given state."""
     step = _step_of_given(setup.loop.state, why)
     setup.loop.begins(step, setup.loop.state)
     return dataclasses.replace(origin, first=step)
 
 
 def _step_of_given(state: TrainState, why: str) -> int:
-    """The step of the given state; refuse one that a run cannot start from: an abstract one, or a donated one."""
+    """Return the step of the given state; reject one that is abstract or was donated."""
     for path, leaf in trees.leaves_with_paths(state):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(
@@ -185,16 +181,15 @@ def _held(state: TrainState) -> dict[str, float]:
     return {name: float(value) for name, value in read(values).items()}
 
 
-def _warn_if_different(given: int | None, held: dict[str, float], restored: int, before: object, name: str) -> None:
-    """Warn if the given state differs from the checkpoint, which wins."""
-    if given and given != restored:
+def _warn_if_different(step: int | None, held: dict[str, float], restored: int, before: object, name: str) -> None:
+    if step and step != restored:
         _logger.warning(
             "state: the state passed (step %d) is ignored in favor of %s, the newest checkpoint of checkpoint_dir. To "
             "continue from the state passed, give another checkpoint_dir.",
-            given,
+            step,
             name,
         )
-    if given or not isinstance(before, dict):
+    if step or not isinstance(before, dict):
         return
     for hyperparameter, value in held.items():
         if before.get(hyperparameter, value) != value:
@@ -209,7 +204,7 @@ def _warn_if_different(given: int | None, held: dict[str, float], restored: int,
 
 
 def _leave(setup: Setup, saver: Saver, kind: object, error: BaseException | None, trace: object) -> None:
-    """Wait for pending writes, also after an error, but not after a second Ctrl-C; close the `Saver` if it is ours."""
+    """Wait for pending writes, except after a second Ctrl-C; close the `Saver` unless the user passed it."""
     leave = saver.wait if saver is setup.options.checkpoint_dir else saver.close
     try:
         if not setup.signals.twice:
@@ -228,41 +223,33 @@ def restore_hooks(run: Run) -> bool:
     for hook in run.savers:
         if isinstance(hook, RunSaverHook) and run.origin.trunk is None:
             hook.restored(run.loop.first, run.state)
-        elif isinstance(hook, RunSaverHook):  # from now on the other run is not needed
+        elif isinstance(hook, RunSaverHook):  # from now on the other run is not read
             hook.save(run.loop.first, run.state, wait=True)
     return is_stopped and not run.origin.is_branching
 
 
-# When the next save is due, if the run decides it.
+# The interval between automatic saves.
 
 FIRST_SECS, BUCKET_SECS = 10.0, 60.0
-"""The seconds until the first save and between two, and between two in a bucket. What `SaveInterval` makes of them is
-`MOST_SECS` at most; a checkpoint within so many after one that is kept is passing."""
+"""The seconds until the first save and between two saves, and between two in a bucket. `SaveInterval` lengthens them to
+`MOST_SECS` at most; a checkpoint within that time after a permanent one is temporary."""
 _LOOP_SHARE, _WRITER_SHARE = 0.01, 0.1
-"""The share of the time that the loop may stand still for saves, and that a writer may be busy."""
+"""The share of the time for which the loop may be blocked by saves, and for which a writer may be busy."""
 _EARLY = 0.1
-"""The seconds by which a save may be too early."""
+"""The tolerance for early saves, in seconds."""
 
 
 class SaveInterval:
-    """The seconds between two saves that a run makes by itself: as few as a small share of its time allows.
-
-    Args:
-        saver: The run's Saver.
-        clock: Returns seconds.
-
-    Attributes:
-        still: The seconds that the loop stood still for the latest save.
-    """
+    """The seconds between two automatic saves: as few as a small share of the run's time allows."""
 
     def __init__(self, saver: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._saver, self._clock = saver, clock
         self._least = BUCKET_SECS if is_url(saver.directory) else FIRST_SECS
         self._saved_at: float | None = None
-        self.still = 0.0
+        self.still = 0.0  # how long the latest save blocked the loop
 
     def __call__(self) -> float:
-        """Return the seconds from now to the next save, as far as the costs of the latest one are known."""
+        """Return the seconds until the next save, given the known costs of the latest one."""
         if self._saved_at is None:
             return FIRST_SECS
         now = self._clock()
@@ -273,12 +260,11 @@ class SaveInterval:
         return max(self._saved_at + secs - now, 0.0)
 
     def is_too_early(self) -> bool:
-        """Whether a save that is due now would cost too much: the latest one took longer than was known."""
+        """Return whether a due save would cost too much, as the latest one took longer than expected."""
         return self._saved_at is not None and self() > _EARLY
 
     @scoped
     def saving(self) -> Iterator[None]:
-        """Measure a save."""
         began = self._clock()
         try:
             yield
@@ -287,16 +273,11 @@ class SaveInterval:
             self.still = self._saved_at - began
 
 
-# What is kept.
+# The hook that saves.
 
 
 class _Memory(NamedTuple):
-    """The parts of a checkpoint, apart from the state, that hooks may change at the same step after it is saved.
-
-    Attributes:
-        positions: The positions of the batches.
-        hooks: The states of the hooks.
-    """
+    """The parts of a checkpoint that hooks may change at the same step after the save."""
 
     positions: Extra
     hooks: Extra
@@ -305,11 +286,7 @@ class _Memory(NamedTuple):
 class RunSaverHook(CheckpointSaverHook):
     """Hook that saves the state, the position of the batches, the states of hooks, and which hook stopped the run.
 
-    A step is saved again if a hook changed the state, its own, or the position of the batches, after the save.
-
-    Args:
-        options: The arguments of `train`.
-        saver: The Saver of the run.
+    A step is saved again if hooks changed any of these after the save.
     """
 
     _run: Any = None  # a `Run`
@@ -326,7 +303,6 @@ class RunSaverHook(CheckpointSaverHook):
         self._memory = self._of_this_save = _Memory(Extra({}, {}), Extra({}, {}))
 
     def _about_to_save(self, step: int) -> None:
-        """Write the summaries so far, and tell the observers."""
         run = self._run
         # A run that resumes from a checkpoint does not write earlier summaries again.
         if run.reports.writer is not None:
@@ -335,19 +311,19 @@ class RunSaverHook(CheckpointSaverHook):
             observer.about_to_save()
 
     def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
-        """Save like `CheckpointSaverHook.save`; waiting for steps in flight does not count as time for saving."""
+        """Save, without counting the wait for steps in flight as time for saving."""
         with contextlib.suppress(Exception):  # saving reports a failed step in more detail
             jax.block_until_ready(state)
         timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._interval is not None:
-            import jstep.checkpoint.orbax_arrays  # noqa: F401  # takes long, once: no cost of a save
+            import jstep.checkpoint.orbax_arrays  # noqa: F401  # the first import is slow and not part of a save
 
             timed = self._interval.saving()
         with self._run.watch.part(SAVING), timed:
             return super().save(step, state, wait=wait)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Save; a checkpoint that the run makes by itself may be passing, unless it is that of the last step."""
+        """Save; an automatic checkpoint may be temporary, except at the last step."""
         run, interval = self._run, self._interval
         if interval is not None and processes.broadcast_ints(interval.is_too_early())[0]:
             return
@@ -360,40 +336,34 @@ class RunSaverHook(CheckpointSaverHook):
             self._passing_secs = None
 
     def end(self, step: int, state: TrainState) -> None:
-        """Save the last state, which is kept."""
+        """Save the last state permanently."""
         if self._is_passing:
             self._saved = None
         super().end(step, state)
 
     def save_alone(self, step: int, state: TrainState) -> None:
-        """Save from another thread while the loader or a hook hangs: no method of a hook is called.
-
-        The states of hooks are those of the latest save.
-        """
+        """Save from another thread while the loader or a hook stalls, without calling any hook."""
         if not super().has_saved(step, state):
             self._about_to_save(step)
-            extra = self._extra_of(_Memory(self._positions(), self._memory.hooks))
+            extra = self._extra_of(_Memory(self._positions(), self._memory.hooks))  # hooks as of the latest save
             with internal_transfers(), self.saver.knowing(not nonfinite_params(self._run)):
                 self.saver.save(state, extra=extra)
         self.saver.wait()
 
     def restored(self, step: int, state: TrainState) -> None:
-        """Record that a checkpoint of this step was restored, with the current state and states of hooks."""
         self._of_this_save = _Memory(self._positions(), self._remembered())
         self.is_saved(step, state)
 
     def is_saved(self, step: int, state: TrainState) -> None:
-        """Record that a checkpoint of this step holds this state and the states of hooks when it was made."""
         super().is_saved(step, state)
         self._memory = self._of_this_save
-        for name, one in self._memory.hooks.files.items():  # for `save_alone`, when they are no longer in memory
-            one.read_with(functools.partial(self.saver.read_file, name, step))
+        for name, file in self._memory.hooks.files.items():  # for `save_alone`, when they are no longer in memory
+            file.read_with(functools.partial(self.saver.read_file, name, step))
 
     def has_saved(self, step: int, state: TrainState) -> bool:
-        """Whether a checkpoint of this step holds this state, and the current states of hooks and position."""
         if not super().has_saved(step, state):
             return False
-        # Only these can change after their step; the comparison comes first, as all processes take part in it.
+        # Only positions of batches made with the state can change after their step; all processes must compare them.
         is_same = True
         if self._run.source.is_of_state and self._run.feeder.has_begun:
             is_same = not processes.any_process(not self._positions().is_same(self._memory.positions))
@@ -404,13 +374,13 @@ class RunSaverHook(CheckpointSaverHook):
         # A run that takes no step keeps the name of the hook that stopped the earlier one.
         by = run.loop.stopped_by or (None if run.feeder.has_begun else run.origin.extra.get(STOPPED))
         states = get_states(run.hooks)
-        known = {HOOK_STATES: states or None, STOPPED: by, ENDED: run.step if run.runner.has_ended() else None}
-        values = {key: value for key, value in known.items() if value is not None}
+        entries = {HOOK_STATES: states or None, STOPPED: by, ENDED: run.step if run.runner.has_ended() else None}
+        values = {key: value for key, value in entries.items() if value is not None}
         files = Files("hooks.")
         return Extra(as_json(values, files), files if jax.process_index() == 0 else {})
 
     def _positions(self) -> Extra:
-        """The positions of the batches; must be called on all processes."""
+        """Return the positions of the batches; must be called on all processes."""
         run = self._run
         files = Files()
         if not run.feeder.has_begun:  # the positions have not changed
@@ -433,15 +403,15 @@ class RunSaverHook(CheckpointSaverHook):
         )
 
 
-# What also prevents a save after a signal, an error or a hang: at any other time, `before_save` of the hooks decides.
+# Further reasons against a save after a signal, an error or a stall; otherwise `before_save` of the hooks decides.
 
 
 def why_not_finite(run: Run) -> str:
-    """Describe why the state must not be saved: a loss that is not finite, or parameters; empty if all are.
+    """Describe why the state must not be saved: its loss or parameters are not finite; empty if they are.
 
     Parameters that were not finite when the run began do not count. The result is the same on all processes.
     """
-    if _is_loss_nonfinite(run):
+    if _is_loss_nonfinite(run):  # `NanLossHook` may not have checked it yet
         return "its loss is not finite"
     try:
         return in_words(nonfinite_params(run))
@@ -450,10 +420,7 @@ def why_not_finite(run: Run) -> str:
 
 
 def _is_loss_nonfinite(run: Run) -> bool:
-    """Whether a loss of the last call was not finite; `NanLossHook` may not have checked it yet.
-
-    The losses of skipped updates are ignored. The result is the same on all processes.
-    """
+    """Return whether a loss of the last call was not finite, except in skipped updates."""
     metrics = run.metrics if isinstance(run.metrics, Mapping) else {}
     loss = metrics.get("loss")
     is_on_all = isinstance(loss, jax.Array) and not loss.is_fully_addressable and loss.is_fully_replicated
@@ -475,12 +442,12 @@ def _is_loss_nonfinite(run: Run) -> bool:
 
 
 def why_position_lost(run: Run) -> str:
-    """Describe why the state must not be saved: the batches have moved on past it; empty if they have not."""
+    """Describe why the state must not be saved: the batches have advanced past it; empty if they have not."""
     if run.saver is None or not run.feeder.is_position_lost(run.step - run.loop.first):
         return ""
     newest = run.saver.latest_step()
     name = "" if newest is None else checkpoint_name(run.saver.prefix, newest)
     return (
-        "the object that makes the batches has moved on, and its position is too large (above 64 kB) to be copied "
+        "the data source has advanced, and its position is too large (above 64 kB) to be copied "
         f"before each batch; {f'the newest is {name}' if name else 'there is no checkpoint'}"
     )

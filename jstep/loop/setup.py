@@ -1,4 +1,4 @@
-"""What a run is made of before it opens anything: its options, signals, clocks, and the record of where its loop is."""
+"""The parts of a run before it opens anything: its options, signals and clocks, and the state of its loop."""
 
 import contextlib
 import dataclasses
@@ -27,36 +27,29 @@ from jstep.loop.stages import TrainSteps
 from jstep.state.train_state import TrainState
 from jstep.stores.timeline import Timeline
 
-# The record of where a loop over calls is, which its owner keeps and everybody else reads.
+# The state of a loop over calls: only the loop writes it, all others read it.
 
 BEGINNING, RUNNING, ENDING, LEAVING, CLOSING = "beginning", "running", "ending", "leaving", "closing"
 """The phases of a run: before its first call, while it takes steps, after its last call, after a signal, at the end."""
 
 
 class Calling(NamedTuple):
-    """A call of a hook.
-
-    Attributes:
-        hook: The hook.
-        method: The method.
-    """
-
     hook: Any
     method: str
 
     @property
     def is_users(self) -> bool:
-        """Whether it is not a hook of jstep's."""
+        """Whether the hook is user-defined."""
         return not isinstance(self.hook, RunHook)
 
     @property
     def part(self) -> str:
-        """The part of the run's time that it counts as."""
+        """The phase that its time counts as."""
         return HOOKS if self.is_users else str(self.hook.part)
 
     @property
     def thing(self) -> Hashable:
-        """What its duration is recorded as: a save, an evaluation of the hook, or this method of it."""
+        """The key of its recorded duration: a save, an evaluation, or this method of the hook."""
         if self.part == HOOKS or self.method == "begin":
             return id(self.hook), self.method
         return (id(self.hook), EVALUATING) if self.part == EVALUATING else SAVING
@@ -64,21 +57,16 @@ class Calling(NamedTuple):
 
 @dataclasses.dataclass
 class LoopState:
-    """The place of a loop over calls: in `train` and in `replay`.
+    """The position of a loop over calls, in `train` and in `replay`.
 
     Attributes:
-        state: The state after the latest step, with the changes that hooks made.
-        step: The step of the state.
-        metrics: The metrics of the last step; None before the first one.
-        rows: The number of rows of its batch; None if not known.
-        first: The step at which the loop begins; 0 until it is known.
-        is_known: Whether that is known, or assumed while a checkpoint is restored.
-        restoring: The checkpoint that is being restored, or None.
-        is_restored: Whether the state at which the loop began is that of a checkpoint.
-        phase: One of the phases above.
-        calling: The call of a hook that is being made, or that raised; None if none is.
-        stopped_by: The name of the hook, or of the callback of a hook, that ended the run; None if none did.
-        pending: What hooks wait for, with these hooks.
+        state: The state after the latest step, including changes by hooks.
+        rows: The number of rows of the last batch; None if unknown.
+        first: The step at which the loop begins; while a checkpoint is restored, an assumption.
+        restoring: The checkpoint that is being restored.
+        is_restored: Whether the loop began with the state of a checkpoint.
+        calling: The call of a hook that is in progress, or that raised.
+        stopped_by: The name of the hook or callback that ended the run.
     """
 
     state: Any
@@ -96,51 +84,41 @@ class LoopState:
 
     @property
     def is_over(self) -> bool:
-        """Whether no further step is taken: the last one was, or something ends the run."""
         return self.phase not in (BEGINNING, RUNNING)
 
     def restores(self, step: int | None, checkpoint: int | None) -> None:
-        """A checkpoint is being restored, after which the loop will probably begin at `step`."""
+        """Record the checkpoint that is being restored, and the probable first step."""
         self.first, self.is_known, self.restoring = step or 0, True, checkpoint
 
     def begins(self, step: int, state: Tree, *, restored: bool = False) -> None:
-        """The loop begins at a step, with its state."""
         self.first, self.step, self.is_restored = step, step, restored
         self.state, self.is_known, self.restoring = state, True, None
 
     def enters(self, phase: str) -> None:
-        """The loop enters another phase."""
         self.phase = phase
 
     def take(self, run_call: RunCall, call: Call) -> None:
-        """Run the steps of a call. It never waits for the device, and nothing changes if the call raises.
-
-        Args:
-            run_call: Runs them, such as the `Dispatch` of a run.
-            call: The call.
-        """
+        """Run a call, without waiting for the device; nothing changes if it raises."""
         self.state, self.metrics = run_call(self.state, call)
         self.step, self.rows = call.first + call.steps, call.program.rows
 
     def changes(self, state: Tree) -> None:
-        """A hook replaced the state."""
         self.state = state
 
     def stops(self, by: str | None) -> None:
-        """A hook ends the run; the first one that does is remembered."""
+        """End the run; the name of the first hook that does is kept."""
         self.stopped_by = self.stopped_by or by
 
     def poll(self, hook: Hook, look: Poll) -> None:
-        """Call `look` after a call, and after each further one while it returns True."""
+        """Call `look` after each call until it returns False, and `look(wait=True)` after the last step."""
         self.pending.append((hook, look))
 
     def calls(self, calling: Calling | None) -> None:
-        """A hook is called, or none is any more."""
         self.calling = calling
 
     @scoped
     def asking(self, calling: Calling) -> Iterator[None]:
-        """A context in which a hook is called, whether it raises or not."""
+        """A context for the call of a hook, whether it raises or not."""
         self.calling = calling
         try:
             yield
@@ -148,44 +126,35 @@ class LoopState:
             self.calling = None
 
     def taken_pending(self) -> list[tuple[Hook, Callable[..., bool | None]]]:
-        """Return what hooks wait for, and wait for nothing more."""
         pending, self.pending = self.pending, []
         return pending
 
     def release(self) -> None:
-        """Drop the arrays: only what is written is waited for."""
+        """Drop the arrays; only pending writes are left."""
         self.state = self.metrics = self.calling = None
         self.phase = CLOSING
 
 
-# What a run is made of.
+# The parts of a run.
 
 
 class Lines:
-    """The lines about a run, which are written while a file is open for them, from any thread.
-
-    Attributes:
-        timeline: The file; None if none is open.
-        latest: Kind → the fields of its newest line.
-    """
+    """The lines of a run's timeline, written from any thread; `latest` has the newest fields by kind."""
 
     def __init__(self) -> None:
         self.timeline: Timeline | None = None
         self.latest: dict[str, dict[str, Any]] = {}
 
     def open(self, timeline: Timeline) -> None:
-        """Write lines to a file from now on."""
         self.timeline = timeline
 
     def write(self, kind: str, **fields: object) -> None:
-        """Write a line, if a file is open."""
         timeline = self.timeline
         if timeline is not None:
             self.latest[kind] = fields
             timeline.write(kind, **fields)
 
     def close(self) -> None:
-        """Close the file."""
         timeline, self.timeline = self.timeline, None
         if timeline is not None:
             timeline.close()
@@ -193,23 +162,14 @@ class Lines:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a run is made of before it opens anything.
+    """The parts of a run before it opens anything.
 
     Attributes:
-        options: The arguments of `train`.
-        train_steps: The training steps.
-        loop: Where the loop is.
-        signals: Receives the signals that stop the run, and knows its `stop_secs`.
-        watch: The stopwatch.
-        times: Measures the start.
-        sums: The sums of metrics over intervals.
-        transfers: The numbers on their way from the device, in the order in which they are delivered.
-        lines: The lines about the run.
+        transfers: The numbers in transfer from the device, in the order of their delivery.
         fetched: Counts the batches that were fetched.
-        in_flight: The calls that the device has not finished.
-        closing: Closes what the run opens.
-        told: Tells the user's hooks of checkpoints, of an error, and of the end.
-        new_name: Its name, if it has none from an earlier start.
+        closing: Closes everything that the run opens.
+        told: Notifies custom hooks of checkpoints, of an error, and of the end.
+        new_name: Its name, unless an earlier start gave it one.
     """
 
     options: Options
@@ -231,7 +191,6 @@ class Setup:
 def new_setup(
     options: Options, train_steps: TrainSteps, state: TrainState, times: StartTimes, watch: Stopwatch
 ) -> Setup:
-    """What a run is made of, from the arguments of `train`."""
     limits = [hook.max_skipped_steps for hook in options.hooks if isinstance(hook, NanLossHook)]
     return Setup(
         options=options,

@@ -1,14 +1,14 @@
-"""When a run stops before its end: signals, a time limit, and processes that stop together.
+"""Early stops: signals, a time limit, and processes that stop together.
 
 | received | one process | several processes |
 |---|---|---|
-| SIGTERM | a handler notes it; the run saves, exit code 143 | JAX's preemption service stops all after one call |
+| SIGTERM | a handler records it; the run saves, exit code 143 | JAX's preemption service stops all after one call |
 | SIGUSR1, SIGHUP | the same, 138 and 129; left alone if ignored or handled | forwarded to that service |
-| SIGINT | the same, KeyboardInterrupt; a second one leaves at once | forwarded to that service |
-| `stop_secs` | a timer does what SIGTERM does | all look at the clock of process 0 |
+| SIGINT | the same, KeyboardInterrupt; a second one leaves immediately | forwarded to that service |
+| `stop_secs` | a timer acts like SIGTERM | all use the clock of process 0 |
 
-In the main thread, the first signal also ends what waits: the start of a run, the wait for a batch, and the tracing of
-a program.
+In the main thread, the first signal also interrupts the start of a run, the wait for a batch, and the tracing of a
+program.
 """
 
 import _thread
@@ -34,13 +34,14 @@ _logger = logging.getLogger("jstep")
 
 _POLL_SECS = 0.1
 _OTHERS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGHUP") if hasattr(signal, name))
-"""Signals that schedulers and terminals send; they stop a run only if nothing else is done with them."""
+"""Signals that schedulers and terminals send; they stop a run only if they have their default action."""
 
 
 class Preempted(Picklable, SystemExit):
     """Raised by `train` after SIGTERM, SIGUSR1, SIGHUP or `stop_secs`, when the step in flight is finished.
 
-    Its message says whether the state is saved: it is, if the run has checkpoints, has begun, and nothing prevents it.
+    Its message says whether the state is saved. It is saved if the run has checkpoints, has begun, and nothing prevents
+    it.
 
     A SystemExit with code 128 + signal: 143, 138, 129, and 143 after `stop_secs`.
 
@@ -58,31 +59,23 @@ class Preempted(Picklable, SystemExit):
 
 
 class StopWaiting(BaseException):
-    """Interruption of a wait when the run stops, for a batch or a program; never propagates out of `train`."""
+    """Raised when the run stops while it waits for a batch or a program; never propagates out of `train`."""
 
 
 class StopSignals:
     """The signals that stop a run, and its time limit, from `begin` to `end`.
 
-    Signal handlers can be set in the main thread only; in another thread it handles none. A SIGINT that is ignored, as
-    under `nohup` or in a background job of a script, stays ignored, and so does SIGHUP. In a process that is forked
-    during the run, every handler is that of before.
+    An ignored SIGINT or SIGHUP, as under `nohup` or in a background job, stays ignored. A process that is forked during
+    the run gets the previous handlers.
 
-    The first signal ends a run before its first step, and what the loop waits for after it, between `wait` and `go_on`,
-    unless other processes have to agree (`to_stop`). A second SIGINT interrupts whatever is done.
-
-    Args:
-        stop_secs: Seconds until the run stops; None for no limit.
-
-    Attributes:
-        received: The first signal; None until one is received. SIGTERM at the end of the time limit.
-        twice: Whether a second SIGINT was received.
+    The first signal ends the start of a run and, between `wait` and `go_on`, a wait of the loop, unless processes have
+    to agree (`to_stop`). A second SIGINT interrupts anything.
     """
 
     def __init__(self, stop_secs: float | None = None) -> None:
         self._alone = processes.is_single_process()
         self._before: dict[signal.Signals, Any] = {}
-        self._raise: Callable[[], BaseException] | None = None  # makes what the first signal raises
+        self._raise: Callable[[], BaseException] | None = None  # makes the exception that the first signal raises
         self.received: signal.Signals | None = None
         self.twice = self._is_limit = self._has_agreed = False
         self._timer: threading.Timer | None = None
@@ -90,28 +83,27 @@ class StopSignals:
         self._polls = 0
         self._ending = threading.Lock()
         if stop_secs is not None and self._alone:
-            # A longer wait is an error; this one is 292 years.
+            # threading rejects longer waits than this one of 292 years.
             self._timer = threading.Timer(min(stop_secs, threading.TIMEOUT_MAX), self._expire)
             self._timer.daemon = True
         elif stop_secs is not None:
             self._limit = processes.AgreedClock(stop_secs, time.monotonic)
 
     def begin(self) -> None:
-        """Handle signals, and start to count the seconds; `end` must follow, also if a signal interrupts this."""
+        """Handle signals and start the time limit; `end` must follow, even if a signal interrupts this call."""
         self._raise = lambda: self.stopped("before its first step")
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
             handled = [signal.SIGTERM] if self._alone else []
             handled += [signal.SIGINT] if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else []
             for number in itertools.chain(handled, filter(_is_free, _OTHERS)):
-                self._before[number] = signal.getsignal(number)  # known before a signal can interrupt this
+                self._before[number] = signal.getsignal(number)  # recorded before a signal can interrupt this
                 signal.signal(number, self._note)
             _active.append(self)
         if self._timer is not None:
             self._timer.start()
 
     def end(self) -> None:
-        """Handle no more signals."""
-        with self._ending:  # the timer sends a signal now, or never
+        with self._ending:  # the timer has sent its signal, or never will
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = None
@@ -120,21 +112,20 @@ class StopSignals:
         self.restore()
 
     def restore(self) -> None:
-        """Restore the handlers of before, in this process or in one that was forked from it."""
+        """Restore the previous handlers, also in a fork."""
         for number, handler in self._before.items():
             # None: the handler was not set from Python, so Python cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 
     def _expire(self) -> None:
-        """Do what SIGTERM does; called by the timer."""
         with self._ending:
             if self._timer is None or self.received is not None:
                 return
             self._is_limit = True
             main = threading.main_thread().ident
             if main is not None and signal.SIGTERM in self._before and signal.getsignal(signal.SIGTERM) == self._note:
-                interrupt = getattr(signal, "pthread_kill", None)  # interrupts what the loop waits for
+                interrupt = getattr(signal, "pthread_kill", None)  # interrupts the wait of the loop
                 if interrupt is None:  # Windows
                     _thread.interrupt_main(signal.SIGTERM)
                 else:
@@ -154,33 +145,30 @@ class StopSignals:
         elif self._raise is not None:
             raise self._raise()
 
-    # Waits, which a signal ends.
+    # Waits that a signal interrupts.
 
     def wait(self) -> None:
-        """From here on the first signal raises StopWaiting; so does this, if it was received before."""
+        """Let the first signal raise StopWaiting from now on, or now if it was received."""
         self._raise = StopWaiting
         self.check()
 
     def go_on(self) -> None:
-        """From here on a signal interrupts nothing."""
+        """Let no signal interrupt a wait from now on."""
         self._raise = None
 
     def check(self) -> None:
-        """Raise StopWaiting if a signal was received, unless other processes have to agree."""
         if self._alone and self.received is not None:
             raise StopWaiting
 
     def wait_for(self, future: "futures.Future[Any]", *, may_leave: bool = True) -> None:
-        """Wait for something in the background, and check for signals meanwhile, if the wait may be left.
-
-        It waits again and again: a signal that arrives just before a wait without a time-out is handled only after it.
-        """
+        """Wait for a background task; meanwhile check for signals, if the wait may be left."""
+        # A signal that arrives just before a wait without a timeout would be handled only after the wait.
         while not futures.wait([future], timeout=_POLL_SECS).done:
             if may_leave:
                 self.check()
 
     def to_stop(self) -> bool:
-        """Whether the run stops after this call; called after each call and between the batches of an evaluation."""
+        """Return whether the run stops; called after each call and between the batches of an evaluation."""
         if self._alone:
             return self.received is not None
         if not self._has_agreed:
@@ -194,15 +182,15 @@ class StopSignals:
         return self._has_agreed
 
     def agree_at_end(self) -> None:
-        """Let all processes leave if one of them received a signal too late for the others to hear of it in the run.
+        """Let all processes leave if one of them received a signal too late for the others to notice.
 
-        Must be called on all processes whose run has ended without an error.
+        Must be called on all processes whose run ended without an error.
         """
         if not self._alone and processes.any_process(self.received is not None):
             self._agree_on_signal()
 
     def _agree_on_signal(self) -> None:
-        """Leave with one exit code on all processes, except for those that received SIGINT."""
+        """Agree on one exit code, except on processes that received SIGINT."""
         mine = self.received if self.received in _OTHERS else 0
         (number,) = processes.max_over_processes(np.array([mine], np.int32))
         if self.received != signal.SIGINT:
@@ -210,7 +198,6 @@ class StopSignals:
 
     @property
     def reason(self) -> str:
-        """What stops the run: the name of the signal, or `stop_secs`."""
         return "stop_secs" if self._is_limit else (self.received or signal.SIGTERM).name
 
     def stopped(self, when: str) -> BaseException:
@@ -222,7 +209,7 @@ class StopSignals:
 
 
 def _is_free(number: signal.Signals) -> bool:
-    """Whether a signal has its default action: handlers set in C, such as those of faulthandler, are not Python's."""
+    """Return whether a signal has its default action. Python does not see handlers set in C (faulthandler)."""
     if signal.getsignal(number) != signal.SIG_DFL:
         return False
     action = ctypes.create_string_buffer(512)  # a `struct sigaction`, which begins with the handler
@@ -232,10 +219,10 @@ def _is_free(number: signal.Signals) -> bool:
     return True
 
 
-# Processes that are forked in a run.
+# Processes that are forked during a run.
 #
-# A handler of the run would note the signal that ends a child, and the child would live on. Its signals wait until it
-# has the handlers of before.
+# With the run's handlers, a child would only record the signal that should end it. Its signals are blocked until it has
+# the previous handlers.
 
 _active: list[StopSignals] = []
 """The runs whose handlers are set, the innermost last."""
@@ -243,7 +230,7 @@ _masked = threading.local()
 
 
 def _before_fork() -> None:
-    _masked.before = signal.pthread_sigmask(signal.SIG_BLOCK, {n for one in _active for n in one._before})
+    _masked.before = signal.pthread_sigmask(signal.SIG_BLOCK, {n for run in _active for n in run._before})
 
 
 def _in_parent() -> None:

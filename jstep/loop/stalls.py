@@ -1,8 +1,8 @@
-"""The observer of runs that hang: it says what each process waits for, and ends a run that hangs for too long.
+"""The observer of stalls: it reports what each process waits for, and ends a run that stalls for too long.
 
-The loop does not call it. It reads, in a thread of its own, what the record of the run and the stopwatch hold: the hook
-that is called, the batch that is waited for, the part of the time, how long the same things took before; and what those
-who wait say themselves (`core.threads.doing`).
+The loop does not call it. In its own thread, it reads the state of the run and the stopwatch: the current hook, the
+batch that the loop waits for, the phase, and the earlier durations of the same things; and the activities that waiting
+threads declare (`core.threads.doing`).
 """
 
 import dataclasses
@@ -33,42 +33,42 @@ from jstep.loop.stopping import save_while_it_hangs
 from jstep.stores.timeline import STALL
 
 EXIT_CODE = 75
-"""`EX_TEMPFAIL` of sysexits.h: a launcher may start the run again."""
+"""`EX_TEMPFAIL` of sysexits.h: a launcher may restart the run."""
 _BATCH, _COMPILE, _EVALUATION, _HOOK, _START, _CLOSE = "batch", "compile", "evaluation", "hook", "start", "close"
 _SAVE = "save"
 _OF_HOST = (_BATCH, _COMPILE, _START)
 """The kinds of waits of the main thread that are not for the device."""
 _MAY_BE_RARE = (_SAVE, _EVALUATION, _HOOK)
-"""The kinds of waits whose slow calls may be rarer than the durations that are kept: those reported stay known."""
+"""The kinds of waits with rare slow calls, which recorded durations may miss: their reported stalls are remembered."""
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (*(path + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name), "<frozen")
 _logger = logging.getLogger("jstep")
 
 
 class StallHook(Hook):
-    """A hook that says what a run that hangs waits for, and that can end it.
+    """A hook that reports what a stalled run waits for, and that can end the run.
 
-    `train` has one with the default settings; one among `hooks` replaces it. A thread looks about once a second at what
-    the main thread is in: waiting for a batch, in a call of the step, compiling, restoring, saving, in an evaluation,
-    in a hook, or waiting for other processes. A *stall* is one of these that has lasted longer than
+    `train` has one with the default settings; one among `hooks` replaces it. About once a second, a thread checks what
+    the main thread is doing: waiting for a batch, in a call of the step, compiling, restoring, saving, in an
+    evaluation, in a hook, or waiting for other processes. A *stall* is one of these that has lasted longer than
 
     limit = max(warn_secs, min(factor · usual, usual + 10 · warn_secs)), for calls in flight at least 2 · usual · steps,
 
-    where *usual* is the longest of the last 64 of the same thing (for batches and calls, the median) and of all stalls
-    of a hook, an evaluation or a save that were reported and ended. What has not been seen before, such as the first
-    compilation or a restore, may take 10 · warn_secs, and time in which the process computes counts a tenth. Time in
-    which the process was stopped, or the machine slept, does not count. A hang that holds the interpreter's lock is
-    seen by the other processes only.
+    where *usual* is the longest of the last 64 durations of the same thing (for batches and calls, the median) and of
+    all reported stalls of a hook, an evaluation or a save that have ended. Something that has not been seen before,
+    such as the first compilation or a restore, may take 10 · warn_secs, and time in which the process computes counts a
+    tenth. Time in which the process was stopped, or the machine slept, does not count. A stall that holds the
+    interpreter's lock is seen by the other processes only.
 
-    Each stall is a warning, repeated at twice, four times, eight times … its age. If the run has a directory, it is
-    also a file `stalls/PROCESS.json` there, which the other processes read, and so does `python -m jstep stalls`; see
-    [When a run hangs](../help/stalls.md).
+    Each stall is a warning, repeated at twice, four times, eight times … its age. If the run has a directory, the stall
+    is also a file `stalls/PROCESS.json` there, which the other processes and `python -m jstep stalls` read; see [When a
+    run hangs](../help/stalls.md).
 
     Args:
-        warn_secs: Seconds that nothing is shorter than that is called a stall; None to watch nothing.
+        warn_secs: The minimum duration of a stall, in seconds; None to watch nothing.
         exit_secs: Seconds of one stall after which the process ends with exit code 75, for a launcher that starts it
             again; None to wait forever. It writes the stacks of all threads first. If this is the only process, and it
-            hangs in the data loader or in a hook of yours, it also saves the last complete state.
+            stalls in the data loader or in one of your hooks, it also saves the last complete state.
         factor: How many times longer than usual anything may take.
 
     Raises:
@@ -94,19 +94,15 @@ class StallHook(Hook):
 
 @dataclasses.dataclass
 class Wait:
-    """A wait of the main thread or of the device; with the same key, it is still the same.
+    """A wait of the main thread or of the device, identified by its key.
 
     Attributes:
-        kind: Its kind.
-        what: What it is, in words.
-        key: Identifies it.
-        thing: What its durations are recorded as, if they are; None if the switches of the stopwatch tell them.
-        steps: The first and the last step of the calls that it is in; None if it is in none.
-        age: Its seconds so far, without those in which the process was stopped.
-        idle: Its seconds, of which those in which the process computed count a tenth.
+        thing: The key of its recorded durations; None if they come from the stopwatch.
+        age: Its seconds so far, except those in which the process was stopped.
+        idle: The same, but seconds in which the process computed count a tenth.
         next_line: The age at which the next line is due.
-        reads: How often the files of the others had been read when it was; None if it is not.
-        part: The part of the stopwatch when a line was written; empty if none was.
+        reads: When a line became due, how often the files of other processes had been read.
+        part: The phase of the stopwatch when a line was written.
     """
 
     kind: str
@@ -121,11 +117,10 @@ class Wait:
     part: str = ""
 
     def grows(self, what: str, passed: float, idle: float) -> None:
-        """It still lasts, and is now this in words."""
         self.what, self.age, self.idle = what, self.age + passed, self.idle + idle
 
     def is_due(self, reads: int) -> bool:
-        """Whether a line is due; then the files of the others have been read so often."""
+        """Return whether a line is due, after this many reads of the other processes' files."""
         self.next_line = self.next_line or self.age
         if self.age < self.next_line:
             return False
@@ -133,28 +128,19 @@ class Wait:
         return True
 
     def told(self, part: str) -> None:
-        """A line was written, in this part of the stopwatch."""
         self.next_line, self.reads, self.part = 2 * self.age, None, part
 
 
 class _MainThread:
-    """What the thread of the loop waits for.
-
-    Args:
-        setup: What the run is made of.
-    """
-
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._run: Run | None = None
         self.ident, self.caller = threading.get_ident(), sys._getframe(2).f_code
 
     def begins(self, run: Run) -> None:
-        """The run is whole."""
         self._run = run
 
     def wait(self) -> Wait:
-        """What it waits for now."""
         now, step = threads.done_by(self.ident), self._setup.loop.step
         wait = self._of_run(is_tracing=threads.TRACING in now)
         if threads.AGREEING not in now:
@@ -198,11 +184,10 @@ class _MainThread:
         return _call(first, first + feeder.steps - 1)
 
     def steps_of_call(self) -> int:
-        """The number of steps of the latest call."""
         return 1 if self._run is None else self._run.feeder.steps
 
     def save(self) -> str | None:
-        """Save the last complete state, if there is anything to save, and return the outcome."""
+        """Save the last complete state and return the outcome; None if there is nothing to save."""
         run = self._run
         if run is None or run.saver is None or run.step <= run.loop.first:
             return None
@@ -210,20 +195,14 @@ class _MainThread:
 
 
 class _Device:
-    """The calls whose results are not ready.
-
-    Args:
-        loop: Where the loop is.
-    """
-
     def __init__(self, loop: LoopState) -> None:
         self._loop = loop
         self._samples: list[tuple[int, Any]] = []  # steps, and one of their metrics
-        self._done, self._since = 0, 0.0  # the first step that is not known to be finished, and since when
+        self._done, self._since = 0, 0.0  # the first step not known to be finished, and since when
         self.per_step: list[float] = []
 
     def wait(self) -> Wait | None:
-        """The calls up to the first of those that were the latest at a look, or None if all have finished."""
+        """Return the calls up to the first sampled one that is not ready, or None."""
         now, samples, done = time.monotonic(), self._samples, max(self._done, self._loop.first)
         step, metrics = self._loop.step, self._loop.metrics
         while samples and (samples[0][1].is_deleted() or samples[0][1].is_ready()):
@@ -240,34 +219,21 @@ class _Device:
         return wait
 
     def clear(self) -> None:
-        """Drop the arrays."""
         self._samples.clear()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Process:
-    """This process, for lines and files.
-
-    Attributes:
-        index: Its index.
-        count: The number of processes.
-    """
-
     index: int
     count: int
 
     @property
     def name(self) -> str:
-        """Its name in lines."""
         return f"process {self.index} of {self.count} (host {socket.gethostname()})"
 
 
 class StallWatch(Observer):
-    """The thread that watches one run.
-
-    Args:
-        setup: What the run is made of; its loop is run by the caller.
-    """
+    """The thread that watches one run, whose loop runs in the thread that creates it."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -280,12 +246,12 @@ class StallWatch(Observer):
         self._of_main, self._of_device = _MainThread(setup), _Device(setup.loop)
         self._main: Wait | None = None
         self._device: Wait | None = None
-        self._step, self._quiet = -1, 0.0  # how long this has been the step
-        self._survived: dict[Hashable, float] = {}  # how long the longest stall of a thing lasted that was reported
+        self._step, self._quiet = -1, 0.0  # how long the step has been unchanged
+        self._survived: dict[Hashable, float] = {}  # the longest reported stall of each thing
         if self._warn:
             try:
                 self._thread.start()
-            except BaseException:  # Ctrl-C, before `__enter__`: nobody else can end the thread
+            except BaseException:  # Ctrl-C, before `__enter__`, so nobody else can stop the thread
                 self._over.set()
                 raise
 
@@ -295,11 +261,10 @@ class StallWatch(Observer):
 
     @property
     def _is_shared(self) -> bool:
-        """Whether other processes read the file of this one, and have files of their own."""
+        """Whether other processes read the file of this one and write their own."""
         return bool(self.setup.options.where) and self._process.count > 1
 
     def begins(self, run: Run) -> None:
-        """From here on, it looks at the calls."""
         self._of_main.begins(run)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -331,18 +296,18 @@ class StallWatch(Observer):
         self._main = self._followed(self._main, now, passed, idle)
         self._device = self._followed(self._device, self._of_device.wait(), passed, idle)
         self._quiet, self._step = self._quiet + passed if step == self._step else 0.0, step
-        # What may wait for the device hangs only if the device does.
+        # A wait that may be for the device is a stall only if the device stalls.
         is_of_host = self._device is None or now.kind in _OF_HOST
         waits = [wait for wait in (self._main if is_of_host else None, self._device) if wait is not None]
         stall = next(filter(self._is_stall, waits), None)
-        if stall is None:  # others may wait for this process, though it does not hang
+        if stall is None:  # others may wait for this process, though it does not stall
             is_quiet = self._is_shared and self._quiet > self._warn
-            hang = is_quiet and any(one["stall"] for one in files.others)
+            hang = is_quiet and any(other["stall"] for other in files.others)
             files.exchange((lambda: self._fields(waits[0], stall=False)) if hang else None, read=is_quiet)
             return
         is_due = stall.is_due(files.reads)
         files.exchange(lambda: self._fields(stall), read=is_due, at_once=is_due)
-        # The others, which hang for as long, need a moment to write their files.
+        # The other processes, stalled for as long, need a moment to write their files.
         has_read = not self.setup.options.where or files.reads > (stall.reads or 0) + self._is_shared
         if is_due and (has_read or stall.age > stall.next_line + 4):
             stall.told(self.setup.watch.current)
@@ -351,7 +316,7 @@ class StallWatch(Observer):
             self._exit(stall)
 
     def _followed(self, before: Wait | None, now: Wait | None, passed: float, idle: float) -> Wait | None:
-        """Return the present wait: that of the last look, grown older, or another one."""
+        """Return the present wait: the previous one, now older, or a new one."""
         if before is None or now is None or before.key != now.key:
             self._ended(before)
             return now
@@ -359,9 +324,8 @@ class StallWatch(Observer):
         return before
 
     def _ended(self, wait: Wait | None) -> None:
-        """Say that a stall is over."""
         if wait is not None and wait.part:
-            _say(f"{self._process.name}, which was {wait.what}, went on after {_secs(wait.age)} s")
+            _say(f"{self._process.name}, which was {wait.what}, resumed after {_secs(wait.age)} s")
             self._record(wait)
             if wait.kind in _MAY_BE_RARE:
                 self._survived[wait.thing] = max(wait.age, self._survived.get(wait.thing, 0.0))
@@ -375,7 +339,7 @@ class StallWatch(Observer):
         }
         self.setup.lines.write(STALL, time=round(time.time(), 6), step=self.setup.loop.step, **fields)
 
-    # What is a stall.
+    # The definition of a stall.
 
     def _is_stall(self, wait: Wait) -> bool:
         if wait.age <= self._warn:
@@ -388,7 +352,7 @@ class StallWatch(Observer):
         return wait.age > max(self._warn, longer, 2 * usual * (last + 1 - first))
 
     def _usual(self, wait: Wait) -> float | None:
-        """The seconds that the same thing takes, or for the device a step; None if it was not done before."""
+        """Return the usual seconds of the same thing, or of a step of the device; None the first time."""
         watch = self.setup.watch
         if wait.thing is not None:
             reported = [self._survived[wait.thing]] if wait.thing in self._survived else []
@@ -401,7 +365,7 @@ class StallWatch(Observer):
             each = [max(statistics.median(visits) / self._of_main.steps_of_call(), *watch.lasted[FIRST_CALL])]
         return statistics.median(each) if each else None
 
-    # What is said.
+    # Messages.
 
     def _line(self, wait: Wait) -> str:
         usual, place = self._usual(wait), self._place(wait)
@@ -410,29 +374,29 @@ class StallWatch(Observer):
         return "; ".join([f"{text}: {place}" if place else text, *self._elsewhere(wait)])
 
     def _elsewhere(self, wait: Wait) -> Iterator[str]:
-        """Describe the waits of the others: how many wait for other processes, and each of the rest by name."""
+        """Describe the other processes: count those that wait for others, name the rest."""
         others, shown = self._files.others, self._files.shown
-        rest = [one for one in others if one["kind"] not in (CALL, WITH_OTHERS)]
+        rest = [other for other in others if other["kind"] not in (CALL, WITH_OTHERS)]
         for kind in (CALL, WITH_OTHERS):
-            same = [one for one in others if one["kind"] == kind]
+            same = [other for other in others if other["kind"] == kind]
             if len(same) < 2:
                 rest += same
-            elif kind == CALL:  # the steps that they have in common
-                steps = max(one["steps"][0] for one in same), min(one["steps"][1] for one in same)
+            elif kind == CALL:  # the common steps
+                steps = max(other["steps"][0] for other in same), min(other["steps"][1] for other in same)
                 yield f"{len(same)} others are {_short(_call(*sorted(steps)))}"
             else:
                 yield f"{len(same)} others are {same[0]['what']}"
-        yield from (f"process {one['process']} (host {one['host']}) is {one['what']}" for one in rest[:8])
+        yield from (f"process {other['process']} (host {other['host']}) is {other['what']}" for other in rest[:8])
         missing = silent([{"process": self._process.index}, *others], self._process.count) if self._is_shared else []
         can_answer = shown is not None and time.monotonic() - shown >= 2.5 * self._files.period
         if missing and can_answer and wait.age >= 2 * self._warn:
-            yield f"nothing is heard of process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            yield f"no sign of life from process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))}"
 
     def _place(self, wait: Wait) -> str:
-        """The innermost line outside jstep and all libraries, or else outside jstep, or else of jstep."""
-        frames, known = sys._current_frames(), {thread.ident for thread in threading.enumerate()}
+        """Return the innermost line outside jstep and all libraries, or else outside jstep, or else in jstep."""
+        frames, python_threads = sys._current_frames(), {thread.ident for thread in threading.enumerate()}
         makers = [i for i in threads.doers(threads.MAKING) if threads.WAITING_FOR_ROOM not in threads.done_by(i)]
-        callbacks = [i for i in frames if i not in known]  # threads of XLA
+        callbacks = [i for i in frames if i not in python_threads]  # threads of XLA
         first = makers if wait.kind in (_BATCH, _COMPILE) else callbacks if wait.kind == CALL else []
         stacks = [frame for i in [*first, self._of_main.ident] for frame in _stack(frames.get(i), self._of_main.caller)]
         outside = [frame for frame in stacks if not frame.f_code.co_filename.startswith(_OWN)]
@@ -442,7 +406,7 @@ class StallWatch(Observer):
     def _fields(self, wait: Wait, *, stall: bool = True, most: int = 12) -> dict[str, Any]:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         stacks = {
-            f"{names.get(i, '')} {i}": [_as_line(one) for one in _stack(frame)][:most]
+            f"{names.get(i, '')} {i}": [_as_line(line) for line in _stack(frame)][:most]
             for i, frame in sys._current_frames().items()
         }
         return {
@@ -452,10 +416,10 @@ class StallWatch(Observer):
             "line": self._place(wait), "steps": wait.steps, "threads": stacks,
         }  # fmt: skip
 
-    # The end.
+    # The exit.
 
     def _exit(self, wait: Wait) -> None:
-        """End the process; nothing here may wait long for what hangs."""
+        """End the process; nothing here may wait long for the stalled code."""
         calling, step, watch = self.setup.loop.calling, self.setup.loop.step, self.setup.watch
         _say(f"{self._process.name} has been {wait.what} for {_secs(wait.age)} s: it ends with exit code {EXIT_CODE}")
         _in_time(lambda: faulthandler.dump_traceback(2, all_threads=True))
@@ -484,12 +448,11 @@ def _short(wait: Wait) -> str:
 
 
 def _secs(seconds: float) -> str:
-    """Two digits, or whole seconds: 0.02, 1.5, 94, 132."""
+    """Format with two digits, or as whole seconds: 0.02, 1.5, 94, 132."""
     return f"{seconds:.0f}" if seconds >= 9.95 else f"{float(f'{seconds:.2g}'):.6f}".rstrip("0").rstrip(".")
 
 
 def _stack(frame: FrameType | None, until: CodeType | None = None) -> Iterator[FrameType]:
-    """The frames of a thread, the innermost first."""
     while frame is not None and frame.f_code is not until:
         yield frame
         frame = frame.f_back
@@ -509,5 +472,5 @@ def _say(text: str) -> None:
 
 
 def _in_time(fn: Callable[[], Any], seconds: float = 5.0) -> bool:
-    """Call a function, but wait for it only so long: what hangs may hold a lock that it needs."""
+    """Call a function, but wait only so long: it may need a lock that the stalled code holds."""
     return bool(futures.wait([threads.in_background(fn, name="jstep-stall", daemon=True)], timeout=seconds).done)

@@ -46,19 +46,19 @@ _PROBLEM = "the batches cannot be opened"
 
 
 def open_run(setup: Setup, observers: Observers, batches: Tree) -> Run:
-    """Open the checkpoints, restore the state, and make the hooks and the calls of the run, none of which has begun."""
+    """Open the checkpoints, restore the state, and make the hooks and calls of the run; none of them has begun."""
     saver, origin = open_checkpoints(setup, observers)
     dispatch = _dispatch_of(setup, observers)
     setup.closing.callback(dispatch.compiler.close)
     if saver is not None and origin.latest is not None and origin.first is not None:
-        with contextlib.suppress(FileNotFoundError):  # `restore` takes the one that is then the newest
+        with contextlib.suppress(FileNotFoundError):  # `restore` uses the newest one at that time
             saver.check_run(setup.loop.state, origin.latest)  # before a program is compiled, which takes longer
     opening = _Opening(setup, dispatch, batches, is_saved=saver is not None)
     started, sought = processes.on_all_processes(lambda: opening.early(origin), _PROBLEM), origin.first
     with contextlib.nullcontext() if origin.latest is None else setup.times.part("restore"):
         origin = restore(setup, saver, origin)
     if started is not None and started[0].seekable and setup.loop.first != sought:
-        # A save that an earlier run had left in progress has ended meanwhile: the batches begin at another step.
+        # A save of an earlier run has ended meanwhile, so the batches begin at another step.
         started[1].take()  # the thread ends before the batches are opened again
         started = None
     for observer in observers:
@@ -70,11 +70,11 @@ def open_run(setup: Setup, observers: Observers, batches: Tree) -> Run:
     source, items = processes.on_all_processes(lambda: started or opening.opened(origin), _PROBLEM)
     boundaries = StageBoundaries(setup.train_steps, source.next_change)
     ends = runner.ends(boundaries) if dispatch.table.is_looped else None
-    made = dispatch.table.calls(iter(items), setup.loop.first, ends or (math.inf,), setup.options.batch_sharding)
-    feeder = BatchFeeder(source, made, setup.signals, setup.watch)
+    calls = dispatch.table.calls(iter(items), setup.loop.first, ends or (math.inf,), setup.options.batch_sharding)
+    feeder = BatchFeeder(source, calls, setup.signals, setup.watch)
     setup.closing.callback(feeder.close)
     if ends is not None:
-        setup.closing.callback(ends.close)  # first, as the thread of the feeder may wait for one
+        setup.closing.callback(ends.close)  # before the feeder, whose thread may wait for one
     run = Run(
         **vars(setup),
         origin=origin,
@@ -98,7 +98,7 @@ def open_run(setup: Setup, observers: Observers, batches: Tree) -> Run:
 
 
 def begin(run: Run) -> bool:
-    """Begin the hooks; return whether steps are run."""
+    """Begin the hooks; return whether to run steps."""
     check_owners(run.hooks)
     for observer in run.observers:
         observer.begins(run)
@@ -106,9 +106,9 @@ def begin(run: Run) -> bool:
     is_over = runner.begin()
     if run.restored is not None:
         is_over = restore_hooks(run) or is_over
-        is_over = runner.evaluate("evaluate_owed") or is_over  # what a signal interrupted
+        is_over = runner.evaluate("evaluate_owed") or is_over  # a signal interrupted it
     elif run.saver is not None:
-        get_states(run.hooks)  # a state that cannot be kept is an error now, not at the first save
+        get_states(run.hooks)  # states that cannot be saved fail now, not at the first save
     if run.restored is None and not is_over and first < last_step:
         is_over = runner.evaluate("evaluate_first")
     if is_over or first >= last_step:
@@ -124,7 +124,6 @@ def begin(run: Run) -> bool:
 
 
 def _dispatch_of(setup: Setup, observers: Observers) -> Dispatch:
-    """The programs of a run, and what runs its calls."""
     options, compiling = setup.options, functools.partial(compiling_for, observers)
     table = ProgramTable(
         setup.train_steps, options.steps_per_call, state=setup.loop.state, sums=setup.sums, compiling=compiling
@@ -142,14 +141,7 @@ def _dispatch_of(setup: Setup, observers: Observers) -> Dispatch:
 
 @dataclasses.dataclass(frozen=True)
 class _Opening:
-    """How the batches of a run are opened.
-
-    Attributes:
-        setup: What the run is made of.
-        dispatch: Its programs.
-        batches: The argument of `train`.
-        is_saved: Whether the run has checkpoints, so that positions are kept.
-    """
+    """The opening of the batches; `is_saved` says whether the run has checkpoints, and so positions."""
 
     setup: Setup
     dispatch: Dispatch
@@ -157,7 +149,7 @@ class _Opening:
     is_saved: bool
 
     def early(self, origin: Origin) -> tuple[Source, FirstBatch] | None:
-        """Start the first batch and the first compilation before the state is restored; None if that cannot be."""
+        """Start the first batch and the first compilation before the state is restored, or return None."""
         start, last_step = origin.first, self.setup.options.last_step
         own = self.batches if isinstance(self.batches, BatchSequence) else None
         if start is None or start >= last_step or isinstance(self.batches, StateBatches):
@@ -165,7 +157,7 @@ class _Opening:
         if origin.latest is None if own is None else not own.is_endless and start >= len(own):
             return None
         source, first = self.opened(origin)
-        # A function of the step can be called again, if its first call failed because it needs what a hook sets up.
+        # A function of the step is called again if it failed, because it may depend on a hook.
         again = (lambda: copied_batches(self._source(origin), self.setup.fetched)) if source.by_step else None
         first.start(again)
         shapes = None if own is None else functools.partial(own.shapes, start)
@@ -173,12 +165,12 @@ class _Opening:
         return source, first
 
     def opened(self, origin: Origin) -> tuple[Source, FirstBatch]:
-        """Open the batches at the step at which the run begins."""
+        """Open the batches at the first step of the run."""
         source = self._source(origin)
         return source, FirstBatch(copied_batches(source, self.setup.fetched), self.setup.times)
 
     def _source(self, origin: Origin) -> Source:
-        """The batches from the start of the run, at the position that was saved with its checkpoint."""
+        """Return the batches from the first step, at the position saved with its checkpoint."""
         first, last_step, loop = origin.first or 0, self.setup.options.last_step, self.setup.loop
         saved = saved_position(origin.extra)
         source = source_of(self.batches, first, last_step, saved, resumable=self.is_saved, state=lambda: loop.state)
@@ -199,7 +191,7 @@ class _Opening:
 
 
 def _next_save(options: Options, first: int, batches: int) -> int:
-    """After how many batches of the run, more than these, a checkpoint is due by steps."""
+    """Return after how many batches of the run, more than these, a save by steps is due."""
     step, interval, last = first + batches, options.save_checkpoint_steps, int(options.last_step)
     return (last if interval is None else min(last, next_multiple(step, interval))) - first
 
@@ -210,7 +202,7 @@ def _next_save(options: Options, first: int, batches: int) -> int:
 def build_hooks(
     setup: Setup, observers: Observers, saver: Saver | None, origin: Origin, dispatch: Dispatch
 ) -> tuple[list[Any], Reports]:
-    """Open the event file, and return the user's hooks and the built-in ones, with what those share that report."""
+    """Open the event file; return all hooks, and the objects that reporting hooks share."""
     options, writer = setup.options, _open_writer(setup, origin)
     own = [hook for hook in options.hooks if not isinstance(hook, CheckpointSaverHook)]
     savers = [hook for hook in options.hooks if isinstance(hook, CheckpointSaverHook)]
@@ -237,9 +229,9 @@ def build_hooks(
 
 
 def _flushes(run: Run) -> list[Callable[[], None]]:
-    """What is flushed before each checkpoint: a run that resumes from it writes nothing earlier again."""
+    """Return the flushes before each checkpoint: a run that resumes from it does not write earlier lines again."""
     summaries = [] if run.reports.writer is None else [run.reports.writer.settle]
-    watched = [one.flush for one in run.observers if type(one).flush is not Observer.flush]
+    watched = [observer.flush for observer in run.observers if type(observer).flush is not Observer.flush]
     own = [hook.flush for hook in run.hooks if isinstance(hook, RunHook) and type(hook).flush is not RunHook.flush]
     return [*summaries, *watched, *own]
 

@@ -1,21 +1,21 @@
-"""The end of a run: what happens, what is saved, and how the process ends.
+"""The end of a run: how it ends in each phase, what it saves, and its exit code.
 
-| phase | a signal or `stop_secs` | a second SIGINT | an error | a hang, with `StallHook(exit_secs=…)` |
+| phase | a signal or `stop_secs` | a second SIGINT | an error | a stall, with `StallHook(exit_secs=…)` |
 |---|---|---|---|---|
-| start | leaves at once; nothing to save | leaves at once | is raised; nothing to save | ends; nothing to save |
-| waiting for a batch | stops waiting, saves | leaves at once | saves | another thread saves |
-| compiling | stops tracing, or leaves XLA at it, saves | leaves at once | saves | ends; nothing is saved |
-| in a call | finishes it and the hooks due then, saves | leaves at once | the state is lost | ends; nothing is saved |
-| in a hook | finishes it and the others, saves | leaves at once | calls the others, saves | another thread saves |
-| in an evaluation | gives it up for the restart, saves | leaves at once | saves | another thread saves |
-| in a save | finishes it | leaves at once | is raised, with what is saved | ends; the save may be there |
-| closing | closes what is left; all is saved | leaves at once | closes what is left | ends; all is saved |
+| start | leaves immediately; saves nothing | leaves immediately | is raised; nothing to save | ends; saves nothing |
+| waiting for a batch | stops waiting, saves | leaves immediately | saves | another thread saves |
+| compiling | stops tracing, or leaves XLA running, saves | leaves immediately | saves | ends; nothing is saved |
+| in a call | finishes it and the due hooks, saves | leaves immediately | the state is lost | ends; nothing is saved |
+| in a hook | finishes it and the others, saves | leaves immediately | calls the others, saves | another thread saves |
+| in an evaluation | abandons it until the restart, saves | leaves immediately | saves | another thread saves |
+| in a save | finishes it | leaves immediately | is raised, and says what is saved | ends; the save may exist |
+| closing | closes the rest; all is saved | leaves immediately | closes the rest | ends; all is saved |
 
 The exit code is that of `Preempted` after SIGTERM, SIGUSR1, SIGHUP and `stop_secs` (128 + signal, 143 after the last),
-of `KeyboardInterrupt` after SIGINT, of the error, and 75 after a hang. What is saved is the state after the last call
-that is complete, unless a loss or the parameters are not finite, or a hook prevents it. An evaluation is given up
-between two batches of a `jstep.evaluator`; another function is finished. Another thread saves if what hangs is the
-user's. Several processes stop after the same call; an error or a hang of one of them saves nothing.
+of `KeyboardInterrupt` after SIGINT, of the error otherwise, and 75 after a stall. The run saves the state after the
+last complete call, unless a loss or the parameters are not finite, or a hook prevents it. An evaluation by
+`jstep.evaluator` is abandoned between two batches; any other function is finished. Another thread saves if the user's
+code stalls. Several processes stop after the same call; if one of them fails or stalls, nothing is saved.
 """
 
 import contextlib
@@ -34,17 +34,13 @@ from jstep.loop.setup import Calling, Setup
 from jstep.state.contents import NanLossDuringTrainingError
 from jstep.state.train_state import TrainState
 
-# A run that ends by itself, or takes no step.
+# The normal end of a run, also one that takes no step.
 
 _logger = logging.getLogger("jstep")
 
 
 def report_early_end(run: Run) -> None:
-    """Log that the batches ended before the run did.
-
-    Raises:
-        ValueError: There is no batch at all, and the run was not restored.
-    """
+    """Log that the batches ended before the run did; raise a ValueError if there were none."""
     start, last_step = run.loop.first, run.options.end
     if run.step == start and run.restored is not None:
         _logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
@@ -68,14 +64,15 @@ def report_early_end(run: Run) -> None:
 
 
 def report_done(run: Run) -> None:
-    """Log that no step is run, and why; a last_step that lies before the state is a mistake."""
+    """Log why no step is run; a last_step before the state is probably a mistake."""
     first, last_step, by = run.loop.first, run.options.last_step, run.origin.extra.get(STOPPED)
     if first > last_step:
         of, other = "the given state", "state"
         if run.saver is not None and run.restored is not None:
             of, other = f"{checkpoint_name(run.saver.prefix, first)}, the newest checkpoint", "checkpoint_dir"
         _logger.warning(
-            "last_step=%d: the run is at step %d already (%s): no step is run. Give a larger last_step, or another %s",
+            "last_step=%d: the run is already at step %d (%s); there is nothing left to run. Give a larger "
+            "last_step, or another %s",
             last_step,
             first,
             of,
@@ -91,14 +88,13 @@ def report_done(run: Run) -> None:
     elif first < last_step:
         reasons = [getattr(hook, "why", None) for hook in run.options.hooks]
         why = next((f". {reason}" for reason in reasons if isinstance(reason, str)), "")
-    _logger.info("the run is at step %d already: no step is run%s", first, why)
+    _logger.info("the run is already at step %d; there is nothing left to run%s", first, why)
 
 
 # A signal, or the end of `stop_secs`.
 
 
 def exit_on_signal(run: Run) -> NoReturn:
-    """Save the state and leave, after a signal."""
     when = f"after step {run.step}"
     why = why_not_finite(run) if run.savers else ""
     savers = [hook for hook in run.savers if not why or hook.saver.allow_nonfinite]
@@ -112,20 +108,20 @@ def exit_on_signal(run: Run) -> NoReturn:
         run.before_save(run.step)  # `NanLossHook` raises a more specific error
         raise run.finite.error or run.signals.stopped(f"{when}, which is not saved: {why}")
     if savers:
-        is_saved = "is saved; start the run again to resume" if all(are_saved) else "is not saved, as a hook demands"
+        is_saved = "is saved; start the run again to resume" if all(are_saved) else "is not saved: a hook prevented it"
         when += f", which {is_saved}"
     raise run.signals.stopped(when)
 
 
 def leave_at_once(step: int, error: KeyboardInterrupt) -> NoReturn:
-    """Leave after a second Ctrl-C, which interrupted code anywhere: its traceback would fill many pages."""
-    again = KeyboardInterrupt(f"SIGINT came twice: the run was left at once, at step {step}")
+    """Leave after a second Ctrl-C, whose traceback would fill pages."""
+    again = KeyboardInterrupt(f"SIGINT was received twice: the run ended immediately, at step {step}")
     again.state = error.state  # type: ignore[attr-defined]
     raise again.with_traceback(None) from None
 
 
 def leave_after_closing(setup: Setup, state: TrainState | None) -> NoReturn:
-    """Leave after a signal that arrived when the run had ended, or failed, and closed what it had opened."""
+    """Leave after a signal that arrived when the run had ended, or failed, and closed its resources."""
     stopped = setup.signals.stopped(f"after step {setup.loop.step}, while it closed")
     stopped.state = state  # type: ignore[attr-defined]
     if state is not None:
@@ -133,7 +129,7 @@ def leave_after_closing(setup: Setup, state: TrainState | None) -> NoReturn:
     raise stopped
 
 
-# An error, or a hang.
+# An error, or a stall.
 
 
 def keep_state(setup: Setup, error: BaseException) -> bool:
@@ -145,7 +141,7 @@ def keep_state(setup: Setup, error: BaseException) -> bool:
 
 
 def rescue(run: Run, error: BaseException) -> None:
-    """Attach the last complete state to the exception, save it if possible, and add a note on where the run failed."""
+    """Attach the last complete state to the exception, save it if possible, and note where the run failed."""
     where, signals = f"jstep: {_doing(run)}", run.signals
     is_saved = signals.twice or (signals.received is not None and not isinstance(error, Exception))
     if not signals.twice:
@@ -163,7 +159,7 @@ def rescue(run: Run, error: BaseException) -> None:
 
 
 def save_while_it_hangs(run: Run) -> str:
-    """Save the last complete state, by another thread than the loop's, and return the outcome, for the log."""
+    """Save the last complete state from another thread, and return the outcome for the log."""
     step, calling = run.step, run.loop.calling
     try:
         hook = next(hook for hook in run.savers if isinstance(hook, RunSaverHook))
@@ -186,14 +182,16 @@ def _saved(run: Run, error: BaseException) -> str:
         return ", and is not saved: the other processes may be elsewhere"
     is_prevented = getattr(error, "prevents_saving", False)
     why = "" if is_prevented else why_not_finite(run)
-    # A Saver that allows parameters which are not finite does not allow other bits than those of the run.
+    # A Saver with allow_nonfinite=True allows NaN and infinity, but not bits that differ from the run's.
     may_be_bad = not is_prevented or isinstance(error, NanLossDuringTrainingError)
-    savers = [one for one in run.savers if not (is_prevented or why) or (may_be_bad and one.saver.allow_nonfinite)]
+    savers = [
+        saver for saver in run.savers if not (is_prevented or why) or (may_be_bad and saver.saver.allow_nonfinite)
+    ]
     if not savers:
         return f", and is not saved{why and ': '}{why}"
     try:
         lost = why_position_lost(run)
-    except Exception as failure:  # of an earlier save
+    except Exception as failure:  # an earlier save failed
         return f", and could not be saved: {_text(failure)}"
     saved = f", and is not saved: {lost}" if lost else ""
     for hook in savers:
@@ -205,7 +203,7 @@ def _saved(run: Run, error: BaseException) -> str:
                 name = checkpoint_name(hook.saver.prefix, run.step)
                 outcome = f", and is saved as {name}; start the run again to resume"
             else:
-                outcome = ", and is not saved, as a hook demands"
+                outcome = ", and is not saved: a hook prevented it"
         except Exception as failure:
             is_same = str(failure) == str(error)
             outcome = ", and is not saved" if is_same else f", and could not be saved: {_text(failure)}"
@@ -221,7 +219,6 @@ def _text(error: Exception) -> str:
 
 
 def _doing(run: Run) -> str:
-    """Describe what the run was doing, with the step and the batch."""
     loop, feeder = run.loop, run.feeder
     at_step = f"at step {loop.step}"
     if loop.step > loop.first:

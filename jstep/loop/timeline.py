@@ -1,4 +1,4 @@
-"""The observer that records how a run spends its time, and how it goes, in a file next to its checkpoints."""
+"""The observer that records the times and the progress of a run, in a file next to its checkpoints."""
 
 import contextlib
 import logging
@@ -25,17 +25,14 @@ from jstep.stores.urls import absolute
 
 _EVERY_SECS = 1.0
 _MOST_VALUES = 64
-"""The most metrics of a line, which is written every second."""
+"""The maximum number of metrics in a line; a line is written every second."""
 _logger = logging.getLogger("jstep")
 
 
 class TimelineRecorder(Observer):
-    """The thread that writes the times of a run once a second, its latest numbers, and at last how it ended.
+    """The thread that writes, once a second, the times of a run and its latest numbers, and finally how it ended.
 
     Only process 0 writes, and only if the run has a checkpoint_dir or a logdir.
-
-    Args:
-        setup: What the run is made of.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -45,7 +42,7 @@ class TimelineRecorder(Observer):
         self._thread = threading.Thread(target=self._tick, name="jstep-timeline", daemon=True)
         self._run: Run | None = None
         self._lock = threading.Lock()
-        self._looked: dict[str, Any] | None = None  # the metrics of the latest look, until they are ready
+        self._looked: dict[str, Any] | None = None  # the latest metrics, until they are ready
         self._numbers: dict[str, dict[str, Any]] = {"values": {}, "best": {}}
         self._devices: list[Any] = []  # of this process, which hold the state
 
@@ -58,7 +55,6 @@ class TimelineRecorder(Observer):
         self.setup.watch.stop()
 
     def opened(self, saver: Saver | None, origin: Origin) -> None:
-        """Write the first line."""
         options, where = self.setup.options, self.setup.options.where
         if where is None or jax.process_index() != 0:
             self.setup.watch.stop()
@@ -85,12 +81,11 @@ class TimelineRecorder(Observer):
         self._thread.start()
 
     def begins(self, run: Run) -> None:
-        """Look at the numbers of the run from now on."""
         self._run = run
 
     def leaving(self) -> None:
-        """Take the last numbers."""
-        for _ in range(2):  # those of the look before may not have been ready
+        """Read the last numbers."""
+        for _ in range(2):  # the previous numbers may not have been ready
             self._look()
 
     def times(self, kind: str = TIMES, **fields: object) -> None:
@@ -102,7 +97,7 @@ class TimelineRecorder(Observer):
             fields |= {**{name: dict(of) for name, of in self._numbers.items()}, "now": stopwatch.CLOCKS.wall()}
             code = self.setup.lines.latest.get(CODE, {})
             fields |= {name: value for name, value in self._of_devices().items() if value}
-            fields["commit"] = f"{code.get('commit', ''):40}"  # of one length: lines that become longer are appended
+            fields["commit"] = f"{code.get('commit', ''):40}"  # of constant length: lines that grow are appended
         self.setup.lines.write(
             kind,
             **fields,
@@ -113,17 +108,17 @@ class TimelineRecorder(Observer):
         )
 
     def _look(self) -> None:
-        """Take the numbers of the latest step once they are ready; nothing here waits for the device."""
+        """Read the numbers of the latest step once they are ready, without waiting for the device."""
         run = self._run
         if run is None or self.setup.lines.timeline is None:
             return
         with self._lock, contextlib.suppress(Exception), internal_transfers():
             if self._looked is None:
-                found = scalars(run.metrics or {}, run.constant_metrics())
-                self._looked = dict(list(found.items())[:_MOST_VALUES])
+                numbers = scalars(run.metrics or {}, run.constant_metrics())
+                self._looked = dict(list(numbers.items())[:_MOST_VALUES])
             if is_ready(self._looked.values()):
-                found, self._looked = self._looked, None
-                self._numbers["values"] |= {name: _json(value) for name, value in read(found).items()}
+                numbers, self._looked = self._looked, None
+                self._numbers["values"] |= {name: _json(value) for name, value in read(numbers).items()}
             for hook in run.evaluations:
                 newest = {} if hook.newest is None else read(hook.newest[1])
                 self._numbers["values"] |= {name: _json(value) for name, value in newest.items()}
@@ -131,22 +126,19 @@ class TimelineRecorder(Observer):
             self._numbers["values"] = dict(list(self._numbers["values"].items())[: 2 * _MOST_VALUES])
 
     def _of_devices(self) -> dict[str, Any]:
-        """The peak of the memory of a device, and the utilization, as far as they are known."""
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         with contextlib.suppress(Exception):  # a backend may not know it
             peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self._devices]
-            found["peak_bytes"] = max(peaks, default=0)
+            fields["peak_bytes"] = max(peaks, default=0)
         counter = None if self._run is None else self._run.reports.counter
-        return found | {"mfu": getattr(counter, "mfu", None)}
+        return fields | {"mfu": getattr(counter, "mfu", None)}
 
     def flush(self) -> None:
-        """No line is older than the newest checkpoint."""
         timeline = self.setup.lines.timeline
         if timeline is not None:
             timeline.flush()
 
     def about_to_save(self) -> None:
-        """Write the line that precedes each checkpoint."""
         self.times(checkpoint=self.setup.loop.step)
 
     def _tick(self) -> None:
@@ -160,29 +152,26 @@ class TimelineRecorder(Observer):
 
 
 def _json(value: float) -> float | str:
-    """A number, as text if it is not finite: lines have no NaN."""
     return value if math.isfinite(value) else str(float(value))
 
 
 def _about(setup: Setup) -> dict[str, Any]:
-    """The devices of a run, and the number of its parameters."""
     state = setup.loop.state
-    found: dict[str, Any] = {}
-    with contextlib.suppress(Exception):  # of a state of shapes, or one that was donated
+    fields: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # the state may be shapes, or donated
         devices = devices_of(state)
-        found["devices"] = f"{devices['of_state']}×{devices['kind']}"
-        found["parameters"] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
-    return found
+        fields["devices"] = f"{devices['of_state']}×{devices['kind']}"
+        fields["parameters"] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
+    return fields
 
 
 def _local_devices(state: Tree) -> list[Any]:
-    """The devices of this process that hold the arrays of a state."""
     leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
     return list(next((leaf.sharding.addressable_devices for leaf in leaves), ()))
 
 
 def _outcome(setup: Setup, error: BaseException | None) -> tuple[str, str]:
-    """How the run ended, and why."""
+    """Return how the run ended, and why."""
     loop, signals = setup.loop, setup.signals
     is_done = loop.is_known and loop.step >= setup.options.last_step
     is_signal = error is not None and (signals.received is not None or isinstance(error, KeyboardInterrupt))

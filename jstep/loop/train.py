@@ -57,8 +57,8 @@ OBSERVERS: tuple[type[Observer], ...] = (
     Meters,
     Progress,
 )
-"""What watches a run, in the order in which each is told of it. Without one of these lines and its file, a run is the
-same, and what it shows is missing."""
+"""The observers of a run, in the order in which they are called. If a line and its file are deleted, only the output of
+that observer is missing."""
 
 
 @shortens_tracebacks
@@ -87,84 +87,84 @@ def train(
     """Train up to `last_step`: restore the newest checkpoint, run the steps and save checkpoints.
 
     A run that was stopped, killed or preempted resumes when it is started again, as if it had never stopped: the step,
-    and with it the schedules, averages, random numbers and batches, come from the checkpoint.
+    and with it the schedules, averages, random numbers and batches, is restored from the checkpoint.
 
     A run that ends early (by a signal, an error in the data loader or in a hook, or a batch of the wrong shape) does
     not lose its state. The last complete state is in the exception's `state` attribute. If there is a checkpoint_dir,
     it is also saved, unless its loss or a parameter is not finite, or there are several processes (these save only
-    after a signal, which all of them see). A note on the exception names the step and the batch. If a step fails while
-    it runs on the device (out of memory, a host callback that raises), the state was already donated to it and is lost:
-    the run resumes from the last checkpoint.
+    after a signal, which reaches all of them). A note on the exception names the step and the batch. If a step fails
+    while it runs on the device (out of memory, a host callback that raises), the state was already donated to it and is
+    lost: the run resumes from the last checkpoint.
 
     Args:
         train_step: The step that `minimize` returned, or any function `(state, *args) -> (state, metrics)` that
             advances `global_step` by one. A mapping `{0: step_a, 1000: step_b}` defines stages: step_a before step
             1000, step_b from there on. All stages share one structure of the state; later stages are compiled in the
             background.
-        state: The initial state. If a checkpoint is restored, the state is only a template that gives structure,
-            shapes, dtypes and sharding, and may be abstract. It is donated to a compiled step.
+        state: The initial state. If a checkpoint is restored, the state is only a template for structure, shapes,
+            dtypes and sharding, and may be abstract. It is donated to a compiled step.
         batches: An object with `batches[N]` (`jstep.batches`), a function of the step, `jstep.from_state(fn)` for
             batches that are made with the state, or any iterable. The position of an iterator with `get_state` and
             `set_state`, or of a loader or iterator with `state_dict` and `load_state_dict`, is saved with each
-            checkpoint, for every process. A plain tuple is passed as `*args`; anything else, a list or a NamedTuple,
-            too, is one argument; a step without a batch gets `lambda step: ()`. Each batch is copied before the next
-            one is fetched, so a loader may reuse its buffers. If the batches end before last_step, also by the
-            `OutOfRangeError` of a closed queue, the run ends with a warning.
-        last_step: The global step at which the run ends. It is absolute: a run restored at last_step has nothing to do.
+            checkpoint, for every process. A plain tuple is passed as `*args`; anything else, including a list or a
+            NamedTuple, is one argument; for a step without a batch, pass `lambda step: ()`. Each batch is copied before
+            the next one is fetched, so a loader may reuse its buffers. If the batches end before last_step, including
+            by the `OutOfRangeError` of a closed queue, the run ends with a warning.
+        last_step: The global step at which the run ends. It is absolute: a run restored at last_step takes no step.
             None if the batches, a hook or a signal end the run.
         hooks: Hooks to call around the steps; see `Hook`, and `every` to wrap a function. They are called before the
-            stock hooks, and each `CheckpointSaverHook` among them after the others. A `StepCounterHook` among them
-            replaces the stock one.
+            built-in hooks, and each `CheckpointSaverHook` among them after the others. A `StepCounterHook` among them
+            replaces the built-in one.
         checkpoint_dir: Where to save checkpoints: a directory, a URL, or a `Saver`, which has its own prefix and is
-            left open. If None, no checkpoints are saved. The run ends where a checkpoint is due and parameters became
-            NaN or infinite, unless the Saver has `allow_nonfinite=True`.
+            left open. If None, no checkpoints are saved. The run ends if a checkpoint is due and parameters became NaN
+            or infinite, unless the Saver has `allow_nonfinite=True`.
         checkpoint_prefix: Prefix of checkpoint names: `model` gives `model-1000`.
         save_checkpoint_secs: Interval between checkpoints, in seconds; None to save by step count only. "auto" saves as
-            often as it costs at most 1 % of the time: every 10 seconds (60 in a bucket) to every 600. Of these, one
-            every 600 seconds is kept; the others are *passing*: each is replaced by the next, and counts neither in
-            `max_to_keep` nor in `keep_checkpoint_every_n_hours`. With save_checkpoint_steps, "auto" means 600.
+            often as possible at a cost of at most 1 % of the time: every 10 seconds (60 in a bucket) to every 600. Of
+            these checkpoints, one every 600 seconds is kept; the others are *temporary*: each is replaced by the next,
+            and counts neither in `max_to_keep` nor in `keep_checkpoint_every_n_hours`. With save_checkpoint_steps,
+            "auto" means 600.
         save_checkpoint_steps: Interval between checkpoints, in steps. The last step is always saved.
         logdir: Where to write TensorBoard event files, a directory or a URL; None to write none.
         save_summaries_steps: Interval between summaries, in steps; None for never. The last step is written only if it
-            is a multiple. A `SummarySaverHook` made without a writer, passed in hooks, replaces the stock one and has
-            its own interval.
+            is a multiple. A `SummarySaverHook` made without a writer, passed in hooks, replaces the built-in one and
+            has its own interval.
         log_steps: Interval between log lines, in steps; None for never. The last step is always logged.
-        steps_per_call: Most steps of a call, K. One compiled program loops over the stacked batches of a call, as many
-            as there are until a hook is due or the shapes of the batches change, so that hooks and restarts change no
-            bit. Where XLA runs a loop much slower than single steps (convolutions on a CPU), a call takes one step.
-            "auto" chooses K from the times of the first calls, so that a call takes some 5 ms: at most 64, or 1 for
-            steps that are longer; the choice changes no bit.
+        steps_per_call: The maximum number of steps of a call, K. One compiled program loops over the stacked batches of
+            a call, as many as there are until a hook is due or the shapes of the batches change, so that hooks and
+            restarts change no bit. If XLA runs a loop much slower than single steps (convolutions on a CPU), a call
+            takes one step. "auto" chooses K from the times of the first calls, so that a call takes about 5 ms: at most
+            64, or 1 for longer steps; the choice changes no bit.
         progress: None for a progress line on a terminal and log lines elsewhere, True for the progress line, False for
             no output.
-        batch_sharding: Sharding of the batches, or a tree of shardings: the rows of each process become its part of
-            one global array. The name of an axis of the state's mesh, or a tuple of names, splits the rows over it:
+        batch_sharding: Sharding of the batches, or a tree of shardings: the rows of each process become its part of one
+            global array. The name of an axis of the state's mesh, or a tuple of names, splits the rows over it:
             `"data"` is `NamedSharding(mesh, P("data"))`.
         compile_cache: A local directory for JAX's persistent compilation cache, or True for `compile_cache` in
-            checkpoint_dir. A run that is started again finds its programs there. JAX's cache settings are global to
-            the process; they are restored when the run ends.
+            checkpoint_dir. A run that is started again finds its programs there. JAX's cache settings are global to the
+            process; they are restored when the run ends.
         stop_secs: Seconds, counted from this call, after which the run saves and leaves as after SIGTERM, on all
-            processes at one step: some time before a scheduler's limit. None for no limit.
-        config: The program's own options: a mapping, a dataclass instance or an `argparse.Namespace`. They are kept
+            processes at one step; choose it somewhat below a scheduler's limit. None for no limit.
+        config: The program's own options: a mapping, a dataclass instance or an `argparse.Namespace`. They are saved
             with the run and with each checkpoint, without secrets, and compared at a restart.
-        start_from: A checkpoint of another run, or its directory (the newest one), which this run begins from where
-            checkpoint_dir has none of its own yet: state, positions of loaders and states of hooks, as that run would
-            have continued. Its own checkpoint of that step is saved first; from then on start_from is not read. Nothing
-            is written to the other run's directory.
+        start_from: A checkpoint of another run, or its directory (the newest one), from which this run begins if its
+            checkpoint_dir has none yet: with the state, positions of loaders and states of hooks with which that run
+            would have continued. Its own checkpoint of that step is saved first; from then on start_from is not read.
+            Nothing is written to the other run's directory.
 
     Returns:
         The state after the last step.
 
     Raises:
-        Preempted: SIGTERM, SIGUSR1 or SIGHUP was received, or `stop_secs` are over, and the step in flight is finished.
-            A SystemExit with code 128 + signal, 143 for SIGTERM and `stop_secs`. SIGUSR1 and SIGHUP are left alone if
-            they are ignored or have a handler when the run starts.
-        KeyboardInterrupt: SIGINT was received, and the step in flight is saved. A second SIGINT stops at once. If
+        Preempted: SIGTERM, SIGUSR1 or SIGHUP was received, or `stop_secs` has elapsed, and the step in flight is
+            finished. A SystemExit with code 128 + signal, 143 for SIGTERM and `stop_secs`. SIGUSR1 and SIGHUP are left
+            alone if they are ignored or have a handler when the run starts.
+        KeyboardInterrupt: SIGINT was received, and the step in flight is saved. A second SIGINT stops immediately. If
             SIGINT is ignored when the run starts (`nohup`, a background job), it stays ignored.
-        NanLossDuringTrainingError: A checkpoint is due, or a signal was received, and parameters became NaN or infinite
-            since the run began. Nothing is saved.
+        NanLossDuringTrainingError: A checkpoint is due, or a signal was received, and parameters have become NaN or
+            infinite since the run began. Nothing is saved.
         RuntimeError: The state has no global step, or was donated to an earlier step.
-        TypeError: train_step does not return a state and metrics, or a hook returns a value that `Hook` does not
-            allow.
+        TypeError: train_step does not return a state and metrics, or a hook returns a value that `Hook` does not allow.
         ValueError: The checkpoint does not fit the state, train_step does not advance the step by one, there is no
             batch for the first step, the shapes of a batch differ between processes, or a hook returns a state that
             does not fit.
@@ -206,7 +206,7 @@ def train(
     cached_in = cache_directory(options.compile_cache, options.checkpoint_dir)
     with times.part("devices"):
         jax.devices()
-    least = logging.WARNING if progress is None and is_notebook() else logging.NOTSET  # its output shows the others
+    least = logging.WARNING if progress is None and is_notebook() else logging.NOTSET  # its output shows the rest
     log = log_to_stderr(least) if progress is not False and jax.process_index() == 0 else contextlib.nullcontext()
     # Hooks and evaluations run under the mesh of the state, even if another mesh is set.
     with overriding_mesh(mesh_of(state)), log, persistent_cache(cached_in), setting(WARNED, set()):
@@ -246,7 +246,7 @@ def _train(setup: Setup, batches: Tree) -> TrainState:
             finally:
                 for observer in observers:
                     observer.leaving()
-                setup.watch.switch(SAVING)  # only waiting for pending writes is left
+                setup.watch.switch(SAVING)  # only pending writes are left
                 # Hooks and signal handlers must not keep the state alive.
                 setup.loop.release()
                 setup.in_flight.clear()
@@ -265,13 +265,13 @@ def _train(setup: Setup, batches: Tree) -> TrainState:
             try:
                 setup.told.end(setup.loop.step, ended_by, state)
             finally:
-                ended_by = None  # or it would be kept by its own traceback
+                ended_by = None  # else its own traceback would keep it
     interactive.forget()
     return state
 
 
 def _take_steps(run: Run) -> bool:
-    """Run the calls, and the hooks around them, until the run ends; return whether a signal ended it."""
+    """Run the calls and hooks until the run ends; return whether a signal ended it."""
     loop, signals, runner, in_flight = run.loop, run.signals, run.runner, run.in_flight
     last_step = run.options.last_step
     signals.go_on()
@@ -284,7 +284,7 @@ def _take_steps(run: Run) -> bool:
         for call in fetched_by_all(run.feeder):
             in_flight.make_room()
             if not call.must_run:
-                signals.check()  # for one that arrived meanwhile
+                signals.check()  # for a signal that arrived meanwhile
             runner.before()
             loop.take(run_call, call)
             in_flight.add(loop.step, loop.state, loop.metrics)
@@ -302,7 +302,7 @@ def _take_steps(run: Run) -> bool:
 
 
 def fetched_by_all(calls: Iterable[Call]) -> Iterable[Call]:
-    """Return the calls; the first one is fetched by all processes, or there is an error on all of them."""
+    """Return the calls once all processes have fetched the first one; an error in one is raised in all."""
     if processes.is_single_process():
         return calls
     rest = iter(calls)
@@ -320,6 +320,6 @@ def _finish(run: Run, *, is_stopped: bool) -> None:
     check_step(run.step, run.state)
     if not is_stopped:
         run.runner.end()
-    if is_stopped or run.signals.to_stop():  # also if it arrived during the hooks above
+    if is_stopped or run.signals.to_stop():  # also during the hooks above
         exit_on_signal(run)
     report_accumulated(run)

@@ -44,27 +44,19 @@ PEAKS: Mapping[str, Mapping[str, float]] = {
 
 
 def peak_of(device_kind: str, products: Mapping[Product, float]) -> float | None:
-    """Return the peak operations per second of a device for a mix of matrix products.
+    """Return the peak operations per second of a device for a mix of matrix products, or None if unknown.
 
-    Peak = Σ operations / Σ (operations / peak of their format), which for a single format is the peak of that format.
-
-    Args:
-        device_kind: The value of `device.device_kind`.
-        products: Operations by the format of their operands.
-
-    Returns:
-        Operations per second of one device; None if there is no figure for the device or the format, or no product.
+    Peak = Σ operations / Σ (operations / peak of their format).
     """
-    total, known, seconds = sum(products.values()), 0.0, 0.0
+    total, counted, seconds = sum(products.values()), 0.0, 0.0
     for product, flops in products.items():
         rate = rate_of(device_kind, product)
         if rate is not None:
-            known, seconds = known + flops, seconds + flops / rate
-    return None if not known or known < (1 - _NEGLIGIBLE) * total else known / seconds
+            counted, seconds = counted + flops, seconds + flops / rate
+    return None if not counted or counted < (1 - _NEGLIGIBLE) * total else counted / seconds
 
 
 def rate_of(device_kind: str, product: Product) -> float | None:
-    """Return the peak operations per second for products of one format; None if there is no figure."""
     preset = _PRESET.fullmatch(product.precision)
     if preset is None and product.precision not in (*_PASSES, "ANY_F8"):
         return None
@@ -94,10 +86,7 @@ class StepWork:
     """The operations of one step of a program, summed over all devices.
 
     Attributes:
-        devices: The number of devices.
-        device_kind: The kind of the devices.
-        flops: The number of operations; None if not requested, or if the step is not compiled.
-        products: The operations of matrix products by format.
+        flops: None if not requested, or if the step is not compiled.
         recomputes: Whether `jax.checkpoint` repeats some of the operations.
     """
 
@@ -109,15 +98,7 @@ class StepWork:
 
 
 class DispatchedSteps:
-    """Counts of the steps of each program of a run, by stage and shapes of the batch.
-
-    The operations of a step are counted once for each program, after its first call was dispatched, from the trace of
-    that call.
-
-    Attributes:
-        is_traced: Whether a hook has requested the operations, too; before the first step.
-        work: The operations of one step of each program.
-    """
+    """Counts of the steps of each program; their operations are counted once, from the trace of the first call."""
 
     def __init__(self) -> None:
         self.is_traced = False
@@ -125,11 +106,10 @@ class DispatchedSteps:
         self._steps: dict[Hashable, int] = {}
 
     def trace(self) -> None:
-        """Trace the steps that are added from now on, to count their operations."""
+        """Count operations from now on."""
         self.is_traced = True
 
     def add(self, call: Call, state: Tree) -> None:
-        """Add the steps of a call, which returned a state."""
         program = call.program
         try:
             self._steps[program] += call.steps
@@ -137,46 +117,38 @@ class DispatchedSteps:
             self.work[program], self._steps[program] = self._of(call, state), call.steps
 
     def steps(self) -> Steps:
-        """The steps so far."""
         return dict(self._steps)
 
     def _of(self, call: Call, state: Tree) -> StepWork:
         tree = state, call.of_one
-        known = StepWork(device_count(tree), device_of(tree).device_kind)
+        uncounted = StepWork(device_count(tree), device_of(tree).device_kind)
         if not self.is_traced:
-            return known
+            return uncounted
         try:
             traced = call.trace(state)
             if traced is None:
-                return known
+                return uncounted
             body = body_of(traced.jaxpr)
         except Exception as error:  # a failure to count must not stop the run
             _logger.warning("the operations of a step could not be counted: %s: %s", type(error).__name__, error)
-            return known
+            return uncounted
         work = work_of(body)
-        return dataclasses.replace(known, flops=work.all, products=work.products, recomputes=recomputes(body))
+        return dataclasses.replace(uncounted, flops=work.all, products=work.products, recomputes=recomputes(body))
 
 
 class Utilization(NamedTuple):
-    """A FLOP/s utilization.
-
-    Attributes:
-        name: `"mfu"`, or `"hfu"` if it includes operations that are recomputed to save memory.
-        value: A fraction.
-    """
+    """A FLOP/s utilization: `hfu` if it includes operations that are recomputed to save memory, else `mfu`."""
 
     name: str
     value: float
 
 
 class UtilizationMeter:
-    """Meter of the utilization: the time that steps would take at the peak, divided by the time that they take.
+    """Meter of the utilization.
 
     Utilization = Σ over steps of operations / (peak · number of devices), divided by the seconds that they took.
 
     Args:
-        dispatched: The steps of the run.
-        peak_flops: Peak operations per second of one device; None to look it up.
         flops_per_step: Operations of a step, summed over all devices; None to count those of the traced step.
     """
 
@@ -186,7 +158,7 @@ class UtilizationMeter:
         self._log_once = functools.cache(_log_unknown)
 
     def between(self, before: Steps, after: Steps, seconds: float) -> Utilization | None:
-        """The utilization of the steps between two counts; None if it is not known for all of them."""
+        """Return the utilization between two counts; None if it is unknown for one of the steps."""
         at_peak, is_twice = 0.0, False
         for program, count in (Counter(after) - Counter(before)).items():
             work = self._work[program]
@@ -197,11 +169,11 @@ class UtilizationMeter:
         return Utilization("hfu" if is_twice and self._flops is None else "mfu", at_peak / seconds)
 
     def _secs(self, work: StepWork) -> float | None:
-        """The seconds that a step would take at the peak."""
+        """Return the seconds that a step would take at the peak."""
         flops = work.flops if self._flops is None else self._flops
         peak = peak_of(work.device_kind, work.products) if self._peak is None else self._peak
         if peak is None and work.products:
-            formats = ", ".join(sorted({f"{one.dtype} ({one.precision})" for one in work.products}))
+            formats = ", ".join(sorted({f"{product.dtype} ({product.precision})" for product in work.products}))
             self._log_once(f"the peak of {work.device_kind!r} is not known for matrix products of {formats}")
         return None if flops is None or peak is None else flops / (peak * work.devices)
 
@@ -212,15 +184,13 @@ def _log_unknown(why: str) -> None:
 
 
 class Meters(Observer):
-    """Meters of the utilization of a run, for the hooks that show it."""
-
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self._dispatched = DispatchedSteps()
         self._is_metered = False
 
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
-        """Make a meter, before the first step; None if the peak of the device is not known."""
+        """Make a meter, before the first step; None if the peak of the device is unknown."""
         device = device_of(state)
         if peak_flops is None and device.device_kind not in PEAKS:
             if device.platform != "cpu" or flops_per_step is not None:
@@ -232,6 +202,5 @@ class Meters(Observer):
         return UtilizationMeter(self._dispatched, peak_flops, flops_per_step)
 
     def after_each(self, call: Call, state: Tree) -> None:
-        """Count the steps, if there is a meter."""
         if self._is_metered:
             self._dispatched.add(call, state)

@@ -17,12 +17,9 @@ class Work(NamedTuple):
     """Operations and memory traffic of a program, summed over all devices.
 
     Attributes:
-        once: Operations, with each loop body counted once, as XLA does.
-        all: Operations, with each loop body counted once per iteration.
-        once_bytes: Bytes read and written, counted as in `once`.
-        all_bytes: Bytes read and written, counted as in `all`.
-        unknown: The number of loops whose number of iterations depends on values; they are counted once.
-        products: Number format → operations of matrix products and convolutions, counted as in `all`.
+        once: With each loop body counted once, as XLA does.
+        all: With each loop body counted once per iteration.
+        unknown: The number of loops, counted once, whose number of iterations depends on values.
     """
 
     once: float = 0.0
@@ -33,13 +30,12 @@ class Work(NamedTuple):
     products: Mapping[Product, float] = MappingProxyType({})
 
     def plus(self, other: "Work") -> "Work":
-        """The sum."""
         both = {**self.products, **other.products}
-        products = {one: self.products.get(one, 0.0) + other.products.get(one, 0.0) for one in both}
+        products = {product: self.products.get(product, 0.0) + other.products.get(product, 0.0) for product in both}
         return Work._make([*map(operator.add, self[:-1], other[:-1]), products])
 
     def times(self, once: int, total: int) -> "Work":
-        """Return the work of a loop whose program contains this body `once` times and which runs it `total` times."""
+        """Return the work of a loop whose program contains this body `once` times and runs it `total` times."""
         products = {product: total * flops for product, flops in self.products.items()}
         return Work(
             once * self.once, total * self.all, once * self.once_bytes, total * self.all_bytes, self.unknown, products
@@ -47,7 +43,6 @@ class Work(NamedTuple):
 
 
 def work_of(body: Subprogram) -> Work:
-    """Compute the work of a program."""
     return functools.reduce(Work.plus, map(_work_of_operation, body.operations), Work())
 
 

@@ -20,19 +20,13 @@ from jstep.stores.event_files import DataLossError
 
 OK = 0
 DIFFERENT = 1
-"""`diff` found a difference, or `stalls` a process that hangs."""
+"""`diff` found a difference, or `stalls` a stalled process."""
 TROUBLE = 2
 """A missing path, corrupted data, nothing in common, or wrong usage."""
 
 
 class Command(NamedTuple):
-    """A command.
-
-    Attributes:
-        add_arguments: Adds its arguments to its parser.
-        run: Runs the command and returns the exit code. An error is reported on stderr, with exit code `TROUBLE`.
-        has_json: Whether it has the option `--json`, to be obeyed by `answer`.
-    """
+    """A command. `main` reports the errors that `run` raises; with `has_json`, results are printed by `answer`."""
 
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
@@ -57,7 +51,7 @@ def complain(command: str, *problems: object) -> int:
 
 
 def cell(value: object, digits: int = 6) -> str:
-    """Format a value for a table, a float with so many digits."""
+    """Format a value for a table."""
     if value is None:
         return "–"
     if isinstance(value, float):
@@ -68,7 +62,7 @@ def cell(value: object, digits: int = 6) -> str:
 
 
 def time_text(seconds: float, separator: str, precision: str) -> str:
-    """Format a time in UTC, as `datetime.isoformat` does."""
+    """Format a time in UTC, like `datetime.isoformat`."""
     try:
         return datetime.fromtimestamp(seconds, UTC).isoformat(separator, precision)
     except (OverflowError, ValueError, OSError):  # outside the range of datetime
@@ -76,27 +70,23 @@ def time_text(seconds: float, separator: str, precision: str) -> str:
 
 
 def terminal_width() -> int:
-    """Return the width of the terminal, or $COLUMNS; 80 without a terminal."""
     return shutil.get_terminal_size((80, 24)).columns
 
 
 def table(keys: Mapping[str, str], rows: Iterable[Mapping[str, Any]], left: int) -> list[str]:
     """Return the lines of a table that fits the terminal.
 
-    Args:
-        keys: The head of each column → the key of its values.
-        rows: The rows; a missing value is a dash.
-        left: The number of columns that are left-aligned; the others are right-aligned.
+    `keys` maps the heads of columns to the keys of rows. The first `left` columns are left-aligned.
     """
     most, rows = terminal_width(), list(rows)
     tables = [[list(keys), *([cell(row.get(key), n) for key in keys.values()] for row in rows)] for n in (6, 4, 3)]
     # The first column may have lines of its own, above the others.
-    cells = next((one for one in tables if breadth([row[1:] for row in one]) + 2 <= most), tables[0])
+    cells = next((lines for lines in tables if breadth([row[1:] for row in lines]) + 2 <= most), tables[0])
     return columns(cells, left, most)
 
 
 def answer(arguments: argparse.Namespace, fields: Mapping[str, Any], lines: Iterable[str], code: int = OK) -> int:
-    """Print what a command found, with `--json` its fields, else lines; return the exit code."""
+    """Print the fields as JSON with `--json`, otherwise the lines; return the exit code."""
     if arguments.json:
         print(as_json(fields))
     else:
@@ -105,7 +95,7 @@ def answer(arguments: argparse.Namespace, fields: Mapping[str, Any], lines: Iter
 
 
 def show(lines: Iterable[str]) -> None:
-    """Print lines, each of which continues with an indent where the terminal ends."""
+    """Print lines, folded with an indent at the width of the terminal."""
     most = terminal_width()
     for line in (line for text in lines for line in text.split("\n")):
         print("\n".join(folded(line, most, len(line) - len(line.lstrip()) + 4)))
@@ -146,22 +136,14 @@ that hangs; 2 on an error: a missing path, a corrupted file, nothing to compare.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        argv: The arguments; None for those of the process.
-
-    Returns:
-        The exit code: 0, also without a command, which shows the commands; 1 if `diff` found a difference or `stalls` a
-        process that hangs; 2 after an error, which is reported on stderr.
-    """
-    given = sys.argv[1:] if argv is None else argv
+    """Run a command; return its exit code, which `_EPILOG` explains."""
+    command_line = sys.argv[1:] if argv is None else argv
     is_text = isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape")
     if argv is None and is_text:  # the stdout of the process is ours
         # Escape characters that the encoding of stdout lacks, as on stderr, unless PYTHONIOENCODING says otherwise.
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    parser = _parser(given)
-    arguments = parser.parse_args(given)
+    parser = _parser(command_line)
+    arguments = parser.parse_args(command_line)
     if arguments.command is None:
         parser.print_help()
         return OK
@@ -174,13 +156,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     except (OSError, ValueError, ImportError, RuntimeError, DataLossError) as error:
         return complain(arguments.command, error)
-    except Exception:  # such as in the program of `cost`; Python's exit code would be that of a difference
+    except Exception:  # such as in the program of `cost`; Python's exit code would mean a difference
         traceback.print_exc()
         return TROUBLE
     return code
 
 
-def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(command_line: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jstep",
         description="Inspect the files of a run, and estimate the cost of a training step.",
@@ -190,7 +172,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jstep {sys.modules['jstep'].__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     # No option before the command takes a value, so the first argument that is not an option is the command.
-    chosen = next((word for word in given if not word.startswith("-")), None)
+    chosen = next((word for word in command_line if not word.startswith("-")), None)
     for name, (words, place) in COMMANDS.items():
         own = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
         if name == chosen:

@@ -23,17 +23,10 @@ from jstep.tools.ranges import is_inexact
 
 
 class LeafDifference(NamedTuple):
-    """The difference of a leaf.
+    """The difference of a leaf; `why` is its kind, such as "dtype" or "only in A".
 
-    Attributes:
-        path: The path of the leaf.
-        why: The kind of difference: "values", "dtype", "shape", "only in A", "only in B".
-        detail: A description of the difference.
-        number: The number of elements that differ bitwise.
-        size: The number of elements.
-        max_abs: The largest difference of two finite numbers; None if no differing elements are both finite.
-        max_ulps: The largest difference in units in the last place of floating-point numbers, except for NaNs and
-            infinities of opposite signs.
+    `max_abs` is the largest difference of two finite numbers. `max_ulps`, in units in the last place, ignores NaNs and
+    infinities of opposite signs.
     """
 
     path: str
@@ -46,7 +39,7 @@ class LeafDifference(NamedTuple):
 
 
 def difference(path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> LeafDifference | None:
-    """Return the difference of two arrays of one path and dtype; None if they are bitwise identical."""
+    """Return the difference of two arrays of one dtype; None if they are bitwise identical."""
     if a.shape != b.shape:
         return LeafDifference(path, "shape", f"{list(a.shape)} in A, {list(b.shape)} in B")
     bits_a, bits_b = _bits(a), _bits(b)
@@ -71,7 +64,7 @@ def difference(path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> L
 
 
 def _are_opposite(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return a mask of the elements that are infinite with opposite signs."""
+    """A mask of the elements that are infinite with opposite signs."""
     return np.asarray(np.isinf(a) & np.isinf(b) & (a != b))
 
 
@@ -96,7 +89,7 @@ def _by_how_much(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[floa
 
 
 def _gap(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
-    """Return the largest difference of integers; that of two int64 may overflow int64, but it fits in uint64."""
+    """The largest difference of integers, computed in uint64 because two int64 may overflow int64."""
     above, under = np.maximum(a, b), np.minimum(a, b)
     return int((above.astype(np.uint64) - under.astype(np.uint64)).max())
 
@@ -104,7 +97,7 @@ def _gap(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
 def _order(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Map floats to integers of the same order; 0.0 and −0.0 are equal."""
     bits = np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").astype(np.int64)
-    magnitude = np.int64(2 ** (8 * x.dtype.itemsize - 1) - 1)  # all bits but that of the sign
+    magnitude = np.int64(2 ** (8 * x.dtype.itemsize - 1) - 1)  # all bits except the sign
     return np.where(bits & ~magnitude, -(bits & magnitude), bits)
 
 
@@ -112,17 +105,13 @@ def _order(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def differences(places: Iterable[tuple[str, str | None]]) -> list[str] | None:
-    """Return descriptions of the differences between the cards of two runs' last starts; None if a card is missing.
-
-    Args:
-        places: The directory of each run, with the prefix of its checkpoint, if two checkpoints are compared.
-    """
+    """Describe the differences between the cards of two runs' last starts; None if a card is missing."""
     both = []
     for where, prefix in places:
         last: dict[str, Any] = {}
         with contextlib.suppress(OSError):  # a directory that cannot be read is reported by the comparison itself
             last = {one.prefix: one.card for one in starts_of(where) if one.card is not None}
-        # The card of the prefix only; all cards if no run has it, such as that of the best checkpoints.
+        # Only the card of the prefix; all cards if the run has none for it, such as for the best checkpoints.
         both.append({prefix: last[prefix]} if prefix in last else last)
     of_a, of_b = both
     pairs = [(prefix, prefix) for prefix in sorted(of_a.keys() & of_b.keys())]
@@ -140,94 +129,90 @@ def differences(places: Iterable[tuple[str, str | None]]) -> list[str] | None:
 _SHOWN = 40
 
 
-def text(found: list[str] | None) -> list[str]:
-    """Return the lines to print; empty if a card is missing."""
-    if found is None:
+def text(lines: list[str] | None) -> list[str]:
+    if lines is None:
         return []
-    if not found:
+    if not lines:
         return ["the cards of the last starts do not differ"]
-    return ["the cards of the last starts differ:", *_first(found[:_SHOWN], len(found) - _SHOWN)]
+    return ["the cards of the last starts differ:", *_first(lines[:_SHOWN], len(lines) - _SHOWN)]
 
 
 def _first(lines: Sequence[str], others: int) -> list[str]:
-    """Indent the lines of the first items, and count the others, if any."""
     more = [f"and {others} more (--json lists all)"] if others > 0 else []
     return [f"  {line}" for line in (*lines, *more)]
 
 
-# `diff` of one run: what has changed from each of its starts to the next one.
+# `diff` of one run: the changes from each of its starts to the next one.
 
 
 def changes_of(where: str) -> list[dict[str, Any]]:
-    """Return the starts of the runs in a directory, each with what has changed since the one before of its prefix.
+    """Return the starts of the runs in a directory, each with the changes since the previous one of its prefix.
 
-    The `changes` are None for the first start of a run, and for a card of another version.
-
-    Raises:
-        FileNotFoundError: There is no timeline.
-        ValueError: No start has a card.
+    The `changes` of a first start are None.
     """
     before: dict[str, Mapping[str, Any]] = {}
-    found: list[dict[str, Any]] = []
-    for one in starts_of(where):
-        if one.card is None:
+    starts: list[dict[str, Any]] = []
+    for start in starts_of(where):
+        if start.card is None:
             continue
-        last, is_known, step = before.get(one.prefix), one.card.get("card") == VERSION, one.card.get("step")
+        last, is_known, step = before.get(start.prefix), start.card.get("card") == VERSION, start.card.get("step")
         step = step if type(step) is int else 0
         lines = None
         if last is not None and is_known:
-            of_bits, of_place = changes(last, one.card, step)
+            of_bits, of_place = changes(last, start.card, step)
             lines = [*of_bits, *of_place]
-        time_of_start = one.time if is_seconds(one.time) else None
-        found.append({"prefix": one.prefix, "time": time_of_start, "step": step, "known": is_known, "changes": lines})
+        time_of_start = start.time if is_seconds(start.time) else None
+        starts.append(
+            {"prefix": start.prefix, "time": time_of_start, "step": step, "known": is_known, "changes": lines}
+        )
         if is_known:
-            before[one.prefix] = one.card
-    if not found:
+            before[start.prefix] = start.card
+    if not starts:
         raise ValueError(f"{where}: its timeline has no card; give the checkpoint_dir of a run, or its logdir")
-    return found
+    return starts
 
 
-def _text_of_starts(found: list[dict[str, Any]]) -> list[str]:
+def _text_of_starts(starts: list[dict[str, Any]]) -> list[str]:
     lines: list[str] = []
-    several = len({one["prefix"] for one in found}) > 1
-    for one in found:
-        own, began = one["changes"], time.localtime(one["time"])
-        date = "" if one["time"] is None else f"{time.strftime('%Y-%m-%d %H:%M:%S', began)}, "
+    several = len({start["prefix"] for start in starts}) > 1
+    for start in starts:
+        own, began = start["changes"], time.localtime(start["time"])
+        date = "" if start["time"] is None else f"{time.strftime('%Y-%m-%d %H:%M:%S', began)}, "
         what = "nothing has changed" if own == [] else "changed since the start before:" if own else "the first start"
-        what = what if one["known"] else "a card of another version"
-        lines.append(f"{one['prefix'] + ': ' if several else ''}{date}from step {one['step']}: {what}")
+        what = what if start["known"] else "a card of another version"
+        lines.append(f"{start['prefix'] + ': ' if several else ''}{date}from step {start['step']}: {what}")
         lines += _first((own or [])[:_SHOWN], len(own or []) - _SHOWN)
     return lines
 
 
-# `diff`: the first step at which two runs diverge and the leaves that differ, or those of two checkpoints.
+# `diff` of two runs: the first step at which they diverge; of two checkpoints: the leaves that differ.
 
 
 def differences_left_out(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
-    """Yield the differences of leaves that were left out of one or both checkpoints, including those in only one."""
+    """Yield the differences of leaves that were left out of one or both checkpoints."""
     of_a, of_b = a.left_out, b.left_out
     records_a, records_b = of_a | _saved(a, set(of_b)), of_b | _saved(b, set(of_a))
     for path in of_a | of_b:
-        one, other = records_a.get(path), records_b.get(path)
+        first, second = records_a.get(path), records_b.get(path)
         where = f"left out of {'both' if path in of_a and path in of_b else 'A' if path in of_a else 'B'}"
-        if one is None or other is None:
-            only = "only in A" if other is None else "only in B"
+        if first is None or second is None:
+            only = "only in A" if second is None else "only in B"
             yield LeafDifference(path, only, f"{only}, {where}")
-        elif (one.dtype, one.shape) != (other.dtype, other.shape):
-            kinds = f"{one.dtype}{list(one.shape)} in A, {other.dtype}{list(other.shape)} in B"
-            yield LeafDifference(path, "shape" if one.dtype == other.dtype else "dtype", f"{kinds}, {where}")
-        elif one.fingerprint != other.fingerprint:
+        elif (first.dtype, first.shape) != (second.dtype, second.shape):
+            kinds = f"{first.dtype}{list(first.shape)} in A, {second.dtype}{list(second.shape)} in B"
+            yield LeafDifference(path, "shape" if first.dtype == second.dtype else "dtype", f"{kinds}, {where}")
+        elif first.fingerprint != second.fingerprint:
             yield LeafDifference(path, "values", f"the fingerprint, {where}")
 
 
-def _saved(one: Checkpoint, paths: set[str]) -> dict[str, LeftOut]:
-    """Return the records that saved leaves would have if they had been left out."""
-    saved = paths & one.named.keys()
+def _saved(checkpoint: Checkpoint, paths: set[str]) -> dict[str, LeftOut]:
+    """The records that saved leaves would have if they had been left out."""
+    saved = paths & checkpoint.named.keys()
     if not saved:
         return {}
     from jstep.checkpoint.leaf_records import started_slots  # imports JAX, which is not needed above
 
-    return {name: started_slots([(leaf, array)])()[0] for name, leaf, array in one.leaves(saved)}
+    return {name: started_slots([(leaf, array)])()[0] for name, leaf, array in checkpoint.leaves(saved)}
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -239,14 +224,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _Side(NamedTuple):
-    """One side of the comparison: a checkpoint, a directory of checkpoints, or a log.
-
-    Attributes:
-        path: Its path.
-        kind: "a checkpoint", "a directory of checkpoints" or "a log of fingerprints".
-        steps: (step, prefix) → the checkpoint or the entry of the log; the prefix of an entry is empty.
-        problems: What could not be read.
-    """
+    """One side of the comparison; `steps` maps (step, prefix) to checkpoints or entries of a log."""
 
     path: str
     kind: str
@@ -258,9 +236,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.b is None:
         # Each start of a run is compared with the one before. As for two runs, cards do not decide the exit code.
         run = location(arguments.a, "A")
-        found = changes_of(run)
-        lines = map(cli.printable, _text_of_starts(found))
-        return cli.answer(arguments, {"run": run, "starts": found}, lines)
+        starts = changes_of(run)
+        lines = map(cli.printable, _text_of_starts(starts))
+        return cli.answer(arguments, {"run": run, "starts": starts}, lines)
     a, b = (_side(location(path, name)) for path, name in ((arguments.a, "A"), (arguments.b, "B")))
     if a.kind != b.kind:
         raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind")
@@ -271,10 +249,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         cli.show(map(cli.printable, text(of_cards)))
     if a.kind == "a checkpoint":
-        (one,), (other,) = a.steps.values(), b.steps.values()
-        every = {name for x in (one, other) for name in (*x.left_out, *x.named)}
-        steps = {"a": one.step, "b": other.step}
-        result = _result(a, b, _leaves(one, other), steps=steps, compared=len(every))
+        (first,), (second,) = a.steps.values(), b.steps.values()
+        every = {name for x in (first, second) for name in (*x.left_out, *x.named)}
+        steps = {"a": first.step, "b": second.step}
+        result = _result(a, b, _leaves(first, second), steps=steps, compared=len(every))
     else:
         result = _runs(a, b)
     code = cli.answer(
@@ -287,15 +265,15 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _side(path: str) -> _Side:
-    one = at(path)
-    if one is not None:
-        return _Side(path, "a checkpoint", {(one.step, one.prefix): one})
+    checkpoint = at(path)
+    if checkpoint is not None:
+        return _Side(path, "a checkpoint", {(checkpoint.step, checkpoint.prefix): checkpoint})
     in_directory = is_directory(path)
     if in_directory:
         checkpoints, problems = below(path)
         if checkpoints or problems:
-            found = {(one.step, one.prefix): one for one in checkpoints}
-            return _Side(path, "a directory of checkpoints", found, problems)
+            by_step = {(checkpoint.step, checkpoint.prefix): checkpoint for checkpoint in checkpoints}
+            return _Side(path, "a directory of checkpoints", by_step, problems)
     elif not is_url(path) and not os.path.lexists(path):
         raise FileNotFoundError(f"no such checkpoint, directory or log: {path}")
     elif not is_url(path) and not os.path.isfile(path):
@@ -310,22 +288,22 @@ def _log_at(path: str, in_directory: bool) -> _Side:
         if fingerprints.NAME not in names_in(path):
             raise FileNotFoundError(f"no checkpoints and no {fingerprints.NAME} in {path}")
         path = join(path, fingerprints.NAME)
-    found = fingerprints.read(path)
-    problems = [f"{path}: {problem}; the other lines are compared" for problem in found.corrupted]
-    if not found.entries:
+    log = fingerprints.read(path)
+    problems = [f"{path}: {problem}; the other lines are compared" for problem in log.corrupted]
+    if not log.entries:
         why = problems[0] if problems else f"{path} has no complete line"
         raise ValueError(
             f"{why}. A log of fingerprints, as written by jstep.FingerprintHook, has one JSON object per line"
         )
-    return _Side(path, "a log of fingerprints", {(step, ""): one for step, one in found.entries.items()}, problems)
+    return _Side(path, "a log of fingerprints", {(step, ""): entry for step, entry in log.entries.items()}, problems)
 
 
 def _runs(a: _Side, b: _Side) -> dict[str, Any]:
-    """Compare the common steps of two directories or two logs, up to the first one that differs."""
+    """Compare the common steps of two sides, up to the first that differs."""
     of_a, of_b = a.steps, b.steps
     prefixes = [{prefix for _, prefix in of} for of in (of_a, of_b)]
     if not prefixes[0] & prefixes[1] and len(prefixes[0]) == len(prefixes[1]) == 1:
-        of_a, of_b = ({(step, ""): one for (step, _), one in of.items()} for of in (of_a, of_b))
+        of_a, of_b = ({(step, ""): item for (step, _), item in of.items()} for of in (of_a, of_b))
     keys = sorted(of_a.keys() & of_b.keys())
     if not keys:
         some = []
@@ -337,53 +315,55 @@ def _runs(a: _Side, b: _Side) -> dict[str, Any]:
     common = [step for step, _ in keys]
     for before, key in enumerate(keys):
         if a.kind == "a log of fingerprints":
-            found = _of_entries(of_a[key], of_b[key])
+            differing = _of_entries(of_a[key], of_b[key])
         else:
             leaves = _leaves(of_a[key], of_b[key])
-            found = (leaves, {}) if leaves else None
-        if found is not None:
-            return _result(a, b, found[0], step=key[0], common=common, same_before=before, same=False, **found[1])
+            differing = (leaves, {}) if leaves else None
+        if differing is not None:
+            return _result(
+                a, b, differing[0], step=key[0], common=common, same_before=before, same=False, **differing[1]
+            )
     return _result(a, b, [], common=common)
 
 
 def _of_entries(a: Any, b: Any) -> tuple[list[LeafDifference], dict[str, bool]] | None:
-    """Return the leaves that differ, and what more there is to say; None if nothing differs."""
+    """Return the leaves that differ, and further fields of the result."""
     from jstep.state.fingerprints import difference as log_difference
 
-    found = log_difference(a, b)
-    if found is None:
+    result = log_difference(a, b)
+    if result is None:
         return None
-    if found.leaves is None:
+    if result.leaves is None:
         return [], {"leaves_known": False}
-    only = dict.fromkeys(found.first_only, "only in A") | dict.fromkeys(found.second_only, "only in B")
-    return [LeafDifference(path, only.get(path, "fingerprint"), only.get(path, "")) for path in found.leaves], {}
+    only = dict.fromkeys(result.first_only, "only in A") | dict.fromkeys(result.second_only, "only in B")
+    return [LeafDifference(path, only.get(path, "fingerprint"), only.get(path, "")) for path in result.leaves], {}
 
 
 def _leaves(a: Checkpoint, b: Checkpoint) -> list[LeafDifference]:
-    for one in (a, b):
-        if problems := one.problems():
-            raise ValueError(f"{one.path} is corrupted: {'; '.join(problems[:3])}")
+    for checkpoint in (a, b):
+        if problems := checkpoint.problems():
+            raise ValueError(f"{checkpoint.path} is corrupted: {'; '.join(problems[:3])}")
     absent = a.left_out.keys() | b.left_out.keys()
     of_a, of_b = ({name: leaf for name, leaf in x.named.items() if name not in absent} for x in (a, b))
-    found: dict[str, LeafDifference] = {}
+    by_name: dict[str, LeafDifference] = {}
     for name, leaf in of_a.items():
         other = of_b.get(name)
         if other is None:
-            found[name] = LeafDifference(name, "only in A", "only in A")
+            by_name[name] = LeafDifference(name, "only in A", "only in A")
         elif (leaf.dtype, leaf.key_impl) != (other.dtype, other.key_impl):
-            found[name] = LeafDifference(name, "dtype", f"{leaf.dtype} in A, {other.dtype} in B")
-    both = [name for name in of_a if name not in found]
+            by_name[name] = LeafDifference(name, "dtype", f"{leaf.dtype} in A, {other.dtype} in B")
+    both = [name for name in of_a if name not in by_name]
     # Read leaf by leaf, because two checkpoints may not fit into memory.
     for (name, _, array), (_, _, its) in zip(a.leaves(both), b.leaves(both), strict=True):
         if (differing := difference(name, array, its)) is not None:
-            found[name] = differing
+            by_name[name] = differing
     others = [LeafDifference(name, "only in B", "only in B") for name in of_b if name not in of_a]
-    return [*(found[name] for name in of_a if name in found), *others, *differences_left_out(a, b)]
+    return [*(by_name[name] for name in of_a if name in by_name), *others, *differences_left_out(a, b)]
 
 
-def _result(a: _Side, b: _Side, found: list[LeafDifference], **more: object) -> dict[str, Any]:
-    leaves = [{key: value for key, value in one._asdict().items() if value is not None} for one in found]
-    return {"a": a.path, "b": b.path, "kind": a.kind, "same": not found, "leaves": leaves} | more
+def _result(a: _Side, b: _Side, differing: list[LeafDifference], **more: object) -> dict[str, Any]:
+    leaves = [{key: value for key, value in leaf._asdict().items() if value is not None} for leaf in differing]
+    return {"a": a.path, "b": b.path, "kind": a.kind, "same": not differing, "leaves": leaves} | more
 
 
 def _text(result: dict[str, Any]) -> list[str]:
@@ -404,12 +384,11 @@ def _text(result: dict[str, Any]) -> list[str]:
             lines.append(f"{len(leaves)} {'leaf differs' if len(leaves) == 1 else 'leaves differ'}")
         else:
             lines.append("which leaves differ is not known: a log was written with per_leaf=False")
-    shown = [(cli.printable(one["path"]), cli.printable(one["detail"])) for one in leaves[:_SHOWN]]
+    shown = [(cli.printable(leaf["path"]), cli.printable(leaf["detail"])) for leaf in leaves[:_SHOWN]]
     return lines + _first(columns(shown, 2, cli.terminal_width() - 2), len(leaves) - _SHOWN)
 
 
 def _place_among(before: int, common: int) -> str:
-    """Describe the place of a step among the common steps, of which `before` come before it."""
     if before:
         return f"identical at {before} earlier common step{'s' if before > 1 else ''}, of {common}"
     return "the only common step" if common == 1 else f"the first of {common} common steps"

@@ -43,8 +43,8 @@ def _run(arguments: argparse.Namespace) -> int:
         prepare()  # before the program uses JAX, which would otherwise warn on stderr that the compilers lack devices
     step, state, *batch = _returned(place, function)
     is_there = name_of(device_of((state, batch))) == topology
-    found = cost(step, state, *batch, topology=None if topology is None or is_there else str(topology))
-    return answer(arguments, vars(found), [str(found)])  # exit code 0 even if the step does not fit into memory
+    result = cost(step, state, *batch, topology=None if topology is None or is_there else str(topology))
+    return answer(arguments, vars(result), [str(result)])  # exit code 0 even if the step does not fit into memory
 
 
 def _returned(place: str, name: str) -> Any:
@@ -59,7 +59,7 @@ def _returned(place: str, name: str) -> Any:
 
 
 def _loaded(place: str) -> ModuleType:
-    """Import the module of a file or of a name, with the import path of `python FILE` or `python -m NAME`."""
+    """Import a file or a module, with the import path of `python FILE` or `python -m NAME`."""
     if not os.path.isfile(place):
         sys.path.insert(0, os.getcwd())
         return importlib.import_module(place)

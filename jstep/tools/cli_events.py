@@ -1,4 +1,4 @@
-"""`events`, `plot` and `stalls` of the command line: what a run wrote."""
+"""`events`, `plot` and `stalls` of the command line: the files that a run wrote."""
 
 import argparse
 import fnmatch
@@ -31,14 +31,9 @@ def _add_plot_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_plot(arguments: argparse.Namespace) -> int:
-    """Plot the scalars of one or several runs, with a panel for each tag and a line for each run.
+    """Plot the scalars of runs, with a panel for each tag and a line for each run.
 
-    Of a corrupted file, the events before the corruption are plotted; the exit code is `TROUBLE`.
-
-    Raises:
-        FileNotFoundError: A directory does not exist or contains no event files.
-        ValueError: No tag of a scalar matches, or smoothing is out of range.
-        ImportError: matplotlib is not installed.
+    If a file is corrupted, the earlier events are plotted; the exit code is `TROUBLE`.
     """
     if not 0 <= arguments.smoothing < 1:
         raise ValueError(f"smoothing must be at least 0 and less than 1, not {arguments.smoothing}")
@@ -65,10 +60,10 @@ def _read(logdirs: Sequence[str], on_corrupted: Callable[[DataLossError], None])
     for logdir in logdirs:
         if not is_url(logdir) and not os.path.exists(logdir):
             raise FileNotFoundError(f"no such directory: {logdir}")
-        found = event_files.find_runs(logdir) if is_directory(logdir) else [logdir]
-        if not found:
+        runs = event_files.find_runs(logdir) if is_directory(logdir) else [logdir]
+        if not runs:
             raise FileNotFoundError(f"no event files (events.out.tfevents.*) in {logdir} or below")
-        paths += found
+        paths += runs
     paths = list(dict.fromkeys(map(absolute, paths)))
     return {name: event_files.read_scalars(path, on_corrupted) for name, path in zip(_names(paths), paths, strict=True)}
 
@@ -81,10 +76,9 @@ def _names(paths: Sequence[str]) -> list[str]:
 
 
 def _draw(runs: dict[str, dict[str, list[Point]]], tags: Sequence[str], arguments: argparse.Namespace) -> None:
-    """Draw the curves: over steps, or over the hours since the first point of the run.
+    """Draw the curves over steps, or over the hours since the first point of the run.
 
-    The suffix of the output (`.png`, `.svg`, `.pdf`) determines the format. Behind a moving average, the original
-    values are drawn faintly.
+    The original values are drawn faintly behind a moving average.
     """
     fig = figure()
     columns = min(len(tags), 3)
@@ -143,34 +137,26 @@ def _add_events_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_events(arguments: argparse.Namespace) -> int:
-    """Print the events of a file, or of all event files in a directory in order, one per line.
-
-    In JSON, non-finite numbers become the strings "NaN", "Infinity" and "-Infinity", as in protobuf. Values with other
-    tags are omitted, and so are events that have no values left. If a file is corrupted, the events before the
-    corruption and the other files are printed.
-
-    Raises:
-        FileNotFoundError: The file does not exist, or the directory contains no event files.
-    """
+    """Print the events of a file, or of all event files in a directory in order, one per line."""
     path, tags = location(arguments.file, "file"), arguments.tags or ["*"]
     files = event_files.event_files(path)
     if not files:
         raise FileNotFoundError(f"no event files (events.out.tfevents.*) in {path}")
     code = OK
     for file in files:
-        found = False
+        has_events = False
         try:
             for event in event_files.summary_iterator(file):
-                found = True
+                has_events = True
                 entry = _entry(event, tags)
                 if entry is not None:
                     print(as_json(entry) if arguments.format == "json" else printable(_line(entry)))
-        except DataLossError as error:
-            why = "" if found else "; it is not an event file, or its beginning is corrupted"
+        except DataLossError as error:  # the events before the corruption are printed
+            why = "" if has_events else "; it is not an event file, or its beginning is corrupted"
             code = complain("events", f"{error}{why}")
         else:
             # Files in a directory are known to be event files by name, and a killed run may leave an empty one.
-            is_event_file = found or file != path
+            is_event_file = has_events or file != path
             if not is_event_file and event_files.is_event_file(file):
                 with opened(file) as data:
                     is_event_file = not data.read(1)
@@ -260,7 +246,7 @@ def _short(x: object) -> str:
     return cut(" ".join(text.split()), 80)
 
 
-# `stalls`: the processes of a run that hang, and what each of them waits for.
+# `stalls`: the stalled processes of a run, and what each is waiting for.
 
 
 def _add_stalls_arguments(parser: argparse.ArgumentParser) -> None:
@@ -271,17 +257,17 @@ def _run_stalls(arguments: argparse.Namespace) -> int:
     where, now = absolute(location(arguments.path, "path")), time.time()
     if not is_directory(where):
         raise FileNotFoundError(f"{where}: no such directory")
-    found, problems = read_stalls(where)
+    stalls, problems = read_stalls(where)
     complain("stalls", *problems)
-    hangs = any(one["stall"] for one in found)
-    found = found if hangs else []
-    missing = silent(found, max((one["processes"] for one in found), default=0))
-    odd = waited_for(found) if len(found) + len(missing) > 1 else []
+    hangs = any(stall["stall"] for stall in stalls)
+    stalls = stalls if hangs else []
+    missing = silent(stalls, max((stall["processes"] for stall in stalls), default=0))
+    odd = waited_for(stalls) if len(stalls) + len(missing) > 1 else []
     names = ["", "process", "host", "pid", "for", "what", "line"]
-    shown = [{**one, "for": f"{now - one['since']:.0f} s", "": "*" if one in odd else ""} for one in found]
-    shown += [{"process": process, "what": "nothing is heard of it", "": "*"} for process in missing]
+    shown = [{**stall, "for": f"{now - stall['since']:.0f} s", "": "*" if stall in odd else ""} for stall in stalls]
+    shown += [{"process": process, "what": "no sign of life", "": "*"} for process in missing]
     lines = table(dict(zip(names, names, strict=True)), shown, left=7) if hangs else ["no process hangs"]
-    return answer(arguments, {"stalls": found, "silent": missing}, lines, DIFFERENT if hangs else OK)
+    return answer(arguments, {"stalls": stalls, "silent": missing}, lines, DIFFERENT if hangs else OK)
 
 
 STALLS = Command(_add_stalls_arguments, _run_stalls)

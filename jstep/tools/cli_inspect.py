@@ -34,15 +34,7 @@ _AT_ONCE = 2**28
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint.
-
-    Attributes:
-        path: The path of the checkpoint.
-        prefix: The prefix of its name; the whole name if that has no step.
-        step: The step of its name; that of its content if the name has none.
-        manifest: Its manifest.
-        store: The store that reads it.
-    """
+    """A checkpoint; if its name has no step, `step` comes from the manifest."""
 
     path: str
     prefix: str
@@ -52,25 +44,17 @@ class Checkpoint:
 
     @functools.cached_property
     def named(self) -> dict[str, Leaf]:
-        """Name → leaf, in order: the name is its path, followed by a number if several leaves share the path."""
+        """Name → leaf: the name is its path, followed by a number if several leaves share the path."""
         from jstep.checkpoint.leaf_records import unique
 
         return dict(zip(unique(leaf.path for leaf in self.manifest.leaves), self.manifest.leaves, strict=True))
 
     @property
     def left_out(self) -> dict[str, LeftOut]:
-        """The records of the leaves that were left out, by path."""
         return {leaf.path: leaf for leaf in self.manifest.left_out}
 
     def leaves(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
-        """Iterate over leaves with their names and values; PRNG keys are returned as their data.
-
-        Args:
-            names: The names of those to read, in this order; by default all.
-
-        Raises:
-            CheckpointError: The checkpoint cannot be read.
-        """
+        """Iterate over leaves, by default all, with names and values; PRNG keys become their data."""
         chosen = ((name, self.named[name]) for name in (self.named if names is None else names))
         for group in in_groups(((name, leaf.nbytes, leaf) for name, leaf in chosen), _AT_ONCE):
             yield from self._read(group)
@@ -90,39 +74,35 @@ class Checkpoint:
             yield name, leaf, np.asarray(value_of(leaf, None, arrays))
 
     def problems(self, *, every: bool = False) -> list[str]:
-        """Return descriptions of the problems of its files; with `every`, also of those that nothing reads."""
+        """Describe the corruption of its files; with `every`, also of files that nothing reads."""
         return self.store.find_corruption(self.path, self.manifest, every=every)
 
 
 def at(path: str) -> Checkpoint | None:
-    """Return the checkpoint at a path, or None.
-
-    Raises:
-        CheckpointError: The checkpoint is corrupted.
-    """
+    """Return the checkpoint at a path, or None; raise `CheckpointError` if it is corrupted."""
     path = absolute(path)
     above, last = split(path.rstrip("/"))
     match = _NAME.fullmatch(last)
     if match is None:
         return None if is_url(path) else _renamed(path)
     store, step = open_store(above), int(match[2])
-    found = store.at(match[1], step)
-    if found is None:
+    stored = store.at(match[1], step)
+    if stored is None:
         problem = dict(store.broken(match[1], step - 1)).get(path)
         if problem is not None:
             raise CheckpointError(f"{path}: {problem}: the checkpoint is corrupted")
         return None
     try:
-        manifest = store.manifest(found)
+        manifest = store.manifest(stored)
     except FileNotFoundError:  # evicted meanwhile
         return None
     if manifest.step != step:
         raise CheckpointError(f"{path}: {misnamed(match[1], step, manifest.step)}")
-    return Checkpoint(found, match[1], step, manifest, store)
+    return Checkpoint(stored, match[1], step, manifest, store)
 
 
 def _renamed(path: str) -> Checkpoint | None:
-    """Return the checkpoint in a folder whose name has no step, such as a copy called "pretrained"; or None."""
+    """Return the checkpoint in a folder whose name has no step, such as a copy called "pretrained"."""
     if not os.path.lexists(os.path.join(path, MANIFEST)) or not has_data(path):
         return None
     above, last = split(path)
@@ -134,7 +114,7 @@ def _renamed(path: str) -> Checkpoint | None:
 
 
 def below(directory: str) -> tuple[list[Checkpoint], list[str]]:
-    """Return the checkpoints in a directory, by prefix and step, and descriptions of the problems of others."""
+    """Return the checkpoints in a directory, by prefix and step, and the problems of others."""
     directory = absolute(directory)
     store = open_store(directory)
     paths: list[str] = []
@@ -151,7 +131,7 @@ def below(directory: str) -> tuple[list[Checkpoint], list[str]]:
             checkpoints.append(at(path))
         except (CheckpointError, OSError) as error:
             problems.append(str(error))
-    return sorted(filter(None, checkpoints), key=lambda one: (one.prefix, one.step)), problems
+    return sorted(filter(None, checkpoints), key=lambda checkpoint: (checkpoint.prefix, checkpoint.step)), problems
 
 
 # The command.
@@ -178,9 +158,9 @@ def _run(arguments: argparse.Namespace) -> int:
             problem = error
     if folder is not None:
         return _orbax(folder, arguments)
-    one = at(path)
-    if one is not None:
-        return _checkpoint(one, arguments)
+    checkpoint = at(path)
+    if checkpoint is not None:
+        return _checkpoint(checkpoint, arguments)
     if not is_directory(path):
         raise FileNotFoundError(f"no checkpoint, directory of checkpoints or safetensors file: {path}")
     return _directory(path, arguments, problem)
@@ -190,7 +170,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _are_weights(path: str) -> bool:
-    """Return whether a path has weights: a file, or a folder with weights that is not and has no checkpoints."""
+    """Whether a path has weights: a file, or a folder with weights and without checkpoints."""
     if is_url(path) or not os.path.isdir(path):
         return not is_url(path) and (os.path.isfile(path) or os.path.isfile(path + INDEX))
     if not any(name.endswith((SUFFIX, SUFFIX + INDEX)) for name in os.listdir(path)):
@@ -198,16 +178,11 @@ def _are_weights(path: str) -> bool:
     try:
         return at(path) is None and not below(path)[0]
     except CheckpointError:
-        return True  # a folder such as gpt-2, whose name looks like that of a checkpoint
+        return True  # a folder such as gpt-2, which is named like a checkpoint
 
 
 def _safetensors(path: str, arguments: argparse.Namespace) -> int:
-    """Print the tensors of a file, or of an index and its shards.
-
-    Raises:
-        OSError: A file cannot be read.
-        ValueError: A file is corrupted.
-    """
+    """Print the tensors of a file, or of an index and its shards."""
     if arguments.verify:
         raise ValueError("--verify: safetensors files have no checksums; leave it out, and headers are checked anyway")
     weights = read_headers(kind_of(path)[1])
@@ -233,19 +208,15 @@ def _safetensors(path: str, arguments: argparse.Namespace) -> int:
 
 
 def _orbax(folder: str, arguments: argparse.Namespace) -> int:
-    """Print the arrays of an Orbax checkpoint, from its metadata.
-
-    Raises:
-        ValueError: Orbax cannot read it, or jstep wrote it and its manifest is missing.
-    """
+    """Print the arrays of an Orbax checkpoint, from its metadata."""
     if arguments.verify:
         raise ValueError("--verify: Orbax checkpoints have no checksums; leave it out")
     from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
 
-    found, _ = orbax_checkpoint.opened(folder)
+    arrays, _ = orbax_checkpoint.opened(folder)
     rows = [
         {"name": array.name, "dtype": array.code, "shape": list(array.shape), "bytes": array.nbytes}
-        for array in found.values()
+        for array in arrays.values()
     ]
     about = {"path": folder, "format": "orbax", **_sums(rows), "metadata": {}}
     return _tensors(about, rows, "in a checkpoint of Orbax", ["dtype", "shape", "bytes"], arguments)
@@ -278,26 +249,26 @@ def _path_line(path: str) -> str:
 # Checkpoints of jstep.
 
 
-def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
-    problems = one.problems(every=True) if arguments.verify else []
+def _checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> int:
+    problems = checkpoint.problems(every=True) if arguments.verify else []
     if problems:
-        return cli.complain("inspect", *(f"{one.path} is corrupted: {problem}" for problem in problems))
+        return cli.complain("inspect", *(f"{checkpoint.path} is corrupted: {problem}" for problem in problems))
     rows = [
         {"path": name, "dtype": leaf.dtype, "shape": list(leaf.shape), "bytes": leaf.nbytes, **_numbers(leaf, array)}
-        for name, leaf, array in one.leaves()
+        for name, leaf, array in checkpoint.leaves()
     ]
-    about = _about(one)
-    absent = [leaf.to_json() for leaf in one.manifest.left_out]
+    about = _about(checkpoint)
+    absent = [leaf.to_json() for leaf in checkpoint.manifest.left_out]
     verified = {"verified": True} if arguments.verify else {}
     left_out = {"left_out": absent} if absent else {}
-    fields = {**about, "extra": one.manifest.extra, "leaves": rows, **left_out, **verified}
+    fields = {**about, "extra": checkpoint.manifest.extra, "leaves": rows, **left_out, **verified}
     kinds = {"leaf": "path", "dtype": "dtype", "shape": "shape"}
     figures = {"bytes": "bytes", "min": "min", "max": "max", "mean": "mean", "non-finite": "nonfinite"}
     lines = [
-        _path_line(one.path),
-        f"step {one.step}, saved {about['time']}, by jstep {cli.printable(one.manifest.jstep)}, "
+        _path_line(checkpoint.path),
+        f"step {checkpoint.step}, saved {about['time']}, by jstep {cli.printable(checkpoint.manifest.jstep)}, "
         f"{len(rows)} leaves, {size(about['bytes'])}{', every byte as it was written' if arguments.verify else ''}",
-        *_extra_lines(one.manifest.extra, with_own=arguments.all),
+        *_extra_lines(checkpoint.manifest.extra, with_own=arguments.all),
         "",
         *cli.table(kinds | figures, rows, left=3),
     ]
@@ -317,15 +288,15 @@ def _extra_lines(extra: Any, *, with_own: bool) -> list[str]:
 
 
 def _numbers(leaf: Any, array: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """Return minimum, maximum and mean of the finite numbers; None for keys."""
-    found = None if leaf.key_impl is not None else range_of(array)
-    nonfinite = None if found is None else found.nans + found.infinities
-    if found is None or found.low is None:
+    """The minimum, maximum and mean of the finite numbers."""
+    numbers = None if leaf.key_impl is not None else range_of(array)
+    nonfinite = None if numbers is None else numbers.nans + numbers.infinities
+    if numbers is None or numbers.low is None:
         return {"min": None, "max": None, "mean": None, "nonfinite": nonfinite}
     values = (np.abs(array) if np.iscomplexobj(array) else array).astype(np.float64)
     mean = float(np.mean(values, where=np.isfinite(values)))
     is_whole = not is_inexact(array.dtype)
-    low, high = (int(array.min()), int(array.max())) if is_whole else (found.low, found.high)
+    low, high = (int(array.min()), int(array.max())) if is_whole else (numbers.low, numbers.high)
     return {"min": low, "max": high, "mean": mean, "nonfinite": nonfinite}
 
 
@@ -338,17 +309,17 @@ def _directory(path: str, arguments: argparse.Namespace, not_one: ValueError | N
             f"no checkpoints in {path}: they are folders such as model-1000, in the checkpoint_dir of train"
         )
     rows = []
-    for one in checkpoints:
+    for checkpoint in checkpoints:
         wrong = []
         if arguments.verify:
             try:
-                wrong = one.problems(every=True)
+                wrong = checkpoint.problems(every=True)
             except (CheckpointError, OSError) as error:
                 wrong = [str(error)]
-        problems += [f"{one.path} is corrupted: {problem}" for problem in wrong]
+        problems += [f"{checkpoint.path} is corrupted: {problem}" for problem in wrong]
         verified = {"verified": not wrong} if arguments.verify else {}
-        name = f"{one.prefix}-{one.step}"
-        rows.append({"name": name, **_about(one), "leaves": len(one.manifest.leaves), **verified})
+        name = f"{checkpoint.prefix}-{checkpoint.step}"
+        rows.append({"name": name, **_about(checkpoint), "leaves": len(checkpoint.manifest.leaves), **verified})
     keys = {"checkpoint": "name", "saved": "time", "step": "step", "leaves": "leaves", "size": "bytes"}
     keys |= {"every byte": "verified"} if arguments.verify else {}
     keys |= {} if all(row["finite"] for row in rows) else {"parameters": "finite"}
@@ -368,16 +339,16 @@ def _directory(path: str, arguments: argparse.Namespace, not_one: ValueError | N
     return cli.complain("inspect", *problems)
 
 
-def _about(one: Checkpoint) -> dict[str, Any]:
+def _about(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
-        "path": one.path,
-        "step": one.step,
-        "saved_at": one.manifest.saved_at,
-        "time": cli.time_text(one.manifest.saved_at, " ", "seconds").replace("+00:00", " UTC"),
-        "jstep": one.manifest.jstep,
-        "bytes": sum(leaf.nbytes for leaf in one.manifest.leaves),
-        "finite": one.manifest.finite,
-        "passing": one.manifest.passing,
+        "path": checkpoint.path,
+        "step": checkpoint.step,
+        "saved_at": checkpoint.manifest.saved_at,
+        "time": cli.time_text(checkpoint.manifest.saved_at, " ", "seconds").replace("+00:00", " UTC"),
+        "jstep": checkpoint.manifest.jstep,
+        "bytes": sum(leaf.nbytes for leaf in checkpoint.manifest.leaves),
+        "finite": checkpoint.manifest.finite,
+        "passing": checkpoint.manifest.passing,
     }
 
 

@@ -31,7 +31,7 @@ class Collective(NamedTuple):
     """The collectives of one kind in a step.
 
     Attributes:
-        number: How many run per step; those in loops count as often as they run.
+        number: How many run per step; collectives in loops count as often as they run.
         bytes: Bytes that a device sends or receives, the larger of the two, summed over all of them.
     """
 
@@ -40,15 +40,7 @@ class Collective(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """One exchange between devices.
-
-    Attributes:
-        kind: One of KINDS.
-        bytes: Bytes that a device sends or receives, the larger of the two.
-        times: How often it runs per step.
-        frame: The frame of its instruction.
-        instruction: The instruction.
-    """
+    """One exchange between devices; `bytes` are sent or received, whichever is more."""
 
     kind: str
     bytes: int
@@ -57,20 +49,19 @@ class Exchange(NamedTuple):
     instruction: Instruction
 
     def parts(self) -> list[tuple[str, int]]:
-        """Return each operand and its share of the bytes; compilers combine several exchanges into one."""
-        known = self.frame.computation.instructions
-        operands = [known[name] for name in self.instruction.operands if name in known][: KINDS[self.kind] or None]
+        """Each operand and its share of the bytes; compilers combine several exchanges into one."""
+        instructions = self.frame.computation.instructions
+        operands = [instructions[name] for name in self.instruction.operands if name in instructions][
+            : KINDS[self.kind] or None
+        ]
         total = sum(compiled.size_of(operand.shape) for operand in operands)
-        return [(one.name, self.bytes * compiled.size_of(one.shape) // max(total, 1)) for one in operands]
+        return [(part.name, self.bytes * compiled.size_of(part.shape) // max(total, 1)) for part in operands]
 
 
 def collectives_of(program: Program) -> dict[str, Collective]:
     """Return kind → number and bytes, of all exchanges of a compiled program.
 
-    Collectives in loops count as often as the loop runs, or once if that depends on values. Of a conditional, the
-    branch that moves the most bytes counts. An asynchronous collective counts once. An all-reduce that a TPU runs as a
-    reduce-scatter counts as a reduce-scatter. Transfers over the network between TPU slices have the kind "between
-    slices"; the collectives that they need inside a slice count separately.
+    Loops whose length depends on values count once; of a conditional, the branch that moves the most bytes counts.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -82,80 +73,83 @@ def collectives_of(program: Program) -> dict[str, Collective]:
     """
     numbers: Counter[str] = Counter()
     moved: Counter[str] = Counter()
-    for one in exchanges_of(program):
-        numbers[one.kind] += one.times
-        moved[one.kind] += one.times * one.bytes
+    for exchange in exchanges_of(program):
+        numbers[exchange.kind] += exchange.times
+        moved[exchange.kind] += exchange.times * exchange.bytes
     return {kind: Collective(numbers[kind], moved[kind]) for kind in KINDS if numbers[kind]}
 
 
 def exchanges_of(program: Program) -> list[Exchange]:
-    """Return all exchanges of a program.
-
-    In loops, they count as often as the loops run (once if that depends on values). Of a conditional, the branch that
-    moves the most bytes counts. An asynchronous exchange counts once, although it has several instructions.
-    """
+    """Return all exchanges of a program, counted as in `collectives_of`."""
     computations = program.computations.values()
-    # On a TPU several copies of an instruction may belong to one exchange, and one of them starts it.
-    started = {_chain(one) for each in computations for one in each.instructions.values() if _is_started(each, one)}
+    # An asynchronous exchange counts once, although it has several instructions. On a TPU several copies of an
+    # instruction may belong to one exchange, and one of them starts it.
+    started = {
+        _chain(instruction)
+        for each in computations
+        for instruction in each.instructions.values()
+        if _is_started(each, instruction)
+    }
 
     def within(frame: Frame, times: int) -> Iterator[Exchange]:
-        for one in frame.computation.instructions.values():
-            kind, chain = _kind(frame, one), _chain(one)
-            is_continued = chain and chain in started and not _is_started(frame.computation, one)
+        for instruction in frame.computation.instructions.values():
+            kind, chain = _kind(frame, instruction), _chain(instruction)
+            is_continued = chain and chain in started and not _is_started(frame.computation, instruction)
             if kind is not None and not is_continued:
-                yield Exchange(kind, _moved(frame.computation, one, kind), times, frame, one)
-            elif one.opcode == "while":
-                count = compiled.trip_count(frame, one)
+                yield Exchange(kind, _moved(frame.computation, instruction, kind), times, frame, instruction)
+            elif instruction.opcode == "while":
+                count = compiled.trip_count(frame, instruction)
                 for role, often in (("body", count), ("condition", None if count is None else count + 1)):
-                    for inner in frame.inner(one, role):
+                    for inner in frame.inner(instruction, role):
                         yield from within(inner, times * (1 if often is None else often))
-            elif one.opcode == "conditional":
-                branches = [list(within(inner, times)) for inner in frame.inner(one, *_BRANCHES)]
-                yield from max(branches, key=lambda found: sum(each.bytes * each.times for each in found), default=[])
+            elif instruction.opcode == "conditional":
+                branches = [list(within(inner, times)) for inner in frame.inner(instruction, *_BRANCHES)]
+                yield from max(branches, key=lambda branch: sum(each.bytes * each.times for each in branch), default=[])
             else:
-                for inner in frame.inner(one):
+                for inner in frame.inner(instruction):
                     yield from within(inner, times)
 
     return list(within(Frame(program, program.entry), 1))
 
 
-def _kind(frame: Frame, one: Instruction) -> str | None:
-    opcode = one.opcode.removesuffix("-start")
-    if opcode == "all-reduce" and _is_scattered(frame, one):
+def _kind(frame: Frame, instruction: Instruction) -> str | None:
+    opcode = instruction.opcode.removesuffix("-start")
+    if opcode == "all-reduce" and _is_scattered(frame, instruction):
         return "reduce-scatter"
     if opcode in KINDS:
         return opcode
     if opcode == "send":
-        if "is_host_transfer=true" not in one.attributes:
+        if "is_host_transfer=true" not in instruction.attributes:
             return "collective-permute"
-        return BETWEEN_SLICES if _rendezvous(one) else None
+        # Over the network between TPU slices; the collectives that it needs inside a slice count separately.
+        return BETWEEN_SLICES if _rendezvous(instruction) else None
     return None
 
 
-def _rendezvous(one: Instruction) -> str:
-    """Return the exchange between slices that a send or receive belongs to; empty for a transfer with the host."""
-    if not compiled.quoted(one.attributes, "_xla_host_transfer_handler_name").startswith("xla_megascale"):
+def _rendezvous(instruction: Instruction) -> str:
+    """The exchange between slices that a send or receive belongs to; empty for the host."""
+    if not compiled.quoted(instruction.attributes, "_xla_host_transfer_handler_name").startswith("xla_megascale"):
         return ""
-    return compiled.quoted(one.attributes, "_xla_host_transfer_rendezvous")
+    return compiled.quoted(instruction.attributes, "_xla_host_transfer_rendezvous")
 
 
-def _moved(computation: Computation, one: Instruction, kind: str) -> int:
-    if one.opcode == "send":
-        name = _rendezvous(one)
+def _moved(computation: Computation, instruction: Instruction, kind: str) -> int:
+    if instruction.opcode == "send":
+        name = _rendezvous(instruction)
         both = [other for other in computation.instructions.values() if other.opcode in ("send", "recv")]
-        same = [other for other in both if other is one or (name and _rendezvous(other) == name)]
+        same = [other for other in both if other is instruction or (name and _rendezvous(other) == name)]
         return max(_payload(other.shape) for other in same)
-    taken = _taken(computation, one)
-    operands = [computation.instructions.get(name) for name in one.operands[: KINDS[kind]]]
+    taken = _taken(computation, instruction)
+    operands = [computation.instructions.get(name) for name in instruction.operands[: KINDS[kind]]]
     return max(taken, sum(compiled.size_of(operand.shape) for operand in operands if operand is not None))
 
 
-def _taken(computation: Computation, one: Instruction) -> int:
-    """Return the bytes that a device receives; for an asynchronous exchange, the size of the result of its end."""
-    if not one.opcode.endswith("-start"):
-        return compiled.size_of(one.shape)
-    ends = [user for user in computation.users.get(one.name, ()) if user.opcode.endswith("-done")]
-    return compiled.size_of(ends[0].shape) if ends else _payload(one.shape, 1)
+def _taken(computation: Computation, instruction: Instruction) -> int:
+    """The bytes that a device receives; an asynchronous exchange receives them at its end."""
+    if not instruction.opcode.endswith("-start"):
+        return compiled.size_of(instruction.shape)
+    ends = [user for user in computation.users.get(instruction.name, ()) if user.opcode.endswith("-done")]
+    return compiled.size_of(ends[0].shape) if ends else _payload(instruction.shape, 1)
 
 
 def _payload(shape: Shape, index: int = 0) -> int:
@@ -164,11 +158,11 @@ def _payload(shape: Shape, index: int = 0) -> int:
     return compiled.size_of(shape[index]) if index < len(shape) else 0
 
 
-def _is_scattered(frame: Frame, one: Instruction) -> bool:
-    """Whether a TPU runs an all-reduce as a reduce-scatter: fused with slices that are the only users of the result."""
+def _is_scattered(frame: Frame, instruction: Instruction) -> bool:
+    """Whether a TPU runs an all-reduce as a reduce-scatter: fused with slices that are its only users."""
     if frame.call is None or frame.call.opcode != "fusion":
         return False
-    users, seen = [one], False
+    users, seen = [instruction], False
     while users:
         for user in frame.computation.users.get(users.pop().name, ()):
             if user.opcode in _UNCHANGED - {"tuple"}:
@@ -180,13 +174,12 @@ def _is_scattered(frame: Frame, one: Instruction) -> bool:
     return seen
 
 
-def _chain(one: Instruction) -> str:
-    return compiled.quoted(one.attributes, "chain_id")
+def _chain(instruction: Instruction) -> str:
+    return compiled.quoted(instruction.attributes, "chain_id")
 
 
-def _is_started(computation: Computation, one: Instruction) -> bool:
-    """Whether an instruction starts an asynchronous exchange on a TPU."""
-    users = computation.users.get(one.name, ())
+def _is_started(computation: Computation, instruction: Instruction) -> bool:
+    users = computation.users.get(instruction.name, ())
     return any(compiled.quoted(user.attributes, "custom_call_target") == "AsyncCollectiveStart" for user in users)
 
 
@@ -200,11 +193,8 @@ _Sources = frozenset[int]
 def uses_of(traced: object) -> list[float]:
     """Return an upper bound on how often each argument is used as a whole.
 
-    Each operation that computes with an argument is a use, as often as it runs; an operation on half of the argument is
-    half a use. A loop of unknown length counts once. If uses cannot be counted, the number is infinite.
-
-    Args:
-        traced: The jaxpr of a program.
+    An operation on half of an argument is half a use, as often as it runs. A loop of unknown length counts once. The
+    number is infinite if uses cannot be counted.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -218,9 +208,9 @@ def uses_of(traced: object) -> list[float]:
     sizes = [_size(var) for var in body.jaxpr.invars]
     uses = [0.0] * len(sizes)
 
-    def run(body: Subprogram, given: Sequence[_Sources], times: float) -> list[_Sources]:
-        """Count uses in a program, given the sources of its arguments; return the sources of its results."""
-        return evaluate(body, given, lambda one, taken: site(one, taken, times), lambda constant: frozenset())
+    def run(body: Subprogram, sources: Sequence[_Sources], times: float) -> list[_Sources]:
+        """Count uses; return the sources of the results."""
+        return evaluate(body, sources, lambda step, taken: site(step, taken, times), lambda constant: frozenset())
 
     def site(operation: Operation, taken: list[_Sources], times: float) -> list[_Sources]:
         if operation.kind in ("scan", "while"):
@@ -233,13 +223,13 @@ def uses_of(traced: object) -> list[float]:
         if operation.name in _PARTS:
             return [frozenset().union(*taken)] * len(operation.eqn.outvars)
         opaque = any(True for _ in programs_in(operation.eqn))
-        for atom, found in zip(operation.eqn.invars, taken, strict=True):
-            for source in found:
+        for atom, origins in zip(operation.eqn.invars, taken, strict=True):
+            for source in origins:
                 uses[source] += math.inf if opaque else times * min(1.0, _size(atom) / max(1, sizes[source]))
         return [frozenset()] * len(operation.eqn.outvars)
 
     def loop(operation: Operation, taken: list[_Sources], times: float) -> list[_Sources]:
-        """Iterate until the sources of the carried values, which an iteration passes to the next, no longer change."""
+        """Iterate until the sources of the carried values no longer change."""
         body = operation.bodies[-1]
         if operation.kind == "scan":
             before, carried = operation.counts

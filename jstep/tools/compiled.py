@@ -28,12 +28,7 @@ Operations of `jax.checkpoint` have such words in their metadata, not after a do
 
 
 class Array(NamedTuple):
-    """The type of an array.
-
-    Attributes:
-        dims: The lengths of its dimensions.
-        bits: Bits per element; 0 for types without data (`token`, `opaque`).
-    """
+    """The type of an array; its `bits` per element are 0 for types without data (`token`, `opaque`)."""
 
     dims: tuple[int, ...]
     bits: int
@@ -46,13 +41,7 @@ Shape: TypeAlias = "Array | tuple[Shape, ...]"
 class Instruction:
     """One instruction.
 
-    Attributes:
-        name: Its name, unique within its computation.
-        opcode: The opcode, such as `all-reduce-start`.
-        type_text: The type of its result, as printed.
-        argument: The contents of its parentheses: operands, the value of a constant, the number of a parameter.
-        attributes: The rest of the line after the parentheses.
-        is_root: Whether it returns the result of its computation.
+    `argument` is the text in its parentheses: operands, a constant, or the number of a parameter; `attributes` follow.
     """
 
     name: str
@@ -64,37 +53,29 @@ class Instruction:
 
     @functools.cached_property
     def shape(self) -> Shape:
-        """The type of its result."""
         return parse_shape(self.type_text)
 
     @functools.cached_property
     def operands(self) -> tuple[str, ...]:
-        """The names of its operands."""
         return tuple(_NAME.findall(self.argument))
 
     @functools.cached_property
     def called(self) -> tuple[tuple[str, str], ...]:
-        """The computations that it calls, as (role, name); the end of an asynchronous call calls none."""
+        """The computations that it calls, as (role, name); the end of an asynchronous call has none."""
         if self.opcode.endswith(("-update", "-done")):
             return ()
-        found = _CALLED.findall(_QUOTED.sub('""', self.attributes))
-        return tuple((role, name) for role, names in found for name in _NAME.findall(names))
+        calls = _CALLED.findall(_QUOTED.sub('""', self.attributes))
+        return tuple((role, name) for role, names in calls for name in _NAME.findall(names))
 
     @functools.cached_property
     def op_name(self) -> str:
-        """The operation of the traced program that it implements; empty if unknown."""
+        """The operation of the traced program; empty if unknown."""
         return quoted(self.attributes, "op_name")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Computation:
-    """A sequence of instructions.
-
-    Attributes:
-        name: Its name.
-        instructions: Name → instruction, in printed order.
-        root: The name of the instruction that returns the result of the computation.
-    """
+    """Instructions by name, in printed order; `root` returns the result."""
 
     name: str
     instructions: Mapping[str, Instruction]
@@ -103,21 +84,15 @@ class Computation:
     @functools.cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
         """Name → the instructions that have it as an operand."""
-        found: dict[str, list[Instruction]] = {}
+        by_name: dict[str, list[Instruction]] = {}
         for instruction in self.instructions.values():
             for operand in instruction.operands:
-                found.setdefault(operand, []).append(instruction)
-        return {name: tuple(users) for name, users in found.items()}
+                by_name.setdefault(operand, []).append(instruction)
+        return {name: tuple(users) for name, users in by_name.items()}
 
 
 class Program(NamedTuple):
-    """A compiled program.
-
-    Attributes:
-        computations: Name → computation.
-        entry: The entry computation; an empty one if the program has none.
-        header: The first line, with the attributes of the program.
-    """
+    """A compiled program; `header` is its first line."""
 
     computations: Mapping[str, Computation]
     entry: Computation
@@ -125,7 +100,7 @@ class Program(NamedTuple):
 
 
 def parse_program(text: str) -> Program:
-    """Parse a printed program. Lines that cannot be parsed are skipped."""
+    """Parse a printed program; lines that cannot be parsed are skipped."""
     computations: dict[str, Computation] = {}
     entry = name = ""
     instructions: dict[str, Instruction] = {}
@@ -138,17 +113,14 @@ def parse_program(text: str) -> Program:
             name, instructions = head[2], {}
             entry = name if head[1] else entry
         elif line.startswith("}") and name:
-            root = next((one.name for one in instructions.values() if one.is_root), "")
+            root = next((candidate.name for candidate in instructions.values() if candidate.is_root), "")
             computations[name] = Computation(name, instructions, root)
             name = ""
     return Program(computations, computations.get(entry, Computation("", {}, "")), text.partition("\n")[0])
 
 
 def recomputes(program: Program) -> bool:
-    """Whether the compiler rematerialized results to fit the program into memory.
-
-    Such a program takes longer than the operations of the model suggest. Rematerialization requested by the model, with
-    `jax.checkpoint`, does not count.
+    """Whether the compiler rematerialized results to fit the program into memory; `jax.checkpoint` does not count.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -162,9 +134,9 @@ def recomputes(program: Program) -> bool:
 
 
 def quoted(attributes: str, key: str) -> str:
-    """Return the value of `key="value"`, or the empty string if the key is missing."""
-    found = re.search(rf'\b{re.escape(key)}="((?:[^"\\]|\\.)*)"', attributes)
-    return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
+    """The value of `key="value"`, or an empty string."""
+    match = re.search(rf'\b{re.escape(key)}="((?:[^"\\]|\\.)*)"', attributes)
+    return re.sub(r"\\(.)", r"\1", match[1]) if match else ""
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -185,17 +157,16 @@ _PARENTHESIS = re.compile(r'[()]|"(?:[^"\\]|\\.)*"')
 
 
 def _closing(line: str, at: int) -> int:
-    """Return the index after the parenthesis that closes the one at `at`."""
     depth = 0
-    for found in _PARENTHESIS.finditer(line, at):
-        depth += {"(": 1, ")": -1}.get(found[0], 0)
+    for match in _PARENTHESIS.finditer(line, at):
+        depth += {"(": 1, ")": -1}.get(match[0], 0)
         if depth == 0:
-            return found.end()
+            return match.end()
     return len(line)
 
 
 def parse_shape(text: str) -> Shape:
-    """Parse a printed type. Of the layout (tiles, memory spaces), only the packing of elements is used.
+    """Parse a printed type. Of the layout, only the packing of elements is used.
 
     Example:
         >>> from jstep.tools.compiled import parse_shape, size_of
@@ -203,28 +174,27 @@ def parse_shape(text: str) -> Shape:
         16
     """
     stack: list[list[Shape]] = [[]]
-    for found in _TOKEN.finditer(text):
-        if found["open"]:
+    for token in _TOKEN.finditer(text):
+        if token["open"]:
             stack.append([])
-        elif found["close"]:
+        elif token["close"]:
             if len(stack) > 1:
                 inner = tuple(stack.pop())
                 stack[-1].append(inner)
         else:
-            dims = tuple(int(length) for length in found["dims"].replace("<=", "").split(",") if length)
-            stack[-1].append(Array(dims, _bits(found["dtype"], found["layout"] or "")))
+            dims = tuple(int(length) for length in token["dims"].replace("<=", "").split(",") if length)
+            stack[-1].append(Array(dims, _bits(token["dtype"], token["layout"] or "")))
     return stack[0][0] if len(stack[0]) == 1 else tuple(stack[0])
 
 
 def size_of(shape: Shape) -> int:
-    """Return the bytes of an array, or of all arrays of a tuple."""
     if isinstance(shape, Array):
         return -(-math.prod(shape.dims) * shape.bits // 8)
     return sum(size_of(inner) for inner in shape)
 
 
 def _bits(dtype: str, layout: str) -> int:
-    """Return the bits per element; elements below a byte take a byte unless the layout packs them."""
+    """Bits per element: at least 8 unless the layout packs them."""
     packed = _PACKED.search(layout)
     if packed:
         return int(packed[1])
@@ -247,14 +217,7 @@ _CALLS = {"fusion", "call", "async-start", "call-start", "fusion-start"}
 
 
 class Frame(NamedTuple):
-    """A computation together with the instruction that calls it.
-
-    Attributes:
-        program: The program.
-        computation: The computation.
-        caller: The frame of the calling instruction; None for the entry.
-        call: The calling instruction; None for the entry.
-    """
+    """A computation together with the instruction that calls it."""
 
     program: Program
     computation: Computation
@@ -262,13 +225,13 @@ class Frame(NamedTuple):
     call: Instruction | None = None
 
     def inner(self, call: Instruction, *roles: str) -> "list[Frame]":
-        """Return the frames of the computations that an instruction calls in some roles (by default all), in order."""
-        found = (self.program.computations.get(name) for role, name in call.called if role in roles or not roles)
-        return [Frame(self.program, computation, self, call) for computation in found if computation is not None]
+        """The frames of the computations that an instruction calls, in some roles or all."""
+        computations = (self.program.computations.get(name) for role, name in call.called if role in roles or not roles)
+        return [Frame(self.program, computation, self, call) for computation in computations if computation is not None]
 
 
 class _Place(NamedTuple):
-    """A result of an instruction, or an element of the carry of a loop; `place` is None if there is only one."""
+    """A result of an instruction, or the element `place` of the carry of a loop."""
 
     frame: Frame
     instruction: Instruction
@@ -276,42 +239,43 @@ class _Place(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """An integer, or the sum of an integer and an element of a loop's carry in the current iteration."""
+    """An integer, or its sum with an element of a loop's carry in the current iteration."""
 
     element: _Place | None
     offset: int
 
 
 def _resolve(frame: Frame, name: str, index: int | None = None, same: Set[str] = _SAME) -> _Place | None:
-    """Return the definition of a value, through tuples, calls, and opcodes whose result is the `same` value.
-
-    It is never a copy, but may be a loop, or a parameter of the program or of a loop.
-    """
-    while (one := frame.computation.instructions.get(name)) is not None:
-        if one.opcode == "tuple" and index is not None and index < len(one.operands):
-            name, index = one.operands[index], None
-        elif one.opcode == "get-tuple-element" and index is None and (found := _INDEX.search(one.attributes)):
-            name, index = one.operands[0], int(found[1])
-        elif one.opcode in same and one.operands:
-            name = one.operands[0]
-        elif one.opcode in _CALLS:
-            inner = frame.inner(one)
+    """Return the definition of a value, through tuples, calls, and opcodes with the `same` value; never a copy."""
+    while (instruction := frame.computation.instructions.get(name)) is not None:
+        if instruction.opcode == "tuple" and index is not None and index < len(instruction.operands):
+            name, index = instruction.operands[index], None
+        elif (
+            instruction.opcode == "get-tuple-element"
+            and index is None
+            and (match := _INDEX.search(instruction.attributes))
+        ):
+            name, index = instruction.operands[0], int(match[1])
+        elif instruction.opcode in same and instruction.operands:
+            name = instruction.operands[0]
+        elif instruction.opcode in _CALLS:
+            inner = frame.inner(instruction)
             if not inner:
                 return None
             frame, name = inner[0], inner[0].computation.root
-        elif one.opcode == "parameter" and frame.caller and frame.call and frame.call.opcode in _CALLS:
-            name, frame = frame.call.operands[int(one.argument)], frame.caller
+        elif instruction.opcode == "parameter" and frame.caller and frame.call and frame.call.opcode in _CALLS:
+            name, frame = frame.call.operands[int(instruction.argument)], frame.caller
         else:
-            return _Place(frame, one, index)
+            return _Place(frame, instruction, index)  # may be a loop, or a parameter of the program or of a loop
     return None
 
 
 def _element(definition: _Place) -> _Place | None:
-    """Return the element of a loop's carry that a value is, in an iteration or after the loop."""
-    frame, one, place = definition
-    if one.opcode == "while":
+    """The element of a loop's carry that a value is, if any."""
+    frame, instruction, place = definition
+    if instruction.opcode == "while":
         return definition
-    if one.opcode == "parameter" and frame.caller and frame.call and frame.call.opcode == "while":
+    if instruction.opcode == "parameter" and frame.caller and frame.call and frame.call.opcode == "while":
         return _Place(frame.caller, frame.call, place)
     return None
 
@@ -319,34 +283,34 @@ def _element(definition: _Place) -> _Place | None:
 def argument_of(frame: Frame, name: str, index: int | None = None) -> int | None:
     """Return the number of the argument that an instruction's result is a part of; None if the result is computed.
 
-    Converted, sliced and transposed arguments are parts. So are elements of a loop's carry that no iteration changes.
+    Parts may be converted, sliced or transposed, or carried unchanged by a loop.
     """
-    found = _resolve(frame, name, index, _PARTS)
-    if found is None:
+    definition = _resolve(frame, name, index, _PARTS)
+    if definition is None:
         return None
-    element = _element(found)
+    element = _element(definition)
     if element is not None:
         unchanged = _step(element) == 0
         return argument_of(element.frame, element.instruction.operands[0], element.place) if unchanged else None
-    is_argument = found.instruction.opcode == "parameter" and found.frame.caller is None and found.place is None
-    return int(found.instruction.argument) if is_argument else None
+    is_argument = (
+        definition.instruction.opcode == "parameter" and definition.frame.caller is None and definition.place is None
+    )
+    return int(definition.instruction.argument) if is_argument else None
 
 
 def trip_count(frame: Frame, loop: Instruction) -> int | None:
-    """Return how often a `while` runs its body; None if that depends on values.
-
-    The compilers for CPUs and GPUs print it. Otherwise it is derived from the counter: its start, its increment, and
-    the bound that the condition compares it with.
-    """
-    known = _KNOWN.search(loop.attributes)
-    if known:
-        return int(known[1])
+    """Return how often a `while` runs its body; None if that depends on values."""
+    # The compilers for CPUs and GPUs print the number. Otherwise it follows from the counter's start, its increment,
+    # and the bound that the condition compares it with.
+    printed = _KNOWN.search(loop.attributes)
+    if printed:
+        return int(printed[1])
     condition = frame.inner(loop, "condition")
-    found = _resolve(condition[0], condition[0].computation.root) if condition else None
-    if found is None or found.instruction.opcode != "compare":
+    definition = _resolve(condition[0], condition[0].computation.root) if condition else None
+    if definition is None or definition.instruction.opcode != "compare":
         return None
-    compare = found.instruction
-    left, right = (_value(found.frame, name) for name in compare.operands[:2])
+    compare = definition.instruction
+    left, right = (_value(definition.frame, name) for name in compare.operands[:2])
     direction = _DIRECTION.search(compare.attributes)
     if left is None or right is None or direction is None:
         return None
@@ -373,23 +337,22 @@ def _count(start: int, end: int, step: int, way: str) -> int | None:
 
 
 def _value(frame: Frame, name: str, index: int | None = None) -> _Value | None:
-    """Return the value of an integer, or of an element of a tuple; None if unknown."""
-    found = _resolve(frame, name, index)
-    if found is None:
+    definition = _resolve(frame, name, index)
+    if definition is None:
         return None
-    one = found.instruction
-    if one.opcode == "constant":
-        return _Value(None, int(one.argument)) if _INTEGER.fullmatch(one.argument) else None
-    if one.opcode in ("add", "subtract") and len(one.operands) == 2:
-        left, right = (_value(found.frame, operand) for operand in one.operands)
-        sign = -1 if one.opcode == "subtract" else 1
+    instruction = definition.instruction
+    if instruction.opcode == "constant":
+        return _Value(None, int(instruction.argument)) if _INTEGER.fullmatch(instruction.argument) else None
+    if instruction.opcode in ("add", "subtract") and len(instruction.operands) == 2:
+        left, right = (_value(definition.frame, operand) for operand in instruction.operands)
+        sign = -1 if instruction.opcode == "subtract" else 1
         if left is None or right is None or (right.element is not None and (left.element is not None or sign < 0)):
             return None
         return _Value(left.element or right.element, left.offset + sign * right.offset)
-    element = _element(found)
+    element = _element(definition)
     if element is None:
         return None
-    if one.opcode == "parameter":
+    if instruction.opcode == "parameter":
         return _Value(element, 0)
     return _begin(element) if _step(element) == 0 else None
 
@@ -399,7 +362,7 @@ def _begin(element: _Place) -> _Value | None:
 
 
 def _step(element: _Place) -> int | None:
-    """Return the increment of an element per iteration; None if it changes otherwise."""
+    """The increment of an element per iteration; None if it changes otherwise."""
     body = element.frame.inner(element.instruction, "body")
     following = _value(body[0], body[0].computation.root, element.place) if body else None
     if following is None or following.element is None:
@@ -409,7 +372,7 @@ def _step(element: _Place) -> int | None:
 
 
 def _constant(value: _Value | None) -> int | None:
-    """Return the integer if no iteration changes it."""
+    """The integer, if no iteration changes it."""
     if value is None or value.element is None:
         return None if value is None else value.offset
     begin = _constant(_begin(value.element)) if _step(value.element) == 0 else None
@@ -417,8 +380,8 @@ def _constant(value: _Value | None) -> int | None:
 
 
 def instructions_within(frame: Frame) -> Iterator[tuple[Frame, Instruction]]:
-    """Iterate over the instructions of a frame and of those that it calls, once for each call of their computation."""
-    for one in frame.computation.instructions.values():
-        yield frame, one
-        for inner in frame.inner(one):
+    """Iterate over the instructions of a frame and of its calls, once per call."""
+    for instruction in frame.computation.instructions.values():
+        yield frame, instruction
+        for inner in frame.inner(instruction):
             yield from instructions_within(inner)

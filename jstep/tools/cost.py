@@ -116,7 +116,7 @@ class Cost(Tabular):
             ("at its peak", _size(self.peak_bytes) + verdict),
             *([("on the host", size(self.host_bytes))] if self.host_bytes else []),
             *([("between devices", _UNKNOWN)] if moved is None else []),
-            *((kind, f"{one.number} × per step, {size(one.bytes)} in all") for kind, one in moved or ()),
+            *((kind, f"{entry.number} × per step, {size(entry.bytes)} in all") for kind, entry in moved or ()),
             ("compiled in", f"{self.compile_seconds:.1f} s"),
         ]
         if self.output_bytes is None:
@@ -187,7 +187,6 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
-    """Compile a step and return its cost."""
     traced = step.trace(state, *args).jaxpr
     work = work_of(body_of(traced))
     device, devices = device_of((state, args)), device_count((state, args))
@@ -205,7 +204,7 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
                 topologies.require_working(name, device)
             raise
     host = bytes_of((state, args), on_host=True)
-    known: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "params_bytes": bytes_of(state.params, on_host=False),
         "slots_bytes": bytes_of(state.slots, on_host=False),
         "host_bytes": host,
@@ -215,16 +214,16 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
         "topology": None if name is None else str(name),
     }
     if needed is not None:
-        known |= dict.fromkeys((*_SIZES, "bytes_accessed", "collectives"))
-        known |= {"flops": work.all / devices, "peak_bytes": needed[0], "memory_bytes": memory or needed[1]}
+        figures |= dict.fromkeys((*_SIZES, "bytes_accessed", "collectives"))
+        figures |= {"flops": work.all / devices, "peak_bytes": needed[0], "memory_bytes": memory or needed[1]}
         warned = (*unplaced_batch(state, args), *warnings_without_a_program(state, args, traced))
-        return Cost(**known, fits=False, warnings=warned)
+        return Cost(**figures, fits=False, warnings=warned)
     sizes = _memory(compiled, state, args, host, device.platform)
     peak = sizes["peak_bytes"]
     analysis, program = compiled.cost_analysis() or {}, parse_program(compiled.as_text())
     traffic = analysis.get("bytes accessed")
     return Cost(
-        **known,
+        **figures,
         **sizes,
         flops=_scaled(analysis.get("flops"), work.once, work.all, devices),
         # The traced program gives the operations, but not which results XLA fuses and so never writes.
@@ -238,7 +237,7 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
 
 
 def _compiled(lowered: Any, topology: object) -> Any:
-    """Compile a step; `topology` is None for devices that are there."""
+    """Compile a step; `topology` is None for devices that the machine has."""
     if topology is None:
         return lowered.compile()
     with without_noise(), warnings.catch_warnings():
@@ -248,15 +247,15 @@ def _compiled(lowered: Any, topology: object) -> Any:
 
 
 def _needed(error: Exception) -> tuple[int, int] | None:
-    """Parse the bytes that a program needs and those available from XLA's error; None for another error."""
-    found = _TOO_LARGE.search(str(error))
-    if found is None:
+    """Parse the needed and the available bytes from XLA's error; None for another error."""
+    match = _TOO_LARGE.search(str(error))
+    if match is None:
         return None
-    return int(float(found[1]) * _UNITS[found[2]]), int(float(found[3]) * _UNITS[found[4]])
+    return int(float(match[1]) * _UNITS[match[2]]), int(float(match[3]) * _UNITS[match[4]])
 
 
 def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, platform: str) -> dict[str, Any]:
-    """Return the memory figures of each device, without arrays on the host."""
+    """The memory figures of each device, without arrays on the host."""
     memory = compiled.memory_analysis()
     figures = _figures(memory, "")
     if figures is None:
@@ -276,13 +275,11 @@ def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, 
 
 
 def _scaled(measured: float | None, once: float, total: float, devices: int) -> float:
-    """Correct XLA's figure for a device, which counts the body of a loop once, for the further iterations.
-
-    Their operations are divided among the devices, unless XLA's figure shows that the work is not divided. If XLA does
-    not know the cost of a library call (a matrix product on a GPU), the figure of the traced program is used.
-    """
+    """Correct XLA's figure for a device, which counts the body of a loop once, for the further iterations."""
     if not measured or measured < 0.2 * once / devices:
+        # XLA does not know the cost of a library call (a matrix product on a GPU): use the traced program's figure.
         return total / devices
+    # The further iterations are divided among the devices, unless XLA's figure shows that the work is not divided.
     return measured + (total - once) / (1 if measured > 0.9 * once else devices)
 
 
@@ -292,20 +289,7 @@ PARTS = ("argument", "output", "alias", "temp")
 
 
 def device_peak(memory_analysis: object) -> int | None:
-    """Return the peak memory of a program on each device, without host memory.
-
-    `peak_memory_in_bytes` counts all memories: device memory, the memory inside a TPU core (128 MiB of VMEM on v5e) and
-    host memory in full. Arguments + results − aliased + temporaries counts device memory only, but some temporaries
-    twice. Both are upper bounds; the smaller one was within 2 % of what the TPU compiler allocates, for programs of
-    50 MB to 12 GB. Newer versions of JAX report that figure directly.
-
-    XLA's CPU compiler does not count host memory separately; the caller subtracts it.
-
-    Args:
-        memory_analysis: The result of `compiled.memory_analysis()`.
-
-    Returns:
-        The number of bytes; None if the compiler does not report it.
+    """Return the peak memory of a program on each device, without host memory; None if it is not reported.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -313,6 +297,11 @@ def device_peak(memory_analysis: object) -> int | None:
         >>> device_peak(compiled.memory_analysis())
         2048
     """
+    # `peak_memory_in_bytes` counts all memories: device memory, the memory inside a TPU core (128 MiB of VMEM on v5e)
+    # and host memory in full. Arguments + results − aliased + temporaries counts device memory only, but some
+    # temporaries twice. Both are upper bounds; the smaller one was within 2 % of what the TPU compiler allocates, for
+    # programs of 50 MB to 12 GB. Newer versions of JAX report that figure directly. XLA's CPU compiler does not count
+    # host memory separately; the caller subtracts it.
     device, host = (_figures(memory_analysis, prefix) for prefix in ("", "host_"))
     if device is None:
         return None
@@ -329,13 +318,13 @@ def device_peak(memory_analysis: object) -> int | None:
 
 
 def _figures(memory_analysis: object, prefix: str) -> list[int] | None:
-    """Return the bytes of arguments, results, aliased results and temporaries; None if they are not reported."""
-    found: list[Any] = [getattr(memory_analysis, f"{prefix}{part}_size_in_bytes", None) for part in PARTS]
-    return None if None in found else found
+    """The bytes of arguments, results, aliased results and temporaries."""
+    figures: list[Any] = [getattr(memory_analysis, f"{prefix}{part}_size_in_bytes", None) for part in PARTS]
+    return None if None in figures else figures
 
 
 def bytes_of(tree: Tree, *, on_host: bool | None = None) -> int:
-    """Return the bytes per device of the leaves of a tree; of all, or only those in host or in device memory."""
+    """The bytes per device of the leaves of a tree: of all, or of those in host or in device memory."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         shape, dtype, sharding = np.shape(leaf), getattr(leaf, "dtype", None), sharding_of(leaf)
@@ -357,39 +346,17 @@ _ALIASED = re.compile(r"\{[\d,\s]*\}:\s*\((\d+),")
 
 
 def warnings_of(program: Program, state: Tree, args: Sequence[Any], traced: object, result: object = None) -> list[str]:
-    """Return a warning for each costly problem of a compiled step, with its remedy.
-
-    - Activations are resharded: XLA moves them to the shards of the parameters instead of gathering the parameters, so
-      that temporaries grow with the number of devices. A loss that requests this (`shard_map`, sharding constraints)
-      gives no warning.
-    - A part of the state is not donated although the step returns a new one.
-    - Slots are gathered.
-    - Blocks of slots that `compact` stores are split between devices.
-    - Parameters are gathered more often than the step uses them. Gathers that a `shard_map` requests, of slots or
-      parameters, give no warning.
-
-    Args:
-        program: The compiled step.
-        state: The state, as arrays or shapes with shardings.
-        args: The batch, as arrays or shapes with shardings.
-        traced: The jaxpr of the step.
-        result: The shapes of the results of the step; None if unknown.
-    """
+    """Return a warning for each costly problem of a compiled step, with its remedy."""
     leaves = _leaves(program, state)
     moved = exchanges_of(program)
-    found = [_resharded(program, moved, leaves, args, traced), _undonated(program, leaves, state, result)]
-    found += [_gathered_slots(moved, leaves), _gathered_parameters(moved, leaves, _uses(state, traced))]
-    return list(filter(None, [*found, _split_blocks(state)]))
+    # A loss or a `shard_map` that requests a transfer gives no warning.
+    messages = [_resharded(program, moved, leaves, args, traced), _undonated(program, leaves, state, result)]
+    messages += [_gathered_slots(moved, leaves), _gathered_parameters(moved, leaves, _uses(state, traced))]
+    return list(filter(None, [*messages, _split_blocks(state)]))
 
 
 def warnings_without_a_program(state: Tree, args: Sequence[Any], traced: object) -> list[str]:
-    """Return likely reasons why a step does not fit, in which case there is no compiled program.
-
-    Args:
-        state: The state, as arrays or shapes with shardings.
-        args: The batch, as arrays or shapes with shardings.
-        traced: The jaxpr of the step.
-    """
+    """Return likely reasons why a step does not fit, so that there is no compiled program."""
     axis = _batch_axis(args)
     leaves = jax.tree.leaves(getattr(state, "params", None))
     if axis is None or is_annotated(traced) or not any(_is_split(leaf, axis) for leaf in leaves):
@@ -401,7 +368,7 @@ def warnings_without_a_program(state: Tree, args: Sequence[Any], traced: object)
 
 
 def unplaced_batch(state: Tree, args: Sequence[Any]) -> list[str]:
-    """Return a warning if the state is on a mesh of several devices and no array of the batch is on it."""
+    """Warn if the state is on a mesh of several devices and no array of the batch is on it."""
     mesh = mesh_without_batch(state, args)
     if mesh is None:
         return []
@@ -413,18 +380,18 @@ def unplaced_batch(state: Tree, args: Sequence[Any]) -> list[str]:
 
 
 def _leaves(program: Program, state: Tree) -> dict[int, tuple[str, Any]]:
-    """Return argument number → path and leaf of the state, from the paths in the metadata of the parameters."""
+    """Argument number → path and leaf of the state, from the metadata of the parameters."""
     paths = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
-    found: dict[int, tuple[str, Any]] = {}
-    for one in program.entry.instructions.values():
-        named = re.fullmatch(r"\w+(\W.*)", one.op_name) if one.opcode == "parameter" else None
+    leaves: dict[int, tuple[str, Any]] = {}
+    for instruction in program.entry.instructions.values():
+        named = re.fullmatch(r"\w+(\W.*)", instruction.op_name) if instruction.opcode == "parameter" else None
         if named and named[1] in paths:
-            found[int(one.argument)] = (named[1].removeprefix("."), paths[named[1]])
-    return found
+            leaves[int(instruction.argument)] = (named[1].removeprefix("."), paths[named[1]])
+    return leaves
 
 
 def _uses(state: Tree, traced: object) -> dict[str, float]:
-    """Return path of a leaf → how often the step uses it."""
+    """Path of a leaf → how often the step uses it."""
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     # The leaves of the state are the first arguments.
     return {path.removeprefix("."): count for path, count in zip(paths, uses_of(traced), strict=False)}
@@ -440,24 +407,25 @@ def _resharded(
     axis = _batch_axis(args)
     if axis is None or is_annotated(traced):
         return ""
-    # The bytes of activations, not parameters, that XLA gathers or reshards.
-    found = {"all-gather": 0, "all-to-all": 0}
-    for one in moved:
-        if one.kind in found and _OF_THE_LOSS in one.instruction.op_name:
-            counts = [count for name, count in one.parts() if argument_of(one.frame, name) is None]
-            found[one.kind] += one.times * sum(counts)
+    # The bytes of activations, not parameters, that XLA gathers or reshards: it moves them to the shards of the
+    # parameters instead of gathering the parameters, so that temporaries grow with the number of devices.
+    gathered = {"all-gather": 0, "all-to-all": 0}
+    for op in moved:
+        if op.kind in gathered and _OF_THE_LOSS in op.instruction.op_name:
+            counts = [count for name, count in op.parts() if argument_of(op.frame, name) is None]
+            gathered[op.kind] += op.times * sum(counts)
     split = {number for number, (path, leaf) in leaves.items() if path.startswith("params") and _is_split(leaf, axis)}
     # Whether a matrix product of the loss has one of these arguments as an operand, each device its shard.
     is_sharded = any(
         argument_of(frame, name) in split
-        for frame, one in instructions_within(Frame(program, program.entry))
-        if one.opcode in _PRODUCTS and _OF_THE_LOSS in one.op_name
-        for name in one.operands
+        for frame, op in instructions_within(Frame(program, program.entry))
+        if op.opcode in _PRODUCTS and _OF_THE_LOSS in op.op_name
+        for name in op.operands
     )
-    if not found["all-to-all"] and not (found["all-gather"] and is_sharded):
+    if not gathered["all-to-all"] and not (gathered["all-gather"] and is_sharded):
         return ""
-    what = " and ".join(kind for kind, count in found.items() if count)
-    return f"activations are resharded ({what}, {size(sum(found.values()))} per step): {_remedy(axis)}"
+    what = " and ".join(kind for kind, count in gathered.items() if count)
+    return f"activations are resharded ({what}, {size(sum(gathered.values()))} per step): {_remedy(axis)}"
 
 
 def _remedy(axis: object) -> str:
@@ -469,12 +437,11 @@ def _remedy(axis: object) -> str:
 
 
 def _batch_axis(args: Sequence[Any]) -> Any:
-    """Return the mesh axes that the rows of a batch are split over: the first in the specs of its leaves."""
+    """The mesh axes over which the rows of a batch are split: the first in its specs."""
     return next((axis for leaf in jax.tree.leaves(args) for axis in _spec(leaf) if axis is not None), None)
 
 
 def _is_split(leaf: Any, axis: object) -> bool:
-    """Whether a matrix is split over one of the batch axes."""
     axes = set(mesh_axes_of(axis))
     return np.ndim(leaf) >= 2 and any(axes & set(mesh_axes_of(part)) for part in _spec(leaf))
 
@@ -501,13 +468,10 @@ def _undonated(program: Program, leaves: Mapping[int, tuple[str, Any]], state: T
 
 
 def _gathered_slots(moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]]) -> str:
-    """Return a warning about gathered slots, or the empty string.
-
-    Only slots themselves count: optimizers such as Muon and SOAP must gather values computed from slots.
-    """
+    # Only slots themselves count: optimizers such as Muon and SOAP must gather values computed from slots.
     sizes: Counter[str] = Counter()
-    for path, _, one, _, count in _gathers(moved, leaves, "slots"):
-        sizes[path] += one.times * count
+    for path, _, exchange, _, count in _gathers(moved, leaves, "slots"):
+        sizes[path] += exchange.times * count
     if not sizes:
         return ""
     return (
@@ -520,17 +484,14 @@ def _gathered_slots(moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, A
 def _gathered_parameters(
     moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]], uses: Mapping[str, float]
 ) -> str:
-    """Return a warning about parameters that are gathered more often than they are used, or the empty string.
-
-    This happens on TPUs if a loop runs over a split axis, such as the axis of stacked layers: each iteration gathers
-    all layers to use one.
-    """
+    # On TPUs, a loop that runs over a split axis, such as the axis of stacked layers, gathers all layers in each
+    # iteration to use one.
     often: dict[str, float] = {}
-    for path, leaf, one, name, _ in _gathers(moved, leaves, "params"):
-        shape = one.frame.computation.instructions[name].shape
+    for path, leaf, exchange, name, _ in _gathers(moved, leaves, "params"):
+        shape = exchange.frame.computation.instructions[name].shape
         if isinstance(shape, Array):
             share = math.prod(shape.dims) / max(1, math.prod(leaf.sharding.shard_shape(np.shape(leaf))))
-            often[path] = often.get(path, 0.0) + one.times * share
+            often[path] = often.get(path, 0.0) + exchange.times * share
     too_often = [path for path, count in often.items() if count > uses.get(path, math.inf) + 0.5]
     worst = sorted(too_often, key=lambda path: -often[path])
     if not worst or max(often.values()) <= 1:
@@ -542,33 +503,29 @@ def _gathered_parameters(
 
 
 def _split_blocks(state: Tree) -> str:
-    """Return a warning about blocks of codes that several devices share, or the empty string."""
-    found = []
+    paths = []
     for name, half in roles_in(state).halves.items():
-        both = (trees.flatten_like(state.params, state.slots[one], one) for one in (name, half))
+        both = (trees.flatten_like(state.params, state.slots[slot], slot) for slot in (name, half))
         for path, codes, scales in zip(trees.paths_of(state.params), *both, strict=True):
             axis = None if scales is None else blocks_between(codes.shape, scales.shape).axis
             split = _spec(codes)[axis : axis + 1] if axis is not None else ()
             if any(scales.shape[axis] % parts_along(codes.sharding.mesh, part) for part in split):
-                found.append(f"slots/{name}/{path}")
+                paths.append(f"slots/{name}/{path}")
     text = (
         "blocks of slots are split between devices ({}), which exchange codes for common scales in each update: split "
         "these parameters along another axis, or give compact a smaller block, such as 32"
     )
-    return text.format(listed(found)) if found else ""
+    return text.format(listed(paths)) if paths else ""
 
 
 def _gathers(
     moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]], field: str
 ) -> Iterator[tuple[str, Any, Exchange, str, int]]:
-    """Iterate over the all-gathers of leaves of a field: the path, the leaf, the exchange, the operand, its bytes.
-
-    Those that a `shard_map` requests are left out.
-    """
-    for one in moved:
-        is_found = one.kind == "all-gather" and not _BY_HAND.search(one.instruction.op_name)
-        for name, count in one.parts() if is_found else ():
-            number = argument_of(one.frame, name)
+    """Iterate over the all-gathers of a field's leaves, except those that a `shard_map` requests."""
+    for exchange in moved:
+        is_found = exchange.kind == "all-gather" and not _BY_HAND.search(exchange.instruction.op_name)
+        for name, count in exchange.parts() if is_found else ():
+            number = argument_of(exchange.frame, name)
             path, leaf = ("", None) if number is None else leaves.get(number, ("", None))
             if path.startswith(field) and getattr(leaf, "sharding", None) is not None:
-                yield path, leaf, one, name, count
+                yield path, leaf, exchange, name, count

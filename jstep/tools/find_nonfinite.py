@@ -61,8 +61,8 @@ class NonFinite:
             lines = [f"a constant is not finite, and is returned unchanged: {self.constant}"]
         if self.where:
             lines.append(f"  inside of  {self.where}")
-        lines += [f"  operand {i}  {one}" for i, one in enumerate(self.inputs)]
-        lines += [f"  result     {one}" for one in self.outputs]
+        lines += [f"  operand {i}  {numbers}" for i, numbers in enumerate(self.inputs)]
+        lines += [f"  result     {numbers}" for numbers in self.outputs]
         if self.differentiated and self.primitive and self.constant is None:
             lines.append(f"  If that line has no {self.primitive}, it is part of the derivative of the line.")
         if not self.reaches:
@@ -120,8 +120,8 @@ def _first(step: Callable[..., Any], args: tuple[Any, ...]) -> NonFinite | None:
     numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, float | complex) and i not in arrays]
 
     def traced(indices: list[int]) -> Any:
-        def fn(*given: object) -> Any:
-            result = step(*treedef.unflatten(trees.with_leaves(leaves, indices, given)))
+        def fn(*values: object) -> Any:
+            result = step(*treedef.unflatten(trees.with_leaves(leaves, indices, values)))
             return [leaf for leaf in jax.tree.leaves(result) if trees.is_array(leaf)]
 
         return jax.make_jaxpr(fn)(*(leaves[i] for i in indices))
@@ -152,9 +152,11 @@ def _found(closed: Any, args: list[Any]) -> NonFinite | None:
     inputs, outputs = Ranges(body, position).run(values, depends)
     chain = jaxprs.path_to(body, number_of(position))
     operation = chain[-1][1]
-    eqns = [one.eqn for _, one in reversed(chain)]
-    source = line_of(eqns, [one.eqn for one in chain[-1][0].operations if one.number > operation.number])
-    where = ", ".join(_entered(one, inner, position) for (_, one), (inner, _) in itertools.pairwise(chain))
+    eqns = [enclosing.eqn for _, enclosing in reversed(chain)]
+    source = line_of(
+        eqns, [enclosing.eqn for enclosing in chain[-1][0].operations if enclosing.number > operation.number]
+    )
+    where = ", ".join(_entered(enclosing, inner, position) for (_, enclosing), (inner, _) in itertools.pairwise(chain))
     differentiated = any(map(jaxprs.is_differentiated, eqns))
     return NonFinite(operation.name, source, where, inputs, outputs, reaches, constant, differentiated)
 
@@ -173,13 +175,17 @@ def _check_finite(fn: Any, args: tuple[Any, ...]) -> None:
     bad = []
     for i, arg in enumerate(args):
         for path, leaf in trees.leaves_with_paths(arg):
-            found = range_of(leaf) if trees.is_array_or_number(leaf) and is_inexact(leaf) else None
-            if found is not None and not found.is_finite:
+            numbers = range_of(leaf) if trees.is_array_or_number(leaf) and is_inexact(leaf) else None
+            if numbers is not None and not numbers.is_finite:
                 name = names[i] if i < len(names) else f"args[{i}]"
-                bad.append(f"{name}{': ' if path else ''}{path} ({found})")
+                bad.append(f"{name}{': ' if path else ''}{path} ({numbers})")
     if bad:
         # The argument of `replay` for the update that made the state.
-        states = [one for one in args if isinstance(one, TrainState) and trees.concrete(one.global_step) is not None]
+        states = [
+            candidate
+            for candidate in args
+            if isinstance(candidate, TrainState) and trees.concrete(candidate.global_step) is not None
+        ]
         step = global_step(states[0]) if states else 0
         before = f"(…, step={step - 1})" if step else ""
         raise ValueError(
@@ -199,14 +205,9 @@ _LIBRARIES = tuple(os.path.realpath(path) + os.sep for name, path in sysconfig.g
 def line_of(eqns: Sequence[Any], later: Sequence[Any]) -> str:
     """Return the source line of an operation, such as "model.py:12 (loss_fn)".
 
-    This is the innermost line called by the step that is neither in JAX nor in a library, or else the line in the
-    library or in jstep's optimizer.
-
-    Args:
-        eqns: The operation and the enclosing ones, innermost first. A function that JAX or a library compiles may have
-            been traced for another caller; then the line is that of the operation that calls it.
-        later: The operations after it in its program, for an operation without a line: `jnp.log`, passed to a cond
-            under vmap, is called by JAX only, and the next operation has the line of the cond.
+    It is the innermost line called by the step outside of JAX and libraries, or else in the library or jstep's
+    optimizer. `eqns` are the operation and the enclosing ones: a compiled function may have been traced for another
+    caller. `later` operations serve one without a line, such as `jnp.log` passed to a cond under vmap.
     """
     lines = map(_line, (eqns, *([eqn] for eqn in later)))
     return next(filter(None, lines), "unknown")

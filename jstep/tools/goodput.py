@@ -22,8 +22,8 @@ class Goodput(Tabular):
     """Breakdown of the wall time of a run in seconds, from its first start to the last line of its timeline.
 
     Attributes:
-        productive: Time of the steps that led to the final state, also if a stock hook, a save or an evaluation waits
-            for them.
+        productive: Time of the steps that led to the final state, also if a built-in hook, a save or an evaluation
+            waits for them.
         rewound: Time of lost steps, because a later start resumed from before them. This is step time only; repeated
             hooks, evaluations and saves are counted in their own parts.
         starting: Time from the start of the process (for its first `train`; otherwise from the call) until the first
@@ -37,8 +37,8 @@ class Goodput(Tabular):
         down: Time from the last line of one start to the next start.
         starts: Number of starts of the run.
         steps: Number of steps that led to the final state.
-        stalled: Part → its seconds in which process 0 hung, as `StallHook` reported. They are a share of the seconds of
-            that part.
+        stalled: Part → its seconds in which process 0 was stalled, as `StallHook` reported. They are included in the
+            seconds of that part.
 
     Example:
         >>> import jstep
@@ -68,7 +68,6 @@ class Goodput(Tabular):
 
     @property
     def total(self) -> float:
-        """The total number of seconds."""
         return sum(self.parts.values())
 
     @property
@@ -122,19 +121,19 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
         >>> found.steps, found.starts, found.productive > 0, abs(sum(found.parts.values()) - found.total) < 1e-9
         (9, 1, True, True)
     """
-    found = total_of(by_start(read(path, prefix)))
+    result = total_of(by_start(read(path, prefix)))
     stalled: dict[str, float] = {}
     for line in fields_with(absolute(location(path, "path")), STALL):
         seconds, part = line.get("stalled", 0.0), line.get("part")
         if line.get("kind") == STALL and line.get("prefix") == prefix and part in PARTS and is_seconds(seconds):
             name = "productive" if part == STEPPING else str(part)
             stalled[name] = stalled.get(name, 0.0) + seconds
-    return dataclasses.replace(found, stalled=stalled)
+    return dataclasses.replace(result, stalled=stalled)
 
 
 def by_start(all_starts: Sequence[Times]) -> list[Goodput]:
-    """Account for the time of each start of a run, and for the time in which the run was down before it."""
-    found: list[Goodput] = []
+    """Account for the time of each start of a run, and for the downtime before it."""
+    starts: list[Goodput] = []
     ended: float | None = None
     for lines in all_starts:
         last = lines[-1]
@@ -145,26 +144,25 @@ def by_start(all_starts: Sequence[Times]) -> list[Goodput]:
             # If the process was already running before the previous start ended, that time is counted once.
             own["starting"] = max(0.0, own["starting"] - max(0.0, ended - began))
         ended = last["time"] if ended is None else max(ended, last["time"])
-        found.append(Goodput(**{part: own[part] for part in _COPIED}, down=down, starts=1))
+        starts.append(Goodput(**{part: own[part] for part in _COPIED}, down=down, starts=1))
     limit = math.inf
     for i, lines in reversed(list(enumerate(all_starts))):
         kept, steps = _kept(lines, limit)
         rewound = max(0.0, lines[-1]["seconds"][STEPPING] - kept)
-        found[i] = dataclasses.replace(found[i], productive=kept, rewound=rewound, steps=steps)
+        starts[i] = dataclasses.replace(starts[i], productive=kept, rewound=rewound, steps=steps)
         if (where := lines[-1]["step"]) is not None:
             limit = min(limit, where[0])
-    return found
+    return starts
 
 
 def total_of(starts: Sequence[Goodput]) -> Goodput:
-    """Add up the starts of a run."""
     names = (*_ALL, "starts", "steps")
-    return Goodput(**{name: sum(getattr(one, name) for one in starts) for name in names})
+    return Goodput(**{name: sum(getattr(start, name) for start in starts) for name in names})
 
 
 def _kept(lines: Times, limit: float) -> tuple[float, int]:
-    """Return the step time and the number of steps of a start, up to the step that a later start resumed from."""
-    newest = next((one for one in reversed(lines) if one["step"] is not None), None)
+    """The step time and the number of steps of a start, up to the step that a later start resumed from."""
+    newest = next((line for line in reversed(lines) if line["step"] is not None), None)
     if newest is None:
         return 0.0, 0
     first, last = newest["step"]
@@ -173,10 +171,12 @@ def _kept(lines: Times, limit: float) -> tuple[float, int]:
     if limit <= first:
         return 0.0, 0
     # The line of a checkpoint was written after the device had run its steps; earlier lines may be ahead of the device.
-    saved = [one["seconds"][STEPPING] for one in lines if one.get("checkpoint") == limit]
+    saved = [line["seconds"][STEPPING] for line in lines if line.get("checkpoint") == limit]
     if saved:
         return saved[-1], int(limit) - first
-    points = [(first, 0.0)] + [(one["step"][1], one["seconds"][STEPPING]) for one in lines if one["step"] is not None]
+    points = [(first, 0.0)] + [
+        (line["step"][1], line["seconds"][STEPPING]) for line in lines if line["step"] is not None
+    ]
     # The first line that reaches the limit, because later ones include time of the next step.
     after = next(i for i, (step, _) in enumerate(points) if step >= limit)
     (low, before), (high, seconds) = points[after - 1 : after + 1]
@@ -192,9 +192,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    found = goodput(arguments.path, arguments.prefix)
-    fields = {**vars(found), "total": found.total, "fraction": found.fraction}
-    return answer(arguments, {name: value for name, value in fields.items() if value != {}}, [str(found)])
+    result = goodput(arguments.path, arguments.prefix)
+    fields = {**vars(result), "total": result.total, "fraction": result.fraction}
+    return answer(arguments, {name: value for name, value in fields.items() if value != {}}, [str(result)])
 
 
 GOODPUT = Command(_add_arguments, _run)

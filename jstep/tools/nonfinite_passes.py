@@ -25,7 +25,6 @@ from jstep.tools.ranges import Range
 
 
 def is_inexact(value: object) -> bool:
-    """Whether a value has floating-point numbers, real or complex."""
     dtype = value.dtype if hasattr(value, "dtype") else jnp.result_type(value)
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
@@ -39,16 +38,16 @@ def _real(value: Any) -> list[Any]:
 
 
 def probe(*values: object) -> Any:
-    """Return a float32 scalar that is finite if and only if all numbers of values of one type are, by one sum."""
+    """Return a float32 scalar that is finite if and only if all numbers, of one type, are."""
     # Not part · 0: XLA simplifies (x · c) · 0 to x · (c · 0), which is finite.
     with on_mesh_of(values[0]):
         zeros = [part - part for value in values for part in _real(value)]
-        found = jnp.sum(functools.reduce(jnp.add, zeros)).astype(jnp.float32)
-    return on_current_mesh(found)
+        total = jnp.sum(functools.reduce(jnp.add, zeros)).astype(jnp.float32)
+    return on_current_mesh(total)
 
 
 def is_any_bad(values: Iterable[Any]) -> Any:
-    """Whether a number of some values is not finite; compiles one sum for each type of them."""
+    """Whether any number is not finite; compiles one sum for each type."""
     by_type: dict[Any, list[Any]] = {}
     for value in values:
         by_type.setdefault(jax.typeof(value), []).append(value)
@@ -57,20 +56,16 @@ def is_any_bad(values: Iterable[Any]) -> Any:
 
 
 def has_nan(value: object) -> Any:
-    """Whether a value has a NaN."""
     with on_mesh_of(value):
-        found = functools.reduce(jnp.logical_or, [jnp.isnan(jnp.sum(lax.sign(part))) for part in _real(value)])
-    return on_current_mesh(found)
+        result = functools.reduce(jnp.logical_or, [jnp.isnan(jnp.sum(lax.sign(part))) for part in _real(value)])
+    return on_current_mesh(result)
 
 
 def measured(value: object) -> tuple[Any, ...]:
-    """Return the lowest and the highest finite number of a value, and how many are NaN and infinite.
-
-    Complex numbers are measured by their magnitudes. Keys have no numbers.
-    """
+    """Return the lowest and highest finite number of a value, and how many are NaN and infinite."""
     value = jnp.asarray(value)
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
-        return ()
+        return ()  # keys have no numbers
     with on_mesh_of(value):
         parts = _real(value) if is_inexact(value) else [value.astype(jnp.int32) if value.dtype == bool else value]
         finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, parts))
@@ -79,12 +74,12 @@ def measured(value: object) -> tuple[Any, ...]:
         low = jnp.min(real, where=finite, initial=limits.max)
         high = jnp.max(real, where=finite, initial=limits.min)
         nans = jnp.sum(jnp.isnan(real), dtype=jnp.int32)
-        found = low, high, nans, jnp.sum(~finite, dtype=jnp.int32) - nans
-    return tuple(map(on_current_mesh, found))
+        numbers = low, high, nans, jnp.sum(~finite, dtype=jnp.int32) - nans
+    return tuple(map(on_current_mesh, numbers))
 
 
 def on_mesh_of(value: object) -> contextlib.AbstractContextManager[Any]:
-    """Return a context with the mesh, and its axis types, of a value or an abstract value."""
+    """Return a context with the mesh, and its axis types, of a value or its type."""
     mesh = (value if isinstance(value, jax.core.ShapedArray) else jax.typeof(value)).sharding.mesh
     if mesh.empty or mesh == jax.sharding.get_abstract_mesh():
         return contextlib.nullcontext()
@@ -92,7 +87,7 @@ def on_mesh_of(value: object) -> contextlib.AbstractContextManager[Any]:
 
 
 def on_current_mesh(value: object) -> Any:
-    """Reshard a value that was computed on another mesh, replicated, to the current one; move others to the host."""
+    """Reshard a traced value to the current mesh, replicated; move others to the host."""
     if not isinstance(value, jax.core.Tracer):
         return np.asarray(value)
     mesh = jax.sharding.get_abstract_mesh()
@@ -103,7 +98,6 @@ def on_current_mesh(value: object) -> Any:
 
 
 def range_of(value: object) -> Range:
-    """Return the range of the floating-point numbers in an array, or of a number."""
     return dataclasses.replace(ranges.range_of(np.asarray(value)), dtype=str(jnp.result_type(value)))
 
 
@@ -111,12 +105,9 @@ def range_of(value: object) -> Range:
 
 
 class Value(NamedTuple):
-    """A value with its mark, which is what a pass knows about it.
+    """A value with its mark, in which a pass keeps what it knows about the value.
 
-    Attributes:
-        value: The value, traced.
-        mark: A tree of traced arrays.
-        depends: Whether the value depends on an argument of the outermost program.
+    `depends` tells whether it depends on an argument of the outermost program.
     """
 
     value: Any
@@ -126,13 +117,9 @@ class Value(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """A part of a program that JAX traces as one: the outermost one, or that of a loop, a branch or a shard.
+    """A part of a program that JAX traces as one: the outermost one, or a loop, a branch or a shard.
 
-    Attributes:
-        iterations: The number and the iteration of each enclosing loop.
-        axes: The mesh axes of the enclosing shard_map.
-        notes: What a pass noted about the operations of this level, in execution order.
-        parts: The records of its loops, branches and shards.
+    `iterations` has the number and the iteration of each enclosing loop, `parts` the records of inner levels.
     """
 
     iterations: tuple[Any, ...] = ()
@@ -141,87 +128,79 @@ class Level:
     parts: list[Any] = dataclasses.field(default_factory=list)
 
     def shard(self) -> Any:
-        """Return the index of the shard, traced; 0 outside of a shard_map."""
         return lax.axis_index(self.axes) if self.axes else jnp.int32(0)
 
     def varying(self, tree: Tree) -> Any:
-        """Return arrays whose types vary over the shards, as those of a loop's carry have to."""
+        """Make arrays vary over the shards, as the carry of a loop must."""
         return jax.tree.map(lambda leaf: leaf + (0 * self.shard()).astype(leaf.dtype), tree) if self.axes else tree
 
 
 class Pass:
     """A pass over a program, which evaluates it once and records what its subclass looks for.
 
-    An operation that runs has a position, a vector of int32: number and iteration of each enclosing loop, the number of
-    the operation, zeros, and the index of the shard. Positions in lexicographic order are in execution order.
-
-    Args:
-        body: The program.
+    An operation that runs has a position, a vector of int32; positions in lexicographic order are in execution order.
     """
 
     def __init__(self, body: Subprogram) -> None:
         self._body = body
-        self._width = 2 + 2 * max((one.depth for one in jaxprs.walk(body)), default=0)
+        # A position has number and iteration of each enclosing loop, the number of the operation, zeros, and the index
+        # of the shard.
+        self._width = 2 + 2 * max((operation.depth for operation in jaxprs.walk(body)), default=0)
 
     def _enters(self, operation: Operation) -> bool:
-        """Whether to evaluate the inner programs of an operation with instruments."""
         return operation.kind != "operation"
 
     def _constant(self, value: object) -> Any:
-        """Return the mark of a constant or an argument."""
+        """The mark of a constant or an argument."""
 
     def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> list[Any] | None:
-        """Note an operation that is not entered; return the marks of its results, if this pass has marks."""
+        """Note an operation that is not entered; return the marks of its results, if any."""
 
     def _part(self, value: object, mark: object) -> Any:
-        """Return the mark of a slice or a shard, of a value that has a mark."""
+        """The mark of a slice or a shard."""
         return mark
 
     def _whole(self, marks: object) -> Any:
-        """Return the mark of a value from those of its slices or shards, stacked."""
+        """The mark of a value, from the stacked marks of its parts."""
         return marks
 
     def _record(self, level: Level) -> Any:
-        """Return the record of a level, from its notes and parts: a tree of arrays that is alike for all levels."""
+        """The record of a level: a tree of arrays, alike for all levels."""
 
     def _earlier(self, record: object, later: object) -> Any:
-        """Return the record of an iteration and of a later one."""
+        """Combine the records of an iteration and of a later one."""
 
     def _of_shards(self, records: object) -> Any:
-        """Return one record from those of all shards, stacked."""
+        """Combine the stacked records of all shards."""
 
     def _position(self, number: object, level: Level) -> Any:
-        """Return the position of the operation with a number."""
         zeros = [0] * (self._width - len(level.iterations) - 2)
         parts = (*level.iterations, number, *zeros, level.shard())
         return jnp.stack([on_current_mesh(jnp.asarray(part, jnp.int32)) for part in parts])
 
     def _first(self, number: object, positions: list[Any], level: Level) -> Any:
-        """Return the first position in a level: that of an operation, if there is one, or one of its parts."""
+        """The first position in a level."""
         here = jnp.where(number == _NEVER, _NEVER, self._position(number, level))
         stacked = jnp.stack([here, *positions])
         # The numbers at the depth of the level are in execution order.
         return stacked[jnp.argmin(stacked[:, len(level.iterations)])]
 
     def _evaluated(
-        self, values: Sequence[Any], depends: Sequence[bool], found: Callable[[Any, list[Value]], Any]
+        self, values: Sequence[Any], depends: Sequence[bool], result_of: Callable[[Any, list[Value]], Any]
     ) -> Any:
-        """Evaluate the program.
-
-        Args:
-            values: Its arguments.
-            depends: Which of them are arguments of the user's function, unlike constants.
-            found: Maps the record of the program and its results to what is returned, as NumPy arrays.
-        """
+        """Evaluate the program; `depends` tells which values are arguments of the user's function."""
         marks = list(map(self._constant, values))
 
         def fn(values: Sequence[Any]) -> Any:
             level = Level()
             outs = self._run(self._body, list(map(Value, values, marks, depends)), level)
-            return found(self._record_at(level), outs)
+            return result_of(self._record_at(level), outs)
 
         # A function that moves arrays between devices is evaluated operation by operation.
-        if len({frozenset(one.devices()) for one in values if isinstance(one, jax.Array) and one.committed}) > 1:
+        if (
+            len({frozenset(value.devices()) for value in values if isinstance(value, jax.Array) and value.committed})
+            > 1
+        ):
             return jax.device_get(fn(values))
         # The program runs only once, and on a CPU, the optimizations of LLVM take half of the time to compile.
         options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
@@ -239,10 +218,10 @@ class Pass:
             eqn = operation.eqn
             with on_mesh_of(eqn.outvars[0].aval) if eqn.outvars else contextlib.nullcontext():
                 if self._enters(operation):
-                    ins = [one._replace(mark=_on_current_mesh(one.mark)) for one in ins]
+                    ins = [item._replace(mark=_on_current_mesh(item.mark)) for item in ins]
                     outs, marks = getattr(self, f"_{operation.kind}")(operation, ins, level)
                 else:
-                    outs, marks = jaxprs.apply(operation, [one.value for one in ins]), None
+                    outs, marks = jaxprs.apply(operation, [item.value for item in ins]), None
             if marks is None:
                 marks = self._note(operation, ins, outs, level) or [None] * len(outs)
             return _values(outs, _on_current_mesh(marks), _depends(ins))
@@ -255,12 +234,12 @@ class Pass:
     def _cond(self, operation: Operation, ins: list[Value], level: Level) -> tuple[list[Any], list[Any]]:
         def branch(body: Subprogram) -> Any:
             def run(pairs: Any) -> Any:
-                args = [Value(value, mark, one.depends) for (value, mark), one in zip(pairs, ins[1:], strict=True)]
+                args = [Value(value, mark, item.depends) for (value, mark), item in zip(pairs, ins[1:], strict=True)]
                 return self._inside(body, args, Level(level.iterations, level.axes))
 
             return run
 
-        index, pairs = jnp.asarray(ins[0].value).astype(jnp.int32), [(one.value, one.mark) for one in ins[1:]]
+        index, pairs = jnp.asarray(ins[0].value).astype(jnp.int32), [(item.value, item.mark) for item in ins[1:]]
         record, outs, marks = lax.switch(index, [branch(body) for body in operation.bodies], pairs)
         level.parts.append(record)
         return outs, marks
@@ -272,9 +251,9 @@ class Pass:
 
         def step(state: Tree, xs: Any) -> Any:
             i, values, marks, record = state
-            parts = [self._part(x, one.mark) for x, one in zip(xs, split, strict=True)]
-            given = [*values, *xs], [*marks, *parts]
-            new, values, marks = iteration(operation.bodies[0], ins[:first], i, given)
+            parts = [self._part(x, item.mark) for x, item in zip(xs, split, strict=True)]
+            inputs = [*values, *xs], [*marks, *parts]
+            new, values, marks = iteration(operation.bodies[0], ins[:first], i, inputs)
             return (i + 1, values[:count], marks[:count], self._earlier(record, new)), (values[count:], marks[count:])
 
         start = (jnp.int32(0), *_columns(ins[first:second]), self._record_at(Level(axes=level.axes)))
@@ -292,8 +271,8 @@ class Pass:
             return again, (i, values, marks, self._earlier(record, new))
 
         def step(tested: Any) -> Any:
-            _, (i, *given, record) = tested
-            new, values, marks = iteration(body, ins[first:second], i, given)
+            _, (i, *carry, record) = tested
+            new, values, marks = iteration(body, ins[first:second], i, carry)
             return test(i + 1, values, marks, self._earlier(record, new))
 
         start = test(jnp.int32(0), *_columns(ins[second:]), self._record_at(Level(axes=level.axes)))
@@ -302,10 +281,8 @@ class Pass:
         return values, marks
 
     def _iteration_of(self, operation: Operation, ins: list[Value], level: Level) -> Callable[..., Any]:
-        """Return a function that evaluates an iteration of a loop, given values and marks besides the constants."""
-
-        def iteration(body: Subprogram, consts: list[Value], i: object, given: Sequence[Any]) -> Any:
-            values, marks = (most + more for most, more in zip(_columns(consts), given, strict=True))
+        def iteration(body: Subprogram, consts: list[Value], i: object, inputs: Sequence[Any]) -> Any:
+            values, marks = (most + more for most, more in zip(_columns(consts), inputs, strict=True))
             at = Level((*level.iterations, operation.number, i), level.axes)
             # The carry is passed on, so every value depends on all others.
             return self._inside(body, _values(values, marks, _depends(ins)), at)
@@ -317,7 +294,7 @@ class Pass:
 
         def on_shard(values: list[Any], marks: list[Any], iterations: tuple[Any, ...]) -> Any:
             at = Level(iterations, axes)
-            marks = [at.varying(self._part(one, mark)) for one, mark in zip(values, marks, strict=True)]
+            marks = [at.varying(self._part(value, mark)) for value, mark in zip(values, marks, strict=True)]
             record, outs, marks = self._inside(operation.bodies[0], _values(values, marks, _depends(ins)), at)
             return outs, jax.tree.map(lambda leaf: leaf[None], (record, at.varying(marks)))
 
@@ -335,12 +312,12 @@ class Pass:
 
 
 def _depends(ins: list[Value]) -> bool:
-    return any(one.depends for one in ins)
+    return any(item.depends for item in ins)
 
 
 def _columns(values: Iterable[Value]) -> tuple[list[Any], list[Any]]:
     values = list(values)
-    return [one.value for one in values], [one.mark for one in values]
+    return [item.value for item in values], [item.mark for item in values]
 
 
 def _values(values: Iterable[Any], marks: Iterable[Any], depends: bool) -> list[Value]:
@@ -367,23 +344,16 @@ Position = np.ndarray[Any, Any]
 
 
 def _inexact(values: Iterable[Any]) -> list[Any]:
-    return [one for one in values if one is not None and is_inexact(one)]
+    return [value for value in values if value is not None and is_inexact(value)]
 
 
 def first_made(body: Subprogram, values: list[Any], depends: list[bool]) -> tuple[Position | None, bool]:
     """Return the position of the first operation that makes a NaN, or an infinity from an argument.
 
-    Most of the time goes into compiling checks. So results are checked in groups, and only the operations of the first
-    group with a non-finite number one by one, or of all such groups, if that one has none but a constant of the user.
-
-    Args:
-        body: The program.
-        values: Its arguments.
-        depends: Which of them are arguments of the user's function, unlike constants.
-
-    Returns:
-        The position, or None, and whether any result of the program is non-finite.
+    Also returns whether any result of the program is non-finite.
     """
+    # Most of the time goes into compiling checks. So results are checked in groups, and one by one only in the first
+    # group with a non-finite number, or in all such groups if that one only has a constant of the user.
     groups = BadGroups(body)
     first, bad, reaches = groups.run(values, depends)
     if first is None:
@@ -392,26 +362,20 @@ def first_made(body: Subprogram, values: list[Any], depends: list[bool]) -> tupl
     position = FirstMade(body, groups.members[number]).run(values, depends)
     of_loops = slice(2 * int(np.argmax(first[:-1:2])))  # the part of a position before the number of the operation
     if len(bad) > 1 and (position is None or not np.array_equal(position[of_loops], first[of_loops])):
-        position = FirstMade(body, set().union(*(groups.members[one] for one in bad))).run(values, depends)
+        position = FirstMade(body, set().union(*(groups.members[group] for group in bad))).run(values, depends)
     return position, reaches
 
 
 class BadGroups(Pass):
-    """A pass for the groups of consecutive operations with a non-finite result.
-
-    A group is known by the number of its first operation, which its position has.
-
-    Attributes:
-        members: The numbers of the operations of each group.
-    """
+    """A pass for the groups of consecutive operations with a non-finite result, known by their first operation."""
 
     def __init__(self, body: Subprogram) -> None:
         super().__init__(body)
         self.members: dict[int, set[int]] = {}
-        self._numbers = 1 + max((one.number for one in jaxprs.walk(body)), default=0)
+        self._numbers = 1 + max((operation.number for operation in jaxprs.walk(body)), default=0)
 
     def run(self, values: list[Any], depends: list[bool]) -> tuple[Position | None, list[int], bool]:
-        """Return the position of the first group, the numbers of all, and whether a result of the program is bad."""
+        """Return the position of the first group, the numbers of all, and whether a result is bad."""
 
         def found(record: object, outs: list[Value]) -> Any:
             return record, is_any_bad(_inexact(out.value for out in outs))
@@ -420,9 +384,9 @@ class BadGroups(Pass):
         return None if position[0] == _NEVER else position, np.flatnonzero(bad).tolist(), bool(reaches)
 
     def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> None:
-        made = _inexact(outs)
-        if made and operation.name not in HARMLESS:
-            level.notes.append((operation.number, made, len(level.parts)))
+        results = _inexact(outs)
+        if results and operation.name not in HARMLESS:
+            level.notes.append((operation.number, results, len(level.parts)))
 
     def _record(self, level: Level) -> Any:
         groups = self._groups(level.notes)
@@ -435,18 +399,18 @@ class BadGroups(Pass):
         return self._first(number, [position for position, _ in level.parts], level), bad
 
     def _groups(self, notes: list[tuple[int, list[Any], int]]) -> list[tuple[int, list[Any]]]:
-        """Return the number and the results of each group of a level. None extends beyond a loop, branch or shard."""
+        """Return the number and results of each group, none of which extends beyond the level."""
         groups: list[tuple[int, list[Any]]] = []
         before = 0  # the parts of the level before the latest operation
-        for number, made, parts in notes:
+        for number, outs, parts in notes:
             kept = groups[-1][1] if groups and parts == before else []
-            sizes = [one.size * one.dtype.itemsize for one in map(jax.typeof, [*kept, *made])]
+            sizes = [aval.size * aval.dtype.itemsize for aval in map(jax.typeof, [*kept, *outs])]
             if not kept or len(sizes) > _MOST_RESULTS or sum(sizes) > _MOST_BYTES:
                 groups.append((number, []))
                 self.members[number] = set()
             first, results = groups[-1]
             self.members[first].add(number)
-            results += made
+            results += outs
             before = parts
         return groups
 
@@ -458,30 +422,24 @@ class BadGroups(Pass):
 
 
 def _earlier(record: Any, later: Any) -> Any:
-    """Return the position of an iteration or, if it has none, that of a later one."""
+    """The position of an iteration or, if it has none, of a later one."""
     return jnp.where(record[0] == _NEVER, later, record)
 
 
 class FirstMade(Pass):
-    """A pass for the position of the first of some operations that makes a NaN, or an infinity from an argument.
-
-    Args:
-        body: The program.
-        numbers: The numbers of the operations.
-    """
+    """A pass for the first of some operations that makes a NaN, or an infinity from an argument."""
 
     def __init__(self, body: Subprogram, numbers: set[int]) -> None:
         super().__init__(body)
         self._numbers = numbers
 
     def run(self, values: list[Any], depends: list[bool]) -> Position | None:
-        """Return the position; None if none of them makes one."""
         position = self._evaluated(values, depends, lambda position, _: position)
         return None if position[0] == _NEVER else position
 
     def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> None:
         if operation.number in self._numbers:
-            operands = _inexact(one.value for one in ins)
+            operands = _inexact(item.value for item in ins)
             level.notes.append((operation.number, operands, _inexact(outs), _depends(ins)))
 
     def _record(self, level: Level) -> Any:
@@ -495,40 +453,30 @@ class FirstMade(Pass):
 
 
 def _first_number(notes: list[tuple[int, list[Any], list[Any], bool]]) -> Any:
-    """Return the number of the first operation that makes a non-finite number.
-
-    A note has the number of an operation, its operands and results, and whether it depends on an argument. All flags
-    are stacked and compared at once, since most of the time of a pass goes into compiling.
-    """
+    """Return the number of the first operation that makes a non-finite number."""
     if not notes:
         return jnp.int32(_NEVER)
+    # All flags are stacked and compared together, since most of the time of a pass goes into compiling.
     numbers, ins, outs, depends = zip(*notes, strict=True)
-    values = {id(one): one for some in (*ins, *outs) for one in some}
+    values = {id(value): value for some in (*ins, *outs) for value in some}
     rows = {key: row for row, key in enumerate(values)}
-    bad = jnp.stack([~jnp.isfinite(probe(one)) for one in values.values()] + [jnp.bool_(False)])
-    nan = jnp.stack([has_nan(one) for one in values.values()] + [jnp.bool_(False)])
+    bad = jnp.stack([~jnp.isfinite(probe(value)) for value in values.values()] + [jnp.bool_(False)])
+    nan = jnp.stack([has_nan(value) for value in values.values()] + [jnp.bool_(False)])
 
     def any_of(groups: Sequence[list[Any]]) -> Callable[[Any], Any]:
         indices = np.full((len(groups), max(map(len, groups))), -1)
         for row, group in zip(indices, groups, strict=True):
-            row[: len(group)] = [rows[id(one)] for one in group]
+            row[: len(group)] = [rows[id(value)] for value in group]
         return lambda flags: jnp.any(flags[indices], axis=1)
 
     before, after = any_of(ins), any_of(outs)
     # Infinities that do not depend on an argument are constants of the user; NaNs are always recorded.
-    made = (after(nan) & ~before(nan)) | (after(bad) & ~before(bad) & np.array(depends))
-    return jnp.min(jnp.where(made, np.array(numbers, np.int32), jnp.int32(_NEVER)))
+    makes = (after(nan) & ~before(nan)) | (after(bad) & ~before(bad) & np.array(depends))
+    return jnp.min(jnp.where(makes, np.array(numbers, np.int32), jnp.int32(_NEVER)))
 
 
 class Ranges(Pass):
-    """A pass for the ranges of the operands and results of the operation at a position.
-
-    The record of all other operations is zero, so that records add up.
-
-    Args:
-        body: The program.
-        position: The position, as found by another pass.
-    """
+    """A pass for the ranges of the operands and results of the operation at a position."""
 
     def __init__(self, body: Subprogram, position: Position) -> None:
         super().__init__(body)
@@ -540,11 +488,10 @@ class Ranges(Pass):
         self._count = len(chain[-1].eqn.invars)
 
     def run(self, values: list[Any], depends: list[bool]) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
-        """Return the ranges of the operands and those of the results."""
         record = self._evaluated(values, depends, lambda record, _: record)
         ranges = []
         for aval, measures in zip(self._avals, record, strict=True):
-            low, high, nans, infinities = (one.item() for one in measures) if measures else (1, 0, 0, 0)
+            low, high, nans, infinities = (measure.item() for measure in measures) if measures else (1, 0, 0, 0)
             low, high = (float(low), float(high)) if low <= high else (None, None)
             ranges.append(Range(str(aval.dtype), tuple(aval.shape), low, high, nans, infinities))
         return tuple(ranges[: self._count]), tuple(ranges[self._count :])
@@ -555,68 +502,67 @@ class Ranges(Pass):
     def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> None:
         if operation.number in self._path:
             here = jnp.all(self._position(operation.number, level) == self._target)
-            found = [measured(one) for one in (*(one.value for one in ins), *outs) if one is not None]
-            level.parts.append(jax.tree.map(lambda one: jnp.where(here, one, jnp.zeros_like(one)), found))
+            measures = [measured(item) for item in (*(item.value for item in ins), *outs) if item is not None]
+            level.parts.append(jax.tree.map(lambda item: jnp.where(here, item, jnp.zeros_like(item)), measures))
 
     def _record(self, level: Level) -> Any:
         if level.parts:
             return level.parts[0]
+        # Zero for all other operations, so that records add up.
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._avals]
-        return jax.tree.map(lambda one: jnp.zeros((), one.dtype), [jax.eval_shape(measured, one) for one in shapes])
+        return jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), [jax.eval_shape(measured, leaf) for leaf in shapes])
 
     def _earlier(self, record: object, later: object) -> Any:
         return jax.tree.map(jnp.add, record, later)
 
     def _of_shards(self, records: object) -> Any:
-        return jax.tree.map(lambda one: jnp.sum(one, axis=0, dtype=one.dtype), records)
+        return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0, dtype=leaf.dtype), records)
 
 
 class Origins(Pass):
-    """A pass that marks each value with the origin of its non-finite numbers.
-
-    A mark is a vector of int32: 0 for a NaN, 1 for infinities only, `_NEVER` for a finite value; 1 for infinities of a
-    constant that was only moved, else 0; the position of the operation that made the numbers or read the constant
-    first; and the index of the constant, or -1. The lowest mark counts.
-    """
+    """A pass that marks each value with the origin of its non-finite numbers."""
 
     def __init__(self, body: Subprogram) -> None:
         super().__init__(body)
         self._constants: list[Range] = []
+        # A mark is a vector of int32: 0 for a NaN, 1 for infinities only, `_NEVER` for a finite value; 1 for infinities
+        # of a constant that was only moved, else 0; the position of the operation that made the numbers or read the
+        # constant first; and the index of the constant, or -1. The lowest mark counts.
         self._finite = np.full(3 + self._width, _NEVER, np.int32)
 
     def run(self, values: list[Any], depends: list[bool]) -> tuple[Position | None, Range | None]:
         """Return the position of the first operation that a non-finite result comes from, and the constant it reads.
 
-        Returns:
-            No position if the results are constants: then the first with a NaN, or None if all are only infinite, such
-            as masks. No constant if the operation made the numbers from finite constants.
+        If the results are constants, there is no position, and the constant is the first with a NaN. There is no
+        constant if the operation made the numbers from finite ones.
         """
         marks = self._evaluated(values, depends, lambda _, outs: [out.mark for out in outs])
-        found = [mark.tolist() for mark in marks if mark[0] != _NEVER and not mark[1]]
-        *position, constant = min((mark[2:] for mark in found), default=[_UNREAD, -1])
+        # Constants that are only infinite, such as masks, do not count.
+        candidates = [mark.tolist() for mark in marks if mark[0] != _NEVER and not mark[1]]
+        *position, constant = min((mark[2:] for mark in candidates), default=[_UNREAD, -1])
         return (
             None if position[0] == _UNREAD else np.array(position, np.int32),
             None if constant < 0 else self._constants[constant],
         )
 
     def _constant(self, value: object) -> Any:
-        found = range_of(value) if is_inexact(value) else None
-        if found is None or found.is_finite:
+        numbers = range_of(value) if is_inexact(value) else None
+        if numbers is None or numbers.is_finite:
             return self._finite
-        self._constants.append(found)
+        self._constants.append(numbers)
         unread = [_UNREAD] * self._width
-        return np.array([not found.nans, not found.nans, *unread, len(self._constants) - 1], np.int32)
+        return np.array([not numbers.nans, not numbers.nans, *unread, len(self._constants) - 1], np.int32)
 
     def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> list[Any]:
-        marks = [on_current_mesh(one.mark) for one in ins if one.mark is not self._finite]
+        marks = [on_current_mesh(item.mark) for item in ins if item.mark is not self._finite]
         lowest = functools.reduce(_lower, marks, self._finite)
         kind, moved, read, constant = jnp.split(lowest, [1, 2, 2 + self._width])
         here = self._position(operation.number, level)
         if operation.name not in MOVES:
             moved = jnp.zeros_like(moved)
-        made = jnp.concatenate([kind, jnp.zeros_like(moved), here, jnp.full_like(constant, -1)])
+        fresh = jnp.concatenate([kind, jnp.zeros_like(moved), here, jnp.full_like(constant, -1)])
         came = jnp.concatenate([kind, moved, jnp.where(read == _UNREAD, here, read), constant])
-        mark = jnp.where(kind == _NEVER, made, came)
+        mark = jnp.where(kind == _NEVER, fresh, came)
         return [self._finite if out is None else self._part(out, mark) for out in outs]
 
     def _part(self, value: object, mark: object) -> Any:
@@ -635,10 +581,9 @@ def _lower(mark: Any, other: Any) -> Any:
 
 
 def _lowest(rows: Tree) -> Any:
-    """Return the index of the first row in lexicographic order."""
+    """The index of the first row in lexicographic order."""
     return jnp.lexsort(rows.T[::-1])[0]
 
 
 def number_of(position: Position) -> int:
-    """Return the number of the operation at a position."""
     return int(position[:-1:2].max())

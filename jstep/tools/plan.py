@@ -1,4 +1,4 @@
-"""`plan`: what a run will do at which step, as figures and as a table."""
+"""`plan`: a preview of a run, as figures and as a table."""
 
 import dataclasses
 import functools
@@ -36,21 +36,18 @@ T = TypeVar("T")
 
 
 class Due(Mapping[Any, Any]):
-    """Mapping from hooks to the steps at which they are due; keys are hooks or names of their classes.
-
-    The steps are a range, or a tuple if they are not evenly spaced.
-    """
+    """Hooks → the steps at which they are due; keys are hooks or names of their classes."""
 
     def __init__(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         self._pairs = tuple(pairs)
 
     def __getitem__(self, hook: object) -> Any:
-        found = [steps for one, steps in self._pairs if one is hook]
-        found = found or [steps for one, steps in self._pairs if name_of(one) == hook]
-        if len(found) != 1:
-            names = ", ".join(name_of(one) for one, _ in self._pairs)
-            raise KeyError(f"{len(found)} hooks match {shown(hook)}; the hooks are: {names or 'none'}")
-        return found[0]
+        matching = [steps for key, steps in self._pairs if key is hook]
+        matching = matching or [steps for key, steps in self._pairs if name_of(key) == hook]
+        if len(matching) != 1:
+            names = ", ".join(name_of(key) for key, _ in self._pairs)
+            raise KeyError(f"{len(matching)} hooks match {shown(hook)}; the hooks are: {names or 'none'}")
+        return matching[0]
 
     def __iter__(self) -> Iterator[Any]:
         return (hook for hook, _ in self._pairs)
@@ -151,18 +148,18 @@ class Plan(Tabular):
         return f"steps {count(self.steps[0])} to {count(self.last_step - 1)}"
 
     def _rows_of(self, names: Iterable[str]) -> list[list[str]]:
-        """Return the cells of the table: steps between the first and the last, and some values at these."""
+        """The cells of the table, for some of the steps."""
         last = len(self.steps) - 1
         rows = np.unique(np.linspace(0, last, min(_ROWS, last + 1)).round().astype(int))
         return [[count(self.steps[row]), *(_number(self.hyperparameters[n][row]) for n in names)] for row in rows]
 
     def _constants(self, longest: int | None = None) -> list[str]:
-        found = []
+        texts = []
         for name, column in self.hyperparameters.items():
             if name not in self._changing:
                 value = _number(column[0]) if column.ndim == 1 else f"of shape {list(column.shape[1:])}"
-                found.append(f"{cut_path(name, longest) if longest else name} {value}")
-        return found
+                texts.append(f"{cut_path(name, longest) if longest else name} {value}")
+        return texts
 
     def _warnings(self) -> list[str]:
         if self.rate_zero_from is None:
@@ -171,7 +168,6 @@ class Plan(Tabular):
         return [f"WARNING: the learning rate is 0 from step {first} to the end of the run at step {end}"]
 
     def _due_texts(self) -> list[tuple[str, str]]:
-        """Return the name of each hook, and when it is due."""
         return [(name_of(hook), _due_text(steps)) for hook, steps in self.due.items()]
 
     def _schedule(self) -> list[str]:
@@ -191,7 +187,7 @@ class Plan(Tabular):
         return [line for title, some in words.items() if some for line in wrapped(title, some)]
 
     def _draw(self, file: object, **options: object) -> None:
-        """Draw panels of changing values, bars for stages, a line of marks for each hook, a line of constants."""
+        """Draw panels of changing values, bars for stages, marks for hooks, and a line of constants."""
         panels: list[Callable[[Any], None]] = [functools.partial(self._draw_values, name) for name in self._changing]
         panels += [self._draw_sizes] if len(self.batch_size) > 1 else []
         panels += [self._draw_rows] if self._rows_at and len(self.steps) > 1 else []
@@ -216,7 +212,6 @@ class Plan(Tabular):
         fig.savefig(file, dpi=200, **options)
 
     def _axes(self, fig: Any, place: Any) -> Any:
-        """Add axes with the steps below."""
         from matplotlib.ticker import EngFormatter, MaxNLocator
 
         axes, first = fig.add_subplot(place), int(self.steps[0])
@@ -356,21 +351,22 @@ def plan(
 
 def _zero_rate_from(optimizer: Any, functions: Any, start: int, last_step: int) -> int | None:
     rates = rates_of(optimizer) if isinstance(optimizer, Optimizer) else scheduled_rates(functions)
-    found = None if rates is None else rates.zero_from(start, last_step)
-    return found if found is not None and last_step - found >= 2 else None
+    first = None if rates is None else rates.zero_from(start, last_step)
+    return first if first is not None and last_step - first >= 2 else None
 
 
 def _functions(optimizer: Any) -> Any:
-    """Return a function from the step to a dict of values."""
     if callable(getattr(optimizer, "hyperparameters", None)):
         return optimizer.hyperparameters
     if isinstance(optimizer, Mapping):
-        for name, one in optimizer.items():
-            is_array = hasattr(one, "dtype") and jnp.issubdtype(one.dtype, jnp.number)
-            is_number = isinstance(one, int | float) or (is_array and not np.ndim(one))
-            if isinstance(one, bool | type) or not (callable(one) or is_number):
-                raise TypeError(f"optimizer[{name!r}]={shown(one)}: must be a schedule or a number, got {kind(one)}")
-        return lambda step: {str(name): one(step) if callable(one) else one for name, one in optimizer.items()}
+        for name, value in optimizer.items():
+            is_array = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.number)
+            is_number = isinstance(value, int | float) or (is_array and not np.ndim(value))
+            if isinstance(value, bool | type) or not (callable(value) or is_number):
+                raise TypeError(
+                    f"optimizer[{name!r}]={shown(value)}: must be a schedule or a number, got {kind(value)}"
+                )
+        return lambda step: {str(name): value(step) if callable(value) else value for name, value in optimizer.items()}
     if callable(optimizer) and not isinstance(optimizer, type):
         return lambda step: {"schedule": optimizer(step)}
     raise TypeError(
@@ -379,7 +375,7 @@ def _functions(optimizer: Any) -> Any:
 
 
 def _values(function: Any, steps: Any, dtype: DTypeLike) -> dict[str, np.ndarray[Any, Any]]:
-    """Evaluate a function at each step, compiled as in a train step, or on the host if it cannot be traced."""
+    """Evaluate a function at each step, compiled as in a train step, or else on the host."""
     compiled = jax.jit(lambda step: {name: jnp.asarray(value) for name, value in function(step).items()})
     try:
         with internal_transfers():
@@ -390,7 +386,7 @@ def _values(function: Any, steps: Any, dtype: DTypeLike) -> dict[str, np.ndarray
 
 
 def _stages(train_step: object, start: int, last_step: int) -> dict[int, str]:
-    """Return first step → name of the training step, for the stages between `start` and `last_step`."""
+    """First step → name of the training step, between `start` and `last_step`."""
     return {
         stage.first: name_of_step(stage.value)
         for stage in stages_of(train_step).stages()
@@ -399,11 +395,7 @@ def _stages(train_step: object, start: int, last_step: int) -> dict[int, str]:
 
 
 def _data(batches: Tree, start: int, last_step: int, steps: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """Return the fields of a `Plan` about the batches; empty if they are not made by jstep.
-
-    Raises:
-        ValueError: The batches end before the first step.
-    """
+    """The fields of a `Plan` about the batches; empty if they are not made by jstep."""
     if batches is not None:
         check_batches(batches)
     if not isinstance(batches, BatchSequence):
@@ -418,13 +410,13 @@ def _data(batches: Tree, start: int, last_step: int, steps: np.ndarray[Any, Any]
         "batch_size": _between(size if isinstance(size, dict) else {0: size}, start, stop),
         "rows": rows,
         "passes": {name: count / total[name] for name, count in rows.items()},
-        "_rows_at": {name: np.array([one[name] for one in at]) for name in rows},
+        "_rows_at": {name: np.array([read[name] for read in at]) for name in rows},
         "_weights": _between(batches.weights(), start, stop),
     }
 
 
 def _between(stages: Mapping[int, T], start: int, stop: int) -> dict[int, T]:
-    """The stages of some steps; the first of them may begin earlier."""
+    """The stages of some steps; the first may begin earlier."""
     in_force = max((first for first in stages if first <= start), default=0)
     return {first: value for first, value in stages.items() if in_force <= first < stop}
 
@@ -441,33 +433,32 @@ _MAX_LISTED = 64
 
 
 def steps_of(hook: Any, start: int, last_step: int) -> Any:
-    """Return the steps after which a hook is called: a range if they are evenly spaced, else a tuple.
+    """Return the steps after which a hook is called; None if it is due only by time, or never.
 
     For an `AuditHook`, these are the steps that it repeats.
-    None if the hook is due only by time, or never.
     """
-    if hasattr(type(hook), "steps_between"):  # its steps are others than those of its calls
+    if hasattr(type(hook), "steps_between"):  # its steps differ from the steps of its calls
         return hook.steps_between(start, last_step)
     cadence = cadence_of(hook)
     if cadence is None and getattr(type(hook), "after_step", None) in (None, Hook.after_step, RunHook.after_step):
         return None
     if cadence is not None and cadence.steps is None:
         return None
-    # Not the method of a stock hook, which may be in use in a loop of the caller's.
+    # Not the method of a built-in hook, which may be in use in a custom loop.
     is_stock = cadence is not None and type(hook).next_due is RunHook.next_due
     next_due = cadence.next_multiple if cadence and is_stock else lambda step: next_call(hook, step)[0]
-    found: list[int] = []
+    steps: list[int] = []
     due = next_due(start)
-    while due <= last_step and len(found) < _MAX_LISTED:
-        found.append(due)
+    while due <= last_step and len(steps) < _MAX_LISTED:
+        steps.append(due)
         due = next_due(due)
-    if len(found) < 2:
-        return range(found[0], found[0] + 1) if found else range(start + 1, start + 1)
-    evenly = range(found[0], last_step + 1, found[1] - found[0])
+    if len(steps) < 2:
+        return range(steps[0], steps[0] + 1) if steps else range(start + 1, start + 1)
+    evenly = range(steps[0], last_step + 1, steps[1] - steps[0])
     # Checked at both ends only: the first steps and the last interval.
-    if list(evenly[: len(found)]) == found and (len(evenly) < 2 or next_due(evenly[-2]) == evenly[-1]):
+    if list(evenly[: len(steps)]) == steps and (len(evenly) < 2 or next_due(evenly[-2]) == evenly[-1]):
         return evenly
-    return tuple(found)
+    return tuple(steps)
 
 
 # The words of a plan: the steps of a hook, numbers, columns.
@@ -476,7 +467,6 @@ _ROWS = 11
 
 
 def _due_text(due: Any) -> str:
-    """Describe the steps at which a hook is due."""
     if not len(due):
         return "not due"
     if isinstance(due, range) and len(due) > 1:
@@ -487,7 +477,6 @@ def _due_text(due: Any) -> str:
 
 
 def _number(value: object) -> str:
-    """Format a number with at most six digits."""
     return f"{np.asarray(value).item():.6g}"
 
 
@@ -498,7 +487,7 @@ def _listed(due: Any) -> str:
 
 
 def _column_groups(names: Iterable[str], step_width: int) -> list[list[str]]:
-    """Group names so that the columns of each group fit the width."""
+    """Group names so that their columns fit the width."""
     groups: list[list[str]] = []
     left = 0
     for name in names:

@@ -10,7 +10,7 @@ from jstep.core.checks import array_type
 
 
 def is_inexact(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype, of NumPy or of ml_dtypes, has floating-point numbers, real or complex."""
+    """Whether a dtype, of NumPy or ml_dtypes, has floating-point numbers, real or complex."""
     try:
         ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
     except ValueError:
@@ -22,13 +22,7 @@ def is_inexact(dtype: np.dtype[Any]) -> bool:
 class Range:
     """The range of the numbers in an array; for complex arrays, of their magnitudes.
 
-    Attributes:
-        dtype: Its dtype.
-        shape: Its shape.
-        low: The lowest finite number; None if no number is finite.
-        high: The highest finite number; None if no number is finite.
-        nans: Number of NaNs.
-        infinities: Number of infinities.
+    `low` and `high` are the lowest and highest finite number; None if no number is finite.
     """
 
     dtype: str
@@ -40,7 +34,6 @@ class Range:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all numbers are finite."""
         return not self.nans + self.infinities
 
     def __str__(self) -> str:
@@ -56,7 +49,6 @@ class Range:
 
 
 def range_of(array: np.ndarray[Any, Any]) -> Range:
-    """Return the range of the numbers in an array."""
     host = array
     if np.iscomplexobj(host):
         host = np.where(np.isfinite(host.real) & np.isfinite(host.imag), np.abs(host), host.real + host.imag)

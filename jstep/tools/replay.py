@@ -1,4 +1,4 @@
-"""Replaying a run up to a step, and proving that it resumes bit for bit."""
+"""Replay of a run up to a step, and verification that it resumes bit for bit."""
 
 import contextlib
 import dataclasses
@@ -142,7 +142,7 @@ def replay(
             "function of the step, or a loader with get_state and set_state, or with state_dict and load_state_dict, "
             "whose run kept checkpoints"
         )
-    items = copied_batches(source._replace(position=None))  # which is not saved again
+    items = copied_batches(source._replace(position=None))  # the position is not saved again
     table = ProgramTable(stages, steps_per_call, state=state)
     dispatch = Dispatch(table)
     ends = StageBoundaries(stages, source.next_change).ends(start, step)
@@ -159,25 +159,25 @@ def replay(
 
 
 def _restored_start(state: TrainState, checkpoint_dir: Any, prefix: str, step: int) -> tuple[int, TrainState, Any]:
-    """Return the step to start from, the state, and the position of the batches if it was saved."""
+    """Return the step to start from, the state, and the saved position of the batches."""
     where = "no checkpoint_dir was given"
     if checkpoint_dir is not None:
         own = not isinstance(checkpoint_dir, Saver)
         with Saver(checkpoint_dir, prefix=prefix) if own else contextlib.nullcontext(checkpoint_dir) as saver:
             there = saver.all_steps()
-            start = max((one for one in there if one <= step), default=None)
+            start = max((saved for saved in there if saved <= step), default=None)
             if start is not None:
                 _log(checkpoint_name(saver.prefix, start), start, step)
                 with internal_transfers():
                     return start, saver.restore(state, step=start), saved_position(extra_at(saver, start))
-        found = f"checkpoints of the steps {shown(there)}" if there else f"no checkpoint {prefix}-*"
-        where = f"{os.fspath(checkpoint_dir if own else checkpoint_dir.directory)} has {found}"
+        contents = f"checkpoints of the steps {shown(there)}" if there else f"no checkpoint {prefix}-*"
+        where = f"{os.fspath(checkpoint_dir if own else checkpoint_dir.directory)} has {contents}"
     with internal_transfers():
         start = global_step(state) if trees.donated_leaf(state) is None else None
     if start is None or start > step:
-        given = "was donated" if start is None else f"is at step {start}"
+        problem = "was donated" if start is None else f"is at step {start}"
         raise ValueError(
-            f"step={step}: nothing lies before it: {where}, and the state given {given}. Give the state that the run "
+            f"step={step}: nothing lies before it: {where}, and the state given {problem}. Give the state that the run "
             "started from, or a later step"
         )
     origin = "" if checkpoint_dir is None else ", because there is no checkpoint before it"
@@ -274,7 +274,7 @@ def verify_resume(
     kept = list(itertools.islice(until_end(batches), steps)) if is_iterator else None
 
     def run(count: int, saver: Saver | None = None) -> Bits:
-        """Run up to a step, counted from that of the initial state."""
+        """Run `count` steps from the step of the initial state."""
         state = fresh()
         with internal_transfers():
             start = global_step(state)
@@ -324,7 +324,7 @@ def verify_resume(
 
 @scoped
 def _each_warning_once() -> Iterator[None]:
-    """Context manager that logs a warning once, because the runs of a comparison repeat those of the first one."""
+    """Log each warning once, because later runs of a comparison repeat the warnings of the first one."""
     logged: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -341,7 +341,7 @@ def _each_warning_once() -> Iterator[None]:
 
 
 def _kept_batch(kept: list[Any], start: int, step: int) -> Any:
-    """Return the batch of a step, of those that an iterator gave from the initial step on."""
+    """The batch of a step, from the batches that an iterator returned since the initial step."""
     if step - start >= len(kept):
         raise OutOfRangeError(f"there are {len(kept)} batches")
     return kept[step - start]
@@ -373,7 +373,7 @@ def _cause(
 
 
 def _bits_of(state: TrainState) -> Bits:
-    """The dtype, the shape and the bytes of each leaf: copies, since the leaves are donated to the next step."""
+    """The dtype, shape and bytes of each leaf: copies, since the leaves are donated to the next step."""
     arrays = {path: np.asarray(trees.key_data(leaf)) for path, leaf in trees.leaves_with_paths(state)}
     return {path: (array.dtype, array.shape, array.tobytes()) for path, array in arrays.items()}
 

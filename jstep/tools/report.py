@@ -1,4 +1,4 @@
-"""`report`: one page of HTML that shows what runs were, how they went, where their time went, and what is odd."""
+"""`report`: one page of HTML about runs: their setup, their course, their use of time, and oddities."""
 
 import argparse
 import base64
@@ -31,15 +31,15 @@ from jstep.tools.goodput import Goodput, by_start, total_of
 from jstep.tools.runs import RunList, RunSummary, names_of, runs
 
 _MOST = 64
-"""The most runs of a page: more cannot be told apart."""
+"""The maximum number of runs on a page: more cannot be told apart."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """A page that shows runs; a notebook shows it in a frame.
+    """A page of HTML that shows runs; a notebook displays it in a frame.
 
     Attributes:
-        html: The page, with all that it needs in itself.
+        html: The page, self-contained.
     """
 
     html: str
@@ -48,7 +48,7 @@ class Report:
         return f"Report({len(self.html.encode())} bytes of HTML)"
 
     def _repr_html_(self) -> str:
-        # A frame of its own: neither its style nor its script are the notebook's.
+        # A frame separates its style and script from the notebook's.
         style = "width: 100%; height: 80vh; border: 0; background: white"
         return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{html.escape(self.html)}"></iframe>'
 
@@ -60,15 +60,15 @@ class Report:
 def report(
     paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], file: str | os.PathLike[str] | None = None
 ) -> Report:
-    """Show runs on one page of HTML, from what they have left behind; a run may still be in progress.
+    """Show runs on one page of HTML, from the files that they have written; a run may still be in progress.
 
-    The page needs no network, server or script, and fits a phone and paper. It shows what the runs were (of several
-    ones first what differs), how they went (the scalars of their event files; steps that were made again are pale),
-    where their time went, and what is odd: stalls, restarts, values that are not finite, files that are damaged.
+    The page needs no network, server or script, and fits phones and paper. It shows the setup of the runs (of several
+    runs, first their differences), their course (the scalars of their event files; repeated steps are pale), their use
+    of time, and oddities: stalls, restarts, values that are not finite, and corrupted files.
 
     Args:
         paths: A directory or URL with a run, or with runs below it; or several.
-        file: Where to write the page, too; None for nowhere.
+        file: A file to write the page to as well; None for no file.
 
     Returns:
         The page.
@@ -91,37 +91,30 @@ def report(
     places = [paths] if isinstance(paths, str | os.PathLike) else paths
     if not isinstance(places, Iterable):
         raise TypeError(f"paths={paths!r}: must be a path or several, got {kind(paths)}")
-    found = RunList()
+    listed = RunList()
     for place in places:
         some = runs(place)
         if not some:
             raise FileNotFoundError(f"{os.fspath(place)}: no run is there; a run has a {NAME}")
-        found += [run for run in some if run not in found]
-    if not 0 < len(found) <= _MOST:
-        raise ValueError(f"paths={paths!r}: must have 1 to {_MOST} runs, found {len(found)}")
-    page = Report(_page(found, [_Left.of(*one) for one in zip(found, names_of(found), range(len(found)), strict=True)]))
+        listed += [run for run in some if run not in listed]
+    if not 0 < len(listed) <= _MOST:
+        raise ValueError(f"paths={paths!r}: must have 1 to {_MOST} runs, found {len(listed)}")
+    page = Report(
+        _page(listed, [_Left.of(*fields) for fields in zip(listed, names_of(listed), range(len(listed)), strict=True)])
+    )
     if output is not None:
         page.save(output)
     return page
 
 
-# What a run has left behind.
+# The files of a run.
 
 
 @dataclasses.dataclass(frozen=True)
 class _Left:
-    """What a run has left behind; nothing of what cannot be read.
+    """The files of a run. Unreadable ones are left out, and listed in `problems`.
 
-    Attributes:
-        run: Its summary.
-        name: Its name.
-        color: The number of its color.
-        starts: The cards of its starts.
-        times: The times of its starts.
-        series: Tag → its scalars.
-        problems: Why something cannot be read.
-        ends: How each start ended, by the name of the start.
-        stalls: The lines about stalls.
+    `ends` maps the names of starts to how they ended.
     """
 
     run: RunSummary
@@ -136,61 +129,61 @@ class _Left:
 
     @classmethod
     def of(cls, run: RunSummary, name: str, color: int) -> "_Left":
-        """Read it."""
         problems: list[str] = [run.error] * (run.error is not None)  # type: ignore[list-item]
 
         def known(function: Any, *args: Any, nothing: Any = ()) -> Any:
             try:
                 return function(*args)
-            except (OSError, ValueError, ImportError) as error:  # a file may be gone or damaged
+            except (OSError, ValueError, ImportError) as error:  # a file may be missing or corrupted
                 problems.append(str(error))
                 return nothing
 
         if run.error is not None:
             return cls(run, name, color, problems=problems)
-        starts = [one for one in known(starts_of, run.path) if one.prefix == run.prefix]
-        lines = [one for one in known(fields_with, run.path, "end", STALL) if one.get("prefix") == run.prefix]
-        ends = {str(one.get("start")): one["end"] for one in lines if one.get("kind") == TIMES and "end" in one}
+        starts = [item for item in known(starts_of, run.path) if item.prefix == run.prefix]
+        lines = [item for item in known(fields_with, run.path, "end", STALL) if item.get("prefix") == run.prefix]
+        ends = {str(item.get("start")): item["end"] for item in lines if item.get("kind") == TIMES and "end" in item}
         series: dict[str, Series] = {}
         for place in _logdirs(run, starts):
             of_place = known(read_series, place, lambda error: problems.append(_damaged(error)), nothing={})
-            series |= {tag: one for tag, one in of_place.items() if tag not in series and (one.steps or one.rewound)}
+            series |= {
+                tag: item for tag, item in of_place.items() if tag not in series and (item.steps or item.rewound)
+            }
         return cls(
             run, name, color, starts, known(read, run.path, run.prefix), series, problems,
             {start: ": ".join(filter(None, map(str, end))) for start, end in ends.items() if isinstance(end, list)},
-            [one for one in lines if one.get("kind") == STALL],
+            [item for item in lines if item.get("kind") == STALL],
         )  # fmt: skip
 
     @property
     def card(self) -> dict[str, Any]:
         """The card of the last start that has one."""
-        return next((one.card for one in reversed(self.starts) if one.card is not None), {})
+        return next((start.card for start in reversed(self.starts) if start.card is not None), {})
 
     @functools.cached_property
     def goodput(self) -> list[Goodput]:
-        """The times of its starts."""
         return by_start(self.times)
 
     def spans(self) -> list[tuple[int, int] | None]:
         """The first and the last step of each start."""
         newest = [
-            next((line["step"] for line in reversed(one) if line["step"] is not None), None) for one in self.times
+            next((line["step"] for line in reversed(lines) if line["step"] is not None), None) for lines in self.times
         ]
         return [None if span is None else (span[0], span[1]) for span in newest]
 
     def marks(self) -> list[Mark]:
-        """Its starts, stages and checkpoints on the axis."""
-        found = [Mark("start", at[0], f"{self.name}: start from step {at[0]}") for at in self.spans() if at and at[0]]
+        """The run's starts, stages and checkpoints on the axis."""
+        marks = [Mark("start", at[0], f"{self.name}: start from step {at[0]}") for at in self.spans() if at and at[0]]
         stages = self.card.get("stages") or {}
-        found += [
+        marks += [
             Mark("stage", int(at), f"{self.name}: stage {name}")
             for at, name in stages.items()
             if at.isdecimal() and at > "0"
         ]
         if not is_url(self.run.path):
             steps = [step for step, is_whole, _ in entries(self.run.path, self.run.prefix) if is_whole]
-            found += [Mark("checkpoint", step, f"{self.name}: checkpoint {step}") for step in steps]
-        return [mark._replace(color=self.color) for mark in found]
+            marks += [Mark("checkpoint", step, f"{self.name}: checkpoint {step}") for step in steps]
+        return [mark._replace(color=self.color) for mark in marks]
 
 
 def _damaged(error: DataLossError) -> str:
@@ -198,33 +191,33 @@ def _damaged(error: DataLossError) -> str:
 
 
 def _logdirs(run: RunSummary, starts: Sequence[Start]) -> list[str]:
-    """Where the event files of a run are: its logdir, also if that was moved together with it, or its directory."""
+    """The directories with event files of a run; its logdir may have been moved with it."""
     places = [run.path]
-    for one in starts:
-        arguments = (one.card or {}).get("arguments") or {}
+    for start in starts:
+        arguments = (start.card or {}).get("arguments") or {}
         logdir, directory = arguments.get("logdir"), arguments.get("checkpoint_dir")
         if isinstance(logdir, str):
             if isinstance(directory, str) and not is_url(logdir) and os.path.isabs(logdir) == os.path.isabs(directory):
                 places.append(os.path.normpath(os.path.join(run.path, os.path.relpath(logdir, directory))))
             places.append(absolute(logdir))
-    found: list[str] = []
+    folders: list[str] = []
     for place in dict.fromkeys(places):
         with contextlib.suppress(OSError):
             if (is_url(place) or os.path.isdir(place)) and event_files(place):
-                found.append(place)
-    return found
+                folders.append(place)
+    return folders
 
 
 # The page.
 
 
-def _page(found: RunList, all_left: Sequence[_Left]) -> str:
-    title = f"Run {all_left[0].name}" if len(found) == 1 else f"{len(found)} runs"
+def _page(run_list: RunList, all_left: Sequence[_Left]) -> str:
+    title = f"Run {all_left[0].name}" if len(run_list) == 1 else f"{len(run_list)} runs"
     sections = {
-        "What it was": _what(found, all_left),
+        "What it was": _what(run_list, all_left),
         "How it went": _how(all_left),
-        "Where its time went": [part for left in all_left for part in _where(left, len(found))],
-        "What is odd": [part for left in all_left for part in _odd(left, len(found))],
+        "Where its time went": [part for left in all_left for part in _where(left, len(run_list))],
+        "What is odd": [part for left in all_left for part in _odd(left, len(run_list))],
     }
     body = [f"<h2>{name}</h2>{''.join(parts)}" for name, parts in sections.items() if parts]
     script, style = _asset("report.js"), STYLE + _asset("report.css")
@@ -255,8 +248,8 @@ def _escaped(text: object) -> str:
 
 
 def _table(rows: Iterable[Sequence[object]], head: Sequence[object] = (), kind: str = "") -> str:
-    heads = f"<thead><tr>{''.join(f'<th>{_escaped(one)}</th>' for one in head)}</tr></thead>" if head else ""
-    cells = "".join(f"<tr>{''.join(f'<td>{_escaped(one)}</td>' for one in row)}</tr>" for row in rows)
+    heads = f"<thead><tr>{''.join(f'<th>{_escaped(value)}</th>' for value in head)}</tr></thead>" if head else ""
+    cells = "".join(f"<tr>{''.join(f'<td>{_escaped(value)}</td>' for value in row)}</tr>" for row in rows)
     return f'<div class="wide"><table class="{kind}">{heads}<tbody>{cells}</tbody></table></div>'
 
 
@@ -264,22 +257,22 @@ def _heading(left: _Left, count: int) -> str:
     return f"<h3>{_escaped(left.name)}</h3>" if count > 1 else ""
 
 
-def _what(found: RunList, all_left: Sequence[_Left]) -> list[str]:
-    """What the runs were: of several ones a table, what differs, and each by itself, folded."""
-    if len(found) == 1:
-        return [_facts(found, all_left[0]), _recorded(all_left[0], is_open=True)]
-    parts = [f'<div class="wide">{found._repr_html_()}</div>']
-    differences = {name: [cut(str(one), 60) for one in values] for name, values in found.differences().items()}
+def _what(run_list: RunList, all_left: Sequence[_Left]) -> list[str]:
+    """The facts of the runs; of several runs first a table, and their differences."""
+    if len(run_list) == 1:
+        return [_facts(run_list, all_left[0]), _recorded(all_left[0], is_open=True)]
+    parts = [f'<div class="wide">{run_list._repr_html_()}</div>']
+    differences = {name: [cut(str(value), 60) for value in values] for name, values in run_list.differences().items()}
     if differences:
         parts.append("<h3>What differs</h3>")
-        parts.append(_table(([name, *values] for name, values in differences.items()), ["", *names_of(found)]))
+        parts.append(_table(([name, *values] for name, values in differences.items()), ["", *names_of(run_list)]))
     for left in all_left:
-        inner = _facts(found, left) + _recorded(left)
+        inner = _facts(run_list, left) + _recorded(left)
         parts.append(f"<details><summary>{_escaped(left.name)}</summary>{inner}</details>")
     return parts
 
 
-def _facts(found: RunList, left: _Left) -> str:
+def _facts(run_list: RunList, left: _Left) -> str:
     run = left.run
     times = {"started": run.started, "ended": run.ended}
     rows = {
@@ -295,8 +288,8 @@ def _facts(found: RunList, left: _Left) -> str:
         "commit": run.commit,
         "branch of": run.parent and f"{run.parent[0]} (step {run.parent[1]})",
         "branches": ", ".join(
-            name for name, one in zip(names_of(found), found, strict=True)
-            if one.parent is not None and os.path.dirname(one.parent[0]) == run.path
+            name for name, other in zip(names_of(run_list), run_list, strict=True)
+            if other.parent is not None and os.path.dirname(other.parent[0]) == run.path
         ),
         **{f"best {name}": f"{value:.6g} at step {at}" for name, (value, at) in run.best.items()},
         **{f"last {name}": f"{value:.6g}" for name, value in run.metrics.items()},
@@ -307,7 +300,7 @@ def _facts(found: RunList, left: _Left) -> str:
 
 
 def _recorded(left: _Left, *, is_open: bool = False) -> str:
-    """The program, its arguments, batches and versions, as they are on the card."""
+    """The program, its arguments, batches and versions, as recorded on the card."""
     settings = left.card.get("settings") or {}
     values = {name: value for name, value in card_values(left.card).items() if value is not None} if left.card else {}
     groups: dict[str, list[str]] = {}
@@ -321,7 +314,7 @@ def _recorded(left: _Left, *, is_open: bool = False) -> str:
 
 
 def _how(all_left: Sequence[_Left]) -> list[str]:
-    """The pictures: one for each metric, with its evaluations and all runs."""
+    """The plots, one for each metric, with its evaluations and all runs."""
     tags = dict.fromkeys(tag for left in all_left for tag in left.series)
     groups: dict[str, list[str]] = {}
     for tag in tags:
@@ -335,7 +328,7 @@ def _how(all_left: Sequence[_Left]) -> list[str]:
     words = {"start": "a start (thick)", "checkpoint": "a checkpoint that is kept (short)", "stage": "a stage (dotted)"}
     told = [word for kind, word in words.items() if any(mark.kind == kind for mark in axis)]
     told += ["steps that were made again (pale)"] * any(
-        one.rewound for left in all_left for one in left.series.values()
+        series.rewound for left in all_left for series in left.series.values()
     )
     told += ["the best value (dot)"] * any(left.run.best for left in all_left)
     marks = f"<p>Marks: {', '.join(told)}.</p>" if told else ""
@@ -348,12 +341,12 @@ def _figure(name: str, tags: Sequence[str], all_left: Sequence[_Left], axis: Seq
     marks = list(axis)
     for left in all_left:
         for dash, tag in enumerate(tags):
-            if (one := left.series.get(tag)) is None:
+            if (series := left.series.get(tag)) is None:
                 continue
             label = tag if len(all_left) == 1 else left.name if len(tags) == 1 else f"{left.name}: {tag}"
-            for old_steps, old in one.rewound:
+            for old_steps, old in series.rewound:
                 curves.append(Curve(label, np.asarray(old_steps), np.asarray(old), left.color, dash, pale=True))
-            steps, values = np.asarray(one.steps), np.asarray(one.values)
+            steps, values = np.asarray(series.steps), np.asarray(series.values)
             curves.append(Curve(label, steps, values, left.color, dash))
             rows.append([label, *_row(steps, values)])
             if tag in left.run.best:
@@ -375,7 +368,7 @@ def _row(steps: Any, values: Any) -> list[str]:
 
 
 def _where(left: _Left, count: int) -> list[str]:
-    """Where the time of a run went, whole and for each start."""
+    """The time of a run, in total and for each start."""
     if not left.times:
         return []
     total = total_of(left.goodput)
@@ -392,10 +385,10 @@ def _where(left: _Left, count: int) -> list[str]:
     head = ["", "steps", *(f"{name} (s)" for name in shares), "ended"]
     digits = 1 if total.total > 60 else 3
     rows = [["all", f"{total.steps}", *(f"{secs:.{digits}f}" for secs in shares.values()), ""]]
-    ids = [one.id for one in left.starts] if len(left.starts) == len(left.times) else [""] * len(left.times)
-    for i, (start, one, span) in enumerate(zip(ids, left.goodput, left.spans(), strict=True), 1):
+    ids = [item.id for item in left.starts] if len(left.starts) == len(left.times) else [""] * len(left.times)
+    for i, (start, item, span) in enumerate(zip(ids, left.goodput, left.spans(), strict=True), 1):
         where = "" if span is None else f"{span[0]} to {span[1]}"
-        seconds = [f"{one.parts[name]:.{digits}f}" for name in shares]
+        seconds = [f"{item.parts[name]:.{digits}f}" for name in shares]
         rows.append([f"start {i}", where, *seconds, left.ends.get(start, "")])
     title = f"<p>{_escaped(total._title())}</p>"
     return [_heading(left, count), title, f'<div class="bar">{bar}</div><p>{keys}</p>', _table(rows, head)]
@@ -413,14 +406,14 @@ def _oddities(left: _Left) -> Iterator[str]:
         yield f"it is {left.run.status}: {left.run.reason}".rstrip(": ")
     for line in left.stalls:
         seconds, what = line.get("stalled"), cut(str(line.get("what")), 200)
-        yield f"process {line.get('process')} hung for {seconds} s at step {line.get('step')}: {what}"
+        yield f"process {line.get('process')} stalled for {seconds} s at step {line.get('step')}: {what}"
     spans = [span for span in left.spans() if span is not None]
     for before, now in itertools.pairwise(spans):
         if now[0] < before[1]:
             yield f"steps {now[0]} to {before[1]} were made again by a later start"
-    cards = [one for one in left.starts if one.card is not None]
-    for one, later in itertools.pairwise(cards):
-        for change in card_difference(one.card or {}, later.card or {}):
+    cards = [start for start in left.starts if start.card is not None]
+    for start, later in itertools.pairwise(cards):
+        for change in card_difference(start.card or {}, later.card or {}):
             yield f"changed before the start of {time_text(later.time or 0.0, ' ', 'seconds')}: {cut(change, 300)}"
     for tag, series in left.series.items():
         bad = [step for step, value in zip(series.steps, series.values, strict=True) if not np.isfinite(value)]

@@ -1,4 +1,4 @@
-"""`runs`: a table of all runs below some directories: which finished, run, hang or died, their metrics and parents."""
+"""`runs`: a table of all runs below some directories, with their status, metrics and parents."""
 
 import argparse
 import contextlib
@@ -25,39 +25,39 @@ from jstep.tools.goodput import goodput
 
 RUNNING, HANGS, FINISHED, KILLED, UNREADABLE = "running", "hangs", "finished", "killed", "unreadable"
 _ENDS = (FINISHED, "interrupted", "failed")
-"""What a timeline says of its end."""
+"""The ends that a timeline records."""
 _SILENT = 120.0
-"""Seconds after which a run on another host, whose timeline does not move, counts as dead."""
+"""Seconds after which a run on another host, whose timeline does not change, counts as dead."""
 _SHORT = 2**17
-"""The bytes up to which a timeline is read whole."""
+"""The number of bytes up to which a timeline is read as a whole."""
 _OWN = ("run", "status", "step", "since", "wall", "on")
-"""The columns that are no metrics."""
+"""The columns that are not metrics."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunSummary:
-    """What is known of one run: a directory and a checkpoint prefix with a timeline.
+    """Summary of one run: a directory and a checkpoint prefix with a timeline.
 
     Attributes:
         path: The directory or URL.
         prefix: The prefix of its checkpoints.
         status: `"running"`, `"hangs"`, `"finished"`, `"interrupted"`, `"failed"`, `"killed"`, or `"unreadable"`.
-        reason: Why it finished, which signal or exception ended it, what it waits for; may be empty.
+        reason: Why it finished, which signal or exception ended it, or what it is waiting for; may be empty.
         step: The last step that is known; 0 before the first one.
         last_step: The step at which it ends; None if the batches, a hook or a signal end it, or if it is not known.
         metrics: Name → last value, of scalar metrics and of evaluations.
-        best: Name → best value and its step, where a `KeepBest` keeps the best.
+        best: Name → best value and its step, if a `KeepBest` keeps the best.
         started: When its first start began, in seconds since 1970; None if it cannot be read.
-        ended: The time of its last word; None while it runs.
+        ended: The time of its last sign of life; None while it runs.
         wall_seconds: The seconds of all starts.
         devices: The devices of the last start, such as `"2×NVIDIA H100"`.
         parent: The checkpoint that it branched from, and its step, or None.
         error: Why it cannot be read, or None.
-        parameters: The number of parameters, or None if it is not known, as the following ones.
-        peak_bytes: The memory of a device, the largest.
+        parameters: The number of parameters. This and the following fields are None if unknown.
+        peak_bytes: The peak memory of a device, the largest.
         mfu: The utilization of the devices.
         goodput: The share of its time in which it trained.
-        config: What `train(config=…)` was given.
+        config: The `config` that `train` was given.
         commit: The commit of its code.
     """
 
@@ -94,20 +94,20 @@ class RunList(list[RunSummary]):
         return html_table(f"{len(self)} run{'s' * (len(self) != 1)}", rows, head)
 
     def differences(self) -> dict[str, list[Any]]:
-        """Return what differs between the cards of the runs, under the names that `python -m jstep diff` shows.
+        """Return the differences between the cards of the runs, by the names that `python -m jstep diff` shows.
 
         Returns:
-            Name → the value of each run, in the order of the list; None where a run has none. Paths are not compared.
+            Name → the value of each run, in the order of the list; None if a run has none. Paths are not compared.
         """
         cards = [_last_card(run) if run.error is None else None for run in self]
         values = [card_values(card) if card is not None else {} for card in cards]
-        known = [one for one, card in zip(values, cards, strict=True) if card is not None]
-        names = dict.fromkeys(name for one in known for name in one)
-        differ = [name for name in names if any(one.get(name) != known[0].get(name) for one in known)]
-        # Hashes tell what no other value of their section does.
+        present = [named for named, card in zip(values, cards, strict=True) if card is not None]
+        names = dict.fromkeys(name for named in present for name in named)
+        differ = [name for name in names if any(named.get(name) != present[0].get(name) for named in present)]
+        # A hash is shown only if no other value of its section differs.
         sections = {name.partition(": ")[0] for name in differ if not name.endswith("hash")}
         kept = [name for name in differ if not name.endswith("hash") or name.partition(": ")[0] not in sections]
-        return {name: [one.get(name) for one in values] for name in kept}
+        return {name: [named.get(name) for named in values] for name in kept}
 
 
 def runs(directory: str | os.PathLike[str], *, prefix: str | None = None) -> RunList:
@@ -118,7 +118,7 @@ def runs(directory: str | os.PathLike[str], *, prefix: str | None = None) -> Run
         prefix: Only runs with this prefix of checkpoints; None for all.
 
     Returns:
-        A list of `RunSummary`. A run that cannot be read is one whose `error` says why.
+        A list of `RunSummary`. If a run cannot be read, its `error` says why.
 
     Raises:
         FileNotFoundError: There is no such directory.
@@ -137,12 +137,14 @@ def runs(directory: str | os.PathLike[str], *, prefix: str | None = None) -> Run
     above = absolute(location(directory, "directory"))
     if not is_directory(above):
         raise FileNotFoundError(f"{above}: no such directory")
-    found = [run for where in _places(above) for run in _runs_at(where) if wanted in (None, run.prefix) or run.error]
-    return RunList(run for _, run in _tree(found))
+    summaries = [
+        run for where in _places(above) for run in _runs_at(where) if wanted in (None, run.prefix) or run.error
+    ]
+    return RunList(run for _, run in _tree(summaries))
 
 
 def _places(above: str) -> Iterator[str]:
-    """The directories with timelines, at and below a path. Folders of checkpoints are not searched, nor are links."""
+    """The directories with timelines, at and below a path; checkpoints and links are not searched."""
 
     def is_timeline(name: str) -> bool:
         return name == NAME or (name.startswith(OBJECTS) and name.endswith(".jsonl"))
@@ -161,10 +163,10 @@ def _places(above: str) -> Iterator[str]:
 def _runs_at(where: str) -> Iterator[RunSummary]:
     prefix = ""
     try:
-        found = ends(where)
-        if not found:
+        latest = ends(where)
+        if not latest:
             raise ValueError("its timeline has no whole line of a start")
-        for prefix, end in found.items():
+        for prefix, end in latest.items():
             yield _unreadable(where, prefix, end) if isinstance(end, Exception) else _summary(where, prefix, end)
     except Exception as error:  # a file may hold anything
         yield _unreadable(where, prefix, error)
@@ -176,15 +178,15 @@ def _unreadable(where: str, prefix: str, error: Exception) -> RunSummary:
 
 
 def _summary(where: str, prefix: str, end: End) -> RunSummary:
-    known, start, line = carried(end), end.start, end.line
+    state, start, line = carried(end), end.start, end.line
     last_step, devices = start.get("last_step"), str(start.get("devices", ""))
-    if "process" not in start:  # of an older version, whose card tells both
+    if "process" not in start:  # written by an older version, whose card has both
         card = _last_card(RunSummary(where, prefix, "")) or {}
         arguments, of = card.get("arguments", {}), card.get("devices", {})
         last_step, devices = arguments.get("last_step"), f"{of.get('of_state', '?')}×{of.get('kind', '?')}"
-    step = known["step"] or 0
+    step = state["step"] or 0
     status, reason = _status(where, prefix, end, is_done=type(last_step) is int and step >= last_step)
-    parent, commit = known["parent"], line.get("commit")
+    parent, commit = state["parent"], line.get("commit")
     return RunSummary(
         where,
         prefix,
@@ -192,16 +194,16 @@ def _summary(where: str, prefix: str, end: End) -> RunSummary:
         reason,
         step,
         last_step,
-        {name: float(value) for name, value in known["values"].items()},
-        {name: (float(value), at) for name, (value, at) in known["best"].items()},
-        known["since"],
+        {name: float(value) for name, value in state["values"].items()},
+        {name: (float(value), at) for name, (value, at) in state["best"].items()},
+        state["since"],
         None if status in (RUNNING, HANGS) else line.get("now", line["time"]),
-        known["wall"],
+        state["wall"],
         devices,
         None if parent is None else (_moved(parent["path"], start.get("directory"), where), parent["step"]),
         parameters=start.get("parameters"),
-        peak_bytes=known["peak_bytes"],
-        mfu=known["mfu"],
+        peak_bytes=state["peak_bytes"],
+        mfu=state["mfu"],
         goodput=_goodput(where, prefix),
         config=start.get("config"),
         commit=(commit.strip() or None) if isinstance(commit, str) else None,
@@ -209,7 +211,7 @@ def _summary(where: str, prefix: str, end: End) -> RunSummary:
 
 
 def _goodput(where: str, prefix: str) -> float | None:
-    """The share of the time in which a run trained, if its timeline is short enough to be read whole for that."""
+    """The share of time in which a run trained, if its timeline is short."""
     path = os.path.join(where, NAME)
     with contextlib.suppress(Exception):
         if not is_url(where) and os.path.getsize(path) <= _SHORT:
@@ -219,25 +221,25 @@ def _goodput(where: str, prefix: str) -> float | None:
 
 def _last_card(run: RunSummary) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, ValueError):
-        cards = [one.card for one in starts_of(run.path) if one.prefix == run.prefix and one.card is not None]
+        cards = [start.card for start in starts_of(run.path) if start.prefix == run.prefix and start.card is not None]
         return cards[-1] if cards else None
     return None
 
 
 def _moved(path: str, before: str | None, where: str) -> str:
-    """The path of a parent that was moved together with its branch."""
+    """The path of a parent, which may have been moved together with its branch."""
     if before in (None, where) or is_url(where) or is_url(path) or os.path.isdir(os.path.dirname(path)):
         return path
-    found = os.path.normpath(os.path.join(where, os.path.relpath(path, before)))
-    return found if os.path.isdir(os.path.dirname(found)) else path
+    moved = os.path.normpath(os.path.join(where, os.path.relpath(path, before)))
+    return moved if os.path.isdir(os.path.dirname(moved)) else path
 
 
 def _status(where: str, prefix: str, end: End, *, is_done: bool) -> tuple[str, str]:
-    """The status of a run: its own word, or else that of its claim and of its process."""
+    """The status of a run, from its timeline, or else from its claim and process."""
     line, (status, reason) = end.line, end.line.get("end") or ("", "")
     if status in _ENDS:
         return status, str(reason)
-    owner = end.start.get("process")  # an older version does not say it
+    owner = end.start.get("process")  # older versions do not record it
     if end.start.get("claims", True) and not is_url(where):
         claims = None
         with contextlib.suppress(OSError), open(os.path.join(where, f".{prefix}.jstep-writer"), "rb") as file:
@@ -254,20 +256,20 @@ def _status(where: str, prefix: str, end: End, *, is_done: bool) -> tuple[str, s
                 return KILLED, f"process {stall['process']} hung at step {stall.get('step')}: {stall['what']}"
         return KILLED, ""
     with contextlib.suppress(OSError):
-        for one in read_stalls(where, prefix)[0]:
-            if one["stall"] and (one["process"] or one["pid"] == (owner or {}).get("pid")):
-                return HANGS, f"process {one['process']} at step {one.get('step')}: {one['what']}"
+        for waiting in read_stalls(where, prefix)[0]:
+            if waiting["stall"] and (waiting["process"] or waiting["pid"] == (owner or {}).get("pid")):
+                return HANGS, f"process {waiting['process']} at step {waiting.get('step')}: {waiting['what']}"
     return RUNNING, ""
 
 
 # The table.
 
 
-def _tree(found: Sequence[RunSummary]) -> list[tuple[str, RunSummary]]:
-    """Each run after its parent, with the branch that is drawn before its name. Parents may form a circle."""
-    of = {run.path: run for run in found}
+def _tree(summaries: Sequence[RunSummary]) -> list[tuple[str, RunSummary]]:
+    """Each run after its parent, with the branch to draw. Parents may form a circle."""
+    of = {run.path: run for run in summaries}
     children: dict[str | None, list[RunSummary]] = {}
-    for run in found:
+    for run in summaries:
         above = None if run.parent is None else split(run.parent[0])[0]
         children.setdefault(above if above in of and above != run.path else None, []).append(run)
     rows: list[tuple[str, RunSummary]] = []
@@ -278,56 +280,62 @@ def _tree(found: Sequence[RunSummary]) -> list[tuple[str, RunSummary]]:
             return
         seen.add((run.path, run.prefix))
         rows.append((drawn, run))
-        own = children.get(run.path, []) if next(one for one in found if one.path == run.path) is run else []
+        own = children.get(run.path, []) if next(other for other in summaries if other.path == run.path) is run else []
         for i, child in enumerate(own):
             is_last = i + 1 == len(own)
             visit(child, below + ("└─ " if is_last else "├─ "), below + ("   " if is_last else "│  "))
 
-    for run in [*children.get(None, []), *found]:  # those of a circle have no first one
+    for run in [*children.get(None, []), *summaries]:  # runs whose parents form a circle have no first one
         visit(run, "", "")
     return rows
 
 
-def _metrics(found: Iterable[RunSummary], globs: Sequence[str]) -> list[str]:
-    """The columns of metrics: those that the globs name, or the loss, evaluations and what a `KeepBest` keeps."""
-    names = dict.fromkeys(name for run in found for name in run.metrics)
+def _metrics(summaries: Iterable[RunSummary], globs: Sequence[str]) -> list[str]:
+    """The columns of metrics that the globs name, by default the losses."""
+    names = dict.fromkeys(name for run in summaries for name in run.metrics)
     if globs:
         return [name for glob in globs for name in fnmatch.filter(names, glob)]
     return [name for name in names if name == "loss" or name.endswith("/loss")][:4]
 
 
-def names_of(found: Sequence[RunSummary]) -> list[str]:
-    """Return the names of runs, below the directory that they have in common."""
-    above = os.path.commonpath([run.path for run in found]) if found and not any(is_url(r.path) for r in found) else ""
+def names_of(summaries: Sequence[RunSummary]) -> list[str]:
+    """The names of runs, below their common directory."""
+    above = (
+        os.path.commonpath([run.path for run in summaries])
+        if summaries and not any(is_url(r.path) for r in summaries)
+        else ""
+    )
 
     def name(run: RunSummary) -> str:
         own = os.path.relpath(run.path, above) if above and run.path != above else split(run.path)[1] or run.path
         return own + ("" if run.prefix in ("model", "") else f":{run.prefix}")
 
-    return list(map(name, found))
+    return list(map(name, summaries))
 
 
 def _cells(
-    found: Sequence[RunSummary],
+    summaries: Sequence[RunSummary],
     metrics: Sequence[str],
     differences: Mapping[str, Sequence[Any]],
     rows: Sequence[tuple[str, RunSummary]],
 ) -> list[list[str]]:
-    names = names_of(found)
+    names = names_of(summaries)
     head = ["run", "status", "step", *metrics, *differences, "since", "wall", "on"]
     cells = [head]
-    places = {id(run): i for i, run in enumerate(found)}
+    places = {id(run): i for i, run in enumerate(summaries)}
     for drawn, run in rows:
         name = names[places[id(run)]] + (f" @{run.parent[1]}" if run.parent is not None else "")
         step = f"{run.step}" if run.last_step is None else f"{run.step}/{run.last_step}"
-        best = [f" (best {run.best[one][0]:.4g} at {run.best[one][1]})" if one in run.best else "" for one in metrics]
-        values = [f"{run.metrics[one]:.4g}" if one in run.metrics else "" for one in metrics]
+        best = [
+            f" (best {run.best[item][0]:.4g} at {run.best[item][1]})" if item in run.best else "" for item in metrics
+        ]
+        values = [f"{run.metrics[item]:.4g}" if item in run.metrics else "" for item in metrics]
         status = f"{run.status}: {run.reason or run.error or ''}".rstrip(": ")
         varied = ["" if (of := values_of[places[id(run)]]) is None else str(of) for values_of in differences.values()]
-        numbers = [f"{one}{two}" for one, two in zip(values, best, strict=True)]
+        numbers = [f"{item}{two}" for item, two in zip(values, best, strict=True)]
         since, wall = _since(run.started), "" if run.error else f"{run.wall_seconds / 3600:.2f} h"
         row = [drawn + name, status, "" if run.error else step, *numbers, *varied, since, wall, run.devices]
-        cells.append([printable(one) for one in row])
+        cells.append([printable(item) for item in row])
     return cells
 
 
@@ -346,31 +354,31 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    found = RunList()
+    summaries = RunList()
     missing = []
     for path in arguments.paths:
         try:
-            found += [run for run in runs(path) if run not in found]
+            summaries += [run for run in runs(path) if run not in summaries]
         except OSError as error:
             missing.append(error)
     if missing:
         return complain("runs", *missing)
-    if not found:
+    if not summaries:
         return complain("runs", f"{', '.join(arguments.paths)}: no run is there; a run has a {NAME}")
-    metrics = _metrics(found, arguments.metrics.split(",") if arguments.metrics else ())
-    rows = _tree(found)
+    metrics = _metrics(summaries, arguments.metrics.split(",") if arguments.metrics else ())
+    rows = _tree(summaries)
     if arguments.sort is not None:
-        names = {name for run in found for name in run.metrics}
+        names = {name for run in summaries for name in run.metrics}
         if arguments.sort not in (*_OWN, *names):
             there = ", ".join([*_OWN, *sorted(names)])
             return complain("runs", f"--sort {arguments.sort}: must be a column or a metric; there are {there}")
-        rows = [("", run) for run in sorted(found, key=lambda run: _key(run, arguments.sort))]
+        rows = [("", run) for run in sorted(summaries, key=lambda run: _key(run, arguments.sort))]
     if arguments.json:
         print(as_json([dataclasses.asdict(run) for _, run in rows]))
     else:
-        differences = found.differences() if arguments.differences else {}
-        print("\n".join(columns(_cells(found, metrics, differences, rows), 2)))
-    return 1 if any(run.error for run in found) else OK
+        differences = summaries.differences() if arguments.differences else {}
+        print("\n".join(columns(_cells(summaries, metrics, differences, rows), 2)))
+    return 1 if any(run.error for run in summaries) else OK
 
 
 def _key(run: RunSummary, name: str) -> tuple[bool, Any]:

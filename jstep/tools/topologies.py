@@ -1,4 +1,4 @@
-"""Topologies of TPUs and GPUs: their names, sizes and memory, and XLA's compilers where these devices are missing."""
+"""Topologies of TPUs and GPUs: names, sizes and memory, and XLA's compilers on machines without these devices."""
 
 import contextlib
 import glob
@@ -28,21 +28,16 @@ from jstep.core.placement import compiles_only, is_compile_only, is_shape
 from jstep.state.train_state import TrainState, shard_state
 from jstep.training.step import pure
 
-# TPU generations and NVIDIA GPUs: slice sizes, memory, and what XLA's compilers need to know of them.
+# TPU generations and NVIDIA GPUs: slice sizes, memory, and specifications for XLA's compilers.
 
 GIB = 2**30
 
 
 class Tpu(NamedTuple):
-    """A generation of TPUs.
+    """A generation of TPUs; `memory` is what the compiler makes available to a program.
 
-    Attributes:
-        device_kind: The value of `device.device_kind`.
-        largest: The largest slice, in chips along each dimension, longest first. A larger one must never be requested:
-            the compiler aborts the process or takes minutes.
-        memory: Bytes of HBM per device that the compiler makes available to a program.
-        options: Compiler options in addition to the size.
-        devices_per_chip: How many devices JAX shows for a chip.
+    `largest` is in chips along each dimension, longest first. A larger slice must never be requested: the compiler
+    aborts the process or takes minutes.
     """
 
     device_kind: str
@@ -75,17 +70,14 @@ SHARE = 0.75
 
 
 class Gpu(NamedTuple):
-    """A GPU, in its largest board (SXM). What XLA's compiler must know of it is in a file of the folder `gpus`.
-
-    Attributes:
-        description: The value of `device.device_kind`.
-        memory: Device memory in bytes.
-    """
+    """A GPU, in its largest board (SXM); `description` is its `device_kind`."""
 
     description: str
     memory: int
 
 
+# XLA's specifications are in the folder `gpus`, from `xla/backends/gpu/target_config/specs` in github.com/openxla/xla,
+# which has more of them.
 GPUS: Mapping[str, Gpu] = {
     "a100": Gpu("NVIDIA A100-SXM4-80GB", 85100068864),
     "h100": Gpu("NVIDIA H100 80GB HBM3", 84942979072),
@@ -96,21 +88,18 @@ GPUS: Mapping[str, Gpu] = {
 
 
 def target_config(name: str) -> str:
-    """Return XLA's specification of a GPU, a `GpuTargetConfigProto` in protobuf's text format.
-
-    Source: `xla/backends/gpu/target_config/specs` in github.com/openxla/xla, which has more of them.
-    """
+    """Return XLA's specification of a GPU, a `GpuTargetConfigProto` in text format."""
     return importlib.resources.files("jstep.tools").joinpath("gpus", f"{name}.txtpb").read_text(encoding="utf-8")
 
 
 def memory_of(device: Any) -> int | None:
-    """Return the bytes available to programs on a device, real or compile-only; None if unknown."""
+    """The bytes available to programs on a device, real or compile-only."""
     if not is_compile_only(device):
         stats = device.memory_stats() if device.process_index == device.client.process_index() else None
         return None if not stats else stats.get("bytes_limit")
-    known = {tpu.device_kind: tpu.memory for tpu in TPUS.values()}
-    known |= {gpu.description: int(SHARE * gpu.memory) for gpu in GPUS.values()}
-    return known.get(device.device_kind)
+    by_kind = {tpu.device_kind: tpu.memory for tpu in TPUS.values()}
+    by_kind |= {gpu.description: int(SHARE * gpu.memory) for gpu in GPUS.values()}
+    return by_kind.get(device.device_kind)
 
 
 # Parsing and validating topology names such as `v5e:4x4*2`, without loading a compiler.
@@ -120,13 +109,7 @@ _EXAMPLES = "'v5e:2x4', 'v5p:4x4x4', 'v5e:4x4*2' (two slices) or 'h100:4x8' (hos
 
 
 class Name(NamedTuple):
-    """A topology.
-
-    Attributes:
-        kind: The kind of its devices, such as `"v5e"`.
-        sizes: For TPUs, the chips of a slice along each dimension; for GPUs, the hosts and the devices per host.
-        slices: The number of TPU slices.
-    """
+    """A topology; `sizes` are the chips of a TPU slice along each dimension, or hosts and GPUs per host."""
 
     kind: str
     sizes: tuple[int, ...]
@@ -137,28 +120,21 @@ class Name(NamedTuple):
         return f"{self.kind}:{'x'.join(map(str, sizes))}{f'*{self.slices}' if self.slices > 1 else ''}"
 
     def device_count(self) -> int:
-        """Return the number of its devices, without a compiler."""
         per_chip = 1 if self.kind in GPUS else TPUS[self.kind].devices_per_chip
         return math.prod(self.sizes) * self.slices * per_chip
 
 
 def parsed(name: str, argument: str = "name") -> Name:
-    """Parse a topology name.
-
-    Raises:
-        TypeError: It is not a string.
-        ValueError: The kind is unknown (the message lists the kinds) or does not come in this size.
-    """
     as_text(name, argument, f"such as {_EXAMPLES}")
     kinds = f"the kinds are {', '.join((*TPUS, *GPUS))}"
-    found = _FORM.fullmatch(name)
-    if found is None:
+    match = _FORM.fullmatch(name)
+    if match is None:
         raise ValueError(f"{argument}={shown(name)}: must be KIND:SIZE, such as {_EXAMPLES}; {kinds}")
-    kind, sizes = found[1], tuple(map(int, found[2].split("x")))
-    slices = int(found[3] or 1)
+    kind, sizes = match[1], tuple(map(int, match[2].split("x")))
+    slices = int(match[3] or 1)
     if kind not in TPUS and kind not in GPUS:
         raise ValueError(f"{argument}={name!r}: unknown kind {kind!r}{trees.nearest(kind, (*TPUS, *GPUS))}; {kinds}")
-    problem = _of_gpus(sizes, found[3]) if kind in GPUS else _of_tpus(kind, sizes, slices)
+    problem = _of_gpus(sizes, match[3]) if kind in GPUS else _of_tpus(kind, sizes, slices)
     if problem:
         raise ValueError(f"{argument}={name!r}: {problem}")
     return Name(kind, (1, *sizes) if kind in GPUS and len(sizes) == 1 else sizes, slices)
@@ -175,8 +151,8 @@ def _of_tpus(kind: str, sizes: tuple[int, ...], slices: int) -> str:
         return f"a slice of {kind} has at most {'x'.join(map(str, largest))} chips; for more write slices, '{most}*2'"
     # A host has 2x2 chips, except in a slice of a single chip.
     if set(sizes) != {1} and (sizes[0] % 2 or sizes[1] % 2 or 0 in sizes):
-        one = f"{kind}:{'x'.join(['1'] * dims)}"
-        return f"hosts have 2x2 chips, so the first two sizes must be even and none 0 (or all 1: {one!r})"
+        single = f"{kind}:{'x'.join(['1'] * dims)}"
+        return f"hosts have 2x2 chips, so the first two sizes must be even and none 0 (or all 1: {single!r})"
     if not 1 <= slices <= LARGEST_SLICES:
         return f"must have 1 to {LARGEST_SLICES} slices, got {slices}"
     return ""
@@ -232,14 +208,14 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
         Sets some environment variables of these compilers, unless they are set already or the machine has such devices.
         TPUs before v4, and tpu7x, have two devices per chip, all others one.
     """
-    known = parsed(name)
-    number = known.device_count()
-    given = as_mapping({"data": number} if axes is None else axes, "axes", "such as {'data': 64, 'model': 4}")
-    if not given:
+    wanted = parsed(name)
+    number = wanted.device_count()
+    axis_sizes = as_mapping({"data": number} if axes is None else axes, "axes", "such as {'data': 64, 'model': 4}")
+    if not axis_sizes:
         raise ValueError("axes={}: must have at least one axis, such as {'data': 8}")
-    sizes = {as_text(name, "axes"): as_int(size, f"axes[{name!r}]", 1) for name, size in given.items()}
+    sizes = {as_text(name, "axes"): as_int(size, f"axes[{name!r}]", 1) for name, size in axis_sizes.items()}
     types = [AxisType.Auto] * len(sizes) if axis_types is None else axis_types
-    if not isinstance(types, Sequence) or not all(isinstance(one, AxisType) for one in types):
+    if not isinstance(types, Sequence) or not all(isinstance(axis_type, AxisType) for axis_type in types):
         raise TypeError(
             f"axis_types={shown(types)}: must be one jax.sharding.AxisType for each axis, such as (AxisType.Explicit,)"
         )
@@ -247,19 +223,19 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
         raise ValueError(f"axis_types={shown(types)}: must be one for each axis of {shown(axes or ('data',))}")
     product = math.prod(sizes.values())
     if product != number:
-        raise ValueError(f"axes={shown(axes)}: multiply to {product} devices, but {known} has {number}")
+        raise ValueError(f"axes={shown(axes)}: multiply to {product} devices, but {wanted} has {number}")
     # The axis that spans the slices is the first one divisible by their number.
-    across = next((dim for dim, size in enumerate(sizes.values()) if size % known.slices == 0), None)
+    across = next((dim for dim, size in enumerate(sizes.values()) if size % wanted.slices == 0), None)
     if across is None:
         raise ValueError(
-            f"axes={sizes}: one axis must be a multiple of the {known.slices} slices of {known}, which it spans"
+            f"axes={sizes}: one axis must be a multiple of the {wanted.slices} slices of {wanted}, which it spans"
         )
-    inner = [size // known.slices if dim == across else size for dim, size in enumerate(sizes.values())]
-    if known.slices == 1:
-        devices = mesh_utils.create_device_mesh(inner, devices_of(known), allow_split_physical_axes=True)
+    inner = [size // wanted.slices if dim == across else size for dim, size in enumerate(sizes.values())]
+    if wanted.slices == 1:
+        devices = mesh_utils.create_device_mesh(inner, devices_of(wanted), allow_split_physical_axes=True)
     else:
-        outer = [known.slices if dim == across else 1 for dim in range(len(inner))]
-        devices = mesh_utils.create_hybrid_device_mesh(inner, outer, devices_of(known), allow_split_physical_axes=True)
+        outer = [wanted.slices if dim == across else 1 for dim in range(len(inner))]
+        devices = mesh_utils.create_hybrid_device_mesh(inner, outer, devices_of(wanted), allow_split_physical_axes=True)
     return Mesh(devices, tuple(sizes), axis_types=tuple(types))
 
 
@@ -267,11 +243,7 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
 
 
 def on_topology(name: str, train_step: Any, state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the shapes of a state replicated on a topology, and of a batch with rows split over all its devices.
-
-    Raises:
-        ValueError: They are on a mesh already, or rows do not divide over the devices (the message has the leaf).
-    """
+    """Return shapes of the state, replicated on a topology, and of the batch, split over all its devices."""
     if mesh_of((state, args)) is not None:
         raise ValueError(
             f"topology={name!r}: state and batch are on a mesh already; place them on jstep.topology({name!r}, axes) "
@@ -299,10 +271,7 @@ def on_topology(name: str, train_step: Any, state: TrainState, args: tuple[Any, 
 def refuse_other_devices(state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """Check that state and batch are on the same devices; return them.
 
-    If these devices are compile-only, arrays without a mesh are replaced by shapes.
-
-    Raises:
-        ValueError: State and batch are on meshes of different devices.
+    If these are compile-only, arrays without a mesh are replaced by shapes.
     """
     meshes = {"state": mesh_of(state)} | {f"args[{i}]": mesh_of(arg) for i, arg in enumerate(args)}
     placed = {name: mesh for name, mesh in meshes.items() if mesh is not None}
@@ -336,18 +305,13 @@ _WITHOUT_TPUS = {
     "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to query
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # this and the next only keep libtpu from writing to stderr
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at once; if they share TPUs this may crash
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile together; if they share TPUs this may crash
 }
 _WITHOUT_GPUS = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # else the plugin requires cuDNN, which only running needs
 
 
 def devices_of(name: Name) -> Sequence[Any]:
-    """Return the compile-only devices of a topology, cached by name so that equal names give equal meshes.
-
-    Raises:
-        ImportError: The compiler is not installed, or does not load or work; the message has the command that installs
-            it.
-    """
+    """Return the compile-only devices of a topology, cached so that equal names give equal meshes."""
     with _lock:
         if name not in _made:
             require_compiler(name)
@@ -364,10 +328,9 @@ def devices_of(name: Name) -> Sequence[Any]:
 
 
 def require_working(name: Name, device: object) -> None:
-    """Compile a small program for a compile-only device, to tell an error of a program from one of its compiler.
+    """Compile a small program for a compile-only device.
 
-    Raises:
-        ImportError: It cannot be compiled; the message has the command that installs the compiler.
+    This tells an error of a program from an error of its compiler.
     """
     mesh = Mesh(np.array([device]), ("data",))
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
@@ -382,11 +345,7 @@ def require_working(name: Name, device: object) -> None:
 
 
 def require_compiler(name: Name) -> None:
-    """Check that the compiler of a topology is installed, without loading it.
-
-    Raises:
-        ImportError: It is not; the message has the command that installs it.
-    """
+    """Check that the compiler of a topology is installed, without loading it."""
     if name.kind not in GPUS:
         if not os.environ.get("TPU_LIBRARY_PATH") and importlib.util.find_spec("libtpu") is None:
             raise _unusable(name, "libtpu")
@@ -397,7 +356,7 @@ def require_compiler(name: Name) -> None:
 
 
 def name_of(device: Any) -> Name | None:
-    """Return the topology that a device belongs to, or None for any other device."""
+    """The topology of a device, or None."""
     # A copy, because another thread may add one.
     return next((name for name, devices in _made.copy().items() if devices[0].client is device.client), None)
 
@@ -429,7 +388,7 @@ def _gpus(name: Name) -> Sequence[Any]:
 
 
 def prepare() -> None:
-    """Set the environment variables that the compilers read when loaded, unless already set or the devices exist."""
+    """Set the environment variables that the compilers read when loaded, unless the devices exist."""
     tpus = [*glob.glob("/dev/accel*"), *glob.glob("/dev/vfio/[0-9]*")]
     for devices, settings in ((tpus, _WITHOUT_TPUS), (glob.glob("/dev/nvidia[0-9]*"), _WITHOUT_GPUS)):
         for variable, value in settings.items() if not devices else ():
@@ -437,12 +396,11 @@ def prepare() -> None:
 
 
 def _plugins() -> list[str]:
-    """Return the installed CUDA plugins of JAX, the newest first."""
-    return [found for found in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12") if _spec_of(found)]
+    """The installed CUDA plugins of JAX, the newest first."""
+    return [module for module in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12") if _spec_of(module)]
 
 
 def _spec_of(module: str) -> Any:
-    """Return the specification of a module; None if it is not installed."""
     with contextlib.suppress(ModuleNotFoundError):  # the parent package is missing
         return importlib.util.find_spec(module)
     return None
@@ -450,11 +408,11 @@ def _spec_of(module: str) -> Any:
 
 _PTXAS, _LIBDEVICE = "bin/ptxas", "nvvm/libdevice"
 _BITCODE = (b"BC\xc0\xde", b"\xde\xc0\x17\x0b")
-"""What a file of LLVM bitcode begins with."""
+"""The first bytes of a file of LLVM bitcode."""
 
 
 def _cuda_roots() -> list[str]:
-    """Return the folders in which XLA looks for NVIDIA's compiler, in its order."""
+    """The folders in which XLA looks for NVIDIA's compiler, in its order."""
     roots = [os.environ.get("CUDA_ROOT")]
     for package in ("nvidia.cu13", "nvidia.cuda_nvcc"):
         roots += getattr(_spec_of(package), "submodule_search_locations", None) or ()
@@ -468,13 +426,9 @@ def _has_cuda_compiler() -> bool:
 
 
 def _require_nvidia(name: Name) -> None:
-    """Check that ptxas runs, and that libdevice can be read: XLA aborts the process if it is not bitcode.
-
-    Raises:
-        ImportError: One of them does not work.
-    """
+    """Check that ptxas runs, and that libdevice is bitcode: XLA aborts the process if it is not."""
     roots = _cuda_roots()
-    folder = next(found for root in roots if os.path.isdir(found := f"{root}/{_LIBDEVICE}"))  # XLA reads the first one
+    folder = next(path for root in roots if os.path.isdir(path := f"{root}/{_LIBDEVICE}"))  # XLA reads the first one
     library = f"{folder}/libdevice.10.bc"
     try:
         with open(library, "rb") as file:
@@ -493,15 +447,13 @@ def _require_nvidia(name: Name) -> None:
 
 
 def _compiler_of(name: Name) -> str:
-    """Name the package that has the compiler of a topology, and where it is."""
     if name.kind in GPUS:
         return f"the CUDA plugin of JAX ({_plugins()[0]})"
-    given = os.environ.get("TPU_LIBRARY_PATH")
-    return "libtpu" if given is None else f"libtpu (TPU_LIBRARY_PATH={given!r})"
+    library = os.environ.get("TPU_LIBRARY_PATH")
+    return "libtpu" if library is None else f"libtpu (TPU_LIBRARY_PATH={library!r})"
 
 
 def _unusable(name: Name, what: str, error: Exception | None = None) -> ImportError:
-    """Return the error for a compiler that is not installed, or whose use raised an error."""
     extra = "aot-cuda" if name.kind in GPUS else "tpu"
     if error is None:
         return ImportError(f"{name}: {what} is not installed; run: pip install 'jstep[{extra}]'")
@@ -513,10 +465,9 @@ def _unusable(name: Name, what: str, error: Exception | None = None) -> ImportEr
 
 
 def versions(kind: str) -> Mapping[str, str]:
-    """Return the versions of the installed packages that compile for a kind of device."""
     wanted = ("jax", "jax-cuda13-plugin", "jax-cuda12-plugin") if kind in GPUS else ("jax", "libtpu")
-    found = {}
+    installed = {}
     for package in wanted:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            installed[package] = importlib.metadata.version(package)
+    return installed

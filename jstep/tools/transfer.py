@@ -25,16 +25,7 @@ WidthAxes: TypeAlias = Callable[[str, Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Widths:
-    """Width ratios of a leaf.
-
-    Attributes:
-        base: Its shape in the small model.
-        target: Its shape in the wide model.
-        r_in: The ratio of its fan-in, target over base.
-        r_out: The ratio of its fan-out, target over base.
-        in_base: Its fan-in in the small model; 1 without an input axis.
-        out_base: Its fan-out in the small model; 1 without an output axis.
-    """
+    """Width ratios of a leaf, target over base; `in_base` and `out_base` are 1 without such an axis."""
 
     base: tuple[int, ...]
     target: tuple[int, ...]
@@ -50,47 +41,35 @@ class Widths:
 
     @property
     def larger(self) -> float:
-        """The ratio of the larger of fan-in and fan-out, target over base."""
+        """The ratio of the larger of fan-in and fan-out."""
         wide = max(self.in_base * self.r_in, self.out_base * self.r_out)
         return wide / max(self.in_base, self.out_base)
 
 
 def widths_of(base: object, target: Tree, delta: object, axes: WidthAxes | None) -> dict[str, Widths]:
-    """Return the widths of all trainable leaves by path.
-
-    Args:
-        base: The shapes of the small model.
-        target: The shapes of the wide model.
-        delta: The shapes of a third model, or None: an axis is a width if it differs between base and delta.
-        axes: The input and output axes of each leaf, see `mup`.
-
-    Raises:
-        TypeError: A leaf has no shape, or `axes` does not return a pair of axes.
-        ValueError: The trees do not match, an axis shrinks, or a wider axis is neither an input nor an output; names
-            the path.
-    """
+    """Return the widths of all trainable leaves by path; see `mup` for `delta` and `axes`."""
     leaves = trees.leaves_with_paths(target)
     if not leaves:
         raise ValueError("target: has no leaves; give the shapes of the parameters, as jax.eval_shape returns them")
     bases = _like(target, base, "base")
     # Without delta, an axis is a width if it differs between base and target.
     deltas = [leaf for _, leaf in leaves] if delta is None else _like(target, delta, "delta")
-    found: dict[str, Widths] = {}
+    widths: dict[str, Widths] = {}
     for (path, leaf), small, other in zip(leaves, bases, deltas, strict=True):
-        if path in found:
+        if path in widths:
             raise ValueError(f"target: several leaves share the path {path!r}; rename a key that holds a slash")
-        shapes = [_shape(one, path, what) for one, what in ((small, "base"), (leaf, "target"), (other, "delta"))]
+        shapes = [_shape(model, path, what) for model, what in ((small, "base"), (leaf, "target"), (other, "delta"))]
         if trees.is_trainable(leaf):
-            found[path] = _widths(path, leaf, shapes, axes)
-    return found
+            widths[path] = _widths(path, leaf, shapes, axes)
+    return widths
 
 
 def _like(target: Tree, tree: Tree, what: str) -> list[Any]:
     # Compare keys, not structures: modules of Equinox and others store their width in the structure.
-    keys, own = ([keys for keys, _ in jax.tree_util.tree_leaves_with_path(one)] for one in (target, tree))
+    keys, own = ([keys for keys, _ in jax.tree_util.tree_leaves_with_path(each)] for each in (target, tree))
     if keys == own:
         return jax.tree.leaves(tree)
-    paths = [set(trees.paths_of(one)) for one in (target, tree)]
+    paths = [set(trees.paths_of(each)) for each in (target, tree)]
     missing, extra = sorted(paths[0] - paths[1])[:10], sorted(paths[1] - paths[0])[:10]
     if missing or extra:
         difference = f"it lacks {missing} and has {extra} in addition"
@@ -114,12 +93,7 @@ def _shape(leaf: object, path: str, what: str) -> tuple[int, ...]:
 
 
 def _widths(path: str, leaf: object, shapes: Sequence[tuple[int, ...]], axes: WidthAxes | None) -> Widths:
-    """Return the width ratios of a leaf, given its shapes in base, target and delta.
-
-    Raises:
-        ValueError: The numbers of axes differ, an axis shrinks, an axis differs although it is equal in base and delta,
-            or a width is neither an input nor an output.
-    """
+    """Return the width ratios of a leaf, given its shapes in base, target and delta."""
     base, target, delta = shapes
     where = f"the leaf at {trees.quoted(path)}"
     for what, shape in (("base", base), ("delta", delta)):
@@ -157,23 +131,23 @@ def _widths(path: str, leaf: object, shapes: Sequence[tuple[int, ...]], axes: Wi
 
 
 def _pair_of_axes(path: str, leaf: object, axes: WidthAxes | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the input and output axes of a leaf as nonnegative indices."""
+    """The input and output axes of a leaf as nonnegative indices."""
     ndim = len(getattr(leaf, "shape", ()))
     if axes is None:
         return (() if ndim < 2 else (ndim - 2,)), (() if ndim < 1 else (ndim - 1,))
-    given = axes(path, leaf)
-    if not (isinstance(given, tuple | list) and len(given) == 2):
+    pair = axes(path, leaf)
+    if not (isinstance(pair, tuple | list) and len(pair) == 2):
         raise TypeError(
-            f"axes: must return (in, out) at {trees.quoted(path)}, each an axis, several or None, got {shown(given)}"
+            f"axes: must return (in, out) at {trees.quoted(path)}, each an axis, several or None, got {shown(pair)}"
         )
-    ins, outs = (_counted(one, ndim, path) for one in given)
+    ins, outs = (_counted(side, ndim, path) for side in pair)
     if len({*ins, *outs}) < len(ins) + len(outs):
-        raise ValueError(f"axes: must name each axis at {trees.quoted(path)} once, got {shown(given)}")
+        raise ValueError(f"axes: must name each axis at {trees.quoted(path)} once, got {shown(pair)}")
     return ins, outs
 
 
-def _counted(given: object, ndim: int, path: str) -> tuple[int, ...]:
-    some = () if given is None else tuple(given) if isinstance(given, tuple | list) else (given,)
+def _counted(axes: object, ndim: int, path: str) -> tuple[int, ...]:
+    some = () if axes is None else tuple(axes) if isinstance(axes, tuple | list) else (axes,)
     for axis in some:
         if isinstance(axis, bool) or not isinstance(axis, int):
             raise TypeError(f"axes: must return integers at {trees.quoted(path)}, got {shown(axis)}")
@@ -217,8 +191,8 @@ class MupFactors:
         Raises:
             ValueError: A leaf is not in the target, or has another shape there; names the path.
         """
-        given = [path for path, leaf in trees.leaves_with_paths(params) if trees.is_trainable(leaf)]
-        missing = sorted(self.widths.keys() - set(given))
+        paths = [path for path, leaf in trees.leaves_with_paths(params) if trees.is_trainable(leaf)]
+        missing = sorted(self.widths.keys() - set(paths))
         if missing:
             raise ValueError(f"params: must be like target, but lacks {missing[:10]}")
 
@@ -226,11 +200,11 @@ class MupFactors:
             if not trees.is_trainable(leaf):
                 return leaf
             path, shape = trees.path_str(keys), tuple(getattr(leaf, "shape", ()))
-            known = self.widths.get(path)
-            if known is None:
+            widths = self.widths.get(path)
+            if widths is None:
                 problem = f"target has no leaf {path!r}{trees.nearest(path, self.widths)}"
-            elif shape != known.target:
-                problem = f"the leaf at {trees.quoted(path)} has shape {shape}, in target {known.target}"
+            elif shape != widths.target:
+                problem = f"the leaf at {trees.quoted(path)} has shape {shape}, in target {widths.target}"
             else:
                 factor = self.initials[path]
                 return leaf if factor == 1 else (leaf * factor).astype(leaf.dtype)
@@ -241,10 +215,10 @@ class MupFactors:
     def __str__(self) -> str:
         head = ("path", "base", "target", "kind", "r_in", "r_out", "initial", "rate", "decay")
         rows = []
-        for path, one in self.widths.items():
-            shapes = ("×".join(map(str, shape)) or "()" for shape in (one.base, one.target))
-            figures = (one.r_in, one.r_out, self.initials[path], self.rates[path], self.decays[path])
-            rows.append((path or "(the tree itself)", *shapes, one.kind, *(f"{x:.4g}" for x in figures)))
+        for path, widths in self.widths.items():
+            shapes = ("×".join(map(str, shape)) or "()" for shape in (widths.base, widths.target))
+            figures = (widths.r_in, widths.r_out, self.initials[path], self.rates[path], self.decays[path])
+            rows.append((path or "(the tree itself)", *shapes, widths.kind, *(f"{x:.4g}" for x in figures)))
         return "\n".join(columns([head, *rows], left=4))
 
 
@@ -280,9 +254,9 @@ def mup(
 
     Args:
         base: The shapes of the small model's parameters, from `jax.eval_shape`, or its parameters.
-        target: The same of the wide model, with the same tree and depth and no smaller axis.
-        delta: The same of a third model, for axes that are equal in base and target or differ only by accident: an axis
-            is a width if it differs between base and delta; the ratio is still target over base.
+        target: The same for the wide model, with the same tree and depth and no smaller axis.
+        delta: The same for a third model, for axes that are equal in base and target or differ only by accident: an
+            axis is a width if it differs between base and delta; the ratio is still target over base.
         axes: `axes(path, leaf) -> (in, out)`: the fan-in and fan-out axes of each leaf, each a number, several or None.
             By default the last two, (in, out) as in Flax; for a vector the last, an output. Needed for kernels [out,
             in] (`(1, 0)`), for stacked vectors [layers, d] and biases [heads, head_dim] (`(None, out)`).
@@ -329,30 +303,30 @@ def mup(
     widths = widths_of(base, target, delta, axes)
     if not widths:
         raise ValueError("target: has no floating-point leaf; give the shapes of the trained parameters")
-    rates = {path: _rate(one, optimizer) for path, one in widths.items()}
+    rates = {path: _rate(ratios, optimizer) for path, ratios in widths.items()}
     return MupFactors(
         rates=rates,
         decays={path: 1 / rate for path, rate in rates.items()},
-        initials={path: _initial(one, init) for path, one in widths.items()},
+        initials={path: _initial(ratios, init) for path, ratios in widths.items()},
         widths=widths,
     )
 
 
-def _initial(one: Widths, init: str) -> float:
+def _initial(widths: Widths, init: str) -> float:
     powers = {"output": -0.5} if init == "fan_in" else {"hidden": -0.5, "output": -1.0}
-    return float(one.r_in ** powers.get(one.kind, 0.0))
+    return float(widths.r_in ** powers.get(widths.kind, 0.0))
 
 
-def _rate(one: Widths, optimizer: str) -> float:
+def _rate(widths: Widths, optimizer: str) -> float:
     if optimizer == "sgd":
-        return one.r_out / one.r_in
-    if one.kind in {"input", "none"} or optimizer == "hyperball":
+        return widths.r_out / widths.r_in
+    if widths.kind in {"input", "none"} or optimizer == "hyperball":
         return 1.0
-    if one.kind == "hidden" and optimizer == "muon_original":
+    if widths.kind == "hidden" and optimizer == "muon_original":
         return 1.0
-    if one.kind == "hidden" and optimizer == "muon":
-        return math.sqrt(one.r_out / one.r_in) / math.sqrt(one.larger)
-    return 1 / one.r_in
+    if widths.kind == "hidden" and optimizer == "muon":
+        return math.sqrt(widths.r_out / widths.r_in) / math.sqrt(widths.larger)
+    return 1 / widths.r_in
 
 
 # The coordinate check of μP: whether activations change equally at all widths.
@@ -471,35 +445,35 @@ def coord_check(
     number = as_int(steps, "steps", at_least=1)
     if isinstance(widths, str | int) or not isinstance(widths, Iterable):
         raise TypeError(f"widths={shown(widths)}: must be several integers, such as (64, 128, 256), got {kind(widths)}")
-    given = [as_int(width, "widths", at_least=1) for width in widths]
-    if len(given) < 2 or len(set(given)) < len(given):
-        raise ValueError(f"widths={given}: must be two different widths or more, to fit a slope")
-    measured = {width: _of_width(make, width, activations, number) for width in given}
-    names = list(measured[given[0]])
-    for width, found in measured.items():
-        if set(found) != set(names):
+    numbers = [as_int(width, "widths", at_least=1) for width in widths]
+    if len(numbers) < 2 or len(set(numbers)) < len(numbers):
+        raise ValueError(f"widths={numbers}: must be two different widths or more, to fit a slope")
+    measured = {width: _of_width(make, width, activations, number) for width in numbers}
+    names = list(measured[numbers[0]])
+    for width, means in measured.items():
+        if set(means) != set(names):
             raise ValueError(
-                f"activations: must return the same names at each width, got {sorted(names)} at {given[0]} and "
-                f"{sorted(found)} at {width}"
+                f"activations: must return the same names at each width, got {sorted(names)} at {numbers[0]} and "
+                f"{sorted(means)} at {width}"
             )
-    sizes = {name: {width: measured[width][name][0] for width in given} for name in names}
-    changes = {name: {width: measured[width][name][1] for width in given} for name in names}
+    sizes = {name: {width: measured[width][name][0] for width in numbers} for name in names}
+    changes = {name: {width: measured[width][name][1] for width in numbers} for name in names}
     growth = dict.fromkeys(names, math.nan)  # the slope of log value over log width, by least squares
     for name in names:
         values = np.array(list(changes[name].values()))
         if np.isfinite(values).all() and (values > 0).all():
-            growth[name] = float(np.polyfit(np.log(given), np.log(values), 1)[0])
+            growth[name] = float(np.polyfit(np.log(numbers), np.log(values), 1)[0])
     return CoordCheck(sizes, changes, growth, number)
 
 
 def _of_width(make: Any, width: int, activations: Any, steps: int) -> dict[str, tuple[float, float]]:
-    """Return the size and the change of each activation at a width."""
-    made = make(width)
-    if not (isinstance(made, tuple | list) and len(made) == 3 and isinstance(made[1], TrainState)):
+    """The size and the change of each activation at a width."""
+    result = make(width)
+    if not (isinstance(result, tuple | list) and len(result) == 3 and isinstance(result[1], TrainState)):
         raise TypeError(
-            f"make: must return (train_step, state, batch) for width {width}, got {kind(made)} {shown(made)}"
+            f"make: must return (train_step, state, batch) for width {width}, got {kind(result)} {shown(result)}"
         )
-    train_step, state, batch = made
+    train_step, state, batch = result
     as_function(train_step, f"make({width})[0]", "train_step(state, *batch)")
     args = trees.arguments_of(batch)
     before = _checked(activations(state.params, *args), width)
@@ -513,12 +487,14 @@ def _of_width(make: Any, width: int, activations: Any, steps: int) -> dict[str, 
     return {name: (_mean(x), _mean(after[name] - x)) for name, x in before.items()}
 
 
-def _checked(found: object, width: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the activations on the host, in float32 or wider."""
-    if not isinstance(found, Mapping) or not found:
-        raise TypeError(f"activations: must return name -> array, at least one, got {kind(found)} at width {width}")
+def _checked(activations: object, width: int) -> dict[str, np.ndarray[Any, Any]]:
+    """The activations on the host, in float32 or wider."""
+    if not isinstance(activations, Mapping) or not activations:
+        raise TypeError(
+            f"activations: must return name -> array, at least one, got {kind(activations)} at width {width}"
+        )
     arrays = {}
-    for name, x in found.items():
+    for name, x in activations.items():
         if not isinstance(name, str) or not trees.is_array(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
             raise TypeError(
                 f"activations: {shown(name)} must be the name of a floating-point array, got {kind(x)} at width {width}"

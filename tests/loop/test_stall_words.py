@@ -25,7 +25,7 @@ def run_of(*, loop: Any = None, **more: Any) -> Any:
     fields = {
         "loop": types.SimpleNamespace(**place | (loop or {})),
         "feeder": types.SimpleNamespace(waiting=False, steps=2, got=3), "saver": None,
-        "transfers": types.SimpleNamespace(owner=None), "options": types.SimpleNamespace(where="runs"),
+        "transfers": types.SimpleNamespace(owner=None), "options": types.SimpleNamespace(where="runs", checkpoint_prefix="model"),
         "runner": types.SimpleNamespace(is_checking=False), "fetched": types.SimpleNamespace(count=4),
         "watch": types.SimpleNamespace(
             current=STEPPING, lasted={FIRST_CALL: [], SAVING: []}, visits=lambda *_, **__: []
@@ -146,10 +146,10 @@ def test_the_others_are_named_or_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(list(watch._elsewhere(wait))) == 8
     same = [other(i, "in step 4", stalls.CALL, steps=[4, 4]) for i in (1, 2)]
     files.others, files.shown = same, 7.5  # 2.5 periods ago, so that the others have had time to answer
-    silent = "nothing is heard of processes 3, 4, 5, 6"
+    silent = "no sign of life from processes 3, 4, 5, 6"
     assert list(watch._elsewhere(wait)) == ["2 others are in step 4", silent]
     files.others = [*same, *map(other, (3, 4, 5))]
-    assert list(watch._elsewhere(wait))[-1] == "nothing is heard of process 6"
+    assert list(watch._elsewhere(wait))[-1] == "no sign of life from process 6"
     for later, age in ((7.6, 4.0), (7.5, 3.9)):
         files.shown = later
         assert "nothing" not in "".join(watch._elsewhere(dataclasses.replace(wait, age=age)))
@@ -241,7 +241,7 @@ def looked(
     **more: Any,
 ) -> list[Any]:
     """What a watch says, and what it exchanges, at looks a second apart while the loop waits for one batch."""
-    run = run_of(options=types.SimpleNamespace(where="runs" if has_files else None))
+    run = run_of(options=types.SimpleNamespace(where="runs" if has_files else None, checkpoint_prefix="model"))
     watch = watch_of(run, count=2 if shared else 1, **more)
     exchanged: list[Any] = []
     files: Any = watch._files
@@ -267,7 +267,7 @@ def test_a_line_is_written_at_twice_the_age_of_the_last_one(monkeypatch: pytest.
     says: list[str] = []
     monkeypatch.setattr(stalls, "_say", says.append)
     monkeypatch.setattr(StallWatch, "_is_stall", lambda self, wait: wait.age > 2)
-    over = ["process 0 of 3, which was waiting for batch 6, went on after 13 s", "recorded after 13"]
+    over = ["process 0 of 3, which was waiting for batch 6, resumed after 13 s", "recorded after 13"]
     quiet, due = [(None, False, False)] * 3, {3, 6, 12}
     exchanged = looked(says, has_files=False)
     assert exchanged == quiet + [((age, True), age in due, age in due) for age in range(3, 14)]
