@@ -16,6 +16,7 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 EXAMPLES = DOCS.parent / "examples"
 PAGES = sorted(DOCS.rglob("*.md"))
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
 NEEDS = re.compile(r"<!-- needs: ([\w, ]+) -->")
 # On the line above a block: only this block is skipped if a package is missing; the rest of the page still runs.
 BLOCK_NEEDS = re.compile(r"<!-- block needs: ([\w, ]+) -->\s*\Z")
@@ -29,10 +30,20 @@ class Block(NamedTuple):
     needs: tuple[str, ...]
 
 
-def blocks_of(page: pathlib.Path) -> list[Block]:
+def section_of(text: str, heading: str) -> tuple[int, int]:
+    """Return where the section with a heading begins and ends: before the next heading of its level or above."""
+    # Comments of programs begin with # as well.
+    without_code = FENCE.sub(lambda match: " " * len(match.group()), text)
+    (begin,) = re.finditer(rf"^(#+) {re.escape(heading)}$", without_code, re.MULTILINE)
+    end = re.compile(rf"^#{{1,{len(begin.group(1))}}} ", re.MULTILINE).search(without_code, begin.end())
+    return begin.start(), end.start() if end else len(text)
+
+
+def blocks_of(page: pathlib.Path, section: str | None = None) -> list[Block]:
     text = page.read_text(encoding="utf-8")
+    begin, end = section_of(text, section) if section else (0, len(text))
     found = []
-    for match in BLOCK.finditer(text):
+    for match in BLOCK.finditer(text, begin, end):
         indent = len(match.group(1))
         code = "".join(line[indent:] for line in match.group(2).splitlines(keepends=True))
         before = text[: match.start()]
@@ -42,7 +53,7 @@ def blocks_of(page: pathlib.Path) -> list[Block]:
     return found
 
 
-def run_page(page: pathlib.Path, change: Callable[[str], str] = str) -> dict[str, object]:
+def run_page(page: pathlib.Path, change: Callable[[str], str] = str, section: str | None = None) -> dict[str, object]:
     """Run the code blocks of a page in order, after applying `change` to each; return the names they define."""
     names: dict[str, object] = {"__name__": "__main__"}
     # Pages run with JAX's default settings, not those of the tests; changes to the environment are undone.
@@ -56,7 +67,7 @@ def run_page(page: pathlib.Path, change: Callable[[str], str] = str) -> dict[str
     ):
         # Keras 3.15 uses NumPy functions that are now deprecated.
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"keras\.")
-        for line, code, needs in blocks_of(page):
+        for line, code, needs in blocks_of(page, section):
             if all(importlib.util.find_spec(module) for module in needs):
                 exec(compile("\n" * line + change(code), str(page), "exec"), names)
     return names

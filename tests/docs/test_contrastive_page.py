@@ -1,4 +1,4 @@
-"""The page "Contrastive losses in parts": its losses and gradients are those of the whole batch."""
+"""The recipe "Contrastive losses in parts": its losses and gradients are those of the whole batch."""
 
 import re
 
@@ -11,7 +11,7 @@ from source_files import text_of
 
 import jstep
 
-PAGE = DOCS / "recipes" / "contrastive.md"
+PAGE = DOCS / "recipes" / "large-batches.md"
 
 
 def loss_by_hand(page, params, images, texts):
@@ -45,9 +45,9 @@ def test_the_figures_of_the_page(page):
 
 
 @pytest.mark.thorough
-def test_the_figures_of_the_page_on_accumulation():
+def test_the_figures_of_the_section_on_accumulation():
     """Microbatch i of n has the rows i, i + n, …; the loss is the mean of those of the microbatches."""
-    names = run_page(DOCS / "recipes" / "accumulation.md")
+    names = run_page(PAGE, section="Gradient accumulation")
     x, y = (np.asarray(names[name], np.float64) for name in ("first", "second"))
     u, v = (rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (x, y))
     for n, found in names["contrastive_losses"].items():
@@ -57,7 +57,7 @@ def test_the_figures_of_the_page_on_accumulation():
             losses += [np.log(np.exp(row).sum()) - row[i] for i, row in enumerate(logits)]
         assert found == pytest.approx(np.mean(losses), rel=1e-5, abs=1e-6)
     figures = [f"{loss:.2f}" for loss in names["contrastive_losses"].values()]
-    assert f"{', '.join(figures[:3])} and {figures[3]}" in text_of(DOCS / "recipes" / "accumulation.md")
+    assert f"{', '.join(figures[:3])} and {figures[3]}" in text_of(PAGE)
 
 
 @pytest.mark.thorough

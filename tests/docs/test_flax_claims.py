@@ -95,7 +95,7 @@ def test_a_name_bound_by_vmap_equals_pmap_on_one_device():
 @functools.cache
 def helper():
     """The function `pure` of the recipe."""
-    recipe = DOCS / "recipes" / "flax-nnx.md"
+    recipe = DOCS / "recipes" / "model-libraries.md"
     first = blocks_of(recipe)[0].code
     return run_page(recipe, lambda code: code if code == first else "")["pure"]
 

@@ -5,14 +5,22 @@ import importlib.util
 import io
 import pathlib
 import re
+from collections.abc import Callable
 
 import pytest
-from pages import DOCS, blocks_of, run_page
+from pages import DOCS, blocks_of, run_page, section_of
 from source_files import text_of
 from test_ports import replaced
 
-PAGES = ("custom-step", "gan", "per-example-gradients", "self-supervision", "wgan")
-# Likely mistakes: page, correct code, mistaken code, number of places.
+# Program: its page, and its section if it is not the whole page.
+PROGRAMS = {
+    "custom-step": ("custom-step", None),
+    "gan": ("gan", "GAN, both orders"),
+    "per-example-gradients": ("per-example-gradients", None),
+    "self-supervision": ("self-supervision", "BYOL and DINO"),
+    "wgan": ("gan", "WGAN with five critic steps"),
+}
+# Likely mistakes: program, correct code, mistaken code, number of places.
 MISTAKES = [
     ("custom-step", "< 10, collect", "< 11, collect", 1),
     ("custom-step", "key = jax.random.fold_in(KEY, state.global_step)", "key = KEY", 1),
@@ -35,18 +43,27 @@ OF_MISTAKES = "Not equal to tolerance|global_step"
 NUMBER = re.compile(r"-?\d+\.?\d*")
 
 
-def page_of(name: str) -> pathlib.Path:
-    return DOCS / "recipes" / f"{name}.md"
+def place_of(name: str) -> tuple[pathlib.Path, str | None]:
+    page, section = PROGRAMS[name]
+    return DOCS / "recipes" / f"{page}.md", section
+
+
+def run_program(name: str, change: Callable[[str], str] = str) -> None:
+    page, section = place_of(name)
+    run_page(page, change, section)
 
 
 def listing_of(name: str) -> list[str]:
-    """Return the lines of the last listing of output on a page."""
-    return re.findall(r"```text\n(.*?)```", text_of(page_of(name)), re.DOTALL)[-1].splitlines()
+    """Return the lines of the last listing of output of a program."""
+    page, section = place_of(name)
+    text = text_of(page)
+    begin, end = section_of(text, section) if section else (0, len(text))
+    return re.findall(r"```text\n(.*?)```", text[begin:end], re.DOTALL)[-1].splitlines()
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_each_page_compares_two_programs_and_shows_the_numbers(name: str) -> None:
-    blocks = blocks_of(page_of(name))
+    blocks = blocks_of(*place_of(name))
     assert "assert_allclose" in blocks[-1].code
     assert blocks[-1].needs == ("optax",)
     alone = "\n".join(block.code for block in blocks if not block.needs)
@@ -56,12 +73,12 @@ def test_each_page_compares_two_programs_and_shows_the_numbers(name: str) -> Non
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_the_listing_is_what_the_page_prints(name: str, tmp_path: pathlib.Path) -> None:
     pytest.importorskip("optax")
     printed = io.StringIO()
     with contextlib.chdir(tmp_path), contextlib.redirect_stdout(printed):
-        run_page(page_of(name))
+        run_program(name)
     shown = listing_of(name)
     found = printed.getvalue().splitlines()[-len(shown) :]
     assert [NUMBER.sub("N", line).split() for line in found] == [NUMBER.sub("N", line).split() for line in shown]
@@ -77,5 +94,5 @@ def test_a_mistake_is_detected(name: str, correct: str, mistaken: str, count: in
         pytest.skip("needs optax")
     found: list[int] = []
     with contextlib.chdir(tmp_path), pytest.raises((AssertionError, ValueError), match=OF_MISTAKES):
-        run_page(page_of(name), replaced(correct, mistaken, found))
+        run_program(name, replaced(correct, mistaken, found))
     assert sum(found) == count, f"{name}.md contains {correct!r} {sum(found)} times"

@@ -7,7 +7,7 @@ import re
 import signal
 
 import pytest
-from pages import DOCS, NEEDS, PAGES, blocks_of, run_page
+from pages import DOCS, FENCE, NEEDS, PAGES, blocks_of, run_page
 from source_files import ROOT, text_of
 
 import jstep
@@ -22,7 +22,7 @@ def name_of(page: pathlib.Path) -> str:
 # Cheap pages; the tests of the other pages are thorough. Other quick tests run from/optax.md (test_optax_claims.py).
 QUICK = """
     from/orbax.md from/tf-train.md how/donation.md how/resume.md index.md recipes/custom-optimizer.md
-    recipes/loss-spike.md recipes/table-schedule.md tutorial/schedules.md tutorial/state-and-step.md
+    recipes/spikes-and-nans.md recipes/table-schedule.md tutorial/schedules.md tutorial/state-and-step.md
 """.split()  # noqa: SIM905
 
 
@@ -101,5 +101,28 @@ def test_the_reference_has_every_command_and_exit_code() -> None:
 
 
 def test_navigation_lists_every_page() -> None:
-    navigation = set(re.findall(r"[\w./-]+\.md", text_of(ROOT / "mkdocs.yml")))
-    assert navigation == {os.fspath(name_of(page)) for page in PAGES}
+    _, navigation = text_of(ROOT / "mkdocs.yml").split("\nnav:\n")
+    assert set(re.findall(r"[\w./-]+\.md", navigation)) == {os.fspath(name_of(page)) for page in PAGES}
+
+
+def anchors_of(page: pathlib.Path) -> set[str]:
+    """The anchors of the headings of a page, as Python-Markdown makes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(page)), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def test_links_to_joined_recipes_lead_to_their_sections() -> None:
+    redirect = re.compile(r"^        (recipes/[\w-]+\.md): ([\w/-]+\.md)#([\w-]+)$", re.MULTILINE)
+    joined = redirect.findall(text_of(ROOT / "mkdocs.yml"))
+    assert len(joined) > 20
+    for old, page, anchor in joined:
+        assert not (DOCS / old).exists()
+        assert anchor in anchors_of(DOCS / page), f"{old} leads to {page}#{anchor}"
+
+
+def test_anchors_of_links_between_recipes_exist() -> None:
+    for page in PAGES:
+        for link, anchor in re.findall(r"\]\(([\w./-]*\.md)?#([\w-]+)\)", text_of(page)):
+            target = (page.parent / link).resolve() if link else page
+            if target.parent.name == "recipes":
+                assert anchor in anchors_of(target), f"{name_of(page)} links to {link}#{anchor}"

@@ -9,6 +9,7 @@ from killed import assert_same_bits_after_kills
 from pages import DOCS, blocks_of, run_page
 
 RECIPES = DOCS / "recipes"
+SECTIONS = {"ppo": "PPO", "dqn": "DQN"}
 SHORTER = {
     "ppo": {"ITERATIONS = 300": "ITERATIONS = 20"},
     "dqn": {"LAST_STEP, LEARNING_STARTS = 8000, 125": "LAST_STEP, LEARNING_STARTS = 600, 125"},
@@ -17,7 +18,7 @@ SHORTER = {
 
 def run_changed(name: str, changes: Mapping[str, str], directory: pathlib.Path) -> None:
     """Run a page with replaced code; each replacement must occur once."""
-    code = "".join(block.code for block in blocks_of(RECIPES / f"{name}.md"))
+    code = "".join(block.code for block in blocks_of(RECIPES / f"{name}.md", SECTIONS[name]))
     assert {old: code.count(old) for old in changes} == dict.fromkeys(changes, 1)
 
     def change(code: str) -> str:
@@ -26,7 +27,7 @@ def run_changed(name: str, changes: Mapping[str, str], directory: pathlib.Path) 
         return code
 
     with contextlib.chdir(directory):
-        run_page(RECIPES / f"{name}.md", change)
+        run_page(RECIPES / f"{name}.md", change, SECTIONS[name])
 
 
 @pytest.mark.thorough
@@ -54,7 +55,7 @@ def test_a_mistake_in_the_port_is_detected(name: str, correct: str, mistaken: st
 
 @pytest.mark.thorough
 def test_environments_on_the_host_are_killed_and_end_with_the_same_bits(tmp_path: pathlib.Path) -> None:
-    definitions, training, *_ = blocks_of(RECIPES / "host-environments.md")
+    definitions, training, *_ = blocks_of(RECIPES / "reinforcement-learning.md", "Environments on the host")
     code = definitions.code + training.code
     for old, new in {
         "LAST_STEP = 600": "LAST_STEP = 120",
@@ -78,7 +79,8 @@ def test_environments_on_the_host_are_killed_and_end_with_the_same_bits(tmp_path
 )
 def test_target_networks_by_their_usual_names(correct: str, mistaken: str) -> None:
     page = RECIPES / "reinforcement-learning.md"
-    first, *_, targets = (block.code for block in blocks_of(page))
+    first = blocks_of(page)[0].code
+    (targets,) = (block.code for block in blocks_of(page, "Target networks by their usual names"))
     imports = first[: first.index("import ppo")]
     assert not correct or targets.count(correct) == 1
     changed = {first: imports, targets: targets.replace(correct, mistaken)}

@@ -1,4 +1,4 @@
-"""The page "SAC": its updates against a plain loop, its targets, and the buffer on the host in runs that are killed."""
+"""The section "SAC": its updates against a plain loop, its targets, and killed runs with the buffer on the host."""
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,14 @@ import jstep
 
 pytestmark = pytest.mark.thorough  # the page runs for half a minute, here for less
 
-PAGE = DOCS / "recipes" / "sac.md"
+PAGE, SECTION = DOCS / "recipes" / "dqn.md", "SAC"
 
 
 @pytest.fixture(scope="module")
 def page():
     """The names of the first block, and of those with the updates and the environments."""
-    definitions = [block.code for block in blocks_of(PAGE)[:3]]
-    return run_page(PAGE, lambda code: code if code in definitions else "")
+    definitions = [block.code for block in blocks_of(PAGE, SECTION)[:3]]
+    return run_page(PAGE, lambda code: code if code in definitions else "", SECTION)
 
 
 def adam(slots, grads, rate=1e-3):
@@ -97,7 +97,7 @@ def test_the_pendulum_is_that_of_gym(page):
 @pytest.mark.parametrize("where", ["host", "both"])
 def test_environments_on_the_host_are_killed_and_end_with_the_same_bits(where, tmp_path):
     """Without the runs on the page; the buffer is on the host or on the device."""
-    first, updates, environments, device, host, _, both = (block.code for block in blocks_of(PAGE))
+    first, updates, environments, device, host, _, both = (block.code for block in blocks_of(PAGE, SECTION))
     device = device[: device.index("device_step =")]
     host = host[: host.index("host_state, host_returns")]
     both = both[: both.index("both_state, both_returns")]
