@@ -29,7 +29,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jstep
-from jstep.tools.collectives import collectives_of
+from jstep.tools.collectives import count_collectives
 from jstep.tools.compiled import parse_program
 
 WIDTH, HIDDEN, PAIRS, BATCH = 256, 1024, 3, 512
@@ -87,7 +87,7 @@ def compiled_like(step, state, x):
 
 
 def figures(compiled):
-    found = collectives_of(parse_program(compiled.as_text()))
+    found = count_collectives(parse_program(compiled.as_text()))
     kinds = ", ".join(f"{one.number} {kind}" for kind, one in found.items())
     return sum(one.bytes for one in found.values()), kinds
 

@@ -22,7 +22,7 @@ from _timing import interleaved, report
 from jax.sharding import AxisType
 
 import jstep
-from jstep.tools.collectives import collectives_of
+from jstep.tools.collectives import count_collectives
 from jstep.tools.compiled import parse_program
 
 VOCABULARY, WIDTH, HEADS, LENGTH, HIDDEN, LAYERS, ROWS = 256, 128, 4, 32, 512, 2, 32
@@ -70,7 +70,7 @@ def contender(layout, **options):
     start = time.perf_counter()
     compiled = step.lower(state, *batch).compile()
     seconds = time.perf_counter() - start
-    exchanged = sum(each.bytes for each in collectives_of(parse_program(compiled.as_text())).values())
+    exchanged = sum(each.bytes for each in count_collectives(parse_program(compiled.as_text())).values())
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     what = ", ".join(f"{key}={value}" for key, value in options.items()) or "ordinary"
     print(

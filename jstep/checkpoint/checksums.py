@@ -16,7 +16,7 @@ from typing import Any
 from jstep.checkpoint.listing import UNUSED
 from jstep.checkpoint.manifest import NAME, CorruptedError, Manifest
 from jstep.stores.files import may_be_file, sync_files
-from jstep.stores.objects import Pending, TruncatedError, at_once
+from jstep.stores.objects import PendingOperation, TruncatedError, at_once
 
 _logger = logging.getLogger("jstep")
 
@@ -30,7 +30,7 @@ _AT_ONCE = 4
 Record = Mapping[str, Any]
 """The size of a file in bytes, and its checksums, as in `Manifest.files`."""
 StartRead = Callable[..., Any]
-"""`start_read(key, start=0, stop=None)` starts to read a file of a checkpoint: a `Pending`, on a disk a `LocalRead`."""
+"""`start_read(key, start=0, stop=None)` starts to read a file: a `PendingOperation`, on a disk a `LocalRead`."""
 
 
 def files_below(checkpoint: str) -> list[str]:
@@ -69,7 +69,7 @@ def _checksum(path: str, at: int) -> str:
     return f"{value:08x}"
 
 
-def share_of(manifest: Manifest, share: tuple[int, int]) -> dict[str, Record]:
+def process_share(manifest: Manifest, share: tuple[int, int]) -> dict[str, Record]:
     """Return the records for the i-th of n processes: every n-th large file, and all small ones."""
     large = [path for path in sorted(manifest.files) if manifest.files[path]["bytes"] > _PIECE]
     others = set(large) - set(large[share[0] :: share[1]])
@@ -93,14 +93,14 @@ def _differences(checkpoint: str, expected: Mapping[str, Record]) -> dict[str, s
     results = {}
     for path, record in expected.items():
         whole = os.path.join(checkpoint, path)
-        results[path] = difference(record, {"bytes": os.path.getsize(whole)} if may_be_file(whole) else None)
+        results[path] = describe_mismatch(record, {"bytes": os.path.getsize(whole)} if may_be_file(whole) else None)
     if not any(results.values()):
         for path, actual in records(checkpoint, expected, threads=8).items():
-            results[path] = difference(expected[path], actual)
+            results[path] = describe_mismatch(expected[path], actual)
     return results
 
 
-def problems_of(checkpoint: str, problems: Mapping[str, str], *, every: bool) -> tuple[list[str], list[str]]:
+def find_problems(checkpoint: str, problems: Mapping[str, str], *, every: bool) -> tuple[list[str], list[str]]:
     """Return the problems of files that are read (with `every`, of all files), and of files that nothing reads."""
     unread = frozenset[str]() if every else UNUSED
     bad = {path: why for path, why in problems.items() if why}
@@ -112,7 +112,7 @@ def is_below(root: str, path: str) -> bool:
     return os.path.realpath(os.path.join(root, path)).startswith(root + os.sep)
 
 
-def difference(expected: Mapping[str, Any], actual: Mapping[str, Any] | None) -> str:
+def describe_mismatch(expected: Mapping[str, Any], actual: Mapping[str, Any] | None) -> str:
     """Describe how a file differs from its record; "" if it does not. Without checksums, only sizes are compared."""
     if actual is None:
         return "missing"
@@ -132,7 +132,7 @@ def differences_of_objects(start_read: StartRead, expected: Mapping[str, Record]
     """Like `differences`, for the objects of a checkpoint that was copied from a disk."""
     actual: dict[str, dict[str, Any]] = {path: {"bytes": 0, "crc32": []} for path in expected}
 
-    def started() -> Iterator[tuple[str, Pending]]:
+    def started() -> Iterator[tuple[str, PendingOperation]]:
         for path, record in expected.items():
             size = record["bytes"]
             for at in range(0, max(size, 1), BLOCK):
@@ -150,7 +150,7 @@ def differences_of_objects(start_read: StartRead, expected: Mapping[str, Record]
             actual[path]["bytes"] += len(data)
             actual[path]["crc32"] += [f"{zlib.crc32(data):08x}"] if data else []
 
-    return {path: difference(record, actual.get(path)) for path, record in expected.items()}
+    return {path: describe_mismatch(record, actual.get(path)) for path, record in expected.items()}
 
 
 def read_file(start_read: StartRead, manifest: Manifest, name: str) -> bytes:
@@ -160,7 +160,7 @@ def read_file(start_read: StartRead, manifest: Manifest, name: str) -> bytes:
         if data is None:
             raise ValueError("missing")
         sums = [f"{zlib.crc32(data[at : at + BLOCK]):08x}" for at in range(0, len(data), BLOCK)]
-        if problem := difference(manifest.files[name], {"bytes": len(data), "crc32": sums}):
+        if problem := describe_mismatch(manifest.files[name], {"bytes": len(data), "crc32": sums}):
             raise ValueError(problem)
     except (ValueError, TruncatedError) as error:
         raise CorruptedError([f"{name}: {error}"]) from error

@@ -33,7 +33,7 @@ _windows: Any = msvcrt
 
 def this_process() -> dict[str, Any]:
     pid = os.getpid()
-    return {"host": socket.gethostname(), "space": _space(), "pid": pid, "started": started(pid)}
+    return {"host": socket.gethostname(), "space": _space(), "pid": pid, "started": start_time(pid)}
 
 
 def is_alive(owner: Mapping[str, Any]) -> bool | None:
@@ -41,10 +41,10 @@ def is_alive(owner: Mapping[str, Any]) -> bool | None:
     if owner.get("host") != socket.gethostname() or owner.get("space", _space()) != _space():
         return None
     pid = owner.get("pid", -1)
-    return isinstance(pid, int) and pid > 0 and owner.get("started") == started(pid) is not None
+    return isinstance(pid, int) and pid > 0 and owner.get("started") == start_time(pid) is not None
 
 
-def started(pid: int) -> str | None:
+def start_time(pid: int) -> str | None:
     """Return the start time in system ticks, which with the PID identifies a process of this host."""
     if os.name == "nt":
         return _started_on_windows(pid)
@@ -239,7 +239,7 @@ _logger = logging.getLogger("jstep")
 _held: "weakref.WeakValueDictionary[str, ObjectClaim]" = weakref.WeakValueDictionary()
 
 
-def key_of(prefix: str) -> str:
+def claim_key(prefix: str) -> str:
     return f"~claims/{prefix}"
 
 
@@ -261,7 +261,7 @@ class ObjectClaim:
         weakref.finalize(self, self._ended.set)
 
     def _take(self) -> bytes:
-        key = key_of(self._prefix)
+        key = claim_key(self._prefix)
         until = math.inf
         seen = self._objects.read(key)
         stamp = seen.stamp
@@ -298,13 +298,13 @@ class ObjectClaim:
     def check(self) -> None:
         """Raise `CheckpointError` if another writer has taken the claim; called before every commit."""
         with self._lock:
-            current = self._objects.read(key_of(self._prefix))
+            current = self._objects.read(claim_key(self._prefix))
             if current.data is None:  # deleted by hand, or by a rule of the bucket
-                stamp = self._objects.write_if(key_of(self._prefix), self._text(), ABSENT)
+                stamp = self._objects.write_if(claim_key(self._prefix), self._text(), ABSENT)
                 if stamp is not None:
                     self._stamp = stamp
                     return
-                current = self._objects.read(key_of(self._prefix))
+                current = self._objects.read(claim_key(self._prefix))
             who = owner_in(current.data)
             if who.get("id") == self.id:
                 self._stamp = current.stamp
@@ -318,7 +318,7 @@ class ObjectClaim:
             if not self.is_held():
                 return
             self._beats += 1
-            stamp = self._objects.write_if(key_of(self._prefix), self._text(), self._stamp)
+            stamp = self._objects.write_if(claim_key(self._prefix), self._text(), self._stamp)
             if stamp is not None:
                 self._stamp = stamp
 
@@ -331,7 +331,7 @@ class ObjectClaim:
             return
         try:
             with contextlib.suppress(OSError), self._objects.within(seconds):
-                self._objects.delete(key_of(self._prefix), self._stamp)
+                self._objects.delete(claim_key(self._prefix), self._stamp)
         finally:
             self._lock.release()
 

@@ -56,5 +56,5 @@ class OrbaxContents(Contents):
         return checksums.read_file(self._start_read, self._manifest, name)
 
     def find_corruption(self, share: tuple[int, int], *, every: bool) -> tuple[list[str], list[str]]:
-        differences = self._differences(checksums.share_of(self._manifest, share))
-        return checksums.problems_of(self._path, differences, every=every)
+        differences = self._differences(checksums.process_share(self._manifest, share))
+        return checksums.find_problems(self._path, differences, every=every)

@@ -50,7 +50,7 @@ class DirectoryStore(Store):
                 if step in yielded:
                     continue
                 path = self.path(entry)
-                complete = path if step in trusted else listing.found(path.removesuffix(listing.REPLACED))
+                complete = path if step in trusted else listing.find_complete(path.removesuffix(listing.REPLACED))
                 if complete is not None:
                     yielded.add(step)
                     yield step, complete
@@ -60,7 +60,7 @@ class DirectoryStore(Store):
                 return
 
     def at(self, prefix: str, step: int) -> str | None:
-        return listing.found(self.path(listing.name(prefix, step)))
+        return listing.find_complete(self.path(listing.name(prefix, step)))
 
     def broken(self, prefix: str, above: int) -> list[tuple[str, str]]:
         """See `Store.broken`.
@@ -76,7 +76,7 @@ class DirectoryStore(Store):
             complete, lacks = listing.look(path)
             if complete is not None or (lacks == NAME and not listing.has_data(path)) or not os.path.lexists(path):
                 continue
-            if lacks == NAME and not listing.OF_ORBAX & set(listing.listed(path)):
+            if lacks == NAME and not listing.OF_ORBAX & set(listing.list_names(path)):
                 _logger.warning(
                     "%s is ignored: it has no %s, so its save to a bucket was interrupted, or its copy was; in the "
                     "latter case, copy it again",
@@ -100,7 +100,7 @@ class DirectoryStore(Store):
         def read_arrays(manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
             from jstep.checkpoint import orbax_arrays  # not at the top: importing tensorstore is slow
 
-            return orbax_arrays.read(orbax_arrays.in_folder(path), manifest, shardings)
+            return orbax_arrays.read_arrays(orbax_arrays.in_folder(path), manifest, shardings)
 
         differences = functools.partial(checksums.differences, path)
         return OrbaxContents(path, manifest, start_read, differences, read_arrays)
@@ -230,7 +230,7 @@ class DirectoryStore(Store):
         for name, _, suffix in listing.folders(self.directory, self._prefix):
             final = self.path(name)
             path = final + suffix
-            if suffix == listing.REPLACED and listing.found(final) == path:
+            if suffix == listing.REPLACED and listing.find_complete(final) == path:
                 if listing.is_remains(final):
                     evict(self, final)
                 elif os.path.lexists(final):
@@ -276,7 +276,7 @@ def _full(error: BaseException | None) -> int | None:
 
 
 class LocalRead(NamedTuple):
-    """A range of a file to read, like a `Pending` of an object."""
+    """A range of a file to read, like a `PendingOperation` of an object."""
 
     folder: str
     key: str

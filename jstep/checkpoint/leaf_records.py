@@ -18,7 +18,7 @@ from jstep.core.annotations import Tree
 from jstep.core.checks import kind
 from jstep.slots import compact_numbers
 from jstep.slots.roles import Role, roles_in
-from jstep.state.fingerprints import as_text, leaf_key, stacked, words_of
+from jstep.state.fingerprints import as_hexadecimal, leaf_key, stacked_words, start_fingerprints
 from jstep.state.slots import owners
 from jstep.state.train_state import TrainState
 
@@ -31,7 +31,7 @@ WIDTHS = {"int32", "int64"}
 Keys = tuple[str, ...]
 
 
-def keys_of(path: Any) -> Keys:
+def path_keys(path: Any) -> Keys:
     return tuple(trees.path_str((key,)) for key in path)
 
 
@@ -68,7 +68,7 @@ _CARRIERS = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "uint8"}
 _Record = TypeVar("_Record", Leaf, LeftOut)
 
 
-def named_leaves(state: Tree) -> list[tuple[Leaf, Any]]:
+def leaves_with_keys(state: Tree) -> list[tuple[Leaf, Any]]:
     flat = jax.tree_util.tree_leaves_with_path(state)
     paths = [trees.path_str(keys) for keys, _ in flat]
     # Orbax joins keys with dots.
@@ -79,7 +79,7 @@ def named_leaves(state: Tree) -> list[tuple[Leaf, Any]]:
         nbytes, dtype = int(trees.key_data(leaf).nbytes), str(leaf.dtype)
         impl = str(jax.random.key_impl(leaf)) if trees.is_key(leaf) else None
         stored, carrier = array if leaf.size else None, _CARRIERS.get(dtype)
-        out.append((Leaf(path, keys_of(keys), tuple(leaf.shape), dtype, nbytes, stored, carrier, impl), leaf))
+        out.append((Leaf(path, path_keys(keys), tuple(leaf.shape), dtype, nbytes, stored, carrier, impl), leaf))
     for i, half in halves_in(state).items():
         out[i] = dataclasses.replace(out[i][0], half=out[half][0].array), out[i][1]
     return out
@@ -120,14 +120,14 @@ def to_stored(record: Leaf, leaf: object) -> Any:
     return trees.key_data(leaf) if record.stored_as is None else _carried(record, leaf, record.stored_as)
 
 
-def value_of(record: Leaf, half: Leaf | None, arrays: Mapping[str, Any]) -> Any:
+def leaf_value(record: Leaf, half: Leaf | None, arrays: Mapping[str, Any]) -> Any:
     """Return a leaf's value from its stored array, or from both halves if `compact` stored it in two."""
-    value = zeros_of(record) if record.array is None else arrays[record.array]
+    value = zero_leaf(record) if record.array is None else arrays[record.array]
     if record.stored_as is not None:
         value = _carried(record, value, record.dtype)
     if half is None or half.array is None:
         return value
-    both = compact_numbers.opened(value, arrays[half.array])
+    both = compact_numbers.decode_leaf(value, arrays[half.array])
     return np.asarray(both) if isinstance(value, np.ndarray) else both
 
 
@@ -150,16 +150,16 @@ def as_integers(array: np.ndarray[Any, Any], dtype: DTypeLike, path: str) -> np.
     return converted
 
 
-def stored_kind(record: Leaf) -> tuple[tuple[int, ...], str]:
+def shape_and_dtype(record: Leaf) -> tuple[tuple[int, ...], str]:
     if record.key_impl is not None:
         key = _key_data(record.key_impl)
         return (*record.shape, *key.shape), str(key.dtype)
     return record.shape, record.stored_as or record.dtype
 
 
-def zeros_of(record: Leaf) -> np.ndarray[Any, Any]:
+def zero_leaf(record: Leaf) -> np.ndarray[Any, Any]:
     try:
-        shape, dtype = stored_kind(record)
+        shape, dtype = shape_and_dtype(record)
         return np.zeros(shape, jnp.dtype(dtype))
     except (TypeError, ValueError, MemoryError) as error:  # a malicious manifest
         raise CheckpointError(
@@ -216,20 +216,20 @@ def _field(state: Tree, name: str) -> Any:
     return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
 
 
-def started_slots(named: Sequence[tuple[Recorded, Any]]) -> Callable[[], tuple[LeftOut, ...]]:
+def start_leaf_fingerprints(named: Sequence[tuple[Recorded, Any]]) -> Callable[[], tuple[LeftOut, ...]]:
     """Start computing fingerprints on the leaves' devices; the returned function waits for them."""
     keys = [leaf_key(leaf.path, leaf.dtype, leaf.shape) for leaf, _ in named]
-    begun = stacked([value for _, value in named], np.stack(keys)) if keys else []
+    begun = start_fingerprints([value for _, value in named], np.stack(keys)) if keys else []
 
     def records() -> tuple[LeftOut, ...]:
         return tuple(
-            LeftOut(leaf.path, leaf.keys, leaf.shape, leaf.dtype, as_text(words))
-            for (leaf, _), words in zip(named, words_of(begun), strict=True)
+            LeftOut(leaf.path, leaf.keys, leaf.shape, leaf.dtype, as_hexadecimal(words))
+            for (leaf, _), words in zip(named, stacked_words(begun), strict=True)
         )
 
     return records
 
 
-def changed_leaves(pairs: Sequence[tuple[LeftOut, Any]]) -> list[LeftOut]:
+def find_changed_leaves(pairs: Sequence[tuple[LeftOut, Any]]) -> list[LeftOut]:
     """Return the left-out leaves whose values in a target differ from the fingerprint."""
-    return [leaf for (leaf, _), now in zip(pairs, started_slots(pairs)(), strict=True) if now != leaf]
+    return [leaf for (leaf, _), now in zip(pairs, start_leaf_fingerprints(pairs)(), strict=True) if now != leaf]

@@ -22,10 +22,10 @@ from jstep.stores.files import is_absent, may_be_file
 def read_manifest(checkpoint: str) -> Manifest:
     path = os.path.join(checkpoint, NAME)
     with open(path, "rb") as file:
-        return decoded(file.read(), path)
+        return decode_manifest(file.read(), path)
 
 
-def decoded(data: bytes, path: str) -> Manifest:
+def decode_manifest(data: bytes, path: str) -> Manifest:
     """Decode a manifest. The result is cached, so callers must not modify it."""
     try:
         return _decoded(data)
@@ -55,7 +55,7 @@ def name(prefix: str, step: int) -> str:
     return f"{prefix}-{step}"
 
 
-def misnamed(prefix: str, step: int, held: int) -> str:
+def misnaming_text(prefix: str, step: int, held: int) -> str:
     return (
         f"its name says step {step}, and it holds step {held}: it was copied or renamed; rename it to {prefix}-{held}"
     )
@@ -73,18 +73,18 @@ def folders(directory: str, prefix: str | None) -> list[tuple[str, int, str]]:
     start = ".+" if prefix is None else re.escape(prefix)
     suffixes = rf"|{re.escape(TEMPORARY)}(?:-[0-9]+)?|{re.escape(REPLACED)}|{re.escape(DELETED)}"
     pattern = re.compile(rf"({start}-{_STEP})({suffixes})", re.DOTALL)
-    matches = map(pattern.fullmatch, listed(directory))
+    matches = map(pattern.fullmatch, list_names(directory))
     return [(match[1], int(match[2]), match[3]) for match in matches if match is not None]
 
 
-def listed(directory: str) -> list[str]:
+def list_names(directory: str) -> list[str]:
     try:
         return os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
-def found(final: str) -> str | None:
+def find_complete(final: str) -> str | None:
     there, lacks = look(final)
     if lacks not in (None, NAME):
         _logger.warning("%s is ignored: it is incomplete, %s is missing", final, lacks)
@@ -120,7 +120,8 @@ def missing(path: str) -> str | None:
 def has_data(path: str) -> bool:
     """Return whether a folder holds arrays, written here or copied from a bucket."""
     return any(
-        entry in OF_ORBAX or (is_attempt(entry) and os.path.isdir(os.path.join(path, entry))) for entry in listed(path)
+        entry in OF_ORBAX or (is_attempt(entry) and os.path.isdir(os.path.join(path, entry)))
+        for entry in list_names(path)
     )
 
 
@@ -128,7 +129,7 @@ def is_remains(path: str) -> bool:
     """Return whether a folder is a checkpoint or its remains, and not another program's data."""
     if os.path.islink(path) or not os.path.isdir(path):
         return False
-    entries = set(listed(path))
+    entries = set(list_names(path))
     return not entries or bool(entries & {NAME, *OF_ORBAX})
 
 

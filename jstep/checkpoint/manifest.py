@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jstep.core.checks import shown
+from jstep.core.checks import format_value
 from jstep.core.exceptions import Picklable
 
 NAME = "manifest.json"
@@ -72,7 +72,9 @@ def _check_json(value: object, name: str, above: tuple[int, ...]) -> None:
     if isinstance(value, dict | list | tuple):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(value, dict) and not isinstance(key, str):
-                raise TypeError(f"{name}: the key {shown(key)} is {type(key).__name__}; JSON keys must be strings")
+                raise TypeError(
+                    f"{name}: the key {format_value(key)} is {type(key).__name__}; JSON keys must be strings"
+                )
             _check_json(item, f"{name}[{key!r}]", (*above, id(value)))
     elif not isinstance(value, str | int | float | None):
         hint = "; convert it with .tolist()" if hasattr(value, "tolist") else ""

@@ -14,7 +14,7 @@ from jstep.checkpoint.leaf_records import GLOBAL_STEP, PARAMS, SLOTS, Keys
 from jstep.checkpoint.manifest import Leaf, LeftOut, Manifest
 from jstep.core import selection, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import array_type, kind, listing, shown
+from jstep.core.checks import array_type, format_value, kind, listing
 from jstep.core.placement import is_of_host, on_devices, place_anywhere, target_sharding
 from jstep.slots import compact_numbers
 from jstep.slots.roles import COPIES, Role, Roles, roles_in
@@ -50,7 +50,7 @@ class Copy(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted(targets.Wanted[Leaf | None]):
+class WantedLeaf(targets.TargetLeaf[Leaf | None]):
     """A leaf of a target, and the saved leaf to restore into it.
 
     Attributes:
@@ -71,7 +71,7 @@ class Wanted(targets.Wanted[Leaf | None]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Match(targets.Match[Wanted]):
+class CheckpointMatch(targets.TargetMatch[WantedLeaf]):
     """The result of matching a target to a checkpoint.
 
     Attributes:
@@ -83,7 +83,9 @@ class Match(targets.Match[Wanted]):
     TITLES = "missing in the checkpoint", "extra in the checkpoint", "differing"
 
 
-def match(target: Tree, manifest: Manifest, averages: Sequence[str] | None, names: Names | None, where: str) -> Match:
+def match(
+    target: Tree, manifest: Manifest, averages: Sequence[str] | None, names: Names | None, where: str
+) -> CheckpointMatch:
     """Find the saved leaf of each leaf of a target.
 
     Args:
@@ -95,14 +97,14 @@ def match(target: Tree, manifest: Manifest, averages: Sequence[str] | None, name
     renamed = _renamed(names, target, {path for path, _ in saved}, where)
     leaves = []
     for entries, value in jax.tree_util.tree_leaves_with_path(target):
-        keys = leaf_records.keys_of(entries)
+        keys = leaf_records.path_keys(entries)
         path = "/".join(keys)
-        shape, dtype = targets.kind_of(value, path, _NO_KIND)
-        leaves.append(Wanted(path, value, shape, str(dtype), renamed.get(path, path), None, keys=keys))
+        shape, dtype = targets.target_kind(value, path, _NO_KIND)
+        leaves.append(WantedLeaf(path, value, shape, str(dtype), renamed.get(path, path), None, keys=keys))
     steps = next((leaf.shape for leaf in leaves if leaf.keys == (GLOBAL_STEP,)), ())
     numbers = [number for _, number in trees.ids(leaf.path for leaf in leaves)]
     own = [(str(leaf.name), number) for leaf, number in zip(leaves, numbers, strict=True)]
-    averaged = [average_of(key, records, averages) for key in own]
+    averaged = [find_average(key, records, averages) for key in own]
     averaged = [
         key if key is not None and records[key].shape == leaf.shape else None
         for key, leaf in zip(averaged, leaves, strict=True)
@@ -110,7 +112,7 @@ def match(target: Tree, manifest: Manifest, averages: Sequence[str] | None, name
 
     difference = functools.partial(_difference, steps=steps)
     leaves = [
-        targets.matched(leaf, average or key, saved, difference if average is None else lambda *_: "")
+        targets.match_leaf(leaf, average or key, saved, difference if average is None else lambda *_: "")
         for leaf, key, average in zip(leaves, own, averaged, strict=True)
     ]
     roles, halves, arrays = roles_in(target), leaf_records.halves_in(target), manifest.by_array
@@ -135,10 +137,10 @@ def match(target: Tree, manifest: Manifest, averages: Sequence[str] | None, name
     used = set(own)  # includes parameters that an average replaces
     unused = [key[0] for key in records if key not in used and not _is_of_averages(key[0], averages)]
     in_other_format = any(key in records and is_in_other_format(i, records[key]) for i, key in enumerate(own))
-    return Match(wanted, unused, bool(roles) and in_other_format)
+    return CheckpointMatch(wanted, unused, bool(roles) and in_other_format)
 
 
-def _copies(target: Tree, leaves: Sequence[Wanted], halves: Mapping[int, int]) -> dict[int, Copy]:
+def _copies(target: Tree, leaves: Sequence[WantedLeaf], halves: Mapping[int, int]) -> dict[int, Copy]:
     """Return the leaves that the checkpoint lacks → the restored leaves that they copy."""
     copies: dict[int, Copy] = {}
     for i, originals in _copied(target).items():
@@ -178,7 +180,7 @@ def _is_of_guard(keys: Keys, roles: Roles) -> bool:
     return len(keys) == 2 and keys[0] == SLOTS and roles.get(keys[1]) in _GUARDS
 
 
-def _difference(leaf: Wanted, source: Leaf | LeftOut, steps: Sequence[int]) -> str:
+def _difference(leaf: WantedLeaf, source: Leaf | LeftOut, steps: Sequence[int]) -> str:
     saved, wanted = (source.shape, source.dtype), (leaf.shape, leaf.dtype)
     if saved == wanted or (isinstance(source, Leaf) and _converts(leaf.keys, saved, wanted, steps)):
         return ""
@@ -203,7 +205,7 @@ _REPACK = (
 )
 
 
-def check(result: Match, manifest: Manifest, partial: bool, where: str) -> None:
+def check(result: CheckpointMatch, manifest: Manifest, partial: bool, where: str) -> None:
     """Check that a state can be restored from a match; if `partial`, leaves that do not fit are skipped."""
     if result.in_other_format:
         raise ValueError(f"target does not fit {where}{result.differences()}. Nothing was restored.{_REPACK}")
@@ -261,22 +263,22 @@ def check_run(state: Tree, manifest: Manifest, where: str) -> None:
 
 def _renamed(names: Names | None, target: Tree, saved: set[str], where: str) -> dict[str, str]:
     """Return path in the target → path in the checkpoint, for paths that differ."""
-    renamed = {} if names is None else targets.entries(names, selection.names_of(target), "target", _FORM)
+    renamed = {} if names is None else targets.entries(names, selection.leaf_names(target), "target", _FORM)
     if not isinstance(names, Mapping):
         renamed = {path: other for path, other in renamed.items() if other is not None}
     for path, other in renamed.items():
         if not isinstance(other, str):
-            raise TypeError(f"names: for {path!r} it has {shown(other)}: must be a path, got {kind(other)}")
+            raise TypeError(f"names: for {path!r} it has {format_value(other)}: must be a path, got {kind(other)}")
         # A function that returns a path unchanged does not imply that the checkpoint has it.
         if other not in saved and (other != path or isinstance(names, Mapping)):
             raise ValueError(
                 f"names: {path!r} should be restored from {other!r}, which {where} does not have"
-                + trees.nearest(other, sorted(saved))
+                + trees.suggest_names(other, sorted(saved))
             )
     return renamed
 
 
-def average_of(key: _Id, saved: Mapping[_Id, Any], averages: Sequence[str] | None) -> _Id | None:
+def find_average(key: _Id, saved: Mapping[_Id, Any], averages: Sequence[str] | None) -> _Id | None:
     path, number = key
     if averages is None or (path != "params" and not path.startswith("params/")):
         return None
@@ -307,7 +309,7 @@ def check_averages(averages: Sequence[str], saved: Sequence[Leaf], where: str) -
         if not any(_is_average(leaf.path, (slot,)) for leaf in saved):
             slots = sorted({leaf.keys[1] for leaf in saved if leaf.keys[0] == SLOTS and len(leaf.keys) > 1})
             raise ValueError(
-                f"use_averages: {where} has no slot {slot!r}{trees.nearest(slot, slots)}; it has {slots}. Use "
+                f"use_averages: {where} has no slot {slot!r}{trees.suggest_names(slot, slots)}; it has {slots}. Use "
                 "jstep.with_moving_average(optimizer, ema) to keep averages; use_averages also takes the names of "
                 "slots."
             )
@@ -315,7 +317,7 @@ def check_averages(averages: Sequence[str], saved: Sequence[Leaf], where: str) -
 
 def match_params(
     target: Mapping[str, Any], manifest: Manifest, averages: Sequence[str] | None, names: Names | None, where: str
-) -> Match:
+) -> CheckpointMatch:
     """Match and check a target `{"params": params}`; `names` may omit `params/`."""
     if not manifest.left_out and not any(leaf.keys[0] == PARAMS for leaf in manifest.leaves):
         raise ValueError(
@@ -323,7 +325,7 @@ def match_params(
             "restore(None) returns them"
         )
     saved = {leaf.path for leaf in (*manifest.leaves, *manifest.left_out)}
-    whole = _whole_names(names, set(trees.paths_of(target)), saved)
+    whole = _whole_names(names, set(trees.leaf_paths(target)), saved)
     # A parameter may be restored from any leaf, by name or as its average; only extra params are reported.
     result = match(target, manifest, averages, whole, where)
     check(result, manifest, True, where)
@@ -339,12 +341,12 @@ def match_params(
     return result
 
 
-def _without_absent(params: Tree, result: Match) -> str:
+def _without_absent(params: Tree, result: CheckpointMatch) -> str:
     """Describe how to restore the rest, if the checkpoint lacks whole entries of params."""
     if not isinstance(params, Mapping) or result.unused or any(want.problem for want in result.wanted):
         return ""
     missing = {want.path for want in result.wanted if want.is_missing}
-    of_entries = {name: set(trees.paths_of({PARAMS: {name: params[name]}})) for name in params}
+    of_entries = {name: set(trees.leaf_paths({PARAMS: {name: params[name]}})) for name in params}
     absent = [name for name, paths in of_entries.items() if paths and paths <= missing]
     rest = [name for name, paths in of_entries.items() if paths - missing]
     if not rest or set().union(*(of_entries[name] for name in absent)) != missing:
@@ -380,7 +382,7 @@ def _whole_names(names: Names | None, paths: set[str], saved: set[str]) -> Names
 # Conversion of arrays read from a checkpoint to the leaves of a target, with its shardings and in their own memory.
 
 
-def stored_sharding(wanted: Wanted) -> Any:
+def stored_sharding(wanted: WantedLeaf) -> Any:
     """Return the sharding for reading a stored array; None to read it as a NumPy array."""
     record = wanted.source
     assert record is not None
@@ -394,7 +396,7 @@ def stored_sharding(wanted: Wanted) -> Any:
     return sharding if fits or record.key_impl is None else None
 
 
-def place_leaf(wanted: Wanted, value: Any) -> Any:
+def place_leaf(wanted: WantedLeaf, value: Any) -> Any:
     """Return a leaf from the value read for it, which may be donated."""
     leaf, record = wanted.leaf, wanted.source
     assert record is not None
@@ -411,43 +413,43 @@ def place_leaf(wanted: Wanted, value: Any) -> Any:
     return value if value.sharding == sharding else jax.device_put(value, sharding)
 
 
-def _from_host(wanted: Wanted, record: Leaf, value: np.ndarray[Any, Any], sharding: object) -> Any:
+def _from_host(wanted: WantedLeaf, record: Leaf, value: np.ndarray[Any, Any], sharding: object) -> Any:
     if record.key_impl is not None:
         keys = jax.random.wrap_key_data(place_anywhere(value), impl=record.key_impl)
         return keys if sharding is None else jax.device_put(keys, sharding)
     value = value.astype(getattr(wanted.leaf, "dtype", value.dtype), copy=False)
     if not wanted.is_numpy and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
         raise ValueError(f"target: {wanted.path!r} is {value.dtype}, which JAX supports only with jax_enable_x64")
-    return targets.placed(wanted, value)
+    return targets.place_values(wanted, value)
 
 
-def nested_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: Sequence[str] | None) -> dict[str, Any]:
+def nest_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: Sequence[str] | None) -> dict[str, Any]:
     """Return nested dicts of NumPy arrays, with `averages`, if given, in place of params."""
     records, of_arrays = leaf_records.leaves_by_id(leaves), {leaf.array: leaf for leaf in leaves}
     nested: dict[str, Any] = {}
     for key, record in records.items():
-        average = average_of(key, records, averages)
+        average = find_average(key, records, averages)
         at = nested
         for part in record.keys[:-1]:
             at = at.setdefault(part, {})
-        value = leaf_records.value_of(record, None, arrays)
+        value = leaf_records.leaf_value(record, None, arrays)
         if average is not None:
             source = records[average]
-            value = leaf_records.value_of(source, of_arrays.get(source.half or ""), arrays).astype(value.dtype)
+            value = leaf_records.leaf_value(source, of_arrays.get(source.half or ""), arrays).astype(value.dtype)
         at[record.keys[-1]] = value
     return nested
 
 
-def copied_leaf(wanted: Wanted, values: Sequence[Any]) -> Any:
+def copy_leaf(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
     """Return a copy of another restored leaf, in the dtype and sharding of this one."""
     assert wanted.copy is not None
     leaf, dtype, original, half = wanted.leaf, wanted.dtype, values[wanted.copy.of], wanted.copy.half
     if half is not None or wanted.copy.part is not None:
         both = original, None if half is None else values[half]
         top, low = (None if x is None else on_devices(jnp.asarray(x)) for x in both)
-        original = compact_numbers.opened(top, low)
+        original = compact_numbers.decode_leaf(top, low)
     if wanted.copy.part is not None:
-        original = compact_numbers.split(original.astype(jnp.float32))[wanted.copy.part]
+        original = compact_numbers.split_halves(original.astype(jnp.float32))[wanted.copy.part]
     if wanted.is_numpy:
         return np.array(original, leaf.dtype)
     array = on_devices(original) if isinstance(original, jax.Array) else place_anywhere(np.array(original, dtype))
@@ -462,10 +464,10 @@ def copied_leaf(wanted: Wanted, values: Sequence[Any]) -> Any:
     return jax.jit(cast, out_shardings=sharding)(array)
 
 
-def keep_target_leaf(wanted: Wanted, step: int) -> Any:
+def keep_target_leaf(wanted: WantedLeaf, step: int) -> Any:
     """Return a copy of a leaf that nothing is restored into; a guard's step becomes the checkpoint's."""
     leaf = wanted.leaf
     if wanted.is_guard and jnp.issubdtype(wanted.dtype, jnp.integer):
-        return targets.placed(wanted, np.full(np.shape(leaf), step, wanted.dtype))
+        return targets.place_values(wanted, np.full(np.shape(leaf), step, wanted.dtype))
     targets.require_value(wanted)
     return leaf.copy() if trees.is_array(leaf) else jnp.asarray(leaf, wanted.dtype)

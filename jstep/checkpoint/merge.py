@@ -15,13 +15,13 @@ import numpy as np
 from jstep.checkpoint import leaf_records, match
 from jstep.checkpoint.leaf_records import PARAMS, SLOTS
 from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Leaf, Manifest
-from jstep.checkpoint.names import checked_directory, checked_prefix
+from jstep.checkpoint.names import check_directory, check_prefix
 from jstep.checkpoint.open_store import open_store
-from jstep.checkpoint.reading import CORRUPTED, Reader, short
+from jstep.checkpoint.reading import CORRUPTED, CheckpointReader, short
 from jstep.checkpoint.store import Store
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_int, kind, listed, shown
+from jstep.core.checks import as_int, format_list, format_value, kind
 from jstep.optimizers.averages import as_average_names
 from jstep.state.train_state import MODEL_STATE, TrainState
 
@@ -53,7 +53,7 @@ def decay_weights(steps: Sequence[int], decay: object) -> list[float]:
     elif isinstance(decay, str):
         raise ValueError(f"decay={decay!r}: must be one of {', '.join(map(repr, CURVES))}, or a schedule of the step")
     else:
-        raise TypeError(f"decay={shown(decay)}: must be a name or a schedule of the step, got {kind(decay)}")
+        raise TypeError(f"decay={format_value(decay)}: must be a name or a schedule of the step, got {kind(decay)}")
     curve = [1.0, *values, 0.0]
     for (a, b), before, value in zip(pairs, curve, values, strict=False):
         if not value <= before + _RISE or value < 0:
@@ -111,9 +111,9 @@ def merge_checkpoints(
     """
     if isinstance(target, TrainState):
         raise TypeError("target: must be a tree of parameters, got a TrainState; pass state.params")
-    prefix, averages = checked_prefix(prefix), as_average_names(use_averages)
-    store = open_store(checked_directory(directory), prefix)
-    reader = Reader(store, prefix, verify=True)
+    prefix, averages = check_prefix(prefix), as_average_names(use_averages)
+    store = open_store(check_directory(directory), prefix)
+    reader = CheckpointReader(store, prefix, verify=True)
     chosen = steps_to_merge(store, prefix, steps)
     weights = decay_weights(chosen, decay)
     opened = [_Opened.of(store, *reader.find(step), averages) for step in chosen]
@@ -156,11 +156,11 @@ def steps_to_merge(store: Store, prefix: str, steps: Any) -> list[int]:
         if broken := store.broken(prefix, max(there, default=-1)):
             raise CheckpointError(f"{broken[0][0]} {CORRUPTED}: {broken[0][1]}; give steps= to leave it out")
     elif isinstance(steps, str) or not isinstance(steps, Iterable):
-        raise TypeError(f"steps={shown(steps)}: must be integers, got {kind(steps)}")
+        raise TypeError(f"steps={format_value(steps)}: must be integers, got {kind(steps)}")
     else:
         chosen = [as_int(step, "steps", 0) for step in steps]
     if twice := sorted(step for step, count in Counter(chosen).items() if count > 1):
-        raise ValueError(f"steps: must have each step once, got {listed(list(map(str, twice)), 5)} more than once")
+        raise ValueError(f"steps: must have each step once, got {format_list(list(map(str, twice)), 5)} more than once")
     has = f"{store.directory} has {f'steps {sorted(there)}' if there else 'no checkpoints'}"
     if missing := sorted(set(chosen) - there.keys()):
         raise FileNotFoundError(f"steps: there are no checkpoints {prefix}-* of steps {missing}; {has}")
@@ -199,7 +199,7 @@ class _Opened:
         for key, leaf in records.items():
             if leaf.keys[0] != PARAMS:
                 continue
-            average = match.average_of(key, records, averages)
+            average = match.find_average(key, records, averages)
             source = records[average] if average is not None and records[average].shape == leaf.shape else leaf
             is_low = source is leaf and leaf.dtype in ("bfloat16", "float16")
             master = next((slot for slot in manifest.leaves if _is_master(slot, leaf)), None) if is_low else None
@@ -222,14 +222,14 @@ def _check_same(older: _Opened, newest: _Opened) -> None:
     ]
     differing = sorted({key[0] for key in kinds[0].keys() | kinds[1].keys() if kinds[0].get(key) != kinds[1].get(key)})
     if differing:
-        where = listed(list(map(repr, differing)), 5)
+        where = format_list(list(map(repr, differing)), 5)
         raise ValueError(f"steps: {older.path} and {newest.path} have other parameters: they differ at {where}")
 
 
 def _wanted(target: Tree, newest: _Opened) -> dict[_Id, Any]:
     saved = leaf_records.leaves_by_id(newest.manifest.leaves)
     flat = jax.tree_util.tree_leaves_with_path({PARAMS: target})
-    keys = trees.ids("/".join(leaf_records.keys_of(path)) for path, _ in flat)
+    keys = trees.ids("/".join(leaf_records.path_keys(path)) for path, _ in flat)
 
     def as_saved(key: _Id, leaf: Any) -> Any:
         record = saved.get(key)
@@ -248,7 +248,7 @@ def _wanted(target: Tree, newest: _Opened) -> dict[_Id, Any]:
 
 
 def _merged(
-    store: Store, reader: Reader, opened: Sequence[_Opened], key: _Id, weights: Sequence[float], dtype: Any
+    store: Store, reader: CheckpointReader, opened: Sequence[_Opened], key: _Id, weights: Sequence[float], dtype: Any
 ) -> np.ndarray[Any, Any]:
     """Return the weighted sum of one parameter; memory holds it and one leaf of one checkpoint."""
     total: Any = None
@@ -278,7 +278,9 @@ def _merged(
     return np.asarray(first if total is None else total.astype(dtype))
 
 
-def _read(store: Store, reader: Reader, checkpoint: _Opened, leaf: Leaf, half: Leaf | None) -> np.ndarray[Any, Any]:
+def _read(
+    store: Store, reader: CheckpointReader, checkpoint: _Opened, leaf: Leaf, half: Leaf | None
+) -> np.ndarray[Any, Any]:
     names = [part.array for part in (leaf, half) if part is not None and part.array is not None]
     gone = CheckpointError(f"{checkpoint.path} was deleted or replaced while it was read; nothing was merged")
     try:
@@ -293,7 +295,7 @@ def _read(store: Store, reader: Reader, checkpoint: _Opened, leaf: Leaf, half: L
         raise CheckpointError(f"{checkpoint.path} could not be read: {short(error)}; nothing was merged") from error
     if store.is_gone(checkpoint.path, checkpoint.manifest):
         raise gone
-    return np.asarray(leaf_records.value_of(leaf, half, arrays))
+    return np.asarray(leaf_records.leaf_value(leaf, half, arrays))
 
 
 def _nested(values: Mapping[tuple[str, ...], Any]) -> Any:

@@ -10,7 +10,7 @@ from jstep.checkpoint import listing
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.store import Store
-from jstep.core.checks import as_int, as_number, as_text, shown
+from jstep.core.checks import as_int, as_number, as_string, format_value
 from jstep.stores.urls import absolute, is_url, location
 
 _LONGEST = 180  # file names have at most 255 bytes; the step and temporary suffixes take some of them
@@ -28,7 +28,7 @@ def checkpoint_name(prefix: str, step: int) -> str:
         >>> jstep.checkpoint_name("my-model", 1000)
         'my-model-1000'
     """
-    return listing.name(checked_prefix(prefix), as_int(step, "step", 0))
+    return listing.name(check_prefix(prefix), as_int(step, "step", 0))
 
 
 def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = None) -> str | None:
@@ -43,8 +43,8 @@ def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = No
         >>> print(jstep.latest_checkpoint("/no/such/directory"))
         None
     """
-    prefix = None if prefix is None else checked_prefix(prefix)
-    return next((path for _, path in open_store(checked_directory(directory)).newest_first(prefix)), None)
+    prefix = None if prefix is None else check_prefix(prefix)
+    return next((path for _, path in open_store(check_directory(directory)).newest_first(prefix)), None)
 
 
 _WAIT, _END = -1, -2
@@ -93,8 +93,8 @@ def checkpoints_iterator(
 
     Source: `tf.train.checkpoints_iterator`.
     """
-    path = checked_directory(directory)
-    name = checked_prefix(prefix)
+    path = check_directory(directory)
+    name = check_prefix(prefix)
     seconds = math.inf if timeout is None else as_number(timeout, "timeout", low=0.0, meaning="None waits forever")
     interval = as_number(min_interval_secs, "min_interval_secs", low=0.0)
     return _steps(open_store(path), name, seconds, interval)
@@ -144,7 +144,7 @@ def _next(store: Store, prefix: str, above: int, timeout: float) -> int:
         time.sleep(min(store.poll_secs, max(deadline - time.monotonic(), 0.0)))
 
 
-def checked_directory(directory: object) -> str:
+def check_directory(directory: object) -> str:
     path = absolute(location(directory, "directory"))
     if not is_utf8(path):
         raise ValueError(
@@ -164,15 +164,15 @@ def is_utf8(text: str) -> bool:
     return text.encode(errors="replace").decode() == text
 
 
-def checked_prefix(prefix: object) -> str:
+def check_prefix(prefix: object) -> str:
     hint = "the beginning of a file name, such as 'model'"
-    text = as_text(prefix, "prefix", hint)
+    text = as_string(prefix, "prefix", hint)
     if text in (".", "..") or any(c in text for c in ("/", "\\", os.sep, "\0")):
         raise ValueError(f"prefix={text!r}: must be {hint}; pass directories as `directory`")
     if not is_utf8(text):
         raise ValueError(f"prefix={text!r}: must be encodable as UTF-8")
     if (length := len(text.encode())) > _LONGEST:
         raise ValueError(
-            f"prefix={shown(text)}: must be at most {_LONGEST} bytes, got {length}; file systems refuse it"
+            f"prefix={format_value(text)}: must be at most {_LONGEST} bytes, got {length}; file systems refuse it"
         )
     return text

@@ -22,7 +22,7 @@ from jstep.checkpoint.manifest import NAME, CheckpointError, Manifest, decode, e
 from jstep.checkpoint.store import Commit, Files, Store
 from jstep.checkpoint.writes import Write
 from jstep.distributed import processes
-from jstep.stores.objects import STARTING, Directory, Pending, at_once, spec
+from jstep.stores.objects import STARTING, Directory, PendingOperation, at_once, spec
 from jstep.stores.urls import parts_of_url
 
 HURRIED = 5.0
@@ -69,7 +69,7 @@ class ObjectStore(Store):
         result = self._objects.read(f"{self._name(path)}/{NAME}")
         if result.data is None:
             raise FileNotFoundError(f"{url}: there is no such object; the checkpoint was deleted")
-        manifest = listing.decoded(result.data, url)
+        manifest = listing.decode_manifest(result.data, url)
         if manifest.is_packed and not listing.is_attempt(manifest.data):
             raise CheckpointError(f"{url}: its data is in {manifest.data!r:.50}, where jstep never puts it")
         return manifest
@@ -87,9 +87,9 @@ class ObjectStore(Store):
             from jstep.checkpoint import orbax_arrays  # not at the top: importing tensorstore is slow
 
             def wait(future: object, nbytes: int) -> Any:
-                return Pending(self._objects, future, "read", f"{name}/", nbytes).result()
+                return PendingOperation(self._objects, future, "read", f"{name}/", nbytes).result()
 
-            return orbax_arrays.read(spec(path), manifest, shardings, wait) if shardings else {}
+            return orbax_arrays.read_arrays(spec(path), manifest, shardings, wait) if shardings else {}
 
         differences = functools.partial(checksums.differences_of_objects, start_read)
         return OrbaxContents(path, manifest, start_read, differences, read_arrays)
@@ -314,7 +314,7 @@ class ObjectSave:
 
         A first process without the right to replace objects cannot renew its claim.
         """
-        key = claims.key_of(self.name.rpartition("-")[0])
+        key = claims.claim_key(self.name.rpartition("-")[0])
         began = time.monotonic()
         latest, next_look = began + _OUTCOME_TIMEOUT, began + claims.BEAT
         stamp, changed, renews = b"", began, False

@@ -6,7 +6,7 @@ from jstep.stores.urls import is_url
 
 
 def open_store(directory: str, prefix: str | None = None) -> Store:
-    """Return the store of a path or URL from `checked_directory`.
+    """Return the store of a path or URL from `check_directory`.
 
     Args:
         prefix: The prefix of the checkpoints to write, which distinguishes barriers of processes; None only to read.

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from jstep.checkpoint.checksums import write_files, write_part
-from jstep.checkpoint.leaf_records import stored_kind
+from jstep.checkpoint.leaf_records import shape_and_dtype
 from jstep.checkpoint.manifest import CorruptedError, Manifest
 from jstep.core.placement import is_of_host, local_parts, place, slices
 from jstep.core.threads import in_background
@@ -109,7 +109,7 @@ def in_folder(path: str) -> dict[str, Any]:
     return {"driver": "file", "path": path + "/"}
 
 
-def read(
+def read_arrays(
     base: Mapping[str, Any],
     manifest: Manifest,
     shardings: Mapping[str, Any],
@@ -160,7 +160,7 @@ def _check(manifest: Manifest, opened: Mapping[str, Any]) -> None:
     problems = []
     for leaf in manifest.leaves:
         if leaf.array is not None and leaf.array in opened:
-            shape, dtype = stored_kind(leaf)
+            shape, dtype = shape_and_dtype(leaf)
             stored = tuple(opened[leaf.array].shape), opened[leaf.array].dtype.numpy_dtype
             if stored != (shape, jnp.dtype(dtype)):
                 what = f"{stored[1]}{list(stored[0])}, and {dtype}{list(shape)} in the manifest"
@@ -199,7 +199,7 @@ def _within(name: str) -> str:
 
 
 @contextlib.contextmanager
-def silenced() -> Iterator[None]:
+def silence_orbax() -> Iterator[None]:
     """Drop Orbax's log lines, from all threads; a context manager or decorator."""
     logger = logging.getLogger("absl")
 
@@ -328,7 +328,7 @@ class Checkpointer:
             and `finish` raises the error. Nothing is published without the parts of all processes.
     """
 
-    @silenced()
+    @silence_orbax()
     def __init__(self, prefix: str) -> None:
         begun: list[Any] = []
         registry = ocp.type_handlers.create_type_handler_registry(
@@ -364,7 +364,7 @@ class Checkpointer:
     def save(self, path: str, args: SaveArgs, publish: Callable[[str, str], None]) -> None:
         """Start to write; return when the arrays may be donated. `publish` ends the write."""
         self._publish = publish
-        self._quiet.enter_context(silenced())
+        self._quiet.enter_context(silence_orbax())
         self._async.save(path, args=args)
 
     def _end(self, temporary: str, final: str) -> None:
@@ -386,6 +386,6 @@ class Checkpointer:
             self.error = None
             self._quiet.close()
 
-    @silenced()
+    @silence_orbax()
     def close(self) -> None:
         self._async.close()

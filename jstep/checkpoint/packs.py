@@ -13,11 +13,11 @@ import numpy as np
 
 from jstep.checkpoint.checksums import StartRead
 from jstep.checkpoint.contents import Contents
-from jstep.checkpoint.leaf_records import stored_kind
+from jstep.checkpoint.leaf_records import shape_and_dtype
 from jstep.checkpoint.manifest import CorruptedError, Manifest
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import ShardBounds, lengths, local_parts, place
-from jstep.stores.objects import Objects, Pending, TruncatedError, at_once
+from jstep.stores.objects import Objects, PendingOperation, TruncatedError, at_once
 from jstep.stores.tagged_json import LargeBytes
 
 # Splitting of arrays into blocks, and packing of blocks into a few large objects with an index of their positions.
@@ -119,7 +119,7 @@ PACK = 32 * 2**20
 _AT_ONCE = 4
 
 
-class Stored(NamedTuple):
+class BlockPosition(NamedTuple):
     """The position of a block in an object, as the index lists it.
 
     Attributes:
@@ -139,7 +139,7 @@ class Stored(NamedTuple):
     zipped: int
 
     @classmethod
-    def from_json(cls, record: Sequence[Any]) -> "Stored":
+    def from_json(cls, record: Sequence[Any]) -> "BlockPosition":
         array, dtype, start, shape, pack, offset, nbytes, crc32, zipped = record
         counts = [*start, *shape, offset, nbytes]
         if len(start) != len(shape) or any(type(count) is not int or count < 0 for count in counts):
@@ -151,10 +151,10 @@ class Stored(NamedTuple):
 
 def write(objects: Objects, folder: str, process: int, blocks: Iterable[Block], compress: bool) -> bytes:
     """Write packs concurrently, and return the index, to be written only after all of them."""
-    stored: list[Stored] = []
+    stored: list[BlockPosition] = []
     packs: dict[str, dict[str, Any]] = {}
 
-    def started() -> Iterator[tuple[tuple[str, int], Pending]]:
+    def started() -> Iterator[tuple[tuple[str, int], PendingOperation]]:
         for number, group in enumerate(_groups(blocks, compress)):
             name = f"pack.{process}.{number}"
             data = b"".join(body for _, body in group)
@@ -162,7 +162,7 @@ def write(objects: Objects, folder: str, process: int, blocks: Iterable[Block], 
             for block, body in group:
                 at = (name, offset, len(body), f"{zlib.crc32(body):08x}", int(compress))
                 dtype = block.dtype or str(block.data.dtype)
-                stored.append(Stored(block.array, dtype, block.start, block.data.shape, *at))
+                stored.append(BlockPosition(block.array, dtype, block.start, block.data.shape, *at))
                 offset += len(body)
             yield (name, len(data)), objects.start_write(f"{folder}/{name}", data)
 
@@ -186,15 +186,15 @@ def _groups(blocks: Iterable[Block], compress: bool) -> Iterator[list[tuple[Bloc
         yield group
 
 
-def read_index(data: bytes) -> tuple[dict[str, dict[str, Any]], list[Stored]]:
+def read_index(data: bytes) -> tuple[dict[str, dict[str, Any]], list[BlockPosition]]:
     try:
         loaded = json.loads(data)
-        return dict(loaded["packs"]), [Stored.from_json(record) for record in loaded["blocks"]]
+        return dict(loaded["packs"]), [BlockPosition.from_json(record) for record in loaded["blocks"]]
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is not an index: {type(error).__name__}: {error}") from None
 
 
-def decoded(block: Stored, body: bytes, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def decode_block(block: BlockPosition, body: bytes, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Decode the values of a block, if its bytes are not corrupted."""
     if len(body) != block.nbytes or f"{zlib.crc32(body):08x}" != block.crc32:
         raise ValueError(f"the checksum of bytes [{block.offset}, {block.offset + block.nbytes}) differs")
@@ -209,9 +209,9 @@ def decoded(block: Stored, body: bytes, dtype: np.dtype[Any]) -> np.ndarray[Any,
     return np.frombuffer(body, dtype).reshape(block.shape)
 
 
-def runs(blocks: Iterable[Stored]) -> Iterator[list[Stored]]:
+def runs(blocks: Iterable[BlockPosition]) -> Iterator[list[BlockPosition]]:
     """Yield runs of adjacent blocks in one object, about `PACK` bytes each, to be read together."""
-    run: list[Stored] = []
+    run: list[BlockPosition] = []
     for block in sorted(blocks, key=lambda b: (b.pack, b.offset)):
         end = run[-1].offset + run[-1].nbytes if run else -1
         if run and (run[-1].pack != block.pack or block.offset != end or end - run[0].offset > PACK):
@@ -252,8 +252,8 @@ class PackedContents(Contents):
             if any(overlap(part, block.start, block.shape) for part in parts.get(block.array, {}))
         ]
 
-        def fill(block: Stored, body: bytes) -> None:
-            values = decoded(block, body, kinds[block.array][1])
+        def fill(block: BlockPosition, body: bytes) -> None:
+            values = decode_block(block, body, kinds[block.array][1])
             for part, filled in parts[block.array].items():
                 if (both := overlap(part, block.start, block.shape)) is not None:
                     filled[both[0]] = values[both[1]]
@@ -273,8 +273,8 @@ class PackedContents(Contents):
             raise CorruptedError([f"{self._manifest.data}: {name}: {'a part of it is' if blocks else 'it is'} missing"])
         contents: dict[tuple[int, ...], bytes] = {}
 
-        def keep(block: Stored, body: bytes) -> None:
-            contents[block.start] = decoded(block, body, _dtype_of(block)).tobytes()
+        def keep(block: BlockPosition, body: bytes) -> None:
+            contents[block.start] = decode_block(block, body, _dtype_of(block)).tobytes()
 
         self._read_blocks(blocks, keep)
         return b"".join(contents[block.start] for block in blocks)
@@ -284,15 +284,15 @@ class PackedContents(Contents):
             blocks = self._blocks()
             mine = set(sorted({block.pack for block in blocks})[share[0] :: share[1]])
             blocks = [block for block in blocks if block.pack in mine]
-            self._read_blocks(blocks, lambda block, body: decoded(block, body, _dtype_of(block)))
+            self._read_blocks(blocks, lambda block, body: decode_block(block, body, _dtype_of(block)))
         except CorruptedError as error:
             return error.problems, []
         except (TypeError, ValueError) as error:
             return [str(error)], []
         return [], []
 
-    def _blocks(self) -> Sequence[Stored]:
-        blocks: list[Stored] = []
+    def _blocks(self) -> Sequence[BlockPosition]:
+        blocks: list[BlockPosition] = []
 
         def add(key: str, data: bytes) -> None:
             if self._manifest.files[key].get("crc32") != [f"{zlib.crc32(data):08x}"]:
@@ -306,15 +306,15 @@ class PackedContents(Contents):
         _read(((key, self._start_read(key)) for key in keys), add, len(keys))
         return blocks
 
-    def _read_blocks(self, blocks: Sequence[Stored], use: Callable[[Stored, bytes], Any]) -> None:
+    def _read_blocks(self, blocks: Sequence[BlockPosition], use: Callable[[BlockPosition, bytes], Any]) -> None:
         """Call `use(block, bytes)` with each block; see `_read`."""
 
-        def started() -> Iterator[tuple[list[Stored], Any]]:
+        def started() -> Iterator[tuple[list[BlockPosition], Any]]:
             for run in runs(blocks):
                 last = run[-1].offset + run[-1].nbytes
                 yield run, self._start_read(f"{self._manifest.data}/{run[0].pack}", run[0].offset, last)
 
-        def use_run(run: list[Stored], data: bytes) -> None:
+        def use_run(run: list[BlockPosition], data: bytes) -> None:
             for block in run:
                 at = block.offset - run[0].offset
                 use(block, data[at : at + block.nbytes])
@@ -322,15 +322,15 @@ class PackedContents(Contents):
         _read(started(), use_run)
 
 
-def _dtype_of(block: Stored) -> Any:
+def _dtype_of(block: BlockPosition) -> Any:
     return np.dtype(np.uint8) if block.dtype == FILE else jnp.dtype(block.dtype)
 
 
 def _check(
-    manifest: Manifest, blocks: Sequence[Stored], names: Collection[str]
+    manifest: Manifest, blocks: Sequence[BlockPosition], names: Collection[str]
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Return the shape and dtype of arrays, compared with the blocks before any block is read."""
-    kinds = {leaf.array: stored_kind(leaf) for leaf in manifest.leaves if leaf.array in names}
+    kinds = {leaf.array: shape_and_dtype(leaf) for leaf in manifest.leaves if leaf.array in names}
     there = dict.fromkeys(names, 0)
     problems = []
     for block in blocks:

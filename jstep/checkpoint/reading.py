@@ -12,12 +12,12 @@ import numpy as np
 
 from jstep.checkpoint import leaf_records, match
 from jstep.checkpoint.leaf_records import GLOBAL_STEP, SLOTS, Keys
-from jstep.checkpoint.listing import misnamed, name
+from jstep.checkpoint.listing import misnaming_text, name
 from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Manifest, UnsupportedFormatError
 from jstep.checkpoint.store import Store
 from jstep.core import meshes, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import listed, listing
+from jstep.core.checks import format_list, listing
 from jstep.distributed import processes
 from jstep.slots.roles import AGES, COPIES, Role, Roles, roles_in
 from jstep.stores.urls import is_url
@@ -38,7 +38,7 @@ class _GoneError(Exception):
     """A checkpoint was deleted or replaced while it was read."""
 
 
-class Reader:
+class CheckpointReader:
     def __init__(self, store: Store, prefix: str, verify: bool) -> None:
         self._store, self._prefix, self._verify = store, prefix, verify
 
@@ -53,7 +53,7 @@ class Reader:
         try:
             return self._store.contents(path, self._store.manifest(path)).read_file(name)
         except CorruptedError as error:
-            raise CheckpointError(f"{path} {CORRUPTED}: {first_of(error.problems)}") from error
+            raise CheckpointError(f"{path} {CORRUPTED}: {first_problem(error.problems)}") from error
 
     def restore(
         self,
@@ -70,7 +70,7 @@ class Reader:
             match.check_averages(averages or (), manifest.leaves, path)
             if target is None:
                 arrays = self._read(path, manifest, dict.fromkeys(manifest.by_array))
-                return match.nested_values(manifest.leaves, arrays, averages)
+                return match.nest_values(manifest.leaves, arrays, averages)
             if of_params:
                 matched = match.match_params(target, manifest, averages, names, path)
             else:
@@ -113,7 +113,7 @@ class Reader:
         if processes.any_process(manifest is None and not problem):
             raise _GoneError(path)
         if manifest is not None and manifest.step != step:
-            problem, verdict = misnamed(self._prefix, step, manifest.step), UNREADABLE
+            problem, verdict = misnaming_text(self._prefix, step, manifest.step), UNREADABLE
         if processes.any_process(bool(problem)):
             raise self.unusable(path, [problem or "see the error of another process"], verdict)
         assert manifest is not None
@@ -145,7 +145,7 @@ class Reader:
             raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {self._store.directory}")
         return step
 
-    def _read_leaves(self, path: str, manifest: Manifest, matched: match.Match) -> list[Any]:
+    def _read_leaves(self, path: str, manifest: Manifest, matched: match.CheckpointMatch) -> list[Any]:
         """Return the leaves of a target in its order: restored, kept, or copies of others."""
         with meshes.internal_transfers():
             values = [
@@ -163,15 +163,15 @@ class Reader:
             arrays = self._read(path, manifest, shardings)
             for i, want in enumerate(matched.wanted):
                 if want.source is not None:
-                    value = leaf_records.value_of(want.source, want.half, arrays)
+                    value = leaf_records.leaf_value(want.source, want.half, arrays)
                     shared = uses[want.source.array] > 1 and isinstance(value, jax.Array)
                     values[i] = match.place_leaf(want, value.copy() if shared else value)
             for i, want in enumerate(matched.wanted):
                 if want.copy is not None:
-                    values[i] = match.copied_leaf(want, values)
+                    values[i] = match.copy_leaf(want, values)
             pairs = zip(matched.wanted, values, strict=True)
             left_out = [(want.left_out, value) for want, value in pairs if want.left_out is not None]
-            changed = leaf_records.changed_leaves(left_out)
+            changed = leaf_records.find_changed_leaves(left_out)
         if changed:
             _logger.warning(
                 "%s: target has other values, for leaves that Saver(leave_out=…) left out, than when the checkpoint "
@@ -182,7 +182,9 @@ class Reader:
             )
         return values
 
-    def _log_differences(self, path: str, step: int, target: Tree, matched: match.Match, values: Sequence[Any]) -> None:
+    def _log_differences(
+        self, path: str, step: int, target: Tree, matched: match.CheckpointMatch, values: Sequence[Any]
+    ) -> None:
         """Log what a partial restore leaves out: only this log shows a misspelt path."""
         if guards := [repr(want.path) for want in matched.wanted if want.is_guard]:
             _logger.info(
@@ -233,7 +235,7 @@ class Reader:
             advice = self._advice(path)
         except OSError as error:
             advice = f"The other checkpoints cannot be listed now ({error})"
-        return CheckpointError(f"{path} {verdict}: {first_of(problems)}.{left} {advice}.")
+        return CheckpointError(f"{path} {verdict}: {first_problem(problems)}.{left} {advice}.")
 
     def _advice(self, path: str) -> str:
         """Name the checkpoint to restore instead, and those to set aside to resume from it."""
@@ -292,7 +294,7 @@ def read_and_verify(
     return arrays, problems, failure
 
 
-def first_of(problems: Sequence[str]) -> str:
+def first_problem(problems: Sequence[str]) -> str:
     more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
     return "; ".join(problems[:SHOWN]) + more
 
@@ -338,7 +340,7 @@ def _stale_warning(target: Tree, values: Sequence[Any], left: Sequence[int]) -> 
     old make its first updates several times too large.
     """
     leaves = jax.tree_util.tree_leaves_with_path(target)
-    keys = [leaf_records.keys_of(path) for path, _ in leaves]
+    keys = [leaf_records.path_keys(path) for path, _ in leaves]
     before = dict(zip(keys, (leaf for _, leaf in leaves), strict=True))
     after = dict(zip(keys, values, strict=True))
     roles = roles_in(target)
@@ -386,7 +388,7 @@ def _scope(slot: str) -> str:
 
 def _stale_text(start: str, paths: Sequence[str], values: dict[tuple[str, ...], Any]) -> str:
     age, step = _age(values, start), _number(values[GLOBAL_STEP,])
-    shown = listed(list(map(repr, paths)), 5)
+    shown = format_list(list(map(repr, paths)), 5)
     return (
         f"Fresh slots meet an old age: {shown} were left as they were, and slots/{start} makes them {age} steps old, "
         "so that the bias correction does not treat them as fresh and their first updates are too large. Give them "

@@ -14,12 +14,12 @@ import jax
 import numpy as np
 
 from jstep.checkpoint import names as naming
-from jstep.checkpoint.leaf_records import PARAMS, left_out_indices, named_leaves, started_slots, to_stored
+from jstep.checkpoint.leaf_records import PARAMS, leaves_with_keys, left_out_indices, start_leaf_fingerprints, to_stored
 from jstep.checkpoint.listing import name
 from jstep.checkpoint.manifest import CheckpointError, Extra, Manifest, json_copy
 from jstep.checkpoint.match import Names
 from jstep.checkpoint.open_store import open_store
-from jstep.checkpoint.reading import Reader, newest_in_words, short
+from jstep.checkpoint.reading import CheckpointReader, newest_in_words, short
 from jstep.checkpoint.retention import Listener, Retention
 from jstep.core import exceptions, meshes, placement, trees
 from jstep.core.annotations import T, Tree
@@ -107,8 +107,8 @@ class Saver:
         leave_out: VarList = None,
         allow_nonfinite: bool = False,
     ) -> None:
-        self.directory = naming.checked_directory(directory)
-        self.prefix = naming.checked_prefix(prefix)
+        self.directory = naming.check_directory(directory)
+        self.prefix = naming.check_prefix(prefix)
         self._clock = as_function(clock, "clock", "() -> seconds, such as time.time", optional=True)
         self._store = open_store(self.directory, self.prefix)
         if max_to_keep is not None:
@@ -129,7 +129,7 @@ class Saver:
         self._finite: bool | None = None
         self._passing_secs: float | None = None
         self._told: Listener | None = None
-        self._reader = Reader(self._store, self.prefix, as_bool(verify, "verify"))
+        self._reader = CheckpointReader(self._store, self.prefix, as_bool(verify, "verify"))
         self._lock = threading.RLock()
         self._closed = False
         weakref.finalize(self, self._store.leave).atexit = False
@@ -411,7 +411,7 @@ class Saver:
             except Exception as error:
                 self._failure = self._failure or error
 
-    @exceptions.scoped
+    @exceptions.context_manager
     def flushing(self, flush: Callable[[], None]) -> Iterator[None]:
         r"""A context in which each save calls a function in the background, before its checkpoint exists.
 
@@ -496,12 +496,12 @@ class Saver:
         problem = f"{self.prefix}-* in {self.directory} cannot be written; see the error of process 0"
         processes.on_all_processes(self._store.claim if is_first else lambda: None, problem, CheckpointError)
         if state is not None and is_first:
-            self._retention.load(path for i, path in enumerate(trees.paths_of(state)) if i not in absent)
+            self._retention.load(path for i, path in enumerate(trees.leaf_paths(state)) if i not in absent)
 
     def _save(self, state: Tree, step: int | None, extra: Extra) -> str:
         saved_at = self._now()
         absent = left_out_indices(state, self.leave_out)
-        everything = named_leaves(state)
+        everything = leaves_with_keys(state)
         named = [pair for i, pair in enumerate(everything) if i not in absent]
         step = _step_of(state, step)
         finite = self._finite
@@ -513,7 +513,7 @@ class Saver:
         self._claim()
         self._saving = path
         try:
-            records = started_slots([everything[i] for i in sorted(absent)])
+            records = start_leaf_fingerprints([everything[i] for i in sorted(absent)])
             compress = is_worthwhile(arrays.values()) if self._compress is None else self._compress
             commit = self._retention.commit_of(manifest, records, tuple(self._flushes), self._passing_secs, self._told)
             self._store.save(path, arrays, compress, commit, extra.files)

@@ -16,7 +16,7 @@ from jstep.checkpoint.claims import FileClaim, ObjectClaim
 from jstep.checkpoint.contents import Contents
 from jstep.checkpoint.manifest import CheckpointError, Manifest
 from jstep.checkpoint.writes import Write
-from jstep.stores.urls import join, resolved
+from jstep.stores.urls import join_path, resolve_path
 
 _logger = logging.getLogger("jstep")
 _HOLDERS: "weakref.WeakValueDictionary[tuple[str, str], Store]" = weakref.WeakValueDictionary()
@@ -57,7 +57,7 @@ class Store(abc.ABC):
 
     def path(self, name: str) -> str:
         """Return the path or URL of a checkpoint, as shown to users."""
-        return join(self.directory, name)
+        return join_path(self.directory, name)
 
     # Reading. These methods change nothing, and need no claim.
 
@@ -122,7 +122,7 @@ class Store(abc.ABC):
         """
         if self.holds_claim():
             return
-        key = resolved(self.directory), self._prefix
+        key = resolve_path(self.directory), self._prefix
         holder = _HOLDERS.get(key)  # a reference: it may end meanwhile, with its write
         try:
             self._claim = self.lock()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import placement, trees
-from jstep.core.checks import SHOWN, kind, listing, shown
+from jstep.core.checks import SHOWN, format_value, kind, listing
 
 _GROUPS = 8  # prefixes listed in a message
 
@@ -18,7 +18,7 @@ Source = TypeVar("Source")
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted(Generic[Source]):
+class TargetLeaf(Generic[Source]):
     """A leaf of a target, and the array that was saved for it.
 
     Attributes:
@@ -45,10 +45,10 @@ class Wanted(Generic[Source]):
         return isinstance(self.leaf, np.ndarray | np.generic)
 
 
-_Wanted = TypeVar("_Wanted", bound=Wanted[Any])
+_Wanted = TypeVar("_Wanted", bound=TargetLeaf[Any])
 
 
-def matched(
+def match_leaf(
     wanted: _Wanted, key: Hashable, sources: Mapping[Any, Source], difference: Callable[[_Wanted, Source], str]
 ) -> _Wanted:
     """Return a leaf with the source of this key, if there is one without a `difference`."""
@@ -58,7 +58,7 @@ def matched(
 
 
 @dataclasses.dataclass(frozen=True)
-class Match(Generic[_Wanted]):
+class TargetMatch(Generic[_Wanted]):
     """The result of matching a target to a checkpoint or to files of weights.
 
     Attributes:
@@ -119,7 +119,7 @@ def entries(names: object, leaves: Sequence[tuple[str, ...]], what: str, form: s
         return {}
     if not isinstance(names, Mapping):
         if not callable(names):
-            raise TypeError(f"names={shown(names)}: must be {form}, got {kind(names)}")
+            raise TypeError(f"names={format_value(names)}: must be {form}, got {kind(names)}")
         return {path: names(path) for path, *_ in leaves}
     # The full path of a leaf takes precedence over the path of another leaf's container.
     path_of = {other: path for path, *others in leaves for other in others} | {path: path for path, *_ in leaves}
@@ -128,8 +128,8 @@ def entries(names: object, leaves: Sequence[tuple[str, ...]], what: str, form: s
     for name, entry in names.items():
         path = path_of.get(name)
         if path is None:
-            near = trees.nearest(str(name), [path for path, *_ in leaves])
-            raise ValueError(f"names: {what} has no leaf at {shown(name)}{near}")
+            near = trees.suggest_names(str(name), [path for path, *_ in leaves])
+            raise ValueError(f"names: {what} has no leaf at {format_value(name)}{near}")
         if path in result:
             raise ValueError(f"names: {named[path]!r} and {name!r} are the same leaf of {what}; keep one of them")
         result[path], named[path] = entry, name
@@ -140,27 +140,28 @@ def has_value(leaf: object) -> bool:
     return not (isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and leaf.is_deleted()))
 
 
-def require_value(wanted: Wanted[Any]) -> None:
+def require_value(wanted: TargetLeaf[Any]) -> None:
     """Reject a leaf that stays as it is, but has no value."""
     if not has_value(wanted.leaf):
         got = "a deleted array" if isinstance(wanted.leaf, jax.Array) else "a shape"
         raise ValueError(
-            f"target: {trees.quoted(wanted.path)} stays as it is, since nothing that was saved fits or names maps it "
+            f"target: {trees.quote_path(wanted.path)} stays as it is, since nothing that was saved fits or names maps "
+            "it "
             f"to None, and must have a value, got {got}; pass an array there"
         )
 
 
-def kind_of(leaf: Any, path: str, advice: str) -> tuple[tuple[int, ...], Any]:
+def target_kind(leaf: Any, path: str, advice: str) -> tuple[tuple[int, ...], Any]:
     """Return the shape and dtype (in native byte order) of a target's leaf; an error ends with the advice."""
     if trees.is_number(leaf):
         return (), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
     if isinstance(leaf, jax.ShapeDtypeStruct) or trees.is_array(leaf):
         return tuple(leaf.shape), leaf.dtype.newbyteorder("=") if isinstance(leaf.dtype, np.dtype) else leaf.dtype
     what = kind(leaf) if isinstance(leaf, np.ndarray) else type(leaf).__name__
-    raise TypeError(f"target: {trees.quoted(path)} is {what}; {advice}")
+    raise TypeError(f"target: {trees.quote_path(path)} is {what}; {advice}")
 
 
-def placed(wanted: Wanted[Any], values: np.ndarray[Any, Any]) -> Any:
+def place_values(wanted: TargetLeaf[Any], values: np.ndarray[Any, Any]) -> Any:
     """Return a leaf with these values, in its own memory: each device gets its part."""
     if wanted.is_numpy:
         return np.array(values)

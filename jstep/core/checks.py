@@ -15,10 +15,10 @@ SHOWN = 20
 
 
 def size(number: float, digits: int = 3) -> str:
-    return scaled(number, "B", 1024, ("", "Ki", "Mi", "Gi", "Ti", "Pi"), digits)
+    return format_scaled(number, "B", 1024, ("", "Ki", "Mi", "Gi", "Ti", "Pi"), digits)
 
 
-def scaled(
+def format_scaled(
     count: float, unit: str, base: int = 1000, prefixes: Sequence[str] = ("", "k", "M", "G", "T", "P"), digits: int = 3
 ) -> str:
     """Format a number with a unit prefix: 1.5 GFLOP."""
@@ -29,7 +29,7 @@ def scaled(
     return f"{text} {prefixes[power]}{unit}"
 
 
-def count(number: Any) -> str:
+def format_count(number: Any) -> str:
     """Format an integer with spaces between thousands."""
     return f"{int(number):,}".replace(",", " ")
 
@@ -39,16 +39,16 @@ def array_type(shape: Iterable[int], dtype: object) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def cut(text: str, longest: int) -> str:
+def truncate(text: str, longest: int) -> str:
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
-def cut_path(path: str, longest: int = 36) -> str:
+def truncate_path(path: str, longest: int = 36) -> str:
     """Truncate a long path on the left: its end tells leaves apart."""
     return path if len(path) <= longest else "…" + path[1 - longest :]
 
 
-def listed(words: Sequence[str], most: int = 1, between: str = ", ") -> str:
+def format_list(words: Sequence[str], most: int = 1, between: str = ", ") -> str:
     """Format the first words and the number of others."""
     others = f" and {len(words) - most} more" if len(words) > most else ""
     return between.join(words[:most]) + others
@@ -65,7 +65,7 @@ def listing(title: str, items: Sequence[str], most: int = SHOWN) -> str:
 # Argument validation. Error messages have the form `name=value: must be …, got …; what to do`.
 
 
-def shown(value: object, longest: int = 100) -> str:
+def format_value(value: object, longest: int = 100) -> str:
     """Return a truncated repr; never raises."""
     try:
         text = repr(value)
@@ -91,7 +91,7 @@ def kind(value: object) -> str:
 def as_bool(value: object, argument: str) -> bool:
     """Convert a bool; reject other values, such as the string "no" from a configuration file."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{argument}={shown(value)}: must be True or False, got {kind(value)}")
+        raise TypeError(f"{argument}={format_value(value)}: must be True or False, got {kind(value)}")
     return bool(value)
 
 
@@ -102,7 +102,7 @@ def as_int(value: Any, argument: str, at_least: int | None = None, meaning: str 
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{argument}={shown(value)}: must be an integer, got {kind(value)}") from None
+        raise TypeError(f"{argument}={format_value(value)}: must be an integer, got {kind(value)}") from None
     if at_least is not None and number < at_least:
         raise ValueError(f"{argument}={number}: must be at least {at_least}{', ' if meaning else ''}{meaning}")
     return number
@@ -128,9 +128,9 @@ def as_number(
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{argument}={shown(value)}: must be {expected}, got {kind(value)}{hint}") from None
+        raise TypeError(f"{argument}={format_value(value)}: must be {expected}, got {kind(value)}{hint}") from None
     except OverflowError:
-        raise ValueError(f"{argument}={shown(value)}: must be {expected} that fits in a float{hint}") from None
+        raise ValueError(f"{argument}={format_value(value)}: must be {expected} that fits in a float{hint}") from None
     problem = out_of_range(number, **bounds)
     if problem:
         raise ValueError(f"{argument}={np.asarray(value).item()}: {problem}{hint}")
@@ -165,16 +165,16 @@ def as_function(
         return value
     wanted = f"must be a function{' ' if form else ''}{form}{' or None' if optional else ''}"
     if not callable(value):
-        raise TypeError(f"{argument}={shown(value)}: {wanted}, got {kind(value)}")
+        raise TypeError(f"{argument}={format_value(value)}: {wanted}, got {kind(value)}")
     if takes is not None and not may_take(value, takes):
-        raise TypeError(f"{argument}={shown(value)}: {wanted}, got one that takes {inspect.signature(value)}")
+        raise TypeError(f"{argument}={format_value(value)}: {wanted}, got one that takes {inspect.signature(value)}")
     return value
 
 
 def as_mapping(value: object, argument: str, contents: str) -> Mapping[Any, Any]:
     """Check a mapping; `contents`, such as `from names to numbers`, is for the error."""
     if not isinstance(value, Mapping):
-        raise TypeError(f"{argument}={shown(value)}: must be a mapping {contents}, got {kind(value)}")
+        raise TypeError(f"{argument}={format_value(value)}: must be a mapping {contents}, got {kind(value)}")
     return value
 
 
@@ -188,7 +188,9 @@ def as_functions(functions: Any, argument: str, form: str) -> tuple[Any, ...]:
         raise TypeError(f"{what}; give a list: {argument}=[…]") from None
     for i, function in enumerate(items):
         if isinstance(function, type) or not callable(function):
-            raise TypeError(f"{argument}[{i}]={shown(function)}: must be a function {form}, got {kind(function)}")
+            raise TypeError(
+                f"{argument}[{i}]={format_value(function)}: must be a function {form}, got {kind(function)}"
+            )
     return items
 
 
@@ -210,18 +212,18 @@ def can_take(fn: Callable[..., Any], arguments: int) -> bool:
     return True
 
 
-def as_text(value: object, argument: str, meaning: str = "") -> str:
+def as_string(value: object, argument: str, meaning: str = "") -> str:
     """Return a nonempty string."""
     hint = f"; {meaning}" if meaning else ""
     if not isinstance(value, str):
-        raise TypeError(f"{argument}={shown(value)}: must be a string, got {kind(value)}{hint}")
+        raise TypeError(f"{argument}={format_value(value)}: must be a string, got {kind(value)}{hint}")
     if not value:
         raise ValueError(f"{argument}={value!r}: must not be empty{hint}")
     return value
 
 
-def one_of(value: Any, argument: str, choices: Any) -> Any:
+def check_choice(value: Any, argument: str, choices: Any) -> Any:
     # Not `value in choices`: a value may be unhashable, or compare to an array.
     if not any(type(value) is type(choice) and value == choice for choice in choices):
-        raise ValueError(f"{argument}={shown(value)}: must be one of {', '.join(map(repr, choices))}")
+        raise ValueError(f"{argument}={format_value(value)}: must be one of {', '.join(map(repr, choices))}")
     return value

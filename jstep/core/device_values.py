@@ -14,7 +14,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import Bounds, as_number, kind, shown
+from jstep.core.checks import Bounds, as_number, format_value, kind
 from jstep.core.exceptions import setting
 from jstep.core.meshes import internal_transfers, on_host
 from jstep.core.placement import NO_MESH
@@ -28,7 +28,7 @@ def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str) -> trees.Array:
     _refuse_wide(leaf, path, argument)
     if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
         raise TypeError(
-            f"{argument}: the leaf at {trees.quoted(path)} is complex ({jnp.result_type(leaf)}); "
+            f"{argument}: the leaf at {trees.quote_path(path)} is complex ({jnp.result_type(leaf)}); "
             "jstep trains real parameters: keep its real and imaginary parts as two leaves."
         )
     if trees.is_key(leaf):
@@ -76,7 +76,7 @@ def as_array(value: object, argument: str) -> jax.Array:
 
 def arguments_from_host(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Apply `from_host` to the arguments of a step."""
-    batch = from_host(trees.batch_of(args), "batch")
+    batch = from_host(trees.args_to_batch(args), "batch")
     return (batch,) if len(args) == 1 else batch
 
 
@@ -125,13 +125,13 @@ def as_scalar(
     wanted = expected or ("an integer" if integer else "a number")
     plain, dtypes = (int, [jnp.integer]) if integer else (float, [jnp.integer, jnp.floating])
     if isinstance(value, bool | np.bool_) or not (isinstance(value, int | plain) or trees.is_array(value)):
-        raise TypeError(f"{argument}={shown(value)}: must be {wanted}, got {kind(value)}{hint}")
+        raise TypeError(f"{argument}={format_value(value)}: must be {wanted}, got {kind(value)}{hint}")
     if np.ndim(value):
         raise ValueError(
             f"{argument}: must be a scalar, got shape {np.shape(value)}; map over several values with jax.vmap"
         )
     if trees.is_array(value) and not any(jnp.issubdtype(value.dtype, dtype) for dtype in dtypes):
-        raise TypeError(f"{argument}={shown(value)}: must be {wanted}, got dtype {value.dtype}{hint}")
+        raise TypeError(f"{argument}={format_value(value)}: must be {wanted}, got dtype {value.dtype}{hint}")
     on_mesh = on_host(value)
     with internal_transfers():
         concrete = trees.concrete(value) if on_mesh is None else on_mesh
@@ -151,7 +151,9 @@ def as_key(value: Any, argument: str) -> Any:
     dtype = getattr(value, "dtype", None)
     typed = trees.is_key(value)
     if not typed and not (dtype == np.uint32 and np.ndim(value) > 0):
-        raise TypeError(f"{argument}={shown(value)}: must be a key, such as jax.random.key(0), got {kind(value)}")
+        raise TypeError(
+            f"{argument}={format_value(value)}: must be a key, such as jax.random.key(0), got {kind(value)}"
+        )
     if np.ndim(value) != (0 if typed else 1):
         raise ValueError(f"{argument}: must be one key, got keys of shape {np.shape(value)}; select one of them")
     data = None if not isinstance(value, jax.Array) or trees.is_traced(value) else on_host(trees.key_data(value))

@@ -43,7 +43,7 @@ def _or_none(value: object) -> Any:
     return value
 
 
-def scoped(make: Callable[_P, Iterator[_T]]) -> "Callable[_P, contextlib.AbstractContextManager[_T]]":
+def context_manager(make: Callable[_P, Iterator[_T]]) -> "Callable[_P, contextlib.AbstractContextManager[_T]]":
     """Like `contextlib.contextmanager`, but for user code: an exception passes unchanged, and closes the generator."""
 
     @functools.wraps(make)
@@ -68,7 +68,7 @@ class _Scope(contextlib.AbstractContextManager[_T]):
             self._body.close()
 
 
-@scoped
+@context_manager
 def setting(variable: contextvars.ContextVar[Any], value: _T) -> Iterator[_T]:
     token = variable.set(value)
     try:

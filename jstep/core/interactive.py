@@ -23,7 +23,7 @@ def _shell() -> Any:
     return None if get is None else get()
 
 
-def kept() -> Any:
+def kept_state() -> Any:
     """Return the kept state, unless it was donated since."""
     from jstep.core import trees  # which needs JAX
 

@@ -156,7 +156,7 @@ def name_stack(eqn: object) -> str:
     return str(getattr(getattr(eqn, "source_info", None), "name_stack", ""))
 
 
-def frames_of(eqn: Any) -> Sequence[Any]:
+def source_frames(eqn: Any) -> Sequence[Any]:
     """Return Python frames, innermost first."""
     traceback = eqn.source_info.traceback
     return [] if traceback is None else traceback.frames
@@ -167,7 +167,7 @@ def argument_names(closed: Any) -> Sequence[Any]:
     return getattr(getattr(closed.jaxpr, "debug_info", None), "arg_names", None) or ()
 
 
-def shown_parameters(eqn: Any) -> dict[str, str]:
+def describe_parameters(eqn: Any) -> dict[str, str]:
     """Return the parameters that affect the result, as strings."""
     hidden = (type(None), core.Jaxpr, core.ClosedJaxpr)
     return {
@@ -270,7 +270,7 @@ def shard_counts(operation: Operation) -> dict[str, int]:
     return {name: mesh.shape[name] for name in mesh.axis_names if name in manual}
 
 
-def recomputes(body: Subprogram) -> bool:
+def has_remat(body: Subprogram) -> bool:
     """Whether gradients recompute operations, as with `jax.checkpoint`."""
     return any(operation.name in _REMAT and operation.eqn.params.get("differentiated") for operation in walk(body))
 
@@ -328,10 +328,10 @@ def _alone(operation: Operation) -> core.ClosedJaxpr:
     eqn = operation.eqn
     inputs = list(dict.fromkeys(variables(eqn.invars)))
     kept = [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
-    return core.ClosedJaxpr(part_of(operation.jaxpr, inputs, kept, [eqn]).replace(effects=eqn.effects), ())
+    return core.ClosedJaxpr(subprogram(operation.jaxpr, inputs, kept, [eqn]).replace(effects=eqn.effects), ())
 
 
-def part_of(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any], eqns: Sequence[Any]) -> Any:
+def subprogram(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any], eqns: Sequence[Any]) -> Any:
     return jaxpr.replace(constvars=[], invars=list(inputs), outvars=list(outputs), eqns=list(eqns))
 
 
@@ -499,7 +499,7 @@ def gradients_hash(closed: object) -> ProgramHash:
     return _Hasher().gradients(closed)
 
 
-def digest_of(*parts: str) -> str:
+def hash_strings(*parts: str) -> str:
     """Return 32 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=16, person=b"jstep")
     for part in parts:
@@ -525,7 +525,7 @@ class _Hasher:
             outer, self._counts = self._counts, _no_counts()
             jaxpr = closed.jaxpr if isinstance(closed, core.ClosedJaxpr) else closed
             parts = self._jaxpr(jaxpr) + [self.text(const) for const in getattr(closed, "consts", ())]
-            self._seen[id(closed)] = self._counts._replace(digest=digest_of(*parts))
+            self._seen[id(closed)] = self._counts._replace(digest=hash_strings(*parts))
             self._counts = outer
         result = self._seen[id(closed)]
         for total, counts in zip(self._counts[1:], result[1:], strict=True):
@@ -543,7 +543,7 @@ class _Hasher:
             # Results of other operations, arguments, or constants.
             new = [var for var in eqn.invars if not isinstance(var, core.Literal) and var not in numbers]
             parts += [self._bound(new, numbers), *map(self.text, map(consts.get, new)), *self._operation(eqn, numbers)]
-        return self._counts._replace(digest=digest_of(*parts))
+        return self._counts._replace(digest=hash_strings(*parts))
 
     def _jaxpr(self, jaxpr: Any) -> list[str]:
         numbers: dict[Any, int] = {}
@@ -647,7 +647,7 @@ class Product(NamedTuple):
     precision: str
 
 
-def flops_of(eqn: Any) -> float:
+def count_flops(eqn: Any) -> float:
     """Return the floating-point operations of an operation without inner programs."""
     name, params = _name(eqn), eqn.params
     size = sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars)
@@ -670,7 +670,7 @@ def flops_of(eqn: Any) -> float:
     return float(size)
 
 
-def product_of(eqn: Any) -> Product | None:
+def matrix_product(eqn: Any) -> Product | None:
     """Return None for operations other than matrix products and convolutions."""
     if _name(eqn) not in _PRODUCTS:
         return None

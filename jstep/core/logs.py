@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jstep.core.checks import as_int
-from jstep.core.exceptions import scoped
+from jstep.core.exceptions import context_manager
 
 _logger = logging.getLogger("jstep")
 
@@ -67,7 +67,7 @@ def as_level(level: object) -> int:
 # Show log lines on standard error if logging is not configured.
 
 
-@scoped
+@context_manager
 def log_to_stderr(shown: int = logging.NOTSET) -> Iterator[None]:
     """Write log lines to standard error, if logging is not configured for `jstep`."""
     # A handler of the root logger alone does not count: some libraries add one for warnings.
@@ -138,7 +138,7 @@ class Ticker:
         self._thread.join()
 
 
-@scoped
+@context_manager
 def slow(doing: str, log: Callable[[str], object] | None = None) -> Iterator[None]:
     """Report progress after five seconds: a running clock on a terminal, elsewhere one line, to `log` if given."""
     is_terminal = getattr(_standard_error(), "isatty", bool)()
@@ -193,7 +193,7 @@ def _standard_error() -> Any:
     return _real if is_replaced else sys.stderr
 
 
-@scoped
+@context_manager
 def without_noise() -> Iterator[None]:
     """Drop XLA's INVALID_ARGUMENT lines from standard error."""
     global _users

@@ -20,8 +20,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core.annotations import Tree
-from jstep.core.exceptions import explain_jax, scoped
-from jstep.core.trees import arrays_of, is_traced
+from jstep.core.exceptions import context_manager, explain_jax
+from jstep.core.trees import is_traced, partition_arrays
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -54,7 +54,7 @@ def internal_transfers() -> contextlib.AbstractContextManager[object]:
     return _allowed([name for name in _GUARDS if str(read_setting(name)).startswith("disallow")])
 
 
-@scoped
+@context_manager
 def _allowed(guards: list[str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in guards:
@@ -176,7 +176,7 @@ def spec_of(leaf: object) -> PartitionSpec:
     return jax.typeof(leaf).sharding.spec
 
 
-def reduced(total: object) -> Any:
+def reduce_unreduced(total: object) -> Any:
     """Sum an `unreduced` array over its devices, and clear `reduced` axes."""
     mesh = explicit_mesh(total)
     if mesh is None or not (spec_of(total).unreduced or spec_of(total).reduced):
@@ -184,7 +184,7 @@ def reduced(total: object) -> Any:
     return jax.sharding.reshard(total, NamedSharding(mesh, PartitionSpec(*dims_of(spec_of(total)))))
 
 
-def sharded_like(*trees: Any) -> Callable[[Any], Any]:
+def shard_like(*trees: Any) -> Callable[[Any], Any]:
     """Return a function from a result to specs: of the leaf of equal path and shape in `trees`, else P().
 
     The last tree with that leaf on a mesh takes precedence.
@@ -216,7 +216,7 @@ def without_explicit_axes(
     with using_mesh(mesh_of(args)):
         with jax.sharding.use_abstract_mesh(mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))):
             result = fn(*jax.tree.map(_entered, args))
-        specs = (place or sharded_like())(result)
+        specs = (place or shard_like())(result)
         return jax.tree.map(functools.partial(_left, mesh), result, specs)
 
 
@@ -225,7 +225,7 @@ def leaving_auto_axes(fn: Callable[[Any], _R], params: Tree) -> Callable[[Any], 
     mesh = explicit_mesh(params)
     if mesh is None:
         return fn
-    place = sharded_like(params)
+    place = shard_like(params)
 
     def outside(params: Tree) -> _R:
         with jax.sharding.use_abstract_mesh(mesh):
@@ -277,7 +277,7 @@ def on_any_mesh(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
                 if explicit_mesh((args, kwargs)) is None:
                     return fn(*args, **kwargs)
                 arguments = types.SimpleNamespace(**signature.bind(*args, **kwargs).arguments)
-                place = sharded_like(*(_found(arguments, name) for name in reversed(like)))
+                place = shard_like(*(_found(arguments, name) for name in reversed(like)))
                 return without_explicit_axes(lambda args, kwargs: fn(*args, **kwargs), args, kwargs, place=place)
 
         return run
@@ -339,7 +339,7 @@ def _signature(error: Exception) -> tuple[type, str]:
 
 def atomic(fn: Callable[..., _R], *args: Any) -> _R:
     """Call `fn(*args)`; if tracing raises, no operation has run or joined the caller's program."""
-    arrays, filled = arrays_of(args)
+    arrays, filled = partition_arrays(args)
 
     def whole(arrays: list[Any]) -> Any:
         return fn(*filled(arrays))

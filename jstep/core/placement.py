@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_int, as_text, kind, shown
+from jstep.core.checks import as_int, as_string, format_value, kind
 from jstep.core.jaxprs import is_slow_in_loops
 from jstep.core.meshes import dims_of, internal_transfers, mesh_of, parts_along, using_mesh
 
@@ -51,23 +51,26 @@ def layout_of(path: str) -> NamedSharding | None:
     return (LAYOUTS.get() or {}).get(path)
 
 
-def parts_of(sharding: NamedSharding) -> int:
+def part_count(sharding: NamedSharding) -> int:
     return math.prod(parts_along(sharding.mesh, axis) for axis in sharding.spec)
 
 
-def checked_memory(kind: object, mesh: Mesh) -> str | None:
+def check_memory(kind: object, mesh: Mesh) -> str | None:
     """Validate `slots_memory`; None stands for the default memory."""
-    if kind is None or as_text(kind, "slots_memory") == "device":
+    if kind is None or as_string(kind, "slots_memory") == "device":
         return None
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if not kinds:
         raise ValueError(
-            f"slots_memory={shown(kind)}: {device.device_kind} devices that only compile do not report their memory "
+            f"slots_memory={format_value(kind)}: {device.device_kind} devices that only compile do not report their "
+            "memory "
             "kinds; leave it out"
         )
     if kind not in kinds:
-        raise ValueError(f"slots_memory={shown(kind)}: {device.device_kind} devices have the memory kinds {kinds}")
+        raise ValueError(
+            f"slots_memory={format_value(kind)}: {device.device_kind} devices have the memory kinds {kinds}"
+        )
     return None if kind == device.default_memory().kind else str(kind)
 
 
@@ -108,10 +111,10 @@ def on_devices(tree: Tree) -> Any:
 
 
 SHARDINGS: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_shardings", default=None)
-"""The shardings of a traced state, for `shardings_of`: tracers on Auto axes have none."""
+"""The shardings of a traced state, for `traced_shardings`: tracers on Auto axes have none."""
 
 
-def shardings_of(tree: Tree) -> list[Any] | None:
+def traced_shardings(tree: Tree) -> list[Any] | None:
     """Return the shardings of a traced state, if they are known."""
     state = SHARDINGS.get()
     return jax.tree.leaves(state) if state is not None and trees.structure(state) == trees.structure(tree) else None
@@ -140,7 +143,7 @@ def back(leaf: object, before: object) -> Any:
     return jax.device_put(leaf, sharding)
 
 
-def placements_of(leaves: Sequence[Any]) -> tuple[list[tuple[list[int], Any]], list[int]]:
+def group_by_devices(leaves: Sequence[Any]) -> tuple[list[tuple[list[int], Any]], list[int]]:
     """Group indices of arrays by devices, each group with its mesh or None; and return indices of NumPy arrays.
 
     Arrays whose device JAX may choose join another group.
@@ -322,7 +325,9 @@ def as_unroll(value: object) -> Unroll:
     try:
         return as_int(value, "unroll", 1, "a number of iterations")
     except TypeError:
-        raise TypeError(f"unroll={shown(value)}: must be an integer, a bool or None, got {kind(value)}") from None
+        raise TypeError(
+            f"unroll={format_value(value)}: must be an integer, a bool or None, got {kind(value)}"
+        ) from None
 
 
 def scan(
@@ -361,7 +366,7 @@ def compute_first(*arrays: object) -> tuple[Any, ...]:
     return same
 
 
-def in_order(first: jax.Array, *later: jax.Array) -> list[jax.Array]:
+def run_in_order(first: jax.Array, *later: jax.Array) -> list[jax.Array]:
     """Return the later arrays; on a CPU each is computed by a kernel that XLA must run after the previous one.
 
     If two kernels read a slot that one of them overwrites, XLA copies the slot unless the other must run earlier, which

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 import jax
 import numpy as np
 
-from jstep.core.checks import array_type, cut, shown
+from jstep.core.checks import array_type, format_value, truncate
 from jstep.core.tracebacks import shortens_tracebacks
 
 LONGEST = 200
@@ -24,7 +24,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class Call:
+class RecordedCall:
     """A recorded call; its `repr`, formatted on demand, omits the names of the first `positional` arguments."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Call:
             arguments |= value if is_keywords else {name: value}
         return arguments
 
-    def __deepcopy__(self, memo: object) -> "Call":
+    def __deepcopy__(self, memo: object) -> "RecordedCall":
         return self  # immutable; an argument may be something that cannot be copied
 
     def __repr__(self) -> str:
@@ -53,18 +53,18 @@ class Call:
         for i, (name, value) in enumerate(signature.bind(*self.args, **self.kwargs).arguments.items()):
             kind = signature.parameters[name].kind
             if kind is inspect.Parameter.VAR_POSITIONAL:
-                words += map(typed, value)
+                words += map(as_typed, value)
             elif kind is inspect.Parameter.VAR_KEYWORD:
-                words += [f"{key}={typed(item)}" for key, item in value.items()]
+                words += [f"{key}={as_typed(item)}" for key, item in value.items()]
             else:
                 # After an omitted argument, a nameless one would take its position.
                 plain = plain and i < self.positional and list(signature.parameters)[i] == name
-                words.append(typed(value) if plain else f"{name}={typed(value)}")
+                words.append(as_typed(value) if plain else f"{name}={as_typed(value)}")
         return f"{self.function.__name__}({', '.join(words)})"
 
 
-def remembered(
-    attach: Callable[[_T, Call], _T],
+def record_calls(
+    attach: Callable[[_T, RecordedCall], _T],
     positional: int = 0,
     refused: Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any], TypeError], NoReturn] | None = None,
 ) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
@@ -80,7 +80,7 @@ def remembered(
                 if refused is None:
                     raise
                 refused(function, args, kwargs, error)
-            return attach(result, Call(make, positional, args, kwargs))
+            return attach(result, RecordedCall(make, positional, args, kwargs))
 
         return make
 
@@ -90,11 +90,11 @@ def remembered(
 class Made(NamedTuple):
     """The origin of an optimizer, void once its `functions` (`update` and `hyperparameters`) are replaced."""
 
-    call: Call
+    call: RecordedCall
     functions: tuple[Any, ...]
 
 
-def call_of(optimizer: Any) -> Call | None:
+def recorded_call(optimizer: Any) -> RecordedCall | None:
     """Return the call that created an optimizer of jstep, unless a function of it was replaced since."""
     origin = getattr(getattr(optimizer, "init", None), "call", None)
     if not isinstance(origin, Made) or (optimizer.update, optimizer.hyperparameters) != origin.functions:
@@ -102,7 +102,7 @@ def call_of(optimizer: Any) -> Call | None:
     return origin.call
 
 
-def elements_of(optimizer: object) -> dict[str, dict[str, Any]]:
+def named_optimizers(optimizer: object) -> dict[str, dict[str, Any]]:
     """Return an optimizer and all optimizers inside it by unique names, each with its other arguments.
 
     A name is the function's, after its label in a `partition`; repeated names are numbered.
@@ -110,8 +110,8 @@ def elements_of(optimizer: object) -> dict[str, dict[str, Any]]:
     elements: dict[str, dict[str, Any]] = {}
 
     def visit(optimizer: object, prefix: str) -> None:
-        call = call_of(optimizer)
-        name = prefix + (typed(optimizer) if call is None else call.function.__name__)
+        call = recorded_call(optimizer)
+        name = prefix + (as_typed(optimizer) if call is None else call.function.__name__)
         numbered = (f"{name} {number}" for number in itertools.count(2))
         own = elements[next(entry for entry in itertools.chain([name], numbered) if entry not in elements)] = {}
         for argument, value in ({} if call is None else call.arguments()).items():
@@ -134,7 +134,7 @@ def _optimizers_in(value: object) -> list[tuple[str, Any]]:
     return [("", item) for item in (value if isinstance(value, list | tuple) else ()) if has_init_and_update(item)]
 
 
-def _remember(optimizer: Any, call: Call) -> Any:
+def _remember(optimizer: Any, call: RecordedCall) -> Any:
     init: Any = optimizer.init
     if not (hasattr(init, "__dataclass_fields__") and hasattr(init, "call")):  # a custom optimizer
         return optimizer
@@ -145,11 +145,11 @@ def _remember(optimizer: Any, call: Call) -> Any:
 
 def makes_optimizer(positional: int = 0) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Make a decorator that attaches calls to optimizers."""
-    return remembered(_remember, positional)
+    return record_calls(_remember, positional)
 
 
 class RememberedFunction:
-    def __init__(self, function: Callable[..., Any], call: Call) -> None:
+    def __init__(self, function: Callable[..., Any], call: RecordedCall) -> None:
         functools.update_wrapper(self, function)
         self.call = call
 
@@ -186,7 +186,7 @@ class ShownAsTyped:
     def __repr__(self) -> str:
         args, kwargs = self._made
         with contextlib.suppress(TypeError, ValueError):  # a copy, or a user-defined class
-            return repr(Call(type(self), len(args), args, kwargs))
+            return repr(RecordedCall(type(self), len(args), args, kwargs))
         return f"{type(self).__name__}(…)"
 
     def __dir__(self) -> list[str]:
@@ -202,7 +202,7 @@ class ShownAsTyped:
         return sorted(name for name in names if name in documented or name.startswith("__"))
 
 
-def typed(value: Any) -> str:
+def as_typed(value: Any) -> str:
     """Format an argument as one would type it, without reading device arrays."""
     if _is_call(value):
         if type(value).__module__.partition(".")[0] == "jstep":
@@ -210,13 +210,13 @@ def typed(value: Any) -> str:
         # An optimizer of Optax does not know its arguments.
         return _made_by_optax(value.update) or f"{type(value).__name__}(…)"
     if isinstance(value, Mapping):
-        text = "{" + ", ".join(f"{key!r}: {typed(item)}" for key, item in value.items()) + "}"
-        return text if any(map(_is_call, value.values())) else cut(text, LONGEST)
+        text = "{" + ", ".join(f"{key!r}: {as_typed(item)}" for key, item in value.items()) + "}"
+        return text if any(map(_is_call, value.values())) else truncate(text, LONGEST)
     if isinstance(value, list | tuple):
-        parts = ", ".join(map(typed, value))
+        parts = ", ".join(map(as_typed, value))
         text = f"[{parts}]" if isinstance(value, list) else f"({parts}{',' * (len(value) == 1)})"
-        return text if any(map(_is_call, value)) else cut(text, LONGEST)
-    return cut(_plain(value), LONGEST)
+        return text if any(map(_is_call, value)) else truncate(text, LONGEST)
+    return truncate(_plain(value), LONGEST)
 
 
 def _is_call(value: object) -> bool:
@@ -236,21 +236,21 @@ def _plain(value: object) -> str:
     if isinstance(dtype, np.dtype):  # jnp.float32 is a class with a dtype
         return repr(dtype.name)
     if isinstance(value, functools.partial):
-        words = [typed(item) for item in (value.func, *value.args)]
-        return f"partial({', '.join([*words, *(f'{key}={typed(item)}' for key, item in value.keywords.items())])})"
+        words = [as_typed(item) for item in (value.func, *value.args)]
+        return f"partial({', '.join([*words, *(f'{key}={as_typed(item)}' for key, item in value.keywords.items())])})"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _of_dataclass(value)
     if callable(value) and hasattr(value, "__name__"):
         return _made_by_optax(value) or str(value.__name__)
     has_address = type(value).__repr__ is _WITH_ADDRESS
-    return f"{type(value).__name__}(…)" if has_address else shown(value, LONGEST)
+    return f"{type(value).__name__}(…)" if has_address else format_value(value, LONGEST)
 
 
 def _of_dataclass(value: Any) -> str:
     if not value.__dataclass_params__.repr:
-        return shown(value, LONGEST)
+        return format_value(value, LONGEST)
     fields = [(field, getattr(value, field.name)) for field in dataclasses.fields(value) if field.repr]
-    words = [f"{field.name}={typed(item)}" for field, item in fields if not _is_equal(item, field.default)]
+    words = [f"{field.name}={as_typed(item)}" for field, item in fields if not _is_equal(item, field.default)]
     return f"{type(value).__name__}({', '.join(words)})"
 
 

@@ -10,12 +10,12 @@ from jax.tree_util import GetAttrKey
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import kind, shown
+from jstep.core.checks import format_value, kind
 
 _BOXED = GetAttrKey("value")
 
 
-def names_of(tree: Tree) -> list[tuple[str, ...]]:
+def leaf_names(tree: Tree) -> list[tuple[str, ...]]:
     """Return the path of each leaf, and for a boxed variable (Flax NNX) also the path of the box.
 
     The leaf `fc/kernel/value` can also be looked up as `fc/kernel`.
@@ -31,9 +31,9 @@ def is_named(names: tuple[str, ...], entry: str) -> bool:
     return any(name == entry or fnmatch.fnmatchcase(name, entry) for name in names)
 
 
-def index_of(tree: Tree, path: str, what: str) -> int | None:
+def find_leaf(tree: Tree, path: str, what: str) -> int | None:
     """Return the index of the leaf at its full path, or at the path of its box; None if there is none."""
-    everything = names_of(tree)
+    everything = leaf_names(tree)
     for depth in (0, 1):
         indices = [i for i, names in enumerate(everything) if len(names) > depth and names[depth] == path]
         if len(indices) > 1:
@@ -55,7 +55,7 @@ VarList: TypeAlias = Callable[[str, Any], bool] | str | Sequence[str] | Any | No
 _FORMS = "None, a predicate (path, leaf) -> bool, a list of paths or globs, or a tree of bools"
 
 
-def selected(
+def select_leaves(
     params: trees.Params, var_list: VarList, argument: str = "var_list", frozen: Sequence[bool] | None = None
 ) -> list[int]:
     """Return the indices of the leaves of params to differentiate; never those that are not floating point.
@@ -70,7 +70,8 @@ def selected(
     if not indices:
         why = " that the optimizer does not freeze" if any(wanted) else ""
         raise ValueError(
-            f"No variables to optimize: {argument}={shown(var_list)} leaves none of {trees.paths_of(params)[:20]}, of "
+            f"No variables to optimize: {argument}={format_value(var_list)} leaves none of "
+            f"{trees.leaf_paths(params)[:20]}, of "
             f"which only floating-point leaves{why} can be trained"
         )
     return indices
@@ -92,7 +93,7 @@ def resolve(params: trees.Params, var_list: VarList, argument: str) -> list[bool
 def check_form(var_list: VarList, argument: str) -> None:
     """Validate the form of `var_list` before the parameters are known."""
     if isinstance(var_list, int | float | np.number) and not isinstance(var_list, bool):
-        raise TypeError(f"{argument}={shown(var_list)}: must be {_FORMS}, got {kind(var_list)}")
+        raise TypeError(f"{argument}={format_value(var_list)}: must be {_FORMS}, got {kind(var_list)}")
 
 
 def _chosen(params: trees.Params, trainable: list[bool], var_list: VarList, argument: str) -> list[bool]:
@@ -111,20 +112,21 @@ def _chosen(params: trees.Params, trainable: list[bool], var_list: VarList, argu
         flags = trees.structure(params).flatten_up_to(filled)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{argument}={shown(var_list)}: a tree of bools must have the structure of params (or a prefix of it), "
+            f"{argument}={format_value(var_list)}: a tree of bools must have the structure of params (or a prefix of "
+            "it), "
             f"whose paths are {[path for path, _ in named][:20]}"
         ) from error
     return [_as_bool(flag, path, argument) for flag, (path, _) in zip(flags, named, strict=True)]
 
 
 def _by_globs(params: trees.Params, trainable: list[bool], entries: Sequence[str], argument: str) -> list[bool]:
-    names, leaves = names_of(params), jax.tree.leaves(params)
+    names, leaves = leaf_names(params), jax.tree.leaves(params)
     every = [path for path, *_ in names]
     chosen = [False] * len(leaves)
     for entry in entries:
         matches = [i for i, aliases in enumerate(names) if is_named(aliases, entry)]
         if not matches:
-            hint = trees.nearest(entry, every) or f"; paths are {every[:20]}"
+            hint = trees.suggest_names(entry, every) or f"; paths are {every[:20]}"
             under = [path for path in every if path.startswith(f"{entry}/")]
             hint = f"; for all below it write {entry + '/*'!r}" if under else hint
             raise ValueError(f"{argument}: {entry!r} matches no parameter{hint}")
@@ -142,5 +144,7 @@ def _by_globs(params: trees.Params, trainable: list[bool], entries: Sequence[str
 
 def _as_bool(flag: object, path: str, argument: str) -> bool:
     if not isinstance(flag, bool | np.bool_):
-        raise TypeError(f"{argument}: at {trees.quoted(path)}: must be a bool, got {shown(flag)}. It takes {_FORMS}.")
+        raise TypeError(
+            f"{argument}: at {trees.quote_path(path)}: must be a bool, got {format_value(flag)}. It takes {_FORMS}."
+        )
     return bool(flag)

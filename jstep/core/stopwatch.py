@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
-from jstep.core.exceptions import scoped
+from jstep.core.exceptions import context_manager
 from jstep.core.interactive import is_interactive
 
 STARTING, STEPPING, WAITING = "starting", "stepping", "waiting"
@@ -57,7 +57,7 @@ class Stopwatch:
         self.current = part
         return now
 
-    @scoped
+    @context_manager
     def part(self, part: str) -> Iterator[None]:
         """Assign the time inside the context to a phase; may be nested."""
         before = self.current

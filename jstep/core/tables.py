@@ -44,7 +44,7 @@ class Tabular:
 # Tables, lists and pictures.
 
 
-def wrapped(title: str, words: Sequence[str]) -> list[str]:
+def wrap_words(title: str, words: Sequence[str]) -> list[str]:
     lines = [f"{title}  "]
     for word in [*(f"{word}, " for word in words[:-1]), *words[-1:]]:
         if len(lines[-1]) + len(word.rstrip()) > WIDTH:
@@ -65,21 +65,21 @@ def columns(rows: Sequence[Sequence[str]], left: int, most: int | None = None) -
         padded = [[put(cell, width) for put, cell, width in zip(sides, cells, widths, strict=True)] for cells in rows]
         return ["  ".join(cells).rstrip() for cells in padded]
     if len(widths) == 2:
-        return [part for first, other in rows for part in (*folded(first, most), *folded(f"  {other}", most, 2))]
+        return [part for first, other in rows for part in (*fold(first, most), *fold(f"  {other}", most, 2))]
     others = [cells[1:] for cells in rows]
     if widths[0] == max(widths) and breadth(others) + 2 <= most:
         below = [f"  {line}" for line in columns(others, left - 1)]
-        return [part for cells, rest in zip(rows, below, strict=True) for part in (*folded(cells[0], most), rest)]
+        return [part for cells, rest in zip(rows, below, strict=True) for part in (*fold(cells[0], most), rest)]
     heads = ["", *rows[0][1:]]
     named = ["  ".join(f"{head} {cell}".strip() for head, cell in zip(heads, cells, strict=True)) for cells in rows[1:]]
-    return [part for text in named for part in folded(text.strip(), most, 2)]
+    return [part for text in named for part in fold(text.strip(), most, 2)]
 
 
 def breadth(rows: Sequence[Sequence[str]]) -> int:
     return sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True)) - 2
 
 
-def folded(line: str, most: int, indent: int = 0) -> list[str]:
+def fold(line: str, most: int, indent: int = 0) -> list[str]:
     """Fold a long line, preferably at spaces, with an indent."""
     if len(line) <= most:
         return [line]

@@ -19,11 +19,11 @@ from typing import TypeVar
 
 import jax
 
-from jstep.core.exceptions import scoped
+from jstep.core.exceptions import context_manager
 from jstep.core.meshes import SETTINGS, current_mesh, read_setting
 
 _JOIN_SECS = 0.005
-"""The polling interval of `join`."""
+"""The polling interval of `join_thread`."""
 _R = TypeVar("_R")
 
 
@@ -44,7 +44,7 @@ class Thread(threading.Thread):
             in_contexts(super().run)
 
 
-def join(thread: threading.Thread, timeout: float = math.inf) -> None:
+def join_thread(thread: threading.Thread, timeout: float = math.inf) -> None:
     """Wait for a thread to end. Ctrl-C may interrupt it; the next call waits again.
 
     An exception that interrupts `Thread.join` of Python 3.11 marks the thread as ended: not even the end of the
@@ -108,7 +108,7 @@ _of_threads: dict[int, list[str]] = {}
 """The identifier of a thread → its activities, the innermost last."""
 
 
-@scoped
+@context_manager
 def doing(what: str) -> Iterator[None]:
     """Report an activity of this thread inside the context."""
     ident = threading.get_ident()

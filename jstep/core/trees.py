@@ -14,8 +14,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jstep.core.annotations import Tree
-from jstep.core.calls import call_of, typed
-from jstep.core.checks import kind, shown
+from jstep.core.checks import format_value, kind
+from jstep.core.recorded_calls import as_typed, recorded_call
 
 # Core types: optimizers, schedules, and type aliases of parameters, updates, slots and steps.
 
@@ -46,7 +46,7 @@ class Held:
     value: Any
 
     def __repr__(self) -> str:
-        return f"held({self.name!r}, {typed(self.value)})"
+        return f"held({self.name!r}, {as_typed(self.value)})"
 
 
 ScalarOrSchedule: TypeAlias = Number | Schedule | Callable[[Any], Any] | Held
@@ -194,7 +194,7 @@ class Optimizer(NamedTuple):
     takes_context: bool = False
 
     def __repr__(self) -> str:
-        call = call_of(self)
+        call = recorded_call(self)
         if call is not None:
             return repr(call)
         functions: dict[str, Any] = dict(zip(self._fields[:3], tuple(self), strict=False))
@@ -238,7 +238,7 @@ def structure(tree: Tree) -> Any:
     return jax.tree.structure(tree)
 
 
-def quoted(path: str) -> str:
+def quote_path(path: str) -> str:
     """Format a path, which is empty if the tree is a single leaf."""
     return repr(path) if path else "the tree itself (a single leaf)"
 
@@ -258,7 +258,7 @@ def ids(paths: Iterable[str]) -> list[tuple[str, int]]:
     return [(path, next(numbers[path])) for path in paths]
 
 
-def paths_of(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+def leaf_paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     return [path for path, _ in leaves_with_paths(tree, is_leaf)]
 
 
@@ -273,13 +273,13 @@ def is_plain_tuple(x: object) -> bool:
     return isinstance(x, tuple) and not hasattr(x, "_fields")
 
 
-def arguments_of(batch: Tree) -> tuple[Any, ...]:
+def batch_to_args(batch: Tree) -> tuple[Any, ...]:
     """Return the elements of a plain tuple, otherwise the batch itself."""
     return batch if is_plain_tuple(batch) else (batch,)
 
 
-def batch_of(args: tuple[Any, ...]) -> Any:
-    """Invert `arguments_of`."""
+def args_to_batch(args: tuple[Any, ...]) -> Any:
+    """Invert `batch_to_args`."""
     return args[0] if len(args) == 1 else args
 
 
@@ -319,7 +319,7 @@ def not_an_array(leaf: object, path: str, what: str, remedy: str = "") -> TypeEr
     if isinstance(leaf, np.ma.MaskedArray):
         return TypeError(f"{what}: {leaf_at(path)} is {kind(leaf)}")
     whose = f"of type {type(leaf).__name__}" if hasattr(leaf, "dtype") else kind(leaf)
-    description = f"{what}: the leaf at {quoted(path)} is {whose}, {shown(leaf, 60)}"
+    description = f"{what}: the leaf at {quote_path(path)} is {whose}, {format_value(leaf, 60)}"
     return TypeError(f"{description}, which is not an array or number{remedy}")
 
 
@@ -361,19 +361,19 @@ def has_tracers(tree: Tree) -> bool:
     return any(map(is_traced, jax.tree.leaves(tree)))
 
 
-def donated_leaf(tree: Tree) -> str | None:
+def find_donated(tree: Tree) -> str | None:
     """Return the path of the first donated leaf, or None."""
     for i, leaf in enumerate(jax.tree.leaves(tree)):  # paths are slower: a step on a mesh calls this every time
         if hasattr(leaf, "is_deleted") and not is_traced(leaf) and leaf.is_deleted():
-            return paths_of(tree)[i]
+            return leaf_paths(tree)[i]
     return None
 
 
 def is_donated(tree: Tree) -> bool:
-    return donated_leaf(tree) is not None
+    return find_donated(tree) is not None
 
 
-def owned(tree: Tree, argument: str) -> Any:
+def copy_numpy(tree: Tree, argument: str) -> Any:
     """Return a tree with copies of NumPy arrays, whose memory JAX would share on a CPU.
 
     This is needed wherever arrays enter a state: a loader, a simulator or a hook may reuse the memory.
@@ -428,7 +428,7 @@ def with_leaves(leaves: Sequence[Any], indices: Sequence[int], values: Sequence[
     return changed
 
 
-def arrays_of(
+def partition_arrays(
     tree: Tree, which: Callable[[Any], bool] = lambda leaf: isinstance(leaf, jax.Array)
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """Return the arrays of a tree (or the leaves that `which` selects), and a function that replaces them."""
@@ -437,7 +437,9 @@ def arrays_of(
     return [leaves[i] for i in indices], lambda others: treedef.unflatten(with_leaves(leaves, indices, others))
 
 
-def merged(parts: Iterable[tuple[str, Mapping[str, Any]]], refusal: Callable[[str, str, str], str]) -> dict[str, Any]:
+def merge_dicts(
+    parts: Iterable[tuple[str, Mapping[str, Any]]], refusal: Callable[[str, str, str], str]
+) -> dict[str, Any]:
     """Merge named dicts; a name in two of them is the ValueError `refusal(name, first, second)`."""
     result: dict[str, Any] = {}
     owner: dict[str, str] = {}
@@ -459,7 +461,7 @@ def default_int() -> Any:
     return jax.dtypes.canonicalize_dtype(np.int64)
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
+def suggest_names(name: str, names: Iterable[str]) -> str:
     """Format a hint for a misspelled name: the nearest names, all if there are few, or an empty string."""
     names = list(names)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
@@ -497,14 +499,15 @@ def flatten_like(params: Tree, tree: Tree, what: str, *, is_leaf: Any = None, ma
     for i, sub in enumerate(subtrees):
         if not (_is_leaf(sub) or (is_leaf and is_leaf(sub))):
             raise ValueError(
-                f"{what}: at {quoted(paths_of(params)[i])}: must be an array, as in params, got a {type(sub).__name__} "
+                f"{what}: at {quote_path(leaf_paths(params)[i])}: must be an array, as in params, got a "
+                f"{type(sub).__name__} "
                 f"with {len(jax.tree.leaves(sub))} leaves. {remedy}"
             )
     return subtrees
 
 
 def _mismatch(params: Tree, tree: Tree, what: str, is_leaf: Any) -> str:
-    paths = functools.partial(paths_of, is_leaf=lambda x: x is None or bool(is_leaf and is_leaf(x)))
+    paths = functools.partial(leaf_paths, is_leaf=lambda x: x is None or bool(is_leaf and is_leaf(x)))
     want, have = paths(params), paths(tree)
     missing, extra = only_in(want, have), [] if have == [""] else only_in(have, want)
     text = f"{what} does not have the structure of params"
@@ -548,13 +551,15 @@ def stack_trees(trees: Sequence[Any], what: str, name: Callable[[int], str] = "e
             return np.stack(arrays)
         return np.stack(arrays, out=np.empty((len(arrays), *arrays[0].shape), arrays[0].dtype))
 
-    return treedef.unflatten(list(map(stacked, zip(*(leaves for leaves, _ in flat), strict=True), paths_of(trees[0]))))
+    return treedef.unflatten(
+        list(map(stacked, zip(*(leaves for leaves, _ in flat), strict=True), leaf_paths(trees[0])))
+    )
 
 
-def rows_of(tree: Tree, what: str) -> list[Any]:
+def unstack_trees(tree: Tree, what: str) -> list[Any]:
     """Invert `stack_trees`; rows are copies, so that the arrays can be reused."""
     leaves, treedef = flatten(tree)
-    paths = paths_of(tree)
+    paths = leaf_paths(tree)
     pairs = zip(leaves, paths, strict=True)
     arrays = [leaf if isinstance(leaf, jax.Array) else np.asarray(native(leaf, path, what)) for leaf, path in pairs]
     for path, array in zip(paths, arrays, strict=True):
@@ -588,7 +593,7 @@ def leading_sizes(tree: Tree) -> dict[int, str]:
     sizes: dict[int, str] = {}
     for path, leaf in leaves_with_paths(tree):
         for size in np.shape(leaf)[:1]:
-            sizes.setdefault(size, f"{size} at {quoted(path)}")
+            sizes.setdefault(size, f"{size} at {quote_path(path)}")
     return sizes
 
 
@@ -604,6 +609,6 @@ def _check_same(arrays: Sequence[Any], path: str, what: str, name: Callable[[int
         for i, actual in enumerate(each):
             if actual != each[0]:
                 raise ValueError(
-                    f"{what}: {aspect}s differ at {quoted(path)}: {each[0]} in {name(0)}, {actual} in {name(i)}. "
+                    f"{what}: {aspect}s differ at {quote_path(path)}: {each[0]} in {name(0)}, {actual} in {name(i)}. "
                     "Elements must match to be stacked: pad, crop or cast them before."
                 )

@@ -6,11 +6,11 @@ from typing import Any, overload
 import numpy as np
 
 from jstep.core.annotations import T
-from jstep.core.checks import as_bool, as_int, as_mapping, as_text, one_of, shown
-from jstep.core.trees import leaves_with_paths, quoted, structure
-from jstep.data.plan import ROWS, Plan, Run, Share, Sizes, derived_seed, given_process
-from jstep.data.proportions import as_weights, counts_of
-from jstep.data.sequence import BatchSequence, numbers_of
+from jstep.core.checks import as_bool, as_int, as_mapping, as_string, check_choice, format_value
+from jstep.core.trees import leaves_with_paths, quote_path, structure
+from jstep.data.plan import ROWS, RowPlan, Share, Sizes, StepRange, check_process, derive_seed
+from jstep.data.proportions import as_weights, count_stages
+from jstep.data.sequence import BatchSequence, as_row_numbers
 from jstep.data.sources import Rows, open_rows
 from jstep.data.steps import NO_END, Staircase, Steps, as_staircase
 
@@ -139,10 +139,10 @@ def batches(
     seed = as_int(seed, "seed", 0)
     if num_epochs is not None:
         num_epochs = as_int(num_epochs, "num_epochs", 1, "or None for no end")
-    process = given_process(process_index, process_count)
+    process = check_process(process_index, process_count)
     each = _sizes_in_epochs(len(rows), sizes, drop_remainder, num_epochs)
     streams = ((len(rows), seed),)
-    plan = Plan(
+    plan = RowPlan(
         streams, each, Share(sizes, process), seed, shuffle, num_epochs=num_epochs, drop_remainder=drop_remainder
     )
     end = NO_END if num_epochs is None else each.runs.values[-1].stop
@@ -161,7 +161,7 @@ class Batches(BatchSequence[T]):
 
     def __repr__(self) -> str:
         order = f"shuffled by seed {self._plan.seed}" if self._plan.shuffle else "in order"
-        return f"<Batches of {shown(self.batch_size)} from {self.num_rows} rows, {order}, {self._extent()}>"
+        return f"<Batches of {format_value(self.batch_size)} from {self.num_rows} rows, {order}, {self._extent()}>"
 
     @property
     def num_rows(self) -> int:
@@ -174,7 +174,8 @@ class Batches(BatchSequence[T]):
         size = self.batch_size
         if not isinstance(size, int):
             raise ValueError(
-                f"steps_per_epoch: batch_size={shown(size)} has several sizes, so epochs have different numbers of "
+                f"steps_per_epoch: batch_size={format_value(size)} has several sizes, so epochs have different "
+                "numbers of "
                 "steps; rows_before(N) / num_rows is the number of passes over the rows before batch N"
             )
         return _steps_in(self.num_rows, size, self._plan.drop_remainder)
@@ -195,7 +196,7 @@ class Batches(BatchSequence[T]):
             >>> bool((data.rows_of(3) == data[3]).all()), data.steps_of(int(data.rows_of(3)[0]))[-1]
             (True, 3)
         """
-        return numbers_of(self._rows_of(step)[0].rows)
+        return as_row_numbers(self._rows_of(step)[0].rows)
 
     def steps_of(self, row: int, start: int = 0, stop: int | None = None) -> list[int]:
         """Return the steps whose batches contain a row, ascending, without iterating over the steps.
@@ -215,7 +216,7 @@ def _steps_in(num_rows: int, size: int, drop_remainder: bool | None) -> int:
 def _sizes_in_epochs(num_rows: int, sizes: Staircase[int], drop_remainder: bool, num_epochs: int | None) -> Sizes:
     """Return the sizes of all batches as runs of steps."""
     # A stage continues the current epoch: the rest of that epoch is one run, the whole epochs after it are the next.
-    runs: list[Run] = []
+    runs: list[StepRange] = []
     epoch = offset = before = 0
     end = NO_END if num_epochs is None else num_epochs
     for first, stage_stop, size in sizes.stages():
@@ -228,7 +229,7 @@ def _sizes_in_epochs(num_rows: int, sizes: Staircase[int], drop_remainder: bool,
                 continue
             run_stop = min(stop, first + (1 if offset else end - epoch) * period)
             last = size if drop_remainder else left - (period - 1) * size
-            run = Run(first, run_stop, size, period, last, before, epoch * num_rows + offset, num_rows)
+            run = StepRange(first, run_stop, size, period, last, before, epoch * num_rows + offset, num_rows)
             runs.append(run)
             epochs, i = divmod(run_stop - 1 - first, period)
             epoch, offset = epoch + epochs, min(offset + (i + 1) * size, num_rows)
@@ -310,11 +311,11 @@ def mixture(
     sizes = _sizes_in_epochs(NO_END, stairs, True, None)  # without a last batch of an epoch
     stages = as_weights(weights, names)
     seed, shuffle = as_int(seed, "seed", 0), as_bool(shuffle, "shuffle")
-    share = Share(stairs, given_process(process_index, process_count))
-    streams = tuple((len(rows[name]), derived_seed(seed, ROWS, name)) for name in names)
+    share = Share(stairs, check_process(process_index, process_count))
+    streams = tuple((len(rows[name]), derive_seed(seed, ROWS, name)) for name in names)
     by_rows = [(sizes.before(stage.first), stage.value) for stage in stages.stages()]
-    counts = counts_of(by_rows) if len(names) > 1 else None
-    plan = Plan(streams, sizes, share, seed, shuffle, stages, counts)
+    counts = count_stages(by_rows) if len(names) > 1 else None
+    plan = RowPlan(streams, sizes, share, seed, shuffle, stages, counts)
     return Mixture(plan, rows, Steps([range(NO_END)]))
 
 
@@ -322,7 +323,7 @@ def _open(sources: Any) -> dict[str, Rows]:
     """Open the rows of all sources, and check that they fit into one batch."""
     if not as_mapping(sources, "sources", "from name to source"):
         raise ValueError("sources={}: must have at least one source, got none")
-    names = [as_text(name, "sources: a name") for name in sources]
+    names = [as_string(name, "sources: a name") for name in sources]
     rows = {name: open_rows(sources[name], "sources", name) for name in names}
     samples = {name: each.take(slice(0, 1)) for name, each in rows.items()}
     (name, sample), *others = samples.items()
@@ -333,13 +334,14 @@ def _open(sources: Any) -> dict[str, Rows]:
             if path not in first or path not in leaves:
                 has, lacks = (other, name) if path in leaves else (name, other)
                 raise ValueError(
-                    f"sources: must be batches of one structure, got a leaf at {quoted(path)} from {has!r} and none "
+                    f"sources: must be batches of one structure, got a leaf at {quote_path(path)} from {has!r} and "
+                    "none "
                     f"from {lacks!r}"
                 )
             a, b = _described(leaves[path]), _described(first[path])
             if a != b:
                 raise ValueError(
-                    f"sources: must be batches of one dtype and shape, got {a} for a row of {quoted(path)} from "
+                    f"sources: must be batches of one dtype and shape, got {a} for a row of {quote_path(path)} from "
                     f"{other!r} and {b} from {name!r}; cast, pad or crop them first"
                 )
         if structure(batch) != structure(sample):
@@ -365,7 +367,8 @@ class Mixture(BatchSequence[T]):
     def __repr__(self) -> str:
         each = ", ".join(f"{name} ({count} rows)" for name, count in self.num_rows.items())
         order = "shuffled by" if self._plan.shuffle else "in order, mixed by"
-        return f"<Mixture of {shown(self.batch_size)} from {each}, {order} seed {self._plan.seed}, {self._extent()}>"
+        size = format_value(self.batch_size)
+        return f"<Mixture of {size} from {each}, {order} seed {self._plan.seed}, {self._extent()}>"
 
     @property
     def num_rows(self) -> dict[str, int]:
@@ -384,7 +387,7 @@ class Mixture(BatchSequence[T]):
         """Return the rows of the batch of `step`, over all processes, in its order, as (source, row number)."""
         names, pairs_by_index = sorted(self._rows), dict[int, tuple[str, int]]()
         for of in self._rows_of(step):
-            pairs = zip(numbers_of(of.indices).tolist(), numbers_of(of.rows).tolist(), strict=True)
+            pairs = zip(as_row_numbers(of.indices).tolist(), as_row_numbers(of.rows).tolist(), strict=True)
             pairs_by_index |= {index: (names[of.source], row) for index, row in pairs}
         return [pairs_by_index[index] for index in sorted(pairs_by_index)]
 
@@ -397,4 +400,4 @@ class Mixture(BatchSequence[T]):
             start: The first step to search.
             stop: The step after the last one to search; None for the end of the batches, if they end.
         """
-        return self._steps_with(one_of(source, "source", list(self._rows)), row, start, stop)
+        return self._steps_with(check_choice(source, "source", list(self._rows)), row, start, stop)

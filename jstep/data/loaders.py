@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_function, can_take, kind, may_take, shown
+from jstep.core.checks import as_function, can_take, format_value, kind, may_take
 from jstep.core.exceptions import note
-from jstep.data.positions import BYTES, SavedPosition, decode_position, fetched_since
+from jstep.data.positions import BYTES, SavedPosition, batches_since, decode_position
 from jstep.data.sequence import BatchIterator, BatchSequence
 from jstep.queues.queues import until_end
 from jstep.stores import tagged_json
@@ -37,7 +37,7 @@ class Source(NamedTuple):
     """An iterator over batches and its properties.
 
     Attributes:
-        position: Returns the current position, from `position_of`.
+        position: Returns the current position, from `loader_position`.
         begin: Returns the position before the first batch; None if `position` does.
         by_step: A sequence or function that returns each batch again by its step, or None.
         fresh: Whether each batch is in new arrays that no other code writes to.
@@ -71,7 +71,7 @@ _KEPT = (
 )
 
 
-def source_of(
+def open_source(
     batches: Tree,
     start: int,
     last_step: int,
@@ -89,7 +89,7 @@ def source_of(
         resumable: Whether the run may be resumed later.
         state: Returns the current state of the run, for `from_state`.
     """
-    owner = owner_of(batches)
+    owner = position_owner(batches)
     if isinstance(batches, StateBatches):
         make, where, begin = batches.make, None, None
 
@@ -128,7 +128,7 @@ def source_of(
     where, begin = _resumed(owner, position, start, last_step)
     # Some iterators have `__next__` but no `__iter__`.
     items = iter(owner) if hasattr(owner, "__iter__") else map(next, itertools.repeat(owner))
-    since = fetched_since(position)
+    since = batches_since(position)
     return Source(itertools.islice(items, since, None) if since else items, where, begin)
 
 
@@ -159,7 +159,8 @@ def _item(batches: Tree, fetch: Callable[[int], Any], step: int) -> Any:
         return fetch(step)
     except StopIteration as error:
         raise RuntimeError(
-            f"batches={shown(batches)}: StopIteration was raised for step {step}, perhaps by a next() of an iterator "
+            f"batches={format_value(batches)}: StopIteration was raised for step {step}, perhaps by a next() of an "
+            "iterator "
             "that is exhausted; must return the batch of each step. If the data end there, raise jstep.OutOfRangeError"
         ) from error
 
@@ -208,14 +209,14 @@ def check_batches(batches: Tree) -> None:
     if callable(batches) and not hasattr(batches, "__iter__") and not may_take(batches, 1):
         ways_out = {2: "jstep.from_state(fn)", 0: "jstep.replayed(fn), or what fn() returns"}
         advice = next((f"give {way}" for count, way in ways_out.items() if can_take(batches, count)), "wrap it")
-        raise TypeError(f"batches={shown(batches)}: a function must take the step alone; {advice}")
+        raise TypeError(f"batches={format_value(batches)}: a function must take the step alone; {advice}")
     if isinstance(batches, type) or not (
         callable(batches)
         or _has(batches, *_OWN_STATE, "__next__")
         or any(hasattr(batches, n) for n in ("__getitem__", "__iter__"))
     ):
         raise TypeError(
-            f"batches={shown(batches)}: must have batches[N], be a function of the step, or be iterable"
+            f"batches={format_value(batches)}: must have batches[N], be a function of the step, or be iterable"
             + ("; for a step without a batch, give lambda step: ()" if batches is None else "")
         )
 
@@ -230,7 +231,7 @@ def _resumed(
     owner: object, kept: SavedPosition | None, start: int, last_step: int, without: str = _WITHOUT
 ) -> tuple[Any, Any]:
     """Set the position of an earlier run, if any; return `Source.position` and `Source.begin`."""
-    name, where = type(owner).__name__, functools.partial(position_of, owner, without)
+    name, where = type(owner).__name__, functools.partial(loader_position, owner, without)
     if kept is None:
         if start:
             _logger.warning(
@@ -269,14 +270,14 @@ def keeps_position(batches: Tree) -> bool:
     return is_stateful and can_take(batches.state_dict, 0)
 
 
-def owner_of(batches: Tree) -> Any:
+def position_owner(batches: Tree) -> Any:
     """The object that keeps the position of batches."""
     if isinstance(batches, StateBatches):
         return batches.make if _has(batches.make, *_OWN_STATE) or _has(batches.make, *_STATE_DICT) else None
     return batches if keeps_position(batches) else None
 
 
-def position_of(owner: object, without: str = _WITHOUT) -> Any:
+def loader_position(owner: object, without: str = _WITHOUT) -> Any:
     """The current position of a loader, copied for `as_json`; None if it is not known yet."""
     # Copied, because loaders may return a dict that they keep changing; as JSON only for a checkpoint, because the text
     # of a replay buffer takes much longer.
@@ -286,7 +287,7 @@ def position_of(owner: object, without: str = _WITHOUT) -> Any:
     if isinstance(position, bytes):
         return {BYTES: bytes(position)}
     try:
-        return {"value": tagged_json.copied(position)}
+        return {"value": tagged_json.copy_encodable(position)}
     except UnsupportedError as error:
         name = type(owner).__name__
         raise TypeError(
@@ -465,7 +466,8 @@ class ReplayedIterator(Iterator[Any]):
     def set_state(self, state: dict[str, int]) -> None:
         if not (isinstance(state, dict) and isinstance(state.get(_USED), int)):
             raise ValueError(
-                f"state={shown(state)}: must be a position of jstep.replayed, a dict with the number of {_USED!r}; it "
+                f"state={format_value(state)}: must be a position of jstep.replayed, a dict with the number of "
+                f"{_USED!r}; it "
                 "is that of another loader"
             )
         self._count, self._items = state[_USED], None

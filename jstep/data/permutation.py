@@ -76,7 +76,7 @@ def permute(domain: Domain, keys: list[Words], positions: Rows, *, inverse: bool
     return numbers.astype(np.intp)
 
 
-def position_of(num_rows: int, seed: int, epoch: int, row: int) -> int:
+def position_in_epoch(num_rows: int, seed: int, epoch: int, row: int) -> int:
     of = domain(num_rows)
     return int(permute(of, draw_keys(of, seed, epoch), np.array([row]), inverse=True)[0])
 

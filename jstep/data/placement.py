@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jstep.core import device_values, meshes, trees
 from jstep.core.annotations import T, Tree
-from jstep.core.checks import kind, shown
+from jstep.core.checks import format_value, kind
 from jstep.core.placement import compiles_only, is_shape, refuse_compile_only
 from jstep.state.sharding import axis_size
 
@@ -55,7 +55,7 @@ def shard_batch(local_batch: T, mesh: Mesh, axis: str | Sequence[str] = "data") 
             return jax.device_put(rows, sharding)
         here = np.shape(rows)[0]
         # With compile-only devices there are no other processes: the rows are the whole batch.
-        processes = 1 if compiles_only(mesh) else len(owners_of(sharding))
+        processes = 1 if compiles_only(mesh) else len(part_owners(sharding))
         local_parts = max(1, parts // processes)
         if here % local_parts:
             raise ValueError(
@@ -70,7 +70,7 @@ def shard_batch(local_batch: T, mesh: Mesh, axis: str | Sequence[str] = "data") 
     return jax.tree_util.tree_map_with_path(leaf, local_batch)
 
 
-def owners_of(sharding: NamedSharding) -> list[int]:
+def part_owners(sharding: NamedSharding) -> list[int]:
     """Return one process for each part of the rows, in order."""
     rows = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
     places: Any = rows.devices_indices_map((int(sharding.mesh.devices.size),))
@@ -158,14 +158,14 @@ def mesh_without_batch(state: Tree, args: Any) -> Mesh | None:
 
 
 def placement(sharding: object, argument: str = "sharding") -> Callable[[Any], Any]:
-    """Return a function that places an item from `copied`; `sharding=None` means the default device."""
+    """Return a function that places an item from `copy_batch`; `sharding=None` means the default device."""
     if sharding is None:
         return _place_on_default_device
 
     def as_sharding(keys: Any, leaf: Any) -> Sharding | jax.Device:
         if isinstance(leaf, Sharding | jax.Device):
             return leaf
-        what = f"{argument}: {leaf!r} at {trees.quoted(trees.path_str(keys))}"
+        what = f"{argument}: {leaf!r} at {trees.quote_path(trees.path_str(keys))}"
         if not isinstance(leaf, PartitionSpec):
             raise TypeError(
                 f"{what} is not a jax.sharding.Sharding; make one from a mesh and a spec: "
@@ -199,7 +199,7 @@ def placement(sharding: object, argument: str = "sharding") -> Callable[[Any], A
 
 def _place_on_default_device(item: object) -> Any:
     # A JAX array keeps its placement, which may span other processes.
-    others, filled = trees.arrays_of(item, lambda leaf: not isinstance(leaf, jax.Array))
+    others, filled = trees.partition_arrays(item, lambda leaf: not isinstance(leaf, jax.Array))
     with meshes.internal_transfers():
         # One call for all: most of its time is spent in Python, which keeps the loop from running.
         return filled(jax.device_put(others))
@@ -225,7 +225,7 @@ def _explain(item: object, sharding: object, error: ValueError) -> None:
                 ) from error
 
 
-def copied(item: object, *, fresh: bool = False) -> Any:
+def copy_batch(item: object, *, fresh: bool = False) -> Any:
     """Copy a batch into arrays that the loader, which may reuse its buffers, cannot overwrite."""
     if not all(map(trees.is_array_or_number, jax.tree.leaves(item))):
         item = jax.tree_util.tree_map_with_path(_as_known, item)
@@ -247,7 +247,7 @@ def _as_known(keys: Any, leaf: Any) -> Any:
     where = f"the leaf at {trees.path_str(keys)!r}" if keys else "the item"
     what = kind(leaf) if array is None else f"{kind(leaf)} ({array.dtype})"
     raise TypeError(
-        f"item: {where} must be a number or an array of numbers, got {shown(leaf, 60)}, {what}; remove from the "
+        f"item: {where} must be a number or an array of numbers, got {format_value(leaf, 60)}, {what}; remove from the "
         "item what a device cannot hold"
     )
 

@@ -9,14 +9,14 @@ import jax
 import numpy as np
 
 from jstep.core.checks import as_int
-from jstep.data.permutation import Lookahead, RowNumbers, domain, draw_keys, permute, position_of
+from jstep.data.permutation import Lookahead, RowNumbers, domain, draw_keys, permute, position_in_epoch
 from jstep.data.proportions import CountStage, Weights
-from jstep.data.steps import Staircase, count_of, within
+from jstep.data.steps import Staircase, clamp_range, range_length
 
 # The number of rows of each batch, in closed form over runs of steps, and the share of each process.
 
 
-class Run(NamedTuple):
+class StepRange(NamedTuple):
     """Consecutive steps of one batch size, except for the last batch of each epoch.
 
     Attributes:
@@ -61,7 +61,7 @@ class Run(NamedTuple):
 class Sizes(NamedTuple):
     """The rows of each batch, as runs without gaps; the last run also covers the step after the end."""
 
-    runs: Staircase[Run]
+    runs: Staircase[StepRange]
 
     def at(self, step: int) -> int:
         return self.runs.at(step).at(step)
@@ -72,15 +72,15 @@ class Sizes(NamedTuple):
     def total(self, steps: range) -> int:
         # Step by step only if the last batch of an epoch is smaller.
         return sum(
-            count_of(inner) * run.size if run.last == run.size else sum(map(run.at, inner))
+            range_length(inner) * run.size if run.last == run.size else sum(map(run.at, inner))
             for inner, run in self.split(steps)
         )
 
-    def split(self, steps: range) -> Iterator[tuple[range, Run]]:
+    def split(self, steps: range) -> Iterator[tuple[range, StepRange]]:
         """Split steps into ranges within one run each."""
         runs = self.runs.values
         for run in runs if steps.step > 0 else reversed(runs):
-            inner = within(steps, run.first, run.stop)
+            inner = clamp_range(steps, run.first, run.stop)
             if inner:
                 yield inner, run
 
@@ -112,7 +112,7 @@ def _check_divides(sizes: Staircase[int], count: int) -> None:
             )
 
 
-def given_process(index: object, count: object) -> tuple[int, int] | None:
+def check_process(index: object, count: object) -> tuple[int, int] | None:
     """Validate `process_index` and `process_count`; None if both are None."""
     if index is None and count is None:
         return None
@@ -130,7 +130,7 @@ ROWS, _ORDER = 1, 2
 """The purposes that seeds are derived for."""
 
 
-def derived_seed(seed: int, purpose: int, name: str = "") -> int:
+def derive_seed(seed: int, purpose: int, name: str = "") -> int:
     """Return a seed for a purpose and a name, independent of other names."""
     sequence = np.random.SeedSequence(seed, spawn_key=(purpose, *name.encode("utf-8", "surrogatepass")))
     return sum(int(word) << (32 * i) for i, word in enumerate(sequence.generate_state(4)))
@@ -149,7 +149,7 @@ class SourceRows(NamedTuple):
     rows: RowNumbers
 
 
-class Plan(NamedTuple):
+class RowPlan(NamedTuple):
     """The assignment of rows to steps, without the data: a weighted mixture of one or more sources.
 
     Attributes:
@@ -177,7 +177,9 @@ class Plan(NamedTuple):
         if self.counts is None and abs(steps.step) != 1:
             return (self.sizes.total(steps),)
         first = min(steps[0], steps[-1])
-        stretches = [(first, first + count_of(steps))] if abs(steps.step) == 1 else ((step, step + 1) for step in steps)
+        stretches = (
+            [(first, first + range_length(steps))] if abs(steps.step) == 1 else ((step, step + 1) for step in steps)
+        )
         counts = (0,) * len(self.streams)
         for ends in stretches:
             low, high = (self.counts_at(self.sizes.before(end)) for end in ends)
@@ -185,14 +187,14 @@ class Plan(NamedTuple):
         return counts
 
 
-def steps_with(plan: Plan, source: int, row: int, steps: range) -> Iterator[int]:
+def steps_with(plan: RowPlan, source: int, row: int, steps: range) -> Iterator[int]:
     """Yield the steps of a consecutive range whose batches contain a row of a source."""
     num_rows, seed = plan.streams[source]
 
     def positions(first: int, stop: int) -> Iterator[int]:
         """Yield the positions of the row in a part of the stream of the source's epochs."""
         for epoch in range(first // num_rows, -(-stop // num_rows)):
-            at = epoch * num_rows + (position_of(num_rows, seed, epoch, row) if plan.shuffle else row)
+            at = epoch * num_rows + (position_in_epoch(num_rows, seed, epoch, row) if plan.shuffle else row)
             if first <= at < stop:
                 yield at
 
@@ -219,10 +221,10 @@ class PlanReader:
     Its caches of pure functions are each replaced in one assignment, so threads may share it.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: RowPlan) -> None:
         self._plan = plan
         self._ahead = [Lookahead(*stream) for stream in plan.streams]
-        self._order_seed = derived_seed(plan.seed, _ORDER)
+        self._order_seed = derive_seed(plan.seed, _ORDER)
         self._known: tuple[int, Any] = (0, ())  # a step, and the row numbers of this and following steps
         self._counts: tuple[int, tuple[int, ...]] = (0, (0,) * len(plan.streams))
 

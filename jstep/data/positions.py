@@ -15,7 +15,7 @@ from jstep.core.checks import kind
 from jstep.distributed import processes
 from jstep.stores import tagged_json
 from jstep.stores.tagged_arrays import LARGE
-from jstep.stores.tagged_json import FILE, Files, LargeBytes
+from jstep.stores.tagged_json import FILE, AttachedFiles, LargeBytes
 
 POSITION, POSITIONS = "batches", "batches_of_processes"
 """Keys of a checkpoint's `extra`: the position of process 0, and of all processes if there are several."""
@@ -32,7 +32,7 @@ class SavedPosition(NamedTuple):
     warning: str = ""
 
 
-def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:
+def restore_position(extra: Mapping[str, Any]) -> SavedPosition | None:
     of_all, first, count = extra.get(POSITIONS), extra.get(POSITION), jax.process_count()
     if of_all is None:
         only_one = (
@@ -56,10 +56,10 @@ def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:
     )
 
 
-def gather_positions(position: object, files: Files) -> dict[str, Any]:
+def gather_positions(position: object, files: AttachedFiles) -> dict[str, Any]:
     """Gather the positions of all processes; must be called on all. Large arrays become `files`."""
     index, count = jax.process_index(), jax.process_count()
-    mine = Files(by_content=count > 1)
+    mine = AttachedFiles(by_content=count > 1)
     gathered = [tagged_json.as_json(position, mine)]
     if count > 1:
         gathered = [json.loads(text) for text in processes.gather_texts(json.dumps(gathered[0]))]
@@ -79,9 +79,9 @@ def gather_positions(position: object, files: Files) -> dict[str, Any]:
     return first | {POSITIONS: {_PROCESSES: count, "positions": distinct}}
 
 
-def kept_positions(extra: Mapping[str, Any], files: Files) -> dict[str, Any]:
+def positions_elsewhere(extra: Mapping[str, Any], files: AttachedFiles) -> dict[str, Any]:
     """Return the positions in another checkpoint's `extra`, from `with_files`."""
-    renamed = Files(_file_stem(0))
+    renamed = AttachedFiles(_file_stem(0))
     kept: dict[str, Any] = tagged_json.as_json(
         {key: extra[key] for key in (POSITION, POSITIONS) if key in extra}, renamed
     )
@@ -171,7 +171,7 @@ class LivePosition:
     def __init__(self, ask: Callable[[], Any], begin: Callable[[], Any] | None) -> None:
         self._ask = ask
         self.before = None if begin is None else begin()
-        self.is_large = tagged_json.size_of(self.before) > LARGE
+        self.is_large = tagged_json.encoded_size(self.before) > LARGE
         self._is_fixed = self._is_known = False
         self._at_end: Any = None
 
@@ -186,7 +186,7 @@ class LivePosition:
             with contextlib.nullcontext() if self._is_known else contextlib.suppress(Exception):
                 self.before = self._ask()
                 self._is_known = True
-                self.is_large = tagged_json.size_of(self.before) > LARGE
+                self.is_large = tagged_json.encoded_size(self.before) > LARGE
 
     def moves(self) -> None:
         """A batch is being made; a signal may interrupt it if the position is small."""
@@ -203,7 +203,7 @@ class LivePosition:
     def moved(self, position: object) -> None:
         """The batch was made; no signal interrupts the loop until its step and hooks are done."""
         if not self._is_known:  # a position that cannot be saved is rejected after the first batch
-            self.is_large = self.is_large or tagged_json.size_of(self._ask()) > LARGE
+            self.is_large = self.is_large or tagged_json.encoded_size(self._ask()) > LARGE
             self._is_known = True
         self._is_fixed = False
 
@@ -267,7 +267,7 @@ class RarePosition:
         return position
 
 
-def fetched_since(position: SavedPosition | None) -> int:
+def batches_since(position: SavedPosition | None) -> int:
     """The number of batches fetched since `RarePosition` read a position."""
     number = position.value.get(_AFTER, 0) if position and isinstance(position.value, Mapping) else 0
     if type(number) is not int or number < 0:

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_function, as_int, shown
+from jstep.core.checks import as_function, as_int, format_value
 from jstep.core.exceptions import note
 from jstep.core.threads import MAKING, Thread, doing
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.data.placement import copied, placement
+from jstep.data.placement import copy_batch, placement
 from jstep.data.sequence import BatchIterator
 
 # How long `close` waits for the thread; a thread that is blocked in a slow source ends later.
@@ -79,12 +79,12 @@ def prefetch_to_device(
         source = iter(iterator)
     except TypeError:
         raise TypeError(
-            f"iterator={shown(iterator)}: must be iterable; give a loader, a generator or `jstep.batches(...)`"
+            f"iterator={format_value(iterator)}: must be iterable; give a loader, a generator or `jstep.batches(...)`"
         ) from None
     size = as_int(size, "size", 1, "the number of items read ahead")
     as_function(state_fn, "state_fn", "() -> state", optional=True)
     place, fresh = placement(sharding), isinstance(source, BatchIterator)
-    return PrefetchIterator(source, size, lambda item: place(copied(item, fresh=fresh)), state_fn)
+    return PrefetchIterator(source, size, lambda item: place(copy_batch(item, fresh=fresh)), state_fn)
 
 
 class PrefetchIterator(Iterator[Any], contextlib.AbstractContextManager["PrefetchIterator"]):
@@ -122,7 +122,7 @@ class PrefetchIterator(Iterator[Any], contextlib.AbstractContextManager["Prefetc
     ) -> None:
         self.handed_out = 0
         self.state = state_fn() if state_fn else None
-        self._reader = Reader(functools.partial(_read, source, place, state_fn))
+        self._reader = ReaderThread(functools.partial(_read, source, place, state_fn))
         self._reader.request(size)
 
     def __repr__(self) -> str:
@@ -154,12 +154,12 @@ def _read(source: Iterator[Any], place: Callable[[Any], Any], state_fn: Callable
     except Exception as error:
         leaves = trees.leaves_with_paths(item)[:20]
         kinds = (f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}" for _, leaf in leaves)
-        which = ", ".join(f"{trees.quoted(path)}: {kind}" for (path, _), kind in zip(leaves, kinds, strict=True))
+        which = ", ".join(f"{trees.quote_path(path)}: {kind}" for (path, _), kind in zip(leaves, kinds, strict=True))
         note(error, f"raised by prefetch_to_device for the item {which}")
         raise
 
 
-class Reader:
+class ReaderThread:
     """A thread that calls a function once for each request and returns the results in order.
 
     It starts with the first request, in the contexts of its caller. When it is idle, other code may call the function.

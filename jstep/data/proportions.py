@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from jstep.core.checks import as_mapping, as_number, shown
+from jstep.core.checks import as_mapping, as_number, format_value
 from jstep.data.steps import Staircase, staircase
 
 Weights = tuple[Fraction, ...]
@@ -87,7 +87,7 @@ class CountStage(NamedTuple):
         return math.inf
 
 
-def counts_of(stages: Sequence[tuple[int, Weights]]) -> Staircase[CountStage]:
+def count_stages(stages: Sequence[tuple[int, Weights]]) -> Staircase[CountStage]:
     """Return the stages of the counts, from the number of rows before each stage, and its weights."""
     stairs: list[CountStage] = []
     start, before = stages[0]
@@ -139,14 +139,19 @@ def as_weights(weights: object, names: Sequence[str]) -> Staircase[Weights]:
         missing = [name for name in names if name not in value]
         unknown = [name for name in value if name not in expected]
         if missing or unknown:
-            problems = [f"none for {shown(missing)}"] * bool(missing) + [f"one for {shown(unknown)}"] * bool(unknown)
+            problems = [f"none for {format_value(missing)}"] * bool(missing) + [
+                f"one for {format_value(unknown)}"
+            ] * bool(unknown)
             raise ValueError(
-                f"{argument}={shown(value)}: must have a weight for each of the sources {shown(list(names))}, got "
+                f"{argument}={format_value(value)}: must have a weight for each of the sources "
+                f"{format_value(list(names))}, got "
                 f"{' and '.join(problems)}; a source that gives no rows has the weight 0"
             )
         exact = [Fraction(as_number(value[name], f"{argument}[{name!r}]", low=0)) for name in names]
         if not any(exact):
-            raise ValueError(f"{argument}={shown(value)}: must have a weight above 0 for at least one source, got none")
+            raise ValueError(
+                f"{argument}={format_value(value)}: must have a weight above 0 for at least one source, got none"
+            )
         total = sum(exact)
         return tuple(weight / total for weight in exact)
 

@@ -15,7 +15,7 @@ from jstep.core.annotations import T, Tree
 from jstep.core.checks import as_int
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.permutation import RowNumbers
-from jstep.data.plan import Plan, PlanReader, Share, SourceRows, steps_with
+from jstep.data.plan import PlanReader, RowPlan, Share, SourceRows, steps_with
 from jstep.data.sources import Rows
 from jstep.data.steps import NO_END, Steps
 
@@ -29,7 +29,7 @@ class BatchSequence(abc.ABC, Generic[T]):
     _ways_to_end = "give a slice with a stop"
     """How to give the sequence an end, for the error of `len`."""
 
-    def __init__(self, plan: Plan, rows: Mapping[str, Rows], steps: Steps) -> None:
+    def __init__(self, plan: RowPlan, rows: Mapping[str, Rows], steps: Steps) -> None:
         self._plan, self._rows, self._steps = plan, rows, steps
         self._read = self._reader()
 
@@ -145,7 +145,7 @@ class BatchSequence(abc.ABC, Generic[T]):
             for of in self._rows_of(step):
                 hashed.update(repr(names[of.source]).encode())
                 for numbers in (of.indices, of.rows):
-                    hashed.update(numbers_of(numbers).astype("<i8").tobytes())
+                    hashed.update(as_row_numbers(numbers).astype("<i8").tobytes())
         return hashed.hexdigest()
 
     def _rows_of(self, step: int) -> list[SourceRows]:
@@ -296,7 +296,7 @@ def _merge_leaves(leaves: Sequence[Any], indices: Sequence[Any]) -> Any:
     return merged
 
 
-def numbers_of(rows: RowNumbers) -> np.ndarray[Any, np.dtype[np.intp]]:
+def as_row_numbers(rows: RowNumbers) -> np.ndarray[Any, np.dtype[np.intp]]:
     return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else np.asarray(rows)
 
 

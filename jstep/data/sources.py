@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jstep.core.checks import kind, shown
+from jstep.core.checks import format_value, kind
 from jstep.core.meshes import internal_transfers
-from jstep.core.trees import all_native, is_key, leading_sizes, native, path_str, quoted, stack_trees
+from jstep.core.trees import all_native, is_key, leading_sizes, native, path_str, quote_path, stack_trees
 from jstep.data.permutation import RowNumbers
 
 _NO_ORDER = "cannot be taken in any order"
@@ -173,8 +173,8 @@ def open_rows(arrays: object, argument: str = "arrays", name: str = "") -> Rows:
     )
     treedef: Any = whole
     if not leaves:
-        raise ValueError(f"{argument}={shown(tree)}: holds no array to take rows from")
-    sources = [_open(leaf, quoted(path_str(keys)), argument) for keys, leaf in leaves]
+        raise ValueError(f"{argument}={format_value(tree)}: holds no array to take rows from")
+    sources = [_open(leaf, quote_path(path_str(keys)), argument) for keys, leaf in leaves]
     for (_, leaf), source in zip(leaves, sources, strict=True):
         if len(source) == 0:
             raise ValueError(f"{argument}: the {type(leaf).__name__} at {source.path} has no rows")

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from jstep.core.checks import as_int, shown
+from jstep.core.checks import as_int, format_value
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ class Steps:
 
     def __init__(self, parts: Iterable[range]) -> None:
         self.parts = tuple(filter(None, parts))
-        *self.firsts, self.count = itertools.accumulate(map(count_of, self.parts), initial=0)
+        *self.firsts, self.count = itertools.accumulate(map(range_length, self.parts), initial=0)
 
     @property
     def is_endless(self) -> bool:
@@ -34,9 +34,9 @@ class Steps:
         windows = list(zip(self.parts, self.firsts, strict=True))
         ranges = []
         for part, first in windows if numbers.step > 0 else reversed(windows):
-            inner = within(numbers, first, first + count_of(part))
+            inner = clamp_range(numbers, first, first + range_length(part))
             start, stride = part.start + (inner.start - first) * part.step, part.step * inner.step
-            ranges.append(range(start, start + count_of(inner) * stride, stride))
+            ranges.append(range(start, start + range_length(inner) * stride, stride))
         return Steps(ranges)
 
     def skipped(self, start: int, stop: int) -> "Steps":
@@ -54,21 +54,21 @@ class Steps:
         ascending, last = list(stages), None
         for number, part in self.numbered(0):
             for first, stop, value in ascending if part.step > 0 else reversed(ascending):
-                inner = within(part, first, NO_END if stop is None else stop)
+                inner = clamp_range(part, first, NO_END if stop is None else stop)
                 if inner and value != last:
                     last = values[number + (inner.start - part.start) // part.step] = value
         return values
 
 
-def count_of(numbers: range) -> int:
+def range_length(numbers: range) -> int:
     """Return the length of a range; `len` fails for large ones."""
     return max(0, -((numbers.start - numbers.stop) // numbers.step))
 
 
-def within(numbers: range, low: int, high: int) -> range:
+def clamp_range(numbers: range, low: int, high: int) -> range:
     """Return the numbers of a range with low ≤ number < high, in their order."""
     if numbers.step < 0:
-        return within(numbers[::-1], low, high)[::-1]
+        return clamp_range(numbers[::-1], low, high)[::-1]
     # low ≤ start + step·i < high holds for first ≤ i < last.
     first, last = (-((numbers.start - end) // numbers.step) for end in (low, high))
     return numbers[max(first, 0) : max(last, 0)]
@@ -77,7 +77,7 @@ def within(numbers: range, low: int, high: int) -> range:
 # Piecewise constant functions of the step.
 
 
-class Stage(NamedTuple, Generic[T]):
+class StepStage(NamedTuple, Generic[T]):
     """A range of steps with the same value; the last stage has `stop` None."""
 
     first: int
@@ -103,8 +103,8 @@ class Staircase(Generic[T]):
         following = self.index(step) + 1
         return self.firsts[following] if following < len(self.firsts) else None
 
-    def stages(self) -> Iterator[Stage[T]]:
-        return map(Stage, self.firsts, (*self.firsts[1:], None), self.values)
+    def stages(self) -> Iterator[StepStage[T]]:
+        return map(StepStage, self.firsts, (*self.firsts[1:], None), self.values)
 
 
 def staircase(mapping: Mapping[Any, Any], argument: str, check: Callable[[Any, str], T]) -> Staircase[T]:
@@ -116,7 +116,9 @@ def staircase(mapping: Mapping[Any, Any], argument: str, check: Callable[[Any, s
         raise ValueError(f"{argument}={{}}: must have a value for step 0, as in {{0: …}}, got an empty mapping")
     keys = {as_int(step, f"{argument}: a step", 0): step for step in mapping}
     if 0 not in keys:
-        raise ValueError(f"{argument}: must have a value for step 0, got values for the steps {shown(sorted(keys))}")
+        raise ValueError(
+            f"{argument}: must have a value for step 0, got values for the steps {format_value(sorted(keys))}"
+        )
     firsts = tuple(sorted(keys))
     return Staircase(firsts, tuple(check(mapping[keys[first]], f"{argument}[{first}]") for first in firsts))
 

@@ -16,7 +16,7 @@ from jstep.core.device_values import as_scalar
 from jstep.core.meshes import internal_transfers, on_any_mesh
 from jstep.core.placement import compute_first
 from jstep.core.trees import Array, Number
-from jstep.slots.indexed_slices import IndexedSlices, combined, is_slices, within
+from jstep.slots.indexed_slices import IndexedSlices, combine_rows, is_slices, trim_slices
 
 # Gradient clipping by value, norm, average norm and global norm.
 
@@ -61,11 +61,11 @@ def clip_by_value(t: object, min: Number | Array, max: Number | Array) -> Any:
             if np.ndim(bound) > x.ndim or any(size not in (1, wanted) for size, wanted in sizes):
                 raise ValueError(
                     f"{name}: has shape {np.shape(bound)}, which does not broadcast to the leaf at "
-                    f"{trees.quoted(path)} of shape {x.shape}"
+                    f"{trees.quote_path(path)} of shape {x.shape}"
                 )
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             raise TypeError(
-                f"clip_by_value: the leaf at {trees.quoted(path)} is {x.dtype}, and complex numbers have no order"
+                f"clip_by_value: the leaf at {trees.quote_path(path)} is {x.dtype}, and complex numbers have no order"
             )
         low, high = (jnp.asarray(bound).astype(x.dtype) for bound in (min, max))
         return jnp.clip(x, *(jnp.broadcast_to(bound, x.shape) if bound.ndim else bound for bound in (low, high)))
@@ -115,12 +115,12 @@ def clip_by_norm(t: object, clip_norm: Number, axes: int | tuple[int, ...] | Non
         for axis in over or ():
             if not -rank <= axis < rank:
                 raise ValueError(
-                    f"axes={axes}: the leaf at {trees.quoted(path)} has shape {shape}, which has no axis "
+                    f"axes={axes}: the leaf at {trees.quote_path(path)} has shape {shape}, which has no axis "
                     f"{axis}; map over the leaves that have it"
                 )
         if over is not None and len({axis % rank for axis in over}) < len(over):
-            raise ValueError(f"axes={axes}: names an axis twice for the leaf at {trees.quoted(path)}")
-        return scaled(x, norm_of([x], over, clip_norm), clip_norm)
+            raise ValueError(f"axes={axes}: names an axis twice for the leaf at {trees.quote_path(path)}")
+        return scale_to_norm(x, compute_norm([x], over, clip_norm), clip_norm)
 
     return map_leaves(clip, t, "clip_by_norm")
 
@@ -151,7 +151,7 @@ def clip_by_average_norm(t: object, clip_norm: Number) -> Any:
 
     def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
         size = max(1, int(np.prod(shape)))
-        return scaled(x, norm_of([x], limit=clip_norm * size) / size, clip_norm)
+        return scale_to_norm(x, compute_norm([x], limit=clip_norm * size) / size, clip_norm)
 
     return map_leaves(clip, t, "clip_by_average_norm")
 
@@ -181,7 +181,7 @@ def global_norm(tree: Tree) -> Array:
 
 @on_any_mesh()
 def _global_norm(tree: Tree, name: str) -> Array:
-    return norm_of([array for _, array in _numbers(tree, name)])
+    return compute_norm([array for _, array in _numbers(tree, name)])
 
 
 def _numbers(tree: Tree, name: str) -> Iterator[tuple[tuple[Any, ...], Array]]:
@@ -190,7 +190,7 @@ def _numbers(tree: Tree, name: str) -> Iterator[tuple[tuple[Any, ...], Array]]:
         if trees.is_none(x):
             continue
         path = trees.path_str(keys)
-        array = combined(x, path).values if isinstance(x, IndexedSlices) else number(x, path, name)
+        array = combine_rows(x, path).values if isinstance(x, IndexedSlices) else number(x, path, name)
         array = array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(jnp.float32)
         # Computed first: on a CPU, XLA would otherwise merge these squares with the optimizer's g² and keep the array.
         yield keys, *compute_first(array)
@@ -244,7 +244,7 @@ def layer_norms(tree: Tree, depth: int = 1) -> dict[str, Array]:
         path = trees.path_str(keys)
         if path in norms:
             raise ValueError(f"tree: must have a path of its own for each layer, got {path!r} for two; rename a key")
-        norms[path] = norm_of(arrays).astype(jnp.float32)
+        norms[path] = compute_norm(arrays).astype(jnp.float32)
     return norms
 
 
@@ -282,7 +282,7 @@ def clip_by_global_norm(tree: Tree, clip_norm: Number, use_norm: Array | None = 
 @on_any_mesh("tree")
 def _with_norm(tree: Tree, norm: Array, clip_norm: Number) -> Any:
     by = factors(norm, clip_norm)  # once for all leaves
-    return map_leaves(lambda x, *_: clipped(x, norm, *by), tree, "clip_by_global_norm")
+    return map_leaves(lambda x, *_: multiply_twice(x, norm, *by), tree, "clip_by_global_norm")
 
 
 def _known_norm(norm: Any) -> Array:
@@ -331,9 +331,9 @@ def map_leaves(
     def leaf(keys: Any, x: object) -> Any:
         path = trees.path_str(keys)
         if isinstance(x, IndexedSlices):
-            rows = combined(x, path)
+            rows = combine_rows(x, path)
             values = function(rows.values, x.dense_shape, path).astype(jnp.result_type(x.values))
-            return within(dataclasses.replace(rows, values=values))
+            return trim_slices(dataclasses.replace(rows, values=values))
         if trees.is_none(x):
             return x
         array = as_array(x, path, name)
@@ -356,7 +356,7 @@ def refuse_numbers_in_a_row(tree: Tree, name: str) -> None:
 # Norms without intermediate overflow or underflow, and the scale factors for clipping.
 
 
-def norm_of(arrays: Sequence[Array], axes: object = None, limit: object = 0.0) -> Array:
+def compute_norm(arrays: Sequence[Array], axes: object = None, limit: object = 0.0) -> Array:
     """Compute √(Σ |x|²) over the arrays (over `axes` of a single array, kept), in float32 or wider.
 
     Finite if the result fits the dtype. The derivative is x / norm, and zero at zero. Norms below `limit` may underflow
@@ -452,19 +452,19 @@ def _square(x: Array, axes: Any, factor: Any = None) -> Array:
     return jnp.sum(jnp.square(x), axis=axes, keepdims=axes is not None)
 
 
-def scaled(x: Array, norm: Array, clip_norm: object) -> Array:
+def scale_to_norm(x: Array, norm: Array, clip_norm: object) -> Array:
     """Return x · clip_norm / norm where norm > clip_norm, exactly x elsewhere; NaN if the norm is not finite."""
-    return clipped(x, norm, *factors(norm, clip_norm))
+    return multiply_twice(x, norm, *factors(norm, clip_norm))
 
 
 @jax.custom_jvp
-def clipped(x: Array, norm: Array, limit: Array, first: Array, second: Array) -> Array:
+def multiply_twice(x: Array, norm: Array, limit: Array, first: Array, second: Array) -> Array:
     """Return (x · first) · second, computed in float32 or wider."""
     dtype = trees.compute_dtype(x.dtype)
     return (x.astype(dtype) * first.astype(dtype) * second.astype(dtype)).astype(x.dtype)
 
 
-@clipped.defjvp
+@multiply_twice.defjvp
 def _clipped_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     # With u = x / norm and c the limit: c / norm · (dx − u · dnorm) + u · dc if norm > c, else dx, in an order without
     # intermediate overflow or underflow.
@@ -473,8 +473,8 @@ def _clipped_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     dtype = trees.compute_dtype(x.dtype)
     over = norm > limit
     unit = jnp.where(over, _unit(x, norm), jnp.zeros((), dtype))
-    across = clipped(dx.astype(dtype) - unit * dnorm.astype(dtype), norm, limit, first, second)
-    return clipped(*primals), (across + unit * dlimit.astype(dtype)).astype(x.dtype)
+    across = multiply_twice(dx.astype(dtype) - unit * dnorm.astype(dtype), norm, limit, first, second)
+    return multiply_twice(*primals), (across + unit * dlimit.astype(dtype)).astype(x.dtype)
 
 
 def factors(norm: Array, clip_norm: object) -> tuple[Array, Array, Array]:

@@ -13,7 +13,7 @@ from jstep.core.annotations import T, Tree
 from jstep.core.checks import as_function
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Updates
-from jstep.slots.indexed_slices import IndexedSlices, combined, is_slices, within
+from jstep.slots.indexed_slices import IndexedSlices, combine_rows, is_slices, trim_slices
 
 
 @shortens_tracebacks
@@ -57,7 +57,7 @@ def gradients(fn: Callable[[T], Any], xs: T, grad_ys: Tree = None) -> T:
         return list(grads)
 
     some = [jnp.asarray(leaves[i]) for i in indices]
-    grads = meshes.Attempts(getattr(fn, "__name__", "fn"))(pulled_back, some, grad_ys, place=meshes.sharded_like(some))
+    grads = meshes.Attempts(getattr(fn, "__name__", "fn"))(pulled_back, some, grad_ys, place=meshes.shard_like(some))
     return treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, grads))
 
 
@@ -81,7 +81,7 @@ def _cotangents(ys: object, grad_ys: Any) -> Any:
             raise trees.not_an_array(weight, path, "grad_ys")
         if np.shape(weight) != y.shape:
             raise ValueError(
-                f"grad_ys: the leaf at {trees.quoted(path)} has shape {np.shape(weight)}, but fn(xs) has {y.shape}"
+                f"grad_ys: the leaf at {trees.quote_path(path)} has shape {np.shape(weight)}, but fn(xs) has {y.shape}"
             )
         return jnp.asarray(weight).astype(y.dtype)
 
@@ -163,14 +163,14 @@ def _combined(fn: Callable[..., Array], leaves: Sequence[Any], path: str) -> Any
         return None
     shapes = {tuple(g.dense_shape) if is_slices(g) else np.shape(g) for g in present}
     if len(shapes) > 1:
-        raise ValueError(f"grads: the gradients at {trees.quoted(path)} have different shapes: {sorted(shapes)}")
+        raise ValueError(f"grads: the gradients at {trees.quote_path(path)} have different shapes: {sorted(shapes)}")
     if all(map(is_slices, present)):  # on the union of their rows
         indices = jnp.concatenate([jnp.asarray(g.indices).astype(trees.default_int()) for g in present])
         shape, rows = present[0].dense_shape, []
         for g in leaves:
             values = [jnp.asarray(s.values) if s is g else jnp.zeros_like(s.values) for s in present]
-            rows.append(combined(IndexedSlices(jnp.concatenate(values), indices, shape)))
-        return within(dataclasses.replace(rows[0], values=fn(*(s.values for s in rows))))
+            rows.append(combine_rows(IndexedSlices(jnp.concatenate(values), indices, shape)))
+        return trim_slices(dataclasses.replace(rows[0], values=fn(*(s.values for s in rows))))
     whole = [g.to_dense() if is_slices(g) else g for g in leaves]
     zeros = jnp.zeros_like(next(g for g in whole if g is not None))
     return fn(*(zeros if g is None else g for g in whole))

@@ -29,7 +29,7 @@ def halves(x: Array) -> Halves:
     return Halves(x >> bits, x & mask)
 
 
-def joined(sums: Halves) -> Array:
+def join_integers(sums: Halves) -> Array:
     """Return the integers, clipped to the bounds of their dtype."""
     info, (bits, mask) = np.iinfo(sums.high.dtype), _half(sums.high.dtype)
     high = sums.high + (sums.low >> bits)
@@ -39,8 +39,8 @@ def joined(sums: Halves) -> Array:
     return jnp.where(high < least, np.array(info.min, info.dtype), above)
 
 
-def summed(stacked: Array) -> Array:
-    return joined(Halves(*(jnp.sum(half, axis=0, dtype=half.dtype) for half in halves(stacked))))
+def sum_integers(stacked: Array) -> Array:
+    return join_integers(Halves(*(jnp.sum(half, axis=0, dtype=half.dtype) for half in halves(stacked))))
 
 
 def _half(dtype: DTypeLike) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jstep.core import trees
 from jstep.core.jaxprs import Operation, body_of, evaluate, operation_hash
 from jstep.core.trees import Array
-from jstep.differentiate.lanes import Lanes, traced, traced_lane
+from jstep.differentiate.lanes import Lanes, trace_lane, trace_on_lanes
 
 NewState = Callable[[Array, list[Array], list[Array], list[Array]], list[Array]]
 """`new_state(i, old, others, rows)`: the leaves of model_state after lane i, from the old leaves and other arrays."""
@@ -32,7 +32,7 @@ class Merge(enum.Enum):
     FIRST = "the value of lane 0"
 
 
-def merges_of(
+def choose_merges(
     lanes: Lanes, new_state: NewState, old: object, others: list[Array], batch: list[Array], size: int
 ) -> list[Merge]:
     """Return how each leaf of model_state is merged; each lane gets `others` as a whole and `size` rows."""
@@ -44,21 +44,22 @@ def merges_of(
 
     rows = [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in batch]
     held = np.int32(0), leaves, others
-    program, _ = traced_lane(lanes, new_state, rows, (*held, batch))
+    program, _ = trace_lane(lanes, new_state, rows, (*held, batch))
     of_lane = of_whole = _dependences(program, leaves, len(others))
     with contextlib.suppress(Exception):  # the loss may only work for the rows of a lane
-        program, _ = traced(lanes, new_state, *held, batch)
+        program, _ = trace_on_lanes(lanes, new_state, *held, batch)
         of_whole = _dependences(program, leaves, len(others))
     for i in counting:
         if of_lane[i].on_lane or of_lane[i].facts != of_whole[i].facts:
             if leaves[i].dtype == jnp.bool_ or of_lane[i].plus != i or i in of_lane[i].olds:
-                raise TypeError(_refusal(lanes, trees.paths_of(old)[i], leaves[i].dtype))
+                raise TypeError(_refusal(lanes, trees.leaf_paths(old)[i], leaves[i].dtype))
             merges[i] = Merge.CHANGES
     return merges
 
 
 def _refusal(lanes: Lanes, path: str, dtype: DTypeLike) -> str:
-    on = f"lanes={lanes.number}: the leaf {trees.quoted(path)} of model_state depends on the rows or the key of a lane"
+    leaf = trees.quote_path(path)
+    on = f"lanes={lanes.number}: the leaf {leaf} of model_state depends on the rows or the key of a lane"
     if dtype == jnp.bool_:
         return f"{on} and must not be of bools, which the lanes cannot add; keep an integer that counts, or a float"
     return (
@@ -75,7 +76,7 @@ def summand(i: Array, merge: Merge, new: Any, old: Any) -> Array:
     return new - jnp.asarray(old) if merge is Merge.CHANGES else jnp.where(i == 0, new, jnp.zeros_like(new))
 
 
-def merged(number: int, merge: Merge, total: Array, old: Any) -> Array:
+def merge_leaf(number: int, merge: Merge, total: Array, old: Any) -> Array:
     """Return the new leaf from the sum over the lanes."""
     if trees.is_key(old):
         return jax.random.wrap_key_data(total, impl=jax.random.key_impl(old))

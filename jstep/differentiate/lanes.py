@@ -20,7 +20,7 @@ from jstep.core.checks import as_int
 from jstep.core.exceptions import explain_jax, setting
 from jstep.core.jaxprs import Operation
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh, without_explicit_axes
-from jstep.core.placement import SHARDINGS, shardings_of
+from jstep.core.placement import SHARDINGS, traced_shardings
 from jstep.core.trees import Array, shape_of
 from jstep.differentiate.microbatches import specs_of_rows
 
@@ -115,7 +115,7 @@ def on_lanes(
     if number is None:
         return run(None, held, args)
     rows = [dims_of(spec) for spec in specs_of_rows(args, batch_specs) if spec is not None]
-    shardings = shardings_of(held) or list(map(meshes.sharding_on_mesh, jax.tree.leaves(held)))
+    shardings = traced_shardings(held) or list(map(meshes.sharding_on_mesh, jax.tree.leaves(held)))
 
     def on_auto_axes(held: object, args: Any) -> Any:
         lanes = _found(number, rows, shardings)
@@ -147,7 +147,7 @@ def _found(number: int, rows: Sequence[tuple[Any, ...]], shardings: Sequence[Any
     return Lanes(number, mesh, tuple(axes), tuple(name for name in mesh.axis_names if name in used.difference(axes)))
 
 
-def traced(lanes: Lanes, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+def trace_on_lanes(lanes: Lanes, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
     """Trace a function without any mesh or layout: the closed jaxpr, the same on all of them, and the result shapes."""
     with jax.sharding.use_abstract_mesh(lanes.alone()), setting(SHARDINGS, None):
         return jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_shape, args))
@@ -156,7 +156,7 @@ def traced(lanes: Lanes, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
 _shape = functools.partial(shape_of, weak=True)
 
 
-def isolated(fn: Callable[..., list[Array]], args: Any, shapes: Sequence[Any], witness: Array) -> list[Array]:
+def isolate(fn: Callable[..., list[Array]], args: Any, shapes: Sequence[Any], witness: Array) -> list[Array]:
     """Return `fn(*args)`, compiled by itself: XLA neither fuses nor moves its operations with others.
 
     `witness` is an array, not empty, that XLA cannot know.
@@ -188,7 +188,7 @@ def sum_over_lanes(
     """Return Σ part(i, whole, blocks) over the lanes i, in the tree; for bools, whether any is true.
 
     `blocks` are the i-th of L contiguous blocks of each array of `blocked`, along its dimension in `dims`. `witness` is
-    as in `isolated`; by default one of the other arguments.
+    as in `isolate`; by default one of the other arguments.
     """
     sizes = [x.shape[dim] // lanes.number for x, dim in zip(blocked, dims, strict=True)]
 
@@ -197,7 +197,7 @@ def sum_over_lanes(
         return [jax.lax.dynamic_slice_in_dim(x, i * size, size, dim) for x, size, dim in each]
 
     blocks = jax.eval_shape(functools.partial(blocks_at, np.int32(0)), list(blocked))
-    closed, shapes = traced_lane(lanes, part, blocks, (np.int32(0), list(whole), list(blocked)))
+    closed, shapes = trace_lane(lanes, part, blocks, (np.int32(0), list(whole), list(blocked)))
     outs, treedef = trees.flatten(shapes)
     split = [lanes.scattered(x.shape) for x in outs]
 
@@ -209,7 +209,7 @@ def sum_over_lanes(
 
         def lane(i: Any) -> list[Array]:
             args = (consts, first + i, *whole, *blocks_at(i, blocked))
-            return isolated(functools.partial(jax.core.eval_jaxpr, closed.jaxpr), args, outs, data)
+            return isolate(functools.partial(jax.core.eval_jaxpr, closed.jaxpr), args, outs, data)
 
         return _exchanged(lanes, _sum_in_loop(lane, each, outs), split)
 
@@ -294,10 +294,10 @@ def _gathered(x: Array, axes: tuple[str, ...]) -> Array:
     return jax.lax.bitcast_convert_type(jax.lax.all_gather(bits, axes), x.dtype)
 
 
-def traced_lane(lanes: Lanes, part: Callable[..., Any], blocks: object, args: tuple[Any, ...]) -> tuple[Any, Any]:
+def trace_lane(lanes: Lanes, part: Callable[..., Any], blocks: object, args: tuple[Any, ...]) -> tuple[Any, Any]:
     """Trace a lane; `args` are the arguments of the whole batch."""
     try:
-        trace = traced(lanes, part, *args[:-1], blocks)
+        trace = trace_on_lanes(lanes, part, *args[:-1], blocks)
     except Exception as error:
         named: set[str] = set()
         for kind in (AxisType.Auto, AxisType.Explicit):  # does it work on the mesh, without lanes?

@@ -12,20 +12,20 @@ from jax.custom_derivatives import SymbolicZero
 
 from jstep.core import meshes, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_bool, as_function, as_int, kind, shown
+from jstep.core.checks import as_bool, as_function, as_int, format_value, kind
 from jstep.core.device_values import as_scalar
 from jstep.core.exceptions import setting
 from jstep.core.placement import Unroll, as_unroll, sharding_of
-from jstep.core.selection import VarList, check_form, selected
+from jstep.core.selection import VarList, check_form, select_leaves
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Held, Number, Params
 from jstep.differentiate import microbatches
 from jstep.differentiate.clipping import global_norm
-from jstep.differentiate.integer_sums import Halves, halves, is_integer, joined
-from jstep.differentiate.lane_state import Merge, merged, merges_of, summand
+from jstep.differentiate.integer_sums import Halves, halves, is_integer, join_integers
+from jstep.differentiate.lane_state import Merge, choose_merges, merge_leaf, summand
 from jstep.differentiate.lanes import Lanes, as_lanes, of_each_lane, on_lanes, sum_over_lanes
 from jstep.differentiate.lookup import TABLES, Tables
-from jstep.differentiate.loss_outputs import COLLECTORS, SUMMARIES, Collector, outputs_of
+from jstep.differentiate.loss_outputs import COLLECTORS, SUMMARIES, Collector, unpack_outputs
 from jstep.differentiate.microbatches import AggregationMethod, Part, Squares
 from jstep.differentiate.same_bits import alike
 from jstep.slots.indexed_slices import IndexedSlices
@@ -107,7 +107,7 @@ def compute_gradients(
         weight_fn=weight_fn,
         gate_gradients=gate_gradients,
         aggregation_method=aggregation_method,
-        sharpness=checked_sharpness(sharpness),
+        sharpness=check_sharpness(sharpness),
         adaptive=adaptive,
         lanes=lanes,
     )
@@ -118,14 +118,14 @@ def compute_gradients(
             return compute(Inputs(params, args=args, kwargs=kwargs, lanes=lanes))
 
         params, args = trees.all_native(params, "params"), trees.all_native(args, "args")
-        place = meshes.sharded_like(Part(None, None, None, params))  # type: ignore[arg-type]
+        place = meshes.shard_like(Part(None, None, None, params))  # type: ignore[arg-type]
         part = on_lanes(compute.lanes, run, params, args, jax.tree.map(sharding_of, args), place=place)
         return ((part.loss, part.aux), part.gradients) if has_aux else (part.loss, part.gradients)
 
     return loss_and_gradients
 
 
-def gated(grads: list[Any], gate: int) -> list[Any]:
+def apply_gate(grads: list[Any], gate: int) -> list[Any]:
     """Apply a gate, which affects memory and time, never values."""
     if gate == GATE_OP:
         return [None if g is None else jax.lax.optimization_barrier(g) for g in grads]
@@ -202,13 +202,16 @@ class Differentiation:
         object.__setattr__(self, "lanes", as_lanes(self.lanes))
         as_function(self.weight_fn, "weight_fn", "of a microbatch", optional=True)
         if isinstance(self.gate_gradients, bool) or self.gate_gradients not in (GATE_NONE, GATE_OP, GATE_GRAPH):
-            raise ValueError(f"gate_gradients={shown(self.gate_gradients)}: must be GATE_NONE, GATE_OP or GATE_GRAPH")
+            raise ValueError(
+                f"gate_gradients={format_value(self.gate_gradients)}: must be GATE_NONE, GATE_OP or GATE_GRAPH"
+            )
         if not isinstance(self.aggregation_method, AggregationMethod):
             raise TypeError(
-                f"aggregation_method={shown(self.aggregation_method)}: must be AggregationMethod.DEFAULT or .ADD_N, "
+                f"aggregation_method={format_value(self.aggregation_method)}: must be AggregationMethod.DEFAULT or "
+                ".ADD_N, "
                 f"got {kind(self.aggregation_method)}"
             )
-        if checked_radius(self.sharpness) is None and self.adaptive:
+        if check_radius(self.sharpness) is None and self.adaptive:
             raise ValueError("adaptive=True: specifies how sharpness is measured; give sharpness as well")
         as_unroll(self.unroll)
 
@@ -219,7 +222,7 @@ class Differentiation:
         if inputs.lanes is not None:
             return self._of_batch(inputs)
         inputs = inputs._replace(batch_specs=microbatches.specs_of_rows(inputs.args, inputs.batch_specs))
-        place = meshes.sharded_like(Part(None, inputs.model_state, None, params))  # type: ignore[arg-type]
+        place = meshes.shard_like(Part(None, inputs.model_state, None, params))  # type: ignore[arg-type]
         assert self.attempts is not None  # set in __post_init__
         return self.attempts(self._of_batch, inputs, place=place)
 
@@ -230,7 +233,7 @@ class Differentiation:
 
     def selected(self, params: Params, argument: str = "var_list") -> list[int]:
         """Return the indices of the differentiated leaves; `argument` names var_list in errors."""
-        return selected(params, self.var_list, argument, self.frozen and self.frozen(params))
+        return select_leaves(params, self.var_list, argument, self.frozen and self.frozen(params))
 
     def _of_batch(self, inputs: Inputs) -> Part:
         params = inputs.params
@@ -239,14 +242,14 @@ class Differentiation:
         part = self._way(inputs)(inputs, indices)
         if self.sharpness is not None:
             some = [jnp.asarray(leaves[i]) for i in indices]
-            move = functools.partial(perturbed, adaptive=self.adaptive)
-            on_auto_axes = functools.partial(meshes.without_explicit_axes, move, place=meshes.sharded_like(some))
+            move = functools.partial(perturb, adaptive=self.adaptive)
+            on_auto_axes = functools.partial(meshes.without_explicit_axes, move, place=meshes.shard_like(some))
             moved_leaves = alike(inputs.lanes, on_auto_axes, some, part.gradients, self.sharpness)
             moved = treedef.unflatten(trees.with_leaves(leaves, indices, moved_leaves))
             calm = dataclasses.replace(self, gathers=False)
             again = calm._way(inputs)(inputs._replace(params=moved), indices)
             part = part._replace(gradients=again.gradients, squares=again.squares)
-        grads = gated(part.gradients, self.gate_gradients)
+        grads = apply_gate(part.gradients, self.gate_gradients)
         return part._replace(gradients=treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, grads)))
 
     def _way(self, inputs: Inputs) -> Callable[[Inputs, list[int]], Part]:
@@ -259,7 +262,7 @@ class Differentiation:
         return self._one if n == 1 else functools.partial(self._in_parts, n)
 
     def _in_parts(self, n: int, inputs: Inputs, indices: list[int]) -> Part:
-        parts = microbatches.split(inputs.args, n, inputs.batch_specs)
+        parts = microbatches.split_batch(inputs.args, n, inputs.batch_specs)
 
         def run(params: Params, parts: tuple[Any, ...]) -> Part:
             def part_fn(model_state: Tree, batch: Tree, i: Array) -> Part:
@@ -286,22 +289,22 @@ class Differentiation:
         def loss(params: Params, batch: Tree) -> Array:
             return self._one(inputs._replace(params=params, args=batch), []).loss
 
-        return microbatches.reduced_once(run, inputs.params, parts, loss, indices)
+        return microbatches.reduce_once(run, inputs.params, parts, loss, indices)
 
     def _in_lanes(self, lanes: Lanes, inputs: Inputs, indices: list[int]) -> Part:
         """Differentiate in lanes: means for loss, gradients and floating aux, sums for integer aux."""
         alone = dataclasses.replace(self, lanes=None, squares=False)
         size = microbatches.rows_of_part(inputs.args, lanes.number, f"lanes={lanes.number}", "use a multiple of it")
         rows, of_rows = trees.flatten(inputs.args)
-        whole, filled = trees.arrays_of(inputs._replace(args=(), batch_specs=None, lanes=None))
+        whole, filled = trees.partition_arrays(inputs._replace(args=(), batch_specs=None, lanes=None))
         merges = self._merges(lanes, inputs, size)
 
         def part(i: Array, whole: list[Array], rows: list[Array]) -> Any:
             here = filled(whole).for_lane(i, of_rows.unflatten(rows))
             results = alone._way(here)(here, indices)
-            weight = microbatches.weight_of(self.weight_fn, here.args)
+            weight = microbatches.part_weight(self.weight_fn, here.args)
             dense = [g.to_dense() if isinstance(g, IndexedSlices) else g for g in results.gradients]
-            grads = [None if g is None else microbatches.weighed(g, weight) for g in dense]
+            grads = [None if g is None else microbatches.weigh(g, weight) for g in dense]
             terms = functools.partial(microbatches.summand, weight)
             others = jax.tree_util.tree_map_with_path(terms, (results.aux, results.summaries))
             others = jax.tree.map(lambda x: halves(x) if is_integer(x) else x, others)
@@ -310,16 +313,16 @@ class Differentiation:
             if self.squares:
                 of_lane = jnp.float32(size) if weight is None else weight
                 norms = of_each_lane(lanes, i, (of_lane, microbatches.squared_norm(results.gradients, here.scale)))
-            return grads, microbatches.weighed(results.loss, weight), weight, others, state, norms
+            return grads, microbatches.weigh(results.loss, weight), weight, others, state, norms
 
         summed = sum_over_lanes(lanes, part, whole, [jnp.asarray(x) for x in rows], [0] * len(rows))
         grads, loss, weight, others, state, norms = summed
         total = jnp.float32(lanes.number) if weight is None else jnp.where(weight == 0, jnp.ones_like(weight), weight)
 
         def mean(x: Any) -> Array:
-            return joined(x) if isinstance(x, Halves) else x / total.astype(x.dtype)
+            return join_integers(x) if isinstance(x, Halves) else x / total.astype(x.dtype)
 
-        state = _by_leaf(functools.partial(merged, lanes.number), merges, state, inputs.model_state)
+        state = _by_leaf(functools.partial(merge_leaf, lanes.number), merges, state, inputs.model_state)
         results = jax.tree.map(mean, (grads, loss, others), is_leaf=lambda x: isinstance(x, Halves))
         grads, loss, (aux, summaries) = results
         squares = None
@@ -331,7 +334,9 @@ class Differentiation:
         """Return how the leaves of model_state are merged, from the traced loss of a lane."""
         rows, of_rows = trees.flatten(inputs.args)
         of_state = trees.structure(inputs.model_state)
-        others, filled = trees.arrays_of(inputs._replace(args=(), model_state=None, batch_specs=None, lanes=None))
+        others, filled = trees.partition_arrays(
+            inputs._replace(args=(), model_state=None, batch_specs=None, lanes=None)
+        )
         n = self.num_microbatches
         if self.max_rows_per_device is not None:
             lane = [jax.ShapeDtypeStruct((size, *np.shape(x)[1:]), jnp.result_type(x)) for x in rows]
@@ -344,7 +349,7 @@ class Differentiation:
             here = filled(others).for_lane(i, of_rows.unflatten(rows), model_state=of_state.unflatten(old))
             return jax.tree.leaves(alone._way(here)(here, []).model_state)
 
-        return merges_of(lanes, new_state, inputs.model_state, others, [jnp.asarray(x) for x in rows], size)
+        return choose_merges(lanes, new_state, inputs.model_state, others, [jnp.asarray(x) for x in rows], size)
 
     def _one(self, inputs: Inputs, indices: list[int]) -> Part:
         leaves, treedef = trees.flatten(inputs.params)
@@ -363,7 +368,7 @@ class Differentiation:
             looked_up = Tables(some)
             with setting(TABLES, looked_up), setting(COLLECTORS, collectors):
                 out = self.loss_fn(whole, *before, *inputs.args, **{**(inputs.kwargs or {}), **rng})
-            loss, *others = outputs_of(out, inputs.model_state, self.has_aux, self.has_model_state, self.names_aux)
+            loss, *others = unpack_outputs(out, inputs.model_state, self.has_aux, self.has_model_state, self.names_aux)
             is_empty = not (collector.parts or collector.nested)
             summaries = None if is_empty else SUMMARIES["unreturned"](collector, out)
             wide = trees.compute_dtype(loss.dtype)
@@ -402,7 +407,7 @@ def _by_leaf(fn: Callable[..., Array], merges: Sequence[Merge], tree: Tree, old:
 # Sharpness-aware minimization.
 
 
-def perturbed(leaves: list[Array], gradients: list[Any], rho: object, *, adaptive: bool) -> list[Array]:
+def perturb(leaves: list[Array], gradients: list[Any], rho: object, *, adaptive: bool) -> list[Array]:
     """Return the nearby parameters at which the loss is largest, to first order.
 
     SAM: p + ρ·g / (‖g‖ + 1e-12); adaptive (ASAM): p + ρ·p²·g / (‖ |p|·g ‖ + 1e-12). Gradients may have any scale.
@@ -426,11 +431,11 @@ def perturbed(leaves: list[Array], gradients: list[Any], rho: object, *, adaptiv
     return [moved(p, g, w) for p, g, w in zip(leaves, weighed, weights, strict=True)]
 
 
-def checked_sharpness(sharpness: object) -> Any:
+def check_sharpness(sharpness: object) -> Any:
     return None if sharpness is None else as_scalar(sharpness, "sharpness", low=0, expected="a number or None")
 
 
-def checked_radius(sharpness: object) -> Any:
+def check_radius(sharpness: object) -> Any:
     """Validate the radius of a training step, which may be a schedule."""
     if isinstance(sharpness, Held):
         raise TypeError(
@@ -438,5 +443,5 @@ def checked_radius(sharpness: object) -> Any:
             "optimizer slots, and the radius belongs to the loss, which has none"
         )
     if isinstance(sharpness, type):
-        raise TypeError(f"sharpness={shown(sharpness)}: must be a number, an array or a schedule, got a class")
-    return sharpness if callable(sharpness) else checked_sharpness(sharpness)
+        raise TypeError(f"sharpness={format_value(sharpness)}: must be a number, an array or a schedule, got a class")
+    return sharpness if callable(sharpness) else check_sharpness(sharpness)

@@ -19,7 +19,7 @@ from jstep.core.checks import kind
 from jstep.core.trees import Array
 
 
-def outputs_of(
+def unpack_outputs(
     out: object, old: object, has_aux: bool, has_model_state: bool, names_aux: bool
 ) -> tuple[Array, Any, Any]:
     """Return loss, new model_state and aux from the output of a loss."""
@@ -72,9 +72,9 @@ def _refuse_other_structure(old: object, new: object) -> None:
             f"loss_fn returned (loss, (model_state, aux)), where aux is {_kind(new[1])}; with has_aux=False it must "
             "return (loss, model_state). Set has_aux=True to return aux, too"
         )
-    before, after = trees.paths_of(old), trees.paths_of(new)
+    before, after = trees.leaf_paths(old), trees.leaf_paths(new)
     both = (("lacks", trees.only_in(before, after)), ("adds", trees.only_in(after, before)))
-    differences = [f"{what} {', '.join(map(trees.quoted, some[:5]))}" for what, some in both if some]
+    differences = [f"{what} {', '.join(map(trees.quote_path, some[:5]))}" for what, some in both if some]
     what = " and ".join(differences) or f"is {_kind(new)} with the same leaves as {_kind(old)} of the state"
     raise ValueError(
         f"loss_fn returned a model_state of another structure: it {what}; return all of the state's, changed or not, "
@@ -89,7 +89,7 @@ def _like(old: object, new: object) -> Any:
 
     def leaf(keys: Any, before: object, after: object) -> Array:
         before, after = jnp.asarray(before), jnp.asarray(after)
-        what = f"loss_fn returned a model_state whose leaf {trees.quoted(trees.path_str(keys))}"
+        what = f"loss_fn returned a model_state whose leaf {trees.quote_path(trees.path_str(keys))}"
         if before.shape != after.shape:
             raise ValueError(f"{what} has shape {after.shape}; the state holds shape {before.shape}")
         if before.dtype == after.dtype:

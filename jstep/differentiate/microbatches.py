@@ -18,8 +18,8 @@ from jstep.core.jaxprs import Operation, Subprogram, body_of, evaluate
 from jstep.core.placement import Unroll, scan
 from jstep.core.trees import Array, GradientNoise
 from jstep.data.placement import fitting_spec
-from jstep.differentiate.integer_sums import is_integer, summed
-from jstep.slots.indexed_slices import IndexedSlices, combined
+from jstep.differentiate.integer_sums import is_integer, sum_integers
+from jstep.slots.indexed_slices import IndexedSlices, combine_rows
 
 _logger = logging.getLogger("jstep")
 _log_once = functools.cache(_logger.info)  # a step is traced several times
@@ -58,7 +58,7 @@ def number_of_parts(
     )
 
 
-def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> tuple[Any, ...]:
+def split_batch(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> tuple[Any, ...]:
     """Reshape each leaf (B, …) to (B/n, n, …), of which `microbatch` selects the rows i, i + n, i + 2n, …."""
     # A contiguous block of a sharded batch is on some of the devices only and would move to the others at every step,
     # whereas each device already has its share of every n-th row if n divides its rows. One device uses the same rows,
@@ -188,7 +188,7 @@ def accumulate(
 
     Args:
         part_fn: `part_fn(model_state, microbatch, i) -> Part`; model_state is carried.
-        parts: The batch, as `split` returns it.
+        parts: The batch, as `split_batch` returns it.
         sums: Zeros to accumulate the gradients in.
         weight_fn: `weight_fn(*microbatch) -> scalar`. A microbatch of weight 0 is ignored, whatever its loss.
         square: Returns the squared norm of gradients, some of which may be None.
@@ -204,16 +204,16 @@ def accumulate(
         state, sums = carry
         batch = microbatch(parts, i)
         part = part_fn(state, batch, i)
-        weight = weight_of(weight_fn, batch)
+        weight = part_weight(weight_fn, batch)
         squared = None if square is None else square(part.gradients)
-        gradients = [jax.tree.map(lambda g: g if is_integer(g) else weighed(g, weight), g) for g in part.gradients]
+        gradients = [jax.tree.map(lambda g: g if is_integer(g) else weigh(g, weight), g) for g in part.gradients]
         if running:
             # () marks a gradient that is carried. A sum without gradients is carried unchanged, which costs nothing.
             dense = [isinstance(g, jax.Array) for g in gradients]
             sums = [s + g.astype(s.dtype) if d else s for s, g, d in zip(sums, gradients, dense, strict=True)]
             gradients = [() if d else g for g, d in zip(gradients, dense, strict=True)]
         others = jax.tree_util.tree_map_with_path(functools.partial(summand, weight), (part.aux, part.summaries))
-        return (part.model_state, sums), (gradients, weighed(part.loss, weight), weight, squared, others)
+        return (part.model_state, sums), (gradients, weigh(part.loss, weight), weight, squared, others)
 
     (model_state, sums), (gradients, losses, weights, squared, others) = scan(
         body, (model_state, sums if running else []), jnp.arange(n), n, unroll
@@ -230,10 +230,10 @@ def accumulate(
             return IndexedSlices(mean(rows), stacked.indices.reshape(-1), stacked.dense_shape)
         if stacked is None:
             return None
-        return mean(meshes.reduced(sums[i]) if running else jnp.sum(stacked, axis=0))
+        return mean(meshes.reduce_unreduced(sums[i]) if running else jnp.sum(stacked, axis=0))
 
     def sum_or_mean(leaf: Array) -> Array:
-        return summed(leaf) if is_integer(leaf) else mean(jnp.sum(leaf, axis=0))
+        return sum_integers(leaf) if is_integer(leaf) else mean(jnp.sum(leaf, axis=0))
 
     aux, summaries = jax.tree.map(sum_or_mean, others)
     grads = [gradient(i, stacked) for i, stacked in enumerate(gradients)]
@@ -246,18 +246,19 @@ def accumulate(
 def summand(weight: Array | None, keys: Any, leaf: Array) -> Array:
     """Convert a leaf of aux to the form in which microbatches are summed."""
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return weighed(leaf, weight)
+        return weigh(leaf, weight)
     if leaf.dtype == bool or (is_integer(leaf) and leaf.dtype.itemsize < 4):
         return leaf.astype(jnp.int32)
     if not is_integer(leaf):
         raise TypeError(
-            f"aux: the leaf at {trees.quoted(trees.path_str(keys[1:]))} is of {leaf.dtype}, of which microbatches have "
+            f"aux: the leaf at {trees.quote_path(trees.path_str(keys[1:]))} is of {leaf.dtype}, of which microbatches "
+            "have "
             "no mean and no sum; return it in model_state, whose last value is kept, or not at all"
         )
     return leaf
 
 
-def weight_of(weight_fn: Callable[..., Any] | None, batch: tuple[Any, ...]) -> Array | None:
+def part_weight(weight_fn: Callable[..., Any] | None, batch: tuple[Any, ...]) -> Array | None:
     if weight_fn is None:
         return None
     weight = weight_fn(*batch)
@@ -268,7 +269,7 @@ def weight_of(weight_fn: Callable[..., Any] | None, batch: tuple[Any, ...]) -> A
     return jnp.asarray(weight).astype(trees.compute_dtype(dtype))
 
 
-def weighed(value: Array, weight: Array | None) -> Array:
+def weigh(value: Array, weight: Array | None) -> Array:
     """Return value · weight in at least float32; 0 if the weight is 0."""
     value = value.astype(trees.compute_dtype(value.dtype))
     if weight is None:
@@ -286,7 +287,7 @@ def weighed(value: Array, weight: Array | None) -> Array:
 # usual.
 
 
-def reduced_once(
+def reduce_once(
     run: Callable[[Any, Any], Any], params: Tree, parts: object, loss: Callable[[Any, Any], Array], indices: list[int]
 ) -> Any:
     """Return `run(params, parts)`, with the gradients of parameters reduced once if their uses in `loss` allow it."""
@@ -377,7 +378,7 @@ def squared_norm(gradients: Sequence[Any], scale: Array | None = None) -> Array:
     def computed(gradients: list[Any], scale: Array | None) -> Array:
         total = jnp.zeros((), trees.default_float())
         for g in gradients:
-            values = combined(g).values if isinstance(g, IndexedSlices) else g
+            values = combine_rows(g).values if isinstance(g, IndexedSlices) else g
             values = values.astype(trees.compute_dtype(values.dtype))
             # Before squaring: float32 may not hold the square of a scaled gradient.
             if scale is not None:
@@ -397,7 +398,7 @@ def together_squared(squares: Sequence[Squares | None]) -> Squares | None:
     return Squares(present[0].weights, parts, sum((s.whole for s in present[1:]), present[0].whole))
 
 
-def estimated(squares: Squares) -> GradientNoise:
+def estimate_noise(squares: Squares) -> GradientNoise:
     """Return unbiased estimates of tr Σ and |G|² from one batch; NaN if fewer than two parts have a positive weight.
 
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), appendix A, for parts of one size.

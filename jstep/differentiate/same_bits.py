@@ -20,7 +20,7 @@ from jstep.core.annotations import Tree
 from jstep.core.jaxprs import ELEMENTWISE, Operation, Subprogram
 from jstep.core.placement import on_devices
 from jstep.core.trees import Array
-from jstep.differentiate.lanes import Lanes, is_in_lanes, isolated, sum_over_lanes, traced
+from jstep.differentiate.lanes import Lanes, is_in_lanes, isolate, sum_over_lanes, trace_on_lanes
 
 _MOVES = "bitcast_convert_type broadcast_in_dim expand_dims reshape rev slice squeeze transpose"
 _EXACT = "add_any argmax argmin atan2 complex conj erfc imag lgamma real reduce_max reduce_min"
@@ -36,16 +36,16 @@ def alike(lanes: Lanes | None, fn: Callable[..., Any], *args: Any) -> Any:
     """Return `fn(*args)`, in device memory; with lanes, its bits are the same on any number of devices."""
     if lanes is None:
         return fn(*args)
-    arrays, filled = trees.arrays_of(args)
+    arrays, filled = trees.partition_arrays(args)
     rebuilds: list[Any] = []
 
     def of_arrays(arrays: list[Array]) -> list[Array]:
-        results, rebuild = trees.arrays_of(fn(*filled(arrays)))
+        results, rebuild = trees.partition_arrays(fn(*filled(arrays)))
         rebuilds.append(rebuild)
         return results
 
     arrays = on_devices(arrays)
-    program, _ = traced(lanes, of_arrays, arrays)
+    program, _ = trace_on_lanes(lanes, of_arrays, arrays)
     # Data that XLA cannot know: constants are not traced.
     data = [x for x in arrays if x.size and not trees.is_key(x)]
     witness = min(data, key=lambda x: (not trees.is_traced(x), x.size))
@@ -53,7 +53,7 @@ def alike(lanes: Lanes | None, fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness: Array) -> list[Array]:
-    program, _ = traced(lanes, lambda values: jaxprs.evaluate(body, values, _inlined), list(values))
+    program, _ = trace_on_lanes(lanes, lambda values: jaxprs.evaluate(body, values, _inlined), list(values))
     jaxpr = program.jaxpr
     users = {atom: {-1} for atom in jaxprs.variables(jaxpr.outvars)}
     operations: list[Operation] = []
@@ -69,7 +69,9 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
     def read(atom: object) -> Any:
         if isinstance(atom, core.Literal):
             return atom.val
-        return env[atom] if atom in env else jax.core.eval_jaxpr(jaxprs.part_of(jaxpr, [], [atom], [free[atom]]), ())[0]
+        return (
+            env[atom] if atom in env else jax.core.eval_jaxpr(jaxprs.subprogram(jaxpr, [], [atom], [free[atom]]), ())[0]
+        )
 
     def together(call: Callable[..., list[Array]], some: Sequence[Operation]) -> None:
         """Compute operations as one program, whose outputs are the values used by other operations."""
@@ -80,11 +82,11 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
         kept = [atom for atom in outputs if users.get(atom, numbers) - numbers]
         first = {id(free[atom]): free[atom] for atom in used if atom in free}
         eqns = [*first.values(), *(op.eqn for op in some)]
-        compute = functools.partial(jax.core.eval_jaxpr, jaxprs.part_of(jaxpr, inputs, kept, eqns), ())
+        compute = functools.partial(jax.core.eval_jaxpr, jaxprs.subprogram(jaxpr, inputs, kept, eqns), ())
         env.update(zip(kept, call(compute, [env[atom] for atom in inputs], [atom.aval for atom in kept]), strict=True))
 
     def on_parts(fn: Any, args: list[Array], shapes: Tree) -> list[Array]:
-        return list(map(lanes.placed, isolated(fn, list(map(lanes.placed, args)), shapes, witness)))
+        return list(map(lanes.placed, isolate(fn, list(map(lanes.placed, args)), shapes, witness)))
 
     def on_blocks(fn: Any, args: list[Array], shapes: Tree) -> list[Array]:
         dims: Any = [_dim_of_blocks(lanes.number, x.shape) for x in args]
@@ -92,7 +94,7 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
 
     def on_whole_arrays(fn: Any, args: list[Array], shapes: Tree) -> list[Array]:
         everywhere = PartitionSpec()
-        run = lanes.spread(lambda args, witness: isolated(fn, args, shapes, witness), everywhere, everywhere)
+        run = lanes.spread(lambda args, witness: isolate(fn, args, shapes, witness), everywhere, everywhere)
         return list(run(args, witness))
 
     for level in _levels(lanes.number, [op for op in operations if jaxprs.variables(op.eqn.invars)]):

@@ -31,7 +31,7 @@ _SMALLEST = 1024  # minimum number of bytes to exchange
 _T = TypeVar("_T")
 
 
-def reached_stop() -> bool:
+def should_stop() -> bool:
     """Return whether all processes must stop after this call, because one of them received SIGTERM.
 
     All must call this after each call of the step. It queries JAX's preemption service, without device work.
@@ -177,7 +177,7 @@ def _spans_processes(leaf: object) -> bool:
 def _described(args: tuple[Any, ...]) -> dict[str, list[str]]:
     """Return the shapes over all processes and on this one."""
     shapes: dict[str, list[str]] = {"whole": [], "here": []}
-    for path, leaf in trees.leaves_with_paths(trees.batch_of(args)):
+    for path, leaf in trees.leaves_with_paths(trees.args_to_batch(args)):
         dtype, shape = np.dtype(jax.dtypes.result_type(leaf)).name, np.shape(leaf)
         here = shape
         if _spans_processes(leaf):
@@ -237,7 +237,7 @@ Known = Mapping[str, Setting]
 """The known values of `FIELDS`."""
 
 
-def known(arguments: Known) -> Known:
+def known_settings(arguments: Known) -> Known:
     """Combine arguments and variables: arguments take precedence over `JAX_*`, and these over SkyPilot's.
 
     JAX itself reads SLURM's variables; here they are only checked, if the others are incomplete.
@@ -387,7 +387,7 @@ def initialize(
         return
     if num_processes == 1:
         return
-    config = known(arguments)
+    config = known_settings(arguments)
     total = config.get(COUNT) or _of_slurm().get(COUNT)
     if total is not None and total.value == 1:
         return

@@ -12,18 +12,18 @@ import jax
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
-from jstep.core.calls import ShownAsTyped
-from jstep.core.checks import as_bool, as_int, as_number, as_text, kind, one_of, shown
+from jstep.core.checks import as_bool, as_int, as_number, as_string, check_choice, format_value, kind
 from jstep.core.meshes import internal_transfers
+from jstep.core.recorded_calls import ShownAsTyped
 from jstep.core.selection import VarList, check_form
-from jstep.hooks.hook import step_of
-from jstep.hooks.numbers import is_number, read
+from jstep.hooks.hook import state_step
+from jstep.hooks.numbers import is_number, read_values
 from jstep.hooks.run_hook import Reports, RunInfo
-from jstep.hooks.states import key_of
+from jstep.hooks.states import hook_key
 from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparameter
 from jstep.state.contents import StateContents, briefly
 from jstep.state.train_state import TrainState
-from jstep.stores.urls import location, resolved
+from jstep.stores.urls import location, resolve_path
 
 _logger = logging.getLogger("jstep")
 
@@ -35,9 +35,9 @@ LOWER_IS_BETTER = ("loss", "error", "perplexity")
 """Suffixes of names of metrics whose mode is `"min"` by default."""
 
 
-def checked_metric(metric: Any, mode: Any) -> tuple[str, str]:
+def check_metric(metric: Any, mode: Any) -> tuple[str, str]:
     """Validate the name of a metric and its mode; None becomes the mode that the name implies."""
-    as_text(metric, "metric", "the name of a metric that evaluate returns")
+    as_string(metric, "metric", "the name of a metric that evaluate returns")
     if mode is None:
         if not metric.endswith(LOWER_IS_BETTER):
             raise ValueError(
@@ -45,7 +45,7 @@ def checked_metric(metric: Any, mode: Any) -> tuple[str, str]:
                 f'names that end in {", ".join(LOWER_IS_BETTER[:-1])} or {LOWER_IS_BETTER[-1]} mean "min" without it'
             )
         mode = "min"
-    one_of(mode, "mode", ("min", "max"))
+    check_choice(mode, "mode", ("min", "max"))
     return metric, mode
 
 
@@ -55,7 +55,7 @@ def score(results: Mapping[str, Any], metric: str, by: str) -> float:
         raise KeyError(f"{by}: metric={metric!r}: evaluate does not return it; it returns {list(results)}")
     if not is_number(results[metric]):
         raise TypeError(f"{by}: metric={metric!r}: must be a number, evaluate returned {results[metric]!r}")
-    return float(read({metric: results[metric]})[metric])
+    return float(read_values({metric: results[metric]})[metric])
 
 
 def is_better(value: float, than: float | None, mode: str, margin: float = 0.0) -> bool:
@@ -68,7 +68,7 @@ def is_better(value: float, than: float | None, mode: str, margin: float = 0.0) 
 
 
 @dataclasses.dataclass
-class Progress:
+class CallbackState:
     """State of a callback between evaluations. Subclasses add counts, which may be None by default."""
 
     best: float | None = None
@@ -102,12 +102,12 @@ class MetricCallback(ShownAsTyped):
 
     on_cadence_only: bool = True
     key: str | None = None
-    _progress: Progress
+    _progress: CallbackState
     _settings: ClassVar[tuple[str, ...]]
 
     def __init__(self, watched: Mapping[str, Any], key: str | None) -> None:
-        self.metric, self._mode = checked_metric(watched["metric"], watched["mode"])
-        self.key = None if key is None else as_text(key, "key", "the name of its state in checkpoints, or None")
+        self.metric, self._mode = check_metric(watched["metric"], watched["mode"])
+        self.key = None if key is None else as_string(key, "key", "the name of its state in checkpoints, or None")
         self._watched = {**watched, "mode": self._mode}  # the resolved mode, as in earlier checkpoints
         self.watches = ", ".join(name for argument, name in watched.items() if argument != "mode")
         self.identifying_settings = {"mode": self._mode, **{name: getattr(self, f"_{name}") for name in self._settings}}
@@ -142,11 +142,11 @@ class MetricCallback(ShownAsTyped):
         return None
 
     def _start_fresh(self, why: str) -> None:
-        _logger.warning("%s starts fresh: its state in the checkpoint %s", key_of(self), why)
+        _logger.warning("%s starts fresh: its state in the checkpoint %s", hook_key(self), why)
 
 
 @dataclasses.dataclass
-class _StoppingProgress(Progress):
+class _StoppingProgress(CallbackState):
     stopped_at: int | None = None
 
 
@@ -211,7 +211,7 @@ class EarlyStopping(MetricCallback):
         if bad < self._patience:
             return None
         return (
-            f"{key_of(self)} stopped the run{'' if step is None else f' at step {step}'}: {self.metric} had not "
+            f"{hook_key(self)} stopped the run{'' if step is None else f' at step {step}'}: {self.metric} had not "
             f"improved on {best} in {bad} evaluations. To continue, give EarlyStopping(…, reset=True), or more patience"
         )
 
@@ -242,7 +242,7 @@ class EarlyStopping(MetricCallback):
 
 
 @dataclasses.dataclass
-class _PlateauProgress(Progress):
+class _PlateauProgress(CallbackState):
     cooling: int = 0
 
 
@@ -305,7 +305,7 @@ class ReduceOnPlateau(MetricCallback):
         *,
         key: str | None = None,
     ) -> None:
-        self._name = as_text(name, "name", "the name of a held hyperparameter")
+        self._name = as_string(name, "name", "the name of a held hyperparameter")
         self._factor = as_number(factor, "factor", low=0.0, above=True, high=1.0, below=True)
         self._patience = as_int(patience, "patience", 0, "a number of evaluations")
         self._threshold = as_number(threshold, "threshold", low=0.0)
@@ -394,8 +394,8 @@ class KeepBest(ShownAsTyped):
         leave_out: VarList = None,
     ) -> None:
         if not isinstance(directory, str | os.PathLike):
-            raise TypeError(f"directory={shown(directory)}: must be a directory or a URL, got {kind(directory)}")
-        self.metric, self._mode = checked_metric(metric, mode)
+            raise TypeError(f"directory={format_value(directory)}: must be a directory or a URL, got {kind(directory)}")
+        self.metric, self._mode = check_metric(metric, mode)
         self._keep = as_int(keep, "keep", 1, "a number of checkpoints")
         checkpoint_name(prefix, 0)  # validates the prefix
         self._directory, self._prefix = location(directory, "directory"), prefix
@@ -413,7 +413,7 @@ class KeepBest(ShownAsTyped):
         self._leave_out = saver.leave_out if self._given is None and saver is not None else self._given
         if saver is None or saver.prefix != self._prefix:
             return
-        if resolved(saver.directory) == resolved(self._directory):
+        if resolve_path(saver.directory) == resolve_path(self._directory):
             raise ValueError(
                 f"KeepBest: directory={os.fspath(self._directory)!r}, prefix={self._prefix!r} are those of the run's "
                 "own checkpoints, which it would delete; give another directory, or another prefix"
@@ -428,7 +428,7 @@ class KeepBest(ShownAsTyped):
             _logger.warning(
                 "KeepBest: this run starts at step %d, not from a checkpoint of its own, but %s holds %s of another "
                 "run with %s=%g, which is kept unless this run does better; give a new directory to keep only its own",
-                step_of(state),
+                state_step(state),
                 self._directory,
                 checkpoint_name(self._prefix, best),
                 self.metric,

@@ -18,12 +18,21 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import shown
+from jstep.core.checks import format_value
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import taken
 from jstep.core.trees import shape_of
 from jstep.data.batches import Batches
-from jstep.data.placement import as_shardings, copied, fitting, is_axes, over_axes, owners_of, place_rows, placement
+from jstep.data.placement import (
+    as_shardings,
+    copy_batch,
+    fitting,
+    is_axes,
+    over_axes,
+    part_owners,
+    place_rows,
+    placement,
+)
 from jstep.data.sequence import BatchSequence
 from jstep.distributed import processes
 from jstep.queues.queues import until_end
@@ -61,7 +70,8 @@ class EvaluationBatches:
             self.batches.set_state(copy.deepcopy(self._beginning))
         elif self._used and self._is_iterator:
             raise ValueError(
-                f"batches={shown(self.batches)}: an iterator, which the first evaluation has exhausted; give batches "
+                f"batches={format_value(self.batches)}: an iterator, which the first evaluation has exhausted; give "
+                "batches "
                 "that can be iterated over again, such as a list or jstep.batches"
             )
         self._used = True
@@ -71,7 +81,7 @@ class EvaluationBatches:
                 raise ValueError(f"batches: no end after {MOST} of them; {_ENDLESS}")
             yield batch
         if number == 0:
-            raise ValueError(f"batches={shown(self.batches)}: empty, there is nothing to evaluate")
+            raise ValueError(f"batches={format_value(self.batches)}: empty, there is nothing to evaluate")
 
     def first_shapes(self, shardings: Tree) -> tuple[Any, ...] | None:
         """Return the first batch's arguments as shapes; None if reading it would change an evaluation.
@@ -83,17 +93,17 @@ class EvaluationBatches:
             if isinstance(batches, BatchSequence):
                 batch = batches.shapes(0)
             elif isinstance(batches, Sequence):  # read again by the evaluation: a hook may change it until then
-                batch = copied(batches[0])
+                batch = copy_batch(batches[0])
             elif self._is_iterator or not hasattr(batches, "__iter__") or hasattr(batches, "state_dict"):
                 return None
             else:
                 if self._begun is None:
                     iterator = iter(batches)
-                    self._begun = copied(next(iterator)), iterator
+                    self._begun = copy_batch(next(iterator)), iterator
                 batch = self._begun[0]
         except Exception:  # the evaluation raises it, unless the batches are not ready yet
             return None
-        args = trees.arguments_of(batch)
+        args = trees.batch_to_args(batch)
         if shardings is None:
             is_host = (np.ndarray, np.generic)  # a JAX array, a shape or a Python number stays as it is
             return jax.tree.map(lambda leaf: _on_device(leaf) if isinstance(leaf, is_host) else leaf, args)
@@ -120,13 +130,13 @@ def _check(batches: Tree) -> None:
         )
     is_iterable = any(hasattr(batches, method) for method in ("__iter__", "__next__", "__getitem__"))
     if isinstance(batches, type) or not (is_iterable or callable(batches)):
-        raise TypeError(f"batches={shown(batches)}: must be an iterable or a sequence of batches")
+        raise TypeError(f"batches={format_value(batches)}: must be an iterable or a sequence of batches")
     if not is_iterable:
-        raise ValueError(f"batches={shown(batches)}: a function of the step has no end; {_ENDLESS}")
+        raise ValueError(f"batches={format_value(batches)}: a function of the step has no end; {_ENDLESS}")
     whole = getattr(batches, "_batches", batches)  # of an iterator over `jstep.batches`
     has_length_if_finite = isinstance(whole, itertools.count | itertools.cycle | itertools.repeat | BatchSequence)
     if has_length_if_finite and operator.length_hint(whole, -1) < 0:
-        raise ValueError(f"batches={shown(batches)}: has no end; {_ENDLESS}")
+        raise ValueError(f"batches={format_value(batches)}: has no end; {_ENDLESS}")
     if not isinstance(whole, Batches):
         return
     size = whole.batch_size
@@ -153,18 +163,18 @@ def check_sharding(batch_sharding: object) -> None:
     placement(others, "batch_sharding")
 
 
-def shardings_of(batch_sharding: object, state: Tree) -> Any:
+def batch_shardings(batch_sharding: object, state: Tree) -> Any:
     """Return the shardings of batches for a state as a tree, or None."""
     return None if batch_sharding is None else as_shardings(over_axes(batch_sharding, state))
 
 
-def placed(batches: Iterable[Any], shardings: Tree) -> Iterator[tuple[Any, ...]]:
+def place_batches(batches: Iterable[Any], shardings: Tree) -> Iterator[tuple[Any, ...]]:
     """Yield the arguments of each batch, placed for the computation of metrics.
 
     Rows that do not divide over the devices are replicated, so that metrics are exact without padding, at the cost of
     computing that batch on every device.
     """
-    each = (trees.arguments_of(copied(batch)) for batch in batches)
+    each = (trees.batch_to_args(copy_batch(batch)) for batch in batches)
     is_single = processes.is_single_process()
     if shardings is not None and not is_single:
         yield from _synchronized(each, shardings)
@@ -253,7 +263,7 @@ def _global(counts: np.ndarray[Any, Any], rows: Tree, sharding: object) -> jax.A
         return jax.device_put(rows, sharding)
     whole = rows = np.asarray(rows)
     if rows.ndim:
-        counts, owners = np.maximum(counts, 0), owners_of(sharding)
+        counts, owners = np.maximum(counts, 0), part_owners(sharding)
         shape = (int(counts[0]) * len(owners), *rows.shape[1:])
         if counts[0] and (counts == counts[0]).all() and fitting(sharding, shape).spec == sharding.spec:
             return place_rows(rows, sharding)

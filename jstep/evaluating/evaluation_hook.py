@@ -11,7 +11,7 @@ import jax
 
 from jstep import summary
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function, as_functions, as_text, kind, shown
+from jstep.core.checks import as_bool, as_function, as_functions, as_string, format_value, kind
 from jstep.core.exceptions import setting
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import EVALUATING, STEPPING
@@ -19,10 +19,10 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.distributed import processes
 from jstep.evaluating.evaluator import STOP_REQUESTED, CheckedEvaluation, EvaluationAbandoned
 from jstep.hooks.cadence import cadence
-from jstep.hooks.hook import Clock, Metrics, StopWith, check_hook_result, name_of
-from jstep.hooks.numbers import numbers_of, read, text
+from jstep.hooks.hook import Clock, Metrics, StopWith, check_hook_result, hook_name
+from jstep.hooks.numbers import as_numbers, format_number, read_values
 from jstep.hooks.run_hook import CustomLoop, RunHook, RunInfo, check_writer
-from jstep.hooks.states import check_owners, get_states, key_of, set_states
+from jstep.hooks.states import check_owners, get_states, hook_key, set_states
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
 
@@ -54,7 +54,6 @@ class EvaluationHook(RunHook):
         callbacks: Functions `(step, state, results)`, called in order after each evaluation: `EarlyStopping`,
             `KeepBest`, `ReduceOnPlateau`, or your own. Each returns None, True (stop after this step) or a `TrainState`
             to continue with, which later callbacks see. All of them are called.
-        then: An alias of `callbacks`; give only one of the two.
         summary_writer: Any object with `add_summary(summary, global_step)`; receives each number as `prefix/name`. None
             for the writer that `train` opens in its `logdir`, if any.
         prefix: Prefix of the names in the log and in the summaries; must be different for each hook of a run.
@@ -68,7 +67,6 @@ class EvaluationHook(RunHook):
         results: Step → result of `evaluate`, for this run.
 
     Raises:
-        TypeError: Both `callbacks` and `then` are given.
         ValueError: An argument is not positive, or neither interval is given. Before the first step: two hooks have the
             same prefix, or two callbacks the same `key`.
 
@@ -98,8 +96,7 @@ class EvaluationHook(RunHook):
         *,
         every_n_steps: int | None = None,
         every_n_secs: float | None = None,
-        then: Sequence[EvaluationCallback] = (),
-        callbacks: Sequence[EvaluationCallback] | None = None,
+        callbacks: Sequence[EvaluationCallback] = (),
         summary_writer: object = None,
         prefix: str = "eval",
         key: str | None = None,
@@ -108,14 +105,11 @@ class EvaluationHook(RunHook):
     ) -> None:
         self._at_start = as_bool(at_start, "at_start")
         self._evaluate = as_function(evaluate, "evaluate", "of the state")
-        self._given_writer, self.prefix = check_writer(summary_writer), as_text(prefix, "prefix")
+        self._given_writer, self.prefix = check_writer(summary_writer), as_string(prefix, "prefix")
         self.watches = self.prefix  # identifies the hook among others of its class
-        self.key = None if key is None else as_text(key, "key", "the name under which checkpoints store its state")
-        if callbacks is not None and then != ():
-            raise TypeError("then and callbacks are two names of one argument: give one of them")
-        self._argument, functions = ("then", then) if callbacks is None else ("callbacks", callbacks)
-        self._callbacks = as_functions(functions, self._argument, "(step, state, results)")
-        self._where = f"EvaluationHook({self._argument}=…)"  # in errors and logs
+        self.key = None if key is None else as_string(key, "key", "the name under which checkpoints store its state")
+        self._callbacks = as_functions(callbacks, "callbacks", "(step, state, results)")
+        self._where = "EvaluationHook(callbacks=…)"  # in errors and logs
         self.stopped_by: str | None = None  # the key of the callback that stopped the run
         # The state is sharded over all processes, so all of them evaluate it.
         steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
@@ -166,16 +160,16 @@ class EvaluationHook(RunHook):
 
     def get_state(self) -> Any:
         left = {} if self._left is None else {"left": self._left}
-        then = get_states(self._callbacks, self._where)
+        states = get_states(self._callbacks, self._where)
         # `step` is the last one that callbacks have seen, `owed` and `left` those of interrupted evaluations.
-        return {"step": self._reported_step, "owed": self._owed, "then": then, **left}
+        return {"step": self._reported_step, "owed": self._owed, "then": states, **left}
 
     def set_state(self, value: object) -> bool:
         """Restore the states; return whether a callback had stopped the run. An unknown format is logged."""
         fields = value if isinstance(value, dict) else {}
         steps = [fields.get("step", ""), fields.get("owed", ""), fields.get("left")]
         if not all(step is None or type(step) is int for step in steps):
-            _logger.warning("hooks: %s cannot read its state in the checkpoint: it starts fresh", key_of(self))
+            _logger.warning("hooks: %s cannot read its state in the checkpoint: it starts fresh", hook_key(self))
             return False
         self._reported_step, self._owed, self._left = steps
         return set_states(self._callbacks, fields.get("then"), self._where)
@@ -238,12 +232,12 @@ class EvaluationHook(RunHook):
                 values = self._evaluate(state)
         except EvaluationAbandoned:
             if jax.process_index() == 0:
-                _logger.info("step %d: stopping; %s is interrupted and runs after the restart", step, key_of(self))
+                _logger.info("step %d: stopping; %s is interrupted and runs after the restart", step, hook_key(self))
             return None
         if not isinstance(values, Mapping):
             raise TypeError(f"evaluate returned {type(values).__name__}; it must return a mapping of names to numbers")
         _refuse_text(values)
-        if (path := trees.donated_leaf(state)) is not None:
+        if (path := trees.find_donated(state)) is not None:
             raise RuntimeError(
                 f"evaluate must not donate the state: its {path!r} was donated, and the run cannot continue. Evaluate "
                 "without donation, or evaluate a copy: jax.tree.map(jnp.copy, state)"
@@ -253,9 +247,9 @@ class EvaluationHook(RunHook):
             values = {**values, **_of_process_0(values)}
         self.results[step] = values
         named = {f"{self.prefix}/{name}": value for name, value in values.items()}
-        self.newest = (step, numbers_of(named))
+        self.newest = (step, as_numbers(named))
         if jax.process_index() == 0:
-            _logger.info("step %d  %s", step, text(named))
+            _logger.info("step %d  %s", step, format_number(named))
         if self._writer is not None:
             with internal_transfers():
                 for name, value in named.items():
@@ -277,9 +271,9 @@ class EvaluationHook(RunHook):
             if not on_cadence and getattr(function, "on_cadence_only", False):
                 continue
             result = function(step, new_state, results)
-            stop, new_state = check_hook_result(result, new_state, step, f"{self._argument}: {name_of(function)}")
+            stop, new_state = check_hook_result(result, new_state, step, f"callbacks: {hook_name(function)}")
             if stop and stopped_by is None:
-                stopped_by = key_of(function)
+                stopped_by = hook_key(function)
         self.stopped_by = self.stopped_by or stopped_by
         if new_state is state:
             return None if stopped_by is None else True
@@ -293,13 +287,14 @@ def _refuse_text(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, str | bytes) or getattr(getattr(value, "dtype", None), "kind", "") in ("U", "S"):
             raise TypeError(
-                f"evaluate: results[{name!r}]={shown(value)}: must be a number, got {kind(value)}; leave it out, or "
+                f"evaluate: results[{name!r}]={format_value(value)}: must be a number, got {kind(value)}; leave it "
+                "out, or "
                 "log it in evaluate"
             )
 
 
 def _of_process_0(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of process 0, so that all processes make the same decisions."""
-    numbers = {name: repr(float(value)) for name, value in read(numbers_of(values)).items()}
+    numbers = {name: repr(float(value)) for name, value in read_values(as_numbers(values)).items()}
     shared = processes.broadcast_bytes(json.dumps(numbers).encode())
     return {name: float(value) for name, value in json.loads(shared).items()}

@@ -17,7 +17,7 @@ from jstep.core import trees
 from jstep.core.checks import kind
 from jstep.core.exceptions import note
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh, without_explicit_axes
-from jstep.hooks.numbers import host, is_number, is_numeric, is_saturated, local
+from jstep.hooks.numbers import host, is_number, is_numeric, is_saturated, local_copy
 
 _logger = logging.getLogger("jstep")
 
@@ -49,7 +49,7 @@ class Metric:
     rows: int | str = dataclasses.field(metadata={"static": True})
 
 
-def metrics_of(returned: object, rows: int | str) -> list[Metric]:
+def classify_metrics(returned: object, rows: int | str) -> list[Metric]:
     """Return the metrics of a batch, whose kinds are determined by their shapes; works while tracing."""
     if not isinstance(returned, Mapping):
         raise TypeError(f"metric_fn returned {kind(returned)}: must be a mapping of names to metrics, such as a dict")
@@ -79,7 +79,7 @@ def _kind(name: str, value: Any, rows: int | str) -> str:
     return PER_EXAMPLE if shape else MEAN
 
 
-class Totals:
+class MetricTotals:
     """The totals of all metrics by name: a sum and a count of each batch, on the host, or a merged object."""
 
     def __init__(self, merge: Callable[..., dict[str, Any]]) -> None:
@@ -112,7 +112,7 @@ class Totals:
                 ", ".join(map(repr, self._saturated)),
             )
         with using_mesh(mesh_of(self._totals)):
-            return trees.merged(
+            return trees.merge_dicts(
                 ((name, _numbers_of(name, total)) for name, total in self._totals.items()),
                 lambda full, _, name: f"metric_fn: two metrics are called {full!r}; rename {name!r} or the other",
             )
@@ -219,7 +219,7 @@ def _require_like(value: object, total: object, what: str, must: str) -> None:
 def _numbers_of(name: str, total: object) -> dict[str, float]:
     """Return the numbers of a metric's total by result name, `name` or `name/key`."""
     try:
-        computed = _mean(total) if isinstance(total, list) else jax.tree.map(local, total).compute()
+        computed = _mean(total) if isinstance(total, list) else jax.tree.map(local_copy, total).compute()
     except Exception as error:
         note(error, f"metric_fn: in compute of the metric {name!r}")
         raise

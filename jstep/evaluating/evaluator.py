@@ -13,17 +13,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.calls import Call, remembered
 from jstep.core.checks import as_bool, as_function
 from jstep.core.exceptions import explain_jax, note
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, using_mesh
 from jstep.core.placement import refuse_shapes
+from jstep.core.recorded_calls import RecordedCall, record_calls
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.sequence import BatchSequence
 from jstep.differentiate.lanes import Lanes, as_lanes, of_each_lane, on_lanes, sum_over_lanes
 from jstep.distributed import processes
-from jstep.evaluating.evaluation_batches import EvaluationBatches, check_sharding, num_examples, placed, shardings_of
-from jstep.evaluating.evaluation_metrics import OBJECT, Metric, Totals, merge_objects, metrics_of
+from jstep.evaluating.evaluation_batches import (
+    EvaluationBatches,
+    batch_shardings,
+    check_sharding,
+    num_examples,
+    place_batches,
+)
+from jstep.evaluating.evaluation_metrics import OBJECT, Metric, MetricTotals, classify_metrics, merge_objects
 from jstep.hooks.numbers import start_transfer
 from jstep.optimizers.averages import NAME, as_average_names, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
@@ -42,13 +48,13 @@ class EvaluationAbandoned(BaseException):
     """
 
 
-def _remember(evaluate: Callable[..., Any], call: Call) -> Any:
+def _remember(evaluate: Callable[..., Any], call: RecordedCall) -> Any:
     if isinstance(evaluate, CheckedEvaluation):
         evaluate.made_by = call
     return evaluate
 
 
-@remembered(_remember, 2)
+@record_calls(_remember, 2)
 def evaluator(
     metric_fn: Callable[..., Mapping[str, Any]],
     batches: Tree,
@@ -145,7 +151,7 @@ class CheckedEvaluation:
     use_averages: bool | str | Sequence[str]
     has_model_state: bool
     batch_sharding: Any
-    made_by: Call | None = None
+    made_by: RecordedCall | None = None
 
     def __repr__(self) -> str:
         return "evaluator(…)" if self.made_by is None else repr(self.made_by)
@@ -154,9 +160,9 @@ class CheckedEvaluation:
     def __call__(self, state: TrainState) -> dict[str, float]:
         self._check_state(state)
         params = (_params_of(state, self.use_averages), *_model_state_of(state, self.has_model_state))
-        totals, stop_requested = Totals(self.merge), STOP_REQUESTED.get()
-        shardings = shardings_of(self.batch_sharding, state)
-        for args in placed(self.passes, shardings):
+        totals, stop_requested = MetricTotals(self.merge), STOP_REQUESTED.get()
+        shardings = batch_shardings(self.batch_sharding, state)
+        for args in place_batches(self.passes, shardings):
             is_global = _mesh_of_processes((params, args)) is not None
             # Otherwise the processes may have different numbers of batches.
             if (is_global or processes.is_single_process()) and stop_requested():
@@ -182,7 +188,7 @@ class CheckedEvaluation:
         params = (params, *_model_state_of(state, self.has_model_state))
         if not processes.is_single_process():
             return
-        args = self.passes.first_shapes(shardings_of(self.batch_sharding, state))
+        args = self.passes.first_shapes(batch_shardings(self.batch_sharding, state))
         if args is not None:
             with using_mesh(mesh_of((state, args))), _explained(state, self.has_model_state, args):
                 jax.eval_shape(self.compute, params, args)
@@ -217,7 +223,7 @@ def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..
     attempts = Attempts(name)
 
     def metrics(params: tuple[Any, ...], args: tuple[Any, ...]) -> list[Metric]:
-        return metrics_of(metric_fn(*params, *args), num_examples(args))
+        return classify_metrics(metric_fn(*params, *args), num_examples(args))
 
     def compute(params: tuple[Any, ...], args: tuple[Any, ...]) -> list[list[Metric]]:
         if number is None:
@@ -235,7 +241,7 @@ def _of_lanes(metrics: Callable[..., list[Metric]], lanes: Lanes, params: Tree, 
         lanes = lanes._replace(number=1, axes=())
     leaves, treedef = trees.flatten(args)
     indices = [i for i, leaf in enumerate(leaves) if np.ndim(leaf)]
-    whole, filled = trees.arrays_of((params, leaves))
+    whole, filled = trees.partition_arrays((params, leaves))
 
     def part(i: Any, whole: Any, rows: Tree) -> Any:
         params, leaves = filled(whole)

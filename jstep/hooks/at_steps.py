@@ -10,7 +10,7 @@ import jax
 
 from jstep.core.checks import as_function, as_int
 from jstep.hooks.cadence import next_multiple
-from jstep.hooks.hook import NEVER, Hook, Metrics, step_of
+from jstep.hooks.hook import NEVER, Hook, Metrics, state_step
 from jstep.hooks.run_hook import RunHook
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import is_url, location
@@ -76,7 +76,7 @@ class StopAtStepHook(Hook):
 
     def begin(self, state: TrainState) -> bool:
         """Count `num_steps` from here; return True if the state is already at `last_step`."""
-        step = step_of(state)
+        step = state_step(state)
         if self._num_steps is not None:
             self._last_step = step + self._num_steps
         return step >= (self._last_step or 0)
@@ -123,7 +123,7 @@ class ProfilerHook(RunHook):
     def begin(self, state: TrainState) -> None:
         """Start the trace immediately if the run begins within the steps."""
         self._running = self._is_refused = False
-        self.after_step(step_of(state), state, {})
+        self.after_step(state_step(state), state, {})
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         if self._running and step >= self._stop:

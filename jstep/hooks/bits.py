@@ -10,21 +10,21 @@ import jax
 import numpy as np
 
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_bool, as_int, listed, one_of
+from jstep.core.checks import as_bool, as_int, check_choice, format_list
 from jstep.core.exceptions import Picklable, note
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import is_array
 from jstep.distributed import processes
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Metrics
-from jstep.hooks.numbers import TransferQueue, transferred
-from jstep.hooks.run_hook import Call, Repeated, RunCall, RunHook
+from jstep.hooks.numbers import TransferQueue, begin_transfer
+from jstep.hooks.run_hook import CallInfo, Repeated, RunCall, RunHook
 from jstep.state import fingerprints
-from jstep.state.fingerprints import ByDevice, Difference, Entry, by_device, named_leaves
+from jstep.state.fingerprints import ByDevice, Difference, Entry, by_device, leaves_with_hash_keys
 from jstep.state.train_state import TrainState
 from jstep.stores.files import is_directory
 from jstep.stores.growing_files import LocalLines, ObjectLines, open_lines
-from jstep.stores.urls import join, location
+from jstep.stores.urls import join_path, location
 
 # Log fingerprints of the state during training.
 
@@ -97,7 +97,7 @@ class FingerprintHook(RunHook):
         self._given = None if path is None else location(path, "path")
         self._is_directory = path is not None and os.fspath(path).endswith("/")
         self._per_leaf = as_bool(per_leaf, "per_leaf")
-        self._raises = one_of(on_divergence, "on_divergence", ("log", "raise")) == "raise"
+        self._raises = check_choice(on_divergence, "on_divergence", ("log", "raise")) == "raise"
         self._path = ""
         self._file: LocalLines | ObjectLines | None = None
         self._before: dict[int, Entry] = {}
@@ -110,9 +110,9 @@ class FingerprintHook(RunHook):
         if not self._path:
             raise ValueError("FingerprintHook has nowhere to write: pass it a path, or pass logdir to train")
         if self._given is None or self._is_directory or is_directory(self._given):
-            self._path = join(self._path, fingerprints.NAME)
+            self._path = join_path(self._path, fingerprints.NAME)
         self._pending, self._before = TransferQueue(), {}
-        named_leaves(state)  # raises now, not at the first fingerprint
+        leaves_with_hash_keys(state)  # raises now, not at the first fingerprint
         processes.on_all_processes(self._open, "the fingerprints cannot be opened")
         if self._raises and not processes.is_single_process():
             self._before = _broadcast(self._before)
@@ -125,8 +125,8 @@ class FingerprintHook(RunHook):
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Start a fingerprint; write those that the device has finished."""
         result = by_device(state)
-        entry = functools.partial(fingerprints.entry_of, step, result, self._per_leaf)
-        self._pending.add(step, transferred([part for _, part in result.parts], entry), self._finish, self)
+        entry = functools.partial(fingerprints.make_entry, step, result, self._per_leaf)
+        self._pending.add(step, begin_transfer([part for _, part in result.parts], entry), self._finish, self)
         # If processes must raise together, each one finishes the same steps: those before the latest.
         if self._raises and not processes.is_single_process():
             self._pending.deliver_all(before=step)
@@ -171,7 +171,7 @@ class FingerprintHook(RunHook):
         if self._file is not None:
             self._file.write(entry.line().encode())
         before = self._before.pop(step, None)
-        difference = None if before is None else fingerprints.difference(before, entry)
+        difference = None if before is None else fingerprints.compare_logs(before, entry)
         if before is None or difference is None:
             return
         message = (
@@ -186,17 +186,17 @@ class FingerprintHook(RunHook):
 
 def _entries_of(path: str) -> dict[int, Entry]:
     try:
-        log = fingerprints.read(path)
+        log = fingerprints.read_log(path)
     except FileNotFoundError:
         return {}
     if log.corrupted:
-        _logger.warning("%s: skipped: %s", path, listed(log.corrupted, 5, "; "))
+        _logger.warning("%s: skipped: %s", path, format_list(log.corrupted, 5, "; "))
     return dict(log.entries)
 
 
 def _broadcast(entries: dict[int, Entry]) -> dict[int, Entry]:
     lines = processes.broadcast_bytes("".join(entry.line() for entry in entries.values()).encode())
-    return dict(fingerprints.parsed(lines).entries)
+    return dict(fingerprints.parse_log(lines).entries)
 
 
 # Compute some updates twice, and compare the results bitwise.
@@ -238,11 +238,11 @@ class AuditHook(RunHook):
 
     def __init__(self, *, every_n_steps: int = 1000, on_mismatch: str = "raise") -> None:
         self._n = as_int(every_n_steps, "every_n_steps", 1, "a number of steps")
-        self._raises = one_of(on_mismatch, "on_mismatch", ("log", "raise")) == "raise"
+        self._raises = check_choice(on_mismatch, "on_mismatch", ("log", "raise")) == "raise"
 
     def begin(self, state: TrainState) -> None:
         """Reject a state whose leaves cannot be named or compared."""
-        named_leaves(state)
+        leaves_with_hash_keys(state)
 
     def around_calls(self, run_call: RunCall, again: Repeated) -> RunCall:
         return functools.partial(self.audit_call, run_call, again)
@@ -251,7 +251,7 @@ class AuditHook(RunHook):
         """The steps N from `start` to `last_step` whose update N → N + 1 is audited."""
         return range(-(-start // self._n) * self._n, last_step, self._n)
 
-    def audit_call(self, run_call: RunCall, repeated: Repeated, state: Tree, call: Call) -> Any:
+    def audit_call(self, run_call: RunCall, repeated: Repeated, state: Tree, call: CallInfo) -> Any:
         """Run the steps of a call, and repeat them if an audit is due."""
         if -call.first % self._n >= call.steps:
             return run_call(state, call)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jstep.core.checks import as_int, as_number, kind
 from jstep.distributed import processes
-from jstep.hooks.hook import NEVER, Clock, name_of
+from jstep.hooks.hook import NEVER, Clock, hook_name
 
 
 class _Unset(int):
@@ -84,7 +84,7 @@ def cadence(
     return Cadence(number, seconds, clock, **more)
 
 
-def cadence_of(hook: object) -> Cadence | None:
+def hook_cadence(hook: object) -> Cadence | None:
     """The cadence of a built-in hook; None if the hook names its own steps."""
     # Not the attribute of another hook that an object delegates to: `train` gives that one no run.
     cadence = getattr(hook, "cadence", None) if hasattr(type(hook), "cadence") else None
@@ -96,15 +96,15 @@ def next_call(hook: object, step: int) -> tuple[int, int]:
 
     Hooks that name no steps are due after every call, which may run past any step. Clocks are ignored.
     """
-    cadence, named = cadence_of(hook), None
+    cadence, named = hook_cadence(hook), None
     if hasattr(hook, "next_due") and (answer := hook.next_due(step)) is not None:
         try:
             named = operator.index(answer)
         except TypeError:
-            what = f"{name_of(hook)}.next_due({step}) returned {kind(answer)}"
+            what = f"{hook_name(hook)}.next_due({step}) returned {kind(answer)}"
             raise TypeError(f"{what}: must be a step, or None") from None
         if named <= step:
-            raise ValueError(f"{name_of(hook)}.next_due({step}) returned {answer}: must be a later step, or None")
+            raise ValueError(f"{hook_name(hook)}.next_due({step}) returned {answer}: must be a later step, or None")
     if cadence is None:
         return (step + 1, NEVER) if named is None else (named, named)
     multiple = cadence.next_multiple(step)
@@ -113,7 +113,7 @@ def next_call(hook: object, step: int) -> tuple[int, int]:
     return due, end if cadence.ends_calls else NEVER
 
 
-class Due:
+class DueHook:
     """When a hook of a run is due.
 
     Attributes:
@@ -122,7 +122,7 @@ class Due:
     """
 
     def __init__(self, hook: Any, step: int) -> None:
-        self.hook, self.cadence = hook, cadence_of(hook) or Cadence()
+        self.hook, self.cadence = hook, hook_cadence(hook) or Cadence()
         self.deadline = math.inf
         self._agreed: processes.AgreedClock | None = None
         if self.cadence.secs is not None and self.cadence.together and not processes.is_single_process():

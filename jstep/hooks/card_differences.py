@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
-from jstep.core.checks import cut, listed
+from jstep.core.checks import format_list, truncate
 from jstep.stores.timeline import START, fields_with
 
 VERSION = 1
@@ -35,7 +35,7 @@ class Start:
     card: dict[str, Any] | None = None
 
 
-def starts_of(where: str, start: str = "") -> list[Start]:
+def read_starts(where: str, start: str = "") -> list[Start]:
     """Return all starts below a directory or URL, in order. Corrupted and unknown lines are skipped.
 
     If only `start` is needed, others may be left out.
@@ -146,7 +146,7 @@ BEFORE_AND_NOW = "before", "now"
 """How lines refer to two runs, and to two starts of one run."""
 
 
-class Difference(NamedTuple):
+class CardDifference(NamedTuple):
     """A difference between two cards; `name` is the name of the value, or empty."""
 
     section: str
@@ -171,7 +171,7 @@ def card_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     return [difference.line for difference in _differences(a, b, IN_A_AND_B)] + list(_programs(a, b))
 
 
-def _differences(a: Mapping[str, Any], b: Mapping[str, Any], runs: tuple[str, str]) -> Iterator[Difference]:
+def _differences(a: Mapping[str, Any], b: Mapping[str, Any], runs: tuple[str, str]) -> Iterator[CardDifference]:
     """Compare all sections except the programs."""
     for section, begins in _SECTIONS.items():
         first, second = _values(a, section), _values(b, section)
@@ -180,7 +180,7 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any], runs: tuple[str, st
         if section == CONFIG:
             first, second = _of_configs(a, b)
         changed = [
-            Difference(section, name, begins + line)
+            CardDifference(section, name, begins + line)
             for name in _names(first, second)
             for line in differences(name, first.get(name, _ABSENT), second.get(name, _ABSENT), runs)
         ]
@@ -189,14 +189,14 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any], runs: tuple[str, st
             # The sharding's hash is reported if the leaves are otherwise equal, another hash if nothing else differs.
             adds = first.get("hash") == second.get("hash") if name == "sharding" else not changed
             if adds and first.get(name) != second.get(name):
-                changed.append(Difference(section, name, begins + line))
+                changed.append(CardDifference(section, name, begins + line))
         yield from changed
     for line in differences("lanes", a.get("lanes"), b.get("lanes"), runs):
-        yield Difference("lanes", "", line)
+        yield CardDifference("lanes", "", line)
     codes = _code(a), _code(b)
     if None not in codes:
         for line in differences(CODE, *codes, runs):
-            yield Difference(CODE, "", line)
+            yield CardDifference(CODE, "", line)
 
 
 def card_values(card: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,7 +318,7 @@ def differences(name: str, a: object, b: object, runs: tuple[str, str] = IN_A_AN
 def _shown(value: object, longest: int = _LONGEST_VALUE) -> str:
     if value is _ABSENT:
         return "absent"
-    return cut(value if isinstance(value, str) and value else json.dumps(value), longest)
+    return truncate(value if isinstance(value, str) and value else json.dumps(value), longest)
 
 
 # The differences of two programs: their optimizers, hyperparameters and operations.
@@ -412,7 +412,7 @@ def _counts(what: str, a: Mapping[str, Any], b: Mapping[str, Any], runs: tuple[s
     first, second = _section(a, what), _section(b, what)
     changed = [name for name in _names(first, second) if first.get(name, 0) != second.get(name, 0)]
     texts = [f"{name} ({first.get(name, 0)} {runs[0]}, {second.get(name, 0)} {runs[1]})" for name in changed]
-    return f"{what} {listed(texts, _MOST)}" if changed else ""
+    return f"{what} {format_list(texts, _MOST)}" if changed else ""
 
 
 # The changes from one start of a run to another that resumes from it.
@@ -453,7 +453,7 @@ _EFFECTS_ON = {
 
 
 def _changes_of_programs(
-    before: Mapping[str, Any], now: Mapping[str, Any], step: int, changed: Iterable[Difference]
+    before: Mapping[str, Any], now: Mapping[str, Any], step: int, changed: Iterable[CardDifference]
 ) -> Iterator[str]:
     pair = _programs_at(before, now, step)
     if pair is None:

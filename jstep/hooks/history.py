@@ -14,13 +14,13 @@ import numpy as np
 
 from jstep.checkpoint.claims import FileClaim
 from jstep.checkpoint.manifest import CheckpointError
-from jstep.core.checks import as_int, kind, shown
+from jstep.core.checks import as_int, format_value, kind
 from jstep.core.curves import Curve, is_logarithmic, picture
 from jstep.core.tables import html_table
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Metrics
 from jstep.hooks.metric_sums import plus
-from jstep.hooks.numbers import Pending, in_order, numbers_of, read, scalars, transferred
+from jstep.hooks.numbers import PendingTransfer, as_numbers, begin_transfer, read_values, scalars, sort_metrics
 from jstep.hooks.report import ReportingHook
 from jstep.hooks.run_hook import RunInfo
 from jstep.state.train_state import TrainState
@@ -185,19 +185,19 @@ class History(ReportingHook):
                     opened.put(self._rows)
         super().close()
 
-    def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> Pending:
+    def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> PendingTransfer:
         left_out = {*leave_out, *self.run.constant_metrics()}
         if not self._mean:
             numbers = scalars(metrics, left_out)
-            return transferred(numbers.values(), lambda: read(numbers))
+            return begin_transfer(numbers.values(), lambda: read_values(numbers))
         interval, sums = self.run.reports.sums.take(self._number), self._sums
         self._sums = {}
 
         def means() -> Row:
             totals = _plus(sums, interval)
-            return {name: _mean(*totals[name]) for name in in_order(totals, left_out)}
+            return {name: _mean(*totals[name]) for name in sort_metrics(totals, left_out)}
 
-        return Pending(interval.is_ready, means)
+        return PendingTransfer(interval.is_ready, means)
 
     def _carry(self) -> None:
         """Read the evaluations and the sums of the unfinished row; waits for the device."""
@@ -213,7 +213,9 @@ class History(ReportingHook):
             new = list(hook.results.items())[self._pulled.get(hook.prefix, 0) :]
             self._pulled[hook.prefix] = self._pulled.get(hook.prefix, 0) + len(new)
             for step, values in new:
-                self._put(step, {f"{hook.prefix}/{name}": number for name, number in read(numbers_of(values)).items()})
+                self._put(
+                    step, {f"{hook.prefix}/{name}": number for name, number in read_values(as_numbers(values)).items()}
+                )
 
     def _put(self, step: int, values: Mapping[str, Any]) -> None:
         with self._lock:
@@ -381,7 +383,7 @@ def _from_columns(value: Any) -> Rows:
 
 def _checked_path(path: Any) -> str:
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path={shown(path)}: must be the path of a file, got {kind(path)}")
+        raise TypeError(f"path={format_value(path)}: must be the path of a file, got {kind(path)}")
     name = os.fspath(path)
     if is_url(name):
         raise ValueError(f"path={name!r}: must be a local file, which grows by lines; objects of a store cannot")

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.calls import ShownAsTyped
-from jstep.core.checks import kind, shown
+from jstep.core.checks import format_value, kind
 from jstep.core.meshes import internal_transfers
-from jstep.slots.matching import difference
+from jstep.core.recorded_calls import ShownAsTyped
+from jstep.slots.matching import describe_difference
 from jstep.slots.roles import roles_in
 from jstep.state.copies import warn_of_copies
 from jstep.state.global_step import global_step
@@ -123,13 +123,13 @@ def defines(hook: object, name: str) -> bool:
     return callable(method) and getattr(method, "__func__", method) is not getattr(Hook, name)
 
 
-def name_of(hook: object) -> str:
+def hook_name(hook: object) -> str:
     """The name of a hook or function in errors."""
     name = getattr(hook, "name", None)
     return name if isinstance(name, str) else str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
-def step_of(state: TrainState) -> int:
+def state_step(state: TrainState) -> int:
     """The step of a state, whatever transfers the user has forbidden."""
     with internal_transfers():
         return global_step(state)
@@ -140,7 +140,7 @@ def check_step(step: int, state: TrainState, first: int | None = None) -> None:
 
     `first` is the step before the call that returned the state; None if other calls may have failed to advance it.
     """
-    actual = step_of(state)
+    actual = state_step(state)
     if actual != step:
         error: Any = ValueError(
             f"the state's global_step is {actual} after the update that makes step {step}: train_step must advance it "
@@ -200,10 +200,13 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
                     f". A function becomes a hook by jstep.every(100, {name}), which calls it every 100 steps; "
                     f"a callback of evaluations belongs in {_OF_EVALUATIONS}"
                 )
-            raise TypeError(f"hooks[{i}]={shown(hook)}: has none of {', '.join(_METHODS + _TOLD)}; see jstep.Hook{way}")
+            raise TypeError(
+                f"hooks[{i}]={format_value(hook)}: has none of {', '.join(_METHODS + _TOLD)}; see jstep.Hook{way}"
+            )
         if callable(hook) and not is_told and not any(hasattr(hook, name) for name in _OF_HOOKS):
             raise TypeError(
-                f"hooks[{i}]={shown(hook)}: must be a hook, got a callback of evaluations, which train would never "
+                f"hooks[{i}]={format_value(hook)}: must be a hook, got a callback of evaluations, which train would "
+                "never "
                 f"call; give it to {_OF_EVALUATIONS}"
             )
     return checked
@@ -241,7 +244,7 @@ def check_returned_state(other: TrainState, state: TrainState, step: int, by: st
     other = TrainState(other.params, other.slots, other.global_step, roles=roles_in(state))
     new, old = trees.leaves_with_paths(other), trees.leaves_with_paths(state)
     if trees.structure(other) != trees.structure(state):
-        different = difference(other, state) or "the same paths, in other containers"
+        different = describe_difference(other, state) or "the same paths, in other containers"
         raise ValueError(f"{by} returned a state of another structure: {different}")
     warn_of_copies(state, other.params, other.slots, f"{by} returned a state with other parameters")
     with internal_transfers():
@@ -274,7 +277,7 @@ def _placed_like(leaf: Any, was: Any, path: str, by: str) -> Any:
     if isinstance(leaf, jax.Array) and leaf.weak_type:
         leaf = leaf.astype(leaf.dtype)  # otherwise the step would be compiled again
     is_placed = getattr(was, "committed", True) or isinstance(leaf, jax.Array)
-    return jax.device_put(trees.owned(leaf, by), was.sharding if is_placed else None)
+    return jax.device_put(trees.copy_numpy(leaf, by), was.sharding if is_placed else None)
 
 
 def _without_aliases(leaves: list[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jstep.core.annotations import Tree
 from jstep.core.meshes import internal_transfers
 from jstep.hooks.hook import Metrics
-from jstep.hooks.numbers import host, is_number, is_numeric, is_ready, local, start_transfer
+from jstep.hooks.numbers import host, is_number, is_numeric, is_ready, local_copy, start_transfer
 from jstep.training.looped import TracedStep
 from jstep.training.metrics import SKIPPED, Constants
 
@@ -60,7 +60,7 @@ class BadStep(NamedTuple):
     loss: float
 
 
-class Totals(NamedTuple):
+class HostSums(NamedTuple):
     """The sums over some steps, on the host.
 
     `bad` and `gradient` are the first steps that applied a loss, or a gradient norm, that is not finite. `skips` counts
@@ -74,10 +74,10 @@ class Totals(NamedTuple):
     gradient: int | None = None
     over: Mapping[int, int] = {}
 
-    def plus(self, later: "Totals") -> "Totals":
+    def plus(self, later: "HostSums") -> "HostSums":
         gradient = later.gradient if self.gradient is None else self.gradient
         sums, over = plus(self.sums, later.sums), {**later.over, **self.over}
-        return Totals(later.last, sums, later.skips, self.bad or later.bad, gradient, over)
+        return HostSums(later.last, sums, later.skips, self.bad or later.bad, gradient, over)
 
 
 class Piece(NamedTuple):
@@ -92,9 +92,9 @@ class Piece(NamedTuple):
     def is_ready(self) -> bool:
         return is_ready([self.array])
 
-    def totals(self) -> Totals:
+    def totals(self) -> HostSums:
         if self.array is None:
-            return Totals(self.last, self.fixed)
+            return HostSums(self.last, self.fixed)
         with internal_transfers():
             row = host(self.array)
         m, sums = len(self.columns.names), dict(self.fixed)
@@ -105,14 +105,14 @@ class Piece(NamedTuple):
         bad, gradient, *over = (None if at < 0 else self.first + 1 + int(at) for at in firsts)
         bad_step = None if bad is None else BadStep(bad, float(watched[VALUE]))
         reached = {limit: at for limit, at in zip(self.columns.limits, over, strict=True) if at is not None}
-        return Totals(self.last, sums, int(watched[SKIPS]), bad_step, gradient, reached)
+        return HostSums(self.last, sums, int(watched[SKIPS]), bad_step, gradient, reached)
 
 
 class Interval:
     """The sums over an interval."""
 
     def __init__(self) -> None:
-        self._merged: Totals | None = None
+        self._merged: HostSums | None = None
         self._pieces: list[Piece] = []
         self.names: dict[str, None] = {}
 
@@ -131,7 +131,7 @@ class Interval:
         return all(piece.is_ready() for piece in self._pieces)
 
     @property
-    def totals(self) -> Totals | None:
+    def totals(self) -> HostSums | None:
         """None without a step; waits for the device."""
         while self._pieces:
             self._merge()
@@ -143,7 +143,7 @@ class Interval:
         return {name: total / count if count else math.nan for name, (total, count) in pairs.items()}
 
 
-class Layout(NamedTuple):
+class Columnwise(NamedTuple):
     """How the metrics of calls are accumulated, `room` calls of one step in one dispatch.
 
     `is_local` tells whether the metrics `names` are arrays of this process alone.
@@ -169,12 +169,12 @@ class MetricSums:
         self.is_wanted = False
         self._intervals: list[Interval] = []
         self._has_means = False
-        self._layouts: dict[tuple[Any, ...], Layout] = {}
-        self._empty: dict[Any, Sums] = {}
+        self._layouts: dict[tuple[Any, ...], Columnwise] = {}
+        self._empty: dict[Any, DeviceSums] = {}
         # The steps since the last cut, (_first, _stop], all of one layout:
         self._first = self._stop = -1
-        self._layout: Layout | None = None
-        self._sums: Sums | None = None  # on the device
+        self._layout: Columnwise | None = None
+        self._sums: DeviceSums | None = None  # on the device
         self._calls: list[list[Any]] = []  # not yet part of `_sums`
         self._fixed: Pairs = {}  # of numbers on the host
         self._constants, self._constant_steps = NONE, 0  # not yet part of `_fixed`
@@ -195,22 +195,22 @@ class MetricSums:
 
     # Calls that accumulate by themselves.
 
-    def begin(self, columns: "Columns", like: Tree) -> "Sums":
+    def begin(self, columns: "Columns", like: Tree) -> "DeviceSums":
         """Return the sums that a call continues, on the devices of `like`."""
         self.flush()
         if self._layout is None or self._layout.columns != columns:
-            self._use(Layout(columns))
+            self._use(Columnwise(columns))
         self._traced = None
         return self._started(columns, like)
 
-    def empty(self, columns: "Columns", like: Tree) -> "Sums":
+    def empty(self, columns: "Columns", like: Tree) -> "DeviceSums":
         key = columns, (sharding := _sharding_of(like))
         if key not in self._empty:
             with internal_transfers():
-                self._empty[key] = Sums(_put(columns.empty(), sharding), _put(np.int32(0), sharding))
+                self._empty[key] = DeviceSums(_put(columns.empty(), sharding), _put(np.int32(0), sharding))
         return self._empty[key]
 
-    def ran(self, first: int, steps: int, sums: "Sums", constants: Constants) -> None:
+    def ran(self, first: int, steps: int, sums: "DeviceSums", constants: Constants) -> None:
         self._follow(first, steps, constants)
         self._sums = sums
 
@@ -231,7 +231,7 @@ class MetricSums:
         assert layout is not None  # by `_select`
         if layout.names:
             values = [metrics[name] for name in layout.names]
-            calls.append(values if layout.is_local else list(map(local, values)))
+            calls.append(values if layout.is_local else list(map(local_copy, values)))
             if len(calls) >= layout.room:
                 self.flush()
 
@@ -292,7 +292,7 @@ class MetricSums:
         if self._sums is not None:
             self._skips, self._sums = self._sums.skips, None
 
-    def latest(self) -> Totals | None:
+    def latest(self) -> HostSums | None:
         return None if self._stop <= self._first else self._piece().totals()
 
     def _piece(self) -> Piece:
@@ -302,7 +302,7 @@ class MetricSums:
         array = None if self._sums is None else self._sums.array
         return Piece(self._first, self._stop, self._layout.columns, array, self._fixed)
 
-    def _use(self, layout: Layout) -> None:
+    def _use(self, layout: Columnwise) -> None:
         self.cut()
         self._layout = layout
 
@@ -322,13 +322,15 @@ class MetricSums:
             if is_number(value):
                 _plus(self._fixed, name, float(value) * steps, steps)
 
-    def _layout_of(self, metrics: Metrics, skip: str | None) -> Layout:
-        columns = columns_of(metrics, skip, self.limits)
+    def _layout_of(self, metrics: Metrics, skip: str | None) -> Columnwise:
+        columns = choose_columns(metrics, skip, self.limits)
         names = tuple(name for name in metrics if name in columns.names or (name == LOSS and columns.loss is not None))
         room = 1 if columns.loss == -1 else max(1, min(_CALLS, _VALUES // max(1, len(names))))
-        return Layout(columns, names, room, all(getattr(metrics[name], "is_fully_addressable", True) for name in names))
+        return Columnwise(
+            columns, names, room, all(getattr(metrics[name], "is_fully_addressable", True) for name in names)
+        )
 
-    def _started(self, columns: "Columns", like: Tree) -> "Sums":
+    def _started(self, columns: "Columns", like: Tree) -> "DeviceSums":
         """The sums to continue, initially with the number of skipped steps at the last cut."""
         if self._sums is None:
             empty, skips = self.empty(columns, like), self._skips
@@ -355,14 +357,14 @@ def _put(value: Any, sharding: Any) -> Any:
 # What the device accumulates.
 
 
-class Sums(NamedTuple):
+class DeviceSums(NamedTuple):
     """The sums since the last cut, and the number of consecutive skipped steps, which a cut keeps."""
 
     array: Any
     skips: Any
 
 
-class Rows(NamedTuple):
+class StepRows(NamedTuple):
     """The numbers of some steps, [steps, metrics].
 
     `low` is the excess over `high`, because one float cannot represent a large integer. `known` marks the metrics that
@@ -396,12 +398,12 @@ class Columns(NamedTuple):
         watched[[BAD, GRADIENT]], watched[WATCHED:] = -1, -1
         return array
 
-    def row(self, metrics: Mapping[str, Any]) -> Rows:
+    def row(self, metrics: Mapping[str, Any]) -> StepRows:
         is_split = any(_is_split(metrics[name].dtype, self.dtype) for name in self.names)
-        row: Rows = jax.tree.map(lambda column: column[0], self.rows([metrics]))
+        row: StepRows = jax.tree.map(lambda column: column[0], self.rows([metrics]))
         return row._replace(low=row.low if is_split else None, known=None)
 
-    def rows(self, calls: Sequence[Mapping[str, Any]]) -> Rows:
+    def rows(self, calls: Sequence[Mapping[str, Any]]) -> StepRows:
         """The numbers of calls of one step each; unlike in `row`, metrics may change their shapes."""
         columns = [_column([call[name] for call in calls], self.dtype) for name in self.names]
         nothing = jnp.zeros((len(calls), 0), self.dtype)
@@ -411,9 +413,9 @@ class Columns(NamedTuple):
             else (nothing, nothing, nothing.astype(bool))
         )
         if self.loss != _SEVERAL:
-            return Rows(high, low, present)
+            return StepRows(high, low, present)
         finite, value = zip(*map(self._loss, calls), strict=True)
-        return Rows(high, low, present, jnp.stack(finite), jnp.stack(value))
+        return StepRows(high, low, present, jnp.stack(finite), jnp.stack(value))
 
     def _loss(self, metrics: Mapping[str, Any]) -> tuple[Any, Any]:
         """Whether a loss of several numbers is finite, and one number that is not."""
@@ -421,7 +423,7 @@ class Columns(NamedTuple):
         finite = jnp.isfinite(loss)
         return finite.all(), jnp.real(jnp.where(finite, 0, loss).sum()).astype(self.dtype)
 
-    def add(self, sums: Sums, rows: Rows, count: Any) -> Sums:
+    def add(self, sums: DeviceSums, rows: StepRows, count: Any) -> DeviceSums:
         """The sums after the first `count` rows."""
         high, m = rows.high, len(self.names)
         steps = len(high)
@@ -448,7 +450,7 @@ class Columns(NamedTuple):
             sums.array[2 * m : 3 * m] + jnp.sum(used, axis=0).astype(high.dtype),
             watched,
         ]
-        return Sums(jnp.concatenate(array), skips)
+        return DeviceSums(jnp.concatenate(array), skips)
 
     def _watch(
         self, watched: Any, before: Any, bad: Any, value: Any, skipped: Any, bad_gradient: Any, count: Any
@@ -484,10 +486,10 @@ class Accumulate:
     limits: tuple[int, ...] = ()
 
     def __call__(self, step: TracedStep) -> Columns:
-        return columns_of(step.metrics, step.constants.skipped, self.limits)
+        return choose_columns(step.metrics, step.constants.skipped, self.limits)
 
 
-def columns_of(metrics: Mapping[str, Any], skip: str | None, limits: tuple[int, ...] = ()) -> Columns:
+def choose_columns(metrics: Mapping[str, Any], skip: str | None, limits: tuple[int, ...] = ()) -> Columns:
     index = {name: i for i, name in enumerate([name for name, value in metrics.items() if is_number(value)])}
     loss = index.get(LOSS, _SEVERAL if LOSS in metrics and is_numeric(metrics[LOSS]) else None)
     values = [value for name, value in metrics.items() if name in index or name == LOSS]
@@ -503,7 +505,7 @@ def program(columns: Columns, names: tuple[str, ...]) -> Callable[..., Any]:
     `calls` are the values of the metrics `names`; those after the first `count` are padding.
     """
 
-    def add(sums: Sums, calls: list[list[Any]], count: object) -> Sums:
+    def add(sums: DeviceSums, calls: list[list[Any]], count: object) -> DeviceSums:
         return columns.add(sums, columns.rows([dict(zip(names, values, strict=True)) for values in calls]), count)
 
     return jax.jit(add)
@@ -554,7 +556,7 @@ def _total(high: Any, low: Any) -> tuple[Any, Any]:
     return x, error
 
 
-def skip_metric_of(train_step: object) -> str | None:
+def find_skip_metric(train_step: object) -> str | None:
     """The metric that is 1 if the whole update was skipped, by default `skipped`."""
     name = getattr(train_step, "skip_metric", SKIPPED)
     return name if isinstance(name, str) else None

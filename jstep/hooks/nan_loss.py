@@ -10,8 +10,8 @@ from jstep.core.checks import as_bool, as_int
 from jstep.core.stopwatch import STEPPING
 from jstep.distributed import processes
 from jstep.hooks.cadence import cadence
-from jstep.hooks.hook import Metrics, name_of, step_of
-from jstep.hooks.metric_sums import GRAD_NORM, LOSS, BadStep, Interval, Totals
+from jstep.hooks.hook import Metrics, hook_name, state_step
+from jstep.hooks.metric_sums import GRAD_NORM, LOSS, BadStep, HostSums, Interval
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.state.contents import NAN, NanLossDuringTrainingError, StateContents, briefly, in_words
 from jstep.state.train_state import TrainState
@@ -37,7 +37,7 @@ class NonfiniteParametersHook(RunHook):
         super().begin(state)
         self.run.poll(self, self._look_at_start)
         self.run.finite.begins(StateContents(state, params_only=True))
-        self._checked = step_of(state)
+        self._checked = state_step(state)
 
     def _look_at_start(self, *, wait: bool = False) -> None:
         """Warn of restored parameters, now that the device is busy with the first step."""
@@ -129,7 +129,7 @@ class NanLossHook(RunHook):
         super().begin(state)
         self._reset(state)
         self.run.finite.begins(self._at_start)
-        self._began = self._checked = step_of(state)
+        self._began = self._checked = state_step(state)
         self.run.poll(self, self._look_for_loss)
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class NanLossHook(RunHook):
                 over,
             )
 
-    def _has_only_skipped(self, totals: Totals) -> bool:
+    def _has_only_skipped(self, totals: HostSums) -> bool:
         return totals.skips >= totals.last - self._began
 
     def _look_at_all(self, step: int, state: TrainState | None) -> None:
@@ -242,7 +242,7 @@ class NanLossHook(RunHook):
         if self._fail:
             raise NanLossDuringTrainingError(message, step, prevents_saving=self._bad)
         _logger.warning("%s Stopping.", message)
-        self.run.stop(name_of(self))
+        self.run.stop(hook_name(self))
 
 
 def _check_loss(metrics: Metrics) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from jstep.core.tables import html_table
 from jstep.hooks.history import History
 from jstep.hooks.hook import Clock
-from jstep.hooks.numbers import numbers_of, read
+from jstep.hooks.numbers import as_numbers, read_values
 
 _ROWS = 20
 """The maximum number of rows of evaluations."""
@@ -35,7 +35,7 @@ class Below:
         rows: dict[int, dict[str, Any]] = {}
         for hook in self._run.evaluations:
             for step, values in list(hook.results.items())[-_ROWS:]:
-                named = read(numbers_of(values))
+                named = read_values(as_numbers(values))
                 rows.setdefault(step, {}).update({f"{hook.prefix}/{name}": number for name, number in named.items()})
         names = list(dict.fromkeys(name for row in rows.values() for name in row))
         cells = [

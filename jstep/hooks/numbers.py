@@ -17,9 +17,9 @@ from jstep.hooks.hook import Metrics
 # Which values are numbers, their order, and their text.
 
 
-def text(values: Mapping[str, Any]) -> str:
+def format_number(values: Mapping[str, Any]) -> str:
     """Format values as `loss 0.1234  learning_rate 0.001`; waits for the device."""
-    return "  ".join([f"{name} {_short(number)}" for name, number in read(values).items()])
+    return "  ".join([f"{name} {_short(number)}" for name, number in read_values(values).items()])
 
 
 def _short(number: object) -> str:
@@ -40,10 +40,10 @@ SATURATED = frozenset(bound for bits in (32, 64) for bound in (2**bits - 1, 2 **
 
 def scalars(metrics: Metrics, leave_out: Collection[str] = ()) -> dict[str, Any]:
     """The scalar metrics, in the order of a log line."""
-    return {name: metrics[name] for name in in_order(metrics, leave_out) if is_number(metrics[name])}
+    return {name: metrics[name] for name in sort_metrics(metrics, leave_out) if is_number(metrics[name])}
 
 
-def in_order(names: Collection[str], leave_out: Collection[str]) -> list[str]:
+def sort_metrics(names: Collection[str], leave_out: Collection[str]) -> list[str]:
     """Sort metrics: `loss`, learning rates, then the others by name; the first two are never left out."""
 
     def rank(name: str) -> tuple[int, str]:
@@ -52,7 +52,7 @@ def in_order(names: Collection[str], leave_out: Collection[str]) -> list[str]:
     return sorted([name for name in names if name not in leave_out or rank(name)[0] < 2], key=rank)
 
 
-def numbers_of(results: Mapping[str, Any]) -> dict[str, Any]:
+def as_numbers(results: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in results.items() if is_number(value)}
 
 
@@ -89,13 +89,13 @@ def is_ready(values: Iterable[Any]) -> bool:
     return all(array.is_ready() for array in arrays)
 
 
-def read(values: Mapping[str, Any]) -> dict[str, Any]:
+def read_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Wait for the values and return them as Python numbers."""
     with internal_transfers():
         return {name: host(value).item() for name, value in values.items()}
 
 
-def local(value: Any) -> Any:
+def local_copy(value: Any) -> Any:
     """This process's copy of a replicated value."""
     is_global = isinstance(value, jax.Array) and not value.is_fully_addressable
     return value.addressable_data(0) if is_global else value
@@ -108,17 +108,17 @@ def host(value: object) -> np.ndarray[Any, Any]:
     return np.asarray(value)
 
 
-class Pending(NamedTuple):
+class PendingTransfer(NamedTuple):
     """A transfer to the host: `read()` waits unless `is_ready()`."""
 
     is_ready: Callable[[], bool]
     read: Callable[[], Any]
 
 
-def transferred(values: Collection[Any], read: Callable[[], Any]) -> Pending:
-    """Start to copy values to the host; `read` returns the result to deliver."""
+def begin_transfer(values: Collection[Any], read: Callable[[], Any]) -> PendingTransfer:
+    """Start to copy values to the host; `read_values` returns the result to deliver."""
     start_transfer(values)
-    return Pending(lambda: is_ready(values), read)
+    return PendingTransfer(lambda: is_ready(values), read)
 
 
 class TransferQueue:
@@ -130,12 +130,12 @@ class TransferQueue:
     def __init__(
         self, waiting: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     ) -> None:
-        self._queue: deque[tuple[int, Pending, Callable[[int, Any], None], Any]] = deque()
+        self._queue: deque[tuple[int, PendingTransfer, Callable[[int, Any], None], Any]] = deque()
         self._waiting = waiting
         self.owner: Any = None
         self.failed_owner: Any = None
 
-    def add(self, step: int, pending: Pending, deliver: Callable[[int, Any], None], owner: object) -> None:
+    def add(self, step: int, pending: PendingTransfer, deliver: Callable[[int, Any], None], owner: object) -> None:
         """Queue a row; `deliver(step, numbers)` is called on behalf of the owner, a hook."""
         self._queue.append((step, pending, deliver, owner))
 

@@ -10,14 +10,23 @@ import jax
 
 from jstep import summary
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function, kind, shown
+from jstep.core.checks import as_bool, as_function, format_value, kind
 from jstep.core.exceptions import note
 from jstep.core.logs import as_level
 from jstep.hooks.cadence import UNSET, cadence
 from jstep.hooks.hook import Clock, Metrics
-from jstep.hooks.numbers import Pending, in_order, is_ready, names_of_arrays, read, scalars, text, transferred
+from jstep.hooks.numbers import (
+    PendingTransfer,
+    begin_transfer,
+    format_number,
+    is_ready,
+    names_of_arrays,
+    read_values,
+    scalars,
+    sort_metrics,
+)
 from jstep.hooks.run_hook import RunHook, RunInfo, check_writer
-from jstep.hooks.speed import StepCounterHook, shown_share
+from jstep.hooks.speed import StepCounterHook, format_utilization
 from jstep.state.train_state import TrainState
 
 LeaveOut = Callable[[], Collection[str]]
@@ -89,14 +98,14 @@ class ReportingHook(RunHook):
         """Report the values of a step: name → number, `loss` first, then learning rates, then the others by name."""
         raise NotImplementedError(f"{type(self).__name__} defines no deliver(step, values)")
 
-    def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> Pending:
+    def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> PendingTransfer:
         """The numbers to deliver for a step; restarts the means."""
         if not self._mean:
             numbers = scalars(metrics, leave_out)
-            return transferred(numbers.values(), lambda: read(numbers))
+            return begin_transfer(numbers.values(), lambda: read_values(numbers))
         interval = self.run.reports.sums.take(self._number)
-        names = in_order(interval.names, leave_out)
-        return Pending(interval.is_ready, lambda: interval.means(names))
+        names = sort_metrics(interval.names, leave_out)
+        return PendingTransfer(interval.is_ready, lambda: interval.means(names))
 
 
 # Log metrics.
@@ -143,7 +152,7 @@ class LoggingHook(ReportingHook):
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
         if jax.process_index() == 0:
-            _logger.log(self._level, "step %d  %s%s", step, text(values), self._speed(step))
+            _logger.log(self._level, "step %d  %s%s", step, format_number(values), self._speed(step))
 
     def _speed(self, step: int) -> str:
         counter, share = self._given_counter or self.run.reports.counter, None
@@ -155,7 +164,7 @@ class LoggingHook(ReportingHook):
         if steps is None:
             return ""
         figures = [] if examples is None else [f"{examples:.4g} examples/s"]
-        return f"  ({', '.join([*figures, f'{steps:.4g} steps/s', *shown_share(share)])})"
+        return f"  ({', '.join([*figures, f'{steps:.4g} steps/s', *format_utilization(share)])})"
 
 
 # Send metrics to an external logger.
@@ -216,7 +225,7 @@ class MetricsHook(ReportingHook):
         self._named = set()
         return super().begin(state)
 
-    def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> Pending:
+    def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> PendingTransfer:
         """The numbers to pass on; metrics that are arrays are logged once per run."""
         names = sorted({*names_of_arrays(metrics)} - self._named)
         self._named.update(names)
@@ -299,20 +308,20 @@ class SummarySaverHook(ReportingHook):
             self.run.reports.transfers.add(step, self._numbers(metrics, leave_out), self.deliver, self)
         self.deliver(step, {} if self._mean else scalars(metrics, leave_out), metrics)
         if self._histograms:
-            self._writer.add_summary(histograms_of(state, self._histograms), step)
+            self._writer.add_summary(summarize_histograms(state, self._histograms), step)
         self.run.reports.transfers.deliver_ready()
 
     def deliver(self, step: int, values: dict[str, Any], metrics: Metrics | None = None) -> None:
         """Write one summary of the numbers, and of the summaries among the metrics."""
         if is_ready(values.values()):  # numbers of the host are the quickest to write
-            values = read(values)
+            values = read_values(values)
         scalars = [summary.scalar(name, value, collections=()) for name, value in values.items()]
         merged = summary.merge([*scalars, summary.summaries_in(dict(metrics or {}))])
         if merged.parts:
             self._writer.add_summary(merged, step)
 
 
-def histograms_of(state: TrainState, globs: Sequence[str]) -> Any:
+def summarize_histograms(state: TrainState, globs: Sequence[str]) -> Any:
     """One summary with a histogram of each floating leaf of the state whose path matches.
 
     Values are counted before the state is donated to the next step; only the counts are kept.
@@ -327,7 +336,8 @@ def histograms_of(state: TrainState, globs: Sequence[str]) -> Any:
         matching = {path: leaf for path, leaf in leaves if fnmatch.fnmatchcase(path, glob)}
         if not matching:
             raise ValueError(
-                f"histograms: {glob!r} matches nothing{trees.nearest(glob, [path for path, _ in leaves])}; parameters "
+                f"histograms: {glob!r} matches nothing{trees.suggest_names(glob, [path for path, _ in leaves])}; "
+                "parameters "
                 "are 'params/…', slots 'slots/name/…'"
             )
         chosen |= matching
@@ -342,6 +352,6 @@ def _globs(histograms: Any) -> tuple[str, ...]:
     for glob in globs:
         if not isinstance(glob, str):
             raise TypeError(
-                f"histograms={shown(histograms)}: must be globs of paths, such as 'params/*', got {kind(glob)}"
+                f"histograms={format_value(histograms)}: must be globs of paths, such as 'params/*', got {kind(glob)}"
             )
     return globs

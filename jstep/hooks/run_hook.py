@@ -5,10 +5,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from jstep.checkpoint.saver import Saver
-from jstep.core.checks import shown
+from jstep.core.checks import format_value
 from jstep.core.stopwatch import HOOKS, Stopwatch
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.hooks.cadence import Cadence, Due
+from jstep.hooks.cadence import Cadence, DueHook
 from jstep.hooks.hook import Hook, Metrics
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.numbers import TransferQueue
@@ -20,7 +20,7 @@ from jstep.summary.writer import SummaryWriter
 # Calls, for hooks that wrap them.
 
 
-class Call(Protocol):
+class CallInfo(Protocol):
     """The batches of one call, which begins at step `first`."""
 
     args: tuple[Any, ...]
@@ -29,9 +29,9 @@ class Call(Protocol):
 
 
 RunCall = Callable[[Any, Any], Any]
-"""`run_call(state, call)` runs the steps of a `Call`, and returns the new state and the metrics of the last step."""
+"""`run_call(state, call)` runs the steps of a `CallInfo`; it returns the new state and the last metrics."""
 Repeated = Callable[[Any], Callable[..., tuple[TrainState, Metrics]]]
-"""Maps a `Call` to a function `(state, *call.args)` that repeats it, and adds no metrics to the sums."""
+"""Maps a `CallInfo` to a function `(state, *call.args)` that repeats it, and adds no metrics to the sums."""
 Poll = Callable[..., bool | None]
 """`poll()` is called after each call of the loop while it returns True, and `poll(wait=True)` after the last step."""
 
@@ -237,7 +237,7 @@ class CustomLoop:
     evaluations: tuple[()] = ()
 
     def __init__(self, hook: RunHook) -> None:
-        self._hook, self._due = hook, Due(_CadenceOf(hook), 0)
+        self._hook, self._due = hook, DueHook(_CadenceOf(hook), 0)
         self.reports, self.watch, self.finite = Reports(), Stopwatch(), Finite()
         self.step = 0
         self.state: Any = None  # never set: the next step may donate it
@@ -300,7 +300,8 @@ def check_writer(summary_writer: object) -> Any:
         isinstance(summary_writer, type) or not callable(getattr(summary_writer, "add_summary", None))
     ):
         raise TypeError(
-            f"summary_writer={shown(summary_writer)}: must have a method add_summary(summary, global_step), such as a "
+            f"summary_writer={format_value(summary_writer)}: must have a method add_summary(summary, global_step), "
+            "such as a "
             "jstep.summary.SummaryWriter"
         )
     return summary_writer

@@ -214,7 +214,7 @@ def _markers(metrics: Metrics) -> list[Any]:
     return [trees.key_data(value) for value in arrays]  # a PRNG key itself has no is_ready
 
 
-def shown_share(share: Any) -> list[str]:
+def format_utilization(share: Any) -> list[str]:
     """The utilization as in log lines, `mfu 0.412`, in a list."""
     return [] if share is None else [f"{share.name} {share.value:.3g}"]
 

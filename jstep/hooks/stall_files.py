@@ -10,9 +10,9 @@ from concurrent import futures
 from typing import Any
 
 from jstep.checkpoint.claims import is_alive, this_process
-from jstep.stores.files import is_directory, names_in, opened, remove_file, replace_file
+from jstep.stores.files import is_directory, names_in, open_for_reading, remove_file, replace_file
 from jstep.stores.objects import Objects
-from jstep.stores.urls import absolute, is_url, join
+from jstep.stores.urls import absolute, is_url, join_path
 
 _logger = logging.getLogger("jstep")
 
@@ -38,7 +38,7 @@ def read_stalls(where: str, prefix: str | None = None) -> tuple[list[Fields], li
     return [stall for stall in stalls if "exit_code" not in stall and _is_current(stall)], problems
 
 
-def exit_of(where: str, prefix: str, since: float) -> Fields | None:
+def find_exit(where: str, prefix: str, since: float) -> Fields | None:
     """Return the stall for which a start, begun at `since`, was ended by its own `StallHook`; None if it was not."""
     ended = (stall for stall in _files(where, prefix)[0] if "exit_code" in stall and stall["renewed"] >= since)
     return max(ended, key=lambda stall: bool(stall["stall"]), default=None)
@@ -51,12 +51,12 @@ def _is_current(stall: Fields) -> bool:
 
 def _files(where: str, prefix: str | None) -> tuple[list[Fields], list[str]]:
     """Like `read_stalls`, including files that are not current."""
-    stalls, problems, folder = [], [], join(where, FOLDER)
+    stalls, problems, folder = [], [], join_path(where, FOLDER)
     # Not `Directory`: nothing is lost if a list is incomplete.
     names = Objects(folder).list() if is_url(folder) else names_in(folder) if is_directory(folder) else []
     for name in [name for name in names if name.endswith(".json")]:
         try:
-            with opened(join(folder, name)) as file:
+            with open_for_reading(join_path(folder, name)) as file:
                 stall = json.loads(file.read())
             if isinstance(stall, dict) and type(stall.get("version")) is int and stall["version"] > STALLS_VERSION:
                 raise ValueError("it was written by a newer jstep")
@@ -65,14 +65,14 @@ def _files(where: str, prefix: str | None) -> tuple[list[Fields], list[str]]:
         except FileNotFoundError:  # the process continued meanwhile
             continue
         except (OSError, ValueError, RecursionError) as error:
-            problems.append(f"{join(folder, name)} is skipped: {error}")
+            problems.append(f"{join_path(folder, name)} is skipped: {error}")
             continue
         if prefix is None or stall.get("prefix", prefix) == prefix:
             stalls.append({**stall, **{key: str(stall.get(key, "")) for key in _TEXTS}})
     return sorted(stalls, key=lambda stall: float(stall["since"])), problems
 
 
-def waited_for(stalls: Sequence[Fields]) -> list[Fields]:
+def find_waited_for(stalls: Sequence[Fields]) -> list[Fields]:
     """The processes that the others wait for: those that do not wait for others, or else the smaller groups."""
     own = [stall for stall in stalls if stall["kind"] not in (CALL, WITH_OTHERS)]
     often = Counter(stall["what"] for stall in stalls)
@@ -98,7 +98,7 @@ class StallFiles:
 
     def __init__(self, where: str | None, process: int, warn_secs: float, prefix: str = "model") -> None:
         self._where, self._process, self._prefix = absolute(where) if where else "", process, prefix
-        self._folder = join(self._where, FOLDER)
+        self._folder = join_path(self._where, FOLDER)
         self.period = 10.0 if is_url(where) else min(15.0, max(0.25, warn_secs / 4))
         self._job: Any = None
         self._begun, self._may_exist, self._has_warned = -self.period, True, False  # an earlier start may have left one
@@ -130,7 +130,7 @@ class StallFiles:
                 own = {"version": STALLS_VERSION, "prefix": self._prefix, "process": self._process}
                 own |= {"renewed": time.time()}
                 data = json.dumps({**own, **this_process(), **(mine or {})}).encode()
-                path = join(self._folder, f"{self._prefix}.{self._process}.json")
+                path = join_path(self._folder, f"{self._prefix}.{self._process}.json")
                 remove_file(path) if mine is None else replace_file(path, data)
                 self.shown = None if mine is None else self.shown or time.monotonic()
         except OSError as error:

@@ -32,7 +32,7 @@ def check_owners(objects: Sequence[Any], where: str = "hooks") -> None:
     for hook in objects:
         if _has(hook, "get_state") and not _has(hook, "set_state"):
             raise TypeError(
-                f"{where}: {key_of(hook)} has get_state() without set_state(value), so its state would be saved and "
+                f"{where}: {hook_key(hook)} has get_state() without set_state(value), so its state would be saved and "
                 "never restored; add set_state, or rename get_state if no state has to be kept"
             )
     seen: dict[str, Any] = {}
@@ -59,7 +59,7 @@ def _record(owner: _Owner, hook: Any, where: str) -> dict[str, Any]:
         note(error, f"jstep: {where}: in {owner.key}.get_state(), whose result is kept with each checkpoint")
         raise
     try:
-        state = tagged_json.copied(value)
+        state = tagged_json.copy_encodable(value)
     except UnsupportedError as error:
         raise TypeError(
             f"{where}: the state of {owner.key} cannot be kept with a checkpoint: get_state(){error.path} "
@@ -143,7 +143,7 @@ def _matched(same_key: Sequence[Any], records: Sequence[Any], where: str) -> Ite
         match = next((record for record in left if record.get("settings", {}) == settings), None)
         if match is None:
             text = "%s: none of the %d %s in the checkpoint was made with %s: it starts fresh"
-            _logger.warning(text, where, len(records), key_of(hook), settings)
+            _logger.warning(text, where, len(records), hook_key(hook), settings)
             continue
         left.remove(match)
         yield hook, match
@@ -155,7 +155,7 @@ def _settings(hook: object) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def key_of(hook: object) -> str:
+def hook_key(hook: object) -> str:
     """The name of a hook in logs and checkpoints."""
     return _owner(hook).key
 

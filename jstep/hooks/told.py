@@ -10,7 +10,7 @@ import jax
 
 from jstep.core.exceptions import note
 from jstep.core.threads import Thread
-from jstep.hooks.hook import defines, name_of
+from jstep.hooks.hook import defines, hook_name
 from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")
@@ -44,7 +44,9 @@ class Told:
                     hook.saved(step, path)
                 except BaseException as error:  # reported only in the log and at the end of the run
                     self._errors[id(hook)] = error
-                    _logger.warning("%s.saved(%d, %r): %s: %s", name_of(hook), step, path, type(error).__name__, error)
+                    _logger.warning(
+                        "%s.saved(%d, %r): %s: %s", hook_name(hook), step, path, type(error).__name__, error
+                    )
             with self._is_less:
                 self._pending.popleft()
                 self._is_less.notify_all()

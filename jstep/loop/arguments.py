@@ -10,7 +10,7 @@ import numpy as np
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_bool, as_int, as_number, kind, shown
+from jstep.core.checks import as_bool, as_int, as_number, format_value, kind
 from jstep.core.placement import refuse_compile_only
 from jstep.data.loaders import StateBatches
 from jstep.data.placement import placement
@@ -19,7 +19,7 @@ from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import list_of_hooks
 from jstep.hooks.speed import StepCounterHook
 from jstep.loop.calls import AUTO
-from jstep.loop.given import config_of
+from jstep.loop.given import as_config
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import require_state
 from jstep.stores.urls import absolute, is_url, location
@@ -71,7 +71,7 @@ class Options:
         checked = {
             "hooks": list_of_hooks(self.hooks),
             "last_step": LARGEST_STEP if self.last_step is None else as_int(self.last_step, "last_step", 0, _NO_END),
-            "config": config_of(self.config),
+            "config": as_config(self.config),
             "start_from": None if self.start_from is None else absolute(location(self.start_from, "start_from")),
             "progress": None if self.progress is None else as_bool(self.progress, "progress"),
             "stop_secs": None
@@ -115,10 +115,11 @@ def check_locations(checkpoint_dir: object, checkpoint_prefix: str, logdir: obje
     """Reject invalid directories, prefixes and shardings, without opening anything."""
     if not isinstance(checkpoint_dir, Saver | str | os.PathLike | None):
         raise TypeError(
-            f"checkpoint_dir={shown(checkpoint_dir)}: must be a directory, a URL or a Saver, got {kind(checkpoint_dir)}"
+            f"checkpoint_dir={format_value(checkpoint_dir)}: must be a directory, a URL or a Saver, got "
+            f"{kind(checkpoint_dir)}"
         )
     if not isinstance(logdir, str | os.PathLike | None):
-        raise TypeError(f"logdir={shown(logdir)}: must be a directory or a URL, got {kind(logdir)}")
+        raise TypeError(f"logdir={format_value(logdir)}: must be a directory or a URL, got {kind(logdir)}")
     for name, place in (("checkpoint_dir", checkpoint_dir), ("logdir", logdir)):
         if isinstance(place, str) and not place.strip():
             raise ValueError(f"{name}={place!r}: must be a directory or a URL, got an empty string; use None for none")
@@ -170,14 +171,15 @@ def cache_directory(cache: Any, checkpoint_dir: Any) -> str | None:
             raise ValueError("compile_cache=True: must have a checkpoint_dir to put the cache into; give a directory")
         if is_url(where):
             raise ValueError(
-                f"compile_cache=True: must have a local checkpoint_dir, got {shown(where)}; give a local directory, as "
+                f"compile_cache=True: must have a local checkpoint_dir, got {format_value(where)}; give a local "
+                "directory, as "
                 "in compile_cache='/var/cache/jax'"
             )
         cache = os.path.join(os.fspath(where), "compile_cache")
     if not isinstance(cache, str | os.PathLike):
-        raise TypeError(f"compile_cache={shown(cache)}: must be a directory, True or None, got {kind(cache)}")
+        raise TypeError(f"compile_cache={format_value(cache)}: must be a directory, True or None, got {kind(cache)}")
     if not os.fspath(cache).strip():
         raise ValueError("compile_cache='': must be a directory, got an empty string; use None for no cache")
     if is_url(cache):
-        raise ValueError(f"compile_cache={shown(cache)}: must be a local directory, got a URL")
+        raise ValueError(f"compile_cache={format_value(cache)}: must be a local directory, got a URL")
     return os.path.abspath(os.path.expanduser(os.fspath(cache)))

@@ -16,7 +16,7 @@ from jstep.checkpoint.store import Store
 from jstep.distributed import processes
 from jstep.loop.arguments import Options
 from jstep.stores.files import is_directory
-from jstep.stores.urls import join, resolved, split
+from jstep.stores.urls import join_path, resolve_path, split_path
 
 PARENT = "parent"
 """The key, in a checkpoint's `extra`, in cards and in timelines, of the checkpoint that the run began from."""
@@ -33,7 +33,7 @@ class Trunk(NamedTuple):
 
     @property
     def parent(self) -> dict[str, Any]:
-        path = join(resolved(self.saver.directory), checkpoint_name(self.saver.prefix, self.step))
+        path = join_path(resolve_path(self.saver.directory), checkpoint_name(self.saver.prefix, self.step))
         return {"path": path, "step": self.step}
 
 
@@ -56,14 +56,14 @@ def open_trunk(options: Options, saver: Saver | None, latest: int | None) -> Tru
     if path is None:
         return None
     prefix = options.checkpoint_prefix if saver is None else saver.prefix
-    above, name = split(path)
-    places = {resolved(path), resolved(above)} if _NAME.fullmatch(name) else {resolved(path)}
+    above, name = split_path(path)
+    places = {resolve_path(path), resolve_path(above)} if _NAME.fullmatch(name) else {resolve_path(path)}
     own = {
         "checkpoint_dir": None if saver is None else saver.directory,
         "logdir": None if options.logdir is None else os.fspath(options.logdir),
     }
     for argument, place in own.items():
-        if place is not None and resolved(place) in places:
+        if place is not None and resolve_path(place) in places:
             raise ValueError(
                 f"start_from={path!r}: must be a checkpoint of another run, got the {argument} of this one. A run "
                 f"resumes from its own by itself: leave start_from out, or give the branch a {argument} of its own"
@@ -85,7 +85,7 @@ def open_trunk(options: Options, saver: Saver | None, latest: int | None) -> Tru
 
 def _trunk_at(path: str, prefix: str) -> tuple[Saver, int]:
     """Find a checkpoint, or the newest one of a directory; never fall back to an older one if it is corrupted."""
-    above, name = split(path)
+    above, name = split_path(path)
     if match := _NAME.fullmatch(name):
         store, step = open_store(above), int(match[2])
         if store.at(match[1], step) is not None:
@@ -107,5 +107,5 @@ def _trunk_at(path: str, prefix: str) -> tuple[Saver, int]:
 
 def _refuse_damaged(store: Store, prefix: str, above: int, only: int | None = None) -> None:
     for broken, problem in store.broken(prefix, above):
-        if only is None or split(broken)[1] == checkpoint_name(prefix, only):
+        if only is None or split_path(broken)[1] == checkpoint_name(prefix, only):
             raise CheckpointError(f"start_from: {broken} is corrupted: {problem}; give another checkpoint")

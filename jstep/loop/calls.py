@@ -14,7 +14,7 @@ import numpy as np
 
 from jstep.core.annotations import Tree
 from jstep.core.threads import in_background
-from jstep.core.trees import arguments_of
+from jstep.core.trees import batch_to_args
 from jstep.data.placement import as_shardings, placement
 from jstep.distributed import processes
 
@@ -101,7 +101,7 @@ def make_calls(
 
 
 def _arguments(batch: Tree, place: Callable[[Any], Any] | None) -> tuple[Any, ...]:
-    return arguments_of(batch if place is None else place(batch))
+    return batch_to_args(batch if place is None else place(batch))
 
 
 def shapes_in(batch: Tree) -> Any:

@@ -23,16 +23,16 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.calls import elements_of, typed
-from jstep.core.jaxprs import ProgramHash, digest_of, gradients_hash, part_for, program_hash, without_addresses
+from jstep.core.jaxprs import ProgramHash, gradients_hash, hash_strings, part_for, program_hash, without_addresses
 from jstep.core.meshes import internal_transfers, mesh_of, mesh_text, sharding_text
+from jstep.core.recorded_calls import as_typed, named_optimizers
 from jstep.core.threads import in_background
 from jstep.data.loaders import ReplayedBatches, StateBatches
 from jstep.data.sequence import BatchSequence
 from jstep.hooks import card_differences
 from jstep.hooks.card_differences import BEFORE_AND_NOW, CODE, CONFIG, NOT_RECORDED, Changes, differences
 from jstep.hooks.metric_sums import LOSS
-from jstep.hooks.states import key_of
+from jstep.hooks.states import hook_key
 from jstep.loop import given
 from jstep.loop.arguments import Options
 from jstep.loop.branch import PARENT
@@ -46,7 +46,7 @@ from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
 from jstep.optimizers.rules import RULE
 from jstep.stores.timeline import START
 from jstep.training.metrics import Metrics
-from jstep.training.step import minimized
+from jstep.training.step import step_function
 
 # The contents of a card, for comparison with other runs.
 
@@ -85,7 +85,7 @@ def card(
         "versions": _versions(),
         "environment": environment(),
         "settings": _settings(),
-        "devices": devices_of(state),
+        "devices": describe_devices(state),
         "state": _state(state, held),
         "batches": _batches(batches),
         "stages": {str(stage.first): name_of_step(stage.value) for stage in stages.stages()},
@@ -101,7 +101,7 @@ def program_card(traced: Any, constants: Mapping[str, Any], args: Any, optimizer
     batch = [f"{path or 'batch'}: {type_text(leaf)}" for path, leaf in trees.leaves_with_paths(args)]
     record: dict[str, Any] = {"batch": short(batch), "hyperparameters": {k: _json(v) for k, v in constants.items()}}
     if optimizer is not None:
-        elements = elements_of(optimizer)
+        elements = named_optimizers(optimizer)
         record["elements"] = {name: {k: _argument(v) for k, v in of.items()} for name, of in elements.items()}
     if traced is None:
         return {"hash": None, **record}
@@ -136,7 +136,7 @@ def _argument(value: object) -> Any:
             value = np.asarray(value)[()]
     if isinstance(value, bool | int | float | np.generic | None):
         return _json(value)
-    text = typed(value)
+    text = as_typed(value)
     is_named = callable(value) and text == getattr(value, "__name__", None)
     return {"function": text} if is_named else text
 
@@ -165,7 +165,7 @@ def _settings() -> dict[str, Any]:
     return {name: value if isinstance(value, bool | None) else str(value) for name, value in settings.items()}
 
 
-def devices_of(state: Tree) -> dict[str, Any]:
+def describe_devices(state: Tree) -> dict[str, Any]:
     """Return the devices of a run and the mesh of its state, which may be shapes, or donated."""
     leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
     of_state = next((leaf.sharding.device_set for leaf in leaves if leaf.sharding is not None), set())
@@ -191,8 +191,8 @@ def _state(state: Tree, held: Mapping[str, float]) -> dict[str, Any]:
     ]
     dtypes = collections.Counter(str(leaf.dtype) for _, leaf in leaves)
     return {
-        "hash": digest_of(*described),
-        "sharding": digest_of(*where),
+        "hash": hash_strings(*described),
+        "sharding": hash_strings(*where),
         "params": sum(math.prod(leaf.shape) for path, leaf in leaves if path.split("/")[0] == "params"),
         "leaves": len(leaves),
         "dtypes": dict(sorted(dtypes.items())),
@@ -215,7 +215,7 @@ def _batches(batches: Tree) -> dict[str, Any]:
         except Exception:  # a user-defined loader: it is endless, or its length is not known
             definition["length"] = None
     return {
-        "hash": digest_of(json.dumps(definition, sort_keys=True)),
+        "hash": hash_strings(json.dumps(definition, sort_keys=True)),
         **{key: short(part) for key, part in definition.items()},
     }
 
@@ -227,7 +227,7 @@ def _arguments(options: Options) -> dict[str, Any]:
             continue
         value: Any = options.end if field.name == "last_step" else getattr(options, field.name)
         if field.name == "hooks":
-            arguments["hooks"] = [without_addresses(key_of(hook)) for hook in value]
+            arguments["hooks"] = [without_addresses(hook_key(hook)) for hook in value]
         elif isinstance(value, Saver):
             arguments[field.name] = without_login(value.directory)
         elif field.name in card_differences.PLACES:
@@ -244,7 +244,7 @@ def _arguments(options: Options) -> dict[str, Any]:
 
 def short(value: object) -> Any:
     text = json.dumps(value, sort_keys=True)
-    return value if len(text) <= _LONGEST else f"hash {digest_of(text)}"
+    return value if len(text) <= _LONGEST else f"hash {hash_strings(text)}"
 
 
 def _json(value: object) -> Any:
@@ -268,7 +268,7 @@ PAST = "past"
 _logger = logging.getLogger("jstep")
 
 
-def past_of(batches: Tree, step: int, optimizers: Mapping[str, str], lanes: int | None = None) -> dict[str, Any]:
+def record_past(batches: Tree, step: int, optimizers: Mapping[str, str], lanes: int | None = None) -> dict[str, Any]:
     """Return a record of the run before a checkpoint; `optimizers` has the rules by first step of a stage."""
     past: dict[str, Any] = {"optimizers": dict(optimizers), "lanes": lanes}
     if isinstance(batches, BatchSequence):
@@ -375,7 +375,7 @@ class Cards(Observer):
             return
         with _logging_errors():
             program, traced, args = call.program, call.trace(state), call.of_one
-            about, pure = {"stage": program.stage.first, "steps": program.most}, minimized(program.stage.step)
+            about, pure = {"stage": program.stage.first, "steps": program.most}, step_function(program.stage.step)
             made_of = traced, program.constants.values, args, None if pure is None else pure.optimizer
             self._begin(lambda: self._record(about | program_card(*made_of)))
 
@@ -392,7 +392,7 @@ class Cards(Observer):
             with contextlib.suppress(Exception):  # there is no batch, or it does not fit the step
                 args = shapes(last)
                 traced = None if args is None else stage.trace(state, args)
-            pure = minimized(stage.step)
+            pure = step_function(stage.step)
             about = {"stage": stage.first, "steps": 1}
             self._record(about | program_card(traced, {}, args, None if pure is None else pure.optimizer), is_idle=True)
 
@@ -478,7 +478,7 @@ class Cards(Observer):
         if timeline is None or not isinstance(start, str):
             return None
         try:
-            of_start = [other for other in card_differences.starts_of(timeline.where, start) if other.id == start]
+            of_start = [other for other in card_differences.read_starts(timeline.where, start) if other.id == start]
             if not of_start:
                 return None
             before = of_start[-1].card
@@ -500,7 +500,7 @@ class Cards(Observer):
 
     def _past(self, step: int) -> dict[str, Any]:
         lanes = lanes_of(self.setup.train_steps.at(max(step - 1, 0)))
-        past = past_of(self._batches, step, self._optimizers, lanes)
+        past = record_past(self._batches, step, self._optimizers, lanes)
         timeline = self.setup.lines.timeline
         return past if timeline is None else {START: timeline.start, **past}
 

@@ -11,7 +11,7 @@ from jstep.core.annotations import Tree
 from jstep.core.exceptions import note
 from jstep.core.threads import in_background
 from jstep.data.loaders import Source
-from jstep.data.placement import as_shardings, copied, placement
+from jstep.data.placement import as_shardings, copy_batch, placement
 from jstep.data.sequence import BatchSequence
 from jstep.loop.compiler import CompileJob, is_done, shapes_of
 from jstep.loop.dispatch import Dispatch
@@ -19,7 +19,7 @@ from jstep.loop.feeder import FirstBatch
 from jstep.loop.run import Run
 from jstep.loop.setup import Setup
 from jstep.loop.stages import Segment, Stage, StageBoundaries
-from jstep.slots.matching import difference
+from jstep.slots.matching import describe_difference
 from jstep.training.step import refuse_a_loss
 
 _HINT = "; if it is the smaller last batch of an epoch, drop_remainder=True leaves it out"
@@ -85,7 +85,7 @@ def shapes_of_batch(source: Source, step: int, batch_sharding: object) -> tuple[
     """Return the shapes of the arguments of a step; None if its batch cannot be made apart from the others."""
     fetch = getattr(source.by_step, "__getitem__", source.by_step)
     try:
-        batch = None if fetch is None else copied(fetch(step), fresh=True)
+        batch = None if fetch is None else copy_batch(fetch(step), fresh=True)
     except IndexError:
         return None
     if fetch is None:
@@ -99,7 +99,7 @@ def shapes_of_batch(source: Source, step: int, batch_sharding: object) -> tuple[
 
 def _shapes_as_args(batch: Tree, batch_sharding: object) -> tuple[Any, ...]:
     placed = batch if batch_sharding is None else placement(as_shardings(batch_sharding))(batch)
-    return shapes_of(trees.arguments_of(placed))
+    return shapes_of(trees.batch_to_args(placed))
 
 
 def _check(stage: Stage, state: Tree, args: tuple[Any, ...], segment: Segment) -> None:
@@ -116,7 +116,7 @@ def _check(stage: Stage, state: Tree, args: tuple[Any, ...], segment: Segment) -
             f"{name}: it cannot take step {segment.first}{which}: {type(error).__name__}: {error}"
             f"{'' if segment.is_edge else _HINT}"
         ) from error
-    if different := difference(new, state):
+    if different := describe_difference(new, state):
         raise ValueError(
             f"{name}: all training steps of a run share one structure of the state, but this one returns a state "
             f"{different}; freeze parameters with var_list, and give all stages optimizers with the same slots"

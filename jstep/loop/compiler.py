@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.annotations import Tree
-from jstep.core.exceptions import forget_frames, scoped
+from jstep.core.exceptions import context_manager, forget_frames
 from jstep.core.meshes import dims_of
 from jstep.core.threads import MAKING, doing, in_background
 from jstep.core.trees import shape_of
@@ -123,7 +123,7 @@ def compile_apart(lowered: Any, signals: StopSignals, *, may_leave: bool) -> Non
 
     def compiled() -> Compiled:
         lowered.compile()
-        return compiled_here()
+        return thread_record()
 
     future = in_background(compiled, name="jstep-compile-due")
     try:
@@ -131,7 +131,7 @@ def compile_apart(lowered: Any, signals: StopSignals, *, may_leave: bool) -> Non
     except StopWaiting:
         _logger.info(_LEFT)
         raise
-    compiled_here().took(future.result())
+    thread_record().took(future.result())
 
 
 _LEFT = "a compilation in the background cannot be stopped: the process ends when it has finished"
@@ -153,7 +153,7 @@ def type_text(leaf: object) -> str:
     return f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', ()))}"
 
 
-def stacked_shapes(tree: Tree, steps: int) -> Any:
+def stack_shapes(tree: Tree, steps: int) -> Any:
     def leaf(shape: Any) -> Any:
         if not isinstance(shape, jax.ShapeDtypeStruct):
             return _shape(np.stack([shape] * steps))
@@ -210,7 +210,7 @@ class Compiled:
         self.unfinished = 0.0
 
 
-def compiled_here() -> Compiled:
+def thread_record() -> Compiled:
     return _of_thread.compiled
 
 
@@ -224,14 +224,14 @@ _of_thread = _OfThread()
 
 def _count_compilation(event: str, duration_secs: float, **_: str | int) -> None:
     if event.startswith("/jax/core/compile/"):
-        compiled_here().traced(duration_secs)
+        thread_record().traced(duration_secs)
     if event == "/jax/core/compile/backend_compile_duration":
-        compiled_here().finished()
+        thread_record().finished()
 
 
 def _count_hit(event: str, **_: str | int) -> None:
     if event == "/jax/compilation_cache/cache_hits":
-        compiled_here().hit()
+        thread_record().hit()
 
 
 jax.monitoring.register_event_duration_secs_listener(_count_compilation)
@@ -258,11 +258,11 @@ class Compilations:
         self._begun: set[Stage] = set()
         self._ahead: set[Any] = set()  # stages and programs
         self._size = 0.0  # of the steps' program caches
-        self.compiled = compiled_here()
+        self.compiled = thread_record()
 
     def waiting(self, stage: Stage) -> contextlib.AbstractContextManager[object]:
         """Return a context for a trace; the loop waits for it only if this is the loop's thread."""
-        return self.compiling(stage.name) if compiled_here() is self.compiled else contextlib.nullcontext()
+        return self.compiling(stage.name) if thread_record() is self.compiled else contextlib.nullcontext()
 
     def begun_ahead(self, what: object) -> None:
         self._ahead.add(what)
@@ -316,7 +316,7 @@ class StartTimes:
         """Return how many of these seconds are left since the start began."""
         return max(0.0, self.began + seconds - time.perf_counter())
 
-    @scoped
+    @context_manager
     def part(self, name: str) -> Iterator[None]:
         then = time.perf_counter()
         try:
@@ -324,10 +324,10 @@ class StartTimes:
         finally:
             self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - then
 
-    @scoped
+    @context_manager
     def compiling(self) -> Iterator[None]:
         """Time compilation, and record whether JAX's persistent cache had the programs."""
-        here = compiled_here()
+        here = thread_record()
         hits, before = here.hits, here.programs
         with self.part("compile"):
             yield

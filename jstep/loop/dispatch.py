@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from jstep.core.annotations import Tree
-from jstep.core.checks import shown
-from jstep.core.exceptions import forget_frames, scoped
+from jstep.core.checks import format_value
+from jstep.core.exceptions import context_manager, forget_frames
 from jstep.core.jaxprs import shards_arrays
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.stopwatch import STARTING, Stopwatch
@@ -122,7 +122,7 @@ class Dispatch:
             for look in self._after_first:
                 look(call, result[0])
 
-    @scoped
+    @context_manager
     def _waiting(self, name: str) -> Iterator[None]:
         with self._watch.part(STARTING), self.table.compilations.compiling(name):
             yield
@@ -154,7 +154,7 @@ def check_result(result: object) -> None:
         raise TypeError(f"{what} ({type(state).__name__}, {type(metrics).__name__})")
     odd = next((name for name in metrics if not isinstance(name, str)), None)
     if odd is not None:
-        raise TypeError(f"{expected}the name of a metric must be a string, got {shown(odd)}")
+        raise TypeError(f"{expected}the name of a metric must be a string, got {format_value(odd)}")
 
 
 def warn_of_redundant_rows(call: Call, state: Tree) -> None:

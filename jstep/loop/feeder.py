@@ -10,9 +10,9 @@ from typing import Any
 from jstep.core.stopwatch import Stopwatch
 from jstep.core.threads import MAKING, doing, in_background
 from jstep.data.loaders import Source
-from jstep.data.placement import copied
+from jstep.data.placement import copy_batch
 from jstep.data.positions import LivePosition, StoredPosition
-from jstep.data.prefetch import Reader
+from jstep.data.prefetch import ReaderThread
 from jstep.loop.calls import AHEAD, Call, CopiedBatches
 from jstep.loop.compiler import StartTimes, is_done
 from jstep.loop.signals import StopSignals
@@ -40,7 +40,7 @@ class BatchFeeder:
 
     def __init__(self, source: Source, calls: Iterator[Call], signals: StopSignals, watch: Stopwatch) -> None:
         self._made, self._signals, self._watch = calls, signals, watch
-        self._reader, self._has_thread = Reader(functools.partial(next, calls)), False
+        self._reader, self._has_thread = ReaderThread(functools.partial(next, calls)), False
         self._waits = _Waits(math.inf if source.is_of_state else -math.inf)
         self.has_begun = self.waiting = False
         self.got = 0.0
@@ -115,13 +115,13 @@ class _Waits:
         return is_long
 
 
-def copied_batches(source: Source, fetched: "FetchCounter | None" = None) -> CopiedBatches:
+def copy_batches(source: Source, fetched: "FetchCounter | None" = None) -> CopiedBatches:
     """Yield each batch, copied if other code might write to it, and the position after it."""
     fetched = fetched or FetchCounter()
     # `LivePosition` reads the positions of batches that are made with the state.
     at, fresh = None if source.is_of_state else source.position, source.fresh
     for batch in until_end(source.items):
-        yield copied(batch, fresh=fresh), None if at is None else at()
+        yield copy_batch(batch, fresh=fresh), None if at is None else at()
         fetched.add()  # after it was placed: errors name the batch that was not
 
 

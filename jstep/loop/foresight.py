@@ -10,7 +10,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import listed
+from jstep.core.checks import format_list
 from jstep.core.jaxprs import body_of, depend_on_calls
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.trees import Optimizer, Step
@@ -24,7 +24,7 @@ from jstep.optimizers.nested import is_rated
 from jstep.slots.roles import ACCUMULATED, FOLLOWS_STEP, FOLLOWS_UPDATES, abstractly, roles_in, roles_of
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import values_used
-from jstep.training.step import PureStep, minimized, pure
+from jstep.training.step import PureStep, pure, step_function
 
 _logger = logging.getLogger("jstep")
 
@@ -101,7 +101,7 @@ class ScheduledRates:
         return points, self.at(np.pad(points, (0, _POINTS - len(points)), mode="edge"))[: len(points)]
 
 
-def scheduled_rates(hyperparameters: Callable[[Step], Mapping[str, Any]]) -> ScheduledRates | None:
+def find_scheduled_rates(hyperparameters: Callable[[Step], Mapping[str, Any]]) -> ScheduledRates | None:
     """Return the learning rates among hyperparameters; None if none is a schedule, or a fixed one is not 0."""
     scheduled: set[str] = set()
     fixed: list[float] = []
@@ -128,13 +128,13 @@ def scheduled_rates(hyperparameters: Callable[[Step], Mapping[str, Any]]) -> Sch
     return ScheduledRates(largest)
 
 
-def rates_of(optimizer: Optimizer) -> ScheduledRates | None:
-    """Return the learning rates of an optimizer; None if some are held, unknown, or as in `scheduled_rates`."""
+def find_rates(optimizer: Optimizer) -> ScheduledRates | None:
+    """Return the learning rates of an optimizer; None if some are held, unknown, or as in `find_scheduled_rates`."""
     roles = roles_of(optimizer, {})
     if not is_rated(optimizer) or roles.with_detail(LEARNING_RATE) or any(count.lags for count in roles.counted):
         return None
     # Rates that depend on a count of updates are evaluated at the step, as each step should advance the count by one.
-    return scheduled_rates(optimizer.hyperparameters)
+    return find_scheduled_rates(optimizer.hyperparameters)
 
 
 def _rates_in(run: Run, step: PureStep, optimizer: Optimizer) -> ScheduledRates | None:
@@ -142,10 +142,10 @@ def _rates_in(run: Run, step: PureStep, optimizer: Optimizer) -> ScheduledRates 
     roles = roles_of(optimizer, run.state.params)
     if not any(is_learning_rate(name) for count in roles.counted for name in count.names):
         if _RATES not in step.kept:
-            step.kept[_RATES] = rates_of(optimizer)
+            step.kept[_RATES] = find_rates(optimizer)
         rates: ScheduledRates | None = step.kept[_RATES]
         return rates
-    if rates_of(optimizer) is None:
+    if find_rates(optimizer) is None:
         return None
     slots = [f"{count.prefix}{slot}" for count in roles.counted if (slot := count.slot()) is not None]
     ahead = {slot: int(jax.device_get(run.state.slots[slot])) - run.loop.first for slot in slots}
@@ -155,7 +155,7 @@ def _rates_in(run: Run, step: PureStep, optimizer: Optimizer) -> ScheduledRates 
         return values_used(optimizer.hyperparameters(step), roles, counts)
 
     # Rates without a count slot cannot be evaluated, so they are not known to be 0.
-    return scheduled_rates(used) if len(slots) == len(roles.counted) else None
+    return find_scheduled_rates(used) if len(slots) == len(roles.counted) else None
 
 
 def _zero_rate_from(run: Run) -> int | None:
@@ -164,7 +164,7 @@ def _zero_rate_from(run: Run) -> int | None:
     begin = LARGEST_STEP if end is None else end
     for stage in reversed(list(run.train_steps.stages())):
         first = max(stage.first, run.loop.first)
-        step = minimized(stage.value)
+        step = step_function(stage.value)
         if first >= begin or (stage.stop is not None and stage.stop <= run.loop.first):
             continue
         if step is None or step.optimizer is None:
@@ -193,7 +193,7 @@ def _warn_of_averages_left_behind(run: Run) -> None:
     """Warn of each stage that no longer trains leaves whose averages move only in their updates."""
     params, trained = run.state.params, [False] * len(jax.tree.leaves(run.state.params))
     for stage in run.train_steps.stages():
-        step = minimized(stage.value)
+        step = step_function(stage.value)
         if stage.first >= run.options.last_step or step is None or step.trains is None or step.optimizer is None:
             continue  # it is not reached, or its trained leaves are unknown
         try:
@@ -205,7 +205,7 @@ def _warn_of_averages_left_behind(run: Run) -> None:
             averaged = _leaves_in(run.state, slots)
             left = [
                 path
-                for path, *of in zip(trees.paths_of(params), averaged, trained, trains, strict=False)
+                for path, *of in zip(trees.leaf_paths(params), averaged, trained, trains, strict=False)
                 if of == [True, True, False]
             ]
             if left:
@@ -276,4 +276,4 @@ def report_accumulated(run: Run) -> None:
 
 
 def _named(names: list[str]) -> str:
-    return listed([repr(name) for name in names], _MOST_NAMES)
+    return format_list([repr(name) for name in names], _MOST_NAMES)

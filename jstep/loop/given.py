@@ -19,8 +19,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from jstep.core.checks import array_type, cut, kind
-from jstep.core.jaxprs import digest_of, without_addresses
+from jstep.core.checks import array_type, kind, truncate
+from jstep.core.jaxprs import hash_strings, without_addresses
 from jstep.hooks.card_differences import NOT_RECORDED, UNKNOWN
 
 # The config and the command line.
@@ -35,7 +35,7 @@ _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _LOGIN, _QUERY = re.compile(r"(\w://)[^/@\s]*@"), re.compile(r"(\w://[^?\s]*)\?\S*")
 
 
-def config_of(config: object) -> dict[str, Any] | None:
+def as_config(config: object) -> dict[str, Any] | None:
     """Return a config as name → JSON value, nested names joined by `/`."""
     if config is None:
         return None
@@ -48,7 +48,7 @@ def config_of(config: object) -> dict[str, Any] | None:
     for name, value in _flat("", config, ()) if entries else ():
         if name in record:
             raise ValueError(f"config: two of its values are called {name!r}; give one of them another name")
-        record[name] = recorded(name, value)
+        record[name] = record_value(name, value)
     return record
 
 
@@ -80,10 +80,10 @@ def _flat(name: str, value: object, above: tuple[int, ...]) -> Iterator[tuple[st
         yield from _flat(f"{name}/{key}" if above else str(key), inner, (*above, id(value)))
 
 
-def recorded(name: str, value: object) -> Any:
+def record_value(name: str, value: object) -> Any:
     """Return a value as JSON, or NOT_RECORDED if its name suggests a secret."""
     try:
-        value = as_json(value)
+        value = as_json_value(value)
     except RecursionError:  # a list inside of itself
         value = _repr(value)
     words = [word.lower() for word in _WORD.findall(name)]
@@ -91,7 +91,7 @@ def recorded(name: str, value: object) -> Any:
     if is_secret or (any(map(_SECRET_IF_LONG.fullmatch, words)) and _has_long_word(value)):
         return NOT_RECORDED
     text = value if isinstance(value, str) else json.dumps(value)
-    return value if len(text) <= _LONGEST else f"{text[:_LONGEST]}… (hash {digest_of(text)[:16]})"
+    return value if len(text) <= _LONGEST else f"{text[:_LONGEST]}… (hash {hash_strings(text)[:16]})"
 
 
 def _has_long_word(value: object) -> bool:
@@ -100,7 +100,7 @@ def _has_long_word(value: object) -> bool:
     return isinstance(value, str) and _LONG_WORD.fullmatch(value) is not None
 
 
-def as_json(value: Any) -> Any:
+def as_json_value(value: Any) -> Any:
     """Convert a value to JSON, without NaN, logins and addresses; arrays become their dtype and shape."""
     if value is None or isinstance(value, bool):
         return value
@@ -111,9 +111,9 @@ def as_json(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return without_login(os.fsdecode(value))
     if isinstance(value, list | tuple):
-        return [as_json(item) for item in value]
+        return [as_json_value(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted(map(as_json, value), key=lambda item: (str(type(item)), str(item)))
+        return sorted(map(as_json_value, value), key=lambda item: (str(type(item)), str(item)))
     with contextlib.suppress(Exception):  # of a key, or of an array that was donated
         if value.shape == () and hasattr(value, "dtype"):
             number = value.item()
@@ -147,9 +147,9 @@ def arguments() -> list[str]:
     for word in argv[:_MOST_ARGUMENTS]:
         name, equals, value = word.partition("=")
         if equals and "://" not in name:
-            shown.append(f"{name}={recorded(name, value)}")
+            shown.append(f"{name}={record_value(name, value)}")
         else:
-            shown.append(word if word.startswith("--") else str(recorded(before, word)))
+            shown.append(word if word.startswith("--") else str(record_value(before, word)))
         before = word if word.startswith("-") and not equals else ""
     more = len(argv) - len(shown)
     return [*shown, f"… and {more} more"] if more else shown
@@ -187,7 +187,7 @@ def _code_in(where: str, deadline: float) -> dict[str, Any] | None:
         return None
     except Exception as error:
         if "not a git repository" not in str(error):
-            _logger.info("the commit of this run is not known: %s", cut(str(error), 300))
+            _logger.info("the commit of this run is not known: %s", truncate(str(error), 300))
         return None
     try:
         commit = _git(root, deadline, "rev-parse", "--verify", "--quiet", "HEAD").decode().strip()

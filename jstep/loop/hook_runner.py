@@ -9,9 +9,9 @@ from jstep.core import trees
 from jstep.core.exceptions import note
 from jstep.core.stopwatch import FIRST_CALL, HOOKS, STEPPING
 from jstep.evaluating.evaluation_hook import EvaluationHook
-from jstep.hooks.cadence import Cadence, Due, next_call
+from jstep.hooks.cadence import Cadence, DueHook, next_call
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, name_of
+from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, hook_name
 from jstep.hooks.report import LoggingHook
 from jstep.hooks.run_hook import Reports, RunHook
 from jstep.hooks.states import is_public
@@ -25,8 +25,8 @@ class HookRunner:
     def __init__(self, setup: Setup, hooks: list[Any], reports: Reports, ended_at: int | None = None) -> None:
         self._setup, self._hooks, self._reports = setup, hooks, reports
         self._before = [hook for hook in hooks if _overrides(hook, "before_step")]
-        self._due: list[Due] = []
-        self._timed: list[Due] = []
+        self._due: list[DueHook] = []
+        self._timed: list[DueHook] = []
         self._ends: EndsAhead | None = None
         self.is_checking = self._was_last = False
         self._next_check = setup.loop.first
@@ -42,7 +42,7 @@ class HookRunner:
         for hook in self._hooks:
             if hasattr(hook, "begin") and self._call(hook, "begin", loop.state):
                 is_done = True
-        self._due = [Due(hook, loop.first) for hook in self._hooks if _acts(hook)]
+        self._due = [DueHook(hook, loop.first) for hook in self._hooks if _acts(hook)]
         self._timed = [due for due in self._due if due.deadline != math.inf]
         self._next_due = min((due.next for due in self._due), default=NEVER)
         return is_done
@@ -134,12 +134,12 @@ class HookRunner:
 
     def _apply(self, hook: Any, result: Any) -> None:
         if self._take(hook, "after_step", result):
-            self._setup.loop.stops(getattr(hook, "stopped_by", None) or name_of(hook))
+            self._setup.loop.stops(getattr(hook, "stopped_by", None) or hook_name(hook))
 
     def _take(self, hook: Any, method: str, result: Any) -> bool:
         """Apply the result of a hook; return whether it ends the run."""
         loop = self._setup.loop
-        stop, state = check_hook_result(result, loop.state, loop.step, f"{name_of(hook)}.{method}")
+        stop, state = check_hook_result(result, loop.state, loop.step, f"{hook_name(hook)}.{method}")
         loop.changes(state)
         return stop
 
@@ -238,7 +238,7 @@ class HookRunner:
                     try:
                         due = min(due, next_call(hook, step)[1])
                     except Exception as error:  # raised when the run gets there
-                        note(error, f"jstep: in {name_of(hook)}.next_due({step}), which says where calls end")
+                        note(error, f"jstep: in {hook_name(hook)}.next_due({step}), which says where calls end")
                         raise
             return due
 
@@ -249,7 +249,7 @@ class HookRunner:
         """Return the names of due hooks that were not called because another one stalls."""
         step = self._setup.loop.step
         late = [due.hook for due in self._due if due.called < step and due.next <= step]
-        return [name_of(hook) for hook in late if not isinstance(hook, CheckpointSaverHook)]
+        return [hook_name(hook) for hook in late if not isinstance(hook, CheckpointSaverHook)]
 
 
 class Errors:

@@ -18,15 +18,15 @@ from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.exceptions import forget_frames
 from jstep.core.meshes import mesh_of, using_mesh
-from jstep.hooks.metric_sums import NONE, Accumulate, MetricSums, skip_metric_of
+from jstep.hooks.metric_sums import NONE, Accumulate, MetricSums, find_skip_metric
 from jstep.loop.calls import AUTO, Call, CopiedBatches, ProgramFor, make_calls, shapes_in
-from jstep.loop.compiler import Compilations, Compiling, in_silence, shapes_of, stacked_shapes
-from jstep.loop.stages import Stage, TrainSteps, made_stages
+from jstep.loop.compiler import Compilations, Compiling, in_silence, shapes_of, stack_shapes
+from jstep.loop.stages import Stage, TrainSteps, make_stages
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import keep_roles
-from jstep.training.looped import LoopedStep, TracedStep, looped_step
+from jstep.training.looped import LoopedStep, TracedStep, loop_step
 from jstep.training.metrics import Constants
-from jstep.training.step import TrainStep, program_of, run
+from jstep.training.step import TrainStep, jitted_program, run
 
 _logger = logging.getLogger("jstep")
 
@@ -77,17 +77,17 @@ class Program:
         result = self.step(state, *call.args)
         if not (isinstance(result, tuple) and len(result) == 2):
             return result
-        self.constants = Constants({}, skip_metric_of(self.step))
+        self.constants = Constants({}, find_skip_metric(self.step))
         if sums.is_wanted and isinstance(result[1], Mapping):
             sums.add(call.first, result[1], self.constants.skipped)
-        return trees.owned(keep_roles(state, result[0]), "the state that the step returned"), result[1]
+        return trees.copy_numpy(keep_roles(state, result[0]), "the state that the step returned"), result[1]
 
     def traceable(self, state: Tree, args: tuple[Any, ...], sums: MetricSums) -> tuple[Any, tuple[Any, ...]]:
         """Return the compiled function of a call, and its arguments after the state; for arrays or shapes."""
         if self.is_looped:
             count = jax.ShapeDtypeStruct((), np.int32)
             args = count, shapes_of(sums.empty(self._columns, state.global_step)), *args
-        return (program_of(self.step, state, args) if isinstance(self.step, TrainStep) else self.step), args
+        return (jitted_program(self.step, state, args) if isinstance(self.step, TrainStep) else self.step), args
 
     def repeated(self, call: Call, sums: MetricSums) -> Callable[..., Any]:
         """Return a function `again(state, *call.args)` that adds no metrics to the sums."""
@@ -131,7 +131,7 @@ class ProgramTable:
         compiling: Compiling = in_silence,
     ) -> None:
         self.is_auto, self.is_looped = steps_per_call == AUTO, steps_per_call != 1
-        self.train_steps, self.stages = train_steps, made_stages(train_steps, compiled=self.is_looped)
+        self.train_steps, self.stages = train_steps, make_stages(train_steps, compiled=self.is_looped)
         # The most steps of a call, None for calls that are not stacked; the step at which "auto" switches, and its
         # choice. This is one attribute because a thread that makes calls reads it.
         self._most: tuple[int | None, float, int | None] = (
@@ -195,19 +195,19 @@ class ProgramTable:
             return program
 
     def _loop(self, stage: Stage, most: int | None) -> LoopedStep:
-        return looped_step(stage.step, most, Accumulate(self.sums.limits))
+        return loop_step(stage.step, most, Accumulate(self.sums.limits))
 
     # Compile programs before they are due.
 
     def compile(self, step: int, args: tuple[Any, ...]) -> None:
         self.compilations.begun_ahead(self.stage_of(step))
-        self._compile(self.program_for(step, shapes_in(trees.batch_of(args)), lambda: args), args)
+        self._compile(self.program_for(step, shapes_in(trees.args_to_batch(args)), lambda: args), args)
 
     def _compile(self, program: Program, args: tuple[Any, ...]) -> None:
         """Compile a program, given the shapes of the arguments of one step."""
         if program.has_failed:
             return
-        args = stacked_shapes(args, program.most) if program.is_stacked else args
+        args = stack_shapes(args, program.most) if program.is_stacked else args
         with using_mesh(mesh_of(self.state_shapes)):
             try:
                 step, args = program.traceable(self.state_shapes, args, self.sums)

@@ -16,15 +16,15 @@ from typing import Any
 import jax
 
 from jstep.core.checks import as_int, as_number
-from jstep.core.exceptions import scoped
+from jstep.core.exceptions import context_manager
 from jstep.core.interactive import is_notebook
 from jstep.core.logs import Ticker, slow
 from jstep.hooks.cadence import Cadence
-from jstep.hooks.hook import Clock, Metrics, step_of
+from jstep.hooks.hook import Clock, Metrics, state_step
 from jstep.hooks.notebook import Below, NotebookBar
-from jstep.hooks.numbers import is_ready, numbers_of, scalars, start_transfer, text
+from jstep.hooks.numbers import as_numbers, format_number, is_ready, scalars, start_transfer
 from jstep.hooks.run_hook import RunHook
-from jstep.hooks.speed import shown_share
+from jstep.hooks.speed import format_utilization
 from jstep.loop.run import Observer
 from jstep.loop.setup import Setup
 from jstep.optimizers.hyperparameters import held_values
@@ -101,7 +101,7 @@ class ProgressHook(RunHook):
         super().begin(state)
         self._pending: deque[tuple[int, dict[str, Any]]] = deque()
         self._names = frozenset({"loss", *held_values(state.slots)})
-        first = step_of(state)
+        first = state_step(state)
         unknown = _is_of_no_size(self._file or sys.stderr)
         size: dict[str, Any] = {"ncols": 80, "nrows": 24} if unknown else {"dynamic_ncols": True}
         is_over = self._last_step is not None and first >= self._last_step
@@ -125,7 +125,7 @@ class ProgressHook(RunHook):
             ticker.stop()
             self._bar.set_postfix_str(words, refresh=False)
 
-    @scoped
+    @context_manager
     def compiling(self, name: str) -> Iterator[None]:
         """Show that the loop waits for a compilation; before the first step the line shows it anyway."""
         if self._bar is None or self._ticker is not None:
@@ -187,12 +187,12 @@ class ProgressHook(RunHook):
         return {name: value for name, value in scalars(self.run.metrics or {}).items() if name in self._names}
 
     def _show(self, numbers: dict[str, Any]) -> None:
-        results = [numbers_of(hook.newest[1]) for hook in self.run.evaluations if hook.newest is not None]
-        words = text(functools.reduce(operator.or_, results, numbers))
+        results = [as_numbers(hook.newest[1]) for hook in self.run.evaluations if hook.newest is not None]
+        words = format_number(functools.reduce(operator.or_, results, numbers))
         counter = self.run.reports.counter
         examples = getattr(counter, "examples_per_sec", None)
         rate = [f"{examples:.4g} examples/s"] if examples else []
-        share = shown_share(getattr(counter, "utilization", None))
+        share = format_utilization(getattr(counter, "utilization", None))
         self._bar.set_postfix_str("  ".join([words, *rate, *share]), refresh=False)
 
     def close(self) -> None:

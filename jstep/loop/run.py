@@ -8,7 +8,7 @@ from typing import Any
 
 from jstep.checkpoint.saver import Saver
 from jstep.core.annotations import Tree
-from jstep.core.exceptions import scoped
+from jstep.core.exceptions import context_manager
 from jstep.data.loaders import Source
 from jstep.distributed import processes
 from jstep.evaluating.evaluation_hook import EvaluationHook
@@ -90,7 +90,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
     def idle(self, shapes: Callable[[int], Any]) -> None:
         """Called if the run takes no step; `shapes` maps a step to the shapes of its arguments, or to None."""
 
-    @scoped
+    @context_manager
     def compiling(self, name: str) -> Iterator[None]:
         """A context for the time in which the loop waits for a program."""
         yield
@@ -118,7 +118,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
 Observers = tuple[Observer, ...]
 
 
-@scoped
+@context_manager
 def compiling_for(observers: Observers, name: str) -> Iterator[None]:
     with contextlib.ExitStack() as contexts:
         for observer in observers:
@@ -126,7 +126,7 @@ def compiling_for(observers: Observers, name: str) -> Iterator[None]:
         yield
 
 
-def looks_of(observers: Observers) -> tuple[list[Look], list[Look]]:
+def collect_looks(observers: Observers) -> tuple[list[Look], list[Look]]:
     """Return the observers' `after_first` and `after_each` methods that do something."""
     kinds = (Observer.after_first, "after_first"), (Observer.after_each, "after_each")
     first, each = (

@@ -2,7 +2,7 @@
 
 | key of its `extra` | content | saved by | restored by |
 |---|---|---|---|
-| `batches`, `batches_of_processes` | the positions of the batches | `_positions` | `saved_position`, by `start.py` |
+| `batches`, `batches_of_processes` | the positions of the batches | `_positions` | `restore_position`, by `start.py` |
 | `hooks` | the states of the hooks | `_remembered` | `restore_hooks` |
 | `stopped` | the name of the hook that stopped the run | `_remembered` | a log line; it is kept if no step is run |
 | `ended` | the step at which the hooks have ended | `_remembered` | `HookRunner`, which ends them once |
@@ -28,17 +28,17 @@ from jstep.checkpoint.manifest import CheckpointError, Extra
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
-from jstep.core.exceptions import note, scoped
+from jstep.core.exceptions import context_manager, note
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING, STEPPING
-from jstep.data.positions import gather_positions, kept_positions, with_files
+from jstep.data.positions import gather_positions, positions_elsewhere, with_files
 from jstep.distributed import processes
 from jstep.hooks.cadence import Cadence
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.hook import Metrics, step_of
+from jstep.hooks.hook import Metrics, state_step
 from jstep.hooks.metric_sums import is_bad
 from jstep.hooks.nan_loss import nonfinite_params
-from jstep.hooks.numbers import host, read
+from jstep.hooks.numbers import host, read_values
 from jstep.hooks.states import get_states, set_states
 from jstep.loop.arguments import MOST_SECS, Options
 from jstep.loop.branch import PARENT, Trunk, open_trunk, parent_in
@@ -49,7 +49,7 @@ from jstep.optimizers.hyperparameters import held_values
 from jstep.state.contents import in_words
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
-from jstep.stores.tagged_json import Files, as_json
+from jstep.stores.tagged_json import AttachedFiles, as_json
 from jstep.stores.urls import is_url
 
 HOOK_STATES, HELD = "hooks", "held"
@@ -73,7 +73,7 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
         saver, latest = processes.on_all_processes(opened, "the checkpoints cannot be read")
         setup.closing.push(functools.partial(_leave, setup, saver))
         has_values = trees.is_array(state.global_step) and not trees.is_donated(state)  # else it may be only a template
-        given_step = step_of(state) if has_values else None
+        given_step = state_step(state) if has_values else None
         first = given_step if latest is None else None
         origin = Origin(latest=latest, given=given_step, held={} if given_step is None else _held(state), first=first)
     trunk = open_trunk(options, saver, origin.latest)
@@ -118,7 +118,7 @@ def restore(setup: Setup, saver: Saver | None, origin: Origin) -> Origin:
             kind = "" if saver.prefix == "model" else f" {saver.prefix}-*"  # other prefixes may exist
             _logger.info("no checkpoint%s in %s: starts at step %d", kind, place, loop.first)
         return origin
-    restored = step_of(state)
+    restored = state_step(state)
     extra = origin.extra if restored == origin.first else extra_at(saver, restored)
     loop.begins(restored, state, restored=True)
     name = checkpoint_name(saver.prefix, restored)
@@ -173,12 +173,12 @@ def _step_of_given(state: TrainState, why: str) -> int:
                 "such as TrainState.create makes, or the checkpoint_dir of an earlier run"
             )
     require_alive(state)
-    return step_of(state)
+    return state_step(state)
 
 
 def _held(state: TrainState) -> dict[str, float]:
     values = {name: value for name, value in held_values(state.slots).items() if np.ndim(value) == 0}
-    return {name: float(value) for name, value in read(values).items()}
+    return {name: float(value) for name, value in read_values(values).items()}
 
 
 def _warn_if_different(step: int | None, held: dict[str, float], restored: int, before: object, name: str) -> None:
@@ -263,7 +263,7 @@ class SaveInterval:
         """Return whether a due save would cost too much, as the latest one took longer than expected."""
         return self._saved_at is not None and self() > _EARLY
 
-    @scoped
+    @context_manager
     def saving(self) -> Iterator[None]:
         began = self._clock()
         try:
@@ -376,15 +376,15 @@ class RunSaverHook(CheckpointSaverHook):
         states = get_states(run.hooks)
         entries = {HOOK_STATES: states or None, STOPPED: by, ENDED: run.step if run.runner.has_ended() else None}
         values = {key: value for key, value in entries.items() if value is not None}
-        files = Files("hooks.")
+        files = AttachedFiles("hooks.")
         return Extra(as_json(values, files), files if jax.process_index() == 0 else {})
 
     def _positions(self) -> Extra:
         """Return the positions of the batches; must be called on all processes."""
         run = self._run
-        files = Files()
+        files = AttachedFiles()
         if not run.feeder.has_begun:  # the positions have not changed
-            return Extra(kept_positions(run.origin.extra, files), files)
+            return Extra(positions_elsewhere(run.origin.extra, files), files)
         # A batch that was fetched but not trained on is fetched again after a restart.
         return Extra(gather_positions(run.feeder.position_after(run.step - run.loop.first), files), files)
 

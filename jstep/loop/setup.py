@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.exceptions import scoped
+from jstep.core.exceptions import context_manager
 from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING, Stopwatch
 from jstep.hooks.hook import Hook
 from jstep.hooks.metric_sums import MetricSums
@@ -116,7 +116,7 @@ class LoopState:
     def calls(self, calling: Calling | None) -> None:
         self.calling = calling
 
-    @scoped
+    @context_manager
     def asking(self, calling: Calling) -> Iterator[None]:
         """A context for the call of a hook, whether it raises or not."""
         self.calling = calling
@@ -195,7 +195,7 @@ def new_setup(
     return Setup(
         options=options,
         train_steps=train_steps,
-        loop=LoopState(trees.owned(state, "state")),
+        loop=LoopState(trees.copy_numpy(state, "state")),
         signals=StopSignals(options.stop_secs if options.stop_secs is None else times.left(options.stop_secs)),
         watch=watch,
         times=times,

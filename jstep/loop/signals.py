@@ -174,7 +174,7 @@ class StopSignals:
         if not self._has_agreed:
             self._polls += 1
             is_over = self._limit is not None and self._limit.due(self._polls)
-            is_preempted = processes.reached_stop()
+            is_preempted = processes.should_stop()
             self._has_agreed = is_over or is_preempted
             if self._has_agreed:
                 self._is_limit = is_over

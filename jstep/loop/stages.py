@@ -11,7 +11,7 @@ from jstep.core.checks import as_function
 from jstep.core.meshes import mesh_of, using_mesh
 from jstep.data.steps import Staircase, as_staircase
 from jstep.hooks.hook import NEVER
-from jstep.training.step import TrainStep, trace_of
+from jstep.training.step import TrainStep, trace_program
 
 TrainSteps = Staircase[Callable[..., Any]]
 
@@ -30,7 +30,7 @@ class Segment(NamedTuple):
     is_edge: bool
 
 
-def stages_of(train_step: object) -> TrainSteps:
+def as_stages(train_step: object) -> TrainSteps:
     """Normalize one training step, or a mapping of stages, to a staircase."""
     form = "(state, *args) -> (state, metrics)"
     return as_staircase(train_step, "train_step", lambda value, name: as_function(value, name, form))
@@ -63,14 +63,14 @@ class Stage:
     def trace(self, state: Tree, args: tuple[Any, ...]) -> Any:
         """Return the `jax.stages.Traced` of one step, which JAX caches; None if the step is not compiled."""
         if isinstance(self.single, TrainStep):
-            return trace_of(self.single, state, args)
+            return trace_program(self.single, state, args)
         if not hasattr(self.single, "trace"):
             return None
         with using_mesh(mesh_of((state, args))):
             return self.single.trace(state, *args)
 
 
-def made_stages(stages: TrainSteps, *, compiled: bool) -> list[Stage]:
+def make_stages(stages: TrainSteps, *, compiled: bool) -> list[Stage]:
     return [
         Stage(
             step,

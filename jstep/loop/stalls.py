@@ -25,7 +25,7 @@ import jax
 from jstep.core import threads, trees
 from jstep.core.checks import as_number
 from jstep.core.stopwatch import EVALUATING, FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
-from jstep.hooks.hook import Hook, name_of
+from jstep.hooks.hook import Hook, hook_name
 from jstep.hooks.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 from jstep.loop.run import Observer, Run
 from jstep.loop.setup import BEGINNING, CLOSING, Calling, LoopState, Setup
@@ -162,7 +162,7 @@ class _MainThread:
         if calling is not None:
             if thing == (id(calling.hook), EVALUATING):
                 return Wait(_EVALUATION, f"in an evaluation at step {step}", (thing, step, threads.taken[0]), thing)
-            return Wait(_HOOK, f"in the hook {name_of(calling.hook)} at step {step}", (thing, step), thing)
+            return Wait(_HOOK, f"in the hook {hook_name(calling.hook)} at step {step}", (thing, step), thing)
         if loop.is_over:
             return Wait(_CLOSE, f"closing after step {step}", _CLOSE, _CLOSE)
         if run is None or loop.phase == BEGINNING:

@@ -14,8 +14,8 @@ import jax
 from jstep.checkpoint.saver import Saver
 from jstep.core import interactive
 from jstep.core.annotations import Tree
-from jstep.data.loaders import Source, StateBatches, source_of
-from jstep.data.positions import RarePosition, saved_position
+from jstep.data.loaders import Source, StateBatches, open_source
+from jstep.data.positions import RarePosition, restore_position
 from jstep.data.sequence import BatchSequence
 from jstep.distributed import processes
 from jstep.hooks.cadence import next_multiple
@@ -28,11 +28,11 @@ from jstep.hooks.states import check_owners, get_states
 from jstep.loop.arguments import Options
 from jstep.loop.compile_ahead import compile_ahead, compile_first_program, shapes_of_batch
 from jstep.loop.dispatch import Dispatch
-from jstep.loop.feeder import BatchFeeder, FirstBatch, copied_batches
+from jstep.loop.feeder import BatchFeeder, FirstBatch, copy_batches
 from jstep.loop.foresight import look_ahead, warn_of_averages_at_rest
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.programs import ProgramTable
-from jstep.loop.run import ENDED, STOPPED, Observer, Observers, Origin, Run, compiling_for, looks_of, name_of_run
+from jstep.loop.run import ENDED, STOPPED, Observer, Observers, Origin, Run, collect_looks, compiling_for, name_of_run
 from jstep.loop.saving import RunSaverHook, open_checkpoints, restore, restore_hooks
 from jstep.loop.setup import Setup
 from jstep.loop.stages import StageBoundaries
@@ -128,7 +128,7 @@ def _dispatch_of(setup: Setup, observers: Observers) -> Dispatch:
     table = ProgramTable(
         setup.train_steps, options.steps_per_call, state=setup.loop.state, sums=setup.sums, compiling=compiling
     )
-    first, each = looks_of(observers)
+    first, each = collect_looks(observers)
     return Dispatch(
         table,
         signals=setup.signals,
@@ -158,7 +158,7 @@ class _Opening:
             return None
         source, first = self.opened(origin)
         # A function of the step is called again if it failed, because it may depend on a hook.
-        again = (lambda: copied_batches(self._source(origin), self.setup.fetched)) if source.by_step else None
+        again = (lambda: copy_batches(self._source(origin), self.setup.fetched)) if source.by_step else None
         first.start(again)
         shapes = None if own is None else functools.partial(own.shapes, start)
         compile_first_program(self.setup, self.dispatch, start, first, shapes)
@@ -167,13 +167,13 @@ class _Opening:
     def opened(self, origin: Origin) -> tuple[Source, FirstBatch]:
         """Open the batches at the first step of the run."""
         source = self._source(origin)
-        return source, FirstBatch(copied_batches(source, self.setup.fetched), self.setup.times)
+        return source, FirstBatch(copy_batches(source, self.setup.fetched), self.setup.times)
 
     def _source(self, origin: Origin) -> Source:
         """Return the batches from the first step, at the position saved with its checkpoint."""
         first, last_step, loop = origin.first or 0, self.setup.options.last_step, self.setup.loop
-        saved = saved_position(origin.extra)
-        source = source_of(self.batches, first, last_step, saved, resumable=self.is_saved, state=lambda: loop.state)
+        saved = restore_position(origin.extra)
+        source = open_source(self.batches, first, last_step, saved, resumable=self.is_saved, state=lambda: loop.state)
         if not self.is_saved:
             return source._replace(position=None)  # the position is never saved
         if source.position is None:

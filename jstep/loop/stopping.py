@@ -26,7 +26,7 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.core import interactive, trees
 from jstep.core.exceptions import note
 from jstep.distributed import processes
-from jstep.hooks.hook import name_of
+from jstep.hooks.hook import hook_name
 from jstep.loop.hook_runner import Errors
 from jstep.loop.run import STOPPED, Run
 from jstep.loop.saving import RunSaverHook, why_not_finite, why_position_lost
@@ -169,7 +169,7 @@ def save_while_it_hangs(run: Run) -> str:
         hook.save_alone(step, run.state)
     except Exception as error:
         return f"step {step} could not be saved: {_text(error)}"
-    missed = [] if calling is None else [f"{name_of(calling.hook)} did not return"]
+    missed = [] if calling is None else [f"{hook_name(calling.hook)} did not return"]
     if calling is not None and calling.method == "after_step":
         missed += [f"{name} was not called" for name in run.runner.not_called()]
     name = checkpoint_name(hook.saver.prefix, step)
@@ -208,7 +208,7 @@ def _saved(run: Run, error: BaseException) -> str:
             is_same = str(failure) == str(error)
             outcome = ", and is not saved" if is_same else f", and could not be saved: {_text(failure)}"
             if saved and not is_same:
-                note(error, f"Additionally, {name_of(hook)} could not save step {run.step}: {_text(failure)}")
+                note(error, f"Additionally, {hook_name(hook)} could not save step {run.step}: {_text(failure)}")
         saved = saved or outcome
     run.loop.calls(None)
     return saved
@@ -225,7 +225,7 @@ def _doing(run: Run) -> str:
         at_step += f", after the update with batch {loop.step - 1}"
     if loop.calling is not None:
         hook = run.transfers.failed_owner or loop.calling.hook  # a hook may deliver the metrics of another
-        return f"{at_step}, in {name_of(hook)}.{loop.calling.method}"
+        return f"{at_step}, in {hook_name(hook)}.{loop.calling.method}"
     if feeder.waiting:
         # A call of several steps may have fetched some of its batches already.
         return f"{at_step}, while batch {loop.first + run.fetched.count} was fetched"

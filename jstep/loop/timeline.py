@@ -14,9 +14,9 @@ from jstep.core import stopwatch
 from jstep.core.annotations import Tree
 from jstep.core.meshes import internal_transfers
 from jstep.hooks.card_differences import CODE
-from jstep.hooks.numbers import is_ready, read, scalars
+from jstep.hooks.numbers import is_ready, read_values, scalars
 from jstep.loop.branch import PARENT
-from jstep.loop.card import devices_of
+from jstep.loop.card import describe_devices
 from jstep.loop.run import Observer, Origin, Run
 from jstep.loop.setup import Setup
 from jstep.stores.timeline import AGAIN, START, TIMES, VERSION
@@ -118,9 +118,9 @@ class TimelineRecorder(Observer):
                 self._looked = dict(list(numbers.items())[:_MOST_VALUES])
             if is_ready(self._looked.values()):
                 numbers, self._looked = self._looked, None
-                self._numbers["values"] |= {name: _json(value) for name, value in read(numbers).items()}
+                self._numbers["values"] |= {name: _json(value) for name, value in read_values(numbers).items()}
             for hook in run.evaluations:
-                newest = {} if hook.newest is None else read(hook.newest[1])
+                newest = {} if hook.newest is None else read_values(hook.newest[1])
                 self._numbers["values"] |= {name: _json(value) for name, value in newest.items()}
                 self._numbers["best"] |= {name: [_json(value), step] for name, (value, step) in hook.best.items()}
             self._numbers["values"] = dict(list(self._numbers["values"].items())[: 2 * _MOST_VALUES])
@@ -159,7 +159,7 @@ def _about(setup: Setup) -> dict[str, Any]:
     state = setup.loop.state
     fields: dict[str, Any] = {}
     with contextlib.suppress(Exception):  # the state may be shapes, or donated
-        devices = devices_of(state)
+        devices = describe_devices(state)
         fields["devices"] = f"{devices['of_state']}×{devices['kind']}"
         fields["parameters"] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
     return fields

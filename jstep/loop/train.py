@@ -32,7 +32,7 @@ from jstep.loop.progress import Progress
 from jstep.loop.run import Observer, Observers, Run
 from jstep.loop.setup import ENDING, LEAVING, RUNNING, Setup, new_setup
 from jstep.loop.signals import StopWaiting
-from jstep.loop.stages import stages_of
+from jstep.loop.stages import as_stages
 from jstep.loop.stalls import StallWatch
 from jstep.loop.start import begin, open_run
 from jstep.loop.stopping import (
@@ -199,7 +199,7 @@ def train(
         config=config,
         start_from=start_from,
     )
-    stages = stages_of(train_step)
+    stages = as_stages(train_step)
     check(state, options.last_step)
     processes.refuse_another_run()
     check_batches(batches)
@@ -281,7 +281,7 @@ def _take_steps(run: Run) -> bool:
         if isinstance(hook, RunHook):
             run_call = hook.around_calls(run_call, run.dispatch.repeated)
     try:
-        for call in fetched_by_all(run.feeder):
+        for call in fetch_by_all(run.feeder):
             in_flight.make_room()
             if not call.must_run:
                 signals.check()  # for a signal that arrived meanwhile
@@ -301,7 +301,7 @@ def _take_steps(run: Run) -> bool:
     return False
 
 
-def fetched_by_all(calls: Iterable[Call]) -> Iterable[Call]:
+def fetch_by_all(calls: Iterable[Call]) -> Iterable[Call]:
     """Return the calls once all processes have fetched the first one; an error in one is raised in all."""
     if processes.is_single_process():
         return calls

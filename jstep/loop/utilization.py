@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jstep.core.annotations import Tree
-from jstep.core.jaxprs import Product, body_of, recomputes
+from jstep.core.jaxprs import Product, body_of, has_remat
 from jstep.core.placement import device_count, device_of
 from jstep.loop.calls import Call
 from jstep.loop.run import Observer
@@ -43,20 +43,20 @@ PEAKS: Mapping[str, Mapping[str, float]] = {
 """`device_kind` → format → operations per second."""
 
 
-def peak_of(device_kind: str, products: Mapping[Product, float]) -> float | None:
+def peak_rate(device_kind: str, products: Mapping[Product, float]) -> float | None:
     """Return the peak operations per second of a device for a mix of matrix products, or None if unknown.
 
     Peak = Σ operations / Σ (operations / peak of their format).
     """
     total, counted, seconds = sum(products.values()), 0.0, 0.0
     for product, flops in products.items():
-        rate = rate_of(device_kind, product)
+        rate = format_rate(device_kind, product)
         if rate is not None:
             counted, seconds = counted + flops, seconds + flops / rate
     return None if not counted or counted < (1 - _NEGLIGIBLE) * total else counted / seconds
 
 
-def rate_of(device_kind: str, product: Product) -> float | None:
+def format_rate(device_kind: str, product: Product) -> float | None:
     preset = _PRESET.fullmatch(product.precision)
     if preset is None and product.precision not in (*_PASSES, "ANY_F8"):
         return None
@@ -133,7 +133,7 @@ class DispatchedSteps:
             _logger.warning("the operations of a step could not be counted: %s: %s", type(error).__name__, error)
             return uncounted
         work = work_of(body)
-        return dataclasses.replace(uncounted, flops=work.all, products=work.products, recomputes=recomputes(body))
+        return dataclasses.replace(uncounted, flops=work.all, products=work.products, recomputes=has_remat(body))
 
 
 class Utilization(NamedTuple):
@@ -171,7 +171,7 @@ class UtilizationMeter:
     def _secs(self, work: StepWork) -> float | None:
         """Return the seconds that a step would take at the peak."""
         flops = work.flops if self._flops is None else self._flops
-        peak = peak_of(work.device_kind, work.products) if self._peak is None else self._peak
+        peak = peak_rate(work.device_kind, work.products) if self._peak is None else self._peak
         if peak is None and work.products:
             formats = ", ".join(sorted({f"{product.dtype} ({product.precision})" for product in work.products}))
             self._log_once(f"the peak of {work.device_kind!r} is not known for matrix products of {formats}")

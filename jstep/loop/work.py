@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jstep.core.jaxprs import Operation, Product, Subprogram, flops_of, product_of, shard_counts
+from jstep.core.jaxprs import Operation, Product, Subprogram, count_flops, matrix_product, shard_counts
 
 
 class Work(NamedTuple):
@@ -65,9 +65,9 @@ def _work_of_operation(operation: Operation) -> Work:
         unroll = min(max(1, int(operation.options["unroll"])), max(1, length))
         # The remainder of an unrolled loop is a second copy of its program.
         return inner[0].times(unroll + length % unroll if length > unroll else max(1, length), length)
-    flops = flops_of(operation.eqn)
+    flops = count_flops(operation.eqn)
     moved = sum(_bytes(var.aval) for var in (*operation.eqn.invars, *operation.eqn.outvars))
-    product = product_of(operation.eqn)
+    product = matrix_product(operation.eqn)
     return Work(flops, flops, moved, moved, products={} if product is None else {product: flops})
 
 

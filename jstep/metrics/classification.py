@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jstep.core import device_values, meshes, trees
-from jstep.core.checks import as_int, as_number, cut, kind, one_of
+from jstep.core.checks import as_int, as_number, check_choice, kind, truncate
 from jstep.core.trees import Array
-from jstep.metrics.totals import NONE, Count, Sum, Total, each, joined, summed, total_of
+from jstep.metrics.totals import NONE, Count, Sum, Total, concatenate, each, sum_exactly, sum_where
 
 # Metrics that are totals over all examples.
 
@@ -28,7 +28,7 @@ class _Metric:
 
     def __repr__(self) -> str:
         try:
-            return f"<{type(self).__name__} {cut(str(self.compute()), 200)}>"  # type: ignore[attr-defined]
+            return f"<{type(self).__name__} {truncate(str(self.compute()), 200)}>"  # type: ignore[attr-defined]
         except Exception:  # of a traced metric, or of one that holds shapes
             return f"<{type(self).__name__}>"
 
@@ -85,10 +85,10 @@ def accuracy(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | None 
         0.667
     """
     scores, truth = logits_and_labels(logits, labels)
-    weight = weights_of(weights, labels)
+    weight = as_weights(weights, labels)
     right = jnp.argmax(scores, axis=-1).astype(truth.dtype) == truth
-    unknown = count_of(jnp.any(jnp.isnan(scores), axis=-1), weight)
-    return Accuracy(total_of(right, weight), total_of(jnp.ones_like(right), weight), unknown)
+    unknown = count_flagged(jnp.any(jnp.isnan(scores), axis=-1), weight)
+    return Accuracy(sum_where(right, weight), sum_where(jnp.ones_like(right), weight), unknown)
 
 
 @jax.tree_util.register_dataclass
@@ -141,10 +141,10 @@ def f1(scores: ArrayLike, labels: ArrayLike, threshold: float = 0.5, *, weights:
         0.5
     """
     values, truth = scores_and_truth(scores, labels)
-    weight = weights_of(weights, labels)
+    weight = as_weights(weights, labels)
     predicted = values > jnp.asarray(as_number(threshold, "threshold"), values.dtype)
-    totals = (total_of(predicted & truth, weight), total_of(predicted, weight), total_of(truth, weight))
-    return F1(*totals, count_of(jnp.isnan(values), weight))
+    totals = (sum_where(predicted & truth, weight), sum_where(predicted, weight), sum_where(truth, weight))
+    return F1(*totals, count_flagged(jnp.isnan(values), weight))
 
 
 @jax.tree_util.register_dataclass
@@ -204,13 +204,13 @@ def confusion_matrix(
     """
     size = as_int(num_classes, "num_classes", 1, "a number of classes")
     predicted, truth = pair(indices(predictions, "predictions"), indices(labels, "labels"), ("predictions", "labels"))
-    predicted, truth, weight = jax.tree.map(whole, (predicted, truth, weights_of(weights, labels)))
+    predicted, truth, weight = jax.tree.map(whole, (predicted, truth, as_weights(weights, labels)))
     valid = _is_class(predicted, size) & _is_class(truth, size)
     cell = truth.astype(jnp.int32) * size + predicted.astype(jnp.int32)
     cell = jnp.where(valid, cell, jnp.full_like(cell, size * size))  # out of range: left out
     cells = each(valid, weight).segment_sum(cell, size * size)
     matrix: Total = jax.tree.map(lambda part: part.reshape(size, size), cells)
-    return ConfusionMatrix(matrix, count_of(~valid, weight))
+    return ConfusionMatrix(matrix, count_flagged(~valid, weight))
 
 
 @jax.tree_util.register_dataclass
@@ -262,7 +262,7 @@ def perplexity(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | Non
         50.0
     """
     scores, truth = logits_and_labels(logits, labels)
-    weight = weights_of(weights, labels)
+    weight = as_weights(weights, labels)
     logs = jax.nn.log_softmax(scores, axis=-1)
     chosen = truth.astype(jnp.int32)[:, None] == jnp.arange(scores.shape[-1], dtype=jnp.int32)[None]
     picked = jnp.sum(jnp.where(chosen, logs, jnp.zeros_like(logs)), axis=-1)
@@ -272,13 +272,13 @@ def perplexity(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | Non
         wider = np.promote_types(losses.dtype, weight.dtype)
         factors = weight.astype(wider)
         losses = jnp.where(factors == 0, jnp.zeros_like(factors), losses.astype(wider) * factors)
-    return Perplexity(summed(losses), total_of(jnp.ones_like(valid), weight))
+    return Perplexity(sum_exactly(losses), sum_where(jnp.ones_like(valid), weight))
 
 
-def count_of(flags: Array, weight: Array | None) -> Count:
+def count_flagged(flags: Array, weight: Array | None) -> Count:
     """The number of examples of weight above 0 that have a flag."""
     counts = flags if weight is None else flags & (weight != jnp.zeros((), weight.dtype))
-    return cast(Count, total_of(counts))
+    return cast(Count, sum_where(counts))
 
 
 def _is_class(labels: Array, num_classes: int) -> Array:
@@ -390,11 +390,11 @@ def auc(
 
     Source: Fawcett, "An introduction to ROC analysis" (2006); `tf.metrics.auc`, whose thresholds form a grid.
     """
-    one_of(curve, "curve", ("ROC", "PR"))
+    check_choice(curve, "curve", ("ROC", "PR"))
     number = as_int(num_thresholds, "num_thresholds", 2, "a number of thresholds")
     if number > _MOST:
         raise ValueError(f"num_thresholds={number}: must be at most {_MOST}")
-    values, truth, weight = jax.tree.map(whole, (*scores_and_truth(scores, labels), weights_of(weights, labels)))
+    values, truth, weight = jax.tree.map(whole, (*scores_and_truth(scores, labels), as_weights(weights, labels)))
     if weight is not None and weight.dtype != jnp.bool_:
         # An invalid weight acts like a NaN score, because bins cannot be compared by NaN weights.
         values = jnp.where(jnp.isnan(weight), jnp.full_like(values, jnp.nan), values)
@@ -422,7 +422,7 @@ def _average_precision(positive: Any, negative: Any, is_span: object) -> float:
 
 
 def _both(first: Thresholds, second: Thresholds) -> Thresholds:
-    return cast(Thresholds, jax.tree.map(joined, first, second, is_leaf=lambda part: isinstance(part, Total)))
+    return cast(Thresholds, jax.tree.map(concatenate, first, second, is_leaf=lambda part: isinstance(part, Total)))
 
 
 def _fewer(bins: Thresholds, most: int) -> Thresholds:
@@ -496,7 +496,7 @@ def logits_and_labels(logits: ArrayLike, labels: ArrayLike) -> tuple[Array, Arra
     return _at_least_float32(array).reshape(math.prod(truth.shape), array.shape[-1]), truth.reshape(-1)
 
 
-def weights_of(weights: ArrayLike | None, labels: ArrayLike) -> Array | None:
+def as_weights(weights: ArrayLike | None, labels: ArrayLike) -> Array | None:
     """Return flattened weights, a mask or floats of float32 or wider; an invalid weight becomes NaN."""
     if weights is None:
         return None

@@ -93,29 +93,29 @@ Total = Count | Sum
 def each(condition: Array, weights: Array | None) -> Total:
     """The total of each element: its weight, or 1 without weights, if it is true; otherwise 0."""
     if weights is None or weights.dtype == jnp.bool_:
-        return counted(condition if weights is None else condition & weights)
+        return exact_counts(condition if weights is None else condition & weights)
     return _without_rest(jnp.where(condition, weights, jnp.zeros_like(weights)))
 
 
-def total_of(condition: Array, weights: Array | None = None) -> Total:
+def sum_where(condition: Array, weights: Array | None = None) -> Total:
     """The number of true elements, or the sum of their weights."""
     if weights is None or weights.dtype == jnp.bool_:
-        return counted(jnp.sum(condition if weights is None else condition & weights, dtype=jnp.uint32))
-    return summed(jnp.where(condition, weights, jnp.zeros_like(weights)))
+        return exact_counts(jnp.sum(condition if weights is None else condition & weights, dtype=jnp.uint32))
+    return sum_exactly(jnp.where(condition, weights, jnp.zeros_like(weights)))
 
 
-def counted(number: Array) -> Count:
+def exact_counts(number: Array) -> Count:
     """Convert the counts of one batch, each below 2³²."""
     number = number.astype(jnp.uint32)
     return _carried(jnp.zeros_like(number), number)
 
 
-def summed(values: Array) -> Sum:
+def sum_exactly(values: Array) -> Sum:
     """The sum of floating values, with twice their digits."""
     return _split_sum(_without_rest(values), jnp.sum)
 
 
-def joined(first: object, second: object) -> Any:
+def concatenate(first: object, second: object) -> Any:
     if isinstance(first, Sum) and isinstance(second, Count):
         second = second.as_sum(first.value.dtype)
     elif isinstance(first, Count) and isinstance(second, Sum):

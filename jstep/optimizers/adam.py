@@ -9,12 +9,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int
+from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
-from jstep.optimizers.hyperparameters import checked
+from jstep.optimizers.hyperparameters import check_hyperparameter
 from jstep.optimizers.rules import BETA, MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Masked, Result, Slot, Values
 from jstep.slots.roles import Order
 
@@ -59,7 +59,7 @@ def adam(
     `tf.train.AdamOptimizer`. TF accumulates powers of β in float32; here they are computed from the step.
     """
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    return rules.from_update("adam", adam_update, M_V, hyper, prepare=signed_rate)
+    return rules.from_update("adam", adam_update, M_V, hyper, prepare=negative_rate)
 
 
 def adam_update(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -68,7 +68,7 @@ def adam_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     return h.signed_rate * m / (jnp.sqrt(v) + h.epsilon), {"m": m, "v": v}
 
 
-def signed_rate(h: Values) -> dict[str, Any]:
+def negative_rate(h: Values) -> dict[str, Any]:
     correction = jnp.sqrt(rules.bias_correction(h.beta2, h.age)) / rules.bias_correction(h.beta1, h.age)
     return {"signed_rate": -h.learning_rate * correction}
 
@@ -160,17 +160,17 @@ def adam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     new = {"m": m, "v": v}
     if "v_max" in s:
         v = new["v_max"] = jnp.maximum(s.v_max, v)
-    return unbiased(m, v, h), new
+    return unbiased_direction(m, v, h), new
 
 
 def corrections(h: Values) -> dict[str, Any]:
-    """The bias corrections, and both combined for `unbiased`, with its ε."""
+    """The bias corrections, and both combined for `unbiased_direction`, with its ε."""
     of_m, of_v = rules.bias_correction(h.beta1, h.age), rules.bias_correction(h.beta2, h.age)
     root = jnp.sqrt(of_v)
     return {"unbias1": 1 / of_m, "unbias2": 1 / of_v, "unbias": root / of_m, "epsilon_hat": root * h.epsilon}
 
 
-def unbiased(m: Array, v: Array, h: Values) -> Array:
+def unbiased_direction(m: Array, v: Array, h: Values) -> Array:
     """The direction m̂ / (√v̂ + ε), bias-corrected once for all elements."""
     return h.unbias * m / (jnp.sqrt(v) + h.epsilon_hat)
 
@@ -399,7 +399,7 @@ def adabelief(
 def adabelief_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     m = rules.average(s.m, g, h.beta1)
     v = rules.average(s.v, jnp.square(g - m), h.beta2) + h.epsilon_root
-    return unbiased(m, v, h), {"m": m, "v": v}
+    return unbiased_direction(m, v, h), {"m": m, "v": v}
 
 
 @makes_optimizer()
@@ -439,7 +439,7 @@ def yogi(
 def yogi_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     m, square = rules.average(s.m, g, h.beta1), g * g
     v = s.v - (1 - h.beta2) * jnp.sign(s.v - square) * square
-    return unbiased(m, v, h), {"m": m, "v": v}
+    return unbiased_direction(m, v, h), {"m": m, "v": v}
 
 
 @makes_optimizer()
@@ -681,7 +681,7 @@ def adafactor(
     hyper: dict[str, Any] = {"decay_rate": decay_rate, "epsilon": rules.positive("epsilon", epsilon)}
     hyper |= {"epsilon_scale": epsilon_scale, "weight_decay": Masked(weight_decay, weight_decay_mask)}
     optional = {"learning_rate": learning_rate, "clip_threshold": clip_threshold}
-    optional |= {"momentum": None if momentum is None else checked("momentum", momentum, **BETA)}
+    optional |= {"momentum": None if momentum is None else check_hyperparameter("momentum", momentum, **BETA)}
     hyper |= {name: value for name, value in optional.items() if value is not None}
     relative, scales = as_bool(relative_step, "relative_step"), as_bool(scale_parameter, "scale_parameter")
 

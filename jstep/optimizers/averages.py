@@ -12,19 +12,19 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.annotations import P
-from jstep.core.calls import makes_optimizer
-from jstep.core.checks import as_function, as_int, as_text, kind, one_of, shown
+from jstep.core.checks import as_function, as_int, as_string, check_choice, format_value, kind
 from jstep.core.device_values import as_scalar
 from jstep.core.meshes import on_any_mesh
+from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Held, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, nested
-from jstep.optimizers.compose import trained
+from jstep.optimizers.compose import trained_params
 from jstep.optimizers.host_slots import on_leaves
-from jstep.optimizers.hyperparameters import check_prefix, checked
+from jstep.optimizers.hyperparameters import check_hyperparameter, check_prefix
 from jstep.optimizers.leaf_values import mask
 from jstep.optimizers.nested import Own, StepInputs, wrap_optimizer
-from jstep.optimizers.rules import Slot, age_of, fresh_slot, new_start_step
+from jstep.optimizers.rules import Slot, fresh_slot, new_start_step, slot_age
 from jstep.optimizers.updates import add, apply_updates, is_update
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.optax_transformations import require_optimizer
@@ -94,12 +94,13 @@ class ExponentialMovingAverage:
     def __post_init__(self) -> None:
         if (self.decay is None) == (self.rate is None):
             raise ValueError(
-                f"decay={shown(self.decay)}, rate={shown(self.rate)}: must be one of them, where rate is 1 − decay, "
+                f"decay={format_value(self.decay)}, rate={format_value(self.rate)}: must be one of them, where rate "
+                "is 1 − decay, "
                 f"got {'neither' if self.decay is None else 'both'}; leave out the other"
             )
         argument, value = self.speed
-        object.__setattr__(self, argument, checked(argument, value, low=0, high=1))
-        one_of(self.follows, "follows", ("updates", "step"))
+        object.__setattr__(self, argument, check_hyperparameter(argument, value, low=0, high=1))
+        check_choice(self.follows, "follows", ("updates", "step"))
         for flag in ("num_updates", "zero_debias"):
             if not isinstance(getattr(self, flag), bool):
                 raise TypeError(
@@ -150,7 +151,7 @@ class ExponentialMovingAverage:
         weight = self.weight(num_updates, age)
         old = trees.flatten_like(params, averages, "averages")
         leaves, treedef = trees.flatten(params)
-        new = [avg if avg is None else moved_average(avg, p, weight) for avg, p in zip(old, leaves, strict=True)]
+        new = [avg if avg is None else move_average(avg, p, weight) for avg, p in zip(old, leaves, strict=True)]
         return treedef.unflatten(new)
 
     @property
@@ -233,7 +234,7 @@ MOVED = "moved_average"
 
 
 @jax.jit  # one trace for all leaves of a shape, as in leafwise
-def moved_average(average: Array, p: Array, rate: Array) -> Array:
+def move_average(average: Array, p: Array, rate: Array) -> Array:
     rate, p = jnp.asarray(rate).astype(average.dtype), p.astype(average.dtype)
     moved = average - rate * (average - p)
     # Exactly the parameter or exactly the average, without rounding or 0 · ∞.
@@ -241,7 +242,7 @@ def moved_average(average: Array, p: Array, rate: Array) -> Array:
 
 
 def _followed(own: Slots, p: Array, u: object, rate: Array) -> tuple[None, Slots]:
-    return None, {NAME: moved_average(own[NAME], p if u is None else add(p, u), rate)}
+    return None, {NAME: move_average(own[NAME], p if u is None else add(p, u), rate)}
 
 
 @makes_optimizer(2)
@@ -318,7 +319,7 @@ def with_moving_average(
 
     def fresh(params: Params, global_step: Step) -> Any:
         leaves, treedef = trees.flatten(params)
-        updated = treedef.flatten_up_to(trained(optimizer, params))
+        updated = treedef.flatten_up_to(trained_params(optimizer, params))
         chosen = [is_one and p is not None for is_one, p in zip(averaged(params), updated, strict=True)]
         if initial is not None:
             leaves = _initial(initial, params, chosen)
@@ -336,7 +337,7 @@ def with_moving_average(
         ages: Slots = {}
         if ema.follows == "step":
             moves = nested.ADVANCES.get() and nested.unless_skipped_by_guards(conditions, gradients, params)
-            age = age_of(at.step, own[_age_name(ema)]) if ema.zero_debias else None
+            age = slot_age(at.step, own[_age_name(ema)]) if ema.zero_debias else None
             weights = [_weight_at_steps(now, after, age, moves)] * len(moves_of_leaves)
             counts = moves & ema.is_due(after)
             ages = {name: jnp.where(counts, own[name], own[name] + 1) for name in own.keys() - {ema.name}}
@@ -394,7 +395,7 @@ def _weights_at_updates(
 
     def of_label(start: Any) -> tuple[Any, Any]:
         if id(start) not in by_label:
-            age = None if start is None else age_of(step, start)
+            age = None if start is None else slot_age(step, start)
             # An average that starts at zeros becomes the first value, even without a gradient.
             first = jnp.where((age == 1) & ema.is_due(after), 1.0, 0.0) if ema.starts_at_zeros else None
             by_label[id(start)] = ema.weight(after, age), first
@@ -413,7 +414,7 @@ def _initial(initial: Any, params: Params, averaged: Sequence[bool]) -> list[Any
             continue
         if value is None or np.shape(value) != np.shape(leaf):
             have = "nothing" if value is None else f"shape {np.shape(value)}"
-            raise ValueError(f"initial: must have shape {np.shape(leaf)} at {trees.quoted(path)}, got {have}")
+            raise ValueError(f"initial: must have shape {np.shape(leaf)} at {trees.quote_path(path)}, got {have}")
         leaves.append(jnp.asarray(value).astype(trees.compute_dtype(jnp.result_type(leaf))))
     return leaves
 
@@ -425,12 +426,13 @@ def as_average_names(use_averages: object) -> tuple[str, ...] | None:
     names = tuple(use_averages) if isinstance(use_averages, list | tuple) else (use_averages,)
     if not all(isinstance(entry, str) for entry in names):
         raise TypeError(
-            f"use_averages={shown(use_averages)}: must be True or False, the name of a slot of averages, or a list of "
+            f"use_averages={format_value(use_averages)}: must be True or False, the name of a slot of averages, or a "
+            "list of "
             f"names, got {kind(use_averages)}"
         )
     if not names:
         raise ValueError(f"use_averages={use_averages!r}: must have a name; pass False for no averages")
-    return tuple(as_text(entry, "use_averages") for entry in names)
+    return tuple(as_string(entry, "use_averages") for entry in names)
 
 
 def averaged_params(state: TrainState[P], name: str | Sequence[str] = NAME) -> P:
@@ -514,7 +516,7 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
 
         def call(u: Any, p: Any, start: Any) -> Any:
             is_left = u is None or start is None
-            return None if is_left else (_synchronised, u, p, rate, age_of(at.step, start) % period == 0)
+            return None if is_left else (_synchronised, u, p, rate, slot_age(at.step, start) % period == 0)
 
         synchronised = on_leaves(params, {SLOW: slows}, map(call, new_updates, jax.tree.leaves(params), at.starts))
         # A leaf without an age is not synchronized, but an element of a chain may move it.
@@ -522,9 +524,9 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
         return treedef.unflatten(new_updates), inner, {SLOW: treedef.unflatten(slows)}
 
     def fresh(params: Params, step: Step) -> Any:
-        return fresh_slot(SLOW, Slot("copy"), trained(optimizer, params), step)
+        return fresh_slot(SLOW, Slot("copy"), trained_params(optimizer, params), step)
 
-    hyper = {"slow_step_size": checked("slow_step_size", slow_step_size, low=0, high=1)}
+    hyper = {"slow_step_size": check_hyperparameter("slow_step_size", slow_step_size, low=0, high=1)}
     own = Own({SLOW: fresh}, {SLOW: Role.COPY}, {SLOW: "weight"}, hyper, aged=True)
     return wrap_optimizer(optimizer, "lookahead", update, own, inner_roles=Roles.ordered)
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jstep.core.jaxprs import Operation, Subprogram, apply, evaluate, is_elementwise_operation, part_of, variables
+from jstep.core.jaxprs import Operation, Subprogram, apply, evaluate, is_elementwise_operation, subprogram, variables
 from jstep.core.meshes import parts_along
 from jstep.core.placement import layout_of
 from jstep.core.trees import Array
@@ -51,7 +51,7 @@ def slice_shape(path: str, shape: Shape, blocks: Blocks | None) -> Shape:
     return tuple(part)
 
 
-def ending_of(
+def find_ending(
     program: Subprogram, results: Sequence[Any], is_part: Callable[[Operation], bool] = lambda operation: True
 ) -> Subprogram:
     """The last operations (with `is_part`) that compute `results`, as a program of the variables that they read."""
@@ -62,7 +62,7 @@ def ending_of(
         if not needs.keys().isdisjoint(outputs) and is_part(operation):
             operations.append(operation)
             needs = {var: None for var in needs if var not in outputs} | dict.fromkeys(variables(operation.eqn.invars))
-    return Subprogram(part_of(program.jaxpr, [*needs], results, []), (), tuple(operations[::-1]))
+    return Subprogram(subprogram(program.jaxpr, [*needs], results, []), (), tuple(operations[::-1]))
 
 
 def is_of_leaf(shape: Shape, operation: Operation) -> bool:
@@ -71,7 +71,7 @@ def is_of_leaf(shape: Shape, operation: Operation) -> bool:
     return is_whole and is_elementwise_operation(operation, shape)
 
 
-def values_of(program: Subprogram, inputs: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
+def compute_values(program: Subprogram, inputs: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
     """Compute some variables of a program, and nothing that they do not need."""
     env = dict(zip([*program.jaxpr.constvars, *program.jaxpr.invars], [*program.consts, *inputs], strict=True))
     widened: dict[Any, Any] = {}
@@ -85,7 +85,7 @@ def values_of(program: Subprogram, inputs: Sequence[Any], wanted: Sequence[Any])
             widened[output] = values[0]
         return apply(operation, values)
 
-    ending = ending_of(program, wanted)
+    ending = find_ending(program, wanted)
     return evaluate(ending, [env[var] for var in ending.jaxpr.invars], by)
 
 

@@ -12,10 +12,10 @@ from jstep.core import placement, trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import kind, listing
 from jstep.core.trees import OptimizerLike
-from jstep.optimizers.compact import nearest
+from jstep.optimizers.compact import round_to_nearest
 from jstep.slots.compact_numbers import blocks_between
 from jstep.slots.roles import AGES, COPIES, Role, Roles, roles_in
-from jstep.state.slots import has_one_value, values_of
+from jstep.state.slots import has_one_value, slot_values
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 
 _FROM_PARAMS = (*COPIES, Role.AVERAGE)
@@ -74,8 +74,8 @@ class _Moved:
 
     def __init__(self, old: TrainState, fresh: TrainState, index: object) -> None:
         self._old, self._fresh = old, fresh
-        self._new_ids = trees.ids(trees.paths_of(fresh.params))
-        self._old_ids = trees.ids(trees.paths_of(old.params))
+        self._new_ids = trees.ids(trees.leaf_paths(fresh.params))
+        self._old_ids = trees.ids(trees.leaf_paths(old.params))
         self._places = {key: i for i, key in enumerate(self._old_ids)}
         self._before, self._now = jax.tree.leaves(old.params), jax.tree.leaves(fresh.params)
         before, now = dict(zip(self._old_ids, self._before, strict=True)), zip(self._new_ids, self._now, strict=True)
@@ -100,9 +100,9 @@ class _Moved:
             return new
         half, old_half = self._roles.halves.get(name), roles_in(old).halves.get(name)
         params, fresh = old.params, self._fresh
-        was, was_stored = _parts(params, values_of(old, name)), _parts(params, old.slots[name])
+        was, was_stored = _parts(params, slot_values(old, name)), _parts(params, old.slots[name])
         was_half = _parts(params, old.slots[old_half]) if old_half in old.slots else [None] * len(self._before)
-        now, stored = _parts(fresh.params, values_of(fresh, name)), _parts(fresh.params, new)
+        now, stored = _parts(fresh.params, slot_values(fresh, name)), _parts(fresh.params, new)
         stored_half = [None] * len(self._now) if half is None else _parts(fresh.params, fresh.slots[half])
         for i, key in enumerate(self._new_ids):
             j = self._places.get(key)
@@ -220,7 +220,7 @@ def _stored(value: Any, code: Any, half: Any) -> tuple[Any, Any]:
     if half is None:
         return value.astype(code.dtype), None
     blocks = blocks_between(code.shape, half.shape)
-    return nearest(value.astype(jnp.float32), blocks, None if code.dtype == jnp.bfloat16 else code.dtype)
+    return round_to_nearest(value.astype(jnp.float32), blocks, None if code.dtype == jnp.bfloat16 else code.dtype)
 
 
 def _placed(new: Any, old: Any, param: Any) -> Any:
@@ -251,7 +251,7 @@ def _checked_index(index: object, old: Mapping[_Id, Any], new: Mapping[_Id, Any]
     for path, entry in index.items():
         key = (path, 1) if (path, 1) in new else (path, 0)
         if key not in new or key not in old:
-            near = trees.nearest(str(path), [each[0] for each in new])
+            near = trees.suggest_names(str(path), [each[0] for each in new])
             raise ValueError(f"index: {path!r} must be a path of the parameters before and after{near}")
         before, after = np.shape(old[key]), np.shape(new[key])
         if len(before) != len(after):

@@ -6,13 +6,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool
-from jstep.core.placement import compute_first, in_order
+from jstep.core.placement import compute_first, run_in_order
+from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Number, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
-from jstep.optimizers.hyperparameters import checked
+from jstep.optimizers.hyperparameters import check_hyperparameter
 from jstep.optimizers.rules import COPY, MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Masked, Result, Rule, Slot, Values
 
 # Gradient descent and momentum: Polyak's heavy ball and Nesterov's variant, as in TF and as in PyTorch.
@@ -384,7 +384,7 @@ def ftrl(
     """
     # `accum` is not declared: each step computes the parameters from it, so that its rounding errors would be theirs.
     slots = {
-        "accum": checked("initial_accumulator_value", initial_accumulator_value, **rules.RATE),
+        "accum": check_hyperparameter("initial_accumulator_value", initial_accumulator_value, **rules.RATE),
         "linear": Slot(holds="slow", in_order=True),
     }
     hyper = {
@@ -414,7 +414,7 @@ def ftrl_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     # Three kernels share these slots: `linear` first, then `accum`, then the parameter from both. Otherwise
     # XLA computes them from the old slots in another order and copies the slots that it has to overwrite.
     linear, old, g = compute_first(linear, old, g)
-    (accum,) = in_order(linear, jnp.where(moves, old + g * g, old))
+    (accum,) = run_in_order(linear, jnp.where(moves, old + g * g, old))
     quadratic = rate_power(accum) / lr + 2 * (h.l2_regularization_strength + h.beta / (2 * lr))
     outweighs = jnp.abs(linear) > l1
     new_p = jnp.where(outweighs, (jnp.sign(linear) * l1 - linear) / quadratic, jnp.zeros_like(p))
@@ -458,7 +458,7 @@ def madgrad(
     """
     # The sum of squares is not declared, because the parameters are computed from it, as in FTRL.
     slots = {"s": SLOW, "grad_sum_sq": 0.0, "initial": COPY}
-    hyper = {"learning_rate": learning_rate, "momentum": checked("momentum", momentum, **rules.BETA)}
+    hyper = {"learning_rate": learning_rate, "momentum": check_hyperparameter("momentum", momentum, **rules.BETA)}
     hyper |= {"weight_decay": weight_decay, "epsilon": epsilon}
     # Momentum also moves rows without a gradient.
     return rules.from_update("madgrad", madgrad_update, slots, hyper, prepare=madgrad_weight)

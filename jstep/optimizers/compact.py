@@ -12,16 +12,16 @@ from jax.typing import DTypeLike
 
 from jstep.core import meshes, trees
 from jstep.core.annotations import Tree
-from jstep.core.calls import makes_optimizer
-from jstep.core.checks import as_int, shown
+from jstep.core.checks import as_int, format_value
 from jstep.core.exceptions import setting
 from jstep.core.jaxprs import Subprogram, on_slices, without_calls
-from jstep.core.meshes import dims_of, explicit_mesh, internal_transfers, sharded_like, without_explicit_axes
+from jstep.core.meshes import dims_of, explicit_mesh, internal_transfers, shard_like, without_explicit_axes
 from jstep.core.placement import is_shape, may_run_on, on_devices
+from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import by_slices, leaf_values, nested
-from jstep.optimizers.compose import trained
+from jstep.optimizers.compose import trained_params
 from jstep.optimizers.nested import CONDITIONS, Conditions, report_condition
 from jstep.optimizers.updates import Projected, add, is_update
 from jstep.slots import compact_numbers
@@ -33,7 +33,7 @@ from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import HALVES, Role, Roles
 from jstep.state.global_step import step_array
 from jstep.state.sharding import state_shardings
-from jstep.state.slots import masters_of, values_of
+from jstep.state.slots import master_params, slot_values
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 
 # Compact storage between updates: slots as 8- or 16-bit codes, bfloat16 parameters with an 8-bit remainder.
@@ -101,7 +101,9 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
     least = as_int(min_size, "min_size", at_least=0)
     near = as_int(block, "block", at_least=SMALLEST_BLOCK)
     if near > LARGEST_BLOCK or near & (near - 1):
-        raise ValueError(f"block={shown(block)}: must be a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}")
+        raise ValueError(
+            f"block={format_value(block)}: must be a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}"
+        )
     kept = None if keep is None else leaf_values.mask("keep", keep)
 
     def blocks_in(params: Params) -> list[Blocks | None]:
@@ -121,16 +123,17 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
 
     def init(params: Params, global_step: Step = 0) -> Slots:
         owned = _trained_leaves(optimizer, params)
-        for path, p in zip(trees.paths_of(params), owned, strict=True):
+        for path, p in zip(trees.leaf_paths(params), owned, strict=True):
             if p is not None and p.dtype == jnp.float16:
                 raise ValueError(
-                    f"params: {trees.quoted(path)} is float16, whose range compact cannot extend: must be bfloat16 or "
+                    f"params: {trees.quote_path(path)} is float16, whose range compact cannot extend: must be "
+                    "bfloat16 or "
                     "float32; cast it, or use jstep.master_weights"
                 )
         lows = [None if p is None or p.dtype != jnp.bfloat16 else jnp.zeros_like(p, jnp.int8) for p in owned]
         leaves, treedef = trees.flatten(params)
         with leaf_values.partial_params(params):
-            fresh = optimizer.init(treedef.unflatten(map(value_of, leaves, lows)), global_step)
+            fresh = optimizer.init(treedef.unflatten(map(stored_value, leaves, lows)), global_step)
         own_roles = roles(params)
         fresh |= {REMAINDER: treedef.unflatten(lows)} if REMAINDER in own_roles else {}
         return fresh | _first_slots(fresh, params, own_roles, blocks_in(params))
@@ -143,16 +146,16 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
         require_slots((*own_roles.halves, *halves), slots)
         others = {name: tree for name, tree in slots.items() if name not in halves}
         inside = nested.own_slots(optimizer, others, params)
-        stored = Stored(params, slots, own_roles.halves, inside, blocks_in(params), step)
+        stored = OldState(params, slots, own_roles.halves, inside, blocks_in(params), step)
         at = nested.StepInputs(params, step, context)
         inner = functools.partial(nested.update_masters, optimizer, at=at, rounded=_rounded)
-        return updated(stored, inner, updates)
+        return store_updates(stored, inner, updates)
 
-    return optimizer._replace(init=nested.wrapped_init(optimizer, init, roles), update=update)
+    return optimizer._replace(init=nested.wrap_init(optimizer, init, roles), update=update)
 
 
 def _trained_leaves(optimizer: Optimizer, params: Params) -> list[Any]:
-    leaves = trees.structure(params).flatten_up_to(trained(optimizer, params))
+    leaves = trees.structure(params).flatten_up_to(trained_params(optimizer, params))
     return [p if p is not None and trees.is_trainable(p) else None for p in leaves]
 
 
@@ -161,11 +164,11 @@ def _blocks(leaf: Any, least: int, near: int) -> Blocks | None:
     small = not shape or np.size(leaf) < max(least, 1)
     if small or not trees.is_trainable(leaf) or trees.compute_dtype(jnp.result_type(leaf)) != np.float32:
         return None
-    return compact_numbers.blocks_of(shape, near)
+    return compact_numbers.choose_blocks(shape, near)
 
 
 def _rounded(p: Any, master: Any) -> Any:
-    return master if p.dtype == master.dtype else compact_numbers.split(master)[0]
+    return master if p.dtype == master.dtype else compact_numbers.split_halves(master)[0]
 
 
 def _first_slots(values: Slots, params: Params, roles: Roles, blocks: list[Blocks | None]) -> Slots:
@@ -177,7 +180,7 @@ def _first_slots(values: Slots, params: Params, roles: Roles, blocks: list[Block
         for i, (x, leaf_blocks) in enumerate(zip(tops, blocks, strict=True)):
             has_values = x is not None and np.shape(x) == np.shape(leaves[i]) and x.dtype == jnp.float32
             if leaf_blocks is not None and has_values:
-                tops[i], lows[i] = nearest(x, leaf_blocks, KINDS[roles.holds[name]])
+                tops[i], lows[i] = round_to_nearest(x, leaf_blocks, KINDS[roles.holds[name]])
         slots[name], slots[half] = treedef.unflatten(tops), treedef.unflatten(lows)
     return slots
 
@@ -192,7 +195,7 @@ Row: TypeAlias = dict[str, Any]
 """The leaves of slots at one parameter, by name; slots without a leaf there are left out."""
 
 
-class Stored(NamedTuple):
+class OldState(NamedTuple):
     """The stored state before an update.
 
     Attributes:
@@ -233,23 +236,23 @@ class Stored(NamedTuple):
 
     def values(self) -> tuple[Slots, Params]:
         rows, (leaves, treedef) = self.rows(self.slots), trees.flatten(self.params)
-        masters = [value_of(p, row.get(REMAINDER)) for p, row in zip(leaves, rows, strict=True)]
+        masters = [stored_value(p, row.get(REMAINDER)) for p, row in zip(leaves, rows, strict=True)]
         return self.trees([_values(row, self.halves) for row in rows], self.inside), treedef.unflatten(masters)
 
 
-def value_of(stored: object, half: object, flat: bool = False) -> Any:
+def stored_value(stored: object, half: object, flat: bool = False) -> Any:
     """The values of a leaf from its two halves, or from the only one."""
     return stored if half is None else _opened(stored, half, flat)
 
 
-_opened = jax.jit(compact_numbers.opened, static_argnums=2)  # one trace for all leaves of a shape, as in leafwise
+_opened = jax.jit(compact_numbers.decode_leaf, static_argnums=2)  # one trace for all leaves of a shape, as in leafwise
 
 
 def _values(row: Row, halves: Mapping[str, str], flat: bool = False) -> Row:
-    return {name: value_of(x, row.get(halves.get(name, "")), flat) for name, x in row.items()}
+    return {name: stored_value(x, row.get(halves.get(name, "")), flat) for name, x in row.items()}
 
 
-def updated(stored: Stored, inner: Inner, updates: Updates) -> tuple[Updates, Slots]:
+def store_updates(stored: OldState, inner: Inner, updates: Updates) -> tuple[Updates, Slots]:
     platforms = {TPU: may_run_on("tpu"), GPU: may_run_on("gpu", "cuda")}
     ways = [platform for platform, is_possible in platforms.items() if is_possible and any(stored.large())]
     if not ways:
@@ -276,13 +279,13 @@ def _collecting(conditions: Conditions, update: Callable[..., Any], *first: obje
     return traced
 
 
-def _at_once(stored: Stored, inner: Inner, updates: Updates) -> tuple[Updates, Slots]:
+def _at_once(stored: OldState, inner: Inner, updates: Updates) -> tuple[Updates, Slots]:
     before, masters = stored.values()
     return _closed(stored, before, masters, *inner(updates, dict(before), masters), {})
 
 
 def _closed(
-    stored: Stored, before: Slots, masters: Params, updates: Updates, after: Slots, done: Mapping[int, Any]
+    stored: OldState, before: Slots, masters: Params, updates: Updates, after: Slots, done: Mapping[int, Any]
 ) -> tuple[Updates, Slots]:
     """The updates and slots as they are stored; `done` has the leaves that were updated separately."""
     new_updates = trees.flatten_like(stored.params, updates, "updates", is_leaf=is_update)
@@ -309,7 +312,7 @@ def _closed_leaf(
 
 def _scales(row: Row, new: Row, blocks: Blocks | None, halves: Mapping[str, str]) -> dict[str, Any]:
     coded = [name for name in new if halves.get(name) in row and row[name].dtype != jnp.bfloat16]
-    return {} if blocks is None else {name: compact_numbers.scales_of(new[name], blocks) for name in coded}
+    return {} if blocks is None else {name: compact_numbers.block_scales(new[name], blocks) for name in coded}
 
 
 def _closed_row(
@@ -328,19 +331,19 @@ def _closed_row(
         half = halves.get(name, "")
         if name in scales:
             stored[half] = scales[name]
-            codes = compact_numbers.codes_of(x, scales[name], blocks, row[name].dtype, fractions(name), flat)
+            codes = compact_numbers.quantize(x, scales[name], blocks, row[name].dtype, fractions(name), flat)
             # A block without a changed value keeps its scale, too: nothing is rounded again.
-            arrays = [compact_numbers.decoded(row[name], scales[name], flat), x, row[name], codes]
+            arrays = [compact_numbers.decode(row[name], scales[name], flat), x, row[name], codes]
             before, x, old, codes = arrays if flat else [compact_numbers.in_blocks(a, blocks) for a in arrays]
             stored[name] = jnp.where(before == x, old, codes).reshape(row[name].shape)
         elif half in row:
-            stored[name], stored[half] = compact_numbers.split(
+            stored[name], stored[half] = compact_numbers.split_halves(
                 x, fractions(name)
             )  # unchanged values have no bits to drop
         else:
             stored[name] = x
     if value is not None and REMAINDER in row:
-        value, stored[REMAINDER] = compact_numbers.split(value, fractions(REMAINDER))
+        value, stored[REMAINDER] = compact_numbers.split_halves(value, fractions(REMAINDER))
     return value, stored
 
 
@@ -365,7 +368,7 @@ class _Leaf(NamedTuple):
     ending: Subprogram
 
 
-def _by_leaf(stored: Stored, inner: Inner, updates: Updates, platform: str) -> tuple[Updates, Slots]:
+def _by_leaf(stored: OldState, inner: Inner, updates: Updates, platform: str) -> tuple[Updates, Slots]:
     """The update with a separate program for each large leaf: see `by_slices`."""
     values, named = stored.values(), trees.leaves_with_paths(stored.params)
     inputs, treedef = trees.flatten((updates, *values))
@@ -387,12 +390,12 @@ def _by_leaf(stored: Stored, inner: Inner, updates: Updates, platform: str) -> t
             replaced = {n: after_rows[i][n] for n, var in mine.items() if results[after_rows[i][n]] is not var}
             outputs = nodes[i], replaced
             wanted = [results[number] for number in jax.tree.leaves(outputs)]
-            ending = by_slices.ending_of(program, wanted, functools.partial(by_slices.is_of_leaf, shape))
+            ending = by_slices.find_ending(program, wanted, functools.partial(by_slices.is_of_leaf, shape))
             leaves[i] = _Leaf(row, turns, blocks, part, master, mine, outputs, ending)
     done = {number for leaf in leaves.values() for number in jax.tree.leaves(leaf.made)}
     needed = [var for leaf in leaves.values() for var in leaf.ending.jaxpr.invars]
     rest = [var for number, var in enumerate(results) if number not in done]
-    computed = iter(by_slices.values_of(program, inputs, [*rest, *needed]))
+    computed = iter(by_slices.compute_values(program, inputs, [*rest, *needed]))
     (updates, new), reached = structure.unflatten([None if n in done else next(computed) for n in range(len(results))])
     for condition, holds in zip(conditions, reached, strict=True):
         report_condition(condition._replace(holds=holds))
@@ -410,7 +413,7 @@ def _closed_by_itself(
 
     def values(now: Any, read: Any) -> tuple[Array, Any, Row]:
         (p, row), (inputs, kept) = now, read
-        old, master = _values(row | kept, halves, platform == GPU), value_of(p, row.get(REMAINDER))
+        old, master = _values(row | kept, halves, platform == GPU), stored_value(p, row.get(REMAINDER))
         env_values = dict(zip(others, inputs, strict=True)) | {var: old[name] for name, var in leaf.slots.items()}
         env_values[leaf.master] = master
         outputs = on_slices(leaf.ending, [env_values[var] for var in leaf.ending.jaxpr.invars], leaf.part)
@@ -437,9 +440,9 @@ def _closed_by_itself(
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def nearest(x: Array, blocks: Blocks, dtype: DTypeLike) -> tuple[Array, Array]:
+def round_to_nearest(x: Array, blocks: Blocks, dtype: DTypeLike) -> tuple[Array, Array]:
     """Both halves of values, rounded to nearest; a dtype of None means a bfloat16 and its remainder."""
-    return compact_numbers.split(x) if dtype is None else compact_numbers.encoded(x, blocks, dtype)
+    return compact_numbers.split_halves(x) if dtype is None else compact_numbers.encode(x, blocks, dtype)
 
 
 # States between formats: float32 slots, `compact` and `master_weights`.
@@ -496,7 +499,7 @@ def _specs(state: TrainState, converted: TrainState) -> TrainState:
     specs = treedef.unflatten(list(map(spec, jax.tree.leaves(state.params), *slots)))
     mesh: Any = explicit_mesh(state)
     _, shardings = state_shardings(state.params, converted.slots, mesh, specs, None, slot_roles.roles_in(converted))
-    return sharded_like(converted.replace(slots=jax.tree.map(trees.shape_of, converted.slots, shardings)), state)(
+    return shard_like(converted.replace(slots=jax.tree.map(trees.shape_of, converted.slots, shardings)), state)(
         converted
     )
 
@@ -507,7 +510,7 @@ def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimi
     _check("old_optimizer", held, _shapes(state, old_optimizer))
     old, treedef = slot_roles.roles_of(old_optimizer, state.params).of_state(), trees.structure(state.params)
     old_state = TrainState(state.params, held, state.global_step, roles=old)
-    masters = jax.tree.leaves(masters_of(old_state))
+    masters = jax.tree.leaves(master_params(old_state))
     for name in old.of(Role.MASTER):
         kept = trees.flatten_like(state.params, held[name], f"slot {name!r}")
         masters = [p if master is None else master for p, master in zip(masters, kept, strict=True)]
@@ -517,13 +520,13 @@ def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimi
     slots: Slots = {}
     for name in (n for n in wanted if n not in roles.halves.values()):
         if roles[name] not in (Role.MASTER, Role.REMAINDER):
-            values = values_of(old_state, name) if name in held else None
+            values = slot_values(old_state, name) if name in held else None
             slots |= _stored(name, values, wanted, roles.halves.get(name), state.params)
             continue
         new_leaves = trees.flatten_like(state.params, wanted[name], f"slot {name!r}")
         for i, like in enumerate(new_leaves):
             if like is not None and roles[name] is Role.REMAINDER:
-                leaves[i], new_leaves[i] = nearest(masters[i].astype(jnp.float32), None, None)
+                leaves[i], new_leaves[i] = round_to_nearest(masters[i].astype(jnp.float32), None, None)
             elif like is not None:
                 new_leaves[i] = jnp.array(masters[i], like.dtype, copy=True)
         slots[name] = treedef.unflatten(new_leaves)
@@ -556,6 +559,6 @@ def _stored(name: str, tree: Tree, wanted: Slots, half: str | None, params: Tree
         if like is not None:
             blocks = compact_numbers.blocks_between(codes[i].shape, like.shape)
             dtype = None if codes[i].dtype == jnp.bfloat16 else codes[i].dtype
-            tops[i], halves[i] = nearest(tops[i].astype(jnp.float32), blocks, dtype)
+            tops[i], halves[i] = round_to_nearest(tops[i].astype(jnp.float32), blocks, dtype)
     treedef = trees.structure(params)
     return {name: treedef.unflatten(tops), half: treedef.unflatten(halves)}

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 
 from jstep.core import trees
-from jstep.core.calls import makes_optimizer
-from jstep.core.checks import as_function, as_mapping, as_text, kind, shown
-from jstep.core.exceptions import scoped, setting
+from jstep.core.checks import as_function, as_mapping, as_string, format_value, kind
+from jstep.core.exceptions import context_manager, setting
 from jstep.core.logs import log_warning
 from jstep.core.placement import on_devices
+from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.trees import EMPTY_CONTEXT, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, leaf_values, nested
 from jstep.optimizers.host_slots import loads_slots
@@ -23,7 +23,7 @@ from jstep.optimizers.updates import is_update, wide_updates
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.matching import NoGradientsError, require_slots
 from jstep.slots.optax_transformations import require_optimizer
-from jstep.slots.roles import AGES, Init, Labels, Order, Roles, labels_of, order_of, roles_of
+from jstep.slots.roles import AGES, Init, Labels, Order, Roles, init_labels, init_order, roles_of
 
 
 @makes_optimizer()
@@ -90,7 +90,7 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
         return updates, new
 
     def labels(params: Params) -> Labels | None:
-        labeled = [names for optimizer in elements if (names := labels_of(optimizer, params)) is not None]
+        labeled = [names for optimizer in elements if (names := init_labels(optimizer, params)) is not None]
         rows = list(zip(*labeled, strict=True))
         return ["/".join(map(str, row)) if None not in row else None for row in rows] if labeled else None
 
@@ -98,7 +98,7 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
         lambda params, step: nested.merge(
             [(part, optimizer.init(params, step)) for part, optimizer in parts.items()], "slot"
         ),
-        lambda params: nested.merged_roles(parts, params),
+        lambda params: nested.merge_roles(parts, params),
         finished=bool(finished),
         guarded=nested.is_guarded(elements[0]),
         labels=labels,
@@ -106,14 +106,14 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
         rated=any(map(nested.is_rated, elements)),
     )
     return Optimizer(
-        init, update, nested.merged_hyperparameters(parts), any(optimizer.takes_context for optimizer in elements)
+        init, update, nested.merge_hyperparameters(parts), any(optimizer.takes_context for optimizer in elements)
     )
 
 
 def _order_of_chain(parts: Mapping[str, Optimizer]) -> Order:
     """The place of a chain in another chain, from the names and elements of the chain."""
     together = order_of_parts(parts.values())  # the attributes that do not depend on the sequence
-    orders = list(map(order_of, parts.values()))
+    orders = list(map(init_order, parts.values()))
     finished = list(map(nested.makes_finished_updates, parts.values()))
     # Without a learning rate the last factor stands for it; earlier factors only scale the gradients.
     factors = [i for i, order in enumerate(orders) if order.is_known and not order.raw]
@@ -130,7 +130,7 @@ def _order_of_chain(parts: Mapping[str, Optimizer]) -> Order:
 
 
 def order_of_parts(parts: Collection[Optimizer]) -> Order:
-    orders = list(map(order_of, parts))
+    orders = list(map(init_order, parts))
     return Order(
         all(order.is_known or nested.makes_finished_updates(part) for order, part in zip(orders, parts, strict=True)),
         raw=all(order.raw for order in orders),
@@ -148,7 +148,7 @@ _USUAL_ORDER = (
 
 def warn_of_order(optimizer: Optimizer) -> None:
     """Log a warning if a clip comes after the learning rate, or if there is no learning rate."""
-    order = order_of(optimizer)
+    order = init_order(optimizer)
     if order.late_clip:
         log_warning("chain: %s. %s", order.late_clip, _USUAL_ORDER)
     if order.partly_raw:
@@ -179,7 +179,7 @@ def scope(name: str, optimizer: OptimizerLike) -> Optimizer:
         ['fast/m', 'fast/v']
     """
     optimizer = require_optimizer("optimizer", optimizer)
-    check_prefix("name", as_text(name, "name"))
+    check_prefix("name", as_string(name, "name"))
 
     @loads_slots
     def update(
@@ -187,22 +187,22 @@ def scope(name: str, optimizer: OptimizerLike) -> Optimizer:
     ) -> tuple[Updates, Slots]:
         mine = nested.own_slots(optimizer, slots, params, f"{name}/")
         updates, own = nested.call_update(optimizer, updates, mine, StepInputs(params, step, context), exact=True)
-        return updates, nested.prefixed(name, own)
+        return updates, nested.add_prefix(name, own)
 
     def labels(params: Params) -> Labels | None:
-        inner = labels_of(optimizer, params)
+        inner = init_labels(optimizer, params)
         return None if inner is None else [None if label is None else f"{name}/{label}" for label in inner]
 
     def init(params: Params, global_step: Step) -> Slots:
-        return nested.prefixed(name, optimizer.init(params, global_step))
+        return nested.add_prefix(name, optimizer.init(params, global_step))
 
     def roles(params: Params) -> Roles:
         return roles_of(optimizer, params).prefixed(name)
 
     def hyper(step: Step, /) -> dict[str, Any]:
-        return nested.prefixed(name, optimizer.hyperparameters(step))
+        return nested.add_prefix(name, optimizer.hyperparameters(step))
 
-    outer_init = nested.wrapped_init(optimizer, init, roles, labels=labels)
+    outer_init = nested.wrap_init(optimizer, init, roles, labels=labels)
     return optimizer._replace(init=outer_init, update=update, hyperparameters=hyper)
 
 
@@ -302,7 +302,7 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
         rated=all(map(nested.is_rated, parts.values())),
     )
     takes_context = any(part.takes_context for part in parts.values())
-    return Optimizer(init, divided.update, nested.merged_hyperparameters(divided.called), takes_context)
+    return Optimizer(init, divided.update, nested.merge_hyperparameters(divided.called), takes_context)
 
 
 class _Part:
@@ -344,7 +344,7 @@ class _Partition:
         """The optimizers, under their names in errors."""
         return {f"the optimizer of label {label!r}": part for label, part in self.parts.items()}
 
-    @scoped
+    @context_manager
     def divided(self, params: Params) -> Iterator[tuple[Labels, dict[str, _Part]]]:
         """Yield the label of each leaf, and the leaves of each label; masks inside see all parameters."""
         with leaf_values.partial_params(params), setting(leaf_values.IN_PART, True):
@@ -365,7 +365,8 @@ class _Partition:
             if not (label is None or (isinstance(label, str) and label in self.parts)):
                 where = f"labels({path!r}, …) returned" if is_function else f"labels: the leaf at {path!r} has"
                 raise ValueError(
-                    f"{where} {label!r}, which has no optimizer{trees.nearest(str(label), self.parts)}; optimizers has "
+                    f"{where} {label!r}, which has no optimizer{trees.suggest_names(str(label), self.parts)}; "
+                    "optimizers has "
                     f"{sorted(self.parts)}, and None freezes a leaf"
                 )
         return names
@@ -373,7 +374,7 @@ class _Partition:
     def inner_labels(self, params: Params) -> Labels:
         """The labels of the leaves; for a part that is a partition itself, its labels."""
         with self.divided(params) as (names, divided):
-            inner = {label: labels_of(part.optimizer, part.params) for label, part in divided.items()}
+            inner = {label: init_labels(part.optimizer, part.params) for label, part in divided.items()}
         below = {label: iter(own) for label, own in inner.items() if own is not None}
         return [next(below[label]) if label in below else label for label in names]
 
@@ -429,8 +430,9 @@ def _filled(labels: Any, params: Params) -> list[Any]:
         jax.tree.map(fill, labels, params, is_leaf=trees.is_none)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"labels={shown(labels)}: a tree of labels must have the structure of params (or a prefix of it), whose "
-            f"paths are {trees.paths_of(params)[:20]}"
+            f"labels={format_value(labels)}: a tree of labels must have the structure of params (or a prefix of it), "
+            "whose "
+            f"paths are {trees.leaf_paths(params)[:20]}"
         ) from error
     return names
 
@@ -444,7 +446,7 @@ def _slots_of(label: str, roles_by_label: Mapping[str, Roles], slots: Slots) -> 
 
 
 def frozen_leaves(optimizer: Optimizer, params: Params) -> list[bool]:
-    labels = labels_of(optimizer, params)
+    labels = init_labels(optimizer, params)
     return [False] * len(jax.tree.leaves(params)) if labels is None else [label is None for label in labels]
 
 
@@ -457,6 +459,6 @@ def without_frozen(optimizer: Optimizer, params: Params, gradients: Updates) -> 
     return trees.structure(params).unflatten([None if out else g for out, g in zip(frozen, leaves, strict=True)])
 
 
-def trained(optimizer: Optimizer, params: Params) -> Params:
+def trained_params(optimizer: Optimizer, params: Params) -> Params:
     """The parameters that an optimizer may update, with None for frozen leaves."""
     return without_frozen(optimizer, params, params)

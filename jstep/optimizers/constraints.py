@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function
 from jstep.core.placement import on_devices
+from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Updates
 from jstep.optimizers import nested
-from jstep.optimizers.nested import Conditions, StepInputs, conditions_of, observing_conditions, wrap_optimizer
+from jstep.optimizers.nested import Conditions, StepInputs, observing_conditions, update_conditions, wrap_optimizer
 from jstep.optimizers.updates import Projected, apply_updates, map_updates
 from jstep.slots.indexed_slices import is_slices, on_table
 from jstep.slots.optax_transformations import require_optimizer
@@ -77,7 +77,7 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
             # Behind a guard, or if no update was due, another element of a chain may still move the parameter.
             return Projected(jnp.where(condition | jnp.any(after != before), new, before))
 
-        leaves = jax.tree.leaves(params), jax.tree.leaves(moved), conditions_of(params, conditions)
+        leaves = jax.tree.leaves(params), jax.tree.leaves(moved), update_conditions(params, conditions)
         return map_updates(projected, params, updates, new, *leaves, what="updates"), inner, {}
 
     return wrap_optimizer(optimizer, "with_projection", update)
@@ -91,13 +91,14 @@ def _checked(params: Params, projected: object) -> list[Any]:
             continue
         if not (trees.is_array(new) or isinstance(new, bool | int | float | complex)):
             what = "nothing" if new is None else type(new).__name__
-            raise TypeError(f"fn: must return an array at {trees.quoted(path)}, got {what}")
+            raise TypeError(f"fn: must return an array at {trees.quote_path(path)}, got {what}")
         kinds = [(np.shape(x), jnp.result_type(x)) for x in (leaf, new)]
         if kinds[0] != kinds[1]:
             shown = [f"{dtype}{list(shape)}" for shape, dtype in kinds]
             cast = f"; cast it with .astype({kinds[0][1]})" if kinds[0][0] == kinds[1][0] else ""
             raise ValueError(
-                f"fn: must return params of the same shapes and dtypes: {trees.quoted(path)} is {shown[0]}, and the "
+                f"fn: must return params of the same shapes and dtypes: {trees.quote_path(path)} is {shown[0]}, and "
+                "the "
                 f"result {shown[1]}{cast}"
             )
         leaves[i] = jnp.asarray(new)

@@ -11,10 +11,10 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.calls import has_init_and_update, makes_optimizer
-from jstep.core.checks import as_text, kind, shown
+from jstep.core.checks import as_string, format_value, kind
 from jstep.core.jaxprs import Operation, Subprogram, apply, body_of, evaluate
 from jstep.core.logs import log_warning
+from jstep.core.recorded_calls import has_init_and_update, makes_optimizer
 from jstep.core.trees import Held, Optimizer, Params, Step, shape_of
 from jstep.optimizers import hyperparameters as hyper
 from jstep.slots import optax_transformations
@@ -80,12 +80,13 @@ def from_optax(
     """
     if not has_init_and_update(transformation):
         raise TypeError(
-            f"transformation={shown(transformation)}: must have init and update, like the result of optax.adam(1e-3), "
+            f"transformation={format_value(transformation)}: must have init and update, like the result of "
+            "optax.adam(1e-3), "
             f"got {kind(transformation)}"
         )
-    hyper.check_prefix("name", as_text(name, "name"))
+    hyper.check_prefix("name", as_string(name, "name"))
     reported = _reported(hyperparameters)
-    depend = hyper.reported_names(reported)
+    depend = hyper.report_names(reported)
     schedules = frozenset(key for key, is_schedule in depend.items() if is_schedule)
     log_once = functools.cache(functools.partial(_log_that_no_count_is_known, schedules))
     optimizer = optax_transformations.from_optax(transformation, name)
@@ -182,13 +183,14 @@ def _reported(reported: object) -> Any:
     if isinstance(reported, Mapping):
         for key, value in reported.items():
             if not isinstance(key, str):
-                raise TypeError(f"hyperparameters: {shown(key)} must be a string, got {kind(key)}")
+                raise TypeError(f"hyperparameters: {format_value(key)} must be a string, got {kind(key)}")
             if isinstance(value, Held):
                 raise TypeError(f"hyperparameters: {key!r} is held, which Optax does not read")
-        return hyper.report({key: hyper.checked(key, value) for key, value in reported.items()})
+        return hyper.report({key: hyper.check_hyperparameter(key, value) for key, value in reported.items()})
     if not callable(reported):
         raise TypeError(
-            f"hyperparameters={shown(reported)}: must map names to numbers or schedules, or be a function of the step, "
+            f"hyperparameters={format_value(reported)}: must map names to numbers or schedules, or be a function of "
+            "the step, "
             f"got {kind(reported)}"
         )
     return lambda step, /: hyper.as_arrays(dict(reported(step)), step)

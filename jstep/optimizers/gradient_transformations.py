@@ -11,19 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.calls import makes_optimizer
-from jstep.core.checks import as_bool, as_number, kind, shown
+from jstep.core.checks import as_bool, as_number, format_value, kind
 from jstep.core.device_values import as_key
+from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Held, Number, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.differentiate import clipping
 from jstep.optimizers import leaf_values
 from jstep.optimizers.compose import element
-from jstep.optimizers.hyperparameters import Hyper, checked, constant
+from jstep.optimizers.hyperparameters import Hyper, check_hyperparameter, constant
 from jstep.optimizers.leaf_values import Flag, UnitAxes
 from jstep.optimizers.rules import Result, Values, from_direction, from_update, is_zero, with_init
 from jstep.optimizers.updates import map_updates
-from jstep.slots.indexed_slices import IndexedSlices, combined, is_slices, on_table, within
+from jstep.slots.indexed_slices import IndexedSlices, combine_rows, is_slices, on_table, trim_slices
 from jstep.slots.roles import BLOCK, CLIP, SCALE
 
 # Gradients: noise, centralization, normalization, clips.
@@ -75,7 +75,10 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
 
         return map_updates(of_leaf, params, updates, leaf_values.leaf_numbers(params))
 
-    hyper = {"noise_eta": checked("eta", eta, low=0), "noise_gamma": checked("gamma", gamma, low=0)}
+    hyper = {
+        "noise_eta": check_hyperparameter("eta", eta, low=0),
+        "noise_gamma": check_hyperparameter("gamma", gamma, low=0),
+    }
     return element(noisy, hyper, BLOCK)
 
 
@@ -149,14 +152,14 @@ def normalize_gradients(scale: ScalarOrSchedule = 1.0, per_leaf: bool = False) -
         norm = None if each else clipping.global_norm(updates)
         return jax.tree.map(lambda g: _normalized(g, norm, h["gradient_norm"]), updates, is_leaf=is_slices)
 
-    return element(normalize, {"gradient_norm": checked("scale", scale, low=0, above=True)}, BLOCK)
+    return element(normalize, {"gradient_norm": check_hyperparameter("scale", scale, low=0, above=True)}, BLOCK)
 
 
 def _normalized(g: Array | IndexedSlices, norm: Array | None, scale: Array) -> Array | IndexedSlices:
     if isinstance(g, IndexedSlices):
-        rows = combined(g)
+        rows = combine_rows(g)
         values = _normalized(rows.values, norm, scale)
-        return within(dataclasses.replace(rows, values=values))
+        return trim_slices(dataclasses.replace(rows, values=values))
     dtype = trees.compute_dtype(g.dtype)
     by = scale / ((clipping.global_norm(g) if norm is None else norm).astype(dtype) + EPSILON)
     return g.astype(dtype) * by.astype(dtype)
@@ -213,9 +216,13 @@ def clip_gradients(
         )
     ((how, limit),) = limits.items()
     if axes is not None and how != "adaptive":
-        raise ValueError(f"axes={shown(axes)}: only clip_gradients(adaptive=…) takes axes, got {how}")
+        raise ValueError(f"axes={format_value(axes)}: only clip_gradients(adaptive=…) takes axes, got {how}")
     axes_of = leaf_values.unit_axes(axes, _unit_axes)
-    hyper = _value_bounds(limit) if how == "by_value" else {f"clip_{how}": checked(how, limit, low=0, above=True)}
+    hyper = (
+        _value_bounds(limit)
+        if how == "by_value"
+        else {f"clip_{how}": check_hyperparameter(how, limit, low=0, above=True)}
+    )
 
     def clip(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
         if how == "by_value":
@@ -246,10 +253,10 @@ def clip_gradients(
 
 def _value_bounds(limit: tuple[ScalarOrSchedule, ScalarOrSchedule] | Number | Any) -> dict[str, Any]:
     if not isinstance(limit, tuple | list):
-        return {"clip_by_value_max": checked("by_value", limit, low=0, above=True)}
+        return {"clip_by_value_max": check_hyperparameter("by_value", limit, low=0, above=True)}
     if len(limit) != 2:
         raise ValueError(f"by_value={limit!r}: must be (min, max), or c for (-c, c)")
-    low, high = checked("by_value[0]", limit[0]), checked("by_value[1]", limit[1])
+    low, high = check_hyperparameter("by_value[0]", limit[0]), check_hyperparameter("by_value[1]", limit[1])
     if isinstance(low, float) and isinstance(high, float) and low > high:
         raise ValueError(f"by_value={limit!r}: min is larger than max")
     return {"clip_by_value_min": low, "clip_by_value_max": high}
@@ -375,16 +382,20 @@ def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any],
         factor = leaf_values.by_path(lambda path, leaf: constant(f"factors({path!r}, …)", of_leaf(path, leaf), low=0))
     elif isinstance(factors, Mapping):
         factor = leaf_values.first_match("factors", factors)
-        hyper = {f"{PREFIX}/{glob}": checked(f"factors[{glob!r}]", value, low=0) for glob, value in factors.items()}
+        hyper = {
+            f"{PREFIX}/{glob}": check_hyperparameter(f"factors[{glob!r}]", value, low=0)
+            for glob, value in factors.items()
+        }
     else:
         raise TypeError(
-            f"factors={shown(factors)}: must map paths or globs to numbers, or be a function (path, leaf) -> number, "
+            f"factors={format_value(factors)}: must map paths or globs to numbers, or be a function (path, leaf) -> "
+            "number, "
             f"got {kind(factors)}"
         )
-    return from_update("scale_updates", scaled_update, {}, hyper, flags={"factor": factor}, by_rows=True)
+    return from_update("scale_updates", scale_update, {}, hyper, flags={"factor": factor}, by_rows=True)
 
 
-def scaled_update(u: Array, p: Array, s: Values, h: Values) -> Result:
+def scale_update(u: Array, p: Array, s: Values, h: Values) -> Result:
     if h.factor is None:
         return u, {}
     return (h[f"{PREFIX}/{h.factor}"] if isinstance(h.factor, str) else h.factor) * u, {}
@@ -436,7 +447,7 @@ def add_weight_decay(weight_decay: Decay, mask: VarList | Mapping[str, float] = 
 
 
 def with_added_decay(u: Array, p: Array, s: Values, h: Values) -> Result:
-    decay = decay_of(h)
+    decay = leaf_decay(h)
     return (u if decay is None else u + decay * p), {}
 
 
@@ -475,7 +486,7 @@ def decay_weights(
     is_cautious = as_bool(cautious, "cautious")
 
     def decayed(u: Array, p: Array, s: Values, h: Values) -> Result:
-        decay = decay_of(h)
+        decay = leaf_decay(h)
         if decay is None:
             return u, {}
         if is_cautious:  # only elements that the update moves towards zero
@@ -493,9 +504,12 @@ def decay_arguments(name: str, weight_decay: Any, mask_given: object) -> tuple[d
     """
     if isinstance(weight_decay, Mapping):
         which: Flag | None = leaf_values.first_match("weight_decay", weight_decay)
-        hyper = {f"{name}/{glob}": checked(f"weight_decay[{glob!r}]", x, low=0) for glob, x in weight_decay.items()}
+        hyper = {
+            f"{name}/{glob}": check_hyperparameter(f"weight_decay[{glob!r}]", x, low=0)
+            for glob, x in weight_decay.items()
+        }
     else:
-        hyper, which = {name: checked("weight_decay", weight_decay, low=0)}, None
+        hyper, which = {name: check_hyperparameter("weight_decay", weight_decay, low=0)}, None
     factors = _factors(mask_given)
     scales = leaf_values.decay_mask("mask", mask_given) if factors is None else leaf_values.first_match("mask", factors)
 
@@ -511,7 +525,7 @@ def decay_arguments(name: str, weight_decay: Any, mask_given: object) -> tuple[d
     return hyper, {DECAY: decay}
 
 
-def decay_of(h: Values) -> Any:
+def leaf_decay(h: Values) -> Any:
     """The decay of this leaf; None if tracing shows that the leaf does not decay."""
     if h.decay is None:
         return None

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int, as_number
 from jstep.core.placement import is_on_host, on_devices
+from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.differentiate.clipping import global_norm
 from jstep.optimizers import hyperparameters as hyper
@@ -19,7 +19,7 @@ from jstep.optimizers.host_slots import on_leaves, only_if
 from jstep.optimizers.nested import Own, StepInputs, call_update, wrap_optimizer
 from jstep.optimizers.rules import Slot, fresh_slot, new_start_step, slot_leaves
 from jstep.optimizers.updates import Projected, map_updates, wide_updates
-from jstep.slots.indexed_slices import IndexedSlices, combined, rows_in_order
+from jstep.slots.indexed_slices import IndexedSlices, combine_rows, rows_in_order
 from jstep.slots.matching import match_gradients
 from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import ACCUMULATED, AGES, Role, Roles, roles_of
@@ -193,7 +193,7 @@ def dynamic_loss_scale(
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         scale, since = own[LOSS_SCALE], own[SCALE_SINCE]
         finite = all_finite(updates, at.params)
-        updates, inner = conditional_update(finite, optimizer, unscaled(updates, scale), inner, at, is_guard=True)
+        updates, inner = conditional_update(finite, optimizer, unscale(updates, scale), inner, at, is_guard=True)
         after = jnp.asarray(at.step).astype(since.dtype) + 1
         grows = finite & (after - since >= length)
         larger, smaller = scale * by, jnp.maximum(scale / by, SMALLEST)
@@ -210,7 +210,7 @@ def dynamic_loss_scale(
     return wrap_optimizer(optimizer, "dynamic_loss_scale", update, own, guarded=True, inner_roles=inner_roles)
 
 
-def loss_scale_of(roles: Roles, slots: Slots) -> Array | None:
+def current_loss_scale(roles: Roles, slots: Slots) -> Array | None:
     """The factor on the loss before differentiation, or None without loss scaling."""
     hidden = [name for name in roles.of(Role.LOSS_SCALE) if name in roles.hidden]
     if hidden:
@@ -224,7 +224,7 @@ def loss_scale_of(roles: Roles, slots: Slots) -> Array | None:
     return next((slots[name] for name in roles.of(Role.LOSS_SCALE) if name in slots), None)
 
 
-def unscaled(updates: Updates, scale: Any) -> Updates:
+def unscale(updates: Updates, scale: Any) -> Updates:
     """The gradients divided by the scale, in at least float32: in float16 they would underflow."""
     # XLA recomputes a product in each kernel that reads it, but would store a quotient in memory.
     return wide_updates(updates, lambda g: g * (1 / scale).astype(g.dtype))
@@ -418,7 +418,7 @@ def _mean_and_rest(own: Slots, gradient: Tree, due: Array) -> tuple[Any, Slots]:
     """The mean of a leaf's gradients, and their sum and number, reset if the mean is used."""
     total = own[GRADIENT_SUM]
     if isinstance(gradient, IndexedSlices):
-        rows = combined(gradient)
+        rows = combine_rows(gradient)
         total = total.at[rows.indices].add(_named_zeros(rows.values.astype(total.dtype)), mode="drop")
     else:
         total = total + _named_zeros(gradient.astype(total.dtype))

@@ -23,7 +23,7 @@ from jstep.core.annotations import Tree
 from jstep.core.exceptions import setting
 from jstep.core.jaxprs import Subprogram, body_of, evaluate, is_elementwise, on_slices
 from jstep.core.meshes import parts_along
-from jstep.core.placement import is_on_host, layout_of, on_devices, shardings_of, to_host
+from jstep.core.placement import is_on_host, layout_of, on_devices, to_host, traced_shardings
 from jstep.core.trees import Array, Params, Slots
 from jstep.state.train_state import TrainState
 
@@ -69,7 +69,7 @@ def is_worth_loops(state: Tree) -> bool:
     leaves = jax.tree.leaves(state)
     if not (any(map(trees.is_traced, leaves)) and any(map(is_on_host, leaves))):
         return False
-    shardings = shardings_of(state)
+    shardings = traced_shardings(state)
     platform = jax.default_backend() if shardings is None else next(iter(shardings[0].device_set)).platform
     return bool(platform == "tpu")
 
@@ -168,7 +168,7 @@ def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *a
 def on_leaves(params: Params, slots: Mapping[str, list[Any]], calls: Iterable[tuple[Any, ...] | None]) -> list[Any]:
     """Call `per_leaf` with each `(rule, *args)` and put new slots into the lists; a None has the result None."""
     results: list[Any] = [None] * len(jax.tree.leaves(params))
-    for i, (path, call) in enumerate(zip(trees.paths_of(params), calls, strict=True)):
+    for i, (path, call) in enumerate(zip(trees.leaf_paths(params), calls, strict=True)):
         if call is not None:
             rule, *args = call
             results[i], new = per_leaf(rule, path, {name: leaves[i] for name, leaves in slots.items()}, *args)

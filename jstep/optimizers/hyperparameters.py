@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jstep.core import trees
 from jstep.core.annotations import P, Tree
-from jstep.core.checks import Bounds, kind, shown
+from jstep.core.checks import Bounds, format_value, kind
 from jstep.core.device_values import as_scalar
 from jstep.core.trees import Array, Held, ScalarOrSchedule, Slots, Step
 from jstep.slots.roles import Role, Roles, abstractly
@@ -92,7 +92,7 @@ def held_slots(hyper: Mapping[str, Any]) -> Slots:
     return {f"{HELD}/{entry.name}": jnp.array(entry.value, dtype=jnp.float32, copy=True) for entry in held}
 
 
-def shown_name(slot: str) -> str | None:
+def display_name(slot: str) -> str | None:
     """The name of a held hyperparameter, from the name of its slot; None for other slots."""
     parts = slot.split("/")
     if HELD not in parts[:-1]:
@@ -103,7 +103,7 @@ def shown_name(slot: str) -> str | None:
 
 def held_values(slots: Slots) -> dict[str, Array]:
     """All held hyperparameters among some slots, by name (`embed/learning_rate`); no optimizer is needed."""
-    named = ((shown_name(slot), value) for slot, value in slots.items() if trees.is_array(value))
+    named = ((display_name(slot), value) for slot, value in slots.items() if trees.is_array(value))
     return {name: value for name, value in named if name is not None}
 
 
@@ -184,7 +184,7 @@ def _slot_of(state: Tree, name: str) -> str:
     if not isinstance(name, str):
         raise TypeError(f"name={name!r}: must be a string, got {kind(name)}")
     arrays = (slot for slot, value in slots.items() if trees.is_array(value))
-    slot_of = {shown: slot for slot in arrays if (shown := shown_name(slot)) is not None}
+    slot_of = {shown: slot for slot in arrays if (shown := display_name(slot)) is not None}
     if name not in slot_of:
         injected = next((slot for slot in slots if _is_injected(slot, name)), None)
         if injected is not None:
@@ -195,7 +195,7 @@ def _slot_of(state: Tree, name: str) -> str:
             )
         have = f"it holds {sorted(slot_of)}" if slot_of else "it holds none"
         raise KeyError(
-            f"name={name!r}: the state holds no such hyperparameter{trees.nearest(name, slot_of)}; {have}. "
+            f"name={name!r}: the state holds no such hyperparameter{trees.suggest_names(name, slot_of)}; {have}. "
             "To hold a hyperparameter in the state, pass jstep.held(name, value) in place of its number."
         )
     return slot_of[name]
@@ -221,10 +221,10 @@ Hyper: TypeAlias = dict[str, Any]
 """The values of hyperparameters at a step, by name."""
 
 
-def checked(name: str, value: ScalarOrSchedule, **bounds: Unpack[Bounds]) -> Any:
+def check_hyperparameter(name: str, value: ScalarOrSchedule, **bounds: Unpack[Bounds]) -> Any:
     """Check a number, an array or the initial value of a held one; return schedules as they are."""
     if isinstance(value, Held):
-        return dataclasses.replace(value, value=checked(name, value.value, **bounds))
+        return dataclasses.replace(value, value=check_hyperparameter(name, value.value, **bounds))
     candidate: Any = value
     if isinstance(candidate, type):
         raise TypeError(f"{name}={candidate.__name__}: must be a number, an array or a schedule, got a class")
@@ -234,13 +234,13 @@ def checked(name: str, value: ScalarOrSchedule, **bounds: Unpack[Bounds]) -> Any
 
 
 def constant(name: str, value: Any, **bounds: Any) -> float:
-    """Check a number that is fixed when the optimizer is created: as `checked`, without schedules or `held`."""
+    """Check a number that is fixed when the optimizer is created: no schedules and no `held`."""
     if callable(value) or isinstance(value, Held) or trees.is_traced(value):
         got = "a held value" if isinstance(value, Held) else "a traced array" if trees.is_array(value) else "a function"
         raise TypeError(
             f"{name}={value!r}: must be a plain number, got {got}; it is fixed when the optimizer is created"
         )
-    return float(checked(name, value, **bounds))
+    return float(check_hyperparameter(name, value, **bounds))
 
 
 def low_dtype(argument: str, dtype: DTypeLike | None) -> Any:
@@ -251,7 +251,9 @@ def low_dtype(argument: str, dtype: DTypeLike | None) -> Any:
     except TypeError:
         result = None
     if result is None or not jnp.issubdtype(result, jnp.floating):
-        raise TypeError(f"{argument}={shown(dtype)}: must be a floating dtype such as jnp.bfloat16, got {kind(dtype)}")
+        raise TypeError(
+            f"{argument}={format_value(dtype)}: must be a floating dtype such as jnp.bfloat16, got {kind(dtype)}"
+        )
     return result
 
 
@@ -299,7 +301,7 @@ def as_schedule(value: ScalarOrSchedule, name: str = "value") -> Callable[[Step]
         >>> jstep.as_schedule(0.1)(7), float(jstep.as_schedule(jstep.exponential_decay(1.0, 1, 0.5))(2))
         (0.1, 0.25)
     """
-    hyperparameter = checked(name, value)
+    hyperparameter = check_hyperparameter(name, value)
     if isinstance(hyperparameter, Held):
         raise TypeError(f"{name}: must be a number, an array or a schedule; held hyperparameters need jstep.leafwise")
     return lambda step: value_at(name, hyperparameter, step)
@@ -316,7 +318,7 @@ def report(hyper: Mapping[str, Any]) -> Callable[[Step], dict[str, Array]]:
     return lambda step, /: as_arrays(values_at(hyper, step), step)
 
 
-def reported_names(reported: Callable[[Step], Mapping[str, Any]]) -> dict[str, bool]:
+def report_names(reported: Callable[[Step], Mapping[str, Any]]) -> dict[str, bool]:
     """The hyperparameters that a function reports, and whether they depend on the step. Uses no device."""
     names: dict[str, bool] = {}
     with contextlib.suppress(Exception):  # it may need a concrete step, which no compiled step provides

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool
+from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates
-from jstep.differentiate.clipping import norm_of
+from jstep.differentiate.clipping import compute_norm
 from jstep.optimizers import rules
 from jstep.optimizers.adam import M_V, adam_direction, corrections
 from jstep.optimizers.compose import element
@@ -222,7 +222,7 @@ def scale_by_ratio(p: Array, u: Array, rate: Any = 1.0, coefficient: Any = 1.0, 
 
     It does not overflow or underflow if the result does not, even if the ratio does.
     """
-    of_p, of_u = norm_of([p]), norm_of([u])
+    of_p, of_u = compute_norm([p]), compute_norm([u])
     neither = (of_p > 0) & (of_u > 0)
     divisor = jnp.where(neither, of_u + epsilon, jnp.full_like(of_u, 0.5))  # whose power of two is 1
     unit = _power_of_two(divisor)

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_function, kind, shown
+from jstep.core.checks import as_function, format_value, kind
 from jstep.core.exceptions import setting
 from jstep.core.logs import log_warning
-from jstep.core.selection import VarList, check_form, flags, is_named, names_of
+from jstep.core.selection import VarList, check_form, flags, is_named, leaf_names
 from jstep.core.trees import Params
 
 Flag: TypeAlias = Callable[[Params], list[Any]]
@@ -43,7 +43,7 @@ def decay_mask(argument: str, var_list: VarList) -> Flag:
         if is_empty and not has_warned and not IN_PART.get():
             has_warned = True
             text = "%s=%s: selects none of the parameters %s, so that nothing decays"
-            log_warning(text, argument, shown(var_list), trees.paths_of(params)[:20])
+            log_warning(text, argument, format_value(var_list), trees.leaf_paths(params)[:20])
         return chosen
 
     return selected
@@ -62,11 +62,11 @@ def first_match(argument: str, entries: Iterable[Any]) -> Flag:
     globs = list(entries)
     for glob in globs:
         if not isinstance(glob, str):
-            raise TypeError(f"{argument}: {shown(glob)} must be a path or a glob, got {kind(glob)}")
+            raise TypeError(f"{argument}: {format_value(glob)} must be a path or a glob, got {kind(glob)}")
 
     def of(params: Params) -> list[Any]:
         flags(params, globs, argument)
-        everything = names_of(params)
+        everything = leaf_names(params)
         exact = {name for names in everything for name in names}
 
         def means(glob: str, names: tuple[str, ...]) -> bool:
@@ -123,24 +123,27 @@ def matrix_axes(axes: Axes | None, purpose: str, label: str, optimizer: str) -> 
         shape = np.shape(leaf)
         if len(shape) < 2:
             raise ValueError(
-                f"params: the leaf at {trees.quoted(path)} has shape {shape}: must have two axes, a matrix, {purpose}; "
+                f"params: the leaf at {trees.quote_path(path)} has shape {shape}: must have two axes, a matrix, "
+                f"{purpose}; "
                 f"train the rest with another optimizer: jstep.partition({{'{label}': {optimizer}, 'adamw': "
                 f"jstep.adamw(1e-3)}}, lambda path, leaf: '{label}' if leaf.ndim == 2 and 'embed' not in path else "
                 "'adamw')"
             )
         pair = (-2, -1) if axes is None else axes(path, leaf)
         if not (isinstance(pair, tuple | list) and len(pair) == 2):
-            raise ValueError(f"axes: must return (in, out) for {path!r} of shape {shape}, got {shown(pair)}")
+            raise ValueError(f"axes: must return (in, out) for {path!r} of shape {shape}, got {format_value(pair)}")
         try:
             parts = [
                 tuple(range(len(shape))[axis] for axis in (part if isinstance(part, tuple | list) else (part,)))
                 for part in pair
             ]
         except (IndexError, TypeError) as error:
-            raise ValueError(f"axes: {shown(pair)} for {path!r}: must be axes of shape {shape}") from error
+            raise ValueError(f"axes: {format_value(pair)} for {path!r}: must be axes of shape {shape}") from error
         flat = [axis for part in parts for axis in part]
         if not all(parts) or len(set(flat)) != len(flat):
-            raise ValueError(f"axes: {shown(pair)} for {path!r} of shape {shape}: must be two parts of different axes")
+            raise ValueError(
+                f"axes: {format_value(pair)} for {path!r} of shape {shape}: must be two parts of different axes"
+            )
         return parts[0], parts[1]
 
     return of_leaf
@@ -157,7 +160,9 @@ def unit_axes(
     def as_axes(value: object, where: str) -> tuple[int, ...]:
         some = (value,) if isinstance(value, int) else value
         if not isinstance(some, tuple | list) or not all(isinstance(a, int) and not isinstance(a, bool) for a in some):
-            raise TypeError(f"{where}={shown(value)}: must be a tuple of axes, or a function (path, leaf) -> tuple")
+            raise TypeError(
+                f"{where}={format_value(value)}: must be a tuple of axes, or a function (path, leaf) -> tuple"
+            )
         return tuple(some)
 
     fixed = () if axes is None or callable(axes) else as_axes(axes, "axes")
@@ -166,10 +171,12 @@ def unit_axes(
         shape = np.shape(leaf)
         if axes is None:
             return default(shape)
-        some = as_axes(axes(path, leaf), f"axes at {trees.quoted(path)}") if callable(axes) else fixed
+        some = as_axes(axes(path, leaf), f"axes at {trees.quote_path(path)}") if callable(axes) else fixed
         for axis in some:
             if not -len(shape) <= axis < len(shape):
-                raise ValueError(f"axes={some}: the leaf at {trees.quoted(path)} of shape {shape} has no axis {axis}")
+                raise ValueError(
+                    f"axes={some}: the leaf at {trees.quote_path(path)} of shape {shape} has no axis {axis}"
+                )
         return some
 
     return of_leaf

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jstep.core import trees
-from jstep.core.calls import makes_optimizer
-from jstep.core.checks import kind, shown
+from jstep.core.checks import format_value, kind
 from jstep.core.device_values import as_key
+from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import nested
 from jstep.optimizers.host_slots import on_leaves
@@ -105,7 +105,9 @@ def _floating_dtype(dtype: DTypeLike) -> Any:
     try:
         result = jnp.dtype("none" if dtype is None else dtype)  # None would be float64
     except TypeError:
-        raise TypeError(f"dtype={shown(dtype)}: must be a floating dtype such as float32, got {kind(dtype)}") from None
+        raise TypeError(
+            f"dtype={format_value(dtype)}: must be a floating dtype such as float32, got {kind(dtype)}"
+        ) from None
     if not trees.is_floating(result) or result.itemsize < 4:
         raise TypeError(f"dtype={result}: must be a floating dtype of at least 32 bits, such as float32")
     return jax.dtypes.canonicalize_dtype(result)

@@ -16,16 +16,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jstep.core import trees
-from jstep.core.calls import makes_optimizer
-from jstep.core.checks import as_bool, as_int, as_number, kind, one_of, shown
+from jstep.core.checks import as_bool, as_int, as_number, check_choice, format_value, kind
 from jstep.core.device_values import when_concrete
 from jstep.core.meshes import mesh_axes_of
 from jstep.core.placement import layout_of
+from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.optimizers import hyperparameters, rules
 from jstep.optimizers.compose import chain, element
-from jstep.optimizers.hyperparameters import Hyper, checked
+from jstep.optimizers.hyperparameters import Hyper, check_hyperparameter
 from jstep.optimizers.leaf_values import Axes, MatrixAxes, by_path, matrix_axes, own_leaves
 from jstep.optimizers.rules import SLOW, Masked, Result, Slot, Values, average, from_direction, from_update, positive
 from jstep.slots.indexed_slices import IndexedSlices
@@ -37,7 +37,7 @@ from jstep.slots.roles import BLOCK
 Names = tuple[str, ...]
 
 
-class Layout(NamedTuple):
+class MatrixLayout(NamedTuple):
     """The sharding of a stack of matrices: the mesh axes of its batch (major first), rows and columns."""
 
     mesh: Any
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
     columns: Names
 
 
-def layout_of_matrix(sharding: NamedSharding | None, shape: tuple[int, ...], axes: MatrixAxes) -> Layout | None:
+def layout_of_matrix(sharding: NamedSharding | None, shape: tuple[int, ...], axes: MatrixAxes) -> MatrixLayout | None:
     """The layout of an array as a stack of matrices; None if it is unknown, or has none."""
     if sharding is None or sharding.mesh.size == 1 or len(sharding.spec) > len(shape):
         return None
@@ -55,10 +55,12 @@ def layout_of_matrix(sharding: NamedSharding | None, shape: tuple[int, ...], axe
     # Of several axes that are merged into one, only the first may be split.
     if any(spec[i] for part in parts for i in part[1:]):
         return None
-    return Layout(sharding.mesh, *(spec[part[0]] if part else () for part in parts))
+    return MatrixLayout(sharding.mesh, *(spec[part[0]] if part else () for part in parts))
 
 
-def distribute_matrices(members: Sequence[Array], layout: Layout, compute: Callable[[Array], Array]) -> list[Array]:
+def distribute_matrices(
+    members: Sequence[Array], layout: MatrixLayout, compute: Callable[[Array], Array]
+) -> list[Array]:
     """Apply `compute` to stacked matrices of one shape, each on one device, or on as few as possible."""
     shape = members[0].shape[-2:]
     # Each shard of a split batch is extended by itself: concatenated in global order, the shards would have to move.
@@ -83,7 +85,7 @@ def distribute_matrices(members: Sequence[Array], layout: Layout, compute: Calla
     return [stack[:, first:end].reshape(member.shape) for member, (first, end) in parts_of]
 
 
-def _hops(layout: Layout, count: int) -> list[tuple[Names, Names, Names]]:
+def _hops(layout: MatrixLayout, count: int) -> list[tuple[Names, Names, Names]]:
     """The successive layouts of a stack, from its own to one that splits only between matrices."""
     mesh, batch, rows, columns = layout
     sizes, used = mesh.shape, {*batch, *rows, *columns}
@@ -142,7 +144,7 @@ def triples_and_safety(coefficients: object, steps: int | None) -> tuple[tuple[T
     count = None if steps is None else as_int(steps, "ns_steps", at_least=1)
     if not isinstance(coefficients, str):
         return _own(coefficients, 5 if count is None else count), 1.0
-    triples, default, safety, repeats = PRESETS[one_of(coefficients, "ns_coefficients", PRESETS)]
+    triples, default, safety, repeats = PRESETS[check_choice(coefficients, "ns_coefficients", PRESETS)]
     count = default if count is None else count
     if count > len(triples) and not repeats:
         raise ValueError(
@@ -156,7 +158,8 @@ def _own(value: object, count: int) -> tuple[Triple, ...]:
     triples = [value] * count if _is_triple(value) else value
     if not (isinstance(triples, list | tuple) and all(map(_is_triple, triples))):
         raise TypeError(
-            f"ns_coefficients={shown(value)}: must be three numbers (a, b, c), such a triple for each of the {count} "
+            f"ns_coefficients={format_value(value)}: must be three numbers (a, b, c), such a triple for each of the "
+            f"{count} "
             f"steps, or one of {', '.join(map(repr, PRESETS))}, got {kind(value)}"
         )
     if len(triples) != count:
@@ -193,8 +196,8 @@ class Iteration(NamedTuple):
     schatten: bool = False
 
 
-def orthogonalized(
-    matrices: Sequence[Array], iteration: Iteration, epsilon: object, layouts: Sequence[Layout | None]
+def orthogonalize_matrices(
+    matrices: Sequence[Array], iteration: Iteration, epsilon: object, layouts: Sequence[MatrixLayout | None]
 ) -> list[Array]:
     """Orthogonalize matrices [..., rows, columns] approximately; a zero matrix stays zero.
 
@@ -324,7 +327,7 @@ def normalize_neurons(
     norm, while the paper sets the root mean square to 0.2.
     """
     matrix = matrix_axes(axes, "to normalize its neurons", "normuon", NORMUON)
-    whose = one_of(over, "over", ["neuron", "short"])
+    whose = check_choice(over, "over", ["neuron", "short"])
 
     def mean_and_matrix(path: str, leaf: Any) -> MatrixAxes:
         rows, columns = matrix(path, leaf)
@@ -335,7 +338,10 @@ def normalize_neurons(
         mean, _ = mean_and_matrix(path, leaf)
         return tuple(1 if axis in mean else size for axis, size in enumerate(np.shape(leaf)))
 
-    hyper = {"neuron_beta2": checked("beta2", beta2, **rules.BETA), "neuron_epsilon": positive("epsilon", epsilon)}
+    hyper = {
+        "neuron_beta2": check_hyperparameter("beta2", beta2, **rules.BETA),
+        "neuron_epsilon": positive("epsilon", epsilon),
+    }
     flags = {"axes": by_path(mean_and_matrix)}
     return from_update("normalize_neurons", neurons_update, {"neuron_v": Slot(shape=shape)}, hyper, flags=flags)
 
@@ -421,7 +427,7 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
     if callable(radius) and not isinstance(radius, type):
         of_leaf: Any = radius
         flags["radius"] = by_path(
-            lambda path, leaf: as_number(of_leaf(path, leaf), f"radius at {trees.quoted(path)}", low=0, above=True)
+            lambda path, leaf: as_number(of_leaf(path, leaf), f"radius at {trees.quote_path(path)}", low=0, above=True)
         )
     elif radius is not None:
         hyper["radius"] = radius
@@ -475,7 +481,8 @@ def _refuse_zero(path: str, leaf: Any, axes: tuple[int, ...]) -> None:
     if np.any(norms == 0):
         place = tuple(np.argwhere(norms == 0)[0].tolist())
         raise ValueError(
-            f"params: {f'the matrix {place} of ' if place else ''}the leaf at {trees.quoted(path)} has norm 0: must "
+            f"params: {f'the matrix {place} of ' if place else ''}the leaf at {trees.quote_path(path)} has norm 0: "
+            "must "
             "not be zero, because on_hyperball keeps the norm and it would stay zero; initialize it with random "
             "numbers, or train it with another optimizer (jstep.partition)"
         )
@@ -618,10 +625,10 @@ def orthogonalize(
     dtype = hyperparameters.low_dtype("ns_dtype", ns_dtype)
     # Leaves are computed in at least float32 anyway; wider ones keep their dtype.
     triples, safety = triples_and_safety(ns_coefficients, ns_steps)
-    schatten = one_of(normalization, "normalization", ["frobenius", "schatten"]) == "schatten"
+    schatten = check_choice(normalization, "normalization", ["frobenius", "schatten"]) == "schatten"
     iteration = Iteration(triples, None if dtype == np.float32 else dtype, safety, schatten)
-    hyper = {"epsilon": checked("epsilon", epsilon, low=0, above=True)}
-    factor = SCALES[one_of(scale, "scale", list(SCALES))]
+    hyper = {"epsilon": check_hyperparameter("epsilon", epsilon, low=0, above=True)}
+    factor = SCALES[check_choice(scale, "scale", list(SCALES))]
     is_spread = as_bool(distribute, "distribute")
     axes_of = by_path(matrix_axes(axes, "to be orthogonalized", "muon", "jstep.muon(1e-3)"))
 
@@ -636,7 +643,7 @@ def orthogonalize(
                 layouts.append(layout_of_matrix(sharding, leaf.shape, where))
                 dense = gradient.to_dense() if isinstance(gradient, IndexedSlices) else gradient
                 matrices[i], ways[i] = as_matrix(dense.astype(trees.compute_dtype(leaf.dtype)), where)
-        results = orthogonalized(list(matrices.values()), iteration, h["epsilon"], layouts)
+        results = orthogonalize_matrices(list(matrices.values()), iteration, h["epsilon"], layouts)
         for i, matrix in zip(matrices, results, strict=True):
             new[i] = factor(*matrix.shape[-2:]) * ways[i](matrix)
         return treedef.unflatten(new)

@@ -21,7 +21,7 @@ from jstep.optimizers.rules import new_start_step
 from jstep.optimizers.updates import moves, wide_updates
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.matching import require_slots
-from jstep.slots.roles import Init, Labels, Role, Roles, labels_of, order_of, roles_of
+from jstep.slots.roles import Init, Labels, Role, Roles, init_labels, init_order, roles_of
 from jstep.state.train_state import START_STEP
 
 
@@ -111,7 +111,7 @@ def wrap_optimizer(
     def age_slots(params: Params) -> Ages:
         if not own.aged:
             return Ages([None] * len(jax.tree.leaves(params)), {})
-        inner, labels = roles_of(optimizer, params), labels_of(optimizer, params)
+        inner, labels = roles_of(optimizer, params), init_labels(optimizer, params)
 
         def free(slot: str) -> str:
             while inner.get(slot, age_role) is not age_role:  # the age of an optimizer that skips steps
@@ -148,8 +148,8 @@ def wrap_optimizer(
         updates, inner, changed = update(updates, inner, mine, at)
         return updates, mine | later | changed | inner
 
-    outer_init = wrapped_init(optimizer, init, all_roles, guarded)
-    hyper = merged_hyperparameters(parts)
+    outer_init = wrap_init(optimizer, init, all_roles, guarded)
+    hyper = merge_hyperparameters(parts)
     return Optimizer(outer_init, whole, hyper, optimizer.takes_context or takes_context)
 
 
@@ -247,10 +247,10 @@ def is_rated(optimizer: Optimizer) -> bool:
 
 
 def _reports_a_rate(optimizer: Optimizer) -> bool:
-    return any(map(hyperparameters.is_learning_rate, hyperparameters.reported_names(optimizer.hyperparameters)))
+    return any(map(hyperparameters.is_learning_rate, hyperparameters.report_names(optimizer.hyperparameters)))
 
 
-def wrapped_init(
+def wrap_init(
     optimizer: Optimizer,
     make: Callable[[Params, Step], Slots],
     roles: Callable[[Params], Roles],
@@ -259,9 +259,9 @@ def wrapped_init(
 ) -> Init:
     """The `init` of a wrapper; everything that is not passed is as in the inner optimizer."""
     is_safe = is_guarded(optimizer) if guarded is None else guarded
-    labels = labels or functools.partial(labels_of, optimizer)
+    labels = labels or functools.partial(init_labels, optimizer)
     finished = makes_finished_updates(optimizer)
-    return Init(make, roles, finished, is_safe, labels, order_of(optimizer), is_rated(optimizer))
+    return Init(make, roles, finished, is_safe, labels, init_order(optimizer), is_rated(optimizer))
 
 
 Parts = Mapping[str, Optimizer]
@@ -272,28 +272,28 @@ def merge(parts: Iterable[tuple[str, Mapping[str, Any]]], what: str) -> dict[str
     """Merge dicts, named for errors; raise if a name occurs twice. `what` is the kind of their entries."""
 
     def refusal(name: str, first: str, second: str) -> str:
-        shown = hyperparameters.shown_name(name) if what == "slot" else None
+        shown = hyperparameters.display_name(name) if what == "slot" else None
         of = "" if shown is None else f", that of the held hyperparameter {shown!r}"
         return (
             f"{first} and {second} both have a {what} named {name!r}{of}; give one of them a prefix "
             f"with jstep.scope('name', optimizer), which makes it 'name/{name}'"
         )
 
-    return trees.merged(parts, refusal)
+    return trees.merge_dicts(parts, refusal)
 
 
-def prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def add_prefix(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
-def merged_roles(parts: Parts, params: Params) -> Roles:
+def merge_roles(parts: Parts, params: Params) -> Roles:
     roles = {part: roles_of(optimizer, params) for part, optimizer in parts.items()}
     merge(roles.items(), "slot")
     merged = functools.reduce(Roles.joined, roles.values(), Roles())
     return merged.hiding() if len(parts) > 1 else merged
 
 
-def merged_hyperparameters(parts: Parts) -> Callable[[Step], dict[str, Any]]:
+def merge_hyperparameters(parts: Parts) -> Callable[[Step], dict[str, Any]]:
     return lambda step, /: merge(
         [(part, optimizer.hyperparameters(step)) for part, optimizer in parts.items()], "hyperparameter"
     )
@@ -302,9 +302,9 @@ def merged_hyperparameters(parts: Parts) -> Callable[[Step], dict[str, Any]]:
 def check_names(parts: Parts) -> None:
     """Raise for colliding names when optimizers are combined, not only when they are first used."""
     # Without parameters no device is used, because `jax.distributed.initialize` may be called later.
-    merged_roles(parts, {})
+    merge_roles(parts, {})
     # The names of a schedule that needs a concrete step are checked at first use.
-    names = [(part, hyperparameters.reported_names(optimizer.hyperparameters)) for part, optimizer in parts.items()]
+    names = [(part, hyperparameters.report_names(optimizer.hyperparameters)) for part, optimizer in parts.items()]
     merge(names, "hyperparameter")
 
 
@@ -344,7 +344,7 @@ def report_condition(condition: Condition) -> None:
         collected.append(condition)
 
 
-def conditions_of(params: Params, collected: Conditions) -> list[Array | None]:
+def update_conditions(params: Params, collected: Conditions) -> list[Array | None]:
     """The condition under which each leaf was updated, in order; None if it always was."""
     by_path: dict[Any, Array] = {}
     for part, condition, _ in collected:
@@ -355,7 +355,7 @@ def conditions_of(params: Params, collected: Conditions) -> list[Array | None]:
 
 def unless_skipped_by_guards(collected: Conditions, gradients: list[Any], params: Params) -> Array | bool:
     """Whether guards let an update through for at least one leaf with a gradient."""
-    conditions = conditions_of(params, [condition for condition in collected if condition.is_guard])
+    conditions = update_conditions(params, [condition for condition in collected if condition.is_guard])
     mine = [condition for condition, gradient in zip(conditions, gradients, strict=True) if gradient is not None]
     conditional = [condition for condition in mine if condition is not None]
     return functools.reduce(jnp.logical_or, conditional) if conditional and len(conditional) == len(mine) else True

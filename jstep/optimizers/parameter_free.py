@@ -10,16 +10,16 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.annotations import P
-from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import compute_first, on_devices
+from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
-from jstep.optimizers.hyperparameters import checked, constant
+from jstep.optimizers.hyperparameters import check_hyperparameter, constant
 from jstep.optimizers.rules import COPY, MEAN_IN_ORDER, SLOW, SQUARE, Masked, Result, Scalar, Slot, Values
-from jstep.state.slots import find_slot, masters_of, values_of
+from jstep.state.slots import find_slot, master_params, slot_values
 from jstep.state.train_state import TrainState
 
 # Prodigy: Adam with an automatically estimated learning rate.
@@ -79,7 +79,7 @@ def prodigy(
     Source: Mishchenko and Defazio, "Prodigy: An Expeditiously Adaptive Parameter-Free Learner" (2023); the results
     match the authors' `prodigyopt`. `optax.contrib.prodigy` always corrects the bias.
     """
-    first = checked("d0", d0, **rules.POSITIVE)
+    first = check_hyperparameter("d0", d0, **rules.POSITIVE)
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "d0": first}
     hyper |= {"d_coef": d_coef, "weight_decay": Masked(weight_decay, weight_decay_mask)}
     if beta3 is not None:
@@ -89,12 +89,12 @@ def prodigy(
     corrected, guarded = as_bool(bias_correction, "bias_correction"), as_bool(safeguard_warmup, "safeguard_warmup")
     slots = {"m": MEAN_IN_ORDER, "v": SQUARE, "s": SLOW, "p0": COPY}
     scalars = {"d": Scalar(first), "d_max": Scalar(first), "d_numerator": Scalar()}
-    sums = rules.Sums(progress, estimate)
-    prepare = functools.partial(decayed_sizes, corrected=corrected, guarded=guarded)
+    sums = rules.SharedScalars(progress, estimate)
+    prepare = functools.partial(decay_sizes, corrected=corrected, guarded=guarded)
     return rules.from_update("prodigy", prodigy_update, slots | scalars, hyper, prepare=prepare, sums=sums)
 
 
-def decayed_sizes(h: Values, corrected: bool, guarded: bool) -> dict[str, Any]:
+def decay_sizes(h: Values, corrected: bool, guarded: bool) -> dict[str, Any]:
     lr, d = h.learning_rate, h.d
     root = math.sqrt if isinstance(h.beta2, float) else jnp.sqrt
     beta3 = h.beta3 if "beta3" in h else root(h.beta2)
@@ -338,7 +338,7 @@ def schedule_free_params(state: TrainState[P], name: str | None = None) -> P:
     # Possible slots of `master_weights` around the optimizer of the prefix, found by name, outermost first.
     parts = prefix.split("/")[:-1]
     above = [slots.get("/".join([*parts[:count], "master"])) for count in range(len(parts) + 1)]
-    around = [*(tree for tree in above if tree is not None and trees.is_like(params, tree)), masters_of(state)]
+    around = [*(tree for tree in above if tree is not None and trees.is_like(params, tree)), master_params(state)]
 
     def x_of(leaf: Any, z: Any, *masters: object) -> Any:
         if z is None:
@@ -353,5 +353,5 @@ def schedule_free_params(state: TrainState[P], name: str | None = None) -> P:
         # If z equals y, as it does initially, x equals both. No Python numbers are used: transfers may be guarded.
         return (z + (y - z) / beta1).astype(leaf.dtype)
 
-    zs = treedef.flatten_up_to(values_of(state, prefix + "z"))
+    zs = treedef.flatten_up_to(slot_values(state, prefix + "z"))
     return treedef.unflatten(list(map(x_of, leaves, zs, *map(treedef.flatten_up_to, around))))

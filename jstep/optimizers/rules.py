@@ -69,16 +69,24 @@ from jax.typing import DTypeLike
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.calls import makes_optimizer
-from jstep.core.checks import as_mapping, shown
+from jstep.core.checks import as_mapping, format_value
+from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Held, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.host_slots import loads_slots, on_leaves
-from jstep.optimizers.hyperparameters import LEARNING_RATE, Hyper, checked, held_roles, held_slots, value_at, values_at
+from jstep.optimizers.hyperparameters import (
+    LEARNING_RATE,
+    Hyper,
+    check_hyperparameter,
+    held_roles,
+    held_slots,
+    value_at,
+    values_at,
+)
 from jstep.optimizers.leaf_values import Flag, decay_mask, own_leaves
 from jstep.slots.compact_numbers import KINDS
-from jstep.slots.indexed_slices import IndexedSlices, RowsInOrder, combined, within
+from jstep.slots.indexed_slices import IndexedSlices, RowsInOrder, combine_rows, trim_slices
 from jstep.slots.matching import match_gradients, require_slots
 from jstep.slots.roles import BLOCK, Init, Role, Roles
 from jstep.state.train_state import START_STEP
@@ -167,7 +175,7 @@ class Slot:
 
 
 class Scalar(NamedTuple):
-    """A slot with one float32 value for all parameters; `prepare` and `Sums` return its new values."""
+    """A slot with one float32 value for all parameters; `prepare` and `SharedScalars` return its new values."""
 
     initial: Any = 0.0
 
@@ -179,7 +187,7 @@ class Masked(NamedTuple):
     mask: VarList
 
 
-class Sums(NamedTuple):
+class SharedScalars(NamedTuple):
     """Scalars that depend on all leaves: `measure(g, p, s, h)` is summed over them, `conclude(h)` sees the sums."""
 
     measure: Callable[[Array, Array, Values, Values], dict[str, Any]]
@@ -244,7 +252,8 @@ def from_direction(
     decay = as_mapping(hyper, "hyper", _HYPER).get("weight_decay")
     if weight_decay_mask is not None and decay is None:
         raise ValueError(
-            f"weight_decay_mask={shown(weight_decay_mask)}: must be None without a weight_decay; add one to hyper"
+            f"weight_decay_mask={format_value(weight_decay_mask)}: must be None without a weight_decay; add one to "
+            "hyper"
         )
     if decay is not None and not isinstance(decay, Masked):
         hyper = {**hyper, "weight_decay": Masked(decay, weight_decay_mask)}
@@ -264,7 +273,7 @@ def from_update(
     *,
     flags: Mapping[str, Flag] | None = None,
     prepare: Prepare | None = None,
-    sums: Sums | None = None,
+    sums: SharedScalars | None = None,
     by_rows: bool = False,
 ) -> Optimizer:
     """An optimizer whose rule returns the update of a leaf.
@@ -322,12 +331,12 @@ def checking(optimizer: Optimizer, check: Callable[[Params], Any]) -> Optimizer:
 
 
 def in_bounds(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: checked(name, value, **BOUNDS.get(name, {})) for name, value in hyper.items()}
+    return {name: check_hyperparameter(name, value, **BOUNDS.get(name, {})) for name, value in hyper.items()}
 
 
 def positive(name: str, value: Any) -> Any:
     """A hyperparameter > 0 whose range in `BOUNDS` includes 0."""
-    return checked(name, value, **POSITIVE)
+    return check_hyperparameter(name, value, **POSITIVE)
 
 
 def decays(h: Values) -> bool:
@@ -461,7 +470,7 @@ def leafwise(
     flags = {} if flags is None else as_mapping(flags, "flags", "from names to functions of params")
     if slots is not None and not callable(slots):
         as_mapping(slots, "slots", _SLOTS)
-    hyper = {name: checked(name, value) for name, value in as_mapping(hyper, "hyper", _HYPER).items()}
+    hyper = {name: check_hyperparameter(name, value) for name, value in as_mapping(hyper, "hyper", _HYPER).items()}
     is_finished = LEARNING_RATE in hyper if finished is None else finished
     held = held_roles(hyper)
     scalar_names = (*([START_STEP] if aged else []), *scalars, *held)
@@ -491,7 +500,7 @@ def leafwise(
         h = Values(values_at(hyper, step, state_slots), step=jnp.asarray(step))
         h |= {name: kept[name].astype(trees.default_float()) for name in scalars}
         if aged:
-            h["age"] = age_of(step, kept[START_STEP])
+            h["age"] = slot_age(step, kept[START_STEP])
         flag_values = {name: flag(params) for name, flag in flags.items()}
         statics = [tuple((name, values[i]) for name, values in flag_values.items()) for i in range(len(gradients))]
 
@@ -602,18 +611,18 @@ def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> A
         if not isinstance(gradient, IndexedSlices):
             result, new = rule(gradient.astype(dtype), leaf.astype(dtype), Values(jax.tree.map(wide, slots)), h)
             return result, {name: narrow(name, value) for name, value in new.items()}
-        rows = combined(gradient)
+        rows = combine_rows(gradient)
         if isinstance(rows, RowsInOrder):
             update, new = rule(rows.values.astype(dtype), leaf.astype(dtype), Values(jax.tree.map(wide, slots)), h)
             kept = {name: jnp.where(rows.named, narrow(name, x), slots[name]) for name, x in new.items()}
-            return within(dataclasses.replace(rows, values=update)), kept
+            return trim_slices(dataclasses.replace(rows, values=update)), kept
         # Rows past the end are computed from the last row and dropped.
         old = Values({name: wide(slot.at[rows.indices].get(mode="clip")) for name, slot in slots.items()})
         at_rows = leaf.at[rows.indices].get(mode="clip").astype(dtype)
         update, new = rule(rows.values.astype(dtype), at_rows, old, h)
         # Indices are unique except for those past the end, so setting is well-defined.
         kept = {name: slots[name].at[rows.indices].set(narrow(name, x), mode="drop") for name, x in new.items()}
-        return within(dataclasses.replace(rows, values=update)), kept
+        return trim_slices(dataclasses.replace(rows, values=update)), kept
 
     on_leaf.__name__ = getattr(rule, "__name__", "rule")
     return jax.jit(on_leaf, static_argnums=4)
@@ -649,7 +658,7 @@ def new_start_step(global_step: Step) -> Array:
     return jnp.array(global_step, dtype=trees.default_int(), copy=True)
 
 
-def age_of(step: Step, start_step: Array) -> Array:
+def slot_age(step: Step, start_step: Array) -> Array:
     """The age of slots at the update from `step` to step + 1: 1 at their first update.
 
     `start_step` is the step minus the number of updates of the slots.
@@ -669,7 +678,8 @@ def slot_leaves(held: Slots, name: str, params: Params, shape: Callable[[str, An
         if have != (None if want is None else tuple(want)):
             raise ValueError(
                 f"slot {name!r} has {'nothing' if have is None else f'shape {have}'} at "
-                f"{trees.quoted(trees.paths_of(params)[i])}, where the parameter has shape {np.shape(leaf)} and dtype "
+                f"{trees.quote_path(trees.leaf_paths(params)[i])}, where the parameter has shape {np.shape(leaf)} and "
+                "dtype "
                 f"{jnp.result_type(leaf)}{'' if shape is None else f' and the slot should have {want}'}. Slots belong "
                 "to the params they were created for: create them with TrainState.create(params, optimizer)."
             )

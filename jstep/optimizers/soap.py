@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_int
 from jstep.core.meshes import on_every_device
+from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import rules
 from jstep.optimizers.host_slots import loads_slots, with_slots_loaded
-from jstep.optimizers.rules import MEAN_IN_ORDER, SQUARE, Masked, Result, Slot, Values, age_of, from_update
+from jstep.optimizers.rules import MEAN_IN_ORDER, SQUARE, Masked, Result, Slot, Values, from_update, slot_age
 from jstep.state.train_state import START_STEP
 
 # SOAP: Adam in the eigenbasis of Shampoo's preconditioner.
@@ -91,7 +91,7 @@ def soap(
     @loads_slots
     def update(updates: Updates, old_slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
         new_updates, new = moments.update(updates, old_slots, params, step)
-        k = age_of(step, old_slots[START_STEP]) - 1
+        k = slot_age(step, old_slots[START_STEP]) - 1
         turn = jnp.where(k == 0, FIRST, jnp.where(k % frequency == 0, NEXT, SAME))
         has_update = [not trees.is_none(u) for u in trees.flatten_like(params, new_updates, "updates")]
         treedef = trees.structure(params)
@@ -136,8 +136,8 @@ def soap_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     axes = [axis for axis in range(p.ndim) if f"gg_{axis}" in s and s[f"gg_{axis}"] is not None]
     bases = {axis: s[f"q_{axis}"] for axis in axes}
     m = h.m_old * s.m + h.m_new * g
-    v = h.v_old * s.v + h.v_new * jnp.square(projected(g, bases))
-    u = projected(projected(m, bases) / (jnp.sqrt(v) + h.epsilon), bases, back=True)
+    v = h.v_old * s.v + h.v_new * jnp.square(project(g, bases))
+    u = project(project(m, bases) / (jnp.sqrt(v) + h.epsilon), bases, back=True)
     # The bases are initialized from the first gradient, so the first update has no direction.
     update = jnp.where(h.first, jnp.zeros_like(u), -h.size * u)
     if rules.decays(h):
@@ -146,7 +146,7 @@ def soap_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     return update, {"m": m, "v": v} | {f"gg_{i}": grams[i] for i in axes}
 
 
-def projected(x: Array, bases: dict[int, Array], back: bool = False) -> Array:
+def project(x: Array, bases: dict[int, Array], back: bool = False) -> Array:
     for axis, q in bases.items():
         x = jnp.moveaxis(jnp.tensordot(x, q, ((axis,), (1 if back else 0,))), -1, axis)
     return x
@@ -203,13 +203,13 @@ def _first(leaf: EigenbasisUpdate) -> EigenbasisUpdate:
 def _next(leaf: EigenbasisUpdate) -> EigenbasisUpdate:
     bases, v = {}, leaf.v
     for axis, gram in leaf.grams.items():
-        product, order = powered(gram, leaf.bases[axis])
+        product, order = power_iteration(gram, leaf.bases[axis])
         v = jnp.take(v, order, axis)
         bases[axis] = jnp.linalg.qr(product)[0]
     return leaf._replace(bases=bases, v=v)
 
 
-def powered(gram: Array, basis: Array) -> tuple[Array, Array]:
+def power_iteration(gram: Array, basis: Array) -> tuple[Array, Array]:
     """The basis after a power iteration, by descending eigenvalues, and the permutation that sorts it."""
     product = gram @ basis
     order = jnp.argsort(jnp.sum(basis * product, 0), descending=True)
@@ -217,7 +217,7 @@ def powered(gram: Array, basis: Array) -> tuple[Array, Array]:
 
 
 def eigenvectors(gram: Array, basis: Array) -> tuple[Array, Array]:
-    """As `powered`, by Jacobi's method; the permutation is the identity."""
+    """As `power_iteration`, by Jacobi's method; the permutation is the identity."""
     jacobi = jax.lax.linalg.EighImplementation.JACOBI
     vectors, _ = jax.lax.linalg.eigh(gram, implementation=jacobi)
     return jnp.flip(vectors, 1), jnp.arange(gram.shape[0], dtype=jnp.int32)
@@ -246,7 +246,7 @@ def _loop(turn: Array, grams: list[Array], bases: list[Array], first: Any) -> tu
     """The new bases of matrices of one size, and for each the permutation of its old directions."""
 
     def turned(turn: Array, gram: Array, basis: Array) -> tuple[Array, Array]:
-        matrix, order = jax.lax.cond(turn == FIRST, first, powered, gram, basis)
+        matrix, order = jax.lax.cond(turn == FIRST, first, power_iteration, gram, basis)
         # Jacobi's rotations lose orthogonality (four of seven digits at 256 rows); QR restores it.
         return orthonormal(matrix), order
 

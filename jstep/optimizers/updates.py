@@ -13,9 +13,9 @@ from jstep.core import trees
 from jstep.core.annotations import T
 from jstep.core.checks import as_function
 from jstep.core.meshes import on_any_mesh
-from jstep.core.placement import in_order, is_on_host, on_devices
+from jstep.core.placement import is_on_host, on_devices, run_in_order
 from jstep.core.trees import Array, Params, Slots, Updates
-from jstep.slots.indexed_slices import IndexedSlices, RowsInOrder, combined, is_slices
+from jstep.slots.indexed_slices import IndexedSlices, RowsInOrder, combine_rows, is_slices
 
 
 @jax.tree_util.register_dataclass
@@ -76,7 +76,9 @@ def apply_in_order(params: Params, updates: Updates, slots: Slots, names: Collec
         new[i] = jax.lax.add(leaf, update) if _is_sum(leaf, update) else add(leaf, update)
         own = {} if is_update(update) else {name: tree for name, tree in ordered.items() if _is_alike(tree[i], leaf)}
         if any(name in names for name in own):
-            for tree, value in zip(own.values(), in_order(new[i], *(tree[i] for tree in own.values())), strict=True):
+            for tree, value in zip(
+                own.values(), run_in_order(new[i], *(tree[i] for tree in own.values())), strict=True
+            ):
                 tree[i] = value
     return treedef.unflatten(new), slots | {name: treedef.unflatten(tree) for name, tree in ordered.items()}
 
@@ -106,7 +108,7 @@ def add(leaf: Array, update: Any) -> Array:
         return jnp.where(update.named, add(leaf, update.values), leaf)
     if leaf.dtype == dtype:
         return leaf.at[update.indices].add(update.values.astype(dtype), mode="drop")
-    rows = combined(update)
+    rows = combine_rows(update)
     old = leaf.at[rows.indices].get(mode="clip").astype(dtype)
     return leaf.at[rows.indices].set((old + rows.values).astype(leaf.dtype), mode="drop")
 
@@ -168,7 +170,7 @@ def map_leaves(fn: Callable[..., Any], params: Params, *others: object) -> Any:
         return fn(path, *(_wide(x, dtype) for x in (leaf, *rest)))
 
     leaves, treedef = trees.flatten(params)
-    return treedef.unflatten([result(*row) for row in zip(trees.paths_of(params), leaves, *matched, strict=True)])
+    return treedef.unflatten([result(*row) for row in zip(trees.leaf_paths(params), leaves, *matched, strict=True)])
 
 
 def _wide(x: Any, dtype: DTypeLike) -> Any:

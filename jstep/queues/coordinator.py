@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from jstep.core.checks import as_bool, as_function, as_number, kind, shown
-from jstep.core.threads import join
+from jstep.core.checks import as_bool, as_function, as_number, format_value, kind
+from jstep.core.threads import join_thread
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.queues.queues import CancelledError, OutOfRangeError
 
@@ -62,7 +62,7 @@ class Coordinator:
         each = (types,) if isinstance(types, type) else tuple(types) if isinstance(types, Iterable) else None
         if each is None or not all(isinstance(t, type) and issubclass(t, BaseException) for t in each):
             raise TypeError(
-                f"clean_stop_exception_types={shown(types)}: must be exception types, such as "
+                f"clean_stop_exception_types={format_value(types)}: must be exception types, such as "
                 f"(jstep.OutOfRangeError,), got {kind(types)}"
             )
         self._clean_stop_types = each
@@ -210,7 +210,7 @@ class Coordinator:
         )
         ignore_live_threads = as_bool(ignore_live_threads, "ignore_live_threads")
         if isinstance(threads, threading.Thread) or not isinstance(threads, Iterable | None):
-            raise TypeError(f"threads={shown(threads)}: must be a list of threads, got {kind(threads)}")
+            raise TypeError(f"threads={format_value(threads)}: must be a list of threads, got {kind(threads)}")
         passed = {_as_thread(thread, f"threads[{i}]") for i, thread in enumerate(threads or ())}
         self._wait_for_end(passed, grace_secs)
         with self._changed:
@@ -246,7 +246,7 @@ class Coordinator:
             left = math.inf if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 return
-            join(alive, min(left, _SLICE_SECS))  # after Ctrl-C, the next `join` waits for the thread, too
+            join_thread(alive, min(left, _SLICE_SECS))  # after Ctrl-C, the next `join` waits for the thread, too
 
     @property
     def joined(self) -> bool:
@@ -271,14 +271,14 @@ def _as_exc_info(ex: object) -> ExcInfo | None:
     if isinstance(ex, tuple) and len(ex) == 3 and isinstance(ex[1], BaseException):
         return type(ex[1]), ex[1], ex[2]
     raise TypeError(
-        f"ex={shown(ex)}: must be an exception or the sys.exc_info() of one; pass the exception that was "
+        f"ex={format_value(ex)}: must be an exception or the sys.exc_info() of one; pass the exception that was "
         "caught: `except Exception as ex: coord.request_stop(ex)`"
     )
 
 
 def _as_thread(thread: object, argument: str) -> threading.Thread:
     if not isinstance(thread, threading.Thread):
-        raise TypeError(f"{argument}={shown(thread)}: must be a threading.Thread, got {kind(thread)}")
+        raise TypeError(f"{argument}={format_value(thread)}: must be a threading.Thread, got {kind(thread)}")
     return thread
 
 

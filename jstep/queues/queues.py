@@ -13,7 +13,7 @@ from jstep.core.checks import as_bool, as_int
 from jstep.core.exceptions import Picklable
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import WAITING_FOR_ROOM, doing
-from jstep.core.trees import no_rows, rows_of, stack_trees
+from jstep.core.trees import no_rows, stack_trees, unstack_trees
 
 # Exceptions of closed queues.
 
@@ -180,7 +180,7 @@ class BoundedQueue:
             ValueError: There are more rows than the capacity; or leading axes are missing, or differ in size.
         """
         with internal_transfers():
-            rows = rows_of(elements, "elements")
+            rows = unstack_trees(elements, "elements")
         n = len(rows)
         if n > self._capacity:
             raise ValueError(

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.calls import Call, RememberedFunction, remembered
-from jstep.core.checks import Bounds, as_bool, as_number, kind, shown
+from jstep.core.checks import Bounds, as_bool, as_number, format_value, kind
 from jstep.core.device_values import as_scalar
+from jstep.core.recorded_calls import RecordedCall, RememberedFunction, record_calls
 from jstep.core.trees import Array
 
 # Validation of the arguments of schedules: numbers, exact numbers of steps, and steps themselves.
@@ -45,14 +45,14 @@ _T = TypeVar("_T")
 NO_STEP = "a schedule of jstep is made without the step, and called with it later: leave out TF's global_step"
 
 
-def _remember(schedule: Any, call: Call) -> Any:
+def _remember(schedule: Any, call: RecordedCall) -> Any:
     arguments = (*call.args, *call.kwargs.values())  # a warmup of 0 steps returns its argument
     return schedule if any(schedule is argument for argument in arguments) else RememberedFunction(schedule, call)
 
 
 def makes_schedule(positional: int = 0) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Make a decorator of functions, so that the `repr` of their schedules is the call."""
-    return remembered(_remember, positional)
+    return record_calls(_remember, positional)
 
 
 # The order of arguments in `tf.train`, whose schedules accept the step after the rate. Shifted by one, a step is in the
@@ -71,7 +71,7 @@ def _explain_order(
 
 def makes_schedule_of_tf(positional: int = 0) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """As `makes_schedule`, for `tf.train`: also explain an argument too many, as in TF's order."""
-    return remembered(_remember, positional, _explain_order)
+    return record_calls(_remember, positional, _explain_order)
 
 
 def refuse_step(
@@ -82,12 +82,12 @@ def refuse_step(
     `most_steps` is the limit for integers, if a larger float might be meant.
     """
     if isinstance(value, jax.Array | np.ndarray) and jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(f"{name}={shown(value)}: must not be a step, got {kind(value)}; {NO_STEP}")
+        raise TypeError(f"{name}={format_value(value)}: must not be a step, got {kind(value)}; {NO_STEP}")
     number = trees.concrete(value)
     limit = min(most, most_steps) if isinstance(value, int | np.integer) else most
     if number is not None and number.ndim == 0 and number > limit:
         instead = f", or {float(value)} if it is meant" if limit < number <= most else ""
-        raise TypeError(f"{name}={shown(value)}: must be {meaning}, at most {limit:g}{instead}; {NO_STEP}")
+        raise TypeError(f"{name}={format_value(value)}: must be {meaning}, at most {limit:g}{instead}; {NO_STEP}")
 
 
 def flag(name: str, value: object) -> bool:
@@ -120,22 +120,24 @@ def interval(name: str, value: Any) -> Fraction:
 def duration(name: str, value: object, schedule: Callable[..., Any]) -> Fraction:
     """Convert the length of a decay of `tf.train`; below 1 it is a call in another library's order."""
     length = interval(name, value)
-    return length if length >= 1 else count(name, value, schedule)
+    return length if length >= 1 else as_count(name, value, schedule)
 
 
-def count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = False) -> Fraction:
+def as_count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = False) -> Fraction:
     """Validate a number of steps; a float, as in another library's argument order, is rejected."""
     order = f"the arguments are {schedule.__name__}({', '.join(inspect.signature(schedule).parameters)})"
     is_float = isinstance(value, float) or (trees.is_array(value) and jnp.issubdtype(value.dtype, jnp.floating))
     if is_float and not (zero and not trees.is_traced(value) and not np.ndim(value) and value == 0):
-        raise TypeError(f"{name}={shown(value)}: must be an integer, a number of steps, got {kind(value)}; {order}")
+        raise TypeError(
+            f"{name}={format_value(value)}: must be an integer, a number of steps, got {kind(value)}; {order}"
+        )
     try:
         return period(name, value, zero=zero)
     except TypeError as error:
         raise TypeError(f"{error}; {order}") from None
 
 
-def scalar(name: str, value: object, **bounds: Unpack[Bounds]) -> Any:
+def as_scalar_array(name: str, value: object, **bounds: Unpack[Bounds]) -> Any:
     with_infinities: Bounds = {"finite": False, **bounds}
     number = as_scalar(value, name, **with_infinities)
     return number if isinstance(number, float) else jnp.asarray(number).astype(trees.default_float())
@@ -212,7 +214,7 @@ class Periods(NamedTuple):
         return pieces[0] if len(pieces) == 1 else pieces[0] + pieces[1]
 
 
-def split(step: Array, length: Fraction) -> Periods:
+def divide_steps(step: Array, length: Fraction) -> Periods:
     """Divide an integer step by a period: step / length = whole + fraction, exactly.
 
     A length that does not fit 64-bit products is replaced by the nearest one that does; the result differs only if a

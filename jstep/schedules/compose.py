@@ -12,9 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_int, as_number, kind, shown
+from jstep.core.checks import as_int, as_number, format_value, kind
 from jstep.core.trees import Number, ScalarOrSchedule, Schedule, Step
-from jstep.schedules.arithmetic import count, makes_schedule, makes_schedule_of_tf, ramp, refuse_step, scalar, steps
+from jstep.schedules.arithmetic import (
+    as_count,
+    as_scalar_array,
+    makes_schedule,
+    makes_schedule_of_tf,
+    ramp,
+    refuse_step,
+    steps,
+)
 
 
 @makes_schedule(1)
@@ -26,7 +34,7 @@ def constant(value: Number) -> Schedule:
         >>> print(jstep.constant(0.5)(1000))
         0.5
     """
-    number = scalar("value", value)
+    number = as_scalar_array("value", value)
 
     def schedule(step: Step, /) -> Any:
         return jnp.full(steps(step).shape, number, trees.default_float())
@@ -37,15 +45,15 @@ def constant(value: Number) -> Schedule:
 def _as_schedule(name: str, schedule: ScalarOrSchedule) -> Any:
     if isinstance(schedule, type):
         raise TypeError(
-            f"{name}={shown(schedule)}: must be a schedule or a number, got {kind(schedule)}; call it first"
+            f"{name}={format_value(schedule)}: must be a schedule or a number, got {kind(schedule)}; call it first"
         )
-    return schedule if callable(schedule) else constant(scalar(name, schedule))
+    return schedule if callable(schedule) else constant(as_scalar_array(name, schedule))
 
 
 def _listed(name: str, values: object) -> list[Any]:
     # Strings are sequences, too, and numbers are not: both would raise a misleading error later.
     if not isinstance(values, list | tuple | np.ndarray | jax.Array) or getattr(values, "ndim", 1) == 0:
-        raise TypeError(f"{name}={shown(values)}: must be a list, got {kind(values)}")
+        raise TypeError(f"{name}={format_value(values)}: must be a list, got {kind(values)}")
     return list(values)
 
 
@@ -86,7 +94,7 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
         raise ValueError(
             f"values: got {len(values)} for {len(edges)} boundaries; there must be one more value than boundaries"
         )
-    numbers = [scalar(f"values[{i}]", value) for i, value in enumerate(values)]
+    numbers = [as_scalar_array(f"values[{i}]", value) for i, value in enumerate(values)]
 
     def schedule(step: Step, /) -> Any:
         step = steps(step)
@@ -138,7 +146,7 @@ def linear_warmup(schedule: ScalarOrSchedule, warmup_steps: int) -> Schedule:
         [0.25, 0.5, 0.75, 1.0, 1.0]
     """
     inner = _as_schedule("schedule", schedule)
-    length = count("warmup_steps", warmup_steps, linear_warmup, zero=True)
+    length = as_count("warmup_steps", warmup_steps, linear_warmup, zero=True)
     if not length:
         return inner
 
@@ -253,7 +261,7 @@ def times(*schedules: ScalarOrSchedule) -> Schedule:
     for i, part in enumerate(schedules):
         if isinstance(part, list | tuple):
             raise TypeError(
-                f"schedules[{i}]={shown(part)}: must be a schedule or a number, got a list; use times(*[…])"
+                f"schedules[{i}]={format_value(part)}: must be a schedule or a number, got a list; use times(*[…])"
             )
     parts = [_as_schedule(f"schedules[{i}]", part) for i, part in enumerate(schedules)]
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import Bounds, as_number, one_of
+from jstep.core.checks import Bounds, as_number, check_choice
 from jstep.core.trees import Number, Schedule, Step
 from jstep.schedules import arithmetic
 from jstep.schedules.arithmetic import steps as exact
@@ -51,7 +51,7 @@ def exponential_decay(
     start, length, rate, staircase = _checked(learning_rate, decay_steps, decay_rate, staircase, low=0, finite=True)
 
     def schedule(step: Step, /) -> Any:
-        return start * arithmetic.power(rate, None, arithmetic.split(exact(step), length), staircase=staircase)
+        return start * arithmetic.power(rate, None, arithmetic.divide_steps(exact(step), length), staircase=staircase)
 
     return schedule
 
@@ -87,7 +87,7 @@ def natural_exp_decay(
 
     def schedule(step: Step, /) -> Any:
         base, log = (arithmetic.exp(-rate), -rate) if isinstance(rate, float) else (jnp.exp(-rate), None)
-        return start * arithmetic.power(base, log, arithmetic.split(exact(step), length), staircase=staircase)
+        return start * arithmetic.power(base, log, arithmetic.divide_steps(exact(step), length), staircase=staircase)
 
     return schedule
 
@@ -122,7 +122,7 @@ def inverse_time_decay(
     start, length, rate, staircase = _checked(learning_rate, decay_steps, decay_rate, staircase, low=0, finite=True)
 
     def schedule(step: Step, /) -> Any:
-        periods = arithmetic.split(exact(step), length)
+        periods = arithmetic.divide_steps(exact(step), length)
         return start / (1 + rate * (periods.whole if staircase else periods.whole + periods.fraction))
 
     return schedule
@@ -131,8 +131,11 @@ def inverse_time_decay(
 def _checked(
     learning_rate: object, decay_steps: object, decay_rate: object, staircase: object, **bounds: Unpack[Bounds]
 ) -> tuple[Any, Fraction, Any, bool]:
-    start, length = arithmetic.scalar("learning_rate", learning_rate), arithmetic.interval("decay_steps", decay_steps)
-    rate = arithmetic.scalar("decay_rate", decay_rate, **bounds)
+    start, length = (
+        arithmetic.as_scalar_array("learning_rate", learning_rate),
+        arithmetic.interval("decay_steps", decay_steps),
+    )
+    rate = arithmetic.as_scalar_array("decay_rate", decay_rate, **bounds)
     arithmetic.refuse_step("learning_rate", learning_rate)
     staircase = arithmetic.flag("staircase", staircase)
     arithmetic.refuse_step("decay_rate", decay_rate, most_steps=10, meaning="a rate")
@@ -170,10 +173,10 @@ def polynomial_decay(
 
     Source: `tf.train.polynomial_decay`.
     """
-    start = arithmetic.scalar("learning_rate", learning_rate)
+    start = arithmetic.as_scalar_array("learning_rate", learning_rate)
     length = arithmetic.duration("decay_steps", decay_steps, polynomial_decay)
-    end = arithmetic.scalar("end_learning_rate", end_learning_rate)
-    exponent = arithmetic.scalar("power", power, low=0, finite=True)
+    end = arithmetic.as_scalar_array("end_learning_rate", end_learning_rate)
+    exponent = arithmetic.as_scalar_array("power", power, low=0, finite=True)
     cycle = arithmetic.flag("cycle", cycle)
     arithmetic.refuse_step("learning_rate", learning_rate)
     largest = max(1.0, abs(start)) if isinstance(start, float) else 1.0
@@ -183,7 +186,7 @@ def polynomial_decay(
 
     def schedule(step: Step, /) -> Any:
         step = exact(step)
-        periods = arithmetic.split(step, length)
+        periods = arithmetic.divide_steps(step, length)
         if cycle:
             # 1 − step / (decay_steps · ⌈step / decay_steps⌉); the ceiling is 1 at step 0, as in TF.
             at_end = (periods.fraction == 0) & (step > 0)
@@ -221,8 +224,11 @@ def linear(init_value: Number, end_value: Number, steps: int) -> Schedule:
     Source: `optax.linear_schedule`, `torch.optim.lr_scheduler.LinearLR`. As a warmup from init_value 0 its first update
     has rate 0; `linear_warmup` has a first rate above zero.
     """
-    start, end = arithmetic.scalar("init_value", init_value), arithmetic.scalar("end_value", end_value)
-    length = arithmetic.count("steps", steps, linear)
+    start, end = (
+        arithmetic.as_scalar_array("init_value", init_value),
+        arithmetic.as_scalar_array("end_value", end_value),
+    )
+    length = arithmetic.as_count("steps", steps, linear)
     return _curve(start, end, length, "linear")
 
 
@@ -240,7 +246,7 @@ def _curve(first: object, last: object, length: Fraction, shape: str) -> Schedul
 
 
 def _fraction(name: str, value: object) -> Any:
-    number = arithmetic.scalar(name, value)
+    number = arithmetic.as_scalar_array(name, value)
     arithmetic.refuse_step(name, value, most=1, meaning="a fraction")
     return number
 
@@ -269,13 +275,13 @@ def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0)
 
     Source: Loshchilov and Hutter, "SGDR" (2016); `tf.train.cosine_decay`.
     """
-    start = arithmetic.scalar("learning_rate", learning_rate)
+    start = arithmetic.as_scalar_array("learning_rate", learning_rate)
     length = arithmetic.duration("decay_steps", decay_steps, cosine_decay)
     floor = _fraction("alpha", alpha)
     arithmetic.refuse_step("learning_rate", learning_rate)
 
     def schedule(step: Step, /) -> Any:
-        periods = arithmetic.split(arithmetic.steps(step), length)
+        periods = arithmetic.divide_steps(arithmetic.steps(step), length)
         remaining = periods.remaining
         cosine = jnp.where(periods.whole > 0, jnp.zeros_like(remaining), arithmetic.half_cosine(remaining))
         return start * ((1 - floor) * cosine + floor)
@@ -320,7 +326,7 @@ def cosine_decay_restarts(
     Source: Loshchilov and Hutter, "SGDR" (2016); `tf.train.cosine_decay_restarts`, which computes the period with a
     float logarithm and therefore misplaces restarts; here they are tabulated.
     """
-    start = arithmetic.scalar("learning_rate", learning_rate)
+    start = arithmetic.as_scalar_array("learning_rate", learning_rate)
     length = arithmetic.duration("first_decay_steps", first_decay_steps, cosine_decay_restarts)
     floor = _fraction("alpha", alpha)
     stretch = arithmetic.period("t_mul", t_mul)
@@ -332,7 +338,7 @@ def cosine_decay_restarts(
         raise ValueError(f"t_mul={t_mul}: must be ≥ 1, or the periods would shrink to nothing")
 
     def periodic(step: Step, /) -> Any:
-        periods = arithmetic.split(arithmetic.steps(step), length)
+        periods = arithmetic.divide_steps(arithmetic.steps(step), length)
         peak = 1.0 if height == 1.0 else arithmetic.power(height, None, periods, staircase=True)
         return start * ((1 - floor) * peak * arithmetic.half_cosine(periods.remaining) + floor)
 
@@ -403,16 +409,16 @@ def linear_cosine_decay(
     Source: Bello et al., "Neural Optimizer Search with Reinforcement Learning" (2017);
     `tf.train.linear_cosine_decay`.
     """
-    start = arithmetic.scalar("learning_rate", learning_rate)
+    start = arithmetic.as_scalar_array("learning_rate", learning_rate)
     length = arithmetic.duration("decay_steps", decay_steps, linear_cosine_decay)
-    count = arithmetic.scalar("num_periods", num_periods)
+    count = arithmetic.as_scalar_array("num_periods", num_periods)
     above, floor = _fraction("alpha", alpha), _fraction("beta", beta)
     arithmetic.refuse_step("learning_rate", learning_rate)
     most = max(8.0, float(length) / 2)  # with more, a period has fewer than two steps
     arithmetic.refuse_step("num_periods", num_periods, most=most, most_steps=min(most, 100), meaning="a few")
 
     def schedule(step: Step, /) -> Any:
-        periods = arithmetic.split(arithmetic.steps(step), length)
+        periods = arithmetic.divide_steps(arithmetic.steps(step), length)
         over, fraction, remaining = periods.whole > 0, periods.fraction, periods.remaining
         fraction = jnp.where(over, jnp.ones_like(fraction), fraction)
         remaining = jnp.where(over, jnp.zeros_like(remaining), remaining)
@@ -462,13 +468,16 @@ def one_cycle(
     Source: Smith and Topin, "Super-Convergence" (2017); `torch.optim.lr_scheduler.OneCycleLR` with its two phases,
     whose `final_div_factor` also divides the first value. Optax's schedule ends at total_steps, one update later.
     """
-    top, length = arithmetic.scalar("max_value", max_value), arithmetic.count("total_steps", total_steps, one_cycle)
-    first = top / arithmetic.scalar("div_factor", div_factor, low=0, above=True, finite=True)
-    last = first / arithmetic.scalar("final_div_factor", final_div_factor, low=0, above=True, finite=True)
+    top, length = (
+        arithmetic.as_scalar_array("max_value", max_value),
+        arithmetic.as_count("total_steps", total_steps, one_cycle),
+    )
+    first = top / arithmetic.as_scalar_array("div_factor", div_factor, low=0, above=True, finite=True)
+    last = first / arithmetic.as_scalar_array("final_div_factor", final_div_factor, low=0, above=True, finite=True)
     share = arithmetic.period("pct_start", pct_start, zero=True)
     if share > 1:
         raise ValueError(f"pct_start={pct_start}: must be ≤ 1, a fraction of total_steps, got {pct_start}")
-    anneal = one_of(anneal, "anneal", ["cos", "linear"])
+    anneal = check_choice(anneal, "anneal", ["cos", "linear"])
     weight = arithmetic.SHAPES["cosine" if anneal == "cos" else anneal]
     peak, end = share * length - 1, length - 1
 
@@ -506,13 +515,13 @@ def cyclical(base: Number, peak: Number, step_size_up: int, step_size_down: int 
     Source: Smith, "Cyclical Learning Rates for Training Neural Networks" (2015);
     `torch.optim.lr_scheduler.CyclicLR` with mode="triangular".
     """
-    foot, top = arithmetic.scalar("base", base), arithmetic.scalar("peak", peak)
-    up = arithmetic.count("step_size_up", step_size_up, cyclical)
-    down = up if step_size_down is None else arithmetic.count("step_size_down", step_size_down, cyclical)
+    foot, top = arithmetic.as_scalar_array("base", base), arithmetic.as_scalar_array("peak", peak)
+    up = arithmetic.as_count("step_size_up", step_size_up, cyclical)
+    down = up if step_size_down is None else arithmetic.as_count("step_size_down", step_size_down, cyclical)
     length = up + down
 
     def schedule(step: Step, /) -> Any:
-        periods = arithmetic.split(arithmetic.steps(step), length)
+        periods = arithmetic.divide_steps(arithmetic.steps(step), length)
         real = periods.fraction.dtype
         # The triangle is the minimum of two lines.
         rising = periods.fraction * jnp.asarray(float(length / up), real)
@@ -559,11 +568,11 @@ def warmup_cosine_decay(
 
     Source: `optax.warmup_cosine_decay_schedule`.
     """
-    top = arithmetic.scalar("peak", peak)
-    begin = arithmetic.scalar("init_value", init_value)
-    end = arithmetic.scalar("end_value", end_value)
-    warm = arithmetic.count("warmup_steps", warmup_steps, warmup_cosine_decay, zero=True)
-    length = arithmetic.count("decay_steps", decay_steps, warmup_cosine_decay)
+    top = arithmetic.as_scalar_array("peak", peak)
+    begin = arithmetic.as_scalar_array("init_value", init_value)
+    end = arithmetic.as_scalar_array("end_value", end_value)
+    warm = arithmetic.as_count("warmup_steps", warmup_steps, warmup_cosine_decay, zero=True)
+    length = arithmetic.as_count("decay_steps", decay_steps, warmup_cosine_decay)
     if length <= warm:
         raise ValueError(
             f"decay_steps={decay_steps}: must be > warmup_steps={warmup_steps}, got {decay_steps}; "
@@ -613,11 +622,11 @@ def warmup_stable_decay(
     Source: Hu et al., "MiniCPM" (2024); Hägele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed
     Training Durations" (2024), for 1 − √x; `get_wsd_schedule` of Hugging Face, whose warmup is step / warmup_steps.
     """
-    top, end = arithmetic.scalar("peak", peak), arithmetic.scalar("end_value", end_value)
-    warm = arithmetic.count("warmup_steps", warmup_steps, warmup_stable_decay, zero=True)
-    stable = arithmetic.count("stable_steps", stable_steps, warmup_stable_decay, zero=True)
-    length = arithmetic.count("decay_steps", decay_steps, warmup_stable_decay)
-    falling = _curve(top, end, length, one_of(shape, "shape", list(arithmetic.SHAPES)))
+    top, end = arithmetic.as_scalar_array("peak", peak), arithmetic.as_scalar_array("end_value", end_value)
+    warm = arithmetic.as_count("warmup_steps", warmup_steps, warmup_stable_decay, zero=True)
+    stable = arithmetic.as_count("stable_steps", stable_steps, warmup_stable_decay, zero=True)
+    length = arithmetic.as_count("decay_steps", decay_steps, warmup_stable_decay)
+    falling = _curve(top, end, length, check_choice(shape, "shape", list(arithmetic.SHAPES)))
     return linear_warmup(shift(falling, int(warm + stable)), int(warm))
 
 
@@ -645,7 +654,10 @@ def inverse_sqrt_decay(peak: Number, warmup_steps: int) -> Schedule:
     Source: Vaswani et al., "Attention Is All You Need" (2017); `get_inverse_sqrt_schedule` of Hugging Face, whose
     warmup is step / w.
     """
-    top, length = arithmetic.scalar("peak", peak), arithmetic.count("warmup_steps", warmup_steps, inverse_sqrt_decay)
+    top, length = (
+        arithmetic.as_scalar_array("peak", peak),
+        arithmetic.as_count("warmup_steps", warmup_steps, inverse_sqrt_decay),
+    )
 
     def schedule(step: Step, /) -> Any:
         step = arithmetic.steps(step)
@@ -677,8 +689,8 @@ def ademamix_alpha(alpha: Number, steps: int) -> Schedule:
 
     Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024), which counts updates from 1.
     """
-    height = arithmetic.scalar("alpha", alpha, low=0, finite=True)
-    return linear_warmup(height, int(arithmetic.count("steps", steps, ademamix_alpha)))
+    height = arithmetic.as_scalar_array("alpha", alpha, low=0, finite=True)
+    return linear_warmup(height, int(arithmetic.as_count("steps", steps, ademamix_alpha)))
 
 
 @arithmetic.makes_schedule()
@@ -707,8 +719,11 @@ def ademamix_beta3(beta1: Number, beta3: Number, steps: int) -> Schedule:
     Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024), which counts updates from 1.
     """
     inside: Any = {"low": 0, "above": True, "high": 1, "below": True}
-    first, last = arithmetic.scalar("beta1", beta1, **inside), arithmetic.scalar("beta3", beta3, **inside)
-    length = arithmetic.count("steps", steps, ademamix_beta3)
+    first, last = (
+        arithmetic.as_scalar_array("beta1", beta1, **inside),
+        arithmetic.as_scalar_array("beta3", beta3, **inside),
+    )
+    length = arithmetic.as_count("steps", steps, ademamix_beta3)
     logs = [math.log(beta) if isinstance(beta, float) else jnp.log(beta) for beta in (first, last)]
 
     def schedule(step: Step, /) -> Any:

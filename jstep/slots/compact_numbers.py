@@ -40,7 +40,7 @@ class Turn(NamedTuple):
 
 
 @functools.cache
-def blocks_of(shape: tuple[int, ...], near: int) -> Blocks:
+def choose_blocks(shape: tuple[int, ...], near: int) -> Blocks:
     """The blocks of an array: see the argument `block` of `compact`."""
     for axis in reversed(range(len(shape))):
         divisors = [size for size in range(SMALLEST_BLOCK, 2 * near + 1) if shape[axis] and shape[axis] % size == 0]
@@ -68,7 +68,7 @@ def _split(shape: tuple[int, ...], blocks: Blocks) -> tuple[int, ...]:
     return (*shape[: blocks.axis], shape[blocks.axis] // blocks.size, blocks.size, *shape[blocks.axis + 1 :])
 
 
-def decoded(codes: Array, scales: Array, flat: bool = False) -> Array:
+def decode(codes: Array, scales: Array, flat: bool = False) -> Array:
     """The values of codes, in float32; `flat` computes on the array instead of a view of its blocks."""
     blocks = blocks_between(codes.shape, scales.shape)
     # If the view and the array are both used, XLA's GPU compiler does the same work twice and stores the results. On
@@ -80,16 +80,16 @@ def decoded(codes: Array, scales: Array, flat: bool = False) -> Array:
     return (unscaled * factors).reshape(codes.shape)
 
 
-def encoded(x: Array, blocks: Blocks, dtype: DTypeLike, fractions: object = 0.5) -> tuple[Array, Array]:
+def encode(x: Array, blocks: Blocks, dtype: DTypeLike, fractions: object = 0.5) -> tuple[Array, Array]:
     """The codes of a dtype of `KINDS`, and the scales, of a float32 array.
 
     `fractions` in [0, 1) are the thresholds above which codes are rounded up; 0.5 rounds to nearest.
     """
-    scales = scales_of(x, blocks)
-    return codes_of(x, scales, blocks, dtype, fractions), scales
+    scales = block_scales(x, blocks)
+    return quantize(x, scales, blocks, dtype, fractions), scales
 
 
-def scales_of(x: Array, blocks: Blocks) -> Array:
+def block_scales(x: Array, blocks: Blocks) -> Array:
     """The largest absolute value of each block, at least the smallest normal number."""
     # Compare bits: the largest belong to the largest number, or to a NaN, which a float reduction may drop on CPUs.
     bits = jax.lax.bitcast_convert_type(jnp.abs(in_blocks(x, blocks)), jnp.int32)
@@ -97,8 +97,8 @@ def scales_of(x: Array, blocks: Blocks) -> Array:
     return jax.lax.bitcast_convert_type(largest, jnp.float32)
 
 
-def codes_of(x: Array, scales: Array, blocks: Blocks, dtype: DTypeLike, fractions: Any, flat: bool = False) -> Array:
-    """The codes of an array with known scales; see `encoded` and `decoded`."""
+def quantize(x: Array, scales: Array, blocks: Blocks, dtype: DTypeLike, fractions: Any, flat: bool = False) -> Array:
+    """The codes of an array with known scales; see `encode` and `decode`."""
     if flat:
         share = x / _of_elements(scales, blocks, x.shape)
     else:
@@ -145,7 +145,7 @@ def fractions_at(shape: tuple[int, ...], turn: Turn, first: tuple[Any, ...] | No
     return (n >> 8).astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-24)
 
 
-def split(x: Array, fractions: Any = 0.5) -> tuple[Array, Array]:
+def split_halves(x: Array, fractions: Any = 0.5) -> tuple[Array, Array]:
     """A float32 as a bfloat16 and the next 8 bits, from −128 to 127 of its last place.
 
     The bfloat16 is both together, rounded half up: with ties to even a remainder would need a ninth bit.
@@ -159,7 +159,7 @@ def split(x: Array, fractions: Any = 0.5) -> tuple[Array, Array]:
     return jax.lax.bitcast_convert_type(high, jnp.float32).astype(jnp.bfloat16), low.astype(jnp.int8)
 
 
-def joined(top: Array, low: Array) -> Array:
+def join_halves(top: Array, low: Array) -> Array:
     """The float32 of a bfloat16 and its remainder; for a changed bfloat16, within half its last place."""
     whole = top.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(whole, jnp.int32)
@@ -169,8 +169,8 @@ def joined(top: Array, low: Array) -> Array:
     return jnp.where(jnp.isfinite(whole), sum_of_both, whole)
 
 
-def opened(stored: Any, half: Any, flat: bool = False) -> Any:
+def decode_leaf(stored: Any, half: Any, flat: bool = False) -> Any:
     """The values of a leaf; half=None if it is stored as it is."""
     if half is None:
         return stored
-    return joined(stored, half) if stored.dtype == jnp.bfloat16 else decoded(stored, half, flat)
+    return join_halves(stored, half) if stored.dtype == jnp.bfloat16 else decode(stored, half, flat)

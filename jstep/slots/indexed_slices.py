@@ -10,7 +10,7 @@ import numpy as np
 
 from jstep.core.annotations import Tree
 from jstep.core.device_values import as_array
-from jstep.core.trees import Array, compute_dtype, concrete, default_int, native, quoted
+from jstep.core.trees import Array, compute_dtype, concrete, default_int, native, quote_path
 
 
 @jax.tree_util.register_dataclass
@@ -52,7 +52,7 @@ class IndexedSlices:
 
     def to_dense(self) -> Array:
         """Return the table as an array of shape `dense_shape`."""
-        rows = combined(self)
+        rows = combine_rows(self)
         dense = jnp.zeros(self.dense_shape, rows.values.dtype)
         return dense.at[rows.indices].add(rows.values, mode="drop")
 
@@ -72,7 +72,7 @@ class RowsInOrder(IndexedSlices):
         return _column(self.indices == jnp.arange(self.dense_shape[0]), jnp.ndim(self.values))
 
     def to_dense(self) -> Array:
-        return combined(self).values
+        return combine_rows(self).values
 
 
 def rows_in_order(values: Array, named: Array) -> IndexedSlices:
@@ -92,7 +92,7 @@ def on_table(function: Callable[[Array], Array], gradient: Tree) -> Any:
     if not isinstance(gradient, IndexedSlices):
         return function(jnp.asarray(gradient))
     none = jnp.zeros(gradient.dense_shape[:1], bool)
-    named = none.at[combined(gradient).indices].set(True, mode="drop")
+    named = none.at[combine_rows(gradient).indices].set(True, mode="drop")
     return rows_in_order(function(gradient.to_dense()), named)
 
 
@@ -106,7 +106,7 @@ def is_slices(x: object) -> bool:
 
 def check(slices: IndexedSlices, path: str = "", shape: tuple[int, ...] | None = None) -> None:
     """Validate slices; the range of indices is checked only if they are concrete."""
-    where = f"IndexedSlices at {quoted(path)}" if path else "IndexedSlices"
+    where = f"IndexedSlices at {quote_path(path)}" if path else "IndexedSlices"
     if shape is not None and slices.dense_shape != tuple(shape):
         raise ValueError(f"{where}: dense_shape={slices.dense_shape}, but the parameter has shape {tuple(shape)}")
     if not slices.dense_shape:
@@ -131,8 +131,8 @@ def check(slices: IndexedSlices, path: str = "", shape: tuple[int, ...] | None =
             )
 
 
-def within(rows: IndexedSlices) -> IndexedSlices:
-    """Make a result of `combined` valid slices again: unused entries become zero rows at its first index.
+def trim_slices(rows: IndexedSlices) -> IndexedSlices:
+    """Make a result of `combine_rows` valid slices again: unused entries become zero rows at its first index.
 
     They must not name a row that the gradient does not name: an optimizer with momentum would move it.
     """
@@ -145,11 +145,11 @@ def within(rows: IndexedSlices) -> IndexedSlices:
     return IndexedSlices(values, jnp.where(inside, rows.indices, rows.indices[0]), rows.dense_shape)
 
 
-def combined(slices: IndexedSlices, path: str = "") -> IndexedSlices:
+def combine_rows(slices: IndexedSlices, path: str = "") -> IndexedSlices:
     """Sum rows with the same index, in float32 or wider, so that each index occurs once.
 
     To keep the shape, unused entries are zero rows with indices past the end, which `mode="drop"` drops. The result is
-    meant for setting rows; `within` converts it to rows to add.
+    meant for setting rows; `trim_slices` converts it to rows to add.
     """
     check(slices, path)
     rows = slices.dense_shape[0]

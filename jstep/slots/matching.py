@@ -18,7 +18,7 @@ class NoGradientsError(Picklable, ValueError):
     """No leaf has a gradient: an error for a whole update; a part of a `partition` skips such a step."""
 
     def __init__(self, params: Params, why: str) -> None:
-        super().__init__(f"No gradients provided for any variable: {trees.paths_of(params)[:20]}. {why}")
+        super().__init__(f"No gradients provided for any variable: {trees.leaf_paths(params)[:20]}. {why}")
 
 
 def explain_missing_gradients(error: Exception, params: Params, gradients: Updates) -> None:
@@ -56,10 +56,10 @@ def match_gradients(updates: Updates, params: Params) -> list[Any]:
 def _checked_gradient(gradient: Tree, leaf: Any, path: str) -> Any:
     if not trees.is_trainable(leaf):
         raise TypeError(
-            f"gradients: got a gradient for {trees.quoted(path)}, whose dtype {jnp.result_type(leaf)} cannot be "
+            f"gradients: got a gradient for {trees.quote_path(path)}, whose dtype {jnp.result_type(leaf)} cannot be "
             "trained; pass None instead"
         )
-    where = f"gradients: the gradient at {trees.quoted(path)}"
+    where = f"gradients: the gradient at {trees.quote_path(path)}"
     if indexed_slices.is_slices(gradient):
         indexed_slices.check(gradient, path, np.shape(leaf))
         dtype = jnp.result_type(gradient.values)
@@ -95,7 +95,7 @@ def require_slots(names: Collection[str], held: Slots) -> Slots:
     return {name: held[name] for name in names}
 
 
-def difference(new: object, old: object) -> str:
+def describe_difference(new: object, old: object) -> str:
     """Describe how a tree differs from another in paths, shapes and dtypes, as in "a tree …"; "" if equal."""
     after, before = dict(trees.leaves_with_paths(new)), dict(trees.leaves_with_paths(old))
     both = (("without", trees.only_in(before, after)), ("with", trees.only_in(after, before)))

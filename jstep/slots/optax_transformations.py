@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.calls import has_init_and_update, makes_optimizer
 from jstep.core.checks import kind
-from jstep.core.exceptions import scoped
+from jstep.core.exceptions import context_manager
+from jstep.core.recorded_calls import has_init_and_update, makes_optimizer
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Params, Slots, Step, Updates
 from jstep.slots.indexed_slices import IndexedSlices
 from jstep.slots.matching import match_gradients, require_slots
@@ -156,7 +156,7 @@ def _refuse_impossible(state: Tree) -> None:
 # The state of a transformation as slots.
 
 
-@scoped
+@context_manager
 def standard_promotion() -> Iterator[None]:
     """Use JAX's standard dtype promotion, on which Optax relies, whatever the user has configured."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

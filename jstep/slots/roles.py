@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from jstep.core.annotations import Tree
-from jstep.core.calls import Made
 from jstep.core.exceptions import setting
 from jstep.core.jaxprs import COPYING, Operation, body_of, evaluate
+from jstep.core.recorded_calls import Made
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, Params, Slots, Step, default_int, shape_of, structure
 
@@ -295,12 +295,12 @@ def _unwrapped(optimizer: Optimizer) -> Any:
     return inspect.unwrap(optimizer.init, stop=lambda f: not isinstance(f, jax.stages.Wrapped))
 
 
-def labels_of(optimizer: Optimizer, params: Params) -> Labels | None:
+def init_labels(optimizer: Optimizer, params: Params) -> Labels | None:
     init = _unwrapped(optimizer)
     return init.labels(params) if isinstance(init, Init) else None
 
 
-def order_of(optimizer: Optimizer) -> Order:
+def init_order(optimizer: Optimizer) -> Order:
     init = _unwrapped(optimizer)
     return init.order if isinstance(init, Init) else Order()
 

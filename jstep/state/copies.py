@@ -14,9 +14,9 @@ from jstep.core.annotations import Tree
 from jstep.core.checks import array_type
 from jstep.core.trees import Params, Slots
 from jstep.slots import compact_numbers
-from jstep.slots.matching import difference
+from jstep.slots.matching import describe_difference
 from jstep.slots.roles import WITH_A_START, Role, Roles, roles_in
-from jstep.state.sharding import MODEL_STATE, put
+from jstep.state.sharding import MODEL_STATE, put_leaf
 
 _logger = logging.getLogger("jstep")
 
@@ -37,7 +37,7 @@ def with_params(state: Tree, params: Params) -> tuple[Params, Slots]:
             "slots are copies of the parameters; give both: state.replace(params=…, slots=…)"
         )
     if trees.structure(params) != treedef:
-        different = difference(params, state.params) or "with the same paths, in other containers"
+        different = describe_difference(params, state.params) or "with the same paths, in other containers"
         raise ValueError(f"params: must have the structure of the state's parameters, got a tree {different}")
     set_slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items() if roles.get(name) in _SET}
     leaves = jax.tree.leaves(params)
@@ -60,12 +60,12 @@ def _set(leaf: object, old: Any, path: str, beside: Slots, roles: Roles) -> tupl
     with meshes.using_mesh(meshes.mesh_of(whole)):
         stored, new = whole.astype(old.dtype), Slots()
         if remainders:
-            stored, low = compact_numbers.split(whole.astype(jnp.float32))
-            whole, new = compact_numbers.joined(stored, low), dict.fromkeys(remainders, low)
+            stored, low = compact_numbers.split_halves(whole.astype(jnp.float32))
+            whole, new = compact_numbers.join_halves(stored, low), dict.fromkeys(remainders, low)
         for name in (n for n in beside if roles[n] is not Role.REMAINDER):
             value, half = whole if remainders or roles[name] in _EXACT else stored, roles.halves.get(name, "")
             if half in beside:
-                new[name], new[half] = compact_numbers.split(value.astype(jnp.float32))
+                new[name], new[half] = compact_numbers.split_halves(value.astype(jnp.float32))
             else:
                 new[name] = value.astype(beside[name].dtype)
     return _placed(stored, old), {name: _placed(value, beside[name]) for name, value in new.items()}
@@ -90,7 +90,7 @@ def _placed(value: Any, old: Any) -> Any:
         return placement.back(jnp.copy(value), old)
     sharding = getattr(old, "sharding", None)
     if isinstance(sharding, NamedSharding):
-        return put(value, sharding)
+        return put_leaf(value, sharding)
     array = jnp.copy(value) if trees.is_key(value) else jnp.array(value, copy=True)
     return jax.device_put(array, sharding) if getattr(old, "committed", False) else array
 

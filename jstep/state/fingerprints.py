@@ -18,9 +18,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import meshes, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_bool, kind, listed, shown
-from jstep.core.placement import compute_on, on_devices, placements_of, refuse_shapes
-from jstep.stores.files import opened
+from jstep.core.checks import as_bool, format_list, format_value, kind
+from jstep.core.placement import compute_on, group_by_devices, on_devices, refuse_shapes
+from jstep.stores.files import open_for_reading
 
 # Fingerprints (64-bit hashes) of a tree of arrays, for all devices together or for each device.
 
@@ -67,7 +67,7 @@ def fingerprint(tree: Tree, per_leaf: bool = False) -> Any:
         ['b', 'w']
     """
     per_leaf = as_bool(per_leaf, "per_leaf")
-    paths, leaves, keys = named_leaves(tree)
+    paths, leaves, keys = leaves_with_hash_keys(tree)
     if trees.has_tracers(leaves):
         hashes = list(_each(_stacked_sums(leaves), keys))
         return dict(zip(paths, hashes, strict=True)) if per_leaf else sum(hashes[1:], hashes[0])
@@ -82,15 +82,16 @@ def fingerprint(tree: Tree, per_leaf: bool = False) -> Any:
         return {paths[number]: jnp.asarray(words) for number, words in sorted(pairs, key=operator.itemgetter(0))}
 
 
-def named_leaves(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]:
+def leaves_with_hash_keys(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]:
     """Return paths, leaves and keys `[4]`; raises the errors of `fingerprint`."""
     named = trees.leaves_with_paths(tree)
     for path, leaf in named:
         _check(path, leaf)
-    donated = trees.donated_leaf(tree)
+    donated = trees.find_donated(tree)
     if donated is not None:
         raise RuntimeError(
-            f"tree: {trees.quoted(donated)} was donated to an earlier step and deleted; take the fingerprint of the "
+            f"tree: {trees.quote_path(donated)} was donated to an earlier step and deleted; take the fingerprint of "
+            "the "
             "state that the step returned"
         )
     paths = [path for path, _ in named]
@@ -102,14 +103,14 @@ def named_leaves(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[Any, Any]
     return paths, [leaf for _, leaf in named], np.stack(keys) if keys else np.zeros((0, 4), U)
 
 
-def stacked(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
+def start_fingerprints(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
     """Start computing fingerprints: indices of leaves, and uint32 `[n, 2]`."""
     with meshes.internal_transfers():
         return _by_placement(leaves, keys, _each)
 
 
-def words_of(parts: Sequence[tuple[list[int], Any]]) -> np.ndarray[Any, Any]:
-    """Return the results of `stacked` in the order of the leaves. Blocks."""
+def stacked_words(parts: Sequence[tuple[list[int], Any]]) -> np.ndarray[Any, Any]:
+    """Return the results of `start_fingerprints` in the order of the leaves. Blocks."""
     words = np.zeros((sum(len(numbers) for numbers, _ in parts), 2), U)
     with meshes.internal_transfers():
         for numbers, part in parts:
@@ -117,7 +118,7 @@ def words_of(parts: Sequence[tuple[list[int], Any]]) -> np.ndarray[Any, Any]:
     return words
 
 
-def as_text(pair: object) -> str:
+def as_hexadecimal(pair: object) -> str:
     """Format a fingerprint as 16 hexadecimal digits."""
     first, second = (int(word) for word in np.asarray(pair))
     return f"{first:08x}{second:08x}"
@@ -135,7 +136,8 @@ def _check(path: str, leaf: Any) -> None:
         refuse_shapes(leaf, "tree")
         what = f"dtype {leaf.dtype}" if trees.is_array(leaf) else kind(leaf)
         raise TypeError(
-            f"tree: the leaf at {trees.quoted(path)} must be an array of numbers, got {what}; keep only arrays in the "
+            f"tree: the leaf at {trees.quote_path(path)} must be an array of numbers, got {what}; keep only arrays in "
+            "the "
             "tree, numbers as jnp.float32(…)"
         )
 
@@ -144,7 +146,7 @@ def _by_placement(
     leaves: Sequence[Any], keys: np.ndarray[Any, Any], form: Callable[..., Any]
 ) -> list[tuple[list[int], Any]]:
     """Compute fingerprints for each set of devices, `_each` or their `_total`; in host memory by NumPy."""
-    placements, on_host = placements_of(leaves)
+    placements, on_host = group_by_devices(leaves)
     parts: list[tuple[list[int], Any]] = []
     for numbers, mesh in placements:
         some = [leaves[number] for number in numbers]
@@ -155,7 +157,7 @@ def _by_placement(
             parts.append((numbers, compute_on(mesh, _formed_of(form), some, some_keys)))
     if on_host:
         sums = np.stack([host_sums(np.asarray(leaves[number])) for number in on_host])
-        of_host = np.stack(sealed(sums, keys[np.array(on_host)]), axis=-1)
+        of_host = np.stack(combine_sums(sums, keys[np.array(on_host)]), axis=-1)
         parts.append((on_host, of_host.sum(axis=0, dtype=U) if form is _total else of_host))
     return parts
 
@@ -197,8 +199,8 @@ class ByDevice(NamedTuple):
 
 def by_device(tree: Tree) -> ByDevice:
     """Start computing the fingerprints of a tree's leaves, without blocking."""
-    paths, leaves, keys = named_leaves(tree)
-    return ByDevice(paths, stacked(leaves, keys))
+    paths, leaves, keys = leaves_with_hash_keys(tree)
+    return ByDevice(paths, start_fingerprints(leaves, keys))
 
 
 # Arithmetic of fingerprints: 32-bit words are mixed with their position and summed modulo 2^32 in two lanes.
@@ -217,7 +219,7 @@ MULTIPLIERS = (0x85EBCA6B, 0xC2B2AE35)
 MASK = 0xFFFFFFFF
 
 
-def scrambled(x: Any) -> Any:
+def finalize(x: Any) -> Any:
     """Apply the finalizer of MurmurHash3, a 32-bit bijection with full avalanche; overwrites a NumPy array."""
     x ^= x >> U(16)
     x *= U(MULTIPLIERS[0])
@@ -232,17 +234,17 @@ def lanes(low: Any, high: object, key: Any) -> tuple[Any, Any]:
 
     The key of a position is `position · STRIDE` modulo 2^32.
     """
-    first = scrambled(low ^ key)
+    first = finalize(low ^ key)
     second = key ^ U(SECOND)
     second += first
     if high is not None:
         second += high
-    second = scrambled(second)
+    second = finalize(second)
     first += second
     return first, second
 
 
-def split_at(shape: tuple[int, ...]) -> int:
+def indexable_size(shape: tuple[int, ...]) -> int:
     """Return how many elements of the last axes 32 bits can index: all, except in huge arrays."""
     sizes = itertools.accumulate(reversed(shape), operator.mul)
     return max((size for size in sizes if size <= 2**32), default=1)
@@ -255,13 +257,13 @@ def leaf_key(path: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, A
     return np.frombuffer(digest, "<u4").astype(U)
 
 
-def sealed(sums: Any, key: Any) -> Any:
+def combine_sums(sums: Any, key: Any) -> Any:
     """Compute fingerprints from sums `[..., 2]` and keys `[..., 4]`, by a bijection for each leaf."""
     a, b = sums[..., 0] ^ key[..., 0], sums[..., 1] ^ key[..., 1]
-    a = a + scrambled(b + key[..., 2])
-    b = b + scrambled(a + key[..., 3])
-    a = a + scrambled(b ^ key[..., 0])
-    b = b + scrambled(a ^ key[..., 1])
+    a = a + finalize(b + key[..., 2])
+    b = b + finalize(a + key[..., 3])
+    a = a + finalize(b ^ key[..., 0])
+    b = b + finalize(a ^ key[..., 1])
     return a, b
 
 
@@ -272,7 +274,7 @@ _PIECE = 2**16
 
 def host_sums(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the sums of the two lanes, uint32 `[2]`."""
-    halves = [_sums(words, split_at(array.shape), half) for half, words in enumerate(_host_words(array))]
+    halves = [_sums(words, indexable_size(array.shape), half) for half, words in enumerate(_host_words(array))]
     return (sum(halves, np.zeros(2, np.uint64)) & np.uint64(MASK)).astype(U)
 
 
@@ -361,7 +363,7 @@ def _keys(shape: tuple[int, ...], parts: Parts = ()) -> Any:
 
     With `parts`, inside a shard_map, return the keys of this device's part.
     """
-    split = split_at(shape)
+    split = indexable_size(shape)
     key = jnp.zeros((), U)
     stride = 1
     for axis in reversed(range(len(shape))):
@@ -441,7 +443,7 @@ def _split(rows: Tree) -> list[Any]:
 
 def _each(sums: Any, keys: Any, rows: Tree = None) -> Any:
     """Return the fingerprints `[n, 2]` from sums, in the order of `rows` if given."""
-    return jnp.stack(sealed(sums if rows is None else sums[rows], keys), axis=-1)
+    return jnp.stack(combine_sums(sums if rows is None else sums[rows], keys), axis=-1)
 
 
 def _total(sums: object, keys: object, rows: Tree = None) -> Any:
@@ -528,20 +530,22 @@ class Log(NamedTuple):
     corrupted: tuple[str, ...]
 
 
-def read(path: str) -> Log:
+def read_log(path: str) -> Log:
     """Read a log; the last line of a step takes precedence."""
-    with opened(path) as file:
-        return parsed(file.read())
+    with open_for_reading(path) as file:
+        return parse_log(file.read())
 
 
-def parsed(data: bytes) -> Log:
+def parse_log(data: bytes) -> Log:
     entries, corrupted = {}, []
     for number, raw in enumerate(data.splitlines(keepends=True), 1):
         entry = _entry(raw)
         if entry is not None:
             entries[entry.step] = entry
         elif raw.strip() and raw.endswith((b"\n", b"\r")):  # the last line may be an interrupted write
-            corrupted.append(f"line {number} is not a fingerprint: {shown(raw.decode(errors='replace').strip(), 60)}")
+            corrupted.append(
+                f"line {number} is not a fingerprint: {format_value(raw.decode(errors='replace').strip(), 60)}"
+            )
     return Log(entries, tuple(corrupted))
 
 
@@ -559,11 +563,11 @@ def _entry(raw: bytes) -> Entry | None:
     return Entry(step, state, leaves)
 
 
-def entry_of(step: int, fingerprints: ByDevice, per_leaf: bool) -> Entry:
+def make_entry(step: int, fingerprints: ByDevice, per_leaf: bool) -> Entry:
     """Create the entry of a step. Blocks."""
-    words = words_of(fingerprints.parts)
-    leaves = dict(zip(fingerprints.paths, map(as_text, words), strict=True)) if per_leaf else None
-    return Entry(step, as_text(np.sum(words, axis=0, dtype=U)), leaves)
+    words = stacked_words(fingerprints.parts)
+    leaves = dict(zip(fingerprints.paths, map(as_hexadecimal, words), strict=True)) if per_leaf else None
+    return Entry(step, as_hexadecimal(np.sum(words, axis=0, dtype=U)), leaves)
 
 
 class Difference(NamedTuple):
@@ -580,10 +584,10 @@ class Difference(NamedTuple):
         other = len(self.first_only) + len(self.second_only)
         model = f"; {other} of them in only one of the two: fingerprints of another model" if other else ""
         differ = "leaf differs" if len(self.leaves) == 1 else "leaves differ"
-        return f"{len(self.leaves)} {differ}: {listed(self.leaves, 8)}{model}"
+        return f"{len(self.leaves)} {differ}: {format_list(self.leaves, 8)}{model}"
 
 
-def difference(first: Entry, second: Entry) -> Difference | None:
+def compare_logs(first: Entry, second: Entry) -> Difference | None:
     """Compare two entries of one step; None if equal."""
     if first.state == second.state:
         return None

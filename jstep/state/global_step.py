@@ -62,7 +62,7 @@ def get_global_step(state: Tree) -> Array | None:
         >>> print(jstep.get_global_step(jstep.TrainState.create({"w": 1.0}, jstep.adam())))
         0
     """
-    step = found_step(state)
+    step = find_step(state)
     if step is not None and step.ndim:
         # In a population, all leaves are stacked like the step, as by `jax.vmap`.
         stacked = (np.shape(leaf)[: step.ndim] == step.shape for leaf in jax.tree.leaves(state))
@@ -71,7 +71,7 @@ def get_global_step(state: Tree) -> Array | None:
     return step
 
 
-def found_step(state: Tree) -> Array | None:
+def find_step(state: Tree) -> Array | None:
     """Return the global step of a state as an array of any shape, or None."""
     own: Any = state.get("global_step", state) if isinstance(state, Mapping) else getattr(state, "global_step", state)
     if own is None and state is not None:
@@ -88,7 +88,7 @@ def found_step(state: Tree) -> Array | None:
 
 def step_array(state: Tree, *, scalar: bool = False) -> Array:
     """Return the global step of a state, which must have one; a population has stacked steps."""
-    step = found_step(state)
+    step = find_step(state)
     if step is None:
         raise ValueError(
             "the state has no global step: give it one with state.replace(global_step=jstep.create_global_step())"
@@ -148,13 +148,13 @@ def global_step(state: Tree) -> int:
 
 def require_alive(state: Tree, cause: BaseException | None = None) -> None:
     """Reject a state that was donated; `cause` is JAX's own exception."""
-    path = trees.donated_leaf(state)
+    path = trees.find_donated(state)
     if path is not None:
         message = (
             f"the state's {path!r} was donated to an earlier step and deleted. Use the state that the step returned, "
             "`state, metrics = train_step(state, ...)`, or keep old states alive with minimize(..., donate=False)."
         )
-        if interactive.kept() is not None:
+        if interactive.kept_state() is not None:
             message += " That of the run that was interrupted is kept: state = jstep.interrupted_state()"
         raise RuntimeError(message) from cause
 

@@ -24,5 +24,5 @@ def interrupted_state() -> TrainState | None:
         >>> print(jstep.interrupted_state())
         None
     """
-    kept: TrainState | None = interactive.kept()
+    kept: TrainState | None = interactive.kept_state()
     return kept

@@ -71,7 +71,7 @@ def _warn(whole: dict[str, tuple[int, ...]], leaves: int, axis: object, size: in
     path, shape = max(whole.items(), key=lambda item: math.prod(item[1]))
     count, large = math.prod(shape), [item for item in whole.values() if math.prod(item) >= max(min_size, _LARGE)]
     if len(whole) == leaves:
-        leaf = f"the largest leaf, {trees.quoted(path)} of shape {shape},"
+        leaf = f"the largest leaf, {trees.quote_path(path)} of shape {shape},"
         why = f"no dimension of {leaf} is divisible by {size}, nor of any other leaf of at least {min_size=}"
         if count < min_size:
             why = f"{leaf} has {count} elements, fewer than {min_size=}; pass a smaller min_size"
@@ -79,7 +79,7 @@ def _warn(whole: dict[str, tuple[int, ...]], leaves: int, axis: object, size: in
     elif large:
         others = f" and {len(large) - 1} more" if len(large) > 1 else ""
         text = "fsdp_specs: %s of shape %s%s is not split %s, because no dimension is divisible by %d"
-        _logger.warning(text, trees.quoted(path), shape, others, over, size)
+        _logger.warning(text, trees.quote_path(path), shape, others, over, size)
 
 
 # Shardings of the leaves of a state, from the user's specs and rules.
@@ -101,12 +101,12 @@ def axis_size(mesh: AnyMesh, axis: object, argument: str) -> int:
                 f"{dict(mesh.shape)}"
             )
         if name not in mesh.shape:
-            hint = trees.nearest(str(name), map(str, mesh.axis_names))
+            hint = trees.suggest_names(str(name), map(str, mesh.axis_names))
             raise ValueError(f"{argument}: the mesh has no axis {name!r}{hint}; its axes are {dict(mesh.shape)}")
     return meshes.parts_along(mesh, axis)
 
 
-def specs_of(params: Params, param_specs: ParamSpecs) -> list[PartitionSpec]:
+def leaf_specs(params: Params, param_specs: ParamSpecs) -> list[PartitionSpec]:
     """Return a spec for each leaf of params, in order."""
     named = trees.leaves_with_paths(params)
     if param_specs is None or isinstance(param_specs, PartitionSpec):
@@ -114,7 +114,7 @@ def specs_of(params: Params, param_specs: ParamSpecs) -> list[PartitionSpec]:
     if isinstance(param_specs, list | tuple) and all(
         isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str) for rule in param_specs
     ):
-        return _by_rules(named, selection.names_of(params), param_specs)
+        return _by_rules(named, selection.leaf_names(params), param_specs)
     if trees.is_function(param_specs):
         return [_as_spec(param_specs(path, leaf), path) for path, leaf in named]
     try:
@@ -133,7 +133,7 @@ def _by_rules(
 ) -> list[PartitionSpec]:
     for glob, _ in rules:
         if not any(selection.is_named(aliases, glob) for aliases in names):
-            hint = trees.nearest(glob, [path for path, _ in named])
+            hint = trees.suggest_names(glob, [path for path, _ in named])
             raise ValueError(f"param_specs: the rule {glob!r} matches no parameter{hint}")
     return [
         next((_as_spec(spec, path) for glob, spec in rules if selection.is_named(aliases, glob)), PartitionSpec())
@@ -145,13 +145,13 @@ def _as_spec(spec: object, path: str) -> PartitionSpec:
     if spec is None:
         return PartitionSpec()
     if not isinstance(spec, PartitionSpec):
-        raise TypeError(f"param_specs: at {trees.quoted(path)}: must be a jax.sharding.PartitionSpec, got {spec!r}")
+        raise TypeError(f"param_specs: at {trees.quote_path(path)}: must be a jax.sharding.PartitionSpec, got {spec!r}")
     return spec
 
 
-def checked(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], path: str) -> NamedSharding:
+def check_sharding(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], path: str) -> NamedSharding:
     """Return the sharding of a leaf, after validation of its spec."""
-    where = f"param_specs: {spec} at {trees.quoted(path)}"
+    where = f"param_specs: {spec} at {trees.quote_path(path)}"
     if len(spec) > len(shape):
         raise ValueError(f"{where} has {len(spec)} dimensions, but the parameter has shape {shape}")
     names = [name for axis in spec for name in meshes.mesh_axes_of(axis)]
@@ -179,8 +179,8 @@ def state_shardings(
     """
     named = trees.leaves_with_paths(params)
     placed = [
-        checked(mesh, spec, np.shape(leaf), path)
-        for spec, (path, leaf) in zip(specs_of(params, param_specs), named, strict=True)
+        check_sharding(mesh, spec, np.shape(leaf), path)
+        for spec, (path, leaf) in zip(leaf_specs(params, param_specs), named, strict=True)
     ]
     treedef = trees.structure(params)
     if slot_axis is not None:
@@ -218,7 +218,7 @@ def everywhere(mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def split_replicated(sharding: NamedSharding, shape: tuple[int, ...], axis: object) -> NamedSharding:
+def shard_slot(sharding: NamedSharding, shape: tuple[int, ...], axis: object) -> NamedSharding:
     """Return the parameter's sharding, or if it is replicated, one split over `axis` (ZeRO-1)."""
     if axis is None or any(part is not None for part in sharding.spec):
         return sharding
@@ -234,7 +234,7 @@ def of_slot(
     The role resolves the ambiguity of square parameters: one number for each row, or for each column.
     """
     mesh = sharding.mesh
-    sharding = split_replicated(sharding, shape, slot_axis)
+    sharding = shard_slot(sharding, shape, slot_axis)
     if role is Role.SCALES:
         # Sharded like their codes, except along an axis whose blocks would be split.
         parts = zip(sharding.spec, slot_shape, strict=False)
@@ -245,7 +245,7 @@ def of_slot(
     spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
     if len(slot_shape) == len(shape) and all(size in (1, whole) for size, whole in zip(slot_shape, shape, strict=True)):
         kept_dims = (part if size == whole else None for part, size, whole in zip(spec, slot_shape, shape, strict=True))
-        return split_replicated(NamedSharding(mesh, PartitionSpec(*kept_dims)), slot_shape, slot_axis)
+        return shard_slot(NamedSharding(mesh, PartitionSpec(*kept_dims)), slot_shape, slot_axis)
     kept = [
         PartitionSpec(*(spec[dim] for dim in dims))
         for dims in itertools.combinations(range(len(shape)), len(slot_shape))
@@ -257,7 +257,7 @@ def of_slot(
         chosen = kept[0] if role is Role.ROWS else kept[1]
     else:  # either dimension may be the reduced one: prefer more parts, to save memory
         chosen = max(kept, key=lambda candidate: sum(part is not None for part in candidate))
-    return split_replicated(NamedSharding(mesh, chosen), slot_shape, slot_axis)
+    return shard_slot(NamedSharding(mesh, chosen), slot_shape, slot_axis)
 
 
 def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:
@@ -266,7 +266,7 @@ def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:
     return max(fitting, key=lambda dim: (shape[dim], -dim), default=None)
 
 
-def put(leaf: Any, sharding: NamedSharding) -> Any:
+def put_leaf(leaf: Any, sharding: NamedSharding) -> Any:
     """Place a copy of a leaf; a shape, or a leaf on compile-only devices, becomes a shape with the sharding."""
     leaf = trees.native(leaf, "", "state")
     if placement.is_shape(leaf) or (placement.compiles_only(sharding.mesh) and not trees.is_traced(leaf)):
@@ -276,7 +276,7 @@ def put(leaf: Any, sharding: NamedSharding) -> Any:
         # CPU may_alias=False is not honored: the state could alias NumPy's memory.
         return jax.device_put(leaf.copy() if isinstance(leaf, jax.Array) else np.array(leaf), sharding)
     if trees.is_key(leaf):
-        return jax.random.wrap_key_data(put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
+        return jax.random.wrap_key_data(put_leaf(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
     # Every process has the whole leaf and keeps its own shards.
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))
@@ -289,4 +289,4 @@ def build(make: Callable[..., Any], place: Callable[[Any], Any], *args: object, 
     """
     shapes = jax.eval_shape(make, *args)
     shardings = place(shapes)
-    return jax.tree.map(put, shapes, shardings) if abstract else jax.jit(make, out_shardings=shardings)(*args)
+    return jax.tree.map(put_leaf, shapes, shardings) if abstract else jax.jit(make, out_shardings=shardings)(*args)

@@ -9,8 +9,8 @@ import numpy as np
 
 from jstep.core import meshes, placement, selection, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_text, kind
-from jstep.slots.compact_numbers import opened
+from jstep.core.checks import as_string, kind
+from jstep.slots.compact_numbers import decode_leaf
 from jstep.slots.roles import HALVES, NO_ROLES, Role, Roles, roles_in
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 
@@ -34,12 +34,12 @@ def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
         >>> print(jstep.get_slot(state, "accumulator", "dense/kernel"))
         0.1
     """
-    if as_text(name, "name") not in require_state(state).slots:
+    if as_string(name, "name") not in require_state(state).slots:
         return None
-    tree = values_of(state, name)
+    tree = slot_values(state, name)
     if path is None:
         return tree
-    place = selection.index_of(tree, as_text(path, "path"), "get_slot")
+    place = selection.find_leaf(tree, as_string(path, "path"), "get_slot")
     return None if place is None else jax.tree.leaves(tree)[place]
 
 
@@ -61,7 +61,7 @@ def get_slot_names(state: TrainState) -> list[str]:
     )
 
 
-def values_of(state: TrainState, name: str) -> Any:
+def slot_values(state: TrainState, name: str) -> Any:
     """Return the values of a slot, in float32 if `compact` stores it."""
     half = state.slots.get(roles_in(state).halves.get(name, ""))
     if half is None:
@@ -73,10 +73,10 @@ def values_of(state: TrainState, name: str) -> Any:
 
     with meshes.internal_transfers():
         whole = placement.on_devices((state.slots[name], half))
-        return meshes.without_explicit_axes(values, *whole, place=meshes.sharded_like(state.slots[name]))
+        return meshes.without_explicit_axes(values, *whole, place=meshes.shard_like(state.slots[name]))
 
 
-def masters_of(state: TrainState) -> trees.Params:
+def master_params(state: TrainState) -> trees.Params:
     """Return the parameters, in float32 if a slot of `compact` has their remainder."""
     roles = roles_in(state)
     treedef, leaves = trees.structure(state.params), jax.tree.leaves(state.params)
@@ -88,7 +88,7 @@ def masters_of(state: TrainState) -> trees.Params:
 
 
 def _value(stored: object, half: object) -> Any:
-    return jax.eval_shape(opened, stored, half) if placement.is_shape(stored) else opened(stored, half)
+    return jax.eval_shape(decode_leaf, stored, half) if placement.is_shape(stored) else decode_leaf(stored, half)
 
 
 def has_one_value(name: str, tree: Tree, params: trees.Params, roles: Roles = NO_ROLES) -> bool:
@@ -126,13 +126,13 @@ def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) ->
     """Return the leaves of a slot, or several, in the dtypes of the parameters; parameters where it has None."""
     names = (name,) if isinstance(name, str) or not isinstance(name, Sequence) else name
     slots = dict.fromkeys(find_slot(state, each, hint) for each in names)
-    leaves_of = {slot: trees.flatten_like(state.params, values_of(state, slot), f"slot {slot!r}") for slot in slots}
+    leaves_of = {slot: trees.flatten_like(state.params, slot_values(state, slot), f"slot {slot!r}") for slot in slots}
     leaves, treedef = trees.flatten(state.params)
     new: list[Any] = []
     for i, p in enumerate(leaves):
         having = [slot for slot, values in leaves_of.items() if values[i] is not None]
         if len(having) > 1:
-            path = trees.quoted(trees.paths_of(state.params)[i])
+            path = trees.quote_path(trees.leaf_paths(state.params)[i])
             raise ValueError(f"name={list(names)!r}: the slots {having} all have the leaf {path}; give one of them")
         new.append(placement.on_devices(leaves_of[having[0]][i]).astype(jnp.result_type(p)) if having else p)
     return treedef.unflatten(new)
@@ -153,7 +153,8 @@ def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], 
         )
     if not matches:
         raise ValueError(
-            f"name={name!r}: the state has no such slot{trees.nearest(str(name), slots)}; it has {sorted(slots)}. "
+            f"name={name!r}: the state has no such slot{trees.suggest_names(str(name), slots)}; it has "
+            f"{sorted(slots)}. "
             f"{hint}"
         )
     return matches[0]

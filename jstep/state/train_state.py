@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh
 from jstep.core import device_values, meshes, placement, trees
 from jstep.core.annotations import P, T, Tree
 from jstep.core.checks import as_bool, kind, size
-from jstep.core.placement import checked_memory, compiles_only, is_shape
+from jstep.core.placement import check_memory, compiles_only, is_shape
 from jstep.core.tables import html_table
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, shape_of
@@ -33,7 +33,7 @@ def is_abstract(mesh: Mesh | None, *arguments: object) -> bool:
     return any(map(is_shape, jax.tree.leaves(arguments))) or (compiles_only(mesh) and meshes.current_mesh() is not None)
 
 
-def made_on(
+def make_on(
     mesh: Mesh, make: Callable[[Any, Any], Any], params: Tree, model_state: Tree, shardings: Callable[[Any], Any]
 ) -> Any:
     """Return the state `make(params, model_state)`, sharded over a mesh, or its shapes.
@@ -45,7 +45,7 @@ def made_on(
     def placed(tree: Tree, argument: str, shardings: Callable[[Any], Any]) -> Any:
         prepared = _shape_of if abstract else device_values.host_leaf
         tree = jax.tree_util.tree_map_with_path(lambda keys, leaf: prepared(leaf, trees.path_str(keys), argument), tree)
-        return jax.tree.map(layout.put, tree, shardings(tree))
+        return jax.tree.map(layout.put_leaf, tree, shardings(tree))
 
     with meshes.internal_transfers():
         placed_params = None
@@ -87,7 +87,7 @@ def refuse_untrained(params: Tree) -> None:
     for path, node in trees.leaves_with_paths(params, is_leaf=lambda node: "Variable" in _kinds(node)):
         if _kinds(node) & NOT_TRAINED:
             raise TypeError(
-                f"params: the variable at {trees.quoted(path)} is an nnx.{type(node).__name__}, which "
+                f"params: the variable at {trees.quote_path(path)} is an nnx.{type(node).__name__}, which "
                 "is not trained. Split the model, `graphdef, params, rest = nnx.split(model, nnx.Param, ...)`, call "
                 "TrainState.create(params, optimizer, model_state=rest), and in a loss with has_model_state=True merge "
                 "it again: `model = nnx.merge(graphdef, params, rest, copy=True)`; return `nnx.state(model, ...)` "
@@ -240,12 +240,12 @@ class TrainState(Generic[P]):
         else:
             jax.eval_shape(lambda: create_global_step(global_step))  # fail before large arrays are placed
             mesh = meshes.require_mesh(mesh)
-            memory = checked_memory(slots_memory, mesh)
+            memory = check_memory(slots_memory, mesh)
 
             def shardings(shapes: TrainState) -> TrainState:
                 return _shardings_of(shapes, mesh, param_specs, slot_axis, memory)
 
-            state = device_values.with_checks(made_on, mesh, make, params, model_state, shardings)
+            state = device_values.with_checks(make_on, mesh, make, params, model_state, shardings)
         for places in shared:
             _logger.warning(
                 "params: %s are one array; the state has a copy for each, which are trained apart. To share one, "
@@ -280,7 +280,8 @@ class TrainState(Generic[P]):
             if name not in replaceable:
                 raise TypeError(
                     f"replace({name}=…): a TrainState has the fields {', '.join(_FIELDS)}"
-                    f"{trees.nearest(name, replaceable)}; optimizer state is in slots, and model_state=… replaces "
+                    f"{trees.suggest_names(name, replaceable)}; optimizer state is in slots, and model_state=… "
+                    "replaces "
                     "the non-trained variables"
                 )
         if "params" in changes and "slots" not in changes:
@@ -291,7 +292,7 @@ class TrainState(Generic[P]):
             slots, variables = dict(changes.get("slots", self.slots)), changes.pop(MODEL_STATE)
             slots.pop(MODEL_STATE, None)
             changes["slots"] = slots if variables is None else {**slots, MODEL_STATE: _numbers_as_arrays(variables)}
-        return dataclasses.replace(self, **{name: trees.owned(value, name) for name, value in changes.items()})
+        return dataclasses.replace(self, **{name: trees.copy_numpy(value, name) for name, value in changes.items()})
 
     @shortens_tracebacks
     def with_params(self, params: P) -> Self:
@@ -532,10 +533,10 @@ def shard_state(
     """
     require_state(state)
     mesh = meshes.require_mesh(mesh)
-    memory = checked_memory(slots_memory, mesh)
+    memory = check_memory(slots_memory, mesh)
     shardings = _shardings_of(state, mesh, param_specs, slot_axis, memory)
     with meshes.internal_transfers():
-        return jax.tree.map(layout.put, state, shardings)
+        return jax.tree.map(layout.put_leaf, state, shardings)
 
 
 def _shardings_of(state: TrainState, mesh: Any, param_specs: Any, slot_axis: Any, memory: str | None) -> TrainState:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jstep.core.exceptions import scoped
+from jstep.core.exceptions import context_manager
 from jstep.stores.files import make_folders, sync_files, sync_folder
 
 _logger = logging.getLogger("jstep")
@@ -44,7 +44,7 @@ _cache: _Cache | None = None
 """The cache of the current runs: the first one sets it up, and the last one to leave restores JAX's settings."""
 
 
-@scoped
+@context_manager
 def persistent_cache(directory: str | None) -> Iterator[None]:
     """Use a directory as JAX's persistent compilation cache, and restore JAX's settings afterwards.
 

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from jstep.core.exceptions import Picklable
-from jstep.stores.files import is_directory, names_in, opened, walked
-from jstep.stores.urls import is_url, join, location
+from jstep.stores.files import is_directory, names_in, open_for_reading, walk
+from jstep.stores.urls import is_url, join_path, location
 
 # The record format of event files (TFRecord), and the messages that records hold.
 #
@@ -29,7 +29,7 @@ _PROTOS = ("event_pb2", "summary_pb2", "tensor_pb2", "tensor_shape_pb2", "types_
 
 
 @functools.cache
-def imported(module: str, what: str = "an event file") -> Any:
+def import_extra(module: str, what: str = "an event file") -> Any:
     """Import a module of the extra `summaries`; the error names `what`, which needs it."""
     try:
         return importlib.import_module(module)
@@ -41,15 +41,15 @@ def imported(module: str, what: str = "an event file") -> Any:
 
 @functools.cache
 def proto(name: str) -> Any:
-    modules = (imported(f"tensorboard.compat.proto.{module}") for module in _PROTOS)
+    modules = (import_extra(f"tensorboard.compat.proto.{module}") for module in _PROTOS)
     return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
 def decode_error() -> type[Exception]:
-    return imported("google.protobuf.message").DecodeError
+    return import_extra("google.protobuf.message").DecodeError
 
 
-def parsed(data: bytes, name: str, what: str) -> Any:
+def parse_message(data: bytes, name: str, what: str) -> Any:
     try:
         return proto(name).FromString(data)
     except decode_error() as error:
@@ -88,7 +88,7 @@ MAX_LENGTH = 2**31
 
 
 def masked_crc(data: bytes) -> int:
-    crc = imported(CHECKSUMS).value(data)
+    crc = import_extra(CHECKSUMS).value(data)
     return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF
 
 
@@ -146,11 +146,11 @@ def event_files(path: str) -> list[str]:
 
 
 def find_runs(logdir: str) -> list[str]:
-    return [path for path, names in walked(logdir) if _event_files_among(path, names)]
+    return [path for path, names in walk(logdir) if _event_files_among(path, names)]
 
 
 def _event_files_among(path: str, names: list[str]) -> list[str]:
-    return [file for name in filter(is_event_file, names) if _is_file(file := join(path, name))]
+    return [file for name in filter(is_event_file, names) if _is_file(file := join_path(path, name))]
 
 
 def check_file(path: str) -> None:
@@ -160,7 +160,7 @@ def check_file(path: str) -> None:
         raise IsADirectoryError(f"summary_iterator reads one event file, and {path!r} is a directory{content}")
     if not is_url(path) and os.path.exists(path) and not _is_file(path):
         raise OSError(f"{path!r} is not a file (a pipe, a socket or a device), and events are read from files")
-    with opened(path):
+    with open_for_reading(path):
         pass  # a missing file is an error here, not at the first event
 
 
@@ -203,7 +203,7 @@ def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
     check_file(path)
 
     def events() -> Iterator[Any]:
-        with opened(path) as file:
+        with open_for_reading(path) as file:
             for offset, data in read_records(file, path):
                 try:
                     decoded = event.FromString(data)

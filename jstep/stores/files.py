@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator
 from typing import BinaryIO
 
 from jstep.stores.objects import Directory, Objects
-from jstep.stores.urls import is_url, join, split
+from jstep.stores.urls import is_url, join_path, split_path
 
 
-def opened(path: str) -> BinaryIO:
+def open_for_reading(path: str) -> BinaryIO:
     """Open a file for reading; an object is read immediately as a whole."""
     if not is_url(path):
         return open(path, "rb")
-    above, name = split(path)
+    above, name = split_path(path)
     data = Objects(above).read(name).data if name else None
     if data is None:
         raise FileNotFoundError(f"{path}: there is no such object")
@@ -53,14 +53,14 @@ def names_in(path: str) -> list[str]:
     return sorted(name for name in names if "/" not in name)
 
 
-def walked(path: str) -> list[tuple[str, list[str]]]:
+def walk(path: str) -> list[tuple[str, list[str]]]:
     """Return directories with the names of their files, like a sorted `os.walk`."""
     if not is_url(path):
         return sorted((folder, names) for folder, _, names in os.walk(path))
     folders: dict[str, list[str]] = {}
     for key in Directory(path).listing():
         folder, _, name = key.rpartition("/")
-        folders.setdefault(join(path, folder) if folder else path, []).append(name)
+        folders.setdefault(join_path(path, folder) if folder else path, []).append(name)
     return sorted(folders.items())
 
 
@@ -75,7 +75,7 @@ def new_file(path: str) -> Iterator[BinaryIO]:
 
 def replace_file(path: str, data: bytes) -> None:
     """Write a file or object atomically, and create its folder."""
-    folder, name = split(path)
+    folder, name = split_path(path)
     if is_url(path):
         Objects(folder).write(name, data)
         return
@@ -93,7 +93,7 @@ def replace_file(path: str, data: bytes) -> None:
 
 
 def remove_file(path: str) -> None:
-    folder, name = split(path)
+    folder, name = split_path(path)
     if is_url(path):
         Objects(folder).delete(name)
         return

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from jstep.stores.files import make_folders, sync, sync_folder
 from jstep.stores.objects import STARTING, Objects, StoreError
-from jstep.stores.urls import is_url, split
+from jstep.stores.urls import is_url, split_path
 
 SEGMENT = 2**20
 """Bytes after which the next object begins, so that the cost of an upload stays bounded."""
@@ -232,7 +232,7 @@ class ObjectLines:
     """An object, which is kept in memory and periodically uploaded in the background."""
 
     def __init__(self, path: str, resume: bool) -> None:
-        above, name = split(path)
+        above, name = split_path(path)
         objects = Objects(above)
         self.path = path
         self._thread: threading.Thread | None = None
@@ -268,6 +268,6 @@ class ObjectLines:
 
     def _wait(self) -> None:
         if self._thread is not None:
-            from jstep.core.threads import join
+            from jstep.core.threads import join_thread
 
-            join(self._thread)  # after Ctrl-C, the next call waits again: two concurrent uploads would race
+            join_thread(self._thread)  # after Ctrl-C, the next call waits again: two concurrent uploads would race

@@ -45,7 +45,7 @@ REMEMBERED = 60.0
 _down: dict[str, tuple[float, str]] = {}
 
 
-def outage_of(bucket: str) -> str | None:
+def recent_outage(bucket: str) -> str | None:
     since, why = _down.get(bucket, (float("-inf"), ""))
     return why if time.monotonic() - since < REMEMBERED else None
 
@@ -66,11 +66,11 @@ class ReadResult(NamedTuple):
     stamp: bytes
 
 
-class Pending:
+class PendingOperation:
     def __init__(self, objects: "Objects", future: Any, verb: str, key: str, nbytes: int = 0) -> None:
         self._objects, self._future, self._verb, self.url = objects, future, verb, objects.at(key)
         self._bucket = "://".join(parts_of_url(objects.url)[:2])
-        timeout = SECONDS if outage_of(self._bucket) is None else WHILE_DOWN
+        timeout = SECONDS if recent_outage(self._bucket) is None else WHILE_DOWN
         self._until = time.monotonic() + timeout + nbytes / RATE
 
     def result(self) -> Any:
@@ -83,10 +83,10 @@ class Pending:
             self._future.cancel()
             store = f"the store of {self._bucket} gave no response in {max(1.0, left):.0f} s"
             no_response = f"{store}. Check the network and the address: {ENDPOINT[self._bucket.partition('://')[0]]}"
-            reason = outage_of(self._bucket) or no_response  # the reason of an earlier failure
+            reason = recent_outage(self._bucket) or no_response  # the reason of an earlier failure
             problem: OSError = ConnectionError(f"{self.url}: cannot {self._verb}: {reason}")
         except _ERRORS as error:
-            problem = translated(error, self._verb, self.url)
+            problem = translate_error(error, self._verb, self.url)
         else:
             _down.pop(self._bucket, None)
             return result
@@ -147,7 +147,7 @@ class Objects:
     def read(self, key: str) -> ReadResult:
         return self.start_read(key).read()
 
-    def start_read(self, key: str, start: int = 0, stop: int | None = None) -> Pending:
+    def start_read(self, key: str, start: int = 0, stop: int | None = None) -> PendingOperation:
         nbytes = 0 if stop is None else stop - start
         return self._begin("read", key, lambda kv: kv.read(key, byte_range=slice(start, stop)), nbytes)
 
@@ -155,7 +155,7 @@ class Objects:
         """Write an object unconditionally, and return its stamp."""
         return self.start_write(key, data).stamp()
 
-    def start_write(self, key: str, data: Any) -> Pending:
+    def start_write(self, key: str, data: Any) -> PendingOperation:
         return self._begin("write", key, lambda kv: kv.write(key, data), len(data))
 
     def write_if(self, key: str, data: bytes, stamp: bytes) -> bytes | None:
@@ -180,7 +180,7 @@ class Objects:
         """Delete an object, if it exists and has this stamp; return whether it is deleted."""
         return bool(self.start_delete(key, stamp).result().generation)
 
-    def start_delete(self, key: str, stamp: bytes | None = None) -> Pending:
+    def start_delete(self, key: str, stamp: bytes | None = None) -> PendingOperation:
         return self._begin("delete", key, lambda kv: kv.write(key, None, if_equal=stamp))
 
     def list(self, start: str = "", stop: str | None = None) -> list[str]:
@@ -207,19 +207,19 @@ class Objects:
         """Return the monotonic time by which this thread's operations must end."""
         return float(getattr(self._deadline, "at", float("inf")))
 
-    def _begin(self, verb: str, key: str, ask: Any, nbytes: int = 0) -> Pending:
+    def _begin(self, verb: str, key: str, ask: Any, nbytes: int = 0) -> PendingOperation:
         store = self._store
         try:
-            return Pending(self, ask(store), verb, key, nbytes)
+            return PendingOperation(self, ask(store), verb, key, nbytes)
         except _ERRORS as error:
-            problem = translated(error, verb, self.at(key))
+            problem = translate_error(error, verb, self.at(key))
         raise problem
 
     @functools.cached_property
     def _store(self) -> Any:
         import tensorstore as ts  # not at the top: importing tensorstore is slow
 
-        return Pending(self, ts.KvStore.open(spec(self.url)), "open", "").result()
+        return PendingOperation(self, ts.KvStore.open(spec(self.url)), "open", "").result()
 
 
 MARK = "~jstep"
@@ -373,7 +373,7 @@ class TruncatedError(StoreError):
     """An object is shorter than the requested range of bytes."""
 
 
-def translated(error: Exception, verb: str, url: str) -> OSError:
+def translate_error(error: Exception, verb: str, url: str) -> OSError:
     """Return the error to raise `from None` in place of tensorstore's."""
     text = str(error)
     scheme, bucket, _ = parts_of_url(url)

@@ -56,7 +56,7 @@ def dtype_parts(dtype: np.dtype[Any]) -> Any:
     raise UnsupportedError(f"is a NumPy array of dtype {dtype}")
 
 
-def array_of(parts: Any) -> np.ndarray[Any, Any]:
+def decode_array(parts: Any) -> np.ndarray[Any, Any]:
     dtype, shape, data = npy.descr_to_dtype(parts["dtype"]), _shape(parts["shape"]), parts["data"]
     # Elements without bytes would need no data, and NumPy would still give memory to some of them.
     elements = math.prod(shape)
@@ -65,7 +65,7 @@ def array_of(parts: Any) -> np.ndarray[Any, Any]:
     return np.ndarray(shape, dtype, data).copy()
 
 
-def view_of(parts: Any) -> np.ndarray[Any, Any]:
+def decode_view(parts: Any) -> np.ndarray[Any, Any]:
     dtype, memory = npy.descr_to_dtype(parts["dtype"]), parts["of"]
     if type(memory) is not np.ndarray or memory.dtype != np.uint8 or memory.ndim != 1:
         raise ValueError("it is not a view of an array of bytes")
@@ -111,7 +111,7 @@ def tensor_parts(tensor: Any) -> dict[str, Any]:
     return {"dtype": name, "shape": list(tensor.shape), "data": flat.view(torch.uint8).numpy().tobytes()}
 
 
-def tensor_of(parts: Any) -> Any:
+def decode_tensor(parts: Any) -> Any:
     try:
         torch = importlib.import_module("torch")
     except ImportError:
@@ -152,7 +152,7 @@ def on_host(array: jax.Array) -> dict[str, Any]:
     return {"$array": {**parts, "data": {"$bytes": parts["data"]}}}
 
 
-def jax_array_of(parts: Any) -> jax.Array:
+def decode_jax_array(parts: Any) -> jax.Array:
     data, impl, weak = parts["data"], parts["impl"], parts["weak"]
     if not isinstance(data, np.ndarray | jax.Array) or type(weak) is not bool:
         raise ValueError("it has no array")

@@ -74,7 +74,7 @@ class LargeBytes:
     __hash__ = None  # type: ignore[assignment]
 
 
-class Files(dict[str, LargeBytes]):
+class AttachedFiles(dict[str, LargeBytes]):
     """The large bytes of values that become JSON, by the names of their files.
 
     With `by_content`, a name ends in a hash of the bytes, so that equal values are equal JSON.
@@ -91,8 +91,8 @@ class Files(dict[str, LargeBytes]):
         return {FILE: name}
 
 
-def as_json(copy: Any, files: Files | None = None) -> Any:
-    """Finish the encoding of `copied`: bytes become text, and large ones a file of `files`, unless that is None."""
+def as_json(copy: Any, files: AttachedFiles | None = None) -> Any:
+    """Finish the encoding of `copy_encodable`: bytes become text, large ones a file of `files` unless it is None."""
     of = type(copy)
     if of is dict:
         return {key: as_json(item, files) for key, item in copy.items()}
@@ -120,13 +120,13 @@ def with_files(encoded: object, replace: Callable[[str], Any]) -> Any:
     return {key: with_files(item, replace) for key, item in encoded.items()}
 
 
-def size_of(copy: Any) -> int:
+def encoded_size(copy: Any) -> int:
     of = type(copy)
     if of is dict:
-        return sum(len(key) + size_of(item) for key, item in copy.items())
+        return sum(len(key) + encoded_size(item) for key, item in copy.items())
     if of is list:
         is_of_numbers = _are_plain(copy) and str not in set(map(type, copy))
-        return 8 * len(copy) if is_of_numbers else sum(map(size_of, copy))
+        return 8 * len(copy) if is_of_numbers else sum(map(encoded_size, copy))
     if of is bytes or of is str:
         return len(copy)
     if of is LargeBytes:
@@ -134,7 +134,7 @@ def size_of(copy: Any) -> int:
     return int(copy.nbytes) if isinstance(copy, jax.Array) else 8
 
 
-def copied(value: object) -> Any:
+def copy_encodable(value: object) -> Any:
     """Encode a value for `as_json`: like JSON, but bytes stay bytes, which takes a fraction of the time.
 
     The result shares nothing mutable with the value. An object in several places is encoded once, and is one object
@@ -289,7 +289,7 @@ def _are_plain(values: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def decode(value: object) -> Any:
-    """Decode a value from `as_json` or `copied`, which is not trusted."""
+    """Decode a value from `as_json` or `copy_encodable`, which is not trusted."""
     return _decoded(value, [])
 
 
@@ -423,14 +423,16 @@ _BIT_GENERATORS: dict[str, type[np.random.BitGenerator]] = {
     for of in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
 }
 _BITS = frozenset(_BIT_GENERATORS.values())
-_SCALAR = _Tag("$scalar", lambda x: tagged_arrays.array_parts(np.asarray(x)), lambda x: tagged_arrays.array_of(x)[()])
-_TENSOR = _Tag("$tensor", tagged_arrays.tensor_parts, tagged_arrays.tensor_of)
+_SCALAR = _Tag(
+    "$scalar", lambda x: tagged_arrays.array_parts(np.asarray(x)), lambda x: tagged_arrays.decode_array(x)[()]
+)
+_TENSOR = _Tag("$tensor", tagged_arrays.tensor_parts, tagged_arrays.decode_tensor)
 _TAGS: dict[type, _Tag] = {
     int: _Tag("$int", hex, lambda text: int(text, 16)),
     float: _Tag("$float", repr, float),
     complex: _Tag("$complex", lambda number: [number.real, number.imag], lambda parts: complex(*parts)),
     bytearray: _Tag("$bytearray", bytes, bytearray),
-    np.ndarray: _Tag("$array", tagged_arrays.array_parts, tagged_arrays.array_of),
+    np.ndarray: _Tag("$array", tagged_arrays.array_parts, tagged_arrays.decode_array),
     np.random.Generator: _Tag("$generator", lambda generator: generator.bit_generator, _generator),
     np.random.RandomState: _Tag("$random_state", lambda generator: generator.get_state(legacy=False), _random_state),
     np.random.SeedSequence: _Tag("$seed_sequence", lambda seed: dict(seed.state), _seed),
@@ -444,8 +446,8 @@ _WHOLE: dict[str, Callable[[Any], Any]] = {
     "$frozenset": frozenset,
     "$dict": dict,
     "$ordered_dict": collections.OrderedDict,
-    "$view": tagged_arrays.view_of,
-    "$jax": tagged_arrays.jax_array_of,
+    "$view": tagged_arrays.decode_view,
+    "$jax": tagged_arrays.decode_jax_array,
     **{tag.key: tag.whole for tag in (*_TAGS.values(), _SCALAR, _TENSOR)},
 }
 

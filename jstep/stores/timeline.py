@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from jstep.core.checks import as_text, listed, shown
+from jstep.core.checks import as_string, format_list, format_value
 from jstep.core.stopwatch import PARTS
-from jstep.stores.files import is_directory, names_in, opened
+from jstep.stores.files import is_directory, names_in, open_for_reading
 from jstep.stores.growing_files import open_lines
 from jstep.stores.objects import Directory
-from jstep.stores.urls import absolute, is_url, join, location
+from jstep.stores.urls import absolute, is_url, join_path, location
 
 # Writing the timeline of a run, one line per write.
 
@@ -41,7 +41,7 @@ class Timeline:
         self._failing = False
         now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")  # names sort in the order of the starts
         name = f"{OBJECTS}{now}-{self.start}.jsonl" if is_url(where) else NAME
-        self._lines = open_lines(join(where, name), resume=not is_url(where))
+        self._lines = open_lines(join_path(where, name), resume=not is_url(where))
 
     def write(self, kind: str, **fields: object) -> None:
         """Write a line; one with the field `checkpoint` is not replaced."""
@@ -132,25 +132,25 @@ class Times(Sequence[dict[str, Any]]):
         }
 
 
-def read(path: object, prefix: str = "model") -> list[Times]:
+def read_timeline(path: object, prefix: str = "model") -> list[Times]:
     """Return the lines with times of each start of a run, in the order of its starts.
 
     A torn last line is skipped silently; other corrupted lines are skipped with a warning. The path is a directory of
     checkpoints, a logdir, a timeline in it, or a URL of one of these.
     """
-    where, prefix = absolute(location(path, "path")), as_text(prefix, "prefix")
+    where, prefix = absolute(location(path, "path")), as_string(prefix, "prefix")
     starts: defaultdict[str, Times] = defaultdict(Times)
     others: dict[str, None] = {}
     own: set[str] = set()
-    places = places_of(where)
+    places = timeline_files(where)
     for place in places:
         skipped: list[str] = []
-        with opened(place) as file:
+        with open_for_reading(place) as file:
             for number, raw in enumerate(file, 1):
-                line = parsed_line(raw)
+                line = parse_line(raw)
                 if line is None:
                     if raw.strip() and raw.endswith(b"\n"):
-                        text = shown(raw[:200].decode(errors="replace").strip(), 60)
+                        text = format_value(raw[:200].decode(errors="replace").strip(), 60)
                         skipped.append(f"line {number} ({text})")
                 elif line["prefix"] != prefix:
                     others.setdefault(line["prefix"])
@@ -160,7 +160,7 @@ def read(path: object, prefix: str = "model") -> list[Times]:
                         own.add(line["start"])
                     starts[line["start"]].append(line)
         if skipped:
-            _logger.warning("%s: skipped what is not a line of a timeline: %s", place, listed(skipped, 5))
+            _logger.warning("%s: skipped what is not a line of a timeline: %s", place, format_list(skipped, 5))
     if not own:
         raise ValueError(
             f"prefix={prefix!r}: must be the prefix of a run in {where}, which has "
@@ -178,9 +178,9 @@ def fields_with(where: str, *words: str, start: str = "") -> list[dict[str, Any]
     marks, begins = [f'"{word}"'.encode() for word in words], f'"{START}", "start"'.encode()
     rows: list[dict[str, Any]] = []
     began: dict[str, float] = {}
-    places = [place for place in places_of(where) if not start or place.endswith((NAME, f"-{start}.jsonl"))]
+    places = [place for place in timeline_files(where) if not start or place.endswith((NAME, f"-{start}.jsonl"))]
     for place in places:
-        with opened(place) as file:
+        with open_for_reading(place) as file:
             for raw in file:
                 is_wanted = any(mark in raw for mark in marks)
                 if not (is_wanted or begins in raw) or not isinstance(line := _parsed(raw), dict):
@@ -199,7 +199,7 @@ def _parsed(raw: bytes) -> Any:
         return None
 
 
-def places_of(where: str) -> list[str]:
+def timeline_files(where: str) -> list[str]:
     if where.endswith(".jsonl"):
         return [where]
     if is_url(where):
@@ -214,18 +214,19 @@ def places_of(where: str) -> list[str]:
         raise FileNotFoundError(
             f"{where}: there is no timeline; give the checkpoint_dir of a run, or its logdir if it has none"
         )
-    return [join(where, name) for name in files]
+    return [join_path(where, name) for name in files]
 
 
 def check_version(version: object, place: str, number: int) -> None:
     if type(version) is not int or version > VERSION:
         raise ValueError(
-            f"{place}: line {number} has version={shown(version)}: must be at most {VERSION}; it was written by a "
+            f"{place}: line {number} has version={format_value(version)}: must be at most {VERSION}; it was written "
+            "by a "
             "newer jstep, which can read it"
         )
 
 
-def parsed_line(raw: bytes) -> dict[str, Any] | None:
+def parse_line(raw: bytes) -> dict[str, Any] | None:
     """Return the fields of a line; None if it is corrupted."""
     fields = _parsed(raw)
     if not isinstance(fields, dict) or not all(isinstance(fields.get(key), str) for key in ("kind", "start", "prefix")):

@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jstep.stores.files import opened
-from jstep.stores.timeline import START, TIMES, Timeline, check_version, parsed_line, places_of
+from jstep.stores.files import open_for_reading
+from jstep.stores.timeline import START, TIMES, Timeline, check_version, parse_line, timeline_files
 from jstep.stores.urls import is_url
 
 _TAIL = 2**15
@@ -20,7 +20,7 @@ class End(NamedTuple):
     Attributes:
         line: The newest line with times.
         start: The first line of its start.
-        before: The state before that start, as `carried` returned it.
+        before: The state before that start, as `carry_over` returned it.
     """
 
     line: Mapping[str, Any]
@@ -28,12 +28,12 @@ class End(NamedTuple):
     before: Mapping[str, Any]
 
 
-def carried(end: End | None) -> dict[str, Any]:
+def carry_over(end: End | None) -> dict[str, Any]:
     """Return a run's state at its end: the fields of a table, and the state that the next start carries on."""
     if end is None:
         nothing = dict.fromkeys(("since", "step", "parent", "peak_bytes", "mfu"))
         return {**nothing, "wall": 0.0, "values": {}, "best": {}}
-    line, start, before = end.line, end.start, end.before or carried(None)
+    line, start, before = end.line, end.start, end.before or carry_over(None)
     since = start["time"] - sum(start["seconds"].values())
     return {
         "since": since if before["since"] is None else before["since"],
@@ -51,7 +51,7 @@ def ends(where: str) -> dict[str, End | ValueError]:
 
     Timelines of older versions, of several runs, and below URLs, whose objects are small, are read as a whole.
     """
-    places = places_of(where)
+    places = timeline_files(where)
     if len(places) == 1 and not is_url(places[0]):
         end = _at_end(places[0])
         if end is not None:
@@ -80,7 +80,7 @@ def _at_end(path: str) -> End | None:
 
 
 def _with_times(raw: bytes) -> dict[str, Any] | None:
-    line = parsed_line(raw)
+    line = parse_line(raw)
     return line if line is not None and line["kind"] in (START, TIMES) else None
 
 
@@ -88,7 +88,7 @@ def _read_whole(places: Sequence[str]) -> dict[str, End | ValueError]:
     """Return the ends of whole timelines, parsing only the first line and the last ones of each start."""
     kept: dict[tuple[bytes, bytes], list[bytes]] = {}
     for place in places:
-        with opened(place) as file:
+        with open_for_reading(place) as file:
             for raw in file:
                 if match := _HEAD.match(raw):
                     some = kept.setdefault((match[2], match[1]), [])
@@ -104,7 +104,7 @@ def _read_whole(places: Sequence[str]) -> dict[str, End | ValueError]:
         first, before = lines[0], results.get(lines[0]["prefix"])
         try:
             check_version(first.get("version"), places[-1], 1)
-            results[first["prefix"]] = End(lines[-1], first, carried(before if isinstance(before, End) else None))
+            results[first["prefix"]] = End(lines[-1], first, carry_over(before if isinstance(before, End) else None))
         except ValueError as error:
             results[first["prefix"]] = error
     return results
@@ -112,9 +112,9 @@ def _read_whole(places: Sequence[str]) -> dict[str, End | ValueError]:
 
 def open_timeline(where: str, prefix: str) -> tuple[Timeline, dict[str, Any]]:
     """Open a timeline for a start, and return the state carried over from earlier starts."""
-    before, is_shared = carried(None), False
+    before, is_shared = carry_over(None), False
     with contextlib.suppress(Exception):  # it is missing or corrupted, which must not end a run
         runs = ends(where)
-        before, is_shared = carried(None), bool(runs.keys() - {prefix})
-        before = carried(end) if isinstance(end := runs.get(prefix), End) else before
+        before, is_shared = carry_over(None), bool(runs.keys() - {prefix})
+        before = carry_over(end) if isinstance(end := runs.get(prefix), End) else before
     return Timeline(where, prefix, is_shared=is_shared), before

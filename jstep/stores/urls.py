@@ -74,11 +74,11 @@ def parts_of_url(url: str) -> tuple[str, str, str]:
     return scheme, name, key
 
 
-def join(where: str, *parts: str) -> str:
+def join_path(where: str, *parts: str) -> str:
     return "/".join([where.rstrip("/"), *parts]) if is_url(where) else os.path.join(where, *parts)
 
 
-def split(where: str) -> tuple[str, str]:
+def split_path(where: str) -> tuple[str, str]:
     """Split off the last name of a path or URL; it is empty for a bucket."""
     if not is_url(where):
         return os.path.split(where)
@@ -91,6 +91,6 @@ def absolute(where: str) -> str:
     return where if is_url(where) else os.path.abspath(where)
 
 
-def resolved(where: str) -> str:
+def resolve_path(where: str) -> str:
     """Return the absolute form of a path without links; a URL is unchanged."""
     return where if is_url(where) else os.path.realpath(where)

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jstep.core.checks import as_int, kind, shown
+from jstep.core.checks import as_int, format_value, kind
 from jstep.core.device_values import as_array
 from jstep.core.meshes import internal_transfers, on_any_mesh, without_explicit_axes
 from jstep.core.trees import Array, is_array, is_traced, native
 from jstep.summary import summaries
-from jstep.summary.summaries import DEFAULT, Scalars, Summary, check_tag, is_here, keep, register, summary_of
+from jstep.summary.summaries import DEFAULT, Scalars, Summary, check_tag, is_here, keep, make_summary, register
 
 
 def scalar(tags: object, values: object, collections: Sequence[str] | None = DEFAULT) -> Summary:
@@ -144,7 +144,7 @@ def zero_fraction(value: object) -> Array:
     except ValueError as error:
         dtype, why = np.dtype(object), f": {error}"
     if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype.kind in "OSUMm":
-        raise TypeError(f"value={shown(value)}: must be an array of numbers, got {kind(value)}{why}")
+        raise TypeError(f"value={format_value(value)}: must be an array of numbers, got {kind(value)}{why}")
     with internal_transfers():
         value = as_array(value, "value")
         zeros = jnp.sum(value == jnp.zeros((), value.dtype), dtype=jnp.int32).astype(jnp.float32)
@@ -182,7 +182,7 @@ def text(tag: str, text: object, collections: Sequence[str] | None = DEFAULT) ->
         raise TypeError(
             f"text {tag!r}: must be a str, or a list or table of them with rows of one length, not {text!r}"
         )
-    return summary_of(summaries.Text((tag,), strings.shape, flat), collections)
+    return make_summary(summaries.Text((tag,), strings.shape, flat), collections)
 
 
 CHANNELS = (1, 3, 4)
@@ -248,7 +248,7 @@ def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequen
     tags = (f"{tag}/image",) if max_images == 1 else tuple(f"{tag}/image/{i}" for i in range(count))
     with internal_transfers():
         pixels = _pixels(tensor, count)
-    return summary_of(summaries.Images(tags[:count], pixels, np.int32(1)), collections)
+    return make_summary(summaries.Images(tags[:count], pixels, np.int32(1)), collections)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -339,7 +339,7 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
     is_wide = isinstance(values, np.ndarray) and values.dtype != jax.dtypes.canonicalize_dtype(values.dtype)
     with internal_transfers():
         part = summaries.Histogram((tag,), **(_count_on_host(values) if is_wide else _count(values)))
-    return summary_of(part, collections)
+    return make_summary(part, collections)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import numpy as np
 from jstep.core.checks import kind
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import has_tracers
-from jstep.stores.event_files import imported, proto
+from jstep.stores.event_files import import_extra, proto
 from jstep.summary.creation import NumPyArray, bucket_limits, non_finite_error
 from jstep.summary.summaries import Histogram, Images, Part, Scalars, Summary, Text, is_here
 
@@ -113,7 +113,9 @@ def _images(part: Images) -> Iterator[Values]:
 def _png(pixels: NumPyArray) -> Any:
     height, width, channels = pixels.shape
     buffer = io.BytesIO()
-    imported("PIL.Image", "an image summary").fromarray(pixels[..., 0] if channels == 1 else pixels).save(buffer, "PNG")
+    import_extra("PIL.Image", "an image summary").fromarray(pixels[..., 0] if channels == 1 else pixels).save(
+        buffer, "PNG"
+    )
     return proto("Summary").Image(
         height=height, width=width, colorspace=channels, encoded_image_string=buffer.getvalue()
     )

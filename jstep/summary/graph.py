@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from jstep.core import checks, trees
-from jstep.core.jaxprs import Operation, Subprogram, argument_names, body_of, evaluate, name_stack, shown_parameters
-from jstep.stores.event_files import is_message, parsed, proto
+from jstep.core.jaxprs import Operation, Subprogram, argument_names, body_of, describe_parameters, evaluate, name_stack
+from jstep.stores.event_files import is_message, parse_message, proto
 from jstep.stores.files import replace_file
-from jstep.stores.urls import join, location
+from jstep.stores.urls import join_path, location
 
 # A GraphDef under construction: unique names, scopes, shapes and dtypes.
 
@@ -30,7 +30,7 @@ _TYPES = {"float16": "half", "float32": "float", "float64": "double"}
 _MAX_ATTR = 500  # characters; TensorBoard shows them in a side panel
 
 
-class Tensor(NamedTuple):
+class GraphTensor(NamedTuple):
     """Shape and dtype of an output; the shape is None if it is not an array."""
 
     shape: tuple[int, ...] | None
@@ -58,7 +58,7 @@ class GraphBuilder:
         name: str,
         op: str,
         inputs: Iterable[Ref],
-        outputs: Sequence[Tensor],
+        outputs: Sequence[GraphTensor],
         attrs: dict[str, str] | None = None,
     ) -> list[Ref]:
         """Add a node; return a reference to each output."""
@@ -68,7 +68,7 @@ class GraphBuilder:
         node.input.extend(sorted(inputs, key=lambda ref: ref.startswith("^")))  # control inputs come last
         for key, text in (attrs or {}).items():
             if text:
-                node.attr[key].s = checks.cut(text, _MAX_ATTR).encode()
+                node.attr[key].s = checks.truncate(text, _MAX_ATTR).encode()
         if outputs and all(t.shape is not None for t in outputs):
             shape = proto("TensorShapeProto")
             shapes = [shape(dim=[{"size": n} for n in t.shape or ()]) for t in outputs]
@@ -92,7 +92,7 @@ def _join(parts: Iterable[str]) -> str:
     return "/".join(component or "op" for component in cleaned) or "op"
 
 
-def scopes_of(path: str) -> list[str]:
+def name_scopes(path: str) -> list[str]:
     """Return the scopes in a JAX name stack: `transpose(jvp(dense))/mul` gives `gradients`, `dense`, `mul`."""
     # Without transformations, forward and vmapped operations of a layer share one scope.
     scopes: list[str] = []
@@ -166,7 +166,7 @@ class _LoweredWalker(GraphBuilder):
             inner = where[len(outer) :] if where[: len(outer)] == outer else where
             if outer and inner and re.fullmatch(r"cond|body|branch_\d+_fun", inner[0]):
                 inner = inner[1:]  # the region already has a scope
-            scopes = scopes_of("/".join(inner[:-1]))
+            scopes = name_scopes("/".join(inner[:-1]))
             here = "/".join(filter(None, [scope, *scopes]))
             env.update(zip(op.results, self._operation(op, env, here, where), strict=True))
         return [env[value] for value in returned.operation.operands]
@@ -196,16 +196,16 @@ class _LoweredWalker(GraphBuilder):
         return returned
 
 
-def _lowered_tensor(value: Any) -> Tensor:
+def _lowered_tensor(value: Any) -> GraphTensor:
     """Parse a type such as `tensor<2x3xf32>`."""
     match = re.fullmatch(r"tensor<((?:[\d?]+x)*)([\w<>]+)(?:,.*)?>", str(value.type))
     if match is None:
-        return Tensor(None, "")
+        return GraphTensor(None, "")
     sizes, element = match.groups()
     shape = tuple(-1 if n == "?" else int(n) for n in sizes.split("x") if n)
     written = re.fullmatch(r"(ui|i|f)(\d+)(\w*)", element)
     dtype = "".join([_KINDS[written[1]], written[2], "_" * bool(written[3]), written[3].lower()]) if written else ""
-    return Tensor(shape, _ELEMENTS.get(element, dtype))
+    return GraphTensor(shape, _ELEMENTS.get(element, dtype))
 
 
 def _loc(location: object) -> str:
@@ -263,11 +263,11 @@ def _argument_names(traced: Any, count: int) -> list[str]:
     return names if len(names) == count else [f"arg{i}" for i in range(count)]
 
 
-def _traced_tensor(var: Any) -> Tensor:
+def _traced_tensor(var: Any) -> GraphTensor:
     aval = var.aval
     shape = getattr(aval, "shape", None)
     sizes = None if shape is None else tuple(n if isinstance(n, int) else -1 for n in shape)
-    return Tensor(sizes, str(getattr(aval, "dtype", "")))
+    return GraphTensor(sizes, str(getattr(aval, "dtype", "")))
 
 
 class _TracedWalker(GraphBuilder):
@@ -303,10 +303,10 @@ class _TracedWalker(GraphBuilder):
 
     def _operation(self, outer: str, operation: Operation, values: list[Any]) -> list[Ref]:
         eqn, name = operation.eqn, operation.name
-        scope = "/".join(filter(None, [outer, *scopes_of(name_stack(eqn))]))
+        scope = "/".join(filter(None, [outer, *name_scopes(name_stack(eqn))]))
         if operation.kind == "operation":
             attrs = {f"input_{i}": str(value) for i, value in enumerate(values) if not isinstance(value, str)}
-            attrs |= shown_parameters(eqn)
+            attrs |= describe_parameters(eqn)
             inputs = [value for value in values if isinstance(value, str)]
             return self.add(scope, name, name, inputs, [*map(_traced_tensor, eqn.outvars)], attrs)
         if _is_call(operation):
@@ -368,7 +368,7 @@ def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(graph, bytes | bytearray) or is_message(graph, "GraphDef"):
         _no_arguments(graph, args, kwargs)
         data = bytes(graph) if isinstance(graph, bytes | bytearray) else graph.SerializeToString()
-        return parsed(data, "GraphDef", "graph")
+        return parse_message(data, "GraphDef", "graph")
     staged = _staged(graph, args, kwargs)
     return from_lowered(staged) if isinstance(staged, jax.stages.Lowered) else from_traced(staged)
 
@@ -404,7 +404,7 @@ def write_graph(graph: object, logdir: str | os.PathLike[str], name: str, as_tex
     Source: TensorFlow's `tf.train.write_graph`.
     """
     logdir = location(logdir, "logdir")
-    checks.as_text(name, "name", "the name of a file in logdir")
+    checks.as_string(name, "name", "the name of a file in logdir")
     parts = name.replace(os.sep, "/").split("/")
     if os.path.isabs(name) or ".." in parts or "\0" in name or parts[-1] in ("", "."):
         raise ValueError(f"name={name!r}: must be the name of a file in logdir or below it")
@@ -416,7 +416,7 @@ def write_graph(graph: object, logdir: str | os.PathLike[str], name: str, as_tex
     else:
         staged = _staged(graph, (), {})
         data = (staged if isinstance(staged, jax.stages.Lowered) else staged.lower()).as_text().encode()
-    path = join(logdir, name)
+    path = join_path(logdir, name)
     replace_file(path, data)
     return path
 

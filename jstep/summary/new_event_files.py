@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
-from jstep.core.checks import listed
+from jstep.core.checks import format_list
 from jstep.stores.event_files import frame, is_event_file, proto
 from jstep.stores.files import make_folders, names_in, replace_file
 from jstep.stores.growing_files import ObjectAppender, sync_growing
 from jstep.stores.objects import STARTING, Objects
-from jstep.stores.urls import is_url, join, split
+from jstep.stores.urls import is_url, join_path, split_path
 from jstep.summary.encode import event_bytes
 
 _logger = logging.getLogger("jstep")
@@ -143,7 +143,7 @@ def starts_here(path: str, suffix: str, step: int) -> bool:
     others that were opened since the last start are read after the files of the run, and must stay: then a separate
     file before them holds the marks.
     """
-    logdir, new = split(path)
+    logdir, new = split_path(path)
     names = _names_there(Objects(logdir)) if is_url(logdir) else filter(is_event_file, names_in(logdir))
     there = [name for name in names if name != new]
     newest = max((name for name in there if name.endswith(suffix)), default=None)
@@ -153,11 +153,11 @@ def starts_here(path: str, suffix: str, step: int) -> bool:
                 "logdir=%s: has event files of others, which are shown together with this run's: %s. Give each run a "
                 "directory of its own, or delete them",
                 logdir,
-                listed(there, 5),
+                format_list(there, 5),
             )
         return False
     if max(there) == newest:
         return True
     mark = frame(event_bytes(step, time.time(), session_log=proto("SessionLog")(status="START")))
-    replace_file(join(logdir, f"{newest}.again{suffix}"), _first_record() + STARTS * mark)
+    replace_file(join_path(logdir, f"{newest}.again{suffix}"), _first_record() + STARTS * mark)
     return False

@@ -22,7 +22,7 @@ from jax.extend.core import get_opaque_trace_state as _trace
 
 from jstep.core import exceptions, meshes
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_function, as_text, kind, shown
+from jstep.core.checks import as_function, as_string, format_value, kind
 from jstep.core.placement import is_on_cpus
 from jstep.core.trees import has_tracers, is_traced
 from jstep.differentiate import loss_outputs
@@ -121,7 +121,7 @@ def is_traced_part(part: Part) -> bool:
 def check_tag(tag: object, what: str) -> str:
     if type(tag) is str and tag:  # quick, as for each logged scalar
         return tag
-    return as_text(tag, f"{what}: tag", "give the value a name, such as 'loss'")
+    return as_string(tag, f"{what}: tag", "give the value a name, such as 'loss'")
 
 
 _copy = jax.jit(jnp.copy)
@@ -186,7 +186,7 @@ def register(part: Part, collections: Sequence[str] | None) -> None:
             collector.parts.append(part)
 
 
-def summary_of(part: Part, collections: Sequence[str] | None) -> Summary:
+def make_summary(part: Part, collections: Sequence[str] | None) -> Summary:
     register(part, collections)
     return Summary((part,))
 
@@ -197,7 +197,7 @@ def _checked(collections: object) -> Sequence[str]:
     names = tuple(collections) if isinstance(collections, Iterable) else (None,)
     if isinstance(collections, str) or not all(isinstance(key, str) for key in names):
         raise TypeError(
-            f"collections={shown(collections)}: must be a sequence of names, such as ('summaries',), or None"
+            f"collections={format_value(collections)}: must be a sequence of names, such as ('summaries',), or None"
         )
     return names
 
@@ -248,7 +248,7 @@ def merge_all(key: str = SUMMARIES) -> Summary | None:
         >>> print(jstep.summary.merge_all())
         None
     """
-    as_text(key, "key", "the name of a collection")
+    as_string(key, "key", "the name of a collection")
     collector = next((c for c in reversed(COLLECTORS.get()) if c.key == key), None)
     if _trace() != (_no_trace() if collector is None else collector.trace):
         raise RuntimeError(_UNDER_TRACE.format(key=key))
@@ -304,7 +304,7 @@ def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Su
         Summary('saturated')
     """
     as_function(fn, "fn")
-    as_text(key, "key", "the name of a collection")
+    as_string(key, "key", "the name of a collection")
 
     @functools.wraps(fn)
     def collected(*args: P.args, **kwargs: P.kwargs) -> tuple[R, Summary | None]:
@@ -390,7 +390,7 @@ def merge(summaries: Iterable[Summary | None], collections: Sequence[str] | None
     if isinstance(summaries, Summary):
         raise TypeError("merge: must be a list of summaries, not one Summary; write merge([summary])")
     if not isinstance(summaries, Iterable):
-        raise TypeError(f"summaries={shown(summaries)}: must be a list of summaries, got {kind(summaries)}")
+        raise TypeError(f"summaries={format_value(summaries)}: must be a list of summaries, got {kind(summaries)}")
     parts: list[Part] = []
     for summary in summaries:
         if summary is None:

@@ -18,9 +18,9 @@ import jax
 import numpy as np
 
 from jstep.core import exceptions, meshes, threads
-from jstep.core.checks import as_int, as_number, as_text, kind, shown
+from jstep.core.checks import as_int, as_number, as_string, format_value, kind
 from jstep.core.trees import Step, is_traced
-from jstep.stores.event_files import CHECKSUMS, frame, imported, is_message, parsed, proto
+from jstep.stores.event_files import CHECKSUMS, frame, import_extra, is_message, parse_message, proto
 from jstep.stores.urls import location
 from jstep.summary.encode import encode_job
 from jstep.summary.graph import graph_def
@@ -146,7 +146,7 @@ class Worker:
         """Write the queued jobs, close the file and end the thread; if interrupted, the next call waits for that."""
         if not self._ended:
             self.request_close()
-        threads.join(self._thread)
+        threads.join_thread(self._thread)
         _running.discard(self)
 
     def _run(self) -> None:
@@ -293,13 +293,13 @@ class SummaryWriter:
     ) -> None:
         max_queue = as_int(max_queue, "max_queue", 1, "how many events wait in memory")
         flush_secs = as_number(flush_secs, "flush_secs", low=0, above=True, finite=False, meaning="seconds")
-        suffix = "" if filename_suffix is None else as_text(filename_suffix, "filename_suffix")
+        suffix = "" if filename_suffix is None else as_string(filename_suffix, "filename_suffix")
         if "/" in suffix:
             raise ValueError(f"filename_suffix={suffix!r}: must be the end of a file's name, without '/'")
         self.logdir = location(logdir, "logdir")
         self._worker: Worker | None = None
         self._closed = False
-        imported(CHECKSUMS)
+        import_extra(CHECKSUMS)
         proto("Event")
         if jax.process_index() == 0:
             sink = open_event_file(self.logdir, flush_secs, suffix)
@@ -528,7 +528,7 @@ def as_step(step: object) -> Any:
         )
     if isinstance(step, jax.Array | np.ndarray | np.generic):
         if not np.issubdtype(step.dtype, np.integer) or step.shape != ():
-            raise TypeError(f"global_step={shown(step, 40)}: must be an integer scalar, got {kind(step)}")
+            raise TypeError(f"global_step={format_value(step, 40)}: must be an integer scalar, got {kind(step)}")
         return keep(step)
     return as_int(step, "global_step")
 
@@ -546,7 +546,7 @@ def as_serialized(x: Any, name: str) -> bytes:
     method, article, other = ("add_event", "an", "Summary") if name == "Event" else ("add_summary", "a", "Event")
     if isinstance(x, bytes | bytearray | memoryview):
         data = bytes(x)
-        parsed(data, name, method)
+        parse_message(data, name, method)
         return data
     if not is_message(x, name):
         is_other = is_message(x, other) or type(x) is Summary
@@ -557,7 +557,9 @@ def as_serialized(x: Any, name: str) -> bytes:
 
 def hparams_values(hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None, now: float) -> list[Any]:
     """Return the values of a run's hyperparameters and results."""
-    api, plugin = (imported(f"tensorboard.plugins.hparams.{n}", "add_hparams") for n in ("api_pb2", "plugin_data_pb2"))
+    api, plugin = (
+        import_extra(f"tensorboard.plugins.hparams.{n}", "add_hparams") for n in ("api_pb2", "plugin_data_pb2")
+    )
     flat = dict(_flat(hparams, "hparams"))
     group = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
     start = plugin.SessionStartInfo(group_name=group, start_time_secs=now)

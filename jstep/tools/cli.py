@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from jstep.core.tables import breadth, columns, folded
+from jstep.core.tables import breadth, columns, fold
 from jstep.stores.event_files import DataLossError
 
 # What the commands have in common: interface, exit codes, and output as text, strict JSON and tables.
@@ -38,7 +38,7 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
-def as_json(value: object) -> str:
+def as_strict_json(value: object) -> str:
     """Return one line of strict JSON; non-finite numbers become the strings "NaN", "Infinity" and "-Infinity"."""
     return json.dumps(_plain(value), allow_nan=False)
 
@@ -88,7 +88,7 @@ def table(keys: Mapping[str, str], rows: Iterable[Mapping[str, Any]], left: int)
 def answer(arguments: argparse.Namespace, fields: Mapping[str, Any], lines: Iterable[str], code: int = OK) -> int:
     """Print the fields as JSON with `--json`, otherwise the lines; return the exit code."""
     if arguments.json:
-        print(as_json(fields))
+        print(as_strict_json(fields))
     else:
         show(lines)
     return code
@@ -98,7 +98,7 @@ def show(lines: Iterable[str]) -> None:
     """Print lines, folded with an indent at the width of the terminal."""
     most = terminal_width()
     for line in (line for text in lines for line in text.split("\n")):
-        print("\n".join(folded(line, most, len(line) - len(line.lstrip()) + 4)))
+        print("\n".join(fold(line, most, len(line) - len(line.lstrip()) + 4)))
 
 
 def _plain(x: object) -> Any:

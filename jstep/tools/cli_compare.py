@@ -11,10 +11,10 @@ import numpy as np
 
 from jstep.checkpoint.manifest import LeftOut
 from jstep.core.tables import columns
-from jstep.hooks.card_differences import VERSION, card_difference, changes, starts_of
+from jstep.hooks.card_differences import VERSION, card_difference, changes, read_starts
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.timeline import is_seconds
-from jstep.stores.urls import is_url, join, location, split
+from jstep.stores.urls import is_url, join_path, location, split_path
 from jstep.tools import cli
 from jstep.tools.cli_inspect import Checkpoint, at, below
 from jstep.tools.ranges import is_inexact
@@ -38,7 +38,7 @@ class LeafDifference(NamedTuple):
     max_ulps: int | None = None
 
 
-def difference(path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> LeafDifference | None:
+def array_difference(path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> LeafDifference | None:
     """Return the difference of two arrays of one dtype; None if they are bitwise identical."""
     if a.shape != b.shape:
         return LeafDifference(path, "shape", f"{list(a.shape)} in A, {list(b.shape)} in B")
@@ -110,7 +110,7 @@ def differences(places: Iterable[tuple[str, str | None]]) -> list[str] | None:
     for where, prefix in places:
         last: dict[str, Any] = {}
         with contextlib.suppress(OSError):  # a directory that cannot be read is reported by the comparison itself
-            last = {one.prefix: one.card for one in starts_of(where) if one.card is not None}
+            last = {one.prefix: one.card for one in read_starts(where) if one.card is not None}
         # Only the card of the prefix; all cards if the run has none for it, such as for the best checkpoints.
         both.append({prefix: last[prefix]} if prefix in last else last)
     of_a, of_b = both
@@ -129,7 +129,7 @@ def differences(places: Iterable[tuple[str, str | None]]) -> list[str] | None:
 _SHOWN = 40
 
 
-def text(lines: list[str] | None) -> list[str]:
+def changes_text(lines: list[str] | None) -> list[str]:
     if lines is None:
         return []
     if not lines:
@@ -145,14 +145,14 @@ def _first(lines: Sequence[str], others: int) -> list[str]:
 # `diff` of one run: the changes from each of its starts to the next one.
 
 
-def changes_of(where: str) -> list[dict[str, Any]]:
+def read_changes(where: str) -> list[dict[str, Any]]:
     """Return the starts of the runs in a directory, each with the changes since the previous one of its prefix.
 
     The `changes` of a first start are None.
     """
     before: dict[str, Mapping[str, Any]] = {}
     starts: list[dict[str, Any]] = []
-    for start in starts_of(where):
+    for start in read_starts(where):
         if start.card is None:
             continue
         last, is_known, step = before.get(start.prefix), start.card.get("card") == VERSION, start.card.get("step")
@@ -210,9 +210,9 @@ def _saved(checkpoint: Checkpoint, paths: set[str]) -> dict[str, LeftOut]:
     saved = paths & checkpoint.named.keys()
     if not saved:
         return {}
-    from jstep.checkpoint.leaf_records import started_slots  # imports JAX, which is not needed above
+    from jstep.checkpoint.leaf_records import start_leaf_fingerprints  # imports JAX, which is not needed above
 
-    return {name: started_slots([(leaf, array)])()[0] for name, leaf, array in checkpoint.leaves(saved)}
+    return {name: start_leaf_fingerprints([(leaf, array)])()[0] for name, leaf, array in checkpoint.leaves(saved)}
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -236,18 +236,18 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.b is None:
         # Each start of a run is compared with the one before. As for two runs, cards do not decide the exit code.
         run = location(arguments.a, "A")
-        starts = changes_of(run)
+        starts = read_changes(run)
         lines = map(cli.printable, _text_of_starts(starts))
         return cli.answer(arguments, {"run": run, "starts": starts}, lines)
     a, b = (_side(location(path, name)) for path, name in ((arguments.a, "A"), (arguments.b, "B")))
     if a.kind != b.kind:
         raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind")
     # The directories in which the runs keep their cards, and the prefixes of single checkpoints.
-    folders = [x.path if x.kind == "a directory of checkpoints" else split(x.path)[0] or "." for x in (a, b)]
+    folders = [x.path if x.kind == "a directory of checkpoints" else split_path(x.path)[0] or "." for x in (a, b)]
     prefixes = [next(prefix for _, prefix in x.steps) if x.kind == "a checkpoint" else None for x in (a, b)]
     of_cards = differences(zip(folders, prefixes, strict=True))
     if not arguments.json:
-        cli.show(map(cli.printable, text(of_cards)))
+        cli.show(map(cli.printable, changes_text(of_cards)))
     if a.kind == "a checkpoint":
         (first,), (second,) = a.steps.values(), b.steps.values()
         every = {name for x in (first, second) for name in (*x.left_out, *x.named)}
@@ -287,8 +287,8 @@ def _log_at(path: str, in_directory: bool) -> _Side:
     if in_directory:
         if fingerprints.NAME not in names_in(path):
             raise FileNotFoundError(f"no checkpoints and no {fingerprints.NAME} in {path}")
-        path = join(path, fingerprints.NAME)
-    log = fingerprints.read(path)
+        path = join_path(path, fingerprints.NAME)
+    log = fingerprints.read_log(path)
     problems = [f"{path}: {problem}; the other lines are compared" for problem in log.corrupted]
     if not log.entries:
         why = problems[0] if problems else f"{path} has no complete line"
@@ -328,7 +328,7 @@ def _runs(a: _Side, b: _Side) -> dict[str, Any]:
 
 def _of_entries(a: Any, b: Any) -> tuple[list[LeafDifference], dict[str, bool]] | None:
     """Return the leaves that differ, and further fields of the result."""
-    from jstep.state.fingerprints import difference as log_difference
+    from jstep.state.fingerprints import compare_logs as log_difference
 
     result = log_difference(a, b)
     if result is None:
@@ -355,7 +355,7 @@ def _leaves(a: Checkpoint, b: Checkpoint) -> list[LeafDifference]:
     both = [name for name in of_a if name not in by_name]
     # Read leaf by leaf, because two checkpoints may not fit into memory.
     for (name, _, array), (_, _, its) in zip(a.leaves(both), b.leaves(both), strict=True):
-        if (differing := difference(name, array, its)) is not None:
+        if (differing := array_difference(name, array, its)) is not None:
             by_name[name] = differing
     others = [LeafDifference(name, "only in B", "only in B") for name in of_b if name not in of_a]
     return [*(by_name[name] for name in of_a if name in by_name), *others, *differences_left_out(a, b)]

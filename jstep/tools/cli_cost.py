@@ -35,14 +35,14 @@ def _run(arguments: argparse.Namespace) -> int:
     # These import JAX, which --help and the errors above do not need.
     from jstep.core.placement import device_of
     from jstep.tools.cost import cost
-    from jstep.tools.topologies import name_of, parsed, prepare, require_compiler
+    from jstep.tools.topologies import parse_topology, prepare, require_compiler, topology_name
 
-    topology = None if arguments.topology is None else parsed(arguments.topology, "--topology")
+    topology = None if arguments.topology is None else parse_topology(arguments.topology, "--topology")
     if topology is not None:
         require_compiler(topology)
         prepare()  # before the program uses JAX, which would otherwise warn on stderr that the compilers lack devices
     step, state, *batch = _returned(place, function)
-    is_there = name_of(device_of((state, batch))) == topology
+    is_there = topology_name(device_of((state, batch))) == topology
     result = cost(step, state, *batch, topology=None if topology is None or is_there else str(topology))
     return answer(arguments, vars(result), [str(result)])  # exit code 0 even if the step does not fit into memory
 

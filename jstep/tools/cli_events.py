@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jstep.core.checks import cut
+from jstep.core.checks import truncate
 from jstep.core.tables import figure
-from jstep.hooks.stall_files import read_stalls, silent, waited_for
+from jstep.hooks.stall_files import find_waited_for, read_stalls, silent
 from jstep.stores import event_files
 from jstep.stores.event_files import DataLossError, Point
-from jstep.stores.files import is_directory, opened
+from jstep.stores.files import is_directory, open_for_reading
 from jstep.stores.urls import absolute, is_url, location
-from jstep.tools.cli import DIFFERENT, OK, Command, answer, as_json, complain, printable, table, time_text
+from jstep.tools.cli import DIFFERENT, OK, Command, answer, as_strict_json, complain, printable, table, time_text
 
 # `plot`: curves of scalars with matplotlib, without a display or a server.
 
@@ -46,9 +46,9 @@ def _run_plot(arguments: argparse.Namespace) -> int:
     if not there:
         raise ValueError(f"no scalars in {', '.join(logdirs)}")
     if not chosen:
-        from jstep.core.trees import nearest  # imported here because it imports JAX, which plotting does not need
+        from jstep.core.trees import suggest_names  # imported here because it imports JAX, which plotting does not need
 
-        raise ValueError(f"no scalar's tag matches {', '.join(tags)}{nearest(tags[0], there)}")
+        raise ValueError(f"no scalar's tag matches {', '.join(tags)}{suggest_names(tags[0], there)}")
     _draw(runs, chosen, arguments)
     print(printable(f"{arguments.output}: {', '.join(chosen)}"))
     return code
@@ -150,7 +150,7 @@ def _run_events(arguments: argparse.Namespace) -> int:
                 has_events = True
                 entry = _entry(event, tags)
                 if entry is not None:
-                    print(as_json(entry) if arguments.format == "json" else printable(_line(entry)))
+                    print(as_strict_json(entry) if arguments.format == "json" else printable(_line(entry)))
         except DataLossError as error:  # the events before the corruption are printed
             why = "" if has_events else "; it is not an event file, or its beginning is corrupted"
             code = complain("events", f"{error}{why}")
@@ -158,7 +158,7 @@ def _run_events(arguments: argparse.Namespace) -> int:
             # Files in a directory are known to be event files by name, and a killed run may leave an empty one.
             is_event_file = has_events or file != path
             if not is_event_file and event_files.is_event_file(file):
-                with opened(file) as data:
+                with open_for_reading(file) as data:
                     is_event_file = not data.read(1)
             if not is_event_file:
                 code = complain("events", f"{file}: is not an event file, or ends inside its first event")
@@ -243,7 +243,7 @@ def _value_text(value: dict[str, Any]) -> str:
 
 def _short(x: object) -> str:
     text = " ".join(f"{key} {n}" for key, n in x.items()) if isinstance(x, dict) else str(x)
-    return cut(" ".join(text.split()), 80)
+    return truncate(" ".join(text.split()), 80)
 
 
 # `stalls`: the stalled processes of a run, and what each is waiting for.
@@ -262,7 +262,7 @@ def _run_stalls(arguments: argparse.Namespace) -> int:
     hangs = any(stall["stall"] for stall in stalls)
     stalls = stalls if hangs else []
     missing = silent(stalls, max((stall["processes"] for stall in stalls), default=0))
-    odd = waited_for(stalls) if len(stalls) + len(missing) > 1 else []
+    odd = find_waited_for(stalls) if len(stalls) + len(missing) > 1 else []
     names = ["", "process", "host", "pid", "for", "what", "line"]
     shown = [{**stall, "for": f"{now - stall['since']:.0f} s", "": "*" if stall in odd else ""} for stall in stalls]
     shown += [{"process": process, "what": "no sign of life", "": "*"} for process in missing]

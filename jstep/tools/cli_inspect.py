@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from jstep.checkpoint.listing import has_data, misnamed, missing
+from jstep.checkpoint.listing import has_data, misnaming_text, missing
 from jstep.checkpoint.manifest import NAME as MANIFEST
 from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Manifest
 from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.store import Store
-from jstep.core.checks import cut_path, size
+from jstep.core.checks import size, truncate_path
 from jstep.stores.files import is_directory, names_in
-from jstep.stores.urls import absolute, is_url, location, split
+from jstep.stores.urls import absolute, is_url, location, split_path
 from jstep.tools import cli
-from jstep.tools.ranges import is_inexact, range_of
-from jstep.weights.files import INDEX, SUFFIX, folder_of, kind_of, read_headers
+from jstep.tools.ranges import array_range, is_inexact
+from jstep.weights.files import INDEX, SUFFIX, arrays_folder, read_headers, weights_kind
 from jstep.weights.tensors import in_groups
 
 # Finding and reading checkpoints for the command line, leaf by leaf.
@@ -61,7 +61,7 @@ class Checkpoint:
 
     def _read(self, leaves: dict[str, Leaf]) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
         # Imported here so that a directory is listed without JAX.
-        from jstep.checkpoint.leaf_records import value_of
+        from jstep.checkpoint.leaf_records import leaf_value
 
         wanted: dict[str, Any] = {leaf.array: None for leaf in leaves.values() if leaf.array is not None}
         try:
@@ -71,7 +71,7 @@ class Checkpoint:
         except Exception as error:
             raise CheckpointError(f"{self.path} could not be read: {type(error).__name__}: {error}"[:500]) from error
         for name, leaf in leaves.items():
-            yield name, leaf, np.asarray(value_of(leaf, None, arrays))
+            yield name, leaf, np.asarray(leaf_value(leaf, None, arrays))
 
     def problems(self, *, every: bool = False) -> list[str]:
         """Describe the corruption of its files; with `every`, also of files that nothing reads."""
@@ -81,7 +81,7 @@ class Checkpoint:
 def at(path: str) -> Checkpoint | None:
     """Return the checkpoint at a path, or None; raise `CheckpointError` if it is corrupted."""
     path = absolute(path)
-    above, last = split(path.rstrip("/"))
+    above, last = split_path(path.rstrip("/"))
     match = _NAME.fullmatch(last)
     if match is None:
         return None if is_url(path) else _renamed(path)
@@ -97,7 +97,7 @@ def at(path: str) -> Checkpoint | None:
     except FileNotFoundError:  # evicted meanwhile
         return None
     if manifest.step != step:
-        raise CheckpointError(f"{path}: {misnamed(match[1], step, manifest.step)}")
+        raise CheckpointError(f"{path}: {misnaming_text(match[1], step, manifest.step)}")
     return Checkpoint(stored, match[1], step, manifest, store)
 
 
@@ -105,7 +105,7 @@ def _renamed(path: str) -> Checkpoint | None:
     """Return the checkpoint in a folder whose name has no step, such as a copy called "pretrained"."""
     if not os.path.lexists(os.path.join(path, MANIFEST)) or not has_data(path):
         return None
-    above, last = split(path)
+    above, last = split_path(path)
     store = open_store(above)
     manifest = store.manifest(path)
     if lacks := missing(path):
@@ -119,7 +119,7 @@ def below(directory: str) -> tuple[list[Checkpoint], list[str]]:
     store = open_store(directory)
     paths: list[str] = []
     problems: list[str] = []
-    names = [split(path)[1] for _, path in store.newest_first(None)]
+    names = [split_path(path)[1] for _, path in store.newest_first(None)]
     if not is_url(directory) and is_directory(directory):
         names += names_in(directory)
     for prefix in sorted({match[1] for name in names if (match := _NAME.fullmatch(name))}):
@@ -153,7 +153,7 @@ def _run(arguments: argparse.Namespace) -> int:
     folder, problem = None, None
     if not is_url(path) and os.path.isdir(path) and not os.path.lexists(os.path.join(path, MANIFEST)):
         try:
-            folder = folder_of(path)
+            folder = arrays_folder(path)
         except ValueError as error:  # this may be a directory of checkpoints of jstep
             problem = error
     if folder is not None:
@@ -185,7 +185,7 @@ def _safetensors(path: str, arguments: argparse.Namespace) -> int:
     """Print the tensors of a file, or of an index and its shards."""
     if arguments.verify:
         raise ValueError("--verify: safetensors files have no checksums; leave it out, and headers are checked anyway")
-    weights = read_headers(kind_of(path)[1])
+    weights = read_headers(weights_kind(path)[1])
     folder = os.path.dirname(weights.path) or "."
     rows = [
         {
@@ -213,7 +213,7 @@ def _orbax(folder: str, arguments: argparse.Namespace) -> int:
         raise ValueError("--verify: Orbax checkpoints have no checksums; leave it out")
     from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
 
-    arrays, _ = orbax_checkpoint.opened(folder)
+    arrays, _ = orbax_checkpoint.open_checkpoint(folder)
     rows = [
         {"name": array.name, "dtype": array.code, "shape": list(array.shape), "bytes": array.nbytes}
         for array in arrays.values()
@@ -235,7 +235,7 @@ def _tensors(
         _path_line(about["path"]),
         f"{len(rows)} tensor{'s' * (len(rows) != 1)}, {about['parameters']} parameters, "
         f"{size(about['bytes'])}, {where}",
-        *([f"metadata {cli.printable(cli.as_json(about['metadata']))}"] if about["metadata"] else []),
+        *([f"metadata {cli.printable(cli.as_strict_json(about['metadata']))}"] if about["metadata"] else []),
         "",
         *cli.table(keys, rows, left=list(keys).index("bytes")),
     ]
@@ -243,7 +243,7 @@ def _tensors(
 
 
 def _path_line(path: str) -> str:
-    return cut_path(cli.printable(path), cli.terminal_width())
+    return truncate_path(cli.printable(path), cli.terminal_width())
 
 
 # Checkpoints of jstep.
@@ -282,14 +282,14 @@ def _extra_lines(extra: Any, *, with_own: bool) -> list[str]:
     own = [] if with_own or not isinstance(extra, dict) else [key for key in extra if key in OWN_EXTRA]
     shown = {key: value for key, value in extra.items() if key not in own} if own else extra
     is_shown = shown or (shown is not None and not own)
-    lines = [f"extra {cli.printable(cli.as_json(shown))}"] if is_shown else []
+    lines = [f"extra {cli.printable(cli.as_strict_json(shown))}"] if is_shown else []
     number = f"{len(own)} {'entry' if len(own) == 1 else 'entries'}"
     return [*lines, f"{number} of jstep in extra (--all shows them)"] if own else lines
 
 
 def _numbers(leaf: Any, array: np.ndarray[Any, Any]) -> dict[str, Any]:
     """The minimum, maximum and mean of the finite numbers."""
-    numbers = None if leaf.key_impl is not None else range_of(array)
+    numbers = None if leaf.key_impl is not None else array_range(array)
     nonfinite = None if numbers is None else numbers.nans + numbers.infinities
     if numbers is None or numbers.low is None:
         return {"min": None, "max": None, "mean": None, "nonfinite": nonfinite}

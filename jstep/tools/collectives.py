@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jstep.core.jaxprs import MOVES, Operation, Subprogram, body_of, evaluate, programs_in
 from jstep.tools import compiled
-from jstep.tools.compiled import Array, Computation, Frame, Instruction, Program, Shape
+from jstep.tools.compiled import Array, CompiledProgram, Computation, Frame, Instruction, Shape
 
 # Collectives of a compiled program: each exchange between devices, and their sums by kind.
 
@@ -54,11 +54,11 @@ class Exchange(NamedTuple):
         operands = [instructions[name] for name in self.instruction.operands if name in instructions][
             : KINDS[self.kind] or None
         ]
-        total = sum(compiled.size_of(operand.shape) for operand in operands)
-        return [(part.name, self.bytes * compiled.size_of(part.shape) // max(total, 1)) for part in operands]
+        total = sum(compiled.shape_bytes(operand.shape) for operand in operands)
+        return [(part.name, self.bytes * compiled.shape_bytes(part.shape) // max(total, 1)) for part in operands]
 
 
-def collectives_of(program: Program) -> dict[str, Collective]:
+def count_collectives(program: CompiledProgram) -> dict[str, Collective]:
     """Return kind → number and bytes, of all exchanges of a compiled program.
 
     Loops whose length depends on values count once; of a conditional, the branch that moves the most bytes counts.
@@ -73,14 +73,14 @@ def collectives_of(program: Program) -> dict[str, Collective]:
     """
     numbers: Counter[str] = Counter()
     moved: Counter[str] = Counter()
-    for exchange in exchanges_of(program):
+    for exchange in find_exchanges(program):
         numbers[exchange.kind] += exchange.times
         moved[exchange.kind] += exchange.times * exchange.bytes
     return {kind: Collective(numbers[kind], moved[kind]) for kind in KINDS if numbers[kind]}
 
 
-def exchanges_of(program: Program) -> list[Exchange]:
-    """Return all exchanges of a program, counted as in `collectives_of`."""
+def find_exchanges(program: CompiledProgram) -> list[Exchange]:
+    """Return all exchanges of a program, counted as in `count_collectives`."""
     computations = program.computations.values()
     # An asynchronous exchange counts once, although it has several instructions. On a TPU several copies of an
     # instruction may belong to one exchange, and one of them starts it.
@@ -128,9 +128,9 @@ def _kind(frame: Frame, instruction: Instruction) -> str | None:
 
 def _rendezvous(instruction: Instruction) -> str:
     """The exchange between slices that a send or receive belongs to; empty for the host."""
-    if not compiled.quoted(instruction.attributes, "_xla_host_transfer_handler_name").startswith("xla_megascale"):
+    if not compiled.quoted_value(instruction.attributes, "_xla_host_transfer_handler_name").startswith("xla_megascale"):
         return ""
-    return compiled.quoted(instruction.attributes, "_xla_host_transfer_rendezvous")
+    return compiled.quoted_value(instruction.attributes, "_xla_host_transfer_rendezvous")
 
 
 def _moved(computation: Computation, instruction: Instruction, kind: str) -> int:
@@ -141,21 +141,21 @@ def _moved(computation: Computation, instruction: Instruction, kind: str) -> int
         return max(_payload(other.shape) for other in same)
     taken = _taken(computation, instruction)
     operands = [computation.instructions.get(name) for name in instruction.operands[: KINDS[kind]]]
-    return max(taken, sum(compiled.size_of(operand.shape) for operand in operands if operand is not None))
+    return max(taken, sum(compiled.shape_bytes(operand.shape) for operand in operands if operand is not None))
 
 
 def _taken(computation: Computation, instruction: Instruction) -> int:
     """The bytes that a device receives; an asynchronous exchange receives them at its end."""
     if not instruction.opcode.endswith("-start"):
-        return compiled.size_of(instruction.shape)
+        return compiled.shape_bytes(instruction.shape)
     ends = [user for user in computation.users.get(instruction.name, ()) if user.opcode.endswith("-done")]
-    return compiled.size_of(ends[0].shape) if ends else _payload(instruction.shape, 1)
+    return compiled.shape_bytes(ends[0].shape) if ends else _payload(instruction.shape, 1)
 
 
 def _payload(shape: Shape, index: int = 0) -> int:
     if isinstance(shape, Array):
-        return compiled.size_of(shape)
-    return compiled.size_of(shape[index]) if index < len(shape) else 0
+        return compiled.shape_bytes(shape)
+    return compiled.shape_bytes(shape[index]) if index < len(shape) else 0
 
 
 def _is_scattered(frame: Frame, instruction: Instruction) -> bool:
@@ -175,12 +175,12 @@ def _is_scattered(frame: Frame, instruction: Instruction) -> bool:
 
 
 def _chain(instruction: Instruction) -> str:
-    return compiled.quoted(instruction.attributes, "chain_id")
+    return compiled.quoted_value(instruction.attributes, "chain_id")
 
 
 def _is_started(computation: Computation, instruction: Instruction) -> bool:
     users = computation.users.get(instruction.name, ())
-    return any(compiled.quoted(user.attributes, "custom_call_target") == "AsyncCollectiveStart" for user in users)
+    return any(compiled.quoted_value(user.attributes, "custom_call_target") == "AsyncCollectiveStart" for user in users)
 
 
 # Counting how often a traced program uses each of its arguments.
@@ -190,7 +190,7 @@ _PARTS = MOVES | {"convert_element_type", "bitcast_convert_type", "sharding_cons
 _Sources = frozenset[int]
 
 
-def uses_of(traced: object) -> list[float]:
+def count_uses(traced: object) -> list[float]:
     """Return an upper bound on how often each argument is used as a whole.
 
     An operation on half of an argument is half a use, as often as it runs. A loop of unknown length counts once. The

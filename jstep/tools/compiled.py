@@ -70,7 +70,7 @@ class Instruction:
     @functools.cached_property
     def op_name(self) -> str:
         """The operation of the traced program; empty if unknown."""
-        return quoted(self.attributes, "op_name")
+        return quoted_value(self.attributes, "op_name")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ class Computation:
         return {name: tuple(users) for name, users in by_name.items()}
 
 
-class Program(NamedTuple):
+class CompiledProgram(NamedTuple):
     """A compiled program; `header` is its first line."""
 
     computations: Mapping[str, Computation]
@@ -99,7 +99,7 @@ class Program(NamedTuple):
     header: str
 
 
-def parse_program(text: str) -> Program:
+def parse_program(text: str) -> CompiledProgram:
     """Parse a printed program; lines that cannot be parsed are skipped."""
     computations: dict[str, Computation] = {}
     entry = name = ""
@@ -116,10 +116,10 @@ def parse_program(text: str) -> Program:
             root = next((candidate.name for candidate in instructions.values() if candidate.is_root), "")
             computations[name] = Computation(name, instructions, root)
             name = ""
-    return Program(computations, computations.get(entry, Computation("", {}, "")), text.partition("\n")[0])
+    return CompiledProgram(computations, computations.get(entry, Computation("", {}, "")), text.partition("\n")[0])
 
 
-def recomputes(program: Program) -> bool:
+def program_recomputes(program: CompiledProgram) -> bool:
     """Whether the compiler rematerialized results to fit the program into memory; `jax.checkpoint` does not count.
 
     Example:
@@ -133,7 +133,7 @@ def recomputes(program: Program) -> bool:
     return any(map(_REMATERIALIZED.search, names))
 
 
-def quoted(attributes: str, key: str) -> str:
+def quoted_value(attributes: str, key: str) -> str:
     """The value of `key="value"`, or an empty string."""
     match = re.search(rf'\b{re.escape(key)}="((?:[^"\\]|\\.)*)"', attributes)
     return re.sub(r"\\(.)", r"\1", match[1]) if match else ""
@@ -187,10 +187,10 @@ def parse_shape(text: str) -> Shape:
     return stack[0][0] if len(stack[0]) == 1 else tuple(stack[0])
 
 
-def size_of(shape: Shape) -> int:
+def shape_bytes(shape: Shape) -> int:
     if isinstance(shape, Array):
         return -(-math.prod(shape.dims) * shape.bits // 8)
-    return sum(size_of(inner) for inner in shape)
+    return sum(shape_bytes(inner) for inner in shape)
 
 
 def _bits(dtype: str, layout: str) -> int:
@@ -219,7 +219,7 @@ _CALLS = {"fusion", "call", "async-start", "call-start", "fusion-start"}
 class Frame(NamedTuple):
     """A computation together with the instruction that calls it."""
 
-    program: Program
+    program: CompiledProgram
     computation: Computation
     caller: "Frame | None" = None
     call: Instruction | None = None
@@ -280,7 +280,7 @@ def _element(definition: _Place) -> _Place | None:
     return None
 
 
-def argument_of(frame: Frame, name: str, index: int | None = None) -> int | None:
+def argument_number(frame: Frame, name: str, index: int | None = None) -> int | None:
     """Return the number of the argument that an instruction's result is a part of; None if the result is computed.
 
     Parts may be converted, sliced or transposed, or carried unchanged by a loop.
@@ -291,7 +291,7 @@ def argument_of(frame: Frame, name: str, index: int | None = None) -> int | None
     element = _element(definition)
     if element is not None:
         unchanged = _step(element) == 0
-        return argument_of(element.frame, element.instruction.operands[0], element.place) if unchanged else None
+        return argument_number(element.frame, element.instruction.operands[0], element.place) if unchanged else None
     is_argument = (
         definition.instruction.opcode == "parameter" and definition.frame.caller is None and definition.place is None
     )

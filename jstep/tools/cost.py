@@ -15,7 +15,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_function, listed, scaled, size
+from jstep.core.checks import as_function, format_list, format_scaled, size
 from jstep.core.device_values import arguments_from_host
 from jstep.core.jaxprs import body_of, is_annotated
 from jstep.core.logs import slow, without_noise
@@ -29,8 +29,16 @@ from jstep.slots.compact_numbers import blocks_between
 from jstep.slots.roles import roles_in
 from jstep.state.train_state import TrainState, require_state
 from jstep.tools import topologies
-from jstep.tools.collectives import Collective, Exchange, collectives_of, exchanges_of, uses_of
-from jstep.tools.compiled import Array, Frame, Program, argument_of, instructions_within, parse_program, recomputes
+from jstep.tools.collectives import Collective, Exchange, count_collectives, count_uses, find_exchanges
+from jstep.tools.compiled import (
+    Array,
+    CompiledProgram,
+    Frame,
+    argument_number,
+    instructions_within,
+    parse_program,
+    program_recomputes,
+)
 
 # Compute, memory and communication cost of a step, without running it.
 
@@ -94,7 +102,7 @@ class Cost(Tabular):
         where = "on one device" if self.devices == 1 else f"on each of {self.devices} devices"
         if self.topology is None:
             return f"a step {where}"
-        packages = topologies.versions(topologies.parsed(self.topology).kind)
+        packages = topologies.versions(topologies.parse_topology(self.topology).kind)
         by = ", ".join(f"{package} {version}" for package, version in packages.items())
         return f"a step {where}, {self.topology} (compiled, not run; {by})"
 
@@ -106,7 +114,7 @@ class Cost(Tabular):
             problem = ": it does not fit" if self.fits is False else ", recomputes to fit" if self.recomputes else ""
             verdict = f" of {size(self.memory_bytes, digits=4)}{problem}"
         rows = [
-            ("operations", _UNKNOWN if self.flops is None else scaled(self.flops, "FLOP") + unknown),
+            ("operations", _UNKNOWN if self.flops is None else format_scaled(self.flops, "FLOP") + unknown),
             ("memory traffic", _size(self.bytes_accessed)),
             ("parameters", size(self.params_bytes)),
             ("slots", size(self.slots_bytes)),
@@ -168,10 +176,10 @@ def cost(train_step: Callable[..., Any], state: Tree, *args: Any, topology: str 
     if topology is not None:
         state, args = topologies.on_topology(topology, train_step, state, args)
     state, args = topologies.refuse_other_devices(state, args)
-    name = topologies.name_of(device_of((state, args)))
+    name = topologies.topology_name(device_of((state, args)))
     doing = "cost: compiling the step" if name is None else f"cost: compiling the step for {name}"
     with using_mesh(mesh_of((state, args))), slow(doing):
-        return compiled_cost(train_step if hasattr(train_step, "lower") else jax.jit(train_step), state, args)
+        return compile_cost(train_step if hasattr(train_step, "lower") else jax.jit(train_step), state, args)
 
 
 def _size(count: float | None) -> str:
@@ -186,11 +194,11 @@ _SIZES = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_b
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
+def compile_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
     traced = step.trace(state, *args).jaxpr
     work = work_of(body_of(traced))
     device, devices = device_of((state, args)), device_count((state, args))
-    name, memory = topologies.name_of(device), topologies.memory_of(device)
+    name, memory = topologies.topology_name(device), topologies.device_memory(device)
     start = time.perf_counter()
     lowered = step.lower(state, *args)
     if name is not None:
@@ -203,10 +211,10 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
             if name is not None:
                 topologies.require_working(name, device)
             raise
-    host = bytes_of((state, args), on_host=True)
+    host = bytes_per_device((state, args), on_host=True)
     figures: dict[str, Any] = {
-        "params_bytes": bytes_of(state.params, on_host=False),
-        "slots_bytes": bytes_of(state.slots, on_host=False),
+        "params_bytes": bytes_per_device(state.params, on_host=False),
+        "slots_bytes": bytes_per_device(state.slots, on_host=False),
         "host_bytes": host,
         "compile_seconds": time.perf_counter() - start,
         "devices": devices,
@@ -216,7 +224,7 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
     if needed is not None:
         figures |= dict.fromkeys((*_SIZES, "bytes_accessed", "collectives"))
         figures |= {"flops": work.all / devices, "peak_bytes": needed[0], "memory_bytes": memory or needed[1]}
-        warned = (*unplaced_batch(state, args), *warnings_without_a_program(state, args, traced))
+        warned = (*warn_of_unplaced_batch(state, args), *warnings_without_a_program(state, args, traced))
         return Cost(**figures, fits=False, warnings=warned)
     sizes = _memory(compiled, state, args, host, device.platform)
     peak = sizes["peak_bytes"]
@@ -228,9 +236,12 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
         flops=_scaled(analysis.get("flops"), work.once, work.all, devices),
         # The traced program gives the operations, but not which results XLA fuses and so never writes.
         bytes_accessed=None if traffic is None else _scaled(traffic, work.once_bytes, work.all_bytes, devices),
-        collectives=collectives_of(program),
-        recomputes=recomputes(program),
-        warnings=(*unplaced_batch(state, args), *warnings_of(program, state, args, traced, compiled.out_info)),
+        collectives=count_collectives(program),
+        recomputes=program_recomputes(program),
+        warnings=(
+            *warn_of_unplaced_batch(state, args),
+            *find_warnings(program, state, args, traced, compiled.out_info),
+        ),
         memory_bytes=memory,
         fits=None if memory is None or peak is None else peak <= memory,
     )
@@ -263,10 +274,10 @@ def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, 
     arguments, outputs, alias, temporary = figures
     # XLA's CPU compiler does not count them separately.
     if host and not getattr(memory, "host_argument_size_in_bytes", 0):
-        host_results = bytes_of(compiled.out_info, on_host=True)
+        host_results = bytes_per_device(compiled.out_info, on_host=True)
         flags = jax.tree.leaves(compiled.args_info[0], is_leaf=lambda info: hasattr(info, "donated"))
         pairs = zip(jax.tree.leaves((state, *args)), flags, strict=True)
-        donated = bytes_of([leaf for leaf, info in pairs if info.donated], on_host=True)
+        donated = bytes_per_device([leaf for leaf, info in pairs if info.donated], on_host=True)
         arguments, outputs = arguments - host, outputs - host_results
         alias -= min(donated, host_results, alias)
     # XLA's CPU compiler does not report the share of the host.
@@ -323,7 +334,7 @@ def _figures(memory_analysis: object, prefix: str) -> list[int] | None:
     return None if None in figures else figures
 
 
-def bytes_of(tree: Tree, *, on_host: bool | None = None) -> int:
+def bytes_per_device(tree: Tree, *, on_host: bool | None = None) -> int:
     """The bytes per device of the leaves of a tree: of all, or of those in host or in device memory."""
     total = 0
     for leaf in jax.tree.leaves(tree):
@@ -345,10 +356,12 @@ _ALIASED = re.compile(r"\{[\d,\s]*\}:\s*\((\d+),")
 """An entry of `input_output_alias` in the header of a program, with the number of the argument."""
 
 
-def warnings_of(program: Program, state: Tree, args: Sequence[Any], traced: object, result: object = None) -> list[str]:
+def find_warnings(
+    program: CompiledProgram, state: Tree, args: Sequence[Any], traced: object, result: object = None
+) -> list[str]:
     """Return a warning for each costly problem of a compiled step, with its remedy."""
     leaves = _leaves(program, state)
-    moved = exchanges_of(program)
+    moved = find_exchanges(program)
     # A loss or a `shard_map` that requests a transfer gives no warning.
     messages = [_resharded(program, moved, leaves, args, traced), _undonated(program, leaves, state, result)]
     messages += [_gathered_slots(moved, leaves), _gathered_parameters(moved, leaves, _uses(state, traced))]
@@ -367,7 +380,7 @@ def warnings_without_a_program(state: Tree, args: Sequence[Any], traced: object)
     ]
 
 
-def unplaced_batch(state: Tree, args: Sequence[Any]) -> list[str]:
+def warn_of_unplaced_batch(state: Tree, args: Sequence[Any]) -> list[str]:
     """Warn if the state is on a mesh of several devices and no array of the batch is on it."""
     mesh = mesh_without_batch(state, args)
     if mesh is None:
@@ -379,7 +392,7 @@ def unplaced_batch(state: Tree, args: Sequence[Any]) -> list[str]:
     ]
 
 
-def _leaves(program: Program, state: Tree) -> dict[int, tuple[str, Any]]:
+def _leaves(program: CompiledProgram, state: Tree) -> dict[int, tuple[str, Any]]:
     """Argument number → path and leaf of the state, from the metadata of the parameters."""
     paths = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
     leaves: dict[int, tuple[str, Any]] = {}
@@ -394,11 +407,11 @@ def _uses(state: Tree, traced: object) -> dict[str, float]:
     """Path of a leaf → how often the step uses it."""
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     # The leaves of the state are the first arguments.
-    return {path.removeprefix("."): count for path, count in zip(paths, uses_of(traced), strict=False)}
+    return {path.removeprefix("."): count for path, count in zip(paths, count_uses(traced), strict=False)}
 
 
 def _resharded(
-    program: Program,
+    program: CompiledProgram,
     moved: Sequence[Exchange],
     leaves: Mapping[int, tuple[str, Any]],
     args: Sequence[Any],
@@ -412,12 +425,12 @@ def _resharded(
     gathered = {"all-gather": 0, "all-to-all": 0}
     for op in moved:
         if op.kind in gathered and _OF_THE_LOSS in op.instruction.op_name:
-            counts = [count for name, count in op.parts() if argument_of(op.frame, name) is None]
+            counts = [count for name, count in op.parts() if argument_number(op.frame, name) is None]
             gathered[op.kind] += op.times * sum(counts)
     split = {number for number, (path, leaf) in leaves.items() if path.startswith("params") and _is_split(leaf, axis)}
     # Whether a matrix product of the loss has one of these arguments as an operand, each device its shard.
     is_sharded = any(
-        argument_of(frame, name) in split
+        argument_number(frame, name) in split
         for frame, op in instructions_within(Frame(program, program.entry))
         if op.opcode in _PRODUCTS and _OF_THE_LOSS in op.op_name
         for name in op.operands
@@ -451,18 +464,18 @@ def _spec(leaf: object) -> tuple[Any, ...]:
     return dims_of(sharding.spec) if isinstance(sharding, jax.sharding.NamedSharding) else ()
 
 
-def _undonated(program: Program, leaves: Mapping[int, tuple[str, Any]], state: Tree, result: object) -> str:
+def _undonated(program: CompiledProgram, leaves: Mapping[int, tuple[str, Any]], state: Tree, result: object) -> str:
     # A step returns a new state: a tree of the same structure, alone or as the first element of a tuple.
     structure: Any = jax.tree.structure(state)
     if structure not in map(jax.tree.structure, [result, *(result[:1] if isinstance(result, tuple) else ())]):
         return ""
     aliased = {int(number) for number in _ALIASED.findall(program.header)}
-    left = [(path, bytes_of(leaf)) for number, (path, leaf) in leaves.items() if number not in aliased]
+    left = [(path, bytes_per_device(leaf)) for number, (path, leaf) in leaves.items() if number not in aliased]
     total = sum(count for _, count in left)
-    if not total or 100 * total < sum(bytes_of(leaf) for _, leaf in leaves.values()):
+    if not total or 100 * total < sum(bytes_per_device(leaf) for _, leaf in leaves.values()):
         return ""
     return (
-        f"{size(total)} of the state is not donated ({listed([path for path, _ in left])}), so that the old and "
+        f"{size(total)} of the state is not donated ({format_list([path for path, _ in left])}), so that the old and "
         "the new state are both in memory: use jstep.minimize(..., donate=True) or jax.jit(step, donate_argnums=0)"
     )
 
@@ -475,7 +488,7 @@ def _gathered_slots(moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, A
     if not sizes:
         return ""
     return (
-        f"slots are gathered ({listed(list(sizes))}; {size(sum(sizes.values()))} per step): if memory allows, "
+        f"slots are gathered ({format_list(list(sizes))}; {size(sum(sizes.values()))} per step): if memory allows, "
         "replicate them with jstep.shard_state(state, mesh, param_specs, slot_axis=None) and specs that leave their "
         "parameters whole"
     )
@@ -497,7 +510,7 @@ def _gathered_parameters(
     if not worst or max(often.values()) <= 1:
         return ""
     return (
-        f"parameters are gathered more often than they are used ({listed(worst)}; {often[worst[0]]:.0f} times per "
+        f"parameters are gathered more often than they are used ({format_list(worst)}; {often[worst[0]]:.0f} times per "
         'step): split an axis that no loop runs over, such as jax.P(None, "data") for stacked layers'
     )
 
@@ -506,7 +519,7 @@ def _split_blocks(state: Tree) -> str:
     paths = []
     for name, half in roles_in(state).halves.items():
         both = (trees.flatten_like(state.params, state.slots[slot], slot) for slot in (name, half))
-        for path, codes, scales in zip(trees.paths_of(state.params), *both, strict=True):
+        for path, codes, scales in zip(trees.leaf_paths(state.params), *both, strict=True):
             axis = None if scales is None else blocks_between(codes.shape, scales.shape).axis
             split = _spec(codes)[axis : axis + 1] if axis is not None else ()
             if any(scales.shape[axis] % parts_along(codes.sharding.mesh, part) for part in split):
@@ -515,7 +528,7 @@ def _split_blocks(state: Tree) -> str:
         "blocks of slots are split between devices ({}), which exchange codes for common scales in each update: split "
         "these parameters along another axis, or give compact a smaller block, such as 32"
     )
-    return text.format(listed(paths)) if paths else ""
+    return text.format(format_list(paths)) if paths else ""
 
 
 def _gathers(
@@ -525,7 +538,7 @@ def _gathers(
     for exchange in moved:
         is_found = exchange.kind == "all-gather" and not _BY_HAND.search(exchange.instruction.op_name)
         for name, count in exchange.parts() if is_found else ():
-            number = argument_of(exchange.frame, name)
+            number = argument_number(exchange.frame, name)
             path, leaf = ("", None) if number is None else leaves.get(number, ("", None))
             if path.startswith(field) and getattr(leaf, "sharding", None) is not None:
                 yield path, leaf, exchange, name, count

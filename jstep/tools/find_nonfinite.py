@@ -12,12 +12,12 @@ import jax
 import numpy as np
 
 from jstep.core import jaxprs, trees
-from jstep.core.checks import as_function, listed
+from jstep.core.checks import as_function, format_list
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
-from jstep.tools.nonfinite_passes import Origins, Ranges, first_made, is_inexact, number_of, range_of
+from jstep.tools.nonfinite_passes import Origins, Ranges, first_made, holds_floats, operation_number, value_range
 from jstep.tools.ranges import Range
 from jstep.training.step import TrainStep
 
@@ -150,10 +150,10 @@ def _found(closed: Any, args: list[Any]) -> NonFinite | None:
     if position is None:
         return None if constant is None else NonFinite("", "unknown", "", (), (), True, constant)
     inputs, outputs = Ranges(body, position).run(values, depends)
-    chain = jaxprs.path_to(body, number_of(position))
+    chain = jaxprs.path_to(body, operation_number(position))
     operation = chain[-1][1]
     eqns = [enclosing.eqn for _, enclosing in reversed(chain)]
-    source = line_of(
+    source = source_line(
         eqns, [enclosing.eqn for enclosing in chain[-1][0].operations if enclosing.number > operation.number]
     )
     where = ", ".join(_entered(enclosing, inner, position) for (_, enclosing), (inner, _) in itertools.pairwise(chain))
@@ -162,10 +162,10 @@ def _found(closed: Any, args: list[Any]) -> NonFinite | None:
 
 
 def _check_finite(fn: Any, args: tuple[Any, ...]) -> None:
-    donated = trees.donated_leaf(args)
+    donated = trees.find_donated(args)
     if donated is not None:
         raise RuntimeError(
-            f"args: {trees.quoted(donated)} was donated to an earlier step and deleted; use the state that the "
+            f"args: {trees.quote_path(donated)} was donated to an earlier step and deleted; use the state that the "
             "step returned, or that of an earlier step (jstep.replay)"
         )
     try:
@@ -175,7 +175,7 @@ def _check_finite(fn: Any, args: tuple[Any, ...]) -> None:
     bad = []
     for i, arg in enumerate(args):
         for path, leaf in trees.leaves_with_paths(arg):
-            numbers = range_of(leaf) if trees.is_array_or_number(leaf) and is_inexact(leaf) else None
+            numbers = value_range(leaf) if trees.is_array_or_number(leaf) and holds_floats(leaf) else None
             if numbers is not None and not numbers.is_finite:
                 name = names[i] if i < len(names) else f"args[{i}]"
                 bad.append(f"{name}{': ' if path else ''}{path} ({numbers})")
@@ -189,7 +189,7 @@ def _check_finite(fn: Any, args: tuple[Any, ...]) -> None:
         step = global_step(states[0]) if states else 0
         before = f"(…, step={step - 1})" if step else ""
         raise ValueError(
-            f"args: must be finite, got {listed(bad, 8, '; ')}. They were made before this call: go back to an "
+            f"args: must be finite, got {format_list(bad, 8, '; ')}. They were made before this call: go back to an "
             f"earlier step (jstep.replay{before})"
         )
 
@@ -202,7 +202,7 @@ _JAX = os.path.dirname(os.path.realpath(jax.__file__)) + os.sep
 _LIBRARIES = tuple(os.path.realpath(path) + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name)
 
 
-def line_of(eqns: Sequence[Any], later: Sequence[Any]) -> str:
+def source_line(eqns: Sequence[Any], later: Sequence[Any]) -> str:
     """Return the source line of an operation, such as "model.py:12 (loss_fn)".
 
     It is the innermost line called by the step outside of JAX and libraries, or else in the library or jstep's
@@ -216,7 +216,7 @@ def line_of(eqns: Sequence[Any], later: Sequence[Any]) -> str:
 def _line(eqns: Sequence[Any]) -> str | None:
     fallback = None
     for eqn in eqns:
-        for frame in jaxprs.frames_of(eqn):
+        for frame in jaxprs.source_frames(eqn):
             file = os.path.realpath(frame.file_name)
             if not frame.file_name or frame.file_name.startswith("<frozen") or file.startswith(_JAX):
                 continue

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from jstep.core.stopwatch import PARTS, STEPPING
 from jstep.core.tables import Tabular
-from jstep.stores.timeline import STALL, Times, fields_with, is_seconds, read
+from jstep.stores.timeline import STALL, Times, fields_with, is_seconds, read_timeline
 from jstep.stores.urls import absolute, location
 from jstep.tools.cli import Command, answer
 
@@ -121,7 +121,7 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
         >>> found.steps, found.starts, found.productive > 0, abs(sum(found.parts.values()) - found.total) < 1e-9
         (9, 1, True, True)
     """
-    result = total_of(by_start(read(path, prefix)))
+    result = sum_starts(by_start(read_timeline(path, prefix)))
     stalled: dict[str, float] = {}
     for line in fields_with(absolute(location(path, "path")), STALL):
         seconds, part = line.get("stalled", 0.0), line.get("part")
@@ -155,7 +155,7 @@ def by_start(all_starts: Sequence[Times]) -> list[Goodput]:
     return starts
 
 
-def total_of(starts: Sequence[Goodput]) -> Goodput:
+def sum_starts(starts: Sequence[Goodput]) -> Goodput:
     names = (*_ALL, "starts", "steps")
     return Goodput(**{name: sum(getattr(start, name) for start in starts) for name in names})
 

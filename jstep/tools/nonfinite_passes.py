@@ -17,21 +17,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core import jaxprs
 from jstep.core.annotations import Tree
 from jstep.core.jaxprs import HARMLESS, MOVES, Operation, Subprogram
-from jstep.core.meshes import reduced
+from jstep.core.meshes import reduce_unreduced
 from jstep.tools import ranges
 from jstep.tools.ranges import Range
 
 # Tests for non-finite numbers, also of traced values.
 
 
-def is_inexact(value: object) -> bool:
+def holds_floats(value: object) -> bool:
     dtype = value.dtype if hasattr(value, "dtype") else jnp.result_type(value)
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def _real(value: Any) -> list[Any]:
     """Return real arrays, at least float32, with all numbers of a value."""
-    value = reduced(jnp.asarray(value))
+    value = reduce_unreduced(jnp.asarray(value))
     if jnp.iscomplexobj(value):
         return [lax.real(value), lax.imag(value)]
     return [value if value.dtype.itemsize >= 4 else value.astype(jnp.float32)]
@@ -40,7 +40,7 @@ def _real(value: Any) -> list[Any]:
 def probe(*values: object) -> Any:
     """Return a float32 scalar that is finite if and only if all numbers, of one type, are."""
     # Not part · 0: XLA simplifies (x · c) · 0 to x · (c · 0), which is finite.
-    with on_mesh_of(values[0]):
+    with mesh_context(values[0]):
         zeros = [part - part for value in values for part in _real(value)]
         total = jnp.sum(functools.reduce(jnp.add, zeros)).astype(jnp.float32)
     return on_current_mesh(total)
@@ -56,21 +56,21 @@ def is_any_bad(values: Iterable[Any]) -> Any:
 
 
 def has_nan(value: object) -> Any:
-    with on_mesh_of(value):
+    with mesh_context(value):
         result = functools.reduce(jnp.logical_or, [jnp.isnan(jnp.sum(lax.sign(part))) for part in _real(value)])
     return on_current_mesh(result)
 
 
-def measured(value: object) -> tuple[Any, ...]:
+def measure_value(value: object) -> tuple[Any, ...]:
     """Return the lowest and highest finite number of a value, and how many are NaN and infinite."""
     value = jnp.asarray(value)
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return ()  # keys have no numbers
-    with on_mesh_of(value):
-        parts = _real(value) if is_inexact(value) else [value.astype(jnp.int32) if value.dtype == bool else value]
+    with mesh_context(value):
+        parts = _real(value) if holds_floats(value) else [value.astype(jnp.int32) if value.dtype == bool else value]
         finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, parts))
         real = parts[0] if len(parts) == 1 else jnp.where(finite, jnp.abs(value), parts[0] + parts[1])
-        limits: Any = np.finfo(real.dtype) if is_inexact(real) else np.iinfo(real.dtype)
+        limits: Any = np.finfo(real.dtype) if holds_floats(real) else np.iinfo(real.dtype)
         low = jnp.min(real, where=finite, initial=limits.max)
         high = jnp.max(real, where=finite, initial=limits.min)
         nans = jnp.sum(jnp.isnan(real), dtype=jnp.int32)
@@ -78,7 +78,7 @@ def measured(value: object) -> tuple[Any, ...]:
     return tuple(map(on_current_mesh, numbers))
 
 
-def on_mesh_of(value: object) -> contextlib.AbstractContextManager[Any]:
+def mesh_context(value: object) -> contextlib.AbstractContextManager[Any]:
     """Return a context with the mesh, and its axis types, of a value or its type."""
     mesh = (value if isinstance(value, jax.core.ShapedArray) else jax.typeof(value)).sharding.mesh
     if mesh.empty or mesh == jax.sharding.get_abstract_mesh():
@@ -97,8 +97,8 @@ def on_current_mesh(value: object) -> Any:
     return jax.sharding.reshard(value, NamedSharding(mesh, PartitionSpec()))
 
 
-def range_of(value: object) -> Range:
-    return dataclasses.replace(ranges.range_of(np.asarray(value)), dtype=str(jnp.result_type(value)))
+def value_range(value: object) -> Range:
+    return dataclasses.replace(ranges.array_range(np.asarray(value)), dtype=str(jnp.result_type(value)))
 
 
 # Evaluation of a program with instruments: the control flow of a pass over calls, branches, loops and shard_maps.
@@ -216,7 +216,7 @@ class Pass:
     def _run(self, body: Subprogram, args: list[Value], level: Level) -> list[Value]:
         def by(operation: Operation, ins: list[Value]) -> list[Value]:
             eqn = operation.eqn
-            with on_mesh_of(eqn.outvars[0].aval) if eqn.outvars else contextlib.nullcontext():
+            with mesh_context(eqn.outvars[0].aval) if eqn.outvars else contextlib.nullcontext():
                 if self._enters(operation):
                     ins = [item._replace(mark=_on_current_mesh(item.mark)) for item in ins]
                     outs, marks = getattr(self, f"_{operation.kind}")(operation, ins, level)
@@ -344,7 +344,7 @@ Position = np.ndarray[Any, Any]
 
 
 def _inexact(values: Iterable[Any]) -> list[Any]:
-    return [value for value in values if value is not None and is_inexact(value)]
+    return [value for value in values if value is not None and holds_floats(value)]
 
 
 def first_made(body: Subprogram, values: list[Any], depends: list[bool]) -> tuple[Position | None, bool]:
@@ -358,7 +358,7 @@ def first_made(body: Subprogram, values: list[Any], depends: list[bool]) -> tupl
     first, bad, reaches = groups.run(values, depends)
     if first is None:
         return None, reaches
-    number = number_of(first)
+    number = operation_number(first)
     position = FirstMade(body, groups.members[number]).run(values, depends)
     of_loops = slice(2 * int(np.argmax(first[:-1:2])))  # the part of a position before the number of the operation
     if len(bad) > 1 and (position is None or not np.array_equal(position[of_loops], first[of_loops])):
@@ -481,7 +481,7 @@ class Ranges(Pass):
     def __init__(self, body: Subprogram, position: Position) -> None:
         super().__init__(body)
         self._target = position
-        chain = [operation for _, operation in jaxprs.path_to(body, number_of(position))]
+        chain = [operation for _, operation in jaxprs.path_to(body, operation_number(position))]
         self._path = {operation.number for operation in chain}
         used = [var for var in chain[-1].eqn.outvars if not isinstance(var, core.DropVar)]
         self._avals = [atom.aval for atom in (*chain[-1].eqn.invars, *used)]
@@ -502,7 +502,7 @@ class Ranges(Pass):
     def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> None:
         if operation.number in self._path:
             here = jnp.all(self._position(operation.number, level) == self._target)
-            measures = [measured(item) for item in (*(item.value for item in ins), *outs) if item is not None]
+            measures = [measure_value(item) for item in (*(item.value for item in ins), *outs) if item is not None]
             level.parts.append(jax.tree.map(lambda item: jnp.where(here, item, jnp.zeros_like(item)), measures))
 
     def _record(self, level: Level) -> Any:
@@ -510,7 +510,9 @@ class Ranges(Pass):
             return level.parts[0]
         # Zero for all other operations, so that records add up.
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._avals]
-        return jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), [jax.eval_shape(measured, leaf) for leaf in shapes])
+        return jax.tree.map(
+            lambda leaf: jnp.zeros((), leaf.dtype), [jax.eval_shape(measure_value, leaf) for leaf in shapes]
+        )
 
     def _earlier(self, record: object, later: object) -> Any:
         return jax.tree.map(jnp.add, record, later)
@@ -546,7 +548,7 @@ class Origins(Pass):
         )
 
     def _constant(self, value: object) -> Any:
-        numbers = range_of(value) if is_inexact(value) else None
+        numbers = value_range(value) if holds_floats(value) else None
         if numbers is None or numbers.is_finite:
             return self._finite
         self._constants.append(numbers)
@@ -566,7 +568,7 @@ class Origins(Pass):
         return [self._finite if out is None else self._part(out, mark) for out in outs]
 
     def _part(self, value: object, mark: object) -> Any:
-        if mark is self._finite or not is_inexact(value):
+        if mark is self._finite or not holds_floats(value):
             return self._finite
         bad, nan = ~jnp.isfinite(probe(value)), has_nan(value)
         return jnp.where(bad, jnp.asarray(mark).at[0].set((~nan).astype(jnp.int32)), self._finite)
@@ -585,5 +587,5 @@ def _lowest(rows: Tree) -> Any:
     return jnp.lexsort(rows.T[::-1])[0]
 
 
-def number_of(position: Position) -> int:
+def operation_number(position: Position) -> int:
     return int(position[:-1:2].max())

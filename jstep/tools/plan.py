@@ -15,19 +15,19 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_int, count, cut, cut_path, kind, shown
+from jstep.core.checks import as_int, format_count, format_value, kind, truncate, truncate_path
 from jstep.core.meshes import internal_transfers
-from jstep.core.tables import WIDTH, Tabular, columns, figure, html_picture, wrapped
+from jstep.core.tables import WIDTH, Tabular, columns, figure, html_picture, wrap_words
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, OptimizerLike, Schedule
 from jstep.data.batches import Batches
 from jstep.data.loaders import check_batches
 from jstep.data.sequence import BatchSequence
-from jstep.hooks.cadence import cadence_of, next_call
-from jstep.hooks.hook import Hook, list_of_hooks, name_of
+from jstep.hooks.cadence import hook_cadence, next_call
+from jstep.hooks.hook import Hook, hook_name, list_of_hooks
 from jstep.hooks.run_hook import RunHook
-from jstep.loop.foresight import rates_of, scheduled_rates
-from jstep.loop.stages import name_of_step, stages_of
+from jstep.loop.foresight import find_rates, find_scheduled_rates
+from jstep.loop.stages import as_stages, name_of_step
 from jstep.slots.optax_transformations import is_transformation, require_optimizer
 
 # Preview of hyperparameters, hook schedules, stages and batches of a run.
@@ -43,10 +43,10 @@ class Due(Mapping[Any, Any]):
 
     def __getitem__(self, hook: object) -> Any:
         matching = [steps for key, steps in self._pairs if key is hook]
-        matching = matching or [steps for key, steps in self._pairs if name_of(key) == hook]
+        matching = matching or [steps for key, steps in self._pairs if hook_name(key) == hook]
         if len(matching) != 1:
-            names = ", ".join(name_of(key) for key, _ in self._pairs)
-            raise KeyError(f"{len(matching)} hooks match {shown(hook)}; the hooks are: {names or 'none'}")
+            names = ", ".join(hook_name(key) for key, _ in self._pairs)
+            raise KeyError(f"{len(matching)} hooks match {format_value(hook)}; the hooks are: {names or 'none'}")
         return matching[0]
 
     def __iter__(self) -> Iterator[Any]:
@@ -56,7 +56,7 @@ class Due(Mapping[Any, Any]):
         return len(self._pairs)
 
     def __repr__(self) -> str:
-        return f"{{{', '.join(f'{name_of(hook)}: {steps!r}' for hook, steps in self._pairs)}}}"
+        return f"{{{', '.join(f'{hook_name(hook)}: {steps!r}' for hook, steps in self._pairs)}}}"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -96,15 +96,15 @@ class Plan(Tabular):
     def __str__(self) -> str:
         """Columns of changing values, then constants, hooks, and the schedule of the data: at most 100 columns wide."""
         lines = [self._steps_text()]
-        for names in _column_groups(self._changing, max(4, len(count(self.steps[-1])))):
-            heads = [f"{'step':>4}", *(f"{cut_path(name):>12}" for name in names)]
+        for names in _column_groups(self._changing, max(4, len(format_count(self.steps[-1])))):
+            heads = [f"{'step':>4}", *(f"{truncate_path(name):>12}" for name in names)]
             lines += ["", *columns([heads, *self._rows_of(names)], left=0)]
         constant, due = self._constants(longest=36), self._due_texts()
-        lines += ["", *wrapped("constant", constant)] if constant else []
+        lines += ["", *wrap_words("constant", constant)] if constant else []
         lines += ["", *warned] if (warned := self._warnings()) else []
         if due:
-            hooks = columns([(cut_path(name, 40), when) for name, when in due], left=2)
-            lines += ["", *(cut(line, WIDTH) for line in hooks)]
+            hooks = columns([(truncate_path(name, 40), when) for name, when in due], left=2)
+            lines += ["", *(truncate(line, WIDTH) for line in hooks)]
         schedule = self._schedule()
         return "\n".join([*lines, "", *schedule] if schedule else lines)
 
@@ -145,46 +145,48 @@ class Plan(Tabular):
         self._draw(os.fspath(path))
 
     def _steps_text(self) -> str:
-        return f"steps {count(self.steps[0])} to {count(self.last_step - 1)}"
+        return f"steps {format_count(self.steps[0])} to {format_count(self.last_step - 1)}"
 
     def _rows_of(self, names: Iterable[str]) -> list[list[str]]:
         """The cells of the table, for some of the steps."""
         last = len(self.steps) - 1
         rows = np.unique(np.linspace(0, last, min(_ROWS, last + 1)).round().astype(int))
-        return [[count(self.steps[row]), *(_number(self.hyperparameters[n][row]) for n in names)] for row in rows]
+        return [
+            [format_count(self.steps[row]), *(_number(self.hyperparameters[n][row]) for n in names)] for row in rows
+        ]
 
     def _constants(self, longest: int | None = None) -> list[str]:
         texts = []
         for name, column in self.hyperparameters.items():
             if name not in self._changing:
                 value = _number(column[0]) if column.ndim == 1 else f"of shape {list(column.shape[1:])}"
-                texts.append(f"{cut_path(name, longest) if longest else name} {value}")
+                texts.append(f"{truncate_path(name, longest) if longest else name} {value}")
         return texts
 
     def _warnings(self) -> list[str]:
         if self.rate_zero_from is None:
             return []
-        first, end = count(self.rate_zero_from), count(self.last_step)
+        first, end = format_count(self.rate_zero_from), format_count(self.last_step)
         return [f"WARNING: the learning rate is 0 from step {first} to the end of the run at step {end}"]
 
     def _due_texts(self) -> list[tuple[str, str]]:
-        return [(name_of(hook), _due_text(steps)) for hook, steps in self.due.items()]
+        return [(hook_name(hook), _due_text(steps)) for hook, steps in self.due.items()]
 
     def _schedule(self) -> list[str]:
         """Format stages, batch sizes, rows of each source and weights; empty if none is known."""
-        each = [f"{count(total)} ({self.passes[name]:.3g} passes)" for name, total in self.rows.items()]
+        each = [f"{format_count(total)} ({self.passes[name]:.3g} passes)" for name, total in self.rows.items()]
         is_one = list(self.rows) == ["rows"]
         words = {
-            "stages    ": [f"{count(first)}: {name}" for first, name in self.stages.items()],
-            "batch size": [f"{count(first)}: {size}" for first, size in self.batch_size.items()],
+            "stages    ": [f"{format_count(first)}: {name}" for first, name in self.stages.items()],
+            "batch size": [f"{format_count(first)}: {size}" for first, size in self.batch_size.items()],
             "rows      ": each if is_one else [f"{n} {w}" for n, w in zip(self.rows, each, strict=True)],
             "weights   ": [
-                (f"{count(first)}: " if i == 0 else "") + f"{name} {weight:.3g}"
+                (f"{format_count(first)}: " if i == 0 else "") + f"{name} {weight:.3g}"
                 for first, of in self._weights.items()
                 for i, (name, weight) in enumerate(of.items())
             ],
         }
-        return [line for title, some in words.items() if some for line in wrapped(title, some)]
+        return [line for title, some in words.items() if some for line in wrap_words(title, some)]
 
     def _draw(self, file: object, **options: object) -> None:
         """Draw panels of changing values, bars for stages, marks for hooks, and a line of constants."""
@@ -259,7 +261,7 @@ class Plan(Tabular):
             axes.plot([first, stop], [row, row], color=_INK, linewidth=4.5, alpha=0.6, solid_capstyle="butt")
         axes.set_title("stages", fontsize=9, loc="left")
         names = zip(firsts, self.stages.values(), strict=True)
-        _label_lines(axes, [f"{name}:  from {count(first)}" for first, name in names])
+        _label_lines(axes, [f"{name}:  from {format_count(first)}" for first, name in names])
 
     def _draw_due(self, axes: Any) -> None:
         for row, when in enumerate(self.due.values()):
@@ -337,7 +339,7 @@ def plan(
             "jax_enable_x64 steps are int64"
         )
     steps = np.unique(np.linspace(start, last_step - 1, points).round().astype(np.int64))
-    pairs = [(hook, steps_of(hook, start, last_step)) for hook in list_of_hooks(hooks)]
+    pairs = [(hook, call_steps(hook, start, last_step)) for hook in list_of_hooks(hooks)]
     return Plan(
         steps,
         _values(functions, steps, dtype),
@@ -350,7 +352,7 @@ def plan(
 
 
 def _zero_rate_from(optimizer: Any, functions: Any, start: int, last_step: int) -> int | None:
-    rates = rates_of(optimizer) if isinstance(optimizer, Optimizer) else scheduled_rates(functions)
+    rates = find_rates(optimizer) if isinstance(optimizer, Optimizer) else find_scheduled_rates(functions)
     first = None if rates is None else rates.zero_from(start, last_step)
     return first if first is not None and last_step - first >= 2 else None
 
@@ -364,13 +366,14 @@ def _functions(optimizer: Any) -> Any:
             is_number = isinstance(value, int | float) or (is_array and not np.ndim(value))
             if isinstance(value, bool | type) or not (callable(value) or is_number):
                 raise TypeError(
-                    f"optimizer[{name!r}]={shown(value)}: must be a schedule or a number, got {kind(value)}"
+                    f"optimizer[{name!r}]={format_value(value)}: must be a schedule or a number, got {kind(value)}"
                 )
         return lambda step: {str(name): value(step) if callable(value) else value for name, value in optimizer.items()}
     if callable(optimizer) and not isinstance(optimizer, type):
         return lambda step: {"schedule": optimizer(step)}
     raise TypeError(
-        f"optimizer={shown(optimizer)}: must be an optimizer, a schedule or a dict of schedules, got {kind(optimizer)}"
+        f"optimizer={format_value(optimizer)}: must be an optimizer, a schedule or a dict of schedules, got "
+        f"{kind(optimizer)}"
     )
 
 
@@ -389,7 +392,7 @@ def _stages(train_step: object, start: int, last_step: int) -> dict[int, str]:
     """First step → name of the training step, between `start` and `last_step`."""
     return {
         stage.first: name_of_step(stage.value)
-        for stage in stages_of(train_step).stages()
+        for stage in as_stages(train_step).stages()
         if stage.first < last_step and (stage.stop is None or stage.stop > start)
     }
 
@@ -402,7 +405,7 @@ def _data(batches: Tree, start: int, last_step: int, steps: np.ndarray[Any, Any]
         return {}
     stop = last_step if batches.is_endless else min(last_step, len(batches))
     if start >= stop:
-        raise ValueError(f"batches={shown(batches)}: they end at step {stop}, before start={start}")
+        raise ValueError(f"batches={format_value(batches)}: they end at step {stop}, before start={start}")
     size, rows = batches.batch_size, _by_source(batches, stop)
     total = {"rows": batches.num_rows} if isinstance(batches, Batches) else batches.num_rows
     at = [_by_source(batches, min(int(step), stop)) for step in steps]
@@ -432,14 +435,14 @@ _MAX_LISTED = 64
 """Number of due steps to inspect for even spacing; also the most that are listed if they are not evenly spaced."""
 
 
-def steps_of(hook: Any, start: int, last_step: int) -> Any:
+def call_steps(hook: Any, start: int, last_step: int) -> Any:
     """Return the steps after which a hook is called; None if it is due only by time, or never.
 
     For an `AuditHook`, these are the steps that it repeats.
     """
     if hasattr(type(hook), "steps_between"):  # its steps differ from the steps of its calls
         return hook.steps_between(start, last_step)
-    cadence = cadence_of(hook)
+    cadence = hook_cadence(hook)
     if cadence is None and getattr(type(hook), "after_step", None) in (None, Hook.after_step, RunHook.after_step):
         return None
     if cadence is not None and cadence.steps is None:
@@ -471,8 +474,8 @@ def _due_text(due: Any) -> str:
         return "not due"
     if isinstance(due, range) and len(due) > 1:
         if due.step == 1:
-            return f"every step, {count(len(due))} times"
-        return f"every {count(due.step)} steps, {count(len(due))} times: {_listed(due)}"
+            return f"every step, {format_count(len(due))} times"
+        return f"every {format_count(due.step)} steps, {format_count(len(due))} times: {_listed(due)}"
     return f"{'once' if len(due) == 1 else f'{len(due)} times'}: {_listed(due)}"
 
 
@@ -482,8 +485,8 @@ def _number(value: object) -> str:
 
 def _listed(due: Any) -> str:
     if len(due) <= 4:
-        return ", ".join(map(count, due))
-    return f"{count(due[0])}, {count(due[1])}, …, {count(due[-1])}"
+        return ", ".join(map(format_count, due))
+    return f"{format_count(due[0])}, {format_count(due[1])}, …, {format_count(due[-1])}"
 
 
 def _column_groups(names: Iterable[str], step_width: int) -> list[list[str]]:
@@ -491,7 +494,7 @@ def _column_groups(names: Iterable[str], step_width: int) -> list[list[str]]:
     groups: list[list[str]] = []
     left = 0
     for name in names:
-        width = max(12, len(cut_path(name))) + 2
+        width = max(12, len(truncate_path(name))) + 2
         if not groups or width > left:
             groups.append([])
             left = WIDTH - step_width

@@ -48,7 +48,7 @@ class Range:
         return f"{kind} {', '.join([*([finite] if finite else []), *bad])}"
 
 
-def range_of(array: np.ndarray[Any, Any]) -> Range:
+def array_range(array: np.ndarray[Any, Any]) -> Range:
     host = array
     if np.iscomplexobj(host):
         host = np.where(np.isfinite(host.real) & np.isfinite(host.imag), np.abs(host), host.real + host.imag)

@@ -17,22 +17,22 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import array_type, as_function, as_int, cut, kind, shown
-from jstep.core.exceptions import scoped
+from jstep.core.checks import array_type, as_function, as_int, format_value, kind, truncate
+from jstep.core.exceptions import context_manager
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_shapes
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.data.loaders import check_batches, owner_of, position_of, set_position, source_of
+from jstep.data.loaders import check_batches, loader_position, open_source, position_owner, set_position
 from jstep.data.placement import over_axes
-from jstep.data.positions import saved_position
+from jstep.data.positions import restore_position
 from jstep.hooks.hook import check_step
 from jstep.loop.arguments import as_steps_per_call, check, check_locations
 from jstep.loop.dispatch import Dispatch
-from jstep.loop.feeder import copied_batches
+from jstep.loop.feeder import copy_batches
 from jstep.loop.programs import ProgramTable
 from jstep.loop.saving import extra_at
 from jstep.loop.setup import LoopState
-from jstep.loop.stages import StageBoundaries, stages_of
+from jstep.loop.stages import StageBoundaries, as_stages
 from jstep.loop.train import train
 from jstep.queues.queues import OutOfRangeError, until_end
 from jstep.state.global_step import global_step, require_alive
@@ -58,7 +58,7 @@ class Replay(NamedTuple):
         def shape(leaf: Any) -> Any:
             return array_type(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
 
-        return f"Replay(state={self.state!r}, args={cut(str(jax.tree.map(shape, self.args)), 500)})"
+        return f"Replay(state={self.state!r}, args={truncate(str(jax.tree.map(shape, self.args)), 500)})"
 
 
 @shortens_tracebacks
@@ -123,7 +123,7 @@ def replay(
     """
     step = as_int(step, "step", 0, "the number of updates before the one to replay")
     steps_per_call = as_steps_per_call(steps_per_call, batches)
-    stages = stages_of(train_step)
+    stages = as_stages(train_step)
     check(state, step)
     batch_sharding = over_axes(batch_sharding, state)
     if isinstance(checkpoint_dir, Saver) and prefix == "model":
@@ -133,16 +133,17 @@ def replay(
     start, state, position = _restored_start(state, checkpoint_dir, prefix, step)
     loop = LoopState(state, start)
     check_batches(batches)
-    source = source_of(batches, start, step + 1, position, state=lambda: loop.state)
+    source = open_source(batches, start, step + 1, position, state=lambda: loop.state)
     is_lost = source.position is not None and position is None and start > 0
     if is_lost or not source.seekable:
         why = f"the checkpoint of step {start} has no position for them" if is_lost else "they have no position to set"
         raise ValueError(
-            f"batches={shown(batches)}: must be able to go to step {start}, and {why}. Give jstep.batches, a list, a "
+            f"batches={format_value(batches)}: must be able to go to step {start}, and {why}. Give jstep.batches, a "
+            "list, a "
             "function of the step, or a loader with get_state and set_state, or with state_dict and load_state_dict, "
             "whose run kept checkpoints"
         )
-    items = copied_batches(source._replace(position=None))  # the position is not saved again
+    items = copy_batches(source._replace(position=None))  # the position is not saved again
     table = ProgramTable(stages, steps_per_call, state=state)
     dispatch = Dispatch(table)
     ends = StageBoundaries(stages, source.next_change).ends(start, step)
@@ -169,11 +170,11 @@ def _restored_start(state: TrainState, checkpoint_dir: Any, prefix: str, step: i
             if start is not None:
                 _log(checkpoint_name(saver.prefix, start), start, step)
                 with internal_transfers():
-                    return start, saver.restore(state, step=start), saved_position(extra_at(saver, start))
-        contents = f"checkpoints of the steps {shown(there)}" if there else f"no checkpoint {prefix}-*"
+                    return start, saver.restore(state, step=start), restore_position(extra_at(saver, start))
+        contents = f"checkpoints of the steps {format_value(there)}" if there else f"no checkpoint {prefix}-*"
         where = f"{os.fspath(checkpoint_dir if own else checkpoint_dir.directory)} has {contents}"
     with internal_transfers():
-        start = global_step(state) if trees.donated_leaf(state) is None else None
+        start = global_step(state) if trees.find_donated(state) is None else None
     if start is None or start > step:
         problem = "was donated" if start is None else f"is at step {start}"
         raise ValueError(
@@ -267,8 +268,8 @@ def verify_resume(
     if not 0 < at < steps:
         raise ValueError(f"at={at}, steps={steps}: must be 0 < at < steps")
     as_function(make_state, "make_state", "() -> TrainState")
-    owner = owner_of(batches)
-    position = None if owner is None else position_of(owner)
+    owner = position_owner(batches)
+    position = None if owner is None else loader_position(owner)
     # An iterator is read once. Its position would be lost with the process, which the report states.
     is_iterator = owner is None and hasattr(batches, "__next__")
     kept = list(itertools.islice(until_end(batches), steps)) if is_iterator else None
@@ -317,12 +318,12 @@ def verify_resume(
                 )
                 return ResumeReport(False, None, cause)
             return ResumeReport(True)
-        starts_over = not is_iterator and not source_of(batches, 0, 1).seekable
+        starts_over = not is_iterator and not open_source(batches, 0, 1).seekable
         cause = _cause(before, after, reference, lambda: again(steps), differing, starts_over=starts_over)
         return ResumeReport(False, differing[0], cause, tuple(differing))
 
 
-@scoped
+@context_manager
 def _each_warning_once() -> Iterator[None]:
     """Log each warning once, because later runs of a comparison repeat the warnings of the first one."""
     logged: set[str] = set()

@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 
 from jstep.checkpoint.listing import entries
-from jstep.core.checks import cut, kind
+from jstep.core.checks import kind, truncate
 from jstep.core.curves import STYLE, Curve, Mark, picture
-from jstep.hooks.card_differences import Start, card_difference, card_values, starts_of
+from jstep.hooks.card_differences import Start, card_difference, card_values, read_starts
 from jstep.stores.event_files import DataLossError, Series, event_files, read_series
 from jstep.stores.files import replace_file
-from jstep.stores.timeline import NAME, STALL, TIMES, Times, fields_with, read
+from jstep.stores.timeline import NAME, STALL, TIMES, Times, fields_with, read_timeline
 from jstep.stores.urls import absolute, is_url, location
 from jstep.tools.cli import OK, Command, time_text
-from jstep.tools.goodput import Goodput, by_start, total_of
-from jstep.tools.runs import RunList, RunSummary, names_of, runs
+from jstep.tools.goodput import Goodput, by_start, sum_starts
+from jstep.tools.runs import RunList, RunSummary, run_names, runs
 
 _MOST = 64
 """The maximum number of runs on a page: more cannot be told apart."""
@@ -100,7 +100,7 @@ def report(
     if not 0 < len(listed) <= _MOST:
         raise ValueError(f"paths={paths!r}: must have 1 to {_MOST} runs, found {len(listed)}")
     page = Report(
-        _page(listed, [_Left.of(*fields) for fields in zip(listed, names_of(listed), range(len(listed)), strict=True)])
+        _page(listed, [_Left.of(*fields) for fields in zip(listed, run_names(listed), range(len(listed)), strict=True)])
     )
     if output is not None:
         page.save(output)
@@ -140,7 +140,7 @@ class _Left:
 
         if run.error is not None:
             return cls(run, name, color, problems=problems)
-        starts = [item for item in known(starts_of, run.path) if item.prefix == run.prefix]
+        starts = [item for item in known(read_starts, run.path) if item.prefix == run.prefix]
         lines = [item for item in known(fields_with, run.path, "end", STALL) if item.get("prefix") == run.prefix]
         ends = {str(item.get("start")): item["end"] for item in lines if item.get("kind") == TIMES and "end" in item}
         series: dict[str, Series] = {}
@@ -150,7 +150,7 @@ class _Left:
                 tag: item for tag, item in of_place.items() if tag not in series and (item.steps or item.rewound)
             }
         return cls(
-            run, name, color, starts, known(read, run.path, run.prefix), series, problems,
+            run, name, color, starts, known(read_timeline, run.path, run.prefix), series, problems,
             {start: ": ".join(filter(None, map(str, end))) for start, end in ends.items() if isinstance(end, list)},
             [item for item in lines if item.get("kind") == STALL],
         )  # fmt: skip
@@ -262,10 +262,12 @@ def _what(run_list: RunList, all_left: Sequence[_Left]) -> list[str]:
     if len(run_list) == 1:
         return [_facts(run_list, all_left[0]), _recorded(all_left[0], is_open=True)]
     parts = [f'<div class="wide">{run_list._repr_html_()}</div>']
-    differences = {name: [cut(str(value), 60) for value in values] for name, values in run_list.differences().items()}
+    differences = {
+        name: [truncate(str(value), 60) for value in values] for name, values in run_list.differences().items()
+    }
     if differences:
         parts.append("<h3>What differs</h3>")
-        parts.append(_table(([name, *values] for name, values in differences.items()), ["", *names_of(run_list)]))
+        parts.append(_table(([name, *values] for name, values in differences.items()), ["", *run_names(run_list)]))
     for left in all_left:
         inner = _facts(run_list, left) + _recorded(left)
         parts.append(f"<details><summary>{_escaped(left.name)}</summary>{inner}</details>")
@@ -284,11 +286,11 @@ def _facts(run_list: RunList, left: _Left) -> str:
         "parameters": run.parameters and f"{run.parameters:,}",
         "peak memory of a device": run.peak_bytes and f"{run.peak_bytes / 2**30:.2f} GiB",
         "mfu": run.mfu and f"{run.mfu:.3g}",
-        "goodput": left.times and f"{total_of(left.goodput).fraction:.1%}",
+        "goodput": left.times and f"{sum_starts(left.goodput).fraction:.1%}",
         "commit": run.commit,
         "branch of": run.parent and f"{run.parent[0]} (step {run.parent[1]})",
         "branches": ", ".join(
-            name for name, other in zip(names_of(run_list), run_list, strict=True)
+            name for name, other in zip(run_names(run_list), run_list, strict=True)
             if other.parent is not None and os.path.dirname(other.parent[0]) == run.path
         ),
         **{f"best {name}": f"{value:.6g} at step {at}" for name, (value, at) in run.best.items()},
@@ -307,7 +309,7 @@ def _recorded(left: _Left, *, is_open: bool = False) -> str:
     for name, value in values.items():
         if name not in settings:
             group, _, rest = name.rpartition(": ")
-            groups.setdefault(group or "program", []).append(f"{rest} = {cut(str(value), 300)}")
+            groups.setdefault(group or "program", []).append(f"{rest} = {truncate(str(value), 300)}")
     opened, words = " open" * is_open, "program, arguments, batches, versions"
     rows = [(group, ", ".join(entries)) for group, entries in groups.items()]
     return f"<details{opened}><summary>{words}</summary>{_table(rows, kind='facts')}</details>" if rows else ""
@@ -371,7 +373,7 @@ def _where(left: _Left, count: int) -> list[str]:
     """The time of a run, in total and for each start."""
     if not left.times:
         return []
-    total = total_of(left.goodput)
+    total = sum_starts(left.goodput)
     shares = {name: secs for name, secs in total.parts.items() if secs}
     names = list(total.parts)
     bar = "".join(
@@ -405,7 +407,7 @@ def _oddities(left: _Left) -> Iterator[str]:
     if left.run.status not in ("finished", "running", "unreadable"):
         yield f"it is {left.run.status}: {left.run.reason}".rstrip(": ")
     for line in left.stalls:
-        seconds, what = line.get("stalled"), cut(str(line.get("what")), 200)
+        seconds, what = line.get("stalled"), truncate(str(line.get("what")), 200)
         yield f"process {line.get('process')} stalled for {seconds} s at step {line.get('step')}: {what}"
     spans = [span for span in left.spans() if span is not None]
     for before, now in itertools.pairwise(spans):
@@ -414,7 +416,7 @@ def _oddities(left: _Left) -> Iterator[str]:
     cards = [start for start in left.starts if start.card is not None]
     for start, later in itertools.pairwise(cards):
         for change in card_difference(start.card or {}, later.card or {}):
-            yield f"changed before the start of {time_text(later.time or 0.0, ' ', 'seconds')}: {cut(change, 300)}"
+            yield f"changed before the start of {time_text(later.time or 0.0, ' ', 'seconds')}: {truncate(change, 300)}"
     for tag, series in left.series.items():
         bad = [step for step, value in zip(series.steps, series.values, strict=True) if not np.isfinite(value)]
         if bad:

@@ -12,15 +12,15 @@ from typing import Any
 
 from jstep.checkpoint.claims import is_alive, owner_in
 from jstep.checkpoint.manifest import NAME as MANIFEST
-from jstep.core.checks import as_text
+from jstep.core.checks import as_string
 from jstep.core.tables import columns, html_table
-from jstep.hooks.card_differences import card_values, starts_of
-from jstep.hooks.stall_files import exit_of, read_stalls
-from jstep.stores.files import is_directory, walked
+from jstep.hooks.card_differences import card_values, read_starts
+from jstep.hooks.stall_files import find_exit, read_stalls
+from jstep.stores.files import is_directory, walk
 from jstep.stores.timeline import NAME, OBJECTS
-from jstep.stores.timeline_ends import End, carried, ends
-from jstep.stores.urls import absolute, is_url, location, split
-from jstep.tools.cli import OK, Command, as_json, complain, printable, time_text
+from jstep.stores.timeline_ends import End, carry_over, ends
+from jstep.stores.urls import absolute, is_url, location, split_path
+from jstep.tools.cli import OK, Command, as_strict_json, complain, printable, time_text
 from jstep.tools.goodput import goodput
 
 RUNNING, HANGS, FINISHED, KILLED, UNREADABLE = "running", "hangs", "finished", "killed", "unreadable"
@@ -133,7 +133,7 @@ def runs(directory: str | os.PathLike[str], *, prefix: str | None = None) -> Run
         >>> [(run.status, run.step, sorted(run.metrics)) for run in jstep.runs(above)]
         [('finished', 9, ['learning_rate', 'loss'])]
     """
-    wanted = None if prefix is None else as_text(prefix, "prefix")
+    wanted = None if prefix is None else as_string(prefix, "prefix")
     above = absolute(location(directory, "directory"))
     if not is_directory(above):
         raise FileNotFoundError(f"{above}: no such directory")
@@ -150,7 +150,7 @@ def _places(above: str) -> Iterator[str]:
         return name == NAME or (name.startswith(OBJECTS) and name.endswith(".jsonl"))
 
     if is_url(above):
-        yield from (where for where, names in walked(above) if any(map(is_timeline, names)))
+        yield from (where for where, names in walk(above) if any(map(is_timeline, names)))
         return
     for folder, below, names in os.walk(above):
         below.sort()
@@ -178,7 +178,7 @@ def _unreadable(where: str, prefix: str, error: Exception) -> RunSummary:
 
 
 def _summary(where: str, prefix: str, end: End) -> RunSummary:
-    state, start, line = carried(end), end.start, end.line
+    state, start, line = carry_over(end), end.start, end.line
     last_step, devices = start.get("last_step"), str(start.get("devices", ""))
     if "process" not in start:  # written by an older version, whose card has both
         card = _last_card(RunSummary(where, prefix, "")) or {}
@@ -221,7 +221,7 @@ def _goodput(where: str, prefix: str) -> float | None:
 
 def _last_card(run: RunSummary) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, ValueError):
-        cards = [start.card for start in starts_of(run.path) if start.prefix == run.prefix and start.card is not None]
+        cards = [start.card for start in read_starts(run.path) if start.prefix == run.prefix and start.card is not None]
         return cards[-1] if cards else None
     return None
 
@@ -252,7 +252,7 @@ def _status(where: str, prefix: str, end: End, *, is_done: bool) -> tuple[str, s
         if is_done and "process" not in end.start:
             return FINISHED, ""
         with contextlib.suppress(OSError):
-            if (stall := exit_of(where, prefix, end.start["time"])) is not None:
+            if (stall := find_exit(where, prefix, end.start["time"])) is not None:
                 return KILLED, f"process {stall['process']} hung at step {stall.get('step')}: {stall['what']}"
         return KILLED, ""
     with contextlib.suppress(OSError):
@@ -270,7 +270,7 @@ def _tree(summaries: Sequence[RunSummary]) -> list[tuple[str, RunSummary]]:
     of = {run.path: run for run in summaries}
     children: dict[str | None, list[RunSummary]] = {}
     for run in summaries:
-        above = None if run.parent is None else split(run.parent[0])[0]
+        above = None if run.parent is None else split_path(run.parent[0])[0]
         children.setdefault(above if above in of and above != run.path else None, []).append(run)
     rows: list[tuple[str, RunSummary]] = []
     seen: set[tuple[str, str]] = set()
@@ -298,7 +298,7 @@ def _metrics(summaries: Iterable[RunSummary], globs: Sequence[str]) -> list[str]
     return [name for name in names if name == "loss" or name.endswith("/loss")][:4]
 
 
-def names_of(summaries: Sequence[RunSummary]) -> list[str]:
+def run_names(summaries: Sequence[RunSummary]) -> list[str]:
     """The names of runs, below their common directory."""
     above = (
         os.path.commonpath([run.path for run in summaries])
@@ -307,7 +307,7 @@ def names_of(summaries: Sequence[RunSummary]) -> list[str]:
     )
 
     def name(run: RunSummary) -> str:
-        own = os.path.relpath(run.path, above) if above and run.path != above else split(run.path)[1] or run.path
+        own = os.path.relpath(run.path, above) if above and run.path != above else split_path(run.path)[1] or run.path
         return own + ("" if run.prefix in ("model", "") else f":{run.prefix}")
 
     return list(map(name, summaries))
@@ -319,7 +319,7 @@ def _cells(
     differences: Mapping[str, Sequence[Any]],
     rows: Sequence[tuple[str, RunSummary]],
 ) -> list[list[str]]:
-    names = names_of(summaries)
+    names = run_names(summaries)
     head = ["run", "status", "step", *metrics, *differences, "since", "wall", "on"]
     cells = [head]
     places = {id(run): i for i, run in enumerate(summaries)}
@@ -374,7 +374,7 @@ def _run(arguments: argparse.Namespace) -> int:
             return complain("runs", f"--sort {arguments.sort}: must be a column or a metric; there are {there}")
         rows = [("", run) for run in sorted(summaries, key=lambda run: _key(run, arguments.sort))]
     if arguments.json:
-        print(as_json([dataclasses.asdict(run) for _, run in rows]))
+        print(as_strict_json([dataclasses.asdict(run) for _, run in rows]))
     else:
         differences = summaries.differences() if arguments.differences else {}
         print("\n".join(columns(_cells(summaries, metrics, differences, rows), 2)))

@@ -21,7 +21,7 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.checks import as_int, as_mapping, as_text, cut, shown
+from jstep.core.checks import as_int, as_mapping, as_string, format_value, truncate
 from jstep.core.logs import slow, without_noise
 from jstep.core.meshes import mesh_of, using_mesh
 from jstep.core.placement import compiles_only, is_compile_only, is_shape
@@ -92,7 +92,7 @@ def target_config(name: str) -> str:
     return importlib.resources.files("jstep.tools").joinpath("gpus", f"{name}.txtpb").read_text(encoding="utf-8")
 
 
-def memory_of(device: Any) -> int | None:
+def device_memory(device: Any) -> int | None:
     """The bytes available to programs on a device, real or compile-only."""
     if not is_compile_only(device):
         stats = device.memory_stats() if device.process_index == device.client.process_index() else None
@@ -124,16 +124,18 @@ class Name(NamedTuple):
         return math.prod(self.sizes) * self.slices * per_chip
 
 
-def parsed(name: str, argument: str = "name") -> Name:
-    as_text(name, argument, f"such as {_EXAMPLES}")
+def parse_topology(name: str, argument: str = "name") -> Name:
+    as_string(name, argument, f"such as {_EXAMPLES}")
     kinds = f"the kinds are {', '.join((*TPUS, *GPUS))}"
     match = _FORM.fullmatch(name)
     if match is None:
-        raise ValueError(f"{argument}={shown(name)}: must be KIND:SIZE, such as {_EXAMPLES}; {kinds}")
+        raise ValueError(f"{argument}={format_value(name)}: must be KIND:SIZE, such as {_EXAMPLES}; {kinds}")
     kind, sizes = match[1], tuple(map(int, match[2].split("x")))
     slices = int(match[3] or 1)
     if kind not in TPUS and kind not in GPUS:
-        raise ValueError(f"{argument}={name!r}: unknown kind {kind!r}{trees.nearest(kind, (*TPUS, *GPUS))}; {kinds}")
+        raise ValueError(
+            f"{argument}={name!r}: unknown kind {kind!r}{trees.suggest_names(kind, (*TPUS, *GPUS))}; {kinds}"
+        )
     problem = _of_gpus(sizes, match[3]) if kind in GPUS else _of_tpus(kind, sizes, slices)
     if problem:
         raise ValueError(f"{argument}={name!r}: {problem}")
@@ -208,22 +210,25 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
         Sets some environment variables of these compilers, unless they are set already or the machine has such devices.
         TPUs before v4, and tpu7x, have two devices per chip, all others one.
     """
-    wanted = parsed(name)
+    wanted = parse_topology(name)
     number = wanted.device_count()
     axis_sizes = as_mapping({"data": number} if axes is None else axes, "axes", "such as {'data': 64, 'model': 4}")
     if not axis_sizes:
         raise ValueError("axes={}: must have at least one axis, such as {'data': 8}")
-    sizes = {as_text(name, "axes"): as_int(size, f"axes[{name!r}]", 1) for name, size in axis_sizes.items()}
+    sizes = {as_string(name, "axes"): as_int(size, f"axes[{name!r}]", 1) for name, size in axis_sizes.items()}
     types = [AxisType.Auto] * len(sizes) if axis_types is None else axis_types
     if not isinstance(types, Sequence) or not all(isinstance(axis_type, AxisType) for axis_type in types):
         raise TypeError(
-            f"axis_types={shown(types)}: must be one jax.sharding.AxisType for each axis, such as (AxisType.Explicit,)"
+            f"axis_types={format_value(types)}: must be one jax.sharding.AxisType for each axis, such as "
+            "(AxisType.Explicit,)"
         )
     if len(types) != len(sizes):
-        raise ValueError(f"axis_types={shown(types)}: must be one for each axis of {shown(axes or ('data',))}")
+        raise ValueError(
+            f"axis_types={format_value(types)}: must be one for each axis of {format_value(axes or ('data',))}"
+        )
     product = math.prod(sizes.values())
     if product != number:
-        raise ValueError(f"axes={shown(axes)}: multiply to {product} devices, but {wanted} has {number}")
+        raise ValueError(f"axes={format_value(axes)}: multiply to {product} devices, but {wanted} has {number}")
     # The axis that spans the slices is the first one divisible by their number.
     across = next((dim for dim, size in enumerate(sizes.values()) if size % wanted.slices == 0), None)
     if across is None:
@@ -232,10 +237,12 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
         )
     inner = [size // wanted.slices if dim == across else size for dim, size in enumerate(sizes.values())]
     if wanted.slices == 1:
-        devices = mesh_utils.create_device_mesh(inner, devices_of(wanted), allow_split_physical_axes=True)
+        devices = mesh_utils.create_device_mesh(inner, compile_only_devices(wanted), allow_split_physical_axes=True)
     else:
         outer = [wanted.slices if dim == across else 1 for dim in range(len(inner))]
-        devices = mesh_utils.create_hybrid_device_mesh(inner, outer, devices_of(wanted), allow_split_physical_axes=True)
+        devices = mesh_utils.create_hybrid_device_mesh(
+            inner, outer, compile_only_devices(wanted), allow_split_physical_axes=True
+        )
     return Mesh(devices, tuple(sizes), axis_types=tuple(types))
 
 
@@ -310,7 +317,7 @@ _WITHOUT_TPUS = {
 _WITHOUT_GPUS = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # else the plugin requires cuDNN, which only running needs
 
 
-def devices_of(name: Name) -> Sequence[Any]:
+def compile_only_devices(name: Name) -> Sequence[Any]:
     """Return the compile-only devices of a topology, cached so that equal names give equal meshes."""
     with _lock:
         if name not in _made:
@@ -355,7 +362,7 @@ def require_compiler(name: Name) -> None:
         raise _unusable(name, "NVIDIA's compiler (ptxas and libdevice)")
 
 
-def name_of(device: Any) -> Name | None:
+def topology_name(device: Any) -> Name | None:
     """The topology of a device, or None."""
     # A copy, because another thread may add one.
     return next((name for name, devices in _made.copy().items() if devices[0].client is device.client), None)
@@ -457,7 +464,7 @@ def _unusable(name: Name, what: str, error: Exception | None = None) -> ImportEr
     extra = "aot-cuda" if name.kind in GPUS else "tpu"
     if error is None:
         return ImportError(f"{name}: {what} is not installed; run: pip install 'jstep[{extra}]'")
-    said = cut(" ".join(str(error).split()), 500)
+    said = truncate(" ".join(str(error).split()), 500)
     return ImportError(
         f"{name}: {what} is installed, but does not work ({type(error).__name__}: {said}); "
         f"run: pip install 'jstep[{extra}]' --force-reinstall"

@@ -11,7 +11,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_function, as_int, kind, one_of, shown
+from jstep.core.checks import as_function, as_int, check_choice, format_value, kind
 from jstep.core.tables import columns, figure
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Params
@@ -46,7 +46,7 @@ class Widths:
         return wide / max(self.in_base, self.out_base)
 
 
-def widths_of(base: object, target: Tree, delta: object, axes: WidthAxes | None) -> dict[str, Widths]:
+def find_widths(base: object, target: Tree, delta: object, axes: WidthAxes | None) -> dict[str, Widths]:
     """Return the widths of all trainable leaves by path; see `mup` for `delta` and `axes`."""
     leaves = trees.leaves_with_paths(target)
     if not leaves:
@@ -69,7 +69,7 @@ def _like(target: Tree, tree: Tree, what: str) -> list[Any]:
     keys, own = ([keys for keys, _ in jax.tree_util.tree_leaves_with_path(each)] for each in (target, tree))
     if keys == own:
         return jax.tree.leaves(tree)
-    paths = [set(trees.paths_of(each)) for each in (target, tree)]
+    paths = [set(trees.leaf_paths(each)) for each in (target, tree)]
     missing, extra = sorted(paths[0] - paths[1])[:10], sorted(paths[1] - paths[0])[:10]
     if missing or extra:
         difference = f"it lacks {missing} and has {extra} in addition"
@@ -86,7 +86,8 @@ def _shape(leaf: object, path: str, what: str) -> tuple[int, ...]:
         return ()
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         raise TypeError(
-            f"{what}: the leaf at {trees.quoted(path)} is {kind(leaf)}, which has no shape and dtype; give trees of "
+            f"{what}: the leaf at {trees.quote_path(path)} is {kind(leaf)}, which has no shape and dtype; give trees "
+            "of "
             "arrays, or of shapes as jax.eval_shape returns them"
         )
     return tuple(leaf.shape)
@@ -95,7 +96,7 @@ def _shape(leaf: object, path: str, what: str) -> tuple[int, ...]:
 def _widths(path: str, leaf: object, shapes: Sequence[tuple[int, ...]], axes: WidthAxes | None) -> Widths:
     """Return the width ratios of a leaf, given its shapes in base, target and delta."""
     base, target, delta = shapes
-    where = f"the leaf at {trees.quoted(path)}"
+    where = f"the leaf at {trees.quote_path(path)}"
     for what, shape in (("base", base), ("delta", delta)):
         if len(shape) != len(target):
             raise ValueError(
@@ -138,11 +139,12 @@ def _pair_of_axes(path: str, leaf: object, axes: WidthAxes | None) -> tuple[tupl
     pair = axes(path, leaf)
     if not (isinstance(pair, tuple | list) and len(pair) == 2):
         raise TypeError(
-            f"axes: must return (in, out) at {trees.quoted(path)}, each an axis, several or None, got {shown(pair)}"
+            f"axes: must return (in, out) at {trees.quote_path(path)}, each an axis, several or None, got "
+            f"{format_value(pair)}"
         )
     ins, outs = (_counted(side, ndim, path) for side in pair)
     if len({*ins, *outs}) < len(ins) + len(outs):
-        raise ValueError(f"axes: must name each axis at {trees.quoted(path)} once, got {shown(pair)}")
+        raise ValueError(f"axes: must name each axis at {trees.quote_path(path)} once, got {format_value(pair)}")
     return ins, outs
 
 
@@ -150,9 +152,9 @@ def _counted(axes: object, ndim: int, path: str) -> tuple[int, ...]:
     some = () if axes is None else tuple(axes) if isinstance(axes, tuple | list) else (axes,)
     for axis in some:
         if isinstance(axis, bool) or not isinstance(axis, int):
-            raise TypeError(f"axes: must return integers at {trees.quoted(path)}, got {shown(axis)}")
+            raise TypeError(f"axes: must return integers at {trees.quote_path(path)}, got {format_value(axis)}")
         if not -ndim <= axis < ndim:
-            raise ValueError(f"axes: the leaf at {trees.quoted(path)} has {ndim} axes and no axis {axis}")
+            raise ValueError(f"axes: the leaf at {trees.quote_path(path)} has {ndim} axes and no axis {axis}")
     return tuple(axis % ndim for axis in some)
 
 
@@ -202,9 +204,9 @@ class MupFactors:
             path, shape = trees.path_str(keys), tuple(getattr(leaf, "shape", ()))
             widths = self.widths.get(path)
             if widths is None:
-                problem = f"target has no leaf {path!r}{trees.nearest(path, self.widths)}"
+                problem = f"target has no leaf {path!r}{trees.suggest_names(path, self.widths)}"
             elif shape != widths.target:
-                problem = f"the leaf at {trees.quoted(path)} has shape {shape}, in target {widths.target}"
+                problem = f"the leaf at {trees.quote_path(path)} has shape {shape}, in target {widths.target}"
             else:
                 factor = self.initials[path]
                 return leaf if factor == 1 else (leaf * factor).astype(leaf.dtype)
@@ -294,13 +296,13 @@ def mup(
     Source: Yang et al., "Tensor Programs V: Tuning Large Neural Networks via Zero-Shot Hyperparameter Transfer"
     (2022), table 3.
     """
-    one_of(init, "init", INITS)
-    one_of(optimizer, "optimizer", OPTIMIZERS)
+    check_choice(init, "init", INITS)
+    check_choice(optimizer, "optimizer", OPTIMIZERS)
     as_function(axes, "axes", "(path, leaf) -> (in, out)", optional=True)
     for name, tree in {"base": base, "target": target}.items():
         if tree is None:
             raise TypeError(f"{name}={tree}: must be a tree of shapes or arrays, got {kind(tree)}")
-    widths = widths_of(base, target, delta, axes)
+    widths = find_widths(base, target, delta, axes)
     if not widths:
         raise ValueError("target: has no floating-point leaf; give the shapes of the trained parameters")
     rates = {path: _rate(ratios, optimizer) for path, ratios in widths.items()}
@@ -444,7 +446,9 @@ def coord_check(
     as_function(activations, "activations", "(params, *batch) -> {name: array}")
     number = as_int(steps, "steps", at_least=1)
     if isinstance(widths, str | int) or not isinstance(widths, Iterable):
-        raise TypeError(f"widths={shown(widths)}: must be several integers, such as (64, 128, 256), got {kind(widths)}")
+        raise TypeError(
+            f"widths={format_value(widths)}: must be several integers, such as (64, 128, 256), got {kind(widths)}"
+        )
     numbers = [as_int(width, "widths", at_least=1) for width in widths]
     if len(numbers) < 2 or len(set(numbers)) < len(numbers):
         raise ValueError(f"widths={numbers}: must be two different widths or more, to fit a slope")
@@ -471,11 +475,11 @@ def _of_width(make: Any, width: int, activations: Any, steps: int) -> dict[str, 
     result = make(width)
     if not (isinstance(result, tuple | list) and len(result) == 3 and isinstance(result[1], TrainState)):
         raise TypeError(
-            f"make: must return (train_step, state, batch) for width {width}, got {kind(result)} {shown(result)}"
+            f"make: must return (train_step, state, batch) for width {width}, got {kind(result)} {format_value(result)}"
         )
     train_step, state, batch = result
     as_function(train_step, f"make({width})[0]", "train_step(state, *batch)")
-    args = trees.arguments_of(batch)
+    args = trees.batch_to_args(batch)
     before = _checked(activations(state.params, *args), width)
     for _ in range(steps):
         state, _ = train_step(state, *args)
@@ -497,7 +501,8 @@ def _checked(activations: object, width: int) -> dict[str, np.ndarray[Any, Any]]
     for name, x in activations.items():
         if not isinstance(name, str) or not trees.is_array(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
             raise TypeError(
-                f"activations: {shown(name)} must be the name of a floating-point array, got {kind(x)} at width {width}"
+                f"activations: {format_value(name)} must be the name of a floating-point array, got {kind(x)} at "
+                f"width {width}"
             )
         if x.size == 0:
             raise ValueError(f"activations: {name!r} must not be empty, got shape {x.shape} at width {width}")

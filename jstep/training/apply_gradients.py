@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jstep.core import meshes, placement, trees
 from jstep.core.checks import as_bool, kind
 from jstep.core.exceptions import setting
-from jstep.core.meshes import internal_transfers, leaving_auto_axes, sharded_like, without_explicit_axes
+from jstep.core.meshes import internal_transfers, leaving_auto_axes, shard_like, without_explicit_axes
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, Slots, Updates
 from jstep.optimizers import guards
@@ -73,7 +73,7 @@ def apply_gradients(
     if not (context is None or isinstance(context, Context)):
         raise TypeError(f"context: must be a jstep.Context or None, got {kind(context)}")
     with internal_transfers():
-        return applied(state, grads, optimizer, increment_global_step, context or EMPTY_CONTEXT).state
+        return apply_update(state, grads, optimizer, increment_global_step, context or EMPTY_CONTEXT).state
 
 
 class Applied(NamedTuple):
@@ -93,7 +93,9 @@ class Applied(NamedTuple):
     left_out: dict[str, Array]
 
 
-def applied(state: TrainState, grads: Updates, optimizer: OptimizerLike, increment: bool, context: Context) -> Applied:
+def apply_update(
+    state: TrainState, grads: Updates, optimizer: OptimizerLike, increment: bool, context: Context
+) -> Applied:
     optimizer = require_optimizer("optimizer", optimizer)
     require_alive(require_state(state))
     placement.refuse_shapes((state, grads), "state and gradients")
@@ -110,8 +112,8 @@ def applied(state: TrainState, grads: Updates, optimizer: OptimizerLike, increme
         new = result.state.replace(params=params, slots={**state.slots, **slots})
         return result._replace(state=new, updates=shown, slots=slots)
 
-    place = sharded_like(Applied(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
-    with setting(placement.LAYOUTS, layouts_of(state)):
+    place = shard_like(Applied(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
+    with setting(placement.LAYOUTS, parameter_layouts(state)):
         here = state.replace(slots=slots)
         done = without_explicit_axes(run, here, grads, context._replace(value_and_grad=None), place=place)
     return done._replace(state=jax.tree.map(placement.back, done.state, state))
@@ -123,7 +125,7 @@ def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     match_gradients(grads, state.params)  # here, because perhaps no element of a chain checks them
     held = {name: tree for name, tree in state.slots.items() if name != MODEL_STATE}
     roles = roles_of(optimizer, state.params)
-    guards.loss_scale_of(roles, held)
+    guards.current_loss_scale(roles, held)
     guards.noise_slots(roles)
     grads, context = _of_trained(optimizer, state.params, grads, context)
     guarding = [name for name in roles.of(Role.LAST_FINITE) if name in held]
@@ -173,14 +175,14 @@ def _check_slots(held: Slots, own: Slots) -> None:
             )
 
 
-def layouts_of(state: TrainState) -> placement.Layouts:
+def parameter_layouts(state: TrainState) -> placement.Layouts:
     """Map the path of each parameter on a mesh to its own sharding or the finest sharding of its slots."""
     # Under ZeRO-1, parameters are replicated and slots are sharded, and so are the values computed from them. Inside
     # `jax.shard_map`, a device sees only its own shard.
     if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         return {}
     leaves, treedef = trees.flatten(state)
-    shardings = placement.shardings_of(state) or list(map(meshes.sharding_on_mesh, leaves))
+    shardings = placement.traced_shardings(state) or list(map(meshes.sharding_on_mesh, leaves))
     if not any(shardings):
         return {}
     indices = treedef.unflatten(range(len(leaves)))
@@ -192,7 +194,7 @@ def layouts_of(state: TrainState) -> placement.Layouts:
             sharding = None if index is None else shardings[index]
             if sharding is None or leaves[index].shape != param.shape:
                 continue
-            if path not in layouts or placement.parts_of(sharding) > placement.parts_of(layouts[path]):
+            if path not in layouts or placement.part_count(sharding) > placement.part_count(layouts[path]):
                 layouts[path] = sharding
     return layouts
 
@@ -200,7 +202,7 @@ def layouts_of(state: TrainState) -> placement.Layouts:
 def skip_metrics(done: Applied, before: TrainState, grads: Updates, optimizer: Optimizer) -> dict[str, Array]:
     """Return whether each guard skipped the update, and `skipped` overall; empty without guards."""
     by_guard = {_metric_name(name): value for name, value in done.left_out.items()}
-    if guards.loss_scale_of(done.roles, before.slots) is not None:
+    if guards.current_loss_scale(done.roles, before.slots) is not None:
         unscalable = ~guards.all_finite(grads, before.params)
         for name in map(_metric_name, done.roles.of(Role.LOSS_SCALE)):
             by_guard[name] = by_guard[name] | unscalable if name in by_guard else unscalable

@@ -19,7 +19,7 @@ from jstep.core.placement import Unroll, as_unroll, first_row, scan
 from jstep.core.trees import shape_of
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Constants, Metrics
-from jstep.training.step import PureStep, TrainStep, program_of, pure
+from jstep.training.step import PureStep, TrainStep, jitted_program, pure
 
 
 def scan_steps(
@@ -153,7 +153,7 @@ class LoopedStep(TrainStep):
         """Trace one step, for arrays or shapes, so that its metrics are known before the first call."""
         args = jax.tree.map(one_shape, args)
         with using_mesh(mesh_of((state, args))):
-            traced = program_of(self._one, state, args).trace(state, *args)
+            traced = jitted_program(self._one, state, args).trace(state, *args)
         prepared = self._traced[_key(state, args)] = _traced_step(traced.jaxpr, traced.out_tree)
         return prepared
 
@@ -193,7 +193,7 @@ class LoopedStep(TrainStep):
         return _traced_step(jaxpr, jax.tree.structure(shapes))
 
 
-def looped_step(step: Callable[..., Any], most: int | None, accumulate: Callable[[TracedStep], Any]) -> LoopedStep:
+def loop_step(step: Callable[..., Any], most: int | None, accumulate: Callable[[TracedStep], Any]) -> LoopedStep:
     """Return the `LoopedStep` of a step, compiled only once per step."""
     # Stored on the step, so that both are freed together. A decorator copies the step's attributes, hence the check.
     kept: dict[Any, LoopedStep]

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import device_values, trees
-from jstep.core.calls import typed
 from jstep.core.checks import as_function, kind
 from jstep.core.exceptions import note
 from jstep.core.meshes import Attempts
 from jstep.core.placement import on_devices
+from jstep.core.recorded_calls import as_typed
 from jstep.core.trees import Array, Params, Slots, Updates
 from jstep.differentiate.clipping import global_norm
 from jstep.optimizers import guards
-from jstep.optimizers.hyperparameters import shown_name
+from jstep.optimizers.hyperparameters import display_name
 from jstep.slots.indexed_slices import RowsInOrder, is_slices
 from jstep.slots.roles import Role, Roles
 
@@ -63,7 +63,7 @@ class Metrics(NamedTuple):
         return {**self.computed, **self.constants.values} if self.constants.values else self.computed
 
 
-def split(metrics: Any, skipped: str | None = None) -> Metrics:
+def split_metrics(metrics: Any, skipped: str | None = None) -> Metrics:
     """Split metrics into computed ones and plain Python or NumPy numbers; anything but a dict counts as computed."""
     if type(metrics) is not dict:
         return Metrics(metrics, Constants({}, skipped))
@@ -103,9 +103,9 @@ def values_used(reported: Mapping[str, Any], roles: Roles, slots: Slots) -> dict
     return used
 
 
-def shown_slots(roles: Roles, slots: Slots) -> dict[str, Array]:
+def slot_metrics(roles: Roles, slots: Slots) -> dict[str, Array]:
     """The current held hyperparameters and loss scales, with their prefixes."""
-    held = {str(shown_name(name)): slots[name] for name in roles.of(Role.HELD)}
+    held = {str(display_name(name)): slots[name] for name in roles.of(Role.HELD)}
     return held | {name: slots[name] for name in roles.of(Role.LOSS_SCALE)}
 
 
@@ -146,7 +146,7 @@ class Requested:
         measured: dict[str, dict[str, Any]] = {"the norms": {name: norm(name) for name in self.norms}}
         if not self.functions:
             return measured
-        raw = gradients if scale is None else guards.unscaled(gradients, scale)
+        raw = gradients if scale is None else guards.unscale(gradients, scale)
         arguments = _public(raw), _public(updates), params
         return measured | {name: fn(*arguments) for name, fn in self.functions.items()}
 
@@ -162,7 +162,7 @@ def _public(updates: Updates) -> Updates:
     return jax.tree.map(leaf, updates, is_leaf=is_slices)
 
 
-def requested(metrics: Any, argument: str, number: int) -> Requested:
+def check_requested(metrics: Any, argument: str, number: int) -> Requested:
     """Validate the argument `metrics` of `minimize`; `argument=number` divides a batch into the parts to compare."""
     names = (*NORMS, NOISE_SCALE)
     if not (callable(metrics) or isinstance(metrics, str | list | tuple | set | frozenset)):
@@ -173,11 +173,11 @@ def requested(metrics: Any, argument: str, number: int) -> Requested:
         if callable(entry):
             place = f"metrics[{i}]"
             as_function(entry, place, _FORM, takes=3)
-            name = f"{place}={typed(entry)}"
+            name = f"{place}={as_typed(entry)}"
             functions[name] = _checked(entry, name)
         elif entry not in names:
             raise ValueError(
-                f"metrics: {entry!r} is unknown{trees.nearest(str(entry), names)}; it takes any of {names}, and "
+                f"metrics: {entry!r} is unknown{trees.suggest_names(str(entry), names)}; it takes any of {names}, and "
                 f"functions {_FORM}"
             )
     chosen = tuple(entry for entry in entries if not callable(entry))

@@ -14,16 +14,16 @@ import numpy as np
 
 from jstep.core import device_values, placement, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_bool, as_function, as_text, kind, shown
+from jstep.core.checks import as_bool, as_function, as_string, format_value, kind
 from jstep.core.exceptions import note
-from jstep.core.meshes import sharded_like
+from jstep.core.meshes import shard_like
 from jstep.core.placement import Unroll
 from jstep.core.selection import VarList, check_form
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Updates
 from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes
-from jstep.differentiate.loss_gradients import GATE_NONE, GATE_OP, Differentiation, Inputs, gated
+from jstep.differentiate.loss_gradients import GATE_NONE, GATE_OP, Differentiation, Inputs, apply_gate
 from jstep.differentiate.loss_outputs import join_returned, merge_summaries
-from jstep.differentiate.microbatches import AggregationMethod, Part, estimated, together_squared
+from jstep.differentiate.microbatches import AggregationMethod, Part, estimate_noise, together_squared
 from jstep.differentiate.same_bits import alike
 from jstep.optimizers import guards
 from jstep.optimizers.averages import as_average_names, averaged_params
@@ -33,9 +33,18 @@ from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import roles_of
 from jstep.state.global_step import step_array
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
-from jstep.training.apply_gradients import applied, layouts_of, skip_metrics, unless_skipped
+from jstep.training.apply_gradients import apply_update, parameter_layouts, skip_metrics, unless_skipped
 from jstep.training.edited import UserCode
-from jstep.training.metrics import SKIPPED, MetricFn, Metrics, Requested, requested, shown_slots, split, values_used
+from jstep.training.metrics import (
+    SKIPPED,
+    MetricFn,
+    Metrics,
+    Requested,
+    check_requested,
+    slot_metrics,
+    split_metrics,
+    values_used,
+)
 from jstep.training.step import Body, PureStep, TrainStep
 
 _logger = logging.getLogger("jstep")
@@ -235,7 +244,7 @@ def minimize(
     warn_of_order(optimizer)
     lanes = as_lanes(lanes)
     compared = ("num_microbatches", num_microbatches) if lanes is None else ("lanes", lanes)
-    wanted = requested(metrics, *compared)
+    wanted = check_requested(metrics, *compared)
     for name, flag in {"increment_global_step": increment_global_step, "jit": jit, "donate": donate}.items():
         as_bool(flag, name)
     of_one = functools.partial(
@@ -330,7 +339,7 @@ class Minimizing:
             )
         key = None if self.rng is None else jax.random.fold_in(self.rng, step)
         roles = roles_of(self.optimizer, state.params)
-        scale = guards.loss_scale_of(roles, state.slots)
+        scale = guards.current_loss_scale(roles, state.slots)
         if self.wanted.noise:
             guards.require_noise_slots(roles)
         kwargs = None
@@ -342,14 +351,14 @@ class Minimizing:
         differentiate = self.differentiate
         if self.schedule is not None:
             now = alike(lanes, functools.partial(value_at, "sharpness", self.schedule), step)
-            differentiate = replaced(differentiate, sharpness=now)
+            differentiate = replace_losses(differentiate, sharpness=now)
         return alike(lanes, functools.partial(self.updated, inputs), state, differentiate(inputs))
 
     def updated(self, inputs: Inputs, state: TrainState, part: Part) -> tuple[TrainState, Metrics]:
         """Return the results of the step from the results of the loss."""
-        scale = guards.loss_scale_of(roles_of(self.optimizer, state.params), state.slots)
+        scale = guards.current_loss_scale(roles_of(self.optimizer, state.params), state.slots)
         context = self._context(inputs, part, scale)
-        done = applied(state, part.gradients, self.optimizer, self.increments, context)
+        done = apply_update(state, part.gradients, self.optimizer, self.increments, context)
         new_state = done.state
         skipped = skip_metrics(done, state, part.gradients, self.optimizer)
         if self.has_model_state:
@@ -362,8 +371,8 @@ class Minimizing:
             "the optimizer's hyperparameters": values_used(
                 self.optimizer.hyperparameters(step_array(state)), done.roles, state.slots
             ),
-            "the optimizer's slots": shown_slots(done.roles, state.slots) | skipped,
-            **shown_losses(part, self.has_aux, is_several=isinstance(self.differentiate, SeveralLosses)),
+            "the optimizer's slots": slot_metrics(done.roles, state.slots) | skipped,
+            **loss_metrics(part, self.has_aux, is_several=isinstance(self.differentiate, SeveralLosses)),
             "the noise scale": guards.noise_metrics(done.roles, done.slots) if self.wanted.noise else {},
             **self.wanted.measured(part.gradients, done.updates, new_state.params, scale),
         }
@@ -371,18 +380,18 @@ class Minimizing:
         def refusal(name: str, first: str, second: str) -> str:
             return f"metrics: {second} and {first} both have {name!r}; rename it in {second}"
 
-        return new_state, split(trees.merged(named.items(), refusal), SKIPPED if skipped else None)
+        return new_state, split_metrics(trees.merge_dicts(named.items(), refusal), SKIPPED if skipped else None)
 
     def _context(self, inputs: Inputs, part: Part, scale: Array | None) -> Context:
-        noise = None if part.squares is None else estimated(part.squares)
+        noise = None if part.squares is None else estimate_noise(part.squares)
         if not self.optimizer.takes_context:
             return EMPTY_CONTEXT._replace(noise=noise)
-        plain = replaced(self.differentiate, sharpness=None, adaptive=False, squares=False)
+        plain = replace_losses(self.differentiate, sharpness=None, adaptive=False, squares=False)
 
         def value_and_grad(params: Params) -> tuple[Array, Updates]:
             """The loss and gradients on this step's batch, both without the scale."""
             there = plain(inputs._replace(params=params))
-            return there.loss, there.gradients if scale is None else guards.unscaled(there.gradients, scale)
+            return there.loss, there.gradients if scale is None else guards.unscale(there.gradients, scale)
 
         return Context(part.loss, value_and_grad, inputs.for_part(OF_CONTEXT).key, noise)
 
@@ -410,10 +419,10 @@ def _in_lanes(number: int, pure: Callable[..., Any]) -> Body:
         return pure(state, args, None, lanes)
 
     def body(state: TrainState, args: tuple[Any, ...], batch_specs: Tree) -> Any:
-        layouts = layouts_of(require_state(state))
+        layouts = parameter_layouts(require_state(state))
         leaves = trees.leaves_with_paths(state.params)
         places = {np.shape(leaf): layouts[path].spec for path, leaf in leaves if path in layouts}
-        new, metrics = on_lanes(number, run, state, args, batch_specs, places, sharded_like((state,)))
+        new, metrics = on_lanes(number, run, state, args, batch_specs, places, shard_like((state,)))
         return jax.tree.map(placement.back, new, state), metrics
 
     return body
@@ -459,7 +468,7 @@ class SeveralLosses:
                 raise
             grads = treedef.flatten_up_to(parts[name].gradients)
             if all(grads[place] is None for place in chosen[name]):
-                paths = trees.paths_of(inputs.params)
+                paths = trees.leaf_paths(inputs.params)
                 raise ValueError(
                     f"loss_fn: the loss {name!r} depends on none of the parameters that it trains, "
                     f"{[paths[place] for place in chosen[name]][:20]}; give it others, or leave it out"
@@ -469,7 +478,7 @@ class SeveralLosses:
             _sum([part.loss for part in parts.values()]),
             None,
             {name: (part.loss, part.aux) for name, part in parts.items()},
-            treedef.unflatten(gated(gradients, self.gate_gradients)),
+            treedef.unflatten(apply_gate(gradients, self.gate_gradients)),
             merge_summaries([part.summaries for part in parts.values()]),
             together_squared([part.squares for part in parts.values()]),
         )
@@ -482,13 +491,13 @@ def several_losses(losses: Losses, make: Callable[[Any, VarList], Differentiatio
             why = "each loss has its own" if argument == "var_list" else "it has no owner among several losses"
             raise ValueError(f"{argument}: must not be given beside a mapping of losses; {why}")
     if not losses:
-        raise ValueError(f"loss_fn={shown(losses)}: must have at least one loss, name -> {_LOSS_FORM}")
+        raise ValueError(f"loss_fn={format_value(losses)}: must have at least one loss, name -> {_LOSS_FORM}")
     each = {}
     for name, entry in losses.items():
-        as_text(name, "a name in loss_fn")
+        as_string(name, "a name in loss_fn")
         place = f"loss_fn[{name!r}]"
         if not (isinstance(entry, tuple | list) and len(entry) == 2):
-            raise TypeError(f"{place}={shown(entry)}: must be {_LOSS_FORM}, got {kind(entry)}")
+            raise TypeError(f"{place}={format_value(entry)}: must be {_LOSS_FORM}, got {kind(entry)}")
         as_function(entry[0], f"{place}[0]", "(params, *args) -> loss")
         check_form(entry[1], f"{place}[1]")
         each[name] = make(*entry)
@@ -497,7 +506,7 @@ def several_losses(losses: Losses, make: Callable[[Any, VarList], Differentiatio
     return SeveralLosses(each, gate)
 
 
-def replaced(differentiate: Differentiation | SeveralLosses, **changes: Any) -> Differentiation | SeveralLosses:
+def replace_losses(differentiate: Differentiation | SeveralLosses, **changes: Any) -> Differentiation | SeveralLosses:
     """Apply `dataclasses.replace` to one loss, or to each of several."""
     if not isinstance(differentiate, SeveralLosses):
         return dataclasses.replace(differentiate, **changes)
@@ -505,7 +514,7 @@ def replaced(differentiate: Differentiation | SeveralLosses, **changes: Any) -> 
     return dataclasses.replace(differentiate, each=each)
 
 
-def shown_losses(part: Part, has_aux: bool, *, is_several: bool) -> dict[str, Mapping[str, Any]]:
+def loss_metrics(part: Part, has_aux: bool, *, is_several: bool) -> dict[str, Mapping[str, Any]]:
     """Return the metrics of the losses, their aux and their summaries, by a description of their origin."""
     if not is_several:
         aux, summaries = join_returned(_by_name(part.aux), part.summaries)
@@ -528,7 +537,7 @@ def _without_overlap(params: Params, each: Mapping[str, Differentiation]) -> dic
     for (first, its), (second, others) in itertools.combinations(chosen.items(), 2):
         both = sorted({*its} & {*others})
         if both:
-            paths = trees.paths_of(params)
+            paths = trees.leaf_paths(params)
             raise ValueError(
                 f"loss_fn: the losses {first!r} and {second!r} both train {[paths[place] for place in both][:20]}; "
                 "give each parameter to one of them"

@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import device_values, trees
 from jstep.core.annotations import P, Tree
-from jstep.core.calls import typed
 from jstep.core.checks import as_bool, as_function, kind
 from jstep.core.exceptions import setting
-from jstep.core.meshes import NO_GUARD, Attempts, internal_transfers, mesh_of, sharded_like, using_mesh
+from jstep.core.meshes import NO_GUARD, Attempts, internal_transfers, mesh_of, shard_like, using_mesh
 from jstep.core.placement import SHARDINGS, refuse_shapes, sharding_of
+from jstep.core.recorded_calls import as_typed
 from jstep.core.threads import TRACING, doing
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, Params
@@ -25,7 +25,7 @@ from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState, keep_roles
 from jstep.training.edited import UserCode
 from jstep.training.explain import explain, is_spent, refuse_what_crashes
-from jstep.training.metrics import SKIPPED, Metrics, split
+from jstep.training.metrics import SKIPPED, Metrics, split_metrics
 
 Body = Callable[[Any, tuple[Any, ...], Any], Any]
 """`body(state, args, batch_specs) -> (state, Metrics)`. `batch_specs` are the shardings of args; None if unknown."""
@@ -75,7 +75,7 @@ class PureStep:
         return jax.tree.map(sharding_of, args)
 
     def __repr__(self) -> str:
-        return f"<jstep.PureStep {described(self)}>"
+        return f"<jstep.PureStep {describe_step(self)}>"
 
 
 def pure(step: Callable[..., Any]) -> PureStep:
@@ -97,15 +97,15 @@ def pure(step: Callable[..., Any]) -> PureStep:
                 raise TypeError(f"the step returned {returned}; it must return (state, metrics)")
             return keep_roles(state, result[0]), result[1]
 
-        new, metrics = attempts(one, state, args, place=sharded_like((state,)))
+        new, metrics = attempts(one, state, args, place=shard_like((state,)))
         # A user-defined step reports a skipped update with a metric of the same name as jstep's.
         is_guarded = isinstance(metrics, dict) and SKIPPED in metrics
-        return new, split(metrics, SKIPPED if is_guarded else None)
+        return new, split_metrics(metrics, SKIPPED if is_guarded else None)
 
     return PureStep(body, name=name, user_code=user_code)
 
 
-def minimized(step: object) -> PureStep | None:
+def step_function(step: object) -> PureStep | None:
     """The pure function of a step of `minimize`, compiled or not, or of its loop over steps."""
     pure_step = step._pure if isinstance(step, TrainStep) else step
     return pure_step if isinstance(pure_step, PureStep) and pure_step.optimizer is not None else None
@@ -120,7 +120,7 @@ def whole(body: Body, state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> 
 # The layout of a state, which is stored on states that a step returned, and the steps compiled for it.
 
 
-class Layout:
+class StateLayout:
     """The shardings of a state, None on a single device or traced; equal layouts are one object."""
 
     def __init__(self, shardings: Tree = None, mesh: Any = None) -> None:
@@ -130,11 +130,11 @@ class Layout:
         return type(None), ()  # copies of a state, also in other processes, are inspected
 
 
-_ON_ONE_DEVICE = Layout()
-_LAYOUTS: "weakref.WeakValueDictionary[Any, Layout]" = weakref.WeakValueDictionary()
+_ON_ONE_DEVICE = StateLayout()
+_LAYOUTS: "weakref.WeakValueDictionary[Any, StateLayout]" = weakref.WeakValueDictionary()
 
 
-def layout_of(state: Tree) -> Layout:
+def inspect_layout(state: Tree) -> StateLayout:
     mesh = mesh_of(state)
     if mesh is None:
         return _ON_ONE_DEVICE
@@ -142,15 +142,15 @@ def layout_of(state: Tree) -> Layout:
     leaves, treedef = trees.flatten(state)
     raw = (getattr(leaf, "sharding", everywhere) for leaf in leaves)
     shardings = [sharding if isinstance(sharding, NamedSharding) else everywhere for sharding in raw]
-    return _LAYOUTS.setdefault((treedef, tuple(shardings)), Layout(treedef.unflatten(shardings), mesh))
+    return _LAYOUTS.setdefault((treedef, tuple(shardings)), StateLayout(treedef.unflatten(shardings), mesh))
 
 
-def known_layout(state: Tree) -> Layout | None:
+def returned_layout(state: Tree) -> StateLayout | None:
     """The layout of a state that a step returned, so that its leaves are arrays."""
     return getattr(state, "_layout", None)
 
 
-def handed_on(state: Tree, new: Any, layout: Layout, *, donated: bool) -> Any:
+def place_result(state: Tree, new: Any, layout: StateLayout, *, donated: bool) -> Any:
     """Return the new state of a step with the old layout, unless the batch moved it."""
     if not isinstance(new, TrainState):
         return new
@@ -166,8 +166,8 @@ def handed_on(state: Tree, new: Any, layout: Layout, *, donated: bool) -> Any:
     return new
 
 
-def described(step: PureStep) -> str:
-    return step.title if step.optimizer is None else f"{step.title}, {typed(step.optimizer)}"
+def describe_step(step: PureStep) -> str:
+    return step.title if step.optimizer is None else f"{step.title}, {as_typed(step.optimizer)}"
 
 
 class TrainStep:
@@ -216,7 +216,7 @@ class TrainStep:
         new, metrics = run(self, state, args)
         return new, metrics.whole()
 
-    def _program(self, layout: Layout, args: tuple[Any, ...], kind: str = "call", *, donates: bool) -> Any:
+    def _program(self, layout: StateLayout, args: tuple[Any, ...], kind: str = "call", *, donates: bool) -> Any:
         """Return the program for some layouts; `kind="whole"` returns all metrics together."""
         batch_specs = self._pure.batch_specs(args)
         specs = () if batch_specs is None else (trees.structure(batch_specs), *jax.tree.leaves(batch_specs))
@@ -225,7 +225,7 @@ class TrainStep:
             self._programs[key] = self._made(kind, donates, layout, batch_specs)
         return self._programs[key]
 
-    def _made(self, kind: str, donates: bool, layout: Layout, batch_specs: Tree) -> Any:
+    def _made(self, kind: str, donates: bool, layout: StateLayout, batch_specs: Tree) -> Any:
         body = self._pure.body if kind == "call" else functools.partial(whole, self._pure.body)
         shardings = layout.shardings
 
@@ -251,13 +251,13 @@ class TrainStep:
         """As `jax.jit(...).lower`."""
         args = device_values.arguments_from_host(args)
         with using_mesh(mesh_of((state, args))):
-            return program_of(self, state, args, "whole").lower(state, *args)
+            return jitted_program(self, state, args, "whole").lower(state, *args)
 
     @shortens_tracebacks
     def trace(self, state: TrainState, *args: Any) -> Any:
         """As `jax.jit(...).trace`."""
         args = device_values.arguments_from_host(args)
-        return trace_of(self, state, args, "whole")
+        return trace_program(self, state, args, "whole")
 
     @shortens_tracebacks
     def eval_shape(self, state: TrainState, *args: Any) -> Any:
@@ -267,7 +267,7 @@ class TrainStep:
             new, metrics = jax.eval_shape(
                 lambda state, *args: whole(self._pure.body, state, args, batch_specs), state, *args
             )
-        shardings = layout_of(state).shardings
+        shardings = inspect_layout(state).shardings
         if shardings is not None and trees.structure(new) == trees.structure(shardings):
             new = jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), new, shardings)
         return new, metrics
@@ -281,7 +281,7 @@ class TrainStep:
         return sum(int(program._cache_size()) for program in self._programs.values())
 
     def __repr__(self) -> str:
-        return f"<jstep.TrainStep {described(self._pure)}, donate={self.donate}>"
+        return f"<jstep.TrainStep {describe_step(self._pure)}, donate={self.donate}>"
 
 
 # The only way to call a compiled step: by hand, in `train`, in `replay`, in `verify_resume`.
@@ -289,12 +289,12 @@ class TrainStep:
 
 def run(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
     """Call the program of a step; return `(state, Metrics)`, or `(state, Metrics, sums)` for a `LoopedStep`."""
-    layout = known_layout(state)
+    layout = returned_layout(state)
     is_known = layout is not None
     if layout is None:
-        state = device_values.from_host(trees.owned(state, "state"), "state")  # a handmade state
+        state = device_values.from_host(trees.copy_numpy(state, "state"), "state")  # a handmade state
         refuse_shapes((state, args), "state and batch")
-        layout = layout_of(state)
+        layout = inspect_layout(state)
     if is_spent(state):  # a call that fails while it runs donates it, too
         require_alive(state)
     transfers, mesh, donates = internal_transfers(), layout.mesh, _donates(step)
@@ -316,18 +316,18 @@ def run(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
     except Exception as error:
         explain(error, state, args, donates=donates)
         raise
-    return handed_on(state, new, layout, donated=donates), metrics, *others
+    return place_result(state, new, layout, donated=donates), metrics, *others
 
 
-def trace_of(step: TrainStep, state: Tree, args: tuple[Any, ...], kind: str = "call") -> Any:
+def trace_program(step: TrainStep, state: Tree, args: tuple[Any, ...], kind: str = "call") -> Any:
     """Return the trace of the program that `run` calls, for arrays or shapes."""
     with using_mesh(mesh_of((state, args))):
-        return program_of(step, state, args, kind).trace(state, *args)
+        return jitted_program(step, state, args, kind).trace(state, *args)
 
 
-def program_of(step: TrainStep, state: Tree, args: tuple[Any, ...], kind: str = "call") -> Any:
+def jitted_program(step: TrainStep, state: Tree, args: tuple[Any, ...], kind: str = "call") -> Any:
     """Return the function of `jax.jit` that a step calls, for arrays or shapes."""
-    return step._program(known_layout(state) or layout_of(state), args, kind, donates=_donates(step))
+    return step._program(returned_layout(state) or inspect_layout(state), args, kind, donates=_donates(step))
 
 
 def _donates(step: TrainStep) -> bool:

@@ -6,11 +6,11 @@ import os
 import re
 from collections.abc import Sequence
 
-from jstep.checkpoint.listing import OF_ORBAX, TEMPORARY, has_data, listed, missing
+from jstep.checkpoint.listing import OF_ORBAX, TEMPORARY, has_data, list_names, missing
 from jstep.checkpoint.manifest import NAME as MANIFEST
-from jstep.core.checks import shown
+from jstep.core.checks import format_value
 from jstep.stores.urls import is_url, location
-from jstep.weights.tensors import LARGEST, Tensor, Weights, parsed, read_header
+from jstep.weights.tensors import LARGEST, Tensor, Weights, parse_json, read_header
 
 # The files with the weights: a file, a folder, or an index with its shards.
 
@@ -20,7 +20,7 @@ _DEFAULTS = (f"model{SUFFIX}", f"model{SUFFIX}{INDEX}")
 """The names that `transformers` writes and searches for in a folder."""
 
 
-def local(path: object) -> str:
+def local_path(path: object) -> str:
     if path == "":
         raise ValueError("path='': must name a file or a folder")
     place = location(path, "path")
@@ -33,7 +33,7 @@ FILES, OF_JSTEP, BY_ORBAX = "files", "of jstep", "by Orbax"
 """Kinds of weights: safetensors files, and checkpoints."""
 
 
-def kind_of(path: str) -> tuple[str, str]:
+def weights_kind(path: str) -> tuple[str, str]:
     """Return the kind of the weights at a path, and their place: a file, an index, or the folder with the arrays."""
     if not os.path.isdir(path):
         return FILES, _file_at(path)
@@ -43,7 +43,7 @@ def kind_of(path: str) -> tuple[str, str]:
         return FILES, os.path.join(path, names[0])
     if missing(path) != MANIFEST:  # a manifest of another program does not count
         return OF_JSTEP, path
-    folder = folder_of(path)
+    folder = arrays_folder(path)
     if folder is not None:
         return BY_ORBAX, folder
     if has_data(path):
@@ -122,15 +122,17 @@ def _files_of(path: str) -> dict[str, str]:
         text = file.read(LARGEST + 1)
     if len(text) > LARGEST:
         raise ValueError(f"{path}: the index is too large: {LARGEST} bytes are allowed")
-    weight_map = parsed(text, path).get("weight_map")
+    weight_map = parse_json(text, path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise ValueError(f"{path}: not an index: must have a weight_map from tensors to files, got {shown(weight_map)}")
+        raise ValueError(
+            f"{path}: not an index: must have a weight_map from tensors to files, got {format_value(weight_map)}"
+        )
     for file in set(weight_map.values()):
         # Check the name, not the link target: snapshots of the Hub are links to files elsewhere.
         parts = file.replace("\\", "/").split("/")
         if "" in parts or ".." in parts or "\0" in file or ntpath.splitdrive(file)[0]:
             raise ValueError(
-                f"{path}: the index names the file {shown(file)}: must be a name inside the index's folder"
+                f"{path}: the index names the file {format_value(file)}: must be a name inside the index's folder"
             )
     return weight_map
 
@@ -144,7 +146,7 @@ _STEP = re.compile(r"(?:.*[_-])?[0-9]+")
 _SHOWN = 10  # folders listed in a message
 
 
-def folder_of(path: str) -> str | None:
+def arrays_folder(path: str) -> str | None:
     """Return the folder with the arrays of a checkpoint; None if Orbax wrote no arrays there.
 
     It is the folder itself, or an item of a step of a CheckpointManager.
@@ -153,7 +155,7 @@ def folder_of(path: str) -> str | None:
         raise ValueError(
             f"path={path!r}: this checkpoint of Orbax is incomplete: its save was interrupted, or still runs"
         )
-    entries = set(listed(path))
+    entries = set(list_names(path))
     if _METADATA in entries:
         return _with_arrays(path)
     folders = sorted(name for name in entries if os.path.isdir(os.path.join(path, name)))
@@ -165,7 +167,7 @@ def folder_of(path: str) -> str | None:
     )
     if checkpoints:
         raise _several(path, "is a directory of checkpoints", checkpoints[::-1])
-    items = [name for name in folders if _METADATA in listed(os.path.join(path, name)) and TEMPORARY not in name]
+    items = [name for name in folders if _METADATA in list_names(os.path.join(path, name)) and TEMPORARY not in name]
     if _DEFAULT in items or len(items) == 1:
         return _with_arrays(os.path.join(path, _DEFAULT if _DEFAULT in items else items[0]))
     if items:
@@ -193,7 +195,7 @@ def _with_arrays(folder: str) -> str:
             metadata = json.load(file)
         except (ValueError, RecursionError):
             return folder  # for Orbax to describe
-    if isinstance(metadata, dict) and metadata.get("use_ocdbt") and _ARRAYS not in listed(folder):
+    if isinstance(metadata, dict) and metadata.get("use_ocdbt") and _ARRAYS not in list_names(folder):
         raise ValueError(f"{folder}: a checkpoint of Orbax without {_ARRAYS}: its copy is incomplete; copy it again")
     return folder
 
@@ -206,7 +208,7 @@ def _without_metadata(path: str) -> ValueError:
 
 
 def _is_checkpoint(path: str) -> bool:
-    entries = set(listed(path))
+    entries = set(list_names(path))
     return bool(entries & {MANIFEST, *OF_ORBAX}) or any(
-        _METADATA in listed(os.path.join(path, name)) for name in entries
+        _METADATA in list_names(os.path.join(path, name)) for name in entries
     )

@@ -19,16 +19,16 @@ from jax.typing import DTypeLike
 from jstep.checkpoint import leaf_records, targets
 from jstep.checkpoint.manifest import CheckpointError, Leaf, Manifest
 from jstep.checkpoint.open_store import open_store
-from jstep.checkpoint.reading import first_of, read_and_verify, short
+from jstep.checkpoint.reading import first_problem, read_and_verify, short
 from jstep.checkpoint.store import Store
 from jstep.core import meshes, placement, trees
 from jstep.core.annotations import T
-from jstep.core.checks import as_bool, kind, listing, shown
+from jstep.core.checks import as_bool, format_value, kind, listing
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.distributed import processes
 from jstep.weights import match
-from jstep.weights.files import FILES, OF_JSTEP, kind_of, local, read_headers
-from jstep.weights.match import Match, Names, Wanted
+from jstep.weights.files import FILES, OF_JSTEP, local_path, read_headers, weights_kind
+from jstep.weights.match import Names, WantedTensor, WeightsMatch
 from jstep.weights.tensors import Read, Tensor, confirm, in_groups
 
 _AT_ONCE = 2**30
@@ -123,7 +123,9 @@ def load_weights(
         for i, wanted in enumerate(matched.wanted):
             if wanted.source is not None and wanted.transform is not None:
                 name = wanted.source.name
-                result = match.transformed(wanted.transform, np.asarray(source.read({name: None})[name]), wanted.path)
+                result = match.call_transform(
+                    wanted.transform, np.asarray(source.read({name: None})[name]), wanted.path
+                )
                 with meshes.internal_transfers():
                     array = np.asarray(result)
                 problem = wanted.difference(array.shape, array.dtype)
@@ -148,13 +150,13 @@ def load_weights(
     return jax.tree.unflatten(trees.structure(target), leaves)
 
 
-def _keys(wanted: Wanted, data: jax.Array) -> jax.Array:
+def _keys(wanted: WantedTensor, data: jax.Array) -> jax.Array:
     impl: list[Any] = []
     jax.eval_shape(lambda keys: impl.append(jax.random.key_impl(keys)), wanted.leaf)  # it takes no shapes
     return jax.random.wrap_key_data(data, impl=impl[0])
 
 
-def _misfit(matched: Match, path: str, begin: int = 0) -> ValueError:
+def _misfit(matched: WeightsMatch, path: str, begin: int = 0) -> ValueError:
     """Return the error for a target that does not fit; the transforms from leaf `begin` on were not called yet."""
     matched.wanted[begin:] = map(match.with_problem_of_ones, matched.wanted[begin:])
     return ValueError(
@@ -169,9 +171,9 @@ def _float_dtype(dtype: DTypeLike | None) -> Any:
     try:
         resolved = np.dtype(getattr(jnp, dtype, dtype) if isinstance(dtype, str) else dtype)
     except TypeError:
-        raise TypeError(f"dtype={shown(dtype)}: must be a floating dtype, got {kind(dtype)}") from None
+        raise TypeError(f"dtype={format_value(dtype)}: must be a floating dtype, got {kind(dtype)}") from None
     if not trees.is_floating(resolved):
-        raise ValueError(f"dtype={shown(dtype)}: must be a floating dtype; integers and booleans are never cast")
+        raise ValueError(f"dtype={format_value(dtype)}: must be a floating dtype; integers and booleans are never cast")
     return resolved
 
 
@@ -179,7 +181,7 @@ def _float_dtype(dtype: DTypeLike | None) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class TensorSource:
     """Safetensors files, or a checkpoint, which may hold more than weights."""
 
     path: str
@@ -187,15 +189,15 @@ class Source:
     read: Read
     is_checkpoint: bool
 
-    def leaves(self, wanted: Sequence[Wanted]) -> Iterator[Any]:
+    def leaves(self, wanted: Sequence[WantedTensor]) -> Iterator[Any]:
         """Read leaves that have no transform, in order: each device its own part."""
         sized = ((leaf.source.name, leaf.source.nbytes, leaf) for leaf in wanted)
         for group in in_groups(sized, _AT_ONCE if self.is_checkpoint else 0):
             arrays = self.read({name: self._sharding(leaf) for name, leaf in group.items()})
             for name, leaf in group.items():
-                yield match.placed(leaf, arrays.pop(name))
+                yield match.place_leaf(leaf, arrays.pop(name))
 
-    def _sharding(self, wanted: Wanted) -> Any:
+    def _sharding(self, wanted: WantedTensor) -> Any:
         """Return the sharding to read a tensor with; None to read all of it into a NumPy array."""
         dtype = wanted.source.dtype
         if self.is_checkpoint and jax.dtypes.canonicalize_dtype(dtype) != dtype:
@@ -204,12 +206,12 @@ class Source:
 
 
 @contextlib.contextmanager
-def open_source(path: object, *, partial: bool = False) -> Iterator[Source]:
+def open_source(path: object, *, partial: bool = False) -> Iterator[TensorSource]:
     """Open weights for reading, and check their description; no tensor is read.
 
     `partial`: of a corrupted checkpoint of jstep, read the readable arrays.
     """
-    kind, place = kind_of(local(path))
+    kind, place = weights_kind(local_path(path))
     if kind == FILES:
         weights = read_headers(place)
         confirm(weights.files)
@@ -222,7 +224,7 @@ def open_source(path: object, *, partial: bool = False) -> Iterator[Source]:
                     tensor.name: read_shards(opened(tensor.file), tensor, shardings[tensor.name]) for tensor in tensors
                 }
 
-            yield Source(weights.path, weights.tensors, read, is_checkpoint=False)
+            yield TensorSource(weights.path, weights.tensors, read, is_checkpoint=False)
         return
     place = os.path.abspath(place)
     if kind == OF_JSTEP:
@@ -230,8 +232,8 @@ def open_source(path: object, *, partial: bool = False) -> Iterator[Source]:
     else:
         from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
 
-        contents = orbax_checkpoint.opened(place)
-    yield Source(place, *contents, is_checkpoint=True)
+        contents = orbax_checkpoint.open_checkpoint(place)
+    yield TensorSource(place, *contents, is_checkpoint=True)
 
 
 # The parts of a tensor that the devices of this process hold: each byte of a file is read once.
@@ -331,12 +333,12 @@ def _checkpoint_of_jstep(path: str, partial: bool) -> tuple[dict[str, Tensor], R
         values = _read(store, path, manifest, stored, not verified)
         verified = True
         with meshes.internal_transfers():
-            return {name: leaf_records.value_of(*saved[name], values) for name in shardings}
+            return {name: leaf_records.leaf_value(*saved[name], values) for name in shardings}
 
     arrays: dict[str, Tensor] = {}
     for name, (leaf, half) in saved.items():
         # PRNG keys are stored as their data.
-        shape, stored = leaf_records.stored_kind(leaf) if leaf.key_impl is not None else (leaf.shape, leaf.dtype)
+        shape, stored = leaf_records.shape_and_dtype(leaf) if leaf.key_impl is not None else (leaf.shape, leaf.dtype)
         code, dtype = (leaf.dtype, jnp.dtype(stored)) if half is None else ("float32", np.dtype(np.float32))
         arrays[name] = Tensor(name, code, shape, dtype)
     return arrays, read
@@ -360,7 +362,7 @@ def _readable(store: Store, path: str, manifest: Manifest, saved: dict[str, _Hal
     _logger.warning(
         "load_weights: %s is corrupted: %s. The arrays that can be read are loaded%s%s",
         path,
-        first_of(problems),
+        first_problem(problems),
         " unverified: their values may be wrong" if not contents.verifies else "",
         listing("cannot be read", [repr(name) for name in lost]),
     )
@@ -374,7 +376,8 @@ def _read(store: Store, path: str, manifest: Manifest, shardings: Mapping[str, A
         raise CheckpointError(f"{path} was deleted or replaced while it was read. Nothing was loaded; load another one")
     if processes.any_process(bool(problems)):
         raise CheckpointError(
-            f"{path} is corrupted: {first_of(problems) or 'another process names the file'}. Nothing was loaded; copy "
+            f"{path} is corrupted: {first_problem(problems) or 'another process names the file'}. Nothing was loaded; "
+            "copy "
             "it again from where it is intact"
         )
     if processes.any_process(failure is not None):

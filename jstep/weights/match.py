@@ -15,7 +15,7 @@ from jstep.checkpoint import targets
 from jstep.checkpoint.leaf_records import PARAMS, as_integers
 from jstep.core import exceptions, meshes, placement, selection, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import array_type, kind, shown
+from jstep.core.checks import array_type, format_value, kind
 
 # The `names` argument, the tensor that it gives each leaf, and mismatches.
 
@@ -36,7 +36,7 @@ class Rule(NamedTuple):
 
 
 def rules(names: object, tree: Tree, what: str) -> list[Rule]:
-    named = selection.names_of(tree)
+    named = selection.leaf_names(tree)
     for path, count in Counter(entry[0] for entry in named).items():
         if count > 1:
             raise ValueError(selection.ambiguous(what, path, count))
@@ -51,10 +51,10 @@ def _rule(path: str, entry: object) -> Rule:
         return Rule(entry)
     if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) and callable(entry[1]):
         return Rule(*entry)
-    raise TypeError(f"names: for {path!r} it has {shown(entry)}: {_FORM}, got {kind(entry)}")
+    raise TypeError(f"names: for {path!r} it has {format_value(entry)}: {_FORM}, got {kind(entry)}")
 
 
-def transformed(transform: Transform, array: object, path: str) -> Any:
+def call_transform(transform: Transform, array: object, path: str) -> Any:
     """Call a user's transform, which must return an array."""
     try:
         result = transform(array)
@@ -67,7 +67,7 @@ def transformed(transform: Transform, array: object, path: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted(targets.Wanted[Any]):
+class WantedTensor(targets.TargetLeaf[Any]):
     """A leaf of a target, and the tensor to load into it.
 
     For typed PRNG keys, shape and dtype describe their data, which is loaded. `casts`: floating tensors of other dtypes
@@ -109,7 +109,7 @@ class Wanted(targets.Wanted[Any]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Match(targets.Match[Wanted]):
+class WeightsMatch(targets.TargetMatch[WantedTensor]):
     """The match of a target with files; `hint` names the tensors that would match."""
 
     hint: str = ""
@@ -120,7 +120,7 @@ class Match(targets.Match[Wanted]):
 
 def match(
     target: Tree, tensors: Mapping[str, Any], by_name: Sequence[Rule], float_dtype: DTypeLike, *, with_more: bool
-) -> Match:
+) -> WeightsMatch:
     """Find the tensor of each leaf of a target.
 
     With `with_more`, `tensors` are from a checkpoint, which may hold more than weights, such as optimizer state.
@@ -132,8 +132,10 @@ def match(
     for (path, leaf), rule in zip(trees.leaves_with_paths(target), whole, strict=True):
         shape, dtype = _kind(leaf, path)
         casts = float_dtype is not None and trees.is_floating(dtype)
-        entry = Wanted(path, leaf, shape, float_dtype if casts else dtype, rule.name, None, "", rule.transform, casts)
-        wanted.append(targets.matched(entry, rule.name, tensors, _problem))
+        entry = WantedTensor(
+            path, leaf, shape, float_dtype if casts else dtype, rule.name, None, "", rule.transform, casts
+        )
+        wanted.append(targets.match_leaf(entry, rule.name, tensors, _problem))
     names = {entry.path: entry.name for entry in wanted if entry.name is not None}
     missing = [names[entry.path] for entry in wanted if entry.is_missing]
     used = {path: name for path, name in names.items() if name in tensors}
@@ -143,7 +145,7 @@ def match(
     hint = _group_hint(missing, tensors.keys()) if with_more and are_paths and missing else ""
     hint = hint or _separator_hint(wanted, own, set(unused))
     groups = _groups(used) if with_more else ("",)
-    return Match(wanted, [name for name in unused if name.startswith(groups)], hint)
+    return WeightsMatch(wanted, [name for name in unused if name.startswith(groups)], hint)
 
 
 def _whole_names(by_name: Sequence[Rule], tensors: Mapping[str, Any]) -> list[Rule]:
@@ -188,7 +190,7 @@ def _group_hint(missing: Sequence[str], there: Set[str]) -> str:
     return ""
 
 
-def _separator_hint(wanted: Sequence[Wanted], used: Set[str], unused: Set[str]) -> str:
+def _separator_hint(wanted: Sequence[WantedTensor], used: Set[str], unused: Set[str]) -> str:
     """Describe how to find tensors if names differ only by their separator."""
     is_identity = all(leaf.name == leaf.path and leaf.transform is None for leaf in wanted)
     missing = {str(leaf.name) for leaf in wanted if leaf.is_missing}
@@ -203,7 +205,7 @@ def _separator_hint(wanted: Sequence[Wanted], used: Set[str], unused: Set[str]) 
     return ""
 
 
-def with_problem_of_ones(wanted: Wanted) -> Wanted:
+def with_problem_of_ones(wanted: WantedTensor) -> WantedTensor:
     """Add the mismatch of a leaf with a transform, called with ones, so that one error lists all problems."""
     if wanted.source is None or wanted.transform is None:
         return wanted
@@ -216,12 +218,12 @@ def transform_of_ones(transform: Any, shape: Sequence[int], dtype: DTypeLike, pa
     ones = np.broadcast_to(np.ones((), dtype), tuple(shape))
     try:
         with np.errstate(all="ignore"):
-            return transformed(transform, ones, path)
+            return call_transform(transform, ones, path)
     except Exception:
         return None
 
 
-def _problem(wanted: Wanted, tensor: Any) -> str:
+def _problem(wanted: WantedTensor, tensor: Any) -> str:
     # A checkpoint of jstep knows which of its arrays are PRNG keys, Orbax does not.
     other_keys = tensor.code.startswith("key<") and tensor.code != str(getattr(wanted.leaf, "dtype", ""))
     if tensor.dtype is None or other_keys:
@@ -232,10 +234,10 @@ def _problem(wanted: Wanted, tensor: Any) -> str:
 
 def _kind(leaf: object, path: str) -> tuple[tuple[int, ...], Any]:
     if trees.is_traced(leaf):
-        raise TypeError(f"target: {trees.quoted(path)} is traced; load weights outside of jit")
+        raise TypeError(f"target: {trees.quote_path(path)} is traced; load weights outside of jit")
     if trees.is_key(leaf):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
-    return targets.kind_of(leaf, path, _NO_KIND)
+    return targets.target_kind(leaf, path, _NO_KIND)
 
 
 _NO_KIND = (
@@ -249,7 +251,7 @@ _NO_KIND = (
 _logger = logging.getLogger("jstep")
 
 
-def placed(wanted: Wanted, read: Any) -> Any:
+def place_leaf(wanted: WantedTensor, read: Any) -> Any:
     """Return a leaf without transform with its sharding.
 
     `read` is a NumPy array, an array with the leaf's sharding, or the parts of this process.
@@ -268,11 +270,11 @@ def placed(wanted: Wanted, read: Any) -> Any:
     return placement.place(wanted.shape, wanted.dtype, sharding, values)
 
 
-def from_host(wanted: Wanted, array: np.ndarray[Any, Any]) -> Any:
-    return targets.placed(wanted, _cast(wanted, array))
+def from_host(wanted: WantedTensor, array: np.ndarray[Any, Any]) -> Any:
+    return targets.place_values(wanted, _cast(wanted, array))
 
 
-def _cast(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _cast(wanted: WantedTensor, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Cast an array to the leaf's dtype; warn if finite numbers become infinite or NaN."""
     if array.dtype == wanted.dtype:
         return array

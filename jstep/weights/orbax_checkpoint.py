@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jstep.checkpoint.leaf_records import GLOBAL_STEP, keys_of, unique
+from jstep.checkpoint.leaf_records import GLOBAL_STEP, path_keys, unique
 from jstep.checkpoint.manifest import NAME as MANIFEST
 from jstep.core import meshes, trees
 from jstep.weights.tensors import Read, Tensor
@@ -19,7 +19,7 @@ _LONGEST = 300  # characters of an error of Orbax
 _SHOWN = 20  # arrays named in a message
 
 
-def opened(folder: str) -> tuple[dict[str, Tensor], Read]:
+def open_checkpoint(folder: str) -> tuple[dict[str, Tensor], Read]:
     """Return the arrays of a checkpoint, from its metadata, and a function that reads them."""
     folder = os.path.abspath(folder)  # Orbax rejects relative paths
     try:
@@ -42,7 +42,7 @@ def opened(folder: str) -> tuple[dict[str, Tensor], Read]:
         if shape is not None and dtype is not None:  # not a string
             dtype = jnp.dtype(dtype)
             arrays[name] = Tensor(name, str(dtype), tuple(shape), dtype)
-    sharing = _sharing({name: ".".join(keys_of(keys)) for name, (keys, _) in zip(names, flat, strict=True)})
+    sharing = _sharing({name: ".".join(path_keys(keys)) for name, (keys, _) in zip(names, flat, strict=True)})
 
     def values(wanted: Mapping[str, Any]) -> dict[str, Any]:
         item = [0 if name in wanted else ocp.PLACEHOLDER for name in names]

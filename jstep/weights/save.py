@@ -21,12 +21,12 @@ from jstep.checkpoint.leaf_records import require_value
 from jstep.checkpoint.names import is_utf8
 from jstep.core import device_values, meshes, placement, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_int, as_mapping, kind, shown
+from jstep.core.checks import as_int, as_mapping, format_value, kind
 from jstep.distributed.processes import on_all_processes
 from jstep.stores.files import make_folders, new_file, sync_folder
-from jstep.weights.files import INDEX, local
-from jstep.weights.match import Names, Rule, Transform, rules, transform_of_ones, transformed
-from jstep.weights.tensors import BITS, LARGEST, METADATA, Tensor, code_of, confirm, in_groups, package
+from jstep.weights.files import INDEX, local_path
+from jstep.weights.match import Names, Rule, Transform, call_transform, rules, transform_of_ones
+from jstep.weights.tensors import BITS, LARGEST, METADATA, Tensor, confirm, dtype_code, in_groups, package
 
 # Atomic writing of safetensors files: to temporary names first, then all renamed together.
 
@@ -68,7 +68,7 @@ def _header(items: Sequence[_Item], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-class Files:
+class NewFiles:
     """The files of one save, which are written under temporary names and then published."""
 
     def __init__(self, path: str, shards: int) -> None:
@@ -240,7 +240,7 @@ def save_weights(
     limit = as_int(max_shard_bytes, "max_shard_bytes", 1)
     placement.refuse_shapes(params, "params")
     shards = _shards(_items(params, names), limit)
-    files = Files(path, len(shards))
+    files = NewFiles(path, len(shards))
     # Gathering is a collective: all processes take part to the end, even if the first one fails.
     arrays = (_host(item.leaf) for shard in shards for item in shard)
 
@@ -256,7 +256,9 @@ def save_weights(
     return files.path
 
 
-def _write(files: Files, shards: Sequence[Sequence[_Item]], arrays: Iterator[Any], metadata: Mapping[str, str]) -> None:
+def _write(
+    files: NewFiles, shards: Sequence[Sequence[_Item]], arrays: Iterator[Any], metadata: Mapping[str, str]
+) -> None:
     shard_of, total = {}, 0
     try:
         for number, shard in enumerate(shards):
@@ -305,7 +307,7 @@ def _item(path: str, leaf: Any, rule: Rule) -> _Item:
         if stored is None:  # the transform depends on values
             stored = leaf = _call(transform, _host(leaf), path)
             transform = None
-    tensor = Tensor(str(rule.name), code_of(stored.dtype) or "", tuple(stored.shape), stored.dtype)
+    tensor = Tensor(str(rule.name), dtype_code(stored.dtype) or "", tuple(stored.shape), stored.dtype)
     return _Item(path, leaf, transform, tensor)
 
 
@@ -320,7 +322,7 @@ def _stored(item: _Item, array: Any) -> np.ndarray[Any, Any]:
     if item.transform is not None:
         array = _call(item.transform, array, item.path)
     code, shape = item.tensor.code, item.tensor.shape
-    if (code_of(array.dtype), array.shape) != (code, shape):
+    if (dtype_code(array.dtype), array.shape) != (code, shape):
         raise ValueError(
             f"names: the transform for {item.path!r} returned {array.dtype}{list(array.shape)} for the leaf, but "
             f"{code}{list(shape)} for ones of its shape; it must depend on shape and dtype alone"
@@ -331,7 +333,7 @@ def _stored(item: _Item, array: Any) -> np.ndarray[Any, Any]:
 def _call(transform: Transform, array: Any, path: str) -> np.ndarray[Any, Any]:
     array = array.view()
     array.flags.writeable = False  # it may alias the user's array
-    result = transformed(transform, array, path)
+    result = call_transform(transform, array, path)
     with meshes.internal_transfers():
         return np.asarray(result)
 
@@ -350,7 +352,7 @@ def _host(leaf: object) -> np.ndarray[Any, Any]:
 
 def _checked(leaf: object, path: str) -> Any:
     """Return a leaf that can be saved, a number as an array."""
-    what = f"params: {trees.quoted(path)}"
+    what = f"params: {trees.quote_path(path)}"
     require_value(leaf, what)
     if trees.is_number(leaf):
         return device_values.number(leaf, what)
@@ -372,7 +374,7 @@ def _bad_name(name: str) -> str:
 
 
 def _file(path: object) -> str:
-    file = local(path)
+    file = local_path(path)
     if os.path.isdir(file) or not os.path.basename(file):
         raise IsADirectoryError(
             f"path={file!r}: must be a file, got a folder; pass {os.path.join(file, 'model.safetensors')!r}"
@@ -391,7 +393,9 @@ def _metadata(metadata: Any) -> dict[str, str]:
     for key, value in as_mapping(metadata, "metadata", "from strings to strings").items():
         for text in (key, value):
             if not isinstance(text, str):
-                raise TypeError(f"metadata: {shown(key)}: {shown(value)} must be strings; use str() or json.dumps()")
+                raise TypeError(
+                    f"metadata: {format_value(key)}: {format_value(value)} must be strings; use str() or json.dumps()"
+                )
             if not is_utf8(text):
                 raise ValueError(f"metadata: {text!r} must be encodable as UTF-8")
     return dict(metadata)

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-from jstep.core.checks import shown
+from jstep.core.checks import format_value
 
 # The header of a safetensors file, which is untrusted input, and its dtypes.
 #
@@ -43,7 +43,7 @@ BITS = {code: 8 * dtype.itemsize for code, dtype in _DTYPES.items()} | {"F4": 4,
 """Code → bits per element. The last ones are packed, several elements per byte: JAX cannot hold them."""
 
 
-def code_of(dtype: DTypeLike) -> str | None:
+def dtype_code(dtype: DTypeLike) -> str | None:
     """Return the safetensors code of a dtype; None if there is no equivalent (PRNG keys, int4, complex128)."""
     try:
         wanted = np.dtype(dtype).newbyteorder("=")
@@ -100,10 +100,10 @@ def read_header(path: str) -> Weights:
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         text = _text(file, path, size)
-    entries = parsed(text, path)
+    entries = parse_json(text, path)
     metadata = entries.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(f"{path}: {METADATA} in the header must map strings to strings, got {shown(metadata)}")
+        raise ValueError(f"{path}: {METADATA} in the header must map strings to strings, got {format_value(metadata)}")
     data = 8 + len(text)
     tensors = sorted(
         (_tensor(name, entry, path, data) for name, entry in entries.items()),
@@ -113,7 +113,7 @@ def read_header(path: str) -> Weights:
     return Weights(path, (path,), {tensor.name: tensor for tensor in tensors}, metadata)
 
 
-def parsed(text: bytes, path: str) -> dict[str, Any]:
+def parse_json(text: bytes, path: str) -> dict[str, Any]:
     """Parse a JSON object in which no key occurs twice, at any depth."""
     try:
         content = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
@@ -122,7 +122,7 @@ def parsed(text: bytes, path: str) -> dict[str, Any]:
         what = "UTF-8" if isinstance(error, UnicodeError) else "JSON with unique keys"
         raise ValueError(f"{path}: corrupted: is not {what} ({type(error).__name__}: {error})"[:500]) from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: corrupted: must be a JSON object, got {shown(content)}")
+        raise ValueError(f"{path}: corrupted: must be a JSON object, got {format_value(content)}")
     return content
 
 
@@ -142,7 +142,7 @@ def _text(file: BinaryIO, path: str, size: int) -> bytes:
     if len(text) < length:
         raise ValueError(f"{path}: is truncated: its header has {length} bytes, but only {len(text)} could be read")
     if not text.lstrip(b" \t\r\n").startswith(b"{"):  # writers pad, also in front
-        raise ValueError(f"{path}: is not a safetensors file: its header begins with {shown(text[:20])}")
+        raise ValueError(f"{path}: is not a safetensors file: its header begins with {format_value(text[:20])}")
     return text
 
 
@@ -150,7 +150,7 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     merged = dict(pairs)
     if len(merged) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"{shown(twice)} occurs twice, and readers may use either value")
+        raise ValueError(f"{format_value(twice)} occurs twice, and readers may use either value")
     return merged
 
 
@@ -159,22 +159,25 @@ def _no_constant(text: str) -> Any:
 
 
 def _tensor(name: str, entry: object, path: str, data: int) -> Tensor:
-    where = f"{path}: corrupted: the tensor {shown(name)}"
+    where = f"{path}: corrupted: the tensor {format_value(name)}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise ValueError(f"{where} must have dtype, shape and data_offsets, got {shown(entry)}")
+        raise ValueError(f"{where} must have dtype, shape and data_offsets, got {format_value(entry)}")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     bits = BITS.get(code) if isinstance(code, str) else None
     if bits is None:
-        raise ValueError(f"{where} has dtype {shown(code)}, which safetensors does not have: it has {', '.join(BITS)}")
+        raise ValueError(
+            f"{where} has dtype {format_value(code)}, which safetensors does not have: it has {', '.join(BITS)}"
+        )
     if not _are_counts(shape):
-        raise ValueError(f"{where} has shape {shown(shape)}: must be a list of integers ≥ 0")
+        raise ValueError(f"{where} has shape {format_value(shape)}: must be a list of integers ≥ 0")
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{where} has data_offsets {shown(offsets)}: must be [begin, end] with 0 ≤ begin ≤ end")
+        raise ValueError(f"{where} has data_offsets {format_value(offsets)}: must be [begin, end] with 0 ≤ begin ≤ end")
     nbytes, needed = offsets[1] - offsets[0], math.prod(shape) * bits
     if nbytes * 8 != needed:
         raise ValueError(
-            f"{where} has {nbytes} bytes by its data_offsets, and {shown(needed / 8 if needed % 8 else needed // 8)} "
-            f"by its dtype {code} and shape {shown(shape)}"
+            f"{where} has {nbytes} bytes by its data_offsets, and "
+            f"{format_value(needed / 8 if needed % 8 else needed // 8)} "
+            f"by its dtype {code} and shape {format_value(shape)}"
         )
     return Tensor(name, code, tuple(shape), _DTYPES.get(code), path, data + offsets[0])
 
@@ -188,8 +191,8 @@ def _check_gaps(tensors: Sequence[Tensor], path: str, data: int, size: int) -> N
     for tensor in tensors:
         if tensor.start != at:
             what = "overlaps with" if tensor.start < at else f"begins {tensor.start - at} bytes behind"
-            raise ValueError(f"{path}: corrupted: the tensor {shown(tensor.name)} {what} {before}")
-        at, before = tensor.start + tensor.nbytes, f"the tensor {shown(tensor.name)}"
+            raise ValueError(f"{path}: corrupted: the tensor {format_value(tensor.name)} {what} {before}")
+        at, before = tensor.start + tensor.nbytes, f"the tensor {format_value(tensor.name)}"
     if at > size:
         raise ValueError(f"{path}: is truncated: it has {size} bytes, but its tensors need {at}")
     if at < size:

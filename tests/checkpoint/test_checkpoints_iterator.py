@@ -5,7 +5,7 @@ import shutil
 import time
 
 import pytest
-from checkpoint_states import save_all, state_at
+from checkpoint_states import save_all
 from processes import run
 
 import jstep
@@ -36,14 +36,6 @@ def clock(monkeypatch):
 def write(directory, *steps):
     with jstep.Saver(directory, max_to_keep=None) as saver:
         save_all(saver, steps)
-
-
-def test_those_that_are_there(tmp_path):
-    write(tmp_path, 1, 2, 30)
-    assert list(jstep.checkpoints_iterator(tmp_path, timeout=0)) == [30]
-    assert list(jstep.checkpoints_iterator(tmp_path, timeout=0, prefix="other")) == []
-    assert list(jstep.checkpoints_iterator(tmp_path / "missing", timeout=0)) == []
-    assert not (tmp_path / "missing").exists()
 
 
 def test_steps_only_grow(tmp_path):
@@ -77,17 +69,6 @@ def test_it_waits_and_ends_after_the_timeout(tmp_path, clock):
     assert max(clock.sleeps) == 1.0
 
 
-def test_after_a_rewind_steps_only_grow(tmp_path, clock):
-    write(tmp_path, 9)
-    clock._at = {
-        1.0: lambda: shutil.rmtree(tmp_path / "model-9"),
-        2.0: lambda: write(tmp_path, 5),
-        3.0: lambda: write(tmp_path, 9),
-        4.0: lambda: write(tmp_path, 10),
-    }
-    assert list(jstep.checkpoints_iterator(tmp_path, timeout=5)) == [9, 10]
-
-
 def test_the_minimum_interval_counts_the_time_of_the_caller(tmp_path, clock):
     write(tmp_path, 1)
     times = []
@@ -97,13 +78,6 @@ def test_the_minimum_interval_counts_the_time_of_the_caller(tmp_path, clock):
         if step < 3:
             write(tmp_path, step + 1)
     assert times == [0, 60, 160]
-
-
-def test_the_state_of_each_step_can_be_restored(tmp_path):
-    write(tmp_path, 1, 2)
-    reader = jstep.Saver(tmp_path)
-    for step in jstep.checkpoints_iterator(tmp_path, timeout=0):
-        assert int(reader.restore(state_at(0), step).global_step) == step
 
 
 TWO_PROCESSES = """

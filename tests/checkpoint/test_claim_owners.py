@@ -35,7 +35,7 @@ KEY = "~claims/model"
 def test_whether_an_owner_is_alive(change: Any, alive: bool | None, monkeypatch: Any) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
     monkeypatch.setattr(claims, "_space", lambda: "boot")
-    monkeypatch.setattr(claims, "started", {7: "100", 0: "100", -7: "100"}.get)
+    monkeypatch.setattr(claims, "start_time", {7: "100", 0: "100", -7: "100"}.get)
     assert claims.is_alive(OWNER | change) is alive
     without_space = {key: value for key, value in OWNER.items() if key != "space"}
     assert claims.is_alive(without_space) is True

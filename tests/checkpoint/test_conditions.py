@@ -16,7 +16,7 @@ from jstep.checkpoint import listing, reading, writes
 from jstep.checkpoint.claims import owner_in
 from jstep.checkpoint.directory import DirectoryStore, _lost
 from jstep.checkpoint.manifest import CheckpointError
-from jstep.checkpoint.reading import COMPLETE, CORRUPTED, GONE, INTACT, UNUSABLE, Reader, condition
+from jstep.checkpoint.reading import COMPLETE, CORRUPTED, GONE, INTACT, UNUSABLE, CheckpointReader, condition
 from jstep.checkpoint.saver import Saver, is_worthwhile
 
 
@@ -46,7 +46,7 @@ def test_a_checkpoint_that_cannot_be_looked_at_again() -> None:
     manifest: Any = types.SimpleNamespace(files={"a": 1})
     found: Any = DirectoryStore("nowhere", "model")
     found.manifest = lambda path: types.SimpleNamespace(files={"a": 1})
-    reader = Reader(found, "model", True)
+    reader = CheckpointReader(found, "model", True)
     assert not found.is_gone("model-7", manifest)
     found.manifest = lambda path: types.SimpleNamespace(files={"a": 2})
     assert found.is_gone("model-7", manifest)
@@ -68,7 +68,7 @@ def test_params_of_another_model_without_slots(tmp_path: Any) -> None:
     optimizer = jstep.gradient_descent(0.1)
     with Saver(tmp_path) as saver:
         saver.save(jstep.TrainState.create({"w": jnp.ones(3)}, optimizer, 2))
-    reader = Reader(DirectoryStore(str(tmp_path), None), "model", True)
+    reader = CheckpointReader(DirectoryStore(str(tmp_path), None), "model", True)
     reader.check_run(jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer), 2)
     with pytest.raises(ValueError, match="saved by a run with another model: its params differ from those of state"):
         reader.check_run(jstep.TrainState.create({"b": jnp.ones(3)}, optimizer), 2)
@@ -112,19 +112,6 @@ def test_what_is_missing_of_files_in_words() -> None:
     assert _lost(lambda: None) is None
     assert _lost(lambda: "a/b") == "'a/b' no longer exists"
     assert _lost(raising(ValueError("x" * 400))) == f"the written files cannot be read ({'x' * 300})"
-
-
-def test_an_error_before_anything_is_written_names_the_newest(tmp_path: Any, monkeypatch: Any) -> None:
-    with Saver(tmp_path) as saver:
-        for there in ("there are none yet.", f"the newest is {tmp_path}/model-1."):
-            with monkeypatch.context() as patch:
-                patch.setattr(saver._store, "save", raising(OSError(28, "No space left", "file")))
-                with pytest.raises(CheckpointError) as caught:
-                    saver.save(state_at(2))
-            assert str(caught.value) == (
-                f"{tmp_path}/model-2 was not saved: No space left: file. Earlier checkpoints are unchanged; {there}"
-            )
-            saver.save(state_at(1))
 
 
 def test_an_interpreter_that_exits_logs_the_saves_that_fail(monkeypatch: Any, caplog: Any) -> None:

@@ -8,7 +8,6 @@ from checkpoint_scripts import run
 from checkpoint_states import held_saves, listing, save_all, state_at
 from waiting import interrupt
 
-from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
 
@@ -28,20 +27,7 @@ def test_the_next_call_waits_for_the_save(tmp_path, call):
     assert ".model.jstep-writer" in there, "the claim is held while the save is in progress"
 
 
-def test_the_next_call_raises_the_error_of_the_save(tmp_path):
-    with Saver(tmp_path) as saver:
-        save_all(saver, [1])
-        with held_saves(tmp_path) as released:
-            saver.save(state_at(2))
-            interrupt(saver.wait)
-            os.mkdir(f"{tmp_path}/model-2.orbax-checkpoint-tmp/manifest.json")
-            released.set()
-            with pytest.raises(CheckpointError, match=r"model-2 was not saved.*the newest is .*model-1\."):
-                saver.wait()
-        save_all(saver, [3])
-    assert listing(tmp_path) == ["model-1", "model-3"]
-
-
+@pytest.mark.thorough
 def test_the_interpreter_waits_for_the_save(tmp_path):
     script = """
     import threading, waiting

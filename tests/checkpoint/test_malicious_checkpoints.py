@@ -32,15 +32,9 @@ def without(key):
 
 INVALID = {
     "no step": without("step"),
-    "no format": without("format"),
-    "no leaves": without("leaves"),
-    "no files": without("files"),
-    "no retention": without("retention"),
-    "step: a string": lambda data: data.update(step="2"),
     "step: negative": lambda data: data.update(step=-1),
     "step: a bool": lambda data: data.update(step=True),
     "leaves: numbers": lambda data: data.update(leaves=[1]),
-    "leaves: null": lambda data: data.update(leaves=None),
     "a leaf without a path": lambda data: data["leaves"][0].pop("path") and None,
     "shape: a string": lambda data: data["leaves"][0].update(shape="ab"),
     "shape: negative": lambda data: data["leaves"][0].update(shape=[-1]),
@@ -53,7 +47,6 @@ INVALID = {
     "a path outside": lambda data: data["files"].update({"../model-1/_METADATA": {"bytes": 1, "crc32": ["0"]}}),
     "a path outside, not normalized": lambda data: data["files"].update({"d/../../x": {"bytes": 1, "crc32": ["0"]}}),
     "kept: a string": lambda data: data["retention"].update(kept=["x"]),
-    "since: null": lambda data: data["retention"].update(since=None),
     "data outside": lambda data: data.update(data="../x"),
 }
 
@@ -86,14 +79,6 @@ def test_invalid_kinds_of_leaves(saved, change, capsys):
     assert main(["inspect", path]) in (0, 2)
 
 
-def test_a_stored_array_of_an_absurd_size(saved):
-    saver, path = saved
-    edit_manifest(path, lambda data: data["leaves"][0].update(shape=[2**40]))
-    for target in (None, jax.eval_shape(lambda: state_at(0))):
-        with pytest.raises((CheckpointError, ValueError), match="params/w"):
-            saver.restore(target)
-
-
 def test_json_nested_deeper_than_the_recursion_limit(saved):
     saver, path = saved
     with open(f"{path}/manifest.json", "wb") as file:
@@ -101,14 +86,6 @@ def test_json_nested_deeper_than_the_recursion_limit(saved):
         file.write(body + b',\n "crc32": "' + f'{zlib.crc32(body):08x}"\n}}\n'.encode())
     assert latest_checkpoint(os.path.dirname(path)) == path
     with pytest.raises(CheckpointError, match="model-2 is corrupted"):
-        saver.restore(state_at(0))
-
-
-@pytest.mark.parametrize("record", [{"bytes": 3}, {"bytes": 3, "crc32": "ab"}, {"bytes": 3, "crc32": []}], ids=repr)
-def test_invalid_checksums(saved, record):
-    saver, path = saved
-    edit_manifest(path, lambda data: data["files"].update({"manifest.ocdbt": record}))
-    with pytest.raises(CheckpointError, match=r"model-2 is corrupted: .*manifest\.ocdbt"):
         saver.restore(state_at(0))
 
 
@@ -177,17 +154,3 @@ def test_evicted_during_a_restore(tmp_path):
         evicting = before(*reading(tmp_path / "model-4"), evict, mode="r")
         with evicting, pytest.raises(FileNotFoundError, match="step=4"):
             reader.restore(state_at(0), step=4)
-
-
-def test_replaced_during_a_restore(tmp_path):
-    with Saver(tmp_path) as saver, Saver(tmp_path) as reader:
-        saver.save(state_at(1, 1.0))
-        saver.wait()
-
-        def replace(path):
-            saver.save(state_at(1, 2.0))
-            saver.wait()
-
-        with before(*reading(tmp_path / "model-1"), replace, mode="r", times=1) as reads:
-            assert reader.restore(state_at(0)).params["w"].tolist() == [[2, 2]] * 3
-        assert reads.paths

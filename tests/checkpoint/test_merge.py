@@ -29,11 +29,9 @@ def saved(where, states, **options):
     ("steps", "decay", "expected"),
     [
         ([0, 10, 20, 30], "linear", [0.25] * 4),
-        ([0, 10], "linear", [0.5, 0.5]),
         ([0, 10, 40], "linear", [10 / 60, 20 / 60, 30 / 60]),
         ([0, 10], "1-sqrt", [math.sqrt(0.5), 1 - math.sqrt(0.5)]),
         ([0, 10], "cosine", [0.5, 0.5]),
-        ([0, 10, 20], lambda step: 1.0, [0, 0, 1]),
         ([0, 10, 20], lambda step: 2.0 - step / 10, [0.25, 0.5, 0.25]),
         ([1, 4], lambda step: float(5 - step), [0.25, 0.75]),  # at ⌊2.5⌋ = 2
     ],

@@ -109,24 +109,6 @@ def test_how_long_the_others_wait_for_the_first_process(monkeypatch: Any, read: 
     assert looks == [("~claims/a-b", at) for at in range(10, late_at + 1, 10)]
 
 
-@pytest.mark.parametrize(
-    ("name", "is_attempt", "old_from"),
-    [
-        ("data.1000-0badcafe", True, 4601),
-        ("data.0badcafe", True, None),
-        ("data.1000-a/b", False, None),
-        ("data.", False, None),
-        ("manifest.json", False, None),
-        (None, False, None),
-    ],
-)
-def test_attempts_and_their_age(name: str | None, is_attempt: bool, old_from: int | None) -> None:
-    assert listing.is_attempt(name) == is_attempt
-    if name is not None:
-        found = [now for now in (1000, 4600, 4601) if listing.is_old(name, now)]
-        assert found == ([] if old_from is None else [old_from])
-
-
 def test_checkpoints_in_a_list_of_keys() -> None:
     keys = [
         "model-3/manifest.json", "model-3/data.1-a/pack.0", "model-3/data.1-a/part.0.json", "model-3/data.2-b/x",

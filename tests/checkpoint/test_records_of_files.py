@@ -45,7 +45,7 @@ TEN = {"bytes": 10, "crc32": ["a", "b", "c"]}
     ],
 )
 def test_a_difference_in_words(expected: Any, actual: Any, problem: str) -> None:
-    assert checksums.difference(expected, actual) == problem
+    assert checksums.describe_mismatch(expected, actual) == problem
 
 
 def test_processes_record_the_files_that_they_wrote(tmp_path: Any, monkeypatch: Any) -> None:
@@ -115,7 +115,7 @@ def test_problems_of_files_that_nothing_reads_are_warnings(caplog: Any, tmp_path
     one, *others = sorted(UNUSED)
     found = {"a": "missing", "b": "", one: "3 bytes instead of 4"}
     store, manifest = DirectoryStore(str(tmp_path), "model"), types.SimpleNamespace(is_packed=False, files={})
-    monkeypatch.setattr(checksums, "share_of", lambda manifest, share: {})
+    monkeypatch.setattr(checksums, "process_share", lambda manifest, share: {})
 
     def problems(found: Any, process: int = 0, now: Any = manifest, **options: bool) -> list[str]:
         caplog.clear()
@@ -139,33 +139,6 @@ def test_problems_of_files_that_nothing_reads_are_warnings(caplog: Any, tmp_path
     for now in (None, types.SimpleNamespace(files={"a": 1})):  # it was deleted, or replaced, meanwhile
         assert problems(found, now=now) == ["model-1/a: missing"]
         assert not caplog.messages
-
-
-def test_a_file_that_nothing_reads_may_be_unreadable(tmp_path: Any, monkeypatch: Any) -> None:
-    (name, *_), size, said = sorted(UNUSED), os.path.getsize, [""]
-    for path in (name, "a"):
-        (tmp_path / path).write_bytes(b"0")
-    record = {"bytes": 1, "crc32": [crc(b"0")]}
-    expected = {"a": record, name: record, "../a": record}
-
-    def refused(path: str) -> int:
-        if path.endswith(name):
-            raise PermissionError(13, said[-1])
-        return size(path)
-
-    link = "a link out of the checkpoint"
-    assert checksums.differences(str(tmp_path), expected) == {"a": "", name: "", "../a": link}
-    monkeypatch.setattr(os.path, "getsize", refused)
-    for text, words in (("Permission denied", "Permission denied"), ("", "it cannot be read")):
-        said.append(text)
-        assert checksums.differences(str(tmp_path), expected) == {"a": "", name: words, "../a": link}
-
-
-def test_large_files_are_shared_out() -> None:
-    manifest: Any = types.SimpleNamespace(
-        files={name: {"bytes": size} for name, size in (("a", 4), ("b", 3), ("c", 5), ("d", 6))}
-    )
-    assert [list(checksums.share_of(manifest, (i, 2))) for i in range(2)] == [["a", "b", "d"], ["b", "c"]]
 
 
 def test_objects_are_compared_with_their_records_in_blocks() -> None:

@@ -46,29 +46,6 @@ def test_containers_and_array_types_are_those_of_the_target(saver, caplog):
     assert not caplog.records
 
 
-def test_fine_tuning_starts_at_step_0(saver):
-    state = jstep.TrainState.create(saver.restore_params(params_of(0)), jstep.adagrad(0.1))
-    assert int(state.global_step) == 0
-    assert state.params["layers"][0]["w"][0, 0] == 12
-
-
-def test_shardings_are_those_of_the_target(saver):
-    mesh = jax.make_mesh((4,), ("data",))
-    sharding = jax.NamedSharding(mesh, jax.P("data"))
-    target = jax.eval_shape(lambda: params_of(0))
-    target["layers"][0]["w"] = jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=sharding)
-    restored = saver.restore_params(target)["layers"][0]["w"]
-    assert restored.sharding.is_equivalent_to(sharding, 2)
-    assert_same(np.asarray(restored), np.full((8, 2), 12, np.float32))
-
-
-def test_restored_leaves_do_not_alias_the_target(saver):
-    target = params_of(0)
-    restored = saver.restore_params(target)
-    jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(restored)
-    assert_same(target, params_of(0))
-
-
 def test_error_lists_what_does_not_fit(saver):
     target = params_of(0)
     target["layers"][0]["kernel"] = target["layers"][0].pop("w")
@@ -136,27 +113,8 @@ def test_names(saver, names):
             saver.restore_params(target, names=names)
 
 
-def test_averages(tmp_path):
-    optimizer = OPTIMIZERS["averaged"]
-    state = jstep.TrainState.create({"w": jnp.zeros(2)}, optimizer)
-    state = jstep.apply_gradients(state, {"w": jnp.ones(2)}, optimizer)
-    with Saver(tmp_path) as saver:
-        saver.save(state)
-        target = {"w": jnp.zeros(2)}
-        average = jstep.averaged_params(state)
-        assert_same(saver.restore_params(target, use_averages=True), average)
-        assert_same(saver.restore_params(target, use_averages="ExponentialMovingAverage"), average)
-        assert_same(saver.restore_params(target), state.params)
-
-
 def test_a_checkpoint_without_params(tmp_path):
     with Saver(tmp_path, prefix="other") as saver:
         saver.save({"global_step": jnp.int32(1), "weights": jnp.zeros(2)})
         with pytest.raises(ValueError, match="has no params: its leaves are"):
             saver.restore_params({"w": jnp.zeros(2)})
-
-
-def test_a_single_leaf(tmp_path):
-    with Saver(tmp_path) as saver:
-        saver.save(jstep.TrainState.create(jnp.arange(3.0), jstep.adam()))
-        assert saver.restore_params(jnp.zeros(3)).tolist() == [0, 1, 2]

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jstep
@@ -34,27 +33,6 @@ def test_step_counters_convert_both_ways(tmp_path: Any, partial: bool) -> None:
     narrow = other.restore(_state(ADAM), partial=partial)
     assert (narrow.global_step.dtype, int(narrow.global_step)) == (jnp.int32, 6)
     assert (narrow.slots["start_step"].dtype, int(narrow.slots["start_step"])) == (jnp.int32, 6)
-
-
-def test_conversion_for_each_kind_of_target(tmp_path: Any) -> None:
-    with jax.enable_x64(True):
-        saver = _save(tmp_path, _state(ADAM, 6))
-        assert saver.restore(jax.eval_shape(lambda: _state(ADAM))).global_step.dtype == jnp.int64
-    assert saver.restore(jax.eval_shape(lambda: _state(ADAM))).global_step.dtype == jnp.int32
-    assert saver.restore({"global_step": 0, "params": {"a": np.ones(3, np.float32)}}, partial=True)["global_step"] == 6
-    mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    target = jstep.shard_state(_state(ADAM), mesh)
-    restored = saver.restore(target)
-    assert restored.global_step == 6
-    assert restored.global_step.sharding == target.global_step.sharding
-
-
-def test_conversion_in_a_population(tmp_path: Any) -> None:
-    make = jax.vmap(lambda w: _state(ADAM, 6, {"a": w}))
-    saver = _save(tmp_path, make(jnp.ones((2, 3), jnp.float32)))
-    with jax.enable_x64(True):
-        restored = saver.restore(make(jnp.ones((2, 3), jnp.float32)))
-        assert restored.global_step.tolist() == restored.slots["start_step"].tolist() == [6, 6]
 
 
 def test_a_step_that_overflows_32_bits_is_an_error(tmp_path: Any) -> None:
@@ -116,29 +94,6 @@ def test_a_guard_added_later(tmp_path: Any, caplog: Any, name: str, abstract: bo
         assert restored.slots[slot] == (8.0 if slot.endswith("loss_scale") else 6)
     updated = jstep.apply_gradients(restored, {"a": jnp.full(3, jnp.nan)}, GUARDS[name])
     assert updated.params["a"].tolist() == [1, 1, 1]
-
-
-def test_a_run_resumes_with_a_guard_added(tmp_path: Any) -> None:
-    def train(optimizer: Any, last: int) -> Any:
-        step = jstep.minimize(lambda p, x: jnp.mean((p["a"] - x) ** 2), optimizer)
-        batches = lambda n: np.float32(np.nan if n == 8 else 2)  # noqa: E731
-        return jstep.train(step, _state(optimizer), batches, last, checkpoint_dir=tmp_path, progress=False)
-
-    before = train(ADAM, 6)
-    after = train(GUARDS["skip"], 10)
-    assert after.global_step == after.slots["last_finite_step"] == 10
-    assert after.slots["start_step"] == 1  # one update was skipped
-    assert np.isfinite(after.params["a"]).all()
-    assert (after.params["a"] != before.params["a"]).all()
-
-
-def test_a_partial_restore_does_not_warn_about_guard_slots(tmp_path: Any, caplog: Any) -> None:
-    saver = _save(tmp_path, _state(ADAM).replace(global_step=jnp.int32(6)))
-    target = _state(jstep.skip_nonfinite(jstep.adam(jstep.held("learning_rate", 0.1))))
-    restored = saver.restore(target, partial=True)
-    assert "held/learning_rate" in caplog.text
-    assert "Fresh slots" not in caplog.text
-    assert restored.slots["start_step"] == 0
 
 
 def test_other_slots_with_the_names_of_guards_are_missing(tmp_path: Any) -> None:

@@ -1,13 +1,11 @@
 """Retention: `max_to_keep` and `keep_checkpoint_every_n_hours`."""
 
-import errno
 import itertools
 import math
 import types
 
 import pytest
 from checkpoint_states import assert_same, edit_manifest, flip, listing, save_all, state_at
-from file_operations import before, failing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,28 +20,6 @@ class TestRetention:
             assert saver.all_steps() == [4, 5, 6]
             assert saver.last_checkpoints == [str(tmp_path / f"model-{step}") for step in (4, 5, 6)]
         assert listing(tmp_path) == ["model-4", "model-5", "model-6"]
-
-    @pytest.mark.parametrize("max_to_keep", [None, 0])
-    def test_keep_all(self, tmp_path, max_to_keep):
-        with Saver(tmp_path, max_to_keep=max_to_keep) as saver:
-            save_all(saver, range(8))
-            assert saver.all_steps() == list(range(8))
-
-    def test_nothing_is_known_of_checkpoints_that_are_gone(self, tmp_path):
-        """A run saves every ten seconds for months."""
-        with Saver(tmp_path, max_to_keep=2) as saver:
-            save_all(saver, range(1, 9))
-            assert len(saver._retention._known) <= 3
-
-    def test_max_to_keep_after_a_restart(self, tmp_path):
-        with Saver(tmp_path, max_to_keep=3) as saver:
-            save_all(saver, [1, 2, 3])
-        with Saver(tmp_path, max_to_keep=3) as saver:
-            save_all(saver, [4, 5])
-            assert saver.all_steps() == [3, 4, 5]
-        with Saver(tmp_path, max_to_keep=1) as saver:
-            save_all(saver, [6])
-            assert saver.all_steps() == [6]
 
     def test_the_newest_and_the_last_saved_are_kept(self, tmp_path, caplog):
         with Saver(tmp_path, max_to_keep=1) as saver:
@@ -122,18 +98,6 @@ class TestRetention:
         with Saver(tmp_path, max_to_keep=1) as saver:
             saver.save(state_at(5))
             assert {1, 2, 5} <= set(saver.all_steps())
-
-    def test_a_corrupted_manifest_is_not_kept_permanently(self, tmp_path):
-        now = [0.0]
-        options = {"max_to_keep": 1, "keep_checkpoint_every_n_hours": 1, "clock": lambda: now[0]}
-        with Saver(tmp_path, **options) as saver:
-            for step in (1, 2):
-                now[0] = step * 4000.0
-                saver.save(state_at(step))
-        flip(tmp_path / "model-2" / "manifest.json", 10)
-        with Saver(tmp_path, **options) as saver:
-            saver.save(state_at(3))
-            assert saver.all_steps() == [1, 3]
 
     @pytest.mark.parametrize("days", [0, 10, -10])
     def test_a_clock_that_was_wrong_for_an_hour_costs_no_later_checkpoint(self, days):
@@ -215,31 +179,3 @@ class TestRetention:
         assert found.evictable() == ["model-1", "model-4"]
         found._retained = retention.RetainedSteps(frozenset({1}), 0.0)
         assert found.evictable() == ["model-2", "model-4"]
-
-    def test_a_long_pause_counts_as_one_interval(self):
-        hour = 3600.0
-        existing = {step: 100 * hour + step for step in range(5)}
-        victims, kept = retention.evictions(existing, 4, retention.RetainedSteps(frozenset(), 0.0), 1, 1.0)
-        assert victims == [1, 2, 3]
-        assert kept == retention.RetainedSteps(frozenset({0}), 100 * hour)
-
-    def test_a_save_goes_through_the_kept_ones_a_few_times(self):
-        class Counted(dict):
-            times = 0
-
-            def __iter__(self):
-                self.times += 1
-                return super().__iter__()
-
-        existing = Counted.fromkeys(range(5000), 0.0)
-        victims, _ = retention.evictions(existing, 4999, retention.RetainedSteps(frozenset(), 0.0), 5002, None)
-        assert (victims, existing.times <= 3) == ([], True)
-
-    def test_deletion_is_atomic(self, tmp_path):
-        with Saver(tmp_path, max_to_keep=1) as saver:
-            save_all(saver, [1])
-            # killed while deleting: the files of the old checkpoint stay
-            with before(("os.remove", "os.rmdir"), f"{tmp_path}/model-1*", failing(errno.EROFS)):
-                save_all(saver, [2])
-            assert saver.all_steps() == [2]
-        assert listing(tmp_path) == ["model-1.jstep-deleted", "model-2"]

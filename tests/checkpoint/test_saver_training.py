@@ -10,7 +10,6 @@ from checkpoint_states import assert_same, state_at
 
 import jstep
 from jstep.checkpoint.saver import Saver
-from jstep.core.placement import place_anywhere
 
 
 class TestTraining:
@@ -67,25 +66,6 @@ class TestTraining:
         before = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(restored.params)}
         after = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(bump(restored).params)}
         assert before == after
-
-    @pytest.mark.parametrize("offset", [0, 4, 16, 32])
-    def test_memory_of_numpy_arrays_is_copied(self, offset):
-        buffer = np.zeros(4096 + 64, np.uint8)
-        start = -buffer.ctypes.data % 64 + offset
-        array = buffer[start : start + 400].view(np.float32)
-        state = place_anywhere(array)
-        assert state.unsafe_buffer_pointer() != array.ctypes.data
-        assert not state.committed
-        assert not state.weak_type
-
-    def test_shared_scalars_are_restored_as_separate_arrays(self, tmp_path):
-        scalar = jnp.int32(4)
-        state = jstep.TrainState({"w": jnp.ones(2)}, {"start_step": scalar}, scalar)
-        with Saver(tmp_path) as saver:
-            saver.save(state)
-            restored = saver.restore(state)
-        stepped = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(restored)
-        assert int(stepped.slots["start_step"]) == int(stepped.global_step) == 5
 
     @pytest.mark.parametrize("compress", [False, True])
     def test_the_state_may_be_donated_after_save(self, tmp_path, compress):

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 
-import jax.numpy as jnp
 import pytest
 from checkpoint_scripts import run, start
 from checkpoint_states import listing, save_all, state_at
@@ -50,12 +49,6 @@ def test_a_second_saver_of_the_process_is_refused(tmp_path):
     assert sorted(os.listdir(tmp_path)) == listing(tmp_path)  # the claim file is deleted
 
 
-def test_prefixes_and_directories_are_claimed_separately(tmp_path):
-    with Saver(tmp_path / "a") as a, Saver(tmp_path / "a", "model-best") as b, Saver(tmp_path / "b") as c:
-        for saver in (a, b, c):
-            save_all(saver, [1])
-
-
 def test_a_linked_directory_has_the_same_claim(tmp_path):
     os.symlink(tmp_path, tmp_path / "link")
     with Saver(tmp_path) as saver, Saver(tmp_path / "link") as other:
@@ -93,17 +86,6 @@ def test_close_without_wait_releases_the_claim(tmp_path):
         other.claim()
     saver.wait()
     assert saver.all_steps() == [1]  # the save in progress was completed
-
-
-def test_a_failed_save_keeps_the_claim(tmp_path):
-    with Saver(tmp_path) as saver:
-        with pytest.raises(TypeError):
-            saver.save(state_at(1), extra=object())
-        saver.claim()
-        with pytest.raises(TypeError):
-            saver.save(state_at(1), extra=object())
-        with Saver(tmp_path) as other, pytest.raises(CheckpointError):
-            other.claim()
 
 
 def test_sigkill_releases_the_claim(tmp_path):
@@ -245,24 +227,15 @@ def test_a_claim_file_that_cannot_be_opened(tmp_path):
             other.claim()
 
 
-def test_an_invalid_claim_file_is_ignored(tmp_path):
-    path = claim_file_of(tmp_path)
-    for text in (b"", b"[]", b"\xff", b"{", b'{"pid": "x"}'):
-        with open(path, "wb") as file:
-            file.write(text)
-        with Saver(tmp_path) as saver:
-            saver.save(state_at(1).replace(global_step=jnp.int32(1)))
-
-
 def test_where_signals_end_processes_none_is_sent_to_see_whether_one_is_alive(monkeypatch):
     """On Windows `os.kill(pid, 0)` ends the process."""
     sent = []
     monkeypatch.setattr(os, "kill", lambda *args: sent.append(args))
     unknown = 2**31 - 1  # no process has it, so that its start time is not read
-    assert claims.started(unknown) == "unknown"
+    assert claims.start_time(unknown) == "unknown"
     assert sent == [(unknown, 0)]
     monkeypatch.setattr(os, "name", "nt")
-    found = claims.started(unknown)
+    found = claims.start_time(unknown)
     monkeypatch.undo()
     assert found is None  # without Windows' kernel, which would be asked
     assert len(sent) == 1

@@ -7,19 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jstep.checkpoint.targets import Match, Wanted, entries, kind_of, matched, require_value
+from jstep.checkpoint.targets import TargetLeaf, TargetMatch, entries, match_leaf, require_value, target_kind
 from jstep.core import selection
 
 FLOAT = np.dtype("float32")
 
 
-class Found(Match[Wanted[Any]]):
+class Found(TargetMatch[TargetLeaf[Any]]):
     TITLES = "missing", "unused", "differing"
     MOST = 2
 
 
-def wanted(path: str, name: str | None = "", source: Any = None, problem: str = "") -> Wanted[Any]:
-    return Wanted(path, 0.0, (), FLOAT, path if name == "" else name, source, problem)
+def wanted(path: str, name: str | None = "", source: Any = None, problem: str = "") -> TargetLeaf[Any]:
+    return TargetLeaf(path, 0.0, (), FLOAT, path if name == "" else name, source, problem)
 
 
 def test_what_does_not_fit_is_listed() -> None:
@@ -46,10 +46,10 @@ def test_what_does_not_fit_is_listed() -> None:
 def test_a_leaf_has_the_source_that_fits() -> None:
     leaf = wanted("a")
     sources = {"a": 3}
-    assert matched(leaf, "a", sources, lambda one, source: "") == wanted("a", source=3)
-    assert matched(leaf, "a", sources, lambda one, source: f"not {source}") == wanted("a", problem="not 3")
+    assert match_leaf(leaf, "a", sources, lambda one, source: "") == wanted("a", source=3)
+    assert match_leaf(leaf, "a", sources, lambda one, source: f"not {source}") == wanted("a", problem="not 3")
     for key in (None, "b"):
-        assert matched(leaf, key, sources, lambda one, source: "never") == leaf
+        assert match_leaf(leaf, key, sources, lambda one, source: "never") == leaf
     assert [one.is_missing for one in (leaf, wanted("a", None), wanted("a", source=1), wanted("a", problem="x"))] == [
         True, False, False, False,
     ]  # fmt: skip
@@ -76,10 +76,10 @@ def test_entries_by_path() -> None:
 def test_leaves_that_stay_have_values() -> None:
     deleted = jnp.ones(2)
     deleted.delete()
-    require_value(Wanted("a", np.ones(2), (2,), FLOAT, None, None))
+    require_value(TargetLeaf("a", np.ones(2), (2,), FLOAT, None, None))
     for leaf, got in ((jax.ShapeDtypeStruct((2,), FLOAT), "a shape"), (deleted, "a deleted array")):
         with pytest.raises(ValueError, match="must have a value") as caught:
-            require_value(Wanted("a", leaf, (2,), FLOAT, None, None))
+            require_value(TargetLeaf("a", leaf, (2,), FLOAT, None, None))
         assert str(caught.value) == (
             "target: 'a' stays as it is, since nothing that was saved fits or names maps it to None, and must have a "
             f"value, got {got}; pass an array there"
@@ -93,12 +93,12 @@ def test_kinds_of_leaves() -> None:
         (np.ones((2, 3), ">f4"), ((2, 3), FLOAT)),
         (jax.ShapeDtypeStruct((4,), jnp.bfloat16), ((4,), np.dtype(jnp.bfloat16))),
     ):
-        assert kind_of(leaf, "a", "pass an array") == expected
-    assert kind_of(np.ones(1, ">f4"), "a", "")[1].isnative
+        assert target_kind(leaf, "a", "pass an array") == expected
+    assert target_kind(np.ones(1, ">f4"), "a", "")[1].isnative
     key = jax.random.key(0)
-    assert kind_of(key, "a", "") == ((), key.dtype)
+    assert target_kind(key, "a", "") == ((), key.dtype)
     with pytest.raises(TypeError, match=r"^target: 'a' is str; pass an array$"):
-        kind_of("x", "a", "pass an array")
+        target_kind("x", "a", "pass an array")
 
 
 def test_nothing_is_selected_where_nothing_is_named() -> None:

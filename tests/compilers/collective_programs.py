@@ -6,9 +6,9 @@ from compiled_steps import compiled
 from jax import lax
 
 import jstep
-from jstep.tools.collectives import collectives_of
+from jstep.tools.collectives import count_collectives
 from jstep.tools.compiled import parse_program
-from jstep.tools.cost import warnings_of
+from jstep.tools.cost import find_warnings
 
 A, B, X, F = 512 * 256, 256, 256 * 1024, 1024
 """Number of elements of each parameter in `compiled_steps`."""
@@ -19,12 +19,12 @@ PART = 4 * 128 * 256
 
 
 def collectives(step, state, *args):
-    return collectives_of(parse_program(compiled(step, state, *args).as_text()))
+    return count_collectives(parse_program(compiled(step, state, *args).as_text()))
 
 
 def cost_warnings(step, state, *args):
     program = compiled(step, state, *args)
-    return warnings_of(parse_program(program.as_text()), state, args, step.trace(state, *args).jaxpr, program.out_info)
+    return find_warnings(parse_program(program.as_text()), state, args, step.trace(state, *args).jaxpr, program.out_info)
 
 
 def row_sharded(mesh, *shape, dtype=jnp.float32):

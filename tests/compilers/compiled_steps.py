@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jstep
-from jstep.tools.collectives import collectives_of
+from jstep.tools.collectives import count_collectives
 from jstep.tools.compiled import parse_program
 
 LAYOUTS = ("replicated", "zero1", "fsdp")
@@ -60,7 +60,7 @@ def check(program, state):
 
 
 def collectives(program):
-    return collectives_of(parse_program(program.as_text()))
+    return count_collectives(parse_program(program.as_text()))
 
 
 def total_bytes(tree):

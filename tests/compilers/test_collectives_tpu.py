@@ -26,7 +26,7 @@ from collective_programs import (
 from compiled_steps import batch, loss, state
 
 import jstep
-from jstep.tools.compiled import parse_program, recomputes
+from jstep.tools.compiled import parse_program, program_recomputes
 
 pytestmark = pytest.mark.tpu_compiler
 OPTIMIZER = jstep.adam(1e-3)
@@ -129,6 +129,6 @@ def test_recomputation_to_fit_is_detected():
         x = jax.ShapeDtypeStruct((count, 256), jnp.float32, sharding=sharding)
         return parse_program(jax.jit(jax.grad(mean)).lower(shapes, x).compile().as_text())
 
-    assert recomputes(program(4_000_000, lambda function: function))
-    assert not recomputes(program(10_000, lambda function: function))
-    assert not recomputes(program(10_000, jax.checkpoint))
+    assert program_recomputes(program(4_000_000, lambda function: function))
+    assert not program_recomputes(program(10_000, lambda function: function))
+    assert not program_recomputes(program(10_000, jax.checkpoint))

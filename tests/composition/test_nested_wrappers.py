@@ -37,6 +37,7 @@ MASKED_CHAINS = [
     lambda one: jstep.chain(one, jstep.decay_weights(jstep.held("decay", 1e-3), ["*"])),
     lambda one: jstep.chain(one, jstep.scale_updates({"*": 0.5})),
 ]
+EVERY = lambda one: jstep.update_every(2, one, accumulate=True)  # noqa: E731
 MASKED = [lambda one: jstep.with_moving_average(one, LATE, ["*"]), *MASKED_CHAINS]
 WRAPPERS = [
     jstep.skip_nonfinite,
@@ -44,6 +45,7 @@ WRAPPERS = [
     jstep.lookahead,
     jstep.cautious,
     jstep.dynamic_loss_scale,
+    EVERY,
     lambda one: jstep.stochastic_rounding(one, KEY),
     lambda one: jstep.with_moving_average(one, jstep.ExponentialMovingAverage(0.9)),
     *CHAINS,
@@ -108,10 +110,10 @@ def is_trained(plan: Any, path: str) -> bool:
 
 
 def hides_loss_scale(plan: Any, is_outermost: bool = True) -> bool:
-    """Return whether a loss scale is inside a partition, a chain or another loss scale."""
+    """Return whether a loss scale is inside a partition, a chain, `update_every` or another loss scale."""
     if plan[0] is jstep.dynamic_loss_scale and not is_outermost:
         return True
-    is_outermost &= plan[0] not in (partitioned, jstep.dynamic_loss_scale, *CHAINS, *MASKED_CHAINS)
+    is_outermost &= plan[0] not in (partitioned, EVERY, jstep.dynamic_loss_scale, *CHAINS, *MASKED_CHAINS)
     return any(hides_loss_scale(one, is_outermost) for one in inner_plans(plan))
 
 
@@ -210,3 +212,30 @@ def test_guarded_optimizers_skip_and_continue(plan: Any) -> None:
                 np.testing.assert_array_equal(a, b)
     after = step(skipped, grads)
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(after.params))
+
+
+@examples(15)
+@hypothesis.given(plan=optimizers, other=optimizers)
+@hypothesis.example(plan=(jstep.lookahead, (PLAIN[2],)), other=(partitioned, [(PLAIN[1],), (PLAIN[5],)]))
+def test_a_leaf_is_updated_by_its_own_optimizer_alone_and_resumes(plan: Any, other: Any, tmp_path_factory: Any) -> None:
+    """Whatever the other label has, whose name begins alike: the leaf is as if the rest were frozen."""
+    params = {"a": jnp.linspace(-1.0, 1.0, 6).reshape(2, 3), "bb": jnp.ones(3)}
+    if any(first_error(one, params) or hides_loss_scale(one, False) or has_mask(one) for one in (plan, other)):
+        return
+    if not (is_trained(plan, "a") and is_trained(other, "bb")):
+        return
+    parts = {"x": build(plan), "x/y": build(other)}
+    both = without_collision(lambda: jstep.partition(parts, lambda path, leaf: "x" if path == "a" else "x/y"))
+    alone = jstep.partition({"x": parts["x"]}, lambda path, leaf: "x" if path == "a" else None)
+    found = []
+    for optimizer in (both, alone):
+        step = jax.jit(lambda s, g, optimizer=optimizer: jstep.apply_gradients(s, g, optimizer))
+        state = jstep.TrainState.create(params, optimizer)
+        for n in range(2):
+            state = step(state, jax.tree.map(lambda p: jnp.cos(p + n), params))  # noqa: B023
+        with jstep.Saver(tmp_path_factory.mktemp("nest"), async_save=False) as saver:
+            saver.save(state)
+            restored = saver.restore(jstep.TrainState.create(params, optimizer))
+        assert step(restored, params) == step(state, params)
+        found.append(step(state, params))
+    np.testing.assert_array_equal(found[0].params["a"], found[1].params["a"])

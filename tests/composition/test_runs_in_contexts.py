@@ -72,35 +72,6 @@ def test_resume_is_bitwise_in_every_context(context, tmp_path):
     assert jstep.global_step(resumed) == 8
 
 
-@pytest.mark.thorough(except_for=["explicit mesh"])
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_several_steps_per_call(context):
-    with CONTEXTS[context]():
-        state, train_step = make()
-        other, _ = make()
-        data = jstep.batches(ROWS, 8, seed=3)
-        one = jstep.train(train_step, state, data, last_step=6, progress=False)
-        three = jstep.train(train_step, other, data, last_step=6, steps_per_call=3, progress=False)
-    np.testing.assert_allclose(one.params["w"], three.params["w"], rtol=1e-5)
-
-
-@pytest.mark.thorough(except_for=["explicit mesh"])
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_hooks_can_be_used_in_two_runs(context):
-    lines = []
-    with CONTEXTS[context]():
-        hooks = [
-            jstep.NanLossHook(),
-            jstep.StepCounterHook(every_n_steps=2),
-            jstep.EvaluationHook(lambda state: {"norm": jnp.sum(jnp.square(state.params["w"]))}, every_n_steps=3),
-            jstep.every(2, lambda step, state, metrics: lines.append(step)),
-        ]
-        for _ in range(2):
-            state, train_step = make()
-            jstep.train(train_step, state, jstep.batches(ROWS, 8), last_step=6, hooks=hooks, progress=False)
-    assert lines == [2, 4, 6] * 2
-
-
 def decorated(step):
     @functools.wraps(step)
     def twice(state, *args):
@@ -122,11 +93,9 @@ class Bound:
 
 
 WRAPPINGS = {
-    "as it is": lambda step: step,
     "partial": functools.partial,
     "object": Bound,
     "method": lambda step: Bound(step).method,
-    "lambda": lambda step: lambda state, *args: step(state, *args),
     "wraps": decorated,
     "wraps of wraps": lambda step: decorated(decorated(step)),
     "scanned before": lambda step: (jstep.scan_steps(step), step)[1],

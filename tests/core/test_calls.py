@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.core.calls import Call, RememberedFunction, call_of, elements_of, makes_optimizer, typed
+from jstep.core.recorded_calls import (
+    RecordedCall,
+    RememberedFunction,
+    as_typed,
+    makes_optimizer,
+    named_optimizers,
+    recorded_call,
+)
 
 
 def function(a: int, b: int = 2, *rest: int, c: int = 3, **more: int) -> None:
@@ -28,13 +35,13 @@ def function(a: int, b: int = 2, *rest: int, c: int = 3, **more: int) -> None:
     ],
 )
 def test_calls(positional: int, args: tuple[Any, ...], kwargs: dict[str, Any], expected: str) -> None:
-    assert repr(Call(function, positional, args, kwargs)) == expected
+    assert repr(RecordedCall(function, positional, args, kwargs)) == expected
 
 
 def test_an_argument_after_one_that_was_left_out_has_its_name() -> None:
     def two(a: int = 1, b: int = 2) -> None: ...
 
-    assert repr(Call(two, 2, (), {"b": 3})) == "two(b=3)"
+    assert repr(RecordedCall(two, 2, (), {"b": 3})) == "two(b=3)"
 
 
 @dataclasses.dataclass
@@ -83,17 +90,17 @@ def a_loss(x: Any) -> Any: ...
     ],
 )
 def test_arguments(value: Any, expected: str) -> None:
-    assert typed(value) == expected
+    assert as_typed(value) == expected
 
 
 def test_only_calls_are_shown_in_full() -> None:
     long = [*range(1000)]
     for value in (long, tuple(long), dict.fromkeys(long), "x" * 1000):
-        assert len(typed(value)) == 200
-        assert typed(value)[-1] in "….'"
+        assert len(as_typed(value)) == 200
+        assert as_typed(value)[-1] in "….'"
     optimizers = [jstep.adam(0.1 + i) for i in range(40)]
     for value in (optimizers, tuple(optimizers), dict(enumerate(optimizers))):
-        assert typed(value).count("adam(learning_rate=") == 40
+        assert as_typed(value).count("adam(learning_rate=") == 40
 
 
 def test_an_optimizer_of_ones_own_is_no_call_of_jstep() -> None:
@@ -104,17 +111,17 @@ def test_an_optimizer_of_ones_own_is_no_call_of_jstep() -> None:
         return own
 
     assert mine(0.1) is own
-    assert call_of(own) is None
+    assert recorded_call(own) is None
     known = jstep.momentum(0.1, 0.9)
-    assert call_of(known).function.__name__ == "momentum"  # type: ignore[union-attr]
+    assert recorded_call(known).function.__name__ == "momentum"  # type: ignore[union-attr]
     for change in ({"update": own.update}, {"hyperparameters": own.hyperparameters}):
-        assert call_of(known._replace(**change)) is None  # type: ignore[arg-type]
+        assert recorded_call(known._replace(**change)) is None  # type: ignore[arg-type]
 
 
 def test_the_names_of_elements() -> None:
     twice = jstep.chain(jstep.scale_by_trust_ratio(), jstep.scale_by_trust_ratio(), jstep.gradient_descent(2.0))
     own = jstep.Optimizer(lambda params, step=0: {}, lambda *args: args[:2], lambda step: {})
-    assert elements_of(jstep.partition({"a": twice, "b": own}, a_loss)) == {
+    assert named_optimizers(jstep.partition({"a": twice, "b": own}, a_loss)) == {
         "partition": {"labels": a_loss},
         "a/chain": {},
         "a/scale_by_trust_ratio": {},
@@ -125,6 +132,6 @@ def test_the_names_of_elements() -> None:
 
 
 def test_functions_that_remember_their_call_are_copied_as_functions() -> None:
-    made: Callable[..., Any] = RememberedFunction(lambda x, y=0: x - y, Call(function, 0, (1,), {}))
+    made: Callable[..., Any] = RememberedFunction(lambda x, y=0: x - y, RecordedCall(function, 0, (1,), {}))
     assert copy.deepcopy(made) is made
-    assert (made(3, y=1), repr(made), typed(made)) == (2, "function(a=1)", "function(a=1)")
+    assert (made(3, y=1), repr(made), as_typed(made)) == (2, "function(a=1)", "function(a=1)")

@@ -10,7 +10,7 @@ import pytest
 import jstep
 from jstep.core import checks
 from jstep.core.device_values import as_scalar
-from jstep.slots.matching import difference
+from jstep.slots.matching import describe_difference
 from jstep.state.global_step import require_alive, step_array
 from jstep.state.train_state import require_state
 
@@ -46,18 +46,18 @@ def test_functions() -> None:
 
 
 def test_strings() -> None:
-    assert checks.as_text("a", "name") == "a"
+    assert checks.as_string("a", "name") == "a"
     with pytest.raises(TypeError, match="name=3: must be a string, got an int"):
-        checks.as_text(3, "name")
+        checks.as_string(3, "name")
     with pytest.raises(ValueError, match="must not be empty"):
-        checks.as_text("", "name")
+        checks.as_string("", "name")
 
 
 @pytest.mark.parametrize("value", ["maximum", True, [1], np.ones(3)])
 def test_one_of(value: object) -> None:
-    assert checks.one_of("min", "mode", ("min", "max")) == "min"
+    assert checks.check_choice("min", "mode", ("min", "max")) == "min"
     with pytest.raises(ValueError, match=r"mode=.*: must be one of 'min', 'max', 1"):
-        checks.one_of(value, "mode", ("min", "max", 1))
+        checks.check_choice(value, "mode", ("min", "max", 1))
 
 
 def test_a_failing_repr_is_tolerated() -> None:
@@ -67,7 +67,7 @@ def test_a_failing_repr_is_tolerated() -> None:
 
     with pytest.raises(TypeError, match="flag=<Broken>"):
         checks.as_bool(Broken(), "flag")
-    assert len(checks.shown("x" * 1000)) == 100
+    assert len(checks.format_value("x" * 1000)) == 100
 
 
 def test_states() -> None:
@@ -98,7 +98,7 @@ def test_scalars_that_are_arrays_stay_arrays() -> None:
 
 
 def test_numbers_as_text() -> None:
-    assert [checks.count(n) for n in (0, 999, 1000, 1234567)] == ["0", "999", "1 000", "1 234 567"]
+    assert [checks.format_count(n) for n in (0, 999, 1000, 1234567)] == ["0", "999", "1 000", "1 234 567"]
 
 
 def test_scalars_on_a_mesh_become_python_numbers() -> None:
@@ -124,11 +124,11 @@ def test_scalars_are_in_their_range(make: Callable[[float], object]) -> None:
 
 def test_the_difference_of_two_trees_has_one_text() -> None:
     old = {"w": np.ones((2, 3), np.float32), "wide": {"w": np.ones(2, np.int32)}, "b": 1.0}
-    assert difference({**old, "b": 2.0}, old) == difference(dict(reversed(old.items())), old) == ""
+    assert describe_difference({**old, "b": 2.0}, old) == describe_difference(dict(reversed(old.items())), old) == ""
     new = {"w": old["w"], "wide": {"v": 1, "u": 2}, "b": 1.0}
-    assert difference(new, old) == "without 'wide/w'; with 'wide/u', 'wide/v'"
-    assert difference({**old, "w": np.ones((3, 2), np.int8)}, old) == "whose 'w' is int8[3,2] instead of float32[2,3]"
-    assert difference({**old, "b": np.float32(1)}, old) == "whose 'b' is float32[] instead of float[]"
+    assert describe_difference(new, old) == "without 'wide/w'; with 'wide/u', 'wide/v'"
+    assert describe_difference({**old, "w": np.ones((3, 2), np.int8)}, old) == "whose 'w' is int8[3,2] instead of float32[2,3]"
+    assert describe_difference({**old, "b": np.float32(1)}, old) == "whose 'b' is float32[] instead of float[]"
 
 
 def test_a_list_in_a_message_has_twenty_entries_at_most() -> None:

@@ -11,7 +11,7 @@ import pytest
 from doubles import ImmutableError
 
 from jstep.core import meshes, threads
-from jstep.core.exceptions import scoped
+from jstep.core.exceptions import context_manager
 
 SECS = 60
 
@@ -169,7 +169,7 @@ def test_internal_transfers_without_a_guard_do_nothing():
 def test_a_scope_closes_its_generator_and_leaves_the_exception_alone():
     events = []
 
-    @scoped
+    @context_manager
     def scope(name):
         events.append(name)
         try:

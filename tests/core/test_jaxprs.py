@@ -157,11 +157,11 @@ def test_equations_are_as_they_are_read():
     traced = jax.make_jaxpr(jax.grad(lambda x: jnp.sin(x).sum()))(X)
     *_, eqn = traced.jaxpr.eqns
     assert any("jvp" in jaxprs.name_stack(one) for one in traced.jaxpr.eqns), lacks("source_info.name_stack")
-    frame = jaxprs.frames_of(eqn)[0]
+    frame = jaxprs.source_frames(eqn)[0]
     for name in ("file_name", "line_num", "function_name"):
         assert hasattr(frame, name), lacks(f"{name} of a frame of source_info.traceback")
     assert jaxprs.argument_names(traced)[0].startswith("x"), lacks("debug_info.arg_names")
-    alone = jaxprs.part_of(traced.jaxpr, [], [], [])
+    alone = jaxprs.subprogram(traced.jaxpr, [], [], [])
     assert [*alone.invars, *alone.outvars, *alone.eqns] == [], lacks("Jaxpr.replace")
     both = jax.make_jaxpr(lambda x: (x + 1, jnp.sin(x)))(X)
     (one,) = jaxprs.part_for(both, [False, True]).jaxpr.eqns

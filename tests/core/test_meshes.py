@@ -136,7 +136,7 @@ def test_a_thread_that_waits_for_itself_is_an_error() -> None:
 
     def own() -> None:
         try:
-            threads.join(threading.current_thread())
+            threads.join_thread(threading.current_thread())
         except RuntimeError as error:
             seen.append(error)
 

@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec as P
 from jstep.core.device_values import when_concrete, with_checks
 from jstep.core.placement import (
     back,
-    checked_memory,
+    check_memory,
+    group_by_devices,
     is_on_host,
     local_parts,
     on_devices,
     place,
     place_anywhere,
-    placements_of,
     refuse_compile_only,
     refuse_shapes,
     slices,
@@ -74,9 +74,9 @@ def test_arrays_whose_device_jax_may_choose_join_those_that_were_put_on_one():
     first, second = jax.devices()[:2]
     anywhere = jnp.ones(2)
     here, there = jax.device_put(jnp.ones(2), first), jax.device_put(jnp.ones(2), second)
-    found = placements_of([anywhere, there, np.ones(2), here, jnp.zeros(3)])
+    found = group_by_devices([anywhere, there, np.ones(2), here, jnp.zeros(3)])
     assert found == ([([1, 0, 4], None), ([3], None)], [2])
-    assert placements_of([anywhere, np.ones(2)]) == ([([0], None)], [1])
+    assert group_by_devices([anywhere, np.ones(2)]) == ([([0], None)], [1])
 
 
 def test_an_array_goes_back_to_where_the_one_that_it_replaces_is():
@@ -115,8 +115,8 @@ def a_mesh(kinds, name="TPU v5"):
 
 def test_the_memory_of_slots_is_one_that_the_devices_have():
     mesh = a_mesh(["device", "pinned_host"])
-    assert [checked_memory(kind, mesh) for kind in (None, "device", "pinned_host")] == [None, None, "pinned_host"]
-    assert checked_memory("hbm", a_mesh(["hbm", "host"])) is None  # their default
+    assert [check_memory(kind, mesh) for kind in (None, "device", "pinned_host")] == [None, None, "pinned_host"]
+    assert check_memory("hbm", a_mesh(["hbm", "host"])) is None  # their default
     for kinds, expected in (
         (["device", "host"], "slots_memory='far': TPU v5 devices have the memory kinds ['device', 'host']"),
         (
@@ -125,7 +125,7 @@ def test_the_memory_of_slots_is_one_that_the_devices_have():
         ),
     ):
         with pytest.raises(ValueError, match="slots_memory") as caught:
-            checked_memory("far", a_mesh(kinds))
+            check_memory("far", a_mesh(kinds))
         assert str(caught.value) == expected
 
 

@@ -1,7 +1,6 @@
 """Batches and prefetching under JAX contexts: meshes, transfer guards, and configuration options."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -67,28 +66,6 @@ def test_transfer_guard_applies_only_to_the_source(sharding, level):
     np.testing.assert_array_equal(item["x"], np.arange(3))
 
 
-def test_batches_of_device_arrays_under_a_guard():
-    x = jnp.arange(10)
-    with jax.transfer_guard("disallow_explicit"):
-        np.testing.assert_array_equal(batches(x, 5, shuffle=False)[1], np.arange(5, 10))
-
-
-@pytest.mark.parametrize(
-    ("item", "match"),
-    [
-        ("x", r"item: the item must be a number or an array of numbers, got 'x', a str"),
-        ({"label": ["cat"], "x": np.ones(2)}, r"the leaf at 'label/0' .*got 'cat', a str"),
-        ({"label": np.array(["cat"])}, r"the leaf at 'label' .*an array of <U3"),
-        ({"when": np.datetime64("2026-01-01")}, r"the leaf at 'when' .*datetime64"),
-        ({"f": len}, r"the leaf at 'f' .*builtin_function"),
-    ],
-)
-def test_unsupported_leaves_are_named(item, match):
-    for sharding in (None, jax.sharding.SingleDeviceSharding(jax.devices()[0])):
-        with pytest.raises(TypeError, match=match), prefetch_to_device(iter([item]), sharding=sharding) as items:
-            next(items)
-
-
 def test_iterable_datasets_are_only_prefetched():
     class Streaming:
         """Like PyTorch's IterableDataset, whose __getitem__ raises NotImplementedError."""
@@ -106,39 +83,3 @@ def test_iterable_datasets_are_only_prefetched():
         batches(Streaming(), 2)[0]
     with prefetch_to_device(Streaming()) as items:
         assert [int(item) for item in items] == list(range(10))
-
-
-def test_torch_iterable_dataset():
-    torch = pytest.importorskip("torch")
-
-    class Streaming(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(torch.arange(3.0))
-
-    with pytest.raises(TypeError, match=r"no len\(\).*jstep.train"):
-        batches(Streaming(), 2)
-    with prefetch_to_device(Streaming()) as items:
-        assert [float(item) for item in items] == [0.0, 1.0, 2.0]
-
-
-def test_slices_are_batches():
-    data = batches(np.arange(10), 3, num_epochs=4)
-    view = data[2:][::3]
-    assert type(view) is type(data)
-    assert [b.tolist() for b in view] == [data[i].tolist() for i in (2, 5, 8, 11)]
-    assert "steps range(2, 12, 3)" in repr(view)
-    assert "steps 7, 9, …" in repr(batches(np.arange(10), 3)[7::2])
-    iterator = view.from_step(3)
-    next(iterator)
-    assert iterator.step == 4
-
-
-def test_prng_keys_as_rows():
-    keys = jax.random.split(jax.random.key(0), 10)
-    data = batches({"key": keys, "i": np.arange(10)}, 4, seed=1)
-    with jax.transfer_guard("disallow_explicit"):
-        batch = data[3]
-    np.testing.assert_array_equal(jax.random.key_data(batch["key"]), jax.random.key_data(keys)[batch["i"]])
-    assert batches(keys, 4, shuffle=False)[1].shape == (4,)
-    with prefetch_to_device(data[:1]) as items:
-        assert next(items)["key"].dtype == keys.dtype

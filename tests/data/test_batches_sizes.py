@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from batch_rows import rows, same
+from batch_rows import same
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -59,29 +59,10 @@ def test_batches_match_the_simulation(given_sizes, shuffle, num_epochs, start):
     assert change == changes[0] if changes else change is None or change >= len(want)
 
 
-@pytest.mark.parametrize("drop", [True, False])
-@pytest.mark.parametrize("sizes", [{0: 7}, {0: 7, 3: 7}, {0: 7, 11: 7, 12: 7, 40: 7}])
-def test_equal_stages_are_one_constant_size(sizes, drop):
-    one, many = (batches(rows(30), size, 5, drop_remainder=drop) for size in (7, sizes))
-    assert same([many[i] for i in range(50)], [one[i] for i in range(50)])
-    assert many.batch_size == one.batch_size == 7
-    assert many.steps_per_epoch == one.steps_per_epoch
-    assert repr(many) == repr(one)
-
-
 def test_a_batch_larger_than_the_data_names_the_way_out():
     with pytest.raises(ValueError, match=r"batch_size=8: .* 5 rows of arrays; drop_remainder=False gives them as one"):
         batches(np.arange(5), 8)
     assert sorted(batches(np.arange(5), 8, drop_remainder=False)[3].tolist()) == [0, 1, 2, 3, 4]
-
-
-def test_large_steps_and_stages():
-    data = batches(np.arange(1000), {0: 32, 10**6: 48, 10**12: 64}, seed=1, drop_remainder=False)
-    far = 10**15
-    assert len(set(data[far].tolist())) == data.batch_size_at(far)
-    assert data.rows_before(far + 1) - data.rows_before(far) == len(data[far])
-    assert data.next_change(10**12 + 1) < 10**12 + 20
-    assert batches(np.arange(1000), {0: 32, 10**12: 64}).next_change(5) == 10**12
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -93,13 +74,6 @@ def test_processes_split_batches_of_every_size(shuffle):
         assert np.array_equal(np.concatenate(joined), full[step])
     with pytest.raises(ValueError, match=r"batch_size\[7\]=10: must be a multiple of 4"):
         batches(np.arange(50), {0: 4, 7: 10}, process_index=0, process_count=4)
-
-
-def test_iteration_across_size_changes():
-    data = batches(np.arange(30_000), {0: 3, 700: 20, 1400: 64}, seed=2)
-    for step, batch in zip(range(100, 1600), data.from_step(100), strict=False):
-        if step % 97 == 0 or abs(step - 700) < 3 or abs(step - 1400) < 3:
-            assert np.array_equal(batch, data[step])
 
 
 def test_properties():

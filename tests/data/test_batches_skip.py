@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from batch_rows import same
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,42 +52,6 @@ def test_skips_and_slices_compose(cuts, drop, drawn):
         assert data.next_change(step) == (changes[0] if changes else None)
     before = drawn.draw(st.integers(0, len(expected)))
     assert data.rows_before(before) == sum(map(len, expected[:before]))
-
-
-def test_skip_shifts_later_steps():
-    data = batches(np.arange(1000), 4, seed=1)
-    skipped = data.skip(61_000, 61_200)
-    assert np.array_equal(skipped[60_999], data[60_999])
-    assert np.array_equal(skipped[61_000], data[61_200])
-    assert np.array_equal(next(skipped.from_step(10**9)), data[10**9 + 200])
-    assert skipped.rows_before(10**9) == 4 * 10**9
-    again = skipped.skip(0, 1).skip(60_999, 61_000)
-    assert np.array_equal(again[60_998], data[60_999])
-    assert np.array_equal(again[60_999], data[61_201])
-    assert (
-        repr(again) == "<Batches of 4 from 1000 rows, shuffled by seed 1, steps range(1, 61000), then 61201, 61202, …>"
-    )
-    with pytest.raises(TypeError, match="no end"):
-        len(again)
-
-
-def test_skips_shift_size_changes():
-    data = batches(np.arange(1000), {0: 4, 1000: 8}).skip(200, 500)
-    assert data.batch_size == {0: 4, 700: 8}
-    assert data.next_change(0) == 700
-    assert data.next_change(700) is None
-    assert data.skip(500, 900).batch_size == {0: 4, 500: 8}
-    assert data[::7].next_change(3) == 100
-    assert data[699::-1].next_change(3) is None
-
-
-def test_many_skips():
-    data = batches(np.arange(100), 4)
-    for i in range(300):
-        data = data.skip(10 * i, 10 * i + 1)
-    assert np.array_equal(data[10**9], batches(np.arange(100), 4)[10**9 + 300])
-    assert same(list(data[:5]), list(batches(np.arange(100), 4)[1:6]))
-    assert len(repr(data)) < 300
 
 
 def test_skipping_up_to_the_end():

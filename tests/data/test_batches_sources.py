@@ -4,11 +4,10 @@ import collections
 import sys
 import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from batch_rows import Items, rows, same
+from batch_rows import Items
 
 from jstep.data.batches import batches
 
@@ -38,25 +37,6 @@ class BatchItems(Items):
 
 
 class TestSources:
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda x, y: (x, y),
-            lambda x, y: {"x": x, "y": y},
-            lambda x, y: Point(x, y),
-            lambda x, y: {"in": (x, {"deep": x}), "out": y, "none": None},
-            lambda x, y: y,
-        ],
-    )
-    def test_trees_of_arrays(self, make):
-        x, y = rows(30)
-        arrays = make(x, y)
-        batch = batches(arrays, 4, seed=1)[3]
-        assert jax.tree.structure(batch) == jax.tree.structure(arrays)
-        numbers = batches(y, 4, seed=1)[3]
-        assert same(batch, jax.tree.map(lambda a: a[numbers], arrays))
-        assert all(type(leaf) is np.ndarray and leaf.dtype != object for leaf in jax.tree.leaves(batch))
-
     @pytest.mark.parametrize("shuffle", [True, False])
     def test_memory_maps(self, tmp_path, shuffle):
         np.save(tmp_path / "x.npy", np.arange(200).reshape(100, 2))
@@ -74,9 +54,6 @@ class TestSources:
         data[1][:] = -1
         assert np.array_equal(data[1], before)
         assert np.array_equal(x, np.arange(10))
-
-    def test_jax_arrays_become_numpy_batches(self):
-        assert type(batches(jnp.arange(10), 5)[0]) is np.ndarray
 
     @pytest.mark.parametrize("dtype", ["U5", "datetime64[D]", object, ">i4", "bool", "float16", jnp.bfloat16])
     def test_dtypes(self, dtype):
@@ -106,12 +83,6 @@ class TestSources:
         data[1]
         assert len(source.requested) == 1
         assert all(type(i) is int for i in source.requested[0])
-
-    def test_source_that_takes_only_lists(self):
-        data = batches(OnlyLists(), 6)
-        want = batches(np.arange(50), 6)[4]
-        assert np.array_equal(data[4]["y"], want)  # a list
-        assert np.array_equal(data[4]["x"], np.repeat(want, 2).reshape(-1, 2))  # an array
 
     @pytest.mark.parametrize("shuffle", [True, False])
     def test_source_that_looks_at_its_index(self, shuffle):
@@ -189,14 +160,6 @@ class TestSources:
             assert batch.shape == (size, 2)
             assert np.array_equal(batch[:, 0], batch[:, 1])
 
-    def test_errors_of_the_source_propagate(self):
-        class Broken(Items):
-            def __getitem__(self, i):
-                raise OSError("disk on fire")
-
-        with pytest.raises(OSError, match="disk on fire"):
-            batches(Broken(), 4)[0]
-
     def test_a_disk_that_fails_for_each_row_is_not_a_source_of_lists(self):
         asked = []
 
@@ -253,14 +216,6 @@ class TestSources:
             data[0]
             with pytest.raises(ValueError, match=found):
                 data[1]
-
-    def test_ranges_are_sources(self):
-        assert sorted(batches(range(100, 110), 10)[0].tolist()) == list(range(100, 110))
-
-    def test_several_sources_together(self):
-        batch = batches({"items": Items(20), "list": list(range(20)), "array": np.arange(20)}, 5)[7]
-        assert np.array_equal(batch["items"]["y"], batch["array"])
-        assert np.array_equal(batch["list"], batch["array"])
 
     def test_data_frame_columns(self):
         class Column:

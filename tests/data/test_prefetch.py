@@ -11,7 +11,6 @@ import pytest
 from prefetch_source import Source, check_no_leftover_threads, threads
 from waiting import wait_until
 
-from jstep.data.batches import batches
 from jstep.data.prefetch import prefetch_to_device
 
 no_leftover_threads = pytest.fixture(autouse=True)(check_no_leftover_threads)
@@ -23,20 +22,6 @@ def test_items_arrive_in_order_on_the_device(n, size):
     items = list(prefetch_to_device(({"x": np.full(3, i)} for i in range(n)), size))
     assert all(isinstance(item["x"], jax.Array) for item in items)
     assert [int(item["x"][0]) for item in items] == list(range(n))
-
-
-@pytest.mark.parametrize(
-    "iterable",
-    [
-        [np.zeros(2), np.ones(2)],
-        (np.full(2, i) for i in range(2)),
-        np.arange(4.0).reshape(2, 2),
-        batches(np.arange(4), 2, num_epochs=1),
-    ],
-)
-def test_any_iterable_is_accepted(iterable):
-    items = list(prefetch_to_device(iterable))
-    assert [item.shape for item in items] == [(2,), (2,)]
 
 
 def test_arrays_of_other_libraries():
@@ -53,12 +38,6 @@ def test_arrays_of_other_libraries():
     assert int(item[1]["y"]) == 3
 
 
-def test_tree_structure_is_preserved():
-    item = {"a": (np.ones(2), None, [np.int32(3)]), "b": 2.5}
-    (got,) = prefetch_to_device([item])
-    assert jax.tree.structure(got) == jax.tree.structure(item)
-
-
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_reads_exactly_size_items_ahead(size):
     source = Source()
@@ -68,15 +47,6 @@ def test_reads_exactly_size_items_ahead(size):
         time.sleep(0.02)
         assert source.read == used + size
         assert float(next(items)) == used
-
-
-def test_next_item_is_read_during_the_loop_body():
-    """The next item is read while the loop still uses the current one."""
-    source = Source()
-    for i, _ in enumerate(prefetch_to_device(source, 1)):
-        wait_until(lambda i=i: source.read == i + 2)
-        if i == 3:
-            break
 
 
 class TestErrors:

@@ -12,7 +12,6 @@ from processes import run
 from waiting import wait_until
 
 from jstep.core import placement
-from jstep.data.batches import batches
 from jstep.data.placement import as_shardings, fitting, shard_batch
 from jstep.data.prefetch import prefetch_to_device
 
@@ -34,34 +33,11 @@ class TestState:
             next(items)
         assert items.state == {"read": 5}
 
-    def test_run_resumes_from_the_state(self):
-        data = batches(np.arange(100), 3)
-        source = iter(data)
-        items = prefetch_to_device(source, size=4, state_fn=lambda: source.step)
-        for _ in range(7):
-            next(items)
-        wait_until(lambda: source.step == 11)
-        assert items.state == 7
-        resumed = prefetch_to_device(data.from_step(items.state))
-        for _ in range(5):
-            np.testing.assert_array_equal(next(resumed), next(items))
-
-    def test_state_is_none_without_state_fn(self):
-        items = prefetch_to_device(Source())
-        next(items)
-        assert items.state is None
-
 
 class TestPlacement:
     @pytest.fixture
     def mesh(self):
         return jax.make_mesh((1,), ("data",))
-
-    def test_placement_by_a_sharding(self, mesh):
-        sharding = NamedSharding(mesh, PartitionSpec("data"))
-        (item,) = prefetch_to_device([{"x": np.ones((4, 2)), "y": np.ones(4)}], sharding=sharding)
-        assert item["x"].sharding == item["y"].sharding == sharding
-        assert item["x"].committed
 
     def test_placement_by_a_prefix_tree_of_shardings(self, mesh):
         x, y = (NamedSharding(mesh, spec) for spec in (PartitionSpec("data", None), PartitionSpec("data")))
@@ -75,10 +51,6 @@ class TestPlacement:
         assert next(items).sharding == NamedSharding(mesh, PartitionSpec("data"))
         with pytest.raises(ValueError, match=r"sharding: .*'data'.* at 'x' needs a mesh"):
             prefetch_to_device([np.ones(4)], sharding={"x": PartitionSpec("data")})
-
-    def test_placement_on_a_device(self):
-        (item,) = prefetch_to_device([np.ones(4)], sharding=jax.devices()[0])
-        assert item.committed
 
     def test_arrays_with_this_sharding_are_not_copied(self, mesh):
         sharding = NamedSharding(mesh, PartitionSpec("data"))

@@ -25,16 +25,6 @@ class TestThreadEnds:
             break
         assert not threads()
 
-    def test_after_an_error_in_the_loop(self):
-        def loop():
-            for _ in prefetch_to_device(Source()):
-                raise ValueError("in the loop")
-
-        with pytest.raises(ValueError, match="in the loop"):
-            loop()
-        gc.collect()
-        wait_until(lambda: not threads())
-
     def test_when_the_iterator_is_unreferenced(self):
         items = prefetch_to_device(Source())
         next(items)
@@ -70,15 +60,6 @@ class TestThreadEnds:
         with pytest.raises(StopIteration):
             next(items)
         items.close()
-
-    def test_at_the_end_of_a_with_block(self):
-        source = Source()
-        with prefetch_to_device(source) as items:
-            next(items)
-        assert not threads()
-        read = source.read
-        next(source)  # the thread no longer reads from it
-        assert source.read == read + 1
 
     def test_once_a_slow_source_returns(self):
         source = Source()

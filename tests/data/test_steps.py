@@ -1,11 +1,10 @@
 """Staircases: values, edges and validation."""
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jstep.core.checks import as_int
-from jstep.data.steps import Stage, as_staircase, staircase
+from jstep.data.steps import staircase
 
 
 def positive(value, name):
@@ -24,13 +23,3 @@ def test_the_value_is_that_of_the_last_key_at_or_below_the_step(later, first, st
     assert [s.first for s in stages] == sorted(mapping)
     (here,) = [s for s in stages if s.first <= step and (s.stop is None or step < s.stop)]
     assert here.value == mapping[key]
-
-
-def test_constant_staircases():
-    constant = as_staircase(3, "size", positive)
-    assert constant == as_staircase({0: 3}, "size", positive)
-    assert list(constant.stages()) == [Stage(0, None, 3)]
-
-
-def test_numpy_steps():
-    assert staircase({np.int64(4): 2, np.uint8(0): 1}, "size", positive).firsts == (0, 4)

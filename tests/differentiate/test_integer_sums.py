@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jstep
-from jstep.differentiate.integer_sums import Halves, halves, joined, summed
+from jstep.differentiate.integer_sums import Halves, halves, join_integers, sum_integers
 
 
 def clipped(numbers: Any, dtype: Any) -> int:
@@ -30,15 +30,15 @@ def test_sums_are_exact_or_at_a_bound(dtype: Any) -> None:
             if random.random() < 0.5
             else random.integers(info.min, info.max, (size, 3), dtype, endpoint=True)
         )
-        found = summed(jnp.asarray(numbers))
+        found = sum_integers(jnp.asarray(numbers))
         assert found.dtype == dtype
         assert found.tolist() == [clipped(column, dtype) for column in numbers.T]
 
 
 def test_sums_of_wide_integers(x64: None) -> None:
     numbers = np.array([[2**62, -(2**62)], [2**62, -(2**62)], [2**62, -(2**62)], [5, 7]], np.int64)
-    assert summed(jnp.asarray(numbers)).tolist() == [2**63 - 1, -(2**63)]
-    assert summed(jnp.asarray(numbers[[0, 3]])).tolist() == [2**62 + 5, -(2**62) + 7]
+    assert sum_integers(jnp.asarray(numbers)).tolist() == [2**63 - 1, -(2**63)]
+    assert sum_integers(jnp.asarray(numbers[[0, 3]])).tolist() == [2**62 + 5, -(2**62) + 7]
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=12))
@@ -47,7 +47,7 @@ def test_any_order_gives_the_same(numbers: list[int]) -> None:
 
     def added(some: list[Halves]) -> int:
         high, low = (np.sum([int(half[i]) for half in some], dtype=np.int64) for i in range(2))
-        return int(joined(Halves(jnp.int32(high), jnp.int32(low))))
+        return int(join_integers(Halves(jnp.int32(high), jnp.int32(low))))
 
     assert added(parts) == added(parts[::-1]) == clipped(numbers, np.int32)
 

@@ -12,8 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jstep
 from jstep.core.jaxprs import body_of
-from jstep.differentiate.lane_state import Merge, merges_of
-from jstep.differentiate.lanes import Lanes, traced
+from jstep.differentiate.lane_state import Merge, choose_merges
+from jstep.differentiate.lanes import Lanes, trace_on_lanes
 from jstep.differentiate.same_bits import _way, alike
 
 X = jnp.arange(32.0).reshape(16, 2) / 32
@@ -209,7 +209,7 @@ def test_the_traced_loss_says_how_integers_are_merged(name: str) -> None:
 
     def merges() -> list[Merge]:
         model_state = {"a": old, "b": jnp.float32(0.0), "c": jnp.int32(0)}
-        return merges_of(Lanes(4), new_state, model_state, [jnp.ones(2)], [X, LABELS], 4)
+        return choose_merges(Lanes(4), new_state, model_state, [jnp.ones(2)], [X, LABELS], 4)
 
     if name in MIXED:
         with pytest.raises(
@@ -217,7 +217,7 @@ def test_the_traced_loss_says_how_integers_are_merged(name: str) -> None:
         ):
             merges()
     else:
-        only_floats: Any = merges_of(Lanes(4), new_state, {"a": jnp.ones(2), "k": jax.random.key(0)}, [], [], 4)
+        only_floats: Any = choose_merges(Lanes(4), new_state, {"a": jnp.ones(2), "k": jax.random.key(0)}, [], [], 4)
         assert only_floats == [Merge.MEAN, Merge.FIRST]  # found without tracing
         assert merges() == [Merge.CHANGES if name in COUNTS else Merge.FIRST, Merge.MEAN, Merge.FIRST]
 
@@ -318,7 +318,7 @@ def test_which_operations_every_device_computes_on_its_parts() -> None:
             jax.jit(jnp.cumsum)(x),
         ]
 
-    program, _ = traced(Lanes(4), lambda given: fn(*given), [jnp.arange(8.0), jnp.ones(3), jnp.int32(2)])
+    program, _ = trace_on_lanes(Lanes(4), lambda given: fn(*given), [jnp.arange(8.0), jnp.ones(3), jnp.int32(2)])
     operations = [one for one in body_of(program).operations if one.name not in ("gt", "convert_element_type")]
     assert [(one.name, _way(4, one)) for one in operations] == [
         ("add", "parts"),

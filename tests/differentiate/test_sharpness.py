@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.differentiate.microbatches import Squares, estimated, together_squared
+from jstep.differentiate.microbatches import Squares, estimate_noise, together_squared
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
 PARAMS = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.float32(0.5), "unused": jnp.ones(2)}
@@ -102,7 +102,7 @@ def test_schedule_is_evaluated_at_the_step(adaptive: bool) -> None:
 
 def test_the_gradient_noise_of_parts_by_hand() -> None:
     def found(weights: Any, parts: Any, whole: float) -> list[float]:
-        return [float(one) for one in estimated(Squares(weights, jnp.float32(parts), jnp.float32(whole)))]
+        return [float(one) for one in estimate_noise(Squares(weights, jnp.float32(parts), jnp.float32(whole)))]
 
     assert found(1.0, [4.0, 8.0], 5.0) == [2.0, 4.0]
     assert found(jnp.float32([1, 0, 3]), [4.0, np.nan, 8.0], 6.0) == [4.0, 5.0]

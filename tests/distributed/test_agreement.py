@@ -88,7 +88,7 @@ def test_shapes_are_compared_once_and_errors_name_what_differs(three: Fellows, m
 def test_all_processes_leave_with_the_signal_of_one(three: Fellows, monkeypatch: Any) -> None:
     """JAX's service says at which call; SIGTERM of the service is less than the signal that one process has."""
     calls = {i: iter([False, True]) for i in range(3)}
-    monkeypatch.setattr(processes, "reached_stop", lambda: next(calls[three.index]))
+    monkeypatch.setattr(processes, "should_stop", lambda: next(calls[three.index]))
     monkeypatch.setattr(processes, "request_stop", lambda: asked.append(three.index))
     asked: list[int] = []
 
@@ -114,7 +114,7 @@ def test_all_processes_leave_with_the_signal_of_one(three: Fellows, monkeypatch:
 
 
 def test_the_time_limit_is_that_of_process_0(three: Fellows, monkeypatch: Any) -> None:
-    monkeypatch.setattr(processes, "reached_stop", lambda: False)
+    monkeypatch.setattr(processes, "should_stop", lambda: False)
 
     clocks = {i: iter([0.0, 4.0, 9.9, 10.0] if i == 0 else [100.0] * 4) for i in range(3)}
     monkeypatch.setattr(signals, "time", types.SimpleNamespace(monotonic=lambda: next(clocks[three.index])))

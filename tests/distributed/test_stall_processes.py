@@ -84,7 +84,7 @@ def test_a_process_of_which_nothing_is_heard_is_named(tmp_path, mode):
     ended = wait_for(processes)
     said = [line for i in (0, 1, 3) for line in lines_of(ended[i])]
     if mode == "stop":
-        assert any(line.endswith("nothing is heard of process 2") for line in said), said
+        assert any(line.endswith("no sign of life from process 2") for line in said), said
     # A process that is gone closes its connections, so that the collective of the others may fail at once.
     assert [one.code for i, one in enumerate(ended) if i != 2 and one.code == 0] == []
 

@@ -30,7 +30,7 @@ def hooks(extra=(), **cadence):
         jstep.EarlyStopping("loss", patience=6),
         *extra,
     ]
-    return [jstep.EvaluationHook(scripted(VALUES, 4), **(cadence or {"every_n_steps": 4}), then=then)]
+    return [jstep.EvaluationHook(scripted(VALUES, 4), **(cadence or {"every_n_steps": 4}), callbacks=then)]
 
 
 @pytest.mark.thorough
@@ -89,7 +89,7 @@ def test_on_cadence_only_of_the_stock_callbacks():
 def test_a_stopped_run_reports_why_and_reset_continues_it(tmp_path, caplog):
     def hook(**kwargs):
         stop = jstep.EarlyStopping("loss", patience=2, **kwargs)
-        return stop, [jstep.EvaluationHook(scripted([3.0], 2), every_n_steps=2, then=[stop])]
+        return stop, [jstep.EvaluationHook(scripted([3.0], 2), every_n_steps=2, callbacks=[stop])]
 
     stop, first = hook()
     assert jstep.global_step(train(100, first, checkpoint_dir=tmp_path)) == 6
@@ -126,12 +126,10 @@ def test_two_hooks_with_the_same_prefix_are_rejected():
     train(2, two("test", "test/a"))
 
 
-def test_callbacks_is_an_alias_of_then():
+def test_callbacks_are_checked():
     seen = StepRecorder()
     train(2, [jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=[seen])])
     assert seen.steps == [1, 2]
-    with pytest.raises(TypeError, match="then and callbacks are two names of one argument"):
-        jstep.EvaluationHook(evaluate, every_n_steps=1, then=[seen], callbacks=[seen])
     with pytest.raises(TypeError, match=r"callbacks\[0\]=3: must be a function \(step, state, results\)"):
         jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=[3])
     with pytest.raises(TypeError, match="callbacks: must be a sequence of functions"):

@@ -21,7 +21,7 @@ def test_a_run_stops_early_and_stays_stopped(steps_per_call, tmp_path):
 
     def hooks():
         stop = jstep.EarlyStopping("loss", patience=2)
-        return [jstep.EvaluationHook(scripted(values, 2), every_n_steps=2, then=[stop])]
+        return [jstep.EvaluationHook(scripted(values, 2), every_n_steps=2, callbacks=[stop])]
 
     for _ in range(2):
         state = train(100, hooks(), checkpoint_dir=tmp_path, steps_per_call=steps_per_call)
@@ -36,7 +36,7 @@ def plateau_and_stopping(values):
         jstep.ReduceOnPlateau("loss", "learning_rate", factor=0.5, patience=1),
         jstep.EarlyStopping("loss", patience=5),
     ]
-    return [jstep.EvaluationHook(scripted(values), every_n_steps=1, then=then)]
+    return [jstep.EvaluationHook(scripted(values), every_n_steps=1, callbacks=then)]
 
 
 VALUES = [5.0, 4.0, 4.0, 4.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
@@ -58,7 +58,7 @@ def test_the_first_evaluation_of_a_finished_run_changes_nothing(tmp_path):
     """Its results are there; the checkpoint is not saved again."""
 
     train(4, [], checkpoint_dir=tmp_path, batches=Positioned(lambda n: np.ones(2, np.float32), int))
-    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=4, then=[jstep.EarlyStopping("loss", 2)])
+    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=4, callbacks=[jstep.EarlyStopping("loss", 2)])
     train(4, [hook], checkpoint_dir=tmp_path, batches=Positioned(lambda n: np.ones(2, np.float32), int))
     assert hook.results == {4: {"loss": 1.0}}
     extra = jstep.Saver(tmp_path).extra()
@@ -71,7 +71,7 @@ def test_one_hook_can_be_used_in_several_runs():
     hook = jstep.EvaluationHook(
         lambda state: {"w": float(state.params["w"][0])},
         every_n_steps=4,
-        then=[lambda step, state, results: seen.append(step)],
+        callbacks=[lambda step, state, results: seen.append(step)],
     )
     for _ in range(2):
         train(6, [hook])
@@ -86,7 +86,7 @@ def test_a_state_from_the_last_evaluation_is_saved_and_returned(last_step, tmp_p
     def halve(step, state, results):
         return jstep.set_hyperparameter(state, "learning_rate", rate(state) / 2)
 
-    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=4, then=[halve])
+    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=4, callbacks=[halve])
     state = train(last_step, [hook], checkpoint_dir=tmp_path, save_checkpoint_steps=1)
     expected = 0.125 if last_step == 4 else 0.0625
     assert rate(state) == expected
@@ -104,7 +104,7 @@ def test_all_callbacks_are_called_and_every_result_is_applied(tmp_path):
         seen.append(("stop", rate(state)))
         return True
 
-    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=3, then=[halve, stop, halve, stop])
+    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=3, callbacks=[halve, stop, halve, stop])
     state = train(10, [hook], checkpoint_dir=tmp_path)
     assert seen == [("halve", 0.25), ("stop", 0.125), ("halve", 0.125), ("stop", 0.0625)]
     assert jstep.global_step(state) == 3
@@ -114,7 +114,7 @@ def test_all_callbacks_are_called_and_every_result_is_applied(tmp_path):
 @pytest.mark.parametrize(
     ("then", "error", "words"),
     [
-        (lambda *args: "no", TypeError, r"then: .*<lambda> returned a str: must be None, True"),
+        (lambda *args: "no", TypeError, r"callbacks: .*<lambda> returned a str: must be None, True"),
         (lambda *args: 1, TypeError, "returned an int"),
         (lambda step, state, results: jstep.increment_global_step(state), ValueError, "a state at step 3: must be at"),
         (jstep.EarlyStopping("f1", 2, "max"), KeyError, "metric='f1': evaluate does not return it"),
@@ -122,13 +122,13 @@ def test_all_callbacks_are_called_and_every_result_is_applied(tmp_path):
 )
 def test_a_wrong_callback_result_is_reported_at_the_first_evaluation(then, error, words):
     with pytest.raises(error, match=words) as caught:
-        train(10, [jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, then=[then])])
+        train(10, [jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, callbacks=[then])])
     assert jstep.global_step(caught.value.state) == 2
 
 
 def test_a_wrong_callback_is_rejected_before_the_first_step():
     hook = jstep.EvaluationHook(
-        lambda state: {"loss": 1.0}, every_n_steps=1, then=[jstep.ReduceOnPlateau("loss", "rate")]
+        lambda state: {"loss": 1.0}, every_n_steps=1, callbacks=[jstep.ReduceOnPlateau("loss", "rate")]
     )
     with pytest.raises(KeyError, match="rate"):
         train(3, [hook, jstep.every(1, fail_on_step)])
@@ -157,7 +157,7 @@ def test_best_checkpoints_are_stored_beside_the_newest(tmp_path):
 
     def hooks():
         keep = jstep.KeepBest(tmp_path, "loss", mode="max", keep=2)
-        return [jstep.EvaluationHook(scripted(values), every_n_steps=1, then=[keep])]
+        return [jstep.EvaluationHook(scripted(values), every_n_steps=1, callbacks=[keep])]
 
     train(3, hooks(), checkpoint_dir=tmp_path)
     state = train(6, hooks(), checkpoint_dir=tmp_path)

@@ -21,7 +21,7 @@ class Slow:
 
 evaluations, seen = [], []
 evaluate = jstep.evaluator(lambda params, x: {"loss": x[:, 0]}, Slow(), batch_sharding=rows)
-hook = jstep.EvaluationHook(lambda state: evaluate(state), every_n_steps=5, then=[
+hook = jstep.EvaluationHook(lambda state: evaluate(state), every_n_steps=5, callbacks=[
     lambda step, state, results: seen.append(step), jstep.EarlyStopping("loss", patience=4)])
 state = jstep.TrainState.create(init, optimizer, mesh=mesh)
 try:

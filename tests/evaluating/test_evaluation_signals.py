@@ -44,7 +44,7 @@ def hooks(validation, then, wrapped, every_n_steps=3):
             except Exception:  # StopWaiting is a BaseException
                 return {"loss": NAN}
 
-    return [jstep.EvaluationHook(evaluate, every_n_steps=every_n_steps, then=then)]
+    return [jstep.EvaluationHook(evaluate, every_n_steps=every_n_steps, callbacks=then)]
 
 
 def callbacks(seen):
@@ -116,7 +116,7 @@ def test_an_evaluation_that_raised_is_run_after_the_restart(tmp_path):
         return {"loss": 1.0}
 
     def hooks():
-        return [jstep.EvaluationHook(evaluate, every_n_steps=3, then=callbacks(seen))]
+        return [jstep.EvaluationHook(evaluate, every_n_steps=3, callbacks=callbacks(seen))]
 
     with pytest.raises(OSError, match="no disk"):
         train(9, hooks(), checkpoint_dir=tmp_path)
@@ -131,7 +131,7 @@ def test_a_custom_evaluate_function_is_not_interrupted(tmp_path):
 
     seen = []
     with pytest.raises(jstep.Preempted):
-        train(9, [jstep.EvaluationHook(evaluate, every_n_steps=3, then=[lambda *args: seen.append(args[0])])])
+        train(9, [jstep.EvaluationHook(evaluate, every_n_steps=3, callbacks=[lambda *args: seen.append(args[0])])])
     assert seen == [3]
 
 

@@ -45,7 +45,7 @@ for part in (mine, jstep.batches(data[:55], 16, shuffle=False, num_epochs=1, dro
 import itertools
 then = [jstep.EarlyStopping("each", 2, "min"), jstep.KeepBest(directory + f"/best{count}", "each", "min")]
 losses = itertools.chain([3.0, 2.0, 1.0], itertools.repeat(1.0 - process))  # the values of process 0 count
-hooks = [jstep.EvaluationHook(lambda state: {"each": next(losses)}, every_n_steps=5, then=then), jstep.MetricsHook(
+hooks = [jstep.EvaluationHook(lambda state: {"each": next(losses)}, every_n_steps=5, callbacks=then), jstep.MetricsHook(
     lambda step, values: print("metrics", step, *values.values()), every_n_steps=10)]
 with jax.transfer_guard("disallow"):  # the guard applies to the user's own transfers only
     end = jstep.train(

@@ -172,7 +172,7 @@ def test_callbacks_on_a_metric_that_an_object_computes(tmp_path):
     evaluate = jstep.evaluator(lambda params, x: {"z": Extremes.of(params["w"] * x)}, [np.ones(2, np.float32)] * 2)
     best = jstep.KeepBest(tmp_path, "z/high", mode="max")
     stop = jstep.EarlyStopping("z/low", patience=2, mode="max", min_delta=0.5)
-    hook = jstep.EvaluationHook(evaluate, every_n_steps=1, then=[best, stop])
+    hook = jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=[best, stop])
     state = train(20, [hook])
     with jstep.Saver(tmp_path, prefix="best") as saver:
         (step,) = saver.all_steps()

@@ -8,7 +8,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
 from jstep.core.threads import taken as taken_so_far
-from jstep.evaluating.evaluation_batches import _ENDED, _FAILED, _GLOBAL, _synchronized, placed
+from jstep.evaluating.evaluation_batches import _ENDED, _FAILED, _GLOBAL, _synchronized, place_batches
 
 ROWS = np.arange(6.0, dtype=np.float32).reshape(3, 2)
 
@@ -83,7 +83,7 @@ def test_rows_of_several_arguments_and_of_batches_that_are_global(monkeypatch):
 def test_only_batches_with_a_sharding_are_those_of_all_processes(monkeypatch):
     three, place = Fellows(monkeypatch, 3), SingleDeviceSharding(jax.devices()[1])
     row = ROWS[:1].tolist()
-    found = three.each(lambda i: [batch.tolist() for (batch,) in placed([ROWS[:1]] * (i + 1), place)])
+    found = three.each(lambda i: [batch.tolist() for (batch,) in place_batches([ROWS[:1]] * (i + 1), place)])
     assert found == [[row, [], []], [row, row, []], [row, row, row]]
-    ((alone,),) = placed([ROWS], None)  # the same on all processes: the program places it
+    ((alone,),) = place_batches([ROWS], None)  # the same on all processes: the program places it
     assert (type(alone), alone.tolist()) == (np.ndarray, ROWS.tolist())

@@ -1,7 +1,6 @@
 """`AuditHook`: one flipped bit in one of two executions is detected before the step is saved."""
 
 import logging
-import pickle
 
 import faults
 import jax
@@ -21,15 +20,13 @@ def noisy(params, x, rng):
 
 
 VARIANTS = {
-    "second": {"execution": 2},
     "first": {"execution": 1},
     "not donated": {"donate": False},
     "microbatches": {"num_microbatches": 2},
-    "rng": {"loss": noisy, "rng": RNG},
 }
 
 
-@pytest.mark.thorough(except_for=["not donated", "microbatches"])
+@pytest.mark.thorough(except_for=["microbatches"])
 @pytest.mark.parametrize("kwargs", VARIANTS.values(), ids=VARIANTS)
 def test_one_flipped_bit_is_detected_before_the_save(tmp_path, kwargs):
     faulty, seen = faults.Faulty(4, **kwargs), []
@@ -43,9 +40,6 @@ def test_one_flipped_bit_is_detected_before_the_save(tmp_path, kwargs):
     assert faulty.executions == {0: 2, 1: 1, 2: 2, 3: 1, 4: 2}
 
 
-def test_step_0_is_audited():
-    with pytest.raises(jstep.AuditError, match="update 0 → 1 "):
-        faults.train(faults.Faulty(0).train_step, 3, jstep.AuditHook())
 
 
 @pytest.mark.parametrize(("step", "first"), [(0, 0), (5, 3)])
@@ -56,10 +50,6 @@ def test_a_call_of_several_steps_is_repeated_entirely(step, first):
     assert info.value.step == first
 
 
-def test_a_fault_in_an_unaudited_call_is_not_detected():
-    faulty = faults.Faulty(6, execution=1)
-    faults.train(faulty.train_step, 9, jstep.AuditHook(every_n_steps=5), steps_per_call=3)
-    assert faulty.executions == {n: 1 if n >= 6 else 2 for n in range(9)}
 
 
 def test_on_mismatch_log_continues_with_the_first_result(caplog):
@@ -77,9 +67,6 @@ def test_on_mismatch_log_continues_with_the_first_result(caplog):
 
 CLEAN = {
     "donated": ({}, {}),
-    "not donated": ({"donate": False}, {}),
-    "several": ({}, {"steps_per_call": 4}),
-    "microbatches": ({"num_microbatches": 2}, {}),
     "rng": ({"loss_fn": noisy, "rng": RNG}, {"steps_per_call": 3}),
 }
 
@@ -108,21 +95,6 @@ def test_stages_and_held_hyperparameters():
         faults.train(faulty, 7, jstep.AuditHook(every_n_steps=2))
 
 
-@pytest.mark.thorough(except_for=["None"])
-@pytest.mark.parametrize("specs", [P(), {"w": P(), "b": P()}, None])
-def test_audits_on_a_mesh(specs):
-    mesh = jax.make_mesh((2,), ("data",))
-    sharding = jax.sharding.NamedSharding(mesh, P("data"))
-    train_options = {} if specs is None else {"batch_sharding": sharding}
-
-    def state():
-        return faults.make_state() if specs is None else jstep.shard_state(faults.make_state(), mesh, specs)
-
-    step = jstep.minimize(faults.loss_fn, faults.OPTIMIZER)
-    faults.train(step, 4, jstep.AuditHook(every_n_steps=1), state=state(), **train_options)
-    assert step._cache_size() == 1
-    with pytest.raises(jstep.AuditError, match=r"1 leaf differs: params/w[.]"):
-        faults.train(faults.Faulty(2).train_step, 4, jstep.AuditHook(every_n_steps=2), state=state(), **train_options)
 
 
 # Plain Python steps
@@ -215,9 +187,6 @@ def test_a_state_without_fingerprint_is_rejected_at_the_start():
         faults.train(lambda state, x: (state, {}), 3, jstep.AuditHook(), state=state)
 
 
-def test_audit_error_can_be_pickled():
-    error = pickle.loads(pickle.dumps(jstep.AuditError("wrong", 4, ("params/w",))))
-    assert (str(error), error.step, error.leaves) == ("wrong", 4, ("params/w",))
 
 
 def test_plan_lists_the_audited_steps():

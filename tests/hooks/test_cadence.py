@@ -1,11 +1,10 @@
 """When the stock hooks are due."""
 
-import numpy as np
 import pytest
 from hook_fakes import Clock, SaverAndHook, Writer, state_at
 
 import jstep
-from jstep.hooks.cadence import Due, next_call
+from jstep.hooks.cadence import DueHook, next_call
 from jstep.hooks.hook import NEVER
 
 CADENCED = {
@@ -47,7 +46,7 @@ def test_seconds_count_from_begin_and_from_the_last_due_time(name):
     hook = SECONDS[name](clock)
     assert hook.next_due(3) is None  # checked after every call
     assert next_call(hook, 3)[1] == NEVER
-    due, due_steps = Due(hook, 0), []
+    due, due_steps = DueHook(hook, 0), []
     for step in range(1, 20):
         clock.now += 1
         if due.now(step):
@@ -56,21 +55,8 @@ def test_seconds_count_from_begin_and_from_the_last_due_time(name):
     assert due_steps == [5, 10, 15]
 
 
-def test_seconds_or_steps_whichever_comes_first(tmp_path):
-    clock = Clock()
-    saves = SaverAndHook(tmp_path, save_secs=5, save_steps=4, clock=clock)
-    saves.hook.begin(state_at())
-    for step in range(1, 14):
-        clock.now += 1 if step < 6 else 5
-        saves.hook.after_step(step, state_at(step), {})
-    assert saves.steps() == [4, *range(6, 14)]
-    assert next_call(saves.hook, 5)[1] == 8  # calls of several steps end there
-    assert saves.hook.next_due(5) is None
 
 
-def test_numpy_integers_are_accepted():
-    assert jstep.LoggingHook(every_n_steps=np.int64(10)).next_due(3) == 10
-    assert jstep.StopAtStepHook(last_step=np.int32(5)).next_due(0) == 5
 
 
 def test_the_base_class_does_nothing():
@@ -101,5 +87,5 @@ def test_explicit_steps_apply_in_addition_to_seconds(name, steps):
     """100 is the default, but applies in addition to seconds only if it is passed explicitly."""
     hook = BOTH[name](Clock(), steps)
     assert next_call(hook, 3)[1] == steps
-    due = Due(hook, 3)
+    due = DueHook(hook, 3)
     assert [due.now(step) for step in (4, steps)] == [False, True]

@@ -26,34 +26,10 @@ def test_the_rate_excludes_the_first_step():
     assert writer.points == [(10, ("global_step/sec",)), (20, ("global_step/sec",))]
 
 
-def test_a_first_call_that_ends_at_a_due_step_gives_no_rate():
-    hook = jstep.StepCounterHook(every_n_steps=10, clock=Clock())
-    hook.begin(state_at())
-    hook.after_step(10, state_at(10), {})
-    assert hook.steps_per_sec is None
 
 
-def test_without_a_loop_the_interval_starts_at_the_first_due_step():
-    clock = Clock()
-    hook = jstep.StepCounterHook(every_n_steps=10, clock=clock)
-    hook.begin(state_at())
-    for step in (10, 20):
-        clock.now += 2
-        hook.after_step(step, state_at(step), {})
-    assert hook.steps_per_sec == pytest.approx(5.0)
 
 
-def test_a_second_run_resets_the_rate():
-    clock = Clock()
-    hook = jstep.StepCounterHook(every_n_steps=10, clock=clock)
-    for start in (0, 100):
-        hook.begin(state_at(start))
-        assert hook.steps_per_sec is None
-        hook.after_step(start + 1, state_at(), {})
-        clock.now += 1
-        hook.after_step(start + 10, state_at(), {})
-        assert hook.steps_per_sec == pytest.approx(9.0)
-        clock.now += 500
 
 
 def test_a_state_without_a_global_step():
@@ -80,9 +56,9 @@ def pending_value(monkeypatch):
     monkeypatch.setattr(report, "scalars", lambda metrics, leave_out: metrics)
     monkeypatch.setattr(numbers, "start_transfer", lambda values: None)
     monkeypatch.setattr(numbers, "is_ready", lambda values: all(value.ready for value in values))
-    monkeypatch.setattr(report, "read", lambda values: values)
+    monkeypatch.setattr(report, "read_values", lambda values: values)
     monkeypatch.setattr(
-        report, "text", lambda values: " ".join(f"{name} {value.value}" for name, value in values.items())
+        report, "format_number", lambda values: " ".join(f"{name} {value.value}" for name, value in values.items())
     )
     return PendingValue
 
@@ -186,22 +162,6 @@ def test_log_every_n_counts_by_line(caplog):
     assert [record.levelno for record in caplog.records][:2] == [logging.INFO, logging.WARNING]
 
 
-def test_log_every_n_formats_only_what_it_logs(caplog):
-    caplog.set_level(logging.INFO)
-
-    read = set()
-
-    class Value:
-        def __init__(self, number):
-            self.number = number
-
-        def __str__(self):
-            read.add(self.number)
-            return "value"
-
-    for i in range(10):
-        jstep.log_every_n(logging.INFO, "%s", 5, Value(i))
-    assert read == {0, 5}
 
 
 def test_time_left_counts_only_the_steps_of_this_run():

@@ -56,19 +56,8 @@ def test_the_log_in_logdir_without_leaves(tmp_path):
     assert [set(line) for line in found] == [{"step", "state"}] * 2
 
 
-def test_the_log_in_a_directory(tmp_path):
-    run(4, jstep.FingerprintHook(tmp_path, every_n_steps=2))
-    run(4, jstep.FingerprintHook(f"{tmp_path}/new/", every_n_steps=2))
-    found = [lines(directory / "fingerprints.jsonl") for directory in (tmp_path, tmp_path / "new")]
-    assert [line["step"] for line in found[0]] == [2, 4]
-    assert found[0] == found[1]
 
 
-def test_calls_of_several_steps_end_at_due_steps(tmp_path):
-    run(10, jstep.FingerprintHook(every_n_steps=4, path=tmp_path / "a"))
-    run(10, jstep.FingerprintHook(every_n_steps=4, path=tmp_path / "b"), steps_per_call=3)
-    assert [line["step"] for line in lines(tmp_path / "b")] == [4, 8]
-    assert len(lines(tmp_path / "a")) == 2
 
 
 def test_a_missing_path_is_an_error_before_the_first_batch(tmp_path):
@@ -128,16 +117,6 @@ def test_a_divergence_without_leaves_is_logged(tmp_path, caplog):
     assert "which leaves differ is not known" in caplog.text
 
 
-def test_fingerprints_of_another_model_are_logged(tmp_path, caplog):
-    run(2, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "log"))
-    optimizer = jstep.gradient_descent(0.1)
-    other = jstep.TrainState.create({"v": jnp.zeros(3)}, optimizer)
-    step = jstep.minimize(lambda params, x: ((params["v"] - x) ** 2).sum(), optimizer)
-    with caplog.at_level(logging.WARNING, "jstep"):
-        jstep.train(
-            step, other, batch, 2, hooks=[jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "log")], progress=False
-        )
-    assert "fingerprints of another model" in caplog.text
 
 
 @pytest.mark.parametrize("cut", [1, 5, 30])
@@ -179,15 +158,6 @@ def test_all_lines_are_on_disk_before_a_checkpoint(tmp_path):
     assert seen == {4: [2, 4], 6: [2, 4, 6]}
 
 
-def test_a_failed_run_writes_its_lines(tmp_path):
-    def batches(step):
-        if step == 5:
-            raise OSError("the disk is gone")
-        return batch(step)
-
-    with pytest.raises(OSError, match="the disk is gone"):
-        run(9, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "log"), batches=batches)
-    assert [line["step"] for line in lines(tmp_path / "log")] == [2, 4]
 
 
 class Unfinished:
@@ -214,7 +184,7 @@ def test_the_loop_does_not_wait_for_the_device(tmp_path, monkeypatch):
         requested.append(Unfinished())
         return [(list(range(len(leaves))), requested[-1])]
 
-    monkeypatch.setattr("jstep.state.fingerprints.stacked", stacked)
+    monkeypatch.setattr("jstep.state.fingerprints.start_fingerprints", stacked)
     monkeypatch.setattr("jstep.hooks.numbers.is_ready", lambda values: all(value.is_ready() for value in values))
     start = jstep.TrainState.create({"w": jnp.zeros(3)}, jstep.gradient_descent(0.1), model_state={"n": jnp.zeros(2)})
     hook = jstep.FingerprintHook(every_n_steps=1, path=tmp_path / "log")

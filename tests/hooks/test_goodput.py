@@ -103,11 +103,6 @@ def test_the_line_of_a_checkpoint_replaces_an_earlier_line(tmp_path):
     assert (found.productive, found.rewound, found.steps) == (31.0, 5.0, 11)
 
 
-def test_a_resumed_run_loses_nothing(tmp_path):
-    write(tmp_path, ("a", 10.0, [0, 10], {"stepping": 9.0}), ("a", 11.0, [0, 10], {"stepping": 9.5, "saving": 0.5}))
-    write(tmp_path, ("b", 30.0, [10, 20], {"stepping": 9.0}))
-    found = jstep.goodput(tmp_path)
-    assert (found.productive, found.rewound, found.down, found.steps) == (18.5, 0.0, 10.0, 20)
 
 
 def test_idle_time_before_a_start_is_counted_once(tmp_path):

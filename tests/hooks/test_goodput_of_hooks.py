@@ -40,7 +40,7 @@ class Device:
         monkeypatch.setattr(numbers, "is_ready", lambda values: False)
         monkeypatch.setattr(metric_sums.Interval, "is_ready", lambda interval: False)
         monkeypatch.setattr(metric_sums.Interval, "totals", property(lambda interval: self.waited(totals, interval)))
-        monkeypatch.setattr(report, "read", lambda values: self.waited(read, values))
+        monkeypatch.setattr(report, "read_values", lambda values: self.waited(read, values))
         monkeypatch.setattr(speed, "_markers", lambda metrics: [Marker()])
         monkeypatch.setattr(jax, "block_until_ready", lambda tree: self.waited(wait_for, tree))
 

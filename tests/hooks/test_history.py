@@ -44,7 +44,7 @@ def losses(last_step):
     """The loss of each step, by a loop."""
     state, found = make_state(), []
     for step in range(last_step):
-        state, metrics = jstep.minimize(lambda p, x: (p["w"] - x) ** 2, optimizer)(state, batch(step))
+        state, metrics = train_step(state, batch(step))
         found.append(float(metrics["loss"]))
     return np.array(found)
 
@@ -58,8 +58,7 @@ def run(last_step, history, *hooks, **options):
     return jstep.train(train_step, make_state(), batch, last_step, hooks=[history, *hooks], **options)
 
 
-@pytest.mark.parametrize("steps_per_call", [1, 10, "auto"])
-@pytest.mark.parametrize("interval", [1, 7, 20])
+@pytest.mark.parametrize(("interval", "steps_per_call"), [(1, 1), (7, 10), (20, "auto")])
 def test_rows_are_means_by_hand(interval, steps_per_call):
     history = jstep.History(every_n_steps=interval)
     run(45, history, steps_per_call=steps_per_call)
@@ -94,11 +93,9 @@ def test_without_means_rows_are_those_of_their_steps():
     np.testing.assert_allclose(values, losses(10)[[3, 7, 9]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-def test_evaluations_are_in_the_rows_of_their_steps(first):
+def test_evaluations_are_in_the_rows_of_their_steps():
     history, hook = jstep.History(every_n_steps=4), evaluation(3)
-    hooks = [history, hook] if first else [hook, history]
-    run(10, *hooks)
+    run(10, history, hook)
     assert [(row["step"], "loss" in row, "eval/w" in row) for row in history.rows] == [
         (3, False, True),
         (4, True, False),
@@ -149,8 +146,8 @@ t.run(30, history, *hooks, checkpoint_dir="run", save_checkpoint_steps=5, save_c
 """
 
 
-@pytest.mark.thorough(except_for=["17"])
-@pytest.mark.parametrize("at", [3, 6, 8, 10, 17, 24, 30], ids=str)
+@pytest.mark.thorough
+@pytest.mark.parametrize("at", [3, 8, 17, 30], ids=str)
 def test_a_killed_run_has_each_step_once(at, tmp_path):
     whole = jstep.History(tmp_path / "whole.jsonl", every_n_steps=4)
     run(30, whole, evaluation(6))
@@ -160,13 +157,6 @@ def test_a_killed_run_has_each_step_once(at, tmp_path):
     assert (tmp_path / "h.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
-def test_a_larger_last_step_adds_rows(tmp_path):
-    path = tmp_path / "history.jsonl"
-    for last_step in (25, 40):
-        history = jstep.History(path, every_n_steps=10)
-        run(last_step, history, checkpoint_dir=tmp_path / "run")
-    assert history["loss"][0].tolist() == [10, 20, 25, 30, 40]
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 25, 30, 40]
 
 
 def test_a_fresh_run_begins_the_file_again_and_a_torn_line_is_left_out(tmp_path):
@@ -234,10 +224,6 @@ def test_wrong_paths_are_refused(path, said, tmp_path):
         jstep.History(tmp_path if path == "" else path)
 
 
-@pytest.mark.parametrize("interval", [0, -1, 2.5, "x"])
-def test_wrong_intervals_are_refused(interval):
-    with pytest.raises((TypeError, ValueError), match="every_n_steps"):
-        jstep.History(every_n_steps=interval)
 
 
 def test_what_is_not_there_names_what_is():
@@ -262,6 +248,7 @@ def test_it_goes_on_after_an_interrupt_without_a_directory():
     assert history.rows == whole.rows
 
 
+@pytest.mark.thorough
 def test_pictures(tmp_path):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("agg")

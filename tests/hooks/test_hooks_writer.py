@@ -51,11 +51,6 @@ def test_hooks_share_one_event_file_without_duplicates(tmp_path):
     assert len(list(tmp_path.glob("events.*"))) == 1
 
 
-def test_a_hook_can_be_used_in_a_second_run(tmp_path):
-    hook = jstep.SummarySaverHook(save_steps=2)
-    for name in ("a", "b"):
-        run(tmp_path / name, [hook])
-        assert tags(tmp_path / name)["loss"] == [2, 4]
 
 
 def test_a_hook_with_a_custom_writer_does_not_replace_the_stock_hook(tmp_path):
@@ -72,10 +67,6 @@ def test_a_summary_hook_without_a_writer_or_logdir_is_an_error():
         jstep.SummarySaverHook(save_steps=1).after_step(1, None, {"loss": 1.0})
 
 
-def test_an_evaluation_without_a_logdir_keeps_its_results():
-    hook = jstep.EvaluationHook(lambda state: {"one": 1.0}, every_n_steps=2)
-    run(None, [hook])
-    assert hook.results == {2: {"one": 1.0}, 4: {"one": 1.0}}
 
 
 def test_the_flush_of_a_checkpoint_does_not_wait_for_later_summaries(tmp_path, monkeypatch):

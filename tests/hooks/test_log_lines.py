@@ -49,6 +49,3 @@ def test_other_handlers_of_the_root_logger_receive_what_its_level_allows(capsys)
     assert capsys.readouterr().err == "of level 20\nof level 30\n"
 
 
-def test_progress_false_prints_nothing(capsys):
-    run([jstep.EvaluationHook(lambda state: {"one": 1.0}, every_n_steps=2)], progress=False)
-    assert capsys.readouterr() == ("", "")

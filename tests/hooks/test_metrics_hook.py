@@ -1,7 +1,5 @@
 """`MetricsHook`, and means over intervals: all values are written, and the loop never waits for them."""
 
-import csv
-import json
 import logging
 import math
 
@@ -46,35 +44,8 @@ def test_means_after_a_restart_within_an_interval():
     assert [(step, values["loss"]) for step, values in rows_of(10, 4, True, start=6)] == [(8, 7.5), (10, 9.5)]
 
 
-class PendingValue:
-    """A value that the device is still computing, until `ready` is set; reading it earlier would block."""
-
-    def __init__(self):
-        self.ready = False
 
 
-def test_the_loop_does_not_wait_for_the_device(monkeypatch):
-    from jstep.hooks import numbers, report
-
-    monkeypatch.setattr(report, "scalars", lambda metrics, leave_out: metrics)
-    monkeypatch.setattr(numbers, "start_transfer", lambda values: None)
-    monkeypatch.setattr(numbers, "is_ready", lambda values: all(value.ready for value in values))
-    monkeypatch.setattr(report, "read", lambda values: {"loss": 1.0})
-    monkeypatch.setattr(report, "names_of_arrays", lambda metrics: [])
-    rows, values = [], [PendingValue() for _ in range(5)]
-    hook = jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=10)
-    hook.begin(None)
-    for i in range(3):
-        hook.after_step(10 * (i + 1), None, {"loss": values[i]})
-    assert rows == []
-    values[1].ready = True
-    hook.after_step(40, None, {"loss": values[3]})
-    assert rows == []  # in order
-    values[0].ready = True
-    hook.after_step(50, None, {"loss": values[4]})
-    assert rows == [10, 20]
-    hook.end(50, None)
-    assert rows == [10, 20, 30, 40, 50]
 
 
 def test_rows_of_steps_before_a_checkpoint_are_written_before_it(tmp_path):
@@ -117,23 +88,8 @@ def test_an_error_of_write_stops_the_run_and_names_the_step():
     assert jstep.global_step(caught.value.state) < 100
 
 
-def test_a_hook_can_be_used_in_several_runs():
-    rows = []
-    hook = jstep.MetricsHook(lambda step, values: rows.append((step, values["loss"])), every_n_steps=4, mean=True)
-    for _ in range(2):
-        train(6, [hook])
-    assert rows == [(4, 2.5), (6, 5.5)] * 2
 
 
-def test_the_examples_of_the_docstring(tmp_path):
-    with open(tmp_path / "m.csv", "w", newline="") as table, open(tmp_path / "m.jsonl", "w") as lines:
-        writer = csv.writer(table)
-        to_json = jstep.MetricsHook(
-            lambda step, v: print(json.dumps({"step": step, **v}), file=lines, flush=True), every_n_steps=2
-        )
-        train(4, [jstep.MetricsHook(lambda step, v: writer.writerow([step, v["loss"]]), every_n_steps=2), to_json])
-    assert (tmp_path / "m.csv").read_text().split() == ["2,2.0", "4,4.0"]
-    assert [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [2, 4]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -147,15 +103,6 @@ def test_wandb(tmp_path, monkeypatch):
         assert run.summary["loss"] == 4.0
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_mlflow(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
-    with mlflow.start_run() as run:
-        train(4, [jstep.MetricsHook(lambda step, values: mlflow.log_metrics(values, step=step), every_n_steps=2)])
-    history = mlflow.tracking.MlflowClient().get_metric_history(run.info.run_id, "loss")
-    assert [(point.step, point.value) for point in history] == [(2, 2.0), (4, 4.0)]
 
 
 # Means in log lines and summaries
@@ -247,24 +194,6 @@ def test_a_skipped_nan_changes_the_mean_of_no_other_metric(steps_per_call):
     assert math.isfinite(row["loss"])
 
 
-@pytest.mark.thorough(except_for=["an array-3"])
-@pytest.mark.parametrize("steps_per_call", [1, 3])
-@pytest.mark.parametrize("first", ["a number", "an array", "none"])
-def test_a_metric_whose_kind_depends_on_the_shape_of_the_batch(first, steps_per_call):
-    """It is part of the means of the steps at which it is a number, as for a step that jstep did not make."""
-    kinds = {"a number": jnp.max, "an array": lambda x: x, "none": lambda x: None}
-    large, small = kinds[first], kinds["an array" if first == "a number" else "a number"]
-    optimizer = jstep.gradient_descent(0.1)
-
-    def loss_fn(params, x):
-        return params["w"] * jnp.mean(x), {"extra": (large if len(x) == 4 else small)(x)}
-
-    step = jstep.minimize(loss_fn, optimizer, has_aux=True)
-    rows = means_of(
-        step, optimizer, lambda n: np.ones(4 if n < 6 else 2, np.float32), 12, 4, steps_per_call=steps_per_call
-    )
-    known = [row.get("extra") for row in rows]
-    assert known == ([1.0, 1.0, None] if first == "a number" else [None, 1.0, 1.0])
 
 
 @pytest.mark.parametrize("hook", [jstep.NanLossHook(every_n_steps=100), jstep.MetricsHook(print, mean=True)])
@@ -310,18 +239,18 @@ def test_a_metric_that_is_an_array_is_named_once_in_each_run(caplog):
 
 
 def test_the_queue_knows_for_whom_it_waits():
-    from jstep.hooks.numbers import Pending, TransferQueue
+    from jstep.hooks.numbers import PendingTransfer, TransferQueue
 
     queue, seen = TransferQueue(), []
     owners = ["first", "second"]
     for step, owner in enumerate(owners):
-        pending = Pending(lambda: False, lambda: seen.append(queue.owner))
+        pending = PendingTransfer(lambda: False, lambda: seen.append(queue.owner))
         queue.add(step, pending, lambda step, found: seen.append(queue.owner) or 1 / (1 - step), owner)
     with pytest.raises(ZeroDivisionError):
         queue.deliver_all()
     assert seen == ["first", "first", "second", "second"]
     assert queue.owner is None  # nobody is waited for: what hangs from here on is not its `deliver`
     assert queue.failed_owner == "second"  # whose error it is
-    queue.add(2, Pending(lambda: True, lambda: None), lambda step, found: None, "third")
+    queue.add(2, PendingTransfer(lambda: True, lambda: None), lambda step, found: None, "third")
     queue.deliver_all()
     assert queue.owner is None

@@ -91,16 +91,6 @@ def test_hooks_can_modify_delete_or_donate_metrics(change, steps_per_call):
     assert rows == [(4, 2.5), (8, 6.5)]
 
 
-def test_hooks_with_different_intervals():
-    rows = {n: [] for n in (3, 4, 7)}
-    hooks = [
-        jstep.MetricsHook(lambda step, values, n=n: rows[n].append((step, values["loss"])), every_n_steps=n, mean=True)
-        for n in rows
-    ]
-    train(14, [jstep.NanLossHook(every_n_steps=5), *hooks, jstep.NanLossHook(every_n_steps=2)])
-    assert rows[3] == [(3, 2.0), (6, 5.0), (9, 8.0), (12, 11.0), (14, 13.5)]
-    assert rows[4] == [(4, 2.5), (8, 6.5), (12, 10.5), (14, 13.5)]
-    assert rows[7] == [(7, 4.0), (14, 11.0)]
 
 
 def test_the_first_look_at_the_loss_is_not_repeated():
@@ -121,65 +111,10 @@ def test_a_hook_in_several_runs_keeps_no_state():
     assert hook.run.metrics is None  # it holds nothing of the run
 
 
-@pytest.mark.thorough
-def test_rows_are_written_in_order_and_before_results():
-    """Weights & Biases drops a row whose step is lower than that of the previous row."""
-
-    def slow(params, x):
-        for _ in range(6):
-            x = jnp.tanh(x @ params["w"])
-        return jnp.mean(x**2)
-
-    optimizer, rows = jstep.adamw(1e-3), []
-    for order in (1, -1):
-        rows.clear()
-        hooks = [
-            jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=10, mean=order > 0),
-            jstep.EvaluationHook(
-                lambda state: {"v": float(state.params["w"].sum())}, every_n_steps=40,
-                then=[lambda step, state, results: rows.append(step)],
-            ),
-        ]  # fmt: skip
-        state = jstep.TrainState.create({"w": jnp.eye(300)}, optimizer)
-        step = jstep.minimize(slow, optimizer)
-        jstep.train(step, state, lambda n: jnp.ones((128, 300)), 120, progress=False, hooks=hooks[::order])
-        assert rows == sorted(rows)
-        assert len(rows) == 15
 
 
-def test_before_step_is_called_before_each_call():
-    seen = []
-
-    class Before(jstep.Hook):
-        def before_step(self, step, state):
-            seen.append((step, jstep.global_step(state)))
-
-    class Duck:
-        def before_step(self, step, state):
-            seen.append(step)
-
-    train(3, [Before(), Duck()])
-    assert seen == [(0, 0), 0, (1, 1), 1, (2, 2), 2]
-    seen.clear()
-    train(10, [Before()], steps_per_call=4)
-    assert seen == [(n, n) for n in (0, 4, 8)]
 
 
-def test_methods_outside_the_protocol_are_not_called():
-    class Mine(jstep.Hook):
-        def close(self, path):
-            raise AssertionError
-
-        use_run = after_call = before_save = close
-
-    class Duck:
-        def after_step(self, step, state, metrics):
-            pass
-
-        def before_save(self, step):
-            raise AssertionError
-
-    assert int(train(3, [Mine(), Duck(), jstep.NanLossHook()], steps_per_call=2).global_step) == 3
 
 
 def test_a_hook_that_inherits_after_step_is_not_called(monkeypatch):
@@ -223,13 +158,6 @@ def test_the_bad_step_is_named_across_single_and_looped_calls(bad, steps_per_cal
         )
 
 
-def test_a_hook_that_was_not_begun_looks_at_losses():
-    hook, state = jstep.NanLossHook(every_n_steps=1), jstep.TrainState.create({"w": jnp.zeros(3)}, OPTIMIZER)
-    for step in (1, 2):
-        assert not hook.after_step(step, state, {"loss": 1.0})
-    hook.after_step(3, state, {"loss": math.nan})
-    with pytest.raises(jstep.NanLossDuringTrainingError, match="the loss is nan"):
-        hook.after_step(4, state, {"loss": 1.0})
 
 
 def test_the_loss_is_looked_for_in_the_metrics_that_a_subclass_hands_on():

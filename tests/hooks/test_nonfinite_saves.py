@@ -64,14 +64,6 @@ def test_the_run_ends_where_the_first_checkpoint_is_due(tmp_path, value, steps_p
     assert jnp.isfinite(state.params["net"]["w"]).all()
 
 
-def test_a_hook_that_is_called_by_hand_looks_at_what_it_saves(tmp_path):
-    hook = jstep.CheckpointSaverHook(jstep.Saver(tmp_path), save_steps=1)
-    for step, value in ((1, 1.0), (2, math.nan)):
-        state = jstep.TrainState.create({"w": jnp.full(2, value)}, jstep.adamw(1e-2), global_step=step)
-        hook.begin(state)
-        hook.after_step(step, state, {})
-        hook.end(step, state)
-    assert [finite(tmp_path, step) for step in (1, 2)] == [True, False]
 
 
 def test_the_last_save_and_saves_by_seconds_are_due_too(tmp_path):

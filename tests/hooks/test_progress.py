@@ -13,7 +13,7 @@ from waiting import wait_until
 import jstep
 from jstep.core import logs
 from jstep.hooks import numbers
-from jstep.loop import in_flight, progress
+from jstep.loop import progress
 
 
 class Terminal(io.StringIO):
@@ -34,7 +34,7 @@ def test_progress_counts_finished_steps_and_waits_for_none(monkeypatch):
     monkeypatch.setattr(progress, "is_ready", lambda values: all(value.ready for value in values))
     monkeypatch.setattr(progress, "start_transfer", lambda values: None)
     read = []
-    monkeypatch.setattr(numbers, "read", lambda values: read.append(values) or {k: v.value for k, v in values.items()})
+    monkeypatch.setattr(numbers, "read_values", lambda values: read.append(values) or {k: v.value for k, v in values.items()})
     file = Terminal()
     hook = jstep.ProgressHook(last_step=100, every_n_secs=0, file=file, clock=Clock())
     hook.begin(state_at(10))
@@ -51,31 +51,6 @@ def test_progress_counts_finished_steps_and_waits_for_none(monkeypatch):
     hook.close()
 
 
-def test_progress_of_a_run_counts_what_the_device_has_finished(monkeypatch):
-    """The device is one call behind the loop."""
-    pytest.importorskip("tqdm")
-
-    def look(flight):
-        while len(flight._calls) > 1:
-            _, flight.finished = flight._calls.popleft()
-
-    monkeypatch.setattr(in_flight.InFlight, "look", look)
-    optimizer = jstep.gradient_descent(0.0)
-    hook = jstep.ProgressHook(last_step=6, every_n_secs=0, file=Terminal())
-    counts = []
-    jstep.train(
-        jstep.minimize(lambda params, x: params["w"] * x, optimizer),
-        jstep.TrainState.create({"w": 1.0}, optimizer),
-        lambda n: jnp.float32(n + 1),
-        6,
-        hooks=[hook, jstep.every(1, lambda step, *_: counts.append((hook._bar.n, hook._bar.postfix)))],
-        progress=False,
-    )
-    assert [count for count, _ in counts] == [0, 1, 2, 3, 4, 5]
-    assert [words.split("  ")[0] for _, words in counts[1:5]] == ["loss 1", "loss 2", "loss 3", "loss 4"]
-    last = hook._file.text.split("\r")[-1]
-    assert "loss 6" in last
-    assert "6/6" in last
 
 
 def test_progress_shows_compiling_with_a_running_clock_before_the_first_step(monkeypatch):
@@ -152,6 +127,8 @@ def test_progress_of_a_finished_run_compiles_nothing():
     hook.begin(state_at(10))
     hook.close()
     assert "compiling" not in file.text
+
+
 
 
 def test_progress_ends_with_the_step_at_which_a_signal_ends_the_run():

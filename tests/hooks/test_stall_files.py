@@ -9,7 +9,7 @@ import time
 import pytest
 
 import jstep
-from jstep.hooks.stall_files import StallFiles, read_stalls, silent, waited_for
+from jstep.hooks.stall_files import StallFiles, find_waited_for, read_stalls, silent
 from jstep.tools.cli import main
 
 
@@ -131,7 +131,7 @@ def test_the_table(tmp_path, capsys):
     assert "94 s" in rows[0]
     assert "waiting for batch 7" in rows[0]
     assert "loader.py:57 in __next__" in rows[0]
-    assert "nothing is heard of it" in rows[-1]
+    assert "no sign of life" in rows[-1]
     assert main(["stalls", str(tmp_path), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert ([one["process"] for one in found["stalls"]], found["silent"]) == ([3, 2, 0], [1])
@@ -153,8 +153,8 @@ def test_a_missing_run_is_an_error(tmp_path, capsys):
 
 def test_the_odd_one_out():
     loaders = [{"process": i, "kind": "batch", "what": f"waiting for batch {7 + (i == 2)}"} for i in range(4)]
-    assert [one["process"] for one in waited_for(loaders)] == [2]
-    assert waited_for(loaders[:2]) == []
+    assert [one["process"] for one in find_waited_for(loaders)] == [2]
+    assert find_waited_for(loaders[:2]) == []
     assert silent(loaders, 6) == [4, 5]
 
 

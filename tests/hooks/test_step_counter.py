@@ -101,13 +101,6 @@ def test_without_begin_the_first_interval_begins_when_its_first_step_is_finished
     assert [step for step, _ in writer.points] == [20]
 
 
-def test_every_due_step_has_a_point_in_a_fast_run():
-    for steps_per_call in (1, 4, 100):
-        writer = PointRecorder()
-        train(20, [jstep.StepCounterHook(every_n_steps=5, summary_writer=writer)], steps_per_call=steps_per_call)
-        # A call that includes compilation is not measured.
-        assert [step for step, _ in writer.points] == [5, 10, 15, 20][steps_per_call == 100 :]
-        assert all(rate > 0 for _, rate in writer.points)
 
 
 def test_a_custom_counter_replaces_the_stock_one(tmp_path, caplog):

@@ -132,13 +132,6 @@ def test_lost_steps_are_rewound_and_the_pause_is_down(clock, tmp_path):
     assert found.total == clock.now - 1000.0 + 3.0
 
 
-def test_each_checkpoint_has_a_line_with_the_prefix_of_its_saver(clock, tmp_path):
-    with jstep.Saver(tmp_path, prefix="net") as saver:
-        train(clock, 6, checkpoint_dir=saver, save_checkpoint_steps=2)
-    lines = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
-    assert lines[0]["kind"] == "start"
-    assert {2, 4, 6} <= {line["step"][1] for line in lines if line["kind"] == "parts"}
-    assert jstep.goodput(tmp_path, prefix="net").steps == 6
 
 
 def test_a_truncated_line_is_removed(clock, tmp_path):

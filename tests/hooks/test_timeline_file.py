@@ -85,9 +85,9 @@ def test_starts_and_runs_replace_their_own_lines_alone(started, tmp_path):
         if second == 200:  # a version that only appends
             with open(tmp_path / "timeline.jsonl", "a") as file:
                 file.write('{"kind": "later", "start": "x", "prefix": "model"}\n')
-    all_starts = [*timeline.read(tmp_path), *timeline.read(tmp_path, "other")]
+    all_starts = [*timeline.read_timeline(tmp_path), *timeline.read_timeline(tmp_path, "other")]
     assert [lines[-1]["step"] for lines in all_starts] == [[0, 3 * 399], [0, 3 * 401], [0, 3 * 400]]
-    assert [line["checkpoint"] for line in timeline.read(tmp_path, "other")[0] if line["checkpoint"]] == [303]
+    assert [line["checkpoint"] for line in timeline.read_timeline(tmp_path, "other")[0] if line["checkpoint"]] == [303]
     kinds = [line["kind"] for line in lines_of(tmp_path)]
     assert (kinds.count(START), kinds.count("later")) == (3, 1)
     assert kinds.count(TIMES) <= 1 + 4 * 4, "two copies, again after a checkpoint and where a line became longer"

@@ -226,16 +226,6 @@ def test_before_save_prevents_a_save_and_sees_all_rows(tmp_path):
     assert jstep.Saver(tmp_path / "run").all_steps() == [2, 6]
 
 
-def test_data_with_such_names_is_no_method(tmp_path):
-    class Data(jstep.Hook):
-        saved, closed, failed = 0, False, None
-
-        def after_step(self, step, state, metrics):
-            self.saved += 1
-
-    hook = Data()
-    train(4, hook, **saving(tmp_path, 2))
-    assert hook.saved == 4
 
 
 def test_a_hook_may_have_one_of_them_alone(tmp_path):
@@ -250,14 +240,3 @@ def test_a_hook_may_have_one_of_them_alone(tmp_path):
         train(1, object())
 
 
-def test_a_reporting_hook_of_the_users_is_told(tmp_path):
-    class Rows(jstep.ReportingHook):
-        def deliver(self, step, values):
-            pass
-
-        def saved(self, step, path):
-            self.steps = step
-
-    hook = Rows()
-    train(4, hook, **saving(tmp_path, 2))
-    assert hook.steps == 4

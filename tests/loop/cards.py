@@ -3,13 +3,11 @@
 import json
 import pathlib
 import tempfile
-import unittest.mock
 
 import jax.numpy as jnp
 import numpy as np
 
 import jstep
-from jstep.stores.timeline import Timeline
 
 TABLE = np.arange(12.0, dtype=np.float32).reshape(3, 4)
 """A large constant that a traced program contains."""
@@ -35,9 +33,7 @@ def merged(lines):
 def card_of(
     *,
     seed=1,
-    rows=64,
     batch_size=8,
-    skip=None,
     dtype=jnp.float32,
     optimizer=None,
     loss_fn=loss,
@@ -46,21 +42,18 @@ def card_of(
     batches=None,
     place=lambda state: state,
     is_recorded=True,
-    write=None,
     **options,
 ):
     """Return the card of a small training run, as recorded in its timeline."""
     optimizer = jstep.adam(0.01) if optimizer is None else optimizer
     state = place(jstep.TrainState.create({"w": jnp.ones((4, 2), dtype)}, optimizer))
-    data = jstep.batches(np.ones((rows, 4), np.float32), batch_size, seed=seed) if batches is None else batches
-    data = data if skip is None else data.skip(*skip)
+    data = jstep.batches(np.ones((64, 4), np.float32), batch_size, seed=seed) if batches is None else batches
     step = jstep.minimize(loss_fn, optimizer) if step is None else step
     steps = {0: step, 2: jstep.minimize(loss_fn, optimizer)} if later else step
     options = {"last_step": 3, "progress": False} | options
     with tempfile.TemporaryDirectory() as directory:
         where = options.pop("checkpoint_dir", directory) if is_recorded else None
-        with unittest.mock.patch.object(Timeline, "write", write or Timeline.write):
-            jstep.train(steps, state, data, checkpoint_dir=where, **options)
+        jstep.train(steps, state, data, checkpoint_dir=where, **options)
         found = merged(recorded(where)) if is_recorded else {}
     if found and where == directory:
         found["arguments"]["checkpoint_dir"] = None  # a different temporary directory each time

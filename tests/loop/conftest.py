@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 
+import jax
 import pytest
 from children import kill_all
 
@@ -24,6 +25,20 @@ def remaining_threads():
 def end_processes():
     yield
     kill_all()
+
+
+@pytest.fixture
+def compiling_threads():
+    """The names of the threads that compile, one for each program."""
+    seen = []
+
+    def listener(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(threading.current_thread().name)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listener)
 
 
 @pytest.fixture(autouse=True)

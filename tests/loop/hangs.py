@@ -27,7 +27,7 @@ class Hang(logging.Handler):
 
     def emit(self, record):
         text = record.getMessage()
-        if re.search(r"has been|went on|exit code 75", text):
+        if re.search(r"has been|resumed|exit code 75", text):
             self.lines.append(text)
         if sum("has been" in line for line in self.lines) >= self._count:
             self._released.set()

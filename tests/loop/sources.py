@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 import positioned
 
-from jstep.data.loaders import source_of
+from jstep.data.loaders import open_source
 from jstep.loop.calls import make_calls
-from jstep.loop.feeder import copied_batches
+from jstep.loop.feeder import copy_batches
 
 
 class Program(NamedTuple):
@@ -24,11 +24,11 @@ def in_loops(most):
 
 
 def handed_out(source, ends=(math.inf,), most=1, **kwargs):
-    return list(make_calls(copied_batches(source), 0, in_loops(most), ends=ends, **kwargs))
+    return list(make_calls(copy_batches(source), 0, in_loops(most), ends=ends, **kwargs))
 
 
 def numbers(batches, start=0, last_step=100, position=None):
-    source = source_of(batches, start, last_step, position)
+    source = open_source(batches, start, last_step, position)
     return [np.asarray(call.args[0]).tolist() for call in handed_out(source)]
 
 

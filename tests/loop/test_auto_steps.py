@@ -16,7 +16,13 @@ import jstep
 from jstep.loop import calls as calls_module
 from jstep.loop.calls import AHEAD, AutoSteps, Call, most_steps
 from jstep.loop.programs import ProgramTable
-from jstep.loop.stages import stages_of
+from jstep.loop.stages import as_stages
+
+STEP = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).mean(), OPTIMIZER)
+
+
+def batches(step: int) -> Any:
+    return np.full(2, step, np.float32)
 
 
 @pytest.mark.parametrize(
@@ -101,15 +107,12 @@ def test_the_choice_changes_no_bit_and_calls_become_longer(caplog: pytest.LogCap
         def next_due(self, step: int) -> int:
             return 2**62
 
-    step = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).mean(), OPTIMIZER)
-    batches = lambda n: np.full(2, n, np.float32)  # noqa: E731
-    whole = train(200, batches, step=step, steps_per_call="auto", hooks=[Calls()])
+    whole = train(200, batches, step=STEP, steps_per_call="auto", hooks=[Calls()])
     assert calls[:20] == list(range(20))
     assert len(calls) < 100
     assert not [m for m in caplog.messages if "again" in m]  # the longer program is for the same batches
     for steps_per_call in (1, 7, 64):
-        assert train(200, batches, step=step, steps_per_call=steps_per_call) == whole
-    assert jstep.global_step(make_state()) == 0
+        assert train(200, batches, step=STEP, steps_per_call=steps_per_call) == whole
 
 
 def test_only_the_first_calls_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,15 +125,13 @@ def test_only_the_first_calls_are_timed(monkeypatch: pytest.MonkeyPatch) -> None
         return run(self, *args)
 
     monkeypatch.setattr(AutoSteps, "timed", counted)
-    step = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).mean(), OPTIMIZER)
-    train(100, lambda n: np.full(2, n, np.float32), step=step, steps_per_call="auto")
+    train(100, batches, step=STEP, steps_per_call="auto")
     assert len(timed) == calls_module._UNTIMED + calls_module._TIMED
 
 
 def test_a_program_belongs_to_the_length_for_which_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread makes a program while the longer calls are chosen."""
-    step = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).mean(), OPTIMIZER)
-    programs = ProgramTable(stages_of(step), "auto", state=make_state())
+    programs = ProgramTable(as_stages(STEP), "auto", state=make_state())
     shape, loop = jax.ShapeDtypeStruct((2,), np.float32), programs._loop
 
     def while_it_is_chosen(*args: Any) -> Any:
@@ -147,7 +148,7 @@ def test_the_stages_that_are_compiled_ahead_are_compiled_for_longer_calls_too() 
         jstep.minimize(lambda params, x, by=by: ((params["w"] - by * x) ** 2).mean(), OPTIMIZER)
         for by in (1.0, 2.0, 3.0)
     )
-    programs = ProgramTable(stages_of({0: first, 50: second, 100: third}), "auto", state=make_state())
+    programs = ProgramTable(as_stages({0: first, 50: second, 100: third}), "auto", state=make_state())
     shape = jax.ShapeDtypeStruct((2,), np.float32)
     for step in (0, 50, 100):
         programs.program_for(step, "shapes", lambda: (shape,))

@@ -1,6 +1,5 @@
 """`BatchFeeder`: from batches to the arguments of calls, whoever reads them."""
 
-import itertools
 import math
 import signal
 import threading
@@ -17,12 +16,12 @@ from waiting import wait_until
 
 import jstep
 from jstep.core.stopwatch import Stopwatch
-from jstep.data.loaders import Source, source_of
+from jstep.data.loaders import Source, open_source
 from jstep.loop import feeder as feeder_module
 from jstep.loop.calls import make_calls
-from jstep.loop.feeder import BatchFeeder, copied_batches
+from jstep.loop.feeder import BatchFeeder, copy_batches
 from jstep.loop.signals import StopSignals, StopWaiting
-from jstep.loop.train import fetched_by_all
+from jstep.loop.train import fetch_by_all
 
 # From batches to the arguments of calls
 
@@ -37,7 +36,7 @@ def test_a_tuple_is_several_arguments_and_other_batches_are_one():
 
 
 def test_calls_end_with_their_steps_the_given_ends_and_the_source():
-    calls = handed_out(source_of(list(range(8)), 0, 100, None), [3, 4, 6, 11], most=2)
+    calls = handed_out(open_source(list(range(8)), 0, 100, None), [3, 4, 6, 11], most=2)
     assert [(np.asarray(call.args[0]).tolist(), call.steps) for call in calls] == [
         ([0, 1], 2),
         ([2, 2], 1),
@@ -48,14 +47,14 @@ def test_calls_end_with_their_steps_the_given_ends_and_the_source():
 
 
 def test_a_source_that_ends_between_calls_gives_no_empty_call():
-    assert [call.steps for call in handed_out(source_of([1, 2, 3, 4], 0, 9, None), [9], most=2)] == [2, 2]
-    assert handed_out(source_of([], 0, 9, None), [9], most=2) == []
+    assert [call.steps for call in handed_out(open_source([1, 2, 3, 4], 0, 9, None), [9], most=2)] == [2, 2]
+    assert handed_out(open_source([], 0, 9, None), [9], most=2) == []
 
 
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
 def test_trees_are_stacked_leaf_by_leaf(array):
     batches = [({"x": array([i, i])}, array(float(i)), None) for i in range(3)]
-    (call,) = handed_out(source_of(batches, 0, 9, None), [9], most=3)
+    (call,) = handed_out(open_source(batches, 0, 9, None), [9], most=3)
     x, y, nothing = call.args
     assert nothing is None
     assert x["x"].tolist() == [[0, 0], [1, 1], [2, 2]]
@@ -63,17 +62,10 @@ def test_trees_are_stacked_leaf_by_leaf(array):
     assert isinstance(y, type(array(0.0)) if array is np.asarray else jax.Array)
 
 
-@pytest.mark.parametrize(
-    "batches",
-    [
-        [{"x": np.zeros((4, 2))}, {"x": np.zeros((3, 2))}],
-        [{"x": np.zeros(2)}, {"y": np.zeros(2)}],
-        [{"x": np.zeros(2)}, {"x": np.zeros(2, int)}],
-        [{"x": 1}, {"x": 1.0}],
-    ],
-)
-def test_batches_of_other_shapes_begin_another_call(batches):
-    source = source_of([batches[0], batches[0], batches[1], batches[1], batches[0]], 0, 9, None)
+@pytest.mark.parametrize("other", [{"x": np.zeros((3, 2))}, {"y": np.zeros((4, 2))}, {"x": np.zeros((4, 2), int)}])
+def test_batches_of_other_shapes_begin_another_call(other):
+    first = {"x": np.zeros((4, 2))}
+    source = open_source([first, first, other, other, first], 0, 9, None)
     calls = handed_out(source, [9], most=4)
     assert [call.steps for call in calls] == [2, 2, 1]
     assert all(np.shape(leaf)[0] == 4 for call in calls for leaf in jax.tree.leaves(call.args))
@@ -84,7 +76,7 @@ def test_a_program_may_take_single_steps_for_some_shapes():
         return Program() if args()[0].shape == (3,) else Program(2, is_stacked=True)
 
     batches = [np.zeros(2), np.zeros(2), np.zeros(3), np.zeros(3), np.zeros(2)]
-    made = make_calls(copied_batches(source_of(batches, 0, 9, None)), 0, program_for, ends=[9])
+    made = make_calls(copy_batches(open_source(batches, 0, 9, None)), 0, program_for, ends=[9])
     assert [(call.steps, np.shape(call.args[0])) for call in made] == [(2, (2, 2)), (1, (3,)), (1, (3,)), (1, (2, 2))]
 
 
@@ -93,8 +85,8 @@ def test_the_step_axis_is_not_sharded():
     spec = jax.sharding.PartitionSpec("data")
     for sharding in (jax.sharding.NamedSharding(mesh, spec), {"x": jax.sharding.NamedSharding(mesh, spec)}):
         batches = [{"x": np.zeros((4, 2))}] * 2
-        (single, _) = handed_out(source_of(batches, 0, 9, None), sharding=sharding)
-        (stacked,) = handed_out(source_of(batches, 0, 9, None), [9], most=2, sharding=sharding)
+        (single, _) = handed_out(open_source(batches, 0, 9, None), sharding=sharding)
+        (stacked,) = handed_out(open_source(batches, 0, 9, None), [9], most=2, sharding=sharding)
         assert single.args[0]["x"].sharding.spec == spec
         assert stacked.args[0]["x"].sharding.spec == jax.sharding.PartitionSpec(None, "data")
 
@@ -118,8 +110,8 @@ def are_long(waits, asked, got):
 
 
 def make_feeder(batches, way, ends=(math.inf,), signals=None):
-    source = source_of(batches, 0, 100, None)
-    made = make_calls(copied_batches(source), 0, in_loops(9 if ends[0] < math.inf else 1), ends=ends)
+    source = open_source(batches, 0, 100, None)
+    made = make_calls(copy_batches(source), 0, in_loops(9 if ends[0] < math.inf else 1), ends=ends)
     feeder = BatchFeeder(source, made, signals or StopSignals(), Stopwatch())
     feeder._waits.starts_after = {"direct": None, "ahead": 1, "later": 3}.get(way, way)
     return feeder
@@ -196,23 +188,6 @@ def test_a_run_that_never_needs_the_thread_starts_none():
     next(feeder)
     assert not threads()
     feeder.close()
-
-
-@each_way
-def test_waiting_is_true_only_during_a_wait(way):
-    seen = []
-
-    def batches(step):
-        seen.append(feeder.waiting)
-        return step
-
-    feeder = make_feeder(batches, way)
-    assert not feeder.waiting
-    for _ in itertools.islice(feeder, 10):
-        assert not feeder.waiting
-    assert seen[0]
-    if way == "direct":
-        assert all(seen)
     feeder.close()
 
 
@@ -252,29 +227,11 @@ def test_an_interrupted_wait_loses_no_batch(way):
     feeder.close()
 
 
-def test_batches_are_handed_over_as_they_are():
-    """The step gets the same types from the thread: NumPy arrays are not put on a device."""
-    feeder = make_feeder(iter([np.ones(2)] * 6), "later")
-    assert {type(call.args[0]) for call in feeder} == {np.ndarray}
-    feeder.close()
-
-
-@each_way
-def test_close_ends_the_thread(way):
-    feeder = make_feeder(lambda step: step, way)
-    for _ in itertools.islice(feeder, 6):
-        pass
-    assert bool(threads()) == (way != "direct")
-    feeder.close()
-    assert not threads()
-    feeder.close()
-
-
 def test_all_processes_fetch_the_first_batch_or_none_does(monkeypatch):
     three = Fellows(monkeypatch, 3)
-    assert three.each(lambda i: list(fetched_by_all([i, "next"]))) == [[0, "next"], [1, "next"], [2, "next"]]
-    assert three.each(lambda i: list(fetched_by_all([]))) == [[], [], []]
-    first, none, last = three.each(lambda i: list(fetched_by_all([] if i == 1 else [i])))
+    assert three.each(lambda i: list(fetch_by_all([i, "next"]))) == [[0, "next"], [1, "next"], [2, "next"]]
+    assert three.each(lambda i: list(fetch_by_all([]))) == [[], [], []]
+    first, none, last = three.each(lambda i: list(fetch_by_all([] if i == 1 else [i])))
     words = "batches: another process has no batch at all; give each process a part"
     assert (repr(first), none, repr(last)) == (f"ValueError({words!r})", [], f"ValueError({words!r})")
 
@@ -282,6 +239,6 @@ def test_all_processes_fetch_the_first_batch_or_none_does(monkeypatch):
         raise OSError("a file is gone")
         yield
 
-    *others, own = three.each(lambda i: list(fetched_by_all(broken() if i == 2 else [i])))
+    *others, own = three.each(lambda i: list(fetch_by_all(broken() if i == 2 else [i])))
     words = "batches: the first one cannot be fetched: process 2: OSError: a file is gone"
     assert [*map(repr, others), repr(own)] == [f"RuntimeError({words!r})"] * 2 + ["OSError('a file is gone')"]

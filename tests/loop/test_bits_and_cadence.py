@@ -34,13 +34,6 @@ def convolutional(params: Any, x: Any, labels: Any) -> Any:
     return cross_entropy(jax.nn.relu(h).mean((1, 2)) @ params["b"], labels)
 
 
-def transformer(params: Any, x: Any, labels: Any) -> Any:
-    q, k, v = jnp.split(jax.nn.standardize(x) @ params["qkv"], 3, axis=-1)
-    scores = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k))
-    x += jnp.einsum("bqk,bkd->bqd", scores, v) @ params["out"]
-    return cross_entropy(jax.nn.gelu(jax.nn.standardize(x) @ params["up"]).mean(1) @ params["b"], labels)
-
-
 class Net(NamedTuple):
     loss: Any
     params: Any
@@ -53,11 +46,6 @@ NETS = {
         convolutional,
         {"a": new(3, 3, 1, 16), "b": new(16, 10)},
         RNG.normal(size=(128, 14, 14, 1)).astype(np.float32),
-    ),
-    "transformer": Net(
-        transformer,
-        {"qkv": new(32, 96), "out": new(32, 32), "up": new(32, 64), "b": new(64, 10)},
-        RNG.normal(size=(128, 8, 32)).astype(np.float32),
     ),
 }
 

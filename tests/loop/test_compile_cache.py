@@ -87,18 +87,6 @@ def test_settings_are_restored(hooks, ends, tmp_path):
     assert settings() == before
 
 
-def test_nested_runs_use_the_outer_cache(tmp_path, caplog):
-    seen = []
-
-    def inner(step, state, metrics):
-        train(1, compile_cache=tmp_path / "inner")
-        seen.append(settings()[0])
-
-    train(1, hooks=[jstep.every(1, inner)], compile_cache=tmp_path / "outer")
-    assert seen == [str(tmp_path / "outer")]
-    assert "both use it" in caplog.text
-
-
 def test_the_last_of_overlapping_runs_restores_the_settings(tmp_path, caplog):
     before, during, latest = settings(), [], []
     inside, first_ended = threading.Event(), threading.Event()
@@ -154,7 +142,6 @@ def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     ("given", "where", "error", "message"),
     [
         (True, None, ValueError, "compile_cache=True: must have a checkpoint_dir"),
-        (True, "gs://bucket/run", ValueError, "must have a local checkpoint_dir"),
         ("s3://bucket/cache", None, ValueError, "must be a local directory"),
         ("", None, ValueError, "must be a directory"),
         (3, None, TypeError, "compile_cache=3"),
@@ -173,9 +160,8 @@ def test_the_cache_is_in_the_directory_of_a_saver(tmp_path):
     assert jstep.Saver(tmp_path).all_steps() == [1]
 
 
-@pytest.mark.thorough(except_for=["flipped"])
-@pytest.mark.parametrize("damage", ["empty", "half", "zeros", "flipped"])
-def test_incomplete_entries_are_removed_and_written_again(tmp_path, damage, monkeypatch):
+@pytest.mark.thorough
+def test_incomplete_entries_are_removed_and_written_again(tmp_path, monkeypatch):
     """JAX never replaces an entry: a torn one would stay, with a warning at each start."""
     flushed = []
     real = os.fsync
@@ -191,9 +177,7 @@ def test_incomplete_entries_are_removed_and_written_again(tmp_path, damage, monk
     (cache / "notes.txt").write_bytes(b"")
     for name, data in entries.items():
         middle = len(data) // 2
-        torn = {"empty": b"", "half": data[:middle], "zeros": bytes(len(data))}
-        torn["flipped"] = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
-        (cache / name).write_bytes(torn[damage])
+        (cache / name).write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
     jax.clear_caches()
     train(2, compile_cache=cache)
     again = {path.name: path.stat().st_size for path in cache.iterdir() if path.name.endswith("-cache")}

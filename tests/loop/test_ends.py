@@ -34,7 +34,7 @@ def saved(directory: Path) -> list[int]:
     return sorted(jstep.Saver(directory).all_steps())
 
 
-@pytest.mark.thorough(except_for=["waiting-SIGTERM", "evaluation-SIGINT", "call-stop_secs", "save-SIGUSR1"])
+@pytest.mark.thorough(except_for=["compiling-SIGTERM", "evaluation-SIGINT", "call-stop_secs", "save-SIGUSR1"])
 @pytest.mark.parametrize("what", ends.STOPS)
 @pytest.mark.parametrize("phase", ends.PHASES)
 def test_a_signal_or_a_limit(phase: str, what: str, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_signal_or_a_limit(phase: str, what: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("phase", ends.PHASES)
 def test_a_second_ctrl_c(phase: str, tmp_path: Path) -> None:
     first = {"start": "SIGINT stopped the run before", "closing": "SIGINT stopped the run after step 8"}
-    with pytest.raises(KeyboardInterrupt, match=first.get(phase, "SIGINT came twice: the run was left at once")):
+    with pytest.raises(KeyboardInterrupt, match=first.get(phase, "SIGINT was received twice: the run ended")):
         ends.run(phase, "SIGINT twice", tmp_path)
     assert saved(tmp_path) == ([8] if phase == "closing" else [])
 

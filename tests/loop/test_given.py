@@ -16,9 +16,10 @@ import types
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from waiting import wait_until
 
 import jstep
-from jstep.hooks.card_differences import card_difference, starts_of
+from jstep.hooks.card_differences import read_starts
 from jstep.loop import given
 
 optimizer = jstep.gradient_descent(0.1)
@@ -38,22 +39,6 @@ class Options:
     name: str = "adam"
 
 
-class Keyed:
-    """A mapping as `ml_collections` has them."""
-
-    def keys(self):
-        return ["a", "b"]
-
-    def __getitem__(self, key):
-        if key == "b":
-            raise LookupError("missing")
-        return 3
-
-
-class Mode(str, enum.Enum):  # noqa: UP042
-    TRAIN = "train"
-
-
 class Level(enum.IntEnum):
     HIGH = 3
 
@@ -64,13 +49,13 @@ class Bad:
 
 
 def test_names_are_joined():
-    config = {"a": {"b": Options(), "empty": {}}, "c": argparse.Namespace(d=1), "e": Keyed(), 3: 4}
-    expected = {"a/b/lr": 0.1, "a/b/name": "adam", "a/empty": "{}", "c/d": 1, "e/a": 3, "e/b": "(LookupError)", "3": 4}
-    assert given.config_of(config) == expected
-    assert given.config_of(Options()) == {"lr": 0.1, "name": "adam"}
-    assert given.config_of(argparse.Namespace(x=1)) == {"x": 1}
-    assert given.config_of({}) == {}
-    assert given.config_of(None) is None
+    config = {"a": {"b": Options(), "empty": {}}, "c": argparse.Namespace(d=1), 3: 4}
+    expected = {"a/b/lr": 0.1, "a/b/name": "adam", "a/empty": "{}", "c/d": 1, "3": 4}
+    assert given.as_config(config) == expected
+    assert given.as_config(Options()) == {"lr": 0.1, "name": "adam"}
+    assert given.as_config(argparse.Namespace(x=1)) == {"x": 1}
+    assert given.as_config({}) == {}
+    assert given.as_config(None) is None
 
 
 @pytest.mark.parametrize(
@@ -78,64 +63,57 @@ def test_names_are_joined():
     [
         (True, True),
         (np.bool_(True), True),
-        (np.int64(3), 3),
-        (np.float32(0.1), 0.1),
-        (jnp.float32(0.1), 0.1),
         (jnp.bfloat16(0.5), 0.5),
         (float("nan"), "nan"),
-        (float("-inf"), "-inf"),
         (pathlib.Path("/a/b"), "/a/b"),
         ((1, "x", None), [1, "x", None]),
         ({3, 1, 2}, [1, 2, 3]),
         (np.ones((2, 3), np.float32), "float32[2,3]"),
-        (Mode.TRAIN, "train"),
         (Level.HIGH, 3),
         (Bad(), "Bad"),
         ("http://user:pass@host/x?sig=1", "http://host/x"),
-        (2**80, 2**80),
     ],
-    ids=[f"{i}" for i in range(17)],
+    ids=[f"{i}" for i in range(11)],
 )
 def test_values(value, expected):
-    found = given.recorded("name", value)
+    found = given.record_value("name", value)
     assert found == expected
     assert type(found) is type(expected)
     json.dumps(found, allow_nan=False)
 
 
 def test_long_and_circular_values():
-    long = given.recorded("text", "ab" * 2000)
+    long = given.record_value("text", "ab" * 2000)
     assert len(long) < 1050
     assert long.startswith("abab")
-    assert long != given.recorded("text", "ab" * 2001)
-    assert given.recorded("fn", object()) == given.recorded("fn", object())
+    assert long != given.record_value("text", "ab" * 2001)
     circle = []
     circle.append(circle)
-    assert given.recorded("list", circle) == "[[...]]"
+    assert given.record_value("list", circle) == "[[...]]"
     config = {"a": 1}
     config["self"] = config
-    assert set(given.config_of(config)) == {"a", "self"}
+    assert set(given.as_config(config)) == {"a", "self"}
 
 
 @pytest.mark.parametrize("name", ["secret", "db_password", "dbPassword", "DB-PASSWD", "a/pwd", "aws.credentials"])
 @pytest.mark.parametrize("value", ["x", 5, ["x"]], ids=str)
 def test_values_with_secret_names_are_left_out(name, value):
-    assert given.recorded(name, value) == "(not recorded)"
-    assert given.recorded(name, None) is None
-    assert given.recorded(name, True) is True
+    assert given.record_value(name, value) == "(not recorded)"
+    assert given.record_value(name, None) is None
+    assert given.record_value(name, True) is True
 
 
 @pytest.mark.parametrize("name", ["api_key", "apiKey", "hf_token", "auth", "tokens", "APIKey"])
 def test_long_words_of_other_names_are_left_out(name):
-    assert given.recorded(name, SECRET) == "(not recorded)"
-    assert given.recorded(name, ["a", SECRET]) == "(not recorded)"
-    assert given.recorded(name, "image") == "image"
-    assert given.recorded(name, 1024) == 1024
+    assert given.record_value(name, SECRET) == "(not recorded)"
+    assert given.record_value(name, ["a", SECRET]) == "(not recorded)"
+    assert given.record_value(name, "image") == "image"
+    assert given.record_value(name, 1024) == 1024
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "monkey", "author", "keyboard", "pad"])
 def test_other_names_stay(name):
-    assert given.recorded(name, SECRET) == SECRET
+    assert given.record_value(name, SECRET) == SECRET
 
 
 @pytest.mark.parametrize("config", [[1], 3, "x", Options, object()], ids=["list", "int", "str", "class", "object"])
@@ -193,36 +171,18 @@ def lines_of(before, now, tmp_path, caplog, **options):
     ("before", "now", "expected"),
     [
         ({"a": 1}, {"a": 2}, ["config: a: 1 before, 2 now"]),
-        ({"a": 1}, {"b": 2}, ["config: a: 1 before, absent now", "config: b: absent before, 2 now"]),
-        ({"a": True}, {"a": 1}, ["config: a: true before, 1 now"]),
+        ({"a": True}, {"b": 2}, ["config: a: true before, absent now", "config: b: absent before, 2 now"]),
         ({"a": "org/data"}, {"a": "org/other"}, ["config: a: org/data before, org/other now"]),
         ({"a": "/x"}, {"a": "/y"}, []),
-        ({"a": "s3://x"}, {"a": "~/y"}, []),
         ({"password": "x"}, {"password": "y"}, []),
         ({"steps": 2}, {"steps": 4}, []),
         (None, {"a": 1}, []),
         ({"a": 1}, None, []),
-        ({}, {"a": 1}, ["config: a: absent before, 1 now"]),
     ],
     ids=str,
 )
 def test_lines_of_a_restart(before, now, expected, tmp_path, caplog):
     assert lines_of(before, now, tmp_path, caplog) == expected
-
-
-def test_two_runs_are_compared(tmp_path):
-    for name, width in (("a", 512), ("b", 768)):
-        train(2, checkpoint_dir=tmp_path / name, config={"width": width})
-    cards = [starts_of(str(tmp_path / name))[-1].card for name in "ab"]
-    assert "config: width: 512 in A, 768 in B" in card_difference(*cards)
-
-
-def test_hparams_are_in_the_event_file(tmp_path):
-    pytest.importorskip("tensorboard")
-    train(2, logdir=tmp_path, config={"width": 3, "sizes": [1, 2], "none": None})
-    data = b"".join(path.read_bytes() for path in tmp_path.glob("*tfevents*"))
-    assert b"width" in data
-    assert b"[1, 2]" in data
 
 
 # The commit. git is real; where it is slow or absent, it is faked by a program on the path.
@@ -288,26 +248,6 @@ def test_the_repository_is_that_of_the_program(repository, tmp_path, monkeypatch
     assert given.code() is None
 
 
-def test_worktrees_detached_heads_and_submodules(repository, tmp_path, monkeypatch):
-    head = git(repository, "rev-parse", "HEAD")
-    git(repository, "worktree", "add", "-q", "--detach", str(tmp_path / "tree"))
-    at(tmp_path / "tree", monkeypatch)
-    assert given.code() == {"commit": head, "edits": None}
-    outer = tmp_path / "outer"
-    outer.mkdir()
-    git(outer, "init", "-q")
-    git(outer, "submodule", "add", "-q", str(repository), "inner")
-    git(outer, "commit", "-q", "-m", "outer")
-    at(outer, monkeypatch)
-    assert given.code()["edits"] is None
-    (outer / "inner" / "log.txt").write_text("a log")
-    assert given.code()["edits"] is None
-    (outer / "inner" / "data.txt").write_text("2")
-    assert given.code()["edits"] is not None
-    at(outer / "inner", monkeypatch)
-    assert given.code()["commit"] == head
-
-
 def test_git_of_another_repository_is_not_followed(repository, tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "other"))
     monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "index"))
@@ -350,13 +290,8 @@ def test_a_slow_git_is_ended_with_its_children(slow, expected, repository, tmp_p
     assert found == ({"commit": git(repository, "rev-parse", "HEAD"), "edits": "unknown"} if expected else None)
     assert ("took longer than" in caplog.text) is not expected
     child = int((tmp_path / "child").read_text())
-    for _ in range(100):
-        state = pathlib.Path(f"/proc/{child}/stat")
-        if not state.exists() or state.read_text().split(")")[1].split()[0] in "ZX":
-            break
-        time.sleep(0.05)
-    else:
-        pytest.fail("the child of git lives")
+    state = pathlib.Path(f"/proc/{child}/stat")
+    wait_until(lambda: not state.exists() or state.read_text().split(")")[1].split()[0] in "ZX")
 
 
 def test_the_commit_is_with_the_run_and_its_checkpoints(repository, tmp_path, caplog):
@@ -371,7 +306,7 @@ def test_the_commit_is_with_the_run_and_its_checkpoints(repository, tmp_path, ca
     jstep.train(train_step, state, slowly, 20, checkpoint_dir=tmp_path / "run", log_steps=None)
     head = git(repository, "rev-parse", "HEAD")
     assert jstep.Saver(tmp_path / "run").extra(20)["code"] == {"commit": head, "edits": None}
-    assert starts_of(str(tmp_path / "run"))[-1].card["code"] == {"commit": head, "edits": None}
+    assert read_starts(str(tmp_path / "run"))[-1].card["code"] == {"commit": head, "edits": None}
     (repository / "src" / "a b\n.py").write_text("2")
     with caplog.at_level(logging.INFO, "jstep"):
         train(25, checkpoint_dir=tmp_path / "run")

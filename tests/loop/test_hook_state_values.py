@@ -1,8 +1,6 @@
 """States of hooks: what they may hold, when they are read, and to which hook they belong."""
 
-import collections
 import json
-import logging
 import threading
 
 import numpy as np
@@ -42,17 +40,9 @@ def hooks_of(kept, where):
 VALUES = {
     "arrays": {"best": np.arange(6.0, dtype=np.float32).reshape(2, 3), "flags": np.array([True, False])},
     "number": np.float32(1.5),
-    "generator": np.random.default_rng(3),
-    "tuple": (1, {2, 3}, b"x", {4: None}),
-    "nan": float("nan"),
     "looks like a tag": {"$array": [1], "n": {"$tuple": 2}},
     "plain": {"best": 0.1, "bad": 3, "names": ["a", None, True]},
 }
-
-
-def text(value):
-    state = value.bit_generator.state if isinstance(value, np.random.Generator) else value
-    return f"{type(value).__name__} {state!r}"
 
 
 @pytest.mark.thorough(except_for=["number-callback", "looks like a tag-hook", "plain-hook"])
@@ -63,7 +53,7 @@ def test_a_state_is_the_same_after_a_restart(value, where, tmp_path):
     train(3, hooks=hooks_of(kind(value), where), checkpoint_dir=tmp_path)
     found = kind()
     train(5, hooks=hooks_of(found, where), checkpoint_dir=tmp_path)
-    assert text(found.value) == text(value)
+    assert repr(found.value) == repr(value)
 
 
 @pytest.mark.parametrize("where", ["hook", "callback"])
@@ -71,10 +61,9 @@ def test_a_state_is_the_same_after_a_restart(value, where, tmp_path):
     ("value", "words"),
     [
         ({"a": [0, threading.Lock()]}, r"get_state\(\)\['a'\]\[1\] is a value of type _thread.lock"),
-        (collections.deque(), r"get_state\(\) is a value of type collections.deque"),
         (np.array([None]), r"get_state\(\) is a NumPy array of dtype object"),
     ],
-    ids=["lock", "deque", "objects"],
+    ids=["lock", "objects"],
 )
 def test_a_state_that_cannot_be_kept_is_an_error_before_the_first_step(value, words, where, tmp_path):
     calls = Calls()
@@ -85,19 +74,6 @@ def test_a_state_that_cannot_be_kept_is_an_error_before_the_first_step(value, wo
     assert kept.reads == 1
     assert jstep.latest_checkpoint(tmp_path) is None
     assert jstep.global_step(train(4, hooks=hooks_of(kept, where))) == 4  # nothing is kept without checkpoints
-
-
-def test_also_in_a_run_that_resumes(tmp_path):
-    train(3, hooks=[Keeps(1)], checkpoint_dir=tmp_path)
-    calls = Calls()
-
-    class Locked(Keeps):
-        def set_state(self, value):
-            self.value = threading.Lock()
-
-    with pytest.raises(TypeError, match=r"the state of mine cannot be kept"):
-        train(9, hooks=[Locked(object(), key="mine"), calls], checkpoint_dir=tmp_path)
-    assert calls.steps() == []
 
 
 def test_the_state_is_read_once_and_after_begin(tmp_path):
@@ -170,28 +146,3 @@ def test_a_state_that_was_changed_is_an_error_that_names_the_hook(tmp_path):
         saver.save(make_state(3), extra=extra)
     with pytest.raises(ValueError, match=r"hooks: the checkpoint's state of Keeps cannot be decoded .*unknown"):
         train(9, hooks=[Keeps()], checkpoint_dir=tmp_path / "b")
-
-
-class Renamed(Keeps):
-    """The class of a hook after a change of its name."""
-
-
-def test_a_key_wins_over_the_class(tmp_path, caplog):
-    caplog.set_level(logging.INFO, "jstep")
-    train(3, hooks=[Keeps(7, key="mine"), Keeps(8)], checkpoint_dir=tmp_path)
-    renamed, without_key = Renamed(key="mine"), Renamed()
-    train(5, hooks=[without_key, renamed], checkpoint_dir=tmp_path)
-    assert renamed.value == 7
-    assert without_key.value is None
-    assert "'mine' was a" in caplog.text
-    assert "the state of Keeps, which is not among them any more" in caplog.text
-
-
-def test_a_subclass_of_a_stock_callback_keeps_its_state_by_its_key(tmp_path):
-    class Patient(jstep.EarlyStopping):
-        pass
-
-    train(4, hooks=[evaluation(jstep.EarlyStopping("loss", patience=30, key="k"))], checkpoint_dir=tmp_path)
-    stop = Patient("loss", patience=30, key="k")
-    train(8, hooks=[evaluation(stop)], checkpoint_dir=tmp_path)
-    assert stop.get_state()["bad"] == 3

@@ -97,33 +97,6 @@ def test_a_batch_that_cannot_be_made_is_no_error(tmp_path: pathlib.Path, caplog:
     assert reported(caplog) == [RATE, UNTRAINED]
 
 
-def test_a_run_that_a_hook_has_stopped(tmp_path: pathlib.Path, caplog: Any) -> None:
-    class Stopped(jstep.Hook):
-        why = "it has converged"
-
-        def begin(self, state: Any) -> bool:
-            return int(state.global_step) >= 3
-
-        def after_step(self, step: int, state: Any, metrics: Any) -> bool:
-            return step >= 3
-
-        def get_state(self) -> Any:
-            return 1
-
-        def set_state(self, value: Any) -> bool:
-            return True
-
-    def run(rate: float) -> None:
-        optimizer = jstep.sgd(rate)
-        state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer)
-        step = jstep.minimize(loss_of(1.0), optimizer)
-        jstep.train(step, state, lambda n: X, 9, hooks=[Stopped()], checkpoint_dir=tmp_path, progress=False)
-
-    run(0.1)
-    run(0.2)
-    assert reported(caplog) == [RATE, UNTRAINED]
-
-
 @pytest.mark.parametrize("jit", [True, False])
 def test_a_custom_step_is_compared(jit: bool, tmp_path: pathlib.Path, caplog: Any) -> None:
     def start(scale: float, last_step: int) -> None:

@@ -2,13 +2,11 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from loop_runs import OPTIMIZER, train
 
@@ -73,17 +71,6 @@ def test_a_host_that_is_slower_waits_for_nothing(monkeypatch: pytest.MonkeyPatch
     assert device.waits == 0
 
 
-def test_calls_that_become_slow_and_quick_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, flight = Device(0.01), InFlight(lambda: device.now)
-    monkeypatch.setattr(in_flight, "_result", lambda state, metrics: metrics)
-    for each, most in ((0.01, 100), (1.0, 2), (0.01, 100)):
-        device.each = each
-        for step in range(150):
-            flight.make_room()
-            flight.add(step, None, device.call())
-        assert most <= flight.most <= most + 1
-
-
 @pytest.mark.parametrize("kind", ["loss", "array", "number", "nothing"])
 def test_what_is_waited_for(kind: str) -> None:
     state = jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER)
@@ -119,35 +106,6 @@ def test_a_metric_that_the_next_call_donates() -> None:
     jax.block_until_ready(result)
     flight.look()
     assert flight.finished == 8
-
-
-def slow_step(started: list[int]) -> Any:
-    """A step whose program waits on the host."""
-
-    def wait(x: Any) -> Any:
-        started.append(1)
-        time.sleep(0.03)
-        return np.float32(0)
-
-    def loss_fn(params: Any, x: Any) -> Any:
-        return jnp.sum(params["w"]) + jax.pure_callback(
-            wait, jax.ShapeDtypeStruct((), jnp.float32), jax.lax.stop_gradient(x)
-        )
-
-    return jstep.minimize(loss_fn, OPTIMIZER)
-
-
-def test_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "_SECONDS", 0.001)
-    started: list[int] = []
-    ahead: list[int] = []
-    train(
-        12,
-        lambda n: np.float32(n),
-        hooks=[jstep.every(1, lambda step, *_: ahead.append(step - len(started)))],
-        step=slow_step(started),
-    )
-    assert max(ahead) <= 2
 
 
 def test_a_signal_while_the_loop_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,12 +39,6 @@ def over_devices():
     return NamedSharding(jax.make_mesh((4,), ("data",)), PartitionSpec("data"))
 
 
-@pytest.mark.thorough
-def test_devices_that_do_not_divide_the_last_batch():
-    found = message_of(jstep.batches(ROWS, 8, drop_remainder=False), batch_sharding=over_devices())
-    assert f"This is batch 3, whose shapes are checked before the first step; {LAST_OF_EPOCH}" in found
-
-
 def test_devices_that_do_not_divide_a_batch_of_a_loader():
     found = message_of([ROWS[:8], ROWS[:8], ROWS[:2], ROWS[:8]], batch_sharding=over_devices())
     assert "at step 2, after the update with batch 1, while batch 2 was fetched" in found

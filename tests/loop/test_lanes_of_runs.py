@@ -39,15 +39,11 @@ def test_the_card_has_the_lanes(tmp_path):
     assert not [line for line in card_difference(b, before) if "lanes" in line]
 
 
-@pytest.mark.thorough(except_for=["4-8-lanes: 4 before, 8 now"])
+@pytest.mark.thorough(except_for=["None-8-lanes: null before, 8 now"])
 @pytest.mark.parametrize(
     ("first", "second", "warns"),
     [
-        (4, 8, "lanes: 4 before, 8 now"),
         (None, 8, "lanes: null before, 8 now"),
-        (4, None, "lanes: 4 before, null now"),
-        (4, 4, None),
-        ({0: 4, 2: 8}, {0: 4, 2: 8}, None),
         (4, {0: 4, 2: 8}, None),
         ({0: 4, 1: 8}, 8, None),
         ({0: 4, 1: 8}, 4, "lanes: 8 before, 4 now"),

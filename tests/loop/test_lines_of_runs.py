@@ -134,7 +134,9 @@ def with_stages_and_evaluations(folder: str) -> list[str]:
     evaluate = jstep.evaluator(lambda params, x: {"loss": loss_fn(params, x)}, [{"x": ROWS}])
     hooks = [
         jstep.LoggingHook(every_n_steps=3),
-        jstep.EvaluationHook(evaluate, every_n_steps=4, then=[jstep.EarlyStopping("loss", patience=1, min_delta=9.0)]),
+        jstep.EvaluationHook(
+            evaluate, every_n_steps=4, callbacks=[jstep.EarlyStopping("loss", patience=1, min_delta=9.0)]
+        ),
     ]
     options: dict[str, Any] = {"hooks": hooks, "logdir": os.path.join(folder, "log"), "save_summaries_steps": 2}
     lines = run(

@@ -63,9 +63,3 @@ def test_evaluators_and_prefetching_keep_the_type():
     want = np.mean([loss_fn(state.params, batch) for batch in BATCHES[:2]])
     np.testing.assert_allclose(evaluate(state)["loss"], want, rtol=1e-6)
     assert {type(batch) for batch in jstep.prefetch_to_device(iter(BATCHES))} == {Batch}
-
-
-def test_replay_passes_one_argument(tmp_path):
-    jstep.train(STEP, make_state(), lambda n: BATCHES[n], 4, checkpoint_dir=tmp_path, progress=False)
-    replayed = jstep.replay(STEP, make_state(), lambda n: BATCHES[n], tmp_path, 3)
-    assert [type(arg) for arg in replayed.args] == [Batch]

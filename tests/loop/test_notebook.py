@@ -76,10 +76,7 @@ def test_updates_are_few(kernel):
     assert len(handle.shown) < 50
 
 
-def test_log_lines_go_to_handlers_of_the_users_own_and_warnings_are_lines(kernel, caplog, capfd):
-    with caplog.at_level(logging.INFO, "jstep"):
-        train(200)
-    assert caplog.text == "" or "step 100" in caplog.text
+def test_log_lines_go_to_handlers_of_the_users_own_and_warnings_are_lines(kernel, capfd):
     handler = logging.Handler()
     lines = []
     handler.emit = lambda record: lines.append(record.getMessage())

@@ -87,6 +87,7 @@ def test_what_is_gone_without_one_file(gone, tmp_path):
     assert features(without(gone, tmp_path)) == every.difference(*(OF[file] for file in gone))
 
 
+@pytest.mark.thorough
 def test_a_run_that_nothing_watches(tmp_path):
     assert features(without(OF, tmp_path)) == set()
 

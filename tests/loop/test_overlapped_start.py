@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from loop_runs import same
 from positioned import Positioned
+from waiting import wait_until
 
 import jstep
 
@@ -43,41 +44,27 @@ def train(step, batches, last, directory, mesh=None, **kwargs):
     return jstep.train(step, make_state(mesh), batches, last, checkpoint_dir=directory, log_steps=None, **kwargs)
 
 
-@pytest.fixture
-def compiled():
-    """Record the threads that compile, and set an event when the background thread has compiled."""
-    seen, done = [], threading.Event()
-
-    def listener(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(threading.current_thread().name)
-            if seen[-1] == "jstep-compile":
-                done.set()
-
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    yield seen, done
-    jax.monitoring.unregister_event_duration_listener(listener)
-
-
 @pytest.mark.thorough(except_for=["3-function"])
 @pytest.mark.parametrize("kind", ["data", "function", "list"])
 @pytest.mark.parametrize("steps_per_call", [1, 3])
-def test_the_checkpoint_is_read_while_the_step_is_compiled(kind, steps_per_call, tmp_path, compiled, monkeypatch):
-    batches, (seen, done) = batches_of(kind), compiled
+def test_the_checkpoint_is_read_while_the_step_is_compiled(
+    kind, steps_per_call, tmp_path, compiling_threads, monkeypatch
+):
+    batches = batches_of(kind)
     train(make_step(), batches, 3, tmp_path)
     uninterrupted = train(make_step(), batches, 9, None, steps_per_call=steps_per_call)
     compiled_first, restore = [], jstep.Saver.restore
 
     def slow(self, *args, **kwargs):
-        compiled_first.append(done.wait(TIMEOUT_SECS))  # a sequential start would time out here
+        wait_until(lambda: "jstep-compile" in compiling_threads)  # a sequential start would time out here
+        compiled_first.append(True)
         return restore(self, *args, **kwargs)
 
     monkeypatch.setattr(jstep.Saver, "restore", slow)
-    done.clear()
-    seen.clear()
+    compiling_threads.clear()
     state = train(make_step(), batches, 9, tmp_path, steps_per_call=steps_per_call)
     assert compiled_first == [True]
-    assert seen.count("jstep-compile") == 1
+    assert compiling_threads.count("jstep-compile") == 1
     assert same(state, uninterrupted)
 
 
@@ -85,20 +72,20 @@ def test_the_checkpoint_is_read_while_the_step_is_compiled(kind, steps_per_call,
 @pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 @pytest.mark.parametrize("restores", [False, True])
-def test_no_program_of_a_step_is_compiled_twice(kind, steps_per_call, restores, tmp_path, compiled, caplog):
+def test_no_program_of_a_step_is_compiled_twice(kind, steps_per_call, restores, tmp_path, compiling_threads, caplog):
     mesh = None if kind is None else jax.make_mesh((8,), ("data",), axis_types=(kind,))
     kwargs = {} if mesh is None else {"batch_sharding": NamedSharding(mesh, PartitionSpec("data"))}
-    data, (seen, _) = batches_of("data"), compiled
+    data = batches_of("data")
     if restores:
         train(make_step(), data, 3, tmp_path, mesh, **kwargs)
     step = make_step()
-    seen.clear()
+    compiling_threads.clear()
     with jax.log_compiles():
         caplog.set_level(logging.WARNING)
         train(step, data, 9, tmp_path, mesh, steps_per_call=steps_per_call, **kwargs)
     names = [r.getMessage() for r in caplog.records if "Finished XLA compilation of jit(train_step" in r.getMessage()]
     assert len(names) == 1
-    assert seen.count("jstep-compile") == 1
+    assert compiling_threads.count("jstep-compile") == 1
 
 
 class Late(jstep.Saver):
@@ -118,13 +105,6 @@ def test_batches_begin_at_the_step_that_is_restored(tmp_path, kind):
     with Late(tmp_path / "now") as saver:
         resumed = train(make_step(), make(), 9, saver)
     assert same(resumed.params, train(make_step(), make(), 9, None).params)
-
-
-def test_results_are_bitwise_identical(tmp_path):
-    train(make_step(), batches_of("data"), 4, tmp_path / "a")
-    resumed = train(make_step(), batches_of("data"), 9, tmp_path / "a")
-    uninterrupted = train(make_step(), iter([batches_of("data")[n] for n in range(9)]), 9, None)
-    assert same(resumed.params, uninterrupted.params)
 
 
 # Sources that hooks create
@@ -171,44 +151,6 @@ def test_what_a_call_before_the_hooks_had_made_is_released(tmp_path):
 # Errors
 
 
-def test_an_error_of_the_restore_is_raised(tmp_path):
-    train(make_step(), batches_of("data"), 3, tmp_path)
-    other = jstep.TrainState.create({"w": jnp.ones((16, 5))}, OPTIMIZER)
-    with pytest.raises(ValueError, match="params/w"):
-        jstep.train(make_step(), other, batches_of("data"), 9, checkpoint_dir=tmp_path, progress=False)
-
-
-def test_an_error_of_the_batches_is_raised_with_the_state(tmp_path):
-    train(make_step(), batches_of("data"), 3, tmp_path)
-
-    class Broken:
-        def __len__(self):
-            return 64
-
-        def __getitem__(self, i):
-            raise OSError(f"no shard for {i}")
-
-    with pytest.raises(OSError, match="no shard") as failed:
-        train(make_step(), jstep.batches(Broken(), 8), 9, tmp_path)
-    assert jstep.global_step(failed.value.state) == 3
-
-
-def test_an_error_of_the_loss_is_raised_with_the_state(tmp_path):
-    train(make_step(), batches_of("data"), 3, tmp_path)
-    broken = jstep.minimize(lambda params, x: x @ params["w"] @ x, OPTIMIZER)
-    with pytest.raises(TypeError, match="dot_general") as failed:
-        train(broken, batches_of("data"), 9, tmp_path)
-    assert jstep.global_step(failed.value.state) == 3
-
-
-def test_exhausted_batches_end_a_restored_run(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    data = jstep.batches(ROWS, 8, num_epochs=1)
-    train(make_step(), data, 20, tmp_path)
-    assert jstep.global_step(train(make_step(), data, 20, tmp_path)) == 8
-    assert "used up" in caplog.text
-
-
 # The log line
 
 
@@ -222,10 +164,9 @@ def test_one_line_reports_the_times_of_the_start(tmp_path, caplog):
     assert [part.rsplit(" ", 1)[0] for part in words.split(", ")] == ["devices", "restore", "compile", "first batch"]
 
 
-@pytest.mark.thorough(except_for=["3-batch"])
-@pytest.mark.parametrize("when", ["restore", "batch"])
+@pytest.mark.thorough(except_for=["3"])
 @pytest.mark.parametrize("steps_per_call", [1, 3])
-def test_ctrl_c_while_the_checkpoint_is_read_and_the_first_batch_is_made(when, steps_per_call, tmp_path, monkeypatch):
+def test_ctrl_c_while_the_checkpoint_is_read_and_the_first_batch_is_made(steps_per_call, tmp_path, monkeypatch):
     data = batches_of("data")
     train(make_step(), lambda step: data[step], 3, tmp_path)
     asked, restored, over = threading.Event(), threading.Event(), threading.Event()
@@ -234,8 +175,6 @@ def test_ctrl_c_while_the_checkpoint_is_read_and_the_first_batch_is_made(when, s
 
     def slow_restore(self, *args, **kwargs):
         assert asked.wait(TIMEOUT_SECS)  # a sequential start would time out here
-        if when == "restore":
-            os.kill(os.getpid(), signal.SIGINT)
         state = restore(self, *args, **kwargs)
         restored.set()
         return state
@@ -243,7 +182,7 @@ def test_ctrl_c_while_the_checkpoint_is_read_and_the_first_batch_is_made(when, s
     def slow_batch(step):
         threads.append(threading.current_thread().name)
         asked.set()
-        if when == "batch" and restored.wait(TIMEOUT_SECS):
+        if restored.wait(TIMEOUT_SECS):
             os.kill(os.getpid(), signal.SIGINT)
         over.wait(TIMEOUT_SECS)
         return data[step]

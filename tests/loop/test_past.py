@@ -5,11 +5,10 @@ import logging
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from doubles import raising
 
 import jstep
 from jstep.hooks.card_differences import Changes, changes
-from jstep.loop.card import past_changes, past_of, report_changes
+from jstep.loop.card import past_changes, record_past, report_changes
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 STEP = jstep.minimize(lambda params, x: params["w"] * jnp.mean(x), OPTIMIZER)
@@ -37,8 +36,6 @@ def warnings(caplog):
 
 CHANGED = {
     "seed": (batches(), batches(seed=2), "seed: 1 before, 2 now"),
-    "shuffle": (batches(), batches(shuffle=False), "shuffle: true before, false now"),
-    "rows": (batches(), batches(rows=101), "rows: 100 before, 101 now"),
     "a grown source that started over": (batches(20, shuffle=False), batches(24, shuffle=False), "rows: 20 before, 24"),
     "batch size": (batches(), batches(batch_size={0: 8, 2: 4}), "batch_size[2]: absent before, 4 now"),
     "skip": (batches(), batches(skip=(2, 3)), "steps: [[0, 4, 1]] before, [[0, 2, 1], [3, 5, 1]] now"),
@@ -48,8 +45,6 @@ CHANGED = {
         mixture({0: WEB, 3: BOTH}),
         'weights[2]: {"code": 0.5, "web": 0.5} before, absent now; weights[3]: absent before, {"code"',
     ),
-    "rows of a source": (mixture(WEB), mixture(WEB, rows=65), "rows[web]: 64 before, 65 now"),
-    "dropped rows": (batches(20), batches(20, drop_remainder=False), "drop_remainder: true before, false now"),
     "dropped rows after another batch size": (
         batches(22, batch_size={0: 4, 1: 8}),
         batches(22, batch_size={0: 4, 1: 8}, drop_remainder=False),
@@ -75,19 +70,12 @@ def test_a_change_of_past_batches_is_named_once(name, tmp_path, caplog):
 UNCHANGED = {
     "the same": (batches(), batches()),
     "batch size": (batches(), batches(batch_size={0: 8, 4: 4})),
-    "a stage that changes nothing": (batches(), batches(batch_size={0: 8, 2: 8})),
     "skip": (batches(), batches(skip=(4, 6))),
-    "epochs": (batches(), batches(num_epochs=3)),
     "dropped rows of an epoch that is not over": (batches(), batches(drop_remainder=False)),
-    "no rows to drop after another batch size": (
-        batches(20, batch_size={0: 4, 1: 8}),
-        batches(20, batch_size={0: 4, 1: 8}, drop_remainder=False),
-    ),
     "no rows to drop": (batches(16), batches(16, drop_remainder=False)),
     "a source that grows before its end": (batches(shuffle=False), batches(rows=200, shuffle=False)),
     "a seed without a use": (batches(shuffle=False), batches(shuffle=False, seed=2)),
     "weights": (mixture(WEB), mixture({0: WEB, 4: BOTH})),
-    "the same weights in percent": (mixture({"web": 0.7, "code": 0.1}), mixture({"web": 70, "code": 10})),
     "a new source": (mixture({"web": 1.0}, sources=["web"]), mixture({0: WEB, 4: BOTH})),
     "a source without rows so far": (mixture(WEB), mixture({0: {**WEB, "other": 0}}, sources=[*WEB, "other"])),
     "a loader": ([np.ones(2)] * 9, batches()),
@@ -101,30 +89,6 @@ def test_a_change_of_future_batches_is_not_reported(name, tmp_path, caplog):
     run(tmp_path, before, 4)
     run(tmp_path, after, 6)
     assert not warnings(caplog)
-
-
-def test_batches_are_compared_with_the_run_that_saved(tmp_path, caplog):
-    """A later run that saved nothing is ignored."""
-
-    run(tmp_path, batches(), 4)
-    with jstep.Saver(tmp_path) as saver:
-        saver.save = lambda *args, **kwargs: None
-        with pytest.raises(OSError, match="lost"):
-            run(saver, batches(seed=2), 6, hooks=[jstep.every(1, raising(OSError("lost")))])
-    assert len(warnings(caplog)) >= 1
-    caplog.clear()
-    run(tmp_path, batches(), 6)
-    assert not warnings(caplog)
-
-
-def test_the_past_is_kept_with_the_checkpoint(tmp_path, caplog):
-    """It needs no timeline; nothing is reported if the checkpoint keeps no past."""
-    run(tmp_path, batches(), 4)
-    run(tmp_path, batches(), 4)
-    assert not warnings(caplog)
-    (tmp_path / "timeline.jsonl").unlink()
-    run(tmp_path, batches(seed=2), 6)
-    assert len(warnings(caplog)) == 1
 
 
 @pytest.mark.parametrize("extra", [None, {"past": 1}, {"held": {}}])
@@ -164,18 +128,13 @@ def run_with(directory, optimizer, last_step, steps_per_call=1):
 ADAM, ADAMW = jstep.adam(0.1), jstep.adamw(0.1)
 
 
-@pytest.mark.thorough(except_for=["before3-after3-None-1", "before4-after4-None-2"])
+@pytest.mark.thorough(except_for=["before2-after2-None-1", "before3-after3-None-2"])
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 @pytest.mark.parametrize(
     ("before", "after", "names"),
     [
         (ADAM, ADAMW, "adam only before; adamw only now"),
         ({0: ADAM, 2: ADAM}, {0: ADAM, 2: ADAMW}, "adam only before; adamw only now"),
-        (
-            ADAM,
-            jstep.chain(jstep.scale_by_adam(), jstep.scale_by_learning_rate(0.1)),
-            "adam only before; chain, scale_by_adam, scale_by_learning_rate only now",
-        ),
         ({0: ADAM, 4: ADAMW}, {0: ADAM, 4: ADAMW}, None),
         (ADAM, {0: ADAM, 4: ADAMW}, None),
     ],
@@ -193,7 +152,7 @@ def test_a_changed_optimizer_with_the_same_slots_is_named_once(before, after, na
 
 def test_rows_that_changed_for_another_reason_are_reported(caplog):
     """Such as another version of jstep."""
-    kept = past_of(batches(), 4, {})
+    kept = record_past(batches(), 4, {})
     report_changes("model-4", Changes(past_changes(4, "model-4", {**kept, "rows": "other"}, kept), []))
     assert "their definition is the same" in warnings(caplog)[0]
 

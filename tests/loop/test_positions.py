@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from sources import Positioned, Stateful
 
-from jstep.data.loaders import position_of, source_of
-from jstep.data.positions import POSITION, POSITIONS, gather_positions, saved_position
-from jstep.stores.tagged_json import Files
+from jstep.data.loaders import loader_position, open_source
+from jstep.data.positions import POSITION, POSITIONS, gather_positions, restore_position
+from jstep.stores.tagged_json import AttachedFiles
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ A, B = {"value": {"at": 3}}, {"value": {"at": 5}}
 def test_each_process_restores_its_own_position(process, loader, caplog):
     for index, first in enumerate((30, 50)):
         process(index, 2)
-        assert next(source_of(loader(), 4, 9, saved_position(positions_of(A, B))).items) == first
+        assert next(open_source(loader(), 4, 9, restore_position(positions_of(A, B))).items) == first
     assert not caplog.records
 
 
@@ -42,71 +42,71 @@ def test_each_process_restores_its_own_position(process, loader, caplog):
 def test_another_number_of_processes_is_an_error(process, count):
     process(0, count)
     with pytest.raises(ValueError, match=rf"Stateful.*saved by 2 processes.*has {count}.*jstep\.batches") as error:
-        source_of(Stateful(), 4, 9, saved_position(positions_of(A, B)))
+        open_source(Stateful(), 4, 9, restore_position(positions_of(A, B)))
     assert "Saver.restore" in str(error.value)
     # Batches without a position are not affected, and neither is a finished run.
-    assert next(source_of([0, 1, 2, 3, 4], 4, 9, saved_position(positions_of(A, B))).items) == 4
-    source_of(Stateful(), 9, 9, saved_position(positions_of(A, B)))
+    assert next(open_source([0, 1, 2, 3, 4], 4, 9, restore_position(positions_of(A, B))).items) == 4
+    open_source(Stateful(), 9, 9, restore_position(positions_of(A, B)))
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_equal_positions_fit_any_number_of_processes(process, count, caplog):
     process(count - 1, count)
     equal = {POSITION: A, POSITIONS: {"processes": 2, "positions": [A]}}
-    assert next(source_of(Stateful(), 4, 9, saved_position(equal)).items) == 30
+    assert next(open_source(Stateful(), 4, 9, restore_position(equal)).items) == 30
     assert not caplog.records
 
 
 def test_a_value_that_users_saved_under_the_same_name(process):
     for count in (1, 2):
         process(0, count)
-        assert next(source_of([0, 1, 2, 3, 4], 4, 9, saved_position({POSITION: 3})).items) == 4
+        assert next(open_source([0, 1, 2, 3, 4], 4, 9, restore_position({POSITION: 3})).items) == 4
         with pytest.raises(ValueError, match="Stateful must be a position, got an int"):
-            source_of(Stateful(), 4, 9, saved_position({POSITION: 3}))
+            open_source(Stateful(), 4, 9, restore_position({POSITION: 3}))
 
 
 def test_an_old_checkpoint_has_only_the_position_of_process_0(process, caplog):
     for index in range(2):
         process(index, 2)
-        assert next(source_of(Stateful(), 4, 9, saved_position({POSITION: A})).items) == 30
+        assert next(open_source(Stateful(), 4, 9, restore_position({POSITION: A})).items) == 30
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 2
     assert "one position of a loader for 2 processes" in caplog.text
     caplog.clear()
     process(0, 1)
-    assert next(source_of(Stateful(), 4, 9, saved_position({POSITION: A})).items) == 30
+    assert next(open_source(Stateful(), 4, 9, restore_position({POSITION: A})).items) == 30
     assert not caplog.records
 
 
 def test_one_process_without_a_position(process, caplog):
     process(1, 2)
-    source_of(Stateful(), 4, 9, saved_position(positions_of(A, None)))
+    open_source(Stateful(), 4, 9, restore_position(positions_of(A, None)))
     assert "there is no position for the Stateful" in caplog.text
-    assert saved_position({}) is None
-    assert saved_position({"hooks": {}}) is None
+    assert restore_position({}) is None
+    assert restore_position({"hooks": {}}) is None
 
 
 def test_gather_positions(process, monkeypatch):
-    assert gather_positions(A, Files()) == {POSITION: A}
-    assert gather_positions(None, Files()) == {}
+    assert gather_positions(A, AttachedFiles()) == {POSITION: A}
+    assert gather_positions(None, AttachedFiles()) == {}
     process(0, 2)
     for others, expected in (
         (B, positions_of(A, B)),
         (A, {POSITION: A, POSITIONS: {"processes": 2, "positions": [A]}}),
     ):
         monkeypatch.setattr("jstep.distributed.processes.gather_texts", lambda text, o=others: [text, json.dumps(o)])
-        assert gather_positions(A, Files()) == expected
+        assert gather_positions(A, AttachedFiles()) == expected
     monkeypatch.setattr("jstep.distributed.processes.gather_texts", lambda text: [text, text])
-    assert gather_positions(None, Files()) == {}
+    assert gather_positions(None, AttachedFiles()) == {}
     monkeypatch.setattr("jstep.distributed.processes.gather_texts", lambda text: [text, json.dumps(B)])
-    assert gather_positions(None, Files()) == {POSITIONS: {"processes": 2, "positions": [None, B]}}
+    assert gather_positions(None, AttachedFiles()) == {POSITIONS: {"processes": 2, "positions": [None, B]}}
 
 
 def test_large_arrays_of_equal_positions_are_written_by_the_first_process(process, monkeypatch):
     state = {"buffer": np.zeros(10**5, np.uint8)}
-    large = position_of(types.SimpleNamespace(get_state=lambda: state, set_state=print))
+    large = loader_position(types.SimpleNamespace(get_state=lambda: state, set_state=print))
     for index, of_first, written in ((0, None, 1), (1, None, 0), (1, json.dumps(A), 1)):
         process(index, 2)
         gathered = lambda text, of_first=of_first: [of_first or text, text]  # noqa: E731
         monkeypatch.setattr("jstep.distributed.processes.gather_texts", gathered)
-        gather_positions(large, files := Files())
+        gather_positions(large, files := AttachedFiles())
         assert [name.startswith(f"position.process_{index}.") for name in files] == [True] * written

@@ -9,9 +9,9 @@ from sources import in_loops
 
 import jstep
 from jstep.core.stopwatch import Stopwatch
-from jstep.data.loaders import source_of
+from jstep.data.loaders import open_source
 from jstep.loop.calls import make_calls
-from jstep.loop.feeder import BatchFeeder, copied_batches
+from jstep.loop.feeder import BatchFeeder, copy_batches
 from jstep.loop.signals import StopSignals
 
 
@@ -31,8 +31,8 @@ def starts(read: Any, step: Any, calls: int = 3000, most: int = 1, batches: Any 
         now[0] += read(n) if callable(read) else read
         return n
 
-    source = source_of((batches or (lambda fn: fn))(batch), 0, 10**6, None)
-    made = make_calls(copied_batches(source), 0, in_loops(most), ends=range(most, 10**6, most))
+    source = open_source((batches or (lambda fn: fn))(batch), 0, 10**6, None)
+    made = make_calls(copy_batches(source), 0, in_loops(most), ends=range(most, 10**6, most))
     feeder = BatchFeeder(source, made, StopSignals(), Stopwatch(clock=lambda: now[0]))
     try:
         for n in range(calls):

@@ -60,7 +60,7 @@ jstep.train(
 """
 
 
-@pytest.mark.thorough(except_for=["torchdata"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["torchdata", "torchdata, two workers", "torchdata.nodes", "datasets", "grain"])
 def test_killed_and_resumed(tmp_path, kind):
     package = kind.partition(",")[0].partition(".")[0]

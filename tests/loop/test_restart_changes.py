@@ -31,10 +31,6 @@ def doubled(params, x):
     return 2 * loss(params, x)
 
 
-def scaled(by):
-    return lambda params, x: jnp.mean(((x @ params["w"] - params["b"]) * by) ** 2)
-
-
 def batches(seed=0, batch_size=8, **more):
     return jstep.batches(np.linspace(0, 1, 256, dtype=np.float32).reshape(64, 4), batch_size, seed=seed, **more)
 
@@ -54,7 +50,7 @@ TRAIN = {"steps_per_call", "batch_sharding", "hooks", "save_checkpoint_steps", "
 
 def reported(caplog):
     """Return the lines of the warnings below their first ones, and the INFO lines about a start; forget them."""
-    records = [record for record in caplog.records if record.name == "jstep"]
+    records = [record for record in caplog.records if "are not sharded" not in record.getMessage()]
     warnings = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
     infos = [m for record in records if record.levelno == logging.INFO and "the start" in (m := record.getMessage())]
     caplog.clear()
@@ -86,77 +82,23 @@ CHANGED = {
         {"optimizer": jstep.adam(jstep.warmup_cosine_decay(0.1, 10, 1000))},
         ["learning_rate: 0.1 before, warmup_cosine_decay(peak=0.1, warmup_steps=10, decay_steps=1000) now"],
     ),
-    "hyperparameters": (
-        {},
-        {"optimizer": jstep.adam(0.1, beta1=0.8, epsilon=1e-6)},
-        ["beta1: 0.9 before, 0.8 now", "epsilon: 1e-08 before, 1e-06 now"],
-    ),
     "part": ({"optimizer": parts()}, {"optimizer": parts(0.3)}, ["w/learning_rate: 0.1 before, 0.3 now"]),
-    "chain": (
-        {"optimizer": jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam(0.1))},
-        {"optimizer": jstep.chain(jstep.clip_gradients(by_global_norm=2.0), jstep.adam(0.1))},
-        ["by_global_norm: 1.0 before, 2.0 now"],
-    ),
-    "wrapper": (
-        {"optimizer": jstep.with_moving_average(jstep.adamw(0.1), jstep.ExponentialMovingAverage(0.9))},
-        {
-            "optimizer": jstep.with_moving_average(
-                jstep.adamw(0.1, weight_decay=0.1), jstep.ExponentialMovingAverage(0.99)
-            )
-        },
-        [
-            "ema: ExponentialMovingAverage(decay=0.9) before, ExponentialMovingAverage(decay=0.99) now",
-            "weight_decay: 0.01 before, 0.1 now",
-        ],
-    ),
     "optimizer": ({}, {"optimizer": jstep.adamw(0.1)}, ["optimizer: adam only before; adamw only now"]),
-    "clip": (
-        {},
-        {"optimizer": jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam(0.1))},
-        ["optimizer: chain, clip_gradients only now"],
-    ),
-    "loss": ({}, {"loss_fn": doubled}, ["step: the traced doubled (stage from step 0) differs: "]),
     "loss and rate": (
         {},
         {"loss_fn": doubled, "optimizer": jstep.adam(0.2)},
         ["learning_rate: 0.1 before, 0.2 now", "step: the traced doubled (stage from step 0) differs: "],
-    ),
-    "closure": (
-        {"loss_fn": scaled(SCALE)},
-        {"loss_fn": scaled(2 * SCALE)},
-        ["step: the traced train_step (stage from step 0) differs: the same"],
-    ),
-    "closure and rate": (
-        {"loss_fn": scaled(SCALE)},
-        {"loss_fn": scaled(2 * SCALE), "optimizer": jstep.adam(0.2)},
-        ["learning_rate: 0.1 before, 0.2 now", "step: the traced train_step (stage from step 0) differs: the same"],
     ),
     "data": (
         {},
         {"data": batches(1)},
         ["batches: those before step 4 are not the ones that model-4 was trained on: seed: 0 before, 1 now."],
     ),
-    "lanes": ({"lanes": 4}, {"lanes": 8}, ["lanes: 4 before, 8 now"]),
-    "lanes and rate": (
-        {"lanes": 4},
-        {"lanes": 8, "optimizer": jstep.adam(0.2)},
-        ["learning_rate: 0.1 before, 0.2 now", "lanes: 4 before, 8 now"],
-    ),
-    "microbatches": ({}, {"num_microbatches": 2}, ["step: the traced loss (stage from step 0) differs: "]),
     "loss and rows": (
         {"data": lambda step: np.ones((8, 4), np.float32)},
         {"data": lambda step: np.ones((16, 4), np.float32), "loss_fn": doubled},
         ["step: the traced doubled (stage from step 0) differs: operations mul ("],
     ),
-    "loss, where the rows change": (
-        {"data": batches(batch_size={0: 8, 4: 16})},
-        {"data": batches(batch_size={0: 8, 4: 16}), "loss_fn": doubled, "optimizer": jstep.adam(0.2)},
-        [
-            "learning_rate: 0.1 before, 0.2 now",
-            "step: the traced doubled (stage from step 0) differs: operations mul (",
-        ],
-    ),
-    "K and rate": ({"steps_per_call": 10}, {"optimizer": jstep.adam(0.2)}, ["learning_rate: 0.1 before, 0.2 now"]),
 }
 
 
@@ -175,36 +117,15 @@ def test_each_change_is_reported_once(name, tmp_path, caplog):
     assert reported(caplog) == ([], [])
 
 
-def held_run(directory, last_step, **more):
-    """A run with stages, a held rate that a hook changes, and batch sizes that change."""
-    optimizer = jstep.chain(jstep.scale_by_adam(), jstep.scale_by_learning_rate(jstep.held("rate", 0.1)))
-    steps = {
-        0: jstep.minimize(loss, optimizer),
-        3: jstep.minimize(doubled, optimizer),
-        7: jstep.minimize(renamed, optimizer),
-    }
-    data = batches(batch_size={0: 8, 4: 16})
-
-    class Lower(jstep.Hook):
-        def after_step(self, step, state, metrics):
-            return jstep.set_hyperparameter(state, "rate", 0.1 / (1 + step)) if step % 2 else None
-
-    run(directory, last_step, step=steps, optimizer=optimizer, data=data, hooks=[Lower()], **more)
-
-
 UNCHANGED = {
     "nothing": {},
     "several steps": {"steps_per_call": 10},
-    "auto": {"steps_per_call": "auto"},
     "a renamed loss": {"loss_fn": renamed},
-    "a function of the same values": {"loss_fn": lambda params, x: loss(params, x)},
     "defaults": {"optimizer": jstep.adam(np.float32(0.1), beta1=0.9)},
     "cadences": {"save_checkpoint_steps": 1, "log_steps": 2, "hooks": [jstep.StopAtStepHook(last_step=100)]},
     "a later stage": {"step": {0: jstep.minimize(loss, jstep.adam(0.1)), 4: jstep.minimize(doubled, jstep.adam(0.2))}},
     "other metrics": {"metrics": [lambda gradients, updates, params: {"b": jnp.sum(gradients["b"])}]},
     "an aux": {"loss_fn": lambda params, x: (loss(params, x), {"mean": jnp.mean(x) * SCALE[0, 1]}), "has_aux": True},
-    "later data": {"data": batches(batch_size={0: 8, 4: 16})},
-    "a loader": {"data": lambda step: np.ones((8, 4), np.float32)},
 }
 
 
@@ -227,30 +148,19 @@ def test_nothing_is_reported_where_the_number_of_rows_changes(rows, option, tmp_
         assert reported(caplog) == ([], [])
 
 
-@pytest.mark.thorough(except_for=["10"])
-@pytest.mark.parametrize("steps_per_call", [1, 10, "auto"])
-def test_a_run_that_restarts_at_every_step(steps_per_call, tmp_path, caplog):
-    for last_step in range(1, 12):
-        held_run(tmp_path, last_step, steps_per_call=steps_per_call)
-        assert reported(caplog) == ([], [])
-
-
-def over(devices, *, rows=True, spec=None, slot_axis=None, axis_type=jax.sharding.AxisType.Auto):
+def over(devices, *, rows=True, slot_axis=None, axis_type=jax.sharding.AxisType.Auto):
     """Options of a run on a number of devices, with the rows over them."""
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:devices])
-    spec = jax.sharding.PartitionSpec() if spec is None else spec
+    spec = jax.sharding.PartitionSpec()
     place = functools.partial(jstep.shard_state, mesh=mesh, param_specs=spec, slot_axis=slot_axis)
     return {"place": place, "batch_sharding": "data" if rows else None}
 
 
-ROWS = {"w": jax.sharding.PartitionSpec("data"), "b": jax.sharding.PartitionSpec()}
 PLACES = {
     "fewer devices": (over(4), over(2), "devices: of_state: 4 before, 2 now; devices: mesh: "),
-    "no mesh": (over(4), {}, "devices: of_state: 4 before, 1 now; devices: mesh: data: 4 Auto before, null now"),
     "a mesh": ({}, over(4, rows=False), "devices: of_state: 1 before, 4 now; devices: mesh: "),
     "explicit axes": (over(4), over(4, axis_type=jax.sharding.AxisType.Explicit), "devices: mesh: data: 4 Auto before"),
     "zero": (over(4), over(4, slot_axis="data"), "state: its leaves are sharded differently"),
-    "fsdp": (over(4), over(2, spec=ROWS), "devices: of_state: 4 before, 2 now; devices: mesh: "),
     "batch_sharding": (over(4), over(4, rows=False), "train: batch_sharding: "),
 }
 
@@ -263,57 +173,22 @@ def test_devices_and_layout_are_one_line(name, lanes, tmp_path, caplog):
     run(tmp_path, 2, **before, lanes=lanes)
     assert reported(caplog) == ([], [])
     run(tmp_path, 4, **after, lanes=lanes)
-    caplog.records[:] = [one for one in caplog.records if "are not sharded" not in one.getMessage()]
     lines, infos = reported(caplog)
     assert lines == []
     assert len(infos) == 1
     assert infos[0].startswith(f"model-2: since the start that made it, {expected}")
     run(tmp_path, 6, **after, lanes=lanes)
-    caplog.records[:] = [one for one in caplog.records if "are not sharded" not in one.getMessage()]
     assert reported(caplog) == ([], [])
 
 
-@pytest.mark.thorough(except_for=["fewer devices-4", "explicit axes-None"])
-@pytest.mark.parametrize("lanes", [None, 4])
-@pytest.mark.parametrize("name", PLACES)
-def test_changes_on_other_devices(name, lanes, tmp_path, caplog):
-    """Under lanes the programs are not compared, hyperparameters are."""
-    before, after, _ = PLACES[name]
-    run(tmp_path, 2, **before, lanes=lanes)
-    reported(caplog)
-    run(tmp_path, 4, **after, lanes=lanes, optimizer=jstep.adam(0.2), loss_fn=doubled)
-    caplog.records[:] = [one for one in caplog.records if "are not sharded" not in one.getMessage()]
-    lines, infos = reported(caplog)
-    assert infos == []
-    lines = [line for line in lines if not line.startswith(("devices: ", "state: ", "train: "))]
-    traced = [] if lanes else ["step: the traced doubled (stage from step 0) differs: "]
-    expected = ["learning_rate: 0.1 before, 0.2 now", *traced]
-    assert len(lines) == len(expected), lines
-    assert all(line.startswith(begin) for line, begin in zip(lines, expected, strict=True)), lines
-
-
-SETTINGS = {
-    "precision": ("jax_default_matmul_precision", "highest", "jax_default_matmul_precision: null before, highest now"),
-    "partitionable": ("jax_threefry_partitionable", False, "jax_threefry_partitionable: true before, false now"),
-    "generator": ("jax_default_prng_impl", "rbg", "jax_default_prng_impl: threefry2x32 before, rbg now"),
-}
-
-
-@pytest.mark.thorough(except_for=["precision"])
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings_of_jax(name, tmp_path, caplog):
-    setting, value, expected = SETTINGS[name]
+def test_settings_of_jax(tmp_path, caplog):
     run(tmp_path, 2)
     reported(caplog)
-    before = getattr(jax.config, setting)
-    jax.config.update(setting, value)
-    try:
+    with jax.default_matmul_precision("highest"):
         run(tmp_path, 4)
-        assert reported(caplog) == ([expected], [])
+        assert reported(caplog) == (["jax_default_matmul_precision: null before, highest now"], [])
         run(tmp_path, 6, optimizer=jstep.adam(0.2))
         assert reported(caplog) == (["learning_rate: 0.1 before, 0.2 now"], [])
-    finally:
-        jax.config.update(setting, before)
 
 
 def test_x64_is_one_line(tmp_path, caplog, x64):
@@ -424,8 +299,6 @@ TORN = {
     "torn": lambda fields, line: line[:90] + "\n" if "card" in fields else line,
     "another version": lambda fields, line: line.replace('"card": 1', '"card": 2'),
     "no card": lambda fields, line: "" if fields["kind"] == "card" else line,
-    "no programs": lambda fields, line: "" if fields["kind"] == "card" and "card" not in fields else line,
-    "other types": lambda fields, line: json.dumps({**fields, "settings": [1]}) + "\n" if "card" in fields else line,
 }
 
 
@@ -445,20 +318,12 @@ def test_a_card_that_cannot_be_read_is_one_line(name, tmp_path, caplog):
     assert reported(caplog) == (["learning_rate: 0.2 before, 0.3 now"], [])
 
 
-@pytest.mark.parametrize("is_copied", [False, True])
-def test_without_a_timeline(is_copied, tmp_path, caplog):
+def test_without_a_timeline(tmp_path, caplog):
     """What the checkpoint knows of its past is compared."""
-    where = tmp_path / "a"
-    run(where, 4)
+    run(tmp_path, 4)
     reported(caplog)
-    if is_copied:
-        run(tmp_path / "b", 2, optimizer=jstep.adam(0.7))
-        shutil.copytree(where / "model-4", tmp_path / "b" / "model-4")
-        where = tmp_path / "b"
-    else:
-        (where / "timeline.jsonl").unlink()
-    run(where, 6, data=batches(1), optimizer=jstep.adamw(0.2))
-    caplog.records[:] = [one for one in caplog.records if "of an unfinished" not in one.getMessage()]
+    (tmp_path / "timeline.jsonl").unlink()
+    run(tmp_path, 6, data=batches(1), optimizer=jstep.adamw(0.2))
     lines, infos = reported(caplog)
     assert lines[0] == "step: optimizer: adam before, adamw now"
     assert lines[1].startswith(

@@ -59,18 +59,6 @@ def test_when_due(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [[7], [], []]
 
 
-def test_the_one_that_is_due_after_a_failure_saves(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="the disk of first is full"):
-        train(50, hooks=savers(tmp_path, "first", save_steps=7), checkpoint_dir=tmp_path / "own")
-    assert steps_in(tmp_path) == [[7], [], [7]]
-
-
-def test_at_the_end(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="the disk of first is full"):
-        train(9, hooks=savers(tmp_path, "first"), checkpoint_dir=tmp_path / "own")
-    assert steps_in(tmp_path) == [[9], [], [9]]
-
-
 def test_in_a_rescue(tmp_path: Path) -> None:
     hooks = [breaks(5, ValueError("my hook")), *savers(tmp_path, "first")]
     with pytest.raises(ValueError, match="my hook") as caught:

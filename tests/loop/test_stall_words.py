@@ -25,7 +25,8 @@ def run_of(*, loop: Any = None, **more: Any) -> Any:
     fields = {
         "loop": types.SimpleNamespace(**place | (loop or {})),
         "feeder": types.SimpleNamespace(waiting=False, steps=2, got=3), "saver": None,
-        "transfers": types.SimpleNamespace(owner=None), "options": types.SimpleNamespace(where="runs", checkpoint_prefix="model"),
+        "transfers": types.SimpleNamespace(owner=None),
+        "options": types.SimpleNamespace(where="runs", checkpoint_prefix="model"),
         "runner": types.SimpleNamespace(is_checking=False), "fetched": types.SimpleNamespace(count=4),
         "watch": types.SimpleNamespace(
             current=STEPPING, lasted={FIRST_CALL: [], SAVING: []}, visits=lambda *_, **__: []
@@ -107,7 +108,6 @@ def test_tracing_is_compiling_unless_a_batch_is_waited_for(monkeypatch: pytest.M
     ("what", "topic"),
     [
         ("in a call of steps 5 to 6", "what is due at step 5"),
-        ("waiting for batch 6", "what is due at step 5"),
         ("starting at step 5", "what is due at step 5"),
         ("in the hook Mine at step 5", "the hook Mine at step 5"),
         ("saving step 5", "saving step 5"),
@@ -152,10 +152,10 @@ def test_the_others_are_named_or_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(watch._elsewhere(wait))[-1] == "no sign of life from process 6"
     for later, age in ((7.6, 4.0), (7.5, 3.9)):
         files.shown = later
-        assert "nothing" not in "".join(watch._elsewhere(dataclasses.replace(wait, age=age)))
+        assert "no sign" not in "".join(watch._elsewhere(dataclasses.replace(wait, age=age)))
     watch.setup.options.where = None  # type: ignore[misc]
     files.shown = 7.5
-    assert "nothing" not in "".join(watch._elsewhere(wait))
+    assert "no sign" not in "".join(watch._elsewhere(wait))
 
 
 def test_the_seconds_that_a_thing_usually_takes() -> None:
@@ -226,8 +226,9 @@ def test_the_calls_that_the_device_has_not_finished(monkeypatch: pytest.MonkeyPa
 def test_whether_there_are_files_and_others_who_read_them(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for count, where, expected in ((1, tmp_path, False), (2, tmp_path, True), (2, None, False)):
         monkeypatch.setattr(jax, "process_count", lambda count=count: count)
-        options = types.SimpleNamespace(hooks=[jstep.StallHook(warn_secs=None)], where=where and str(where))
-        watch = StallWatch(run_of(options=options))
+        run = run_of()
+        vars(run.options).update(hooks=[jstep.StallHook(warn_secs=None)], where=where and str(where))
+        watch = StallWatch(run)
         assert watch._is_shared == expected
 
 
@@ -297,19 +298,7 @@ def test_who_does_not_hang_tells_those_who_do_what_it_waits_for(monkeypatch: pyt
         assert says == []
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.0204, "0.02"),
-        (0.1, "0.1"),
-        (1.0, "1"),
-        (1.54, "1.5"),
-        (9.94, "9.9"),
-        (9.95, "10"),
-        (94.4, "94"),
-        (132, "132"),
-    ],
-)
+@pytest.mark.parametrize(("seconds", "text"), [(0.0204, "0.02"), (1.54, "1.5"), (9.95, "10"), (132, "132")])
 def test_seconds_have_two_digits(seconds: float, text: str) -> None:
     assert stalls._secs(seconds) == text
 
@@ -362,12 +351,10 @@ def test_a_process_ends_after_it_has_said_why_and_saved(said: list[str]) -> None
 @pytest.mark.parametrize(
     ("kind", "more", "is_saved"),
     [
-        ("evaluation", {}, True),
         ("hook", {}, True),
         ("hook", {"loop": {"calling": of_hook("Mine", 0)}}, True),
         ("hook", {"loop": {"calling": of_hook("Own", 0, is_users=False)}}, False),
         ("compile", {}, False),
-        ("call", {}, False),
         ("batch", {"saver": None}, False),
         ("batch", {"loop": {"step": 2}}, False),
         ("batch", {"loop": {"step": 3}}, True),

@@ -7,6 +7,7 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from positioned import Positioned
 
 import jstep
 
@@ -18,24 +19,8 @@ def make_state():
     return jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
 
 
-class Loader:
-    """A loader with a position, which is not the step."""
-
-    def __init__(self):
-        self.at = 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.at += 2
-        return np.full(3, self.at, np.float32)
-
-    def get_state(self):
-        return {"at": self.at}
-
-    def set_state(self, state):
-        self.at = state["at"]
+def loader():
+    return Positioned(lambda n: np.full(3, 2 * n + 2, np.float32))
 
 
 class Counter(jstep.Hook):
@@ -55,7 +40,7 @@ class Counter(jstep.Hook):
 
 def train(last_step, where, *hooks, batches=None, step=train_step, **options):
     options = {"log_steps": None, "save_checkpoint_steps": 5, "save_checkpoint_secs": None} | options
-    return jstep.train(step, make_state(), batches or Loader(), last_step, checkpoint_dir=where, hooks=hooks, **options)
+    return jstep.train(step, make_state(), batches or loader(), last_step, checkpoint_dir=where, hooks=hooks, **options)
 
 
 def contents(folder):
@@ -65,6 +50,7 @@ def contents(folder):
     }
 
 
+@pytest.mark.thorough(except_for=["checkpoint-10"])
 @pytest.mark.parametrize("steps_per_call", [1, 10, "auto"])
 @pytest.mark.parametrize("given", ["checkpoint", "directory"])
 def test_a_branch_is_its_trunk_bit_for_bit(given, steps_per_call, tmp_path):
@@ -115,7 +101,7 @@ def test_without_a_directory_it_is_read_at_every_start(tmp_path):
     train(10, tmp_path / "trunk")
     for _ in range(2):
         options = {"log_steps": None, "start_from": tmp_path / "trunk"}
-        assert jstep.train(train_step, make_state(), Loader(), 15, **options) == whole
+        assert jstep.train(train_step, make_state(), loader(), 15, **options) == whole
 
 
 def test_what_stopped_the_trunk_is_not_inherited_and_its_memory_is(tmp_path):
@@ -147,15 +133,6 @@ def test_a_branch_of_a_branch_and_its_lines(tmp_path, caplog):
         assert saver.extra(30)["run"] != jstep.Saver(tmp_path / "b").extra(20)["run"]
 
 
-def test_a_parent_of_the_users_is_none(tmp_path):
-    with jstep.Saver(tmp_path / "own") as saver:
-        saver.save(make_state(), extra={"parent": "mine"})
-    state = jstep.train(
-        train_step, make_state(), lambda step: jnp.ones(3), 3, checkpoint_dir=tmp_path / "own", log_steps=None
-    )
-    assert int(state.global_step) == 3
-
-
 @pytest.mark.parametrize(
     ("start", "options", "error", "said"),
     [
@@ -163,11 +140,10 @@ def test_a_parent_of_the_users_is_none(tmp_path):
         ("trunk/model-9", {}, FileNotFoundError, "the newest checkpoint there is .*trunk/model-10"),
         ("nothing", {}, FileNotFoundError, "there are no checkpoints"),
         ("branch", {}, ValueError, "the checkpoint_dir of this one"),
-        ("branch/other-3", {}, ValueError, "the checkpoint_dir of this one"),
         ("trunk", {"logdir": "trunk"}, ValueError, "the logdir of this one"),
         (3, {}, TypeError, "start_from"),
     ],
-    ids=["last_step", "missing", "no directory", "own", "own checkpoint", "logdir", "number"],
+    ids=["last_step", "missing", "no directory", "own", "logdir", "number"],
 )
 def test_bad_input(start, options, error, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -180,9 +156,7 @@ def test_bad_input(start, options, error, said, tmp_path, monkeypatch):
 
 def test_a_damaged_checkpoint_is_never_passed_over(tmp_path):
     train(10, tmp_path / "trunk")
-    next(
-        (tmp_path / "trunk" / "model-10").rglob("manifest.json"), next((tmp_path / "trunk" / "model-10").iterdir())
-    ).unlink()
+    (tmp_path / "trunk" / "model-10" / "manifest.json").unlink()
     with pytest.raises((jstep.CheckpointError, FileNotFoundError)):
         train(20, tmp_path / "branch", start_from=tmp_path / "trunk" / "model-10")
 
@@ -200,11 +174,3 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_an_error(tmp_path, mo
     monkeypatch.setattr(jstep.Saver, "restore", replaced)
     with pytest.raises(jstep.CheckpointError, match="was deleted or replaced"):
         train(20, tmp_path / "branch", start_from=tmp_path / "trunk" / "model-10")
-
-
-def test_stages_and_held_values_are_those_of_the_trunk(tmp_path):
-    stages = {0: train_step, 8: jstep.minimize(lambda params, x: jnp.sum(params["w"] * x), optimizer)}
-    change = jstep.every(5, lambda step, state, metrics: jstep.set_hyperparameter(state, "learning_rate", 0.01))
-    whole = train(20, tmp_path / "whole", change, step=stages)
-    train(10, tmp_path / "trunk", change, step=stages)
-    assert train(20, tmp_path / "branch", change, step=stages, start_from=tmp_path / "trunk") == whole

@@ -2,18 +2,18 @@
 
 import json
 import logging
-import random
 import threading
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from loop_runs import Calls
 from sources import Positioned, Stateful, StatefulIterable, numbers
 
 import jstep
-from jstep.data.loaders import source_of
+from jstep.data.loaders import open_source
 from jstep.data.positions import SavedPosition
-from jstep.loop.feeder import copied_batches
+from jstep.loop.feeder import copy_batches
 
 OPTIMIZER = jstep.gradient_descent(0.5)
 STEP = jstep.minimize(lambda params, x: jnp.mean((params["w"] - jnp.float32(x)) ** 2), OPTIMIZER)
@@ -23,53 +23,12 @@ def state():
     return jstep.TrainState.create({"w": jnp.float32(0)}, OPTIMIZER)
 
 
-class StepRecorder(jstep.Hook):
-    """Records the steps, and fails at one of them."""
-
-    def __init__(self, die=None):
-        self.steps, self.die = [], die
-
-    def after_step(self, step, state, metrics):
-        self.steps.append(step)
-        if step == self.die:
-            raise OSError("the host died")
-
-
-def generator_at(at):
-    generator = np.random.default_rng(0)
-    generator.random(at)
-    return generator
-
-
-def count_of(generator):
-    return next(n for n in range(200) if generator_at(n).bit_generator.state == generator.bit_generator.state)
-
-
-def python_random(at):
-    generator = random.Random(0)
-    for _ in range(at):
-        generator.random()
-    return generator.getstate()
-
-
 KINDS = {
     "json": (None, None),
     "integer keys": (lambda at: {0: {1: at}}, lambda state: state[0][1]),
-    "tuples": (lambda at: {"at": (at, [1, (2,)])}, lambda state: state["at"][0] if state["at"][1] == [1, (2,)] else -1),
-    "bytes inside": (lambda at: {"at": bytes([at])}, lambda state: state["at"][0]),
     "bytes": (lambda at: bytes([at]), lambda state: state[0]),
     "an array": (lambda at: {"at": np.arange(at)}, lambda state: len(state["at"])),
-    "a NumPy scalar": (
-        lambda at: {"at": np.int64(at)},
-        lambda state: int(state["at"]) if state["at"].shape == () else 0,
-    ),
-    "a generator": (lambda at: {"rng": generator_at(at)}, lambda state: count_of(state["rng"])),
-    "Python's random": (
-        lambda at: {"rng": python_random(at)},
-        lambda state: next(n for n in range(200) if python_random(n) == state["rng"]),
-    ),
     "a number": (lambda at: at, lambda state: state),
-    "nan": (lambda at: {"loss": float("nan"), "at": at}, lambda state: state["at"]),
     "none inside": (lambda at: {"at": at, "epoch": None, "ok": True}, lambda state: state["at"]),
 }
 
@@ -85,36 +44,36 @@ def test_a_killed_run_resumes_identically(tmp_path, kind, steps_per_call, caplog
         "progress": False,
     }
     uninterrupted = jstep.train(STEP, state(), Stateful(40, *kind), 20, progress=False)
-    with pytest.raises(OSError, match="the host died"):
-        jstep.train(STEP, state(), Stateful(40, *kind), 20, hooks=[StepRecorder(die=9)], **options)
-    loader, seen = Stateful(40, *kind), StepRecorder()
+    with pytest.raises(RuntimeError, match="failed at"):
+        jstep.train(STEP, state(), Stateful(40, *kind), 20, hooks=[Calls(fail=("step", 9))], **options)
+    loader, seen = Stateful(40, *kind), Calls()
     resumed = jstep.train(STEP, state(), loader, 20, hooks=[seen], **options)
     assert float(resumed.params["w"]) == float(uninterrupted.params["w"])
-    assert seen.steps[0] <= 12
+    assert seen.steps()[0] <= 12
     assert loader.calls == ["load", "iter"]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("batches", [StatefulIterable, Positioned, Stateful], ids=["iterator", "get_state", "loader"])
 def test_the_state_of_a_loader_or_of_its_iterator(batches):
-    source = source_of(batches(), 0, 100)
+    source = open_source(batches(), 0, 100)
     assert [next(source.items) for _ in range(3)] == [0, 10, 20]
     saved = json.loads(json.dumps(source.position()))
     next(source.items)
-    assert next(source_of(batches(), 3, 100, SavedPosition(saved)).items) == 30
+    assert next(open_source(batches(), 3, 100, SavedPosition(saved)).items) == 30
 
 
 def test_states_belong_to_their_batches_when_prefetching():
-    source = source_of(Stateful(20), 0, 100)
-    pairs = list(copied_batches(source))
+    source = open_source(Stateful(20), 0, 100)
+    pairs = list(copy_batches(source))
     assert [position for _, position in pairs] == [{"value": {"at": n + 1}} for n in range(20)]
 
 
-@pytest.mark.parametrize(
-    "bad", [lambda at: {"lock": threading.Lock()}, lambda at: {"it": (n for n in [1])}, lambda at: {"f": lambda: 1}]
-)
 @pytest.mark.parametrize("loader", ["state_dict", "get_state"])
-def test_a_state_that_cannot_be_saved_names_the_loader(tmp_path, bad, loader):
+def test_a_state_that_cannot_be_saved_names_the_loader(tmp_path, loader):
+    def bad(at):
+        return {"lock": threading.Lock()}
+
     class MyLoader(Stateful):
         pass
 
@@ -124,13 +83,13 @@ def test_a_state_that_cannot_be_saved_names_the_loader(tmp_path, bad, loader):
 
     batches = MyLoader(make=bad) if loader == "state_dict" else MyIterator()
     name = type(batches).__name__
-    steps = StepRecorder()
+    calls = Calls()
     with pytest.raises(
         TypeError, match=rf"the state of the {name} cannot be kept.* state\['.*'\] is .* type "
     ) as error:
-        jstep.train(STEP, state(), batches, 5, hooks=[steps], checkpoint_dir=tmp_path, progress=False)
+        jstep.train(STEP, state(), batches, 5, hooks=[calls], checkpoint_dir=tmp_path, progress=False)
     assert f"in a subclass of the {name} or a class around it" in str(error.value)
-    assert not steps.steps
+    assert not calls.steps()
     # Without checkpoints, the state is not requested.
     batches = MyLoader(make=bad) if loader == "state_dict" else MyIterator()
     jstep.train(STEP, state(), batches, 5, progress=False)
@@ -139,7 +98,7 @@ def test_a_state_that_cannot_be_saved_names_the_loader(tmp_path, bad, loader):
 def test_a_position_that_cannot_be_read_names_the_loader():
     for saved in ({"pickle": "gASVEgAAAAAAAACMBW5vb25llIwEbm9uZZSTlC4="}, {"base64": "?"}, {}):
         with pytest.raises(ValueError, match="position for the Stateful"):
-            source_of(Stateful(), 3, 9, SavedPosition(saved))
+            open_source(Stateful(), 3, 9, SavedPosition(saved))
 
 
 def test_a_loader_with_only_one_of_the_methods_warns(caplog):
@@ -150,14 +109,9 @@ def test_a_loader_with_only_one_of_the_methods_warns(caplog):
         def state_dict(self):
             return {}
 
-    source_of(Half(), 3, 9)
+    open_source(Half(), 3, 9)
     assert "has no position to resume from" in caplog.text
     assert "state_dict and load_state_dict" in caplog.text
-
-
-def test_a_checkpoint_without_a_position_warns(caplog):
-    source_of(Stateful(), 3, 9)
-    assert "there is no position for the Stateful" in caplog.text
 
 
 def test_which_objects_are_loaders_with_a_position():
@@ -183,11 +137,3 @@ def test_which_objects_are_loaders_with_a_position():
             raise AssertionError
 
     assert numbers(DataSet(3)) == [0, 10, 20]
-
-
-def test_verify_resume_and_replay(tmp_path):
-    assert jstep.verify_resume(state, STEP, Stateful(40), at=3, steps=7)
-    assert jstep.verify_resume(state, STEP, StatefulIterable(40), at=3, steps=7)
-    jstep.train(STEP, state(), Stateful(40), 9, checkpoint_dir=tmp_path, save_checkpoint_steps=4, progress=False)
-    for step in (4, 6, 8):
-        assert float(jstep.replay(STEP, state(), Stateful(40), tmp_path, step).args[0]) == step * 10

@@ -4,7 +4,6 @@ import os
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from loop_runs import OPTIMIZER, STEP, Calls, loss_fn, train
 
@@ -115,12 +114,6 @@ def test_a_loss_in_place_of_a_step_names_minimize(given, steps_per_call):
         train(4, step=LOSSES[given], steps_per_call=steps_per_call)
 
 
-@pytest.mark.parametrize("given", ["a loss", "compiled"])
-def test_a_loss_as_a_later_stage_names_minimize(given):
-    with pytest.raises(TypeError, match=r"^train_step.*=plain_loss: must be a training step"):
-        train(4, step={0: STEP, 2: LOSSES[given]})
-
-
 def test_a_loss_that_takes_any_tree_names_minimize():
     def decay(state, batch):
         return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(state))
@@ -134,13 +127,3 @@ def test_a_loss_that_takes_any_tree_names_minimize():
 def test_a_step_that_fails_and_is_not_a_loss_keeps_its_error(step):
     with pytest.raises(TypeError, match=r"^of the user"):
         train(4, step=step)
-
-
-def test_numpy_integers_are_accepted():
-    assert jstep.global_step(train(np.int64(3), steps_per_call=np.int32(2))) == 3
-
-
-def test_hooks_can_be_any_iterable():
-    calls = Calls()
-    train(2, hooks=(hook for hook in [calls]))
-    assert calls.steps() == [1, 2]

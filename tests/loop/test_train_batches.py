@@ -2,7 +2,6 @@
 
 import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -51,24 +50,6 @@ def test_all_sources_with_a_position_resume(name, steps_per_call, tmp_path):
     assert same(state, uninterrupted)
 
 
-def test_a_position_that_the_loader_modifies_later(tmp_path):
-    class Shared(Counted):
-        def __init__(self):
-            super().__init__(dict, slow=0.0005)  # prefetched
-            self.state = {"at": 0}
-
-        def __next__(self):
-            batch = super().__next__()
-            self.state["at"] = self.at
-            return batch
-
-        def get_state(self):
-            return self.state
-
-    train(7, Shared(), checkpoint_dir=tmp_path)
-    assert jstep.Saver(tmp_path).extra()["batches"] == {"value": {"at": 7}}
-
-
 def test_a_loader_that_rejects_its_position_is_named(tmp_path):
     class Refuses(Counted):
         def set_state(self, state):
@@ -78,18 +59,6 @@ def test_a_loader_that_rejects_its_position_is_named(tmp_path):
     with pytest.raises(KeyError, match="epoch") as error:
         train(7, Refuses(), checkpoint_dir=tmp_path)
     assert any("Refuses refuses the position that the checkpoint of step 5" in note for note in error.value.__notes__)
-
-
-@pytest.mark.thorough
-def test_a_grain_loader_resumes(tmp_path):
-    grain = pytest.importorskip("grain")
-
-    def loader():
-        rows = grain.MapDataset.range(100).shuffle(seed=1).map(lambda i: {"x": np.float32([i, 1]) / 100})
-        return rows.repeat().batch(4).to_iter_dataset()
-
-    train(7, loader(), checkpoint_dir=tmp_path)
-    assert same(train(14, loader(), checkpoint_dir=tmp_path), train(14, loader()))
 
 
 def test_a_changed_source_is_a_warning(tmp_path, caplog):
@@ -116,7 +85,7 @@ def test_the_run_ends_when_the_batches_end(steps_per_call, slow, tmp_path):
     assert jstep.Saver(tmp_path).all_steps() == [6]
 
 
-@pytest.mark.parametrize("kind", ["function", "object", "indexed", "iterable and indexed"])
+@pytest.mark.parametrize("kind", ["function", "indexed"])
 def test_a_stop_iteration_in_a_function_of_the_step_is_an_error(kind, tmp_path):
     """A `next` of an iterator that is exhausted would end the run in silence."""
     left = iter(range(3))
@@ -125,19 +94,11 @@ def test_a_stop_iteration_in_a_function_of_the_step_is_an_error(kind, tmp_path):
         next(left)
         return DATA[0]
 
-    class Called:
-        def __call__(self, step):
-            return batch(step)
-
     class Indexed:
         def __getitem__(self, step):
             return batch(step)
 
-    class Both(Indexed):
-        def __iter__(self):
-            raise AssertionError
-
-    batches = {"function": batch, "object": Called(), "indexed": Indexed(), "iterable and indexed": Both()}[kind]
+    batches = {"function": batch, "indexed": Indexed()}[kind]
     with pytest.raises(RuntimeError, match=r"StopIteration was raised for step 3.*jstep\.OutOfRangeError") as raised:
         train(10, batches, checkpoint_dir=tmp_path)
     assert isinstance(raised.value.__cause__, StopIteration)
@@ -166,11 +127,6 @@ class EndsOutOfRange:
         return self.get(self.at - 1)
 
 
-class IndexedEndsOutOfRange(EndsOutOfRange):
-    def __getitem__(self, step):
-        return self.get(step)
-
-
 def a_generator(ends):
     yield from ends
 
@@ -193,7 +149,6 @@ def batches_of_a_queue(count, fail=None):
         EndsOutOfRange,
         lambda count: EndsOutOfRange(count).get,
         lambda count: a_generator(EndsOutOfRange(count)),
-        IndexedEndsOutOfRange,
         batches_of_a_queue,
     ],
 )
@@ -224,41 +179,6 @@ def test_empty_batches_are_an_error():
     assert calls.seen == [("begin", 0), ("close",)]
 
 
-def test_a_list_without_a_batch_for_the_first_step_is_an_error():
-    with pytest.raises(ValueError, match="no batch for step 5, the first of this run"):
-        train(10, [DATA[n] for n in range(5)], state=by_hand(5))
-
-
-def test_num_epochs_ends_the_run():
-    data = jstep.batches({"x": np.ones((20, 2), np.float32)}, batch_size=4, num_epochs=2)
-    assert jstep.global_step(train(1000, data)) == 10
-
-
-def test_an_error_of_the_batches_is_raised():
-    def broken(step):
-        if step == 6:
-            raise OSError("no such shard")
-        time.sleep(0.001)
-        return DATA[step]
-
-    calls = Calls()
-    with pytest.raises(OSError, match="no such shard"):
-        train(10, broken, hooks=[calls])
-    assert calls.steps() == [1, 2, 3, 4, 5, 6]
-    assert calls.seen[-1] == ("close",)
-
-
-def test_tuples_are_several_arguments():
-    seen = []
-
-    def step(state, *args):
-        seen.append(args)
-        return jstep.increment_global_step(state), {}
-
-    train(3, [(1, 2), {"x": 3}, [4, 5]], step=step)
-    assert jax.tree.map(int, seen) == [(1, 2), ({"x": 3},), ([4, 5],)]
-
-
 @pytest.mark.parametrize("slow", [0, 0.001])
 def test_a_plain_step_gets_jax_arrays_with_and_without_prefetching(slow):
     """Whether batches are prefetched depends on their speed; their types must not."""
@@ -274,11 +194,3 @@ def test_a_plain_step_gets_jax_arrays_with_and_without_prefetching(slow):
 
     train(8, batches, step=step)
     assert kinds == {("ArrayImpl", "float32")}
-
-
-def test_batch_sharding():
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    for steps_per_call in (1, 3):
-        state = train(6, batch_sharding=sharding, steps_per_call=steps_per_call)
-        np.testing.assert_allclose(state.params["w"], by_hand(6).params["w"], rtol=1e-5)

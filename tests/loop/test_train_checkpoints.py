@@ -1,13 +1,12 @@
 """`train`: saving and resuming, failing hooks, and states with NaN that are not saved."""
 
 import os
-import time
+import re
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from doubles import raising
-from loop_runs import DATA, OPTIMIZER, Calls, Counted, by_hand, make_state, same, train
+from loop_runs import DATA, Calls, Counted, by_hand, make_state, same, train
 
 import jstep
 
@@ -27,17 +26,6 @@ def test_saves_during_the_run_and_at_the_end(tmp_path):
     assert jstep.Saver(tmp_path, prefix="other").all_steps() == [11]
 
 
-def test_saves_by_seconds(tmp_path):
-    def batches(step):
-        time.sleep(0.02)
-        return DATA[step]
-
-    train(8, batches, checkpoint_dir=tmp_path, save_checkpoint_secs=1e-6)
-    assert jstep.Saver(tmp_path).all_steps() == [4, 5, 6, 7, 8]  # max_to_keep=5
-    train(20, batches, checkpoint_dir=tmp_path, save_checkpoint_secs=None)
-    assert jstep.Saver(tmp_path).all_steps() == [5, 6, 7, 8, 20]
-
-
 def test_a_finished_run_writes_nothing(tmp_path):
     train(5, Counted(), checkpoint_dir=tmp_path)
     before = os.stat(tmp_path / "model-5").st_mtime_ns, os.stat(tmp_path / "model-5").st_ino
@@ -51,19 +39,6 @@ def test_extra_of_another_type_is_not_a_position(tmp_path):
     with jstep.Saver(tmp_path) as saver:
         saver.save(by_hand(3), extra=["not", "a", "dict"])
     assert same(train(6, checkpoint_dir=tmp_path), by_hand(6))
-
-
-def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
-    train(3, checkpoint_dir=tmp_path)
-    other = jstep.TrainState.create({"v": jnp.ones(2)}, OPTIMIZER)
-    with pytest.raises(ValueError, match="params/v"):
-        train(6, state=other, checkpoint_dir=tmp_path)
-    assert jstep.Saver(tmp_path).all_steps() == [3]
-
-
-def test_a_custom_saver_hook(tmp_path):
-    train(7, hooks=[jstep.CheckpointSaverHook(tmp_path, save_steps=3)])
-    assert jstep.Saver(tmp_path).all_steps() == [3, 6, 7]
 
 
 # Hooks that fail
@@ -90,13 +65,6 @@ def test_a_hook_that_raises_leaves_the_last_checkpoint(event, slow, tmp_path):
     if last is not None:
         assert same(saver.restore(make_state()), by_hand(last))
         assert same(train(8, Counted(), checkpoint_dir=tmp_path / "c"), by_hand(8))
-
-
-def test_a_step_that_raises_closes_the_hooks():
-    calls = Calls()
-    with pytest.raises(FloatingPointError):
-        train(3, hooks=[calls], step=raising(FloatingPointError("in the step")))
-    assert calls.seen == [("begin", 0), ("close",)]
 
 
 def test_an_error_is_not_replaced_by_one_of_close(tmp_path, monkeypatch):
@@ -130,6 +98,7 @@ def test_a_nan_loss_is_named_and_never_saved(steps_per_call, tmp_path):
             steps_per_call=steps_per_call,
         )  # fmt: skip
     assert caught.value.step == 9
+    assert re.search(r"skip_nonfinite.*jstep\.replay.*find_nonfinite", str(caught.value))
     saver = jstep.Saver(tmp_path)
     assert saver.all_steps() == [4, 8]
     assert np.isfinite(saver.restore(make_state()).params["w"]).all()

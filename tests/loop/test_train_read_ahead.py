@@ -7,8 +7,7 @@ import threading
 
 import jax
 import pytest
-from doubles import raising
-from loop_runs import DATA, OPTIMIZER, STEP, Calls, Counted, loss_fn, make_state, same, train
+from loop_runs import DATA, Calls, Counted, make_state, same, train
 
 import jstep
 from jstep.loop import feeder
@@ -62,15 +61,6 @@ def test_a_resumed_run_is_identical(way, tmp_path):
     assert same(train(40, Watched(), checkpoint_dir=tmp_path), train(40, DATA))
 
 
-def test_an_error_of_the_source_ends_the_run_at_its_step(way):
-    calls = Calls()
-    with pytest.raises(OSError, match="no such shard") as error:
-        train(40, Watched({20: raising(OSError("no such shard"))}), hooks=[calls])
-    assert calls.steps() == list(range(1, 21))
-    assert any("while batch 20 was fetched" in note for note in error.value.__notes__)
-    assert jstep.global_step(error.value.state) == 20
-
-
 def test_an_error_of_a_hook_ends_the_thread(way):
     with pytest.raises(RuntimeError, match="failed at"):
         train(40, Watched(), hooks=[Calls(fail=("step", 20))])
@@ -84,14 +74,6 @@ def test_a_signal_loses_no_batch(way, number, tmp_path):
         train(40, stop, checkpoint_dir=tmp_path)
     assert 18 <= jstep.Saver(tmp_path).latest_step() <= 21
     assert same(train(40, Watched(), checkpoint_dir=tmp_path), train(40, DATA))
-
-
-def test_stages(way):
-    stages = {0: STEP, 12: jstep.minimize(loss_fn, OPTIMIZER, rng=jax.random.key(8)), 25: STEP}
-    state = make_state()
-    for n in range(40):
-        state, _ = stages[max(first for first in stages if first <= n)](state, DATA[n])
-    assert same(train(40, Watched(), step=stages), state)
 
 
 def test_the_contexts_of_the_caller(way):

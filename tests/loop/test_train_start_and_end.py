@@ -38,20 +38,6 @@ def test_a_run_without_steps_calls_begin_alone(tmp_path):
     assert jstep.Saver(tmp_path).all_steps() == []
 
 
-def test_duck_typed_hooks():
-    class OnlyEnd:
-        def end(self, step, state):
-            seen.append(step)
-
-    class OnlySteps:
-        def after_step(self, step, state, metrics):
-            seen.append(step)
-
-    seen = []
-    train(2, hooks=(OnlyEnd(), OnlySteps()))
-    assert seen == [1, 2, 2]
-
-
 @pytest.mark.parametrize(("start", "expected"), [(0, [3, 6, 9]), (3, [6, 9]), (4, [6, 9]), (9, [])])
 def test_a_hook_with_next_due(start, expected):
     calls = Calls(every_n=3)
@@ -118,21 +104,3 @@ def test_metrics_remain_valid_after_later_steps(tmp_path):
     train(5, hooks=[calls], step=step)
     assert np.asarray(calls.metrics[1]["w0"]).tolist() == [1, 1]
     assert len({np.asarray(calls.metrics[n]["w0"]).tobytes() for n in range(1, 6)}) == 5
-
-
-def test_a_hook_can_copy_the_state():
-    class CopyStates(jstep.Hook):
-        def after_step(self, step, state, metrics):
-            copies[step] = jax.tree.map(jnp.copy, state)
-
-    copies = {}
-    train(4, hooks=[CopyStates()])
-    assert same(copies[2], by_hand(2))
-
-
-def test_each_checkpoint_holds_the_state_of_its_step(tmp_path):
-    """Saving continues in the background while the next steps donate the state."""
-    train(5, checkpoint_dir=tmp_path, save_checkpoint_steps=1)
-    saver = jstep.Saver(tmp_path)
-    for n in saver.all_steps():
-        assert same(saver.restore(make_state(), step=n), by_hand(n))

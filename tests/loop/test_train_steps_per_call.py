@@ -1,19 +1,16 @@
 """`train`: several steps per call, compilations, and a loop that never waits for the device."""
 
 import logging
-import threading
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from loop_runs import DATA, OPTIMIZER, Calls, Counted, by_hand, loss_fn, make_state, train
+from loop_runs import OPTIMIZER, Calls, make_state, train
 
 import jstep
-from jstep.loop import feeder
-from jstep.loop.compiler import stacked_shapes
+from jstep.loop.compiler import stack_shapes
 
 # Several steps per call
 
@@ -59,36 +56,11 @@ def test_metrics_are_those_of_the_last_step_of_the_call():
             np.testing.assert_allclose(several.metrics[step][name], value, rtol=1e-4)
 
 
-def test_steps_per_call_larger_than_the_run():
-    np.testing.assert_allclose(train(3, steps_per_call=100).params["w"], by_hand(3).params["w"], rtol=1e-5)
-
-
-def ragged(n):
-    return {"x": np.full((4 - (n % 3 == 2), 2), n, np.float32)}
-
-
-@pytest.mark.thorough(except_for=["3"])
-@pytest.mark.parametrize("steps_per_call", [2, 3, 100])
-def test_batches_of_other_shapes_are_separate_calls(steps_per_call):
-    calls = Calls()
-    state = train(9, ragged, hooks=[calls], steps_per_call=steps_per_call)
-    np.testing.assert_allclose(state.params["w"], train(9, ragged).params["w"], rtol=1e-5)
-    assert calls.steps()[-1] == 9
-
-
-def traced_loss(params, x):
-    TRACED.append(x.shape)
-    return jnp.sum(params["w"]) ** 2 + jnp.mean(x)
-
-
-TRACED = []
-
-
 @pytest.mark.thorough(except_for=["cadences0"])
 @pytest.mark.parametrize("cadences", [(7, 10, 25), (3, 4, 5), (1, 2, 50)])
 def test_there_is_one_program_for_all_cadences(cadences, caplog):
     caplog.set_level(logging.INFO)
-    step = jstep.minimize(traced_loss, OPTIMIZER)
+    step = jstep.minimize(lambda params, x: jnp.sum(params["w"]) ** 2 + jnp.mean(x), OPTIMIZER)
     hooks = [jstep.every(n, lambda *_: None) for n in cadences]
     for last in (60, 121):  # the second run compiles nothing
         train(last, lambda n: np.ones(3, np.float32), hooks=hooks, step=step, steps_per_call=8)
@@ -125,24 +97,6 @@ def test_a_plain_function_is_compiled_once_for_several_steps(compilations):
     assert seen == []
     assert result.params["w"].tolist() == [21, 21]
     assert state.params["w"].tolist() == [1, 1]  # a plain function does not donate it
-
-
-@pytest.mark.parametrize("steps_per_call", [1, 4])
-def test_several_runs_compile_once(compilations, steps_per_call):
-    step = jstep.minimize(loss_fn, OPTIMIZER, rng=jax.random.key(7))
-    train(8, step=step, steps_per_call=steps_per_call, hooks=[Calls(every_n=4)])
-    state = make_state()
-    with compilations() as seen:
-        train(16, step=step, steps_per_call=steps_per_call, hooks=[Calls(every_n=4)], state=state)
-    assert seen == []
-
-
-def test_prefetched_and_direct_batches_share_programs(compilations):
-    state = make_state()
-    train(3, lambda n: DATA[n])
-    with compilations() as seen:
-        train(20, Counted(slow=0.0005), state=state)
-    assert seen == []
 
 
 # No waiting
@@ -194,46 +148,6 @@ def test_the_host_never_waits_for_the_device(steps_per_call, tmp_path):
         pytest.fail(f"the loop waited for the device: {busy}")
 
 
-def test_hooks_are_called_in_the_thread_of_the_loop(monkeypatch):
-    monkeypatch.setattr(feeder, "_SECOND", 0.01)  # a thread starts soon
-    threads, makers = set(), set()
-
-    class Hook:
-        def next_due(self, step):
-            threads.add(threading.get_ident())
-            return (step // 5 + 1) * 5
-
-        def after_step(self, step, state, metrics):
-            steps.append(step)
-
-    def slow(step):
-        makers.add(threading.get_ident())
-        time.sleep(0.001)  # so that batches are prefetched in a thread
-        return DATA[step]
-
-    steps = []
-    state = train(100, slow, hooks=[Hook()], steps_per_call=2)
-    assert jstep.global_step(state) == 100
-    assert steps == list(range(5, 101, 5))
-    assert threads == {threading.get_ident()}
-    assert len(makers) == 2
-
-
-def test_a_failing_next_due_is_named():
-    class Hook:
-        def next_due(self, step):
-            if step > 40:
-                raise OSError("no clock")
-            return (step // 5 + 1) * 5
-
-        def after_step(self, step, state, metrics):
-            pass
-
-    with pytest.raises(OSError, match="no clock") as raised:
-        train(100, hooks=[Hook()], steps_per_call=2)
-    assert "in test_a_failing_next_due_is_named.<locals>.Hook.next_due" in raised.value.__notes__[0]
-
-
 @pytest.mark.parametrize("steps_per_call", [1, 2, 7])
 def test_a_next_due_that_raises_for_a_later_step_ends_the_run_there(steps_per_call, tmp_path):
     """Where calls end is known ahead; the run must not end before it is there."""
@@ -277,30 +191,12 @@ def test_a_next_due_that_raises_where_the_hook_is_not_due(steps_per_call, tmp_pa
     assert "Raises.next_due(12), which says where calls end" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("stages", [False, True])
-def test_programs_of_sums_are_not_logged_as_those_of_the_step(stages, caplog, no_cached_programs):
-    """Means over intervals are added by a program of their own, which is compiled after 25 steps."""
-    caplog.set_level(logging.INFO)
-    shape = (7,)  # of no other test, whose program would be known
-
-    def step_of(k):
-        return jstep.minimize(lambda params, x: jnp.sum((params["w"][None] - k * x) ** 2), OPTIMIZER)
-
-    state = jstep.TrainState.create({"w": jnp.zeros(shape)}, OPTIMIZER)
-    hooks = [jstep.MetricsHook(lambda step, values: None, every_n_steps=30, mean=True)]
-    sizes = [np.ones((1, *shape), np.float32)] * 60 + [np.ones((2, *shape), np.float32)] * 5
-    train(65, sizes, step={0: step_of(1), 40: step_of(2)} if stages else step_of(1), state=state, hooks=hooks)
-    again = [text for text in caplog.messages if "again for" in text]
-    assert len(again) == 1
-    assert "(float32[2, 7])" in again[0]
-
-
 def test_the_shapes_of_stacked_batches():
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     rows = NamedSharding(mesh, PartitionSpec("data", None))
     split = jax.ShapeDtypeStruct((4, 2), np.float32, sharding=rows)
     one = {"host": np.ones((2, 3), np.int8), "x": jax.ShapeDtypeStruct((4,), np.float32), "split": split}
-    found = stacked_shapes(one, 5)
+    found = stack_shapes(one, 5)
     assert {name: (leaf.shape, str(leaf.dtype)) for name, leaf in found.items()} == {
         "host": ((5, 2, 3), "int8"),
         "x": ((5, 4), "float32"),

@@ -9,23 +9,10 @@ import time
 import types
 
 import pytest
-from children import end, start
+from children import start
 from loop_runs import train
 
 import jstep
-
-
-def test_log_lines_without_a_terminal(tmp_path):
-    script = """
-train(30, log_steps=10, progress=False)
-print("now", file=sys.stderr)
-train(30, log_steps=10, progress=None)
-"""
-    out, err = end(start(script, tmp_path))
-    assert out == ""
-    lines = [line.split("  ")[0] for line in err.splitlines()]
-    assert lines.pop(1).startswith("first step after ")
-    assert lines == ["now", "step 10", "step 20", "step 30"]
 
 
 @pytest.mark.parametrize("isatty", [None, lambda: False])

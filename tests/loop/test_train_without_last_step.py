@@ -1,7 +1,6 @@
 """`train(last_step=None)`: the batches, a hook or a signal end the run."""
 
 import io
-import json
 import logging
 from typing import Any
 
@@ -64,12 +63,6 @@ def test_a_hook_ends_the_run(steps_per_call: int) -> None:
     assert int(run(lambda step: X, hooks=hooks, steps_per_call=steps_per_call).global_step) == 8
 
 
-def test_stages_follow_one_another_without_an_end() -> None:
-    state = jstep.TrainState.create({"w": jnp.zeros(3)}, OPTIMIZER)
-    end = [jstep.StopAtStepHook(last_step=6)]
-    assert int(jstep.train({0: STEP, 4: STEP}, state, lambda step: X, None, hooks=end).global_step) == 6
-
-
 def test_the_progress_bar_has_no_total(capsys: Any) -> None:
     pytest.importorskip("tqdm")
     file = io.StringIO()
@@ -82,9 +75,3 @@ def test_no_batch_at_all_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"no batch for step 0, the first of this run \(last_step=None\)") as raised:
         run([])
     assert "lower last_step" not in str(raised.value)
-
-
-def test_the_card_of_the_run_has_no_last_step(tmp_path: Any) -> None:
-    run([X] * 3, checkpoint_dir=tmp_path)
-    lines = map(json.loads, (tmp_path / "timeline.jsonl").read_text().splitlines())
-    assert [line["arguments"]["last_step"] for line in lines if "arguments" in line] == [None]

@@ -54,10 +54,20 @@ def s3(monkeypatch):
     store.close()
 
 
-@pytest.fixture(params=["gs", "s3"])
-def store(request, monkeypatch):
-    """Each of the two stores in turn; `store.run` is a URL in it."""
+def _one_of_both(request, monkeypatch):
     store = _open({"gs": FakeGCS, "s3": FakeS3}[request.param], monkeypatch)
     store.page, store.run = 3, f"{request.param}://bkt/run"
     yield store
     store.close()
+
+
+@pytest.fixture(params=["gs", "s3"])
+def each_store(request, monkeypatch):
+    """Each of the two stores in turn; `run` is a URL in it."""
+    yield from _one_of_both(request, monkeypatch)
+
+
+@pytest.fixture(params=[pytest.param("gs", marks=pytest.mark.thorough), "s3"])
+def store(request, monkeypatch):
+    """As `each_store`; the default run has only one of them, for what reaches a store through `Objects`."""
+    yield from _one_of_both(request, monkeypatch)

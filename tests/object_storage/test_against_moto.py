@@ -6,13 +6,9 @@ import subprocess
 import sys
 import time
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-import jstep
 from jstep.stores import growing_files
-from jstep.stores.event_files import read_scalars
 from jstep.stores.objects import ABSENT, Objects
 from jstep.summary import SummaryWriter, scalar
 
@@ -81,29 +77,6 @@ def test_conditional_writes(moto):
     assert directory.read("a b%~").data is None
     with pytest.raises(FileNotFoundError, match="no bucket 'nope'"):
         Objects("s3://nope/verbs").write_if("a", b"", ABSENT)
-
-
-def test_a_resumed_run_and_its_claim(moto):
-    optimizer = jstep.adam(0.1)
-    train_step = jstep.minimize(lambda params, x: jnp.mean((params["w"][None] - x) ** 2), optimizer)
-    batches = jstep.batches(np.arange(24, dtype=np.float32).reshape(8, 3), 2, seed=0)
-
-    def run(last_step, url):
-        state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
-        locations = {} if url is None else {"checkpoint_dir": url, "logdir": f"{url}/logs"}
-        intervals = {"save_checkpoint_steps": 5, "save_summaries_steps": 1, "progress": False}
-        return jstep.train(train_step, state, batches, last_step, **intervals, **locations)
-
-    for last_step in (8, 12, 40):
-        state = run(last_step, "s3://bkt/run")
-    assert jnp.array_equal(state.params["w"], run(40, None).params["w"])
-    assert jstep.Saver("s3://bkt/run").all_steps() == [20, 25, 30, 35, 40]
-    assert [point.step for point in read_scalars("s3://bkt/run/logs")["loss"]] == list(range(1, 41))
-    second = jstep.Saver("s3://bkt/run")
-    with jstep.Saver("s3://bkt/run") as saver:
-        saver.claim()
-        with pytest.raises(jstep.CheckpointError, match="is being written by"):
-            second.claim()
 
 
 @pytest.mark.filterwarnings("ignore")  # imports of TensorBoard and boto3 raise warnings

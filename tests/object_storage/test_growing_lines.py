@@ -6,7 +6,6 @@ import threading
 import pytest
 from waiting import TIMEOUT, interrupt
 
-from jstep.stores import growing_files
 from jstep.stores.growing_files import open_lines
 from jstep.stores.objects import Objects
 
@@ -86,31 +85,6 @@ def test_a_line_in_place_of_the_last_one(log):
     copies = 1 if log.startswith("gs://") else 2
     lines_read = [line.rstrip() for line in read(log).splitlines()]  # on a disk they are padded
     assert lines_read == [b'{"n": 0}', *copies * [b'{"n": 3}']]
-
-
-def test_a_line_of_an_object_takes_the_place_of_a_replaceable_one(gcs, fast_retries):
-    lines = open_lines("gs://bkt/run/log.jsonl")
-    lines.write(b'{"kept": "a longer line"}\n')
-    lines.write(b'{"n": 1}\n', replaceable=True)
-    lines.write(b'{"n": 10}\n', replaceable=True)
-    lines.sync(to_disk=True)
-    assert read(lines.path) == b'{"kept": "a longer line"}\n{"n": 10}\n'
-    lines.write(b'{"n": 2}\n')
-    lines.write(b'{"n": 3}\n')
-    lines.close()
-    assert read(lines.path) == b'{"kept": "a longer line"}\n{"n": 2}\n{"n": 3}\n'
-
-
-def test_the_name_of_a_new_file_is_flushed_to_the_disk_once(tmp_path, monkeypatch):
-    folders = []
-    monkeypatch.setattr(growing_files, "sync_folder", folders.append)
-    lines = open_lines(str(tmp_path / "log.jsonl"))
-    lines.write(b"1\n")
-    lines.sync(to_disk=False)
-    assert folders == []
-    lines.sync(to_disk=True)
-    lines.close()
-    assert folders == [str(tmp_path)]
 
 
 def test_after_ctrl_c_the_next_upload_waits_for_the_one_before(gcs, fast_retries, monkeypatch):

@@ -1,13 +1,12 @@
 """Locations: URLs of object stores, paths, and AWS credentials."""
 
-import os
 import pathlib
 
 import pytest
 from etils import epath
 
 from jstep.stores.objects import Objects, redact, s3_fields
-from jstep.stores.urls import is_url, join, location, split
+from jstep.stores.urls import location
 
 
 @pytest.mark.parametrize(
@@ -33,16 +32,6 @@ def test_credentials_in_a_url_are_refused_and_not_repeated():
         with pytest.raises(ValueError) as caught:
             location(url, "directory")
         assert "hidden" not in str(caught.value)
-
-
-def test_join_and_split():
-    assert is_url("gs://b/x")
-    assert not is_url("/gs://b")
-    assert join("gs://bkt/run", "model-1", "x") == "gs://bkt/run/model-1/x"
-    assert join("/run", "x") == os.path.join("/run", "x")
-    assert split("s3://bkt/run/model-7") == ("s3://bkt/run", "model-7")
-    assert split("s3://bkt/model-7") == ("s3://bkt", "model-7")
-    assert split("s3://bkt") == ("s3://bkt", "")
 
 
 def test_aws_environment(tmp_path):

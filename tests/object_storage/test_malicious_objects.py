@@ -26,19 +26,14 @@ def edit_index(store, change):
 
 CHANGES = {
     "no blocks": lambda index: index.pop("blocks"),
-    "empty blocks": lambda index: index["blocks"].clear(),
     "one block missing": lambda index: index["blocks"].pop(),
     "another dtype": lambda index: index["blocks"][0].__setitem__(1, "int8"),
     "invalid dtype": lambda index: index["blocks"][0].__setitem__(1, "nonsense"),
     "beyond the array": lambda index: index["blocks"][0].__setitem__(2, [10**9, 0]),
-    "another shape": lambda index: index["blocks"][0].__setitem__(3, [10**6, 10**6]),
     "too few axes": lambda index: index["blocks"][0].__setitem__(3, []),
     "another object": lambda index: index["blocks"][0].__setitem__(4, "../../other/pack.0.0"),
     "beyond the object": lambda index: index["blocks"][0].__setitem__(5, 10**9),
-    "negative": lambda index: index["blocks"][0].__setitem__(5, -1),
     "marked as compressed": lambda index: index["blocks"][0].__setitem__(8, 1),
-    "block is not a list": lambda index: index["blocks"].__setitem__(0, 7),
-    "length is a string": lambda index: index["blocks"][0].__setitem__(6, "many"),
 }
 
 
@@ -54,4 +49,4 @@ def test_an_invalid_index_is_an_error(gcs, what):
             reader.restore(target)
     assert reader._store.find_corruption(
         "gs://bkt/run/model-1", reader._store.manifest("gs://bkt/run/model-1")
-    ) or what in (*("empty blocks", "one block missing", "another dtype", "beyond the array"),)
+    ) or what in ("one block missing", "another dtype", "beyond the array")

@@ -4,18 +4,15 @@ import os
 import subprocess
 import sys
 
-import jax
 import pytest
 from object_states import state_at
 
 import jstep
-from jstep.checkpoint import claims, object_store
-from jstep.stores.objects import Directory
+from jstep.checkpoint import claims
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
 
 
-@pytest.mark.thorough(except_for=["s3"])
 def test_a_second_writer_is_refused(store):
     with jstep.Saver(store.run) as first, jstep.Saver(store.run) as second:
         first.save(state_at(1))
@@ -29,14 +26,6 @@ def test_a_second_writer_is_refused(store):
         third.save(state_at(2))
 
 
-@pytest.mark.thorough(except_for=["s3"])
-def test_an_unreferenced_saver_releases_its_claim(store):
-    jstep.Saver(store.run).save(state_at(1))
-    with jstep.Saver(store.run) as saver:
-        saver.save(state_at(2))
-
-
-@pytest.mark.thorough(except_for=["s3"])
 def test_an_unreferenced_saver_whose_save_failed_releases_its_claim(store, caplog):
     first = jstep.Saver(store.run)
     first.claim()
@@ -141,34 +130,6 @@ def test_a_claim_lost_during_the_commit_reverts_it(store):
         assert saver.all_steps() == [1]
 
 
-@pytest.mark.parametrize("beats", ["stopped", "continue", "not permitted"])
-def test_other_processes_wait_while_the_first_is_alive(gcs, monkeypatch, beats):
-    """Without a network it cannot report the outcome; without permission to replace it cannot renew the claim."""
-    monkeypatch.setattr(claims, "BEAT", 0.02)
-    monkeypatch.setattr(object_store, "_SILENT", 0.1)
-    monkeypatch.setattr(object_store, "_OTHERS", 1e9)
-    gcs.put("bkt", "run/~claims/model", b'{"beat": %d}' % (beats != "not permitted"))
-    reads = []
-
-    def watch(number):
-        reads.append("~claims" in gcs.seen[-1])
-        with gcs.lock:
-            if beats == "continue":
-                gcs.put("bkt", "run/~claims/model", b'{"beat": %d}' % number)
-            if beats != "stopped" and sum(reads) == 4:
-                gcs.put("bkt", "run/model-1/data.1-a/outcome.json", b'{"failed": ""}')
-
-    gcs.watch = watch
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    save = object_store.ObjectSave(Directory("gs://bkt/run"), "model-1", "model-1/data.1-a", [], False, lambda *_: None)
-    if beats == "stopped":
-        with pytest.raises(jstep.CheckpointError, match="the first process has not reported the outcome"):
-            save.run()
-    else:
-        save.run()
-
-
 CHILD = """
 import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)
 import jstep
@@ -180,6 +141,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.thorough
 def test_a_claim_ends_with_its_process(gcs, s3):
     urls = ["gs://bkt/run", "s3://bkt/run"]
     code = [sys.executable, "-c", CHILD, *urls]
@@ -192,7 +154,7 @@ def test_a_claim_ends_with_its_process(gcs, s3):
                 saver.save(state_at(1))
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is still a zombie, which counts as dead
-        assert claims.started(child.pid) is None
+        assert claims.start_time(child.pid) is None
         for saver in savers:
             with saver:
                 saver.save(state_at(1))

@@ -90,39 +90,3 @@ def test_each_writes_its_shards_and_failures_are_shared(gcs):
     jstep.train(jstep.minimize(loss_fn, optimizer), state, batches, last_step=8, **locations, progress=False)
     assert jstep.Saver("gs://bkt/train").latest_step() == 8
     assert len(gcs.keys("train/logs/")) == 2, "only process 0 writes event files"
-
-
-LARGE = """
-last = int(sys.argv[5])
-
-class Buffer:
-    def __init__(self):
-        self.rows, self.rng = np.zeros((20_000, 8), np.float32), np.random.default_rng(process)
-    def __call__(self, step, state):
-        self.rows[step] = self.rng.normal(size=8)
-        return np.stack([self.rows[: step + 1].mean(0)] * 8)
-    def state_dict(self):
-        return vars(self)
-    def load_state_dict(self, position):
-        vars(self).update(position)
-
-buffer, optimizer = Buffer(), jstep.adam(0.02)
-state = jstep.shard_state(jstep.TrainState.create(init(), optimizer), mesh, P())
-state = jstep.train(
-    jstep.minimize(loss_fn, optimizer), state, jstep.from_state(buffer), last, checkpoint_dir=directory,
-    progress=False, batch_sharding=rows,
-)
-import hashlib
-print("ROWS", hashlib.sha256(buffer.rows.tobytes()).hexdigest(), weights(state))
-"""
-
-
-@pytest.mark.thorough
-def test_large_positions_of_each_process(gcs, tmp_path):
-    processes.run(LARGE, 2, "gs://bkt/run", 5)
-    parts = processes.run(LARGE, 2, "gs://bkt/run", 9)
-    whole = processes.run(LARGE, 2, tmp_path / "whole", 9)
-    found = [[processes.printed(lines, "ROWS") for lines in run] for run in (parts, whole)]
-    assert found[0] == found[1]
-    assert found[0][0] != found[0][1]
-    assert len(gcs.data("run/model-9/manifest.json")) < 20_000

@@ -19,18 +19,3 @@ def test_a_store_that_refuses_is_reported_once(gcs, one_retry, caplog):
     messages = [record.getMessage() for record in caplog.records]
     assert [message.count("the data is kept") for message in messages] == [1, 0]
     assert "the last times of this run are lost" in messages[-1]
-
-
-def test_the_first_lines_are_kept_until_it_responds(gcs, one_retry):
-    gcs.fail = [("", "", 403, 10**6)]
-    timeline = Timeline("gs://bkt/run", "model")
-    timeline.write("start")
-    timeline.flush()
-    for n in range(5):
-        timeline.write(TIMES, step=n)
-    assert not gcs.keys("run/timeline")
-    gcs.fail = []
-    timeline.write(TIMES, step=5)
-    timeline.flush()
-    (key,) = gcs.keys("run/timeline")
-    assert [line.split(b'"step": ')[-1] for line in gcs.data(key).splitlines()][1:] == [b"5}"]

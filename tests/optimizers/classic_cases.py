@@ -58,11 +58,8 @@ def ftrl_case(accum: float = 0.1, **changes: Any) -> Case:
 
 
 CASES = {
-    "gradient_descent": DESCENT({"learning_rate": 0.1}),
     "gradient_descent-scheduled": DESCENT({"learning_rate": FALLING}),
-    "momentum": MOMENTUM({"learning_rate": 0.1, "momentum": 0.9}),
     "momentum-scheduled": MOMENTUM({"learning_rate": FALLING, "momentum": RISING}),
-    "nesterov": NESTEROV({"learning_rate": 0.1, "momentum": 0.9}),
     "nesterov-scheduled": NESTEROV({"learning_rate": FALLING, "momentum": RISING}),
     "adagrad-defaults": ADAGRAD({"accumulator": 0.1}, {"learning_rate": 0.2}),
     "adagrad": ADAGRAD({"accumulator": 0.7}, {"learning_rate": FALLING}, {"initial_accumulator_value": 0.7}),
@@ -79,15 +76,10 @@ CASES = {
     "ftrl-defaults": Case(
         jstep.ftrl, reference.ftrl, {"accum": 0.1, "linear": 0.0}, OF_FTRL, defaults=tuple(OF_FTRL)[1:]
     ),
-    "ftrl-rate-scheduled": ftrl_case(learning_rate=FALLING),
     "ftrl-power": ftrl_case(learning_rate_power=-0.8),
-    "ftrl-power-scheduled": ftrl_case(learning_rate_power=-RISING),
     "ftrl-fixed-rate": ftrl_case(learning_rate_power=0.0),
     "ftrl-accum-zero": ftrl_case(accum=0.0),
     "ftrl-l1": ftrl_case(l1_regularization_strength=0.9),
-    "ftrl-l2": ftrl_case(l2_regularization_strength=0.4),
-    "ftrl-shrinkage": ftrl_case(l2_shrinkage_regularization_strength=0.2),
-    "ftrl-beta": ftrl_case(beta=0.7),
     "ftrl-everything": ftrl_case(
         accum=0.3,
         learning_rate=FALLING,

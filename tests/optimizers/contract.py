@@ -12,14 +12,17 @@ from optimizer_table import REPRESENTATIVES, TABLE
 
 import jstep
 
+FEW = ["adam", "adafactor", "partition"]
+"""Those of the representatives that quick tests run whose path depends little on the optimizer."""
 
-def for_each(names: Iterable[str]) -> Callable[[Any], Any]:
-    """Run a test for each of these optimizers; for all but the representatives it is thorough."""
+
+def for_each(names: Iterable[str], quick: list[str] = REPRESENTATIVES) -> Callable[[Any], Any]:
+    """Run a test for each of these optimizers; for all but the quick ones it is thorough."""
 
     cases = pytest.mark.parametrize("name", list(names))
 
     def mark(test: Any) -> Any:
-        return cases(pytest.mark.thorough(except_for={"name": REPRESENTATIVES})(test))
+        return cases(pytest.mark.thorough(except_for={"name": quick})(test))
 
     return mark
 

@@ -18,12 +18,6 @@ def ema(s: dict[str, Any], name: str, new: Any, beta: float, first: float = 0.0)
     return s[name]
 
 
-def sgd(g, p, s, h, nesterov=False):
-    g = g + h.wd * p
-    s["a"] = g if h.t == 1 else h.momentum * s["a"] + (1 - h.dampening) * g
-    return p - h.lr * (g + h.momentum * s["a"] if nesterov else s["a"])
-
-
 def adam_direction(g, s, h):
     m, v = ema(s, "m", g, h.beta1), ema(s, "v", g * g, h.beta2)
     return m / (1 - h.beta1**h.t) / (np.sqrt(v / (1 - h.beta2**h.t)) + h.epsilon)
@@ -33,41 +27,9 @@ def adamw(g, p, s, h):
     return p - h.lr * (adam_direction(g, s, h) + h.wd * p)
 
 
-def amsgrad(g, p, s, h):
-    m, v = ema(s, "m", g, h.beta1), ema(s, "v", g * g, h.beta2)
-    s["top"] = np.maximum(s.get("top", 0.0), v)
-    u = m / (1 - h.beta1**h.t) / (np.sqrt(s["top"]) / math.sqrt(1 - h.beta2**h.t) + h.epsilon)
-    return p - h.lr * (u + h.wd * p)
-
-
 def lion(g, p, s, h):
     u = np.sign(h.beta1 * s.get("m", 0.0) + (1 - h.beta1) * g)
     ema(s, "m", g, h.beta2)
-    return p - h.lr * (u + h.wd * p)
-
-
-def nadam(g, p, s, h):
-    m, v = ema(s, "m", g, h.beta1), ema(s, "v", g * g, h.beta2)
-    u = h.beta1 * m / (1 - h.beta1 ** (h.t + 1)) + (1 - h.beta1) * g / (1 - h.beta1**h.t)
-    return p - h.lr * (u / (np.sqrt(v / (1 - h.beta2**h.t)) + h.epsilon) + h.wd * p)
-
-
-def growing_nadam(g, p, s, h):
-    m, v = ema(s, "m", g, h.beta1), ema(s, "v", g * g, h.beta2)
-    now, later = (h.beta1 * (1 - 0.5 * 0.96 ** (t * h.momentum_decay)) for t in (h.t, h.t + 1))
-    s["P"] = s.get("P", 1.0) * now
-    u = later * m / (1 - s["P"] * later) + (1 - now) * g / (1 - s["P"])
-    return p - h.lr * (u / (np.sqrt(v / (1 - h.beta2**h.t)) + h.epsilon) + h.wd * p)
-
-
-def radam(g, p, s, h):
-    m, v = ema(s, "m", g, h.beta1) / (1 - h.beta1**h.t), ema(s, "v", g * g, h.beta2) / (1 - h.beta2**h.t)
-    top = 2 / (1 - h.beta2) - 1
-    rho = top - 2 * h.t * h.beta2**h.t / (1 - h.beta2**h.t)
-    u = m
-    if rho >= h.threshold:
-        r = math.sqrt((rho - 4) * (rho - 2) * top / ((top - 4) * (top - 2) * rho))
-        u = r * m / (np.sqrt(v) + h.epsilon)
     return p - h.lr * (u + h.wd * p)
 
 
@@ -155,39 +117,6 @@ def adadelta(g, p, s, h):
     return p - h.lr * d
 
 
-def adamax(g, p, s, h):
-    m = ema(s, "m", g, h.beta1)
-    s["u"] = np.maximum(h.beta2 * s.get("u", 0.0), np.abs(g) + h.epsilon)
-    return p - h.lr * m / (1 - h.beta1**h.t) / s["u"]
-
-
-def adabelief(g, p, s, h):
-    m = ema(s, "m", g, h.beta1)
-    s["v"] = ema(s, "v", np.square(g - m), h.beta2) + h.epsilon_root
-    return p - h.lr * m / (1 - h.beta1**h.t) / (np.sqrt(s["v"] / (1 - h.beta2**h.t)) + h.epsilon)
-
-
-def yogi(g, p, s, h):
-    m, v = ema(s, "m", g, h.beta1, 1e-6), s.get("v", 1e-6)
-    s["v"] = v - (1 - h.beta2) * np.sign(v - g * g) * g * g
-    return p - h.lr * m / (1 - h.beta1**h.t) / (np.sqrt(s["v"] / (1 - h.beta2**h.t)) + h.epsilon)
-
-
-def novograd(g, p, s, h):
-    square = np.sum(g * g)
-    s["v"] = square if h.t == 1 else h.beta2 * s["v"] + (1 - h.beta2) * square
-    u = g / (np.sqrt(s["v"]) + h.epsilon) + h.wd * p
-    s["m"] = h.beta1 * s.get("m", 0.0) + u
-    return p - h.lr * s["m"]
-
-
-def rprop(g, p, s, h):
-    same = np.sign(g * s.get("g", 0.0 * g))
-    eta = s.get("eta", h.lr + 0.0 * g) * np.where(same > 0, 1.2, np.where(same < 0, 0.5, 1.0))
-    s["eta"], s["g"] = np.clip(eta, 1e-6, 50.0), np.where(same < 0, 0.0, g)
-    return p - s["eta"] * np.sign(s["g"])
-
-
 def signum(g, p, s, h):
     return p - h.lr * np.sign(ema(s, "m", g, h.beta))
 
@@ -199,16 +128,6 @@ def adan(g, p, s, h):
     n = ema(s, "n", np.square(g + h.beta2 * change), h.beta3)
     u = m / (1 - h.beta1**h.t) + h.beta2 * d / (1 - h.beta2**h.t)
     return (p - h.lr * u / (np.sqrt(n / (1 - h.beta3**h.t)) + h.epsilon)) / (1 + h.lr * h.wd)
-
-
-def adopt(g, p, s, h):
-    if h.t == 1:
-        s["v"] = g * g
-        return p
-    bound = (h.t - 1) ** 0.25
-    m = ema(s, "m", np.clip(g / np.maximum(np.sqrt(s["v"]), h.epsilon), -bound, bound), h.beta1)
-    ema(s, "v", g * g, h.beta2)
-    return p - h.lr * m
 
 
 def madgrad(g, p, s, h):

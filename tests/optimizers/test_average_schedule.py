@@ -24,46 +24,6 @@ def run(optimizer: Any, steps: int, start: int = 0, skipped: tuple[int, ...] = (
     return state, states
 
 
-@pytest.mark.thorough(except_for="each value once")
-@pytest.mark.parametrize("every", [1, 2, 3])
-@pytest.mark.parametrize("start_step", [0, 1, 4])
-@pytest.mark.parametrize("created", [0, 7])
-def test_swa_is_the_plain_mean(every: int, start_step: int, created: int) -> None:
-    ema = jstep.ExponentialMovingAverage(1.0, zero_debias=True, start_step=start_step, every=every)
-    _, states = run(jstep.with_moving_average(jstep.gradient_descent(0.1), ema), 9, created)
-    for state in states:
-        n = int(state.global_step)
-        due = [
-            s for s in states if start_step < int(s.global_step) <= n and (int(s.global_step) - start_step) % every == 0
-        ]
-        if n <= start_step:
-            np.testing.assert_array_equal(jstep.averaged_params(state)["w"], state.params["w"])
-        elif due:
-            mean = np.mean([s.params["w"] for s in due], 0)
-            np.testing.assert_allclose(jstep.averaged_params(state)["w"], mean, rtol=1e-5)
-
-
-@pytest.mark.parametrize("num_updates", [False, True])
-def test_averages_move_every_k_steps_after_the_start(num_updates: bool) -> None:
-    ema = jstep.ExponentialMovingAverage(0.75, num_updates=num_updates, start_step=3, every=2)
-    _, states = run(jstep.with_moving_average(jstep.gradient_descent(0.1), ema), 8)
-    want = None
-    for n, state in enumerate(states, 1):
-        p = np.asarray(state.params["w"], np.float64)
-        if n <= 3:
-            want = p
-        elif (n - 3) % 2 == 0:
-            decay = min(0.75, (1 + n) / (10 + n)) if num_updates else 0.75
-            want = want - (1 - decay) * (want - p)
-        np.testing.assert_allclose(jstep.averaged_params(state)["w"], want, rtol=1e-5, atol=1e-6)
-
-
-def test_averages_equal_params_bitwise_until_the_start() -> None:
-    ema = jstep.ExponentialMovingAverage(0.9, start_step=5)
-    state, _ = run(jstep.with_moving_average(jstep.adam(0.3), ema), 5)
-    np.testing.assert_array_equal(jstep.averaged_params(state)["w"], state.params["w"])
-
-
 def test_apply_with_every_requires_num_updates() -> None:
     ema = jstep.ExponentialMovingAverage(0.5, every=2)
     averages = ema.init({"w": jnp.float32(0.0)})
@@ -103,62 +63,7 @@ def test_averaged_params_with_invalid_arguments() -> None:
         jstep.averaged_params(state, "x/ExponentialMovingAverages")
 
 
-SGD = jstep.gradient_descent(0.1)
 EVERY_SECOND = jstep.ExponentialMovingAverage(1.0, zero_debias=True, every=2)
-FROM_FOUR = jstep.ExponentialMovingAverage(1.0, zero_debias=True, start_step=4)
-
-
-def swa(ema: Any, wrap: Any = lambda one: one, rate: float = 1.0) -> Any:
-    return wrap(jstep.with_moving_average(jstep.gradient_descent(rate), ema))
-
-
-@pytest.mark.thorough(except_for=["update_every-6-start_step", "no gradient-0-every"])
-@pytest.mark.parametrize("ema", [EVERY_SECOND, FROM_FOUR], ids=["every", "start_step"])
-@pytest.mark.parametrize("created", [0, 6])
-@pytest.mark.parametrize(
-    ("wrap", "makes_update"),
-    [
-        (jstep.skip_nonfinite, lambda n: n % 7 not in (2, 3)),
-        (lambda one: jstep.update_every(2, one), lambda n: n % 2 == 0),
-        (lambda one: jstep.skip_nonfinite(jstep.update_every(2, one)), lambda n: n % 2 == 0 and n % 7 not in (2, 3)),
-        (lambda one: jstep.partition({"w": one, "b": SGD}, lambda path, leaf: path), lambda n: n % 3),
-    ],
-    ids=["skip_nonfinite", "update_every", "both", "no gradient"],
-)
-def test_averages_count_the_values_that_entered(ema: Any, created: int, wrap: Any, makes_update: Any) -> None:
-    """Updates that are left out, at steps at which averages move and at others, do not bias the mean."""
-    optimizer = swa(ema, wrap)
-    state = jstep.TrainState.create({"w": jnp.float32(10.0), "b": jnp.float32(0.0)}, optimizer, created)
-    leaves_out = "partition" if "w/ExponentialMovingAverage" in state.slots else "nan"
-    entered: list[float] = []
-    for n in range(created + 1, created + 20):
-        makes = bool(makes_update(n))
-        g: Any = jnp.float32(1.0)
-        if not makes and leaves_out == "partition":
-            g = None
-        elif n % 7 in (2, 3) and leaves_out == "nan":
-            g = jnp.float32(jnp.nan) if not makes else g
-        state = jstep.apply_gradients(state, {"w": g, "b": jnp.float32(1.0)}, optimizer)
-        if makes and n > ema.start_step and (n - ema.start_step) % ema.every == 0:
-            entered.append(float(state.params["w"]))
-        if entered:
-            np.testing.assert_allclose(jstep.averaged_params(state)["w"], np.mean(entered), rtol=1e-6)
-    assert len(entered) > 3
-
-
-@pytest.mark.parametrize("ema", [EVERY_SECOND, FROM_FOUR], ids=["every", "start_step"])
-def test_several_updates_in_a_step_enter_one_by_one(ema: Any) -> None:
-    optimizer = swa(ema, rate=0.5)
-    state = jstep.TrainState.create({"w": jnp.float32(100.0)}, optimizer)
-    entered: list[float] = []
-    for n in range(1, 13):
-        for _ in range(3):
-            state = jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer, increment_global_step=False)
-            if n > ema.start_step and (n - ema.start_step) % ema.every == 0:
-                entered.append(float(state.params["w"]))
-        state = jstep.increment_global_step(state)
-        if entered:
-            np.testing.assert_allclose(jstep.averaged_params(state)["w"], np.mean(entered), rtol=1e-6)
 
 
 def test_averages_that_wait_have_an_age_of_their_own_which_a_checkpoint_keeps(tmp_path: Any) -> None:

@@ -1,5 +1,6 @@
 """`carry`: slots that come along to parameters of other shapes."""
 
+import functools
 import logging
 
 import jax
@@ -10,23 +11,15 @@ import pytest
 import jstep
 
 OPTIMIZERS = {
-    "sgd": jstep.sgd(0.1),
-    "momentum": jstep.momentum(0.1, 0.9),
     "adam": jstep.adam(0.1),
-    "adamw": jstep.adamw(0.1),
     "adafactor": jstep.adafactor(0.1),
-    "lion": jstep.lion(0.1),
     "muon": jstep.muon(0.1),
     "soap": jstep.soap(0.1),
     "lookahead": jstep.lookahead(jstep.adam(0.1), 3, 0.5),
     "averages": jstep.with_moving_average(jstep.adam(0.1), jstep.ExponentialMovingAverage(0.9)),
-    "debiased": jstep.with_moving_average(jstep.adam(0.1), jstep.ExponentialMovingAverage(0.9, zero_debias=True)),
     "compact": jstep.compact(jstep.adam(0.1)),
-    "held": jstep.adam(jstep.held("learning_rate", 0.1)),
     "guarded": jstep.skip_nonfinite(jstep.dynamic_loss_scale(jstep.adam(0.1))),
-    "schedule free": jstep.schedule_free_sgd(0.1),
     "prodigy": jstep.prodigy(),
-    "rprop": jstep.rprop(0.1),
 }
 
 
@@ -42,15 +35,20 @@ def loss_fn(params, numbers):
 NUMBERS = jnp.arange(6)
 
 
+@functools.cache
+def step_of(optimizer):
+    return jstep.minimize(loss_fn, optimizer)
+
+
 def trained(optimizer, params=None, steps=5):
-    step = jstep.minimize(loss_fn, optimizer)
+    step = step_of(optimizer)
     state = jstep.TrainState.create(params_of() if params is None else params, optimizer)
     for _ in range(steps):
         state, _ = step(state, NUMBERS)
     return state
 
 
-@pytest.mark.thorough(except_for=["adam", "adafactor", "soap", "compact", "averages", "guarded"])
+@pytest.mark.thorough(except_for=["soap", "averages"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_parameters_are_the_same_state(name, caplog):
     state = trained(OPTIMIZERS[name])
@@ -71,7 +69,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.thorough(except_for=["adam-grown", "adafactor-by index", "compact-shrunk", "soap-with new ones"])
+@pytest.mark.thorough(except_for=["adam-grown", "soap-with new ones"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_trains_on(name, change):
@@ -84,14 +82,14 @@ def test_it_trains_on(name, change):
     assert int(found.global_step) == 5
     fresh = jstep.TrainState.create(params, optimizer)
     assert jax.tree.map(jnp.shape, found.slots) == jax.tree.map(jnp.shape, fresh.slots)
-    step = jstep.minimize(loss_fn, optimizer)
+    step = step_of(optimizer)
     for _ in range(20):
         found, metrics = step(found, jnp.arange(3))
     assert np.isfinite(float(metrics["loss"]))
 
 
 @pytest.mark.thorough(except_for=["adam"])
-@pytest.mark.parametrize("name", ["momentum", "adam", "adamw", "lion", "averages", "lookahead"])
+@pytest.mark.parametrize("name", ["adam", "averages", "lookahead"])
 def test_a_table_that_grows_has_the_bits_of_one_that_was_always_so(name):
     optimizer = OPTIMIZERS[name]
     large = params_of(16)
@@ -99,7 +97,7 @@ def test_a_table_that_grows_has_the_bits_of_one_that_was_always_so(name):
     always, state = trained(optimizer, large), trained(optimizer, small)
     rest = always.params["table"][12:]  # what they would have had
     found = jstep.carry(state, {**state.params, "table": jnp.concatenate([state.params["table"], rest])}, optimizer)
-    step = jstep.minimize(loss_fn, optimizer)
+    step = step_of(optimizer)
     for _ in range(5):
         found, _ = step(found, NUMBERS + 8)
         always, _ = step(always, NUMBERS + 8)
@@ -182,7 +180,6 @@ def test_it_says_what_is_new(caplog):
         ({"tabel": [1]}, ValueError, "'table'"),
         ({"table": [1.5]}, TypeError, "row numbers"),
         ({"table": [12]}, ValueError, "below 12, got 12"),
-        ({"table": [-2]}, ValueError, "got -2"),
         ({"table": [0] * 13}, ValueError, "at most the 12 rows"),
         ({"table": ([0], None, [1])}, ValueError, "at most 2 entries"),
     ],
@@ -191,11 +188,3 @@ def test_an_index_that_is_refused(index, error, said):
     state = trained(OPTIMIZERS["adam"], steps=1)
     with pytest.raises(error, match=said):
         jstep.carry(state, state.params, OPTIMIZERS["adam"], index=index)
-
-
-def test_what_is_no_state_or_optimizer():
-    state = trained(OPTIMIZERS["adam"], steps=1)
-    with pytest.raises(TypeError):
-        jstep.carry(state.params, state.params, OPTIMIZERS["adam"])
-    with pytest.raises(TypeError):
-        jstep.carry(state, state.params, 0.1)

@@ -2,7 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-from contract import assert_same, each_optimizer, make_optimizer, mixed_gradients, mixed_params
+from contract import FEW, assert_same, for_each, make_optimizer, mixed_gradients, mixed_params
+from optimizer_table import TABLE
 
 import jstep
 
@@ -23,7 +24,7 @@ def restored_in_part(directory, target):
         return saver.restore(target, partial=True)
 
 
-@each_optimizer
+@for_each(TABLE, FEW)
 def test_a_partial_restore_of_parameters_is_a_state_made_of_them(name: str, tmp_path) -> None:
     optimizer = make_optimizer(name)
     want = jstep.TrainState.create(trained_params(), optimizer, global_step=STEP)

@@ -60,8 +60,6 @@ def test_a_plain_weight_decay_applies_to_the_leaves_of_the_mask(mask: Any, w: fl
 RULES = {
     "attributes": lambda g, p, s, h: (-h.rate * (s.m + g), {"m": s.m + g}),
     "items": lambda g, p, s, h: (-h["rate"] * (s["m"] + g), {"m": s["m"] + g}),
-    "unpacked": lambda g, p, s, h: (-h.get("rate") * (dict(s)["m"] + g), {**s, "m": s.get("m") + g}),
-    "union": lambda g, p, s, h: (-(h | {"a": 1})["rate"] * (s.m + g), s | {"m": s.m + g}),
     "changed": lambda g, p, s, h: (s.update(m=s.m + g), (-h.rate * s.m, s))[1],
     "tree": lambda g, p, s, h: (-h.rate * (s.m + g), jax.tree.map(lambda x: x + g, s)),
     "jit": lambda g, p, s, h: jax.jit(lambda s: (-0.5 * (s["m"] + g), {"m": s.m + g}))(s),

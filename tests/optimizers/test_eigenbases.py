@@ -19,7 +19,7 @@ def matrix(n, rank, size=1.0):
     return (size * (rank > 0) * factors[0] @ factors[1]).astype(np.float32)
 
 
-@pytest.mark.thorough(except_for=["130-130-128-1.0", "40-7-16-1.0"])
+@pytest.mark.thorough(except_for=["40-7-16-1.0"])
 @pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
 @pytest.mark.parametrize(("n", "rank", "width"), [(1, 1, 128), (3, 3, 128), (130, 130, 128), (40, 40, 16), (40, 7, 16)])
 def test_householder_loop_is_a_qr_decomposition(n, rank, width, size):
@@ -36,6 +36,7 @@ def test_the_basis_of_a_zero_matrix_is_the_identity():
     np.testing.assert_array_equal(np.abs(soap.orthonormal(jnp.zeros((5, 5)), 2)), np.eye(5))
 
 
+@pytest.mark.thorough
 def test_double_precision(x64):
     a = matrix(20, 20).astype(np.float64)
     q = np.asarray(soap.orthonormal(jnp.asarray(a), 8))
@@ -50,69 +51,9 @@ def test_the_slots_are_those_of_two_axes_or_as_many_as_there_are():
         assert {int(name.split("_")[-1]) for name in names} == set(range(axes)), names
 
 
-def test_a_compiled_step_under_x64(x64):
-    """The step is traced for every platform, so that the branches for CPUs and TPUs have the same dtypes."""
-    optimizer = jstep.soap(0.01, precondition_frequency=2)
-    step = jstep.minimize(lambda params, x: jnp.mean((x @ params["w"]) ** 2), optimizer)
-    state = jstep.TrainState.create({"w": np.ones((3, 2), np.float32)}, optimizer)
-    before = state.params["w"].copy()
-    for n in range(4):
-        state, _ = step(state, np.full((2, 3), n + 1, np.float32))
-    assert state.slots["q_0"]["w"].dtype == jnp.float32
-    assert not np.array_equal(state.params["w"], before)
-
-
 def library_eigh(gram, basis):
     """Return the result of Jacobi's method, computed by a CPU routine."""
     return jnp.flip(jnp.linalg.eigh(gram)[1], 1), jnp.arange(gram.shape[0], dtype=jnp.int32)
-
-
-def leaves_of(shapes):
-    """Return well-conditioned matrices, bases near their eigenvectors, and a moment."""
-    random, leaves = np.random.default_rng(0), []
-    for shape in shapes:
-        grams, bases = {}, {}
-        for axis, n in enumerate(shape):
-            if (shape, axis) == ((5, 2, 4), 1):
-                continue  # axes that are too long have no matrix
-            q = np.linalg.qr(random.normal(size=(n, n)))[0]
-            grams[axis] = jnp.asarray(q * 2.0 ** random.permutation(n) @ q.T, jnp.float32)
-            bases[axis] = jnp.asarray(np.linalg.qr(q + 0.05 * random.normal(size=(n, n)))[0], jnp.float32)
-        leaves.append(soap.EigenbasisUpdate(grams, bases, jnp.asarray(random.uniform(size=shape), jnp.float32)))
-    return leaves
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("turn", [soap.FIRST, soap.NEXT, soap.SAME])
-def test_loops_over_matrices_of_one_size_equal_single_calls(turn):
-    leaves = leaves_of(SHAPES)
-    one_by_one = soap.one_by_one(jnp.int32(turn), leaves)
-    in_loops = jax.jit(lambda turn: soap.in_loops(turn, leaves, library_eigh))(jnp.int32(turn))
-    for before, from_loops, from_calls in zip(leaves, in_loops, one_by_one, strict=True):
-        assert from_loops.bases.keys() == from_calls.bases.keys() == before.bases.keys()
-        np.testing.assert_allclose(from_loops.v, from_calls.v)
-        for axis, basis in from_loops.bases.items():
-            np.testing.assert_allclose(np.abs(basis), np.abs(from_calls.bases[axis]), atol=2e-5)
-            assert np.array_equal(basis, before.bases[axis]) == (turn == soap.SAME)
-    assert any(not np.array_equal(a.v, b.v) for a, b in zip(leaves, in_loops, strict=True)) == (turn == soap.NEXT)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("turn", [soap.FIRST, soap.NEXT])
-def test_matrices_sharded_over_a_mesh(turn):
-    """They are gathered for the decompositions, whose loops communicate nothing."""
-    leaves = leaves_of([(8, 16), (16, 8)])
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    row_sharding = jax.NamedSharding(mesh, jax.P("data"))
-    sharded = jax.device_put(leaves, row_sharding)
-    program = jax.jit(lambda leaves: soap.in_loops(jnp.int32(turn), leaves, library_eigh), out_shardings=row_sharding)
-    with jax.set_mesh(mesh):
-        found = program(sharded)
-        text = program.lower(sharded).compile().as_text()
-    want = soap.in_loops(jnp.int32(turn), leaves, library_eigh)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, want)
-    assert "all-to-all" not in text
-    assert "all-reduce" not in text
 
 
 @pytest.mark.thorough

@@ -41,22 +41,16 @@ def clipped(params: Any) -> Any:
 WRAPPERS: dict[str, Wrap] = {
     "clip_by_global_norm": lambda one: jstep.chain(jstep.clip_gradients(by_global_norm=0.5), one),
     "normalize": lambda one: jstep.chain(jstep.normalize_gradients(), one),
-    "decay_before": lambda one: jstep.chain(jstep.add_weight_decay(0.1), one),
     "decay_after": lambda one: jstep.chain(one, jstep.decay_weights(0.1)),
-    "clip_after": lambda one: jstep.chain(one, jstep.clip_gradients(by_global_norm=1e-3)),
     "add_noise": lambda one: jstep.chain(jstep.add_noise(0.01, 0.5, KEY), one),
-    "stateless": lambda one: jstep.chain(jstep.stateless(lambda u, p, n: jstep.clip_by_global_norm(u, 0.5)[0]), one),
-    "nested_chain": lambda one: jstep.chain(jstep.chain(jstep.clip_gradients(by_global_norm=0.5)), jstep.chain(one)),
     "scope": lambda one: jstep.scope("head2", jstep.chain(jstep.clip_gradients(by_global_norm=0.5), one)),
     "skip_nonfinite": jstep.skip_nonfinite,
     "dynamic_loss_scale": lambda one: jstep.dynamic_loss_scale(jstep.chain(jstep.normalize_gradients(), one)),
     "master_weights": lambda one: jstep.master_weights(jstep.chain(jstep.normalize_gradients(), one)),
-    "compact": lambda one: jstep.compact(jstep.chain(jstep.normalize_gradients(), one)),
     "lookahead": lambda one: jstep.lookahead(jstep.chain(jstep.normalize_gradients(), one), sync_period=2),
     "average": lambda one: jstep.with_moving_average(jstep.chain(jstep.normalize_gradients(), one), EMA),
     "cautious": lambda one: jstep.cautious(jstep.chain(jstep.normalize_gradients(), one)),
     "projection": lambda one: jstep.with_projection(jstep.chain(jstep.normalize_gradients(), one), clipped),
-    "rounding": lambda one: jstep.stochastic_rounding(jstep.chain(jstep.normalize_gradients(), one), KEY),
     "accumulating": lambda one: jstep.update_every(2, jstep.chain(jstep.normalize_gradients(), one), accumulate=True),
     "label": lambda one: jstep.partition(
         {"a": jstep.chain(jstep.normalize_gradients(), one), "a/b": jstep.sgd(1.0)},
@@ -84,31 +78,22 @@ def assert_same_run(wrap: Wrap, inner: jstep.Optimizer, **options: Any) -> None:
     assert np.any(state.params["head"] != PARAMS["head"])
 
 
-@pytest.mark.thorough(except_for=["clip_by_global_norm", "scope", "dynamic_loss_scale", "label"])
+@pytest.mark.thorough(except_for=["scope", "label"])
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_frozen_parameters_count_in_no_wrapper(name: str) -> None:
     assert_same_run(WRAPPERS[name], jstep.adam(0.1))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("around", WRAPPERS)
-@pytest.mark.parametrize("inside", ["clip_by_global_norm", "skip_nonfinite", "average"])
-def test_frozen_parameters_count_in_no_two_wrappers(around: str, inside: str) -> None:
-    assert_same_run(lambda one: WRAPPERS[around](jstep.scope("x", WRAPPERS[inside](one))), jstep.momentum(0.1, 0.9))
-
-
-@pytest.mark.thorough(except_for=["sharpness", "lanes"])
+@pytest.mark.thorough(except_for=["lanes"])
 @pytest.mark.parametrize(
     "options",
     [
         {"sharpness": 0.5},
-        {"sharpness": jstep.constant(0.5), "adaptive": True},
         {"num_microbatches": 4},
         {"lanes": 4},
-        {"lanes": 2, "num_microbatches": 2, "sharpness": 0.5},
         {"jit": False},
     ],
-    ids=["sharpness", "adaptive", "microbatches", "lanes", "lanes_and_sharpness", "no_jit"],
+    ids=["sharpness", "microbatches", "lanes", "no_jit"],
 )
 def test_frozen_parameters_are_as_those_that_var_list_leaves_out(options: dict[str, Any]) -> None:
     assert_same_run(WRAPPERS["clip_by_global_norm"], jstep.adam(0.1), **options)

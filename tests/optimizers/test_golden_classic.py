@@ -49,15 +49,14 @@ def check(
     tolerance: dict[str, float],
     first_step: int = 0,
     start_step: int = 0,
-    steps: int = STEPS,
 ) -> None:
     rng = np.random.default_rng(7)
     params = random_tree(rng, dtype)
-    gradients = [random_tree(rng, dtype) for _ in range(steps)]
+    gradients = [random_tree(rng, dtype) for _ in range(STEPS)]
     states, path = run({name: build(case) for name, case in cases.items()}, params, gradients, first_step, start_step)
 
     for (name, case), (i, leaf) in itertools.product(cases.items(), enumerate(jax.tree.leaves(params))):
-        assert int(states[name].global_step) == first_step + steps
+        assert int(states[name].global_step) == first_step + STEPS
         expected, slots = reference.trajectory(
             case.rule,
             case.slots,
@@ -83,37 +82,22 @@ SINGLE = {"rtol": 2e-4, "atol": 2e-5}
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("part", range(4))
-def test_a_few_steps_of_each_in_one_program(part: int) -> None:
-    check({name: CASES[name] for name in sorted(CASES)[part::4]}, np.float64, EXACT, steps=4)
+def test_trajectories_in_float64(part: int) -> None:
+    check({name: CASES[name] for name in sorted(CASES)[part::4]}, np.float64, EXACT)
 
 
-@pytest.mark.thorough
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", CASES)
-def test_trajectory_in_float64(name: str) -> None:
-    check({name: CASES[name]}, np.float64, EXACT)
-
-
-@pytest.mark.thorough(except_for=["adam-no-averaging", "ftrl-everything-scheduled"])
+@pytest.mark.thorough(except_for=["ftrl-everything-scheduled"])
 @pytest.mark.parametrize("name", CASES)
 def test_trajectory_in_float32(name: str) -> None:
     check({name: CASES[name]}, np.float32, SINGLE)
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["adam-all-scheduled-40-33"])
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("first_step", "start_step"), [(40, 40), (40, 33), (40, 0)])
 @pytest.mark.parametrize("name", ["adam", "adam-all-scheduled", "rmsprop-centered-scheduled", "ftrl-everything"])
 def test_age_counts_from_start_step(name: str, first_step: int, start_step: int) -> None:
     check({name: CASES[name]}, np.float64, EXACT, first_step, start_step)
-
-
-def test_bias_correction_of_fresh_adam_slots_at_a_late_step() -> None:
-    rng = np.random.default_rng(0)
-    params, gradients = random_tree(rng, np.float32), [random_tree(rng, np.float32) for _ in range(3)]
-    _, early = run({"adam": jstep.adam(0.1)}, params, gradients, 0, 0)
-    _, late = run({"adam": jstep.adam(0.1)}, params, gradients, 10_000, 10_000)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), early, late))
 
 
 @pytest.mark.usefixtures("x64")

@@ -31,46 +31,16 @@ FREE = {"beta1": 0.9, "weight_lr_power": 2.0, "r": 0.0}
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     # name: constructor of jstep, equation, hyperparameters of both (arrays are schedules), arguments of jstep only
-    "sgd": (jstep.sgd, equations.sgd, {"momentum": 0.0, "dampening": 0.0}, {}),
-    "sgd-momentum": (jstep.sgd, equations.sgd, {"momentum": 0.9, "dampening": 0.0}, {}),
-    "sgd-dampening": (jstep.sgd, equations.sgd, {"momentum": RISING, "dampening": 0.3}, {}),
-    "sgd-nesterov": (
-        jstep.sgd,
-        functools.partial(equations.sgd, nesterov=True),
-        {"momentum": RISING, "dampening": 0.0},
-        {"use_nesterov": True},
-    ),
-    "adamw": (jstep.adamw, equations.adamw, ADAM, {}),
     "adamw-scheduled": (jstep.adamw, equations.adamw, MOVING, {}),
-    "adamw-amsgrad": (jstep.adamw, equations.amsgrad, ADAM, {"amsgrad": True}),
-    "lion": (jstep.lion, equations.lion, {"beta1": 0.9, "beta2": 0.99}, {}),
     "lion-scheduled": (jstep.lion, equations.lion, {"beta1": RISING, "beta2": RISING}, {}),
-    "nadam": (jstep.nadam, equations.nadam, ADAM, {}),
-    "nadam-growing": (jstep.nadam, equations.growing_nadam, ADAM | {"momentum_decay": 0.1}, {}),
-    "radam": (jstep.radam, equations.radam, ADAM | {"threshold": 5.0}, {}),
-    "radam-early": (jstep.radam, equations.radam, MOVING | {"threshold": 4.2, "beta2": 0.9}, {}),
-    "lamb": (jstep.lamb, equations.lamb, ADAM, {}),
     "lamb-scheduled": (jstep.lamb, equations.lamb, MOVING, {}),
-    "lars": (
-        jstep.lars,
-        equations.lars,
-        {"momentum": 0.9, "trust_coefficient": 0.1, "epsilon": 0.01},
-        {"trust_ratio_mask": MASK},
-    ),
     "lars-nesterov": (
         jstep.lars,
         functools.partial(equations.lars, nesterov=True),
-        {"momentum": RISING, "trust_coefficient": RISING, "epsilon": 0.0},
+        {"momentum": RISING, "trust_coefficient": RISING, "epsilon": 0.01},
         {"trust_ratio_mask": MASK, "use_nesterov": True},
     ),
-    "ademamix": (jstep.ademamix, equations.ademamix, ADAM | {"beta3": 0.999, "alpha": 5.0}, {}),
     "ademamix-scheduled": (jstep.ademamix, equations.ademamix, MOVING | {"beta3": RISING, "alpha": RISING}, {}),
-    "schedule_free_adamw": (
-        jstep.schedule_free_adamw,
-        equations.schedule_free,
-        FREE | {"beta2": 0.99, "epsilon": 1e-8},
-        {},
-    ),
     "schedule_free_adamw-weights": (
         jstep.schedule_free_adamw,
         equations.schedule_free,
@@ -102,9 +72,6 @@ for _name, _hyper, _static in (
     CASES[_name] = (jstep.adafactor, adafactor_like(_static), _hyper, _static | {"min_dim_size_to_factor": 3})
 
 
-CONSTANT = [name for name, case in CASES.items() if not any(isinstance(one, np.ndarray) for one in case[2].values())]
-
-
 def scheduled(values: dict[str, Any]) -> dict[str, Any]:
     """Return hyperparameters of jstep: arrays become schedules."""
     return {key: table_schedule(value) if isinstance(value, np.ndarray) else value for key, value in values.items()}
@@ -117,33 +84,9 @@ def with_decay_and_mask(name: str) -> tuple[jstep.Optimizer, Any, dict[str, Any]
     return make(table_schedule(RATE), **decay, **scheduled(hyper), **static), rule, {"lr": RATE, "wd": DECAY, **hyper}
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", CASES)
-def test_with_decay_and_mask(name: str) -> None:
-    optimizer, rule, values = with_decay_and_mask(name)
-    assert_close(run_jstep(optimizer)[0], run_equation(rule, values))
-
-
-@pytest.mark.thorough(except_for=["adamw"])
-@pytest.mark.parametrize("name", CONSTANT)
-def test_defaults_without_decay(name: str) -> None:
-    """With constant hyperparameters and slots created at step 10 000 000: their age counts, not the step."""
-    make, rule, hyper, static = CASES[name]
-    optimizer = make(0.05, weight_decay=0.0, **hyper, **static)
-    found, _ = run_jstep(optimizer, first=10_000_000)
-    assert_close(found, run_equation(rule, {"lr": 0.05, **hyper}))
-
-
 MORE_CASES: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
-    "adadelta": (jstep.adadelta, equations.adadelta, {"rho": 0.9, "epsilon": 1e-6}, "lr"),
     "adadelta-scheduled": (jstep.adadelta, equations.adadelta, {"rho": RISING, "epsilon": 1e-3}, "lr"),
-    "adamax": (jstep.adamax, equations.adamax, ADAM, "lr"),
-    "adabelief": (jstep.adabelief, equations.adabelief, ADAM | {"epsilon_root": 1e-12, "epsilon": 1e-5}, "lr"),
-    "yogi": (jstep.yogi, equations.yogi, ADAM | {"epsilon": 1e-3}, "lr"),
-    "novograd": (jstep.novograd, equations.novograd, ADAM, "lr wd"),
-    "rprop": (jstep.rprop, equations.rprop, {}, ""),
     "signum": (jstep.signum, equations.signum, {"beta": RISING}, "lr"),
-    "madgrad": (jstep.madgrad, equations.madgrad, {"momentum": 0.9, "epsilon": 1e-6, "weight_decay": 0.0}, "lr"),
     "madgrad-scheduled": (
         jstep.madgrad,
         equations.madgrad,
@@ -151,9 +94,7 @@ MORE_CASES: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         "lr",
     ),
     "madgrad-plain": (jstep.madgrad, equations.madgrad, {"momentum": 0.0, "epsilon": 1e-6, "weight_decay": 0.0}, ""),
-    "adan": (jstep.adan, equations.adan, ADAM | {"beta3": 0.95}, "lr wd"),
     "adan-scheduled": (jstep.adan, equations.adan, MOVING | {"beta3": RISING}, "lr wd"),
-    "adopt": (jstep.adopt, equations.adopt, {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-6}, "lr"),
 }
 
 
@@ -167,15 +108,8 @@ def more(name: str) -> tuple[jstep.Optimizer, Any, dict[str, Any]]:
     return make(table_schedule(RATE) if "lr" in changing else 0.05, **given), rule, values
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", MORE_CASES)
-def test_more_optimizers(name: str) -> None:
-    optimizer, rule, values = more(name)
-    assert_close(run_jstep(optimizer)[0], run_equation(rule, values))
-
-
-FEW, PARTS = 4, 6
-"""Steps by day, and the programs into which the optimizers are divided."""
+STEPS, PARTS = 6, 3
+"""Steps, and the programs into which the optimizers are divided."""
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -190,11 +124,11 @@ def test_a_few_steps_of_each_in_one_program(part: int) -> None:
         return {name: jstep.apply_gradients(state, grads, some[name][0]) for name, state in states.items()}
 
     found: list[Any] = []
-    for n in range(FEW):
+    for n in range(STEPS):
         states = step(states, jax.tree.map(jnp.float32, gradients(n)))
         found.append({name: state.params for name, state in states.items()})
     for name, (_, rule, values) in some.items():
-        assert_close([one[name] for one in found], run_equation(rule, values, steps=FEW))
+        assert_close([one[name] for one in found], run_equation(rule, values, steps=STEPS))
 
 
 MATRICES = {"a": (3, 4), "b": (4, 3), "c": (4, 4)}

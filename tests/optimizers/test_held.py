@@ -58,15 +58,6 @@ def test_held_values_are_accepted_wherever_schedules_are() -> None:
     assert jstep.get_hyperparameter(again, "deep/rate") == pytest.approx(0.1)
 
 
-def test_held_inside_partition_and_skip_nonfinite() -> None:
-    optimizer = jstep.skip_nonfinite(
-        jstep.partition({"net/a": jstep.gradient_descent(jstep.held("rate", 0.5))}, lambda path, leaf: "net/a")
-    )
-    state = jstep.apply_gradients(state_of(optimizer), {"w": jnp.full(2, jnp.nan)}, optimizer)
-    assert jstep.get_hyperparameter(state, "net/a/rate") == 0.5
-    assert jstep.get_hyperparameter(jstep.set_hyperparameter(state, "net/a/rate", 0.25), "net/a/rate") == 0.25
-
-
 def test_unknown_names() -> None:
     state = state_of(jstep.scope("embed", jstep.gradient_descent(jstep.held("rate", 0.5))))
     for act in (
@@ -87,31 +78,6 @@ def test_names_of_other_arguments_raise() -> None:
     jstep.adamw(
         jstep.held("weight_decay", 0.1), weight_decay=jstep.held("learning_rate", 0.1)
     )  # each name appears once
-
-
-def test_sharding_vmap_and_x64() -> None:
-    optimizer = jstep.gradient_descent(jstep.held("rate", 0.5))
-    mesh = jax.make_mesh((8,), ("data",))
-    state = jstep.shard_state(state_of(optimizer), mesh)
-    new = jstep.set_hyperparameter(state, "rate", 0.25)
-    assert new.slots["held/rate"].sharding == state.slots["held/rate"].sharding
-
-    def after(rate: Any) -> Any:
-        state = jstep.set_hyperparameter(state_of(optimizer), "rate", rate)
-        return jstep.apply_gradients(state, {"w": jnp.ones(2)}, optimizer).params["w"]
-
-    np.testing.assert_allclose(jax.vmap(after)(jnp.array([0.0, 1.0]))[:, 0], [1.0, 0.0])
-    with jax.enable_x64(True):
-        wide = jstep.TrainState.create({"w": np.ones(2)}, optimizer)
-        assert wide.slots["held/rate"].dtype == jnp.float32
-        jstep.apply_gradients(wide, {"w": jnp.ones(2, jnp.float64)}, optimizer)
-
-
-def test_save_and_restore(tmp_path: Any) -> None:
-    optimizer = jstep.gradient_descent(jstep.held("rate", 0.5))
-    with jstep.Saver(tmp_path) as saver:
-        saver.save(jstep.set_hyperparameter(state_of(optimizer), "rate", 0.125))
-        assert jstep.get_hyperparameter(saver.restore(state_of(optimizer)), "rate") == 0.125
 
 
 def test_held_values_of_a_population_are_arrays() -> None:

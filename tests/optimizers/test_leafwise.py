@@ -107,17 +107,6 @@ def test_slots_of_other_params_raise_and_name_the_path() -> None:
         jstep.apply_gradients(state.replace(slots=row), grads_of(), optimizer)
 
 
-def test_slots_as_a_function_of_params() -> None:
-    optimizer = jstep.leafwise(
-        lambda g, p, slots, h: (-g, {}),
-        hyper={},
-        slots=lambda params: {f"axis_{i}": 0.0 for i in range(max(leaf.ndim for leaf in jax.tree.leaves(params)))},
-    )
-    state = jstep.TrainState.create({"a": jnp.ones((2, 2))}, jstep.scope("s", optimizer))
-    assert sorted(state.slots) == ["s/axis_0", "s/axis_1"]
-    jstep.apply_gradients(state, {"a": jnp.ones((2, 2))}, jstep.scope("s", optimizer))
-
-
 def test_custom_hyperparameters_are_checked_and_scheduled() -> None:
     def sign(rate: Any) -> jstep.Optimizer:
         return jstep.leafwise(lambda g, p, slots, h: (-h["rate"] * jnp.sign(g), {}), hyper={"rate": rate})
@@ -128,16 +117,6 @@ def test_custom_hyperparameters_are_checked_and_scheduled() -> None:
         np.testing.assert_allclose(new.params["a"], [0.5, 1.5])
     with pytest.raises(TypeError, match="rate='x'"):
         sign("x")
-
-
-def test_as_schedule_accepts_numbers_and_schedules() -> None:
-    assert jstep.as_schedule(0.1)(3) == 0.1
-    assert float(jstep.as_schedule(jstep.exponential_decay(1.0, 1, 0.5))(1)) == 0.5
-    assert float(jstep.as_schedule(jnp.float32(2.0))(jnp.int32(3))) == 2.0
-    with pytest.raises(TypeError, match="rate"):
-        jstep.as_schedule("0.1", "rate")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="held"):
-        jstep.as_schedule(jstep.held("x", 0.1))
 
 
 def test_map_leaves() -> None:
@@ -171,13 +150,7 @@ def test_invalid_results_of_a_rule_raise() -> None:
         updated(lambda g, p, slots, h: (jnp.sum(g), {}))
 
 
-def test_error_when_all_slots_of_an_element_are_missing() -> None:
-    state = jstep.TrainState.create({"a": jnp.ones(2)}, jstep.adamw(0.1))
-    optimizer = jstep.chain(jstep.scale_by_rms(), jstep.scale_by_learning_rate(0.1))
-    with pytest.raises(ValueError, match="has no slot 'rms', nor any other of this optimizer"):
-        jstep.apply_gradients(state, {"a": jnp.ones(2)}, optimizer)
-
-
+@pytest.mark.thorough(except_for=["AxisType.Explicit"])
 @pytest.mark.parametrize("axis_types", [None, AxisType.Auto, AxisType.Explicit], ids=str)
 def test_slots_of_a_shape_are_copies_with_buffers_of_their_own(axis_types: Any, monkeypatch: Any) -> None:
     """The first of a shape, dtype and sharding is made; the others are copied from it, which takes a fifth."""

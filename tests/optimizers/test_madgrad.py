@@ -7,17 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import assert_close, gradients, initial_params, run_equation, run_jstep
+from golden import assert_close, gradients, initial_params, run_equation
 
 import jstep
 
 HYPER = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0, "epsilon": 1e-6}
-
-
-def test_updates_depend_on_the_age_and_not_on_the_step() -> None:
-    found, state = run_jstep(jstep.madgrad(0.05), first=10_000_000)
-    assert_close(found, run_equation(equations.madgrad, HYPER))
-    assert int(state.slots["start_step"]) == 10_000_000
 
 
 @pytest.mark.parametrize("copy", [True, False])
@@ -44,19 +38,3 @@ def test_low_precision_and_zero_or_missing_gradients() -> None:
     assert float(new.params["w"][1]) < 2.0
     np.testing.assert_array_equal(new.params["x"], 1.0)
     np.testing.assert_array_equal(new.slots["s"]["x"], 0.0)
-
-
-def test_momentum_moves_rows_without_a_gradient() -> None:
-    """Therefore sparse gradients are converted to dense ones."""
-    optimizer = jstep.madgrad(0.1)
-
-    def trained(updates: list[Any]) -> Any:
-        state = jstep.TrainState.create({"t": jnp.ones((4, 2))}, optimizer)
-        for one in updates:
-            state = jstep.apply_gradients(state, {"t": one}, optimizer)
-        return state.params["t"]
-
-    rows = [jstep.IndexedSlices(jnp.ones((2, 2)), jnp.array([i, i]), (4, 2)) for i in (0, 3, 1)]
-    sparse, dense = trained(rows), trained([one.to_dense() for one in rows])
-    np.testing.assert_array_equal(sparse, dense)
-    assert float(trained(rows[:1])[0, 0]) > float(dense[0, 0])

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jstep.optimizers.muon import Iteration, Layout, distribute_matrices, layout_of_matrix, orthogonalized
+from jstep.optimizers.muon import Iteration, MatrixLayout, distribute_matrices, layout_of_matrix, orthogonalize_matrices
 
 CUBE = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
 AXES = (0, 1), (2,)
@@ -61,7 +61,7 @@ def test_a_stack_is_resharded_one_axis_at_a_time(
         return stack + jnp.sum(jnp.abs(stack), (1, 2), keepdims=True)
 
     def run(members: Any) -> Any:
-        return distribute_matrices(members, Layout(CUBE, *names), compute)
+        return distribute_matrices(members, MatrixLayout(CUBE, *names), compute)
 
     with jax.set_mesh(CUBE) if is_set else contextlib.nullcontext():
         program = jax.make_jaxpr(run)(members)
@@ -78,7 +78,7 @@ def test_matrices_of_one_shape_are_batched_if_they_are_small() -> None:
     for shape, number, is_batched, is_of_platform in (
         ((64, 64), 2, True, False), ((64, 65), 2, True, True), ((64, 64), 1, False, False), ((64, 65), 1, False, False),
     ):  # fmt: skip
-        program = jax.make_jaxpr(lambda *x: orthogonalized(x, iteration, 1e-7, [None] * len(x)))(
+        program = jax.make_jaxpr(lambda *x: orthogonalize_matrices(x, iteration, 1e-7, [None] * len(x)))(
             *[jnp.ones(shape)] * number
         )
         text = str(program)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from optax import contrib
 
 import jstep
 
@@ -70,35 +69,13 @@ def test_presets_equal_their_coefficients(name: str, shape: tuple[int, int], nor
     )
 
 
-@pytest.mark.thorough(except_for=["dion-frobenius", "dion-schatten"])
-@pytest.mark.parametrize("normalization", ["frobenius", "schatten"])
-@pytest.mark.parametrize("name", ["jordan", "dion"])
-def test_presets_match_optax(name: str, normalization: Any) -> None:
-    x = {"w": jnp.float32(with_spectrum(np.linspace(0.4, 1.0, 12), (12, 20)))}
-    optax_muon = contrib.scale_by_muon(
-        LISTS[name][0],
-        5,
-        0.0,
-        nesterov=False,
-        preconditioning=normalization,
-        weight_dimension_numbers={"w": contrib.MuonDimensionNumbers()},
-    )
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        expected = optax_muon.update(x, optax_muon.init(x), x)[0]["w"]
-    np.testing.assert_allclose(
-        orthogonalized(x["w"], ns_coefficients=name, normalization=normalization), expected, rtol=1e-3, atol=1e-4
-    )
-
-
-@pytest.mark.thorough(except_for=["jordan-None-0.01-0.677-1.134", "polar_express-13-0.001-0.9999-1.0001"])
+@pytest.mark.thorough(except_for=["polar_express-13-0.001-0.9999-1.0001"])
 @pytest.mark.parametrize(
     ("name", "steps", "least", "low", "high"),
     [
         ("jordan", None, 1e-2, 0.677, 1.134),
         ("dion", None, 1e-2, 0.9775, 1.0325),
-        ("polar_express", 5, 1e-2, 0.869, 1.131),
         ("polar_express", 6, 1e-3, 0.997, 1.002),
-        ("polar_express", None, 1e-3, 0.9999, 1.0001),
         ("polar_express", 13, 1e-3, 0.9999, 1.0001),
     ],
 )

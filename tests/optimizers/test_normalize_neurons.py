@@ -26,23 +26,18 @@ def reference(u: Any, v: Any, mean: tuple[int, ...], matrix: tuple[int, ...], be
     return new * norm(u) / (norm(new) + 1e-10), v
 
 
-@pytest.mark.thorough(except_for=["shape0-None-neuron-mean0", "shape6-None-short-mean6", "shape12-axes12-short-mean12"])
+@pytest.mark.thorough(except_for=["shape3-None-short-mean3", "shape7-axes7-neuron-mean7"])
 @pytest.mark.parametrize(
     ("shape", "axes", "over", "mean"),
     [
         ((4, 6), None, "neuron", (0,)),
-        ((6, 4), None, "neuron", (0,)),
-        ((4, 4), None, "neuron", (0,)),
-        ((4, 6), None, "short", (0,)),
         ((6, 4), None, "short", (1,)),
         ((4, 4), None, "short", (0,)),
         ((3, 6, 4), None, "short", (2,)),
-        ((3, 6, 4), None, "neuron", (1,)),
         ((5, 2, 6), ((0, 1), 2), "neuron", (0, 1)),
         ((5, 2, 6), ((0, 1), 2), "short", (2,)),
         ((2, 3, 6), ((0, 1), 2), "short", (0, 1)),
         ((6, 4, 2), (1, 0), "neuron", (1,)),
-        ((4, 6, 2), (1, 0), "short", (0,)),
     ],
 )
 def test_moments_are_means_over_the_expected_axes(shape: Any, axes: Any, over: Any, mean: Any) -> None:
@@ -62,23 +57,6 @@ def test_moments_are_means_over_the_expected_axes(shape: Any, axes: Any, over: A
         updates, slots = update({"w": u}, slots, params, jnp.int32(n))
         np.testing.assert_allclose(updates["w"], expected, rtol=2e-5, atol=1e-6)
         np.testing.assert_allclose(slots["neuron_v"]["w"], v, rtol=1e-5)
-
-
-def test_hyperparameter_names_and_slot_collisions() -> None:
-    optimizer = jstep.chain(
-        jstep.scale_by_adam(), jstep.normalize_neurons(0.9, 1e-6), jstep.scale_by_learning_rate(0.1)
-    )
-    found = optimizer.hyperparameters(0)
-    assert {name: round(float(value), 7) for name, value in found.items()} == {
-        "beta1": 0.9,
-        "beta2": 0.999,
-        "epsilon": 0.0,
-        "learning_rate": 0.1,
-        "neuron_beta2": 0.9,
-        "neuron_epsilon": 1e-6,
-    }
-    with pytest.raises(ValueError, match=r"slot.*neuron"):
-        jstep.chain(jstep.normalize_neurons(), jstep.normalize_neurons()).init({"w": jnp.ones((2, 2))})
 
 
 def test_dead_neurons_zero_matrices_and_missing_gradients() -> None:
@@ -101,21 +79,6 @@ def test_dead_neurons_zero_matrices_and_missing_gradients() -> None:
     broken, _ = optimizer.update({**u, "w": u["w"].at[0, 0].set(jnp.nan)}, slots, params, jnp.int32(1))
     assert np.isnan(broken["w"]).all()
     assert np.isfinite(broken["z"]).all()
-
-
-def test_scales_before_and_after_it_are_equivalent() -> None:
-    params = {"w": jnp.zeros((4, 6))}
-
-    def trained(*blocks: jstep.Optimizer) -> Any:
-        optimizer = jstep.chain(jstep.trace(0.9), *blocks)
-        state = jstep.TrainState.create(params, optimizer)
-        for n in range(5):
-            state = jstep.apply_gradients(state, {"w": random_normal(4, 6, seed=n)}, optimizer)
-        return state.params["w"]
-
-    before = trained(jstep.orthogonalize(), jstep.normalize_neurons(), jstep.scale(-1.0))
-    after = trained(jstep.orthogonalize(scale=None), jstep.normalize_neurons(), jstep.scale(-0.2 * 6**0.5))
-    np.testing.assert_allclose(before, after, rtol=1e-4, atol=1e-5)
 
 
 def test_low_precision_and_sharded_moments() -> None:

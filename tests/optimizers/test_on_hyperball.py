@@ -1,6 +1,5 @@
 """`on_hyperball`: precision of the norms, radius and axes, and rejected inputs."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -57,20 +56,6 @@ def test_radius_by_path_and_axes() -> None:
     np.testing.assert_allclose(norms(per_row["a"], (0, 2)), norms(params["a"], (0, 2)), rtol=1e-6)
 
 
-def test_the_angle_depends_only_on_the_rate() -> None:
-    p, u = random_normal(8, 8), random_normal(8, 8, seed=1)
-    u = u - p * jnp.sum(p * u) / jnp.sum(p * p)
-    moved = [
-        jstep.on_hyperball(0.125).update({"w": size * u}, {}, {"w": p}, jnp.int32(0))[0]["w"]
-        for size in (1.0, 2.0**40, 2.0**-20)
-    ]
-    q = p + moved[0]
-    cosine = float(jnp.sum(p * q) / jnp.sqrt(jnp.sum(p * p) * jnp.sum(q * q)))
-    np.testing.assert_allclose(np.arccos(cosine), np.arctan(0.125), rtol=1e-4)
-    np.testing.assert_array_equal(moved[0], moved[1])
-    np.testing.assert_array_equal(moved[0], moved[2])
-
-
 def test_zero_and_missing_updates_change_nothing() -> None:
     params = {"w": random_normal(4, 4), "n": jnp.arange(3), "none": None, "x": random_normal(4, 4, seed=1)}
     optimizer = jstep.on_hyperball(0.1)
@@ -97,10 +82,8 @@ def test_nonfinite_updates_propagate() -> None:
 
 
 ZEROS: dict[str, tuple[Any, str]] = {
-    "leaf": ({"w": jnp.zeros((2, 3)), "x": jnp.ones((2, 2))}, "the leaf at 'w' has norm 0"),
     "prefix": ({"w": jnp.ones((2, 3)), "wx": jnp.zeros((2, 2))}, "the leaf at 'wx' has norm 0"),
     "one of a stack": ({"s": jnp.ones((2, 3, 2, 2)).at[1, 2].set(0)}, r"the matrix \(1, 2\) of the leaf at 's'"),
-    "numpy": ({"w": np.zeros((2, 3))}, "the leaf at 'w' has norm 0"),
     "bfloat16": ({"w": jnp.zeros((2, 3), jnp.bfloat16)}, "the leaf at 'w' has norm 0"),
 }
 WRAPPERS: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
@@ -113,6 +96,7 @@ WRAPPERS: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
 }
 
 
+@pytest.mark.thorough(except_for=["prefix-alone", "one of a stack-label", "bfloat16-masters"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("zeros", ZEROS)
 def test_zero_matrices_are_rejected(zeros: str, wrapper: str) -> None:
@@ -122,7 +106,7 @@ def test_zero_matrices_are_rejected(zeros: str, wrapper: str) -> None:
         jstep.TrainState.create(params, optimizer)
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["label-AxisType.Explicit"])
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_zero_matrices_are_rejected_on_a_mesh(wrapper: str, types: AxisType) -> None:
@@ -175,28 +159,3 @@ def test_the_suggested_partition_works(label: str) -> None:
     state = jstep.TrainState.create(params, optimizer)
     assert any(name.startswith(f"{label}/") for name in state.slots)
     assert jstep.apply_gradients(state, params, optimizer).params["w"].shape == (4, 3)
-
-
-def test_on_hyperball_makes_finished_updates() -> None:
-    with pytest.warns(UserWarning, match="climbs"):
-        jstep.chain(jstep.on_hyperball(0.1), jstep.scope("s", jstep.gradient_descent(0.1)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        chain = jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(0.1))
-    assert chain.hyperparameters(0).keys() == {"beta1", "beta2", "epsilon", "learning_rate"}
-    assert jstep.on_hyperball(0.1, 2.0).hyperparameters(0).keys() == {"learning_rate", "radius"}
-
-
-def test_held_and_vmapped_rates_and_sparse_gradients() -> None:
-    p, u = random_normal(4, 3), jstep.IndexedSlices(random_normal(2, 3, seed=2), jnp.array([1, 1]), (4, 3))
-
-    @jax.jit(static_argnums=0)
-    def moved(optimizer: jstep.Optimizer, updates: Any) -> Any:
-        state = jstep.TrainState.create({"w": p}, optimizer)
-        return jstep.apply_gradients(state, {"w": updates}, optimizer).params["w"]
-
-    plain = moved(jstep.on_hyperball(0.25, 2.0), u.to_dense())
-    held = jstep.on_hyperball(jstep.held("rate", 0.25), jstep.held("size", 2.0))
-    np.testing.assert_allclose(moved(held, u), plain, rtol=1e-6)
-    each = jax.vmap(lambda rate: moved(jstep.on_hyperball(rate, 2.0), u))(jnp.array([0.0, 0.25]))
-    np.testing.assert_allclose(each[1], plain, rtol=1e-6)

@@ -27,15 +27,12 @@ def partition_by_dtype() -> jstep.Optimizer:
 
 
 WRAPPERS: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
-    "nothing": lambda one: one,
     "masters": jstep.master_weights,
     "scoped": lambda one: jstep.master_weights(jstep.scope("s", one)),
     "guarded": lambda one: jstep.skip_nonfinite(jstep.master_weights(jstep.with_moving_average(one, EMA))),
-    "label": lambda one: jstep.partition({"a": jstep.master_weights(one)}, lambda path, leaf: "a"),
     "labels": lambda one: jstep.master_weights(
         jstep.partition({"a": jstep.partition({"b": one}, lambda path, leaf: "b")}, lambda path, leaf: "a")
     ),
-    "every": lambda one: jstep.update_every(1, jstep.master_weights(one), accumulate=True),
     "chain": lambda one: jstep.master_weights(jstep.chain(jstep.clip_gradients(by_value=9.0), one)),
 }
 EMA = jstep.ExponentialMovingAverage(0.5)

@@ -26,33 +26,6 @@ def run(optimizer: jstep.Optimizer, dtype=jnp.float32) -> jstep.TrainState:
     return state
 
 
-WRAPPED = {
-    "scope": lambda: jstep.scope("net", free()),
-    "chain": lambda: jstep.chain(jstep.clip_gradients(by_global_norm=100.0), free()),
-    "skip_nonfinite": lambda: jstep.skip_nonfinite(free()),
-    "master_weights": lambda: jstep.master_weights(free()),
-    "master-of-a-scope": lambda: jstep.master_weights(jstep.scope("net", free())),
-    "scope-of-a-master": lambda: jstep.scope("net", jstep.master_weights(free())),
-}
-
-
-@pytest.mark.thorough(except_for=["master-of-a-scope"])
-@pytest.mark.parametrize("name", WRAPPED)
-def test_found_under_scopes_and_wrappers(name: str) -> None:
-    want = jstep.schedule_free_params(run(free()))
-    state = run(WRAPPED[name](), jnp.bfloat16 if "master" in name else jnp.float32)
-    with jax.transfer_guard("disallow"):
-        found = jstep.schedule_free_params(state)
-    for key in ("kernel", "bias"):
-        assert found[key].dtype == state.params[key].dtype
-        np.testing.assert_allclose(
-            found[key], want[key].astype(found[key].dtype), rtol=0.01 if "master" in name else 1e-6
-        )
-        assert not np.array_equal(found[key], state.params[key])
-    assert found["count"] == 3
-    assert found["none"] is None
-
-
 @pytest.mark.thorough(except_for=["bfloat16-scalar"])
 @pytest.mark.parametrize("kind", ["tree", "scalar", "other"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -18,16 +18,14 @@ import jstep
 
 ROWS, COLUMNS = 6, 3
 # Repeated, unused and no ids; out of range (compiled only) at both ends, with and without others.
-IDS: list[list[int]] = [[0, 2, 0], [3, 3, 3], [5, 1, 5], [4, 0, 4]]
+IDS: list[list[int]] = [[0, 2, 0], [3, 3, 3], [], [4, 0, 4]]
 OUTSIDE: list[list[int]] = [[0, 2, 0], [3, 9, 3], [-1, 5, 6], [7, 2**31 - 1, -2], [4, 0, 4]]
 
 BLOCKS = {
     "by_value": lambda: jstep.clip_gradients(by_value=(-0.5, 0.5)),
     "by_norm": lambda: jstep.clip_gradients(by_norm=0.5),
-    "by_average_norm": lambda: jstep.clip_gradients(by_average_norm=0.05),
     "by_global_norm": lambda: jstep.clip_gradients(by_global_norm=0.5),
     "adaptive": lambda: jstep.clip_gradients(adaptive=0.1),
-    "scale": lambda: jstep.scale(2.0),
     "scale_updates": lambda: jstep.scale_updates({"table": 0.5}),
     "normalize_gradients": lambda: jstep.normalize_gradients(),
     "centralize_gradients": lambda: jstep.centralize_gradients(),
@@ -38,19 +36,16 @@ BLOCKS = {
 }
 
 WRAPPERS = {
-    "chain": jstep.chain,
     "scope": lambda one: jstep.scope("s", one),
     "partition": lambda one: jstep.partition({"all": one}, lambda path, leaf: "all"),
     "update_every": lambda one: jstep.update_every(1, one),
     "accumulating": lambda one: jstep.update_every(1, one, accumulate=True),
-    "loss scale": lambda one: jstep.dynamic_loss_scale(one, initial=1.0),
     "skip_nonfinite": jstep.skip_nonfinite,
     "master_weights": jstep.master_weights,
     "stochastic_rounding": lambda one: jstep.stochastic_rounding(one, jax.random.key(0)),
     "average": lambda one: jstep.with_moving_average(one, jstep.ExponentialMovingAverage(0.5)),
     "lookahead": lambda one: jstep.lookahead(one, 1),
     "cautious": jstep.cautious,
-    "noise scale": jstep.with_noise_scale,
     "nested": lambda one: jstep.skip_nonfinite(jstep.lookahead(jstep.update_every(1, jstep.cautious(one)), 1)),
 }
 
@@ -58,10 +53,7 @@ WRAPPERS = {
 # Blocks that change no gradient, and optimizers behind them.
 IDLE_BLOCKS = {
     "by_value": lambda: jstep.clip_gradients(by_value=(-1e6, 1e6)),
-    "by_norm": lambda: jstep.clip_gradients(by_norm=1e6),
-    "by_average_norm": lambda: jstep.clip_gradients(by_average_norm=1e6),
     "by_global_norm": lambda: jstep.clip_gradients(by_global_norm=1e6),
-    "scale": lambda: jstep.scale(1.0),
     "two": lambda: jstep.chain(jstep.clip_gradients(by_global_norm=1e6), jstep.clip_gradients(by_value=1e6)),
 }
 BEHIND = ("gradient_descent", "momentum", "nesterov", "rmsprop_centered", "adagrad", "ftrl_l1_l2")
@@ -84,10 +76,6 @@ TABLE_BY_ROWS = (
 BY_ROWS: dict[str, Any] = {
     **{f"block {name}": lambda make=make: jstep.chain(make(), momentum()) for name, make in BLOCKS.items()},
     **{f"wrapper {name}": lambda wrap=wrap: wrap(momentum()) for name, wrap in WRAPPERS.items()},
-    **{
-        f"clip in {name}": lambda wrap=wrap: wrap(jstep.chain(BLOCKS["by_global_norm"](), momentum()))
-        for name, wrap in WRAPPERS.items()
-    },
     **{name: lambda name=name: TABLE[name].make(0.1) for name in TABLE_BY_ROWS},
     **{
         f"{name} behind {block}": partial(behind, block, name) for block, name in itertools.product(IDLE_BLOCKS, BEHIND)
@@ -129,7 +117,7 @@ def run_sparse(optimizer: jstep.Optimizer, ids: list[list[int]], *, compiled: bo
     states = [jstep.TrainState.create(params(jnp.float32), optimizer)]
     for n, named in enumerate(ids):
         rows, _ = gradients(n, named)
-        states.append(step(states[-1], jnp.asarray(rows), jnp.asarray(named), jnp.full((2, COLUMNS), 0.1)))
+        states.append(step(states[-1], jnp.asarray(rows), jnp.asarray(named, jnp.int32), jnp.full((2, COLUMNS), 0.1)))
     return states
 
 
@@ -155,7 +143,7 @@ def run_dense(make: Any, ids: list[list[int]], *, by_rows: bool) -> list[dict[st
     return found
 
 
-@pytest.mark.thorough(except_for=["True-wrapper accumulating", "True-wrapper cautious"])
+@pytest.mark.thorough(except_for=["True-wrapper accumulating", "True-rmsprop", "False-adagrad"])
 @pytest.mark.parametrize("name", BY_ROWS)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_only_named_rows_change(name: str, compiled: bool) -> None:
@@ -193,22 +181,3 @@ def test_other_optimizers_see_the_dense_gradient(name: str) -> None:
     want = run_dense(lambda: entry.make(entry.rate), OUTSIDE, by_rows=False)[-1]
     for slot, leaf in tables(state).items():
         np.testing.assert_allclose(leaf, want[slot], rtol=1e-4, atol=1e-5, err_msg=slot)
-
-
-@pytest.mark.thorough(except_for=["elements1"])
-@pytest.mark.filterwarnings("ignore:chain")
-@pytest.mark.parametrize(
-    "elements",
-    [
-        (jstep.clip_gradients(by_global_norm=1.0), jstep.gradient_descent(1.0)),
-        (jstep.gradient_descent(1.0), jstep.clip_gradients(by_norm=1.0)),
-        (jstep.gradient_descent(1.0), jstep.scope("second", jstep.momentum(1.0, 0.5))),
-    ],
-)
-def test_chains_accept_repeated_rows_without_jit(elements: Any) -> None:
-    optimizer = jstep.chain(*elements)
-    rows = jstep.IndexedSlices(jnp.array([[1.0], [2.0], [4.0]]), jnp.array([1, 1, 3]), (5, 1))
-    state = jstep.TrainState.create({"t": jnp.zeros((5, 1))}, optimizer)
-    eager = jstep.apply_gradients(state, {"t": rows}, optimizer)
-    compiled = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))(state, {"t": rows})
-    np.testing.assert_allclose(eager.params["t"], compiled.params["t"], rtol=1e-6)

@@ -6,17 +6,6 @@ import pytest
 import jstep
 
 PARAMS = {"dense": {"kernel": jnp.ones((4, 3)), "bias": jnp.zeros(3)}, "scale": jnp.ones(())}
-GRADS = {"dense": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}, "scale": jnp.ones(())}
-
-
-def test_the_suggested_partition_works() -> None:
-    optimizer = jstep.partition(
-        {"muon": jstep.muon(1e-3), "adamw": jstep.adamw(1e-3)},
-        lambda path, leaf: "muon" if leaf.ndim == 2 and "embed" not in path else "adamw",
-    )
-    state = jstep.TrainState.create(PARAMS, optimizer)
-    state = jstep.apply_gradients(state, GRADS, optimizer)
-    assert jstep.get_slot(state, "muon/momentum", "dense/kernel").shape == (4, 3)
 
 
 @pytest.mark.parametrize(

@@ -117,17 +117,6 @@ def test_a_label_without_gradients_skips_the_step(accumulate):
         run(jstep.update_every(2, jstep.adam(), accumulate=accumulate), [{"a": None, "b": None}])
 
 
-def test_sparse_gradients_are_accumulated():
-    table = {"t": jnp.zeros((4, 1))}
-    rows = [jstep.IndexedSlices(jnp.array([[1.0], [2.0]]), jnp.array(i), (4, 1)) for i in ([0, 0], [3, 1])]
-    optimizer = jstep.update_every(2, jstep.adagrad(0.5), accumulate=True)
-    sparse = run(optimizer, [{"t": one} for one in rows], table)
-    dense = run(optimizer, [{"t": one.to_dense()} for one in rows], table)
-    assert_same(sparse[-1], dense[-1])
-    plain = run(jstep.update_every(2, jstep.momentum(0.5, 0.9)), [{"t": one} for one in rows], table)
-    np.testing.assert_allclose(plain[-1].params["t"].ravel(), [0.0, -1.0, 0.0, -0.5])
-
-
 @pytest.mark.thorough(except_for=["True"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_accumulated_rows_that_no_gradient_names_stay(compiled):
@@ -175,31 +164,6 @@ def test_low_precision_is_accumulated_in_float32():
     assert step(state).params["w"] == -1.0
 
 
-def test_inner_and_outer_averages():
-    ema = jstep.ExponentialMovingAverage(0.5, zero_debias=True)
-    inside = jstep.update_every(2, jstep.with_moving_average(jstep.adam(0.1), ema))
-    outside = jstep.with_moving_average(jstep.update_every(2, jstep.adam(0.1)), ema)
-    grads = [gradients(n) for n in range(6)]
-    reference = run(jstep.with_moving_average(jstep.adam(0.1), ema), grads[1::2])
-    assert_close(jstep.averaged_params(run(inside, grads)[-1]), jstep.averaged_params(reference[-1]))
-    states, average = run(outside, grads), ema.init(PARAMS)
-    for n, state in enumerate(states[1:], 1):
-        average = ema.apply(average, state.params, n)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), jstep.averaged_params(state), average)
-
-
-def test_inner_lookahead_counts_updates_and_outer_steps():
-    grads = [{"w": jnp.float32(-1.0)}] * 8
-    inside = run(jstep.update_every(2, jstep.lookahead(jstep.adam(0.1), 2)), grads, {"w": 0.0})
-    reference = run(jstep.lookahead(jstep.adam(0.1), 2), grads[:4], {"w": 0.0})
-    assert_close(inside[-1].params, reference[-1].params)
-    outer = run(jstep.lookahead(jstep.update_every(2, jstep.adam(0.1)), 4), grads, {"w": 0.0})
-    slow = [float(jstep.slow_params(state)["w"]) for state in outer]
-    assert slow[:4] == [0.0] * 4
-    assert slow[5:8] == [slow[4]] * 3
-    assert 0 < slow[4] < slow[8]
-
-
 def test_nested_ones_update_when_both_are_due():
     both = run(jstep.update_every(2, jstep.update_every(3, jstep.adam(0.1))), [gradients(n) for n in range(12)])
     reference = run(jstep.adam(0.1), [gradients(5), gradients(11)])
@@ -208,17 +172,13 @@ def test_nested_ones_update_when_both_are_due():
 
 
 WRAPPERS = {
-    "guard": jstep.skip_nonfinite,
     "scale": lambda one: jstep.dynamic_loss_scale(one, initial=1.0),
-    "master": jstep.master_weights,
     "scope": lambda one: jstep.scope("s", one),
     "chain": lambda one: jstep.chain(jstep.clip_gradients(by_value=1e6), one),
-    "guarded scope": lambda one: jstep.skip_nonfinite(jstep.scope("s", one)),
-    "scaled chain": lambda one: jstep.dynamic_loss_scale(jstep.chain(jstep.clip_gradients(by_value=1e6), one)),
 }
 
 
-@pytest.mark.thorough(except_for=["scale-True", "scope-False", "chain-False"])
+@pytest.mark.thorough(except_for=["scale-True", "chain-False"])
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_wrappers_do_not_change_updates(wrapper, accumulate):
@@ -250,23 +210,6 @@ def test_a_guard_inside_skips_only_updates_that_are_due():
         state, metrics = step(state, jnp.float32(jnp.nan))
         skipped.append(float(metrics["skipped"]))
     assert skipped == [0.0, 1.0]
-
-
-def test_held_values_can_be_set_at_any_step():
-    optimizer = jstep.update_every(2, jstep.gradient_descent(jstep.held("rate", 1.0)))
-    state = run(optimizer, [{"w": jnp.float32(1.0)}], {"w": 0.0})[-1]
-    state = jstep.set_hyperparameter(state, "rate", 0.25)
-    assert jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"] == -0.25
-
-
-def test_states_of_optax_are_preserved():
-    optax = pytest.importorskip("optax")
-    optimizer = jstep.update_every(2, jstep.from_optax(optax.adam(0.1)))
-    grads = [gradients(n) for n in range(4)]
-    reference = run(jstep.from_optax(optax.adam(0.1)), grads[1::2])[-1]
-    state = run(optimizer, grads)[-1]
-    assert_close(state.params, reference.params)
-    assert_close(state.slots, reference.slots)
 
 
 @pytest.mark.thorough(except_for=["-0.0-True"])

@@ -1,10 +1,8 @@
 """Wrappers around the whole optimizer in steps of several updates: each leaf counts the updates with its gradient."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import equations
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,39 +46,6 @@ def run(optimizer: jstep.Optimizer, order: Sequence[Any], cycles: int = 6, jit: 
     return states
 
 
-def averages_by_hand(states: Any, player: str, ema: jstep.ExponentialMovingAverage) -> list[float]:
-    """The averages of one player's parameter, by its own updates alone."""
-    moves = [
-        (int(before.global_step), float(after.params[player])) if moved == player else None
-        for (_, before), (moved, after) in itertools.pairwise(states)
-    ]
-    return equations.averages(ema, float(states[0][1].params[player]), moves)
-
-
-AVERAGES = {
-    "plain": EMA(0.9),
-    "zero_debias": EMA(0.9, zero_debias=True),
-    "num_updates": EMA(0.9, num_updates=True),
-    "every": EMA(0.9, every=2),
-    "swa": EMA(1.0, zero_debias=True, start_step=3, every=2),
-    "swa from zeros": EMA(1.0, zero_debias=True, every=2),
-}
-
-
-@pytest.mark.thorough(except_for=["plain-in turn", "num_updates-by steps"])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", AVERAGES)
-def test_an_average_moves_in_the_updates_with_its_gradient(name: str, order: str) -> None:
-    ema = AVERAGES[name]
-    states = run(jstep.with_moving_average(players(), ema), ORDERS[order], cycles=8)
-    for player in PLAYERS:
-        want = averages_by_hand(states, player, ema)
-        got = [float(state.slots[NAME][player]) for _, state in states[1:]]
-        # Before its first update, an average from zeros may have taken the value of its parameter.
-        first = next(i for i, value in enumerate(want) if value)
-        np.testing.assert_allclose(got[first:], want[first:], rtol=2e-5)
-
-
 @pytest.mark.thorough(except_for=["by steps", "then a step"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_lookahead_counts_the_updates_of_each_leaf(order: str) -> None:
@@ -94,32 +59,6 @@ def test_lookahead_counts_the_updates_of_each_leaf(order: str) -> None:
                 state = jstep.apply_gradients(state, grads, alone)
             np.testing.assert_allclose(whole.params[player], state.params[player], rtol=1e-6)
             np.testing.assert_allclose(whole.slots["slow"][player], state.slots["slow"][player], rtol=1e-6)
-
-
-WRAPPED = {
-    "masters": (jstep.master_weights, NAME),
-    "scope": (lambda one: jstep.scope("all", one), f"all/{NAME}"),
-    "guard": (jstep.skip_nonfinite, NAME),
-    "scale": (lambda one: jstep.dynamic_loss_scale(one, initial=1.0), NAME),
-    "every": (lambda one: jstep.update_every(1, one), NAME),
-    "chain": (lambda one: jstep.chain(jstep.clip_gradients(by_value=9.0), one), NAME),
-    "label": (lambda one: jstep.partition({"x": one}, lambda path, leaf: "x"), f"x/{NAME}"),
-    "lookahead": (lambda one: jstep.lookahead(one, 1, 1.0), NAME),
-}
-
-
-@pytest.mark.thorough(except_for=["scope"])
-@pytest.mark.parametrize("wrapper", WRAPPED)
-def test_under_other_wrappers(wrapper: str) -> None:
-    """Guards, labels and scopes pass ages on, and the labels of what is inside."""
-    around, slot = WRAPPED[wrapper]
-    ema = EMA(0.9, zero_debias=True)
-    inner = jstep.chain(jstep.scale(1.0), jstep.scope("s", jstep.skip_nonfinite(players())))
-    plain = run(jstep.with_moving_average(players(), ema), ORDERS["critic twice"])[-1][1]
-    state = run(around(jstep.with_moving_average(inner, ema)), ORDERS["critic twice"])[-1][1]
-    for player in PLAYERS:
-        np.testing.assert_allclose(state.params[player], plain.params[player], rtol=1e-6)
-        np.testing.assert_allclose(state.slots[slot][player], plain.slots[NAME][player], rtol=1e-6)
 
 
 def test_labels_of_labels() -> None:
@@ -170,7 +109,6 @@ def test_frozen_leaves_have_no_average() -> None:
     params = {"w": jnp.ones(2), "frozen": jnp.full(3, 7.0), "n": jnp.array(3)}
     for wrap, slot in (
         (lambda one: jstep.with_moving_average(one, EMA(0.9)), NAME),
-        (lambda one: jstep.with_moving_average(one, EMA(0.9, zero_debias=True), initial=None), NAME),
         (
             lambda one: jstep.with_moving_average(one, EMA(0.9), initial={"w": jnp.ones(2), "frozen": None, "n": None}),
             NAME,
@@ -187,21 +125,3 @@ def test_frozen_leaves_have_no_average() -> None:
         assert after.params["frozen"].tolist() == [7.0] * 3
         averaged = jstep.slow_params(after) if "slow" in slot else jstep.averaged_params(after)
         assert averaged["frozen"].tolist() == [7.0] * 3
-
-
-def test_without_labels_all_updates_count_and_nothing_is_added() -> None:
-    """The slots of an ordinary optimizer are what they were."""
-    for optimizer, age in (
-        (jstep.with_moving_average(jstep.adam(), EMA(0.9, zero_debias=True)), "start_step"),
-        (jstep.lookahead(jstep.adam()), "start_step"),
-        (jstep.lookahead(jstep.gradient_descent(0.1)), "start_step"),
-    ):
-        state = jstep.TrainState.create({"w": 1.0}, optimizer, global_step=4)
-        assert [name for name in state.slots if name.endswith("start_step")] == [age]
-
-
-def test_compiled_and_not() -> None:
-    for optimizer in (jstep.lookahead(players(), 2), jstep.with_moving_average(players(), EMA(0.9, zero_debias=True))):
-        one, other = (run(optimizer, ORDERS["critic twice"], cycles=2, jit=jit)[-1][1] for jit in (False, True))
-        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-6)

@@ -80,7 +80,6 @@ class _Failing(NamedTuple):
     at: int
     number: int
     kinds: Collection[Kind]
-    end: str = ""
     lasts: bool = False
 
 
@@ -101,10 +100,10 @@ class _Trial:
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
         """Within the block, the call fails; errors that jstep means to raise end it."""
-        at, number, kinds, end, lasts = self._fails
+        at, number, kinds, lasts = self._fails
         with warnings_of_jstep() as self.logged:
             try:
-                with failing(at, number, kinds=kinds, end=end, lasts=lasts) as failure:
+                with failing(at, number, kinds=kinds, lasts=lasts) as failure:
                     yield
             except (CheckpointError, OSError) as error:
                 self.said = f"{type(error).__name__}: {error}"
@@ -214,29 +213,11 @@ _BASES: dict[Callable[[_Trial], None], Callable[[str], Any]] = {
 TRIALS = {"saver": (_saver, True), "weights": (_weights, True), "train": (_train, False)}
 
 
-QUICK = (
-    (errno.ENOSPC, Kind.WRITE, "/manifest.json"),
-    (errno.EDQUOT, Kind.CREATE, "/manifest.json"),
-    (errno.EIO, Kind.SYNC, "/runs/a"),
-    (errno.EROFS, Kind.RENAME, "/model-3.orbax-checkpoint-tmp"),
-    (errno.ESTALE, Kind.MKDIR, "/model-3.orbax-checkpoint-tmp"),
-)
-"""One call of a save for each error: its number, the kind and the end of the path."""
-
-
-def quick(folder: str) -> Iterator[Fault]:
-    """Let one call fail for each error."""
-    for number, kind, end in QUICK:
-        fault = _tried(_saver, folder, _Failing(1, number, {kind}, end))
-        assert fault is not None, f"there is no {kind.name} of a path that ends with {end}"
-        yield fault
-
-
-def main(name: str, numbers: str = "[]", stride: str = "1") -> None:
-    """Print the faults of a program, one JSON object a line; "quick" for one of each error."""
+def main(name: str, numbers: str, stride: str) -> None:
+    """Print the faults of a program, one JSON object a line."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
         place = os.path.realpath(folder)
-        for fault in quick(place) if name == "quick" else faults_of(name, place, json.loads(numbers), int(stride)):
+        for fault in faults_of(name, place, json.loads(numbers), int(stride)):
             print(json.dumps(dataclasses.asdict(fault)))
 
 

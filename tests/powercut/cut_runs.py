@@ -3,13 +3,11 @@
 A recorded program runs `main`; the tests call the same functions for what each state has to restore to.
 """
 
-import contextlib
 import functools
 import hashlib
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import file_calls
@@ -147,7 +145,7 @@ def train(
             last,
             hooks=[
                 *hooks,
-                jstep.EvaluationHook(evaluate, every_n_steps=EVERY, then=[best]),
+                jstep.EvaluationHook(evaluate, every_n_steps=EVERY, callbacks=[best]),
                 jstep.FingerprintHook(every_n_steps=1),
                 _acknowledging(saver, tell),
             ],
@@ -171,23 +169,6 @@ def digest(folder: str, state: Any) -> str:
         for step in saver.all_steps():
             whole.update(b"%d" % step + bits(saver.restore(new_state(), step)))
     return f"{jstep.global_step(state)} {whole.hexdigest()}"
-
-
-@contextlib.contextmanager
-def slow_best() -> Iterator[None]:
-    """Within the block, flushing takes long in the directory of the best checkpoint."""
-    flush = os.fsync
-
-    def slow(fd: Any) -> None:
-        if "/best" in os.readlink(f"/proc/self/fd/{fd if isinstance(fd, int) else fd.fileno()}"):
-            time.sleep(0.15)
-        flush(fd)
-
-    os.fsync = slow
-    try:
-        yield
-    finally:
-        os.fsync = flush
 
 
 WEIGHTS = {"one file": (10**9,) * 3, "shards": (900, 900, 1700, 10**9, 900)}
@@ -236,18 +217,11 @@ def resumed(folder: str) -> None:
     train(folder)
 
 
-def with_slow_best(folder: str) -> None:
-    """Run with a slow directory of the best checkpoint."""
-    with slow_best():
-        train(folder)
-
-
 RUNS: dict[str, Callable[[str], None]] = {
     "records": keep_records,
     **{f"saver, {name}": functools.partial(save, saves=saves) for name, saves in SAVES.items()},
     "train": train,
     "train, resumed": resumed,
-    "train, slow best": with_slow_best,
     **{f"weights, {name}": functools.partial(save_weights, limits=limits) for name, limits in WEIGHTS.items()},
 }
 

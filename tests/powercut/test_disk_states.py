@@ -1,10 +1,7 @@
 """The states that a disk may hold: for small records, exactly those that each model allows."""
 
-import os
-
 import pytest
 from disk_states import (
-    MODELS,
     ORDERED,
     POSIX,
     PREFIX,
@@ -13,8 +10,6 @@ from disk_states import (
     distinct,
     more_than,
     sampled,
-    tree_of,
-    write,
 )
 from file_calls import Call, Kind
 
@@ -93,19 +88,6 @@ def test_what_is_in_a_folder_that_is_lost_is_lost():
     assert at_the_end(POSIX, *calls, flush(1)) == {(("d", None), ("d/a", b"x"))}
 
 
-def test_deletions_and_links():
-    calls = [*create("a", 2, b"x"), flush(2), Call(Kind.LINK, "/r/a", "/r/b"), flush(1), Call(Kind.UNLINK, "/r/a")]
-    assert at_the_end(ORDERED, *calls) == {(("a", b"x"), ("b", b"x")), (("b", b"x"),)}
-
-
-def test_an_inode_that_is_used_again():
-    """What was lost of a deletion shows the bytes of the older file."""
-    calls = [*create("a", 2, b"old"), flush(2), flush(1), Call(Kind.UNLINK, "/r/a"), *create("b", 2, b"n"), flush(2)]
-    found = at_the_end(POSIX, *calls)
-    assert (("a", b"old"),) in found
-    assert all(dict(one).get("a", b"old") == b"old" for one in found)
-
-
 def test_equal_states_count_once_with_all_marks():
     calls = [*ROOT, *create("a", 2, b"x"), flush(2), flush(1), Call(Kind.MARK, "acknowledged 0")]
     history = History(calls)
@@ -116,16 +98,3 @@ def test_equal_states_count_once_with_all_marks():
     without = [call for i, call in enumerate(calls) if i != len(calls) - 3]  # the flush of the file
     added = more_than(History(without).states(ORDERED), by_content(history.states(ORDERED)))
     assert {state.tree["a"] for state in added} == {b"", b"\0"}
-
-
-def test_written_states_are_read_back(tmp_path):
-    tree = {"d": None, "d/e": None, "d/e/a": b"x", "d.b": b"", "empty": None}
-    write(tree, str(tmp_path / "new"))
-    assert tree_of(str(tmp_path / "new")) == tree
-    assert os.listdir(tmp_path / "new" / "empty") == []
-
-
-def test_every_model_has_what_sigkill_leaves():
-    history = History([*ROOT, *create("a", 2, b"x"), flush(2), Call(Kind.RENAME, "/r/a", "/r/b"), flush(1)])
-    killed = by_content(history.states(PREFIX))
-    assert all(killed.keys() <= by_content(history.states(model)).keys() for model in MODELS)

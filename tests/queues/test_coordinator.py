@@ -1,7 +1,6 @@
 """`Coordinator`: requesting a stop, and the exceptions that `join` raises."""
 
 import sys
-import threading
 
 import pytest
 from coordinator_threads import fail_with, function_names, start_thread
@@ -28,13 +27,6 @@ def test_join_returns_when_all_threads_have_ended():
     coord.join([start_thread(lambda: None)])
     assert coord.joined
     assert not coord.should_stop()
-
-
-def test_join_without_threads():
-    coord = Coordinator()
-    assert not coord.joined
-    coord.join()
-    assert coord.joined
 
 
 def test_join_raises_the_first_exception_with_its_own_traceback():
@@ -130,13 +122,6 @@ def test_stop_on_exception():
     assert "work" in function_names(info.value.__traceback__)
 
 
-def test_stop_on_exception_without_an_exception():
-    coord = Coordinator()
-    with coord.stop_on_exception():
-        pass
-    assert not coord.should_stop()
-
-
 @pytest.mark.parametrize("ex", [KeyboardInterrupt(), SystemExit(3)])
 def test_stop_on_exception_catches_interrupts(ex):
     coord = Coordinator()
@@ -171,15 +156,6 @@ def test_clear_stop_resets_the_coordinator():
         coord.join()
 
 
-def test_raise_requested_exception():
-    coord = Coordinator()
-    coord.raise_requested_exception()
-    fail_with(coord, ValueError("now"))
-    with pytest.raises(ValueError, match="now"):
-        coord.raise_requested_exception()
-    assert not coord.joined
-
-
 def test_callbacks_run_once_and_can_be_removed():
     coord = Coordinator()
     calls = []
@@ -191,22 +167,6 @@ def test_callbacks_run_once_and_can_be_removed():
     remove = coord.call_on_stop(lambda: calls.append("late"))
     assert calls == ["kept", "late"]
     remove()
-
-
-def test_join_raises_one_of_many_errors():
-    coord = Coordinator()
-    barrier = threading.Barrier(8)
-
-    def work(i):
-        with coord.stop_on_exception():
-            barrier.wait(TIMEOUT)
-            raise ValueError(f"number {i}")
-
-    threads = [start_thread(lambda i=i: work(i)) for i in range(8)]
-    with pytest.raises(ValueError, match="number") as info:
-        coord.join(threads)
-    with pytest.raises(ValueError, match=str(info.value)):
-        coord.raise_requested_exception()
 
 
 def test_repr_shows_the_state():

@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 from processes import running_program
-from queue_calls import Call, both_queues, disable_polling, drain, fifo, filled, shuffle, wait_until_blocked
+from queue_calls import Call, both_queues, disable_polling, drain, fifo, filled, wait_until_blocked
 from waiting import wait_until
 
 from jstep.queues import queues
@@ -39,14 +39,6 @@ class TestClose:
                 call.wait()
 
     @both_queues
-    def test_refuses_new_elements(self, make):
-        queue = make()
-        queue.close()
-        with pytest.raises(CancelledError, match="is closed"):
-            queue.enqueue(1)
-        assert queue.size() == 0
-
-    @both_queues
     def test_pending_enqueues_are_served(self, make):
         queue = filled(make(1), [0])
         calls = [Call(queue.enqueue, i) for i in range(1, 4)]
@@ -54,19 +46,6 @@ class TestClose:
         queue.close()
         wait_until_blocked(queue, enqueues=3)
         assert sorted(drain(queue)) == [0, 1, 2, 3]
-        for call in calls:
-            call.wait()
-
-    @both_queues
-    def test_pending_enqueues_are_served_to_dequeue_many(self, make):
-        queue = filled(make(1), [0])
-        calls = [Call(queue.enqueue, i) for i in range(1, 5)]
-        wait_until_blocked(queue, enqueues=4)
-        queue.close()
-        assert len(queue.dequeue_many(3)) == 3
-        with pytest.raises(OutOfRangeError, match="requested 3, current size 2"):
-            queue.dequeue_many(3)
-        assert len(drain(queue)) == 2
         for call in calls:
             call.wait()
 
@@ -110,24 +89,6 @@ class TestClose:
             call.wait()
         queue.close()
         assert drain(queue) == [0]
-
-    @both_queues
-    def test_error_of_the_input_is_named(self, make):
-        queue = make()
-        cause = ValueError("bad file")
-        queue.fail(cause)
-        queue.fail(ValueError("later"))
-        queue.close()
-        with pytest.raises(OutOfRangeError, match="bad file") as info:
-            queue.dequeue()
-        assert info.value.__cause__ is cause
-
-    def test_min_after_dequeue_is_ignored_after_close(self):
-        queue = filled(shuffle(10, 5), range(5))
-        call = Call(queue.dequeue)
-        wait_until_blocked(queue, dequeues=1)
-        queue.close()
-        assert sorted([call.wait(), *drain(queue)]) == list(range(5))
 
 
 class InterruptedAfterWait(threading.Condition):

@@ -60,19 +60,14 @@ def test_threads_started_manually():
     assert queue.dequeue()[1] is True
 
 
-NOT_BOOLEAN = ["no", 1, None, np.ones(2)]
-
-
-@pytest.mark.parametrize("value", NOT_BOOLEAN)
+@pytest.mark.parametrize("value", ["no", 1, None, np.ones(2)])
 def test_flags_must_be_booleans(value):
     queue = FIFOQueue(1)
     runner = QueueRunner(queue, [lambda: None])
     for call in (
-        lambda: queue.close(value),
         lambda: queue.close(cancel_pending_enqueues=value),
         lambda: runner.create_threads(daemon=value),
         lambda: runner.create_threads(start=value),
-        lambda: start_queue_runners(daemon=value),
         lambda: start_queue_runners(start=value),
         lambda: Coordinator().join(ignore_live_threads=value),
     ):

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from queue_calls import Call, both_queues, disable_polling, drain, fifo, filled, shuffle, wait_until_blocked
+from queue_calls import Call, both_queues, disable_polling, drain, fifo, shuffle, wait_until_blocked
 
-import jstep
 from jstep.queues.queues import CancelledError, OutOfRangeError
 
 no_polling = pytest.fixture(autouse=True)(disable_polling)
@@ -86,14 +85,6 @@ class TestEnqueueMany:
         for call in others:
             call.wait()
         assert sorted(drain_closed(queue)) == [7, 8, 9]
-
-    @both_queues
-    def test_one_call_serves_all_waiting_consumers(self, make):
-        queue = make()
-        calls = [Call(queue.dequeue) for _ in range(3)]
-        wait_until_blocked(queue, dequeues=3)
-        queue.enqueue_many(rows(0, 3))
-        assert sorted(call.wait() for call in calls) == [0, 1, 2]
 
     @both_queues
     def test_a_batch_that_waits_for_more_than_there_is_room_for(self, make):
@@ -196,19 +187,6 @@ class TestDequeueUpTo:
                 queue.dequeue_up_to(3)
         assert queue.dequeue_up_to(0)["x"].shape == (0,)
 
-    @both_queues
-    def test_closing_ends_the_wait(self, make):
-        queue = make()
-        queue.enqueue_many(rows(0, 2))
-        calls = [Call(queue.dequeue_up_to, 3)]
-        wait_until_blocked(queue, batches=1)
-        calls.append(Call(queue.dequeue_up_to, 3))
-        wait_until_blocked(queue, dequeues=1, batches=1)
-        queue.close()
-        assert sorted(calls[0].wait().tolist()) == [0, 1]
-        with pytest.raises(OutOfRangeError):
-            calls[1].wait()
-
     def test_min_after_dequeue_counts_until_the_queue_is_closed(self):
         queue = shuffle(10, 4)
         queue.enqueue_many(rows(0, 6))
@@ -217,15 +195,6 @@ class TestDequeueUpTo:
         queue.close()
         assert len(call.wait()) == 3
         assert len(queue.dequeue_up_to(10)) == 3
-
-    def test_mismatched_elements_are_refused_and_stay(self):
-        queue = filled(fifo(), [1, "one"])
-        queue.close()
-        with pytest.raises(ValueError, match=r"dequeue_up_to\(n=5\): dtypes differ"):
-            queue.dequeue_up_to(5)
-        assert drain(queue) == [1, "one"]
-        with pytest.raises(TypeError, match=r"n=2\.5: must be an integer"):
-            queue.dequeue_up_to(2.5)
 
 
 def drain_closed(queue):
@@ -267,21 +236,6 @@ def test_stress_of_all_calls_together(make):
     assert sorted(found) == list(range(6 * items))
 
 
-def test_the_rows_of_a_call_are_consecutive():
-    queue = fifo(16)
-    producers = [
-        Call(lambda p=p, n=n: [queue.enqueue_many(rows(p + i, p + i + n)) for i in range(0, 300, n)])
-        for p, n in ((0, 1), (1000, 5), (2000, 12))
-    ]
-    out = [queue.dequeue() for _ in range(900)]
-    for call in producers:
-        call.wait()
-    for first, n in ((1000, 5), (2000, 12)):
-        for x in range(first, first + 300, n):
-            place = out.index(x)
-            assert out[place : place + n] == list(range(x, x + n))
-
-
 def test_shuffled_rows_come_in_the_order_of_single_elements():
     single, many = shuffle(64, 31, 3), shuffle(64, 31, 3)
     for i in range(64):
@@ -289,16 +243,3 @@ def test_shuffled_rows_come_in_the_order_of_single_elements():
     many.enqueue_many(rows(0, 40))
     many.enqueue_many(rows(40, 64))
     assert drain_closed(many) == drain_closed(single) != list(range(64))
-
-
-def test_a_runner_may_enqueue_batches():
-    queue = jstep.FIFOQueue(capacity=8)
-    batches = iter(np.arange(20).reshape(5, 4))
-    coord = jstep.Coordinator()
-    threads = jstep.QueueRunner(queue, [lambda: queue.enqueue_many(next(batches))]).create_threads(coord, start=True)
-    sizes = [len(queue.dequeue_up_to(6)) for _ in range(4)]
-    assert sizes == [6, 6, 6, 2]
-    with pytest.raises(OutOfRangeError):
-        queue.dequeue_up_to(6)
-    coord.request_stop()
-    coord.join(threads)

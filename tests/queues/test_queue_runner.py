@@ -68,15 +68,6 @@ def test_stop_ends_waiting_threads_and_closes_the_queue():
     assert len(drain(queue)) <= 2
 
 
-def test_threads_are_registered_with_the_coordinator():
-    queue = FIFOQueue(2)
-    coord = Coordinator()
-    threads = QueueRunner(queue, [counting_op(queue)]).create_threads(coord, start=True)
-    coord.request_stop()
-    coord.join()
-    assert not threads[0].is_alive()
-
-
 @pytest.mark.parametrize("exception", [ValueError("bad record"), SystemExit(3), CancelledError("another queue")])
 def test_error_stops_all_threads_and_is_raised_by_join(exception):
     queue = FIFOQueue(2)
@@ -91,20 +82,6 @@ def test_error_stops_all_threads_and_is_raised_by_join(exception):
     with pytest.raises(OutOfRangeError, match="its input failed") as info:
         queue.dequeue()
     assert info.value.__cause__ is exception
-
-
-def test_clean_stop_types_stop_without_an_error():
-    class DoneError(Exception):
-        pass
-
-    queue = FIFOQueue(2)
-    coord = Coordinator(clean_stop_exception_types=(DoneError,))
-    threads = QueueRunner(queue, [counting_op(queue), failing_op(queue, 3, DoneError())]).create_threads(
-        coord, start=True
-    )
-    drain(queue)
-    coord.join(threads)
-    assert coord.should_stop()
 
 
 def test_errors_are_recorded_without_a_coordinator(caplog):
@@ -133,29 +110,6 @@ def test_error_propagates_to_the_last_queue():
         rows.dequeue()
     assert info.value.__cause__ is cause
     assert join_all(threads)
-
-
-def test_consumer_does_not_hang_if_all_ops_fail():
-    queue = FIFOQueue(2)
-    runner = QueueRunner(queue, [failing_op(queue, 0, ValueError("at once")) for _ in range(2)])
-    threads = runner.create_threads(start=True)
-    with pytest.raises(OutOfRangeError, match="at once"):
-        queue.dequeue_many(3)
-    assert join_all(threads)
-
-
-def test_traceback_of_the_op_is_preserved():
-    def broken_reader():
-        raise ValueError("broken")
-
-    runner = QueueRunner(FIFOQueue(2), [broken_reader])
-    assert join_all(runner.create_threads(start=True))
-    traceback = runner.exceptions_raised[0].__traceback__
-    names = []
-    while traceback:
-        names.append(traceback.tb_frame.f_code.co_name)
-        traceback = traceback.tb_next
-    assert "broken_reader" in names
 
 
 def test_closing_by_the_consumer_is_not_an_error(caplog):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from queue_calls import Call, both_queues, disable_polling, drain, fifo, filled, shuffle, wait_until_blocked
+from queue_calls import Call, both_queues, disable_polling, drain, filled, shuffle, wait_until_blocked
 from waiting import wait_until
 
 from jstep.queues import queues
@@ -49,26 +49,6 @@ def test_enqueue_waits_for_room(make):
     first = queue.dequeue()
     call.wait()
     assert sorted([first, queue.dequeue(), queue.dequeue()]) == [0, 1, 2]
-
-
-@both_queues
-def test_every_waiting_consumer_is_served(make):
-    queue = make()
-    calls = [Call(queue.dequeue) for _ in range(5)]
-    wait_until_blocked(queue, dequeues=5)
-    for i in range(5):
-        queue.enqueue(i)
-    assert sorted(call.wait() for call in calls) == list(range(5))
-
-
-@both_queues
-def test_every_waiting_producer_is_served(make):
-    queue = filled(make(1), [0])
-    calls = [Call(queue.enqueue, i) for i in range(1, 6)]
-    wait_until_blocked(queue, enqueues=5)
-    assert sorted(queue.dequeue() for _ in range(6)) == list(range(6))
-    for call in calls:
-        call.wait()
 
 
 class TestShuffle:
@@ -136,17 +116,6 @@ class TestShuffle:
         assert self.shuffled(1) != self.shuffled(2)
         assert self.shuffled(None) != self.shuffled(None)
 
-    def test_without_a_minimum_all_elements_are_shuffled(self):
-        def order(seed):
-            queue = filled(shuffle(200, 0, seed), range(200))
-            return [queue.dequeue() for _ in range(200)]
-
-        out = order(0)
-        assert sorted(out) == list(range(200))
-        assert out[:10] != list(range(10))
-        assert max(out[:20]) > 100
-        assert order(0) == out != order(1)
-
     def test_elements_of_the_window_are_equally_likely(self):
         counts = collections.Counter()
         for seed in range(4000):
@@ -154,40 +123,6 @@ class TestShuffle:
             counts[queue.dequeue()] += 1
         assert set(counts) == {0, 1, 2, 3}
         assert all(abs(count - 1000) < 150 for count in counts.values())  # 5.5 standard deviations
-
-
-@pytest.mark.thorough(except_for="each value once")
-@pytest.mark.parametrize("consumers", [1, 3])
-@pytest.mark.parametrize("make", [fifo, shuffle, lambda capacity: shuffle(capacity, 31)])
-def test_stress_no_element_is_lost_or_duplicated(make, consumers):
-    """8 producers of 3000 items each."""
-    queue = make(64)
-    producers, items = 8, 3000
-    calls = [
-        Call(lambda p=p: collections.deque((queue.enqueue(p * items + i) for i in range(items)), maxlen=0))
-        for p in range(producers)
-    ]
-
-    def consume(batch):
-        out = []
-        try:
-            while True:
-                out.extend(queue.dequeue_many(batch).tolist() if batch else [queue.dequeue()])
-        except OutOfRangeError:
-            return out
-
-    consumer_calls = [Call(consume, batch) for batch in (0, 7, 100)[:consumers]]
-    for call in calls:
-        call.wait()
-    queue.close()
-    out = [x for call in consumer_calls for x in call.wait()]
-    out += drain(queue)
-    assert len(out) == producers * items
-    assert set(out) == set(range(producers * items))
-    if make is fifo and consumers == 1:  # the order of each producer is preserved
-        for p in range(producers):
-            ordered = [x for x in out if x // items == p]
-            assert ordered == sorted(ordered)
 
 
 @settings(deadline=None, max_examples=60)

@@ -77,15 +77,6 @@ def test_join_gives_each_part_a_step_counter_of_its_own(boundaries: list[int]) -
         assert float(schedule(step)) == pytest.approx(i + local_step % 1000 / 1024, abs=1e-6)
 
 
-def test_join_of_a_warmup_a_plateau_and_a_decay() -> None:
-    schedule = jstep.join([jstep.linear_warmup(1.0, 5), 1.0, jstep.cosine_decay(1.0, 10)], [5, 8])
-    values = [float(schedule(n)) for n in range(20)]
-    np.testing.assert_allclose(values[:8], [0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1], rtol=1e-6)
-    np.testing.assert_allclose(
-        values[8:], [reference.cosine_decay(n, 1.0, 10) for n in range(12)], rtol=1e-6, atol=1e-7
-    )
-
-
 @pytest.mark.thorough
 def test_arguments_of_schedules_may_be_traced() -> None:
     """Arguments of schedules are swept with vmap and differentiated with grad."""
@@ -125,8 +116,6 @@ def test_arguments_of_schedules_may_be_traced() -> None:
     "make",
     [
         lambda n: jstep.cosine_decay(1.0, n),
-        lambda n: jstep.cosine_decay_restarts(1.0, n),
-        lambda n: jstep.linear_cosine_decay(1.0, n),
         lambda n: jstep.polynomial_decay(1.0, n),
     ],
 )

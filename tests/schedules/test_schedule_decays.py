@@ -12,7 +12,6 @@ import jstep
 @pytest.mark.thorough(
     except_for=[
         "exponential-staircase-10",
-        "polynomial-root-3000000000.0",
         "cosine_restarts-equal-1",
         "linear_cosine-periods-1",
     ]
@@ -26,26 +25,6 @@ def test_decays_at_the_edges(name: str, decay_steps: float) -> None:
     steps += [LAST] * (len(EDGES) + len(multiples) - len(steps))  # arrays of one size share compiled operations
     found = make(decay_steps)(np.array(steps, np.int32))
     close(found, [finite(lambda n=n: expected(n, decay_steps)) for n in steps])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("decay_steps", [10, 1234.125])
-@pytest.mark.parametrize("name", DECAYS)
-def test_decays_agree_for_python_numpy_jax_and_traced_steps(name: str, decay_steps: float) -> None:
-    schedule, n = DECAYS[name][0](decay_steps), 57
-    value = schedule(n)
-    assert value.shape == ()
-    assert value.dtype == jnp.float32
-    for step in (np.int32(n), np.int64(n), np.uint8(n), np.array(n), jnp.int32(n), jnp.uint32(n), jnp.int16(n)):
-        again = schedule(step)
-        assert again.dtype == jnp.float32
-        assert float(again) == float(value)
-    np.testing.assert_allclose(jax.jit(schedule)(n), value, rtol=1e-6)
-    for shape in ((3,), (2, 3), (0,)):
-        many = schedule(np.full(shape, n))
-        assert many.shape == shape
-        np.testing.assert_allclose(many, np.full(shape, value), rtol=1e-6)
-    np.testing.assert_allclose(jax.vmap(schedule)(jnp.array([n, n])), np.full(2, value), rtol=1e-6)
 
 
 OTHERS = {
@@ -69,7 +48,26 @@ OTHERS = {
 ALL = {name: make(100) for name, (make, _) in DECAYS.items()} | OTHERS
 
 
-@pytest.mark.thorough(except_for=["exponential", "cosine", "linear_warmup-decay", "ademamix_beta3"])
+@pytest.mark.thorough(except_for=["times", "cyclical"])
+@pytest.mark.parametrize("name", ALL)
+def test_schedules_agree_for_python_numpy_jax_and_traced_steps(name: str) -> None:
+    schedule, n = ALL[name], 57
+    value = schedule(n)
+    assert value.shape == ()
+    assert value.dtype == jnp.float32
+    for step in (np.int32(n), np.int64(n), np.uint8(n), np.array(n), jnp.int32(n), jnp.uint32(n), jnp.int16(n)):
+        again = schedule(step)
+        assert again.dtype == jnp.float32
+        assert float(again) == float(value)
+    np.testing.assert_allclose(jax.jit(schedule)(n), value, rtol=1e-6)
+    for shape in ((3,), (2, 3), (0,)):
+        many = schedule(np.full(shape, n))
+        assert many.shape == shape
+        np.testing.assert_allclose(many, np.full(shape, value), rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(schedule)(jnp.array([n, n])), np.full(2, value), rtol=1e-6)
+
+
+@pytest.mark.thorough(except_for=["cosine", "linear_warmup-decay"])
 @pytest.mark.parametrize("name", ALL)
 def test_negative_steps(name: str) -> None:
     schedule = ALL[name]
@@ -80,6 +78,7 @@ def test_negative_steps(name: str) -> None:
     np.testing.assert_array_equal(compiled(-7), compiled(0))
 
 
+@pytest.mark.thorough(except_for=["cosine", "linear_warmup-decay"])
 @pytest.mark.parametrize("name", ALL)
 def test_steps_that_are_not_integers(name: str) -> None:
     for bad in (1.0, np.float32(1), jnp.float32(1), None, "1", True):
@@ -89,17 +88,6 @@ def test_steps_that_are_not_integers(name: str) -> None:
         ALL[name](2**31)
 
 
-@pytest.mark.thorough(except_for=["times", "cyclical"])
-@pytest.mark.parametrize("name", OTHERS)
-def test_compositions_accept_arrays_and_scalars(name: str) -> None:
-    schedule, steps = OTHERS[name], np.arange(100).reshape(10, 10)
-    one_by_one = np.array([float(schedule(int(n))) for n in steps.ravel()[::9]])
-    assert schedule(steps).shape == (10, 10)
-    assert schedule(steps).dtype == jnp.float32
-    np.testing.assert_allclose(np.ravel(schedule(steps))[::9], one_by_one, rtol=1e-6)
-    np.testing.assert_allclose(jax.jit(schedule)(steps), schedule(steps), rtol=1e-6)
-
-
 @pytest.mark.thorough(except_for=["polynomial-cycle", "join"])
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", [name for name in ALL if not name.startswith("cosine_restarts")])
@@ -107,10 +95,3 @@ def test_values_are_float64_under_x64(name: str) -> None:
     assert ALL[name](5).dtype == jnp.float64
     assert ALL[name](jnp.int32(5)).dtype == jnp.float64
     assert ALL[name](2**40).dtype == jnp.float64
-
-
-@pytest.mark.thorough(except_for=["linear_warmup-decay", "ademamix_beta3"])
-@pytest.mark.parametrize("name", ALL)
-def test_values_at_the_last_steps_are_finite_numbers(name: str) -> None:
-    if name != "exponential-growing":
-        assert np.isfinite(ALL[name](np.array([LAST - 1, LAST]))).all()

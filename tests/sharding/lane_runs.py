@@ -207,23 +207,13 @@ def main(cases):
         "adamw": lambda: jstep.chain(clipped, jstep.adamw(jstep.exponential_decay(1e-2, 10, 0.5))),
         "momentum": lambda: jstep.chain(clipped, jstep.momentum(0.1, 0.9)),
         "master": lambda: jstep.master_weights(jstep.chain(clipped, jstep.adamw(1e-2))),
-        "guarded": lambda: jstep.skip_nonfinite(jstep.dynamic_loss_scale(jstep.chain(clipped, jstep.adamw(1e-2)))),
         "averages": lambda: jstep.with_moving_average(jstep.adam(1e-2), jstep.ExponentialMovingAverage(0.9)),
         "noise": lambda: jstep.with_noise_scale(jstep.chain(clipped, jstep.adam(1e-2))),
-        "update_every": lambda: jstep.update_every(2, jstep.chain(clipped, jstep.adam(1e-2)), accumulate=True),
-        "adaptive": lambda: jstep.chain(jstep.clip_gradients(adaptive=0.01), jstep.adamw(1e-2)),
         "users": users_rule,
         "optax": with_optax,
         "lbfgs": with_line_search,
         "compact": lambda: jstep.compact(jstep.chain(clipped, jstep.adamw(1e-2)), min_size=64),
-        "rounding": lambda: jstep.stochastic_rounding(jstep.adamw(1e-2), jax.random.key(5)),
-        "muon+adamw": lambda: jstep.partition(
-            {"m": jstep.muon(1e-2), "a": jstep.adamw(1e-2)}, lambda path, leaf: "m" if leaf.ndim >= 2 else "a"
-        ),
     }
-    for name in ("adafactor", "lamb", "lars", "lion", "muon", "novograd", "schedule_free_adamw", "soap"):
-        optimizers[name] = lambda name=name: getattr(jstep, name)(1e-2)
-    optimizers["prodigy"] = lambda: jstep.prodigy()
 
     def of_table(name):
         from optimizer_table import TABLE

@@ -60,33 +60,6 @@ def test_annotated_training_matches_one_device(name, layout, compilations, caplo
     assert_close({key: got[key] for key in ("loss", "grad_norm")}, {key: metrics[key] for key in ("loss", "grad_norm")})
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_microbatches_scans_and_manual_steps(layout):
-    mesh, optimizer, loss = LAYOUTS[layout][0], jstep.adamw(0.01), annotated(layout)
-    batch = jstep.shard_batch(data(), mesh)
-    want, _ = jstep.minimize(loss, optimizer)(jstep.TrainState.create(init(), optimizer), *data())
-
-    accumulated, _ = jstep.minimize(loss, optimizer, num_microbatches=4)(create(layout, optimizer), *batch)
-    assert_close(accumulated.params, want.params)
-
-    stacked = jax.device_put([leaf[None] for leaf in data()], NamedSharding(mesh, P(None, "data")))
-    scanned, _ = jstep.scan_steps(jstep.minimize(loss, optimizer))(create(layout, optimizer), *stacked)
-    assert_close(scanned.params, want.params)
-
-    def manual_step(state, *batch):
-        value, grads = jstep.compute_gradients(loss)(state.params, *batch)
-        grads, norm = jstep.clip_by_global_norm(grads, 1e6)
-        return jstep.apply_gradients(state, grads, optimizer), {"loss": value, "norm": norm}
-
-    eager, _ = manual_step(create(layout, optimizer), *batch)
-    jitted, _ = jax.jit(manual_step)(create(layout, optimizer), *batch)
-    in_step, _ = jstep.TrainStep(manual_step)(create(layout, optimizer), *batch)
-    assert shardings(eager) == shardings(in_step) == shardings(create(layout, optimizer))
-    for state in (eager, jitted, in_step):
-        assert_close(state.params, want.params)
-
-
 def test_one_reduction_for_all_microbatches():
     """Gradients of products are reduced once per step, except with `weight_fn`."""
     mesh = LAYOUTS["data"][0]

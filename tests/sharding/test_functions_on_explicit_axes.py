@@ -36,11 +36,9 @@ def specs(tree: Any) -> Any:
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "clip_by_value": lambda tree: jstep.clip_by_value(tree, -1, 1),
-    "clip_by_value_with_the_tree_last": lambda tree: jstep.clip_by_value(min=-1, max=1, t=tree),
     "clip_by_norm": lambda tree: jstep.clip_by_norm(clip_norm=1.0, t=tree),
     "clip_by_average_norm": lambda tree: jstep.clip_by_average_norm(clip_norm=0.1, t=tree),
     "clip_by_global_norm": lambda tree: jstep.clip_by_global_norm(clip_norm=1.0, tree=tree)[0],
-    "clip_by_global_norm_with_a_norm": lambda tree: jstep.clip_by_global_norm(tree, 1.0, jstep.global_norm(tree))[0],
     "apply_updates": lambda tree: jstep.apply_updates(updates=tree, params=tree),
     "init": lambda tree: EMA.init(tree),
     "init_from_zeros": lambda tree: DEBIASED.init(params=tree),
@@ -52,12 +50,13 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.thorough(except_for=["clip_by_norm", "clip_by_global_norm", "apply_updates", "apply", "apply_by_names"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_results_are_sharded_like_the_tree(name: str, params: Any) -> None:
     assert specs(FUNCTIONS[name](params)) == SPECS
 
 
-@pytest.mark.thorough(except_for=["clip_by_global_norm", "init_from_zeros", "apply"])
+@pytest.mark.thorough(except_for=["clip_by_global_norm", "apply"])
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "host" not in name and "elsewhere" not in name])
 def test_results_of_programs_are_sharded_like_the_tree(name: str, mesh: Any, params: Any) -> None:
     with jax.set_mesh(mesh):  # JAX requires one of a program that reads shapes only
@@ -76,7 +75,7 @@ def test_averages_keep_their_own_sharding(params: Any) -> None:
     assert specs(EMA.apply(moved, params, 3)) == specs(moved)
 
 
-@pytest.mark.thorough(except_for=["False-plain", "False-scope", "True-compact"])
+@pytest.mark.thorough(except_for=["False-scope"])
 @pytest.mark.parametrize(
     ("optimizer", "name"),
     [
@@ -100,7 +99,7 @@ PLAIN = jstep.with_moving_average(jstep.adamw(0.1), EMA)
 COMPACT, MASTERS = jstep.compact(PLAIN, min_size=1), jstep.master_weights(PLAIN)
 
 
-@pytest.mark.thorough(except_for=["MASTERS-COMPACT-plain", "COMPACT-MASTERS-zero"])
+@pytest.mark.thorough(except_for=["COMPACT-MASTERS-zero"])
 @pytest.mark.parametrize("zero", [False, True], ids=["plain", "zero"])
 @pytest.mark.parametrize(
     ("old", "new"),

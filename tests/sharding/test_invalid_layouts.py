@@ -42,26 +42,18 @@ def test_invalid_layouts_name_axis_leaf_and_size(entry_point, arguments, kind, p
 
 
 def test_invalid_meshes_and_states():
-    for mesh in (None, "data", DATA.devices, DATA.abstract_mesh):
+    for mesh in (DATA.devices, DATA.abstract_mesh):
         with pytest.raises(TypeError, match=r"(?s)mesh=.*must be a jax\.sharding\.Mesh"):
             jstep.shard_state(jstep.TrainState.create(STATE, jstep.adam()), mesh)
     with pytest.raises(TypeError, match="must be a TrainState, got a dict"):
         jstep.shard_state(STATE, DATA)
     with pytest.raises(ValueError, match="give mesh as well"):
         jstep.TrainState.create(STATE, jstep.adam(), slot_axis="data")
-    with pytest.raises(ValueError, match="no axis 'rows'"):
-        jstep.fsdp_specs(STATE, DATA, axis="rows")
-    with pytest.raises(ValueError, match="min_size=-1"):
-        jstep.fsdp_specs(STATE, DATA, min_size=-1)
-    with pytest.raises(TypeError, match=r"min_size=0\.5"):
-        jstep.fsdp_specs(STATE, DATA, min_size=0.5)
 
 
 def test_invalid_batches():
     with pytest.raises(ValueError, match=r"'x' has 12 rows .* 8 parts .* 'data' .* multiple of 8"):
         jstep.shard_batch({"x": np.ones((12, 2))}, DATA)
-    with pytest.raises(ValueError, match="no axis 'rows'"):
-        jstep.shard_batch(np.ones(8), DATA, axis="rows")
     with pytest.raises(ValueError, match=r"8 at 'x', 16 at 'y'"):
         jstep.shard_batch({"x": np.ones(8), "y": np.ones(16)}, DATA)
     with pytest.raises(ValueError, match="scalar"):

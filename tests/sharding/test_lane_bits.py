@@ -42,12 +42,8 @@ def test_every_layout(model, dtype):
 
 
 OPTIONS = {
-    "microbatches": {"num_microbatches": 2, "rng": True},
     "max_rows": {"max_rows_per_device": 1},
-    "aux": {"has_aux": True},
-    "weights": {"weighted": True},
     "several losses": {"several": True, "has_aux": True, "rng": True},
-    "sharpness": {"sharpness": 0.05, "adaptive": True},
     "var_list": {"var_list": "deep/*"},
     "more lanes than devices": {"lanes": 32},
     "everything": {"num_microbatches": 2, "weighted": True, "has_aux": True, "sharpness": 0.05, "rng": True},
@@ -55,20 +51,7 @@ OPTIONS = {
 OPTIMIZERS = {
     "averages": {"use_averages": True},
     "noise": {"metrics": ["noise_scale", "grad_norm"]},
-    **{
-        name: {}
-        for name in (
-            "guarded",
-            "update_every",
-            "adaptive",
-            "users",
-            "optax",
-            "lbfgs",
-            "rounding",
-            "muon+adamw",
-            "compact",
-        )
-    },
+    **{name: {} for name in ("users", "optax", "lbfgs", "compact")},
 }
 
 

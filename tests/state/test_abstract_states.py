@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jstep
@@ -129,10 +129,3 @@ def test_state_and_batch_on_different_devices():
     batch = jstep.shard_batch((X, Y), EXPLICIT)
     assert jstep.cost(jstep.minimize(loss_fn, OPTIMIZER), state, *batch).devices == 8
     assert jstep.cost(jstep.minimize(loss_fn, OPTIMIZER), state, X, Y).devices == 8
-
-
-def test_abstract_batch_over_several_axes():
-    mesh = jax.make_mesh((4, 2), ("data", "model"))
-    found = jstep.shard_batch(jax.ShapeDtypeStruct((16, 3), jnp.bfloat16), mesh, ("data", "model"))
-    assert found.sharding == NamedSharding(mesh, P(("data", "model")))
-    assert found.dtype == jnp.bfloat16

@@ -15,8 +15,8 @@ import jstep
 from jstep.slots.roles import NO_ROLES
 from jstep.state import contents, fingerprints
 from jstep.state.contents import FINITE, INFINITE, NAN, StateContents, briefly, in_words
-from jstep.state.fingerprints import Difference, Entry, difference
-from jstep.state.sharding import put
+from jstep.state.fingerprints import Difference, Entry, compare_logs
+from jstep.state.sharding import put_leaf
 from jstep.state.slots import owners
 
 
@@ -80,7 +80,7 @@ def test_lines_of_a_log_are_read_or_reported() -> None:
         f'{{"step": 0, "state": "{A}"}}\n',
         f'{{"step": 3, "state": "{B}", "leaves": {{"w": "{A}"}}}}\n',
     ]
-    found = fingerprints.parsed("".join(lines).encode())
+    found = fingerprints.parse_log("".join(lines).encode())
     assert found.entries == {0: good[2], 3: good[1]}
     assert [text.partition(": ")[0] for text in found.corrupted] == [
         f"line {number} is not a fingerprint" for number in range(4, 13)
@@ -90,12 +90,12 @@ def test_lines_of_a_log_are_read_or_reported() -> None:
 
 def test_differences_of_two_fingerprints() -> None:
     one, other = {"a": A, "b": A, "c": A}, {"a": B, "b": A, "d": A}
-    assert difference(Entry(3, A, one), Entry(3, A, other)) is None
+    assert compare_logs(Entry(3, A, one), Entry(3, A, other)) is None
     unknown = Difference(3, None)
     for pair in ((None, other), (one, None), (None, None)):
-        assert difference(Entry(3, A, pair[0]), Entry(3, B, pair[1])) == unknown
+        assert compare_logs(Entry(3, A, pair[0]), Entry(3, B, pair[1])) == unknown
     assert unknown.text() == "which leaves differ is not known (a log without leaves)"
-    found = difference(Entry(3, A, one), Entry(3, B, other))
+    found = compare_logs(Entry(3, A, one), Entry(3, B, other))
     assert found == Difference(3, ("a", "c", "d"), ("c",), ("d",))
     assert found.text() == "3 leaves differ: a, c, d; 2 of them in only one of the two: fingerprints of another model"
     assert Difference(3, ("a",)).text() == "1 leaf differs: a"
@@ -146,7 +146,7 @@ def test_a_leaf_of_several_processes_is_made_of_the_parts_of_each(monkeypatch: A
     asked = []
     made = jax.make_array_from_callback
     monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, *rest: asked.append(shape) or made(shape, *rest))
-    values, keys = put(np.arange(8.0, dtype=np.float32), split), put(key, split)
+    values, keys = put_leaf(np.arange(8.0, dtype=np.float32), split), put_leaf(key, split)
     monkeypatch.undo()
     assert asked == [(8,), (8, 2)]
     assert (values.sharding, values.tolist()) == (split, list(range(8)))

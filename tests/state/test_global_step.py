@@ -61,12 +61,6 @@ def test_a_step_that_is_not_a_scalar() -> None:
             jstep.get_global_step(wrong)
 
 
-def test_a_step_that_is_a_python_number() -> None:
-    by_hand = state().replace(global_step=3)
-    assert int(jstep.increment_global_step(by_hand).global_step) == 4
-    assert jstep.get_global_step(by_hand).dtype == jnp.int32
-
-
 def test_donated_step_raises() -> None:
     old = state()
     jstep.minimize(lambda p: p["w"] ** 2, OPTIMIZER)(old)
@@ -108,13 +102,6 @@ def test_steps_under_x64(x64: None) -> None:
     assert jstep.global_step(jstep.increment_global_step(state(2**40))) == 2**40 + 1
 
 
-@pytest.mark.parametrize(("age", "later"), [(2, 5), (np.int32(2), 5), (None, None)])
-def test_an_age_that_was_replaced_by_hand(age: Any, later: Any) -> None:
-    made = jstep.TrainState.create({"w": 1.0}, jstep.adam())
-    made = made.replace(slots={**made.slots, "start_step": age})
-    assert jstep.increment_global_step(made, 3).slots["start_step"] == later
-
-
 def test_steps_of_numpy() -> None:
     for dtype in (np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64):
         for step in (dtype(10), np.array(10, dtype)):
@@ -128,10 +115,3 @@ def test_steps_of_numpy() -> None:
     by_hand = state.replace(global_step=np.array(10))
     assert int(jstep.increment_global_step(by_hand).global_step) == 11
     assert int(jstep.apply_gradients(by_hand, {"w": jnp.float32(1)}, jstep.adam()).global_step) == 11
-
-
-def test_the_text_of_a_donated_state_says_so() -> None:
-    state = jstep.TrainState.create({"w": jnp.ones(2)}, jstep.gradient_descent(0.1))
-    assert "global_step=0" in repr(state)
-    state.global_step.delete()
-    assert "global_step=donated" in repr(state)

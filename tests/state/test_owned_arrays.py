@@ -69,11 +69,6 @@ def by_replace(array: Any, path: Path) -> Any:
     return make_state().replace(params={"w": filled(array, 5.0)})
 
 
-def by_model_state(array: Any, path: Path) -> Any:
-    state = make_state().replace(model_state={"w": filled(array, 5.0)})
-    return state.replace(params=state.model_state)
-
-
 def by_shard_state(array: Any, path: Path) -> Any:
     state = make_state()
     return jstep.shard_state(made_by_hand(state, filled(array, 5.0)), jax.make_mesh((2,), ("data",)))
@@ -92,14 +87,6 @@ def by_a_run(array: Any, path: Path) -> Any:
 
 def by_a_hook(array: Any, path: Path) -> Any:
     return run(make_state(), [jstep.every(1, once(array))])
-
-
-def by_a_hook_of_a_donating_step(array: Any, path: Path) -> Any:
-    return run(make_state(), [jstep.every(1, once(array))], make_step())
-
-
-def by_a_hook_with_long_calls(array: Any, path: Path) -> Any:
-    return run(make_state(), [jstep.every(2, once(array))], steps_per_call=2)
 
 
 def by_end(array: Any, path: Path) -> Any:
@@ -175,8 +162,3 @@ def test_a_held_value() -> None:
     state = jstep.set_hyperparameter(make_state(), "learning_rate", filled(array, 0.5))
     filled(array, 1000.0)
     assert jstep.get_hyperparameter(state, "learning_rate") == 0.5
-
-
-def test_a_state_without_host_memory_stays_the_same_object() -> None:
-    state = make_state()
-    assert state.replace(params=state.params).params is state.params

@@ -12,8 +12,6 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import jstep
-from jstep.checkpoint.leaf_records import left_out_indices
-from jstep.slots.roles import NO_ROLES
 
 NAMES = ["d", "mine", "beta1", "start_step", "held/x", "model"]
 
@@ -34,21 +32,6 @@ def test_slots_are_found_whatever_they_are_called(name: str, params: Any) -> Non
         for wrapped, prefix in ((optimizer, ""), (jstep.scope("a", optimizer), "a/")):
             state = jstep.TrainState.create(params, wrapped)
             assert jstep.get_slot_names(state) == ([] if shared else [prefix + name])
-
-
-def test_slots_of_optax_for_a_single_leaf() -> None:
-    import optax
-
-    state = jstep.TrainState.create(1.0, jstep.from_optax(optax.adam(0.1)))
-    assert jstep.get_slot_names(state) == ["optax/0/mu", "optax/0/nu"]
-
-
-def test_leave_out_follows_the_slots_of_a_single_leaf() -> None:
-    optimizer = custom("d", lambda p: jax.tree.map(jnp.zeros_like, p))
-    state = jstep.TrainState.create(1.0, optimizer)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    left_out = left_out_indices(state, lambda path, leaf: True)
-    assert [jax.tree_util.keystr(leaves[i][0]) for i in sorted(left_out)] == [".params", ".slots['d']"]
 
 
 def test_roles_stay_through_everything_that_makes_a_new_state() -> None:
@@ -117,21 +100,6 @@ def test_a_state_made_by_hand_in_a_step_keeps_the_roles(jit: bool, steps_per_cal
     assert int(after.global_step) == 4
 
 
-def test_a_compiled_step_gives_its_state_the_roles() -> None:
-    state = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam())
-    after, _ = jstep.TrainStep(by_hand, donate=False)(state, np.ones(4, np.float32))
-    assert dict(after.roles) == dict(state.roles)
-    made = jstep.TrainState(state.params, state.slots, state.global_step)
-    assert not jstep.TrainStep(by_hand)(made, np.ones(4, np.float32))[0].roles
-
-
-def test_a_step_that_was_compiled_for_a_state_made_by_hand_keeps_the_roles_of_others() -> None:
-    state = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam())
-    step = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2), jstep.adam(), donate=False)
-    assert len(step(jstep.TrainState(state.params, state.slots, state.global_step))[0].roles) == 0
-    assert dict(step(state)[0].roles) == dict(state.roles)
-
-
 def test_an_init_that_is_compiled_keeps_the_roles() -> None:
     made = jstep.adam()
     optimizer = jstep.Optimizer(jax.jit(made.init), jax.jit(made.update), made.hyperparameters)
@@ -159,34 +127,6 @@ def test_a_state_made_by_hand_has_the_structure_of_one_that_was_created() -> Non
     assert placed.params["w"].sharding == there
     assert dict(jax.jit(lambda state: state, in_shardings=(places,))(placed).roles) == dict(state.roles)
     assert jax.tree.map(jnp.add, state, body(state, 0.0)[0]).roles
-
-
-def test_steps_of_a_custom_loop_compile_once(compilations: Any) -> None:
-    state = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam())
-    step = jax.jit(lambda state, x: by_hand(state, x)[0])
-    state = step(state, np.ones(4, np.float32))
-    with compilations() as seen:
-        for _ in range(3):
-            state = step(state, np.ones(4, np.float32))
-    assert seen == []
-
-
-@pytest.mark.parametrize("method", ["after_step", "end"])
-@pytest.mark.parametrize("start_by_hand", [False, True])
-def test_a_hook_returns_a_state_made_by_hand_or_created(method: str, start_by_hand: bool) -> None:
-    made = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam())
-    by_hand = jstep.TrainState(made.params, made.slots, made.global_step)
-
-    def returned(hook: Any, step: int, state: jstep.TrainState, *metrics: Any) -> jstep.TrainState:
-        return jstep.TrainState(state.params, state.slots, state.global_step, roles=NO_ROLES if roles else made.roles)
-
-    start = by_hand if start_by_hand else made
-    roles = start.roles
-    hook = type("Returning", (jstep.Hook,), {method: returned})()
-    step = jstep.minimize(lambda p, x: jnp.sum(p["w"] * x), jstep.adam())
-    after = jstep.train(step, start, lambda step: np.ones(4, np.float32), 2, hooks=[hook])
-    assert dict(after.roles) == dict(roles)
-    assert int(after.global_step) == 2
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,9 +1,5 @@
 """`TrainState`, its step counter, and its slots."""
 
-import copy
-import dataclasses
-import pickle
-import re
 import types
 from typing import Any
 
@@ -13,56 +9,12 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.core.trees import paths_of
 
 LAST = 2**31 - 1
 
 
 def create(optimizer: Any = None, **kwargs: Any) -> jstep.TrainState:
     return jstep.TrainState.create({"dense": {"kernel": jnp.ones((2, 3))}}, optimizer or jstep.adam(), **kwargs)
-
-
-def test_state_has_three_fields() -> None:
-    state = create()
-    leaves, treedef = jax.tree.flatten(state)
-    assert [str(key[0]) for key, _ in jax.tree_util.tree_leaves_with_path(state)] == [
-        ".params",
-        ".slots",
-        ".slots",
-        ".slots",
-        ".global_step",
-    ]
-    assert isinstance(jax.tree.unflatten(treedef, leaves), jstep.TrainState)
-    assert [field.name for field in dataclasses.fields(state)] == ["params", "slots", "global_step"]
-    assert all(isinstance(leaf, jax.Array) for leaf in leaves)
-
-
-def test_slot_paths_contain_parameter_paths() -> None:
-    paths = paths_of(create())
-    assert "slots/m/dense/kernel" in paths
-    assert "slots/start_step" in paths
-
-
-def test_state_is_immutable_and_replace_copies() -> None:
-    state = create()
-    with pytest.raises(AttributeError):
-        state.global_step = 3
-    other = state.replace(global_step=jstep.create_global_step(3))
-    assert jstep.global_step(state) == 0
-    assert jstep.global_step(other) == 3
-    assert other.params is state.params
-
-
-def test_jit_pickle_copy_and_device_get() -> None:
-    state = create(global_step=5)
-    doubled = jax.jit(lambda s: s.replace(params=jax.tree.map(lambda p: 2 * p, s.params)))(state)
-    np.testing.assert_array_equal(doubled.params["dense"]["kernel"], 2 * np.ones((2, 3)))
-    for copied in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
-        assert jax.tree.structure(copied) == jax.tree.structure(state)
-        assert jstep.global_step(copied) == 5
-    host = jax.device_get(state)
-    assert isinstance(host.params["dense"]["kernel"], np.ndarray)
-    assert jstep.global_step(host) == 5
 
 
 def test_create_copies_params() -> None:
@@ -78,23 +30,6 @@ def test_create_copies_params() -> None:
     np.testing.assert_array_equal(model_state["mean"], 0.0)
     fresh = jstep.TrainState.create({"w": params["w"]}, jstep.adam())
     assert fresh.params["w"] is not params["w"]
-
-
-def test_given_step_is_not_donated() -> None:
-    given = jnp.int32(3)
-    state = create(global_step=given)
-    jstep.minimize(lambda p: jnp.sum(p["dense"]["kernel"]), jstep.adam())(state)
-    assert int(given) == 3
-
-
-def test_shared_arrays_can_be_donated() -> None:
-    shared = jnp.ones(3)
-    optimizer = jstep.with_moving_average(jstep.adam(), jstep.ExponentialMovingAverage(0.9))
-    state = jstep.TrainState.create({"a": shared, "b": shared}, optimizer)
-    step = jstep.minimize(lambda p: jnp.sum(p["a"] * p["b"]), optimizer)
-    state, _ = step(state)
-    state, _ = step(state)
-    assert jstep.global_step(state) == 2
 
 
 def test_copy_false_keeps_arrays() -> None:
@@ -115,43 +50,6 @@ def test_numbers_become_arrays_without_weak_types() -> None:
         "d": (jnp.float32, False),
     }
     assert state.params["e"] is None
-
-
-def test_model_state_is_not_a_parameter_slot() -> None:
-    state = create(model_state={"mean": np.zeros(2, np.float32), "count": 0})
-    assert state.slots["model_state"]["count"].dtype == jnp.int32
-    assert jstep.get_slot_names(state) == ["m", "v"]
-    assert "model_state" not in create().slots
-
-
-@pytest.mark.parametrize("step", [0, 5, np.int64(5), np.uint8(5), jnp.int32(5), LAST])
-def test_create_global_step(step: Any) -> None:
-    created = jstep.create_global_step(step)
-    assert isinstance(created, jax.Array)
-    assert created.shape == ()
-    assert created.dtype == jnp.int32
-    assert not created.weak_type
-    assert int(created) == int(step)
-    assert jstep.global_step(create(global_step=step)) == int(step)
-    assert int(create(global_step=step).slots["start_step"]) == int(step)
-
-
-def test_create_global_step_defaults_to_zero_and_may_be_traced() -> None:
-    assert int(jstep.create_global_step()) == 0
-    assert int(jax.jit(jstep.create_global_step)(3)) == 3
-    states = jax.vmap(lambda n: create(global_step=n))(jnp.arange(3))
-    np.testing.assert_array_equal(states.global_step, [0, 1, 2])
-
-
-def test_increment_global_step() -> None:
-    state = create(global_step=4)
-    assert jstep.global_step(jstep.increment_global_step(state)) == 5
-    assert jstep.global_step(jstep.increment_global_step(state, 10)) == 14
-    assert jstep.global_step(jstep.increment_global_step(state, np.int64(0))) == 4
-    assert jstep.global_step(state) == 4
-    assert jstep.global_step(jax.jit(jstep.increment_global_step)(state, 2)) == 6
-    assert jstep.increment_global_step(state).global_step.dtype == jnp.int32
-    assert jstep.increment_global_step(state).params is state.params
 
 
 def test_slots_by_name_and_path() -> None:
@@ -227,14 +125,6 @@ def test_donated_states_can_be_compared() -> None:
     after = jax.jit(lambda state: state, donate_argnums=0)(state)
     assert (state == after) is False
     assert (state == state) is True
-
-
-def test_summary_sorts_slots_by_name() -> None:
-    optimizer = jstep.adam(0.1)
-    state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer)
-    after, _ = jstep.minimize(lambda p: p["w"].sum(), optimizer)(state)
-    for value in (state, after, state.replace(slots=dict(reversed(state.slots.items())))):
-        assert re.findall(r"(\w+) \(", str(value).partition("slots")[2]) == ["m", "start_step", "v"]
 
 
 def test_model_state_is_read_and_replaced() -> None:

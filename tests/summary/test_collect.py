@@ -44,28 +44,6 @@ def test_collect_inside_transformations():
     assert merge_all() is None
 
 
-def test_compiled_calls_return_summaries():
-    calls = []
-
-    def fn(x):
-        calls.append(1)
-        scalar("x", x)
-        return x
-
-    compiled = jax.jit(collect(fn))
-    assert [values(compiled(x)[1]) for x in (1.0, 2.0)] == [{"x": 1.0}, {"x": 2.0}]
-    assert len(calls) == 1
-
-
-def test_none_without_summaries():
-    assert collect(lambda x: x)(1.0) == (1.0, None)
-    assert jax.jit(collect(lambda x: x))(1.0)[1] is None
-
-
-def test_arguments_are_passed_on():
-    assert collect(lambda a, *, b: a + b)(1, b=2)[0] == 3
-
-
 def test_named_collections():
     def fn(x):
         scalar("a", x, collections=("train",))
@@ -98,12 +76,6 @@ def test_nested_collects_with_different_keys():
     assert (train.tags, collected.tags) == (("train",), ("default", "outer"))
 
 
-def test_the_innermost_collect_receives_the_summaries():
-    result, collected = collect(lambda x: collect(model)(x)[1])(jnp.ones(2))
-    assert result.tags == ("h", "hist")
-    assert collected is None
-
-
 def test_an_exception_discards_the_summaries():
     def fails(x):
         scalar("x", x)
@@ -123,18 +95,14 @@ def loss_fn(x):
 LOST = r"summary 'inside', made at .*test_collect\.py:\d+, .*value_and_grad.*has_aux=True"
 NESTED = {
     "grad": lambda fn, x: jax.grad(fn)(x),
-    "value_and_grad": lambda fn, x: jax.value_and_grad(fn)(x),
     "jit": lambda fn, x: jax.jit(fn)(x),
     "vmap": lambda fn, x: jax.vmap(fn)(x * jnp.ones(3)),
     "scan": lambda fn, x: jax.lax.scan(lambda c, _: (fn(c), None), x, None, length=2),
-    "while": lambda fn, x: jax.lax.while_loop(lambda c: c < 1, lambda c: fn(c) + 1, x),
-    "cond": lambda fn, x: jax.lax.cond(x > 0, fn, lambda x: x, x),
-    "checkpoint": lambda fn, x: jax.checkpoint(fn)(x),
     "jvp": lambda fn, x: jax.jvp(fn, (x,), (1.0,)),
 }
 
 
-@pytest.mark.thorough(except_for=["value_and_grad-eager", "vmap-jit", "scan-jit", "jvp-jit"])
+@pytest.mark.thorough(except_for=["grad-eager", "vmap-jit", "scan-jit", "jvp-jit"])
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", NESTED)
 def test_error_inside_a_nested_transformation_suggests_a_fix(name, around):
@@ -175,11 +143,6 @@ def test_merge_adds_returned_summaries_to_a_collection():
     assert (float(grad), values(collected)) == (6.0, {"inside": 3.0})
 
 
-def test_constants_inside_a_transformation_are_collected():
-    _, collected = collect(lambda x: jax.grad(lambda y: (scalar("constant", 2.0), y)[1])(x))(1.0)
-    assert values(collected) == {"constant": 2.0}
-
-
 def test_tracers_do_not_leak():
     with jax.checking_leaks():
         jax.jit(lambda x: (scalar("x", x), x)[1])(1.0)
@@ -188,29 +151,6 @@ def test_tracers_do_not_leak():
             collect(lambda x: jax.grad(loss_fn)(x))(1.0)
         del caught
         gc.collect()
-
-
-def test_merge_all_returns_eager_summaries_once():
-    assert merge_all() is None
-    scalar("a", 1.0)
-    scalar("b", jnp.float32(2.0))
-    assert values(merge_all()) == {"a": 1.0, "b": 2.0}
-    assert merge_all() is None
-
-
-def test_without_merge_all_only_the_newest_values_are_kept():
-    for i in range(100):
-        scalar("a", float(i))
-        scalar(["a", "b"], [float(-i), 0.0])
-        scalar("c", float(i))
-    collected = merge_all()
-    assert values(collected) == {"a": -99.0, "b": 0.0, "c": 99.0}
-
-
-def test_traced_summaries_are_only_returned():
-    collected = jax.jit(lambda x: scalar("x", x))(1.0)
-    assert collected.tags == ("x",)
-    assert merge_all() is None
 
 
 def test_merge_all_inside_a_collect():

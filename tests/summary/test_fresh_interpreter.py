@@ -113,7 +113,7 @@ def finished(tmp_path_factory):
     return directory, json.loads(out.splitlines()[-1])
 
 
-@pytest.mark.thorough(except_for=["first_import_inside_a_trace", "nothing_is_lost_without_close"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "part",
     [
@@ -129,6 +129,7 @@ def test_part_of_the_program(finished, part):
     assert finished[1][part] == ""
 
 
+@pytest.mark.thorough
 def test_exit_without_close_loses_no_events(finished):
     (file,) = (finished[0] / "left").iterdir()
     assert [e.step for e in summary.summary_iterator(file)] == [0, 1]

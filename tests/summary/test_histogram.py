@@ -58,22 +58,6 @@ def test_values_at_and_next_to_the_limits():
     np.testing.assert_array_equal(counts(values), expected_counts(values))
 
 
-@pytest.mark.thorough(except_for=["values0", "values5"])
-@pytest.mark.parametrize(
-    "values",
-    [
-        np.array([-(2**31), 2**31 - 1, 0, -1, 1, 16_777_217], np.int32),
-        np.array([0, 1, 2**32 - 1], np.uint32),
-        np.arange(-128, 128).astype(np.int8),
-        np.array([True, False, True]),
-        np.linspace(-3, 3, 50).astype(np.float16),
-        jnp.linspace(-3.0, 3.0, 50).astype(jnp.bfloat16),
-    ],
-)
-def test_other_dtypes(values):
-    np.testing.assert_array_equal(counts(values), expected_counts(np.asarray(values)))
-
-
 def test_64_bits(x64):
     wide = np.array([1e-300, -1e300, np.finfo(np.float64).max, 1.1e-12, np.nextafter(1e-12, 0)])
     np.testing.assert_array_equal(counts(wide), expected_counts(wide))
@@ -141,25 +125,6 @@ def _encode_to_proto(filled):
         buckets.append(count)
     first, last = np.flatnonzero(buckets)[[0, -1]]
     return limits[first : last + 1], buckets[first : last + 1]
-
-
-@pytest.mark.parametrize("values", [np.zeros(5), np.zeros((0, 3)), np.float32(2.0), np.full(3, 1e-30)])
-def test_few_or_equal_values(written, values):
-    (event,) = written(summary.histogram("h", values), 1).Histograms("h")
-    histogram = event.histogram_value
-    assert histogram.num == sum(histogram.bucket) == np.size(values)
-    assert histogram.sum == pytest.approx(np.sum(values), rel=1e-6)
-
-
-def test_a_sum_of_many_values_is_accurate(written):
-    values = np.random.default_rng(0).uniform(0.9, 1.1, 1_000_001).astype(np.float32)
-    (event,) = written(summary.histogram("h", values), 1).Histograms("h")
-    assert event.histogram_value.sum == pytest.approx(values.astype(np.float64).sum(), rel=1e-6)
-
-
-def test_leaves_are_counts_not_values():
-    leaves = jax.tree.leaves(summary.histogram("h", jnp.zeros(1_000_000)))
-    assert sum(leaf.nbytes for leaf in leaves) < 8000
 
 
 def test_under_jit_vmap_and_scan(written):

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -37,42 +36,6 @@ def test_recorded_and_returned_summaries_are_merged(microbatches: int, both: boo
     _, metrics = _step(loss_fn, num_microbatches=microbatches)(_state(), jnp.ones((2, 3)))
     assert _tags(metrics) == ["recorded", "returned"]
     assert metrics["other"] == metrics["loss"]
-
-
-def test_events_with_several_steps_per_call_are_written_once(tmp_path: Any) -> None:
-    def loss_fn(params: Any, x: Any) -> Any:
-        loss = jnp.mean((params["w"] - x.mean()) ** 2)
-        summary.scalar("recorded", loss)
-        return loss, {"summaries": summary.merge([summary.scalar("returned", loss)])}
-
-    step = _step(loss_fn)
-    jstep.train(
-        step,
-        _state(),
-        lambda n: jnp.float32(n),
-        4,
-        logdir=tmp_path,
-        save_summaries_steps=1,
-        steps_per_call=2,
-        progress=False,
-    )
-    steps: dict[str, list[int]] = {"recorded": [], "returned": []}
-    for path in tmp_path.glob("*tfevents*"):
-        for event in summary.summary_iterator(path):
-            for value in event.summary.value:
-                if value.tag in steps:
-                    steps[value.tag].append(event.step)
-    assert steps == {"recorded": [1, 2, 3, 4], "returned": [1, 2, 3, 4]}
-
-
-def test_inside_scan_steps() -> None:
-    def loss_fn(params: Any, x: Any) -> Any:
-        loss = jnp.mean((params["w"] - x.mean()) ** 2)
-        summary.scalar("recorded", loss)
-        return loss, {"summaries": summary.scalar("returned", loss)}
-
-    _, metrics = jax.jit(jstep.scan_steps(_step(loss_fn, jit=False)))(_state(), jnp.ones((3, 2, 3)))
-    assert _tags(metrics) == ["recorded", "returned"]
 
 
 def test_error_if_summaries_is_not_a_summary() -> None:

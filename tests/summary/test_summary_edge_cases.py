@@ -15,31 +15,9 @@ from jstep import summary
 from jstep.stores.event_files import proto
 
 
-def test_none_means_the_default():
-    summary.merge_all()
-    created = [
-        summary.scalar("a", 1.0, collections=None),
-        summary.histogram("b", np.ones(3), None),
-        summary.text("c", "x", collections=None),
-        summary.image("d", np.zeros((5, 2, 2, 1), np.uint8), max_images=None, collections=None),
-    ]
-    assert created[-1].tags == ("d/image/0", "d/image/1", "d/image/2")
-    merged = summary.merge(created, collections=None)  # the default of merge is to add to no collection
-    assert summary.merge_all().tags == merged.tags
-    assert summary.merge_all() is None
-    result, collected = summary.collect(lambda: summary.scalar("e", 1.0, collections=None))()
-    assert collected.tags == result.tags == ("e",)
-
-
 def test_the_fraction_of_values_that_are_no_array():
     with pytest.raises(TypeError, match=r"value=\[1, \[2\]\]: must be an array of numbers"):
         summary.zero_fraction([1, [2]])
-
-
-def test_public_names_have_the_public_module():
-    for name in summary.__all__:
-        value = getattr(summary, name)
-        assert value.__module__ == "jstep.summary"
 
 
 @pytest.mark.parametrize("name", ["../x", "a/../../x", "/tmp/x", "..", "a/..", "a/", "x\0y"])

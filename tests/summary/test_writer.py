@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from event_reading import events_of, scalars
-from tensorboard.compat.proto import event_pb2, graph_pb2, summary_pb2
+from tensorboard.compat.proto import event_pb2, summary_pb2
 
 from jstep import summary
 from jstep.summary.writer import SummaryWriter
@@ -49,13 +49,10 @@ def test_add_event_accepts_protos_and_bytes(tmp_path):
     ("method", "argument", "message"),
     [
         ("add_summary", 3.0, "must be a Summary, not a float"),
-        ("add_summary", {"loss": 1.0}, r"must be a Summary, not a dict; summary\.scalar"),
         ("add_summary", [summary.scalar("a", 1.0)], r"must be a Summary, not a list; summary\.merge"),
         ("add_summary", event_pb2.Event(), "must be a Summary, not an Event; add_event takes it"),
         ("add_event", summary_pb2.Summary(), "must be an Event, not a Summary; add_summary takes it"),
-        ("add_event", summary.scalar("a", 1.0), "add_summary takes it"),
         ("add_event", b"\xff\xff", "2 bytes that are not a serialized Event"),
-        ("add_summary", b"\xff\xff", "2 bytes that are not a serialized Summary"),
         ("add_graph", 3, "must be a jax.stages.Traced"),
         (
             "add_hparams",
@@ -63,22 +60,12 @@ def test_add_event_accepts_protos_and_bytes(tmp_path):
             r"hparams\['a'\] must be a bool, a number or a string, not NoneType None",
         ),
         ("add_hparams", {"a": {"b": [1]}}, r"hparams\['a/b'\] must be"),
-        ("add_hparams", 3, "must be a mapping"),
-        ("add_session_log", 3, "must be a SessionLog"),
     ],
 )
 def test_arguments_of_wrong_types(tmp_path, method, argument, message):
     with SummaryWriter(tmp_path) as writer, pytest.raises(TypeError, match=message):
         getattr(writer, method)(argument)
     assert len(events_of(writer)) == 1
-
-
-@pytest.mark.parametrize("step", [5, np.int64(5), np.array(5, np.int32), jnp.int32(5)])
-def test_steps_of_any_integer_type(tmp_path, accumulate, step):
-    with SummaryWriter(tmp_path) as writer:
-        writer.add_summary(summary.scalar("loss", 1.0), step)
-        writer.add_summary(summary.scalar("loss", 2.0), global_step=step)
-    assert scalars(accumulate(tmp_path)) == [(5, 1.0), (5, 2.0)]
 
 
 def test_a_step_array_may_be_donated_after_the_call(tmp_path, accumulate):
@@ -121,16 +108,6 @@ def test_the_last_of_stacked_summaries_is_at_global_step(tmp_path, accumulate):
     assert scalars(events, "once") == [(104, 9.0)]
     steps = [e.step for e in events_of(writer) if e.summary.value]
     assert steps == [101, 102, 103, 104]  # one event per step, in order
-
-
-def test_summaries_of_nested_scans(tmp_path, accumulate):
-    def inner(c, x):
-        return c, summary.scalar("loss", x)
-
-    _, stacked = jax.lax.scan(lambda c, xs: jax.lax.scan(inner, c, xs), 0, jnp.arange(6.0).reshape(2, 3))
-    with SummaryWriter(tmp_path) as writer:
-        writer.add_summary(stacked, 6)
-    assert scalars(accumulate(tmp_path)) == [(i + 1, float(i)) for i in range(6)]
 
 
 def test_a_traced_summary_or_step_is_an_error(tmp_path):
@@ -202,25 +179,3 @@ def test_add_hparams(tmp_path, accumulate):
     }
     assert metadata.SESSION_END_INFO_TAG in content
     assert scalars(events, "accuracy") == [(0, pytest.approx(0.9))]
-
-
-def test_add_graph_accepts_all_forms(tmp_path, accumulate):
-    graph = graph_pb2.GraphDef()
-    graph.node.add(name="mine", op="Mine")
-    jitted = jax.jit(lambda x: jnp.sin(x))
-    shape = jax.ShapeDtypeStruct((3,), jnp.float32)
-    cases = {
-        "function": (jitted, shape),
-        "plain": (lambda x: jnp.sin(x), shape),
-        "traced": (jitted.trace(shape),),
-        "lowered": (jitted.lower(shape),),
-        "graph_def": (graph,),
-        "bytes": (graph.SerializeToString(),),
-        "no_arguments": (lambda: jnp.sin(jnp.ones(3)),),
-    }
-    for name, arguments in cases.items():
-        with SummaryWriter(tmp_path / name) as writer:
-            writer.add_graph(*arguments, global_step=2)
-        assert events_of(writer)[-1].step == 2
-        ops = {node.op.rpartition(".")[2] for node in accumulate(tmp_path / name).Graph().node}
-        assert ops & {"sin", "sine", "Mine"}, name

@@ -52,17 +52,6 @@ def test_add_summary_does_not_wait_for_arrays(tmp_path, accumulate):
     assert [value for _, value in scalars(events, "eager")] == [2.0, 2.0]
 
 
-def test_add_summary_does_not_wait_for_the_thread(tmp_path, accumulate):
-    released = threading.Event()
-    with SummaryWriter(tmp_path, max_queue=1) as writer:
-        encode = writer._worker._encode
-        writer._worker._encode = lambda *args: released.wait(60) and encode(*args)
-        for step in range(50):
-            writer.add_summary(summary.scalar("loss", 2.0), step)
-        released.set()
-    assert len(accumulate(tmp_path).Scalars("loss")) == 50
-
-
 def test_flushes_after_max_queue_events_or_flush_secs(tmp_path):
     with SummaryWriter(tmp_path / "queue", max_queue=3, flush_secs=10_000) as writer:
         for step in range(3):

@@ -91,4 +91,4 @@ def test_windows_is_asked_whether_a_process_lives(handle, code, times, answer, m
     )
     monkeypatch.setattr(ctypes, "windll", types.SimpleNamespace(kernel32=kernel), raising=False)
     monkeypatch.setattr(claims, "os", types.SimpleNamespace(name="nt", getpid=os.getpid))
-    assert claims.started(12345) == answer
+    assert claims.start_time(12345) == answer

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jstep.tools.collectives import uses_of
+from jstep.tools.collectives import count_uses
 
 W, STACK, X = jnp.ones((4, 4)), jnp.ones((6, 4, 4)), jnp.ones((8, 4))
 
@@ -53,4 +53,4 @@ def by_callback(w, x):
     ],
 )
 def test_number_of_uses(function, argument, uses):
-    assert uses_of(jax.make_jaxpr(function)(argument, X))[0] == uses
+    assert count_uses(jax.make_jaxpr(function)(argument, X))[0] == uses

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jstep.tools.collectives import collectives_of
+from jstep.tools.collectives import count_collectives
 from jstep.tools.compiled import parse_program
 
 PROGRAMS = Path(__file__).parent / "compiled_programs"
@@ -75,14 +75,14 @@ def test_every_recorded_program_is_tested():
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_recorded_programs(name):
-    assert collectives_of(parse_program(read_program(name))) == EXPECTED[name]
+    assert count_collectives(parse_program(read_program(name))) == EXPECTED[name]
 
 
 def test_trip_counts_match_those_of_the_compiler():
     """The GPU compiler annotates trip counts; without annotations, they follow from the loop counter."""
     text = read_program("nested_gpu_0_12_0_1")
     assert re.findall(r'"known_trip_count":\{"n":"(\d+)"\}', text) == ["3", "5", "7"]
-    assert collectives_of(parse_program(text.replace("known_trip_count", ""))) == NESTED
+    assert count_collectives(parse_program(text.replace("known_trip_count", ""))) == NESTED
 
 
 def test_async_collectives_are_counted_once():
@@ -90,9 +90,9 @@ def test_async_collectives_are_counted_once():
     text = read_program("fsdp_tpu_0_10_2")
     assert text.count('chain_id="0"') == 3
     without = text.replace("AsyncCollectiveStart", "Other")
-    assert collectives_of(parse_program(without))["all-gather"].number == 2 + 3
+    assert count_collectives(parse_program(without))["all-gather"].number == 2 + 3
     one_channel = re.sub(r"channel_id=\d+", "channel_id=1", text)
-    assert collectives_of(parse_program(one_channel)) == EXPECTED["fsdp_tpu_0_10_2"]
+    assert count_collectives(parse_program(one_channel)) == EXPECTED["fsdp_tpu_0_10_2"]
 
 
 FORWARD = {
@@ -125,12 +125,12 @@ FORWARD = {
 )
 def test_trip_count_follows_from_the_counter(changed, runs):
     loop = string.Template((WRITTEN / "loop.txt").read_text()).substitute(FORWARD | changed)
-    found = collectives_of(parse_program(loop))
+    found = count_collectives(parse_program(loop))
     assert found == ({"all-reduce": (runs, runs * 128)} if runs else {})
 
 
 def test_program_with_every_collective():
-    assert collectives_of(parse_program((WRITTEN / "every_collective.txt").read_text())) == {
+    assert count_collectives(parse_program((WRITTEN / "every_collective.txt").read_text())) == {
         "all-gather": (2, 256 + 256),  # one in the branch that moves more
         "reduce-scatter": (3, 3 * 128),  # the input, which is larger than the output
         "all-to-all": (1, 64 + 3 + 7),
@@ -139,8 +139,8 @@ def test_program_with_every_collective():
 
 
 def test_invalid_programs_have_no_collectives():
-    assert collectives_of(parse_program("")) == {}
+    assert count_collectives(parse_program("")) == {}
     assert (
-        collectives_of(parse_program("HloModule m\n\nENTRY %main () -> () {\n  all-reduce(\n  %x = all-reduce\n}\n"))
+        count_collectives(parse_program("HloModule m\n\nENTRY %main () -> () {\n  all-reduce(\n  %x = all-reduce\n}\n"))
         == {}
     )

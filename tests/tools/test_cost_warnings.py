@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jstep
 from jstep.core.jaxprs import is_annotated
 from jstep.tools.compiled import parse_program
-from jstep.tools.cost import warnings_of
+from jstep.tools.cost import find_warnings
 
 MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 BOTH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
@@ -65,7 +65,7 @@ TOKENS = rows(32, TIME + 1, dtype=jnp.int32)
 def warnings_for(step, state, *args):
     step = step if hasattr(step, "lower") else jax.jit(step)
     compiled = step.lower(state, *args).compile()
-    return warnings_of(
+    return find_warnings(
         parse_program(compiled.as_text()), state, args, step.trace(state, *args).jaxpr, compiled.out_info
     )
 
@@ -278,7 +278,7 @@ def test_layers_sharded_along_the_stacked_axis_warn():
     step = jstep.minimize(layers, OPTIMIZER)
     assert warnings_for(step, state, batch) == []
     text = (Path(__file__).parent / "compiled_programs" / "stacked_tpu_0_10_2.txt").read_text()
-    (found,) = warnings_of(parse_program(text), state, [batch], step.trace(state, batch).jaxpr)
+    (found,) = find_warnings(parse_program(text), state, [batch], step.trace(state, batch).jaxpr)
     assert found.startswith("parameters are gathered more often than they are used (params['")
     assert " and 1 more; 16 times per step): " in found
     assert 'jax.P(None, "data")' in found
@@ -290,7 +290,7 @@ def test_blocks_that_devices_share_are_reported():
 
     def text(block, specs):
         state = create(init, specs=specs, optimizer=jstep.compact(jstep.adam(1e-3), block=block))
-        return "\n".join(warnings_of(parse_program(""), state, (), jax.make_jaxpr(lambda: None)()))
+        return "\n".join(find_warnings(parse_program(""), state, (), jax.make_jaxpr(lambda: None)()))
 
     specs = [("w", P(None, "data"))]
     assert "blocks of slots are split between devices (slots/m/w and 1 more)" in text(128, specs)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.tools.cli_compare import difference
+from jstep.tools.cli_compare import array_difference
 from jstep.tools.cli_inspect import at
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
@@ -234,29 +234,29 @@ def test_units_in_the_last_place(name):
     one = np.ones(3, dtype)
     other = one.copy()
     other.view(unsigned)[1] += 5
-    assert difference("x", one, other).max_ulps == 5
-    assert difference("x", one, one) is None
-    zeros = difference("x", np.zeros(1, dtype), -np.zeros(1, dtype))
+    assert array_difference("x", one, other).max_ulps == 5
+    assert array_difference("x", one, one) is None
+    zeros = array_difference("x", np.zeros(1, dtype), -np.zeros(1, dtype))
     assert (zeros.number, zeros.max_ulps, zeros.max_abs) == (1, 0, 0.0)
     least = np.zeros(1, dtype)
     least.view(unsigned)[0] = 1
-    assert difference("x", least, -least).max_ulps == 2
-    assert difference("x", np.full(1, np.nan, dtype), one[:1]).max_ulps is None
+    assert array_difference("x", least, -least).max_ulps == 2
+    assert array_difference("x", np.full(1, np.nan, dtype), one[:1]).max_ulps is None
 
 
 def test_large_differences():
     big = np.float64([1.7e308])
-    result = difference("x", big, -big)
+    result = array_difference("x", big, -big)
     assert result.max_abs is None  # overflows float64
     assert result.max_ulps > 2**63
-    ints = difference("x", np.int64([-(2**62) - 1]), np.int64([2**62 + 1]))
+    ints = array_difference("x", np.int64([-(2**62) - 1]), np.int64([2**62 + 1]))
     assert ints.max_abs == 2.0**63
-    assert difference("x", np.uint8([3, 255]), np.uint8([3, 0])).max_abs == 255
-    assert difference("x", np.complex64([1 + 2j]), np.complex64([1 + 4j])).max_abs == 2
-    infinite = difference("x", np.float32([1, np.nan, np.inf]), np.float32([1, np.nan, 2]))
+    assert array_difference("x", np.uint8([3, 255]), np.uint8([3, 0])).max_abs == 255
+    assert array_difference("x", np.complex64([1 + 2j]), np.complex64([1 + 4j])).max_abs == 2
+    infinite = array_difference("x", np.float32([1, np.nan, np.inf]), np.float32([1, np.nan, 2]))
     assert infinite.max_abs is None
     assert infinite.detail == "1 of 3 differ (1065353216 ULPs) with 1 infinite"
-    assert difference("x", np.array([True]), np.array([False])).number == 1
+    assert array_difference("x", np.array([True]), np.array([False])).number == 1
 
 
 def test_names_are_escaped_for_the_terminal(save, cli):

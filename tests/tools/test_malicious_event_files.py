@@ -8,7 +8,7 @@ from processes import run_program
 from tensorboard.compat.proto import event_pb2, summary_pb2, types_pb2
 
 from jstep.stores.event_files import frame
-from jstep.tools.cli import as_json, printable
+from jstep.tools.cli import as_strict_json, printable
 
 
 def write_events(path, *events):
@@ -128,7 +128,7 @@ def test_a_pipe_does_not_block(tmp_path):
 
 def test_output_escapes_and_valid_json():
     assert printable("a\tb\x1b[1m é×\u2028\ud800") == r"a\tb\x1b[1m é×\u2028\ud800"
-    assert json.loads(as_json({"a": [float("nan"), float("-inf")], "b": (1, float("inf"))})) == {
+    assert json.loads(as_strict_json({"a": [float("nan"), float("-inf")], "b": (1, float("inf"))})) == {
         "a": ["NaN", "-Infinity"],
         "b": [1, "Infinity"],
     }

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 import jstep
 from jstep.tools import topologies
-from jstep.tools.topologies import parsed
+from jstep.tools.topologies import parse_topology
 
 
 class Slice:
@@ -28,7 +28,7 @@ class Slice:
 def on_cpus(monkeypatch: Any) -> list[Any]:
     """Topologies are made of the CPU devices; the names that were asked for."""
     asked: list[Any] = []
-    monkeypatch.setattr(topologies, "devices_of", lambda name: asked.append(name) or jax.devices())
+    monkeypatch.setattr(topologies, "compile_only_devices", lambda name: asked.append(name) or jax.devices())
     return asked
 
 
@@ -56,7 +56,7 @@ def test_the_mesh_of_a_slice_is_that_of_make_mesh(on_cpus: list[Any]) -> None:
 def test_the_first_axis_that_they_divide_spans_the_slices(monkeypatch: Any, axes: Any, expected: Any) -> None:
     """The devices of a slice stay together along all other axes, in whatever order the slices are listed."""
     found = [Slice(number, number // 4) for number in (4, 5, 6, 7, 0, 1, 2, 3)]
-    monkeypatch.setattr(topologies, "devices_of", lambda name: found)
+    monkeypatch.setattr(topologies, "compile_only_devices", lambda name: found)
     monkeypatch.setattr(topologies, "Mesh", lambda devices, names, axis_types: (devices, names, axis_types))
     devices, names, axis_types = jstep.topology("v5e:2x2*2", axes)  # type: ignore[misc]
     assert np.vectorize(lambda one: one.number)(devices).tolist() == expected
@@ -110,7 +110,7 @@ def test_state_and_batch_are_placed_for_data_parallel_training(on_cpus: list[Any
 
 def test_the_table_of_a_topology_names_it_and_its_compiler(on_cpus: list[Any], monkeypatch: Any) -> None:
     monkeypatch.setattr(topologies, "versions", lambda kind: {"jax": "1.2", "libtpu": "3.4"} if kind == "v5e" else {})
-    monkeypatch.setattr(topologies, "name_of", lambda device: parsed("v5e:2x4"))
+    monkeypatch.setattr(topologies, "topology_name", lambda device: parse_topology("v5e:2x4"))
     batch = {"rows": jax.ShapeDtypeStruct((16, 4), jnp.float32), "factor": jnp.float32(2)}
     cost = jstep.cost(STEP, state(), batch, topology="v5e:2x4")
     assert (cost.topology, cost.devices, cost.params_bytes, cost.slots_bytes) == ("v5e:2x4", 8, 64, 64)
@@ -140,9 +140,9 @@ def test_settings_of_the_compilers(monkeypatch: Any) -> None:
         "get_topology_desc",
         lambda **options: asked.append(options) or types.SimpleNamespace(devices=[1, 2]),
     )
-    assert topologies._tpus(parsed("v5e:1x1")) == (1, 2)
-    topologies._tpus(parsed("v5e:4x2"))
-    topologies._tpus(parsed("v5e:2x2*2"))
+    assert topologies._tpus(parse_topology("v5e:1x1")) == (1, 2)
+    topologies._tpus(parse_topology("v5e:4x2"))
+    topologies._tpus(parse_topology("v5e:2x2*2"))
     given = [{k: v for k, v in one.items() if k in ("platform", "topology_name", "num_slices")} for one in asked]
     assert given == [
         {"platform": "tpu", "topology_name": "v5e:1x1"},

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jstep.tools.ranges import range_of
+from jstep.tools.ranges import array_range
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ from jstep.tools.ranges import range_of
     ],
 )
 def test_the_range_of_an_array_as_text(array: np.ndarray, text: str) -> None:
-    assert str(range_of(array)) == text
+    assert str(array_range(array)) == text

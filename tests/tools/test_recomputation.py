@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jstep.tools.compiled import parse_program, recomputes
+from jstep.tools.compiled import parse_program, program_recomputes
 
 PROGRAM = """\
 HloModule jit_train_step, is_scheduled=true
@@ -32,7 +32,7 @@ ENTRY %main (x: f32[600000,1024]) -> f32[600000,1024] {{
 )
 def test_recomputed_instructions(name, recomputed):
     operation = "jit(step)/transpose(jvp())/checkpoint/x.remat/mul"
-    assert recomputes(parse_program(PROGRAM.format(name=name, operation=operation))) is recomputed
+    assert program_recomputes(parse_program(PROGRAM.format(name=name, operation=operation))) is recomputed
 
 
 def test_jax_checkpoint_does_not_count():
@@ -44,4 +44,4 @@ def test_jax_checkpoint_does_not_count():
     shapes = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     text = jax.jit(jax.grad(loss)).lower([shapes] * 3, shapes).compile().as_text()
     assert "rematted_computation" in text
-    assert not recomputes(parse_program(text))
+    assert not program_recomputes(parse_program(text))

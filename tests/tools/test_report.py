@@ -16,7 +16,7 @@ import pytest
 import jstep
 from jstep import summary
 from jstep.core.curves import Curve, Mark, picture
-from jstep.stores.timeline import read
+from jstep.stores.timeline import read_timeline
 from jstep.tools.cli import main
 from jstep.tools.goodput import by_start
 
@@ -84,7 +84,7 @@ def test_the_numbers_are_those_of_the_other_tools(restarted):
     assert f"goodput {100 * total.fraction:.1f} %: 9 steps in {total.total:.6g} s, 2 starts" in page
     shares = {name: secs for name, secs in total.parts.items() if secs}
     assert ["all", "9", *(f"{secs:.3f}" for secs in shares.values()), ""] in rows
-    first, second = by_start(read(where))
+    first, second = by_start(read_timeline(where))
     assert ["start 1", "0 to 7", *(f"{first.parts[name]:.3f}" for name in shares)] in [row[:-1] for row in rows]
     assert ["start 2", "4 to 9", *(f"{second.parts[name]:.3f}" for name in shares), "finished"] in rows
     (run,) = jstep.runs(where)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 import jstep
-from jstep.tools.cli import as_json
+from jstep.tools.cli import as_strict_json
 from jstep.tools.collectives import Collective
 
 
@@ -38,4 +38,4 @@ def test_the_text_of_a_cost_is_aligned_and_its_warnings_are_wrapped() -> None:
         "  warning: one-word one-word one-word one-word one-word one-word one-word one-word one-word one-word",
         "    one-word one-word",
     ]
-    assert as_json({"collectives": moved}) == '{"collectives": {"all-reduce": {"number": 2, "bytes": 4096}}}'
+    assert as_strict_json({"collectives": moved}) == '{"collectives": {"all-reduce": {"number": 2, "bytes": 4096}}}'

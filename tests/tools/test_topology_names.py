@@ -9,8 +9,8 @@ import pytest
 from doubles import raising
 
 import jstep
-from jstep.tools.cost import compiled_cost
-from jstep.tools.topologies import GPUS, TPUS, devices_of, parsed, require_working, target_config
+from jstep.tools.cost import compile_cost
+from jstep.tools.topologies import GPUS, TPUS, compile_only_devices, parse_topology, require_working, target_config
 
 
 @pytest.mark.parametrize(
@@ -36,15 +36,15 @@ from jstep.tools.topologies import GPUS, TPUS, devices_of, parsed, require_worki
     ],
 )
 def test_names_are_parsed(name, kind, sizes, slices):
-    found = parsed(name)
+    found = parse_topology(name)
     assert found == (kind, sizes, slices)
-    assert parsed(str(found)) == found
+    assert parse_topology(str(found)) == found
     assert str(found) == name
 
 
 def test_equal_topologies_have_equal_names():
-    assert parsed("h100:1x8") == parsed("h100:8")
-    assert parsed("v5e:04x4*1") == parsed("v5e:4x4")
+    assert parse_topology("h100:1x8") == parse_topology("h100:8")
+    assert parse_topology("v5e:04x4*1") == parse_topology("v5e:4x4")
 
 
 def test_a_missing_compiler_error_names_the_package(monkeypatch):
@@ -74,7 +74,7 @@ def test_axes_are_checked_before_a_compiler_is_looked_for(monkeypatch, name, axe
     class ReachedError(Exception):
         pass
 
-    monkeypatch.setattr("jstep.tools.topologies.devices_of", raising(ReachedError()))
+    monkeypatch.setattr("jstep.tools.topologies.compile_only_devices", raising(ReachedError()))
     with pytest.raises(ValueError, match=words) if words else pytest.raises(ReachedError):
         jstep.topology(name, axes)
 
@@ -130,12 +130,12 @@ def test_nvidia_compiler_that_does_not_work(monkeypatch, tmp_path, files, words)
     monkeypatch.setattr("jstep.tools.topologies.topologies.get_topology_desc", lambda *_, **__: Described)
     monkeypatch.setattr("jstep.tools.topologies._made", {})
     monkeypatch.setattr("jstep.tools.topologies.prepare", lambda: None)
-    name = parsed("h100:8")
+    name = parse_topology("h100:8")
     if words is None:
-        assert devices_of(name) == ()
+        assert compile_only_devices(name) == ()
         return
     with pytest.raises(ImportError, match=rf"h100:8: {words}.*; run: pip install 'jstep\[aot-cuda\]'"):
-        devices_of(name)
+        compile_only_devices(name)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_compiler_that_does_not_load(monkeypatch, tmp_path, name, words, extra, 
 
 def test_compiler_that_fails_for_every_program(monkeypatch):
     """An error of a compiler that cannot compile a small program either is one of the compiler, not of the step."""
-    name = parsed("h100:8")
+    name = parse_topology("h100:8")
 
     class Lowered:
         def compile(self):
@@ -177,10 +177,10 @@ def test_compiler_that_fails_for_every_program(monkeypatch):
         def lower(self, *args):
             return Lowered()
 
-    monkeypatch.setattr("jstep.tools.topologies.name_of", lambda device: name)
+    monkeypatch.setattr("jstep.tools.topologies.topology_name", lambda device: name)
     state = jstep.TrainState.create({"w": 1.0}, jstep.sgd(0.1))
     with pytest.raises(jax.errors.JaxRuntimeError, match="65280"):  # the CPU's compiler works
-        compiled_cost(Step(), state, ())
+        compile_cost(Step(), state, ())
     monkeypatch.setattr(jax, "jit", lambda fn: types.SimpleNamespace(lower=lambda *_: Lowered()))
     with pytest.raises(ImportError, match=r"h100:8: NVIDIA's compiler .*65280.*; run: pip install 'jstep\[aot-cuda\]'"):
         require_working(name, jax.devices()[0])

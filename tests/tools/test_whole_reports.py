@@ -23,7 +23,7 @@ import pytest
 
 import jstep
 from jstep.tools.cli import main
-from jstep.tools.cli_compare import difference, differences_left_out, text
+from jstep.tools.cli_compare import array_difference, changes_text, differences_left_out
 from jstep.tools.collectives import Collective
 
 FILE = pathlib.Path(__file__).with_name("whole_reports.txt")
@@ -119,7 +119,7 @@ def differences_of_arrays() -> str:
         (np.zeros(3), np.zeros((1, 3))),
         (np.zeros((0, 2)), np.zeros((0, 2))),
     ]
-    return "\n".join(str(difference(f"leaf {i}", a, b)) for i, (a, b) in enumerate(pairs))
+    return "\n".join(str(array_difference(f"leaf {i}", a, b)) for i, (a, b) in enumerate(pairs))
 
 
 def differences_of_leaves_left_out() -> str:
@@ -136,7 +136,7 @@ def differences_of_leaves_left_out() -> str:
 
 def differences_of_cards() -> str:
     many = [f"line {i}" for i in range(42)]
-    return "\n".join(str(text(found)) for found in (None, [], many[:2], many[:40], many[:41], many))
+    return "\n".join(str(changes_text(found)) for found in (None, [], many[:2], many[:40], many[:41], many))
 
 
 def printed(*arguments: str) -> str:

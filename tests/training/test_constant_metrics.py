@@ -10,9 +10,9 @@ import pytest
 from regression import X, Y, fresh, loss_fn
 
 import jstep
-from jstep.hooks.metric_sums import Accumulate, Sums, columns_of
-from jstep.training.looped import looped_step
-from jstep.training.metrics import Constants, split
+from jstep.hooks.metric_sums import Accumulate, DeviceSums, choose_columns
+from jstep.training.looped import loop_step
+from jstep.training.metrics import Constants, split_metrics
 from jstep.training.step import run
 
 
@@ -55,7 +55,7 @@ def test_constants_compare_by_their_values() -> None:
     assert Constants(one) != Constants(one, "skipped")
     assert Constants({}) != ()
     assert len({hash(Constants(x)) for x in (one, same)}) == 1
-    assert split((1.0, 2.0), "skipped") == ((1.0, 2.0), Constants({}, "skipped"))
+    assert split_metrics((1.0, 2.0), "skipped") == ((1.0, 2.0), Constants({}, "skipped"))
 
 
 def test_numbers_that_32_bits_hold_are_constants() -> None:
@@ -68,7 +68,7 @@ def test_numbers_that_32_bits_hold_are_constants() -> None:
         "off": np.bool_(False),
     }
     others = {"below": -(2**31) - 1, "above": 2**31, "vector": np.ones(2), "text": np.str_("x"), "jax": jnp.float32(1)}
-    computed, constants = split(values | others)
+    computed, constants = split_metrics(values | others)
     assert list(computed) == list(others)
     kinds = {"i": "int32", "f": "float32", "b": "bool"}
     assert {name: (one, str(one.dtype)) for name, one in constants.values.items()} == {
@@ -122,13 +122,13 @@ def looped(step: Any) -> Any:
     """A function that runs all steps of the stacked arguments in one call, as `train` with steps_per_call=3 does."""
 
     def accumulate(one: Any) -> Any:
-        return columns_of(one.metrics, None)
+        return choose_columns(one.metrics, None)
 
-    program = looped_step(step, 3, accumulate)
+    program = loop_step(step, 3, accumulate)
 
     def run_all(state: Any, *stacked: Any) -> Any:
         one = program.prepare(state, tuple(x[0] for x in stacked))
-        sums = Sums(accumulate(one).empty(), np.int32(0))
+        sums = DeviceSums(accumulate(one).empty(), np.int32(0))
         state, metrics, _ = run(program, state, (np.int32(len(stacked[0])), sums, *stacked))
         return state, *metrics
 
@@ -139,15 +139,15 @@ def test_decorated_step_is_another_step() -> None:
     optimizer = jstep.gradient_descent(0.1)
     step = jstep.minimize(loss_fn, optimizer)
     accumulate = Accumulate()
-    first = looped_step(step, 2, accumulate)
+    first = loop_step(step, 2, accumulate)
 
     @functools.wraps(step)
     def frozen(state: Any, *args: Any) -> Any:
         new, metrics = step(state, *args)
         return new.replace(params=state.params), metrics
 
-    assert looped_step(frozen, 2, accumulate) is looped_step(frozen, 2, Accumulate()) is not first
-    assert looped_step(step, 2, accumulate) is first is not looped_step(step, 3, accumulate)
+    assert loop_step(frozen, 2, accumulate) is loop_step(frozen, 2, Accumulate()) is not first
+    assert loop_step(step, 2, accumulate) is first is not loop_step(step, 3, accumulate)
     batches = [(X, Y)] * 4
     trained = jstep.train(frozen, fresh(optimizer), batches, 4, steps_per_call=2, progress=False)
     np.testing.assert_array_equal(trained.params["w"], 1.0)
@@ -171,7 +171,7 @@ def test_partial_and_bound_steps() -> None:
     np.testing.assert_allclose(losses[1], 2 * losses[0])
     partial = functools.partial(lambda k, state, *args: b.step(state, *args), 3)
     np.testing.assert_allclose(looped(partial)(fresh(optimizer), *stacked)[1]["loss"], losses[1])
-    assert looped_step(partial, 2, Accumulate()) is looped_step(partial, 2, Accumulate())
+    assert loop_step(partial, 2, Accumulate()) is loop_step(partial, 2, Accumulate())
 
 
 # Returned metrics do not share memory with the step.

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jstep
-from jstep.training.looped import looped_step
+from jstep.training.looped import loop_step
 from jstep.training.step import run
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
@@ -97,7 +97,7 @@ def test_a_program_of_several_steps(kind: str) -> None:
     from jstep.hooks.metric_sums import Accumulate, MetricSums
 
     step, sums = make_step(), MetricSums()
-    looped = looped_step(step, 2, Accumulate())
+    looped = loop_step(step, 2, Accumulate())
     state = make_state(kind)
     columns = Accumulate()(looped.prepare(state, (X,)))
     args = np.int32(2), sums.empty(columns, state.global_step), np.stack([X, X])

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jstep
 from jstep.slots.roles import roles_in
 from jstep.training import step as step_module
-from jstep.training.step import known_layout, trace_of
+from jstep.training.step import returned_layout, trace_program
 
 OPTIMIZER = jstep.adam(0.1)
 
@@ -45,7 +45,7 @@ def batch(step: int) -> Any:
 
 def test_the_program_of_a_call_shows_the_names_of_the_leaves() -> None:
     state, step = fresh(), jstep.minimize(loss, OPTIMIZER)
-    text = trace_of(step, state, (batch(0),)).lower().as_text(debug_info=True)
+    text = trace_program(step, state, (batch(0),)).lower().as_text(debug_info=True)
     for name in ("params['dense']['kernel']", "slots['m']['bias']", "global_step"):
         assert f"state.{name}" in text
 
@@ -69,8 +69,8 @@ def test_by_hand_and_in_runs_the_bits_are_the_same_and_a_step_is_compiled_once(o
 @pytest.mark.parametrize("kind", ["one device", "a mesh"])
 def test_a_state_that_a_step_returned_is_not_inspected_by_any_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inspected, first, second = [], jstep.minimize(loss, OPTIMIZER), jstep.minimize(loss, OPTIMIZER)
-    inspect = step_module.layout_of
-    monkeypatch.setattr(step_module, "layout_of", lambda state: inspected.append(state) or inspect(state))
+    inspect = step_module.inspect_layout
+    monkeypatch.setattr(step_module, "inspect_layout", lambda state: inspected.append(state) or inspect(state))
     state = fresh(mesh=jax.make_mesh((2,), ("data",))) if kind == "a mesh" else fresh()
     for step in (first, second, first, first):
         state, _ = step(state, batch(0))
@@ -84,10 +84,10 @@ def test_copies_of_a_state_are_inspected(kind: str) -> None:
     """A layout does not belong to the value of a state: a copy may be elsewhere, or in another process."""
     state = fresh(mesh=jax.make_mesh((2,), ("data",))) if kind == "a mesh" else fresh()
     state, _ = jstep.minimize(loss, OPTIMIZER)(state, batch(0))
-    assert known_layout(state) is not None
+    assert returned_layout(state) is not None
     step = jstep.minimize(loss, OPTIMIZER, donate=False)
     for copy in (pickle.loads(pickle.dumps(state)), deepcopy(state), state.replace(), jax.tree.map(jnp.copy, state)):
-        assert known_layout(copy) is None
+        assert returned_layout(copy) is None
         assert step(copy, batch(1))[0] == step(state, batch(1))[0]
 
 
@@ -104,8 +104,8 @@ def test_a_state_on_a_mesh_of_a_step_that_does_not_donate_is_inspected() -> None
     """It may share memory with the state before, or two of its leaves may."""
     kept = jstep.TrainStep(lambda state, x: (state.replace(global_step=state.global_step + 1), {}), donate=False)
     after, _ = kept(fresh(mesh=jax.make_mesh((2,), ("data",))), batch(0))
-    assert known_layout(after) is None
-    assert known_layout(jstep.minimize(loss, OPTIMIZER)(after, batch(0))[0]) is not None
+    assert returned_layout(after) is None
+    assert returned_layout(jstep.minimize(loss, OPTIMIZER)(after, batch(0))[0]) is not None
 
 
 @pytest.mark.parametrize("kind", ["one device", "a mesh"])
@@ -116,7 +116,7 @@ def test_a_traced_state_knows_nothing(kind: str) -> None:
     def twice(state: Any) -> Any:
         for n in range(2):
             state, _ = step(state, batch(n))
-            seen.append(known_layout(state))
+            seen.append(returned_layout(state))
         return state
 
     state = fresh(mesh=jax.make_mesh((2,), ("data",))) if kind == "a mesh" else fresh()

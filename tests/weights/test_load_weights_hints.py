@@ -1,7 +1,5 @@
 """Hints in errors of `load_weights`: another separator in the names, and transposed matrices."""
 
-import logging
-
 import numpy as np
 import pytest
 from safetensors_files import write_arrays
@@ -49,16 +47,6 @@ def test_hint_for_a_transposed_matrix(tmp_path):
 def test_hint_for_dots_in_the_target(tmp_path):
     path = write_arrays(tmp_path / "x", **{"a/b": B})
     assert error_message(path, {"a.b": LEAF}).endswith('names=lambda path: path.replace(".", "/")')
-
-
-def test_hint_with_other_missing_or_unused_tensors(tmp_path, caplog):
-    path = write_arrays(tmp_path / "x", **{"a.b": B})
-    target = {"a": {"b": LEAF}, "lora": {"b": LEAF}}
-    assert error_message(path, target).endswith(HINT)
-    with caplog.at_level(logging.WARNING):
-        jstep.load_weights(path, target, partial=True)
-    assert caplog.messages[0].endswith(HINT)
-    assert error_message(write_arrays(tmp_path / "y", **{"a.b": B, "more": B}), {"a": {"b": LEAF}}).endswith(HINT)
 
 
 @pytest.mark.parametrize(

@@ -23,17 +23,6 @@ def test_parameters_that_are_a_single_array(tmp_path):
         jstep.load_weights(path, jnp.zeros(3))
 
 
-def test_parameters_with_a_group_params(tmp_path):
-    params = {"params": {"w": jnp.arange(3.0)}, "w": jnp.ones(3), "other": {"params": jnp.zeros(2)}}
-    with jstep.Saver(tmp_path) as saver:
-        path = saver.save(jstep.TrainState.create(params, jstep.adam()))
-    for names in (None, lambda path: f"params/{path}"):
-        loaded = jstep.load_weights(path, params, names)
-        assert jax.tree.all(jax.tree.map(same, loaded, params))
-    moments = jstep.load_weights(path, params, lambda path: f"slots/m/{path}")
-    assert jax.tree.all(jax.tree.map(lambda leaf: not leaf.any(), moments))
-
-
 def test_arrays_that_orbax_stored_in_one_place(tmp_path):
     params = {"a.b": jnp.arange(3.0), "a": {"b": jnp.ones(3), "c": jnp.arange(2.0)}, "a.c/d": jnp.ones(1)}
     with ocp.StandardCheckpointer() as checkpointer:

@@ -80,25 +80,6 @@ def test_every_byte_is_read_once(tmp_path, reads, kind, spec, rows):
         assert len(reads) == 2 * (1 if rows is ROWS else 4 * len(rows))
 
 
-def test_a_part_reads_only_its_rows_and_columns(reads, tmp_path):
-    """Bytes outside the part are not read."""
-    path = write_arrays(tmp_path / "model.safetensors", a=ROWS)
-    (tensor,) = jstep.weights.files.read_headers(path).tensors.values()
-    for part, runs in (
-        (((8, 16), (0, 32)), 1),
-        (((0, 64), (4, 8)), 64),
-        (((3, 4), (5, 6)), 1),
-        (((0, 64), (0, 32)), 1),
-    ):
-        reads.clear()
-        with open(path, "rb", buffering=0) as file:
-            (loaded,) = load.read_parts(file, tensor, [part])
-        expected = ROWS[tuple(slice(*one) for one in part)]
-        assert same(loaded, expected)
-        assert sum(size for _, _, size in reads) == expected.nbytes
-        assert len(reads) == runs
-
-
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (3, 0), (2, 3, 4, 5), (1, 1, 7)], ids=str)
 def test_parts_of_arrays_of_any_shape(tmp_path, shape):
     array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)

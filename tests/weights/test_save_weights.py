@@ -17,7 +17,7 @@ from safetensors_files import same
 
 import jstep
 from jstep.weights import files, save
-from jstep.weights.tensors import in_groups, read_header
+from jstep.weights.tensors import read_header
 
 OLD = {name: np.full((4, 4), 1, np.float32) for name in "abc"}
 NEW = {name: np.full((4, 4), 2, np.float32) for name in "abc"}
@@ -95,13 +95,6 @@ def test_transforms_must_depend_only_on_shape_and_dtype(tmp_path):
     assert original.tolist() == [0, 1, 2]
 
 
-def test_arrays_with_other_strides_and_byte_orders(tmp_path):
-    params = {"t": np.arange(12.0).reshape(3, 4).T, "big": np.arange(3, dtype=">i4"), "s": np.arange(10)[::3]}
-    jstep.save_weights(tmp_path / "x", params)
-    loaded = jstep.load_weights(tmp_path / "x", params)
-    assert all((loaded[name] == params[name]).all() for name in params)
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_params(tmp_path, kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
@@ -138,21 +131,6 @@ def test_shards_are_named_like_those_of_hugging_face(tmp_path):
 
 
 KINDS = {"one": 10**9, "two": 128, "three": 64}
-
-
-@pytest.mark.parametrize("before", KINDS)
-@pytest.mark.parametrize("after", KINDS)
-def test_a_save_removes_the_files_of_an_earlier_one(tmp_path, before, after):
-    unrelated = ["model-a-00001-of-00002.safetensors", "model.safetensors.bak", "other.safetensors", "model-1-of-2"]
-    for name in unrelated:
-        (tmp_path / name).write_bytes(b"unrelated")
-    path = tmp_path / "model.safetensors"
-    jstep.save_weights(path, OLD, max_shard_bytes=KINDS[before])
-    jstep.save_weights(path, NEW, max_shard_bytes=KINDS[after])
-    assert loaded_values(tmp_path) == {2.0}
-    own = ["model.safetensors"] if after == "one" else [*shards({"two": 2, "three": 3}[after])]
-    own += [] if after == "one" else ["model.safetensors.index.json"]
-    assert listed(tmp_path) == sorted(own + unrelated)
 
 
 @pytest.mark.thorough(except_for="each value once")
@@ -217,17 +195,6 @@ def test_shards_are_copied_where_there_are_no_links(tmp_path, monkeypatch):
         jstep.save_weights(tmp_path / "model.safetensors", params, max_shard_bytes=64)
         assert listed(tmp_path) == [*shards(3), "model.safetensors.index.json"]
         assert loaded_values(tmp_path) == {value}
-
-
-def test_groups_of_tensors() -> None:
-    def groups(most, *items):
-        return [list(group.items()) for group in in_groups(((name, size, name * 2) for name, size in items), most)]
-
-    a, b, c = ("a", "aa"), ("b", "bb"), ("c", "cc")
-    assert groups(5, ("a", 2), ("b", 3), ("c", 1)) == [[a, b], [c]]
-    assert groups(5, ("a", 9), ("b", 5), ("c", 0)) == [[a], [b, c]]
-    assert groups(9, ("a", 1), ("a", 1), ("b", 1)) == [[a], [a, b]]  # no name twice
-    assert groups(9) == []
 
 
 def test_an_index_as_long_as_readers_allow(tmp_path, monkeypatch):

@@ -84,12 +84,6 @@ def test_slow_averages_have_16_bits_and_copies_of_weights_24():
     assert found["ExponentialMovingAverage/remainder"] == ("int8", (32, 256))
 
 
-def test_what_muon_orthogonalizes_has_16_bits():
-    labels = {"matrix": jstep.muon(LR), "rest": jstep.adamw(LR)}
-    optimizer = jstep.partition(labels, lambda path, leaf: "matrix" if path == "w" else "rest")
-    assert kinds(create(jstep.compact(optimizer)))["matrix/momentum"] == ("int16", (32, 256))
-
-
 def test_undeclared_slots_and_those_of_other_shapes_stay():
     def rule(g, p, slots, h):
         return -g, {name: slot + 1.0 for name, slot in slots.items()}
@@ -128,7 +122,6 @@ def test_min_size_and_block():
 @pytest.mark.parametrize(
     ("make", "names"),
     [
-        (lambda: jstep.compact(jstep.master_weights(jstep.adamw(LR))), ("compact", "master_weights")),
         (lambda: jstep.compact(jstep.chain(jstep.clip_gradients(by_value=1.0), jstep.master_weights(jstep.sgd(LR)))),
          ("compact", "master_weights")),
         (lambda: jstep.compact(jstep.stochastic_rounding(jstep.adamw(LR), jax.random.key(0))),
@@ -136,10 +129,6 @@ def test_min_size_and_block():
         (lambda: jstep.compact(jstep.scope("a", jstep.compact(jstep.adamw(LR)))), ("compact inside compact",)),
         (lambda: jstep.master_weights(jstep.skip_nonfinite(jstep.compact(jstep.adamw(LR)))),
          ("master_weights", "compact")),
-        (lambda: jstep.master_weights(jstep.partition({"a": jstep.compact(jstep.sgd(LR))}, lambda path, leaf: "a")),
-         ("master_weights", "compact")),
-        (lambda: jstep.stochastic_rounding(jstep.compact(jstep.adamw(LR)), jax.random.key(0)),
-         ("stochastic_rounding", "compact")),
     ],
 )  # fmt: skip
 def test_other_formats_are_refused_by_name(make, names):
@@ -204,7 +193,6 @@ def test_codes_keep_their_bits_without_a_gradient():
 GUARDS = {
     "around": lambda one: jstep.skip_nonfinite(jstep.compact(one)),
     "inside": lambda one: jstep.compact(jstep.skip_nonfinite(one)),
-    "loss-scale": lambda one: jstep.dynamic_loss_scale(jstep.compact(one)),
     "loss-scale-inside": lambda one: jstep.compact(jstep.dynamic_loss_scale(one)),
 }
 
@@ -221,19 +209,6 @@ def test_a_guard_leaves_every_code_as_it_was(guard):
         assert jax.tree.all(jax.tree.map(np.array_equal, new.slots[name], state.slots[name])), name
     assert jax.tree.all(jax.tree.map(np.array_equal, new.params, state.params))
     assert after(optimizer, new, 1, first=7) != new
-
-
-@pytest.mark.thorough
-def test_an_unguarded_gradient_that_is_not_finite_spoils_its_block():
-    optimizer = jstep.compact(jstep.adamw(LR))
-    state = after(optimizer, create(optimizer), 1)
-    bad = gradients(state.params)
-    bad["w"] = bad["w"].at[3, 7].set(jnp.inf)
-    state = after(optimizer, jstep.apply_gradients(state, bad, optimizer), 1)
-    spoiled = ~np.isfinite(jstep.get_slot(state, "m", "w"))
-    assert np.all(spoiled[3, :128])
-    spoiled[3, :128] = False
-    assert not np.any(spoiled)
 
 
 @pytest.mark.thorough(except_for=["bfloat16"])
@@ -256,35 +231,6 @@ def test_rows_that_no_lookup_names_keep_their_bits(dtype):
             assert not np.array_equal(made[rows], old[rows])
         assert np.array_equal(new.params["table"][others], state.params["table"][others])
         state = new
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        jstep.lookahead(jstep.compact(jstep.adamw(LR)), 2),
-        jstep.compact(jstep.lookahead(jstep.adamw(LR), 2)),
-        jstep.update_every(2, jstep.compact(jstep.adamw(LR)), accumulate=True),
-        jstep.compact(jstep.update_every(2, jstep.adamw(LR), accumulate=True)),
-        jstep.with_projection(jstep.compact(jstep.adamw(LR)), lambda p: jax.tree.map(lambda x: jnp.clip(x, -1, 1), p)),
-        jstep.compact(jstep.with_projection(jstep.adamw(LR), lambda p: jax.tree.map(lambda x: jnp.clip(x, -1, 1), p))),
-        jstep.compact(jstep.scope("a", jstep.cautious(jstep.momentum(LR, 0.9)))),
-        jstep.partition(
-            {"a": jstep.compact(jstep.adamw(LR)), "b": jstep.muon(LR)}, lambda path, leaf: "b" if path == "w" else "a"
-        ),
-        jstep.compact(
-            jstep.partition({"a": jstep.adamw(LR), "b": jstep.muon(LR)}, lambda path, leaf: "b" if path == "w" else "a")
-        ),
-        jstep.compact(jstep.soap(LR)),
-    ],
-)
-@pytest.mark.thorough
-def test_compositions_train_and_resume_bit_for_bit(optimizer, tmp_path):
-    state = after(optimizer, create(optimizer), 4)
-    with jstep.Saver(tmp_path) as saver:
-        saver.save(after(optimizer, create(optimizer), 2))
-        restored = saver.restore(create(optimizer))
-    assert after(optimizer, restored, 2, first=2) == state
-    assert all(np.all(np.isfinite(np.float32(leaf))) for leaf in jax.tree.leaves(state.params))
 
 
 def test_labels_have_compact_parts():
@@ -342,7 +288,7 @@ def test_a_mesh_shards_codes_and_scales_like_their_parameters():
     assert split.slots["m"]["w"].sharding.shard_shape((32, 256)) == (32, 64)
 
 
-@pytest.mark.thorough(except_for=["8-rows"])
+@pytest.mark.thorough(except_for=["4-rows"])
 @pytest.mark.parametrize("layout", ["rows", "columns", "both", "zero1", "explicit", "host"])
 @pytest.mark.parametrize("devices", [4, 8])
 def test_the_bits_are_the_same_in_every_layout(layout, devices):
@@ -354,10 +300,6 @@ def test_the_bits_are_the_same_in_every_layout(layout, devices):
     spec = {"columns": P(None, "data"), "both": P("data", "model"), "zero1": P()}.get(layout, P("data"))
     placed = {"slot_axis": "data"} if layout == "zero1" else {"param_specs": [("w", spec)]}
     placed |= {"slots_memory": "pinned_host"} if layout == "host" else {}
-
-    def loss(params, x):
-        hidden = x.astype(params["w"].dtype) @ params["w"]
-        return jnp.mean(jnp.square(hidden.astype(jnp.float32)))
 
     def run(state):
         step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
@@ -374,20 +316,3 @@ def test_the_bits_are_the_same_in_every_layout(layout, devices):
         same = jax.tree.map(np.array_equal, alone.slots[name], split.slots[name])
         assert jax.tree.all(same), name
     assert jax.tree.all(jax.tree.map(np.array_equal, alone.params, split.params))
-
-
-def test_steps_per_call_make_the_same_bits():
-    optimizer = jstep.compact(jstep.adamw(LR))
-
-    def loss(params, x):
-        return jnp.mean(jnp.square((x.astype(jnp.bfloat16) @ params["w"]).astype(jnp.float32)))
-
-    xs = np.random.default_rng(0).normal(size=(4, 8, 32)).astype(np.float32)
-    one = jstep.minimize(loss, optimizer)
-    several = jstep.scan_steps(jstep.minimize(loss, optimizer), 4)
-    shapes = {"w": (32, 256)}
-    state = create(optimizer, shapes=shapes)
-    for x in xs:
-        state, _ = one(state, x)
-    scanned, _ = several(create(optimizer, shapes=shapes), xs)
-    assert scanned == state

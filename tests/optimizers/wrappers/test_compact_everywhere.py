@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract import for_each
+from contract import FEW, for_each
 from optimizer_table import TABLE
 
 import jstep
@@ -32,7 +32,7 @@ def trained(optimizer: jstep.Optimizer, state: Any, steps: range) -> Any:
     return state
 
 
-@for_each(ENTRIES)
+@for_each(ENTRIES, FEW)
 def test_updates_are_nearly_those_of_float32_and_resume(name: str, tmp_path: Any) -> None:
     optimizer = TABLE[name].make(1e-3)
     compact = jstep.compact(optimizer)
@@ -70,6 +70,7 @@ def test_other_formats_are_refused(name: str) -> None:
         (lambda: jstep.rmsprop(0.1, centered=True), {"rms": "float32", "mg": "float32", "momentum": "int8"}),
         (jstep.adadelta, {"accum": "uint8", "accum_update": "uint8"}),
         (lambda: jstep.adagrad(0.1), {"accumulator": "uint8"}),
+        (lambda: jstep.muon(0.1), {"momentum": "int16"}),
         (jstep.schedule_free_adamw, {"z": "bfloat16", "v": "uint8"}),
         (lambda: jstep.adafactor(momentum=0.9), {"m": "int8"}),
         (lambda: jstep.rprop(0.1), {"step_size": "float32", "previous": "float32"}),

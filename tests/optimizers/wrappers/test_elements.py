@@ -91,25 +91,10 @@ def test_noise_decays_and_is_a_function_of_the_step() -> None:
         jstep.add_noise(0.1, 0.5, jax.random.split(key))
 
 
-def test_decay_with_masks_and_cautious_decay() -> None:
-    params = {"w": jnp.array([1.0, -1.0, 2.0]), "b": jnp.array([1.0])}
-    grads = {"w": jnp.array([1.0, 1.0, 0.0]), "b": jnp.array([1.0])}
-    for mask in (["w"], lambda path, leaf: leaf.size > 1, {"w": True, "b": False}, "w*"):
-        new = run_jstep(
-            jstep.chain(jstep.gradient_descent(0.5), jstep.decay_weights(0.1, mask)), [grads], params
-        ).params
-        np.testing.assert_allclose(new["w"], [0.4, -1.4, 1.8], rtol=1e-6)
-        np.testing.assert_allclose(new["b"], [0.5], rtol=1e-6)
+def test_cautious_decay() -> None:
+    params, grads = {"w": jnp.array([1.0, -1.0, 2.0])}, {"w": jnp.array([1.0, 1.0, 0.0])}
     cautious = jstep.chain(jstep.gradient_descent(0.5), jstep.decay_weights(0.1, cautious=True))
     np.testing.assert_allclose(run_jstep(cautious, [grads], params).params["w"], [0.4, -1.5, 2.0], rtol=1e-6)
-    with pytest.raises(ValueError, match=r"mask: 'v' matches no parameter; nearest: 'b', 'w'"):
-        run_jstep(jstep.decay_weights(0.1, ["v"]), [grads], params)
-    with pytest.raises(TypeError, match="cautious='yes'"):
-        jstep.decay_weights(0.1, cautious="yes")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="mask=3"):
-        jstep.decay_weights(0.1, 3)
-    with pytest.raises(ValueError, match=r"weight_decay=-0\.1"):
-        jstep.decay_weights(-0.1)
 
 
 def test_the_first_matching_glob_determines_the_factor() -> None:
@@ -148,12 +133,6 @@ def test_lookahead_matches_optax() -> None:
     state = run_jstep(optimizer)
     assert_close(state.params, params.fast)
     assert_close(jstep.slow_params(state), params.slow)
-    with pytest.raises(ValueError, match=r"no such slot.*jstep\.lookahead"):
-        jstep.slow_params(run_jstep(jstep.adam()))
-    with pytest.raises(ValueError, match="sync_period=0"):
-        jstep.lookahead(jstep.adam(), 0)
-    with pytest.raises(ValueError, match="slow_step_size=2"):
-        jstep.lookahead(jstep.adam(), slow_step_size=2.0)
 
 
 def test_lookahead_keeps_the_update_of_a_leaf_without_an_age() -> None:

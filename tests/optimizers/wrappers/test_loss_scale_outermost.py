@@ -14,10 +14,8 @@ SGD = lambda: jstep.gradient_descent(1.0)  # noqa: E731
 SCALED = lambda: jstep.dynamic_loss_scale(SGD(), initial=4.0)  # noqa: E731
 REJECTED: dict[str, Callable[[], jstep.Optimizer]] = {
     "label": lambda: jstep.partition({"a": SCALED(), "b": SGD()}, lambda path, leaf: path),
-    "only-label": lambda: jstep.partition({"a": SCALED()}, lambda path, leaf: "a"),
     "behind": lambda: jstep.chain(jstep.add_weight_decay(0.1), SCALED()),
     "before": lambda: jstep.chain(SCALED(), jstep.decay_weights(0.1)),
-    "scoped": lambda: jstep.chain(jstep.add_weight_decay(0.1), jstep.scope("s", SCALED())),
     "deep": lambda: jstep.skip_nonfinite(
         jstep.scope("s", jstep.partition({"a": jstep.master_weights(SCALED())}, lambda path, leaf: "a"))
     ),
@@ -27,10 +25,8 @@ REJECTED: dict[str, Callable[[], jstep.Optimizer]] = {
 ACCEPTED: dict[str, Callable[[], jstep.Optimizer]] = {
     "alone": SCALED,
     "scope": lambda: jstep.scope("s", SCALED()),
-    "one-element": lambda: jstep.chain(SCALED()),
     "guard": lambda: jstep.skip_nonfinite(SCALED()),
     "masters": lambda: jstep.master_weights(SCALED()),
-    "averages": lambda: jstep.with_moving_average(SCALED(), jstep.ExponentialMovingAverage(0.5)),
     "lookahead": lambda: jstep.lookahead(SCALED()),
     "all": lambda: jstep.scope("s", jstep.skip_nonfinite(jstep.scope("t", jstep.master_weights(SCALED())))),
 }

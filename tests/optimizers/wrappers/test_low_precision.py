@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from against_optax import GRADS, PARAMS, run_jstep
+from against_optax import run_jstep
 
 import jstep
 
@@ -15,20 +15,6 @@ KEY = jax.random.key(5)
 
 def low(tree: Any, dtype: Any = jnp.bfloat16) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype), tree)
-
-
-@pytest.mark.thorough(except_for="each value once")
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("make", [jstep.adam, lambda: jstep.momentum(1e-3, 0.9)])
-def test_params_are_a_rounded_float32_run(dtype: Any, make: Any) -> None:
-    grads, start = [low(g, dtype) for g in GRADS * 4], low(PARAMS, dtype)
-    state = run_jstep(jstep.master_weights(make()), grads, start)
-    wide = run_jstep(make(), grads, low(start, jnp.float32))
-    for name in PARAMS:
-        # Equal with XLA's default flags; at the tests' optimization level LLVM contracts only one of the two sums.
-        np.testing.assert_array_max_ulp(np.asarray(state.slots["master"][name]), np.asarray(wide.params[name]), 2)
-        np.testing.assert_array_equal(state.params[name], wide.params[name].astype(dtype))
-        assert state.params[name].dtype == dtype
 
 
 def squared_descent(decay: float) -> jstep.Optimizer:
@@ -45,15 +31,12 @@ BLOCKS = {
         f"clip_{kind}": lambda kind=kind: jstep.clip_gradients(**{kind: 0.3})
         for kind in ("by_value", "by_norm", "by_average_norm", "by_global_norm", "adaptive")
     },
-    "centralize": jstep.centralize_gradients,
     "normalize": jstep.normalize_gradients,
     "normalize_each": lambda: jstep.normalize_gradients(per_leaf=True),
     "noise": lambda: jstep.add_noise(0.01, 0.55, KEY),
-    "decay": lambda: jstep.add_weight_decay(0.1),
     "scale": lambda: jstep.scale(0.3),
     "trust": jstep.scale_by_trust_ratio,
     "stateless": lambda: jstep.stateless(lambda u, p, step: jstep.map_gradients(lambda x: 0.3 * x, u)),
-    "stateless_clip": lambda: jstep.stateless(lambda u, p, step: jstep.clip_by_global_norm(u, 0.3)[0]),
     "by_hand": lambda: squared_descent(0.3),
 }
 AROUND = {
@@ -67,7 +50,7 @@ AROUND = {
 }
 
 
-@pytest.mark.thorough(except_for=["normalize_each-False", "stateless-False", "guard-False", "label-False"])
+@pytest.mark.thorough(except_for=["normalize_each-False", "guard-False"])
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("name", [*BLOCKS, *AROUND])
 def test_masters_are_the_float32_run_on_the_same_gradients(name: str, sparse: bool) -> None:
@@ -95,18 +78,6 @@ def test_clipping_computes_in_float32_and_functions_keep_the_dtype() -> None:
         full = jstep.apply_gradients(full, {"w": g.astype("float32")}, optimizer)
         np.testing.assert_array_equal(small.slots["momentum"]["w"], full.slots["momentum"]["w"])
     assert jstep.clip_by_norm(g, 0.3).dtype == jstep.clip_by_value(g, -0.3, 0.3).dtype == jnp.bfloat16
-
-
-def test_inner_averages_are_those_of_the_master_weights() -> None:
-    ema = jstep.ExponentialMovingAverage(0.5)
-    state = run_jstep(
-        jstep.master_weights(jstep.with_moving_average(jstep.adam(), ema)), [low(g) for g in GRADS], low(PARAMS)
-    )
-    wide = run_jstep(
-        jstep.with_moving_average(jstep.adam(), ema), [low(g) for g in GRADS], low(low(PARAMS), jnp.float32)
-    )
-    np.testing.assert_array_equal(state.slots[ema.name]["w"], wide.slots[ema.name]["w"])
-    assert jstep.averaged_params(state)["w"].dtype == jnp.bfloat16
 
 
 def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
@@ -175,6 +146,3 @@ def test_loss_scale_stays_finite_and_nonzero() -> None:
     state = state.replace(slots={**state.slots, "loss_scale": jnp.float32(2.0**-126)})
     state = jstep.apply_gradients(state, {"w": jnp.full(2, jnp.nan)}, optimizer)
     assert float(state.slots["loss_scale"]) == 2.0**-126
-    for name, value in (("initial", 0.0), ("initial", np.inf), ("period", 0), ("factor", 1.0)):
-        with pytest.raises(ValueError, match=name):
-            jstep.dynamic_loss_scale(jstep.adam(), **{name: value})  # type: ignore[arg-type]

@@ -53,15 +53,13 @@ def by_optax(transformation: Any) -> list[float]:
 
 TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
     "lbfgs": optax.lbfgs,
-    "lbfgs without a line search": lambda: optax.lbfgs(0.1, linesearch=None),
     "polyak": lambda: optax.polyak_sgd(max_learning_rate=0.1),
     "plateau": lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)),
-    "adam": lambda: optax.adamw(0.1),
     "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
 }
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["polyak-labels", "clipped-var_list", "plateau-partition"])
 @pytest.mark.parametrize("how", ["var_list", "partition", "labels"])
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_a_frozen_leaf_is_a_constant(name: str, how: str) -> None:
@@ -91,16 +89,3 @@ def test_a_mask_that_is_a_tree_needs_all_leaves() -> None:
     wanted, other = trained(some, closed_over, optax.adamw(0.1, weight_decay=0.5, mask=own))
     assert losses == wanted
     np.testing.assert_array_equal(state.params["lora_a"], other.params["lora_a"])
-
-
-def test_a_leaf_that_has_a_gradient_in_some_steps_only() -> None:
-    """Its slots stay as they are without one."""
-    optimizer = jstep.from_optax(optax.adam(0.1))
-    state = jstep.TrainState.create({"a": jnp.ones(2), "b": jnp.ones(2)}, optimizer)
-    state = jstep.apply_gradients(state, {"a": jnp.ones(2), "b": jnp.ones(2)}, optimizer)
-    after = jstep.apply_gradients(state, {"a": jnp.ones(2), "b": None}, optimizer)
-    for slot in ("optax/0/mu", "optax/0/nu"):
-        np.testing.assert_array_equal(after.slots[slot]["b"], state.slots[slot]["b"])
-        assert not np.array_equal(after.slots[slot]["a"], state.slots[slot]["a"])
-    np.testing.assert_array_equal(after.params["b"], state.params["b"])
-    assert int(after.slots["optax/0/count"]) == 2

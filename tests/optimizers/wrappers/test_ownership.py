@@ -35,36 +35,6 @@ def test_labels_with_a_common_prefix_and_missing_gradients(frozen: str) -> None:
         np.testing.assert_allclose(value, 0.0 if path == frozen else 1e-3 + 1e-3 * 0.999, rtol=1e-6)
 
 
-def test_nested_scopes_with_a_common_prefix() -> None:
-    nothing = jstep.stateless(lambda updates, params, step: updates)
-    optimizer = jstep.chain(
-        jstep.scope("a", jstep.scope("b", jstep.skip_nonfinite(jstep.adam(0.1)))),
-        jstep.scope("a/b/c", jstep.with_moving_average(nothing, jstep.ExponentialMovingAverage(0.5))),
-        jstep.scope("a/bc", jstep.decay_weights(0.1)),
-    )
-    state = update(jstep.TrainState.create(PARAMS, optimizer), optimizer)
-    assert sorted(state.slots) == [
-        "a/b/c/ExponentialMovingAverage",
-        "a/b/last_finite_step",
-        "a/b/m",
-        "a/b/start_step",
-        "a/b/v",
-    ]
-    assert int(state.slots["a/b/last_finite_step"]) == 1
-    assert {"a/b/learning_rate", "a/bc/decoupled_weight_decay"} <= set(optimizer.hyperparameters(0))
-
-
-def test_frozen_leaves_have_no_slots_and_do_not_change() -> None:
-    optimizer = jstep.partition({"net": jstep.momentum(0.1, 0.9)}, lambda path, leaf: None if path == "head" else "net")
-    state = jstep.TrainState.create(PARAMS, optimizer)
-    assert jstep.get_slot(state, "net/momentum", "head") is None
-    new = update(state, optimizer)
-    np.testing.assert_array_equal(new.params["head"], PARAMS["head"])
-    np.testing.assert_allclose(new.params["decoder"]["mlp"], 0.9)
-    with pytest.raises(ValueError, match="No gradients provided"):
-        update(state, optimizer, {"decoder": {"attn": None, "mlp": None}, "head": jnp.ones(2)})
-
-
 def test_custom_optimizers_may_return_the_slots_they_got() -> None:
     """A custom optimizer gets only its own slots, so that it cannot overwrite others."""
     seen = []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.slots.compact_numbers import joined
+from jstep.slots.compact_numbers import join_halves
 
 PLAIN = jstep.with_moving_average(jstep.adamw(1e-2), jstep.ExponentialMovingAverage(0.9))
 COMPACT = jstep.compact(PLAIN)
@@ -33,7 +33,7 @@ def near(one, other, within=0.01):
         assert np.max(np.abs(a - b)) <= within * max(np.max(np.abs(b)), 1e-30)
 
 
-@pytest.mark.thorough(except_for=["old1-new1-float32", "old2-new2-bfloat16"])
+@pytest.mark.thorough(except_for=["old2-new2-bfloat16"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(("old", "new"), [(PLAIN, COMPACT), (COMPACT, PLAIN), (MASTERS, COMPACT), (COMPACT, MASTERS)])
 def test_a_state_is_converted_both_ways(dtype, old, new):
@@ -54,7 +54,7 @@ def test_a_state_is_converted_both_ways(dtype, old, new):
 def test_the_master_goes_into_parameter_and_remainder_and_back():
     before = trained(MASTERS)
     made = jstep.repack(before, MASTERS, COMPACT)
-    master = joined(made.params["w"], made.slots["remainder"]["w"])
+    master = join_halves(made.params["w"], made.slots["remainder"]["w"])
     assert np.max(np.abs(master - before.slots["master"]["w"]) / np.abs(before.slots["master"]["w"])) < 2**-16
     again = jstep.repack(made, COMPACT, MASTERS)
     assert np.array_equal(again.slots["master"]["w"], master)
@@ -87,7 +87,7 @@ def test_labels():
     before = trained(old)
     made = jstep.repack(before, old, new)
     assert {"a/remainder", "b/remainder", "a/m/scale", "b/momentum/scale"} <= set(made.slots)
-    near(joined(made.params["w"], made.slots["a/remainder"]["w"]), before.slots["a/master"]["w"], 2**-16)
+    near(join_halves(made.params["w"], made.slots["a/remainder"]["w"]), before.slots["a/master"]["w"], 2**-16)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,6 @@ def test_shapes_are_converted_without_devices():
         (COMPACT, PLAIN),
         (COMPACT, MASTERS),
         (COMPACT, jstep.compact(PLAIN, block=32)),
-        (COMPACT, jstep.compact(PLAIN, keep=["w"])),
     ],
 )
 def test_a_checkpoint_of_another_format_is_an_error_that_shows_repack(dtype, old, new, tmp_path):
@@ -138,17 +137,3 @@ def test_other_mismatches_do_not_mention_repack(tmp_path):
         with pytest.raises(ValueError, match="does not fit") as caught:
             saver.restore(trained(jstep.momentum(0.1, 0.9), steps=0))
     assert "repack" not in str(caught.value)
-
-
-def test_checkpoints_hold_what_is_stored(tmp_path):
-    sizes = {}
-    for name, optimizer in (
-        ("masters", jstep.master_weights(jstep.adamw(1e-2))),
-        ("compact", jstep.compact(jstep.adamw(1e-2))),
-    ):
-        with jstep.Saver(tmp_path / name) as saver:
-            saver.save(trained(optimizer))
-            restored = saver.restore(trained(optimizer, steps=0))
-        assert restored == trained(optimizer)
-        sizes[name] = sum(leaf.nbytes for leaf in jax.tree.leaves(restored))
-    assert sizes["compact"] < 0.5 * sizes["masters"]
