@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -150,9 +151,24 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+MOST_BYTES = 1_250_000_000
+"""The resident memory of a process above which compiled programs are dropped; the disk cache has those of JAX."""
+
+
+def _resident() -> int:
+    """The resident memory of this process in bytes; 0 where the system does not say it."""
+    try:
+        return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
 @pytest.hookimpl(trylast=True)  # after the fixtures of the module
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Exempt also what a module leaves behind, such as compiled programs."""
+    """Exempt also what a module leaves behind, such as compiled programs, unless the process has become large."""
     if nextitem is None or nextitem.path != item.path:
+        if _resident() > MOST_BYTES:
+            gc.unfreeze()
+            jax.clear_caches()
         gc.collect()
         gc.freeze()

@@ -441,6 +441,24 @@ def test_files_are_not_too_long() -> None:
     assert not {name: count for name, count in lines.items() if count > 500}
 
 
+def test_a_name_that_is_imported_bare_is_defined_once() -> None:
+    """A line says which function or class it means, without a look at the imports; classes have names of their own."""
+    defined, imported = collections.defaultdict(set), collections.defaultdict(set)
+    for module, path in MODULES.items():
+        for node in tree_of(path).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                defined[node.name].add(module)
+                if isinstance(node, ast.ClassDef):
+                    imported[node.name].add(module)
+        for node in nodes_of(path):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jstep."):
+                for alias in node.names:
+                    imported[alias.name].add(node.module.removeprefix("jstep."))
+    assert {
+        name: modules & defined[name] for name, modules in imported.items() if len(modules & defined[name]) > 1
+    } == {}
+
+
 def test_test_files_have_unique_names() -> None:
     """tests/ has no packages, so pytest imports a file by its base name."""
     names = [path.name for path in TESTS if path.name != "conftest.py"]

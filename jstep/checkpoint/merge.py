@@ -15,7 +15,7 @@ import numpy as np
 from jstep.checkpoint import leaf_records, match
 from jstep.checkpoint.leaf_records import PARAMS, SLOTS
 from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Leaf, Manifest
-from jstep.checkpoint.names import check_directory, check_prefix
+from jstep.checkpoint.names import as_prefix, check_directory
 from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.reading import CORRUPTED, CheckpointReader, short
 from jstep.checkpoint.store import Store
@@ -111,7 +111,7 @@ def merge_checkpoints(
     """
     if isinstance(target, TrainState):
         raise TypeError("target: must be a tree of parameters, got a TrainState; pass state.params")
-    prefix, averages = check_prefix(prefix), as_average_names(use_averages)
+    prefix, averages = as_prefix(prefix), as_average_names(use_averages)
     store = open_store(check_directory(directory), prefix)
     reader = CheckpointReader(store, prefix, verify=True)
     chosen = steps_to_merge(store, prefix, steps)

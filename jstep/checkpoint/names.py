@@ -28,7 +28,7 @@ def checkpoint_name(prefix: str, step: int) -> str:
         >>> jstep.checkpoint_name("my-model", 1000)
         'my-model-1000'
     """
-    return listing.name(check_prefix(prefix), as_int(step, "step", 0))
+    return listing.name(as_prefix(prefix), as_int(step, "step", 0))
 
 
 def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = None) -> str | None:
@@ -43,7 +43,7 @@ def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = No
         >>> print(jstep.latest_checkpoint("/no/such/directory"))
         None
     """
-    prefix = None if prefix is None else check_prefix(prefix)
+    prefix = None if prefix is None else as_prefix(prefix)
     return next((path for _, path in open_store(check_directory(directory)).newest_first(prefix)), None)
 
 
@@ -94,7 +94,7 @@ def checkpoints_iterator(
     Source: `tf.train.checkpoints_iterator`.
     """
     path = check_directory(directory)
-    name = check_prefix(prefix)
+    name = as_prefix(prefix)
     seconds = math.inf if timeout is None else as_number(timeout, "timeout", low=0.0, meaning="None waits forever")
     interval = as_number(min_interval_secs, "min_interval_secs", low=0.0)
     return _steps(open_store(path), name, seconds, interval)
@@ -164,7 +164,7 @@ def is_utf8(text: str) -> bool:
     return text.encode(errors="replace").decode() == text
 
 
-def check_prefix(prefix: object) -> str:
+def as_prefix(prefix: object) -> str:
     hint = "the beginning of a file name, such as 'model'"
     text = as_string(prefix, "prefix", hint)
     if text in (".", "..") or any(c in text for c in ("/", "\\", os.sep, "\0")):

@@ -108,7 +108,7 @@ class Saver:
         allow_nonfinite: bool = False,
     ) -> None:
         self.directory = naming.check_directory(directory)
-        self.prefix = naming.check_prefix(prefix)
+        self.prefix = naming.as_prefix(prefix)
         self._clock = as_function(clock, "clock", "() -> seconds, such as time.time", optional=True)
         self._store = open_store(self.directory, self.prefix)
         if max_to_keep is not None:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 
 from jstep.checkpoint.merge import decay_weights, merge_checkpoints, steps_to_merge
-from jstep.checkpoint.names import check_directory, check_prefix
+from jstep.checkpoint.names import as_prefix, check_directory
 from jstep.checkpoint.open_store import open_store
 from jstep.tools.cli import Command, answer
 from jstep.weights.save import save_weights
@@ -23,7 +23,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    directory, prefix = arguments.directory, check_prefix(arguments.prefix)
+    directory, prefix = arguments.directory, as_prefix(arguments.prefix)
     store = open_store(check_directory(directory), prefix)
     steps = steps_to_merge(store, prefix, _steps(arguments.steps, lambda: steps_to_merge(store, prefix, None)))
     weights = decay_weights(steps, arguments.decay)
