@@ -24,7 +24,7 @@ from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.jaxprs import ProgramHash, gradients_hash, hash_strings, part_for, program_hash, without_addresses
-from jstep.core.meshes import internal_transfers, mesh_of, mesh_text, sharding_text
+from jstep.core.meshes import internal_transfers, sharding_text
 from jstep.core.recorded_calls import as_typed, named_optimizers
 from jstep.core.threads import in_background
 from jstep.data.loaders import ReplayedBatches, StateBatches
@@ -44,6 +44,7 @@ from jstep.loop.run import Observer, Origin
 from jstep.loop.setup import Setup
 from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
 from jstep.optimizers.rules import RULE
+from jstep.state.sharding import describe_devices
 from jstep.stores.timeline import START
 from jstep.training.metrics import Metrics
 from jstep.training.step import step_function
@@ -163,22 +164,6 @@ def environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
 def _settings() -> dict[str, Any]:
     settings = {name: getattr(jax.config, name, None) for name in _SETTINGS}
     return {name: value if isinstance(value, bool | None) else str(value) for name, value in settings.items()}
-
-
-def describe_devices(state: Tree) -> dict[str, Any]:
-    """Return the devices of a run and the mesh of its state, which may be shapes, or donated."""
-    leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
-    of_state = next((leaf.sharding.device_set for leaf in leaves if leaf.sharding is not None), set())
-    first = min(of_state or jax.devices(), key=lambda device: device.id)
-    mesh = mesh_of(state)
-    return {
-        "platform": first.platform,
-        "kind": first.device_kind,
-        "count": jax.device_count(first.platform),
-        "of_state": max(len(of_state), 1),
-        "processes": jax.process_count(),
-        "mesh": None if mesh is None else mesh_text(mesh),
-    }
 
 
 def _state(state: Tree, held: Mapping[str, float]) -> dict[str, Any]:

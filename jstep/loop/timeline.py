@@ -16,9 +16,9 @@ from jstep.core.meshes import internal_transfers
 from jstep.hooks.card_differences import CODE
 from jstep.hooks.numbers import is_ready, read_values, scalars
 from jstep.loop.branch import PARENT
-from jstep.loop.card import describe_devices
 from jstep.loop.run import Observer, Origin, Run
 from jstep.loop.setup import Setup
+from jstep.state.sharding import describe_devices
 from jstep.stores.timeline import AGAIN, START, TIMES, VERSION
 from jstep.stores.timeline_ends import open_timeline
 from jstep.stores.urls import absolute

@@ -229,7 +229,7 @@ def _count(name: str, value: object) -> Array:
     return jnp.asarray(as_scalar(value, name, low=0, integer=True)).astype(trees.default_float())
 
 
-MOVED = "moved_average"
+MOVED = "move_average"
 """The name of the function below in the compiled step, which marks where averages move."""
 
 

@@ -290,3 +290,19 @@ def build(make: Callable[..., Any], place: Callable[[Any], Any], *args: object, 
     shapes = jax.eval_shape(make, *args)
     shardings = place(shapes)
     return jax.tree.map(put_leaf, shapes, shardings) if abstract else jax.jit(make, out_shardings=shardings)(*args)
+
+
+def describe_devices(state: Tree) -> dict[str, Any]:
+    """Return the devices of a run and the mesh of its state, which may be shapes, or donated."""
+    leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
+    of_state = next((leaf.sharding.device_set for leaf in leaves if leaf.sharding is not None), set())
+    first = min(of_state or jax.devices(), key=lambda device: device.id)
+    mesh = meshes.mesh_of(state)
+    return {
+        "platform": first.platform,
+        "kind": first.device_kind,
+        "count": jax.device_count(first.platform),
+        "of_state": max(len(of_state), 1),
+        "processes": jax.process_count(),
+        "mesh": None if mesh is None else meshes.mesh_text(mesh),
+    }

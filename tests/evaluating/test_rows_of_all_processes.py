@@ -28,7 +28,7 @@ def test_rows_are_joined_in_the_order_of_the_owners(
     """Whatever each process has of them, bit by bit, and replicated where they do not divide over the mesh."""
     mesh = jax.make_mesh((8,), ("data",))
     three = Fellows(monkeypatch, 3)
-    monkeypatch.setattr(evaluation_batches, "owners_of", lambda sharding: owners)
+    monkeypatch.setattr(evaluation_batches, "part_owners", lambda sharding: owners)
     monkeypatch.setattr(evaluation_batches, "place_rows", lambda rows, sharding: ("placed", len(rows)))
     whole = (np.arange(24).reshape(3, 4, 2) % 3).astype(dtype)
     own = [whole[i][: max(0, size)] for i, size in enumerate(sizes)]
@@ -43,7 +43,7 @@ def test_rows_are_joined_in_the_order_of_the_owners(
 
 def test_equal_rows_that_divide_are_placed_by_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = jax.make_mesh((8,), ("data",))
-    monkeypatch.setattr(evaluation_batches, "owners_of", lambda sharding: [0, 1])
+    monkeypatch.setattr(evaluation_batches, "part_owners", lambda sharding: [0, 1])
     monkeypatch.setattr(evaluation_batches, "place_rows", lambda rows, sharding: ("placed", len(rows)))
     sharding = Spread(mesh, PartitionSpec("data"))
     found: Any = evaluation_batches._global(np.array([4, 4]), np.ones((4, 2)), sharding)
