@@ -1,6 +1,7 @@
 """Configuration of all tests: strict JAX settings, eight CPU devices and fast compilation."""
 
 import contextlib
+import ctypes
 import gc
 import os
 import pathlib
@@ -151,8 +152,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-MOST_BYTES = 1_250_000_000
-"""The resident memory of a process above which compiled programs are dropped; the disk cache has those of JAX."""
+MOST_BYTES, GROWTH = 1_100_000_000, 250_000_000
+"""The resident memory above which a process drops its compiled programs (JAX's cache on the disk has them), and the
+least growth since it did that last: to collect all objects takes a second."""
+_after_dropping = [0]
 
 
 def _resident() -> int:
@@ -167,8 +170,13 @@ def _resident() -> int:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Exempt also what a module leaves behind, such as compiled programs, unless the process has become large."""
     if nextitem is None or nextitem.path != item.path:
-        if _resident() > MOST_BYTES:
+        is_large = _resident() > max(MOST_BYTES, _after_dropping[-1] + GROWTH)
+        if is_large:
             gc.unfreeze()
             jax.clear_caches()
         gc.collect()
         gc.freeze()
+        if is_large:
+            with contextlib.suppress(OSError, AttributeError):  # glibc keeps what was freed
+                ctypes.CDLL(None).malloc_trim(0)
+            _after_dropping.append(_resident())

@@ -65,10 +65,10 @@ def count_collectives(program: CompiledProgram) -> dict[str, Collective]:
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from jstep.tools.collectives import collectives_of
+        >>> from jstep.tools.collectives import count_collectives
         >>> from jstep.tools.compiled import parse_program
         >>> f = lambda x: x + 1  # moves nothing
-        >>> collectives_of(parse_program(jax.jit(f).lower(jnp.ones(8)).compile().as_text()))
+        >>> count_collectives(parse_program(jax.jit(f).lower(jnp.ones(8)).compile().as_text()))
         {}
     """
     numbers: Counter[str] = Counter()
@@ -198,10 +198,10 @@ def count_uses(traced: object) -> list[float]:
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from jstep.tools.collectives import uses_of
+        >>> from jstep.tools.collectives import count_uses
         >>> def f(stacked, x):
         ...     return jax.lax.scan(lambda x, w: (x @ w, None), x, stacked)[0]
-        >>> uses_of(jax.make_jaxpr(f)(jnp.ones((5, 4, 4)), jnp.ones((2, 4))))[0]
+        >>> count_uses(jax.make_jaxpr(f)(jnp.ones((5, 4, 4)), jnp.ones((2, 4))))[0]
         1.0
     """
     body = body_of(traced)

@@ -124,9 +124,9 @@ def program_recomputes(program: CompiledProgram) -> bool:
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from jstep.tools.compiled import parse_program, recomputes
+        >>> from jstep.tools.compiled import parse_program, program_recomputes
         >>> f = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)).sum())
-        >>> recomputes(parse_program(jax.jit(jax.grad(f)).lower(jnp.ones(8)).compile().as_text()))
+        >>> program_recomputes(parse_program(jax.jit(jax.grad(f)).lower(jnp.ones(8)).compile().as_text()))
         False
     """
     names = (name for computation in program.computations.values() for name in computation.instructions)
@@ -169,8 +169,8 @@ def parse_shape(text: str) -> Shape:
     """Parse a printed type. Of the layout, only the packing of elements is used.
 
     Example:
-        >>> from jstep.tools.compiled import parse_shape, size_of
-        >>> size_of(parse_shape("(bf16[2,3]{1,0:T(8,128)(2,1)S(1)}, u32[])"))
+        >>> from jstep.tools.compiled import parse_shape, shape_bytes
+        >>> shape_bytes(parse_shape("(bf16[2,3]{1,0:T(8,128)(2,1)S(1)}, u32[])"))
         16
     """
     stack: list[list[Shape]] = [[]]

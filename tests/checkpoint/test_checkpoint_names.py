@@ -47,12 +47,6 @@ def nested(depth):
 
 
 class TestExtra:
-    def test_a_shared_value_is_not_a_cycle(self, tmp_path):
-        shared = [1]
-        with Saver(tmp_path) as saver:
-            saver.save(state_at(1), extra={"a": shared, "b": [shared, shared]})
-            assert saver.extra() == {"a": [1], "b": [[1], [1]]}
-
     def test_extra_is_nested_a_hundred_levels_deep_at_most(self):
         assert json_copy(nested(100), "extra") == nested(100)
         with pytest.raises(TypeError, match=r"^extra(\[0\])+\[0…: is nested deeper than 100 levels; flatten it"):
@@ -78,8 +72,6 @@ class TestExtra:
             ({"a": {"b": np.float32(1)}}, r"extra\['a'\]\['b'\]: float32 is not a JSON value; convert it with .tolist"),
             ({"a": [1, jnp.ones(2)]}, r"extra\['a'\]\[1\]: ArrayImpl"),
             ({"a": {1: 2}}, r"extra\['a'\]: the key 1 is int"),
-            ({"a": b"x"}, r"extra\['a'\]: bytes"),
-            ({"a": {1, 2}}, r"extra\['a'\]: set"),
             pytest.param(object(), "extra: object", id="object"),
             pytest.param(cyclic(), r"extra\['a'\]\[1\]: contains itself", id="cyclic"),
             pytest.param(nested(100_000), "extra.*: is nested deeper than 100", id="deep"),

@@ -83,10 +83,3 @@ def test_averages_that_a_checkpoint_lacks_begin_at_both_halves_of_its_masters(dt
         *map(jax.tree.leaves, (jstep.get_slot(restored, AVERAGE), master_params(state))), strict=True
     ):
         assert np.max(np.abs(average - master) / np.abs(master)) <= 2**-16
-
-
-def test_what_is_left_out_has_no_half_in_the_checkpoint(tmp_path):
-    state = trained(AVERAGED, jnp.bfloat16, scope="layer")
-    with jstep.Saver(tmp_path, leave_out=["layer/*"]) as saver:
-        saver.save(state)
-        assert saver.restore(state) == state

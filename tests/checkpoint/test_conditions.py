@@ -114,6 +114,19 @@ def test_what_is_missing_of_files_in_words() -> None:
     assert _lost(raising(ValueError("x" * 400))) == f"the written files cannot be read ({'x' * 300})"
 
 
+def test_an_error_before_anything_is_written_names_the_newest(tmp_path: Any, monkeypatch: Any) -> None:
+    with Saver(tmp_path) as saver:
+        for there in ("there are none yet.", f"the newest is {tmp_path}/model-1."):
+            with monkeypatch.context() as patch:
+                patch.setattr(saver._store, "save", raising(OSError(28, "No space left", "file")))
+                with pytest.raises(CheckpointError) as caught:
+                    saver.save(state_at(2))
+            assert str(caught.value) == (
+                f"{tmp_path}/model-2 was not saved: No space left: file. Earlier checkpoints are unchanged; {there}"
+            )
+            saver.save(state_at(1))
+
+
 def test_an_interpreter_that_exits_logs_the_saves_that_fail(monkeypatch: Any, caplog: Any) -> None:
     ended = []
     in_flight = {

@@ -183,6 +183,14 @@ def test_a_checkpoint_waits_for_the_best_one_of_its_step(tmp_path):
     assert jstep.Saver(tmp_path / "run").all_steps() == [2]
 
 
+def test_events_and_times_are_on_the_disk_before_a_checkpoint(tmp_path, flushed):
+    run(tmp_path / "run", tmp_path / "best", 4, logdir=tmp_path / "logs", save_summaries_steps=1)
+    events = next(str(tmp_path / "logs" / name) for name in os.listdir(tmp_path / "logs") if "tfevents" in name)
+    manifest = flushed.index(f"{tmp_path}/run/model-2.orbax-checkpoint-tmp/manifest.json")
+    for path in (events, f"{tmp_path}/run/timeline.jsonl", f"{tmp_path}/logs"):
+        assert flushed.index(path) < manifest, path
+
+
 def test_a_writer_flushes_to_the_disk(tmp_path, flushed):
     with jstep.summary.SummaryWriter(tmp_path / "new" / "logs") as writer:
         writer.add_summary(jstep.summary.scalar("loss", 1.0), 1)
@@ -220,6 +228,11 @@ class TestFilesThatNothingReads:
             save_all(saver, [3])
         loaded = jstep.load_weights(saved / "model-2", state_at(0).params)
         assert loaded["w"].tolist() == [[2, 2]] * 3
+
+    def test_one_that_may_not_be_read(self, saved, monkeypatch, caplog):
+        with before("open", "*/model-2/_METADATA", failing(errno.EACCES), mode="r"):
+            assert int(Saver(saved).restore(state_at(0)).global_step) == 2
+        assert "_METADATA (Permission denied)" in caplog.text
 
 
 def test_what_can_be_read_of_a_corrupted_checkpoint(tmp_path, caplog):

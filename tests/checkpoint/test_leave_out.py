@@ -10,6 +10,7 @@ import pytest
 from checkpoint_states import assert_same
 
 import jstep
+from jstep.checkpoint.leaf_records import left_out_indices
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 
@@ -162,6 +163,12 @@ def test_the_state_may_be_donated_after_save(tmp_path):
         (record, *_) = [leaf for leaf in saved_paths(saver)[1] if leaf["path"] == "params/base/w"]
         expected = jstep.fingerprint({"params": {"base": {"w": state_of().params["base"]["w"]}}}, per_leaf=True)
         assert record["fingerprint"] == "".join(f"{int(word):08x}" for word in expected["params/base/w"])
+
+
+def test_a_bare_leaf_does_not_leave_out_scalars(tmp_path):
+    state = jstep.TrainState.create(jnp.zeros(()), jstep.adam())
+    paths = trees.leaf_paths(state)
+    assert sorted(paths[i] for i in left_out_indices(state, True)) == ["params", "slots/m", "slots/v"]
 
 
 def test_on_a_mesh(tmp_path, caplog):

@@ -46,25 +46,6 @@ def test_containers_and_array_types_are_those_of_the_target(saver, caplog):
     assert not caplog.records
 
 
-def test_error_lists_what_does_not_fit(saver):
-    target = params_of(0)
-    target["layers"][0]["kernel"] = target["layers"][0].pop("w")
-    target["n"] = jnp.float32(0)
-    with pytest.raises(ValueError, match="target_params does not fit") as error:
-        saver.restore_params(target)
-    for part in (
-        "missing in the checkpoint (1): 'params/layers/0/kernel'",
-        "extra in the checkpoint (1)",
-        "'params/n'",
-    ):
-        assert part in str(error.value)
-    assert "slots" not in str(error.value)
-    with pytest.raises(ValueError, match="nothing in common"):
-        saver.restore_params({"other": jnp.zeros(3)})
-    with pytest.raises(ValueError, match=r"target_params does not fit .*extra in the checkpoint \(3\)"):
-        saver.restore_params({"layers": None})  # no leaf, as of a model whose arrays were filtered out
-
-
 def test_error_suggests_a_target_without_missing_entries(tmp_path):
     lora, base = {"a": jnp.ones(2), "b": jnp.ones(3)}, {f"w{i:02}": jnp.zeros(1) for i in range(30)}
     with Saver(tmp_path) as saver:
@@ -94,11 +75,9 @@ def test_error_suggests_a_target_without_missing_entries(tmp_path):
     [
         {"params/layers/0/kernel": "params/layers/0/w"},
         {"layers/0/kernel": "layers/0/w"},
-        lambda path: path.replace("kernel", "w"),
         lambda path: "layers/0/w" if path == "layers/0/kernel" else path,
-        {"layers/0/kernel": "params/layers/0/w"}.get,
     ],
-    ids=["full path", "short path", "function", "short function", "get"],
+    ids=["full path", "short path", "short function"],
 )
 def test_names(saver, names):
     target = params_of(0)

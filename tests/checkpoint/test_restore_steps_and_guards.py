@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jstep
@@ -129,3 +130,29 @@ def test_fresh_averages_that_meet_an_old_age_are_named(tmp_path: Any, caplog: An
             # The age that averages share with adam is restored.
             is_stale = step == 0 or (name == "adam" and not kwargs)
             assert ("Fresh slots meet an old age: 'slots/ExponentialMovingAverage/a'" in caplog.text) == is_stale
+
+
+EMA = jstep.ExponentialMovingAverage(0.5, zero_debias=True)
+
+
+def loss(params: Any) -> Any:
+    return jnp.sum((params["w"] - 1.0) ** 2)
+
+
+@pytest.mark.parametrize("scope", [None, "a/b"])
+@pytest.mark.parametrize(
+    "inner", [jstep.gradient_descent(0.1), jstep.update_every(2, jstep.adam(0.1))], ids=["sgd", "own age"]
+)
+def test_restore_averages_into_a_plain_state(tmp_path: Any, inner: jstep.Optimizer, scope: str | None) -> None:
+    averaged = jstep.with_moving_average(inner, EMA)
+    optimizer = jstep.scope(scope, averaged) if scope else averaged
+    state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
+    step = jstep.minimize(loss, optimizer)
+    for _ in range(3):
+        state, _ = step(state)
+    slot = f"{scope}/{EMA.name}" if scope else EMA.name
+    with jstep.Saver(tmp_path) as saver:
+        saver.save(state)
+    plain = jstep.TrainState.create({"w": jnp.zeros(3)}, jstep.scope(scope, inner) if scope else inner)
+    restored = jstep.Saver(tmp_path).restore(plain, use_averages=slot)
+    np.testing.assert_array_equal(restored.params["w"], state.slots[slot]["w"])

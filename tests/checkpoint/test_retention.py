@@ -5,7 +5,7 @@ import math
 import types
 
 import pytest
-from checkpoint_states import assert_same, edit_manifest, flip, listing, save_all, state_at
+from checkpoint_states import assert_same, edit_manifest, flip, save_all, state_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,13 +14,6 @@ from jstep.checkpoint.saver import Saver
 
 
 class TestRetention:
-    def test_max_to_keep(self, tmp_path):
-        with Saver(tmp_path, max_to_keep=3) as saver:
-            save_all(saver, range(1, 7))
-            assert saver.all_steps() == [4, 5, 6]
-            assert saver.last_checkpoints == [str(tmp_path / f"model-{step}") for step in (4, 5, 6)]
-        assert listing(tmp_path) == ["model-4", "model-5", "model-6"]
-
     def test_the_newest_and_the_last_saved_are_kept(self, tmp_path, caplog):
         with Saver(tmp_path, max_to_keep=1) as saver:
             save_all(saver, [10])

@@ -57,17 +57,6 @@ def test_a_linked_directory_has_the_same_claim(tmp_path):
             other.claim()
 
 
-def test_claim_before_the_first_save(tmp_path):
-    with Saver(tmp_path / "new") as saver:
-        saver.claim()
-        saver.claim()
-        with Saver(tmp_path / "new") as other, pytest.raises(CheckpointError, match="one writer"):
-            other.save(state_at(1))
-        assert listing(tmp_path / "new") == []
-    with pytest.raises(ValueError, match="closed"):
-        saver.claim()
-
-
 def test_a_refused_saver_keeps_temporary_folders(tmp_path):
     """They belong to a save of the other Saver."""
     with Saver(tmp_path) as saver:
@@ -190,14 +179,6 @@ class TestWithoutLocks:
         with no_locks(tmp_path) as attempts:
             yield
         assert attempts.paths
-
-    def test_a_second_saver_of_the_process(self, tmp_path):
-        with Saver(tmp_path) as saver, Saver(tmp_path) as other:
-            saver.claim()
-            with pytest.raises(CheckpointError, match="which is this one"):
-                other.claim()
-            saver.close()
-            other.claim()
 
     def test_a_stale_claim_of_another_host_expires(self, tmp_path):
         path = claim_file_of(tmp_path)

@@ -24,7 +24,9 @@ def collectives(step, state, *args):
 
 def cost_warnings(step, state, *args):
     program = compiled(step, state, *args)
-    return find_warnings(parse_program(program.as_text()), state, args, step.trace(state, *args).jaxpr, program.out_info)
+    return find_warnings(
+        parse_program(program.as_text()), state, args, step.trace(state, *args).jaxpr, program.out_info
+    )
 
 
 def row_sharded(mesh, *shape, dtype=jnp.float32):

@@ -33,15 +33,6 @@ def matrices_loss(params, x):
     return jnp.mean(x**2)
 
 
-def stack():
-    return {"w": jnp.zeros((8, SIZE, SIZE))}
-
-
-def stack_loss(params, x):
-    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])
-    return jnp.mean(x**2)
-
-
 def transformer():
     d = 512
     shapes = {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d), "norm1": (d,), "norm2": (d,)}
@@ -71,16 +62,12 @@ def transformer_loss(params, tokens):
 
 MODELS = {
     "matrices": (matrices, matrices_loss, (ROWS, SIZE), jnp.float32),
-    "stack": (stack, stack_loss, (ROWS, SIZE), jnp.float32),
     "transformer": (transformer, transformer_loss, (16, 257), jnp.int32),
 }
 OPTIMIZERS = {
     "adamw": lambda: jstep.adamw(1e-3),
     "guarded": lambda: jstep.skip_nonfinite(jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adamw(1e-3))),
-    "muon": lambda: jstep.muon(1e-3),
-    "lamb": lambda: jstep.lamb(1e-3),
     "masters": lambda: jstep.master_weights(jstep.adamw(1e-3)),
-    "averages": lambda: jstep.with_moving_average(jstep.adamw(1e-3), jstep.ExponentialMovingAverage(0.99)),
 }
 
 

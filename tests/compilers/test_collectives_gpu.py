@@ -2,23 +2,15 @@
 
 import pytest
 from collective_programs import (
-    LAYER,
-    LAYERS,
     LOOPS,
     PART,
-    WIDTH,
-    WORDS,
     A,
     B,
     F,
     X,
     collectives,
-    cost_warnings,
     gathers_of_equal_shape,
     loops,
-    tokens,
-    transformer,
-    transformer_step,
 )
 from compiled_steps import batch, loss, state
 
@@ -51,17 +43,3 @@ def test_custom_programs():
     mesh = jstep.topology("h100:8")
     assert loops(mesh) == LOOPS
     assert gathers_of_equal_shape(mesh) == {"all-gather": (2, 2 * 8 * PART)}
-
-
-def test_transformer_with_and_without_constraint():
-    mesh = jstep.topology("h100:8")
-    constrained = transformer_step(mesh, OPTIMIZER, constrained=True)
-    shapes = state(OPTIMIZER, mesh, "fsdp", transformer)
-    found = collectives(constrained, shapes, tokens(mesh))
-    assert "all-to-all" not in found
-    # Layers are gathered in bfloat16, forward and backward, two arrays at a time; one embedding in float32.
-    embedding = WORDS * WIDTH
-    assert found["all-gather"] == (2 * LAYERS + 1, 2 * (2 * LAYERS * LAYER + embedding) + 4 * embedding)
-    assert cost_warnings(constrained, shapes, tokens(mesh)) == []
-    (warning,) = cost_warnings(transformer_step(mesh, OPTIMIZER, constrained=False), shapes, tokens(mesh))
-    assert warning.startswith("activations are resharded (all-gather and all-to-all, ")

@@ -46,24 +46,6 @@ def test_meshes_of_tpu_slices(name, count, hosts):
     assert mesh.axis_types == (AxisType.Auto,)
 
 
-@pytest.mark.tpu_compiler
-def test_mesh_axes():
-    mesh = jstep.topology("v5p:4x4x4", {"replica": 2, "model": 32}, axis_types=(AxisType.Auto, AxisType.Explicit))
-    assert (dict(mesh.shape), mesh.axis_types) == ({"replica": 2, "model": 32}, (AxisType.Auto, AxisType.Explicit))
-    for axes in ({"data": 7}, {"data": 8, "model": 2}):
-        with pytest.raises(ValueError, match=r"v5e:2x4 has 8"):
-            jstep.topology("v5e:2x4", axes)
-
-
-@pytest.mark.tpu_compiler
-def test_slices_are_placed_along_one_axis():
-    mesh = jstep.topology("v5e:4x4*2", {"model": 1, "data": 8, "expert": 4})
-    halves = np.split(mesh.devices, 2, axis=1)
-    assert [{device.slice_index for device in half.flat} for half in halves] == [{0}, {1}]
-    with pytest.raises(ValueError, match="multiple of the 4 slices"):
-        jstep.topology("v5e:6x6*4", {"a": 6, "b": 6, "c": 2, "d": 2})
-
-
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize(
     ("name", "count", "hosts"),

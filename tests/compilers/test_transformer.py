@@ -91,17 +91,6 @@ def test_on_a_tpu_pod():
     assert done.memory_analysis().peak_memory_in_bytes < 2**30
 
 
-@pytest.mark.tpu_compiler
-def test_on_two_slices():
-    mesh = jstep.topology("v5e:4x4*2", {"data": 32})
-    step, state, tokens = program(mesh)
-    done = compiled(step, state, tokens)
-    check(done, state)
-    assert collectives(done)["between slices"].bytes > 0
-    inside = jstep.topology("v5e:4x4", {"data": 16})
-    assert "between slices" not in collectives(compiled(*program(inside)))
-
-
 @pytest.mark.gpu_compiler
 def test_on_several_gpu_hosts():
     step, state, tokens = program(jstep.topology("h100:2x8", {"data": 8, "model": 2}), "model", num_microbatches=2)

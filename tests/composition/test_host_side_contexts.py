@@ -1,4 +1,4 @@
-"""Batches, queues and summaries in every JAX context that a caller may have set."""
+"""Batches and summaries in every JAX context that a caller may have set."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Randomly nested optimizers and random trees: slot names, structure, and skipped steps."""
+"""Randomly nested optimizers and random trees: slot names, structure, skipped steps, and leaves that are alone."""
 
 import contextlib
 from collections.abc import Callable

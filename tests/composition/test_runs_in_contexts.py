@@ -1,4 +1,4 @@
-"""Resumed runs and reused hooks in every JAX context that a user may have set, and wrapped steps."""
+"""Resumed runs in every JAX context that a user may have set, and wrapped steps."""
 
 import contextlib
 import functools

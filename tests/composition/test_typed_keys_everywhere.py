@@ -186,17 +186,3 @@ def test_keys_cannot_be_written_as_weights_or_summaries(tmp_path: Path) -> None:
         jstep.save_weights(tmp_path / "w.safetensors", {"w": X, "key": jax.random.key(0)})
     with pytest.raises(TypeError, match="must be real numbers, not key<fry>"):
         jstep.summary.histogram("key", jax.random.key(0))
-
-
-@pytest.mark.thorough(except_for=["True"])
-@pytest.mark.parametrize("jit", [True, False])
-def test_a_loss_that_does_not_take_the_model_state_leaves_it(jit: bool) -> None:
-    step = jstep.minimize(plain_loss, OPTIMIZER, jit=jit)
-    state = make_state()
-    keys = jax.tree.map(key_numbers, state.slots["model_state"])
-    after, _ = step(state, with_keys(0))
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(key_numbers, after.slots["model_state"]), keys)
-
-
-def key_numbers(key: Any) -> Any:
-    return np.array(jax.random.key_data(key))

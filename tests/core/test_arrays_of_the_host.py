@@ -107,15 +107,12 @@ DOORS: dict[str, Callable[[Any], Any]] = {
     "create": lambda x: make({"a": [x]}).params,
     "create on a mesh": lambda x: jstep.TrainState.create({"w": x}, SGD, mesh=one_device()).params,
     "create of a function": lambda x: jstep.TrainState.create(lambda: {"w": x}, SGD).params,
-    "create without a copy": lambda x: jstep.TrainState.create({"w": x}, SGD, copy=False).params,
     "create, model_state": lambda x: jstep.TrainState.create({"w": 1.0}, SGD, model_state={"m": x}).model_state,
     "replace": lambda x: make().replace(params={"w": x}).params,
-    "replace, model_state": lambda x: make().replace(model_state={"w": x}).model_state,
     "with_params": lambda x: make().with_params({"w": x}).params,
     "a state by hand": lambda x: STEP(jstep.TrainState({"w": x}, {}, jnp.int32(0)), np.float32(1))[0].params,
     "shard_state": lambda x: jstep.shard_state(jstep.TrainState({"w": x}, {}, jnp.int32(0)), one_device()).params,
     "batches": lambda x: jstep.batches(x, 4, seed=0)[0],
-    "batches in order": lambda x: jstep.batches({"a": x}, 2, shuffle=False)[1],
     "batches of a list": lambda x: jstep.batches({"a": [x, x], "b": [1, 2]}, 2, seed=0)[0],
     "batches of nested lists": lambda x: jstep.batches([[x, x], [x, x]], 2, seed=0)[0],
     "batches of items": lambda x: jstep.batches(Items(x), 2, seed=0)[0],
@@ -124,24 +121,19 @@ DOORS: dict[str, Callable[[Any], Any]] = {
     "a step": lambda x: STEP(make(), x)[1]["loss"],
     "a step that is not compiled": lambda x: jstep.minimize(loss_of, SGD, jit=False)(make(), x)[1],
     "scan_steps": lambda x: jstep.scan_steps(STEP)(make(), x[None])[1]["loss"],
-    "lower": lambda x: STEP.lower(make(), x).compile() and 1.0,
     "compute_gradients": lambda x: jstep.compute_gradients(loss_of)({"w": jnp.ones(4)}, x)[0],
     "train, function": lambda x: run(lambda n: x),
     "train, K": lambda x: run(lambda n: x, 4, steps_per_call=4),
-    "train, list": lambda x: run([x]),
     "train, another library": lambda x: run(lambda n: Foreign(x)),
     "train, from_state": lambda x: run(jstep.from_state(lambda n, state: x)),
     "prefetch": lambda x: next(iter(jstep.prefetch_to_device(iter([{"a": x}])))),
     "shard_batch": lambda x: jstep.shard_batch({"a": x}, one_device()),
     "evaluator": lambda x: jstep.evaluator(lambda p, x: {"m": x}, [x])(make()),
     "accuracy": lambda x: jstep.metrics.accuracy(np.eye(4, dtype=np.float32), np.arange(4), weights=x).compute(),
-    "f1 of a list": lambda x: jstep.metrics.f1([x], [np.array([0, 1, 1, 0])]).compute(),
     "f1": lambda x: jstep.metrics.f1(x, np.array([0, 1, 1, 0])).compute(),
     "auc": lambda x: jstep.metrics.auc(x, np.array([0, 1, 1, 0]), num_thresholds=2).compute(),
     "scalars": lambda x: str(jstep.summary.scalar(["a", "b", "c", "d"], x)),
     "histogram": lambda x: str(jstep.summary.histogram("h", x)),
-    "histogram of a list": lambda x: str(jstep.summary.histogram("h", [x, x])),
-    "image": lambda x: str(jstep.summary.image("h", x.reshape(1, 2, 2, 1))),
     "zero_fraction": jstep.summary.zero_fraction,
     "apply_gradients": lambda x: jstep.apply_gradients(make(), {"w": x}, SGD).params,
     "clip_by_norm": lambda x: jstep.clip_by_norm(x, 1.0),
@@ -189,6 +181,7 @@ def test_the_leaf_is_named() -> None:
         jstep.minimize(lambda p, b: jnp.sum(p["w"]), SGD)(make(), {"x": {"y": masked}})
 
 
+@pytest.mark.thorough(except_for=["create", "shard_state", "batches", "train, K", "prefetch", "saver", "queue", "f1"])
 @pytest.mark.parametrize("door", DOORS)
 def test_another_byte_order_is_converted(door: str) -> None:
     swapped = X.astype(X.dtype.newbyteorder())
@@ -225,7 +218,7 @@ def test_a_scalar_of_numpy_is_an_array_of_its_dtype(value: Any) -> None:
         assert (found.dtype, found[()]) == (value.dtype, value)
 
 
-@pytest.mark.parametrize("step", [7, np.int64(7), np.uint8(7), np.array(7), np.array(7).astype(">i8")])
+@pytest.mark.parametrize("step", [7, np.uint8(7), np.array(7).astype(">i8")])
 def test_a_step_that_is_a_number_becomes_an_array(step: Any) -> None:
     traces = []
 

@@ -38,12 +38,6 @@ def test_calls(positional: int, args: tuple[Any, ...], kwargs: dict[str, Any], e
     assert repr(RecordedCall(function, positional, args, kwargs)) == expected
 
 
-def test_an_argument_after_one_that_was_left_out_has_its_name() -> None:
-    def two(a: int = 1, b: int = 2) -> None: ...
-
-    assert repr(RecordedCall(two, 2, (), {"b": 3})) == "two(b=3)"
-
-
 @dataclasses.dataclass
 class Plain:
     a: int = 1

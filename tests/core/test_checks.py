@@ -15,44 +15,6 @@ from jstep.state.global_step import require_alive, step_array
 from jstep.state.train_state import require_state
 
 
-def test_bools() -> None:
-    assert checks.as_bool(True, "flag") is True
-    assert checks.as_bool(np.False_, "flag") is False
-
-
-@pytest.mark.parametrize("value", [3, np.int8(3), jnp.int32(3)])
-def test_integers(value: object) -> None:
-    assert checks.as_int(value, "n", 1) == 3
-
-
-@pytest.mark.parametrize("value", [2, 2.0, np.float32(2), jnp.float32(2), np.int64(2)])
-def test_numbers(value: object) -> None:
-    assert checks.as_number(value, "x", low=0, high=2) == 2.0
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), 10**400])
-def test_numbers_are_finite(value: float) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        checks.as_number(value, "x")
-    if value == float("inf"):
-        assert checks.as_number(value, "x", finite=False) == value
-
-
-def test_functions() -> None:
-    assert checks.as_function(len, "fn") is len
-    assert checks.as_function(None, "fn", optional=True) is None
-    with pytest.raises(TypeError, match=r"^fn=3: must be a function \(x\) -> y, got an int$"):
-        checks.as_function(3, "fn", "(x) -> y")
-
-
-def test_strings() -> None:
-    assert checks.as_string("a", "name") == "a"
-    with pytest.raises(TypeError, match="name=3: must be a string, got an int"):
-        checks.as_string(3, "name")
-    with pytest.raises(ValueError, match="must not be empty"):
-        checks.as_string("", "name")
-
-
 @pytest.mark.parametrize("value", ["maximum", True, [1], np.ones(3)])
 def test_one_of(value: object) -> None:
     assert checks.check_choice("min", "mode", ("min", "max")) == "min"
@@ -97,14 +59,14 @@ def test_scalars_that_are_arrays_stay_arrays() -> None:
     assert jax.jit(lambda x: as_scalar(x, "x", low=0))(-1.0) == -1.0
 
 
-def test_numbers_as_text() -> None:
-    assert [checks.format_count(n) for n in (0, 999, 1000, 1234567)] == ["0", "999", "1 000", "1 234 567"]
-
-
 def test_scalars_on_a_mesh_become_python_numbers() -> None:
     mesh = jax.make_mesh((1,), ("data",))
     on_mesh = jax.device_put(jnp.float32(2), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
     assert type(as_scalar(on_mesh, "x")) is float
+
+
+def test_numbers_as_text() -> None:
+    assert [checks.format_count(n) for n in (0, 999, 1000, 1234567)] == ["0", "999", "1 000", "1 234 567"]
 
 
 @pytest.mark.parametrize("make", [float, np.float32, np.array, jnp.float32])
@@ -127,7 +89,10 @@ def test_the_difference_of_two_trees_has_one_text() -> None:
     assert describe_difference({**old, "b": 2.0}, old) == describe_difference(dict(reversed(old.items())), old) == ""
     new = {"w": old["w"], "wide": {"v": 1, "u": 2}, "b": 1.0}
     assert describe_difference(new, old) == "without 'wide/w'; with 'wide/u', 'wide/v'"
-    assert describe_difference({**old, "w": np.ones((3, 2), np.int8)}, old) == "whose 'w' is int8[3,2] instead of float32[2,3]"
+    assert (
+        describe_difference({**old, "w": np.ones((3, 2), np.int8)}, old)
+        == "whose 'w' is int8[3,2] instead of float32[2,3]"
+    )
     assert describe_difference({**old, "b": np.float32(1)}, old) == "whose 'b' is float32[] instead of float[]"
 
 

@@ -1,7 +1,6 @@
 """Threads inherit the JAX contexts of the thread that starts them; internal transfers pass transfer guards."""
 
 import contextlib
-import contextvars
 import threading
 
 import jax
@@ -60,11 +59,6 @@ def test_settings_of_jax_are_inherited(name):
     assert in_thread(lambda: read(name)) == before
 
 
-def test_the_default_device_is_inherited():
-    with jax.default_device(jax.devices()[3]):
-        assert in_thread(lambda: jnp.zeros(2).devices()) == {jax.devices()[3]}
-
-
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_the_mesh_is_inherited(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
@@ -80,28 +74,6 @@ def test_an_abstract_mesh_is_inherited():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,)).abstract_mesh
     with jax.sharding.use_abstract_mesh(mesh):
         assert in_thread(jax.sharding.get_abstract_mesh) == mesh
-
-
-def test_threads_get_a_copy_of_context_variables():
-    variable = contextvars.ContextVar("variable", default=0)
-    variable.set(1)
-
-    def change():
-        seen = variable.get()
-        variable.set(2)
-        return seen
-
-    assert in_thread(change) == 1
-    assert variable.get() == 1
-
-
-def test_contexts_are_captured_when_the_thread_starts():
-    seen = []
-    worker = threads.Thread(target=lambda: seen.append(jax.config.jax_enable_x64))
-    with jax.enable_x64(True):
-        worker.start()
-    worker.join(SECS)
-    assert seen == [True]
 
 
 def test_later_updates_of_the_configuration_reach_the_thread():
@@ -126,16 +98,6 @@ def test_later_updates_of_the_configuration_reach_the_thread():
     assert seen == [True]
 
 
-def test_contexts_can_be_captured_while_tracing():
-    @jax.jit
-    def traced(x):
-        assert in_thread(lambda: jax.config.jax_enable_x64) is True
-        return x
-
-    with jax.enable_x64(True):
-        traced(1.0)
-
-
 def test_an_error_restores_the_contexts():
     def fail():
         raise OSError("disk")
@@ -155,11 +117,6 @@ def test_internal_transfers_pass_a_guard_that_stays_active(level):
             jnp.add(np.float32(1), np.float32(2))
         with pytest.raises(Exception, match=r"[Dd]isallowed"):
             jnp.add(np.float32(1), np.float32(2))
-
-
-def test_internal_transfers_do_not_change_a_logging_guard():
-    with jax.transfer_guard("log"), meshes.internal_transfers():
-        assert jax.config.jax_transfer_guard_host_to_device == "log"
 
 
 def test_internal_transfers_without_a_guard_do_nothing():

@@ -219,11 +219,6 @@ def loss(params, x):
 
 OPTIMIZERS = {
     "adam": lambda: jstep.adam(jstep.exponential_decay(0.1, 10, 0.5)),
-    "chain": lambda: jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adamw(0.01)),
-    "ftrl": lambda: jstep.ftrl(0.1),
-    "partition": lambda: jstep.partition(
-        {"w": jstep.lion(0.1), "b": jstep.momentum(0.1, 0.9)}, lambda path, leaf: path
-    ),
     "wrappers": lambda: jstep.dynamic_loss_scale(
         jstep.with_moving_average(
             jstep.update_every(2, jstep.skip_nonfinite(jstep.adam(0.1))), jstep.ExponentialMovingAverage(0.9)

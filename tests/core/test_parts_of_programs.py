@@ -62,15 +62,6 @@ def test_what_keeps_the_order_of_elements(fn: Any, expected: bool) -> None:
     assert operation.keeps_order is expected
 
 
-def test_slices_of_lists_are_arrays() -> None:
-    slices = jstep.IndexedSlices([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], [1, 1, 3], (np.int64(4), 2))
-    assert isinstance(slices.values, jax.Array)
-    assert isinstance(slices.indices, jax.Array)
-    assert slices.dense_shape == (4, 2)
-    assert [type(size) for size in slices.dense_shape] == [int, int]
-    assert slices.to_dense().tolist() == [[0, 0], [4, 6], [0, 0], [5, 6]]
-
-
 def test_rows_in_order() -> None:
     values = jnp.arange(8.0).reshape(4, 2)
     rows = indexed_slices.rows_in_order(values, jnp.array([False, True, False, True]))
@@ -83,3 +74,12 @@ def test_rows_in_order() -> None:
     traced = jax.jit(indexed_slices.rows_in_order)(values, jnp.zeros(4, bool))
     assert traced.indices.tolist() == [4, 4, 4, 4]  # out of range, so that nothing is named
     assert indexed_slices.on_table(lambda table: table * 2, jnp.ones(2)).tolist() == [2, 2]
+
+
+def test_slices_of_lists_are_arrays() -> None:
+    slices = jstep.IndexedSlices([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], [1, 1, 3], (np.int64(4), 2))
+    assert isinstance(slices.values, jax.Array)
+    assert isinstance(slices.indices, jax.Array)
+    assert slices.dense_shape == (4, 2)
+    assert [type(size) for size in slices.dense_shape] == [int, int]
+    assert slices.to_dense().tolist() == [[0, 0], [4, 6], [0, 0], [5, 6]]

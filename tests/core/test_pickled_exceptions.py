@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import multiprocessing
 import pickle
 import pkgutil
 import sys
@@ -95,18 +94,3 @@ def test_a_state_that_cannot_be_pickled_is_none():
         return w
 
     traced(jnp.ones(2))
-
-
-def _raise(number: int) -> None:
-    raise ERRORS[number]
-
-
-def test_a_pool_gives_the_exceptions_of_its_workers_to_its_parent():
-    # A SystemExit ends a worker of a Pool, whatever its class: that is Python's.
-    with multiprocessing.get_context("forkserver").Pool(1) as pool:
-        for number, error in enumerate(ERRORS):
-            if isinstance(error, SystemExit):
-                continue
-            with pytest.raises(type(error)) as caught:
-                pool.apply_async(_raise, (number,)).get(timeout=100)
-            assert str(caught.value) == str(error)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparisons import aligned
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jstep.core.device_values import when_concrete, with_checks
@@ -51,16 +51,6 @@ def test_parts_are_distinct_and_cover_the_array():
     assert local_parts((), NamedSharding(mesh, P())) == [()]
     assert local_parts((0, 8), NamedSharding(mesh, P(None, "x"))) == [((0, 0), (2 * i, 2 * i + 2)) for i in range(4)]
     assert local_parts((8, 2), NamedSharding(mesh, P("y"))) == [((0, 4), (0, 2)), ((4, 8), (0, 2))]
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int4, jnp.float8_e4m3fn, bool])
-def test_every_dtype_is_placed(dtype):
-    values = np.ones(3, dtype)
-    sharding = SingleDeviceSharding(jax.devices()[1])
-    placed = place((3,), values.dtype, sharding, {((0, 3),): values})
-    assert placed.dtype == values.dtype
-    assert placed.committed
-    assert np.array_equal(placed, values)
 
 
 def test_arrays_without_a_sharding_are_uncommitted():

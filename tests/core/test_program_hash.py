@@ -99,12 +99,6 @@ def test_operations_and_numbers():
     assert found.numbers == {"0.1": 2}
 
 
-def test_repeated_inner_programs_are_counted_each_time():
-    inner = jax.jit(lambda x: x * 3)
-    found = program_hash(jax.make_jaxpr(lambda x: inner(inner(x)))(X))
-    assert (found.operations["mul"], found.numbers["3.0"]) == (2, 2)
-
-
 def test_constants_of_all_dtypes():
     dtypes = [jnp.bfloat16, jnp.float8_e4m3fn, jnp.int4, np.bool_, np.complex64, np.uint8]
     values = [jnp.asarray([1, 0, 1]).astype(dtype) for dtype in dtypes]

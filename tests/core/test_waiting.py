@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -131,20 +130,6 @@ def test_a_run_says_that_it_compiles(steps_per_call: int, caplog: pytest.LogCapt
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_later_stage_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-
-    def second(params: Any, x: Any) -> Any:
-        wait_until(lambda: any("second" in line for line in lines_of(caplog)))
-        return jnp.sum(params["w"] * x)
-
-    steps = {0: step_that_compiles_until(lambda: True), 2: jstep.minimize(second, OPTIMIZER)}
-    source = iter([np.ones(2, np.float32)] * 4)  # of which no shapes are known ahead
-    jstep.train(steps, state(), source, 4, log_steps=None)
-    assert "compiling second: 0 s so far" in lines_of(caplog)
-
-
-@pytest.mark.usefixtures("soon")
 def test_progress_false_says_nothing(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = piped(monkeypatch)
     caplog.set_level(logging.INFO)
@@ -152,20 +137,6 @@ def test_progress_false_says_nothing(caplog: pytest.LogCaptureFixture, monkeypat
     jstep.train(step, state(), lambda n: np.ones(2, np.float32), 2, progress=False)
     assert lines_of(caplog) == []
     assert pipe.getvalue() == ""
-
-
-@pytest.mark.usefixtures("soon")
-def test_cost_says_that_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = piped(monkeypatch)
-    compile_it = jax.stages.Lowered.compile
-
-    def slow_compile(self: Any, *args: Any, **kwargs: Any) -> Any:
-        wait_until(pipe.getvalue)
-        return compile_it(self, *args, **kwargs)
-
-    monkeypatch.setattr(jax.stages.Lowered, "compile", slow_compile)
-    jstep.cost(step_that_compiles_until(lambda: True), state(), jnp.ones(2))
-    assert pipe.getvalue() == "cost: compiling the step: 0 s so far\n"
 
 
 # File descriptor 2

@@ -1,15 +1,18 @@
-"""Mixtures: rows, order, weights, and processes."""
+"""Mixtures: rows, order, weights, processes, sources, and a run."""
 
 import itertools
 import pickle
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from batch_rows import same
+from batch_rows import Items, same
 from hypothesis import given
 from hypothesis import strategies as st
 from thorough import examples
 
+import jstep
 from jstep.data.batches import Batches, batches, mixture
 
 A, B, C = np.arange(30), np.arange(100, 107), np.arange(200, 201)
@@ -63,6 +66,12 @@ def test_counts_follow_weights_and_batch_sizes(sizes, weights):
         assert all(weight or not count for count, weight in zip(taken, now, strict=True))
         ideal += np.array(now) / sum(now) * size
         assert np.abs(ideal - [after[name] for name in "abc"]).max() < 1 + 1e-9  # (3 - 1) / 2
+
+
+def test_equal_stages_are_merged():
+    one = mixture(SOURCES, 6, {"a": 3, "b": 2, "c": 1})
+    many = mixture(SOURCES, {0: 6, 7: 6}, {0: {"a": 3, "b": 2, "c": 1}, 11: {"a": 1.5, "b": 1, "c": 0.5}})
+    assert same(list(one[:40]), list(many[:40]))
 
 
 def test_order_of_a_source_does_not_depend_on_the_others():
@@ -149,3 +158,54 @@ def test_mixture_order_is_stable_across_versions():
     """A change of the order would change the results of every run."""
     mix = mixture(SOURCES, 4, {"a": 1, "b": 1, "c": 0}, seed=42)
     assert [mix[i].tolist() for i in (0, 1, 1000)] == FIRST
+
+
+EVEN = {"a": 1, "b": 1}
+
+
+def test_datasets_and_arrays_of_one_structure():
+    """A dataset whose items are dicts can be mixed with a dict of arrays."""
+    items, arrays = Items(50), {"x": -np.ones((20, 2), int), "y": -np.ones(20)}
+    batch = mixture({"a": items, "b": arrays}, 10, EVEN)[0]
+    assert sorted(batch) == ["x", "y"]
+    assert (batch["y"] < 0).sum() == 5
+    assert np.array_equal(batch["x"][:, 0], batch["y"])
+
+
+def test_process_reads_only_its_items():
+    items = [Items(50), Items(40)]
+    mix = mixture(dict(zip("ab", items, strict=True)), 8, EVEN, process_index=1, process_count=4)
+    for source in items:
+        source.requested.clear()
+    assert len(mix[5]["y"]) == 2
+    assert sum(len(source.requested) for source in items) <= 4  # one more per source tests whether it takes lists
+
+
+def test_prng_keys_and_jax_arrays():
+    keys = {name: jax.random.split(jax.random.key(seed), 6) for seed, name in enumerate("ab")}
+    mix = mixture({name: {"key": keys[name], "x": jnp.arange(6) + 10 * i} for i, name in enumerate("ab")}, 4, EVEN)
+    batch = mix[2]
+    both = np.concatenate([jax.random.key_data(keys[name]) for name in "ab"])
+    want = both[[x if x < 6 else x - 4 for x in batch["x"]]]
+    assert np.array_equal(jax.random.key_data(batch["key"]), want)
+
+
+def test_rows_of_different_shapes():
+    ragged = [np.zeros(3 if i < 4 else 1) for i in range(8)]  # a row of 1 would be repeated to fill one of 3
+    data = mixture({"a": np.zeros((8, 3)), "b": ragged}, 2, EVEN, shuffle=False)
+    assert data[3].shape == (2, 3)
+    with pytest.raises(ValueError, match=r"sources: shapes differ at .*3.* in row 4 of 'a', .*1.* in row 4 of 'b'"):
+        data[4]
+
+
+def test_train_uses_batch_n_at_step_n_after_a_restart(tmp_path):
+    mix, seen = mixture({"a": A, "b": B}, 4, {0: {"a": 1, "b": 1}, 5: {"a": 1, "b": 0}}).skip(2, 4), []
+
+    def step(state, batch):
+        seen.append(batch.tolist())
+        return state.replace(global_step=state.global_step + 1), {"loss": jnp.float32(0)}
+
+    for last_step in (3, 8):
+        state = jstep.TrainState.create({"w": 0.0}, jstep.gradient_descent(0.1))
+        jstep.train(step, state, mix, last_step, checkpoint_dir=tmp_path, progress=False)
+    assert seen == [batch.tolist() for batch in mix[:8]]

@@ -48,6 +48,7 @@ def test_each_leaf_is_squared_and_summed_once():
     assert jax.jit(update).lower(state, params).as_text().count("stablehlo.reduce(") <= len(params) + 2
 
 
+@pytest.mark.thorough(except_for=["AxisType.Explicit"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_leaves_are_not_gathered_and_their_sums_are_added_together(kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))

@@ -48,16 +48,6 @@ def test_gradients_of_scalars_vectors_and_trees() -> None:
     np.testing.assert_array_equal(jax.jit(lambda x: jstep.gradients(jnp.sin, x))(jnp.zeros(2)), [1.0, 1.0])
 
 
-def test_gradients_with_grad_ys() -> None:
-    def fn(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return x**2, 3 * x
-
-    x = jnp.array([1.0, 2.0])
-    found = jstep.gradients(fn, x, grad_ys=(jnp.array([1.0, 10.0]), jnp.array([0.0, 1.0])))
-    np.testing.assert_array_equal(found, [2.0, 43.0])
-    np.testing.assert_array_equal(jstep.gradients(fn, x, grad_ys=(None, jnp.zeros(2))), [2.0, 4.0])
-
-
 def test_grad_ys_of_a_tree_with_integers() -> None:
     def fn(x: jax.Array) -> Any:
         return {"n": jnp.argmax(x), "y": x**2}
@@ -89,12 +79,6 @@ def test_gradients_of_integers_are_none() -> None:
     assert float(found["a"]) == 3.0
     # The gradient of an unused input is zero, not None.
     assert float(jstep.gradients(lambda xs: xs["a"] * 2, {"a": 1.0, "b": 1.0})["b"]) == 0.0
-
-
-def test_second_derivatives() -> None:
-    np.testing.assert_allclose(
-        jstep.gradients(lambda x: jstep.gradients(lambda y: y**3, x), jnp.array([1.0, 2.0])), [6.0, 12.0]
-    )
 
 
 def test_stop_gradient() -> None:
@@ -133,10 +117,8 @@ def test_aux_and_keyword_arguments() -> None:
     [
         (None, PATHS),
         (lambda path, leaf: path.endswith("kernel"), ["decoder/kernel", "encoder/kernel"]),
-        (lambda path, leaf: leaf.ndim == 0, ["decoder/bias", "encoder/bias"]),
         (["decoder/*"], ["decoder/bias", "decoder/kernel"]),
         (("decoder/bias", "encoder/k*"), ["decoder/bias", "encoder/kernel"]),
-        (["*"], PATHS),
         ("decoder/*", ["decoder/bias", "decoder/kernel"]),
         (
             {
@@ -188,15 +170,6 @@ def test_gates_are_optimization_barriers() -> None:
     assert barriers(jstep.GATE_GRAPH) == [len(PATHS)]
 
 
-def test_gates_do_not_change_values() -> None:
-    results = [
-        jax.jit(jstep.compute_gradients(loss_fn, gate_gradients=gate))(PARAMS, X)
-        for gate in (jstep.GATE_NONE, jstep.GATE_OP, jstep.GATE_GRAPH)
-    ]
-    for other in results[1:]:
-        close(results[0], other, rtol=1e-6)
-
-
 # Microbatches.
 
 
@@ -243,26 +216,6 @@ def test_microbatches_are_every_nth_row() -> None:
     assert float(aux["first"]) == 1.0  # the mean of 0, 1, 2: the first rows of three microbatches
     assert int(aux["rows"]) == 6  # integers are summed
     assert int(aux["total"]) == 66
-
-
-def test_weights_may_be_integers() -> None:
-    f = jstep.compute_gradients(
-        lambda p, x: p * jnp.mean(x), num_microbatches=2, weight_fn=lambda x: jnp.sum(x > 1, dtype=jnp.int32) + 1
-    )
-    _, grads = f(jnp.float32(1), jnp.array([1.0, 5.0, 1.0, 5.0]))
-    np.testing.assert_allclose(grads, (1 * 1.0 + 3 * 5.0) / 4, rtol=1e-6)
-
-
-def test_aux_has_the_same_weights() -> None:
-    def loss(params: Any, x: jax.Array) -> Any:
-        return params["w"] * jnp.mean(x), {"mean": jnp.mean(x), "n": jnp.int32(1)}
-
-    x = jnp.array([1.0, 5.0, 1.0, 5.0])
-    (value, aux), grads = jstep.compute_gradients(
-        loss, has_aux=True, num_microbatches=2, weight_fn=lambda x: jnp.where(x[0] > 2, 3.0, 1.0)
-    )({"w": jnp.float32(1)}, x)
-    assert float(value) == float(grads["w"]) == float(aux["mean"]) == 4.0
-    assert int(aux["n"]) == 2
 
 
 @pytest.mark.parametrize("method", jstep.AggregationMethod)

@@ -43,15 +43,6 @@ def test_the_global_norm_uses_the_whole_range_of_float32() -> None:
     np.testing.assert_allclose(jstep.global_norm({"t": rows}), 2e30, rtol=1e-6)
 
 
-def test_derivatives_stay_finite() -> None:
-    for x in (jnp.zeros(3), jnp.array([3e30, 4e30, 0.0]), jnp.array([3.0, 4.0, 0.0])):
-        for clip in CLIPS.values():
-            derivative = jax.grad(lambda x, clip=clip: jnp.sum(clip(x, 1.0)))(x)
-            assert np.all(np.isfinite(derivative))
-        assert np.all(np.isfinite(jax.grad(jstep.global_norm)(x)))
-        assert np.all(np.isfinite(jax.vmap(jax.grad(jstep.global_norm))(jnp.stack([x, x]))))
-
-
 @pytest.mark.thorough(except_for=["nan-global", "inf-rows", "-inf-global"])
 @pytest.mark.parametrize("name", CLIPS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -59,23 +50,6 @@ def test_nonfinite_norms_turn_clipped_leaves_into_nan(name: str, bad: float) -> 
     assert np.all(np.isnan(CLIPS[name](jnp.array([1.0, bad]), 1.0)))
     tree = CLIPS[name]({"a": jnp.array([1.0, bad]), "b": jnp.array([0.5])}, 1.0)
     assert np.isnan(tree["b"][0]) == (name == "global")
-
-
-def test_rows_are_clipped_independently() -> None:
-    x = jnp.array([[3.0, 4.0], [1e30, 0.0], [np.nan, 1.0], [0.3, 0.4]])
-    clipped = jstep.clip_by_norm(x, 1.0, axes=1)
-    np.testing.assert_allclose(clipped[0], [0.6, 0.8], rtol=1e-6)
-    np.testing.assert_allclose(clipped[1], [1.0, 0.0])
-    assert np.all(np.isnan(clipped[2]))
-    np.testing.assert_array_equal(clipped[3], x[3])
-
-
-def test_norms_of_complex_leaves_use_absolute_values() -> None:
-    x = {"z": jnp.array([3 + 4j]), "r": jnp.array([12.0])}
-    np.testing.assert_allclose(jstep.global_norm(x), 13.0)
-    clipped, _ = jstep.clip_by_global_norm(x, 1.3)
-    np.testing.assert_allclose(clipped["z"], [0.3 + 0.4j], rtol=1e-6)
-    np.testing.assert_allclose(jstep.clip_by_norm(x["z"], 1.0), [0.6 + 0.8j], rtol=1e-6)
 
 
 def test_clipping_with_debug_nans() -> None:

@@ -38,16 +38,14 @@ def run(change: Callable[..., Any], old: Any, steps: int = 2, **options: Any) ->
     ("old", "new"),
     [
         (jnp.int32(0), jnp.float32(1.5)),
-        (jnp.uint8(0), jnp.bfloat16(1.5)),
         (jnp.array(False), jnp.float32(1.0)),
         (jnp.array(False), jnp.int32(1)),
         (jnp.float32(0.0), jnp.complex64(1.0)),
-        (jnp.int32(0), jnp.complex64(1.0)),
         (jnp.int32(0), jax.random.key(0)),
         (jax.random.key(0), jnp.float32(0.0)),
     ],
 )
-@pytest.mark.parametrize("options", [{}, {"lanes": 2}, {"num_microbatches": 2}, {"jit": False}])
+@pytest.mark.parametrize("options", [{}, {"lanes": 2}])
 def test_a_model_state_of_another_kind_is_refused(old: Any, new: Any, options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=r"leaf 'a/leaf' must be .*, as in the state, got ") as caught:
         run(lambda *_: new, old, **options)
@@ -87,22 +85,15 @@ def in_a_while(old: Any, x: Any, labels: Any, rng: Any) -> Any:
 
 COUNTS: dict[str, Any] = {
     "plus": (lambda old, x, labels, rng: old + classes(labels), jnp.zeros(3, jnp.int32)),
-    "plus_on_the_right": (lambda old, x, labels, rng: classes(labels) + old + 1 - 1, jnp.zeros(3, jnp.int32)),
-    "minus": (lambda old, x, labels, rng: old - classes(labels), jnp.full(3, 100, jnp.int32)),
     "scatter": (lambda old, x, labels, rng: old.at[labels].add(1), jnp.arange(3)),
-    "int8": (lambda old, x, labels, rng: old + classes(labels).astype(jnp.int8), jnp.zeros(3, jnp.int8)),
-    "uint32": (lambda old, x, labels, rng: old + classes(labels).astype(jnp.uint32), jnp.zeros(3, jnp.uint32)),
     "where": (lambda old, x, labels, rng: jnp.where(classes(labels) > 0, old + classes(labels), old), jnp.arange(3)),
-    "reshaped": (lambda old, x, labels, rng: (old.reshape(3) + classes(labels))[None], jnp.zeros((1, 3), jnp.int32)),
     "number_of_rows": (lambda old, x, labels, rng: old + x.shape[0], jnp.int32(5)),
-    "number_of_elements": (lambda old, x, labels, rng: old + jnp.ones_like(x, jnp.int32).sum(), jnp.int32(5)),
     "loop": (in_a_loop, jnp.zeros(3, jnp.int32)),
     "while": (in_a_while, jnp.zeros(3, jnp.int32)),
     "cond": (
         lambda old, x, labels, rng: jax.lax.cond(x[0, 0] >= 0, lambda: old + classes(labels), lambda: old),
         jnp.zeros(3, jnp.int32),
     ),
-    "jit": (lambda old, x, labels, rng: jax.jit(lambda a, b: a + classes(b))(old, labels), jnp.zeros(3, jnp.int32)),
     "wider": (
         lambda old, x, labels, rng: (old.astype(jnp.int32) + classes(labels)).astype(jnp.int8),
         jnp.zeros(3, jnp.int8),
@@ -133,11 +124,9 @@ ALIKE: dict[str, Any] = {
     ),
 }
 MIXED: dict[str, Any] = {
-    "replaced": (lambda old, x, labels, rng: classes(labels), jnp.zeros(3, jnp.int32)),
     "largest": (lambda old, x, labels, rng: jnp.maximum(old, labels.max()), jnp.int32(0)),
     "set": (lambda old, x, labels, rng: old.at[labels].set(1), jnp.zeros(3, jnp.int32)),
     "decayed": (lambda old, x, labels, rng: old // 2 + classes(labels), jnp.zeros(3, jnp.int32)),
-    "twice": (lambda old, x, labels, rng: old + old + classes(labels), jnp.zeros(3, jnp.int32)),
     "up_to_a_limit": (lambda old, x, labels, rng: old + jnp.minimum(classes(labels), 9 - old), jnp.zeros(3, jnp.int32)),
     "ring_of_rows": (lambda old, x, labels, rng: (old + x.shape[0]) % 7, jnp.int32(0)),
     "through_a_float": (
@@ -161,7 +150,6 @@ MIXED: dict[str, Any] = {
         jnp.arange(2, dtype=jnp.uint32),
     ),
     "bool": (lambda old, x, labels, rng: old | (x.max() > 0.5), jnp.array(False)),
-    "bool_of_number": (lambda old, x, labels, rng: old | jnp.array(x.shape[0] > 6), jnp.array(False)),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "lanes": {"lanes": 4},
@@ -231,31 +219,7 @@ def test_integers_that_depend_on_the_key_of_a_lane_are_summed() -> None:
     assert found == sum(int(jax.random.randint(one, (), 0, 100)) for one in keys)
 
 
-def test_typed_keys_and_floats_beside_counts() -> None:
-    def loss(params: Any, state: Any, x: Any, labels: Any) -> Any:
-        key, _ = jax.random.split(state["key"])
-        new = {"key": key, "mean": x.mean(0), "counts": state["counts"] + classes(labels), "steps": state["steps"] + 1}
-        return jnp.mean((x @ params["w"]) ** 2), new
-
-    first = {"key": jax.random.key(4), "mean": jnp.zeros(2), "counts": jnp.zeros(3, jnp.int32), "steps": jnp.int32(0)}
-    found = []
-    for lanes in (None, 8):
-        step = jstep.minimize(loss, SGD, has_model_state=True, lanes=lanes)
-        state, _ = step(jstep.TrainState.create({"w": jnp.ones(2)}, SGD, model_state=first), X, LABELS)
-        found.append(state.model_state)
-    assert jax.random.key_data(found[0].pop("key")).tolist() == jax.random.key_data(found[1].pop("key")).tolist()
-    np.testing.assert_allclose(found[0].pop("mean"), found[1].pop("mean"), rtol=1e-6)
-    jax.tree.map(np.testing.assert_array_equal, found[0], found[1])
-
-
-def test_a_loss_for_one_number_of_rows_keeps_its_steps_under_lanes() -> None:
-    def change(old: Any, x: Any, labels: Any, rng: Any) -> Any:
-        assert x.shape == (4, 2)
-        return old + 1
-
-    assert run(change, jnp.int32(0), 2, lanes=4) == 2
-
-
+@pytest.mark.thorough(except_for=["AxisType.Explicit"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_counts_are_the_same_on_a_mesh(kind: AxisType) -> None:
     mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4])
@@ -275,6 +239,7 @@ def test_counts_are_the_same_on_a_mesh(kind: AxisType) -> None:
     assert (int(split.model_state["seen"]), int(split.model_state["steps"])) == (32, 2)
 
 
+@pytest.mark.thorough
 def test_what_all_lanes_compute_alike_is_what_the_function_computes() -> None:
     """Programs of conditions and loops are computed in the same way as the others."""
 

@@ -59,14 +59,6 @@ def test_a_period_ends_exactly_with_its_last_second() -> None:
     assert exact.due(16.0)
 
 
-def test_steps_longer_than_the_period_are_each_due() -> None:
-    two = Two()
-    for _ in range(3):
-        assert two.due(30.0)
-        for clock in two.clocks:
-            clock.done()
-
-
 def test_another_period_begins_with_the_seconds_that_are_given() -> None:
     two = Two()
     assert two.due(10.5)

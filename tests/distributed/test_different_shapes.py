@@ -83,11 +83,13 @@ def is_error(lines, name, *here):
     return True
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["none", "by_hand"])
 def test_error_on_all_processes(lines, name):
     assert is_error(lines, name, "float32[4,8]", "float32[0,8]")
 
 
+@pytest.mark.thorough
 def test_first_batch_that_one_process_cannot_fetch(lines):
     first, second = (printed(of_process, "odd") for of_process in lines)
     assert second.startswith("ValueError sharding:")
@@ -96,6 +98,7 @@ def test_first_batch_that_one_process_cannot_fetch(lines):
     assert first == f"RuntimeError batches: the first one cannot be fetched: process 1: {found}"
 
 
+@pytest.mark.thorough
 def test_known_shapes_need_no_agreement(lines):
     for of_process in lines:
         assert printed(of_process, "same") == "step 6"
@@ -106,11 +109,8 @@ def test_known_shapes_need_no_agreement(lines):
 @pytest.mark.parametrize(
     ("name", "here"),
     [
-        ("later", ("float32[2,8]", "float32[6,8]")),
         ("dtype", ("float32[4,8]", "int32[4,8]")),
         ("named", ("float32[4,8] at 'x'", "float32[0,8] at 'x'")),
-        ("shard_batch", ("float32[4,8]", "float32[0,8]")),
-        ("loader", ("float32[4,8]", "float32[0,8]")),
         ("calls", ("float32[3,4,8]", "float32[3,0,8]")),
         ("custom", ("float32[4,8]", "float32[0,8]")),
     ],

@@ -6,7 +6,7 @@ import pytest
 from processes import printed, run, start, wait_for
 
 import jstep
-from jstep.data import loaders
+from jstep.data import positions
 
 TRAIN = """
 kind, die_at = sys.argv[5], int(sys.argv[6])
@@ -80,10 +80,10 @@ def test_each_loader_resumes_at_its_position(tmp_path, kind):
         assert printed(lines, "log") is None
     with jstep.Saver(tmp_path / "killed") as saver:
         extra = saver.extra()
-    saved = extra[loaders.POSITIONS]
+    saved = extra[positions.POSITIONS]
     assert saved["processes"] == 2
     assert saved["positions"][0] != saved["positions"][1]
-    assert extra[loaders.POSITION] == saved["positions"][0]
+    assert extra[positions.POSITION] == saved["positions"][0]
     if kind == "state_dict":
         return
     for lines in run(TRAIN, 4, tmp_path / "killed", kind, -1):  # a finished run does not restore the loaders
@@ -105,7 +105,7 @@ def test_equal_positions_work_on_any_number_of_processes(tmp_path):
     assert killed[1].wait(100) == -signal.SIGKILL
     wait_for(killed)
     with jstep.Saver(tmp_path) as saver:
-        assert len(saver.extra()[loaders.POSITIONS]["positions"]) == 1
+        assert len(saver.extra()[positions.POSITIONS]["positions"]) == 1
     for count in (1, 4):
         for lines in run(TRAIN, count, tmp_path, "same", -1):
             assert printed(lines, "step") == "12"

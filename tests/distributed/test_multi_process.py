@@ -221,6 +221,7 @@ def test_one_process_needs_no_coordinator():
     jstep.distributed.initialize("localhost:1", 1, 0)
 
 
+@pytest.mark.thorough
 def test_an_unreachable_coordinator_raises_a_timeout():
     address = free_address()
     code = f"""

@@ -1,7 +1,6 @@
 """Which Adam is whose: the figures of the pages, computed from both equations, and checked against the libraries."""
 
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -58,25 +57,3 @@ def test_adam_of_optax_is_adamw_without_decay():
         with jax.numpy_dtype_promotion("standard"):
             update, _ = theirs.update(jnp.float32(gradient), theirs.init(jnp.float32(0)))
         np.testing.assert_allclose(-float(update), expected, rtol=1e-5)
-
-
-def test_adam_of_torch_is_adamw_without_decay():
-    torch = pytest.importorskip("torch")
-    for epsilon, gradient in CASES:
-        weight = torch.nn.Parameter(torch.zeros(()))
-        weight.grad = torch.tensor(gradient)
-        torch.optim.Adam([weight], lr=1.0, eps=epsilon).step()
-        np.testing.assert_allclose(-weight.item(), first_updates(epsilon, gradient)[1], rtol=1e-5)
-
-
-def test_adam_of_keras_is_adam(monkeypatch):
-    monkeypatch.setenv("KERAS_BACKEND", "jax")
-    # Keras creates keys of two uint32 and promotes dtypes.
-    with warnings.catch_warnings(), jax.legacy_prng_key("allow"), jax.numpy_dtype_promotion("standard"):
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
-        keras = pytest.importorskip("keras")
-        for epsilon, gradient in CASES:
-            for make in (keras.optimizers.Adam, keras.optimizers.AdamW):
-                weight = keras.Variable(0.0)
-                make(1.0, epsilon=epsilon).apply([jnp.float32(gradient)], [weight])
-                np.testing.assert_allclose(-float(weight.value), first_updates(epsilon, gradient)[0], rtol=1e-5)

@@ -3,7 +3,6 @@
 import logging
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from pages import DOCS
@@ -64,22 +63,3 @@ def test_runs_that_are_cut_and_calls_of_several_steps_have_the_same_bits(page, t
     np.testing.assert_array_equal(jstep.fingerprint(run(page, 40, directory=tmp_path)), whole)
     fingerprints = [jstep.fingerprint(run(page, 40, steps_per_call=k)) for k in (4, 8)]
     np.testing.assert_array_equal(*fingerprints)
-
-
-def test_means_of_tasks_are_over_their_steps(page):
-    state, losses = page["make_state_of_two"](), {"cross_entropy": [], "error": []}
-    for step in range(60):
-        state, metrics = page["task_step"](state, page["tasks"](step))
-        for name in losses.keys() & metrics.keys():
-            losses[name].append(float(metrics[name]))
-    assert [len(found) for found in losses.values()] == [20, 40]
-    for name, found in losses.items():
-        assert page["found"][60][name] == pytest.approx(np.mean(found), rel=1e-5)
-
-
-def test_a_head_without_its_task_stays(page):
-    state = page["make_state_of_two"]()
-    before = jax.tree.map(jnp.copy, state.params)
-    after, _ = page["task_step"](state, page["tasks"](1))  # no labels
-    np.testing.assert_array_equal(after.params["classes"], before["classes"])
-    assert (after.params["value"] != before["value"]).any()

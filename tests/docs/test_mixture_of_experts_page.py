@@ -104,37 +104,3 @@ def test_a_token_without_a_place_is_not_computed(page, standard, monkeypatch):
     _, losses = on_mesh(page, AXIS_TYPES[0], 1)
     assert losses[0] == pytest.approx(loss, rel=1e-5)
     assert abs(loss - by_hand(page, 0.0, x, y)[0]) > 1e-3
-
-
-def test_auxiliary_losses_in_microbatches(page, standard):
-    """That of the Switch Transformer is another one; with the fraction of the step before it is the same."""
-    x, _ = page["batches"](0)
-    params = page["unbalanced"].params
-    losses = {n: float(jstep.compute_gradients(page["switch_loss"], num_microbatches=n)(params, x)[0]) for n in (1, 8)}
-    parts = [float(page["switch_loss"](params, x[i::8])) for i in range(8)]
-    assert losses[8] == pytest.approx(np.mean(parts), rel=1e-5)
-    assert losses[8] > losses[1] * 1.01
-
-    ends = []
-    for n in (1, 8):
-        state, step = page["make_state"](), page["make_step_with_terms"](num_microbatches=n)
-        for i in range(3):
-            state, metrics = step(state, *page["batches"](i))
-        ends.append((state, metrics))
-    assert float(ends[0][1]["balance"]) > 0.5
-    assert float(ends[0][1]["balance"]) == pytest.approx(float(ends[1][1]["balance"]), rel=1e-5)
-    np.testing.assert_array_equal(ends[0][0].model_state, ends[1][0].model_state)
-    np.testing.assert_allclose(ends[0][0].params["router"], ends[1][0].params["router"], rtol=0, atol=1e-5)
-
-
-def test_lanes(page, standard):
-    """Counts are sums over the lanes, and a loss that names the mesh axis of the rows is refused."""
-    x, y = page["batches"](0)
-    one, _ = page["make_step"](page["everywhere"])(page["make_state"](), x, y)
-    other, _ = page["make_step"](page["everywhere"], lanes=8)(page["make_state"](), x, y)
-    assert jnp.any(one.model_state != 0)
-    np.testing.assert_array_equal(one.model_state, other.model_state)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    state = jstep.shard_state(page["make_state"](), mesh, [("experts/*", P("data"))])
-    with pytest.raises(ValueError, match="lanes"):
-        page["make_step"](page["across_devices"], lanes=8)(state, *jstep.shard_batch((x, y), mesh))

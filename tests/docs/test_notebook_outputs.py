@@ -22,10 +22,12 @@ def outputs():
     return notebook.outputs()
 
 
+@pytest.mark.thorough
 def test_the_stored_output_is_up_to_date(outputs):
     assert text_of((DOCS / "notebook" / "state.html").read_text(encoding="utf-8")) == text_of(outputs["state"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["plan", "cost", "goodput"])  # their numbers depend on the machine and on versions
 def test_a_computed_output_has_the_current_rows(outputs, name):
     stored = (DOCS / "notebook" / f"{name}.html").read_text(encoding="utf-8")
@@ -35,6 +37,7 @@ def test_a_computed_output_has_the_current_rows(outputs, name):
     assert text_of(stored).split()[0] == text_of(outputs[name]).split()[0]
 
 
+@pytest.mark.thorough
 def test_outputs_and_placeholders_match(outputs):
     placeholders = [
         name for page in DOCS.rglob("*.md") for name in re.findall(r"<!-- notebook: (\w+) -->", page.read_text("utf-8"))

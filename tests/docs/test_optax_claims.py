@@ -13,6 +13,7 @@ optax = pytest.importorskip("optax")
 PAGE = DOCS / "from" / "optax.md"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "theirs"),
     [
@@ -25,6 +26,7 @@ def test_schedules_as_functions(page, name, theirs):
     np.testing.assert_allclose(jax.vmap(page[name])(steps), jax.vmap(theirs())(1.0 * steps), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.thorough
 def test_clip_by_block_rms_as_a_function(page):
     updates = {"a": jnp.array([30.0, 40.0]), "b": jnp.full((2, 2), 0.1)}
     clip = optax.clip_by_block_rms(1.0)

@@ -1,7 +1,6 @@
 """Recipes beside the original programs: equal numbers, as shown on the page, and others after a mistake."""
 
 import contextlib
-import importlib.util
 import io
 import pathlib
 import re
@@ -10,7 +9,6 @@ from collections.abc import Callable
 import pytest
 from pages import DOCS, blocks_of, run_page, section_of
 from source_files import text_of
-from test_ports import replaced
 
 # Program: its page, and its section if it is not the whole page.
 PROGRAMS = {
@@ -20,26 +18,6 @@ PROGRAMS = {
     "self-supervision": ("self-supervision", "BYOL and DINO"),
     "wgan": ("gan", "WGAN with five critic steps"),
 }
-# Likely mistakes: program, correct code, mistaken code, number of places.
-MISTAKES = [
-    ("custom-step", "< 10, collect", "< 11, collect", 1),
-    ("custom-step", "key = jax.random.fold_in(KEY, state.global_step)", "key = KEY", 1),
-    ("custom-step", "state.global_step), 3)", "0), 3)", 1),
-    ("custom-step", "jstep.with_projection(optimizer, unit_columns)", "optimizer", 1),
-    ("custom-step", "minimize(predict, optimizer, increment_global_step=False", "minimize(predict, optimizer", 1),
-    ("gan", "increment_global_step=name == order[-1],", "", 1),
-    ("gan", "rng=KEYS[name],", "rng=KEYS['generator'],", 1),
-    ("gan", "for name in order:\n", "for name in sorted(order):\n", 1),
-    ("per-example-gradients", "grads, CLIP)", "grads, 2 * CLIP)", 1),
-    ("per-example-gradients", "jax.random.fold_in(KEY, state.global_step)", "KEY", 1),
-    ("per-example-gradients", "/ len(x)\n", "/ len(x) / 2\n", 1),
-    ("self-supervision", "initial=make_params(seed=1),", "", 1),
-    ("self-supervision", "Average(rate=rate),\n        var_list", "Average(0.99),\n        var_list", 1),
-    ("self-supervision", "Average(rate=rate)\n)", "Average(0.99)\n)", 1),
-    ("wgan", "(real, keys[:5])", "(real, jnp.broadcast_to(keys[0], 5))", 1),
-    ("wgan", "    increment_global_step=False,\n", "", 1),
-]  # fmt: skip
-OF_MISTAKES = "Not equal to tolerance|global_step"
 NUMBER = re.compile(r"-?\d+\.?\d*")
 
 
@@ -85,14 +63,3 @@ def test_the_listing_is_what_the_page_prints(name: str, tmp_path: pathlib.Path) 
     for line, expected in zip(found, shown, strict=True):
         values = [[float(number) for number in NUMBER.findall(each)] for each in (line, expected)]
         assert values[0] == pytest.approx(values[1], abs=0.02), line
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("name", "correct", "mistaken", "count"), MISTAKES)
-def test_a_mistake_is_detected(name: str, correct: str, mistaken: str, count: int, tmp_path: pathlib.Path) -> None:
-    if not importlib.util.find_spec("optax"):
-        pytest.skip("needs optax")
-    found: list[int] = []
-    with contextlib.chdir(tmp_path), pytest.raises((AssertionError, ValueError), match=OF_MISTAKES):
-        run_program(name, replaced(correct, mistaken, found))
-    assert sum(found) == count, f"{name}.md contains {correct!r} {sum(found)} times"

@@ -21,8 +21,8 @@ def name_of(page: pathlib.Path) -> str:
 
 # Cheap pages; the tests of the other pages are thorough. Other quick tests run from/optax.md (test_optax_claims.py).
 QUICK = """
-    from/orbax.md from/tf-train.md how/donation.md how/resume.md index.md recipes/custom-optimizer.md
-    recipes/spikes-and-nans.md recipes/table-schedule.md tutorial/schedules.md tutorial/state-and-step.md
+    from/tf-train.md how/donation.md index.md recipes/custom-optimizer.md recipes/table-schedule.md
+    tutorial/state-and-step.md
 """.split()  # noqa: SIM905
 
 

@@ -1,6 +1,5 @@
 """Claims of the pages "From PyTorch", "From the HF Trainer", "From Keras" and "From tf.train"."""
 
-import inspect
 import re
 
 import jax
@@ -62,18 +61,6 @@ def test_schedules_of_transformers_torch_and_keras(name: str) -> None:
     assert (ours[0] == 0.0) == ("LR" not in name), "the learning rate of the first update"
 
 
-def test_the_tables_left_column_has_trainer_names() -> None:
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    lines = (DOCS / "from" / "hf-trainer.md").read_text(encoding="utf-8").splitlines()
-    left = [line.strip("| ").split(" | ")[0] for line in lines if line.startswith("| ")]
-    names = {name for cell in left for name in re.findall(r"`([a-z_0-9]+)(?:=[^`]*)?`", cell)}
-    arguments = {*inspect.signature(transformers.TrainingArguments).parameters}
-    arguments |= {*inspect.signature(transformers.Trainer).parameters, *dir(transformers.PreTrainedModel)}
-    assert len(names) > 25
-    assert not names - arguments
-
-
 def test_patience_in_keras() -> None:
     """The patience of EarlyStopping is the same as in Keras, that of ReduceOnPlateau is one less."""
     losses, theirs = peer_numbers.LOSSES, peer_numbers.stored("patience of Keras")
@@ -91,6 +78,7 @@ def test_patience_in_keras() -> None:
     assert stopped.index(True) == theirs[len(losses) :].index(1.0)
 
 
+@pytest.mark.thorough
 def test_generation_with_a_cache_is_that_without() -> None:
     page = DOCS / "from" / "pytorch.md"
     first, *others = (block.code for block in blocks_of(page))

@@ -18,22 +18,12 @@ import jstep
 PORTS = peer_numbers.PAGES
 # Likely mistakes in a port, and in what it is ported from: page, correct code, mistaken code.
 MISTAKES = [
-    ("pytorch", "weight_decay=0.1", "weight_decay=0.01"),
     ("pytorch", "lambda path, leaf: leaf.ndim >= 2", "None"),
-    ("pytorch", "by_global_norm=1.0", "by_global_norm=2.0"),
-    ("pytorch", "jstep.linear_warmup(1e-2, 10)", "jstep.linear(1e-3, 1e-2, 10)"),
     ("pytorch", "jstep.adamw(", "jstep.adamw(beta2=0.99, learning_rate="),
     ("hf-trainer", "jstep.linear(0.0, 1e-2, warmup)", "jstep.linear(1e-3, 1e-2, warmup)"),
     ("hf-trainer", '["*weight"]', "None"),
-    ("hf-trainer", "4 * train_data.steps_per_epoch", "4 * train_data.steps_per_epoch + 1"),
     ("keras", "adam(jstep.cosine_decay(1e-2, 32), epsilon=1e-7)", "adamw(jstep.cosine_decay(1e-2, 32))"),
-    ("keras", "jstep.cosine_decay(1e-2, 32)", "jstep.cosine_decay(1e-2, 31)"),
     ("keras", "32, shuffle=False, drop_remainder=False", "32, shuffle=False"),
-]
-MISTAKES_OF_THE_OTHER = [
-    ("pytorch", "cross_entropy(model(mx), my) / 2", "cross_entropy(model(mx), my)"),
-    ("hf-trainer", "max_grad_norm=1.0", "max_grad_norm=0.5"),
-    ("keras", "global_clipnorm=0.5", "clipnorm=0.5"),
 ]
 
 
@@ -80,6 +70,7 @@ def compare(name: str, folder: pathlib.Path, change: Callable[[str], str] = str)
     np.testing.assert_allclose(found, peer_numbers.stored(name), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough(except_for=["pytorch"])
 @pytest.mark.parametrize("name", PORTS)
 def test_jsteps_program_makes_the_numbers_of_the_other(name: str, tmp_path: pathlib.Path) -> None:
     compare(name, tmp_path)
@@ -91,20 +82,6 @@ def test_a_mistake_in_the_port_is_detected(name: str, correct: str, mistaken: st
     found: list[int] = []
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         compare(name, tmp_path, replaced(correct, mistaken, found))
-    assert sum(found) == 1, f"{page_of(name).name} contains {correct!r} {sum(found)} times"
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("name", "correct", "mistaken"), MISTAKES_OF_THE_OTHER)
-def test_a_mistake_in_the_other_program_is_detected(
-    name: str, correct: str, mistaken: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KERAS_BACKEND", "jax")  # its import needs another one otherwise
-    for module in PORTS[name]:
-        pytest.importorskip(module)
-    found: list[int] = []
-    with contextlib.chdir(tmp_path), pytest.raises(AssertionError, match="Not equal to tolerance"):
-        run_page(page_of(name), replaced(correct, mistaken, found))
     assert sum(found) == 1, f"{page_of(name).name} contains {correct!r} {sum(found)} times"
 
 

@@ -1,8 +1,5 @@
 """Sentences of recipes that no code of their page runs."""
 
-import pickle
-
-import numpy as np
 import pytest
 
 import jstep
@@ -27,39 +24,3 @@ def test_the_first_update_of_a_layer_that_thaws(has_labels: bool) -> None:
     assert update == pytest.approx(1.0 if has_labels else 10**0.5, rel=0.01)
     age = first + 1 - int(state.slots["last/start_step" if has_labels else "start_step"])
     assert age == (1 if has_labels else first + 1)
-
-
-@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
-def test_single_environments_of_a_vector_can_be_pickled(mode: str) -> None:
-    """Environments on the host: with SAME_STEP they hold all; by default, which ones are to be reset is elsewhere."""
-    gymnasium = pytest.importorskip("gymnasium")
-
-    def make():
-        environments = [lambda: gymnasium.make("CartPole-v1") for _ in range(3)]
-        autoreset = gymnasium.vector.AutoresetMode[mode]
-        return gymnasium.vector.SyncVectorEnv(environments, autoreset_mode=autoreset)
-
-    vector, action = make(), np.array([0, 1, 1])
-    vector.reset(seed=0)
-    with pytest.raises(AttributeError, match="local object"):
-        pickle.dumps(vector)
-    positions, ends, seen = [], [], []
-    for _ in range(40):
-        positions.append(pickle.dumps(vector.envs))
-        after, _, terminated, *_ = vector.step(action)
-        seen.append(after.copy())
-        ends.append(terminated.any())
-    assert sum(ends) >= 3
-
-    def continues(position: int) -> bool:
-        resumed = make()
-        resumed.envs = pickle.loads(positions[position])
-        return all(np.array_equal(resumed.step(action)[0], seen[position + i]) for i in range(2))
-
-    after_an_end = 1 + ends.index(True)
-    assert continues(after_an_end - 1)
-    if mode == "SAME_STEP":
-        assert all(continues(position) for position in range(38))
-    else:
-        with pytest.warns(UserWarning, match="already returned terminated"):
-            assert not continues(after_an_end)

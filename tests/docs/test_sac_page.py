@@ -77,23 +77,6 @@ def test_the_updates_of_a_step_are_those_of_a_plain_loop(page, standard):
     assert min(jax.tree.leaves(moved)) > 2e-5 * 2
 
 
-def test_the_pendulum_is_that_of_gym(page):
-    """Both modules push alike, and as Gymnasium's Pendulum-v1 does."""
-    gym = pytest.importorskip("gymnasium")
-    environment = gym.make("Pendulum-v1").unwrapped
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        pendulum, action = rng.uniform(-5, 5, (1, 2)), rng.uniform(-1, 1, (1, 1))
-        after, reward = page["push"](np, pendulum, action)
-        environment.reset(seed=0)
-        environment.state = pendulum[0]
-        seen, expected, *_ = environment.step(2 * action[0])
-        np.testing.assert_allclose(reward[0], expected, rtol=1e-6)
-        np.testing.assert_allclose(page["observe"](np, after)[0], seen / [1, 1, 8], rtol=1e-5, atol=1e-6)
-        other, _ = page["push"](jnp, *(x.astype(np.float32) for x in (pendulum, action)))
-        np.testing.assert_allclose(other, after, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("where", ["host", "both"])
 def test_environments_on_the_host_are_killed_and_end_with_the_same_bits(where, tmp_path):
     """Without the runs on the page; the buffer is on the host or on the device."""

@@ -40,6 +40,7 @@ def docs():
     sys.path.remove(str(ROOT / "docs"))
 
 
+@pytest.mark.thorough
 def test_nothing_is_loaded_from_other_hosts(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 40
@@ -50,6 +51,7 @@ def test_nothing_is_loaded_from_other_hosts(site):
         assert not re.search(r"""(?:url\(|@import)\s*["']?(?:https?:)?//""", sheet.read_text("utf-8")), sheet
 
 
+@pytest.mark.thorough
 def test_equations_are_typeset(site, docs):
     clock = (site / "how" / "one-clock" / "index.html").read_text("utf-8")
     assert "<mfrac>" in clock
@@ -62,6 +64,7 @@ def test_equations_are_typeset(site, docs):
     assert 0 < entry.index("<math") < entry.index("Kingma")
 
 
+@pytest.mark.thorough
 def test_long_signatures_are_on_several_lines(site):
     page = (site / "reference" / "loop" / "index.html").read_text("utf-8")
     entry = page[page.index('id="jstep.train"') :]
@@ -69,6 +72,7 @@ def test_long_signatures_are_on_several_lines(site):
     assert re.match(r"train\(\n    train_step,\n    state,\n", code)
 
 
+@pytest.mark.thorough
 def test_search_splits_messages_into_words(site):
     index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))
     words = re.split(index["config"]["separator"], "state: a dict; learning_rate='1e-3' at 'slots/m/w': 0.5")
@@ -77,6 +81,7 @@ def test_search_splits_messages_into_words(site):
     assert boosts["help/errors/"] > 1 > boosts["from/tf-train/"]
 
 
+@pytest.mark.thorough
 def test_only_pages_are_published(site):
     assert not [*site.rglob("*.py"), *site.rglob("*.toml")]
 
@@ -96,6 +101,7 @@ def test_an_invalid_equation_fails_the_build(docs):
     assert typeset(code) == code
 
 
+@pytest.mark.thorough
 def test_every_page_is_also_served_as_markdown(site):
     for source in (ROOT / "docs").rglob("*.md"):
         name = source.relative_to(ROOT / "docs")
@@ -115,6 +121,7 @@ def test_every_page_is_also_served_as_markdown(site):
     assert "Kingma and Ba" in reference
 
 
+@pytest.mark.thorough
 def test_llms_txt_lists_every_page(site):
     lines = (site / "llms.txt").read_text("utf-8").splitlines()
     assert lines[0] == "# jstep"

@@ -59,17 +59,3 @@ def test_one_value_for_each_epoch(page):
     assert [float(page["by_epoch"](step)) for step in steps] == [
         float(np.float32(rate)) for rate in (0.0, 0.0, 0.05, 0.02, 0.01, 0.01)
     ]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-def test_a_table_on_a_mesh(page, kind):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
-    optimizer = jstep.gradient_descent(page["look_up"]([0.5, 0.25]))
-    state = jstep.shard_state(jstep.TrainState.create({"w": jnp.ones(8)}, optimizer), mesh)
-    step = jstep.minimize(lambda params: jnp.sum(params["w"] ** 2), optimizer)
-    rates = []
-    for _ in range(3):
-        state, metrics = step(state)
-        rates.append(float(metrics["learning_rate"]))
-    assert rates == [0.5, 0.25, 0.25]

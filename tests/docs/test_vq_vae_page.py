@@ -62,19 +62,6 @@ def test_the_page_trains(page):
     assert int(page["last"]["codes_used"]) >= 5
 
 
-def test_microbatches_move_the_codebook_once_each(page):
-    """With the encoder fixed, n microbatches are n batches of a loop."""
-    optimizer = jstep.gradient_descent(0.0)
-    step = jstep.minimize(page["loss_fn"], optimizer, has_model_state=True, has_aux=True, num_microbatches=4)
-    state = jstep.TrainState.create(page["init_params"](), optimizer, model_state=page["init_codebook"]())
-    x = page["batches"](0)
-    params, codebook = as_float64(page["init_params"]()), as_float64(page["init_codebook"]())
-    for part in range(4):
-        _, _, codebook = step_by_hand(page, params, codebook, x[part::4].astype(np.float64), 0.0)
-    state, _ = step(state, x)
-    assert_close(state.model_state, codebook, 1e-4, 1e-5)
-
-
 def test_codes_behind_stop_gradient_have_no_gradient(page):
     """None in jstep, where `jax.grad` gives zeros; a code that no row chose has zeros once the codes have a loss."""
     params, x = page["params"], page["batches"](0)

@@ -1,8 +1,5 @@
 """Off-schedule evaluations, resuming stopped runs, and arguments of `EvaluationHook`."""
 
-import inspect
-
-import numpy as np
 import pytest
 from evaluated_runs import rate, scripted, train
 
@@ -33,20 +30,6 @@ def hooks(extra=(), **cadence):
     return [jstep.EvaluationHook(scripted(VALUES, 4), **(cadence or {"every_n_steps": 4}), callbacks=then)]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("steps_per_call", [1, 4])
-def test_a_run_in_two_parts_is_identical_for_every_cut(steps_per_call, tmp_path):
-    uninterrupted = train(40, hooks())
-    assert rate(uninterrupted) < 0.25 / 2
-    assert jstep.global_step(uninterrupted) == 40
-    for cut in range(1, 40):
-        directory = tmp_path / str(cut)
-        train(cut, hooks(), checkpoint_dir=directory, steps_per_call=steps_per_call)
-        resumed = train(40, hooks(), checkpoint_dir=directory)
-        assert rate(resumed) == rate(uninterrupted), cut
-        assert np.asarray(resumed.params["w"]).tobytes() == np.asarray(uninterrupted.params["w"]).tobytes(), cut
-
-
 def test_a_run_in_many_parts_is_identical(tmp_path):
     uninterrupted = train(40, hooks())
     for last_step in (9, 10, 11, 13, 14, 15, 40):
@@ -75,12 +58,6 @@ def test_the_last_evaluation_is_off_schedule_with_every_n_secs():
     train(10, [jstep.every(1, tick), hook])
     assert list(hook.results) == [4, 8, 10]
     assert due.steps == [4, 8]
-
-
-def test_on_cadence_only_of_the_stock_callbacks():
-    assert jstep.EarlyStopping("loss").on_cadence_only is True
-    assert jstep.ReduceOnPlateau("loss", "rate").on_cadence_only is True
-    assert not getattr(jstep.KeepBest("directory", "loss"), "on_cadence_only", False)
 
 
 # A stopped run
@@ -139,12 +116,6 @@ def test_callbacks_are_checked():
     twice = [jstep.EarlyStopping("loss", 2, key="same") for _ in range(2)]
     with pytest.raises(ValueError, match=r"EvaluationHook\(callbacks=…\): key='same'"):
         train(2, [jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=twice)])
-
-
-def test_all_arguments_but_evaluate_are_keyword_only():
-    kinds = [one.kind for one in inspect.signature(jstep.EvaluationHook).parameters.values()]
-    assert kinds[0] == inspect.Parameter.POSITIONAL_OR_KEYWORD
-    assert set(kinds[1:]) == {inspect.Parameter.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize(("key", "error"), [(3, TypeError), ("", ValueError)])

@@ -102,7 +102,7 @@ def torch_rates(values, factor, patience, mode, threshold, cooldown, min_value):
     return found
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_reduce_on_plateau_matches_the_transcribed_torch_scheduler(seed):
     rng = np.random.default_rng(seed)
     values = np.round(rng.normal(size=60).cumsum() * rng.choice([0.1, 1.0]), 2).tolist()
@@ -119,19 +119,7 @@ def test_reduce_on_plateau_matches_the_transcribed_torch_scheduler(seed):
     assert rates(values, **kwargs) == pytest.approx(torch_rates(values, **kwargs), rel=1e-5)
 
 
-def test_reduce_on_plateau_matches_torch():
-    torch = pytest.importorskip("torch")
-    values = [1.0, 0.9, 0.9, 0.9, 0.95, 0.2, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3]
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=1, cooldown=1)
-    expected = []
-    for value in values:
-        scheduler.step(value)
-        expected.append(optimizer.param_groups[0]["lr"])
-    assert rates(values, factor=0.1, patience=1, cooldown=1) == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("cut", range(1, 12))
+@pytest.mark.parametrize("cut", [1, 4, 11])
 def test_reduce_on_plateau_state_survives_a_restart(cut):
     values, state = [1.0, 0.9, *[0.9] * 10], state_at()
     kwargs = {"factor": 0.5, "patience": 2, "cooldown": 1}
@@ -146,16 +134,6 @@ def test_reduce_on_plateau_state_survives_a_restart(cut):
         state = reduce(i, state, {"loss": value}) or state
     assert jstep.get_hyperparameter(state, "learning_rate") == uninterrupted[-1]
     assert uninterrupted[-1] < 0.5
-
-
-def test_a_change_of_a_hundred_millionth_is_not_applied():
-    for rate, reduced in ((2e-8, None), (2.1e-8, 1.05e-8)):
-        reduce = jstep.ReduceOnPlateau("loss", "learning_rate", factor=0.5, patience=0)
-        reduce.begin(state_at())
-        state = state_at(rate=rate)
-        assert reduce(0, state, {"loss": 1.0}) is None
-        found = reduce(1, state, {"loss": 1.0})
-        assert (found and jstep.get_hyperparameter(found, "learning_rate")) == (reduced and pytest.approx(reduced))
 
 
 # KeepBest
@@ -231,30 +209,12 @@ def test_the_best_are_kept_across_a_restart(values, kwargs, expected, cut, tmp_p
     assert steps(tmp_path) == {step: {"accuracy": value} for step, value in expected.items()}
 
 
-@pytest.mark.parametrize(("mode", "expected"), [("max", [3, 1, 4, 2]), ("min", [2, 4, 3, 1])])
-def test_the_worst_goes_first_and_of_equal_ones_the_later(mode, expected, tmp_path):
-    best, found = jstep.KeepBest(tmp_path, "accuracy", mode), []
-    best.values = {1: 0.5, 2: 0.9, 3: 0.5, 4: 0.7}
-    while best.values:
-        found.append(best._worst())
-        del best.values[found[-1]]
-    assert found == expected
-
-
 def test_keep_best_saves_the_state_of_that_step(tmp_path):
     directory = tmp_path / "sweep[lr=0.01]"
     keep(directory, [0.5, 0.9, 0.7], mode="max", prefix="top[a]")
     assert set(steps(directory, "top[a]")) == {2}
     restored = jstep.Saver(directory, prefix="top[a]").restore(state_at())
     assert restored.params["w"].tolist() == [2, 2, 2]
-
-
-@pytest.mark.parametrize(("value", "expected"), [(0.9, 0.9), (0.5, 0.9), (0.95, 0.95)])
-def test_a_kept_step_is_run_again(value, expected, tmp_path):
-    """The run resumed from a checkpoint that is older than the best one."""
-    keep(tmp_path, [0.1, 0.9], mode="max")
-    keep(tmp_path, [value], start=2, mode="max")
-    assert steps(tmp_path) == {2: {"accuracy": expected}}
 
 
 def test_checkpoints_without_the_metric_are_not_deleted(tmp_path, caplog):

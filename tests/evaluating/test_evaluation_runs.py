@@ -42,7 +42,7 @@ def plateau_and_stopping(values):
 VALUES = [5.0, 4.0, 4.0, 4.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
 
 
-@pytest.mark.thorough(except_for=["1", "5", "9"])
+@pytest.mark.thorough(except_for=["5"])
 @pytest.mark.parametrize("cut", range(1, 10))
 def test_a_restart_at_any_step_gives_an_identical_run(cut, tmp_path):
     uninterrupted = train(30, plateau_and_stopping(VALUES))
@@ -58,7 +58,9 @@ def test_the_first_evaluation_of_a_finished_run_changes_nothing(tmp_path):
     """Its results are there; the checkpoint is not saved again."""
 
     train(4, [], checkpoint_dir=tmp_path, batches=Positioned(lambda n: np.ones(2, np.float32), int))
-    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=4, callbacks=[jstep.EarlyStopping("loss", 2)])
+    hook = jstep.EvaluationHook(
+        lambda state: {"loss": 1.0}, every_n_steps=4, callbacks=[jstep.EarlyStopping("loss", 2)]
+    )
     train(4, [hook], checkpoint_dir=tmp_path, batches=Positioned(lambda n: np.ones(2, np.float32), int))
     assert hook.results == {4: {"loss": 1.0}}
     extra = jstep.Saver(tmp_path).extra()
@@ -91,24 +93,6 @@ def test_a_state_from_the_last_evaluation_is_saved_and_returned(last_step, tmp_p
     expected = 0.125 if last_step == 4 else 0.0625
     assert rate(state) == expected
     assert rate(jstep.Saver(tmp_path).restore(make_state())) == expected
-
-
-def test_all_callbacks_are_called_and_every_result_is_applied(tmp_path):
-    seen = []
-
-    def halve(step, state, results):
-        seen.append(("halve", rate(state)))
-        return jstep.set_hyperparameter(state, "learning_rate", rate(state) / 2)
-
-    def stop(step, state, results):
-        seen.append(("stop", rate(state)))
-        return True
-
-    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=3, callbacks=[halve, stop, halve, stop])
-    state = train(10, [hook], checkpoint_dir=tmp_path)
-    assert seen == [("halve", 0.25), ("stop", 0.125), ("halve", 0.125), ("stop", 0.0625)]
-    assert jstep.global_step(state) == 3
-    assert rate(state) == rate(jstep.Saver(tmp_path).restore(make_state())) == 0.0625
 
 
 @pytest.mark.parametrize(
@@ -152,21 +136,6 @@ def fail_on_step(step, state, metrics):
     raise AssertionError("a step was run")
 
 
-def test_best_checkpoints_are_stored_beside_the_newest(tmp_path):
-    values = [0.1, 0.5, 0.4, 0.9, 0.8, 0.2]
-
-    def hooks():
-        keep = jstep.KeepBest(tmp_path, "loss", mode="max", keep=2)
-        return [jstep.EvaluationHook(scripted(values), every_n_steps=1, callbacks=[keep])]
-
-    train(3, hooks(), checkpoint_dir=tmp_path)
-    state = train(6, hooks(), checkpoint_dir=tmp_path)
-    with jstep.Saver(tmp_path, prefix="best") as saver:
-        assert {step: saver.extra(step)["loss"] for step in saver.all_steps()} == {4: 0.9, 5: 0.8}
-        assert same(saver.restore(make_state(), step=4), train(4, []))
-    assert same(jstep.Saver(tmp_path).restore(make_state()), state)
-
-
 def test_results_are_logged_once_in_a_line_of_their_own(caplog):
     caplog.set_level(logging.INFO)
     hooks = [
@@ -185,32 +154,6 @@ def test_results_are_logged_once_in_a_line_of_their_own(caplog):
     others = [line for line in lines if line not in evaluated]
     assert [line.split("  ")[0] for line in others] == ["step 2", "step 4", "step 6"]
     assert all("learning_rate 0.25" in line for line in others)
-
-
-def test_results_and_held_hyperparameters_are_in_the_progress_bar(capsys, monkeypatch):
-    pytest.importorskip("tqdm")
-    # tqdm shortens lines that are longer than the terminal.
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("LINES", "24")
-    train(6, [jstep.EvaluationHook(lambda state: {"accuracy": 0.5}, every_n_steps=4)], progress=True)
-    last = capsys.readouterr().err.split("\r")[-1]
-    assert "eval/accuracy 0.5" in last
-    assert "learning_rate 0.25" in last
-
-
-def test_an_evaluation_slower_than_its_period_is_not_run_every_step():
-    now = [0.0]
-
-    def evaluate(state):
-        now[0] += 50.0
-        return {"loss": 1.0}
-
-    def tick(step, state, metrics):
-        now[0] += 1.0
-
-    hook = jstep.EvaluationHook(evaluate, every_n_secs=10.0, clock=lambda: now[0])
-    train(30, [jstep.every(1, tick), hook])
-    assert list(hook.results) == [10, 20, 30]
 
 
 def test_a_failed_evaluation_restores_the_transfer_guard():
@@ -256,14 +199,6 @@ def test_positions_are_kept_before_callbacks_of_an_evaluation_off_the_cadence(mo
     )
     train(3, [hook])
     assert order == [2, "kept", 3]
-
-
-def test_callbacks_that_are_new_to_a_finished_run_are_not_called(tmp_path):
-    train(4, [], checkpoint_dir=tmp_path)
-    seen = []
-    hook = jstep.EvaluationHook(lambda state: {"x": 1.0}, every_n_steps=2, callbacks=[lambda *_: seen.append(1)])
-    train(4, [hook], checkpoint_dir=tmp_path)
-    assert (hook.results, seen) == ({4: {"x": 1.0}}, [])
 
 
 def test_a_state_of_a_callback_that_cannot_be_kept_is_an_error_of_the_first_evaluation(tmp_path):

@@ -1,7 +1,6 @@
 """`evaluator`: exact results for all batch sizes, shardings and dtypes; endless batches."""
 
 import contextlib
-import functools
 import itertools
 
 import jax
@@ -87,12 +86,6 @@ def test_prefix_shardings_and_batches_of_several_arguments():
     for sharding in (rows, (rows, replicated), ({"a": rows}, rows)):
         found = jstep.evaluator(metric_fn, batches, batch_sharding=sharding)(jstep.shard_state(make_state(), mesh))
         assert found["error"] == pytest.approx(0, abs=1e-10)
-
-
-def test_it_can_be_named_as_a_function():
-    evaluate = functools.update_wrapper(jstep.evaluator(metrics, in_batches(8, X)), metrics)
-    assert evaluate.__name__ == "metrics"
-    assert evaluate(make_state())["right"] == EXPECTED["right"]
 
 
 def test_it_compiles_once_per_batch_shape(compilations):
@@ -185,30 +178,12 @@ def params_seen(state, **kwargs):
     return found["w"]
 
 
-def test_use_averages():
-    optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), jstep.ExponentialMovingAverage(0.5))
-    state = jstep.apply_gradients(make_state(optimizer), {"w": -jnp.ones(3)}, optimizer)
-    assert params_seen(state) == 2.0
-    assert params_seen(state, use_averages=True) == 1.5
-    assert params_seen(state, use_averages="ExponentialMovingAverage") == 1.5
-    with pytest.raises(ValueError, match=r"use_averages=True: .*no such slot"):
-        params_seen(make_state(), use_averages=True)
-
-
 def test_use_averages_with_schedule_free_parameters():
     optimizer = jstep.schedule_free_sgd(0.5)
     state = jstep.apply_gradients(make_state(optimizer), {"w": -jnp.ones(3)}, optimizer)
     state = jstep.apply_gradients(state, {"w": -jnp.ones(3)}, optimizer)
     assert params_seen(state, use_averages=True) == pytest.approx(float(jstep.schedule_free_params(state)["w"][0]))
     assert params_seen(state, use_averages=True) != params_seen(state)
-
-
-def test_the_state_is_not_donated_and_transfer_guards_do_not_apply():
-    state = make_state()
-    evaluate = jstep.evaluator(metrics, in_batches(5, X))
-    with jax.transfer_guard("disallow"):
-        first = evaluate(state)
-    assert evaluate(state) == first
 
 
 # Batches
@@ -269,15 +244,6 @@ def test_endless_batches_are_rejected(batches):
         jstep.evaluator(metrics, batches)
 
 
-def test_an_endless_generator_is_rejected(monkeypatch):
-    monkeypatch.setattr("jstep.evaluating.evaluation_batches.MOST", 20)
-    with pytest.raises(ValueError, match="no end after 20"):
-        jstep.evaluator(metrics, (X for _ in itertools.count()))(make_state())
-    assert jstep.evaluator(metrics, [X] * 20)(make_state()) == pytest.approx(EXPECTED, rel=1e-6)
-    assert jstep.evaluator(metrics, itertools.repeat(X, 2))(make_state()) == pytest.approx(EXPECTED, rel=1e-6)
-    assert jstep.evaluator(metrics, ENDLESS[3:5])(make_state())
-
-
 # Bad input
 
 
@@ -298,10 +264,6 @@ def test_bad_arguments(arguments, error, words):
     args, kwargs = arguments[:2], (arguments[2:] or ({},))[0]
     with pytest.raises(error, match=words):
         jstep.evaluator(*args, **kwargs)
-
-
-def test_a_pair_needs_no_number_of_examples():
-    assert jstep.evaluator(lambda params, x, y: {"m": (len(x), len(y))}, [(X, X[:5])])(make_state()) == {"m": 23 / 5}
 
 
 def test_a_batch_of_no_rows_counts_nothing():

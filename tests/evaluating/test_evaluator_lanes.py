@@ -55,15 +55,3 @@ def test_the_same_on_any_number_of_devices(kind):
         evaluate = jstep.evaluator(metrics, batches(16, 16, 12), lanes=8, batch_sharding=NamedSharding(mesh, P("data")))
         evaluate.check(state)
         assert evaluate(state) == want
-
-
-def test_model_state_and_averages():
-    optimizer = jstep.with_moving_average(jstep.adam(), jstep.ExponentialMovingAverage(0.9))
-    state = jstep.TrainState.create({"w": jnp.ones(4)}, optimizer, model_state={"shift": jnp.float32(2.0)})
-
-    def with_state(params, model_state, x):
-        return {"value": x @ params["w"] + model_state["shift"]}
-
-    options = {"use_averages": True, "has_model_state": True}
-    got = jstep.evaluator(with_state, batches(16, 16), lanes=8, **options)(state)
-    assert got == jstep.evaluator(with_state, batches(*[2] * 16), **options)(state)

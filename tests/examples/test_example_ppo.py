@@ -66,6 +66,7 @@ def test_advantages_are_sums_of_discounted_errors(ppo):
     np.testing.assert_allclose(ppo.advantages(seen, jnp.asarray(last, jnp.float32)), expected, rtol=2e-5)
 
 
+@pytest.mark.thorough
 def test_an_iteration_is_one_step_and_sixteen_updates(ppo):
     ppo.ENVIRONMENTS, ppo.PUSHES = 4, 4
     optimizer = jstep.adam(1e-3)

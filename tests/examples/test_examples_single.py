@@ -29,17 +29,6 @@ def is_bitwise_equal(a, b):
 
 
 @pytest.mark.thorough
-def test_global_step_shows_the_rate_following_the_step():
-    lines = run("global_step.py").splitlines()
-    first, second = (i for i, line in enumerate(lines) if line.endswith((":", "began:")))
-    moving = [line.split() for line in lines[first + 1 : first + 11]]
-    assert moving[0] == ["0.107177", "1"]
-    assert moving[-1] == ["0.2", "10"]
-    assert [f"{0.1 * 2 ** (n / 10):.6g}" for n in range(1, 11)] == [rate for rate, _ in moving]
-    assert [line.split() for line in lines[second + 1 : second + 11]] == [["0.1", "0"]] * 10
-
-
-@pytest.mark.thorough
 def test_the_transformer_learns_and_resumes(tmp_path):
     code = (
         "import runpy, sys; names = runpy.run_path(sys.argv[1]); names['main'](20, 'run'); "
@@ -171,47 +160,12 @@ def test_char_lm_error_for_fsdp_without_a_data_axis():
 
 
 @pytest.mark.thorough
-def test_queues_learns_and_ends():
-    done = finished("queues.py", "--steps", 800)
-    assert (done.returncode, done.stderr) == (0, "")
-    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", done.stdout)]
-    assert len(losses) == 4
-    assert losses[-1] < 2.5  # a uniform guess among 128 characters gives 4.85
-    assert "done after 800 steps" in done.stdout
-
-
-@pytest.mark.thorough
 def test_queues_reports_a_failing_reader():
     done = finished("queues.py", "--fail", "--steps", 1_000_000)
     assert done.returncode == 1
     assert "in read_file" in done.stderr
     assert re.search(r"ValueError: cannot decode \w+\.py", done.stderr)
     assert "done" not in done.stdout
-
-
-@pytest.mark.thorough
-def test_recipes_are_compared(tmp_path):
-    picture = tmp_path / "curves.png"
-    out = run("recipes.py", "--steps", 10, "--only", "muon", "free", "bfloat16", "NorMuonH", "--plot", picture)
-    cells = re.findall(r"^(\S.{17}) +([\d.]+) +([\d.]+) MB +([\d.]+) MB", out, re.MULTILINE)
-    rows = {name.strip(): numbers for name, *numbers in cells}
-    assert rows.keys() == {"Muon + AdamW", "NorMuonH", "schedule-free", "AdamW, bfloat16"}
-    for loss, params, slots in rows.values():
-        assert 2.0 < float(loss) < 4.8  # a uniform guess is ln 128
-        assert float(slots) > float(params)
-    assert picture.stat().st_size > 1000
-
-
-@pytest.mark.thorough
-def test_the_best_of_sixteen_rates_is_trained_further():
-    out = run("sweep.py", "--steps", 100, "--more", 200)
-    losses = {float(rate): float(loss) for rate, loss in re.findall(r"^  (\S+) +(\d\.\d{4})$", out, re.MULTILINE)}
-    assert len(losses) == 16
-    best = float(re.search(r"best: (\S+); continuing from step 100", out)[1])
-    assert best == min(losses, key=losses.get)
-    assert 1e-3 < best < 0.5
-    after = float(re.search(r"after 300 steps: validation loss ([\d.]+)", out)[1])
-    assert after < 0.8 * losses[best]
 
 
 @pytest.mark.thorough

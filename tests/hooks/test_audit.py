@@ -40,16 +40,12 @@ def test_one_flipped_bit_is_detected_before_the_save(tmp_path, kwargs):
     assert faulty.executions == {0: 2, 1: 1, 2: 2, 3: 1, 4: 2}
 
 
-
-
 @pytest.mark.parametrize(("step", "first"), [(0, 0), (5, 3)])
 def test_a_call_of_several_steps_is_repeated_entirely(step, first):
     faulty = faults.Faulty(step)
     with pytest.raises(jstep.AuditError, match=f"updates {first} → {first + 3} were") as info:
         faults.train(faulty.train_step, 9, jstep.AuditHook(every_n_steps=5), steps_per_call=3)
     assert info.value.step == first
-
-
 
 
 def test_on_mismatch_log_continues_with_the_first_result(caplog):
@@ -93,8 +89,6 @@ def test_stages_and_held_hyperparameters():
     faulty = {0: faults.Faulty().train_step, 3: faults.Faulty(4).train_step}
     with pytest.raises(jstep.AuditError, match="update 4 → 5 "):
         faults.train(faulty, 7, jstep.AuditHook(every_n_steps=2))
-
-
 
 
 # Plain Python steps
@@ -185,8 +179,6 @@ def test_a_state_without_fingerprint_is_rejected_at_the_start():
     state = faults.make_state().replace(params={"w": jnp.ones(3), "name": "dense"})
     with pytest.raises(TypeError, match="params/name"):
         faults.train(lambda state, x: (state, {}), 3, jstep.AuditHook(), state=state)
-
-
 
 
 def test_plan_lists_the_audited_steps():

@@ -1,7 +1,7 @@
 """When the stock hooks are due."""
 
 import pytest
-from hook_fakes import Clock, SaverAndHook, Writer, state_at
+from hook_fakes import Clock, Writer, state_at
 
 import jstep
 from jstep.hooks.cadence import DueHook, next_call
@@ -53,10 +53,6 @@ def test_seconds_count_from_begin_and_from_the_last_due_time(name):
             due_steps.append(step)
             due.done(step)
     assert due_steps == [5, 10, 15]
-
-
-
-
 
 
 def test_the_base_class_does_nothing():

@@ -26,12 +26,6 @@ def test_the_rate_excludes_the_first_step():
     assert writer.points == [(10, ("global_step/sec",)), (20, ("global_step/sec",))]
 
 
-
-
-
-
-
-
 def test_a_state_without_a_global_step():
     with pytest.raises(RuntimeError) as caught:
         jstep.StepCounterHook().begin(state_at().replace(global_step=None))
@@ -160,23 +154,3 @@ def test_log_every_n_counts_by_line(caplog):
     assert lines(caplog) == expected
     assert {record.filename for record in caplog.records} == {"test_counting_and_logging.py"}
     assert [record.levelno for record in caplog.records][:2] == [logging.INFO, logging.WARNING]
-
-
-
-
-def test_time_left_counts_only_the_steps_of_this_run():
-    """Steps of an earlier run, which took no time in this run, are not counted."""
-    pytest.importorskip("tqdm")
-    hook = jstep.ProgressHook(last_step=1000, every_n_secs=0, file=Terminal(), clock=Clock())
-    hook.begin(state_at(900))
-    hook._bar._time = clock = Clock()
-    clock.now = hook._bar.start_t + 60  # compilation
-    hook._bar.last_print_t = hook._bar.start_t
-    hook.after_step(901, state_at(901), {"loss": 1.0})
-    began = hook._bar.start_t
-    clock.now += 10
-    hook.after_step(950, state_at(950), {"loss": 1.0})
-    shown = hook._bar.format_dict
-    hook.close()
-    assert (shown["initial"], shown["n"], shown["total"]) == (900, 950, 1000)
-    assert clock.now - began == pytest.approx(10, abs=1)

@@ -1,7 +1,7 @@
 """The loop decides what is due, from the cadence of a stock hook or the `next_due` of any other; it calls only that."""
 
+import io
 import math
-import weakref
 from types import SimpleNamespace
 
 import jax
@@ -18,8 +18,6 @@ from jstep.hooks.run_hook import RunHook
 
 def nan_at(bad):
     return lambda step: jax.tree.map(lambda x: x * math.nan, batches(step)) if step == bad else batches(step)
-
-
 
 
 def test_a_subclass_that_is_called_at_other_steps_acts_at_its_own():
@@ -39,8 +37,6 @@ def test_a_subclass_that_is_called_at_other_steps_acts_at_its_own():
     assert set(others) == {4, 8, 12}
 
 
-
-
 def test_seconds_count_from_the_end_of_the_last_call():
     clock, evaluated = Clock(), []
 
@@ -55,8 +51,6 @@ def test_seconds_count_from_the_end_of_the_last_call():
 
     train(12, [Tick(), jstep.EvaluationHook(evaluate, every_n_secs=3, every_n_steps=5, clock=clock)])
     assert evaluated == [3, 5, 8, 10, 12]
-
-
 
 
 def test_a_prevented_save_is_tried_again_after_its_interval(tmp_path):
@@ -90,8 +84,6 @@ def test_metrics_without_a_loss_are_refused_once_after_the_first_call():
         jstep.train(step, state, lambda n: jnp.float32(n), 50, hooks=[jstep.NanLossHook()], progress=False)
     assert jstep.global_step(caught.value.state) == 1
     assert not [note for note in caught.value.__notes__ if "Additionally" in note]
-
-
 
 
 def test_other_hooks_are_called_when_what_one_waits_for_fails(tmp_path):
@@ -132,24 +124,6 @@ def test_objects_that_delegate_to_stock_hooks():
         train(40, [Wrapped(jstep.NanLossHook())], batches=nan_at(6))
 
 
-def test_a_hook_outside_of_train_keeps_no_state_and_may_start_again():
-    hook = jstep.EvaluationHook(lambda state: {}, every_n_steps=4)
-    counter = jstep.StepCounterHook(every_n_steps=2)
-    evaluated = []
-    for _ in range(2):
-        state = jstep.TrainState.create({"w": jnp.ones(3)}, jstep.gradient_descent(0.1))
-        for step in range(1, 9):
-            hook.after_step(step, state, {})
-            counter.after_step(step, state, {"loss": jnp.float32(1)})
-        evaluated.append(list(hook.results))
-        hook.results = {}
-        alive = weakref.ref(state)
-        del state
-        assert alive() is None
-    assert evaluated == [[4, 8], [4, 8]]
-    assert counter.steps_per_sec is not None
-
-
 def test_one_hook_twice_reports_the_last_step_once():
     rows = []
     hook = jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=4)
@@ -171,8 +145,6 @@ def test_a_guard_that_stops_at_the_last_step_has_not_stopped_the_run(tmp_path, c
     run(8)
     run(9)
     assert "NanLossHook stopped this run" not in caplog.text
-
-
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -204,3 +176,17 @@ def test_a_next_due_that_returns_no_later_step_is_refused():
         with pytest.raises(error) as caught:
             next_call(hook, 7)
         assert str(caught.value) == words
+
+
+def test_the_progress_line_ends_with_the_last_step():
+    pytest.importorskip("tqdm")
+    file = io.StringIO()
+
+    class Fails(jstep.Hook):
+        def after_step(self, step, state, metrics):
+            if step == 5:
+                raise OSError("stop")
+
+    with pytest.raises(OSError, match="stop"):
+        train(9, [jstep.ProgressHook(last_step=9, every_n_secs=0, file=file), Fails()])
+    assert "loss 5" in file.getvalue().rsplit("\r", 1)[-1]

@@ -4,7 +4,6 @@ import json
 import logging
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from fellows import Fellows
 
@@ -54,10 +53,6 @@ def test_the_log_in_logdir_without_leaves(tmp_path):
     run(4, jstep.FingerprintHook(every_n_steps=2, per_leaf=False), logdir=tmp_path / "run")
     found = lines(tmp_path / "run" / "fingerprints.jsonl")
     assert [set(line) for line in found] == [{"step", "state"}] * 2
-
-
-
-
 
 
 def test_a_missing_path_is_an_error_before_the_first_batch(tmp_path):
@@ -117,8 +112,6 @@ def test_a_divergence_without_leaves_is_logged(tmp_path, caplog):
     assert "which leaves differ is not known" in caplog.text
 
 
-
-
 @pytest.mark.parametrize("cut", [1, 5, 30])
 def test_a_truncated_last_line_is_repaired(tmp_path, cut):
     path = tmp_path / "log"
@@ -158,49 +151,6 @@ def test_all_lines_are_on_disk_before_a_checkpoint(tmp_path):
     assert seen == {4: [2, 4], 6: [2, 4, 6]}
 
 
-
-
-class Unfinished:
-    """A fingerprint that the device is still computing: reading it now would block the loop."""
-
-    def __init__(self):
-        self.finished = False
-
-    def is_ready(self):
-        return self.finished
-
-    def copy_to_host_async(self):
-        pass
-
-    def __array__(self, dtype=None, copy=None):
-        assert self.finished, "the loop waits for the device"
-        return np.zeros((3, 2), np.uint32)
-
-
-def test_the_loop_does_not_wait_for_the_device(tmp_path, monkeypatch):
-    requested = []
-
-    def stacked(leaves, keys):
-        requested.append(Unfinished())
-        return [(list(range(len(leaves))), requested[-1])]
-
-    monkeypatch.setattr("jstep.state.fingerprints.start_fingerprints", stacked)
-    monkeypatch.setattr("jstep.hooks.numbers.is_ready", lambda values: all(value.is_ready() for value in values))
-    start = jstep.TrainState.create({"w": jnp.zeros(3)}, jstep.gradient_descent(0.1), model_state={"n": jnp.zeros(2)})
-    hook = jstep.FingerprintHook(every_n_steps=1, path=tmp_path / "log")
-    hook.begin(start)
-    hook.after_step(1, start, {})
-    hook.after_step(2, start, {})
-    assert (tmp_path / "log").read_text() == ""
-    requested[0].finished = True
-    hook.after_step(3, start, {})
-    assert [line["step"] for line in lines(tmp_path / "log")] == [1]
-    for one in requested:
-        one.finished = True
-    hook.close()
-    assert [line["step"] for line in lines(tmp_path / "log")] == [1, 2, 3]
-
-
 def test_a_hook_can_be_used_in_several_runs(tmp_path):
     hook = jstep.FingerprintHook(every_n_steps=2)
     for name in ("a", "b"):
@@ -233,7 +183,7 @@ def test_fingerprints_that_cannot_be_written_at_the_end_do_not_hide_another_erro
     hook.begin(state())
     hook._file.close()
     hook._file = Full()
-    hook._pending.add(1, bits.transferred([], lambda: "entry"), lambda step, entry: hook._file.write(entry), hook)
+    hook._pending.add(1, bits.begin_transfer([], lambda: "entry"), lambda step, entry: hook._file.write(entry), hook)
     hook.close()
     assert closed == [1]
     assert hook._file is None

@@ -103,8 +103,6 @@ def test_the_line_of_a_checkpoint_replaces_an_earlier_line(tmp_path):
     assert (found.productive, found.rewound, found.steps) == (31.0, 5.0, 11)
 
 
-
-
 def test_idle_time_before_a_start_is_counted_once(tmp_path):
     write(
         tmp_path,

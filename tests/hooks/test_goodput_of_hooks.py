@@ -34,7 +34,7 @@ class Device:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.waits = 0.0, 0
-        wait_for, read, totals = jax.block_until_ready, report.read, metric_sums.Interval.totals.fget
+        wait_for, read, totals = jax.block_until_ready, report.read_values, metric_sums.Interval.totals.fget
         clocks = stopwatch.Clocks(seconds=lambda: self.now, wall=lambda: self.now, before=lambda: 0.0)
         monkeypatch.setattr(stopwatch, "CLOCKS", clocks)
         monkeypatch.setattr(numbers, "is_ready", lambda values: False)

@@ -157,8 +157,6 @@ def test_a_killed_run_has_each_step_once(at, tmp_path):
     assert (tmp_path / "h.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
-
-
 def test_a_fresh_run_begins_the_file_again_and_a_torn_line_is_left_out(tmp_path):
     path = tmp_path / "history.jsonl"
     run(10, jstep.History(path, every_n_steps=5))
@@ -222,8 +220,6 @@ def test_one_path_has_one_writer(tmp_path):
 def test_wrong_paths_are_refused(path, said, tmp_path):
     with pytest.raises((TypeError, ValueError), match=said):
         jstep.History(tmp_path if path == "" else path)
-
-
 
 
 def test_what_is_not_there_names_what_is():

@@ -51,8 +51,6 @@ def test_hooks_share_one_event_file_without_duplicates(tmp_path):
     assert len(list(tmp_path.glob("events.*"))) == 1
 
 
-
-
 def test_a_hook_with_a_custom_writer_does_not_replace_the_stock_hook(tmp_path):
     with jstep.summary.SummaryWriter(tmp_path / "own") as writer:
         run(tmp_path / "run", [jstep.SummarySaverHook(writer, save_steps=1)], save_summaries_steps=4)
@@ -65,8 +63,6 @@ def test_a_summary_hook_without_a_writer_or_logdir_is_an_error():
         run(None, [jstep.SummarySaverHook(histograms="params/*")])
     with pytest.raises(ValueError, match="nowhere to write: pass it a summary_writer, or pass logdir to train"):
         jstep.SummarySaverHook(save_steps=1).after_step(1, None, {"loss": 1.0})
-
-
 
 
 def test_the_flush_of_a_checkpoint_does_not_wait_for_later_summaries(tmp_path, monkeypatch):

@@ -47,5 +47,3 @@ def test_other_handlers_of_the_root_logger_receive_what_its_level_allows(capsys)
             root.removeHandler(one)
     assert seen == ["of level 30"]
     assert capsys.readouterr().err == "of level 20\nof level 30\n"
-
-

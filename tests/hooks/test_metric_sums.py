@@ -56,14 +56,10 @@ def test_means_are_exact_in_every_dtype(dtype, steps_per_call):
     assert means([{"m": value} for value in values], steps_per_call)["m"] == pytest.approx(exact, rel=1e-12)
 
 
-
-
 def test_a_small_value_next_to_large_ones():
     values = [1e8, 1.0, -1e8, 1.0] * 10
     assert means([{"m": jnp.float32(value)} for value in values])["m"] == 0.5
     assert means([{"m": jnp.float32(value)} for value in values], 20)["m"] == 0.5
-
-
 
 
 def test_metrics_that_some_steps_lack_or_that_change_shape():
@@ -71,8 +67,6 @@ def test_metrics_that_some_steps_lack_or_that_change_shape():
     assert means(rows, names=["m", "other"]) == {"m": 3.5, "other": 3.0}
     rows = [{"m": jnp.float32(1) if n < 4 else jnp.ones(3), "k": jnp.float32(n)} for n in range(8)]
     assert means(rows, names=["m", "k"]) == {"m": 1.0, "k": 3.5}
-
-
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 4])
@@ -163,8 +157,6 @@ def test_there_are_few_dispatches(monkeypatch):
     assert len(calls) <= 10
 
 
-
-
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_metrics_on_a_mesh(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
@@ -194,8 +186,6 @@ def test_constants_that_alternate_with_the_shapes_share_one_array():
     assert sums.take(number).means(["loss", "rows", "beta"]) == {"loss": 19.5, "rows": 4.5, "beta": 0.5}
 
 
-
-
 def test_later_calls_and_others_are_added_in_order():
     """Calls whose metrics are read later keep their place before one that is added at once, and before a cut."""
     sums = MetricSums()
@@ -212,24 +202,6 @@ def test_later_calls_and_others_are_added_in_order():
     sums.add(4, {"loss": jnp.asarray(5.0), "skipped": jnp.asarray(0.0)}, constants.skipped, constants)
     assert sums.latest().sums["loss"] == (5.0, 1.0)
     assert sums.take(number).totals.last == 5
-
-
-def test_steps_that_a_program_did_not_follow_are_added_once_each():
-    """The bookkeeping of traced steps is put off: gaps, repetitions and other calls between them must end it."""
-    sums = MetricSums()
-    number = sums.subscribe()
-    constants = Constants({}, None)
-    for step in (0, 1, 2, 7, 8, 8, 9):
-        sums.add(step, {"loss": jnp.float32(step)}, constants.skipped, constants)
-    sums.add(10, {"loss": jnp.float32(10)})
-    sums.add(11, {"loss": jnp.float32(11)}, constants.skipped, constants)
-    totals = sums.take(number).totals
-    assert totals.sums["loss"] == (56.0, 9.0)
-    assert totals.last == 12
-
-
-
-
 
 
 @pytest.mark.parametrize(("setting", "value"), [(jax.debug_nans, math.nan), (jax.debug_infs, math.inf)])

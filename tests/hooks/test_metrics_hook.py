@@ -44,10 +44,6 @@ def test_means_after_a_restart_within_an_interval():
     assert [(step, values["loss"]) for step, values in rows_of(10, 4, True, start=6)] == [(8, 7.5), (10, 9.5)]
 
 
-
-
-
-
 def test_rows_of_steps_before_a_checkpoint_are_written_before_it(tmp_path):
     rows = []
 
@@ -88,40 +84,7 @@ def test_an_error_of_write_stops_the_run_and_names_the_step():
     assert jstep.global_step(caught.value.state) < 100
 
 
-
-
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_wandb(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    with wandb.init(project="jstep", dir=str(tmp_path)) as run:
-        train(4, [jstep.MetricsHook(lambda step, values: run.log(values, step=step), every_n_steps=2)])
-        run.log({"end": 1}, step=5)  # wandb keeps a row until it gets one of a later step
-        assert run.summary["loss"] == 4.0
-
-
-
-
 # Means in log lines and summaries
-
-
-class Writer:
-    def __init__(self):
-        self.points = []
-
-    def add_summary(self, summary, global_step=None):
-        for part in summary.parts:
-            self.points.append((global_step, part.tags[0], float(np.asarray(part.values).reshape(-1)[0])))
-
-
-@pytest.mark.parametrize("steps_per_call", [1, 3])
-def test_means_in_summaries(steps_per_call):
-    writer = Writer()
-    train(8, [jstep.SummarySaverHook(writer, save_steps=4, mean=True)], steps_per_call=steps_per_call)
-    assert [point for point in writer.points if point[1] == "loss"] == [(4, "loss", 2.5), (8, "loss", 6.5)]
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 3])
@@ -192,8 +155,6 @@ def test_a_skipped_nan_changes_the_mean_of_no_other_metric(steps_per_call):
     assert row["top5"] == 0.5
     np.testing.assert_allclose([row["right"], row["skipped"]], [0.9, 0.2], rtol=1e-7)
     assert math.isfinite(row["loss"])
-
-
 
 
 @pytest.mark.parametrize("hook", [jstep.NanLossHook(every_n_steps=100), jstep.MetricsHook(print, mean=True)])

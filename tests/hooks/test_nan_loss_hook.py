@@ -91,8 +91,6 @@ def test_hooks_can_modify_delete_or_donate_metrics(change, steps_per_call):
     assert rows == [(4, 2.5), (8, 6.5)]
 
 
-
-
 def test_the_first_look_at_the_loss_is_not_repeated():
     hook, state = jstep.NanLossHook(every_n_steps=100), skipping_step_and_state()[1]
     hook.begin(state)
@@ -109,12 +107,6 @@ def test_a_hook_in_several_runs_keeps_no_state():
         assert caught.value.step == 6
     train(20, [hook])
     assert hook.run.metrics is None  # it holds nothing of the run
-
-
-
-
-
-
 
 
 def test_a_hook_that_inherits_after_step_is_not_called(monkeypatch):
@@ -156,8 +148,6 @@ def test_the_bad_step_is_named_across_single_and_looped_calls(bad, steps_per_cal
             steps_per_call=steps_per_call,
             progress=False,
         )
-
-
 
 
 def test_the_loss_is_looked_for_in_the_metrics_that_a_subclass_hands_on():

@@ -64,8 +64,6 @@ def test_the_run_ends_where_the_first_checkpoint_is_due(tmp_path, value, steps_p
     assert jnp.isfinite(state.params["net"]["w"]).all()
 
 
-
-
 def test_the_last_save_and_saves_by_seconds_are_due_too(tmp_path):
     for last_step, options in ((27, {}), (40, {"save_checkpoint_steps": None, "save_checkpoint_secs": 1e-9})):
         directory = tmp_path / str(last_step)
@@ -91,17 +89,6 @@ def test_what_was_not_finite_when_the_run_began_does_not_count(tmp_path, value):
     assert [finite(tmp_path, step) for step in (10, 20)] == [True, True]
     with pytest.raises(jstep.NanLossDuringTrainingError, match=r"step 30.*saved: params/net/w contains NaN\."):
         run(params=params, checkpoint_dir=tmp_path)
-
-
-def test_keep_best_records_what_became_infinite(tmp_path):
-    def best(directory, params):
-        keep = jstep.KeepBest(directory, "loss")
-        evaluation = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=5, callbacks=[keep])
-        run(5, at=None, params=params, hooks=[evaluation])
-        return finite(directory, 5, "best")
-
-    assert best(tmp_path / "mask", {"a": jnp.array([-math.inf, 1.0]), "net": {"w": jnp.zeros((3, 1))}})
-    assert best(tmp_path / "finite", None)
 
 
 def test_allow_nonfinite_saves_them_and_keeps_the_newest_finite_checkpoint(tmp_path, capsys):

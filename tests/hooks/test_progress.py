@@ -34,7 +34,9 @@ def test_progress_counts_finished_steps_and_waits_for_none(monkeypatch):
     monkeypatch.setattr(progress, "is_ready", lambda values: all(value.ready for value in values))
     monkeypatch.setattr(progress, "start_transfer", lambda values: None)
     read = []
-    monkeypatch.setattr(numbers, "read_values", lambda values: read.append(values) or {k: v.value for k, v in values.items()})
+    monkeypatch.setattr(
+        numbers, "read_values", lambda values: read.append(values) or {k: v.value for k, v in values.items()}
+    )
     file = Terminal()
     hook = jstep.ProgressHook(last_step=100, every_n_secs=0, file=file, clock=Clock())
     hook.begin(state_at(10))
@@ -49,8 +51,6 @@ def test_progress_counts_finished_steps_and_waits_for_none(monkeypatch):
     assert all(value.ready for one in read for value in one.values())
     assert hook._bar.postfix == "loss 17"
     hook.close()
-
-
 
 
 def test_progress_shows_compiling_with_a_running_clock_before_the_first_step(monkeypatch):
@@ -127,8 +127,6 @@ def test_progress_of_a_finished_run_compiles_nothing():
     hook.begin(state_at(10))
     hook.close()
     assert "compiling" not in file.text
-
-
 
 
 def test_progress_ends_with_the_step_at_which_a_signal_ends_the_run():

@@ -101,8 +101,6 @@ def test_without_begin_the_first_interval_begins_when_its_first_step_is_finished
     assert [step for step, _ in writer.points] == [20]
 
 
-
-
 def test_a_custom_counter_replaces_the_stock_one(tmp_path, caplog):
     """It writes to the logdir of `train`, and log lines contain its rate."""
     pytest.importorskip("tensorboard")

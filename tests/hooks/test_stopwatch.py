@@ -81,21 +81,6 @@ def test_the_latest_visits_are_kept():
     assert watch.visits("stepping")[-2:] == [5.0, 5.0], "they are kept if the totals are no longer read"
 
 
-def test_durations_of_parts_and_calls_are_kept():
-    clock = Clock()
-    watch = Stopwatch(clock=clock)
-    with watch.part("saving"):
-        clock.now += 2
-        with watch.part("hooks"):
-            clock.now += 1
-    watch.record("a hook", clock.now - 8, share=0.5)
-    assert {thing: list(seconds) for thing, seconds in watch.lasted.items()} == {
-        "hooks": [1.0],
-        "saving": [3.0],
-        "a hook": [4.0],
-    }
-
-
 def test_only_the_first_run_counts_from_the_start_of_the_process(monkeypatch):
     monkeypatch.setattr("jstep.core.stopwatch._trained", set())
     assert seconds_before_training() >= 0.0

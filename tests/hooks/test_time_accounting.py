@@ -4,7 +4,6 @@ import json
 import os
 import time
 
-import forked
 import jax
 import jax.numpy as jnp
 import pytest
@@ -132,8 +131,6 @@ def test_lost_steps_are_rewound_and_the_pause_is_down(clock, tmp_path):
     assert found.total == clock.now - 1000.0 + 3.0
 
 
-
-
 def test_a_truncated_line_is_removed(clock, tmp_path):
     train(clock, 2, checkpoint_dir=tmp_path)
     path = tmp_path / "timeline.jsonl"
@@ -155,57 +152,3 @@ def test_a_timeline_that_cannot_be_written_is_a_warning(clock, tmp_path, caplog)
     (tmp_path / "timeline.jsonl").mkdir()
     assert train(clock, 2, checkpoint_dir=tmp_path).global_step == 2
     assert "the times of this run cannot be kept" in caplog.text
-
-
-KILLED = """
-import json, os, signal, sys, time
-import jax.numpy as jnp, jstep
-from jstep.core import stopwatch
-from jstep.hooks.run_hook import RunHook
-directory, now, before, die_at, last_step = sys.argv[1], *map(float, sys.argv[2:4]), *map(int, sys.argv[4:6])
-clock = [now]
-stopwatch.CLOCKS = stopwatch.Clocks(lambda: clock[0], lambda: clock[0], lambda: before)
-optimizer = jstep.gradient_descent(0.25)
-minimize = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
-steps = []
-
-def step(state, x):
-    steps.append(int(state.global_step))
-    if steps[-1] == die_at:
-        # Wait until the background threads have saved the checkpoint and written the timeline.
-        while not (jstep.latest_checkpoint(directory) or "").endswith(f"-{die_at // 3 * 3}"):
-            time.sleep(0.02)
-        while json.loads(open(directory + "/timeline.jsonl").read().splitlines()[-1])["step"] != [steps[0], die_at]:
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGKILL)
-    clock[0] += 1.0
-    return minimize(state, x)
-
-state = jstep.TrainState.create({"w": 0.0}, optimizer)
-jstep.train(step, state, lambda n: jnp.ones(()), last_step, progress=False, checkpoint_dir=directory,
-            save_checkpoint_steps=3)
-print(clock[0])
-"""
-
-
-@pytest.mark.thorough
-def test_a_run_killed_twice(tmp_path):
-    """Killed in step 5 (checkpoint at 3), resumed, killed in step 8 (checkpoint at 6), and resumed until step 10."""
-    for now, die_at, code in ((100.0, 5, -9), (200.0, 8, -9), (300.0, -1, 0)):
-        with forked.start(KILLED, tmp_path, now, 2.0, die_at, 10) as program:
-            stdout, errors = program.communicate(timeout=120)
-            assert program.returncode == code, errors
-    assert float(stdout) == 304.0
-    found = jstep.goodput(tmp_path)
-    # Starts: from 98 to 105 (2 s before, 1 step, 4 steps), 198 to 205 (from 3 to 8), 298 to 304 (from 6 to 10).
-    assert found.parts == {
-        "productive": 2.0 + 2.0 + 3.0,
-        "rewound": 2.0 + 2.0,
-        "starting": 3 * 3.0,
-        "waiting": 0.0,
-        "saving": 0.0,
-        "evaluating": 0.0,
-        "hooks": 0.0,
-        "down": 93.0 + 93.0,
-    }
-    assert (found.total, found.starts, found.steps) == (206.0, 3, 10)

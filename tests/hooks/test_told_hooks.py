@@ -212,22 +212,6 @@ def test_after_success_the_first_error_of_closed_is_raised():
     assert [hook.calls for hook in hooks] == [[("closed",)]] * 2
 
 
-def test_before_save_prevents_a_save_and_sees_all_rows(tmp_path):
-    rows, asked = [], []
-
-    class Prevent:
-        def before_save(self, step):
-            asked.append((step, rows[-1]))
-            return step == 4
-
-    log = jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=1)
-    train(6, log, Prevent(), **saving(tmp_path, 2))
-    assert asked == [(2, 2), (4, 4), (6, 6)]
-    assert jstep.Saver(tmp_path / "run").all_steps() == [2, 6]
-
-
-
-
 def test_a_hook_may_have_one_of_them_alone(tmp_path):
     class Closed:
         def closed(self):
@@ -238,5 +222,3 @@ def test_a_hook_may_have_one_of_them_alone(tmp_path):
     assert hook.is_closed
     with pytest.raises(TypeError, match=r"has none of .*saved"):
         train(1, object())
-
-

@@ -164,8 +164,6 @@ def test_mfu_of_a_device_in_the_table_is_reported(monkeypatch, caplog, tmp_path)
     assert tags["mfu"] == tags["global_step/sec"] == [4, 8]
 
 
-
-
 def test_a_dtype_that_the_table_lacks_is_logged(monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="jstep")
     hook = counter()
@@ -195,7 +193,3 @@ def test_a_step_whose_flops_cannot_be_counted_still_runs(monkeypatch, caplog):
     assert train(hook).global_step == 8
     assert hook.mfu is None
     assert "could not be counted: ZeroDivisionError" in caplog.text
-
-
-
-

@@ -26,18 +26,6 @@ def test_a_second_writer_is_refused(store):
         third.save(state_at(2))
 
 
-def test_an_unreferenced_saver_whose_save_failed_releases_its_claim(store, caplog):
-    first = jstep.Saver(store.run)
-    first.claim()
-    store.fail = [("PUT|POST", "", 403, 1)]
-    first.save(state_at(1))
-    del first
-    with jstep.Saver(store.run) as saver:
-        saver.save(state_at(2))
-        assert saver.all_steps() == [2]
-    assert f"the save in progress in {store.run} was not saved" in caplog.text
-
-
 def claim_of_another_host(store, monkeypatch, beat):
     monkeypatch.setattr(claims, "SILENT", 0.2)
     text = b'{"host": "elsewhere", "pid": 12, "id": "x", "beat": %d}'

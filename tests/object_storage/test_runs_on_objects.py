@@ -1,4 +1,4 @@
-"""Training runs on object stores: fingerprint logs, the best checkpoints, paths of etils."""
+"""Training runs on object stores: fingerprint logs, the best checkpoints, times and stalls."""
 
 import json
 import logging
@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.hooks.stall_files import StallFiles, read_stalls
 from jstep.state import fingerprints
+from jstep.stores.timeline import TIMES, Timeline
+from jstep.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
 
@@ -66,3 +69,38 @@ def test_keep_best_on_objects(store):
     assert len(kept) == 2
     assert set(saver.extra(kept[0])) == {"loss"}
     assert jstep.latest_checkpoint(best).startswith(f"{best}/best-")
+
+
+def test_a_store_that_refuses_is_reported_once(gcs, one_retry, caplog):
+    gcs.fail = [("", "", 403, 10**6)]
+    timeline = Timeline("gs://bkt/run", "model")
+    timeline.write("start", step=0)
+    for n in range(50):
+        timeline.write(TIMES, step=n)
+    timeline.flush()
+    tried = len(gcs.seen)
+    assert tried
+    for n in range(50):
+        timeline.write(TIMES, step=n)
+    assert len(gcs.seen) == tried, "the next upload is due in ten seconds"
+    timeline.close()
+    messages = [record.getMessage() for record in caplog.records]
+    assert [message.count("the data is kept") for message in messages] == [1, 0]
+    assert "the last times of this run are lost" in messages[-1]
+
+
+def fields():
+    return {"processes": 1, "kind": "batch", "what": "waiting for batch 7", "line": "", "stall": True, "since": 1.0}
+
+
+def test_an_object_is_written_read_and_removed(store, capsys):
+    jstep.Saver(store.run).save(jstep.TrainState.create({"w": jnp.ones(2)}, jstep.adam()))
+    files = StallFiles(store.run, 0, warn_secs=60.0)
+    files.settle(fields)
+    assert json.loads(store.data("run/stalls/model.0.json"))["what"] == "waiting for batch 7"
+    assert [one["process"] for one in read_stalls(store.run)[0]] == [0]
+    assert main(["stalls", store.run]) == 1
+    assert "waiting for batch 7" in capsys.readouterr().out
+    files.settle(None)
+    assert not store.keys("run/stalls")
+    assert main(["stalls", store.run]) == 0

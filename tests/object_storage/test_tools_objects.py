@@ -53,15 +53,3 @@ def test_goodput_of_a_restarted_run(store, capsys):
     assert abs(sum(times.parts.values()) - times.total) < 1e-9
     assert main(["goodput", store.run]) == 0
     assert "6 steps" in capsys.readouterr().out
-
-
-def test_missing_objects_are_reported_without_a_traceback(store, capsys):
-    for command in (
-        ["goodput", f"{store.run}/nope"],
-        ["inspect", f"{store.run}/nope"],
-        ["diff", f"{store.run}/nope", f"{store.run}/no"],
-    ):
-        assert main(command) == 2
-        output = capsys.readouterr()
-        assert store.run in output.err
-        assert "Traceback" not in output.err

@@ -113,10 +113,8 @@ def run(optimizer: jstep.Optimizer, jit: bool = True, first: int = 0) -> list[An
 @pytest.mark.thorough(
     except_for=[
         "swa from a step-guards of all parts-step",
-        "rate-projection-step",
         "zero_debias-compact inside-updates",
         "every-guard outside-updates",
-        "swa-chain-updates",
     ]
 )
 @pytest.mark.parametrize("follows", ["step", "updates"])

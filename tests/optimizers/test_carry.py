@@ -69,7 +69,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.thorough(except_for=["adam-grown", "soap-with new ones"])
+@pytest.mark.thorough(except_for=["soap-with new ones"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_trains_on(name, change):
@@ -128,6 +128,7 @@ def test_factored_slots_keep_what_overlaps():
             assert (found.slots[name]["table"][:12] == slot["table"]).all()
 
 
+@pytest.mark.thorough
 def test_masters_stay_where_they_round_to_the_parameter():
     optimizer = jstep.master_weights(jstep.adam(0.1))
     low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params_of())

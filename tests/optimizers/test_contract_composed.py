@@ -1,4 +1,4 @@
-"""Every optimizer in combination: skipped steps, late fresh slots, restarts, averages, partitions, sparse rows."""
+"""Every optimizer in combination: skipped steps, late fresh slots, restarts, averages, partitions."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract import (
+    FEW,
     PARAMS,
     assert_same,
     avals,
@@ -28,7 +29,7 @@ import jstep
 STEP_INDEPENDENT = [name for name, entry in TABLE.items() if not entry.by_step]
 
 
-@for_each(STEP_INDEPENDENT)
+@for_each(STEP_INDEPENDENT, FEW)
 def test_fresh_slots_do_not_depend_on_the_step(name: str) -> None:
     optimizer, step = make_optimizer(name), compiled_step(name)
     early, late = (jstep.TrainState.create(PARAMS, optimizer, start) for start in (0, 10_000))
@@ -72,7 +73,7 @@ def test_resume_is_bitwise(name: str, tmp_path: Path) -> None:
     assert_same(uninterrupted, resumed)
 
 
-@each_optimizer
+@for_each(TABLE, FEW)
 def test_outer_averages_follow_the_parameters(name: str) -> None:
     ema = jstep.ExponentialMovingAverage(0.5, name="top")
     optimizer = jstep.with_moving_average(make_optimizer(name), ema)
@@ -110,18 +111,6 @@ def test_partition_with_labels_that_share_a_prefix(name: str) -> None:
     assert sorted(jstep.get_slot_names(after)) == sorted(
         f"{label}/{slot}" for label in ("net", "net/deep") for slot in TABLE[name].slots
     )
-
-
-@each_optimizer
-def test_sparse_rows_are_updated_like_dense_ones(name: str) -> None:
-    optimizer, step = make_optimizer(name), compiled_step(name)
-    state = jstep.TrainState.create(PARAMS, optimizer)
-    rows = jstep.IndexedSlices(jnp.array([[1.0, 2.0], [1.0, 1.0]]), jnp.array([1, 1]), (2, 2))
-    grads = {"a": rows, "b": jnp.array([0.25, 1.0])}
-    sparse, dense = step(state, grads), step(state, grads | {"a": rows.to_dense()})
-    assert avals(sparse) == avals(dense) == avals(state)
-    np.testing.assert_allclose(sparse.params["a"][1], dense.params["a"][1], rtol=1e-5)
-    np.testing.assert_allclose(sparse.params["b"], dense.params["b"], rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Donated updates and steps of every optimizer have no temporaries of the size of the parameters."""
+"""Donated updates of every optimizer have no temporaries of the size of the parameters."""
 
 from typing import Any
 

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from contract import avals, bitwise_equal, compiled_step, each_optimizer, make_optimizer, mixed_gradients, mixed_params
 from optimizer_entries.entry import MADE_AT
 from optimizer_table import TABLE
@@ -98,14 +97,6 @@ def test_a_leaf_without_gradient_keeps_value_and_slots(name: str) -> None:
             old, new = jstep.get_slot(before, slot, path), jstep.get_slot(after, slot, path)
             assert (old is None and new is None) or bitwise_equal(old, new)
     assert not bitwise_equal(before.params["half"], after.params["half"])
-
-
-@each_optimizer
-def test_no_gradient_at_all_is_an_error(name: str) -> None:
-    optimizer = make_optimizer(name)
-    state = jstep.TrainState.create({"a": 1.0, "b": 2.0}, optimizer)
-    with pytest.raises(ValueError, match="No gradients provided for any variable"):
-        jstep.apply_gradients(state, {"a": None, "b": None}, optimizer)
 
 
 @each_optimizer

@@ -1,4 +1,4 @@
-"""Weight decay that differs from leaf to leaf: `add_weight_decay` and `decay_weights` with mappings."""
+"""Weight decay that differs from leaf to leaf: mappings, and masks that select nothing."""
 
 import logging
 import re
@@ -116,3 +116,24 @@ def test_other_masks_and_masks_that_select_something_are_silent(caplog: pytest.L
     frozen = jstep.partition({"one": jstep.adamw(1e-2, weight_decay_mask=no_leaf)}, lambda path, leaf: None)
     jstep.TrainState.create({"kernel": jnp.ones(2)}, frozen)
     assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda mask: jstep.adamw(weight_decay_mask=mask),
+        lambda mask: jstep.sgd(0.1, weight_decay_mask=mask),
+        lambda mask: jstep.lars(0.1, weight_decay_mask=mask),
+        lambda mask: jstep.soap(weight_decay_mask=mask),
+        lambda mask: jstep.schedule_free_adamw(weight_decay_mask=mask),
+        lambda mask: jstep.chain(jstep.add_weight_decay(0.1, mask), jstep.scale(-0.1)),
+        lambda mask: jstep.lars(0.1, trust_ratio_mask=mask),
+        lambda mask: jstep.partition({"all": jstep.adamw(weight_decay_mask=mask)}, lambda path, leaf: "all"),
+    ],
+)
+def test_unmatched_masks_suggest_the_nearest_path(make) -> None:
+    optimizer = make(["dense/kernle"])
+    with pytest.raises(ValueError, match="mask: 'dense/kernle' matches no parameter; nearest: 'dense/kernel'"):
+        jstep.TrainState.create(
+            {"dense": {"kernel": jnp.ones((4, 3)), "bias": jnp.zeros(3)}}, optimizer
+        )  # before the first step

@@ -84,18 +84,6 @@ def test_training_with_loops_equals_training_with_calls(monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), loops, calls)
 
 
-def test_a_leaf_without_a_gradient_keeps_its_basis():
-    optimizer = jstep.soap(0.01, precondition_frequency=1)
-    params = {"a": jnp.ones((3, 3)), "b": jnp.ones((3, 2))}
-    state = jstep.TrainState.create(params, optimizer)
-    grads = {"a": jnp.eye(3), "b": jnp.asarray([[1.0, 2.0], [3.0, 4.0], [5.0, 7.0]])}
-    for given in (grads, grads | {"b": None}):
-        before, state = state, jstep.apply_gradients(state, given, optimizer)
-    for name in ("gg_0", "q_0", "gg_1", "q_1", "v"):
-        np.testing.assert_array_equal(state.slots[name]["b"], before.slots[name]["b"])
-    assert not np.array_equal(state.slots["gg_0"]["a"], before.slots["gg_0"]["a"])
-
-
 def test_tpus_compile_one_program_per_matrix_size():
     """In the lowered program, neither more leaves nor more rows add a decomposition."""
 

@@ -1,4 +1,4 @@
-"""MADGRAD: its age, initial parameters, low precision and sparse gradients."""
+"""MADGRAD: its initial parameters, low precision and missing gradients."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`normalize_neurons`, the block of NorMuon: axes, hyperparameters, edge cases and sharding of its moments."""
+"""`normalize_neurons`, the block of NorMuon: axes, edge cases and sharding of its moments."""
 
 from typing import Any
 

@@ -30,7 +30,7 @@ def trained(params: Any, optimizer: jstep.Optimizer, steps: int, size: Callable[
     return state.params
 
 
-@pytest.mark.thorough(except_for=["None"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("radius", [None, 2.5])
 def test_norms_are_preserved_for_300_steps(radius: Any) -> None:
     """Each matrix of a stack keeps its norm for updates of any size; those below 1e-10 rotate it less."""

@@ -57,6 +57,7 @@ def test_new_parameters_are_those_of_fn(fn, compiled):
             jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), state.params, plain.params)
 
 
+@pytest.mark.thorough
 def test_wrappers_around_it_keep_it_exact():
     ema = jstep.ExponentialMovingAverage(0.0)
     expected = stepped(jstep.with_projection(jstep.adam(0.5), clip), steps=3)

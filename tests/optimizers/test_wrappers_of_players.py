@@ -26,21 +26,17 @@ def players(rate: float = 1.0) -> jstep.Optimizer:
     return jstep.partition({name: jstep.gradient_descent(rate) for name in PLAYERS}, lambda path, leaf: path[0])
 
 
-def gradient(state: jstep.TrainState, player: str) -> Any:
-    """Gradients that differ from update to update, and of one player only."""
-    return {name: jnp.cos(3 * state.params[name] + 1) if name == player else None for name in PLAYERS}
-
-
-def run(optimizer: jstep.Optimizer, order: Sequence[Any], cycles: int = 6, jit: bool = True) -> Any:
+def run(optimizer: jstep.Optimizer, order: Sequence[Any]) -> Any:
     """Return the states after each update, and the player of each."""
 
-    def update(state: jstep.TrainState, player: str, increment: bool) -> jstep.TrainState:
-        return jstep.apply_gradients(state, gradient(state, player), optimizer, increment_global_step=increment)
+    @jax.jit(static_argnums=(1, 2))
+    def apply(state: jstep.TrainState, player: str, increment: bool) -> jstep.TrainState:
+        grads = {name: jnp.cos(3 * state.params[name] + 1) if name == player else None for name in PLAYERS}
+        return jstep.apply_gradients(state, grads, optimizer, increment_global_step=increment)
 
-    apply = jax.jit(update, static_argnums=(1, 2)) if jit else update
     state = jstep.TrainState.create({"d": 1.0, "g": 2.0}, optimizer)
     states = [(None, state)]
-    for player, increment in list(order) * cycles:
+    for player, increment in list(order) * 6:
         state = jstep.increment_global_step(state) if player is None else apply(state, player, increment)
         states.append((player, state))
     return states

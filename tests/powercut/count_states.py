@@ -62,7 +62,6 @@ def main(most: str = "1500", *names: str) -> None:
     if not names or "faults" in names:
         row_of_faults("saver", ERRORS, 1)
         row_of_faults("weights", ERRORS, 1)
-        row_of_faults("train", ERRORS[:1] + ERRORS[2:3], 7)
 
 
 if __name__ == "__main__":

@@ -65,9 +65,9 @@ class Fault:
 
 def faults_of(name: str, folder: str, errors: Sequence[int] = ERRORS, stride: int = 1) -> Iterator[Fault]:
     """Let each call of a program fail, one a trial; for each error once, and lasting until the program has ended."""
-    trial, wants_lasting = TRIALS[name]
+    trial = TRIALS[name]
     for number in errors:
-        for lasts in (False, True) if wants_lasting else (False,):
+        for lasts in (False, True):
             at = 1
             while (fault := _tried(trial, folder, _Failing(at, number, _FAILS[number], lasts=lasts))) is not None:
                 yield fault
@@ -196,21 +196,11 @@ def _weights(trial: _Trial) -> None:
         trial.check(not left or not trial.could_remove, f"left behind: {left}")
 
 
-def _train(trial: _Trial) -> None:
-    """Resume a run with everything on; then once more, without an error."""
-    with trial.failing():
-        cut_runs.train(trial.folder, compile_cache=None)
-    with trial.works("the restart"):
-        state = cut_runs.train(trial.folder, compile_cache=None)
-        trial.check(bits(state) == cut_runs.states_of_run()[cut_runs.LAST], "the restart ends with other bits")
-
-
 _BASES: dict[Callable[[_Trial], None], Callable[[str], Any]] = {
     _saver: lambda folder: cut_runs.save(folder, _BASE),
     _weights: lambda folder: cut_runs.save_weights(folder, WEIGHTS["shards"][:1]),
-    _train: lambda folder: cut_runs.train(folder, cut_runs.EVERY, compile_cache=None),
 }
-TRIALS = {"saver": (_saver, True), "weights": (_weights, True), "train": (_train, False)}
+TRIALS = {"saver": _saver, "weights": _weights}
 
 
 def main(name: str, numbers: str, stride: str) -> None:

@@ -251,9 +251,7 @@ class Failure:
 
 
 @contextlib.contextmanager
-def failing(
-    at: int, number: int, *, kinds: Collection[Kind] = CHANGES, end: str = "", lasts: bool = False
-) -> Iterator[Failure]:
+def failing(at: int, number: int, *, kinds: Collection[Kind] = CHANGES, lasts: bool = False) -> Iterator[Failure]:
     """Within the block, let the n-th call of some kinds fail, and with `lasts` all later ones of them.
 
     Only calls below the folder of a `recording` are counted, those of all threads.
@@ -262,14 +260,13 @@ def failing(
         at: The number of the call, from 1.
         number: The error number.
         kinds: The kinds of calls.
-        end: The end of their paths.
         lasts: Whether the error lasts until the end of the block.
 
     Yields:
         The failure, which is set at the end of the block.
     """
     failure = Failure()
-    _loaded().calls_fail(ctypes.c_long(at), sum(1 << kind for kind in kinds), end.encode(), number, int(lasts))
+    _loaded().calls_fail(ctypes.c_long(at), sum(1 << kind for kind in kinds), b"", number, int(lasts))
     try:
         yield failure
     finally:

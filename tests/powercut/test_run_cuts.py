@@ -1,11 +1,10 @@
 """Power cuts during a training run with everything on, and while weights are saved."""
 
-import json
+import random
 
 import cut_runs
-import file_calls
+import kernel_cuts
 import pytest
-from cut_faults import Fault
 from cut_verdicts import judge_of, judged, restart_judge, unacceptable
 from disk_states import MODELS, PREFIX, History, distinct, sampled
 
@@ -44,11 +43,11 @@ def test_states_of_weights_and_records(name, model, record):
 
 
 @pytest.mark.thorough
-def test_faults_of_a_run(recorder):
-    """Each seventh call fails in a run that was resumed; the restart ends with the bits of a run without a fault."""
-    program = "import sys, cut_faults; cut_faults.main(*sys.argv[1:])"
-    numbers = json.dumps([28, 5])
-    faults = Fault.parsed(file_calls.python(program, "train", numbers, 7, timeout=900).splitlines())
-    assert len(faults) > 40
-    problems = [str(fault) for fault in faults if fault.defects]
+@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+def test_a_run_ends_with_the_bits_of_one_without_a_cut(kind):
+    if reason := kernel_cuts.unavailable(kind):
+        pytest.skip(reason)
+    expected, rng = kernel_cuts.uninterrupted(), random.Random(0)
+    trials = [kernel_cuts.trial(kind, rng) for _ in range(5)]
+    problems = [one for one in trials if one.ended != expected or one.restored < one.acknowledged]
     assert not problems

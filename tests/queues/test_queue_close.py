@@ -29,16 +29,6 @@ class TestClose:
                 queue.dequeue()
 
     @both_queues
-    def test_wakes_all_consumers(self, make):
-        queue = make()
-        calls = [Call(queue.dequeue) for _ in range(3)]
-        wait_until_blocked(queue, dequeues=3)
-        queue.close()
-        for call in calls:
-            with pytest.raises(OutOfRangeError):
-                call.wait()
-
-    @both_queues
     def test_pending_enqueues_are_served(self, make):
         queue = filled(make(1), [0])
         calls = [Call(queue.enqueue, i) for i in range(1, 4)]

@@ -56,18 +56,6 @@ def test_queue_stays_open_while_one_op_still_runs():
     assert drain(queue) == [0, 1]
 
 
-def test_stop_ends_waiting_threads_and_closes_the_queue():
-    queue = FIFOQueue(2)
-    coord = Coordinator()
-    threads = QueueRunner(queue, [counting_op(queue)] * 4).create_threads(coord, start=True)
-    assert queue.dequeue() == 0
-    coord.request_stop()
-    assert queue.is_closed()
-    coord.join(threads)
-    assert not any(t.is_alive() for t in threads)
-    assert len(drain(queue)) <= 2
-
-
 @pytest.mark.parametrize("exception", [ValueError("bad record"), SystemExit(3), CancelledError("another queue")])
 def test_error_stops_all_threads_and_is_raised_by_join(exception):
     queue = FIFOQueue(2)

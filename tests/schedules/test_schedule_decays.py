@@ -48,7 +48,7 @@ OTHERS = {
 ALL = {name: make(100) for name, (make, _) in DECAYS.items()} | OTHERS
 
 
-@pytest.mark.thorough(except_for=["times", "cyclical"])
+@pytest.mark.thorough(except_for=["cyclical"])
 @pytest.mark.parametrize("name", ALL)
 def test_schedules_agree_for_python_numpy_jax_and_traced_steps(name: str) -> None:
     schedule, n = ALL[name], 57

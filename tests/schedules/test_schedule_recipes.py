@@ -147,14 +147,6 @@ def test_arguments_in_the_order_of_tf_are_refused(name: str, step: Any) -> None:
     assert callable(make(0.1, 10, **rate))
 
 
-@pytest.mark.parametrize("name", IN_ORDER_OF_TF)
-def test_a_step_in_place_of_a_learning_rate_is_refused(name: str) -> None:
-    make = getattr(jstep, name)
-    rate = {"decay_rate": 0.5} if "decay_rate" in inspect.signature(make).parameters else {}
-    with pytest.raises(TypeError, match=r"^learning_rate=.*: must not be a step"):
-        make(STEP, 10, **rate)
-
-
 def test_steps_where_rates_belong_and_what_is_none() -> None:
     for make in (
         lambda: jstep.exponential_decay(0.1, 5, 1000),

@@ -1,4 +1,4 @@
-"""Collectives of compiled steps per layout, and checkpoints across layouts."""
+"""Collectives of compiled steps per layout."""
 
 import math
 import re

@@ -78,7 +78,7 @@ def check_each_matrix_is_computed_once(layout, make, types):
     assert_same(*(params_after(make, layout, types, one) for one in (optimizer, undistributed)))
 
 
-@pytest.mark.thorough(except_for=["columns-stacked"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [separate, stacked])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_matrix_is_computed_once(name, make):

@@ -99,7 +99,7 @@ PLAIN = jstep.with_moving_average(jstep.adamw(0.1), EMA)
 COMPACT, MASTERS = jstep.compact(PLAIN, min_size=1), jstep.master_weights(PLAIN)
 
 
-@pytest.mark.thorough(except_for=["COMPACT-MASTERS-zero"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [False, True], ids=["plain", "zero"])
 @pytest.mark.parametrize(
     ("old", "new"),

@@ -113,20 +113,6 @@ def test_one_step_on_several_meshes():
     assert loss.rows[-1] == 32
 
 
-def test_replicated_leaves():
-    """If one leaf is sharded and another replicated, the sharded one determines the microbatches."""
-    mesh, rows = mesh_over(8), []
-
-    def loss(params, x, y, none):
-        rows.append((x.shape[0], y.shape[0]))
-        return jnp.mean((x @ params["a"] @ params["b"] - y) ** 2)
-
-    step = jstep.minimize(loss, OPTIMIZER, max_rows_per_device=2)
-    step(fresh(mesh), shard(mesh, DATA[:32], P()), shard(mesh, DATA[:32]), None)
-    step(fresh(mesh), shard(mesh, DATA[:32]), DATA[:32], None)
-    assert set(rows) == {(16, 16)}
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("types", TYPES)
 def test_scans_shapes_and_costs(types):
@@ -175,7 +161,7 @@ def loss_curve(devices, types, per_call):
     return losses, state
 
 
-@pytest.mark.thorough(except_for=["3-AxisType.Explicit"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("per_call", [1, 3])
 def test_loss_curve_does_not_depend_on_the_devices(types, per_call):

@@ -31,7 +31,7 @@ def single_device():
     return run(step, jstep.TrainState.create(init(), OPTIMIZER), steps=5)
 
 
-@pytest.mark.thorough(except_for=["fsdp-2"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_several_losses_match_one_device(layout, n, single_device):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from layouts import AUTO, DATA, LAYOUTS, assert_close, create, data, init, loss_fn, run, shardings
+from layouts import LAYOUTS, assert_close, create, data, init, loss_fn, run, shardings
 from optimizer_table import TABLE
 
 import jstep
@@ -24,7 +24,7 @@ def trained_on_one_device(name):
     return run(jstep.minimize(loss_fn, optimizer, metrics=NORMS), state, steps=TABLE[name].matching_steps)
 
 
-@pytest.mark.thorough(except_for=["partition-fsdp", "muon-model"])
+@pytest.mark.thorough(except_for=["muon-model"])
 @pytest.mark.parametrize(("name", "layout"), list(itertools.product(TABLE, LAYOUTS)))
 def test_sharded_training_matches_one_device(name, layout, compilations):
     """50 steps of every optimizer: one compilation, unchanged shardings, donated states."""
@@ -63,7 +63,7 @@ def noisy_reference():
     return run(NOISY_STEP, jstep.TrainState.create(init(), AVERAGED), steps=12)
 
 
-@pytest.mark.thorough(except_for=["fsdp"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_microbatches_scans_and_random_numbers(layout, noisy_reference):
     mesh = LAYOUTS[layout][0]
@@ -81,35 +81,3 @@ def test_microbatches_scans_and_random_numbers(layout, noisy_reference):
     assert_close((state.params, state.slots), (want.params, want.slots))
     assert_close(got["loss"][-1], metrics["loss"])
     assert float(got["rows"][-1]) == 8
-
-
-@pytest.mark.thorough(except_for=["specs1-auto"])
-@pytest.mark.parametrize("mesh", [DATA, AUTO], ids=["explicit", "auto"])
-@pytest.mark.parametrize("specs", [None, P("data"), P(None, "data")])
-def test_sparse_updates_of_a_table(specs, mesh):
-    """Updates with repeated rows on all devices, clipped by their global norm."""
-    optimizer = jstep.chain(jstep.clip_gradients(by_global_norm=0.5), jstep.adagrad(0.1))
-
-    def lookup_step(state, indices, targets):
-        grads = jax.grad(lambda rows: jnp.mean((rows - targets) ** 2))(state.params["table"][indices])
-        slices = jstep.IndexedSlices(grads, indices, (64, 8))
-        return jstep.apply_gradients(state, {"table": slices}, optimizer), {}
-
-    random = np.random.default_rng(4)
-    table = random.normal(size=(64, 8)).astype(np.float32)
-    batches = [
-        (random.integers(0, 64, 32).astype(np.int32), random.normal(size=(32, 8)).astype(np.float32)) for _ in range(50)
-    ]
-    want = jstep.TrainState.create({"table": table}, optimizer)
-    state = jstep.TrainState.create({"table": table}, optimizer, mesh=mesh, param_specs=specs, slot_axis="data")
-    before = shardings(state)
-    reference = jax.jit(lookup_step)
-    if mesh is AUTO:
-        step = jax.jit(lookup_step, out_shardings=(before, None), donate_argnums=0)
-    else:  # JAX rejects the gather on Explicit axes
-        step = jstep.TrainStep(lookup_step)
-    for batch in batches:
-        want, _ = reference(want, *batch)
-        state, _ = step(state, *jstep.shard_batch(batch, mesh))
-    assert_close((state.params, state.slots), (want.params, want.slots))
-    assert shardings(state) == before

@@ -1,4 +1,4 @@
-"""What gradients must be for their parameters, and what is said of those that are not, whole."""
+"""What gradients must be for their parameters, and what is said of some that are not."""
 
 from typing import Any
 

@@ -105,8 +105,6 @@ def test_abstract_states_cannot_run():
     for run in (
         lambda: train_step(shapes, X, Y),
         lambda: train_step(state, jax.ShapeDtypeStruct(X.shape, X.dtype), Y),
-        lambda: train_step.__wrapped__(shapes, X, Y),
-        lambda: jstep.scan_steps(train_step)(shapes, X[None], Y[None]),
         lambda: jstep.apply_gradients(shapes, state.params, OPTIMIZER),
         lambda: jstep.fingerprint(shapes),
         lambda: jstep.global_step(shapes),

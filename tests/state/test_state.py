@@ -146,21 +146,6 @@ def test_model_state_is_read_and_replaced() -> None:
         jstep.TrainState.create({"w": tensor}, jstep.adam(0.1))
 
 
-@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
-def test_a_state_with_a_key_is_created_inside_a_program(make: Any) -> None:
-    key, optimizer = make(3), jstep.adam(0.1)
-
-    def create_one(w: Any) -> jstep.TrainState:
-        return jstep.TrainState.create({"w": w}, optimizer, model_state=key)
-
-    state = create_one(jnp.float32(1.0))
-    assert jax.jit(create_one)(jnp.float32(1.0)) == state
-    assert jax.eval_shape(create_one, jnp.float32(1.0)).model_state.shape == key.shape
-    assert jax.vmap(create_one)(jnp.ones(2)).model_state.shape == (2, *key.shape)
-    state, _ = jstep.minimize(lambda params: params["w"], optimizer)(state)  # the state is donated, its key a copy
-    assert not key.is_deleted()
-
-
 def test_replaced_model_state_holds_arrays() -> None:
     """Numbers become arrays, as in `create`; shapes and shardings stay."""
     optimizer = jstep.gradient_descent(0.1)

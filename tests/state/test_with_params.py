@@ -167,16 +167,6 @@ def test_on_a_mesh_each_leaf_is_placed_as_before(axes: AxisType, slot_axis: str 
         assert state.with_params(params_of(3.0, jnp.bfloat16)).params["w"].sharding == state.params["w"].sharding
 
 
-def test_slots_in_host_memory_stay_there(host_memory: None) -> None:
-    mesh = jax.make_mesh((8,), ("data",))
-    state = jstep.TrainState.create(
-        params_of(1.0), jstep.schedule_free_adamw(1e-3), mesh=mesh, slots_memory="pinned_host"
-    )
-    loaded = state.with_params(params_of(2.0))
-    assert loaded.slots["z"]["w"].sharding == state.slots["z"]["w"].sharding
-    assert loaded.slots["z"]["w"].sharding.memory_kind == "pinned_host"
-
-
 def test_in_a_compiled_function() -> None:
     optimizer = WITH_COPIES["compact schedule_free"]()
     state = jstep.TrainState.create(params_of(1.0, jnp.bfloat16), optimizer)
@@ -240,15 +230,6 @@ def test_a_state_that_a_hook_returns_is_one_warning_in_a_run(returned: Any, capl
     for runs in (1, 2):
         hooked(jstep.every(1, returned))
         assert len(warnings_of(caplog)) == runs
-
-
-def test_a_callback_of_an_evaluation_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    def callback(step: int, state: jstep.TrainState, metrics: Any) -> jstep.TrainState:
-        return by_hand(step, state, metrics)
-
-    hooked(jstep.EvaluationHook(lambda state: {"m": 1.0}, every_n_steps=2, callbacks=[callback]))
-    (text,) = warnings_of(caplog)
-    assert "callback returned a state with other parameters" in text
 
 
 def test_a_hook_that_sets_them_all_is_silent(caplog: pytest.LogCaptureFixture) -> None:

@@ -159,15 +159,6 @@ def test_the_json_is_that_of_earlier_versions():
     assert encode(value) == {"$aliased": [[[1], {"$array": array("|u1", [8], "AAABAAIAAwA=")}], expected]}
 
 
-def test_nothing_is_shared_with_the_value():
-    value = {"a": [[1], (2,), np.zeros(2)]}
-    encoded = encode(value)
-    value["a"][0].append(3)
-    value["a"][2][0] = 9
-    value["b"] = 1
-    assert repr(decode(encoded)) == "{'a': [[1], (2,), array([0., 0.])]}"
-
-
 def test_equal_sets_are_equal_json():
     names = [f"shard-{n}" for n in range(20)]
     assert json.dumps(encode(set(names))) == json.dumps(encode({*reversed(names)}))

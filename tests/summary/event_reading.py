@@ -1,7 +1,5 @@
 """Helpers that read the events of a writer."""
 
-import time
-
 from jstep import summary
 
 
@@ -11,12 +9,3 @@ def scalars(events, tag="loss"):
 
 def events_of(writer):
     return list(summary.summary_iterator(writer.path))
-
-
-def wait_until(condition):
-    """Wait up to 20 s for a condition that another thread establishes."""
-    for _ in range(1000):
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError("the condition did not hold within 20 s")

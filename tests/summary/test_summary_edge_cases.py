@@ -71,19 +71,6 @@ def test_summaries_under_a_transfer_guard(tmp_path, level):
     assert [e.step for e in events_of(writer)][:2] == [0, 7]
 
 
-@pytest.mark.thorough
-def test_summaries_under_a_mesh_and_x64(tmp_path):
-    mesh = jax.make_mesh((8,), ("data",))  # with Explicit axes
-    with jax.set_mesh(mesh), jax.enable_x64(True), summary.SummaryWriter(tmp_path) as writer:
-        created = all_kinds(jnp.float32(2.0), jnp.arange(3))
-        split = jax.device_put(np.arange(16.0), jax.NamedSharding(mesh, jax.P("data")))
-        writer.add_summary(summary.merge([created, summary.histogram("split", split)]), 3)
-    (event,) = [e for e in events_of(writer) if e.summary.value]
-    values = {v.tag: v for v in event.summary.value}
-    assert values["split"].histo.num == 16
-    assert values["device"].simple_value == 2.0
-
-
 def test_a_removed_logdir_is_logged_and_recreated(tmp_path, caplog):
     logdir = tmp_path / "logs" / "run"
     writer = summary.SummaryWriter(logdir, max_queue=1)

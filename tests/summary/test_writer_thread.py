@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from event_reading import events_of, scalars, wait_until
+from event_reading import events_of, scalars
 from tensorboard.compat.proto import event_pb2
-from waiting import interrupt
+from waiting import interrupt, wait_until
 
 from jstep import summary
 from jstep.summary import new_event_files

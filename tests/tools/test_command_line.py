@@ -67,15 +67,6 @@ def test_tables_fit_the_terminal(run, monkeypatch, cli, width) -> None:
     assert "[4,128]" in text
 
 
-def test_two_runs_that_differ_fit_the_terminal(run, tmp_path, monkeypatch, cli) -> None:
-    with jstep.Saver(tmp_path, async_save=False) as saver:
-        path = saver.save(jstep.TrainState.create({"b": jnp.zeros(2)}, jstep.adam(), global_step=4))
-    monkeypatch.setenv("COLUMNS", "50")
-    lines = cli("diff", f"{run}/model-4", path, code=1).out.splitlines()
-    assert max(map(len, lines)) <= 50
-    assert "params/decoder/layers/0/attention/query_projection/kernel" in "".join(line.strip() for line in lines)
-
-
 def test_columns_fold_and_lose_nothing() -> None:
     rows = [["leaf", "n", "text"], ["a/long/path/of/a/leaf", "12", "of some words"], ["b", "3", ""]]
     assert columns(rows, 1) == columns(rows, 1, 40)
@@ -97,20 +88,3 @@ def test_what_jstep_keeps_in_extra_is_hidden(run, cli) -> None:
     assert "--all" not in out
     assert json.loads(out[out.index("extra {") + 6 : out.index(" leaf")]) == kept
     assert json.loads(cli("inspect", path, "--json").out)["extra"] == kept
-
-
-@pytest.mark.parametrize(
-    ("extra", "shown"),
-    [
-        ({"epoch": 3}, ['extra {"epoch": 3}']),
-        ({"epoch": 3, "held": {}}, ['extra {"epoch": 3}', "1 entry of jstep in extra (--all shows them)"]),
-        ({"held": {}}, ["1 entry of jstep in extra (--all shows them)"]),
-        ({}, ["extra {}"]),
-        ([1], ["extra [1]"]),
-        (None, []),
-    ],
-)
-def test_what_the_user_keeps_in_extra_is_shown(tmp_path, cli, extra, shown) -> None:
-    with jstep.Saver(tmp_path, async_save=False) as saver:
-        path = saver.save({"w": jnp.ones(2), "global_step": 0}, extra=extra)
-    assert [line for line in cli("inspect", path).out.splitlines() if "extra" in line] == shown

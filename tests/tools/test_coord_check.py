@@ -96,13 +96,6 @@ OPTIMIZERS = {
         ),
         "muon",
     ),
-    "muon_original": (
-        lambda: jstep.partition(
-            {"muon": jstep.muon(5e-3, weight_decay=0.0, scale="original"), "adam": jstep.adam(2e-3)},
-            lambda path, leaf: "muon" if path == "hidden/kernel" else "adam",
-        ),
-        "muon_original",
-    ),
 }
 
 

@@ -74,20 +74,6 @@ def test_custom_step_with_a_loop_of_unknown_length():
     assert "1 loops of unknown length" in str(cost)
 
 
-def test_loop_in_a_shard_map():
-    mesh = jax.make_mesh((8,), ("data",))
-    spec = PartitionSpec("data")
-    loop = jax.shard_map(
-        lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x, None, length=10)[0],
-        mesh=mesh,
-        in_specs=spec,
-        out_specs=spec,
-    )
-    x = jax.ShapeDtypeStruct((8 * SIDE, SIDE), jnp.float32, sharding=jax.NamedSharding(mesh, spec))
-    cost = jstep.cost(lambda state, x: (state, loop(x)), state(), x)
-    assert cost.flops == pytest.approx(10 * 2 * SIDE**3, rel=0.05)
-
-
 def test_cost_on_a_mesh(single_device):
     mesh = jax.make_mesh((8,), ("data",))
     rows = jstep.shard_batch(np.ones((ROWS, SIDE), np.float32), mesh)
@@ -107,12 +93,6 @@ def test_cost_on_a_mesh(single_device):
     assert cost.slots_bytes * 8 == single_device.slots_bytes
     assert cost.alias_bytes >= cost.params_bytes
     assert max(map(len, str(cost).splitlines())) <= 100
-
-
-def test_report_says_that_it_does_not_fit(single_device):
-    text = str(jstep.Cost(**{**vars(single_device), "memory_bytes": 1000, "fits": False, "devices": 4}))
-    assert "of 1000 B: it does not fit" in text
-    assert text.startswith("a step on each of 4 devices")
 
 
 def test_host_slots_are_counted_separately(host_memory):

@@ -1,6 +1,5 @@
 """`cost` of a file or a module, as a table or JSON; errors are printed to stderr, with exit code 2."""
 
-import importlib.util
 import json
 import sys
 import textwrap
@@ -83,11 +82,6 @@ def test_an_exception_of_the_program_is_shown_with_its_traceback(program, cli, l
 def test_a_bad_topology_fails_before_the_program_runs(tmp_path, cli):
     (tmp_path / "never.py").write_text("raise SystemExit('it ran')\n")
     assert "--topology='v5e:32x32'" in cli("cost", f"{tmp_path}/never.py:make", "--topology", "v5e:32x32", code=2).err
-
-
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
-def test_error_without_libtpu_names_the_extra(program, cli):
-    assert "pip install 'jstep[tpu]'" in cli("cost", f"{program}:make", "--topology", "v5e:2x2", code=2).err
 
 
 @pytest.mark.parametrize(("name", "extra"), [("v5e:2x2", "tpu"), ("h100:8", "aot-cuda")])

@@ -74,12 +74,6 @@ def test_other_compiler_errors_are_raised():
         jstep.cost(FailingStep(STEP, "INTERNAL: the compiler broke"), *example_inputs())
 
 
-def test_unknown_device_memory():
-    cost = jstep.cost(STEP, *example_inputs())
-    assert (cost.memory_bytes, cost.fits, cost.topology) == (None, None, None)
-    assert "fit" not in str(cost)
-
-
 @pytest.mark.parametrize(("spec", "warns"), [(P("data"), True), (P(), False)], ids=str)
 @pytest.mark.parametrize("is_constrained", [False, True])
 def test_warning_about_a_possible_reason(spec, warns, is_constrained):

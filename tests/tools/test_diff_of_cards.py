@@ -58,19 +58,6 @@ def test_the_exit_code_depends_only_on_the_leaves(run, cli, seed, message):
     assert f"the cards of the last starts {message}" in cli("diff", f"{a}/model-3", f"{b}/model-3").out
 
 
-def test_later_programs_belong_to_the_preceding_card(run, cli):
-    program = {"stage": 50, "steps": 1, "batch": [], "hyperparameters": {}, "operations": {"mul": 2}}
-    a, b = (run(name, card(), line(programs=[{**program, "hash": name}])) for name in "ab")
-    assert "the traced train_step (stage from step 50) differs" in cli("diff", a, b).out
-
-
-def test_each_prefix_is_a_separate_run(run, cli):
-    lines = [card(), card(3).replace('"model"', '"other"'), card(4).replace('"model"', '"third"')]
-    a = run("a", *lines, prefixes=("model", "other"))
-    b = run("b", lines[0], lines[1].replace('"seed": 3', '"seed": 5'), prefixes=("model", "other"))
-    assert cli("diff", a, b).out.splitlines()[1] == "  other: batches: seed: 3 in A, 5 in B"
-
-
 @pytest.mark.parametrize("lines", [(), ("{", "null\n", '{"kind": "card"}\n', '{"kind": "parts", "card": 1}\n')])
 def test_without_a_card_nothing_is_printed(run, cli, lines):
     a, b = run("a", *lines), run("b", card())

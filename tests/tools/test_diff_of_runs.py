@@ -1,7 +1,5 @@
 """`diff` of runs in separate processes: none between identical runs, and each planted difference by name."""
 
-import os
-
 import forked
 import pytest
 
@@ -11,7 +9,6 @@ PROGRAM = """
 import os, sys
 directory, batches, variant = sys.argv[1:4]
 import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
 import jstep
 
 rows, size = (80 if variant == "data" else 64), (16 if variant == "batch size" else 8)
@@ -54,15 +51,10 @@ def loss_fn(params, x):
 
 params = {"w": jnp.ones((4, 2), dtype), **{name: jnp.zeros((), dtype) for name in {"alpha", "beta", "gamma"}}}
 state = jstep.TrainState.create(params, optimizer)
-options = {}
-if variant in ("mesh", "other mesh"):
-    mesh = jax.make_mesh((2, 1) if variant == "mesh" else (1, 2), ("data", "model"))
-    state = jstep.shard_state(state, mesh, P())
-    options["batch_sharding"] = NamedSharding(mesh, P("data"))
 step = jstep.minimize(loss_fn, optimizer)
 hooks = [jstep.every(2, lambda step, state, metrics: None), jstep.AuditHook(every_n_steps=2)]
 jstep.train(step, state, dataset, 4, hooks=hooks, checkpoint_dir=directory, logdir=os.path.join(directory, "log"),
-            compile_cache=True, progress=False, **options)
+            compile_cache=True, progress=False)
 """
 
 
@@ -118,20 +110,3 @@ def test_names_a_planted_difference(runs, variant, capsys):
     first, *lines = difference(a, b, capsys)
     assert first == "the cards of the last starts differ:"
     assert any(line.startswith("  " + PLANTED[variant]) for line in lines), lines
-
-
-MESHES = {"a": "mesh", "b": "other mesh"}
-
-
-@pytest.mark.thorough
-def test_names_another_mesh_and_an_xla_flag(runs, capsys):
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
-    (a, one), (b, other) = (runs(name, variant=variant, XLA_FLAGS=flags) for name, variant in MESHES.items())
-    c, third = runs("c", variant="mesh", XLA_FLAGS=f"{flags} --xla_cpu_enable_fast_math=true")
-    finish(one, other, third)
-    assert "  devices: mesh: data: 2 Explicit, model: 1 Explicit in A, data: 1 Explicit, model: 2 Explicit in B" in (
-        difference(a, b, capsys)
-    )
-    lines = difference(a, c, capsys)
-    assert lines[1:2] == ["  XLA_FLAGS --xla_cpu_enable_fast_math: absent in A, true in B"]
-    assert not lines[2].startswith("  step:")

@@ -100,6 +100,7 @@ def test_events_prints_what_is_not_corrupted(partly_corrupted, cli):
     assert len(captured.err.splitlines()) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="FIFOs are not supported here")
 def test_a_pipe_does_not_block(tmp_path):
     write_events(tmp_path / "run" / "events.out.tfevents.1.a", scalar_event(1, 1.0))

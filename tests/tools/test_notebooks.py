@@ -59,13 +59,6 @@ def test_state_table():
     assert found.rows[1][1:] == ["1", "32 B"]
 
 
-def test_cost_table():
-    cost = jstep.cost(STEP, make_state(), np.ones((3, 4), np.float32))
-    found = TableParser(cost._repr_html_())
-    assert dict(found.rows)["parameters"] == "32 B"
-    assert all(row[1] in str(cost) for row in found.rows)
-
-
 def test_goodput_table():
     found = TableParser(jstep.Goodput(productive=70.0, starting=20.0, down=10.0, starts=2, steps=1000)._repr_html_())
     assert found.rows == [
@@ -100,9 +93,3 @@ def test_plan_without_matplotlib(monkeypatch):
     found = TableParser(plan()._repr_html_())
     assert found.images == []
     assert len(found.rows) == 4
-
-
-def test_plan_of_constants():
-    found = TableParser(jstep.plan({"rate": 0.5}, 10)._repr_html_())
-    assert found.rows == []
-    assert "constant: rate 0.5" in found.words

@@ -63,18 +63,6 @@ def test_the_first_axis_that_they_divide_spans_the_slices(monkeypatch: Any, axes
     assert (names, len(axis_types)) == (tuple(axes), len(axes))
 
 
-def test_an_axis_may_split_one_of_the_hardware(on_cpus: list[Any], monkeypatch: Any) -> None:
-    asked = []
-
-    def arranged(*args: Any, **options: Any) -> Any:
-        asked.append((args, options))
-        return np.array(jax.devices()).reshape(2, 4)
-
-    monkeypatch.setattr(topologies.mesh_utils, "create_device_mesh", arranged)
-    jstep.topology("v5e:2x4", {"data": 2, "model": 4})
-    assert asked == [(([2, 4], jax.devices()), {"allow_split_physical_axes": True})]
-
-
 OPTIMIZER = jstep.momentum(0.1, 0.9)
 STEP = jstep.minimize(lambda params, x: jnp.sum((x["rows"] @ params["w"]) ** 2) * x["factor"], OPTIMIZER)
 

@@ -18,22 +18,6 @@ def test_values_match_the_optimizer():
     assert set(plan.hyperparameters) == set(jstep.adam(RATE).hyperparameters(0))
 
 
-def test_prefixes_of_a_partition():
-    optimizer = jstep.partition({"a": jstep.adam(RATE), "b": jstep.gradient_descent(0.5)}, lambda path, leaf: "a")
-    plan = jstep.plan(optimizer, 10)
-    assert plan.hyperparameters["b/learning_rate"].tolist() == [0.5] * 10
-    assert "a/learning_rate" in plan.hyperparameters
-    assert "constant" in str(plan)
-
-
-def test_plan_of_a_schedule_and_of_a_dict():
-    (values,) = jstep.plan(RATE, 1000, start=990).hyperparameters.values()
-    np.testing.assert_allclose(values, [float(RATE(step)) for step in range(990, 1000)], rtol=1e-6)
-    plan = jstep.plan({"rate": RATE, "beta": 0.9, "numpy": np.float32(2)}, 100, points=3)
-    assert plan.hyperparameters["beta"].tolist() == pytest.approx([0.9] * 3)
-    assert set(plan.hyperparameters) == {"rate", "beta", "numpy"}
-
-
 def test_plan_of_a_python_schedule():
     plan = jstep.plan(lambda step: 0.5 if step < 5 else 0.25, 10, points=3)
     assert plan.hyperparameters["schedule"].tolist() == [0.5, 0.5, 0.25]
@@ -116,18 +100,6 @@ def test_a_rate_that_is_0_up_to_the_end():
         assert "WARNING" not in str(plan) + plan._repr_html_()
 
 
-def test_text_fits_100_columns():
-    optimizer = jstep.partition(
-        {f"a_long_label_of_part_{i}": jstep.adam(RATE, beta1=jstep.linear(0.8, 0.9, 100)) for i in range(5)},
-        lambda path, leaf: "a_long_label_of_part_0",
-    )
-    hooks = [jstep.LoggingHook(every_n_steps=10)]
-    text = str(jstep.plan(optimizer, 123_456_789, hooks=hooks))
-    assert max(map(len, text.splitlines())) <= 100
-    assert "LoggingHook  every 10 steps, 12 345 678 times: 10, 20, …, 123 456 780" in text
-    assert "a_long_label_of_part_4/learning_rate" in text
-
-
 BLUE, RED = "#1b4f72", "#7b241c"
 """The colors of values, and of what is due."""
 
@@ -156,6 +128,7 @@ def test_a_picture_has_the_changing_values_and_what_is_due(tmp_path):
     assert pictures.marks(svg, RED) == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("every", "marks", "bars"), [(3, 400, 0), (2, 0, 1)])
 def test_up_to_400_marks_are_drawn_one_by_one(every, marks, bars, tmp_path):
     path = tmp_path / "plan.svg"
@@ -163,21 +136,6 @@ def test_up_to_400_marks_are_drawn_one_by_one(every, marks, bars, tmp_path):
     jstep.plan(jstep.adam(RATE), last, hooks=[jstep.every(every, print)]).plot(path)
     svg = path.read_text()
     assert (pictures.marks(svg, RED), len(pictures.lines(svg, RED))) == (marks, bars)
-
-
-def test_a_picture_of_constant_values_and_of_one_step(tmp_path):
-    path = tmp_path / "plan.svg"
-    jstep.plan(jstep.gradient_descent(0.5), 10).plot(path)
-    assert pictures.words(path.read_text()) == ["constant:  learning_rate = 0.5"]
-    assert pictures.lines(path.read_text(), BLUE) == []
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("suffix", "begin"), [("png", b"\x89PNG"), ("pdf", b"%PDF")])
-def test_the_suffix_is_the_format(tmp_path, suffix, begin):
-    path = tmp_path / f"plan.{suffix}"
-    jstep.plan(jstep.adam(RATE), 1000).plot(path)
-    assert path.read_bytes().startswith(begin)
 
 
 # Stages, batch sizes and rows.
@@ -222,14 +180,6 @@ def test_stages_batch_sizes_and_rows(tmp_path):
     assert len(stages) == 2
     assert ends[0][1] == ends[1][0]  # one begins where the other ends
     assert (ends[0][1] - ends[0][0]) / (ends[1][1] - ends[0][0]) == pytest.approx(0.6, abs=1e-3)
-
-
-def test_stages_from_a_later_step():
-    data = jstep.batches(np.arange(50), {0: 5, 10: 10, 20: 25}, num_epochs=20)
-    plan = jstep.plan(RATE, 15, start=12, batches=data, train_step=steps_of_stages(jstep.adam(RATE)))
-    assert (plan.batch_size, plan.stages) == ({10: 10}, {0: "short_loss"})
-    assert plan.rows == {"rows": 100}
-    assert plan.passes == {"rows": 2.0}
 
 
 def test_single_step_and_finite_batches():

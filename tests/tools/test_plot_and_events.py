@@ -1,7 +1,6 @@
 """The commands `plot` and `events`, and the scalars that they read."""
 
 import io
-import json
 import os
 import subprocess
 import sys
@@ -9,13 +8,12 @@ import sys
 import numpy as np
 import pictures
 import pytest
-from PIL import Image
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.util import tensor_util
 
 from jstep import summary
 from jstep.stores import event_files
-from jstep.stores.event_files import find_runs, read_scalars
+from jstep.stores.event_files import read_scalars
 from jstep.tools.cli import main
 from jstep.tools.cli_events import _smooth
 
@@ -37,17 +35,6 @@ def logs(tmp_path):
     return str(tmp_path / "logs")
 
 
-def test_plot_writes_a_picture(logs, tmp_path, cli):
-    out = tmp_path / "loss.png"
-    assert cli("plot", logs, "-o", out).out == f"{out}: loss, accuracy/test\n"
-    pixels = np.asarray(Image.open(out).convert("RGB"))
-    assert pixels.shape[0] > 300
-    assert pixels.shape[1] > 1000  # two panels
-    colors = {tuple(color) for color in pixels.reshape(-1, 3)[::7].tolist()}
-    assert (255, 255, 255) in colors
-    assert len(colors) > 10
-
-
 def svg(tmp_path, *arguments):
     out = tmp_path / "plot.svg"
     assert main(["plot", *arguments, "-o", str(out)]) == 0
@@ -62,14 +49,6 @@ def test_plot_names_tags_runs_and_axes(logs, tmp_path):
     assert "hours" in text
     assert "accuracy/test" in text
     assert "<!-- loss -->" not in text
-
-
-def test_plot_of_several_directories_and_of_a_file(logs, tmp_path):
-    file = write(tmp_path / "elsewhere", {1: 1.0})
-    text = svg(tmp_path, logs, file)
-    assert "<!-- logs/a -->" in text
-    assert "<!-- elsewhere/events.out.tfevents" in text
-    assert "legend" not in svg(tmp_path, f"{logs}/a")  # one run needs no legend
 
 
 BLUE, ORANGE = "#1f77b4", "#ff7f0e"
@@ -174,37 +153,6 @@ def test_events_as_text(everything, cli):
         assert part in line
 
 
-def test_events_as_json(everything, cli):
-    out = cli("events", everything, "--json").out
-    assert cli("events", everything, "--format", "json").out == out
-    lines = [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()]
-    assert lines[0]["file_version"] == "brain.Event:2"
-    assert lines[2]["session_log"] == "START"
-    assert lines[3]["values"] == [
-        {"tag": "loss", "kind": "scalar", "value": 0.5},
-        {"tag": "bad", "kind": "scalar", "value": "NaN"},
-    ]
-    (histogram,) = lines[4]["values"]
-    assert (histogram["kind"], histogram["num"], sum(histogram["bucket"])) == ("histogram", 4, 4)
-    assert lines[5]["values"][0]["width"] == 3
-    assert lines[6]["values"][0]["strings"] == ["two\nlines"]
-    assert all(isinstance(line["wall_time"], float) for line in lines)
-
-
-def test_events_of_a_directory_filtered_by_tag(everything, cli):
-    write(os.path.dirname(everything), {9: 1.0})
-    lines = cli("events", os.path.dirname(everything), "-t", "los*").out.splitlines()
-    assert [line.partition("  ")[2] for line in lines] == ["step 1  loss = 0.5", "step 9  loss = 1"]
-
-
-def test_events_before_a_corrupted_record_are_printed(everything, cli):
-    with open(everything, "ab") as file:
-        file.write(b"x" * 100)
-    captured = cli("events", everything, code=2)
-    assert len(captured.out.splitlines()) == 8
-    assert "corrupted record at offset" in captured.err
-
-
 def test_a_closed_pipe_is_not_an_error(tmp_path):
     path = write(tmp_path / "run", dict.fromkeys(range(5000), 1.0))
     program = [sys.executable, "-m", "jstep", "events", path]
@@ -262,12 +210,6 @@ def _packed(value, dtype):
     tensor.ClearField("double_val")
     tensor.tensor_content = np.asarray(value, dtype).tobytes()
     return tensor
-
-
-def test_runs_are_the_directories_with_event_files(logs, tmp_path):
-    write(logs, {1: 1.0})
-    (tmp_path / "logs" / "none").mkdir()
-    assert find_runs(logs) == [logs, f"{logs}/a", f"{logs}/b"]
 
 
 def test_smoothing_is_a_debiased_average():

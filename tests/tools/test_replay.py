@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 from positioned import Positioned
 
 import jstep
@@ -106,60 +105,6 @@ def test_iterator_position_is_restored(tmp_path):
     state, args = jstep.replay(STEP, make_state(), loader, tmp_path, 6)
     assert digest(state) == states[6]
     np.testing.assert_array_equal(args[0], batch(6))
-
-
-def test_batches_of_dicts_and_tuples():
-    data = jstep.batches({"x": np.arange(40, dtype=np.float32).reshape(10, 4)}, 1, num_epochs=1)
-    step = jstep.minimize(lambda params, b: ((params["w"] - b["x"][0]) ** 2).sum(), OPTIMIZER)
-    _, args = jstep.replay(step, make_state(), data, None, 4)
-    np.testing.assert_array_equal(args[0]["x"], data[4]["x"])
-    pair = jstep.minimize(lambda params, x, y: ((params["w"] - x + y) ** 2).sum(), OPTIMIZER)
-    _, args = jstep.replay(pair, make_state(), [(batch(0), batch(1))] * 3, None, 2)
-    assert len(args) == 2
-
-
-@pytest.mark.thorough
-def test_replay_of_a_sharded_run(tmp_path):
-    mesh = jax.make_mesh((8,), ("data",))
-    step = jstep.minimize(lambda params, x: ((params["w"] - x.sum(0)) ** 2).sum(), OPTIMIZER)
-    rows = [np.ones((8, 4), np.float32) * i for i in range(6)]
-
-    def state():
-        return jstep.shard_state(make_state(), mesh, PartitionSpec())
-
-    spec = jax.sharding.NamedSharding(mesh, PartitionSpec("data"))
-    recorder = FingerprintRecorder()
-    jstep.train(
-        step, state(), rows, 6, hooks=[recorder], checkpoint_dir=tmp_path, save_checkpoint_steps=2, progress=False,
-        batch_sharding=spec,
-    )  # fmt: skip
-    replayed = jstep.replay(step, state(), rows, tmp_path, 5, batch_sharding=spec)
-    assert digest(replayed.state) == recorder.states[5]
-    assert replayed.args[0].sharding.is_equivalent_to(spec, 2)
-
-
-def test_replay_finds_the_origin_of_a_nan(tmp_path):
-    def loss(params, x):
-        return jnp.log(params["w"] + x).sum()
-
-    optimizer = jstep.gradient_descent(0.0)
-    step = jstep.minimize(loss, optimizer)
-
-    def batches(n):
-        return jnp.full(4, -1.0 if n == 7 else 1.0)
-
-    def state():
-        return jstep.TrainState.create({"w": jnp.ones(4)}, optimizer)
-
-    kwargs = {"checkpoint_dir": tmp_path, "save_checkpoint_steps": 3, "progress": False}
-    with pytest.raises(jstep.NanLossDuringTrainingError) as caught:
-        jstep.train(step, state(), batches, 20, hooks=[jstep.NanLossHook(every_n_steps=1)], **kwargs)
-    assert caught.value.step == 8
-    assert "jstep.replay" in str(caught.value)
-    before, args = jstep.replay(step, state(), batches, tmp_path, caught.value.step - 1)
-    found = jstep.find_nonfinite(step, before, *args)
-    assert found.primitive == "log"
-    assert found.source.endswith("(loss)")
 
 
 def test_no_state_before_the_step(finished_run, tmp_path):

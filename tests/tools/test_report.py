@@ -193,12 +193,6 @@ def test_a_spike_of_one_step_is_seen():
     assert spike[0] == pytest.approx(560 * 0.123456, abs=1.0)
 
 
-def test_many_curves_do_not_make_a_picture_large():
-    values = np.random.default_rng(0).normal(size=10_000)
-    curves = [Curve(str(i), np.arange(values.size), values, i) for i in range(64)]
-    assert len(picture("metric", curves)) < 4 * len(picture("metric", curves[:4]))
-
-
 def test_a_logarithmic_axis_and_marks():
     curve = Curve("loss", np.arange(4), np.array([1000.0, 1.0, -math.inf, 0.1]))
     assert 'data-log="1"' in picture("loss", [curve])
@@ -207,20 +201,6 @@ def test_a_logarithmic_axis_and_marks():
     svg = picture("loss", [curve], [best, best._replace(value=math.nan), Mark("start", 9, "after the end")])
     assert svg.count('class="best') == 1
     assert "after the end" not in svg
-
-
-def test_a_run_without_event_files_has_the_other_sections(tmp_path):
-    train(3, tmp_path, logdir=None)
-    page = jstep.report(tmp_path).html
-    headings = re.findall("<h2>(.*?)</h2>", page)
-    assert headings == ["What it was", "Where its time went"]
-
-
-def test_event_files_of_a_logdir_that_was_moved_with_the_run(tmp_path):
-    train(3, tmp_path / "a" / "checkpoints", logdir=tmp_path / "a" / "logs")
-    assert "<figcaption>loss</figcaption>" in jstep.report(tmp_path).html
-    os.rename(tmp_path / "a", tmp_path / "b")
-    assert "<figcaption>loss</figcaption>" in jstep.report(tmp_path).html
 
 
 def test_a_damaged_event_file(tmp_path):

@@ -208,18 +208,6 @@ def test_what_cannot_be_read_is_a_row(damage, tmp_path, capsys):
     assert "unreadable" in capsys.readouterr().out
 
 
-@pytest.mark.thorough(except_for=["23", "230"])
-@pytest.mark.parametrize("cut", range(0, 400, 23))
-def test_a_torn_end_is_read_as_far_as_it_goes(cut, tmp_path):
-    train(3, tmp_path)
-    path = tmp_path / "timeline.jsonl"
-    data = path.read_bytes()
-    path.write_bytes(data[: len(data) - cut])
-    run = only(tmp_path)
-    assert run.status in ("finished", "killed")
-    assert run.last_step == 3
-
-
 def test_nothing_there(tmp_path, capsys):
     assert cli.main(["runs", str(tmp_path)]) == 2
     assert cli.main(["runs", str(tmp_path / "missing")]) == 2

@@ -65,15 +65,11 @@ def run(tmp_path_factory):
     ("arguments", "expected"),
     [
         (("inspect", "run"), "model-3"),
-        (("inspect", "run", "--json"), '"step": 3'),
         (("inspect", "run", "--verify"), "as written"),
         (("inspect", "run/w.safetensors"), "bfloat16"),
-        (("inspect", "run/w.safetensors", "--json"), '"stored_as": "BF16"'),
         (("goodput", "run"), "3 steps in"),
-        (("events", "log"), "session_log START"),
         (("plot", "log", "-o", "log/loss.png"), "loss.png: loss"),
         (("--help",), "goodput"),
-        ((), "inspect   show a checkpoint"),
         (("--version",), f"jstep {jstep.__version__}"),
         *(((name, "--help"), f"jstep {name}") for name in COMMANDS),
     ],
@@ -91,17 +87,10 @@ def test_commands_do_not_import_jax(run, arguments, expected):
     "arguments",
     [
         ("inspect", "nowhere"),
-        ("inspect", "broken"),
-        ("inspect", "run/model-9"),
         ("inspect", "damaged/model-3", "--verify"),
-        ("diff", "nowhere", "run"),
-        ("diff", "run", "nowhere"),
         ("diff", "run/model-3", "run/model-9"),
-        ("diff", "run", "run/model-3"),
         ("cost", "nowhere.py:make"),
-        ("cost", "nowhere"),
         ("plot", "nowhere", "-o", "loss.png"),
-        ("goodput", "nowhere"),
         ("events", "nowhere"),
         ("nope",),
     ],
@@ -114,6 +103,7 @@ def test_errors_do_not_import_jax(run, arguments):
     assert "no JAX" in lines
 
 
+@pytest.mark.thorough
 def test_reading_arrays_imports_jax(run):
     """This shows that the tests above can fail."""
     assert "JAX" in run_command("inspect", str(run / "run" / "model-3"))[1]

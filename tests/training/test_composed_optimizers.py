@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from regression import X, Y, fresh, loss_fn
 
 import jstep
@@ -24,30 +23,6 @@ def test_partition_gives_each_label_its_own_optimizer() -> None:
     assert jstep.get_slot(state, "slow/momentum", "w") is None
     only = jstep.apply_gradients(state, {"w": jnp.ones(3), "b": None}, optimizer)
     assert float(only.params["b"]) == float(state.params["b"])
-
-
-def test_chain_applies_its_elements_in_order() -> None:
-    """Clipping before scaling differs from clipping after it."""
-    first = jstep.chain(jstep.clip_gradients(by_value=1.0), jstep.gradient_descent(2.0))
-    last = jstep.chain(jstep.gradient_descent(2.0), jstep.clip_gradients(by_value=1.0))
-    grads = {"w": jnp.full(3, 5.0), "b": jnp.float32(0.25)}
-    a, b = (jstep.apply_gradients(fresh(o), grads, o).params for o in (first, last))
-    np.testing.assert_allclose(a["w"], 1 - 2.0)
-    np.testing.assert_allclose(b["w"], 1 - 1.0)
-    np.testing.assert_allclose([a["b"], b["b"]], [0.0, 0.0])
-
-
-@pytest.mark.filterwarnings("ignore:chain")
-def test_names_of_nested_scopes() -> None:
-    optimizer = jstep.chain(
-        jstep.scope("outer", jstep.chain(jstep.scope("inner", jstep.adam(0.1)))),
-        jstep.scope("second", jstep.momentum(1.0, 0.5)),
-    )
-    state = fresh(optimizer)
-    assert jstep.get_slot_names(state) == ["outer/inner/m", "outer/inner/v", "second/momentum"]
-    assert "outer/inner/start_step" in state.slots
-    assert "outer/inner/beta1" in optimizer.hyperparameters(0)
-    jstep.minimize(loss_fn, optimizer)(state, X, Y)
 
 
 def test_custom_optimizer() -> None:

@@ -10,8 +10,6 @@ import pytest
 from jax.sharding import AxisType
 
 import jstep
-from jstep.training.looped import loop_step
-from jstep.training.step import run
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
 X = np.ones(4, np.float32)
@@ -48,6 +46,7 @@ STEPS: dict[str, Any] = {
 MESSAGE = "the state's 'params/[bw]' was donated to an earlier step and deleted. Use the state that the step returned"
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("of", ["all", "params"])
@@ -68,6 +67,7 @@ def test_a_step_by_hand(kind: str, name: str, of: str) -> None:
     assert int(step(make_state(kind), x)[0].global_step) == 1
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["minimize", "custom", "jit", "K steps"])
 def test_in_a_run(kind: str, name: str) -> None:
@@ -92,22 +92,7 @@ def test_in_a_run(kind: str, name: str) -> None:
     assert "it is lost" in caught.value.__notes__[-1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_program_of_several_steps(kind: str) -> None:
-    from jstep.hooks.metric_sums import Accumulate, MetricSums
-
-    step, sums = make_step(), MetricSums()
-    looped = loop_step(step, 2, Accumulate())
-    state = make_state(kind)
-    columns = Accumulate()(looped.prepare(state, (X,)))
-    args = np.int32(2), sums.empty(columns, state.global_step), np.stack([X, X])
-    latest, *_ = run(looped, state, args)
-    latest, *_ = run(looped, latest, args)
-    make_step()(latest, X)
-    with pytest.raises(RuntimeError, match=MESSAGE):
-        run(looped, latest, args)
-
-
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["begin", "after_step", "end"])
 def test_a_hook_that_donates_before_others_look(kind: str, where: str, tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
 """Errors of optimizers of the user, and of other libraries, in a step."""
 
-import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import jstep
@@ -43,18 +41,3 @@ def test_an_optimizer_of_flax_points_to_its_page() -> None:
     given = nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)
     with pytest.raises(TypeError, match=r"pass jstep.from_optax\(tx\).*the page 'From Flax'"):
         jstep.minimize(loss_fn, given)
-
-
-@dataclasses.dataclass(frozen=True)
-class Refusal(Exception):  # noqa: N818
-    why: str
-
-
-def test_an_exception_of_a_custom_optimizer_that_takes_no_attributes_passes_through() -> None:
-    def update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
-        raise Refusal("not today")
-
-    optimizer = jstep.Optimizer(lambda params, step=0: {}, update, lambda step: {})
-    state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
-    with pytest.raises(Refusal):
-        jstep.apply_gradients(state, {"w": jnp.ones(2)}, optimizer)

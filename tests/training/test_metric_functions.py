@@ -43,14 +43,10 @@ def run(optimizer: Any, steps: int = 2, state: Any = None, **kwargs: Any) -> tup
 
 
 OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda: jstep.gradient_descent(0.5),
     "clipped": lambda: jstep.chain(jstep.clip_gradients(by_global_norm=0.01), jstep.adam(0.1)),
     "scaled": lambda: jstep.dynamic_loss_scale(jstep.adam(0.1), initial=8.0),
     "guarded": lambda: jstep.skip_nonfinite(jstep.momentum(0.1, 0.9)),
     "accumulated": lambda: jstep.update_every(2, jstep.adam(0.1), accumulate=True),
-    "averaged": lambda: jstep.with_moving_average(jstep.adam(0.1), jstep.ExponentialMovingAverage(0.9)),
-    "masters": lambda: jstep.master_weights(jstep.adam(0.1)),
-    "compact": lambda: jstep.compact(jstep.adam(0.1), min_size=1),
     "projected": lambda: jstep.with_projection(jstep.adam(0.1), lambda p: jax.tree.map(lambda x: x * 1, p)),
 }
 
@@ -89,17 +85,6 @@ def test_forms_of_the_step(form: str) -> None:
         state, metrics = step(state, X)
     for key in ("grad/a", "update/a", "new/a", "product"):
         np.testing.assert_allclose(metrics[key], want[key], rtol=1e-4)
-
-
-def test_several_steps_and_several_losses() -> None:
-    losses = {"one": (lambda p: p["a"] ** 2, "a"), "two": (lambda p: 3 * p["b"], "b")}
-    optimizer = jstep.gradient_descent(0.5)
-    step = jstep.minimize(losses, optimizer, metrics=lambda g, u, p: {"g": g["a"] + g["b"], "u": u["b"], "k": 2})
-    state = jstep.TrainState.create({"a": 1.0, "b": 2.0}, optimizer)
-    state, metrics = jstep.scan_steps(step, 2)(state)
-    np.testing.assert_allclose(metrics["g"], [5.0, 3.0])
-    np.testing.assert_allclose(metrics["u"], [-1.5, -1.5])
-    np.testing.assert_array_equal(metrics["k"], [2, 2])
 
 
 def test_a_skipped_update_is_zero_and_a_frozen_leaf_is_none() -> None:

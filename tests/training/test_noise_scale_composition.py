@@ -61,18 +61,6 @@ def test_aux_metric_of_the_same_name_is_refused() -> None:
         step(jstep.TrainState.create(PARAMS, optimizer), jnp.ones(2))
 
 
-def test_custom_slot_may_have_the_same_name() -> None:
-    """Slots are recognized by their optimizer, not by name."""
-
-    def rule(g: Any, p: Any, slots: Any, h: Any) -> Any:
-        return -g, {"noise/gradient_noise": slots["noise/gradient_noise"] + 1}
-
-    custom = jstep.leafwise(rule, hyper={}, slots={"noise/gradient_noise": 0.0})
-    optimizer = jstep.partition({"a": custom, "b": SGD()}, lambda path, leaf: path)
-    state, _ = jstep.minimize(loss_fn, optimizer)(jstep.TrainState.create(PARAMS, optimizer), jnp.ones(2))
-    assert float(state.slots["a/noise/gradient_noise"]["a"]) == 1
-
-
 # Meshes.
 
 LAYOUTS: dict[str, Any] = {"replicated": None, "fsdp": {"in": P("data"), "out": P(None, "data"), "bias": P()}}
@@ -123,6 +111,7 @@ def test_microbatches_span_all_devices(types: Any, layout: str, loss: Any) -> No
     assert np.isfinite(metrics["gradient_noise"]).all()
 
 
+@pytest.mark.thorough
 def test_measuring_adds_no_collectives() -> None:
     """On Auto axes, gradients are reduced per microbatch anyway; squares use local gradients."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -156,21 +145,3 @@ def test_optimizers_that_evaluate_the_loss() -> None:
 
 
 # Restarts.
-
-
-def test_averages_survive_a_restart() -> None:
-    optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
-    step = jstep.minimize(mlp, optimizer, num_microbatches=4, metrics=("noise_scale",))
-    data = jstep.batches(rows(0), 16, seed=1)
-    report = jstep.verify_resume(lambda: jstep.TrainState.create(mlp_params(), optimizer), step, data, at=3, steps=6)
-    assert report.ok, str(report)
-
-
-def test_bias_correction_starts_with_the_slots() -> None:
-    optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
-    step = jstep.minimize(mlp, optimizer, num_microbatches=4, metrics=("noise_scale",))
-    found = []
-    for start in (0, 10_000):
-        _, metrics = step(jstep.TrainState.create(mlp_params(), optimizer, global_step=start), *rows(0))
-        found.append([float(metrics[name]) for name in NAMES])
-    assert found[0] == found[1]

@@ -33,30 +33,9 @@ def test_scan_steps_matches_k_steps(jit: bool) -> None:
     assert sorted(all_metrics) == sorted(metrics)
 
 
-def test_scan_steps_donates_and_accepts_trees() -> None:
-    optimizer = jstep.adam(0.1)
-    step = jstep.minimize(lambda p, batch: loss_fn(p, *batch), optimizer)
-    state = fresh(optimizer)
-    new, _ = jstep.scan_steps(step)(state, stacked(3))
-    assert jstep.global_step(new) == 3
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-
-
 def test_scan_steps_without_args() -> None:
     optimizer = jstep.gradient_descent(0.1)
     step = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2) + p["b"] ** 2, optimizer)
     state, metrics = jstep.scan_steps(step, length=5)(fresh(optimizer))
     assert jstep.global_step(state) == 5
     assert metrics["loss"].shape == (5,)
-
-
-def test_metrics_have_the_length_of_each_call() -> None:
-    optimizer = jstep.adam(0.1)
-    step = jstep.minimize(lambda p, x: jnp.sum((p["w"] - x) ** 2), optimizer)
-    many = jstep.scan_steps(step)
-    state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
-    for k in (3, 5, 3):
-        state, metrics = many(state, jnp.ones((k, 2)))
-        assert {value.shape for value in metrics.values()} == {(k,)}
-    of_numpy = {name for name, value in metrics.items() if isinstance(value, np.ndarray)}
-    assert of_numpy == {"learning_rate", "beta1", "beta2", "epsilon"}

@@ -140,35 +140,6 @@ def test_lookup_gradients_stay_sparse():
     assert_close(state.params["actor"], [0.8, 0.8])
 
 
-@pytest.mark.thorough
-def test_losses_compose_with_wrappers_and_scan():
-    optimizer = jstep.skip_nonfinite(
-        jstep.with_moving_average(
-            jstep.partition(
-                {"critic": jstep.adam(0.01), "actor": jstep.update_every(2, jstep.adam(0.01), accumulate=True)},
-                lambda path, leaf: path.split("/")[0] if "/" in path else None,
-            ),
-            jstep.ExponentialMovingAverage(0.9),
-        )
-    )
-    losses = {
-        "critic": (lambda p, x, averages: critic_loss(p, x), "critic/*"),
-        "actor": (lambda p, x, averages: actor_loss(p, x) + jnp.sum(averages["critic"]["w"]), "actor/*"),
-    }
-    step = jstep.minimize(losses, optimizer, use_averages=True, num_microbatches=2)
-    single = jstep.TrainState.create(PARAMS, optimizer)
-    batches = [X, X + 1, X * jnp.nan, X - 1]
-    scanned, metrics = jstep.scan_steps(step)(jstep.TrainState.create(PARAMS, optimizer), jnp.stack(batches))
-    for batch in batches:
-        single, _ = step(single, batch)
-    assert_close(scanned.params, single.params)
-    assert scanned.slots["actor/start_step"] == 2
-    np.testing.assert_array_equal(metrics["skipped"], [0, 0, 1, 0])
-    create = lambda: jstep.TrainState.create(PARAMS, optimizer)  # noqa: E731
-    report = jstep.verify_resume(create, step, [(batch,) for batch in batches], 2, 4)
-    assert report, report
-
-
 def test_losses_of_different_dtypes_and_loss_scales():
     params = {"critic": jnp.bfloat16(1.0), "actor": jnp.float32(1.0)}
     losses = {"critic": (lambda p: p["critic"] ** 2, "critic"), "actor": (lambda p: p["actor"] ** 2, "actor")}

@@ -39,51 +39,6 @@ def test_loss_is_scaled_but_reported_unscaled(n: int) -> None:
     assert jstep.global_step(state) == 3
 
 
-def test_loss_is_scaled_for_a_scoped_loss_scale() -> None:
-    optimizer = jstep.scope("outer", jstep.dynamic_loss_scale(jstep.gradient_descent(1.0), initial=4.0))
-    seen: list[Any] = []
-
-    @jax.custom_vjp
-    def tap(w: jax.Array) -> jax.Array:
-        return w
-
-    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-        jax.debug.callback(seen.append, gradient)
-        return (gradient,)
-
-    tap.defvjp(lambda w: (w, None), backward)
-
-    def tapped_loss(params: Any, x: jax.Array) -> jax.Array:
-        return jnp.mean(tap(params["w"]) * x)
-
-    state, metrics = jstep.minimize(tapped_loss, optimizer)(fresh(optimizer), X)
-    jax.effects_barrier()
-    (gradient,) = seen
-    np.testing.assert_allclose(np.sum(gradient), 4.0 * 2.5)
-    np.testing.assert_allclose(state.params["w"], 2.0 - 2.5)
-    assert float(metrics["outer/loss_scale"]) == 4.0
-    two = jstep.partition(
-        {"a": jstep.dynamic_loss_scale(jstep.adam()), "b": jstep.dynamic_loss_scale(jstep.adam())},
-        lambda path, leaf: "a" if path == "w" else "b",
-    )
-    both = jstep.TrainState.create({"w": 1.0, "v": 1.0}, two)
-    with pytest.raises(ValueError, match="must be outermost, got several loss scales"):
-        jstep.minimize(lambda p: p["w"] * p["v"], two)(both)
-
-
-def test_small_float16_gradients_do_not_underflow() -> None:
-    optimizer = jstep.dynamic_loss_scale(jstep.gradient_descent(1.0), initial=2.0**15)
-    params = {"w": jnp.float16(1.0)}
-
-    def tiny(params: Any) -> jax.Array:
-        return (params["w"] * jnp.float16(1e-4)).astype(jnp.float32) * 1e-4
-
-    state = jstep.TrainState.create(params, optimizer)
-    _, metrics = jstep.minimize(tiny, optimizer, metrics="grad_norm")(state)
-    np.testing.assert_allclose(metrics["grad_norm"], 1e-8, rtol=1e-2)
-    np.testing.assert_allclose(metrics["loss"], 1e-8, rtol=1e-2)
-
-
 def test_skips_and_held_hyperparameters_are_metrics() -> None:
     optimizer = jstep.skip_nonfinite(jstep.gradient_descent(jstep.held("learning_rate", 0.5)))
     step = jstep.minimize(loss_fn, optimizer)

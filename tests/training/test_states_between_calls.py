@@ -1,6 +1,5 @@
 """A state between two calls of a step: what travels with it, by hand, in runs, and from one step to another."""
 
-import dataclasses
 import pickle
 from copy import deepcopy
 from typing import Any
@@ -15,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jstep
 from jstep.slots.roles import roles_in
 from jstep.training import step as step_module
-from jstep.training.step import returned_layout, trace_program
+from jstep.training.step import returned_layout
 
 OPTIMIZER = jstep.adam(0.1)
 
@@ -43,14 +42,7 @@ def batch(step: int) -> Any:
     return np.full(3, step, np.float32)
 
 
-def test_the_program_of_a_call_shows_the_names_of_the_leaves() -> None:
-    state, step = fresh(), jstep.minimize(loss, OPTIMIZER)
-    text = trace_program(step, state, (batch(0),)).lower().as_text(debug_info=True)
-    for name in ("params['dense']['kernel']", "slots['m']['bias']", "global_step"):
-        assert f"state.{name}" in text
-
-
-@pytest.mark.parametrize("order", ["hand, run", "run, hand", "run, run, hand, run", "hand, run, hand"])
+@pytest.mark.parametrize("order", ["run, hand", "hand, run, hand"])
 def test_by_hand_and_in_runs_the_bits_are_the_same_and_a_step_is_compiled_once(order: str) -> None:
     expected = by_hand(jstep.minimize(loss, OPTIMIZER), fresh(), 3 * len(order.split(", ")))
     step, state, done = jstep.minimize(loss, OPTIMIZER), fresh(), 0
@@ -100,14 +92,6 @@ def test_a_leaf_that_was_put_in_twice_is_refused() -> None:
         step(state, batch(1))
 
 
-def test_a_state_on_a_mesh_of_a_step_that_does_not_donate_is_inspected() -> None:
-    """It may share memory with the state before, or two of its leaves may."""
-    kept = jstep.TrainStep(lambda state, x: (state.replace(global_step=state.global_step + 1), {}), donate=False)
-    after, _ = kept(fresh(mesh=jax.make_mesh((2,), ("data",))), batch(0))
-    assert returned_layout(after) is None
-    assert returned_layout(jstep.minimize(loss, OPTIMIZER)(after, batch(0))[0]) is not None
-
-
 @pytest.mark.parametrize("kind", ["one device", "a mesh"])
 def test_a_traced_state_knows_nothing(kind: str) -> None:
     step, seen = jstep.minimize(loss, OPTIMIZER), []
@@ -122,20 +106,6 @@ def test_a_traced_state_knows_nothing(kind: str) -> None:
     state = fresh(mesh=jax.make_mesh((2,), ("data",))) if kind == "a mesh" else fresh()
     assert jstep.global_step(twice(state)) == 2
     assert seen == [None, None]
-
-
-def test_a_change_that_a_hook_makes_to_a_dict_of_the_state_counts() -> None:
-    class Change(jstep.Hook):
-        def after_step(self, step: int, state: Any, metrics: Any) -> None:
-            if step == 3:
-                state.params["bias"] = jnp.zeros(3)
-
-    expected = by_hand(jstep.minimize(loss, OPTIMIZER), fresh(), 3)
-    expected.params["bias"] = jnp.zeros(3)
-    step = jstep.minimize(loss, OPTIMIZER)
-    for n in range(3, 6):
-        expected, _ = step(expected, batch(n))
-    assert run(jstep.minimize(loss, OPTIMIZER), fresh(), 6, hooks=[Change()]) == expected
 
 
 @pytest.mark.parametrize("first", ["with roles", "without"])
@@ -153,8 +123,9 @@ def test_a_state_made_by_hand_has_the_roles_in_a_run_that_it_has_by_hand(first: 
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("first", [0, 1, 2, 3])
-@pytest.mark.parametrize("stage", [1, 2, 4])
+@pytest.mark.thorough(except_for=["1-2"])
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("stage", [1, 4])
 def test_a_run_whose_batches_come_to_be_on_a_mesh_stays_there(first: int, stage: int) -> None:
     where = NamedSharding(jax.make_mesh((len(jax.devices()),), ("data",)), PartitionSpec())
 
@@ -177,26 +148,6 @@ def test_a_batch_that_is_a_buffer_of_a_state_that_came_to_a_mesh_is_refused() ->
     step = jstep.minimize(loss, OPTIMIZER)
     with pytest.raises(ValueError, match="share one buffer"):
         jstep.train(step, fresh(), jstep.from_state(batches), 8, log_steps=None, progress=False)
-
-
-def test_nodes_that_accept_only_arrays() -> None:
-    @jax.tree_util.register_dataclass
-    @dataclasses.dataclass
-    class Checked:
-        w: Any
-
-        def __post_init__(self) -> None:
-            assert self.w.shape == (3,)
-
-    def of_checked(params: Any, x: Any) -> Any:
-        return jnp.sum((params.w * x) ** 2)
-
-    optimizer = jstep.gradient_descent(0.1)
-    ends = []
-    for options in ({}, {"steps_per_call": 3}):
-        step = jstep.minimize(of_checked, optimizer)
-        ends.append(run(step, jstep.TrainState.create(Checked(jnp.ones(3)), optimizer), 6, **options))
-    assert np.allclose(ends[0].params.w, ends[1].params.w)
 
 
 def test_a_step_of_symbolic_shapes_can_be_exported() -> None:
@@ -223,12 +174,3 @@ def test_stages_of_which_one_does_not_donate() -> None:
     kept = jstep.minimize(loss, OPTIMIZER, donate=False)
     stages = {0: jstep.minimize(loss, OPTIMIZER), 2: kept, 4: lambda state, x: kept(state, x), 6: kept}
     assert run(stages, fresh(), 8) == by_hand(kept, fresh(), 8)
-
-
-def test_the_state_of_an_error_is_that_before_the_batch_and_has_names() -> None:
-    def batches(n: int) -> Any:
-        return batch(n) if n < 3 else np.ones((2, 2), np.float32)
-
-    with pytest.raises((TypeError, ValueError)) as caught:
-        jstep.train(jstep.minimize(loss, OPTIMIZER), fresh(), batches, 6, log_steps=None, progress=False)
-    assert caught.value.state == by_hand(jstep.minimize(loss, OPTIMIZER), fresh(), 3)

@@ -55,15 +55,6 @@ def want() -> Any:
     return train(make())
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("mesh", [EXPLICIT, AUTO], ids=["explicit", "auto"])
-@pytest.mark.parametrize("placement", [{}, ON_MESH], ids=["one device", "a mesh"])
-def test_current_mesh_does_not_change_results(mesh: Any, placement: Any) -> None:
-    with jax.set_mesh(mesh):
-        got = train(make(**placement))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), got, want())
-
-
 def test_step_inside_and_outside_an_explicit_mesh(compilations: Any) -> None:
     step = jstep.minimize(loss_fn, OPTIMIZER, num_microbatches=2, donate=False)
     batch = jstep.shard_batch(np.concatenate([ROWS, ROWS]), EXPLICIT)
@@ -81,69 +72,6 @@ def test_step_inside_and_outside_an_explicit_mesh(compilations: Any) -> None:
     assert not seen
 
 
-@pytest.mark.thorough
-def test_explicitly_sharded_arrays_with_and_without_the_mesh() -> None:
-    batch = jax.device_put(ROWS, NamedSharding(EXPLICIT, P("data")))
-    params = jax.device_put({"w": FIRST, "b": np.zeros(2, np.float32)}, NamedSharding(EXPLICIT, P()))
-    step = jstep.minimize(loss_fn, OPTIMIZER)
-    state, _ = step(make(**ON_MESH), batch)
-    state, _ = step(state, batch)
-    other = jstep.TrainState.create(params, OPTIMIZER)
-    with jax.set_mesh(EXPLICIT):
-        for _ in range(2):
-            other, _ = step(other, batch)
-        keyed = jstep.minimize(lambda p, x, rng: loss_fn(p, x), OPTIMIZER, rng=jax.random.key(1))
-        keyed(other, batch)
-    np.testing.assert_allclose(np.asarray(state.params["w"]), np.asarray(params["w"]) - 0.2, atol=0.1)
-
-
-@pytest.mark.thorough
-def test_inspection_accepts_the_arguments_of_the_step() -> None:
-    optimizer = jstep.gradient_descent(0.1)
-    step = jstep.minimize(loss_fn, optimizer, num_microbatches=2)
-    shape = jax.ShapeDtypeStruct((16, 4), np.float32, sharding=NamedSharding(EXPLICIT, P("data")))
-    batch = jax.device_put(np.concatenate([ROWS, ROWS]), shape.sharding)
-    state = make(optimizer, **ON_MESH)
-    assert step.eval_shape(state, batch)[1]["loss"].shape == ()
-    assert step.trace(state, batch) is not None
-    assert jstep.find_nonfinite(loss_fn, state.params, batch) is None
-    with jax.set_mesh(EXPLICIT):
-        assert step.eval_shape(state, shape)[1]["loss"].shape == ()
-        assert step.lower(jax.eval_shape(lambda: make(optimizer)), shape) is not None
-        assert jstep.cost(step, state, shape).devices == 8
-        assert jstep.find_nonfinite(step, state, batch) is None
-        _, grads = jstep.compute_gradients(loss_fn)(state.params, batch)
-        jstep.apply_gradients(state, grads, optimizer)
-        jstep.minimize(loss_fn, optimizer, jit=False)(state, batch)
-
-
-@pytest.mark.thorough
-def test_scalars_and_keys_created_under_a_mesh() -> None:
-    with jax.set_mesh(EXPLICIT):
-        rate, key, shift = jnp.float32(0.1), jax.random.key(0), jnp.ones(2)
-        optimizer = jstep.chain(
-            jstep.add_noise(rate, rate, key),
-            jstep.clip_gradients(by_global_norm=rate),
-            jstep.adamw(jstep.cosine_decay(rate, 10), weight_decay=rate),
-        )
-        state, _ = jstep.minimize(loss_fn, optimizer)(make(optimizer=optimizer), ROWS)
-        jstep.minimize(lambda p, x: loss_fn({**p, "b": p["b"] + shift}, x), OPTIMIZER)(make(), ROWS)
-    assert int(jstep.minimize(loss_fn, optimizer)(state, ROWS)[0].global_step) == 2  # also works outside
-
-
-@pytest.mark.thorough
-def test_eager_functions_under_a_mesh() -> None:
-    ema = jstep.ExponentialMovingAverage(0.9, num_updates=True)
-    optimizer = jstep.schedule_free_adamw(jstep.linear_warmup(0.1, 3))
-    with jax.set_mesh(EXPLICIT):
-        state, _ = jstep.minimize(loss_fn, optimizer)(make(optimizer=optimizer), ROWS)
-        step, params = state.global_step, state.params
-        assert float(optimizer.hyperparameters(step)["learning_rate"]) == float(jstep.linear_warmup(0.1, 3)(step))
-        ema.apply(ema.init(params), params, num_updates=step)
-        jstep.schedule_free_params(state)
-        jstep.apply_updates(params, jstep.gradients(lambda p: jnp.sum(p["w"] ** 2), params))
-
-
 @pytest.mark.thorough(except_for=["a mesh-constants"])
 @pytest.mark.parametrize("optimizer", [OPTIMIZER, CONSTANT], ids=["a schedule", "constants"])
 @pytest.mark.parametrize("placement", [{}, ON_MESH], ids=["one device", "a mesh"])
@@ -157,6 +85,7 @@ def test_transfer_guard_allows_states_and_numpy_batches(optimizer: jstep.Optimiz
     assert float(metrics["learning_rate"][0]) > 0
 
 
+@pytest.mark.thorough
 def test_transfer_guard_applies_to_user_functions() -> None:
     def transferring(params: Any, x: Any) -> jax.Array:
         with jax.ensure_compile_time_eval():

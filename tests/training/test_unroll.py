@@ -49,15 +49,3 @@ def test_unrolling_does_not_change_values() -> None:
         got = (state.params["k"], metrics["loss"])
         want = got if want is None else want
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
-
-
-def test_loss_is_traced_once() -> None:
-    seen = []
-
-    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
-        seen.append(x.shape)
-        return dense(params, x)
-
-    step = jstep.minimize(loss_fn, OPTIMIZER, num_microbatches=2)
-    jstep.scan_steps(step)(fresh(), jnp.stack([IMAGES, IMAGES]))
-    assert len(seen) == 1

@@ -303,21 +303,8 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"Orbax .* cannot read it.*another version of Orbax wrote it"):
             jstep.load_weights(tmp_path / "x", SHAPES)
 
-    def test_corrupted_checkpoints_of_jstep(self, tmp_path):
+    def test_a_checkpoint_of_jstep_without_its_manifest(self, tmp_path):
         path = own(tmp_path)
-        files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
-        largest = max((file for file in files if "/d/" in file), key=os.path.getsize)
-        with open(largest, "r+b") as file:
-            file.seek(100)
-            byte = file.read(1)
-            file.seek(100)
-            file.write(bytes([byte[0] ^ 1]))
-        with pytest.raises(jstep.CheckpointError, match=f"{path} is corrupted: .*checksum.*Nothing was loaded"):
-            jstep.load_weights(path, SHAPES)
-        os.remove(largest)
-        with pytest.raises(jstep.CheckpointError, match=f"{path} is corrupted: .*missing"):
-            jstep.load_weights(path, SHAPES)
-        path = own(tmp_path / "second")
         os.remove(os.path.join(path, "manifest.json"))
         with pytest.raises(ValueError, match=r"jstep wrote it, and its manifest\.json is missing"):
             jstep.load_weights(path, SHAPES)
@@ -367,3 +354,26 @@ def test_two_processes_read_their_parts(tmp_path):
         found = [line.removeprefix("result ") for line in lines if line.startswith("result ")]
         starts = (4 * process, 4 * process + 2)
         assert found == [f"{start} {np.asarray(w[start : start + 2]).ravel().tolist()}" for start in starts]
+
+
+def test_parameters_that_are_a_single_array(tmp_path):
+    state = jstep.TrainState.create(jnp.arange(4.0), jstep.momentum(0.1, 0.9))
+    with jstep.Saver(tmp_path) as saver:
+        path = saver.save(state)
+    for target in (jnp.zeros(4), jax.ShapeDtypeStruct((4,), np.float32)):
+        assert same(jstep.load_weights(path, target), state.params)
+        assert same(jstep.load_weights(path, target, lambda path: "slots/momentum"), jnp.zeros(4))
+        assert same(jstep.load_weights(path, target, {"": ("params", np.negative)}), -state.params)
+    assert same(jstep.load_weights(path, {"a": jnp.zeros(4)}, {"a": "params"})["a"], state.params)
+    with pytest.raises(ValueError, match=r"mismatched \(1\): '' \(tensor 'params'\) is float32\[4\]"):
+        jstep.load_weights(path, jnp.zeros(3))
+
+
+def test_arrays_that_orbax_stored_in_one_place(tmp_path):
+    params = {"a.b": jnp.arange(3.0), "a": {"b": jnp.ones(3), "c": jnp.arange(2.0)}, "a.c/d": jnp.ones(1)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "x", params)
+    with pytest.raises(ValueError, match=r"stored 'a/b' and 'a\.b' in the same place, so that only one is there"):
+        jstep.load_weights(tmp_path / "x", params)
+    loaded = jstep.load_weights(tmp_path / "x", params, {"a.b": None, "a/b": None}, partial=True)
+    assert loaded["a"]["c"].tolist() == [0, 1]

@@ -123,13 +123,4 @@ def test_gpt2_round_trip(a_gpt2, tmp_path):
         np.testing.assert_array_equal(logits_of(reloaded), expected)
 
 
-def test_a_sharded_export_of_transformers_loads(a_gpt2, tmp_path):
-    folder, _ = a_gpt2
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    model.save_pretrained(tmp_path, max_shard_size="50KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    single, sharded = (jstep.load_weights(location, gpt2_init(), gpt2_name) for location in (folder, tmp_path))
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), single, sharded)))
-
-
 # Llama: kernels stored as (out, in), rotary embeddings, grouped-query attention, an untied output head.

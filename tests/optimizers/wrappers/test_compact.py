@@ -144,7 +144,7 @@ def test_a_slot_with_a_dtype_is_refused():
         jstep.compact(optimizer)
 
 
-@pytest.mark.thorough(except_for=["bfloat16"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_updates_are_nearly_those_of_float32(dtype):
     optimizer = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adamw(LR))
@@ -211,7 +211,7 @@ def test_a_guard_leaves_every_code_as_it_was(guard):
     assert after(optimizer, new, 1, first=7) != new
 
 
-@pytest.mark.thorough(except_for=["bfloat16"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_rows_that_no_lookup_names_keep_their_bits(dtype):
     optimizer = jstep.compact(jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adagrad(0.1)))
@@ -288,7 +288,7 @@ def test_a_mesh_shards_codes_and_scales_like_their_parameters():
     assert split.slots["m"]["w"].sharding.shard_shape((32, 256)) == (32, 64)
 
 
-@pytest.mark.thorough(except_for=["4-rows"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["rows", "columns", "both", "zero1", "explicit", "host"])
 @pytest.mark.parametrize("devices", [4, 8])
 def test_the_bits_are_the_same_in_every_layout(layout, devices):

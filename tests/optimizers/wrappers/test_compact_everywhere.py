@@ -70,7 +70,7 @@ def test_other_formats_are_refused(name: str) -> None:
         (lambda: jstep.rmsprop(0.1, centered=True), {"rms": "float32", "mg": "float32", "momentum": "int8"}),
         (jstep.adadelta, {"accum": "uint8", "accum_update": "uint8"}),
         (lambda: jstep.adagrad(0.1), {"accumulator": "uint8"}),
-        (lambda: jstep.muon(0.1), {"momentum": "int16"}),
+        (lambda: jstep.partition({"m": jstep.muon(0.1)}, {"a": "m", "b": None}), {"m/momentum": "int16"}),
         (jstep.schedule_free_adamw, {"z": "bfloat16", "v": "uint8"}),
         (lambda: jstep.adafactor(momentum=0.9), {"m": "int8"}),
         (lambda: jstep.rprop(0.1), {"step_size": "float32", "previous": "float32"}),

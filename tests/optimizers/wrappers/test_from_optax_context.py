@@ -1,11 +1,9 @@
-"""Optax transformations with extra arguments: line searches, Polyak's step, plateaus."""
+"""Optax transformations that need the loss, or what no step can give them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -18,49 +16,6 @@ X = jnp.ones(4)
 def loss_fn(params: Any, x: Any) -> Any:
     x, y = jnp.mean(x) * params["x"].astype(jnp.float32), params["y"].astype(jnp.float32)
     return (1 - x) ** 2 + 10 * (y - x**2) ** 2
-
-
-TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
-    "lbfgs": optax.lbfgs,
-    "polyak": lambda: optax.polyak_sgd(max_learning_rate=0.01),
-    "plateau": lambda: optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1)),
-    "chain": lambda: optax.chain(optax.contrib.reduce_on_plateau(patience=1), optax.clip(100.0), optax.lbfgs()),
-    "backtracking": lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(15)),
-}
-
-
-def run_optax(transformation: Any, steps: int) -> Any:
-    params = START
-    value_fn = lambda p: loss_fn(p, X)  # noqa: E731
-
-    @jax.jit
-    def step(params: Any, opt_state: Any) -> Any:
-        value, grad = jax.value_and_grad(value_fn)(params)
-        updates, opt_state = transformation.update(grad, opt_state, params, value=value, grad=grad, value_fn=value_fn)
-        return optax.apply_updates(params, updates), opt_state
-
-    with jax.numpy_dtype_promotion("standard"):
-        opt_state = transformation.init(params)
-        for _ in range(steps):
-            params, opt_state = step(params, opt_state)
-    return params
-
-
-def run_jstep(optimizer: jstep.Optimizer, steps: int, params: Any = START, **kwargs: Any) -> jstep.TrainState:
-    step = jstep.minimize(loss_fn, optimizer, **kwargs)
-    state = jstep.TrainState.create(params, optimizer)
-    for _ in range(steps):
-        state, _ = step(state, X)
-    assert step._cache_size() == 1  # type: ignore[attr-defined]
-    return state
-
-
-@pytest.mark.thorough(except_for=["polyak"])
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_matches_optax(name: str) -> None:
-    state = run_jstep(jstep.from_optax(TRANSFORMATIONS[name]()), 6)
-    want = run_optax(TRANSFORMATIONS[name](), 6)
-    np.testing.assert_allclose([state.params["x"], state.params["y"]], [want["x"], want["y"]], rtol=1e-3)
 
 
 @pytest.mark.thorough(except_for=["transformation2-needs value of"])

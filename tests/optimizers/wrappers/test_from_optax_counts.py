@@ -180,7 +180,7 @@ def test_a_rate_that_is_0_up_to_the_end(name: str, caplog: Any) -> None:
     assert [line.split(" to the end")[0] for line in found] == [f"The learning rate is 0 from step {want}"] * bool(want)
 
 
-@pytest.mark.thorough(except_for=["Explicit"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("axes", ["Auto", "Explicit"])
 def test_on_a_mesh_in_scans_and_lanes(axes: str) -> None:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType[axes],))

@@ -55,6 +55,8 @@ TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
     "lbfgs": optax.lbfgs,
     "polyak": lambda: optax.polyak_sgd(max_learning_rate=0.1),
     "plateau": lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)),
+    "chain": lambda: optax.chain(optax.contrib.reduce_on_plateau(patience=1), optax.clip(100.0), optax.lbfgs()),
+    "backtracking": lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(15)),
     "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
 }
 
