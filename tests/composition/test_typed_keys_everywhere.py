@@ -90,7 +90,7 @@ OPTIONS: dict[str, Callable[[Path], Any]] = {
     "steps_per_call": lambda d: run(steps_per_call=3, checkpoint_dir=d),
     "microbatches": lambda d: run(make_step(num_microbatches=2)),
     "mesh": lambda d: run(state=make_state(mesh=mesh()), checkpoint_dir=d),
-    "slots in host memory": lambda d: run(state=make_state(mesh=mesh(), slots_memory="pinned_host")),
+    "slots in host memory": lambda d: run(state=jstep.shard_state(make_state(), mesh(), slots_memory="pinned_host")),
     "batches with keys": lambda d: run(jstep.minimize(plain_loss, OPTIMIZER), batches=with_keys, checkpoint_dir=d),
     "stacked batches with keys": lambda d: run(
         jstep.minimize(plain_loss, OPTIMIZER, num_microbatches=2), batches=with_keys, steps_per_call=3

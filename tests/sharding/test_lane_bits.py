@@ -42,6 +42,10 @@ def test_every_layout(model, dtype):
 
 
 OPTIONS = {
+    "microbatches": {"num_microbatches": 2, "rng": True},
+    "aux": {"has_aux": True},
+    "weights": {"weighted": True},
+    "sharpness": {"sharpness": 0.05, "adaptive": True},
     "max_rows": {"max_rows_per_device": 1},
     "several losses": {"several": True, "has_aux": True, "rng": True},
     "var_list": {"var_list": "deep/*"},
