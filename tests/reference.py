@@ -103,20 +103,6 @@ def dense(rows: np.ndarray, indices: Sequence[int], shape: tuple[int, ...]) -> n
     return table
 
 
-def sparse_update(
-    rule: Rule, rows: np.ndarray, indices: Sequence[int], p: np.ndarray, slots: Slots, h: Mapping[str, float], t: int
-) -> tuple[np.ndarray, Slots]:
-    """Apply the rule to the given rows only; other rows keep their values and slots."""
-    g = dense(rows, indices, p.shape)
-    touched = sorted(set(indices))
-    new_rows, new_slots = rule(g[touched], p[touched], {k: v[touched] for k, v in slots.items()}, h, t)
-    p, slots = p.copy(), {k: v.copy() for k, v in slots.items()}
-    p[touched] = new_rows
-    for name, value in new_slots.items():
-        slots[name][touched] = value
-    return p, slots
-
-
 # Averages.
 
 
