@@ -81,7 +81,6 @@ def overlap(a, b):
     return a[1] < b[3] - 1 and b[1] < a[3] - 1 and a[2] < b[4] - 1 and b[2] < a[4] - 1
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("width", [360, 800, 1600])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_it_is_legible(width, theme, browser, page, tmp_path):
@@ -109,7 +108,6 @@ def test_it_is_legible(width, theme, browser, page, tmp_path):
     assert lines >= 3.0
 
 
-@pytest.mark.thorough
 def test_the_pointer_shows_values_and_names_switch_curves_off(browser, page):
     from selenium.webdriver import ActionChains, Keys
     from selenium.webdriver.common.by import By
