@@ -4,11 +4,7 @@ import argparse
 import json
 from collections.abc import Callable
 
-from jstep.checkpoint.merge import decay_weights, merge_checkpoints, steps_to_merge
-from jstep.checkpoint.names import as_prefix, check_directory
-from jstep.checkpoint.open_store import open_store
 from jstep.tools.cli import Command, answer
-from jstep.weights.save import save_weights
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +19,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    # These import JAX, which `--help` does not need.
+    from jstep.checkpoint.merge import decay_weights, merge_checkpoints, steps_to_merge
+    from jstep.checkpoint.names import as_prefix, check_directory
+    from jstep.checkpoint.open_store import open_store
+    from jstep.weights.save import save_weights
+
     directory, prefix = arguments.directory, as_prefix(arguments.prefix)
     store = open_store(check_directory(directory), prefix)
     steps = steps_to_merge(store, prefix, _steps(arguments.steps, lambda: steps_to_merge(store, prefix, None)))

@@ -104,7 +104,8 @@ PLANTED = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("variant", PLANTED)
-def test_names_a_planted_difference(runs, variant, capsys):
+def test_names_a_planted_difference(runs, variant, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     (a, one), (b, other) = runs("a"), runs("b", variant=variant)
     finish(one, other)
     first, *lines = difference(a, b, capsys)

@@ -68,6 +68,7 @@ def run(tmp_path_factory):
         (("inspect", "run", "--verify"), "as written"),
         (("inspect", "run/w.safetensors"), "bfloat16"),
         (("goodput", "run"), "3 steps in"),
+        (("events", "log"), "loss = "),
         (("plot", "log", "-o", "log/loss.png"), "loss.png: loss"),
         (("--help",), "goodput"),
         (("--version",), f"jstep {jstep.__version__}"),
