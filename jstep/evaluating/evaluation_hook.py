@@ -27,6 +27,8 @@ from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")
+_WHERE = "EvaluationHook(callbacks=…)"
+"""Its callbacks, in errors and logs."""
 
 EvaluationCallback = Callable[[int, TrainState, Mapping[str, Any]], "bool | TrainState | None"]
 
@@ -109,7 +111,6 @@ class EvaluationHook(RunHook):
         self.watches = self.prefix  # identifies the hook among others of its class
         self.key = None if key is None else as_string(key, "key", "the name under which checkpoints store its state")
         self._callbacks = as_functions(callbacks, "callbacks", "(step, state, results)")
-        self._where = "EvaluationHook(callbacks=…)"  # in errors and logs
         self.stopped_by: str | None = None  # the key of the callback that stopped the run
         # The state is sharded over all processes, so all of them evaluate it.
         steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
@@ -154,13 +155,13 @@ class EvaluationHook(RunHook):
         super().begin(state)
         if isinstance(self._evaluate, CheckedEvaluation):
             self._evaluate.check(state)
-        check_owners(self._callbacks, self._where)
+        check_owners(self._callbacks, _WHERE)
         self.stopped_by = None
         return any(self._call_each("begin", state))
 
     def get_state(self) -> Any:
         left = {} if self._left is None else {"left": self._left}
-        states = get_states(self._callbacks, self._where)
+        states = get_states(self._callbacks, _WHERE)
         # `step` is the last one that callbacks have seen, `owed` and `left` those of interrupted evaluations.
         return {"step": self._reported_step, "owed": self._owed, "then": states, **left}
 
@@ -172,7 +173,7 @@ class EvaluationHook(RunHook):
             _logger.warning("hooks: %s cannot read its state in the checkpoint: it starts fresh", hook_key(self))
             return False
         self._reported_step, self._owed, self._left = steps
-        return set_states(self._callbacks, fields.get("then"), self._where)
+        return set_states(self._callbacks, fields.get("then"), _WHERE)
 
     def evaluate_first(self, step: int, state: TrainState) -> Any:
         return self._evaluate_at(step, state, on_cadence=False) if self._at_start else None

@@ -127,9 +127,8 @@ class StallFiles:
         try:
             if mine is not None or self._may_exist:
                 self._may_exist = mine is not None
-                own = {"version": STALLS_VERSION, "prefix": self._prefix, "process": self._process}
-                own |= {"renewed": time.time()}
-                data = json.dumps({**own, **this_process(), **(mine or {})}).encode()
+                own = {"prefix": self._prefix, "process": self._process, "renewed": time.time()}
+                data = json.dumps({"version": STALLS_VERSION, **own, **this_process(), **(mine or {})}).encode()
                 path = join_path(self._folder, f"{self._prefix}.{self._process}.json")
                 remove_file(path) if mine is None else replace_file(path, data)
                 self.shown = None if mine is None else self.shown or time.monotonic()
