@@ -30,7 +30,7 @@ STYLE = """
 .s6 {stroke: var(--s6, #c2326e)} .s7 {stroke: var(--s7, #6b6b6b)}
 """
 """The style of the figures: text and axes inherit the color of the page, so that light and dark themes work."""
-COLORS, DASHES = 8, 4
+_COLORS, _DASHES = 8, 4
 
 
 class Curve(NamedTuple):
@@ -72,12 +72,13 @@ def picture(title: str, curves: Sequence[Curve], marks: Sequence[Mark] = (), *, 
     def y(at: Any) -> Any:
         with np.errstate(divide="ignore", invalid="ignore"):
             at = np.log10(at) if is_log else np.asarray(at, float)
-        return _HEIGHT - (np.where(np.isfinite(at), at, np.nan) - low) / ((high - low) or 1.0) * _HEIGHT
+        return height(np.where(np.isfinite(at), at, np.nan))
+
+    def height(place: Any) -> Any:
+        return _HEIGHT - (place - low) / ((high - low) or 1.0) * _HEIGHT
 
     drawn, texts, keys = list[str](), list[str](), list[str]()
-    for text, place in zip(
-        ticks, (_HEIGHT - (at - low) / ((high - low) or 1.0) * _HEIGHT for at in places), strict=True
-    ):
+    for text, place in zip(ticks, map(height, places), strict=True):
         drawn.append(f'<path class="axis" d="M0,{place:.1f}H{_WIDTH}"/>')
         texts.append(f'<text x="-6" y="{place + 4:.1f}" text-anchor="end">{text}</text>')
     for tick in x_ticks:
@@ -85,20 +86,21 @@ def picture(title: str, curves: Sequence[Curve], marks: Sequence[Mark] = (), *, 
         share = f"{x(tick) / _WIDTH:.2%}"
         texts.append(f'<text x="{share}" y="{_HEIGHT + 16}" text-anchor="middle">{short(tick)}</text>')
     texts.append(f'<text x="100%" y="{_HEIGHT + 32}" text-anchor="end">step</text>')
+    has_legend = sum(not curve.pale for curve in curves) > 1
     for i, curve in enumerate(curves):
-        kind = f"s{curve.color % COLORS}{' pale' * curve.pale}"
+        kind = f"s{curve.color % _COLORS}{' pale' * curve.pale}"
         path, dots, bad = _path(x(curve.steps.astype(float)), y(curve.values), max(1.0, len(curves) / 4))
-        drawn.append(f'<path class="line {kind} d{curve.dash % DASHES}" data-i="{i}" d="{path}"/>')
+        drawn.append(f'<path class="line {kind} d{curve.dash % _DASHES}" data-i="{i}" d="{path}"/>')
         drawn += [f'<path class="dot {kind}" data-i="{i}" d="{dots}"/>'] * bool(dots)
         drawn += [f'<path class="bad" d="M{at:.1f},{_HEIGHT}v-6"/>' for at in bad]
-        if not curve.pale and sum(not other.pale for other in curves) > 1:
-            keys.append(key(curve.name, f"s{curve.color % COLORS} d{curve.dash % DASHES}", i))
+        if has_legend and not curve.pale:
+            keys.append(_key(curve.name, f"s{curve.color % _COLORS} d{curve.dash % _DASHES}", i))
     seen = [each for each in marks if first <= each.step <= last and (each.value is None or np.isfinite(y(each.value)))]
     for mark in {(each.kind, round(x(each.step)), each.color): each for each in seen}.values():
         at = f"{x(mark.step):.1f}"
         d = _MARKS[mark.kind].format(at) if mark.value is None else f"M{at},{y(mark.value):.1f}h0"
         words = f"<title>{html.escape(mark.text)}</title>"
-        drawn.append(f'<path class="{mark.kind} s{mark.color % COLORS}" d="{d}">{words}</path>')
+        drawn.append(f'<path class="{mark.kind} s{mark.color % _COLORS}" d="{d}">{words}</path>')
     label = html.escape(f"{title}, steps {short(first)} to {short(last)}", quote=True)
     ends = f'data-x="{first:g} {last:g}" data-y="{low:.9g} {high:.9g}" data-log="{int(is_log)}"'
     plot = f'<svg width="100%" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" {ends}>'
@@ -110,12 +112,10 @@ def picture(title: str, curves: Sequence[Curve], marks: Sequence[Mark] = (), *, 
     )
 
 
-def key(text: str, kind: str, i: int | None = None) -> str:
+def _key(text: str, kind: str, i: int) -> str:
     """Format the legend entry of curve `i`."""
     line = f'<svg width="18" height="8"><path class="{kind}" d="M0,4h18"/></svg>'
-    return f'<span class="key"{"" if i is None else f" data-i={i!r}"}>{line} {html.escape(text)}</span>'.replace(
-        "'", '"'
-    )
+    return f'<span class="key" data-i="{i}">{line} {html.escape(text)}</span>'
 
 
 def is_logarithmic(values: Numbers) -> bool:

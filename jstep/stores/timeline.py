@@ -131,6 +131,10 @@ class Times(Sequence[dict[str, Any]]):
             "checkpoint": None if checkpoint < 0 else checkpoint,
         }
 
+    def newest(self) -> dict[str, Any] | None:
+        """Return the newest line with steps; None if there is none."""
+        return next((line for line in reversed(self) if line["step"] is not None), None)
+
 
 def read_timeline(path: object, prefix: str = "model") -> list[Times]:
     """Return the lines with times of each start of a run, in the order of its starts.

@@ -69,6 +69,11 @@ def time_text(seconds: float, separator: str, precision: str) -> str:
         return f"{seconds:g} s"
 
 
+def utc_text(seconds: float, precision: str) -> str:
+    """Format a time in UTC, without the zone."""
+    return time_text(seconds, " ", precision).removesuffix("+00:00")
+
+
 def terminal_width() -> int:
     return shutil.get_terminal_size((80, 24)).columns
 

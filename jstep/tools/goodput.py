@@ -162,7 +162,7 @@ def sum_starts(starts: Sequence[Goodput]) -> Goodput:
 
 def _kept(lines: Times, limit: float) -> tuple[float, int]:
     """The step time and the number of steps of a start, up to the step that a later start resumed from."""
-    newest = next((line for line in reversed(lines) if line["step"] is not None), None)
+    newest = lines.newest()
     if newest is None:
         return 0.0, 0
     first, last = newest["step"]

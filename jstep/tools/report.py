@@ -25,8 +25,8 @@ from jstep.hooks.card_differences import Start, card_difference, card_values, re
 from jstep.stores.event_files import DataLossError, Series, event_files, read_series
 from jstep.stores.files import replace_file
 from jstep.stores.timeline import NAME, STALL, TIMES, Times, fields_with, read_timeline
-from jstep.stores.urls import absolute, is_url, location
-from jstep.tools.cli import OK, Command, time_text
+from jstep.stores.urls import absolute, is_url, location, split_path
+from jstep.tools.cli import OK, Command, time_text, utc_text
 from jstep.tools.goodput import Goodput, by_start, sum_starts
 from jstep.tools.runs import RunList, RunSummary, run_names, runs
 
@@ -166,10 +166,8 @@ class _Left:
 
     def spans(self) -> list[tuple[int, int] | None]:
         """The first and the last step of each start."""
-        newest = [
-            next((line["step"] for line in reversed(lines) if line["step"] is not None), None) for lines in self.times
-        ]
-        return [None if span is None else (span[0], span[1]) for span in newest]
+        newest = [lines.newest() for lines in self.times]
+        return [None if line is None else (line["step"][0], line["step"][1]) for line in newest]
 
     def marks(self) -> list[Mark]:
         """The run's starts, stages and checkpoints on the axis."""
@@ -178,7 +176,7 @@ class _Left:
         marks += [
             Mark("stage", int(at), f"{self.name}: stage {name}")
             for at, name in stages.items()
-            if at.isdecimal() and at > "0"
+            if at.isdecimal() and int(at) > 0
         ]
         if not is_url(self.run.path):
             steps = [step for step, is_whole, _ in entries(self.run.path, self.run.prefix) if is_whole]
@@ -223,13 +221,12 @@ def _page(run_list: RunList, all_left: Sequence[_Left]) -> str:
     script, style = _asset("report.js"), STYLE + _asset("report.css")
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
-    now = time_text(time.time(), " ", "minutes").removesuffix("+00:00")
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{_escaped(title)}</title><style>{style}</style></head>\n<body><main><h1>{_escaped(title)}</h1>"
-        f"<p>As of {now} UTC, by jstep {sys.modules['jstep'].__version__}.</p>\n"
+        f"<p>As of {utc_text(time.time(), 'minutes')} UTC, by jstep {sys.modules['jstep'].__version__}.</p>\n"
         f"{chr(10).join(body)}\n</main><script>{script}</script></body></html>\n"
     )
     return _INVALID.sub("\N{REPLACEMENT CHARACTER}", page)
@@ -260,27 +257,29 @@ def _heading(left: _Left, count: int) -> str:
 def _what(run_list: RunList, all_left: Sequence[_Left]) -> list[str]:
     """The facts of the runs; of several runs first a table, and their differences."""
     if len(run_list) == 1:
-        return [_facts(run_list, all_left[0]), _recorded(all_left[0], is_open=True)]
+        return [_facts(all_left, all_left[0]), _recorded(all_left[0], is_open=True)]
     parts = [f'<div class="wide">{run_list._repr_html_()}</div>']
     differences = {
         name: [truncate(str(value), 60) for value in values] for name, values in run_list.differences().items()
     }
     if differences:
         parts.append("<h3>What differs</h3>")
-        parts.append(_table(([name, *values] for name, values in differences.items()), ["", *run_names(run_list)]))
+        parts.append(
+            _table(([name, *values] for name, values in differences.items()), ["", *(left.name for left in all_left)])
+        )
     for left in all_left:
-        inner = _facts(run_list, left) + _recorded(left)
+        inner = _facts(all_left, left) + _recorded(left)
         parts.append(f"<details><summary>{_escaped(left.name)}</summary>{inner}</details>")
     return parts
 
 
-def _facts(run_list: RunList, left: _Left) -> str:
+def _facts(all_left: Sequence[_Left], left: _Left) -> str:
     run = left.run
     times = {"started": run.started, "ended": run.ended}
     rows = {
         "status": f"{run.status}: {run.reason}".rstrip(": "),
         "step": f"{run.step}" if run.last_step is None else f"{run.step} of {run.last_step}",
-        **{name: f"{time_text(at, ' ', 'seconds').removesuffix('+00:00')} UTC" for name, at in times.items() if at},
+        **{name: f"{utc_text(at, 'seconds')} UTC" for name, at in times.items() if at},
         "wall time": f"{run.wall_seconds:.0f} s" if run.wall_seconds < 600 else f"{run.wall_seconds / 3600:.2f} h",
         "devices": run.devices,
         "parameters": run.parameters and f"{run.parameters:,}",
@@ -290,8 +289,8 @@ def _facts(run_list: RunList, left: _Left) -> str:
         "commit": run.commit,
         "branch of": run.parent and f"{run.parent[0]} (step {run.parent[1]})",
         "branches": ", ".join(
-            name for name, other in zip(run_names(run_list), run_list, strict=True)
-            if other.parent is not None and os.path.dirname(other.parent[0]) == run.path
+            other.name for other in all_left
+            if other.run.parent is not None and split_path(other.run.parent[0])[0] == run.path
         ),
         **{f"best {name}": f"{value:.6g} at step {at}" for name, (value, at) in run.best.items()},
         **{f"last {name}": f"{value:.6g}" for name, value in run.metrics.items()},
@@ -418,9 +417,10 @@ def _oddities(left: _Left) -> Iterator[str]:
         for change in card_difference(start.card or {}, later.card or {}):
             yield f"changed before the start of {time_text(later.time or 0.0, ' ', 'seconds')}: {truncate(change, 300)}"
     for tag, series in left.series.items():
-        bad = [step for step, value in zip(series.steps, series.values, strict=True) if not np.isfinite(value)]
-        if bad:
-            yield f"{tag} is not finite at {len(bad)} of {len(series.steps)} points, first at step {bad[0]}"
+        bad = np.flatnonzero(~np.isfinite(series.values))
+        if bad.size:
+            first = series.steps[bad[0]]
+            yield f"{tag} is not finite at {bad.size} of {len(series.steps)} points, first at step {first}"
 
 
 # `report` of the command line.

@@ -20,7 +20,7 @@ from jstep.stores.files import is_directory, walk
 from jstep.stores.timeline import NAME, OBJECTS
 from jstep.stores.timeline_ends import End, carry_over, ends
 from jstep.stores.urls import absolute, is_url, location, split_path
-from jstep.tools.cli import OK, Command, as_strict_json, complain, printable, time_text
+from jstep.tools.cli import OK, Command, as_strict_json, complain, printable, utc_text
 from jstep.tools.goodput import goodput
 
 RUNNING, HANGS, FINISHED, KILLED, UNREADABLE = "running", "hangs", "finished", "killed", "unreadable"
@@ -340,7 +340,7 @@ def _cells(
 
 
 def _since(started: float | None) -> str:
-    return "" if started is None else time_text(started, " ", "minutes").removesuffix("+00:00")
+    return "" if started is None else utc_text(started, "minutes")
 
 
 # `runs` of the command line.
