@@ -113,7 +113,7 @@ def is_below(root: str, path: str) -> bool:
 
 
 def describe_mismatch(expected: Mapping[str, Any], actual: Mapping[str, Any] | None) -> str:
-    """Describe how a file differs from its record; "" if it does not. Without checksums, only sizes are compared."""
+    """Describe how a file differs from its record, or "". Without checksums, only sizes are compared."""
     if actual is None:
         return "missing"
     if actual["bytes"] != expected["bytes"]:

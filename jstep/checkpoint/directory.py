@@ -43,7 +43,7 @@ class DirectoryStore(Store):
         self._bytes = 0
 
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
-        """See `Store.newest_first`. Only the existence of files is checked."""
+        """Check only the existence of files."""
         yielded: set[int] = set()
         for _ in range(_LOOKS):
             for step, _, entry in listing.entries(self.directory, prefix):

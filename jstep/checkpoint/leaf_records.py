@@ -179,7 +179,7 @@ def leaves_by_id(saved: Sequence[_Record]) -> dict[tuple[str, int], _Record]:
 
 
 def unique(paths: Iterable[str]) -> list[str]:
-    """Return different names for all paths: the path, with a number from its second occurrence on."""
+    """Return different names for all paths: numbered from a path's second occurrence on."""
     paths = list(paths)
     names, taken = [], set(paths)
     for path, number in trees.ids(paths):
@@ -217,7 +217,7 @@ def _field(state: Tree, name: str) -> Any:
 
 
 def start_leaf_fingerprints(named: Sequence[tuple[Recorded, Any]]) -> Callable[[], tuple[LeftOut, ...]]:
-    """Start computing fingerprints on the leaves' devices; the returned function waits for them."""
+    """Start computing fingerprints on the leaves' devices; the returned function waits."""
     keys = [leaf_key(leaf.path, leaf.dtype, leaf.shape) for leaf, _ in named]
     begun = start_fingerprints([value for _, value in named], np.stack(keys)) if keys else []
 

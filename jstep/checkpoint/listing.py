@@ -62,7 +62,7 @@ def misnaming_text(prefix: str, step: int, held: int) -> str:
 
 
 def entries(directory: str, prefix: str | None) -> list[tuple[int, bool, str]]:
-    """Return (step, has its final name, name) of every folder that may be a checkpoint, highest step first."""
+    """Return (step, has its final name, name) of every possible checkpoint's folder, highest step first."""
     matches = folders(directory, prefix)
     # A replaced checkpoint counts only if its successor never took its place.
     return sorted(((n, not end, name + end) for name, n, end in matches if end in ("", REPLACED)), reverse=True)
@@ -92,7 +92,7 @@ def find_complete(final: str) -> str | None:
 
 
 def look(final: str) -> tuple[str | None, str | None]:
-    """Return the path of a complete checkpoint with this final path, or None and its first missing file."""
+    """Return the path of a complete checkpoint, or None and its first missing file."""
     # Saving a step again renames its old checkpoint before the new one gets the name.
     lacks: str | None = NAME
     for path in (final, final + REPLACED, final):
@@ -143,7 +143,7 @@ def is_attempt(name: str | None) -> bool:
 
 
 def is_old(attempt: str, now: float) -> bool:
-    """Return whether an attempt began more than an hour ago, so that nothing writes or reads it any more."""
+    """Return whether an attempt began more than an hour ago, so that nothing uses it any more."""
     match = _ATTEMPT.fullmatch(attempt)
     return match is not None and match[1] is not None and now - int(match[1]) > HOUR
 

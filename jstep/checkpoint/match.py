@@ -37,11 +37,11 @@ _GUARDS = (Role.LAST_FINITE, Role.LOSS_SCALE, Role.SCALE_SINCE)
 
 
 class Copy(NamedTuple):
-    """The start of a leaf without a source as a copy of another one: indices among the target's leaves.
+    """A leaf without a source that starts as a copy: indices among the target's leaves.
 
     Attributes:
         half: The leaf with the other half of `of`, if `compact` stores it in two.
-        part: Which half of the copy the leaf is, 0 or 1; None if it is all of it.
+        part: Which half of the copy the leaf is; None for all.
     """
 
     of: int
@@ -75,7 +75,7 @@ class CheckpointMatch(targets.TargetMatch[WantedLeaf]):
     """The result of matching a target to a checkpoint.
 
     Attributes:
-        in_other_format: Whether `compact` stores slots of only one of them in two, or in blocks of another size.
+        in_other_format: Whether `compact` stores slots of only one in two, or in other blocks.
     """
 
     in_other_format: bool
@@ -357,8 +357,6 @@ def _without_absent(params: Tree, result: CheckpointMatch) -> str:
 
 
 def _whole_names(names: Names | None, paths: set[str], saved: set[str]) -> Names | None:
-    """Add `params/` to the paths that need it."""
-
     def whole(path: object, existing: set[str]) -> Any:
         with_params = f"{PARAMS}/{path}"
         return with_params if isinstance(path, str) and path not in existing and with_params in existing else path
@@ -383,7 +381,7 @@ def _whole_names(names: Names | None, paths: set[str], saved: set[str]) -> Names
 
 
 def stored_sharding(wanted: WantedLeaf) -> Any:
-    """Return the sharding for reading a stored array; None to read it as a NumPy array."""
+    """Return the sharding for reading an array; None for NumPy."""
     record = wanted.source
     assert record is not None
     if wanted.is_numpy or (wanted.half is not None and wanted.half.shape != record.shape):

@@ -299,7 +299,7 @@ def _read(
 
 
 def _nested(values: Mapping[tuple[str, ...], Any]) -> Any:
-    """Return nested dicts of leaves by their keys; a single leaf without keys is itself."""
+    """Return nested dicts by keys; a single leaf without keys is itself."""
     if list(values) == [()]:
         return values[()]
     nested: dict[str, Any] = {}

@@ -95,7 +95,7 @@ class ObjectStore(Store):
         return OrbaxContents(path, manifest, start_read, differences, read_arrays)
 
     def lock(self) -> claims.ObjectClaim:
-        """See `Store.lock`. Read, list and write once, within `STARTING` seconds."""
+        """Read, list and write once, within `STARTING` seconds."""
         with self._objects.within(STARTING):
             self._objects.mark(f"{self._prefix}-")
             claim = claims.ObjectClaim(self._objects, self._prefix)
@@ -182,7 +182,7 @@ class ObjectStore(Store):
         return shlex.join(["aws", "s3", "mv", "--recursive", f"{path}/", f"{aside}/"])
 
     def hide(self, path: str) -> list[str]:
-        """See `Store.hide`. Delete the manifest, if it is unchanged."""
+        """Delete the manifest, if it is unchanged."""
         if self._forbidden and self._listed is not None:
             return []  # trying again at each save, for more and more checkpoints, would be useless
         name = self._name(path)
@@ -239,9 +239,9 @@ class ObjectSave:
 
     Attributes:
         folder: The folder of the attempt, `name/data.…`.
-        blocks: The blocks that this process writes; each is taken once, and then its memory is free.
-        commit: Called on the first process when everything is written, with the records of all objects and the stamp of
-            the previous manifest.
+        blocks: The blocks to write; each is taken once, and then its memory is free.
+        commit: Called on the first process at the end, with the records of all objects and the previous manifest's
+            stamp.
     """
 
     objects: Directory

@@ -216,8 +216,8 @@ def silence_orbax() -> Iterator[None]:
 class _OneTransaction:
     """Mixin of an Orbax handler that writes all arrays of a process in one transaction.
 
-    Orbax can read the result. On its own, it opens each array twice and writes a file for every second one, which takes
-    more than twice the CPU time. Started writes are appended to `begun`.
+    Orbax can read the result. By itself it opens each array twice and writes half as many files as arrays, at more than
+    twice the CPU time. Started writes are appended to `begun`.
     """
 
     def __init__(self, begun: list[Any], **options: object) -> None:
@@ -263,7 +263,7 @@ class _NumpyArrays(_OneTransaction, ocp.type_handlers.NumpyHandler):  # type: ig
 
 
 class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
-    """Writer of arrays, compressed or not; on several processes it also writes their checksums."""
+    """Writer of arrays; on several processes it also writes their checksums."""
 
     def __init__(self, owner: "Checkpointer", begun: list[Any], **options: object) -> None:
         self._owner, self._begun = owner, begun
@@ -321,11 +321,11 @@ class _TemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ign
 
 
 class Checkpointer:
-    """Writer of named arrays to a folder with Orbax, all processes together.
+    """Writer of arrays to a folder with Orbax, all processes together.
 
     Attributes:
-        error: The error of this process. If it gave up alone, the others would wait for hours: it continues to the end,
-            and `finish` raises the error. Nothing is published without the parts of all processes.
+        error: The error of this process. If it gave up alone, the others would wait for hours: it continues, and
+            `finish` raises the error. Nothing is published without all parts.
     """
 
     @silence_orbax()

@@ -103,7 +103,7 @@ def boxes(shape: tuple[int, ...], itemsize: int, most: int) -> Iterator[Box]:
 
 
 def overlap(part: ShardBounds, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, Box] | None:
-    """Return the elements common to a part and a block, as indices into both; None if there are none."""
+    """Return the common elements of a part and a block, as indices into both, or None."""
     inside, outside = [], []
     for (lower, upper), begin, size in zip(part, start, shape, strict=True):
         first, last = max(lower, begin), min(upper, begin + size)
@@ -125,7 +125,7 @@ class BlockPosition(NamedTuple):
     Attributes:
         start: The index of the block's first element in the array.
         pack: The object, relative to the attempt.
-        zipped: 1 if the bytes are compressed (zlib), otherwise 0.
+        zipped: 1 if compressed (zlib), otherwise 0.
     """
 
     array: str
@@ -150,7 +150,7 @@ class BlockPosition(NamedTuple):
 
 
 def write(objects: Objects, folder: str, process: int, blocks: Iterable[Block], compress: bool) -> bytes:
-    """Write packs concurrently, and return the index, to be written only after all of them."""
+    """Write packs concurrently; return the index, to be written after all of them."""
     stored: list[BlockPosition] = []
     packs: dict[str, dict[str, Any]] = {}
 
@@ -237,7 +237,7 @@ class PackedContents(Contents):
         self._start_read, self._manifest = start_read, manifest
 
     def restore(self, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Contents.restore`. The arrays share no memory with anything."""
+        """Read arrays that share no memory with anything."""
         if not shardings:
             return {}
         blocks = [block for block in self._blocks() if block.dtype != FILE]
@@ -307,8 +307,6 @@ class PackedContents(Contents):
         return blocks
 
     def _read_blocks(self, blocks: Sequence[BlockPosition], use: Callable[[BlockPosition, bytes], Any]) -> None:
-        """Call `use(block, bytes)` with each block; see `_read`."""
-
         def started() -> Iterator[tuple[list[BlockPosition], Any]]:
             for run in runs(blocks):
                 last = run[-1].offset + run[-1].nbytes

@@ -146,7 +146,7 @@ class CheckpointReader:
         return step
 
     def _read_leaves(self, path: str, manifest: Manifest, matched: match.CheckpointMatch) -> list[Any]:
-        """Return the leaves of a target in its order: restored, kept, or copies of others."""
+        """Return the leaves of a target: restored, kept, or copies of others."""
         with meshes.internal_transfers():
             values = [
                 match.keep_target_leaf(want, manifest.step) if want.source is None and want.copy is None else None
@@ -308,7 +308,7 @@ def newest_in_words(store: Store, prefix: str) -> str:
 
 
 def condition(store: Store, path: str, step: int, most: int) -> tuple[str, int]:
-    """Return the condition of a checkpoint, and how many bytes were read; above `most`, none are verified."""
+    """Return the condition of a checkpoint, and the bytes read; above `most`, none are verified."""
     try:
         manifest = store.manifest(path)
         if manifest.step != step:

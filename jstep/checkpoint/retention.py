@@ -96,10 +96,9 @@ class Retention:
         """Return the commit of a save.
 
         Args:
-            manifest: The manifest, still without files, retention and left-out leaves.
+            manifest: Still without files, retention and left-out leaves.
             flushes: Called before the checkpoint exists.
-            passing_secs: The checkpoint is temporary if it is saved within this many seconds after the last permanent
-                one.
+            passing_secs: The checkpoint is temporary within this many seconds after the last permanent one.
             told: Receives a permanent checkpoint, and is waited for before one is deleted.
         """
         began, self.write_secs = time.monotonic(), None
@@ -160,7 +159,7 @@ class Retention:
         return [*replaced, *(paths[step] for step in victims)], retained, False
 
     def _kept_at(self, paths: Mapping[int, str]) -> float | None:
-        """Return when the newest permanent checkpoint was saved; None if unknown."""
+        """Return when the newest permanent checkpoint was saved, if known."""
         for step in sorted(paths, reverse=True):
             manifest = self._manifest(step, paths[step])
             if manifest is None or not manifest.passing:
@@ -175,7 +174,6 @@ class Retention:
         return None
 
     def _manifest(self, step: int, path: str) -> Manifest | None:
-        """Return the head of a manifest; None if it is unreadable."""
         if step not in self._known:
             with contextlib.suppress(CheckpointError, OSError):
                 self._known[step] = _head(self._store.manifest(path))
@@ -187,7 +185,7 @@ class Retention:
         self._store.erase(self._store.hide(path))
 
     def evictable(self) -> list[str]:
-        """Return the paths of the checkpoints that are not permanent, lowest step first."""
+        """Return the checkpoints that are not permanent, lowest step first."""
         paths = dict(self._store.newest_first(self._prefix))
         for_good = (self._retained or self._newest_manifest().retention).steps
         return [paths[step] for step in sorted(paths) if step not in for_good]

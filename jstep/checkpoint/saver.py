@@ -551,7 +551,7 @@ def _step_or_none(step: object) -> int | None:
 
 
 def _step_of(state: Tree, requested: object = None) -> int:
-    """Return the global step of a state: a field, a key, or the common step of a population's members.
+    """Return the global step: a field, a key, or the common step of a population's members.
 
     If the members differ, `requested` is the step; otherwise it must be None or the state's step.
     """
@@ -583,7 +583,7 @@ _WORTH_IT = 0.6
 
 
 def is_worthwhile(arrays: Iterable[Any]) -> bool:
-    """Return whether compression about halves the bytes, by a sample that takes a millisecond or two.
+    """Return whether compression about halves the bytes, by a quick sample.
 
     Only arrays on the CPU are sampled. Always False on several processes, which would have to agree.
     """

@@ -91,7 +91,7 @@ class Store(abc.ABC):
 
         Args:
             share: (i, n) for the i-th of n processes that share the work.
-            every: Whether a corrupted file that nothing reads is a problem, and not only a warning.
+            every: Whether a corrupted file that nothing reads is a problem, not a warning.
         """
         problems, unused = self.contents(path, manifest).find_corruption(share, every=every)
         if unused and share[0] == 0 and not self.is_gone(path, manifest):

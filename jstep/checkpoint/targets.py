@@ -25,7 +25,7 @@ class TargetLeaf(Generic[Source]):
         shape: The shape of the array to read, like `dtype`.
         name: The name of its source; None for a leaf without one.
         source: None if there is none, or it does not fit.
-        problem: Why its source does not fit; the empty string if it does.
+        problem: Why its source does not fit, or "".
     """
 
     path: str
@@ -51,7 +51,7 @@ _Wanted = TypeVar("_Wanted", bound=TargetLeaf[Any])
 def match_leaf(
     wanted: _Wanted, key: Hashable, sources: Mapping[Any, Source], difference: Callable[[_Wanted, Source], str]
 ) -> _Wanted:
-    """Return a leaf with the source of this key, if there is one without a `difference`."""
+    """Return a leaf with the source of this key, unless there is a `difference`."""
     source = None if key is None else sources.get(key)
     problem = "" if source is None else difference(wanted, source)
     return dataclasses.replace(wanted, source=None if problem else source, problem=problem)
@@ -74,7 +74,7 @@ class TargetMatch(Generic[_Wanted]):
     """Entries of a list in a message."""
 
     def differences(self) -> str:
-        """Describe everything that does not fit; the empty string if everything fits."""
+        """Describe everything that does not fit; "" if everything fits."""
         missing, unused, differing = self.TITLES
         lacking = [want for want in self.wanted if want.is_missing]
         texts = [repr(w.path) if w.name == w.path else f"{w.name!r} (for {w.path!r})" for w in lacking]
@@ -110,10 +110,8 @@ def entries(names: object, leaves: Sequence[tuple[str, ...]], what: str, form: s
     """Return the entries of a `names` argument by the paths of leaves; other leaves have none.
 
     Args:
-        names: A mapping by path, a function of the path, or None.
+        names: A mapping by path, or a function of it.
         leaves: The names of each leaf, its path first (`selection.names_of`).
-        what: The name of the tree's argument, for errors.
-        form: The required form of `names`, for errors.
     """
     if names is None:
         return {}

@@ -21,7 +21,6 @@ def size(number: float, digits: int = 3) -> str:
 def format_scaled(
     count: float, unit: str, base: int = 1000, prefixes: Sequence[str] = ("", "k", "M", "G", "T", "P"), digits: int = 3
 ) -> str:
-    """Format a number with a unit prefix: 1.5 GFLOP."""
     power = 0
     while abs(count) >= base and power + 1 < len(prefixes):
         count, power = count / base, power + 1
@@ -30,12 +29,10 @@ def format_scaled(
 
 
 def format_count(number: Any) -> str:
-    """Format an integer with spaces between thousands."""
     return f"{int(number):,}".replace(",", " ")
 
 
 def array_type(shape: Iterable[int], dtype: object) -> str:
-    """Format the type of an array: `float32[2,3]`."""
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
@@ -146,7 +143,7 @@ def out_of_range(
     below: bool = False,
     finite: bool = True,
 ) -> str:
-    """Return the requirement that a number violates, or an empty string."""
+    """Return the requirement that a number violates, or ""."""
     # NaN never fits.
     fits = (number > low if above else number >= low) and (number < high if below else number <= high)
     if fits and not (finite and abs(number) == math.inf):
@@ -213,7 +210,6 @@ def can_take(fn: Callable[..., Any], arguments: int) -> bool:
 
 
 def as_string(value: object, argument: str, meaning: str = "") -> str:
-    """Return a nonempty string."""
     hint = f"; {meaning}" if meaning else ""
     if not isinstance(value, str):
         raise TypeError(f"{argument}={format_value(value)}: must be a string, got {kind(value)}{hint}")

@@ -113,7 +113,6 @@ def picture(title: str, curves: Sequence[Curve], marks: Sequence[Mark] = (), *, 
 
 
 def _key(text: str, kind: str, i: int) -> str:
-    """Format the legend entry of curve `i`."""
     line = f'<svg width="18" height="8"><path class="{kind}" d="M0,4h18"/></svg>'
     return f'<span class="key" data-i="{i}">{line} {html.escape(text)}</span>'
 

@@ -75,7 +75,6 @@ def as_array(value: object, argument: str) -> jax.Array:
 
 
 def arguments_from_host(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Apply `from_host` to the arguments of a step."""
     batch = from_host(trees.args_to_batch(args), "batch")
     return (batch,) if len(args) == 1 else batch
 
@@ -180,7 +179,7 @@ def when_concrete(path: str, check: Check, *args: Hashable) -> None:
 
 
 def with_checks(make: Callable[..., Any], *args: Any) -> Any:
-    """Return `make(*args)` after the deferred checks of concrete parameters."""
+    """Return `make(*args)` after the deferred checks."""
     waiting = Waiting()
     with setting(_WAITING, waiting):
         state = make(*args)

@@ -24,7 +24,7 @@ def _shell() -> Any:
 
 
 def kept_state() -> Any:
-    """Return the kept state, unless it was donated since."""
+    """Return the kept state, unless donated since."""
     from jstep.core import trees  # which needs JAX
 
     return next((state for state in _kept if not trees.is_donated(state)), None)

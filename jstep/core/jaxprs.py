@@ -118,7 +118,6 @@ class Operation:
 
     @property
     def called(self) -> str:
-        """Return the name of the called function, if any."""
         return str(self.eqn.params.get("name") or "")
 
     @property
@@ -163,7 +162,6 @@ def source_frames(eqn: Any) -> Sequence[Any]:
 
 
 def argument_names(closed: Any) -> Sequence[Any]:
-    """Return the names in the source, if known."""
     return getattr(getattr(closed.jaxpr, "debug_info", None), "arg_names", None) or ()
 
 
@@ -336,7 +334,6 @@ def subprogram(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any], eqns: 
 
 
 def part_for(closed: Any, results: list[bool]) -> Any:
-    """Return the part that computes the selected results."""
     jaxpr, used, _ = dce_jaxpr_consts(closed.jaxpr, results, True)
     return core.ClosedJaxpr(jaxpr, [const for const, is_used in zip(closed.consts, used, strict=True) if is_used])
 
@@ -354,7 +351,7 @@ def evaluate(
 ) -> list[Any]:
     """Evaluate a program by `by(operation, operands)`.
 
-    Values may be traced, or facts about the arguments; `constant` maps constants to such facts.
+    Values may be traced, or facts, to which `constant` maps constants.
     """
     consts = map(constant, body.consts)
     env = dict(zip([*body.jaxpr.constvars, *body.jaxpr.invars], [*consts, *values], strict=True))
@@ -472,7 +469,7 @@ _FILE = re.compile(r"[^\s'\"<>()\[\],=]*\.py\b(?::\d+)*")
 
 
 class ProgramHash(NamedTuple):
-    """A hash, and counts of operations, scalar constants and inner jitted functions, whose names are not hashed."""
+    """A hash, and counts of operations, constants and inner jitted functions, whose names are not hashed."""
 
     digest: str
     operations: collections.Counter[str]
@@ -481,7 +478,6 @@ class ProgramHash(NamedTuple):
 
 
 def program_hash(closed: object) -> ProgramHash:
-    """Hash a `ClosedJaxpr`."""
     return _Hasher().program(closed)
 
 
@@ -500,7 +496,6 @@ def gradients_hash(closed: object) -> ProgramHash:
 
 
 def hash_strings(*parts: str) -> str:
-    """Return 32 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=16, person=b"jstep")
     for part in parts:
         data = part.encode("utf-8", "surrogatepass")
@@ -513,8 +508,6 @@ def _no_counts() -> ProgramHash:
 
 
 class _Hasher:
-    """Hasher of programs, with a cache of inner programs."""
-
     def __init__(self) -> None:
         self._seen: dict[int, ProgramHash] = {}
         self._type = functools.cache(_type_text)  # few types, many variables

@@ -57,7 +57,6 @@ def log_every_n(level: int | str, msg: str, n: int, *args: Any) -> None:
 
 
 def as_level(level: object) -> int:
-    """Return the number of a level, given its number or name."""
     number = logging.getLevelNamesMapping().get(level.upper()) if isinstance(level, str) else level
     if isinstance(number, bool) or not isinstance(number, int):
         raise ValueError(f"level={level!r}: must be a level of logging, such as logging.INFO or 'INFO'")

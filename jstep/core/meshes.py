@@ -46,8 +46,7 @@ NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 def internal_transfers() -> contextlib.AbstractContextManager[object]:
     """Exempt transfers between host and devices from the caller's transfer guards.
 
-    Use it only around transfers: a user's function inside would lose its guard. Without a guard it costs almost
-    nothing.
+    Use it only around transfers: a user's function inside would lose its guard.
     """
     if not any(_guard_values(jax.config)):  # fast path: called at each step, and for every logged scalar
         return NO_GUARD
@@ -63,7 +62,6 @@ def _allowed(guards: list[str]) -> Iterator[None]:
 
 
 def read_setting(name: str) -> Any:
-    """Return the value of one of `SETTINGS` in this thread."""
     return getattr(jax.config, f"jax_{name}")
 
 
@@ -84,7 +82,7 @@ def require_mesh(mesh: object) -> Mesh:
 
 
 def mesh_of(tree: Tree) -> Mesh | None:
-    """Return the mesh of arrays or shapes; None if they are traced or on a single device."""
+    """Return the mesh of arrays or shapes; None if traced or on a single device."""
     for leaf in jax.tree.leaves(tree):
         sharding = None if is_traced(leaf) else sharding_on_mesh(leaf)
         if sharding is not None and isinstance(sharding.mesh, Mesh):
@@ -119,7 +117,7 @@ def current_mesh() -> Mesh | None:
 
 
 def using_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Set a mesh; a no-op if it is already set, or None."""
+    """Set a mesh, unless it is already set, or None."""
     if mesh is None:
         return contextlib.nullcontext()
     current = current_mesh()
@@ -156,7 +154,6 @@ def mesh_text(mesh: Any) -> str:
 
 
 def sharding_text(sharding: Any) -> str:
-    """Format a sharding without its devices."""
     memory = "" if sharding.memory_kind in (None, "device") else f" in {sharding.memory_kind}"
     if isinstance(sharding, NamedSharding):
         return f"{sharding.spec} over ({mesh_text(sharding.mesh)}){memory}"
@@ -164,7 +161,6 @@ def sharding_text(sharding: Any) -> str:
 
 
 def parts_along(mesh: Mesh | AbstractMesh, axis: object) -> int:
-    """Return the number of parts into which one dimension is split."""
     return math.prod(mesh.shape[name] for name in mesh_axes_of(axis))
 
 
@@ -291,7 +287,7 @@ def _found(arguments: object, name: str) -> Any:
 
 
 class Attempts:
-    """Calls of a user's function on the given axis types, or on Auto axes if JAX rejects these.
+    """Calls of a user's function on its axis types, or on Auto axes if JAX rejects these.
 
     JAX rejects Explicit axes if an output sharding is ambiguous, as in a model without annotations.
     """

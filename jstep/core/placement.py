@@ -20,7 +20,6 @@ from jstep.core.meshes import dims_of, internal_transfers, mesh_of, parts_along,
 
 
 def sharding_of(leaf: object) -> Any:
-    """Return the sharding of an array or shape; None if traced."""
     return None if trees.is_traced(leaf) else getattr(leaf, "sharding", None)
 
 
@@ -75,7 +74,6 @@ def check_memory(kind: object, mesh: Mesh) -> str | None:
 
 
 def is_on_host(leaf: object) -> bool:
-    """Whether an array, traced or not, is in host memory."""
     return isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host
 
 
@@ -129,7 +127,6 @@ def may_run_on(*platforms: str) -> bool:
 
 
 def to_host(leaf: object) -> Any:
-    """Move a traced array to host memory."""
     return leaf if is_on_host(leaf) else jax.device_put(leaf, jax.memory.Space.Host)
 
 
@@ -172,7 +169,7 @@ NO_MESH = Mesh(np.empty((), object), ())
 def compute_on(mesh: Any, fn: Callable[..., Any], *args: Any) -> Any:
     """Compile and call `fn(*args)` for arrays with one placement; the result is replicated.
 
-    The caller's current mesh is ignored. The program is cached by `fn`.
+    The current mesh is ignored. The program is cached by `fn`.
     """
     if mesh is None:
         args = jax.tree.map(_of_its_device, args)
@@ -204,7 +201,6 @@ def compiles_only(mesh: object) -> bool:
 
 
 def refuse_compile_only(tree: Tree, argument: str) -> None:
-    """Reject shapes and shardings on compile-only devices."""
     for leaf in jax.tree.leaves(tree):
         sharding = leaf.sharding if is_shape(leaf) else leaf
         mesh: Any = getattr(sharding, "mesh", None)
@@ -216,7 +212,6 @@ def refuse_compile_only(tree: Tree, argument: str) -> None:
 
 
 def refuse_shapes(tree: Tree, argument: str) -> None:
-    """Reject shapes before a computation."""
     if any(map(is_shape, jax.tree.leaves(tree))):
         refuse_compile_only(tree, argument)
         raise ValueError(
@@ -319,7 +314,7 @@ Unroll = int | bool | None
 
 
 def as_unroll(value: object) -> Unroll:
-    """Validate the number of scan iterations per loop iteration; None is automatic."""
+    """Validate scan iterations per loop iteration; None is automatic."""
     if value is None or isinstance(value, bool | np.bool_):
         return None if value is None else bool(value)
     try:
@@ -370,8 +365,8 @@ def run_in_order(first: jax.Array, *later: jax.Array) -> list[jax.Array]:
     """Return the later arrays; on a CPU each is computed by a kernel that XLA must run after the previous one.
 
     If two kernels read a slot that one of them overwrites, XLA copies the slot unless the other must run earlier, which
-    only a data dependency ensures. An unneeded order has a cost: a kernel that others wait for becomes two, and
-    compiling the two slots of Adam for 1000 leaves takes 50 % longer.
+    only a data dependency ensures. An unneeded order costs: a kernel becomes two, and compiling Adam's two slots for
+    1000 leaves takes 50 % longer.
     """
 
     def ordered(first: jax.Array, *later: jax.Array) -> list[jax.Array]:

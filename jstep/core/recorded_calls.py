@@ -33,7 +33,6 @@ class RecordedCall:
         self.function, self.positional, self.args, self.kwargs = function, positional, args, kwargs
 
     def arguments(self) -> dict[str, Any]:
-        """Return all arguments by name, with defaults."""
         signature = inspect.signature(self.function)
         bound = signature.bind(*self.args, **self.kwargs)
         bound.apply_defaults()
@@ -95,7 +94,7 @@ class Made(NamedTuple):
 
 
 def recorded_call(optimizer: Any) -> RecordedCall | None:
-    """Return the call that created an optimizer of jstep, unless a function of it was replaced since."""
+    """Return the call that created an optimizer, unless a function of it was replaced since."""
     origin = getattr(getattr(optimizer, "init", None), "call", None)
     if not isinstance(origin, Made) or (optimizer.update, optimizer.hyperparameters) != origin.functions:
         return None
@@ -126,7 +125,6 @@ def named_optimizers(optimizer: object) -> dict[str, dict[str, Any]]:
 
 
 def _optimizers_in(value: object) -> list[tuple[str, Any]]:
-    """Return the optimizers in an argument, with their labels."""
     if has_init_and_update(value):
         return [("", value)]
     if isinstance(value, Mapping):
@@ -144,7 +142,6 @@ def _remember(optimizer: Any, call: RecordedCall) -> Any:
 
 
 def makes_optimizer(positional: int = 0) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Make a decorator that attaches calls to optimizers."""
     return record_calls(_remember, positional)
 
 

@@ -61,9 +61,9 @@ def select_leaves(
     """Return the indices of the leaves of params to differentiate; never those that are not floating point.
 
     Args:
-        var_list: None for all, a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools (one bool may
-            apply to a whole subtree).
-        frozen: For each leaf, in order, whether the optimizer freezes it; None if it freezes none.
+        var_list: None for all, a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools, perhaps for
+            whole subtrees.
+        frozen: For each leaf, whether the optimizer freezes it.
     """
     wanted = flags(params, var_list, argument)
     indices = [i for i, is_wanted in enumerate(wanted) if is_wanted and not (frozen and frozen[i])]
@@ -91,7 +91,6 @@ def resolve(params: trees.Params, var_list: VarList, argument: str) -> list[bool
 
 
 def check_form(var_list: VarList, argument: str) -> None:
-    """Validate the form of `var_list` before the parameters are known."""
     if isinstance(var_list, int | float | np.number) and not isinstance(var_list, bool):
         raise TypeError(f"{argument}={format_value(var_list)}: must be {_FORMS}, got {kind(var_list)}")
 

@@ -26,9 +26,8 @@ _SWITCHES = 256
 class Stopwatch:
     """A stopwatch that assigns elapsed time to phases; one thread switches phases, any thread reads them.
 
-    A switch reads the clock once and appends to a queue without a lock. It costs a fraction of a microsecond, and an
-    exception between any two instructions, such as from a signal, leaves the times consistent. `seconds` empties the
-    queue.
+    A switch appends the time to a queue without a lock, and `seconds` empties the queue. Thus a switch costs a fraction
+    of a microsecond, and an exception anywhere, such as from a signal, leaves the times consistent.
 
     Args:
         before: Seconds that had elapsed before creation; they belong to the first phase.
@@ -51,7 +50,7 @@ class Stopwatch:
         self._latest: deque[tuple[str, float]] = deque(maxlen=_SWITCHES)
 
     def switch(self, part: str) -> float:
-        """Switch to another phase, and return the time."""
+        """Switch to another phase; return the time."""
         now = self.clock()
         self._mark((part, now))
         self.current = part
@@ -72,7 +71,6 @@ class Stopwatch:
         self.lasted[thing].append(share * (self.clock() - began))
 
     def reassign(self, part: str, seconds: float) -> None:
-        """Reassign the last seconds to a phase."""
         now = self.clock()
         self._marks.extend(((part, now - seconds), (self.current, now)))
 
@@ -93,7 +91,6 @@ class Stopwatch:
         return durations[-_VISITS:]
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each phase."""
         with self._lock:
             now = self.clock()
             totals, current, since, queue = self._totals, self._folded, self._since, self._marks

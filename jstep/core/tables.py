@@ -93,7 +93,7 @@ _RULE = "border-bottom: 1px solid color-mix(in srgb, currentColor 35%, transpare
 
 
 def html_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
-    """Format an HTML table for a notebook, in the colors of its theme; all strings are escaped."""
+    """Format an HTML table in the notebook's colors; all strings are escaped."""
     parts = [f'<div style="margin: 0.4em 0"><div style="font-weight: 600">{html.escape(title)}</div>']
     parts.append('<table style="border-collapse: collapse; background: none; color: inherit; font-size: 0.92em">')
     if head:

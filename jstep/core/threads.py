@@ -60,7 +60,6 @@ def join_thread(thread: threading.Thread, timeout: float = math.inf) -> None:
 
 
 def _captured() -> Callable[[Callable[[], None]], None]:
-    """Return a function that calls another in this thread's contexts."""
     mesh, abstract_mesh, variables = current_mesh(), jax.sharding.get_abstract_mesh(), contextvars.copy_context()
     settings = {name: read_setting(name) for name in SETTINGS}
 
@@ -110,7 +109,6 @@ _of_threads: dict[int, list[str]] = {}
 
 @context_manager
 def doing(what: str) -> Iterator[None]:
-    """Report an activity of this thread inside the context."""
     ident = threading.get_ident()
     mine = _of_threads.setdefault(ident, [])
     mine.append(what)

@@ -53,8 +53,6 @@ ScalarOrSchedule: TypeAlias = Number | Schedule | Callable[[Any], Any] | Held
 
 
 class InitFn(Protocol):
-    """Function that creates slots at `global_step`."""
-
     def __call__(self, params: Params, global_step: Step = 0) -> Slots: ...
 
 
@@ -62,8 +60,8 @@ class GradientNoise(NamedTuple):
     """Gradient noise, estimated from the microbatches of one step; NaN if it cannot be estimated.
 
     Attributes:
-        noise: The trace of the covariance of the gradient of one example, an unbiased estimate.
-        square: The squared norm of the true gradient, an unbiased estimate, which may be negative.
+        noise: The trace of the covariance of one example's gradient, unbiased.
+        square: The squared norm of the true gradient, unbiased; it may be negative.
     """
 
     noise: Array
@@ -116,8 +114,6 @@ fifth argument."""
 
 
 class HyperparametersFn(Protocol):
-    """Function that returns hyperparameters by name."""
-
     def __call__(self, step: Step, /) -> dict[str, Any]: ...
 
 
@@ -229,12 +225,11 @@ def path_str(keys: Sequence[Any]) -> str:
 
 
 def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
-    """Call `jax.tree.flatten`, with a treedef of type Any for type checkers."""
+    """Call `jax.tree.flatten`, with a treedef of type Any."""
     return jax.tree.flatten(tree, is_leaf)
 
 
 def structure(tree: Tree) -> Any:
-    """Call `jax.tree.structure`, with a treedef of type Any."""
     return jax.tree.structure(tree)
 
 
@@ -263,7 +258,6 @@ def leaf_paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list
 
 
 def only_in(paths: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Return the paths that are not among others, in order."""
     excluded = set(others)
     return [path for path in paths if path not in excluded]
 
@@ -279,7 +273,6 @@ def batch_to_args(batch: Tree) -> tuple[Any, ...]:
 
 
 def args_to_batch(args: tuple[Any, ...]) -> Any:
-    """Invert `batch_to_args`."""
     return args[0] if len(args) == 1 else args
 
 
@@ -339,7 +332,6 @@ def keep_arrays(argument: str) -> str:
 
 
 def is_key(x: object) -> bool:
-    """Whether x is an array, or a shape, of typed PRNG keys."""
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
@@ -421,7 +413,6 @@ def compute_dtype(dtype: DTypeLike) -> Any:
 
 
 def with_leaves(leaves: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """Return the leaves with some of them replaced."""
     changed = list(leaves)
     for place, value in zip(indices, values, strict=True):
         changed[place] = value
@@ -462,7 +453,7 @@ def default_int() -> Any:
 
 
 def suggest_names(name: str, names: Iterable[str]) -> str:
-    """Format a hint for a misspelled name: the nearest names, all if there are few, or an empty string."""
+    """Format a hint for a misspelled name: the nearest names, or all if there are few."""
     names = list(names)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if not close and len(names) <= 6:

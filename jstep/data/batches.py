@@ -320,7 +320,6 @@ def mixture(
 
 
 def _open(sources: Any) -> dict[str, Rows]:
-    """Open the rows of all sources, and check that they fit into one batch."""
     if not as_mapping(sources, "sources", "from name to source"):
         raise ValueError("sources={}: must have at least one source, got none")
     names = [as_string(name, "sources: a name") for name in sources]

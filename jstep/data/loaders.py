@@ -34,14 +34,14 @@ _USED = "batches"
 
 
 class Source(NamedTuple):
-    """An iterator over batches and its properties.
+    """An iterator over batches.
 
     Attributes:
         position: Returns the current position, from `loader_position`.
         begin: Returns the position before the first batch; None if `position` does.
-        by_step: A sequence or function that returns each batch again by its step, or None.
+        by_step: Returns each batch again by its step, or None.
         fresh: Whether each batch is in new arrays that no other code writes to.
-        is_of_state: Whether batches are made with the state of the run, so that none may be made ahead.
+        is_of_state: Whether batches are made with the run's state, and never ahead.
     """
 
     items: Iterator[Any]
@@ -57,7 +57,7 @@ class Source(NamedTuple):
         return self.by_step is not None or self.position is not None or self.is_of_state
 
     def next_change(self, step: int) -> int | None:
-        """The next step at which the shapes of the batches change, if known."""
+        """Return the next step at which the shapes change, if known."""
         try:
             return self.by_step.next_change(step) if isinstance(self.by_step, BatchSequence) else None
         except IndexError:  # they end before the run does
@@ -83,11 +83,9 @@ def open_source(
     """Open the batches from step `start`.
 
     Args:
-        batches: A value that `check_batches` accepts. An object that is not a sequence but can be indexed and iterated
-            over is indexed if it has an item for the first step.
-        position: The position of an earlier run, if any.
-        resumable: Whether the run may be resumed later.
-        state: Returns the current state of the run, for `from_state`.
+        batches: An object that is not a sequence but can be indexed and iterated over is indexed if it has an item for
+            the first step.
+        position: From an earlier run.
     """
     owner = position_owner(batches)
     if isinstance(batches, StateBatches):
@@ -133,7 +131,6 @@ def open_source(
 
 
 def _by_step(batches: Tree, start: int, last_step: int) -> Iterator[Any] | None:
-    """The batches of a sequence or of a function of the step; None for others."""
     if hasattr(batches, "__getitem__"):
         if isinstance(batches, _SEQUENCE) or not hasattr(batches, "__iter__"):
             return _indexed(batches, start, last_step)
@@ -191,7 +188,6 @@ def _warn_without_position(name: str, start: int, ways_out: str, *, resumable: b
 
 
 def check_batches(batches: Tree) -> None:
-    """Reject a value that cannot be a source of batches."""
     if _is_array(batches) or (isinstance(batches, tuple) and batches and all(map(_is_array, batches))):
         what = "a tuple of arrays" if isinstance(batches, tuple) else "an array"
         raise TypeError(
@@ -261,7 +257,6 @@ def _resumed(
 
 
 def keeps_position(batches: Tree) -> bool:
-    """Whether a loader or iterator can save and restore its position."""
     if _has(batches, *_OWN_STATE, "__next__"):
         return True
     # `state_dict` must take no arguments: some data sets require the number of examples that were read.
@@ -271,7 +266,6 @@ def keeps_position(batches: Tree) -> bool:
 
 
 def position_owner(batches: Tree) -> Any:
-    """The object that keeps the position of batches."""
     if isinstance(batches, StateBatches):
         return batches.make if _has(batches.make, *_OWN_STATE) or _has(batches.make, *_STATE_DICT) else None
     return batches if keeps_position(batches) else None
@@ -368,8 +362,6 @@ def from_state(fn: Callable[[int, Any], Any]) -> "StateBatches":
 
 
 class StateBatches:
-    """The batches of `from_state`."""
-
     def __init__(self, make: Callable[[int, Any], Any]) -> None:
         self.make = make
 
@@ -416,8 +408,6 @@ def replayed(make: Callable[[], Iterable[Any]]) -> "ReplayedBatches":
 
 
 class ReplayedBatches(Iterable[Any]):
-    """The batches of `replayed`."""
-
     def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
         self.make = make
 
@@ -429,8 +419,6 @@ class ReplayedBatches(Iterable[Any]):
 
 
 class ReplayedIterator(Iterator[Any]):
-    """An iterator over the batches of `replayed`."""
-
     def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
         self._make = make
         self._items: Iterator[Any] | None = None

@@ -67,7 +67,6 @@ def draw_keys(domain: Domain, seed: int, stream: int) -> list[Words]:
 
 
 def permute(domain: Domain, keys: list[Words], positions: Rows, *, inverse: bool = False) -> Rows:
-    """Return the numbers at `positions` of the permutation, or of its inverse."""
     numbers = _encipher(domain, keys, positions.astype(domain.dtype), inverse)
     outside = np.flatnonzero(numbers >= domain.n)
     while outside.size:
@@ -140,7 +139,6 @@ class Lookahead:
         return block[line:]
 
     def stream(self, start: int, count: int, shuffle: bool) -> RowNumbers:
-        """Return `count` rows from row `start` on of the endless sequence of epochs."""
         pieces: list[RowNumbers] = []
         while count or not pieces:  # a process may have no rows of a small remainder
             epoch, offset = divmod(start, self._domain.n)

@@ -23,7 +23,7 @@ class StepRange(NamedTuple):
         period: Steps per epoch; the first epoch begins at `first`.
         last: Rows of the last batch of each epoch.
         before: Rows of all batches before `first`.
-        position: The position of the first batch in the endless stream of epochs of a single source.
+        position: The position of the first batch in the endless stream of a single source's epochs.
         distance: The length of an epoch in that stream.
     """
 
@@ -153,8 +153,8 @@ class RowPlan(NamedTuple):
     """The assignment of rows to steps, without the data: a weighted mixture of one or more sources.
 
     Attributes:
-        streams: The number of rows and the seed of the permutations of each source.
-        seed: Determines the order within batches, together with the step.
+        streams: The number of rows and the seed of each source.
+        seed: Determines, with the step, the order within batches.
         counts: The number of rows from each source among the first T rows; None if there is one source.
         drop_remainder: None in a mixture, whose batches continue with the next epoch.
     """
@@ -255,7 +255,6 @@ class PlanReader:
         return parts
 
     def of_one(self, step: int) -> RowNumbers:
-        """Return the row numbers of a batch of a single source."""
         first, lines = self._known
         if 0 <= step - first < len(lines):
             numbers: RowNumbers = lines[step - first]

@@ -125,7 +125,7 @@ def _reference(stem: str, name: str) -> dict[str, str]:
 
 
 class StoredPosition:
-    """The position of batches that may be made ahead and each come with the position after them."""
+    """The position of batches that may be made ahead, each with the position after it."""
 
     is_large = False
 
@@ -160,12 +160,11 @@ class LivePosition:
 
     Hooks send feedback to the object that makes the batches, so its position is read when a checkpoint is written. If a
     batch could not be made, or its step failed, it is the position before that batch, which a restart makes again.
-    Large positions are not copied before each batch, only when a checkpoint needs them. Once large, a position counts
-    as large.
+    Large positions are copied only when a checkpoint needs them; a position that was large once counts as large.
 
     Attributes:
         before: The position before the latest batch, and after changes by hooks before that; None if it is large.
-        is_large: Whether making a batch must not be interrupted, because its position would be lost.
+        is_large: Whether making a batch must not be interrupted, or its position would be lost.
     """
 
     def __init__(self, ask: Callable[[], Any], begin: Callable[[], Any] | None) -> None:
@@ -189,7 +188,7 @@ class LivePosition:
                 self.is_large = tagged_json.encoded_size(self.before) > LARGE
 
     def moves(self) -> None:
-        """A batch is being made; a signal may interrupt it if the position is small."""
+        """Begin a batch; a signal may interrupt it if the position is small."""
         if self.is_large:
             self.before = None
         self._is_fixed = True
@@ -212,7 +211,6 @@ class LivePosition:
         self.before, self._is_fixed = self.now(), True
 
     def now(self) -> Any:
-        """The position for a checkpoint of the latest state."""
         if self._is_fixed or not self._is_known:
             return self.before
         position = self._ask()
@@ -229,7 +227,7 @@ _AFTER = "after"
 
 
 class RarePosition:
-    """The position of a loader after each batch, read so rarely that it takes a small share of the time.
+    """The position of a loader after each batch, read rarely because reading may be slow.
 
     In between it is the last position read, with the number of batches since, which a restart fetches again.
     `next_due(number)` returns the next number of batches at which a checkpoint is due.
@@ -268,7 +266,6 @@ class RarePosition:
 
 
 def batches_since(position: SavedPosition | None) -> int:
-    """The number of batches fetched since `RarePosition` read a position."""
     number = position.value.get(_AFTER, 0) if position and isinstance(position.value, Mapping) else 0
     if type(number) is not int or number < 0:
         raise ValueError(f"batches: the checkpoint's position has {_AFTER}={number!r:.50}: must be a number of batches")

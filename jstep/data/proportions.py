@@ -33,10 +33,10 @@ _PRECISION = 2**128
 
 
 class Phase(NamedTuple):
-    """A period in which every source fills at a constant rate, with floor((offset + rate·t) / unit) rows at time t.
+    """A period of constant rates: each source has floor((offset + rate·t) / unit) rows at time t.
 
     Attributes:
-        start: The time at which it begins, in rows since the stage began.
+        start: In rows since the stage began.
         rates: The rate of each source; 0 if it is waiting.
     """
 
@@ -59,7 +59,6 @@ class CountStage(NamedTuple):
     slack: int
 
     def counts(self, rows: int) -> tuple[int, ...]:
-        """Return the number of rows from each source among the first `rows`."""
         # Twice a time at which at most `rows` rows are due: rounding up adds half a row for each source.
         twice = max(2 * (rows - self.first) - self.slack, 0)
         number = bisect.bisect_right(self.phases, Fraction(twice, 2), key=lambda phase: phase.start) - 1

@@ -34,7 +34,7 @@ class BatchSequence(abc.ABC, Generic[T]):
         self._read = self._reader()
 
     def _reader(self) -> Callable[[int], Any]:
-        """Return a new function from step to batch for one iterator."""
+        """Return a function from step to batch for one iterator."""
         reader, sources = PlanReader(self._plan), [self._rows[name] for name in sorted(self._rows)]
         if len(sources) == 1:  # its rows are in order, and need no indices
             return functools.partial(_take, reader.of_one, sources[0].take)
@@ -48,7 +48,6 @@ class BatchSequence(abc.ABC, Generic[T]):
         return {name: counts[name] for name in self._rows}
 
     def _extent(self) -> str:
-        """The range of steps, for the repr."""
         parts, endless = self._steps.parts, self.is_endless
         if len(parts) == 1 and parts[0].start == 0 and parts[0].step == 1:
             return "without end" if endless else f"{self._steps.count} steps"

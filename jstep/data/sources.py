@@ -46,8 +46,8 @@ class ArraySource:
 class ItemSource:
     """Stacked items `items[i]` of an object with `__len__` and `__getitem__`.
 
-    A `__getitem__` that was written for one index may do something else with a list, without an error. So lists are
-    passed only to `__getitems__`, to a `__getitem__` that is known to accept them, and to one that rejects an integer.
+    A `__getitem__` for one index may silently do something else with a list. So lists are passed only to
+    `__getitems__`, to a `__getitem__` known to accept them, and to one that rejects an integer.
     """
 
     def __init__(self, items: Any, path: str, argument: str) -> None:
@@ -164,7 +164,7 @@ class Rows:
 def open_rows(arrays: object, argument: str = "arrays", name: str = "") -> Rows:
     """Open the rows of a tree of sources, in which a list is one source.
 
-    `name` is the key of the tree in the argument, which begins the paths of its leaves; empty if it is the argument.
+    `name` is the tree's key in the argument, which begins its paths; empty if it is the argument.
     """
     tree = {name: arrays} if name else arrays
     # A list holds examples. JAX warns about iterators in a tree; they are leaves here and rejected as sources.

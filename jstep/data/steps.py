@@ -40,7 +40,6 @@ class Steps:
         return Steps(ranges)
 
     def skipped(self, start: int, stop: int) -> "Steps":
-        """Return the steps without numbers `start` to `stop - 1`."""
         return Steps([*self.sliced(slice(start)).parts, *self.sliced(slice(stop, None)).parts])
 
     def numbered(self, start: int, stop: int | None = None) -> Iterator[tuple[int, range]]:

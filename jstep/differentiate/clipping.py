@@ -406,7 +406,6 @@ def _norm_jvp(axes: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def _unit(x: Array, norm: Array) -> Array:
-    """Return x / norm, or 0, in float32 or wider."""
     dtype = trees.compute_dtype(x.dtype)
     huge = _shrinks(norm)
     divisor = jnp.where(norm > 0, norm * huge, jnp.ones_like(norm))

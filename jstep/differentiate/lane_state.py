@@ -92,11 +92,11 @@ class _Value(NamedTuple):
     """The dependences of a value.
 
     Attributes:
-        plus: The index of the old leaf if the value is an old leaf plus something, else None.
+        plus: The index of the old leaf if the value is one plus something.
         on_lane: Whether it, or the something, depends on the rows or the number of a lane.
         olds: The old leaves that it, or the something, depends on.
-        facts: The operations and constants that it is computed from, unless it depends on a lane. They differ for the
-            whole batch if it depends on the number of rows.
+        facts: The operations and constants that it is computed from, unless it depends on a lane; if it depends on the
+            number of rows, they differ for the whole batch.
     """
 
     plus: int | None = None

@@ -35,10 +35,10 @@ class Lanes(NamedTuple):
 
     Attributes:
         number: L.
-        mesh: A mesh with Auto axes, or None.
+        mesh: Has Auto axes; may be None.
         axes: The mesh axes of the rows of the batch.
-        others: The mesh axes that split other arrays and not the rows (tensor parallelism), which are left to XLA.
-        places: Shape → the finer spec of the parameters and slots of that shape. It affects traffic, not bits.
+        others: The other mesh axes (tensor parallelism), which are left to XLA.
+        places: Shape → the finer spec of parameters and slots. It affects traffic, not bits.
     """
 
     number: int
@@ -91,7 +91,6 @@ class Lanes(NamedTuple):
 
 
 def as_lanes(lanes: object) -> int | None:
-    """Validate a number of lanes."""
     number = None if lanes is None else as_int(lanes, "lanes", 1)
     if number is not None and number & (number - 1):
         below = 1 << number.bit_length() - 1
@@ -148,7 +147,7 @@ def _found(number: int, rows: Sequence[tuple[Any, ...]], shardings: Sequence[Any
 
 
 def trace_on_lanes(lanes: Lanes, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """Trace a function without any mesh or layout: the closed jaxpr, the same on all of them, and the result shapes."""
+    """Trace a function without any mesh or layout: the closed jaxpr, the same on all, and the result shapes."""
     with jax.sharding.use_abstract_mesh(lanes.alone()), setting(SHARDINGS, None):
         return jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_shape, args))
 
@@ -187,8 +186,8 @@ def sum_over_lanes(
 ) -> Any:
     """Return Σ part(i, whole, blocks) over the lanes i, in the tree; for bools, whether any is true.
 
-    `blocks` are the i-th of L contiguous blocks of each array of `blocked`, along its dimension in `dims`. `witness` is
-    as in `isolate`; by default one of the other arguments.
+    `blocks` are the i-th of L contiguous blocks of each of `blocked`, along its dimension in `dims`. `witness` is as in
+    `isolate`; by default one of the other arguments.
     """
     sizes = [x.shape[dim] // lanes.number for x, dim in zip(blocked, dims, strict=True)]
 
@@ -223,7 +222,6 @@ def sum_over_lanes(
 
 
 def is_in_lanes(operation: Operation) -> bool:
-    """Whether an operation is a sum over lanes."""
     return operation.called == sum_over_lanes.__qualname__
 
 
@@ -295,7 +293,6 @@ def _gathered(x: Array, axes: tuple[str, ...]) -> Array:
 
 
 def trace_lane(lanes: Lanes, part: Callable[..., Any], blocks: object, args: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Trace a lane; `args` are the arguments of the whole batch."""
     try:
         trace = trace_on_lanes(lanes, part, *args[:-1], blocks)
     except Exception as error:

@@ -136,10 +136,9 @@ class Inputs(NamedTuple):
     """The inputs of one evaluation of a loss.
 
     Attributes:
-        kwargs: Keyword arguments that are passed to the loss unchanged.
         key: A PRNG key, passed to the loss as `rng`.
-        batch_specs: Shardings or specs of args, if known.
-        scale: The factor of the loss before differentiation; gradients are scaled by it.
+        batch_specs: Shardings or specs, if known.
+        scale: The factor of the loss, and so of the gradients.
         lanes: The lanes of the batch: on Auto axes, in a program.
     """
 
@@ -153,7 +152,7 @@ class Inputs(NamedTuple):
     lanes: Lanes | None = None
 
     def for_part(self, i: Any, **changes: Any) -> "Inputs":
-        """The inputs of one of several evaluations, with a key of its own."""
+        """Return the inputs of one of several evaluations, with their own key."""
         return self._replace(key=None if self.key is None else jax.random.fold_in(self.key, i), **changes)
 
     def for_lane(self, i: Array, args: tuple[Any, ...], **changes: object) -> "Inputs":
@@ -232,7 +231,7 @@ class Differentiation:
         return self.num_microbatches > 1 or self.max_rows_per_device is not None or self.lanes is not None
 
     def selected(self, params: Params, argument: str = "var_list") -> list[int]:
-        """Return the indices of the differentiated leaves; `argument` names var_list in errors."""
+        """Return the indices of the differentiated leaves."""
         return select_leaves(params, self.var_list, argument, self.frozen and self.frozen(params))
 
     def _of_batch(self, inputs: Inputs) -> Part:
@@ -436,7 +435,6 @@ def check_sharpness(sharpness: object) -> Any:
 
 
 def check_radius(sharpness: object) -> Any:
-    """Validate the radius of a training step, which may be a schedule."""
     if isinstance(sharpness, Held):
         raise TypeError(
             f"sharpness=held({sharpness.name!r}, ...): must be a number, an array or a schedule; held values are "

@@ -83,7 +83,6 @@ def _refuse_other_structure(old: object, new: object) -> None:
 
 
 def _like(old: object, new: object) -> Any:
-    """Return the new model_state with the dtypes of the old one."""
     if trees.structure(old) != trees.structure(new):
         _refuse_other_structure(old, new)
 
@@ -119,7 +118,7 @@ def _kind_of(dtype: DTypeLike) -> int:
 
 
 class Collector:
-    """The summaries that a function creates, added by `jstep.summary`, which the function may be the first to load.
+    """The summaries that a function creates, added by `jstep.summary`, which it may be the first to load.
 
     Attributes:
         key: The name of their collection.
@@ -151,6 +150,5 @@ def join_returned(aux: Mapping[str, Any], created: object) -> tuple[Mapping[str,
 
 
 def merge_summaries(several: Iterable[Any]) -> Any:
-    """Merge the summaries of several losses; None if there are none."""
     summaries = [summary for summary in several if summary is not None]
     return functools.reduce(SUMMARIES["merge"], summaries) if summaries else None

@@ -120,7 +120,7 @@ def rows_of_batch(args: tuple[Any, ...], what: str) -> tuple[str, int]:
 
 
 def rows_of_part(args: tuple[Any, ...], n: int, what: str, advice: str) -> int:
-    """Return the rows of each of n parts of a batch; errors begin with `what` and end with `advice`."""
+    """Return the rows of each part; errors begin with `what` and end with `advice`."""
     first, size = rows_of_batch(args, what)
     if size % n or size == 0:
         raise ValueError(f"{what} does not divide the batch: {first} has {size} rows; {advice}")
@@ -152,8 +152,8 @@ class Squares(NamedTuple):
     """Squared norms of gradients.
 
     Attributes:
-        weights: The weight, or the number of examples, of each part, of shape (n,).
-        parts: The squared norm of each part, of shape (n,).
+        weights: The weight, or the number of examples, of each part (n,).
+        parts: The squared norm of each part (n,).
         whole: The squared norm of the mean.
     """
 
@@ -188,8 +188,8 @@ def accumulate(
 
     Args:
         part_fn: `part_fn(model_state, microbatch, i) -> Part`; model_state is carried.
-        parts: The batch, as `split_batch` returns it.
-        sums: Zeros to accumulate the gradients in.
+        parts: From `split_batch`.
+        sums: Zeros for the gradients.
         weight_fn: `weight_fn(*microbatch) -> scalar`. A microbatch of weight 0 is ignored, whatever its loss.
         square: Returns the squared norm of gradients, some of which may be None.
 
@@ -328,7 +328,7 @@ def reduce_once(
 
 
 def zeros_of_gradient(leaf: Array) -> Array:
-    """Return zeros to accumulate a gradient in, of its type and at least float32."""
+    """Return zeros of a gradient's type and at least float32."""
     dtype = trees.compute_dtype(leaf.dtype)
     mesh = meshes.explicit_mesh(leaf)
     if mesh is None:
@@ -373,7 +373,7 @@ def _other_uses(body: Subprogram, arguments: Sequence[frozenset[int]]) -> set[in
 
 
 def squared_norm(gradients: Sequence[Any], scale: Array | None = None) -> Array:
-    """Return the squared norm of gradients in at least float32, without the factor `scale` of the loss."""
+    """Return the squared norm in at least float32, without the factor `scale` of the loss."""
 
     def computed(gradients: list[Any], scale: Array | None) -> Array:
         total = jnp.zeros((), trees.default_float())

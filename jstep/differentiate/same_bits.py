@@ -180,8 +180,6 @@ def _connected(operations: Sequence[Operation]) -> list[list[Operation]]:
 
 
 def _apart(lanes: Lanes, operation: Operation, values: Sequence[Any], witness: Array) -> Sequence[Any]:
-    """Evaluate the bodies of a condition or a loop in the same way."""
-
     def run(i: int, *values: object) -> list[Array]:
         return _evaluated(lanes, operation.bodies[i], list(map(jnp.asarray, values)), witness)
 

@@ -240,7 +240,7 @@ Known = Mapping[str, Setting]
 def known_settings(arguments: Known) -> Known:
     """Combine arguments and variables: arguments take precedence over `JAX_*`, and these over SkyPilot's.
 
-    JAX itself reads SLURM's variables; here they are only checked, if the others are incomplete.
+    SLURM's variables, which JAX reads, are only checked, if the others are incomplete.
     """
     settings: dict[str, Setting] = {**_numbers(_JAX), **arguments}
     check_range(settings)
@@ -286,7 +286,7 @@ def missing(settings: Known) -> str:
 
 
 def _numbers(names: Mapping[str, str]) -> dict[str, Setting]:
-    """Read variables; an empty one counts as unset."""
+    """Read variables; an empty one is unset."""
     settings: dict[str, Setting] = {}
     for field, name in names.items():
         text = os.environ.get(name, "").strip()

@@ -36,7 +36,7 @@ LOWER_IS_BETTER = ("loss", "error", "perplexity")
 
 
 def check_metric(metric: Any, mode: Any) -> tuple[str, str]:
-    """Validate the name of a metric and its mode; None becomes the mode that the name implies."""
+    """Validate a metric's name and mode; None becomes the implied mode."""
     as_string(metric, "metric", "the name of a metric that evaluate returns")
     if mode is None:
         if not metric.endswith(LOWER_IS_BETTER):
@@ -59,7 +59,7 @@ def score(results: Mapping[str, Any], metric: str, by: str) -> float:
 
 
 def is_better(value: float, than: float | None, mode: str, margin: float = 0.0) -> bool:
-    """Return whether a value is better than another by more than a margin; NaN never is, anything else beats None."""
+    """Return whether a value is better by more than a margin; NaN never is, anything else beats None."""
     if math.isnan(value):
         return False
     if than is None:
@@ -96,8 +96,7 @@ class MetricCallback(ShownAsTyped):
     """Base class of callbacks that react to a metric, and whose state is saved in checkpoints.
 
     Subclasses set `_progress`, the initial state (each run begins with a new object of its class), and `_settings`, the
-    names of attributes. `watches` identifies the callback among others of its class, and the settings identify it among
-    those that watch the same.
+    names of attributes. `watches` and then the settings identify the callback among others of its class.
     """
 
     on_cadence_only: bool = True

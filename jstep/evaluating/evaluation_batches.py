@@ -51,7 +51,7 @@ _ENDED, _FAILED, _GLOBAL = -1, -2, -3
 
 
 class EvaluationBatches:
-    """The batches of an evaluation, which can be iterated over repeatedly.
+    """The batches of an evaluation, for repeated iteration.
 
     An iterator with `get_state` and `set_state` is reset before each pass; any other iterator can be used only once.
     """
@@ -164,7 +164,6 @@ def check_sharding(batch_sharding: object) -> None:
 
 
 def batch_shardings(batch_sharding: object, state: Tree) -> Any:
-    """Return the shardings of batches for a state as a tree, or None."""
     return None if batch_sharding is None else as_shardings(over_axes(batch_sharding, state))
 
 

@@ -295,7 +295,7 @@ def _refuse_text(values: Mapping[str, Any]) -> None:
 
 
 def _of_process_0(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of process 0, so that all processes make the same decisions."""
+    """Return the numbers of process 0, so that all processes decide alike."""
     numbers = {name: repr(float(value)) for name, value in read_values(as_numbers(values)).items()}
     shared = processes.broadcast_bytes(json.dumps(numbers).encode())
     return {name: float(value) for name, value in json.loads(shared).items()}

@@ -40,7 +40,7 @@ class Metric:
 
     Attributes:
         kind: PER_EXAMPLE, MEAN, PAIR or OBJECT.
-        rows: The number of examples, or a string that explains why it is unknown.
+        rows: The number of examples, or why it is unknown.
     """
 
     value: Any
@@ -141,7 +141,7 @@ def _sum(value: object) -> int | float:
 
 
 def _total(numbers: Sequence[Any]) -> int | float:
-    """Return the exact sum: an integer for integers, correctly rounded for floats, independent of their order."""
+    """Return the exact sum: an integer for integers, correctly rounded for floats in any order."""
     if all(isinstance(number, int) for number in numbers):
         return sum(numbers)
     try:

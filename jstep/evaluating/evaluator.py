@@ -180,7 +180,6 @@ class CheckedEvaluation:
         return totals.results()
 
     def check(self, state: TrainState) -> None:
-        """Raise the error that a call would raise, without computing anything."""
         self._check_state(state)
         params: Any = state.params
         if as_average_names(self.use_averages):
@@ -266,7 +265,6 @@ def _replicated(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mesh_of_processes(tree: Tree) -> Any:
-    """Return the mesh of arrays on several processes, else None."""
     mesh = None if processes.is_single_process() else mesh_of(tree)
     return None if mesh is None or NamedSharding(mesh, PartitionSpec()).is_fully_addressable else mesh
 

@@ -287,7 +287,7 @@ def _preserved(step: object, state: Tree, args: tuple[Any, ...]) -> tuple[Any, t
 
 
 def _copied(tree: Tree) -> Any:
-    """Copy all arrays, with shardings for which the step is not compiled again."""
+    """Copy all arrays, with shardings that need no other compilation."""
     with internal_transfers():
         return jax.tree.map(_copy, tree)
 

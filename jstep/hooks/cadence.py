@@ -33,9 +33,8 @@ class Cadence:
 
     Attributes:
         secs: Seconds, or a function that returns them at the start of each interval.
-        together: Whether all processes must act at the same step, by one process's clock.
-        ends_calls: Whether calls of several steps end at multiples; if not, the hook is due after the first call that
-            reaches one.
+        together: Whether all processes act at the same step, by one process's clock.
+        ends_calls: Whether calls of several steps end at multiples; if not, the first call that reaches one counts.
         again_at_last: Whether the hook is due at the last step even if it was already called there.
     """
 
@@ -92,7 +91,7 @@ def hook_cadence(hook: object) -> Cadence | None:
 
 
 def next_call(hook: object, step: int) -> tuple[int, int]:
-    """Return the next step at which a hook is due, and the step at which a call of several steps must end for it.
+    """Return when a hook is due next, and the step at which a call of several steps must end for it.
 
     Hooks that name no steps are due after every call, which may run past any step. Clocks are ignored.
     """

@@ -147,8 +147,6 @@ BEFORE_AND_NOW = "before", "now"
 
 
 class CardDifference(NamedTuple):
-    """A difference between two cards; `name` is the name of the value, or empty."""
-
     section: str
     name: str
     line: str
@@ -200,7 +198,6 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any], runs: tuple[str, st
 
 
 def card_values(card: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a card by their names in lines of differences."""
     named: dict[str, Any] = {}
     for section, begins in _SECTIONS.items():
         values = _values(card, section)
@@ -222,7 +219,6 @@ def card_values(card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(begins: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten the values of a section to paths."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if not isinstance(value, dict) or not value:
@@ -391,7 +387,6 @@ def _of_optimizers(a: Mapping[str, Any], b: Mapping[str, Any], runs: tuple[str, 
 
 
 def _argument_name(element: str, argument: str) -> str:
-    """The name of an argument below its element's label: `critic/learning_rate`."""
     label, slash, _ = element.rpartition("/")
     return f"{label}{slash}{argument}"
 

@@ -124,7 +124,6 @@ def defines(hook: object, name: str) -> bool:
 
 
 def hook_name(hook: object) -> str:
-    """The name of a hook or function in errors."""
     name = getattr(hook, "name", None)
     return name if isinstance(name, str) else str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
@@ -151,7 +150,6 @@ def check_step(step: int, state: TrainState, first: int | None = None) -> None:
 
 
 def _how_to_advance(actual: int, step: int, first: int | None) -> str:
-    """Advice for a step that does not advance the global step by one."""
     one_increment = "end train_step with state = jstep.increment_global_step(state)"
     inside = "pass increment_global_step=False to all of them (minimize, apply_gradients), and " + one_increment
     if first is None:
@@ -178,7 +176,6 @@ _OF_EVALUATIONS = "jstep.EvaluationHook(evaluate, every_n_steps=…, callbacks=[
 
 
 def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
-    """Return the hooks as a list; reject anything but a sequence of hooks."""
     if hasattr(hooks, "after_step"):
         raise TypeError(f"hooks={hooks!r}: must be a sequence of hooks, hooks=[...]")
     try:
@@ -223,7 +220,7 @@ class StopWith:
 
 
 def check_hook_result(result: object, state: TrainState, step: int, by: str) -> tuple[bool, TrainState]:
-    """Check the return value of a hook; return whether to stop after this step, and the state to continue with."""
+    """Check a hook's result; return whether to stop after this step, and the state."""
     if isinstance(result, bool | np.bool_ | None):
         return bool(result), state
     if isinstance(result, TrainState):
@@ -259,7 +256,6 @@ def check_returned_state(other: TrainState, state: TrainState, step: int, by: st
 
 
 def _placed_like(leaf: Any, was: Any, path: str, by: str) -> Any:
-    """Return the leaf with the placement of the leaf that it replaces."""
     if leaf is was:
         return leaf
     leaf = trees.native(leaf, path, by)

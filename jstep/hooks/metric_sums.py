@@ -109,8 +109,6 @@ class Piece(NamedTuple):
 
 
 class Interval:
-    """The sums over an interval."""
-
     def __init__(self) -> None:
         self._merged: HostSums | None = None
         self._pieces: list[Piece] = []
@@ -132,7 +130,6 @@ class Interval:
 
     @property
     def totals(self) -> HostSums | None:
-        """None without a step; waits for the device."""
         while self._pieces:
             self._merge()
         return self._merged
@@ -160,8 +157,8 @@ class MetricSums:
 
     A mean is over the steps that have the metric. A value that is not finite is ignored if its update was skipped.
 
-    A program of several steps accumulates by itself: `begin` returns the sums that it continues, `ran` takes them back.
-    Calls of one step are added by a separate program, many in one dispatch.
+    A program of several steps accumulates by itself, between `begin` and `ran`. Calls of one step are added by a
+    separate program, many in one dispatch.
     """
 
     def __init__(self, limits: Iterable[int] = ()) -> None:
@@ -261,7 +258,7 @@ class MetricSums:
         return computed
 
     def flush(self) -> None:
-        """Add the metrics of the latest calls, before these are passed to code that may donate them."""
+        """Add the latest calls, before code that may donate their metrics runs."""
         if not self._calls:
             return
         calls, self._calls, layout = self._calls, [], self._layout
@@ -368,7 +365,7 @@ class StepRows(NamedTuple):
     """The numbers of some steps, [steps, metrics].
 
     `low` is the excess over `high`, because one float cannot represent a large integer. `known` marks the metrics that
-    a step has. For a loss of several numbers, `finite` tells whether all are, and `value` is one that is not.
+    a step has. For a loss of several numbers, `value` is one that is not finite.
     """
 
     high: Any
@@ -379,7 +376,7 @@ class StepRows(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The metrics of a step that are accumulated, with the indices of special ones.
+    """The accumulated metrics of a step, with the indices of special ones.
 
     `loss` is −1 for a loss of several numbers per step, which has no sum. `limits` are numbers of consecutive skipped
     steps to report.
@@ -525,7 +522,7 @@ def _column(values: list[Any], dtype: DTypeLike) -> tuple[Any, Any, Any]:
 
 
 def _is_split(dtype: np.dtype[Any], into: DTypeLike) -> bool:
-    """Whether one float may not represent a value, a large integer."""
+    """Return whether one float may not represent a value."""
     return bool(jnp.issubdtype(dtype, jnp.integer)) and dtype.itemsize >= np.dtype(into).itemsize
 
 

@@ -29,8 +29,8 @@ def nonfinite_params(run: RunInfo) -> dict[str, int]:
 class NonfiniteParametersHook(RunHook):
     """Ends runs that save without a `NanLossHook` before they save parameters that are not finite.
 
-    A finite loss can have a gradient that is not finite, which only a later loss would show; by then, later checkpoints
-    could have replaced every finite one. Infinities that a run begins with, such as in a mask, do not count.
+    A finite loss can have a gradient that is not finite. Only a later loss would show it, when every finite checkpoint
+    may be gone. Infinities that a run begins with, such as in a mask, do not count.
     """
 
     def begin(self, state: TrainState) -> None:
@@ -53,7 +53,7 @@ class NonfiniteParametersHook(RunHook):
             )
 
     def before_save(self, step: int) -> None:
-        """Check the parameters that are about to be saved; waits for the device, as the save does.
+        """Check the parameters to be saved; waits for the device, as the save does.
 
         Each hook that saves then raises the error, or saves them, according to its Saver.
         """

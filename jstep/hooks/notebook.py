@@ -94,7 +94,6 @@ class NotebookBar:
             self._show(is_last=False)
 
     def close(self) -> None:
-        """Show the final state, which stays."""
         self._show(is_last=True)
 
     def _show(self, *, is_last: bool) -> None:

@@ -67,7 +67,6 @@ def is_number(value: object) -> bool:
 
 
 def is_numeric(value: object) -> bool:
-    """Like `is_number`, for any shape."""
     dtype = getattr(value, "dtype", None)
     if dtype is None or not hasattr(value, "ndim"):
         return isinstance(value, int | float)
@@ -90,13 +89,11 @@ def is_ready(values: Iterable[Any]) -> bool:
 
 
 def read_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Wait for the values and return them as Python numbers."""
     with internal_transfers():
         return {name: host(value).item() for name, value in values.items()}
 
 
 def local_copy(value: Any) -> Any:
-    """This process's copy of a replicated value."""
     is_global = isinstance(value, jax.Array) and not value.is_fully_addressable
     return value.addressable_data(0) if is_global else value
 
@@ -144,12 +141,12 @@ class TransferQueue:
         return owner
 
     def deliver_ready(self) -> None:
-        """Deliver rows in order, up to the first that is not ready."""
+        """Deliver rows up to the first that is not ready."""
         while self._queue and self._queue[0][1].is_ready():
             self._next()
 
     def deliver_all(self, before: float = math.inf) -> None:
-        """Deliver all rows, or the rows of earlier steps; waits for the device."""
+        """Deliver rows (with `before`, of earlier steps); waits for the device."""
         while self._queue and self._queue[0][0] < before:
             self._next()
 

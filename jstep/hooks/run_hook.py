@@ -76,7 +76,6 @@ class Finite:
     error: Exception | None = None
 
     def begins(self, contents: StateContents | None) -> None:
-        """Register that a hook checks the parameters."""
         self.at_start = contents
 
     def checked(self, error: Exception | None) -> None:
@@ -157,10 +156,10 @@ class RunInfo(Protocol):
 
 
 class RunHook(Hook):
-    """Base class of built-in hooks. In addition to the methods of `Hook`, `train` calls the methods below.
+    """Base class of built-in hooks; `train` also calls the methods below.
 
-    A hook with a `cadence` defines `when_due`. The loop decides when it is due, or a `CustomLoop` in a custom loop that
-    calls `after_step` after every update. `part` is the phase that its calls are timed as.
+    A hook with a `cadence` defines `when_due`, called by the loop, or by a `CustomLoop` if user code calls `after_step`
+    after every update. `part` is the phase that its calls are timed as.
     """
 
     cadence: Cadence | None = None
@@ -178,7 +177,6 @@ class RunHook(Hook):
 
     @property
     def _writer(self) -> Any:
-        """The hook's own writer, or else the run's."""
         return self.run.reports.writer if self._given_writer is None else self._given_writer
 
     def use_run(self, run: RunInfo) -> None:
@@ -216,7 +214,7 @@ class RunHook(Hook):
         return self.cadence.next_multiple(step)
 
     def around_calls(self, run_call: RunCall, again: Repeated) -> RunCall:
-        """Return a function that runs the calls: `run_call`, or a wrapper."""
+        """Return `run_call`, or a wrapper."""
         return run_call
 
     def before_save(self, step: int) -> bool | None:
@@ -295,7 +293,6 @@ class _CadenceOf(Hook):
 
 
 def check_writer(summary_writer: object) -> Any:
-    """Return the writer, or None; reject an object without `add_summary`."""
     if summary_writer is not None and (
         isinstance(summary_writer, type) or not callable(getattr(summary_writer, "add_summary", None))
     ):

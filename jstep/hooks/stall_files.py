@@ -31,8 +31,8 @@ Fields = Mapping[str, Any]
 def read_stalls(where: str, prefix: str | None = None) -> tuple[list[Fields], list[str]]:
     """Return what the processes of a run wait for, the oldest first, and the problems of unreadable files.
 
-    Files of processes that have ended, or that do not renew them, are left out. While any process is stalled, the
-    others also write files, whose `stall` is false.
+    Files of ended processes, and files not renewed, are left out. While any process is stalled, the others also write
+    files, whose `stall` is false.
     """
     stalls, problems = _files(where, prefix)
     return [stall for stall in stalls if "exit_code" not in stall and _is_current(stall)], problems
@@ -86,7 +86,7 @@ def silent(stalls: Sequence[Fields], count: int) -> list[int]:
 
 
 class StallFiles:
-    """The file of one process, and the others' files. A thread keeps them up to date, because a disk may hang.
+    """The files of this process and the others. A thread keeps them up to date, because a disk may hang.
 
     `where` is None if nothing is to be written. `prefix` distinguishes runs that share a directory.
 

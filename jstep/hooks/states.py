@@ -150,13 +150,12 @@ def _matched(same_key: Sequence[Any], records: Sequence[Any], where: str) -> Ite
 
 
 def _settings(hook: object) -> dict[str, Any]:
-    """The settings of a built-in object, by which objects with the same key are matched."""
+    """Return a built-in object's settings, which match objects with the same key."""
     settings = getattr(hook, "identifying_settings", None)
     return settings if isinstance(settings, dict) else {}
 
 
 def hook_key(hook: object) -> str:
-    """The name of a hook in logs and checkpoints."""
     return _owner(hook).key
 
 

@@ -56,12 +56,11 @@ class Options:
 
     @property
     def end(self) -> int | None:
-        """The step at which the run ends, or None."""
         return None if self.last_step == LARGEST_STEP else int(self.last_step)
 
     @property
     def where(self) -> str | None:
-        """The directory or URL of the checkpoints, or else of the event files; None without either."""
+        """Return the directory or URL of the checkpoints, or else of the event files."""
         if isinstance(self.checkpoint_dir, Saver):
             return self.checkpoint_dir.directory
         places = {"checkpoint_dir": self.checkpoint_dir, "logdir": self.logdir}
@@ -112,7 +111,7 @@ def as_steps_per_call(value: object, batches: Tree = None) -> int | str:
 
 
 def check_locations(checkpoint_dir: object, checkpoint_prefix: str, logdir: object, batch_sharding: object) -> None:
-    """Reject invalid directories, prefixes and shardings, without opening anything."""
+    """Reject invalid directories, prefixes and shardings, opening nothing."""
     if not isinstance(checkpoint_dir, Saver | str | os.PathLike | None):
         raise TypeError(
             f"checkpoint_dir={format_value(checkpoint_dir)}: must be a directory, a URL or a Saver, got "

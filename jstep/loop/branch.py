@@ -45,7 +45,7 @@ def parent_in(extra: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def open_trunk(options: Options, saver: Saver | None, latest: int | None) -> Trunk | None:
-    """Find the checkpoint to begin from; None if there is none, or the run has a checkpoint of its own.
+    """Find the checkpoint to begin from; None if there is none, or the run has its own.
 
     Raises:
         CheckpointError: It is corrupted.

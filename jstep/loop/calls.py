@@ -26,8 +26,8 @@ class Call:
     """The batches of one call, and the program that runs its steps.
 
     Attributes:
-        args: The arguments of one step; if stacked, those of `program.most` steps, padded at the end.
-        must_run: Whether its batches cannot be made again, so that no signal may prevent the call.
+        args: For one step, or stacked for `program.most` steps and padded at the end.
+        must_run: Whether its batches cannot be made again, so no signal may prevent it.
     """
 
     program: Any
@@ -39,7 +39,6 @@ class Call:
 
     @property
     def of_one(self) -> tuple[Any, ...]:
-        """The arguments of one step, or their shapes."""
         of_one: tuple[Any, ...] = self.program.of_one if self.program.is_looped else self.args
         return of_one
 
@@ -73,8 +72,8 @@ def make_calls(
     """Yield batches as calls, which end where the program, the shapes of the batches or `ends` require it.
 
     Args:
-        on_device: Whether to put batches without a sharding on the default device, for a step that is not compiled: it
-            would otherwise see NumPy or JAX arrays depending on whether batches are prefetched.
+        on_device: Whether to put batches without a sharding on the default device: a step that is not compiled would
+            otherwise see NumPy or JAX arrays depending on prefetching.
     """
     place_one = None if sharding is None and not on_device else placement(as_shardings(sharding))
     place_stacked = None if sharding is None else placement(as_shardings(sharding, stacked=True))
@@ -145,8 +144,8 @@ def most_steps(seconds: float) -> int:
 class AutoSteps:
     """Timer of the first calls of a run, which then switches to longer calls once their program is compiled.
 
-    It waits for the device during the timed calls. All processes switch at the same step, beyond everything that any
-    thread has read ahead; for this they wait for the compilation.
+    It waits for the device during the timed calls. All processes switch at the same step, after everything read ahead;
+    for this they wait for the compilation.
     """
 
     def __init__(

@@ -78,7 +78,7 @@ _SETTINGS = (
 def card(
     options: Options, stages: TrainSteps, step: int, state: Tree, held: Mapping[str, float], batches: Tree
 ) -> dict[str, Any]:
-    """Return the card of a run, without its programs, as JSON values."""
+    """Return the card of a run as JSON, without its programs."""
     lanes = {str(stage.first): lanes_of(stage.value) for stage in stages.stages()}
     return {
         "card": card_differences.VERSION,
@@ -312,8 +312,8 @@ _UNTRAINED = "none of this was trained, as the run takes no step: give another c
 class Cards(Observer):
     """Writer of the card of a run, and of a line for each program once its first call was dispatched.
 
-    A run that resumes is compared with the start that made its checkpoint. Background threads do all this, in order;
-    the loop's thread only looks up traces in JAX's cache. Errors are logged and never end the run.
+    A run that resumes is compared with the start that made its checkpoint. Background threads do this, in order; the
+    loop's thread only looks up traces in JAX's cache. Errors are logged, never raised.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -409,7 +409,6 @@ class Cards(Observer):
         return code.result() if code is not None and code.done() and code.exception() is None else None
 
     def _begin(self, task: Callable[[], None]) -> None:
-        """Run a task in a thread, after the earlier tasks."""
         before = self._latest
 
         def run() -> None:

@@ -42,8 +42,7 @@ class CompileJob(NamedTuple):
     """A program to be compiled by `make(args)`.
 
     Attributes:
-        first: The first step that runs it.
-        args: The shapes of the arguments of one step; None for those of the latest call.
+        args: The shapes for one step; None for the latest call's.
     """
 
     first: int
@@ -119,7 +118,7 @@ def is_done(future: "Future[Any]", is_over: Callable[[], bool]) -> bool:
 
 
 def compile_apart(lowered: Any, signals: StopSignals, *, may_leave: bool) -> None:
-    """Compile a program in another thread, but count it for this one: the wait can be interrupted, XLA cannot."""
+    """Compile in another thread, but count it for this one: the wait can be interrupted, XLA cannot."""
 
     def compiled() -> Compiled:
         lowered.compile()
@@ -138,7 +137,7 @@ _LEFT = "a compilation in the background cannot be stopped: the process ends whe
 
 
 def shapes_of(tree: Tree) -> Any:
-    """Return the shapes of arrays, for which JAX finds the same program as for the arrays."""
+    """Return shapes, for which JAX finds the same program as for the arrays."""
     return jax.tree.map(_shape, tree)
 
 
@@ -173,7 +172,7 @@ class Compiled:
     """The compilations of a thread so far.
 
     Attributes:
-        programs: The number of programs compiled or found in the persistent cache.
+        programs: The number compiled or found in the persistent cache.
         hits: The number of those found in the cache.
         unfinished: The time at which it last traced or lowered a program that is not compiled yet; 0 if there is none.
         spans: The time spans that add up to `seconds`.
@@ -203,7 +202,6 @@ class Compiled:
         self.hits += 1
 
     def took(self, there: "Compiled") -> None:
-        """Add the compilations of another thread."""
         self.programs += there.programs
         self.hits += there.hits
         self.seconds += there.seconds
@@ -268,7 +266,7 @@ class Compilations:
         self._ahead.add(what)
 
     def begins(self, call: Call) -> None:
-        """Log why a program is compiled for a call, unless the run has only one."""
+        """Log why a call's program is compiled, unless the run has only one."""
         stage, size = call.program.stage, getattr(call.program.step, "_cache_size", None)
         is_due = self._has_several and stage not in self._begun and stage not in self._ahead
         if is_due and size is not None and not size():

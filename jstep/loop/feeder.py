@@ -26,7 +26,7 @@ interpreter's lock twice, which takes tens of microseconds, and longer on a busy
 
 
 class BatchFeeder:
-    """Iterator over the calls of a run, whose batches are read by the loop, or ahead of it by a thread.
+    """Iterator over the calls of a run; the loop, or a thread ahead of it, reads their batches.
 
     The calls and their order do not depend on which thread reads. A thread starts when waiting for batches took more
     than a twentieth of the last second, and more than 0.1 ms a call. It never reads batches that are made with the
@@ -34,7 +34,6 @@ class BatchFeeder:
 
     Attributes:
         has_begun: Whether a call was requested; until then the positions are those of the restored checkpoint.
-        steps: The number of steps of the latest call.
         got: When the loop got it, by the stopwatch.
     """
 
@@ -152,7 +151,7 @@ class FirstBatch:
             return next(self._items, None)
 
     def take(self) -> "Future[Any] | None":
-        """Wait for the thread and return its future, once; None without a thread."""
+        """Wait for the thread; return its future, once, or None."""
         future = self._first
         if future is not None:
             is_done(future, lambda: False)
@@ -160,7 +159,7 @@ class FirstBatch:
         return future
 
     def peek(self, is_over: Callable[[], bool]) -> Any:
-        """Wait for the first batch and return it; None if there is no batch, or the run ends first."""
+        """Wait for the first batch; return None if there is none, or the run ends first."""
         future = self._first
         if future is None or not is_done(future, is_over) or future.exception() is not None:
             return None

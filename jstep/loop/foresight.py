@@ -63,7 +63,7 @@ class ScheduledRates:
         self._largest = jax.jit(jax.vmap(largest))
 
     def at(self, steps: object) -> Any:
-        """Return the largest absolute rate at each of some steps."""
+        """Return the largest absolute rate at each step."""
         with internal_transfers():
             return jax.device_get(self._largest(np.asarray(steps, trees.default_int())))
 
@@ -138,7 +138,7 @@ def find_rates(optimizer: Optimizer) -> ScheduledRates | None:
 
 
 def _rates_in(run: Run, step: PureStep, optimizer: Optimizer) -> ScheduledRates | None:
-    """Return the learning rates of a step; their program is cached for later runs."""
+    """Return the rates of a step; their program is cached for later runs."""
     roles = roles_of(optimizer, run.state.params)
     if not any(is_learning_rate(name) for count in roles.counted for name in count.names):
         if _RATES not in step.kept:
@@ -222,7 +222,7 @@ def _warn_of_averages_left_behind(run: Run) -> None:
 
 
 def _leaves_in(state: TrainState, slots: list[str]) -> list[bool]:
-    """Return, for each parameter, whether one of the slots has a value."""
+    """Return, for each parameter, whether a slot has a value."""
     nothing = [None for _ in jax.tree.leaves(state.params)]
     of_slots = [trees.flatten_like(state.params, state.slots[name], name) for name in slots if name in state.slots]
     return [any(leaf is not None for leaf in leaves) for leaves in zip(nothing, *of_slots, strict=True)]

@@ -142,7 +142,6 @@ def without_login(text: str) -> str:
 
 
 def arguments() -> list[str]:
-    """Return the command line, without secrets."""
     argv, shown, before = [str(word) for word in getattr(sys, "argv", ())], list[str](), ""
     for word in argv[:_MOST_ARGUMENTS]:
         name, equals, value = word.partition("=")

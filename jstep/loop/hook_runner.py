@@ -20,8 +20,6 @@ from jstep.loop.stages import EndsAhead, StageBoundaries
 
 
 class HookRunner:
-    """The hooks of a run, called in order."""
-
     def __init__(self, setup: Setup, hooks: list[Any], reports: Reports, ended_at: int | None = None) -> None:
         self._setup, self._hooks, self._reports = setup, hooks, reports
         self._before = [hook for hook in hooks if _overrides(hook, "before_step")]
@@ -281,7 +279,7 @@ class Errors:
         self.all.append(error)
 
     def end(self, failed: Callable[[Exception], None] | None = None) -> None:
-        """Pass the errors to `failed`, or raise the first one, with the others as notes."""
+        """Pass the errors to `failed`, or raise the first, with the others as notes."""
         self._loop.calls(self._calling)  # of the first error
         if failed is not None:
             for error in self.all:

@@ -23,8 +23,8 @@ _SHARE = 0.3
 class InFlight:
     """The calls that the device has not finished.
 
-    At most max(2, calls that take one second) may be unfinished, so that a run that stops need not wait for more, and
-    few batches occupy the device. JAX itself dispatches dozens of calls.
+    At most max(2, calls that take one second) may be unfinished, so that a stop need not wait for more, and few batches
+    occupy the device. JAX itself dispatches dozens.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -71,7 +71,6 @@ class InFlight:
             self.look()
 
     def clear(self) -> None:
-        """Drop all calls and their arrays."""
         self._calls.clear()
 
 

@@ -35,10 +35,9 @@ class Program:
     """The training step of a stage, or a loop over 1 to `most` of its steps.
 
     Attributes:
-        step: The training step, or the loop.
         is_stacked: Whether the arguments of the steps are stacked.
         of_one: For a loop, the shapes of the arguments of one step.
-        rows: The number of rows of a batch; None if unknown, or before the first call.
+        rows: The number of rows of a batch, if known.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Program:
         self.is_called = self.has_failed = False
 
     def run(self, state: Tree, call: Call, sums: MetricSums) -> Any:
-        """Run the steps of a call; return the new state and the metrics of the last one."""
+        """Run the steps of a call; return state and last metrics."""
         if self.is_looped:
             before = sums.begin(self._columns, state.global_step)
             new, metrics, after = run(self.step, state, (np.int32(call.steps), before, *call.args))
@@ -167,7 +166,7 @@ class ProgramTable:
         return make_calls(items, start, program_for, sharding, on_device=self.on_device, ends=ends)
 
     def program_for(self, step: int, shapes: Tree, args: Callable[[], tuple[Any, ...]]) -> Program:
-        """Return the program of calls that begin at `step`; trace the step if the shapes are new."""
+        """Return the program of calls from `step`; trace the step if the shapes are new."""
         stage, (most, later, longer) = self.stage_of(step), self._most
         key = stage, most if step < later else longer, shapes
         cached = self._programs.get(key)
@@ -204,7 +203,6 @@ class ProgramTable:
         self._compile(self.program_for(step, shapes_in(trees.args_to_batch(args)), lambda: args), args)
 
     def _compile(self, program: Program, args: tuple[Any, ...]) -> None:
-        """Compile a program, given the shapes of the arguments of one step."""
         if program.has_failed:
             return
         args = stack_shapes(args, program.most) if program.is_stacked else args

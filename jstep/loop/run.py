@@ -33,12 +33,12 @@ class Origin:
     """The state or checkpoint that a run starts from.
 
     Attributes:
-        latest: The newest checkpoint, known before it is restored.
+        latest: The newest checkpoint.
         given: The step of the given state; None if it is abstract or was donated.
         held: Name → initial value of the held hyperparameters.
         first: The first step, if known before the state is restored.
         trunk: The checkpoint of another run to begin from; None if this run has its own.
-        parent: The path and the step of the checkpoint that this run once branched from.
+        parent: The path and step of the checkpoint that this run branched from.
     """
 
     latest: int | None = None
@@ -61,7 +61,7 @@ class Origin:
 class Observer(contextlib.AbstractContextManager["Observer"]):
     """An observer of a run: a context manager, held until the run has closed.
 
-    Its methods are called in the order in which they are defined.
+    Its methods are called in the order of their definition.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -137,7 +137,6 @@ def collect_looks(observers: Observers) -> tuple[list[Look], list[Look]]:
 
 
 def name_of_run(setup: Setup, origin: Origin) -> str:
-    """Return the name of a run over all its starts."""
     kept = origin.extra.get(NAME)
     return kept if isinstance(kept, str) and re.fullmatch(r"[0-9a-f]{8}", kept) else setup.new_name
 
@@ -167,7 +166,6 @@ class Run(Setup):
 
     @property
     def savers(self) -> list[CheckpointSaverHook]:
-        """All hooks that save, the run's own first."""
         return [hook for hook in self.hooks if isinstance(hook, CheckpointSaverHook)]
 
     # The interface of hooks, documented at `RunInfo`.
@@ -186,7 +184,6 @@ class Run(Setup):
 
     @property
     def is_branching(self) -> bool:
-        """Whether the run begins from a checkpoint of another one."""
         return self.origin.trunk is not None
 
     @property

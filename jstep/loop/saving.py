@@ -311,7 +311,7 @@ class RunSaverHook(CheckpointSaverHook):
             observer.about_to_save()
 
     def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
-        """Save, without counting the wait for steps in flight as time for saving."""
+        """Save, without counting the wait for steps in flight."""
         with contextlib.suppress(Exception):  # saving reports a failed step in more detail
             jax.block_until_ready(state)
         timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -336,7 +336,6 @@ class RunSaverHook(CheckpointSaverHook):
             self._passing_secs = None
 
     def end(self, step: int, state: TrainState) -> None:
-        """Save the last state permanently."""
         if self._is_passing:
             self._saved = None
         super().end(step, state)
@@ -442,7 +441,7 @@ def _is_loss_nonfinite(run: Run) -> bool:
 
 
 def why_position_lost(run: Run) -> str:
-    """Describe why the state must not be saved: the batches have advanced past it; empty if they have not."""
+    """Describe why the state must not be saved: the batches have advanced past it; "" if not."""
     if run.saver is None or not run.feeder.is_position_lost(run.step - run.loop.first):
         return ""
     newest = run.saver.latest_step()

@@ -39,7 +39,6 @@ class Calling(NamedTuple):
 
     @property
     def is_users(self) -> bool:
-        """Whether the hook is user-defined."""
         return not isinstance(self.hook, RunHook)
 
     @property
@@ -60,13 +59,12 @@ class LoopState:
     """The position of a loop over calls, in `train` and in `replay`.
 
     Attributes:
-        state: The state after the latest step, including changes by hooks.
+        state: The latest state, including changes by hooks.
         rows: The number of rows of the last batch; None if unknown.
         first: The step at which the loop begins; while a checkpoint is restored, an assumption.
-        restoring: The checkpoint that is being restored.
-        is_restored: Whether the loop began with the state of a checkpoint.
+        restoring: The checkpoint being restored.
+        is_restored: Whether the loop began from a checkpoint.
         calling: The call of a hook that is in progress, or that raised.
-        stopped_by: The name of the hook or callback that ended the run.
     """
 
     state: Any
@@ -87,7 +85,6 @@ class LoopState:
         return self.phase not in (BEGINNING, RUNNING)
 
     def restores(self, step: int | None, checkpoint: int | None) -> None:
-        """Record the checkpoint that is being restored, and the probable first step."""
         self.first, self.is_known, self.restoring = step or 0, True, checkpoint
 
     def begins(self, step: int, state: Tree, *, restored: bool = False) -> None:
@@ -118,7 +115,6 @@ class LoopState:
 
     @context_manager
     def asking(self, calling: Calling) -> Iterator[None]:
-        """A context for the call of a hook, whether it raises or not."""
         self.calling = calling
         try:
             yield
@@ -166,7 +162,6 @@ class Setup:
 
     Attributes:
         transfers: The numbers in transfer from the device, in the order of their delivery.
-        fetched: Counts the batches that were fetched.
         closing: Closes everything that the run opens.
         told: Notifies custom hooks of checkpoints, of an error, and of the end.
         new_name: Its name, unless an earlier start gave it one.

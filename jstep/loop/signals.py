@@ -153,7 +153,6 @@ class StopSignals:
         self.check()
 
     def go_on(self) -> None:
-        """Let no signal interrupt a wait from now on."""
         self._raise = None
 
     def check(self) -> None:
@@ -168,7 +167,7 @@ class StopSignals:
                 self.check()
 
     def to_stop(self) -> bool:
-        """Return whether the run stops; called after each call and between the batches of an evaluation."""
+        """Return whether the run stops; called after each call and between evaluation batches."""
         if self._alone:
             return self.received is not None
         if not self._has_agreed:
@@ -201,7 +200,6 @@ class StopSignals:
         return "stop_secs" if self._is_limit else (self.received or signal.SIGTERM).name
 
     def stopped(self, when: str) -> BaseException:
-        """Log the signal and return the exception for `train` to raise."""
         received = self.received or signal.SIGTERM
         message = f"{self.reason} stopped the run {when}"
         _logger.info(message)

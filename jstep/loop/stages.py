@@ -42,7 +42,7 @@ def name_of_step(step: object) -> str:
 
 
 def lanes_of(step: object) -> int | None:
-    """Return the number of lanes of a training step; None if it has none, or does not report them."""
+    """Return the number of lanes of a training step, if it reports them."""
     lanes = getattr(step, "lanes", None)
     return lanes if isinstance(lanes, int) else None
 
@@ -100,7 +100,7 @@ class StageBoundaries:
             yield step
 
     def segments(self, start: int, last_step: int) -> Iterator[Segment]:
-        """Yield the segments of a run in order, only the first ones of each stage."""
+        """Yield the segments of a run, only the first ones of each stage."""
         for index, stage in enumerate(self._stages.stages()):
             first, end = max(start, stage.first), last_step if stage.stop is None else min(stage.stop, last_step)
             for _ in range(1 + _MOST_CHANGES):
@@ -112,7 +112,7 @@ class StageBoundaries:
 
 
 class EndsAhead(Iterator[int]):
-    """The steps at which calls end, computed by the loop's thread and read by the thread that makes batches.
+    """The steps at which calls end, computed by the loop's thread for the thread that makes batches.
 
     They depend on the user's hooks, which must not be called from another thread. An error in a hook ends the run at
     the last known step.

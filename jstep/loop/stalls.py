@@ -97,12 +97,12 @@ class Wait:
     """A wait of the main thread or of the device, identified by its key.
 
     Attributes:
-        thing: The key of its recorded durations; None if they come from the stopwatch.
+        thing: The key of its recorded durations; None for those of the stopwatch.
         age: Its seconds so far, except those in which the process was stopped.
         idle: The same, but seconds in which the process computed count a tenth.
         next_line: The age at which the next line is due.
-        reads: When a line became due, how often the files of other processes had been read.
-        part: The phase of the stopwatch when a line was written.
+        reads: The number of reads of the other processes' files when a line became due.
+        part: The phase when a line was written.
     """
 
     kind: str
@@ -261,7 +261,7 @@ class StallWatch(Observer):
 
     @property
     def _is_shared(self) -> bool:
-        """Whether other processes read the file of this one and write their own."""
+        """Return whether processes read each other's files."""
         return bool(self.setup.options.where) and self._process.count > 1
 
     def begins(self, run: Run) -> None:
@@ -352,7 +352,7 @@ class StallWatch(Observer):
         return wait.age > max(self._warn, longer, 2 * usual * (last + 1 - first))
 
     def _usual(self, wait: Wait) -> float | None:
-        """Return the usual seconds of the same thing, or of a step of the device; None the first time."""
+        """Return the usual seconds of the same thing; None the first time."""
         watch = self.setup.watch
         if wait.thing is not None:
             reported = [self._survived[wait.thing]] if wait.thing in self._survived else []
@@ -448,7 +448,7 @@ def _short(wait: Wait) -> str:
 
 
 def _secs(seconds: float) -> str:
-    """Format with two digits, or as whole seconds: 0.02, 1.5, 94, 132."""
+    """Format with two digits, or as whole seconds: 0.02, 1.5, 94."""
     return f"{seconds:.0f}" if seconds >= 9.95 else f"{float(f'{seconds:.2g}'):.6f}".rstrip("0").rstrip(".")
 
 

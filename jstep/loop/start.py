@@ -165,12 +165,11 @@ class _Opening:
         return source, first
 
     def opened(self, origin: Origin) -> tuple[Source, FirstBatch]:
-        """Open the batches at the first step of the run."""
         source = self._source(origin)
         return source, FirstBatch(copy_batches(source, self.setup.fetched), self.setup.times)
 
     def _source(self, origin: Origin) -> Source:
-        """Return the batches from the first step, at the position saved with its checkpoint."""
+        """Return the batches from the first step, at its saved position."""
         first, last_step, loop = origin.first or 0, self.setup.options.last_step, self.setup.loop
         saved = restore_position(origin.extra)
         source = open_source(self.batches, first, last_step, saved, resumable=self.is_saved, state=lambda: loop.state)

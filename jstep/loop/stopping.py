@@ -159,7 +159,7 @@ def rescue(run: Run, error: BaseException) -> None:
 
 
 def save_while_it_hangs(run: Run) -> str:
-    """Save the last complete state from another thread, and return the outcome for the log."""
+    """Save the last complete state from another thread; return the outcome."""
     step, calling = run.step, run.loop.calling
     try:
         hook = next(hook for hook in run.savers if isinstance(hook, RunSaverHook))

@@ -30,7 +30,7 @@ _logger = logging.getLogger("jstep")
 
 
 class TimelineRecorder(Observer):
-    """The thread that writes, once a second, the times of a run and its latest numbers, and finally how it ended.
+    """The thread that writes, once a second, a run's times and latest numbers, and finally how it ended.
 
     Only process 0 writes, and only if the run has a checkpoint_dir or a logdir.
     """
@@ -84,7 +84,6 @@ class TimelineRecorder(Observer):
         self._run = run
 
     def leaving(self) -> None:
-        """Read the last numbers."""
         for _ in range(2):  # the previous numbers may not have been ready
             self._look()
 

@@ -215,7 +215,6 @@ def train(
 
 
 def _train(setup: Setup, batches: Tree) -> TrainState:
-    """Run to the end and return the last state."""
     state, is_heeded, signals, ended_by = None, False, setup.signals, None
     try:
         with contextlib.ExitStack() as left:

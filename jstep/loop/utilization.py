@@ -149,7 +149,7 @@ class UtilizationMeter:
     Utilization = Σ over steps of operations / (peak · number of devices), divided by the seconds that they took.
 
     Args:
-        flops_per_step: Operations of a step, summed over all devices; None to count those of the traced step.
+        flops_per_step: Operations on all devices; None to count them in the trace.
     """
 
     def __init__(self, dispatched: DispatchedSteps, peak_flops: float | None, flops_per_step: float | None) -> None:
@@ -158,7 +158,7 @@ class UtilizationMeter:
         self._log_once = functools.cache(_log_unknown)
 
     def between(self, before: Steps, after: Steps, seconds: float) -> Utilization | None:
-        """Return the utilization between two counts; None if it is unknown for one of the steps."""
+        """Return the utilization between two counts, if known for all steps."""
         at_peak, is_twice = 0.0, False
         for program, count in (Counter(after) - Counter(before)).items():
             work = self._work[program]
@@ -190,7 +190,7 @@ class Meters(Observer):
         self._is_metered = False
 
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
-        """Make a meter, before the first step; None if the peak of the device is unknown."""
+        """Make a meter; None if the device's peak is unknown."""
         device = device_of(state)
         if peak_flops is None and device.device_kind not in PEAKS:
             if device.platform != "cpu" or flops_per_step is not None:

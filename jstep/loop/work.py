@@ -19,7 +19,7 @@ class Work(NamedTuple):
     Attributes:
         once: With each loop body counted once, as XLA does.
         all: With each loop body counted once per iteration.
-        unknown: The number of loops, counted once, whose number of iterations depends on values.
+        unknown: The number of loops, counted once, whose length depends on values.
     """
 
     once: float = 0.0

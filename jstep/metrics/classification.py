@@ -531,7 +531,6 @@ def indices(value: object, argument: str) -> Array:
 
 
 def _numbers(value: object, argument: str) -> Array:
-    """Convert to an array of real numbers or bools."""
     if not (trees.is_array(value) or isinstance(value, bool | int | float | list | tuple)):
         raise TypeError(f"{argument}: must be an array of numbers, got {kind(value)}")
     array = device_values.as_array(value, argument)

@@ -40,7 +40,6 @@ class Count:
         return self.high.astype(jnp.float32) * 2**_BITS + self.low.astype(jnp.float32)
 
     def unit(self) -> Array:
-        """The weight of one example: 1."""
         return jnp.ones((), jnp.float32)
 
     def exact(self) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
@@ -134,8 +133,8 @@ def _without_rest(values: Array) -> Sum:
 def _split_sum(sums: Sum, add: Any) -> Sum:
     """Sum with `add`, a plain sum over elements, without losing digits.
 
-    Values are split twice at a bit common to all, into parts of which any sum is exact, and a remainder below 2⁻²² of
-    the largest sum each time (Demmel and Nguyen, "Fast reproducible floating-point summation", 2013).
+    Values are split twice at a common bit, into parts of which any sum is exact, and a remainder below 2⁻²² of the
+    largest sum each time (Demmel and Nguyen, "Fast reproducible floating-point summation", 2013).
     """
     left = sums.value
     total = _without_rest(add(jnp.zeros_like(left)))

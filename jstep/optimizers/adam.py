@@ -276,7 +276,6 @@ def nadam_weights(h: Values) -> dict[str, Any]:
 
 
 def growing_nadam_weights(h: Values) -> dict[str, Any]:
-    """As `nadam_weights`, for a momentum that grows with the age."""
     age = h.age.astype(jnp.result_type(h.mu_product))
 
     def mu(t: Array) -> Array:

@@ -420,7 +420,7 @@ def _initial(initial: Any, params: Params, averaged: Sequence[bool]) -> list[Any
 
 
 def as_average_names(use_averages: object) -> tuple[str, ...] | None:
-    """The names of the slots of averages that an argument `use_averages` selects; None for False."""
+    """Return the slots of averages that an argument `use_averages` selects; None for False."""
     if isinstance(use_averages, bool | np.bool_):
         return (NAME,) if use_averages else None
     names = tuple(use_averages) if isinstance(use_averages, list | tuple) else (use_averages,)

@@ -33,7 +33,7 @@ Shape = tuple[int, ...]
 
 
 def slice_shape(path: str, shape: Shape, blocks: Blocks | None) -> Shape:
-    """The shape of the slices of a leaf, which do not cut blocks; the leaf's own if its axes cannot be cut."""
+    """Return the shape of a leaf's slices, which do not cut blocks; its own if its axes cannot be cut."""
     layout = layout_of(path)
     if layout is None and jax.default_backend() == "tpu" and jax.device_count() > 1:
         return shape  # a loop along an axis that is split would gather the leaf
@@ -72,7 +72,7 @@ def is_of_leaf(shape: Shape, operation: Operation) -> bool:
 
 
 def compute_values(program: Subprogram, inputs: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
-    """Compute some variables of a program, and nothing that they do not need."""
+    """Compute some variables of a program, and only what they need."""
     env = dict(zip([*program.jaxpr.constvars, *program.jaxpr.invars], [*program.consts, *inputs], strict=True))
     widened: dict[Any, Any] = {}
 

@@ -192,7 +192,7 @@ def _left_out(shape: tuple[int, ...], part: tuple[int, ...]) -> int | None:
 
 
 def _overlap(old: Any, fresh: Any, rows: _Rows | None) -> tuple[Any, Any, bool]:
-    """An old array where it overlaps a fresh one, a mask of the overlap, and whether it is everywhere."""
+    """Return an old array where it overlaps a fresh one, a mask, and whether it overlaps everywhere."""
     old, fresh = (_unsharded(x) for x in (old, fresh))
     if np.ndim(old) != np.ndim(fresh) or 0 in np.shape(old):
         return fresh, jnp.zeros(np.shape(fresh), bool), False

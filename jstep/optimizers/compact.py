@@ -199,7 +199,6 @@ class OldState(NamedTuple):
     """The stored state before an update.
 
     Attributes:
-        inside: The slots of the inner optimizer.
         blocks: The blocks of the slots of each parameter, in order; None for slots that stay as they are.
     """
 
@@ -351,10 +350,9 @@ class _Leaf(NamedTuple):
     """A leaf with a separate program.
 
     Attributes:
-        part: The shape of its slices.
         master: The variable of the parameter.
         slots: Name of a slot of its shape → its variable before the update.
-        made: The indices, among all results, of its update and, by name, of the slots that the update replaces.
+        made: The indices, among all results, of its update and of its new slots.
         ending: The operations that compute these.
     """
 

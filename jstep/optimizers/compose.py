@@ -418,7 +418,7 @@ class _Partition:
 
 
 def _filled(labels: Any, params: Params) -> list[Any]:
-    """The label of each leaf, from a tree of labels that may be a prefix of the parameters."""
+    """Return the label of each leaf from a tree prefix of labels."""
     names: list[Any] = []
     if not jax.tree.leaves(params):  # wrappers ask for the slots of an empty tree
         return names
@@ -460,5 +460,4 @@ def without_frozen(optimizer: Optimizer, params: Params, gradients: Updates) -> 
 
 
 def trained_params(optimizer: Optimizer, params: Params) -> Params:
-    """The parameters that an optimizer may update, with None for frozen leaves."""
     return without_frozen(optimizer, params, params)

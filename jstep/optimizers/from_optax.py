@@ -133,7 +133,7 @@ def _slot_of_count(transformation: Any, name: str, params: Params) -> str | None
     """The slot of a count of all updates of a transformation, or None.
 
     Its next value is its value + 1, whatever the other inputs are. If any integer of the state depends on anything
-    else, there may be another count, as in `MultiSteps` and `apply_if_finite`, and the result is None.
+    else, there may be another count, as in `MultiSteps`: the result is None.
     """
     takes = optax_transformations.takes_extra(transformation.update)
 

@@ -534,7 +534,7 @@ def leaf_decay(h: Values) -> Any:
 
 
 def _factors(mask: VarList) -> dict[str, float] | None:
-    """Path or glob → factor, or None if the mask has another form (a tree of bools has no numbers)."""
+    """Return path or glob → factor, or None for another form of mask."""
     if not isinstance(mask, Mapping) or not mask or not all(isinstance(glob, str) for glob in mask):
         return None
     if not all(isinstance(x, int | float | np.number) and not isinstance(x, bool) for x in mask.values()):

@@ -100,7 +100,7 @@ def conditional_update(
 ) -> tuple[Updates, Slots]:
     """Update if `condition` is true; otherwise return zero updates and unchanged slots, with `start_step` advanced.
 
-    `is_guard` says that an update without the condition is skipped, rather than not due.
+    With `is_guard`, an update is skipped, rather than not due.
     """
     roles = roles_of(optimizer, at.params)
     nested.report_condition(nested.Condition(at.params, condition, is_guard))
@@ -211,7 +211,6 @@ def dynamic_loss_scale(
 
 
 def current_loss_scale(roles: Roles, slots: Slots) -> Array | None:
-    """The factor on the loss before differentiation, or None without loss scaling."""
     hidden = [name for name in roles.of(Role.LOSS_SCALE) if name in roles.hidden]
     if hidden:
         names = ", ".join(map(repr, hidden))

@@ -41,8 +41,8 @@ class Transfers:
     """The transfers of an update.
 
     Attributes:
-        limit: The number of bytes that should be on the devices at a time.
-        turns: 1, or 0 if the update is skipped. XLA must not know it: it inlines loops of one iteration.
+        limit: The bytes that should be on the devices at a time.
+        turns: 1, or 0 in a skipped update. XLA must not know it: it inlines loops of one iteration.
         is_certain: Whether no condition can skip the update.
     """
 
@@ -126,8 +126,8 @@ def with_slots_loaded(update: Callable[[Slots, Any], tuple[Any, Slots]], slots: 
 def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *args: Any) -> tuple[Any, Slots]:
     """Compute `rule(slots, *args) -> (result, new slots)` for one leaf, in a loop if some arrays are in host memory.
 
-    The rule sees arrays on the devices, and may return fewer slots. New slots are in the memory of the old ones. If the
-    update is skipped, slots in host memory keep their values, and the result is unspecified.
+    The rule sees arrays on the devices, and may return fewer slots; new slots are in the old memory. In a skipped
+    update, slots in host memory keep their values, and the result is unspecified.
     """
     transfers = TRANSFERS.get()
     if transfers is None or not any(map(is_on_host, jax.tree.leaves((slots, args)))):

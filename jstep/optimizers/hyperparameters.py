@@ -68,7 +68,7 @@ def check_prefix(argument: str, name: str) -> None:
 
 
 def held_roles(hyper: Mapping[str, Any]) -> Roles:
-    """The roles of the slots of held hyperparameters, and the arguments that they were passed for."""
+    """Return the roles of held hyperparameters' slots, and the arguments they were passed for."""
     owner: dict[str, str] = {}
     for argument, value in hyper.items():
         if isinstance(value, Held):
@@ -205,7 +205,7 @@ LEARNING_RATE = "learning_rate"
 
 
 def is_learning_rate(name: str) -> bool:
-    """Whether a hyperparameter, named with the prefixes of scopes and labels, is a learning rate."""
+    """Whether a hyperparameter is a learning rate, under any prefixes of scopes and labels."""
     return name.rsplit("/", 1)[-1] == LEARNING_RATE
 
 

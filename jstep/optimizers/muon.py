@@ -182,12 +182,11 @@ Normalization: TypeAlias = Literal["frobenius", "schatten"]
 
 
 class Iteration(NamedTuple):
-    """The options of the iteration, fixed when the optimizer is created.
+    """The options of the iteration.
 
     Attributes:
         dtype: The dtype of the products; None for the dtype of the matrices.
         safety: A factor on the norm, because steep polynomials diverge just above 1.
-        schatten: Whether to use the Schatten-4 norm.
     """
 
     coefficients: tuple[tuple[float, float, float], ...]
@@ -201,8 +200,8 @@ def orthogonalize_matrices(
 ) -> list[Array]:
     """Orthogonalize matrices [..., rows, columns] approximately; a zero matrix stays zero.
 
-    Small matrices of one shape are batched, and all on accelerators, which a single one does not fill; large ones run
-    separately on CPUs. Matrices with a layout are distributed over its mesh.
+    Matrices of one shape are batched, as one does not fill an accelerator; large ones run separately on CPUs. Matrices
+    with a layout are distributed over its mesh.
     """
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, (matrix, layout) in enumerate(zip(matrices, layouts, strict=True)):

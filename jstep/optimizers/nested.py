@@ -29,9 +29,9 @@ class StepInputs(NamedTuple):
     """Inputs of an optimizer's update besides updates and slots.
 
     Attributes:
-        h: The values of a wrapper's hyperparameters.
-        starts: The `start_step` of each leaf of an aged wrapper, in order: the step minus the updates that had a
-            gradient of its label. None for a leaf that is never updated.
+        h: A wrapper's hyperparameters.
+        starts: The `start_step` of each leaf of an aged wrapper: the step minus the updates that had a gradient of its
+            label; None for a leaf that is never updated.
     """
 
     params: Params
@@ -47,14 +47,14 @@ WrappedUpdate: TypeAlias = Callable[[Updates, Slots, Slots, StepInputs], tuple[U
 
 @dataclasses.dataclass(frozen=True)
 class Own:
-    """The slots and hyperparameters of a wrapper itself.
+    """The slots and hyperparameters of the wrapper itself.
 
     Attributes:
         slots: Slot name → `make(params, global_step)`.
-        hyper: Hyperparameters, as returned by `checked`; held ones are slots, too.
+        hyper: From `checked`; held ones are slots, too.
         aged: Whether the update needs `at.starts`. The age is the inner `start_step` if there is one, otherwise a
             separate slot; around a `partition`, one for each label.
-        counted: `counted(step)`: whether the age counts an update. Such an age is always separate.
+        counted: `counted(step)`: whether the age counts an update. Such an age is separate.
         age_scope: The prefix of separate age slots; by default the name of the wrapper.
     """
 
@@ -68,12 +68,10 @@ class Own:
     details: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def init(self, params: Params, global_step: Step = 0) -> Slots:
-        """Create the slots, except for the age."""
         fresh = {name: make(params, global_step) for name, make in self.slots.items()}
         return fresh | hyperparameters.held_slots(self.hyper)
 
     def all_roles(self) -> Roles:
-        """The roles of the slots, except for the age."""
         own = Roles({**dict.fromkeys(self.slots), **self.roles}, holds=self.holds, details=self.details)
         return own.joined(held_roles(self.hyper))
 
@@ -95,11 +93,10 @@ def wrap_optimizer(
     """Wrap an optimizer.
 
     Args:
-        by: The wrapper's name, for errors.
         guarded: Whether nonfinite gradients reach neither parameters nor slots; by default as in the inner optimizer.
-        inner_roles: Changes the inner roles that outer wrappers see.
+        inner_roles: Maps the inner roles to those that outer wrappers see.
         init_on: Maps params to the ones from which the inner optimizer creates its slots.
-        takes_context: Whether the update reads the context itself.
+        takes_context: Whether the update reads the context.
     """
     own_roles, reported = own.all_roles(), hyperparameters.report(own.hyper)
     added = Optimizer(Init(own.init, lambda params: own_roles), lambda *args: (args[0], {}), reported)
@@ -157,7 +154,7 @@ class Ages(NamedTuple):
     """The ages of a wrapper.
 
     Attributes:
-        of_leaves: The slot with the `start_step` of each leaf, in order, or None; all None if the wrapper is not aged.
+        of_leaves: The slot with the `start_step` of each leaf; None if not aged.
         slots: These slots → whether the wrapper keeps them, and not the inner optimizer.
     """
 
@@ -225,7 +222,7 @@ def update_masters(
 
 
 def own_slots(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = "") -> Slots:
-    """The slots of one optimizer, without the prefix of their names."""
+    """Return the slots of one optimizer, without the prefix."""
     roles = roles_of(optimizer, params)
     names = roles if roles.complete else [name.removeprefix(prefix) for name in slots if name.startswith(prefix)]
     return {name: slots[prefix + name] for name in names if prefix + name in slots}

@@ -99,7 +99,7 @@ DECAYED = "decayed"
 
 @jax.tree_util.register_pytree_with_keys_class
 class Values(dict[str, Any]):
-    """Slots, or hyperparameters and other values of a step: a dict whose entries are attributes, too.
+    """Slots, hyperparameters and other values of a step: a dict whose entries are also attributes.
 
     A name that is not an identifier, or is a method of dicts, is read by `h["copy"]`.
     """
@@ -279,12 +279,12 @@ def from_update(
     """An optimizer whose rule returns the update of a leaf.
 
     Args:
-        name: The optimizer's name, which run cards show.
-        slots: Slot name → its initial value, a `Slot` or a `Scalar`; or a function from params to these. List a slot
-            after the slots that are computed from its old value.
+        name: As run cards show it.
+        slots: Name → initial value, a `Slot` or a `Scalar`; or a function from params to these. List a slot after the
+            slots that are computed from its old value.
         hyper: Hyperparameters, checked by `BOUNDS`. A `weight_decay` is `Masked`.
         prepare: As in `from_direction`; with it, the slots have an age.
-        by_rows: Whether the rule may be applied to the rows of a sparse gradient only, leaving the others unchanged.
+        by_rows: Whether the rule may be applied to only the rows of a sparse gradient.
     """
     specs = {} if callable(slots) else as_mapping(slots, "slots", _SLOTS)
     decay = hyper.get("weight_decay")
@@ -590,8 +590,8 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
 def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> Any:
     """The rule with dtypes and sparse rows handled, traced and lowered once for all leaves of equal shape and flags.
 
-    Inside a step the jit compiles nothing: it becomes one shared function that XLA inlines. Without it, 1000 leaves
-    take four times as long to trace and lower.
+    Inside a step the jit compiles nothing: XLA inlines the shared function. Without it, 1000 leaves take four times as
+    long to trace and lower.
     """
 
     def on_leaf(gradient: Tree, leaf: Array, slots: LeafSlots, arrays: Hyper, static: tuple[Any, ...]) -> Any:
@@ -669,7 +669,7 @@ def slot_age(step: Step, start_step: Array) -> Array:
 
 
 def slot_leaves(held: Slots, name: str, params: Params, shape: Callable[[str, Any], Any] | None = None) -> list[Any]:
-    """The leaves of a slot in order, None for a parameter without one; raise if they do not fit params."""
+    """Return the leaves of a slot, None for a parameter without one; raise if they do not fit params."""
     leaves = trees.flatten_like(params, require_slots([name], held)[name], f"slot {name!r}")
     seen = own_leaves(params) if shape else [("", None)] * len(leaves)
     for i, (slot, leaf) in enumerate(zip(leaves, jax.tree.leaves(params), strict=True)):

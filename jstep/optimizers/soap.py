@@ -97,7 +97,6 @@ def soap(
         treedef = trees.structure(params)
 
         def turned(own: Slots, _: object) -> tuple[None, Slots]:
-            """The slots with new bases for the leaves that have bases and were updated."""
             values = {name: trees.flatten_like(params, tree, name) for name, tree in own.items()}
             axes = [axis for axis in range(len(values)) if f"gg_{axis}" in values]
             leaves = {}

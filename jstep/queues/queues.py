@@ -297,7 +297,7 @@ class BoundedQueue:
             self._failure = self._failure or exception
 
     def _take(self) -> Any:
-        """Remove and return the next element; there is at least one."""
+        """Remove and return the next element, which must exist."""
         raise NotImplementedError
 
     def _put_back(self, elements: list[Any]) -> None:

@@ -20,7 +20,7 @@ from jstep.core.trees import Array
 
 
 def steps(step: object) -> Array:
-    """Convert a step (or an array of steps) to an integer array; traced negative steps become 0."""
+    """Convert a step (or several) to an integer array; traced negative steps become 0."""
     dtype = trees.default_int()
     kind = step.dtype if hasattr(step, "dtype") else np.asarray(step).dtype
     if not jnp.issubdtype(kind, jnp.integer):

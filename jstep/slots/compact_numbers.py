@@ -130,8 +130,8 @@ def _squares(share: Array, up: Any, largest: int) -> Array:
 def fractions_at(shape: tuple[int, ...], turn: Turn, first: tuple[Any, ...] | None = None) -> Array:
     """A number in [0, 1) for each element: a hash of its position, moved by the golden ratio in each step.
 
-    Over the steps they are spread more evenly than random numbers, so that rounding errors cancel sooner. `first` is
-    the position of a part in the whole array.
+    They are spread more evenly over the steps than random numbers, so rounding errors cancel sooner. `first` is the
+    position of a part in the whole.
     """
     n = jnp.zeros(shape, jnp.uint32) + jnp.asarray(turn.salt).astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
     for axis in range(len(shape)):

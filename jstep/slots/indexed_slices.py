@@ -60,7 +60,7 @@ class IndexedSlices:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowsInOrder(IndexedSlices):
-    """Slices with one entry for each row of the table, in order, of which only some are named; see `rows_in_order`.
+    """Slices with one entry for each row of the table, in order, of which only some are named.
 
     Entry i names row i if `indices[i] == i`. The others are zero rows at the first named index, so that code that does
     not know this class sees valid slices; code that does needs no sort, gather or scatter.
@@ -148,8 +148,8 @@ def trim_slices(rows: IndexedSlices) -> IndexedSlices:
 def combine_rows(slices: IndexedSlices, path: str = "") -> IndexedSlices:
     """Sum rows with the same index, in float32 or wider, so that each index occurs once.
 
-    To keep the shape, unused entries are zero rows with indices past the end, which `mode="drop"` drops. The result is
-    meant for setting rows; `trim_slices` converts it to rows to add.
+    Unused entries are zero rows with indices past the end, which `mode="drop"` drops. The result is for setting rows;
+    `trim_slices` converts it to rows to add.
     """
     check(slices, path)
     rows = slices.dense_shape[0]

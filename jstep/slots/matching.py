@@ -96,7 +96,7 @@ def require_slots(names: Collection[str], held: Slots) -> Slots:
 
 
 def describe_difference(new: object, old: object) -> str:
-    """Describe how a tree differs from another in paths, shapes and dtypes, as in "a tree …"; "" if equal."""
+    """Describe how a tree differs from another in paths, shapes and dtypes; "" if equal."""
     after, before = dict(trees.leaves_with_paths(new)), dict(trees.leaves_with_paths(old))
     both = (("without", trees.only_in(before, after)), ("with", trees.only_in(after, before)))
     if words := [f"{what} {', '.join(map(repr, paths[:5]))}" for what, paths in both if paths]:

@@ -88,13 +88,13 @@ class Roles(Mapping[str, Role | None]):
     `dict(roles)` compares the roles themselves.
 
     Attributes:
-        complete: Whether these are all slots of the optimizer; False if its `init` cannot be traced.
-        holds: The kind of values of slots of the parameters' shape, as in `Slot(holds=…)`.
+        complete: Whether these are all slots; False if `init` cannot be traced.
+        holds: As in `Slot(holds=…)`, for slots of the parameters' shape.
         halves: Name of a slot stored as codes, or in bfloat16 → the name of its other half.
         formats: The names of the wrappers and arguments that decide how numbers are stored.
         hidden: Slots of wrappers that must be outermost and are not; their first step raises.
         details: One of the details above, or the argument that a held hyperparameter was passed for.
-        in_order: Slots whose leaves are updated in a fixed order, as in `Slot(in_order=True)`.
+        in_order: As in `Slot(in_order=True)`.
         warned: The warnings logged for states with these roles, outside of a run.
     """
 
@@ -185,7 +185,6 @@ class Roles(Mapping[str, Role | None]):
         return dataclasses.replace(self.changed({Role.OWN_AGE: Role.AGE}), counted=())
 
     def of(self, *roles: Role) -> list[str]:
-        """The names of the slots with one of these roles."""
         return [name for name, role in self.items() if role in roles]
 
     def with_detail(self, *details: str) -> list[str]:
@@ -215,8 +214,7 @@ Labels = list[str | None]
 class Order:
     """The place of an optimizer in a chain; by default nothing is known, as for a custom optimizer.
 
-    An update is *raw* if it is known to lack −learning_rate and any factor that may stand for it, like the updates of
-    blocks, clips and decays.
+    An update is *raw* if it is known to lack −learning_rate and any factor that may stand for it.
 
     Attributes:
         is_known: Whether all elements are known, except for finished updates.
@@ -244,7 +242,7 @@ class Init:
     """An `Optimizer.init` that also describes its slots without creating them.
 
     Attributes:
-        roles: `roles(params)`: the roles of all slots that `make` returns. It uses no device.
+        roles: `roles(params)`: the roles of all slots. It uses no device.
         finished: Whether the updates include −learning_rate.
         guarded: Whether nonfinite gradients reach neither parameters nor slots.
         call: The call that made the optimizer, for its `repr`.
@@ -276,7 +274,6 @@ _MADE: contextvars.ContextVar[list[tuple[Any, Role | None]] | None] = contextvar
 
 
 def roles_of(optimizer: Optimizer, params: Params) -> Roles:
-    """The roles of an optimizer's slots. Uses no device."""
     init = _unwrapped(optimizer)
     if isinstance(init, Init):
         return init.roles(params)

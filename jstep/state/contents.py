@@ -20,8 +20,8 @@ _SLOTS = "slots/"
 class StateContents:
     """The contents of each parameter and slot of a state, computed on its devices without blocking.
 
-    With `read_cpus`, arrays on a CPU are read immediately: compiling a program for each shape usually takes longer. The
-    model_state is excluded: it may hold anything.
+    With `read_cpus`, arrays on a CPU are read immediately: compilation usually takes longer. The model_state is
+    excluded: it may hold anything.
     """
 
     def __init__(self, state: Tree, *, params_only: bool = False, read_cpus: bool = True) -> None:
@@ -32,7 +32,6 @@ class StateContents:
             self._found = {path: _found(leaf, read_cpus=read_cpus) for path, leaf in named if _is_inexact(leaf)}
 
     def contents(self) -> dict[str, int]:
-        """Wait for the contents of each leaf, by path."""
         with meshes.internal_transfers():
             return {path: int(value) for path, value in self._found.items()}
 

@@ -119,7 +119,6 @@ def stacked_words(parts: Sequence[tuple[list[int], Any]]) -> np.ndarray[Any, Any
 
 
 def as_hexadecimal(pair: object) -> str:
-    """Format a fingerprint as 16 hexadecimal digits."""
     first, second = (int(word) for word in np.asarray(pair))
     return f"{first:08x}{second:08x}"
 
@@ -177,7 +176,7 @@ class ByDevice(NamedTuple):
     """Fingerprints of a tree's leaves, computed by each device of this process from its own data.
 
     For a replicated array each device reads its own copy; for a split array its devices compute one sum together.
-    `parts` has indices of leaves, and their fingerprints `[n, 2]` on each device.
+    `parts` has indices of leaves, and fingerprints `[n, 2]` by device.
     """
 
     paths: list[str]
@@ -198,7 +197,7 @@ class ByDevice(NamedTuple):
 
 
 def by_device(tree: Tree) -> ByDevice:
-    """Start computing the fingerprints of a tree's leaves, without blocking."""
+    """Start computing fingerprints of leaves, without blocking."""
     paths, leaves, keys = leaves_with_hash_keys(tree)
     return ByDevice(paths, start_fingerprints(leaves, keys))
 
@@ -564,7 +563,6 @@ def _entry(raw: bytes) -> Entry | None:
 
 
 def make_entry(step: int, fingerprints: ByDevice, per_leaf: bool) -> Entry:
-    """Create the entry of a step. Blocks."""
     words = stacked_words(fingerprints.parts)
     leaves = dict(zip(fingerprints.paths, map(as_hexadecimal, words), strict=True)) if per_leaf else None
     return Entry(step, as_hexadecimal(np.sum(words, axis=0, dtype=U)), leaves)

@@ -72,7 +72,7 @@ def get_global_step(state: Tree) -> Array | None:
 
 
 def find_step(state: Tree) -> Array | None:
-    """Return the global step of a state as an array of any shape, or None."""
+    """Return the global step of a state, of any shape, or None."""
     own: Any = state.get("global_step", state) if isinstance(state, Mapping) else getattr(state, "global_step", state)
     if own is None and state is not None:
         return None

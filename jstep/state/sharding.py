@@ -92,7 +92,7 @@ ParamSpecs = Any
 
 
 def axis_size(mesh: AnyMesh, axis: object, argument: str) -> int:
-    """Return the number of devices along an axis (or a tuple of axes)."""
+    """Return the number of devices along one or several axes."""
     names = axis if isinstance(axis, tuple) else (axis,)
     for name in names:
         if not isinstance(name, str):
@@ -107,7 +107,6 @@ def axis_size(mesh: AnyMesh, axis: object, argument: str) -> int:
 
 
 def leaf_specs(params: Params, param_specs: ParamSpecs) -> list[PartitionSpec]:
-    """Return a spec for each leaf of params, in order."""
     named = trees.leaves_with_paths(params)
     if param_specs is None or isinstance(param_specs, PartitionSpec):
         return [param_specs or PartitionSpec()] * len(named)

@@ -94,7 +94,7 @@ def _value(stored: object, half: object) -> Any:
 def has_one_value(name: str, tree: Tree, params: trees.Params, roles: Roles = NO_ROLES) -> bool:
     """Whether a slot is one value for all parameters, such as `embed/start_step`.
 
-    Without a role (a state made by hand) the shape decides, or the dtype if the shape is ambiguous.
+    Without a role the shape decides, or the dtype if it is ambiguous.
     """
     if name in roles:
         return roles.has_one_value(name)

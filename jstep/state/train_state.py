@@ -441,7 +441,6 @@ def _numbers_as_arrays(model_state: Tree) -> Any:
 
 
 def _shared_leaves(params: Params) -> list[list[str]]:
-    """Return the paths of each repeated array."""
     places: dict[int, list[str]] = {}
     named = trees.leaves_with_paths(params)  # kept, so that the ids stay unique
     for path, leaf in named:

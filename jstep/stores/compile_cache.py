@@ -48,8 +48,8 @@ _cache: _Cache | None = None
 def persistent_cache(directory: str | None) -> Iterator[None]:
     """Use a directory as JAX's persistent compilation cache, and restore JAX's settings afterwards.
 
-    The settings are global to the process: while one run has a cache, programs of other threads are cached there too,
-    and another run's directory is not used. The last of several overlapping runs restores the settings.
+    The settings are global: while one run has a cache, all threads use it, and another run's directory is not used. The
+    last of several overlapping runs restores the settings.
     """
     if directory is None or not _is_writable(directory):
         yield

@@ -57,7 +57,6 @@ def parse_message(data: bytes, name: str, what: str) -> Any:
 
 
 def is_message(x: object, name: str) -> bool:
-    """Return whether x is such a proto message, from tensorboard or TensorFlow."""
     descriptor = getattr(x, "DESCRIPTOR", None)
     return getattr(descriptor, "full_name", "").rpartition(".")[2] == name and hasattr(x, "SerializeToString")
 
@@ -244,7 +243,6 @@ class Series:
         self.values.append(value)
 
     def drop_from(self, step: int) -> None:
-        """Move the points from a step on to `rewound`."""
         if self.steps and self.steps[-1] >= step:
             first = bisect.bisect_left(self.steps, step)
             self.rewound.append((self.steps[first:], self.values[first:]))
@@ -257,8 +255,7 @@ def read_scalars(
     """Return tag → points, in the order of the tags' first events.
 
     Steps increase within a series: a session that starts at step N replaces the earlier points from N on, and so does a
-    point at a step that was written before. If `on_corrupted` is given, it is called with the error of each corrupted
-    file, whose earlier events are kept.
+    repeated step. `on_corrupted` receives the error of each corrupted file, whose earlier events are kept.
     """
     return {tag: series.points() for tag, series in read_series(path, on_corrupted).items()}
 

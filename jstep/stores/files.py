@@ -102,7 +102,7 @@ def remove_file(path: str) -> None:
 
 
 def make_folders(path: str) -> None:
-    """Create a folder and its parents, and flush their entries to disk."""
+    """Create a folder and its parents, and flush their entries."""
     new, above = [], path
     while above and not os.path.isdir(above):
         new.append(above)

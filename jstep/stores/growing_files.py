@@ -25,15 +25,14 @@ _logger = logging.getLogger("jstep")
 
 
 class ObjectAppender:
-    """A growing sequence of bytes, stored as one object or several. A failed upload loses nothing.
+    """A growing byte sequence, stored as one object or several. A failed upload loses nothing.
 
     One thread may write while another one uploads.
 
     Args:
-        next_key: Returns the key of the first object, and of each one after it.
+        next_key: Returns the key of each object.
         header: The first bytes of each object.
-        secs: Seconds between two uploads.
-        at_once: Whether to write the first header immediately, so that errors show early.
+        at_once: Whether to write a header immediately, so that errors show early.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ class PendingOperation:
         self._until = time.monotonic() + timeout + nbytes / RATE
 
     def result(self) -> Any:
-        """Return the result of tensorstore; raise an OSError if the operation fails or takes too long."""
+        """Return the result; raise an OSError if the operation fails or takes too long."""
         left = min(self._until, self._objects.deadline()) - time.monotonic()
         # Raised outside of `except`, so that tensorstore's error, which may hold secrets, is not even its context.
         try:

@@ -146,7 +146,6 @@ def jax_parts(array: jax.Array) -> dict[str, Any]:
 
 
 def on_host(array: jax.Array) -> dict[str, Any]:
-    """Return the encoding of an array as a NumPy array; this waits for the device."""
     with internal_transfers():
         parts = array_parts(np.asarray(array))
     return {"$array": {**parts, "data": {"$bytes": parts["data"]}}}

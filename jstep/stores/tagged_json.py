@@ -137,8 +137,8 @@ def encoded_size(copy: Any) -> int:
 def copy_encodable(value: object) -> Any:
     """Encode a value for `as_json`: like JSON, but bytes stay bytes, which takes a fraction of the time.
 
-    The result shares nothing mutable with the value. An object in several places is encoded once, and is one object
-    again when decoded; arrays that overlap in memory become views of one array.
+    The result shares nothing mutable with the value. When decoded, an object in several places is one object again;
+    arrays that overlap in memory become views of one array.
     """
     encoder = _Encoder(value)
     encoded = encoder.encode(value, 0)
@@ -294,7 +294,6 @@ def decode(value: object) -> Any:
 
 
 def _decoded(value: object, table: list[Any]) -> Any:
-    """Decode a value; `table` holds the shared objects decoded so far."""
     if isinstance(value, list):
         return [_decoded(item, table) for item in value]
     if isinstance(value, LargeBytes):

@@ -25,12 +25,9 @@ from jstep.stores.urls import absolute, is_url, join_path, location
 class Timeline:
     """Writer for the timeline of a run. It is thread-safe, and a failed write never ends the run.
 
-    In a directory, the timeline is one file that every start appends to; a torn last line of a killed process is
-    removed. Below a URL, each start has an object, which is uploaded every ten seconds and before each checkpoint. In
-    both, the newest times replace the previous ones, except for the times of a checkpoint.
-
-    Attributes:
-        start: The name of this start, which all of its lines have.
+    In a directory, every start appends to one file; a torn last line of a killed process is removed. Below a URL, each
+    start has an object, uploaded every ten seconds and before each checkpoint. In both, the newest times replace the
+    previous ones, except for the times of a checkpoint.
     """
 
     def __init__(self, where: str, prefix: str, *, is_shared: bool = False) -> None:
@@ -132,12 +129,12 @@ class Times(Sequence[dict[str, Any]]):
         }
 
     def newest(self) -> dict[str, Any] | None:
-        """Return the newest line with steps; None if there is none."""
+        """Return the newest line with steps, or None."""
         return next((line for line in reversed(self) if line["step"] is not None), None)
 
 
 def read_timeline(path: object, prefix: str = "model") -> list[Times]:
-    """Return the lines with times of each start of a run, in the order of its starts.
+    """Return the lines with times of each start of a run.
 
     A torn last line is skipped silently; other corrupted lines are skipped with a warning. The path is a directory of
     checkpoints, a logdir, a timeline in it, or a URL of one of these.

@@ -61,7 +61,6 @@ class GraphBuilder:
         outputs: Sequence[GraphTensor],
         attrs: dict[str, str] | None = None,
     ) -> list[Ref]:
-        """Add a node; return a reference to each output."""
         full = self._unique(_join([scope, name]), self._nodes)
         self._nodes.add(full)
         node = self.graph.node.add(name=full, op=op)
@@ -148,8 +147,6 @@ def from_lowered(lowered: Any) -> Any:
 
 
 class _LoweredWalker(GraphBuilder):
-    """A builder of the graph of a module."""
-
     def __init__(self, functions: dict[str, Any]) -> None:
         super().__init__()
         self._functions = functions

@@ -21,7 +21,7 @@ _logger = logging.getLogger("jstep")
 
 
 class LocalFile:
-    """A local event file in a directory, which is created if necessary."""
+    """A local event file; its directory is created if necessary."""
 
     def __init__(self, logdir: str, suffix: str = "") -> None:
         self._logdir, self._suffix = logdir, suffix
@@ -75,7 +75,7 @@ class LocalFile:
         self._is_named = True
 
     def due(self) -> float:
-        """Return the time for the next `sync`, by the monotonic clock; infinity if nothing is pending."""
+        """Return the monotonic time of the next `sync`; infinity if nothing is pending."""
         return math.inf
 
     def close(self) -> None:
@@ -139,9 +139,8 @@ STARTS = 2
 def starts_here(path: str, suffix: str, step: int) -> bool:
     """Return whether a new event file must begin with marks of a restart, so that no step of a run is shown twice.
 
-    The marks make TensorBoard drop all events from `step` on that it read before, whichever writer wrote them. Files of
-    others that were opened since the last start are read after the files of the run, and must stay: then a separate
-    file before them holds the marks.
+    The marks make TensorBoard drop all events from `step` on that it read before, whichever writer wrote them. Files
+    that others opened since the last start must stay, and are read later: a separate file before them holds the marks.
     """
     logdir, new = split_path(path)
     names = _names_there(Objects(logdir)) if is_url(logdir) else filter(is_event_file, names_in(logdir))

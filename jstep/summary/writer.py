@@ -46,7 +46,7 @@ _Job: TypeAlias = tuple[Any, Any, float, int]
 
 
 class Worker:
-    """Owner of an event file and its thread. Errors are kept until `check`; the thread runs until `close`.
+    """Owner of an event file and its thread. Errors are kept until `check`.
 
     Jobs, which include requests to flush or close, are written in the order of `put`, and flushed when `max_queue`
     events are buffered or `flush_secs` have passed since the first of them.
@@ -91,7 +91,6 @@ class Worker:
         return error
 
     def put(self, what: object, step: object, size: int = 0) -> None:
-        """Queue a job of about `size` bytes."""
         now = time.time()
         with self._changed:
             if (size or len(self._jobs) > MAX_JOBS) and not self._has_room():
@@ -108,7 +107,6 @@ class Worker:
         return self._bytes <= MAX_BYTES and len(self._jobs) <= MAX_JOBS
 
     def _ask(self, request: Callable[[], None]) -> None:
-        """Queue a request that a caller waits for."""
         with self._changed:
             self._jobs.append((request, None, 0.0, 0))
             self._is_urgent = True
@@ -129,7 +127,6 @@ class Worker:
             pass
 
     def sync(self) -> None:
-        """Flush the file to the disk; queued jobs continue."""
         with self._io:
             if self._ended:
                 return

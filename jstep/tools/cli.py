@@ -51,7 +51,6 @@ def complain(command: str, *problems: object) -> int:
 
 
 def cell(value: object, digits: int = 6) -> str:
-    """Format a value for a table."""
     if value is None:
         return "–"
     if isinstance(value, float):
@@ -91,7 +90,7 @@ def table(keys: Mapping[str, str], rows: Iterable[Mapping[str, Any]], left: int)
 
 
 def answer(arguments: argparse.Namespace, fields: Mapping[str, Any], lines: Iterable[str], code: int = OK) -> int:
-    """Print the fields as JSON with `--json`, otherwise the lines; return the exit code."""
+    """Print the fields with `--json`, otherwise the lines; return the exit code."""
     if arguments.json:
         print(as_strict_json(fields))
     else:

@@ -64,7 +64,7 @@ def array_difference(path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]
 
 
 def _are_opposite(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A mask of the elements that are infinite with opposite signs."""
+    """Return a mask of infinities of opposite signs."""
     return np.asarray(np.isinf(a) & np.isinf(b) & (a != b))
 
 
@@ -299,7 +299,6 @@ def _log_at(path: str, in_directory: bool) -> _Side:
 
 
 def _runs(a: _Side, b: _Side) -> dict[str, Any]:
-    """Compare the common steps of two sides, up to the first that differs."""
     of_a, of_b = a.steps, b.steps
     prefixes = [{prefix for _, prefix in of} for of in (of_a, of_b)]
     if not prefixes[0] & prefixes[1] and len(prefixes[0]) == len(prefixes[1]) == 1:

@@ -208,7 +208,6 @@ def _safetensors(path: str, arguments: argparse.Namespace) -> int:
 
 
 def _orbax(folder: str, arguments: argparse.Namespace) -> int:
-    """Print the arrays of an Orbax checkpoint, from its metadata."""
     if arguments.verify:
         raise ValueError("--verify: Orbax checkpoints have no checksums; leave it out")
     from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
@@ -288,7 +287,6 @@ def _extra_lines(extra: Any, *, with_own: bool) -> list[str]:
 
 
 def _numbers(leaf: Any, array: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """The minimum, maximum and mean of the finite numbers."""
     numbers = None if leaf.key_impl is not None else array_range(array)
     nonfinite = None if numbers is None else numbers.nans + numbers.infinities
     if numbers is None or numbers.low is None:

@@ -62,14 +62,6 @@ def count_collectives(program: CompiledProgram) -> dict[str, Collective]:
     """Return kind → number and bytes, of all exchanges of a compiled program.
 
     Loops whose length depends on values count once; of a conditional, the branch that moves the most bytes counts.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from jstep.tools.collectives import count_collectives
-        >>> from jstep.tools.compiled import parse_program
-        >>> f = lambda x: x + 1  # moves nothing
-        >>> count_collectives(parse_program(jax.jit(f).lower(jnp.ones(8)).compile().as_text()))
-        {}
     """
     numbers: Counter[str] = Counter()
     moved: Counter[str] = Counter()

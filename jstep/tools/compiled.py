@@ -83,7 +83,6 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """Name → the instructions that have it as an operand."""
         by_name: dict[str, list[Instruction]] = {}
         for instruction in self.instructions.values():
             for operand in instruction.operands:
@@ -120,21 +119,13 @@ def parse_program(text: str) -> CompiledProgram:
 
 
 def program_recomputes(program: CompiledProgram) -> bool:
-    """Whether the compiler rematerialized results to fit the program into memory; `jax.checkpoint` does not count.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from jstep.tools.compiled import parse_program, program_recomputes
-        >>> f = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)).sum())
-        >>> program_recomputes(parse_program(jax.jit(jax.grad(f)).lower(jnp.ones(8)).compile().as_text()))
-        False
-    """
+    """Whether the compiler rematerialized results to fit the program into memory; `jax.checkpoint` does not count."""
     names = (name for computation in program.computations.values() for name in computation.instructions)
     return any(map(_REMATERIALIZED.search, names))
 
 
 def quoted_value(attributes: str, key: str) -> str:
-    """The value of `key="value"`, or an empty string."""
+    """Return the value of `key="value"`, or ""."""
     match = re.search(rf'\b{re.escape(key)}="((?:[^"\\]|\\.)*)"', attributes)
     return re.sub(r"\\(.)", r"\1", match[1]) if match else ""
 

@@ -286,7 +286,7 @@ def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, 
 
 
 def _scaled(measured: float | None, once: float, total: float, devices: int) -> float:
-    """Correct XLA's figure for a device, which counts the body of a loop once, for the further iterations."""
+    """Correct XLA's figure for a device, which counts the body of a loop once."""
     if not measured or measured < 0.2 * once / devices:
         # XLA does not know the cost of a library call (a matrix product on a GPU): use the traced program's figure.
         return total / devices

@@ -205,9 +205,9 @@ _LIBRARIES = tuple(os.path.realpath(path) + os.sep for name, path in sysconfig.g
 def source_line(eqns: Sequence[Any], later: Sequence[Any]) -> str:
     """Return the source line of an operation, such as "model.py:12 (loss_fn)".
 
-    It is the innermost line called by the step outside of JAX and libraries, or else in the library or jstep's
-    optimizer. `eqns` are the operation and the enclosing ones: a compiled function may have been traced for another
-    caller. `later` operations serve one without a line, such as `jnp.log` passed to a cond under vmap.
+    It is the step's innermost line outside of JAX and libraries, or else in the library or jstep's optimizer. `eqns`
+    are the operation and the enclosing ones: a compiled function may have been traced for another caller. `later`
+    operations serve one without a line, such as `jnp.log` passed to a cond under vmap.
     """
     lines = map(_line, (eqns, *([eqn] for eqn in later)))
     return next(filter(None, lines), "unknown")

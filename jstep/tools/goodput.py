@@ -132,7 +132,7 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
 
 
 def by_start(all_starts: Sequence[Times]) -> list[Goodput]:
-    """Account for the time of each start of a run, and for the downtime before it."""
+    """Account for the time of each start and the downtime before it."""
     starts: list[Goodput] = []
     ended: float | None = None
     for lines in all_starts:

@@ -136,9 +136,9 @@ class Level:
 
 
 class Pass:
-    """A pass over a program, which evaluates it once and records what its subclass looks for.
+    """A pass over a program, which evaluates it once for its subclass.
 
-    An operation that runs has a position, a vector of int32; positions in lexicographic order are in execution order.
+    An operation that runs has a position, a vector of int32; lexicographic order is execution order.
     """
 
     def __init__(self, body: Subprogram) -> None:
@@ -350,7 +350,7 @@ def _inexact(values: Iterable[Any]) -> list[Any]:
 def first_made(body: Subprogram, values: list[Any], depends: list[bool]) -> tuple[Position | None, bool]:
     """Return the position of the first operation that makes a NaN, or an infinity from an argument.
 
-    Also returns whether any result of the program is non-finite.
+    Also return whether any result is non-finite.
     """
     # Most of the time goes into compiling checks. So results are checked in groups, and one by one only in the first
     # group with a non-finite number, or in all such groups if that one only has a constant of the user.

@@ -148,7 +148,6 @@ class Plan(Tabular):
         return f"steps {format_count(self.steps[0])} to {format_count(self.last_step - 1)}"
 
     def _rows_of(self, names: Iterable[str]) -> list[list[str]]:
-        """The cells of the table, for some of the steps."""
         last = len(self.steps) - 1
         rows = np.unique(np.linspace(0, last, min(_ROWS, last + 1)).round().astype(int))
         return [

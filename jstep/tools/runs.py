@@ -299,7 +299,6 @@ def _metrics(summaries: Iterable[RunSummary], globs: Sequence[str]) -> list[str]
 
 
 def run_names(summaries: Sequence[RunSummary]) -> list[str]:
-    """The names of runs, below their common directory."""
     above = (
         os.path.commonpath([run.path for run in summaries])
         if summaries and not any(is_url(r.path) for r in summaries)

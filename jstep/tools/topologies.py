@@ -36,8 +36,8 @@ GIB = 2**30
 class Tpu(NamedTuple):
     """A generation of TPUs; `memory` is what the compiler makes available to a program.
 
-    `largest` is in chips along each dimension, longest first. A larger slice must never be requested: the compiler
-    aborts the process or takes minutes.
+    `largest` is in chips along each dimension, longest first. Never request a larger slice: the compiler aborts the
+    process or takes minutes.
     """
 
     device_kind: str
@@ -363,7 +363,6 @@ def require_compiler(name: Name) -> None:
 
 
 def topology_name(device: Any) -> Name | None:
-    """The topology of a device, or None."""
     # A copy, because another thread may add one.
     return next((name for name, devices in _made.copy().items() if devices[0].client is device.client), None)
 
@@ -403,7 +402,6 @@ def prepare() -> None:
 
 
 def _plugins() -> list[str]:
-    """The installed CUDA plugins of JAX, the newest first."""
     return [module for module in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12") if _spec_of(module)]
 
 

@@ -94,7 +94,6 @@ def _shape(leaf: object, path: str, what: str) -> tuple[int, ...]:
 
 
 def _widths(path: str, leaf: object, shapes: Sequence[tuple[int, ...]], axes: WidthAxes | None) -> Widths:
-    """Return the width ratios of a leaf, given its shapes in base, target and delta."""
     base, target, delta = shapes
     where = f"the leaf at {trees.quote_path(path)}"
     for what, shape in (("base", base), ("delta", delta)):

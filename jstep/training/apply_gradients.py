@@ -81,9 +81,7 @@ class Applied(NamedTuple):
 
     Attributes:
         updates: The updates as added to the parameters.
-        slots: The optimizer's slots after the update.
-        roles: The roles of these slots.
-        left_out: The slot of each guard → whether that guard, or one around it, skipped the update.
+        left_out: A guard's slot → whether it, or one around it, skipped the update.
     """
 
     state: TrainState
@@ -120,7 +118,6 @@ def apply_update(
 
 
 def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> Applied:
-    """Return the results, with the old parameters in the state."""
     step = step_array(state)
     match_gradients(grads, state.params)  # here, because perhaps no element of a chain checks them
     held = {name: tree for name, tree in state.slots.items() if name != MODEL_STATE}

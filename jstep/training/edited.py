@@ -48,7 +48,7 @@ def warn_of_edits(steps: Iterable[Any]) -> None:
 
 
 def _function_of(value: Any) -> FunctionType | None:
-    """The function inside decorators, partial functions and methods; None if it has no Python code."""
+    """Return the Python function inside decorators, partials and methods, if any."""
     with contextlib.suppress(ValueError):  # wrappers in a circle
         value = inspect.unwrap(value)
     while isinstance(value, functools.partial):
@@ -58,7 +58,6 @@ def _function_of(value: Any) -> FunctionType | None:
 
 
 def _of_module(function: Callable[..., Any]) -> Any:
-    """The current value of the function's name in its module."""
     value: Any = sys.modules.get(function.__module__)
     for name in function.__qualname__.split("."):
         value = getattr(value, name, None)  # None for the locals of a function

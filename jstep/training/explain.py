@@ -61,7 +61,6 @@ _MISSING_ARGUMENT = re.compile(r"missing \d+ required (?:positional|keyword-only
 
 
 def _missing_arguments(error: BaseException) -> list[str]:
-    """The names of the missing arguments, if that is the error."""
     match = _MISSING_ARGUMENT.search(str(error)) if isinstance(error, TypeError) else None
     return [] if match is None else re.findall(r"'(\w+)'", match[1])
 
@@ -110,7 +109,6 @@ def explain(error: BaseException, state: Tree, args: Any, *, donates: bool) -> N
 
 
 def is_spent(state: Tree) -> bool:
-    """Return whether a state was donated to an earlier step."""
     step = getattr(state, "global_step", None)
     return isinstance(step, jax.Array) and not trees.is_traced(step) and step.is_deleted()
 

@@ -73,7 +73,6 @@ def scan_steps(
 
 
 def without_step_axis(sharding: object) -> Any:
-    """The sharding of one row of a stacked argument."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec(*dims_of(sharding.spec)[1:]))
     return sharding
@@ -129,10 +128,10 @@ class LoopedStep(TrainStep):
     divided into calls. The metrics are from the last step; the numbers of all steps are accumulated in the sums.
 
     Args:
-        step: A step of `minimize`, or any function `(state, *args) -> (state, metrics)`.
+        step: Any function `(state, *args) -> (state, metrics)`.
         most: K; None for the arguments of a single step, not stacked, in the same loop.
-        accumulate: Returns an object with `row(metrics)`, the numbers of one step as a tree of arrays, and `add(sums,
-            rows, count)`, the sums after the first `count` of the stacked rows.
+        accumulate: Returns an object with `row(metrics)`, the numbers of one step, and `add(sums, rows, count)`, which
+            adds the first `count` of the stacked rows.
     """
 
     _returns_sums = True
@@ -208,7 +207,6 @@ def loop_step(step: Callable[..., Any], most: int | None, accumulate: Callable[[
 
 
 def one_shape(leaf: object) -> Any:
-    """The shape of an argument of a step, also of a Python number."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     return shape_of(leaf, leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None)

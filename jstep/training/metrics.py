@@ -28,10 +28,10 @@ from jstep.slots.roles import Role, Roles
 
 @jax.tree_util.register_static
 class Constants:
-    """Numbers known without running the program; a pytree without leaves that compares by their values.
+    """Numbers known before the program runs; a pytree without leaves that compares by their values.
 
     Attributes:
-        values: Name → NumPy scalar or read-only array. The same objects at each call, as they are compared by identity.
+        values: Name → NumPy scalar or read-only array; the same objects at each call, compared by identity.
         skipped: The name of the metric that reports whether the update was skipped; None without a guard.
     """
 
@@ -59,7 +59,6 @@ class Metrics(NamedTuple):
     constants: Constants
 
     def whole(self) -> Any:
-        """All metrics, as the caller of a step gets them."""
         return {**self.computed, **self.constants.values} if self.constants.values else self.computed
 
 
@@ -152,8 +151,6 @@ class Requested:
 
 
 def _public(updates: Updates) -> Updates:
-    """Convert to the types that users know."""
-
     def leaf(x: object) -> Any:
         if trees.is_none(x):
             return None

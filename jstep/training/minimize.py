@@ -297,7 +297,7 @@ def minimize(
 
 
 def _title_of(loss_fn: object) -> str:
-    """Return the name of a step: its loss or losses; `train_step` if the loss has no name."""
+    """Return the name of the loss or losses; `train_step` without a name."""
     if isinstance(loss_fn, Mapping):
         return "+".join(loss_fn)
     name = getattr(loss_fn, "__name__", "")
@@ -309,11 +309,9 @@ class Minimizing:
     """The body of a step of `minimize`: the gradients of one or more losses, and one update.
 
     Attributes:
-        wanted: The additional metrics.
-        rng: The key of the run, or None.
-        averages: The names of the averages that the loss accepts, or None.
+        rng: The key of the run.
+        averages: The averages that the loss accepts.
         schedule: The radius of sharpness-aware minimization if it is a schedule, else None.
-        user_code: The loss or losses, as they were traced.
     """
 
     optimizer: Optimizer
@@ -355,7 +353,6 @@ class Minimizing:
         return alike(lanes, functools.partial(self.updated, inputs), state, differentiate(inputs))
 
     def updated(self, inputs: Inputs, state: TrainState, part: Part) -> tuple[TrainState, Metrics]:
-        """Return the results of the step from the results of the loss."""
         scale = guards.current_loss_scale(roles_of(self.optimizer, state.params), state.slots)
         context = self._context(inputs, part, scale)
         done = apply_update(state, part.gradients, self.optimizer, self.increments, context)
@@ -389,14 +386,13 @@ class Minimizing:
         plain = replace_losses(self.differentiate, sharpness=None, adaptive=False, squares=False)
 
         def value_and_grad(params: Params) -> tuple[Array, Updates]:
-            """The loss and gradients on this step's batch, both without the scale."""
+            """Return loss and gradients of this step's batch, without the scale."""
             there = plain(inputs._replace(params=params))
             return there.loss, there.gradients if scale is None else guards.unscale(there.gradients, scale)
 
         return Context(part.loss, value_and_grad, inputs.for_part(OF_CONTEXT).key, noise)
 
     def trains(self, params: Params) -> list[bool]:
-        """Return for each leaf whether a step trains it."""
         several = self.differentiate
         each = several.each.values() if isinstance(several, SeveralLosses) else [several]
         chosen = {i for loss in each for i in loss.selected(params)}
@@ -429,7 +425,6 @@ def _in_lanes(number: int, pure: Callable[..., Any]) -> Body:
 
 
 def _averages_for(state: TrainState, names: Sequence[str]) -> Params:
-    """Return `averaged_params` of a state, with gradients stopped."""
     try:
         averages = averaged_params(state, names)
     except ValueError as error:
@@ -507,7 +502,6 @@ def several_losses(losses: Losses, make: Callable[[Any, VarList], Differentiatio
 
 
 def replace_losses(differentiate: Differentiation | SeveralLosses, **changes: Any) -> Differentiation | SeveralLosses:
-    """Apply `dataclasses.replace` to one loss, or to each of several."""
     if not isinstance(differentiate, SeveralLosses):
         return dataclasses.replace(differentiate, **changes)
     each = {name: dataclasses.replace(loss, **changes) for name, loss in differentiate.each.items()}

@@ -36,12 +36,12 @@ class PureStep:
     """A training step as a pure function, `state, metrics = step(state, *args)`: neither compiled nor donating.
 
     Attributes:
-        title: A name that identifies the step in a run.
+        title: The step's name in a run.
         looks_at_rows: Whether the step depends on how the rows of the batch are sharded.
-        leading_axes: The number of batch axes before the rows: one for each `scan_steps`.
+        leading_axes: The number of batch axes before the rows, one per `scan_steps`.
         optimizer: The optimizer, for a step of `minimize`.
-        trains: `trains(params)`: whether the step trains each leaf, in order.
-        user_code: The user's functions that the step calls, as it traced them.
+        trains: `trains(params)`: for each leaf, whether the step trains it.
+        user_code: The user's functions, as the step traced them.
         kept: A cache for other modules, under names of their own.
     """
 
@@ -79,7 +79,6 @@ class PureStep:
 
 
 def pure(step: Callable[..., Any]) -> PureStep:
-    """Return any function `(state, *args) -> (state, metrics)` as a `PureStep`."""
     if isinstance(step, PureStep):
         return step
     if isinstance(step, TrainStep):
@@ -112,7 +111,6 @@ def step_function(step: object) -> PureStep | None:
 
 
 def whole(body: Body, state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, Any]:
-    """Return the new state and all metrics."""
     state, metrics = body(state, args, batch_specs)
     return state, metrics.whole()
 
@@ -146,12 +144,11 @@ def inspect_layout(state: Tree) -> StateLayout:
 
 
 def returned_layout(state: Tree) -> StateLayout | None:
-    """The layout of a state that a step returned, so that its leaves are arrays."""
     return getattr(state, "_layout", None)
 
 
 def place_result(state: Tree, new: Any, layout: StateLayout, *, donated: bool) -> Any:
-    """Return the new state of a step with the old layout, unless the batch moved it."""
+    """Return the new state with the old layout, unless the batch moved it."""
     if not isinstance(new, TrainState):
         return new
     # The step may have been compiled for a handmade state without roles.
@@ -342,7 +339,7 @@ def _donates(step: TrainStep) -> bool:
 def refuse_a_loss(
     step: Any, state: Tree, args: Sequence[Any], cause: BaseException, argument: str = "train_step"
 ) -> None:
-    """Raise an error if a function that failed as a training step is a loss."""
+    """Raise an error if a failed training step is a loss."""
     while isinstance(step, TrainStep):
         step = step.__wrapped__
     if isinstance(step, PureStep) or not isinstance(state, TrainState):

@@ -80,7 +80,6 @@ def _files_in(folder: str) -> list[str]:
 
 
 def read_headers(path: str) -> Weights:
-    """Read and check the headers of a file, or of the shards of an index."""
     return _sharded(path) if _is_index(path) else read_header(path)
 
 
@@ -117,7 +116,6 @@ def _sharded(path: str) -> Weights:
 
 
 def _files_of(path: str) -> dict[str, str]:
-    """Return the file of each tensor in an index."""
     with open(path, "rb") as file:
         text = file.read(LARGEST + 1)
     if len(text) > LARGEST:

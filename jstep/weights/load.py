@@ -182,8 +182,6 @@ def _float_dtype(dtype: DTypeLike | None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class TensorSource:
-    """Safetensors files, or a checkpoint, which may hold more than weights."""
-
     path: str
     tensors: Mapping[str, Tensor]
     read: Read

@@ -55,7 +55,6 @@ def _rule(path: str, entry: object) -> Rule:
 
 
 def call_transform(transform: Transform, array: object, path: str) -> Any:
-    """Call a user's transform, which must return an array."""
     try:
         result = transform(array)
     except Exception as error:
@@ -68,7 +67,7 @@ def call_transform(transform: Transform, array: object, path: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class WantedTensor(targets.TargetLeaf[Any]):
-    """A leaf of a target, and the tensor to load into it.
+    """A leaf of a target, and its tensor.
 
     For typed PRNG keys, shape and dtype describe their data, which is loaded. `casts`: floating tensors of other dtypes
     fit.
@@ -82,7 +81,6 @@ class WantedTensor(targets.TargetLeaf[Any]):
         return trees.is_key(self.leaf)
 
     def difference(self, shape: Sequence[int], dtype: DTypeLike) -> str:
-        """Describe why an array does not fit this leaf, or return an empty string."""
         cast = (self.casts and trees.is_floating(dtype)) or self._is_number_of(dtype)
         if tuple(shape) != self.shape or (dtype != self.dtype and not cast):
             own = self.leaf.dtype if hasattr(self.leaf, "dtype") else self.dtype
@@ -110,7 +108,7 @@ class WantedTensor(targets.TargetLeaf[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class WeightsMatch(targets.TargetMatch[WantedTensor]):
-    """The match of a target with files; `hint` names the tensors that would match."""
+    """The match of a target with files; `hint` names tensors that would match."""
 
     hint: str = ""
 
@@ -214,7 +212,7 @@ def with_problem_of_ones(wanted: WantedTensor) -> WantedTensor:
 
 
 def transform_of_ones(transform: Any, shape: Sequence[int], dtype: DTypeLike, path: str) -> Any:
-    """Return the result of a transform for an array of ones, without memory; None if it fails."""
+    """Return a transform's result for ones, without memory; None if it fails."""
     ones = np.broadcast_to(np.ones((), dtype), tuple(shape))
     try:
         with np.errstate(all="ignore"):

@@ -86,7 +86,7 @@ def _sharing(places: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _problem(values: Any, name: str, sharding: Any) -> str:
-    """Return why an array cannot be read, or an empty string."""
+    """Return why an array cannot be read, or ""."""
     try:
         values({name: sharding})
     except Exception as error:

@@ -43,9 +43,9 @@ class _Item(NamedTuple):
     """A leaf to save, and the tensor to store for it.
 
     Attributes:
-        leaf: The leaf, or its tensor, if that had to be computed to find its shape.
+        leaf: The leaf, or its tensor, if computed to find its shape.
         transform: From the leaf to the tensor.
-        tensor: The tensor; its code is empty if safetensors lacks its dtype.
+        tensor: Its code is empty if safetensors lacks its dtype.
     """
 
     path: str
@@ -82,7 +82,6 @@ class NewFiles:
         self.path = path + INDEX if shards > 1 else path
 
     def writing(self, number: int) -> contextlib.AbstractContextManager[BinaryIO]:
-        """Open a file under its temporary name for writing."""
         make_folders(self._folder)
         return new_file(self._temporary(self.names[number]))
 
@@ -365,7 +364,6 @@ def _checked(leaf: object, path: str) -> Any:
 
 
 def _bad_name(name: str) -> str:
-    """Describe the problem with the name of a tensor, if any."""
     if not name:
         return "has the empty name"
     if name == METADATA:

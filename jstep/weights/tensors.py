@@ -44,7 +44,7 @@ BITS = {code: 8 * dtype.itemsize for code, dtype in _DTYPES.items()} | {"F4": 4,
 
 
 def dtype_code(dtype: DTypeLike) -> str | None:
-    """Return the safetensors code of a dtype; None if there is no equivalent (PRNG keys, int4, complex128)."""
+    """Return the safetensors code of a dtype; None for PRNG keys, int4 and complex128."""
     try:
         wanted = np.dtype(dtype).newbyteorder("=")
     except TypeError:
@@ -66,7 +66,7 @@ class Tensor(NamedTuple):
         name: Its name, or its path in the checkpoint, such as `params/dense/kernel`.
         code: The safetensors code of its dtype, or the dtype's name, such as `key<fry>` for the data of PRNG keys.
         dtype: The NumPy dtype; None if JAX cannot hold it.
-        start: The offset of its first byte in the file.
+        start: The offset in the file.
     """
 
     name: str
@@ -96,7 +96,6 @@ class Weights(NamedTuple):
 
 
 def read_header(path: str) -> Weights:
-    """Read and check the header of a file."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         text = _text(file, path, size)
