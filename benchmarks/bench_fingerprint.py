@@ -1,4 +1,4 @@
-"""Fingerprints of 64M floats compared with XLA's sum of the same bits, and of a state of 300 leaves.
+"""Fingerprints: 64M floats, compared with XLA's sum of the same bits, and a state of 300 leaves.
 
 python benchmarks/bench_fingerprint.py
 """

@@ -1,4 +1,5 @@
-"""Import time of `jstep`: alone, with all names, and that of `python -m jstep inspect`, compared with `import jax`.
+"""Import time of `jstep`: `import jstep`, the import of all its names, and `python -m jstep inspect`, each compared
+with `import jax`.
 
 Each runs in a separate process.
 

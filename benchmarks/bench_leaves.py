@@ -1,4 +1,4 @@
-"""Adam over 100, 300 and 1000 leaves of 1000 floats, compared with Optax: tracing, compiling, and a step.
+"""Adam with many leaves: 100, 300 and 1000 leaves of 1000 floats, compared with Optax in tracing, compiling and a step.
 
     python benchmarks/bench_leaves.py
 

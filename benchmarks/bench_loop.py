@@ -5,7 +5,7 @@
 The batch lies on the device, and steps take about 35 µs (those of bench_step.py), so the loop dominates the
 measurement; steps of 8 layers take about a millisecond, and those of the transformer more than ten. bench_feed.py has
 batches of NumPy arrays. `train` counts steps, logs, writes summaries and saves checkpoints; each run resumes where the
-previous one ended. A loop of 100 steps a call stacks its batches by one compiled call, as `train` does. `train` uses
+previous one ended. A loop of 100 steps per call stacks its batches by one compiled call, as `train` does. `train` uses
 threads, so on a busy machine the medians are unreliable: compare the minima.
 """
 
@@ -62,7 +62,7 @@ class Loops:
         return taken
 
     def bare_several(self, calls):
-        """Return the seconds of a loop of K steps a call."""
+        """Return the seconds of a loop of K steps per call."""
         state = self.state("bare, several")
         start = jstep.global_step(state)
         started = time.perf_counter()
@@ -99,7 +99,7 @@ def main():
     small = Loops(NETWORKS["2 layers"])
     contenders = {
         "bare loop": small.bare,
-        f"bare loop, {K} a call": small.bare_several,
+        f"bare loop, {K} per call": small.bare_several,
         "train, four hooks": lambda calls: small.train("train", calls),
         "train, not watched": lambda calls: small.train("unwatched", calls, 1, jstep.StallHook(warn_secs=None)),
         "train, MetricsHook": lambda calls: small.train("metrics", calls, 1, jstep.MetricsHook(write)),
@@ -112,7 +112,7 @@ def main():
     good = report(f"{CALLS} steps of 2 layers: {title}", times, pairs(times))
     times = {name: times[name] for name in ("bare loop", "train, steps_per_call=auto")}
     two_features = {("train, steps_per_call=auto", "bare loop"): None}
-    report("Two features, many steps a call beside one: steps of 2 layers", times, two_features)
+    report("Two features, many steps per call compared with one: steps of 2 layers", times, two_features)
     for name, (calls, rounds) in LARGER.items():
         loops = Loops(NETWORKS[name])
         both = {f"bare loop, {name}": loops.bare, f"train, {name}": lambda calls, loops=loops: loops.train("t", calls)}

@@ -1,17 +1,16 @@
-"""Whole runs, beside what users would pick instead: the same three networks in five toolkits, with everything on.
-In each task all start from the same weights, take the same batches in the same order without dropout, with the same
-AdamW, clipping and schedule, and their losses on the test set agree at the end, to 1e-4 on JAX and to 1e-2 on PyTorch
-(Keras adds epsilon elsewhere: it has a smaller one);
-all save checkpoints and the best one, write TensorBoard's events, evaluate, stop early and resume. Each run is a
-separate process, one after the other and interleaved; a figure is the median of the rounds. Seconds count from the
-start of the process. A step is the mean over the second half of the steps, including evaluations and checkpoints
-between them; jstep's row with one step a call is beside Flax's loop, that with "auto" beside Keras' 10 steps a call.
-Lines are those of the program and its network, without comments, docstrings, blank lines and what measures or loads the
-weights. Finally a run is killed by SIGKILL halfway between two checkpoints, after about 70 % of its steps, and started
-again: the table shows whether the loss of the last weights on the test set is the same, to the last digit, as without
-the SIGKILL. The second table splits the first step: imports, reading the task, initialization as the toolkit's guide
-shows it, tracing and compilation, and the rest, with an empty compilation cache; then the first step after the SIGKILL,
-with the restore, and with JAX's programs in the cache.
+"""Whole runs: the same three networks in five toolkits, each with the features that its users would choose. In each
+task all start from the same weights, take the same batches in the same order without dropout, with the same AdamW,
+clipping and schedule, and their losses on the test set agree at the end, to 1e-4 on JAX and to 1e-2 on PyTorch (Keras
+adds a smaller epsilon in another place); all save checkpoints and the best one, write TensorBoard's events, evaluate,
+stop early and resume. Each run is a separate process, one after the other and interleaved; a figure is the median of
+the rounds. Seconds count from the start of the process. A step is the mean over the second half of the steps, including
+evaluations and checkpoints between them; compare jstep's row with one step per call with Flax's loop, and its row with
+"auto" with Keras's 10 steps per call. Lines are those of the program and its network, without comments, docstrings,
+blank lines and what measures or loads the weights. Finally a run is killed by SIGKILL halfway between two checkpoints,
+after about 70 % of its steps, and started again: the table shows whether the loss of the last weights on the test set
+is the same, to the last digit, as without the SIGKILL. The second table splits the first step: imports, reading the
+task, initialization as the toolkit's guide shows it, tracing and compilation, and the rest, with an empty compilation
+cache; then the first step after the SIGKILL, with the restore, and with JAX's programs in the cache.
 
     python benchmarks/bench_whole_runs.py --environment DIR       # creates it if it does not exist
     python benchmarks/bench_whole_runs.py                         # in .whole_runs
@@ -82,7 +81,7 @@ class Toolkit:
 
 TOOLKITS = {
     "jstep": Toolkit("jstep, auto", "run_jstep.py", "networks_jax.py", arguments=("auto",)),
-    "jstep_single": Toolkit("jstep, one step a call", "run_jstep.py", "networks_jax.py", arguments=("1",)),
+    "jstep_single": Toolkit("jstep, one step per call", "run_jstep.py", "networks_jax.py", arguments=("1",)),
     "flax": Toolkit(
         "Flax + Optax + Orbax",
         "run_flax.py",
@@ -289,9 +288,9 @@ def median(outcomes, attribute):
 def row(task, name, title, outcomes, resumed, reference):
     """Return a row of the first table; `reference` is the loss of jstep, or None."""
     losses = {outcome.loss for outcome in outcomes}
-    same = "the same" if losses == {resumed.loss} else f"another, {float(resumed.loss):.4f}"
+    same = "the same" if losses == {resumed.loss} else f"different: {float(resumed.loss):.4f}"
     if len(losses) > 1:
-        same = f"another in each run, {float(resumed.loss):.4f}"
+        same = f"different in each run: {float(resumed.loss):.4f}"
     repeated = task.killed - resumed.first_step + 1
     difference = "" if reference is None else f"{difference_of(outcomes, reference):.0e}"
     return (
@@ -336,7 +335,7 @@ def report_task(task, done, resumed):
     is_good &= report_quickest(f"{about}: seconds from a restart to its first step", again, "first")
     if {"jstep_single", "flax"} <= set(done):
         alike = {"jstep": done["jstep_single"], "flax": done["flax"]}
-        is_good &= report_quickest(f"{about}: a step in its loop, one a call", alike, "per_step")
+        is_good &= report_quickest(f"{about}: a step in its loop, one per call", alike, "per_step")
     return is_good
 
 

@@ -100,8 +100,8 @@ def tool_table(page: str) -> str:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 9:  # the second table, of the first step, has ten
             _, toolkit, _, whole, lines, _, _, after, _ = cells
-            found.setdefault(toolkit.split(" (")[0], []).append((lines, whole, after.split(",")[0]))
-    table = ["| | lines | seconds of the whole run | test loss after a SIGKILL |", "|---|---|---|---|"]
+            found.setdefault(toolkit.split(" (")[0], []).append((lines, whole, after.split(":")[0]))
+    table = ["| | lines of code | seconds for the whole run | test loss after a SIGKILL |", "|---|---|---|---|"]
     for toolkit, runs in found.items():
         lines, wholes, afters = zip(*runs, strict=True)
         after = afters[0] if len(set(afters)) == 1 else ", ".join(afters)

@@ -683,7 +683,7 @@ def layouts(path: pathlib.Path) -> None:
                 x, y, width, height = box
                 parts.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{color}" opacity="0.85"/>')
     parts.append(
-        f'<text x="118" y="288" fill="{INK}" font-size="12.5">Four devices each; the coloured part of an array is '
+        f'<text x="118" y="288" fill="{INK}" font-size="12.5">Four devices each; the colored part of an array is '
         "what that device stores.</text>"
     )
     _svg(path, 836, 304, *parts)

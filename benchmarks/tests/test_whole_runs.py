@@ -107,8 +107,8 @@ def outcome(bench, loss, steps, compile_seconds=0.5):
     ("losses", "resumed", "shown"),
     [
         (["0.25", "0.25"], "0.25", "the same"),
-        (["0.25", "0.25"], "0.2500001", "another, 0.2500"),
-        (["0.25", "0.5"], "0.25", "another in each run, 0.2500"),
+        (["0.25", "0.25"], "0.2500001", "different: 0.2500"),
+        (["0.25", "0.5"], "0.25", "different in each run: 0.2500"),
     ],
 )
 def test_a_row_tells_what_a_kill_changes(bench, losses, resumed, shown):

