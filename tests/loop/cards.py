@@ -32,14 +32,12 @@ def merged(lines):
 
 def card_of(
     *,
-    seed=1,
     batch_size=8,
     dtype=jnp.float32,
     optimizer=None,
     loss_fn=loss,
     step=None,
     later=False,
-    batches=None,
     place=lambda state: state,
     is_recorded=True,
     **options,
@@ -47,7 +45,7 @@ def card_of(
     """Return the card of a small training run, as recorded in its timeline."""
     optimizer = jstep.adam(0.01) if optimizer is None else optimizer
     state = place(jstep.TrainState.create({"w": jnp.ones((4, 2), dtype)}, optimizer))
-    data = jstep.batches(np.ones((64, 4), np.float32), batch_size, seed=seed) if batches is None else batches
+    data = jstep.batches(np.ones((64, 4), np.float32), batch_size, seed=1)
     step = jstep.minimize(loss_fn, optimizer) if step is None else step
     steps = {0: step, 2: jstep.minimize(loss_fn, optimizer)} if later else step
     options = {"last_step": 3, "progress": False} | options

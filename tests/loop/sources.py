@@ -23,8 +23,8 @@ def in_loops(most):
     return lambda step, shapes, args: Program(most, is_stacked=most > 1)
 
 
-def handed_out(source, ends=(math.inf,), most=1, **kwargs):
-    return list(make_calls(copy_batches(source), 0, in_loops(most), ends=ends, **kwargs))
+def handed_out(source, ends=(math.inf,), most=1):
+    return list(make_calls(copy_batches(source), 0, in_loops(most), ends=ends))
 
 
 def numbers(batches, start=0, last_step=100, position=None):
@@ -49,7 +49,7 @@ class Positioned(positioned.Positioned):
     """An iterator with a position; a shared one is a dict that changes with each batch."""
 
     def __init__(self, end=100, state="int"):
-        super().__init__(lambda n: n * 10, {"int": int, "bytes": bytes, "shared": dict}[state], end)
+        super().__init__(lambda n: n * 10, {"int": int, "shared": dict}[state], end)
         self.shared = {"at": 0}
 
     def __iter__(self):

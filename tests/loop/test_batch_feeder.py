@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fellows import Fellows
-from sources import Positioned, Program, handed_out, in_loops
+from sources import Positioned, handed_out, in_loops
 from waiting import prefetch_threads as threads
 from waiting import wait_until
 
-import jstep
 from jstep.core.stopwatch import Stopwatch
-from jstep.data.loaders import Source, open_source
+from jstep.data.loaders import open_source
 from jstep.loop import feeder as feeder_module
 from jstep.loop.calls import make_calls
 from jstep.loop.feeder import BatchFeeder, copy_batches
@@ -26,40 +25,9 @@ from jstep.loop.train import fetch_by_all
 # From batches to the arguments of calls
 
 
-def test_a_tuple_is_several_arguments_and_other_batches_are_one():
-    def args(*batches):
-        return [call.args for call in handed_out(Source(iter(batches), None))]
-
-    assert args((1, 2), {"x": 1}, [1, 2], ()) == [(1, 2), ({"x": 1},), ([1, 2],), ()]
-    pair = jstep.GATE_OP, 5
-    assert args(pair) == [pair]
-
-
-def test_calls_end_with_their_steps_the_given_ends_and_the_source():
-    calls = handed_out(open_source(list(range(8)), 0, 100, None), [3, 4, 6, 11], most=2)
-    assert [(np.asarray(call.args[0]).tolist(), call.steps) for call in calls] == [
-        ([0, 1], 2),
-        ([2, 2], 1),
-        ([3, 3], 1),
-        ([4, 5], 2),
-        ([6, 7], 2),
-    ]
-
-
 def test_a_source_that_ends_between_calls_gives_no_empty_call():
     assert [call.steps for call in handed_out(open_source([1, 2, 3, 4], 0, 9, None), [9], most=2)] == [2, 2]
     assert handed_out(open_source([], 0, 9, None), [9], most=2) == []
-
-
-@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
-def test_trees_are_stacked_leaf_by_leaf(array):
-    batches = [({"x": array([i, i])}, array(float(i)), None) for i in range(3)]
-    (call,) = handed_out(open_source(batches, 0, 9, None), [9], most=3)
-    x, y, nothing = call.args
-    assert nothing is None
-    assert x["x"].tolist() == [[0, 0], [1, 1], [2, 2]]
-    assert y.tolist() == [0, 1, 2]
-    assert isinstance(y, type(array(0.0)) if array is np.asarray else jax.Array)
 
 
 @pytest.mark.parametrize("other", [{"x": np.zeros((3, 2))}, {"y": np.zeros((4, 2))}, {"x": np.zeros((4, 2), int)}])
@@ -69,26 +37,6 @@ def test_batches_of_other_shapes_begin_another_call(other):
     calls = handed_out(source, [9], most=4)
     assert [call.steps for call in calls] == [2, 2, 1]
     assert all(np.shape(leaf)[0] == 4 for call in calls for leaf in jax.tree.leaves(call.args))
-
-
-def test_a_program_may_take_single_steps_for_some_shapes():
-    def program_for(step, shapes, args):
-        return Program() if args()[0].shape == (3,) else Program(2, is_stacked=True)
-
-    batches = [np.zeros(2), np.zeros(2), np.zeros(3), np.zeros(3), np.zeros(2)]
-    made = make_calls(copy_batches(open_source(batches, 0, 9, None)), 0, program_for, ends=[9])
-    assert [(call.steps, np.shape(call.args[0])) for call in made] == [(2, (2, 2)), (1, (3,)), (1, (3,)), (1, (2, 2))]
-
-
-def test_the_step_axis_is_not_sharded():
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec("data")
-    for sharding in (jax.sharding.NamedSharding(mesh, spec), {"x": jax.sharding.NamedSharding(mesh, spec)}):
-        batches = [{"x": np.zeros((4, 2))}] * 2
-        (single, _) = handed_out(open_source(batches, 0, 9, None), sharding=sharding)
-        (stacked,) = handed_out(open_source(batches, 0, 9, None), [9], most=2, sharding=sharding)
-        assert single.args[0]["x"].sharding.spec == spec
-        assert stacked.args[0]["x"].sharding.spec == jax.sharding.PartitionSpec(None, "data")
 
 
 # Read by the loop, or ahead of it by a thread
@@ -133,15 +81,6 @@ def test_the_calls_do_not_depend_on_who_reads(way, ends, end):
     feeder.close()
 
 
-@pytest.mark.parametrize("starts_after", range(1, 13))
-def test_the_start_loses_repeats_and_reorders_no_batch(starts_after):
-    """A generator raises if two threads run it at once."""
-    feeder = make_feeder((n for n in range(12)), starts_after)
-    assert [(call.first, call.args[0]) for call in feeder] == [(n, n) for n in range(12)]
-    feeder.close()
-    assert not threads()
-
-
 def test_a_thread_reads_two_batches_ahead():
     read = []
 
@@ -180,14 +119,6 @@ def test_a_thread_keeps_no_batch_alive_that_was_handed_out():
         references.append(weakref.ref(call.args[0]))
         del call
     assert [reference() for reference in references] == [None] * 6
-    feeder.close()
-
-
-def test_a_run_that_never_needs_the_thread_starts_none():
-    feeder = make_feeder(lambda step: step, "direct")
-    next(feeder)
-    assert not threads()
-    feeder.close()
     feeder.close()
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from comparisons import aligned
 from doubles import Pair
-from loop_runs import DATA, OPTIMIZER, train
-from positioned import Positioned
+from loop_runs import OPTIMIZER, train
 
 import jstep
 from jstep.data.placement import copy_batch
@@ -65,18 +64,6 @@ def test_prefetch_to_device_copies_reused_buffers(offset):
     items = jstep.prefetch_to_device(source(), size=8)
     assert last_read.wait(60)
     assert [float(item[0]) for item in items] == list(range(8))
-
-
-def test_jstep_batches_are_not_copied(monkeypatch):
-    from jstep.loop import feeder
-
-    seen = []
-    monkeypatch.setattr(feeder, "copy_batch", lambda batch, fresh: seen.append(fresh) or batch)
-    train(4, DATA)
-    train(4, DATA.from_step(0))
-    assert set(seen) == {True}
-    train(4, iter([np.ones(1024)] * 4), step=STEP, state=make_state())
-    assert seen[-4:] == [False] * 4
 
 
 class Tensor:
@@ -179,23 +166,3 @@ def test_a_list_instead_of_a_tuple_gets_a_note():
     notes = "\n".join(caught.value.__notes__)
     assert "a list, which is one argument; a tuple is several" in notes
     assert "collate_fn=lambda rows: tuple(default_collate(rows))" in notes
-
-
-def test_ragged_batches_keep_the_position(tmp_path):
-    """A call of several steps that is split into single steps can be saved after each of them."""
-
-    def loader():
-        return Positioned(lambda n: np.full(1024 if n != 5 else 1, n + 1, np.float32), int)
-
-    class Stop(jstep.Hook):
-        def after_step(self, step, state, metrics):
-            return step >= 6
-
-    kwargs = {"step": STEP, "steps_per_call": 4, "checkpoint_dir": tmp_path}
-    first = train(20, loader(), state=make_state(), hooks=[Stop()], **kwargs)
-    assert jstep.global_step(first) == 6
-    position = jstep.Saver(tmp_path).extra(6)["batches"]
-    assert position["value"] + position.get("after", 0) == 6  # on a busy machine it may be read less often
-    state = train(20, loader(), state=make_state(), **kwargs)
-    uninterrupted = train(20, loader(), state=make_state(), step=STEP)
-    np.testing.assert_allclose(state.params["a"], uninterrupted.params["a"], rtol=1e-5)

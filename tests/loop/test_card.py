@@ -17,7 +17,6 @@ from cards import card_of, loss
 from processes import python
 
 import jstep
-from jstep.core.jaxprs import ProgramHash
 from jstep.hooks.card_differences import card_difference
 from jstep.loop import card
 from jstep.stores.timeline import Timeline
@@ -34,31 +33,20 @@ def on_a_mesh(state):
 
 
 DIFFERENCES = {
-    "seed": ({"seed": 5}, "batches: seed: 1 in A, 5 in B"),
-    "rate": ({"optimizer": jstep.adam(0.02)}, "step: learning_rate: 0.01 in A, 0.02 in B"),
     "batch size": ({"batch_size": 16}, "batches: batch_size: 8 in A, 16 in B"),
     "dtype": ({"dtype": jnp.bfloat16}, "state: dtypes[bfloat16]: absent in A, 1 in B"),
     "mesh": ({"place": on_a_mesh}, "devices: mesh: null in A, data: 1 Explicit in B"),
-    "step function": ({"loss_fn": lambda params, x: 2 * loss(params, x)}, "mul (11 in A, 13 in B)"),
     "optimizer": (
         {"optimizer": jstep.momentum(0.01, 0.9)},
         "state: slots: m, start_step, v only in A; momentum only in B",
     ),
-    "another optimizer with the same slots": (
-        {"optimizer": jstep.adamw(0.01)},
-        "step: optimizer: adam only in A; adamw only in B",
-    ),
     "later stage": ({"later": True}, "the stage from step 2: absent in A, loss in B"),
     "steps a call": ({"steps_per_call": 3}, "train: steps_per_call: 1 in A, 3 in B"),
     "hooks": ({"hooks": [jstep.StopAtStepHook(last_step=3)]}, "train: hooks: StopAtStepHook only in B"),
-    "kind of batches": (
-        {"batches": jstep.mixture({"web": np.ones((32, 4), np.float32)}, 8, {"web": 1.0})},
-        "batches: kind: Batches in A, Mixture in B",
-    ),
 }
 
 
-@pytest.mark.thorough(except_for=["batch size", "another optimizer with the same slots"])
+@pytest.mark.thorough(except_for=["batch size", "mesh"])
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_a_difference_is_named(base, name):
     changed, line = DIFFERENCES[name]
@@ -100,12 +88,6 @@ def test_secrets_and_other_variables_are_not_recorded():
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--a=1",
     }
-
-
-def test_paths_are_recorded_and_not_compared(base, tmp_path):
-    other = card_of(logdir=tmp_path / "logs")
-    assert other["arguments"]["logdir"] == str(tmp_path / "logs")
-    assert card_difference(base, other) == []
 
 
 @pytest.mark.parametrize("kind", ["several steps", "split batches"])
@@ -185,20 +167,6 @@ def test_a_start_from_another_directory_has_the_same_hashes(tmp_path):
     assert from_here["programs"][0]["hash"]
     for part in ("programs", "state", "batches", "stages", "arguments", "versions", "environment"):
         assert from_child[part] == from_here[part]
-
-
-def test_of_many_numbers_a_program_has_only_the_hash():
-    for count in (200, 201):
-        numbers = {str(n): 1 for n in range(count)}
-        shuffled = dict(reversed(numbers.items()))
-        found = card._hash_card(ProgramHash("abc", {"mul": 1, "add": 2}, shuffled, {}))
-        assert found == {
-            "hash": "abc",
-            "operations": {"add": 2, "mul": 1},
-            "numbers": numbers if count == 200 else None,
-        }
-        assert list(found["operations"]) == ["add", "mul"]
-        assert list(found["numbers"] or sorted(numbers)) == sorted(numbers)
 
 
 def test_values_are_recorded_as_json():

@@ -1,7 +1,5 @@
 """`end` of hooks is called once for each end of a run, and what it returned is in the checkpoint of that step."""
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +52,6 @@ def test_a_run_whose_batches_end(last: int | None, tmp_path: Path) -> None:
     hook, batches = Doubles(), [DATA[n] for n in range(5)]
     for _ in range(2):
         train(last, batches, hooks=[hook], checkpoint_dir=tmp_path, save_checkpoint_steps=5)
-    assert hook.ends == [5]
-
-
-def test_a_run_that_a_signal_stopped_at_its_last_step_has_not_ended(tmp_path: Path) -> None:
-    def kill(step: int, state: Any, metrics: Any) -> None:
-        if step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    hook = Doubles()
-    with pytest.raises(jstep.Preempted):
-        train(5, hooks=[hook, jstep.every(1, kill)], checkpoint_dir=tmp_path, save_checkpoint_steps=5)
-    for _ in range(2):
-        train(5, hooks=[hook], checkpoint_dir=tmp_path)
     assert hook.ends == [5]
 
 

@@ -34,7 +34,7 @@ def saved(directory: Path) -> list[int]:
     return sorted(jstep.Saver(directory).all_steps())
 
 
-@pytest.mark.thorough(except_for=["compiling-SIGTERM", "evaluation-SIGINT", "call-stop_secs", "save-SIGUSR1"])
+@pytest.mark.thorough(except_for=["closing-SIGTERM", "evaluation-SIGINT", "call-stop_secs", "save-SIGUSR1"])
 @pytest.mark.parametrize("what", ends.STOPS)
 @pytest.mark.parametrize("phase", ends.PHASES)
 def test_a_signal_or_a_limit(phase: str, what: str, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,8 +29,8 @@ def loss_fn(params, batch, scale=None):
 STEP = jstep.minimize(loss_fn, OPTIMIZER)
 
 
-def make_state(mesh=None):
-    return jstep.TrainState.create({"w": jnp.ones(4)}, OPTIMIZER, mesh=mesh)
+def make_state():
+    return jstep.TrainState.create({"w": jnp.ones(4)}, OPTIMIZER)
 
 
 def by_hand(steps):
@@ -47,14 +46,6 @@ def test_train_passes_one_argument(steps_per_call, tmp_path):
     jstep.train(STEP, make_state(), BATCHES, 3, **options)
     state = jstep.train(STEP, make_state(), lambda n: BATCHES[n], 6, **options)
     np.testing.assert_allclose(state.params["w"], by_hand(6).params["w"], rtol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_a_sharding_applies_to_its_fields(kind):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
-    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    state = jstep.train(STEP, make_state(mesh), BATCHES, 4, batch_sharding=rows, progress=False)
-    np.testing.assert_allclose(state.params["w"], by_hand(4).params["w"], rtol=1e-6)
 
 
 def test_evaluators_and_prefetching_keep_the_type():

@@ -6,12 +6,9 @@ import re
 import shutil
 
 import pytest
-from loop_runs import train
 from processes import python
 
 import jstep
-from jstep.loop import train as loop
-from jstep.loop.run import Observer
 from jstep.loop.train import OBSERVERS
 
 PACKAGE = pathlib.Path(jstep.__file__).parent
@@ -90,22 +87,3 @@ def test_what_is_gone_without_one_file(gone, tmp_path):
 @pytest.mark.thorough
 def test_a_run_that_nothing_watches(tmp_path):
     assert features(without(OF, tmp_path)) == set()
-
-
-def test_what_an_observer_is_told_and_when(tmp_path, monkeypatch):
-    """Once a run, but for what belongs to a save: the first of them is told first."""
-    told = []
-
-    def observer(name):
-        def method(of):
-            return lambda self, *args: told.append((name, of)) or ({name: True} if of == "past" else None)
-
-        names = ("opened", "restored", "reporter", "meter", "about_to_save", "past")
-        return type(name, (Observer,), {of: method(of) for of in names})
-
-    monkeypatch.setattr(loop, "OBSERVERS", (*OBSERVERS, observer("first"), observer("second")))
-    train(4, checkpoint_dir=tmp_path, save_checkpoint_steps=2)
-    begins = ["opened", "restored", "reporter", "meter"]
-    assert [of for name, of in told if name == "first"] == begins + ["about_to_save", "past"] * 2
-    assert told == [(name, of) for of in begins + ["about_to_save", "past"] * 2 for name in ("first", "second")]
-    assert {"first", "second"} <= jstep.Saver(tmp_path).extra(4).keys()

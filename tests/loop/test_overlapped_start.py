@@ -122,11 +122,10 @@ class CreateSources(jstep.Hook):
             self.queue.put(self.data[n])
 
 
-@pytest.mark.parametrize("kind", ["queue", "function"])
-def test_batches_can_come_from_a_hook(kind, tmp_path):
+def test_batches_can_come_from_a_hook(tmp_path):
     train(make_step(), batches_of("data"), 3, tmp_path)
     hook = CreateSources()
-    batches = (hook.queue.get(timeout=TIMEOUT_SECS) for _ in range(20)) if kind == "queue" else lambda n: hook.data[n]
+    batches = (hook.queue.get(timeout=TIMEOUT_SECS) for _ in range(20))
     assert jstep.global_step(train(make_step(), batches, 6, tmp_path, hooks=[hook])) == 6
 
 
@@ -146,9 +145,6 @@ def test_what_a_call_before_the_hooks_had_made_is_released(tmp_path):
     train(make_step(), batches, 6, tmp_path, hooks=[hook, jstep.every(1, look)])
     assert len(made) > 3, "the first call failed, and was made again"
     assert kept == [False] * 3
-
-
-# Errors
 
 
 # The log line

@@ -268,11 +268,3 @@ def test_a_step_is_saved_again_only_if_something_changed(tmp_path: Path, monkeyp
     assert saved == [10, 20]
     run(Buffer(), 20, tmp_path)
     assert saved == [10, 20]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("cut", range(1, 40, 4))
-def test_cuts(tmp_path: Path, cut: int) -> None:
-    for last in range(cut, 40, cut):
-        run(Buffer(), last, tmp_path, save_checkpoint_steps=3)
-    assert_resumes(tmp_path)

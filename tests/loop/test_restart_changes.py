@@ -76,23 +76,16 @@ def parts(w=0.1, b=0.2, **more):
 
 
 CHANGED = {
-    "rate": ({}, {"optimizer": jstep.adam(0.001)}, ["learning_rate: 0.1 before, 0.001 now"]),
     "schedule": (
         {},
         {"optimizer": jstep.adam(jstep.warmup_cosine_decay(0.1, 10, 1000))},
         ["learning_rate: 0.1 before, warmup_cosine_decay(peak=0.1, warmup_steps=10, decay_steps=1000) now"],
     ),
     "part": ({"optimizer": parts()}, {"optimizer": parts(0.3)}, ["w/learning_rate: 0.1 before, 0.3 now"]),
-    "optimizer": ({}, {"optimizer": jstep.adamw(0.1)}, ["optimizer: adam only before; adamw only now"]),
     "loss and rate": (
         {},
         {"loss_fn": doubled, "optimizer": jstep.adam(0.2)},
         ["learning_rate: 0.1 before, 0.2 now", "step: the traced doubled (stage from step 0) differs: "],
-    ),
-    "data": (
-        {},
-        {"data": batches(1)},
-        ["batches: those before step 4 are not the ones that model-4 was trained on: seed: 0 before, 1 now."],
     ),
     "loss and rows": (
         {"data": lambda step: np.ones((8, 4), np.float32)},
@@ -102,7 +95,6 @@ CHANGED = {
 }
 
 
-@pytest.mark.thorough(except_for=["schedule", "part", "loss and rate", "data", "loss and rows"])
 @pytest.mark.parametrize("name", CHANGED)
 def test_each_change_is_reported_once(name, tmp_path, caplog):
     before, after, expected = CHANGED[name]
@@ -165,19 +157,18 @@ PLACES = {
 }
 
 
-@pytest.mark.thorough(except_for=["fewer devices-4", "batch_sharding-None"])
-@pytest.mark.parametrize("lanes", [None, 4])
+@pytest.mark.thorough(except_for=["fewer devices", "batch_sharding"])
 @pytest.mark.parametrize("name", PLACES)
-def test_devices_and_layout_are_one_line(name, lanes, tmp_path, caplog):
+def test_devices_and_layout_are_one_line(name, tmp_path, caplog):
     before, after, expected = PLACES[name]
-    run(tmp_path, 2, **before, lanes=lanes)
+    run(tmp_path, 2, **before)
     assert reported(caplog) == ([], [])
-    run(tmp_path, 4, **after, lanes=lanes)
+    run(tmp_path, 4, **after)
     lines, infos = reported(caplog)
     assert lines == []
     assert len(infos) == 1
     assert infos[0].startswith(f"model-2: since the start that made it, {expected}")
-    run(tmp_path, 6, **after, lanes=lanes)
+    run(tmp_path, 6, **after)
     assert reported(caplog) == ([], [])
 
 
@@ -204,18 +195,9 @@ def test_x64_is_one_line(tmp_path, caplog, x64):
     assert reported(caplog) == (["jax_enable_x64: false before, true now"], [])
 
 
-def test_flags_and_versions(tmp_path, caplog, monkeypatch):
-    """Flags that write something, or make devices, do not count."""
-    run(tmp_path, 2)
-    reported(caplog)
-    flags = os.environ.get("XLA_FLAGS", "")
-    monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_dump_to=/tmp/x --xla_force_host_platform_device_count=2")
-    monkeypatch.setenv("JAX_LOG_COMPILES", "1")
-    run(tmp_path, 4)
-    assert reported(caplog) == ([], [])
-    monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_cpu_enable_fast_math=true")
+def test_versions(tmp_path, caplog, monkeypatch):
     run(tmp_path, 6)
-    assert reported(caplog) == (["XLA_FLAGS --xla_cpu_enable_fast_math: absent before, true now"], [])
+    reported(caplog)
     version = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "jax" else version(name))
     run(tmp_path, 8)

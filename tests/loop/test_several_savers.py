@@ -112,13 +112,12 @@ def test_a_write_that_fails_while_the_run_waits_for_it(ends_by: str, fails: int,
 
 
 class Prevents(RunHook):
-    """Prevents saves at some steps, and sees how many durations of saves are kept."""
+    """Prevents saves at some steps."""
 
     def __init__(self, *steps: int) -> None:
-        self.steps, self.kept = steps, 0
+        self.steps = steps
 
     def before_save(self, step: int) -> bool:
-        self.kept = len(self.run.watch.lasted["saving"])
         return step in self.steps
 
 
@@ -128,9 +127,3 @@ def test_a_save_that_a_hook_prevents_leaves_no_line_in_the_timeline(tmp_path: Pa
     lines = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
     assert [line["checkpoint"] for line in lines if "checkpoint" in line] == [6]
     assert jstep.Saver(tmp_path).all_steps() == [6]
-
-
-def test_the_duration_of_a_save_is_kept_once(tmp_path: Path) -> None:
-    hook = Prevents()
-    train(6, hooks=[hook], checkpoint_dir=tmp_path, save_checkpoint_steps=2)
-    assert hook.kept == 2  # before the third

@@ -33,15 +33,6 @@ class Closes(RunHook):
             os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, jstep.Preempted), (signal.SIGINT, KeyboardInterrupt)])
-def test_while_a_run_closes(number: int, error: Any, tmp_path: Path) -> None:
-    with pytest.raises(error, match="stopped the run after step 5, while it closed") as caught:
-        train(5, hooks=[Closes(number)], checkpoint_dir=tmp_path)
-    assert jstep.global_step(caught.value.state) == 5
-    assert jstep.Saver(tmp_path).all_steps() == [5]
-    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
-
-
 def test_while_a_run_closes_after_an_error(tmp_path: Path) -> None:
     """The signal takes effect, and the error is its context."""
 

@@ -7,16 +7,9 @@ import numpy as np
 import pytest
 from sources import Indexed, Positioned, PositionedLoader, numbers
 
-import jstep
 from jstep.data.loaders import open_source
 from jstep.data.positions import SavedPosition
 from jstep.stores.tagged_json import as_json
-
-
-def test_a_sequence_starts_at_the_step():
-    batches = Indexed()
-    assert numbers(batches, 3, 6) == [30, 40, 50]
-    assert batches.requested == [3, 4, 5]  # no batches before the first step or after the last one
 
 
 @pytest.mark.parametrize("end", [4, 0])
@@ -43,26 +36,11 @@ def test_an_index_error_within_a_known_length_is_raised():
         numbers(Broken())
 
 
-def test_a_function_of_the_step():
-    assert numbers(lambda step: step + 1, 4, 7) == [5, 6, 7]
-    assert numbers(jstep.constant(0.5), 0, 2) == [0.5, 0.5]
-
-
 def test_generators_and_iterables_continue_from_their_position():
     numbers_left = iter(range(10))
     next(numbers_left)
     assert numbers((x for x in numbers_left), start=0)[:3] == [1, 2, 3]
     assert numbers({5: None}.keys()) == [5]
-
-
-@pytest.mark.parametrize("kind", ["int", "bytes", "shared"])
-def test_a_position_survives_json(kind):
-    source = open_source(Positioned(state=kind), 0, 100, None)
-    assert [next(source.items) for _ in range(3)] == [0, 10, 20]
-    saved = json.loads(json.dumps(as_json(source.position())))
-    next(source.items)
-    resumed = open_source(Positioned(state=kind), 3, 100, SavedPosition(saved))
-    assert next(resumed.items) == 30
 
 
 def test_a_position_is_a_copy():

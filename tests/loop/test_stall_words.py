@@ -223,15 +223,6 @@ def test_the_calls_that_the_device_has_not_finished(monkeypatch: pytest.MonkeyPa
     assert not device._samples
 
 
-def test_whether_there_are_files_and_others_who_read_them(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for count, where, expected in ((1, tmp_path, False), (2, tmp_path, True), (2, None, False)):
-        monkeypatch.setattr(jax, "process_count", lambda count=count: count)
-        run = run_of()
-        vars(run.options).update(hooks=[jstep.StallHook(warn_secs=None)], where=where and str(where))
-        watch = StallWatch(run)
-        assert watch._is_shared == expected
-
-
 def looked(
     says: list[str],
     *,
@@ -296,11 +287,6 @@ def test_who_does_not_hang_tells_those_who_do_what_it_waits_for(monkeypatch: pyt
         told = [((age, False) if stall else None, True, False) for age in (2.0, 3.0)]
         assert found == [(None, False, False)] * 2 + (told if shared else [(None, False, False)] * 2)
         assert says == []
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.0204, "0.02"), (1.54, "1.5"), (9.95, "10"), (132, "132")])
-def test_seconds_have_two_digits(seconds: float, text: str) -> None:
-    assert stalls._secs(seconds) == text
 
 
 class LeftError(Exception):

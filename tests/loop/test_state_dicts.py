@@ -13,7 +13,6 @@ from sources import Positioned, Stateful, StatefulIterable, numbers
 import jstep
 from jstep.data.loaders import open_source
 from jstep.data.positions import SavedPosition
-from jstep.loop.feeder import copy_batches
 
 OPTIMIZER = jstep.gradient_descent(0.5)
 STEP = jstep.minimize(lambda params, x: jnp.mean((params["w"] - jnp.float32(x)) ** 2), OPTIMIZER)
@@ -61,12 +60,6 @@ def test_the_state_of_a_loader_or_of_its_iterator(batches):
     saved = json.loads(json.dumps(source.position()))
     next(source.items)
     assert next(open_source(batches(), 3, 100, SavedPosition(saved)).items) == 30
-
-
-def test_states_belong_to_their_batches_when_prefetching():
-    source = open_source(Stateful(20), 0, 100)
-    pairs = list(copy_batches(source))
-    assert [position for _, position in pairs] == [{"value": {"at": n + 1}} for n in range(20)]
 
 
 @pytest.mark.parametrize("loader", ["state_dict", "get_state"])

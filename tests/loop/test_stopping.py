@@ -14,7 +14,6 @@ from loop_runs import DATA, train
 
 import jstep
 from jstep.loop import signals
-from jstep.loop.saving import RunSaverHook
 from jstep.loop.signals import StopSignals
 
 
@@ -31,25 +30,6 @@ def test_a_signal_saves_and_leaves_with_its_code(number: int, tmp_path: Path) ->
     assert caught.value.code == 128 + number
     assert jstep.Saver(tmp_path).all_steps() == [5]
     assert signal.getsignal(number) == before
-
-
-def test_a_step_is_on_the_disk_before_it_is_called_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[Any] = []
-    save, stopped = RunSaverHook.save, StopSignals.stopped
-
-    def saves(self: RunSaverHook, step: int, state: Any, *, wait: bool = False) -> bool:
-        order.append((step, "waits" if wait else "goes on"))
-        return save(self, step, state, wait=wait)
-
-    def says(self: StopSignals, when: str) -> BaseException:
-        order.append(when)
-        return stopped(self, when)
-
-    monkeypatch.setattr(RunSaverHook, "save", saves)
-    monkeypatch.setattr(StopSignals, "stopped", says)
-    with pytest.raises(jstep.Preempted):
-        train(50, hooks=[kill(signal.SIGTERM)], checkpoint_dir=tmp_path)
-    assert order == [(5, "waits"), "after step 5, which is saved; start the run again to resume"]
 
 
 def test_a_limit_that_is_over_when_the_run_begins(tmp_path: Path) -> None:

@@ -61,30 +61,6 @@ def test_a_loader_that_rejects_its_position_is_named(tmp_path):
     assert any("Refuses refuses the position that the checkpoint of step 5" in note for note in error.value.__notes__)
 
 
-def test_a_changed_source_is_a_warning(tmp_path, caplog):
-    train(3, DATA, checkpoint_dir=tmp_path)
-    train(6, Counted(), checkpoint_dir=tmp_path)
-    assert "no position for the Counted" in caplog.text
-    train(9, (DATA[n] for n in range(20)), checkpoint_dir=tmp_path)
-    assert "a generator has no position" in caplog.text
-
-
-@pytest.mark.thorough(except_for=["0.0005-1", "0.0005-4"])
-@pytest.mark.parametrize("steps_per_call", [1, 4])
-@pytest.mark.parametrize("slow", [0, 0.0005])
-def test_the_run_ends_when_the_batches_end(steps_per_call, slow, tmp_path):
-    def six():
-        for n in range(6):
-            time.sleep(slow)
-            yield DATA[n]
-
-    calls = Calls()
-    state = train(100, six(), hooks=[calls], steps_per_call=steps_per_call, checkpoint_dir=tmp_path)
-    assert jstep.global_step(state) == 6
-    assert calls.seen[-3:] == [("end", 6), ("save", 6), ("close",)]
-    assert jstep.Saver(tmp_path).all_steps() == [6]
-
-
 @pytest.mark.parametrize("kind", ["function", "indexed"])
 def test_a_stop_iteration_in_a_function_of_the_step_is_an_error(kind, tmp_path):
     """A `next` of an iterator that is exhausted would end the run in silence."""
@@ -108,29 +84,6 @@ def test_a_stop_iteration_in_a_function_of_the_step_is_an_error(kind, tmp_path):
         train(10, batches)
 
 
-class EndsOutOfRange:
-    """Batches that report their end by an OutOfRangeError: an iterator, or indexed."""
-
-    def __init__(self, count):
-        self.count, self.at = count, 0
-
-    def get(self, step):
-        if step >= self.count:
-            raise jstep.OutOfRangeError("no more")
-        return DATA[step]
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.at += 1
-        return self.get(self.at - 1)
-
-
-def a_generator(ends):
-    yield from ends
-
-
 def batches_of_a_queue(count, fail=None):
     queue = jstep.FIFOQueue(100)
     for step in range(count):
@@ -143,17 +96,8 @@ def batches_of_a_queue(count, fail=None):
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 4])
-@pytest.mark.parametrize(
-    "make",
-    [
-        EndsOutOfRange,
-        lambda count: EndsOutOfRange(count).get,
-        lambda count: a_generator(EndsOutOfRange(count)),
-        batches_of_a_queue,
-    ],
-)
-def test_an_out_of_range_error_ends_the_batches(make, steps_per_call, caplog):
-    state = train(100, make(6), steps_per_call=steps_per_call)
+def test_an_out_of_range_error_ends_the_batches(steps_per_call, caplog):
+    state = train(100, batches_of_a_queue(6), steps_per_call=steps_per_call)
     assert same(state, by_hand(6))
     assert "The batches ended after step 6, before last_step=100" in caplog.text
 
@@ -165,7 +109,7 @@ def test_an_out_of_range_error_with_a_cause_is_an_error():
 
 
 def test_a_generator_can_be_used_after_the_run():
-    batches = a_generator(DATA[n] for n in range(6))
+    batches = (DATA[n] for n in range(6))
     train(3, batches)
     assert len(list(batches)) == 3
 

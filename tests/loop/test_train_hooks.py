@@ -1,27 +1,18 @@
 """`train`: functions as hooks, results of hooks, state of hooks, and custom Savers."""
 
-import functools
 import gc
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loop_runs import Calls, by_hand, make_state, same, train
+from loop_runs import by_hand, make_state, same, train
 
 import jstep
 from jstep.hooks.cadence import Cadence
 from jstep.hooks.run_hook import RunHook
 
 # Functions
-
-
-@pytest.mark.parametrize("hook", [lambda step, state, metrics: None, print, functools.partial(print)])
-def test_a_bare_function_is_rejected_with_advice(hook):
-    with pytest.raises(TypeError, match=r"hooks\[0\]=.*has none of begin, .*becomes a hook by jstep.every\(100, "):
-        train(3, hooks=[hook])
-    with pytest.raises(TypeError, match=r"EvaluationHook\(evaluate, every_n_steps=…, callbacks=\[…\]\)"):
-        train(3, hooks=[hook])
 
 
 @pytest.mark.parametrize(
@@ -63,40 +54,6 @@ def test_the_run_continues_with_a_state_that_a_hook_returns(steps_per_call, tmp_
     restored = jstep.Saver(tmp_path).restore(make_state(), step=4)  # the checkpoint holds the changed state
     np.testing.assert_allclose(restored.params["w"], 0.25 * by_hand(4).params["w"], rtol=1e-5)
     assert len(reference) == 1
-
-
-def test_a_returned_state_causes_no_compilation(compilations):
-    def change(step, state, metrics):
-        slots = {**state.slots, "m": {"w": np.zeros(2, np.float32)}}
-        return state.replace(params={"w": jnp.asarray([0.5, 0.5])}, slots=slots)
-
-    train(3)
-    train(6, hooks=[jstep.every(2, change)])
-    state = make_state()
-    with compilations() as reference:
-        train(6, hooks=[jstep.every(2, change)], state=state)
-    assert reference == []
-
-
-def test_an_array_used_twice_in_a_state_is_copied():
-    """The averages are also the parameters, and the next step donates both."""
-
-    def change(step, state, metrics):
-        return state.replace(params=state.slots["ExponentialMovingAverage"])
-
-    state = train(4, hooks=[jstep.every(2, change)])
-    assert jstep.global_step(state) == 4
-
-
-def returning(fn):
-    return jstep.every(2, lambda step, state, metrics: fn(state))
-
-
-def test_a_numpy_bool_stops_the_run_and_all_hooks_are_called():
-    first, second = Calls(), Calls()
-    state = train(9, hooks=[first, returning(lambda state: np.bool_(True)), second, returning(lambda state: False)])
-    assert jstep.global_step(state) == 2
-    assert first.steps() == second.steps() == [1, 2]
 
 
 # State of hooks

@@ -9,7 +9,6 @@ import pytest
 from loop_runs import DATA, OPTIMIZER, Calls, train
 
 import jstep
-from jstep.hooks.hook import NEVER
 
 # Logging and progress
 
@@ -147,7 +146,3 @@ def test_summaries_created_in_the_step(tmp_path):
         events = [(e.step, v.tag) for e in summary_iterator(str(logdir / name)) for v in e.summary.value]
         assert [step for step, tag in events if tag == "weights"] == [3, 6]
         assert [step for step, tag in events if tag == "loss"] == [3, 6]
-
-
-def test_never_is_larger_than_all_steps():
-    assert jnp.iinfo(jnp.int64).max < NEVER

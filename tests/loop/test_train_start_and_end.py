@@ -1,10 +1,9 @@
 """`train`: start, end, early stops, and donation of the state."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loop_runs import OPTIMIZER, Calls, by_hand, loss_fn, make_state, same, train
+from loop_runs import OPTIMIZER, Calls, by_hand, make_state, same, train
 
 import jstep
 
@@ -38,23 +37,6 @@ def test_a_run_without_steps_calls_begin_alone(tmp_path):
     assert jstep.Saver(tmp_path).all_steps() == []
 
 
-@pytest.mark.parametrize(("start", "expected"), [(0, [3, 6, 9]), (3, [6, 9]), (4, [6, 9]), (9, [])])
-def test_a_hook_with_next_due(start, expected):
-    calls = Calls(every_n=3)
-    train(10, hooks=[calls], state=make_state(start))
-    assert calls.steps() == expected
-
-
-def test_a_due_step_that_is_not_later_is_rejected():
-    class Wrong(jstep.Hook):
-        def next_due(self, step):
-            return 2
-
-    for steps_per_call in (1, 3):
-        with pytest.raises(ValueError, match=r"Wrong.next_due\(2\) returned 2: must be a later step"):
-            train(5, hooks=[Wrong()], steps_per_call=steps_per_call)
-
-
 # Stopping
 
 
@@ -67,32 +49,7 @@ def test_a_true_result_stops_after_that_step():
     assert same(state, by_hand(4))
 
 
-@pytest.mark.parametrize("steps_per_call", [1, 4])
-def test_stop_at_step(steps_per_call, tmp_path):
-    hook = jstep.StopAtStepHook(last_step=6)
-    for _ in range(2):  # when restored at step 6, it runs no further steps
-        state = train(50, hooks=[hook], checkpoint_dir=tmp_path, steps_per_call=steps_per_call)
-        assert jstep.global_step(state) == 6
-    state = train(50, hooks=[jstep.StopAtStepHook(num_steps=3)], checkpoint_dir=tmp_path)
-    assert jstep.global_step(state) == 9
-
-
 # Donation
-
-
-def test_a_compiled_step_donates_the_given_state():
-    state = make_state()
-    train(2, state=state)
-    with pytest.raises(RuntimeError, match="donated"):
-        train(2, state=state)
-
-
-def test_a_plain_step_does_not_donate_the_given_state():
-    state = make_state()
-    plain = jstep.minimize(loss_fn, OPTIMIZER, rng=jax.random.key(7), jit=False)
-    trained = train(2, state=state, step=plain)
-    assert state.params["w"].tolist() == [1, 1]
-    np.testing.assert_allclose(trained.params["w"], by_hand(2).params["w"], rtol=1e-5)
 
 
 def test_metrics_remain_valid_after_later_steps(tmp_path):

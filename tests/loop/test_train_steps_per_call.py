@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 from loop_runs import OPTIMIZER, Calls, make_state, train
 
 import jstep
-from jstep.loop.compiler import stack_shapes
 
 # Several steps per call
 
@@ -39,12 +37,6 @@ def test_a_hook_without_due_steps_is_called_after_every_call():
     assert calls.steps() == [4, 8, 10]
 
 
-@pytest.mark.parametrize("start", [0, 2, 6])
-def test_saves_by_steps_are_exact_with_default_seconds(start, tmp_path):
-    train(20, state=make_state(start), checkpoint_dir=tmp_path, save_checkpoint_steps=6, steps_per_call=10)
-    assert jstep.Saver(tmp_path).all_steps() == [n for n in (6, 12, 18, 20) if n > start]
-
-
 def test_metrics_are_those_of_the_last_step_of_the_call():
     single, several = Calls(every_n=3), Calls(every_n=3)
     train(7, hooks=[single])
@@ -54,20 +46,6 @@ def test_metrics_are_those_of_the_last_step_of_the_call():
         for name, value in single.metrics[step].items():
             assert several.metrics[step][name].shape == ()
             np.testing.assert_allclose(several.metrics[step][name], value, rtol=1e-4)
-
-
-@pytest.mark.thorough(except_for=["cadences0"])
-@pytest.mark.parametrize("cadences", [(7, 10, 25), (3, 4, 5), (1, 2, 50)])
-def test_there_is_one_program_for_all_cadences(cadences, caplog):
-    caplog.set_level(logging.INFO)
-    step = jstep.minimize(lambda params, x: jnp.sum(params["w"]) ** 2 + jnp.mean(x), OPTIMIZER)
-    hooks = [jstep.every(n, lambda *_: None) for n in cadences]
-    for last in (60, 121):  # the second run compiles nothing
-        train(last, lambda n: np.ones(3, np.float32), hooks=hooks, step=step, steps_per_call=8)
-    compiled = [r.getMessage() for r in caplog.records if "compiling" in r.getMessage()]
-    assert compiled == ["compiling train_step for 1 to 8 steps"]
-    assert len([r for r in caplog.records if "compil" in r.getMessage()]) == 1
-    assert step._cache_size() == 0
 
 
 def test_each_compilation_is_logged_with_its_reason(caplog):
@@ -189,18 +167,3 @@ def test_a_next_due_that_raises_where_the_hook_is_not_due(steps_per_call, tmp_pa
         train(100, hooks=[Raises(), jstep.every(6, lambda *_: None)], steps_per_call=steps_per_call)
     assert jstep.global_step(caught.value.state) == 12
     assert "Raises.next_due(12), which says where calls end" in caught.value.__notes__[0]
-
-
-def test_the_shapes_of_stacked_batches():
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    rows = NamedSharding(mesh, PartitionSpec("data", None))
-    split = jax.ShapeDtypeStruct((4, 2), np.float32, sharding=rows)
-    one = {"host": np.ones((2, 3), np.int8), "x": jax.ShapeDtypeStruct((4,), np.float32), "split": split}
-    found = stack_shapes(one, 5)
-    assert {name: (leaf.shape, str(leaf.dtype)) for name, leaf in found.items()} == {
-        "host": ((5, 2, 3), "int8"),
-        "x": ((5, 4), "float32"),
-        "split": ((5, 4, 2), "float32"),
-    }
-    specs = {name: leaf.sharding and leaf.sharding.spec for name, leaf in found.items()}
-    assert specs == {"host": None, "x": None, "split": PartitionSpec(None, "data", None)}
