@@ -41,7 +41,7 @@ def as_config(config: object) -> dict[str, Any] | None:
         return None
     if (entries := _entries(config)) is None:
         raise TypeError(
-            "config: must be a mapping, a dataclass instance or an argparse.Namespace, got "
+            "config: must be a mapping, a dataclass instance, a namedtuple or an argparse.Namespace, got "
             f"{kind(config)}; give the attributes of another object as vars(config)"
         )
     record: dict[str, Any] = {}
@@ -53,13 +53,15 @@ def as_config(config: object) -> dict[str, Any] | None:
 
 
 def _entries(value: Any) -> dict[Any, Any] | None:
-    """Return the entries of a mapping, dataclass instance or namespace; None for any other value."""
+    """Return the entries of a mapping, dataclass instance, namedtuple or namespace; None for any other value."""
     if isinstance(value, type):
         return None
     if dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     if isinstance(value, argparse.Namespace):
         return dict(vars(value))
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return dict(value._asdict())
     if not (callable(getattr(value, "keys", None)) and hasattr(value, "__getitem__")):
         return None
     entries = {}
@@ -71,8 +73,19 @@ def _entries(value: Any) -> dict[Any, Any] | None:
     return entries
 
 
+def _numbered(value: object) -> dict[int, Any] | None:
+    """Return the items of a sequence by number if any has names inside, which may belong to secrets."""
+    return dict(enumerate(value)) if isinstance(value, list | tuple) and _has_names(value, ()) else None
+
+
+def _has_names(value: object, above: tuple[int, ...]) -> bool:
+    if not isinstance(value, list | tuple) or _entries(value):
+        return bool(_entries(value))
+    return id(value) not in above and any(_has_names(item, (*above, id(value))) for item in value)
+
+
 def _flat(name: str, value: object, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
-    entries = None if id(value) in above else _entries(value)
+    entries = None if id(value) in above else _entries(value) or _numbered(value)
     if not entries:
         yield name, value
         return
@@ -110,7 +123,7 @@ def as_json_value(value: Any) -> Any:
         return without_login(str.__str__(value))
     if isinstance(value, os.PathLike):
         return without_login(os.fsdecode(value))
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and not hasattr(value, "_asdict"):
         return [as_json_value(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(map(as_json_value, value), key=lambda item: (str(type(item)), str(item)))
@@ -131,9 +144,18 @@ def as_json_value(value: Any) -> Any:
 
 def _repr(value: object) -> str:
     try:
-        return without_addresses(without_login(repr(value)))
+        return _PAIR.sub(_without_secret, without_addresses(without_login(repr(value))))
     except Exception:
         return type(value).__qualname__
+
+
+_PAIR = re.compile(r"""([\w.-]+)(['"]?\s*[=:]\s*)('[^']*'|"[^"]*"|[^\s,()\[\]{}]+)""")
+"""A name and its value in the representation of an object."""
+
+
+def _without_secret(pair: re.Match[str]) -> str:
+    name, between, value = pair.groups()
+    return f"{name}{between}{NOT_RECORDED}" if record_value(name, value.strip("'\"")) == NOT_RECORDED else pair[0]
 
 
 def without_login(text: str) -> str:

@@ -103,6 +103,25 @@ def test_values_with_secret_names_are_left_out(name, value):
     assert given.record_value(name, True) is True
 
 
+def test_secrets_in_sequences_and_in_objects_are_left_out():
+    pair, hidden = collections.namedtuple("Pair", "lr password")(0.1, "x"), "(not recorded)"
+    options = argparse.Namespace(db_password="x", lr=0.1)
+    attributes = type("Attributes", (), {"__repr__": lambda self: "Attributes(host='a', password='x y', n=3)"})()
+    config = {
+        "dbs": [{"host": "a", "password": "x"}, 3],
+        "pair": pair,
+        "deep": [[options]],
+        "set": {pair},
+        "other": attributes,
+    }
+    assert given.as_config(config) == {
+        "dbs/0/host": "a", "dbs/0/password": hidden, "dbs/1": 3, "pair/lr": 0.1, "pair/password": hidden,
+        "deep/0/0/db_password": hidden, "deep/0/0/lr": 0.1, "set": [f"Pair(lr=0.1, password={hidden})"],
+        "other": f"Attributes(host='a', password={hidden}, n=3)",
+    }  # fmt: skip
+    assert given.as_config({"rows": [[1, 2], [3]], "none": [{}]}) == {"rows": [[1, 2], [3]], "none": ["{}"]}
+
+
 @pytest.mark.parametrize("name", ["api_key", "apiKey", "hf_token", "auth", "tokens", "APIKey"])
 def test_long_words_of_other_names_are_left_out(name):
     assert given.record_value(name, SECRET) == "(not recorded)"
