@@ -130,7 +130,7 @@ def _restored(origin: Origin, step: int, extra: dict[str, Any], name: str) -> Or
     """Return the origin of a run whose state was restored; warn if the given state differs."""
     before = extra.get(HELD)
     _warn_if_different(origin.given, origin.held, step, before, name)
-    held = (before or {}) if origin.given else origin.held
+    held = origin.held if origin.given == 0 else (before or {})  # shapes, or a trained state, hold no initial values
     return dataclasses.replace(origin, restored=step, extra=extra, held=held, first=step)
 
 

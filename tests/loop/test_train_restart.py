@@ -101,16 +101,17 @@ def test_a_dropped_state_is_a_warning(tmp_path, caplog):
 
 
 def test_an_edited_held_hyperparameter_is_a_warning(tmp_path, caplog):
-    def run(rate, last):
+    def run(rate, last, shapes=lambda make: make()):
         optimizer = jstep.gradient_descent(jstep.held("learning_rate", rate))
         step = jstep.minimize(lambda params, x: jnp.sum(params["w"]) * x, optimizer)
-        state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
+        state = shapes(lambda: jstep.TrainState.create({"w": jnp.ones(2)}, optimizer))
         half = jstep.every(2, lambda step, state, m: jstep.set_hyperparameter(state, "learning_rate", 0.05))
         return train(last, lambda n: np.float32(1), step=step, state=state, checkpoint_dir=tmp_path, hooks=[half])
 
     caplog.set_level(logging.WARNING)
     run(0.1, 4)
     run(0.1, 6)  # a change by a hook does not count as an edit
+    run(0.1, 7, jax.eval_shape)  # a restart needs no values
     assert messages(caplog) == []
     run(0.01, 8)
     (line,) = messages(caplog)
