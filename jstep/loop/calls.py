@@ -177,7 +177,8 @@ class AutoSteps:
 
     def _choose(self, seconds: float, beyond: int) -> None:
         if not processes.is_single_process():
-            (slowest,) = processes.max_over_processes(np.array([round(seconds * 1e6)], np.int32))
+            micros = round(1e6 * min(seconds, 1000.0))  # int32 ends at half an hour
+            (slowest,) = processes.max_over_processes(np.array([micros], np.int32))
             seconds = float(slowest) / 1e6
         most = most_steps(seconds)
         steps = "1 step" if most == 1 else f"up to {most} steps"
