@@ -209,9 +209,10 @@ class EarlyStopping(MetricCallback):
         best, bad, step = self._progress.best, self._progress.bad, self._progress.stopped_at
         if bad < self._patience:
             return None
+        over = "had been NaN" if best is None else f"had not improved on {best}"
         return (
-            f"{hook_key(self)} stopped the run{'' if step is None else f' at step {step}'}: {self.metric} had not "
-            f"improved on {best} in {bad} evaluations. To continue, give EarlyStopping(…, reset=True), or more patience"
+            f"{hook_key(self)} stopped the run{'' if step is None else f' at step {step}'}: {self.metric} {over} in "
+            f"{bad} evaluations. To continue, give EarlyStopping(…, reset=True), or more patience"
         )
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> bool | None:
@@ -225,8 +226,8 @@ class EarlyStopping(MetricCallback):
             return None
         self._progress = dataclasses.replace(progress, stopped_at=step)
         if jax.process_index() == 0:
-            text = "step %d: %s has not improved on %s in %d evaluations; stopping"
-            _logger.info(text, step, self.metric, progress.best, progress.bad)
+            over = "has been NaN" if progress.best is None else f"has not improved on {progress.best}"
+            _logger.info("step %d: %s %s in %d evaluations; stopping", step, self.metric, over, progress.bad)
         return True
 
     def set_state(self, value: object) -> bool:
