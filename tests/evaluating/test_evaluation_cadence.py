@@ -107,12 +107,6 @@ def test_callbacks_are_checked():
     seen = StepRecorder()
     train(2, [jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=[seen])])
     assert seen.steps == [1, 2]
-    with pytest.raises(TypeError, match=r"callbacks\[0\]=3: must be a function \(step, state, results\)"):
-        jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=[3])
-    with pytest.raises(TypeError, match="callbacks: must be a sequence of functions"):
-        jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=seen)
-    with pytest.raises(TypeError, match=r"callbacks: .*<lambda> returned an int"):
-        train(2, [jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=[lambda *args: 1])])
     twice = [jstep.EarlyStopping("loss", 2, key="same") for _ in range(2)]
     with pytest.raises(ValueError, match=r"EvaluationHook\(callbacks=…\): key='same'"):
         train(2, [jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=twice)])

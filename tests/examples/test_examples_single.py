@@ -112,12 +112,12 @@ def test_digits_resumes_bitwise_after_ctrl_c(digits, tmp_path):
 
     again = run("digits.py", *args)
     assert f"model-{stopped}: resuming from it" in again
-    assert again.splitlines()[-3:] == expected.splitlines()[-3:]  # including the fingerprint
+    assert again.splitlines()[-4:-1] == expected.splitlines()[-4:-1]  # before that of the page, with the fingerprint
     assert is_bitwise_equal(uninterrupted, tmp_path)
     assert scalars(tmp_path, "loss") == scalars(uninterrupted, "loss")
 
     rerun = run("digits.py", *args)
-    assert rerun.splitlines()[-3:] == expected.splitlines()[-3:]
+    assert rerun.splitlines()[-4:-1] == expected.splitlines()[-4:-1]
 
 
 @pytest.mark.thorough

@@ -1,7 +1,7 @@
 """When the stock hooks are due."""
 
 import pytest
-from hook_fakes import Clock, Writer, state_at
+from hook_fakes import Clock, Writer
 
 import jstep
 from jstep.hooks.cadence import DueHook, next_call
@@ -53,21 +53,6 @@ def test_seconds_count_from_begin_and_from_the_last_due_time(name):
             due_steps.append(step)
             due.done(step)
     assert due_steps == [5, 10, 15]
-
-
-def test_the_base_class_does_nothing():
-    hook = jstep.Hook()
-    assert hook.begin(state_at()) is None
-    assert hook.after_step(1, state_at(1), {}) is None
-    assert hook.next_due(3) is None
-    hook.before_step(0, state_at())
-    hook.end(1, state_at(1))
-
-
-def test_the_protocol_has_no_other_methods():
-    public = {name for name in vars(jstep.Hook) if not name.startswith("_")}
-    told = {"before_save", "saved", "failed", "closed"}
-    assert public <= told | {"begin", "before_step", "after_step", "end", "next_due", "get_state", "set_state"}
 
 
 BOTH = {

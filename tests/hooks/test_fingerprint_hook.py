@@ -49,12 +49,6 @@ def as_hex(pair):
     return f"{a:08x}{b:08x}"
 
 
-def test_the_log_in_logdir_without_leaves(tmp_path):
-    run(4, jstep.FingerprintHook(every_n_steps=2, per_leaf=False), logdir=tmp_path / "run")
-    found = lines(tmp_path / "run" / "fingerprints.jsonl")
-    assert [set(line) for line in found] == [{"step", "state"}] * 2
-
-
 def test_a_missing_path_is_an_error_before_the_first_batch(tmp_path):
     requested = []
     with pytest.raises(ValueError, match="pass it a path, or pass logdir to train"):

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jstep.hooks import metric_sums
 from jstep.hooks.metric_sums import NONE, MetricSums, choose_columns
 from jstep.training.metrics import Constants
 
@@ -82,23 +81,6 @@ def first_bad(sums, number):
     return None if totals is None else totals.bad
 
 
-@pytest.mark.thorough(except_for=["2-1", "16-3"])
-@pytest.mark.parametrize("steps_per_call", [1, 3, 7])
-@pytest.mark.parametrize("bad", [1, 2, 16, 17, 40])
-def test_the_first_bad_step_is_named(bad, steps_per_call):
-    sums = MetricSums()
-    mine, other = sums.subscribe(), sums.subscribe()
-    for first in range(0, 42, steps_per_call):
-        steps = range(first, first + steps_per_call)
-        add(sums, 100 + first, [{"loss": jnp.float32(math.nan if n + 1 in (bad, bad + 1) else 1.0)} for n in steps])
-        if first == 21:
-            sums.take(other)
-    found = first_bad(sums, mine)
-    assert found.step == 100 + bad
-    assert math.isnan(found.loss)
-    assert first_bad(sums, mine) is None
-
-
 @pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("change", [False, True])
 @pytest.mark.parametrize("every", [1, 2, 5, 100])
@@ -145,18 +127,6 @@ def test_pieces_of_a_long_interval_are_merged():
     assert interval.means(["loss", "skipped"]) == {"loss": (499 * 250 - 77) / 499, "skipped": 1 / 500}
 
 
-def test_there_are_few_dispatches(monkeypatch):
-    calls = []
-    real = metric_sums.program
-    monkeypatch.setattr(metric_sums, "program", lambda *args: lambda *given: calls.append(1) or real(*args)(*given))
-    sums = MetricSums()
-    number, _ = sums.subscribe(), sums.subscribe()
-    for n in range(100):
-        sums.add(n, {"loss": jnp.float32(n), "acc": jnp.float32(1)})
-    assert sums.take(number).means(["loss"]) == {"loss": 49.5}
-    assert len(calls) <= 10
-
-
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_metrics_on_a_mesh(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
@@ -165,25 +135,6 @@ def test_metrics_on_a_mesh(kind):
     assert means(rows, names=["m", "here"]) == {"m": 9.5, "here": 1.0}
     with jax.set_mesh(mesh):
         assert means(rows, 1)["m"] == 9.5
-
-
-def test_constants_that_alternate_with_the_shapes_share_one_array():
-    sums = MetricSums()
-    number = sums.subscribe()
-
-    constants = [Constants({"rows": np.float32(4 + i), "beta": np.float32(0.5)}) for i in range(2)]
-
-    def add_call(call):
-        sums.add(call, {"loss": jnp.float32(call)}, constants=constants[call % 2])
-
-    for call in range(4):
-        add_call(call)
-    arrays = len(jax.live_arrays())
-    for call in range(4, 40):
-        add_call(call)
-        sums.flush()
-        assert len(jax.live_arrays()) <= arrays
-    assert sums.take(number).means(["loss", "rows", "beta"]) == {"loss": 19.5, "rows": 4.5, "beta": 0.5}
 
 
 def test_later_calls_and_others_are_added_in_order():

@@ -197,21 +197,3 @@ def test_a_metric_that_is_an_array_is_named_once_in_each_run(caplog):
             "MetricsHook leaves out the metrics 'second'",
         ]
     assert rows == 2 * [(step, ["learning_rate", "loss"]) for step in (2, 4, 6, 8)]
-
-
-def test_the_queue_knows_for_whom_it_waits():
-    from jstep.hooks.numbers import PendingTransfer, TransferQueue
-
-    queue, seen = TransferQueue(), []
-    owners = ["first", "second"]
-    for step, owner in enumerate(owners):
-        pending = PendingTransfer(lambda: False, lambda: seen.append(queue.owner))
-        queue.add(step, pending, lambda step, found: seen.append(queue.owner) or 1 / (1 - step), owner)
-    with pytest.raises(ZeroDivisionError):
-        queue.deliver_all()
-    assert seen == ["first", "first", "second", "second"]
-    assert queue.owner is None  # nobody is waited for: what hangs from here on is not its `deliver`
-    assert queue.failed_owner == "second"  # whose error it is
-    queue.add(2, PendingTransfer(lambda: True, lambda: None), lambda step, found: None, "third")
-    queue.deliver_all()
-    assert queue.owner is None

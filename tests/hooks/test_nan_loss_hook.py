@@ -91,14 +91,6 @@ def test_hooks_can_modify_delete_or_donate_metrics(change, steps_per_call):
     assert rows == [(4, 2.5), (8, 6.5)]
 
 
-def test_the_first_look_at_the_loss_is_not_repeated():
-    hook, state = jstep.NanLossHook(every_n_steps=100), skipping_step_and_state()[1]
-    hook.begin(state)
-    assert len(hook.run._polled) == 1
-    hook.after_step(1, state, {"loss": 1.0})
-    assert hook.run._polled == []
-
-
 def test_a_hook_in_several_runs_keeps_no_state():
     hook = jstep.NanLossHook(every_n_steps=4)
     for _ in range(2):

@@ -74,26 +74,6 @@ def test_progress_shows_compiling_with_a_running_clock_before_the_first_step(mon
     assert not [thread for thread in threading.enumerate() if thread.name == "jstep-clock"]
 
 
-def test_a_later_compilation_is_shown_while_it_lasts(monkeypatch):
-    pytest.importorskip("tqdm")
-    monkeypatch.setattr(progress, "_TICK_SECS", 0.001)
-    monkeypatch.setattr(logs, "EVERY_SECS", 0.001)
-    file = Terminal()
-    hook = jstep.ProgressHook(last_step=40, every_n_secs=0, file=file, clock=Clock())
-    hook.begin(state_at(10))
-    with hook.compiling("train_step"):
-        pass
-    assert hook._ticker is not None, "that before the first step is shown until that step"
-    hook.after_step(11, state_at(11), {"loss": 0.5})
-    assert hook._ticker is None
-    before, words = len(file.text), hook._bar.postfix
-    assert words == "loss 0.5"
-    with hook.compiling("train_step"):
-        wait_until(lambda: "compiling" in file.text[before:])
-    assert (hook._ticker, hook._bar.postfix) == (None, words)
-    hook.close()
-
-
 def test_progress_of_a_run_shows_compilations(monkeypatch):
     pytest.importorskip("tqdm")
     monkeypatch.setattr(progress, "_TICK_SECS", 0.001)

@@ -25,10 +25,6 @@ def test_advice_for_a_step_that_does_not_count_once(found, first, advice):
         check_step(5, state_at(found), first)
 
 
-def test_a_step_that_counts_once_passes():
-    check_step(5, state_at(5), 3)
-
-
 def test_a_hook_may_return_its_state_or_another_of_the_same_step():
     state = state_at(5)
     assert check_returned_state(state, state, 5, "hook") is state

@@ -1,65 +1,8 @@
-"""`Stopwatch`: its parts have no gaps, with switches, nested parts and errors."""
+"""`Stopwatch`: its latest visits, and the seconds before training."""
 
-import pytest
 from hook_fakes import Clock
 
-from jstep.core.stopwatch import PARTS, Stopwatch, seconds_before_training
-
-
-def test_time_belongs_to_the_innermost_part():
-    clock = Clock()
-    watch = Stopwatch(before=7.0, clock=clock)
-    clock.now += 1
-    watch.started()
-    clock.now += 10
-    with pytest.raises(KeyError):
-        fails(watch, clock)
-    clock.now += 20
-    expected = {"starting": 8.0, "stepping": 30.0, "waiting": 0.0, "saving": 5.0, "evaluating": 0.0, "hooks": 4.0}
-    assert watch.seconds() == expected
-    assert tuple(expected) == PARTS
-    assert watch.seconds() == expected  # reading changes nothing
-    clock.now += 1
-    assert watch.seconds() == {**expected, "stepping": 31.0}
-
-
-def fails(watch, clock):
-    with watch.part("saving"):
-        clock.now += 2
-        with watch.part("hooks"):
-            clock.now += 4
-        clock.now += 3
-        raise KeyError
-
-
-def test_waiting_begins_with_the_first_step():
-    clock = Clock()
-    watch = Stopwatch(clock=clock)
-    for _ in range(2):
-        watch.switch(watch.waiting)
-        clock.now += 5
-        watch.started()
-    assert watch.seconds()["starting"] == watch.seconds()["waiting"] == 5.0
-
-
-def test_a_past_interval_can_be_reassigned():
-    clock = Clock()
-    watch = Stopwatch(clock=clock)
-    watch.started()
-    clock.now += 4
-    assert watch.seconds()["stepping"] == 4.0  # reading in between has no effect
-    clock.now += 6
-    watch.reassign("starting", 7.0)
-    clock.now += 1
-    assert (watch.seconds()["starting"], watch.seconds()["stepping"], watch.current) == (7.0, 4.0, "stepping")
-
-
-def test_a_stopped_watch_stores_no_marks():
-    watch = Stopwatch(clock=Clock())
-    watch.stop()
-    for _ in range(1000):
-        watch.switch("hooks")
-    assert len(watch._marks) == 0
+from jstep.core.stopwatch import Stopwatch, seconds_before_training
 
 
 def test_the_latest_visits_are_kept():

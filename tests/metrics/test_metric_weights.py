@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scikit_metrics
-from scikit_metrics import LABELS, RNG, ROWS, TRUTH, M, X, expected, make_state, metric_fn, sklearn
+from scikit_metrics import LABELS, RNG, ROWS, TRUTH, M, X, expected, make_state, metric_fn
 
 import jstep
 
@@ -41,14 +41,6 @@ def check(found, weights):
 @pytest.mark.parametrize("size", [1, 50, ROWS])
 def test_equal_to_scikit_learn_on_ragged_batches(size, kind):
     check(jstep.evaluator(metric_fn, source(size, WEIGHTS[kind]))(make_state()), WEIGHTS[kind])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["mask", "floats"])
-@pytest.mark.parametrize("explicit", [False, True])
-def test_on_a_mesh(explicit, kind):
-    for found in scikit_metrics.on_a_mesh(metric_fn, source(16, WEIGHTS[kind]), 8, explicit):
-        check(found, WEIGHTS[kind])
 
 
 @pytest.mark.thorough
@@ -140,17 +132,3 @@ def test_bad_weights(name, weights, error, message):
     }[name]
     with pytest.raises(error, match=message):
         make()
-
-
-@pytest.mark.thorough
-def test_sums_of_weights_have_twice_the_digits():
-    """A sum of 200,000 weights in two bins is off by 1e-5 in plain float32."""
-    rng = np.random.default_rng(0)
-    weights = rng.exponential(size=200_000).astype(np.float32)
-    labels = rng.integers(0, 2, 200_000)
-    predictions = np.where(rng.random(200_000) < 0.1, 1 - labels, labels)
-    parts = [slice(0, 150_000), slice(150_000, 200_000)]
-    found = [M.confusion_matrix(predictions[i], labels[i], 2, weights=weights[i]) for i in parts]
-    matrix = sklearn.confusion_matrix(labels, predictions, sample_weight=weights.astype(np.float64))
-    values = {f"{i}/{j}": matrix[i, j] for i in range(2) for j in range(2)}
-    assert jax.jit(lambda a, b: a.merge(b))(*found).compute() == pytest.approx(values, rel=1e-10)

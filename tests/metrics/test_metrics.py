@@ -149,16 +149,6 @@ def test_the_sum_of_perplexity_is_more_precise_than_float32():
     assert total.compute() == pytest.approx(one.compute(), rel=1e-10)
 
 
-@pytest.mark.thorough(except_for=["accuracy", "f1"])
-@pytest.mark.parametrize("name", MAKE)
-def test_metrics_are_pytrees_under_jit_and_scan(name):
-    one = MAKE[name](16)
-    assert jax.jit(lambda x: x)(one).compute() == one.compute()
-    merged, _ = jax.lax.scan(lambda total, x: (total.merge(one), None), one, jnp.arange(3))
-    assert type(merged) is type(one)
-    assert getattr(M, name).__module__ == "jstep.metrics"
-
-
 @pytest.mark.thorough
 def test_edge_cases():
     empty = jnp.zeros((0,))

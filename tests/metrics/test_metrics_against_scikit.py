@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scikit_metrics
-from scikit_metrics import ROWS, SCALE, TRUTH, M, X, areas, expected, make_state, on_a_mesh, sklearn, source
+from scikit_metrics import ROWS, SCALE, TRUTH, X, areas, expected, make_state, on_a_mesh, sklearn, source
 
 import jstep
 
@@ -78,13 +78,3 @@ def test_areas_with_many_distinct_scores(curve, number, bound, share):
     scores = (rng.normal(size=60_000) + labels).astype(np.float32)
     found, expected_area = areas(curve, 7000, scores, labels, number=number)
     assert abs(found - expected_area) < bound
-
-
-@pytest.mark.thorough
-def test_average_precision_is_averaged_over_spans_of_scores():
-    """With 21 spans for 4000 scores, the precision at the end of each span would be wrong by 0.027."""
-    rng = np.random.default_rng(0)
-    labels = (rng.random(4000) < 0.1).astype(np.int32)
-    scores = (rng.normal(size=4000) + 2 * labels).astype(np.float32)
-    found = M.auc(scores, labels, "PR", num_thresholds=2).compute()
-    assert abs(found - sklearn.average_precision_score(labels, scores)) < 0.005

@@ -22,13 +22,6 @@ def test_stop_reaches_all_threads():
     assert not any(t.is_alive() for t in threads)
 
 
-def test_join_returns_when_all_threads_have_ended():
-    coord = Coordinator()
-    coord.join([start_thread(lambda: None)])
-    assert coord.joined
-    assert not coord.should_stop()
-
-
 def test_join_raises_the_first_exception_with_its_own_traceback():
     coord = Coordinator()
 

@@ -2,7 +2,6 @@
 
 import threading
 
-import numpy as np
 import pytest
 from queue_calls import drain
 from runner_ops import check_no_leftover_threads, counting_op, failing_op, join_all
@@ -37,23 +36,6 @@ def test_op_ends_when_its_input_queue_is_exhausted(coord):
         coord.join()  # all have ended: no stop is needed
         assert not coord.should_stop()
     assert join_all(threads)
-
-
-def test_queue_stays_open_while_one_op_still_runs():
-    queue = FIFOQueue(10)
-    release = threading.Event()
-
-    def slow():
-        release.wait(TIMEOUT)
-        raise StopIteration
-
-    threads = QueueRunner(queue, [counting_op(queue, 2), slow]).create_threads(start=True)
-    assert join_all(threads[:1])
-    assert not queue.is_closed()
-    release.set()
-    assert join_all(threads)
-    assert queue.is_closed()
-    assert drain(queue) == [0, 1]
 
 
 @pytest.mark.parametrize("exception", [ValueError("bad record"), SystemExit(3), CancelledError("another queue")])
@@ -143,17 +125,6 @@ def test_error_after_join_is_logged(caplog):
     go.set()
     assert join_all(threads)
     assert "nobody joins any more" in caplog.text
-
-
-def test_stress_through_two_queues():
-    names, rows = FIFOQueue(16), RandomShuffleQueue(64, 16, seed=1)
-    coord = Coordinator()
-    numbers = [iter(range(p * 2000, (p + 1) * 2000)) for p in range(8)]
-    QueueRunner(names, [lambda n=n: names.enqueue(next(n)) for n in numbers]).create_threads(coord, start=True)
-    QueueRunner(rows, [lambda: rows.enqueue(names.dequeue())] * 4).create_threads(coord, start=True)
-    out = np.concatenate([rows.dequeue_many(100) for _ in range(160)])
-    assert np.array_equal(np.sort(out), np.arange(16_000))
-    coord.join()
 
 
 def test_runners_of_one_queue_are_created_before_one_of_them_closes_it():

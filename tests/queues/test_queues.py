@@ -16,13 +16,6 @@ from jstep.queues.queues import FIFOQueue, OutOfRangeError, RandomShuffleQueue
 no_polling = pytest.fixture(autouse=True)(disable_polling)
 
 
-def test_first_in_first_out():
-    queue = filled(FIFOQueue(100), range(100))
-    assert queue.size() == 100
-    assert [queue.dequeue() for _ in range(50)] == list(range(50))
-    assert queue.size() == 50
-
-
 @both_queues
 def test_elements_are_returned_unchanged(make):
     queue = make()

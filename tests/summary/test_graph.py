@@ -181,11 +181,6 @@ def test_write_graph_as_binary_is_a_graph_def(tmp_path):
     with open(path, "rb") as file:
         graph = graph_pb2.GraphDef.FromString(file.read())
     assert "dense/dot_general" in nodes(graph)
-    from google.protobuf import text_format
-
-    text = summary.write_graph(graph, tmp_path, "graph.pbtxt")
-    with open(text) as file:
-        assert text_format.Parse(file.read(), graph_pb2.GraphDef()) == graph
 
 
 def test_write_graph_is_atomic(tmp_path, monkeypatch):

@@ -21,11 +21,6 @@ def row_image(values, dtype=np.float32):
     return np.array(values, dtype).reshape(1, 1, -1, 1)
 
 
-def test_uint8_is_not_rescaled():
-    given = np.arange(2 * 3 * 4 * 3, dtype=np.uint8).reshape(2, 3, 4, 3)
-    np.testing.assert_array_equal(pixels(summary.image("x", given)), given)
-
-
 @pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])
 @pytest.mark.parametrize(

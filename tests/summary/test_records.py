@@ -128,11 +128,6 @@ def test_an_event_that_is_too_long_is_an_error():
         event_files.frame(Long())
 
 
-def test_an_empty_file_has_no_events(tmp_path):
-    (tmp_path / "empty").touch()
-    assert list(summary.summary_iterator(tmp_path / "empty")) == []
-
-
 def test_an_abandoned_iterator_closes_its_file(file):
     summary.summary_iterator(file)
     events = summary.summary_iterator(file)

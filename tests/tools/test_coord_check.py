@@ -1,19 +1,14 @@
-"""`coord_check` on a model with known results and on a real one."""
+"""`coord_check` on a model with known results; the one of docs/how/width-transfer.md is a real one."""
 
 import pathlib
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pictures
 import pytest
 
 import jstep
-
-WIDTHS = (32, 64, 128, 256)
-X = np.random.default_rng(0).normal(size=(16, 12)).astype(np.float32)
-Y = 3 * np.random.default_rng(1).normal(size=(16, 4)).astype(np.float32)
 
 
 def known_model(width: int) -> Any:
@@ -65,64 +60,3 @@ def test_plot(tmp_path: pathlib.Path) -> None:
 
 
 # A real model with two hidden layers, one of them with a bias.
-
-
-def init(width: int) -> Any:
-    keys = jax.random.split(jax.random.key(3), 3)
-    return {
-        "in": jax.random.normal(keys[0], (12, width)) / 12**0.5,
-        "hidden": {"kernel": jax.random.normal(keys[1], (width, width)) / width**0.5, "bias": jnp.zeros(width)},
-        "out": jax.random.normal(keys[2], (width, 4)) / width**0.5,
-    }
-
-
-def activations(params: Any, x: Any, y: Any) -> Any:
-    first = jnp.tanh(x @ params["in"])
-    second = jnp.tanh(first @ params["hidden"]["kernel"] + params["hidden"]["bias"][None])
-    return {"first": first, "second": second, "out": second @ params["out"]}
-
-
-def loss_fn(params: Any, x: Any, y: Any) -> Any:
-    return jnp.mean((activations(params, x, y)["out"] - y) ** 2)
-
-
-OPTIMIZERS = {
-    "adam": (lambda: jstep.adam(2e-3), "adam"),
-    "sgd": (lambda: jstep.sgd(0.02), "sgd"),
-    "muon": (
-        lambda: jstep.partition(
-            {"muon": jstep.muon(2e-3, weight_decay=0.0), "adam": jstep.adam(2e-3)},
-            lambda path, leaf: "muon" if path == "hidden/kernel" else "adam",
-        ),
-        "muon",
-    ),
-}
-
-
-def growth(name: str, *, with_factors: bool) -> Any:
-    make_optimizer, kind = OPTIMIZERS[name]
-
-    def make(width: int) -> Any:
-        optimizer, params = make_optimizer(), init(width)
-        if with_factors:
-            factors = jstep.mup(*(jax.eval_shape(lambda w=w: init(w)) for w in (WIDTHS[0], width)), optimizer=kind)
-            optimizer = jstep.chain(optimizer, jstep.scale_updates(factors.rates))
-            params = factors.initial(params)
-        return jstep.minimize(loss_fn, optimizer), jstep.TrainState.create(params, optimizer), (X, Y)
-
-    return jstep.coord_check(make, WIDTHS, activations, steps=3).growth
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_with_factors_changes_do_not_depend_on_the_width(name: str) -> None:
-    found = growth(name, with_factors=True)
-    assert all(abs(slope) < 0.3 for slope in found.values()), found
-
-
-@pytest.mark.thorough
-def test_without_factors_changes_grow_with_the_width() -> None:
-    found = growth("adam", with_factors=False)
-    assert found["out"] > 0.6
-    assert found["second"] > 0.4
-    assert growth("sgd", with_factors=False)["first"] < -0.3  # the gradients decrease like 1/√width

@@ -1,4 +1,4 @@
-"""`diff` of runs in separate processes: none between identical runs, and each planted difference by name."""
+"""`diff` of identical runs in separate processes finds no difference."""
 
 import forked
 import pytest
@@ -7,13 +7,11 @@ from jstep.tools.cli import main
 
 PROGRAM = """
 import os, sys
-directory, batches, variant = sys.argv[1:4]
+directory, batches = sys.argv[1:3]
 import jax, jax.numpy as jnp, numpy as np
 import jstep
 
-rows, size = (80 if variant == "data" else 64), (16 if variant == "batch size" else 8)
-dtype = jnp.bfloat16 if variant == "dtype" else jnp.float32
-seed = 1 if variant == "seed" else 0
+rows, size = 64, 8
 data = np.random.default_rng(0).normal(size=(rows, 4)).astype(np.float32)
 table = np.arange(12, dtype=np.float32).reshape(4, 3)
 
@@ -34,22 +32,17 @@ class Loader:  # as torch's
     def __len__(self): return rows // size
 
 dataset = {
-    "array": lambda: jstep.batches(data, size, seed=seed),
-    "rows": lambda: jstep.batches(Rows(), size, seed=seed),
-    "mixture": lambda: jstep.mixture({"a": data, "b": data[:16]}, size, weights={"a": 2, "b": 1}, seed=seed),
+    "array": lambda: jstep.batches(data, size, seed=0),
+    "rows": lambda: jstep.batches(Rows(), size, seed=0),
+    "mixture": lambda: jstep.mixture({"a": data, "b": data[:16]}, size, weights={"a": 2, "b": 1}, seed=0),
     "function": lambda: function, "generator": generator, "loader": Loader, "list": lambda: [data[:size]] * 9,
 }[batches]()
-if variant == "skip":
-    dataset = dataset.skip(1, 3)
-rate = 0.02 if variant == "rate" else 0.01
-optimizer = jstep.gradient_descent(rate) if variant == "optimizer" else jstep.adam(rate)
+optimizer = jstep.adam(0.01)
 
 def loss_fn(params, x):
-    x = x.astype(dtype)
-    x = jnp.tanh(x) if variant == "step" else x
-    return jnp.mean((x @ params["w"] + jnp.mean(x @ table.astype(dtype))) ** 2)
+    return jnp.mean((x @ params["w"] + jnp.mean(x @ table)) ** 2)
 
-params = {"w": jnp.ones((4, 2), dtype), **{name: jnp.zeros((), dtype) for name in {"alpha", "beta", "gamma"}}}
+params = {"w": jnp.ones((4, 2)), **{name: jnp.zeros(()) for name in {"alpha", "beta", "gamma"}}}
 state = jstep.TrainState.create(params, optimizer)
 step = jstep.minimize(loss_fn, optimizer)
 hooks = [jstep.every(2, lambda step, state, metrics: None), jstep.AuditHook(every_n_steps=2)]
@@ -62,8 +55,8 @@ jstep.train(step, state, dataset, 4, hooks=hooks, checkpoint_dir=directory, logd
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
 
-    def run(name, batches="array", variant="", **env):
-        program = forked.start(PROGRAM, folder / name, batches, variant, env=env)
+    def run(name, batches, **env):
+        program = forked.start(PROGRAM, folder / name, batches, env=env)
         return str(folder / name), program
 
     return run
@@ -88,26 +81,3 @@ def test_the_same_run_in_another_directory(runs, batches, capsys, tmp_path, monk
     b, other = runs("elsewhere/deep/b", batches, HOME=str(tmp_path), USER="somebody")
     finish(one, other)
     assert difference(a, b, capsys)[0] == "the cards of the last starts do not differ"
-
-
-PLANTED = {
-    "seed": "batches: seed: 0 in A, 1 in B",
-    "rate": "step: learning_rate: 0.01 in A, 0.02 in B",
-    "data": "batches: rows: 64 in A, 80 in B",
-    "skip": "batches: steps: ",
-    "batch size": "batches: batch_size: 8 in A, 16 in B",
-    "dtype": "state: dtypes[bfloat16]: absent in A",
-    "step": "step: the traced loss_fn (stage from step 0) differs: operations tanh (0 in A, 1 in B)",
-    "optimizer": "state: slots: m, start_step, v only in A",
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("variant", PLANTED)
-def test_names_a_planted_difference(runs, variant, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    (a, one), (b, other) = runs("a"), runs("b", variant=variant)
-    finish(one, other)
-    first, *lines = difference(a, b, capsys)
-    assert first == "the cards of the last starts differ:"
-    assert any(line.startswith("  " + PLANTED[variant]) for line in lines), lines

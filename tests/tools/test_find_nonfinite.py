@@ -206,27 +206,6 @@ def test_python_arguments_are_not_traced():
     assert jstep.find_nonfinite(lambda x, rate: x / rate if rate else x, X, 0.0) is None
 
 
-@pytest.mark.thorough
-def test_results_of_a_type_are_tested_together(monkeypatch):
-    """Most of the time goes into compiling a sum for each test: 500 results take few."""
-    sums, jnp_sum = [], jnp.sum
-    monkeypatch.setattr(jnp, "sum", lambda *args, **kwargs: sums.append(1) or jnp_sum(*args, **kwargs))
-
-    def update(leaves, rate):
-        for i in range(10):
-            leaves = [leaf * 1.5 + rate / (i - 5.0 - leaf[0]) for leaf in leaves]
-        return leaves
-
-    assert jstep.find_nonfinite(update, [np.full(4, 0.3, np.float32)] * 17, 0.0) is None
-    assert len(sums) < 17 * 10 * 4 / 8
-    sums.clear()
-    bad = [np.full(4, 0.3, np.float32)] * 16 + [np.float32([-1.0, 1, 1, 1]) * 5]
-    found = jstep.find_nonfinite(update, bad, 0.0)
-    check(found, "div", here(-8))
-    # Within the group that has it, the operands and results of each operation are tested one by one.
-    assert len(sums) < 17 * 10 * 4 / 2
-
-
 def test_a_later_group_of_an_earlier_iteration():
     """A group that is bad by an infinite constant comes first, and an earlier group is bad in a later iteration."""
     mask = np.float32([0, -np.inf, 0])

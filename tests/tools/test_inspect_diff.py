@@ -184,7 +184,7 @@ def test_incomplete_and_invalid_logs(tmp_path, cli):
     b.write_text(entry(2, v=1, w=0))
     cli("diff", a, b)  # the sum over all leaves is the same, and it decides
     b.write_text(entry(2, v=5))
-    assert "only in A" in cli("diff", a, b, code=1).out
+    assert "  w  only in A\n  v  only in B\n" in cli("diff", a, b, code=1).out
 
 
 def test_diff_of_two_kinds_is_an_error(save, tmp_path, cli):

@@ -128,16 +128,6 @@ def test_a_picture_has_the_changing_values_and_what_is_due(tmp_path):
     assert pictures.marks(svg, RED) == 3
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("every", "marks", "bars"), [(3, 400, 0), (2, 0, 1)])
-def test_up_to_400_marks_are_drawn_one_by_one(every, marks, bars, tmp_path):
-    path = tmp_path / "plan.svg"
-    last = {3: 1202, 2: 802}[every]  # 400 times, and 401
-    jstep.plan(jstep.adam(RATE), last, hooks=[jstep.every(every, print)]).plot(path)
-    svg = path.read_text()
-    assert (pictures.marks(svg, RED), len(pictures.lines(svg, RED))) == (marks, bars)
-
-
 # Stages, batch sizes and rows.
 
 

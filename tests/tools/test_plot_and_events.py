@@ -8,14 +8,10 @@ import sys
 import numpy as np
 import pictures
 import pytest
-from tensorboard.compat.proto import event_pb2, summary_pb2
-from tensorboard.util import tensor_util
 
 from jstep import summary
-from jstep.stores import event_files
 from jstep.stores.event_files import read_scalars
 from jstep.tools.cli import main
-from jstep.tools.cli_events import _smooth
 
 
 def write(path, values, tag="loss", start=None):
@@ -190,31 +186,3 @@ def test_a_resumed_session_supersedes_later_points(tmp_path):
     assert [p.step for p in series["other"]] == [10]  # later points belong to the superseded session
     write(tmp_path, {25: 3.0})  # without a session log, decreasing steps mark a restart
     assert [p.step for p in read_scalars(tmp_path)["loss"]] == [10, 20, 25]
-
-
-def test_scalars_stored_as_tensors_by_tensorflow_2(tmp_path):
-    metadata = summary_pb2.SummaryMetadata(plugin_data={"plugin_name": "scalars"})
-    written = []
-    for dtype in (np.float32, np.float64):
-        for tensor in (tensor_util.make_tensor_proto(np.asarray(0.5, dtype)), _packed(0.5, dtype)):
-            value = summary_pb2.Summary.Value(tag="loss", metadata=metadata, tensor=tensor)
-            event = event_pb2.Event(step=len(written), summary=summary_pb2.Summary(value=[value]))
-            written.append(event_files.frame(event.SerializeToString()))
-    (tmp_path / "events.out.tfevents.1.host").write_bytes(b"".join(written))
-    assert [(p.step, p.value) for p in read_scalars(tmp_path)["loss"]] == [(i, 0.5) for i in range(4)]
-
-
-def _packed(value, dtype):
-    tensor = tensor_util.make_tensor_proto(np.asarray(value, dtype))
-    tensor.ClearField("float_val")
-    tensor.ClearField("double_val")
-    tensor.tensor_content = np.asarray(value, dtype).tobytes()
-    return tensor
-
-
-def test_smoothing_is_a_debiased_average():
-    assert _smooth([2.0, 2.0, 2.0], 0.9) == pytest.approx([2.0, 2.0, 2.0])
-    assert _smooth([1.0, 3.0], 0.5) == pytest.approx([1.0, (0.25 * 1 + 0.5 * 3) / 0.75])
-    smoothed = _smooth([float("nan"), 1.0, float("inf"), 1.0], 0.5)
-    assert np.isnan(smoothed[0])
-    assert smoothed[1:] == pytest.approx([1.0, 1.0, 1.0])
