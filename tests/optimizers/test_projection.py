@@ -156,12 +156,13 @@ def test_other_parts_of_a_partition():
 
 
 def test_update_norm_is_that_of_the_whole_move():
-    optimizer = jstep.with_projection(jstep.gradient_descent(0.5), clip)
-    params = {"w": jnp.array([3.0, 0.0])}
-    step = jstep.minimize(lambda p: jnp.sum(p["w"]), optimizer, metrics=("update_norm",))
+    free = jstep.gradient_descent(0.5)
+    optimizer = jstep.partition({"w": jstep.with_projection(free, clip), "b": free}, lambda path, leaf: path)
+    params = {"w": jnp.array([3.0, 0.0]), "b": jnp.float32(1.0)}
+    step = jstep.minimize(lambda p: jnp.sum(p["w"]) + p["b"], optimizer, metrics=("update_norm",))
     state, metrics = step(jstep.TrainState.create(params, optimizer))
     assert state.params["w"].tolist() == pytest.approx([0.1, -0.1])
-    assert float(metrics["update_norm"]) == pytest.approx((2.9**2 + 0.1**2) ** 0.5)
+    assert float(metrics["update_norm"]) == pytest.approx((2.9**2 + 0.1**2 + 0.5**2) ** 0.5)
 
 
 def test_on_a_mesh_and_in_microbatches():

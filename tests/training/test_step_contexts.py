@@ -85,7 +85,6 @@ def test_transfer_guard_allows_states_and_numpy_batches(optimizer: jstep.Optimiz
     assert float(metrics["learning_rate"][0]) > 0
 
 
-@pytest.mark.thorough
 def test_transfer_guard_applies_to_user_functions() -> None:
     def transferring(params: Any, x: Any) -> jax.Array:
         with jax.ensure_compile_time_eval():
