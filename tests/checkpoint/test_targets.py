@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jstep.checkpoint.targets import TargetLeaf, TargetMatch, entries, match_leaf, require_value, target_kind
+from jstep.checkpoint.targets import TargetLeaf, TargetMatch, entries, target_kind
 from jstep.core import selection
 
 FLOAT = np.dtype("float32")
@@ -43,18 +43,6 @@ def test_what_does_not_fit_is_listed() -> None:
     assert Found(nine[:8], []).differences().endswith(", that is, " + ", ".join(repr(one.path) for one in nine[:8]))
 
 
-def test_a_leaf_has_the_source_that_fits() -> None:
-    leaf = wanted("a")
-    sources = {"a": 3}
-    assert match_leaf(leaf, "a", sources, lambda one, source: "") == wanted("a", source=3)
-    assert match_leaf(leaf, "a", sources, lambda one, source: f"not {source}") == wanted("a", problem="not 3")
-    for key in (None, "b"):
-        assert match_leaf(leaf, key, sources, lambda one, source: "never") == leaf
-    assert [one.is_missing for one in (leaf, wanted("a", None), wanted("a", source=1), wanted("a", problem="x"))] == [
-        True, False, False, False,
-    ]  # fmt: skip
-
-
 KNOWN = [("w", "dense"), ("dense", "b"), ("v",)]
 
 
@@ -71,19 +59,6 @@ def test_entries_by_path() -> None:
         with pytest.raises(kind) as caught:
             entries(names, KNOWN, "target", "a mapping")
         assert str(caught.value) == message
-
-
-def test_leaves_that_stay_have_values() -> None:
-    deleted = jnp.ones(2)
-    deleted.delete()
-    require_value(TargetLeaf("a", np.ones(2), (2,), FLOAT, None, None))
-    for leaf, got in ((jax.ShapeDtypeStruct((2,), FLOAT), "a shape"), (deleted, "a deleted array")):
-        with pytest.raises(ValueError, match="must have a value") as caught:
-            require_value(TargetLeaf("a", leaf, (2,), FLOAT, None, None))
-        assert str(caught.value) == (
-            "target: 'a' stays as it is, since nothing that was saved fits or names maps it to None, and must have a "
-            f"value, got {got}; pass an array there"
-        )
 
 
 def test_kinds_of_leaves() -> None:

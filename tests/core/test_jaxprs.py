@@ -3,18 +3,15 @@
 import ast
 import functools
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.extend.core import primitives
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from source_files import MODULES, nodes_of
 
-import jstep
 from jstep.core import jaxprs
 from jstep.differentiate import lane_state, microbatches, same_bits
 from jstep.tools import collectives
@@ -211,53 +208,3 @@ def test_each_parameter_that_is_read_is_named_here():
     assert "cond_nconsts" in read
     named = set(" ".join(PARAMETERS.values()).split()).union(*(names for some in EITHER.values() for names in some))
     assert read <= named
-
-
-def loss(params, x):
-    return jnp.mean((x @ params["w"] + params["b"]) ** 2)
-
-
-OPTIMIZERS = {
-    "adam": lambda: jstep.adam(jstep.exponential_decay(0.1, 10, 0.5)),
-    "wrappers": lambda: jstep.dynamic_loss_scale(
-        jstep.with_moving_average(
-            jstep.update_every(2, jstep.skip_nonfinite(jstep.adam(0.1))), jstep.ExponentialMovingAverage(0.9)
-        )
-    ),
-}
-
-
-def calls_of_reader(fn):
-    """Return the names of the functions of core/jaxprs.py that are called while `fn` runs."""
-    called = []
-
-    def on_event(frame, event, argument):
-        if event == "call" and frame.f_code.co_filename == jaxprs.__file__:
-            called.append(frame.f_code.co_name)
-
-    before = sys.getprofile()
-    sys.setprofile(on_event)
-    try:
-        fn()
-    finally:
-        sys.setprofile(before)
-    return called
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_step_by_hand_reads_no_program(name):
-    def run():
-        optimizer = OPTIMIZERS[name]()
-        state = jstep.TrainState.create({"w": jnp.ones(3), "b": jnp.zeros(())}, optimizer)
-        train_step = jstep.minimize(loss, optimizer, metrics=["grad_norm"])
-        for _ in range(2):
-            state, _ = train_step(state, np.ones((4, 3), np.float32))
-
-    assert calls_of_reader(run) == []
-
-
-def test_calls_of_several_steps_are_counted():
-    optimizer = jstep.adam(0.1)
-    state = jstep.TrainState.create({"w": jnp.ones(3), "b": jnp.zeros(())}, optimizer)
-    many = jstep.scan_steps(jstep.minimize(loss, optimizer))
-    assert calls_of_reader(lambda: many(state, np.ones((2, 4, 3), np.float32)))

@@ -19,7 +19,6 @@ from jstep.core.placement import (
     local_parts,
     on_devices,
     place,
-    place_anywhere,
     refuse_compile_only,
     refuse_shapes,
     slices,
@@ -51,13 +50,6 @@ def test_parts_are_distinct_and_cover_the_array():
     assert local_parts((), NamedSharding(mesh, P())) == [()]
     assert local_parts((0, 8), NamedSharding(mesh, P(None, "x"))) == [((0, 0), (2 * i, 2 * i + 2)) for i in range(4)]
     assert local_parts((8, 2), NamedSharding(mesh, P("y"))) == [((0, 4), (0, 2)), ((4, 8), (0, 2))]
-
-
-def test_arrays_without_a_sharding_are_uncommitted():
-    values = aligned((64,), np.float32)
-    placed = place_anywhere(values)
-    assert not placed.committed
-    assert placed.unsafe_buffer_pointer() != values.ctypes.data
 
 
 def test_arrays_whose_device_jax_may_choose_join_those_that_were_put_on_one():

@@ -1,4 +1,4 @@
-"""Batches and prefetching under JAX contexts: meshes, transfer guards, and configuration options."""
+"""Batches and prefetching under JAX contexts: meshes and transfer guards."""
 
 import jax
 import numpy as np
@@ -8,37 +8,6 @@ from jstep.data.batches import batches
 from jstep.data.prefetch import prefetch_to_device
 
 MESHES = [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit]
-
-
-def jax_settings():
-    return (
-        jax.config.jax_default_prng_impl,
-        jax.config.jax_enable_x64,
-        jax.config.jax_numpy_dtype_promotion,
-        jax.sharding.get_mesh(),
-    )
-
-
-@pytest.mark.parametrize("kind", MESHES)
-def test_source_runs_in_the_context_of_the_caller(kind):
-    def source():
-        for _ in range(3):
-            seen.append(jax_settings())
-            yield jax.random.key_data(jax.random.key(0))
-
-    seen = []
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
-    with (
-        jax.default_prng_impl("rbg"),
-        jax.enable_x64(True),
-        jax.numpy_dtype_promotion("standard"),
-        jax.set_mesh(mesh),
-    ):
-        expected = list(source())
-        with prefetch_to_device(source()) as items:
-            for item, want in zip(items, expected, strict=True):
-                np.testing.assert_array_equal(item, want)
-        assert seen == [jax_settings()] * 6
 
 
 @pytest.mark.parametrize("kind", MESHES)

@@ -1,4 +1,4 @@
-"""The number of rows per source of a mixture: bounds, monotonicity, and a row-by-row reference."""
+"""The number of rows per source of a mixture: a row-by-row reference."""
 
 import math
 from fractions import Fraction
@@ -16,46 +16,6 @@ def normalize(weights):
 
 
 WEIGHT = st.sampled_from([0, 0, 1e-6, 1e-300, 1, 1, 0.3, 0.7, math.pi, 2**-0.5, 1e6]) | st.floats(0, 10)
-
-
-@st.composite
-def schedules(draw, most=6):
-    """Draw stages as (rows before, weights)."""
-    n = draw(st.integers(1, most))
-    weights = st.lists(WEIGHT, min_size=n, max_size=n).filter(any)
-    lengths = draw(st.lists(st.integers(1, 40), max_size=6))
-    firsts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    return [(first, normalize(draw(weights))) for first in firsts]
-
-
-def ideal_counts(stages, rows):
-    """Return the exact ideal counts after a number of rows."""
-    stops = [first for first, _ in stages[1:]] + [math.inf]
-    parts = [
-        [w * (min(stop, rows) - first) for w in weights]
-        for (first, weights), stop in zip(stages, stops, strict=True)
-        if first < rows
-    ]
-    return [sum(column, Fraction(0)) for column in zip(*parts, strict=True)] or [Fraction(0)] * len(stages[0][1])
-
-
-@examples(150)
-@given(schedules())
-def test_counts_are_bounded_and_monotonic(stages):
-    counts = count_stages(stages)
-    n = len(stages[0][1])
-    last = (0,) * n
-    for rows in range(stages[-1][0] + 60):
-        now = counts.at(rows).counts(rows)
-        assert sum(now) == rows
-        assert all(
-            abs(c - i) <= Fraction(n - 1, 2) + Fraction(1, 2**100)
-            for c, i in zip(now, ideal_counts(stages, rows), strict=True)
-        )
-        weights = next(w for first, w in reversed(stages) if first < max(rows, 1))
-        for before, after, weight in zip(last, now, weights, strict=True):
-            assert before <= after <= before + bool(weight)
-        last = now
 
 
 @examples(60)

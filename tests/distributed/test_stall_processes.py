@@ -9,7 +9,6 @@ import pytest
 from processes import start, wait_for
 
 import jstep
-from jstep.distributed import processes as agreement
 from jstep.hooks.stall_files import read_stalls
 from jstep.tools.cli import main
 
@@ -97,13 +96,3 @@ def test_an_error_at_the_start_of_one_process_is_an_error_of_all(tmp_path):
     assert all(one.code not in (0, None) for one in ended)
     assert jstep.latest_checkpoint(tmp_path) is None
     assert os.path.isdir(tmp_path)
-
-
-def test_an_error_elsewhere_names_its_process(monkeypatch):
-    assert agreement.on_all_processes(lambda: 3, "nothing is wrong") == 3
-    with pytest.raises(ZeroDivisionError):
-        agreement.on_all_processes(lambda: 1 / 0, "it cannot be divided")
-    monkeypatch.setattr(agreement, "any_process", lambda true: True)
-    monkeypatch.setattr(agreement, "gather_texts", lambda text: [text, "PermissionError: 13"])
-    with pytest.raises(OSError, match=r"^the logs cannot be opened: process 1: PermissionError: 13$"):
-        agreement.on_all_processes(lambda: 3, "the logs cannot be opened", OSError)

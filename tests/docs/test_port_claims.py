@@ -93,11 +93,3 @@ def test_generation_with_a_cache_is_that_without() -> None:
     np.testing.assert_array_equal(tokens[:, :3], prompt)
     np.testing.assert_array_equal(tokens[:, 3:], most_probable[:, 2:-1])
     assert len(np.unique(tokens)) > 3
-
-
-def test_coming_from_begins_with_pytorch() -> None:
-    names = "pytorch hf-trainer keras lightning flax optax orbax tf-train".split()  # noqa: SIM905
-    for page in ("README.md", "mkdocs.yml", "docs/index.md", "docs/from/index.md"):
-        text = (DOCS.parent / page).read_text(encoding="utf-8")
-        found = [name for name in re.findall(r"([\w-]+)\.md", text) if name in names]
-        assert found == names, page

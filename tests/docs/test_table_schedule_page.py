@@ -1,12 +1,10 @@
-"""The page "A table as a schedule": what it says of steps, errors and meshes."""
+"""The page "A table as a schedule": what it says of steps."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from pages import DOCS, blocks_of, run_page
-
-import jstep
 
 PAGE = DOCS / "recipes" / "table-schedule.md"
 
@@ -24,34 +22,12 @@ def test_steps_beyond_the_table_have_its_last_value(page):
         assert [float(one(step)) for step in (0, 1, 2, 2**31 - 1)] == [0.5, 0.25, 0.25, 0.25]
 
 
-@pytest.mark.parametrize(
-    ("table", "error"),
-    [
-        (np.array([0.5, 0.25]), jax.errors.TracerArrayConversionError),
-        ([0.5, 0.25], jax.errors.TracerIntegerConversionError),
-    ],
-)
-def test_an_index_into_the_table_itself_is_an_error(table, error):
-    optimizer = jstep.gradient_descent(lambda step: table[step])
-    state = jstep.TrainState.create({"w": 1.0}, optimizer)
-    with pytest.raises(error):
-        jstep.minimize(lambda params: params["w"] ** 2, optimizer)(state)
-
-
 def test_lines_between_points_are_exact_at_large_steps(page):
     first = 2**24
     values = [float(page["through"]({0: 0.0, first: 0.0, first + 4: 1.0})(first + i)) for i in range(5)]
     assert values == [0.0, 0.25, 0.5, 0.75, 1.0]
     steps, rates = jnp.array([0.0, first, first + 4]), jnp.array([0.0, 0.0, 1.0])
     assert [float(jnp.interp(jnp.float32(first + i), steps, rates)) for i in range(5)] != values
-
-
-def test_values_that_hold_until_the_next_one():
-    values = [
-        (float(schedule(99)), float(schedule(100)), float(schedule(101)))
-        for schedule in (jstep.join([0.5, 0.25], [100]), jstep.piecewise_constant([100], [0.5, 0.25]))
-    ]
-    assert values == [(0.5, 0.25, 0.25), (0.5, 0.5, 0.25)]
 
 
 def test_one_value_for_each_epoch(page):
