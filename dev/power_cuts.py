@@ -1,6 +1,6 @@
-"""Counts the states and faults that were tried, and what became of them, as rows of a table.
+"""Count the states of a disk after a power cut, and the faults of calls, that were tried, and their outcomes: a table.
 
-PYTHONPATH=. python tests/powercut/count_states.py [most states] [program ...]
+PYTHONPATH=. python dev/power_cuts.py [most states] [program ...]
 """
 
 import collections
@@ -9,8 +9,8 @@ import os
 import sys
 import tempfile
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path[:0] = [HERE, os.path.dirname(HERE)]
+TESTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests")
+sys.path[:0] = [os.path.join(TESTS, "powercut"), TESTS]
 
 import cut_runs  # noqa: E402
 import file_calls  # noqa: E402
