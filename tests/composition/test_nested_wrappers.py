@@ -190,30 +190,6 @@ def test_gradients_of_frozen_leaves_change_nothing(plan: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, step(huge), step(without))
 
 
-@examples(10)
-@hypothesis.given(optimizers)
-def test_guarded_optimizers_skip_and_continue(plan: Any) -> None:
-    params = {"a": jnp.ones((2, 3)), "bb": jnp.ones(3, jnp.bfloat16), "ccc": jnp.ones(())}
-    grads = jax.tree.map(lambda p: jnp.full_like(p, 0.25), params)
-    optimizer = jstep.skip_nonfinite(jstep.scope("inner", build(plan)))
-    step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))
-    error = first_error(plan, params)
-    with raises(error):
-        first = step(jstep.TrainState.create(params, optimizer), grads)
-    if error is not None:
-        return
-    skipped = step(first, jax.tree.map(lambda g: jnp.full_like(g, jnp.nan), grads))  # any leaf may be frozen
-    for a, b in zip(jax.tree.leaves(first.params), jax.tree.leaves(skipped.params), strict=True):
-        np.testing.assert_array_equal(a, b)
-    counters = ("start_step", "loss_scale", "scale_since")
-    for name in first.slots:
-        if name.rsplit("/", 1)[-1] not in counters:
-            for a, b in zip(jax.tree.leaves(first.slots[name]), jax.tree.leaves(skipped.slots[name]), strict=True):
-                np.testing.assert_array_equal(a, b)
-    after = step(skipped, grads)
-    assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(after.params))
-
-
 @examples(15)
 @hypothesis.given(plan=optimizers, other=optimizers)
 @hypothesis.example(plan=(jstep.lookahead, (PLAIN[2],)), other=(partitioned, [(PLAIN[1],), (PLAIN[5],)]))

@@ -91,16 +91,6 @@ def test_stop_gradient() -> None:
 # compute_gradients().
 
 
-def test_loss_and_gradients_match_jax() -> None:
-    loss, grads = jstep.compute_gradients(loss_fn)(PARAMS, X)
-    want, expected = jax.value_and_grad(loss_fn, allow_int=True)(PARAMS, X)
-    np.testing.assert_allclose(loss, want, rtol=1e-6)
-    assert grads["steps"] is None
-    assert grads["none"] is None
-    for path in PATHS:
-        np.testing.assert_allclose(leaf(grads, path), leaf(expected, path), rtol=1e-5, atol=1e-7)
-
-
 def test_aux_and_keyword_arguments() -> None:
     def with_aux(params: Any, x: jax.Array, *, scale: float) -> Any:
         return loss_fn(params, x) * scale, {"count": x.shape[0], "name": jnp.float32(1)}
@@ -197,25 +187,6 @@ def test_weighted_microbatches(method: Any) -> None:
         masked, num_microbatches=4, weight_fn=lambda x, mask: jnp.sum(mask), aggregation_method=method
     )(params, X, mask)
     close(accumulated, full)
-
-
-def test_microbatches_are_every_nth_row() -> None:
-    rows = {"x": jnp.arange(6.0), "y": (jnp.arange(12).reshape(6, 2),)}
-
-    def loss(params: Any, batch: Any, other: jax.Array) -> Any:
-        assert batch["x"].shape == (2,)
-        assert batch["y"][0].shape == (2, 2)
-        seen = {"first": batch["x"][0], "rows": batch["y"][0].shape[0] * jnp.int32(1), "total": jnp.sum(batch["y"][0])}
-        return params["w"] * jnp.mean(batch["x"]) + 0.0 * jnp.sum(other), seen
-
-    (value, aux), grads = jstep.compute_gradients(loss, has_aux=True, num_microbatches=3)(
-        {"w": jnp.float32(2)}, rows, jnp.zeros((6, 0))
-    )
-    assert float(grads["w"]) == 2.5
-    assert float(value) == 5.0
-    assert float(aux["first"]) == 1.0  # the mean of 0, 1, 2: the first rows of three microbatches
-    assert int(aux["rows"]) == 6  # integers are summed
-    assert int(aux["total"]) == 66
 
 
 @pytest.mark.parametrize("method", jstep.AggregationMethod)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from optimizer_table import TABLE
 
 import jstep
@@ -123,23 +122,6 @@ def test_start_step_is_the_step_minus_the_updates() -> None:
     assert int(jstep.increment_global_step(state, 5).slots["start_step"]) == 100 - 16 + 5
     early = at_the_same_step(at_the_same_step(start(optimizer), GRADS[0], optimizer), GRADS[0], optimizer)
     assert int(early.slots["start_step"]) == -2
-
-
-@pytest.mark.thorough(except_for=["AxisType.Explicit"])
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_on_a_mesh(axis_type: AxisType) -> None:
-    optimizer = jstep.adam(0.1)
-    mesh = jax.make_mesh((2,), ("data",), (axis_type,))
-    params = start(optimizer).params
-    state = jstep.TrainState.create(params, optimizer, mesh=mesh, param_specs=[("w", jax.P("data"))])
-    for g in GRADS:
-        grads = jax.tree.map(lambda g, p: jax.device_put(g, p.sharding), as_grads(jnp.asarray(g)), state.params)
-        state = jstep.increment_global_step(
-            jstep.apply_gradients(state, grads, optimizer, increment_global_step=False), 3
-        )
-    expected = trained(usual, optimizer)
-    assert ages(state) == ages(expected)
-    np.testing.assert_allclose(state.params["w"], expected.params["w"], rtol=1e-6)
 
 
 def test_a_skipped_update_at_the_same_step_leaves_the_age() -> None:

@@ -160,14 +160,3 @@ def test_averaged_params_keep_dtypes_and_other_leaves() -> None:
     np.testing.assert_array_equal(averaged["h"].astype(jnp.float32), [0.5, 0.5])
     np.testing.assert_array_equal(averaged["i"], [0, 1])
     assert averaged["k"].dtype == params["k"].dtype
-
-
-def test_two_averages_with_different_names() -> None:
-    optimizer = jstep.with_moving_average(
-        jstep.with_moving_average(jstep.gradient_descent(1.0), jstep.ExponentialMovingAverage(0.5)),
-        jstep.ExponentialMovingAverage(0.75, name="slow"),
-    )
-    state = jstep.TrainState.create({"w": 0.0}, optimizer)
-    state = jstep.apply_gradients(state, {"w": jnp.float32(-1)}, optimizer)
-    assert float(jstep.averaged_params(state)["w"]) == 0.5
-    assert float(jstep.averaged_params(state, name="slow")["w"]) == 0.25

@@ -12,7 +12,6 @@ from optimizer_table import TABLE
 import jstep
 
 LR, WD, MU, MASK = table_schedule(RATE), table_schedule(DECAY), table_schedule(RISING), list(DECAYED)
-DECAYS = {"weight_decay": WD, "weight_decay_mask": MASK}
 
 CASES: dict[str, tuple[Any, Any]] = {
     "adamw": (
@@ -84,16 +83,3 @@ def test_scale_by_rms_and_orthogonalize() -> None:
     state = jstep.apply_gradients(jstep.TrainState.create(params, orthogonal), grads, orthogonal)
     u, _, vt = np.linalg.svd(grads["w"])
     np.testing.assert_allclose(params["w"] - state.params["w"], u @ vt, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.thorough
-def test_updates_of_sparse_gradients_are_sparse_if_possible() -> None:
-    slices = jstep.IndexedSlices(jnp.ones((2, 3)), jnp.array([1, 1]), (4, 3))
-    for optimizer in (
-        jstep.chain(jstep.trace(0.9), jstep.scale_by_learning_rate(0.5)),
-        jstep.sgd(0.5, 0.9),
-        jstep.chain(jstep.scale_by_rms(), jstep.add_weight_decay(0.0), jstep.scale(-0.5)),
-    ):
-        state = jstep.TrainState.create({"t": jnp.zeros((4, 3))}, optimizer)
-        updates, _ = optimizer.update({"t": slices}, state.slots, state.params, 0)
-        assert isinstance(updates["t"], jstep.IndexedSlices)

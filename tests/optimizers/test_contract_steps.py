@@ -99,25 +99,6 @@ def test_vmap_over_learning_rates(name: str) -> None:
             np.testing.assert_allclose(a[i], b, rtol=TABLE[name].rtol, atol=1e-6)
 
 
-@for_each(TABLE, FEW)
-def test_scan_steps_equals_single_steps(name: str) -> None:
-    optimizer, step, _ = compiled_training(name)
-    params = {"a": jnp.arange(3.0), "b": 1.0}
-    state = jstep.TrainState.create(params, optimizer)
-    losses = []
-    for x in XS:
-        state, metrics = step(state, x)
-        losses.append(metrics)
-    scanned, stacked = jstep.scan_steps(step)(jstep.TrainState.create(params, optimizer), XS)
-    assert int(scanned.global_step) == 5
-    assert jax.tree.structure(scanned) == jax.tree.structure(state)
-    for a, b in zip(jax.tree.leaves(scanned), jax.tree.leaves(state), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
-    assert stacked.keys() == losses[0].keys()
-    for key, value in stacked.items():
-        np.testing.assert_allclose(value, [m[key] for m in losses], rtol=2e-5, err_msg=key)
-
-
 @for_each([name for name, entry in TABLE.items() if entry.slope], FEW)
 def test_learning_rate_can_be_differentiated(name: str) -> None:
     def after(rate: jax.Array) -> jax.Array:

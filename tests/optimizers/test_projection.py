@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparisons import bits
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jstep
 
@@ -163,21 +161,3 @@ def test_update_norm_is_that_of_the_whole_move():
     state, metrics = step(jstep.TrainState.create(params, optimizer))
     assert state.params["w"].tolist() == pytest.approx([0.1, -0.1])
     assert float(metrics["update_norm"]) == pytest.approx((2.9**2 + 0.1**2 + 0.5**2) ** 0.5)
-
-
-def test_on_a_mesh_and_in_microbatches():
-    mesh = jax.make_mesh((4,), ("data",))
-    optimizer = jstep.with_projection(jstep.adam(0.5), clip)
-    x = jnp.asarray(RNG.normal(size=(8, 8)), jnp.float32)
-    params = {"w": PARAMS["w"]}
-
-    def loss_fn(p, x):
-        return jnp.mean((x @ p["w"]) ** 2)
-
-    step = jstep.minimize(loss_fn, optimizer, num_microbatches=2)
-    alone, _ = step(jstep.TrainState.create(params, optimizer), x)
-    state = jstep.TrainState.create(params, optimizer, mesh=mesh, param_specs={"w": P("data")})
-    state, _ = step(state, jax.device_put(x, NamedSharding(mesh, P("data"))))
-    assert float(jnp.abs(state.params["w"]).max()) == np.float32(0.1)
-    np.testing.assert_allclose(state.params["w"], alone.params["w"], rtol=1e-6)
-    assert state.params["w"].sharding.spec == P("data")

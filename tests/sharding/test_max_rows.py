@@ -142,37 +142,6 @@ def test_max_rows_in_a_custom_jit():
         assert loss.seen == want
 
 
-def loss_curve(devices, types, per_call):
-    """Return the losses of a run and its final state."""
-    mesh = mesh_over(devices, types)
-    losses = []
-    hook = jstep.every(1, lambda step, state, metrics: losses.append(float(metrics["loss"])))
-    step = jstep.minimize(Loss(), OPTIMIZER, max_rows_per_device=2)
-    state = jstep.train(
-        step,
-        fresh(mesh),
-        jstep.batches(DATA, 32, seed=3),
-        6,
-        hooks=[hook],
-        steps_per_call=per_call,
-        batch_sharding=NamedSharding(mesh, P("data")),
-        progress=False,
-    )
-    return losses, state
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("per_call", [1, 3])
-def test_loss_curve_does_not_depend_on_the_devices(types, per_call):
-    want, last = loss_curve(8, types, per_call)
-    for devices in (4, 1):
-        losses, state = loss_curve(devices, types, per_call)
-        np.testing.assert_allclose(losses, want, rtol=1e-5)
-        np.testing.assert_allclose(state.params["a"], last.params["a"], rtol=1e-4, atol=1e-6)
-        assert int(state.global_step) == int(last.global_step) == 6
-
-
 def test_max_rows_matches_num_microbatches():
     def loss(params, model_state, x, rng):
         noise = jax.random.normal(rng, x.shape)

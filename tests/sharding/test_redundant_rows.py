@@ -73,39 +73,6 @@ def test_a_loss_that_shards_its_activations_gives_no_warning(caplog, mesh):
         assert not warnings(caplog, mesh, loss_fn=mapped)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_a_custom_step_that_shards_its_batch_gives_no_warning(caplog, steps_per_call):
-    mesh = jax.make_mesh((8,), ("examples",), axis_types=(AxisType.Auto,))
-    rows = NamedSharding(mesh, P("examples"))
-    optimizer = jstep.adam(0.1)
-
-    def updated(state, loss, grads):
-        return jstep.apply_gradients(state, grads, optimizer), {"loss": loss}
-
-    def constrained(state, x):
-        return updated(state, *jax.value_and_grad(loss_fn)(state.params, jax.lax.with_sharding_constraint(x, rows)))
-
-    def mapped(state, x):
-        def local(params, x):
-            return jax.tree.map(lambda v: jax.lax.pmean(v, "examples"), jax.value_and_grad(loss_fn)(params, x))
-
-        specs = {"in_specs": (P(), P("examples")), "out_specs": P(), "check_vma": False}
-        return updated(state, *jax.shard_map(local, mesh=mesh, **specs)(state.params, x))
-
-    def plain(state, x):
-        return updated(state, *jax.value_and_grad(loss_fn)(state.params, x))
-
-    for step, number in (constrained, 0), (mapped, 0), (plain, 1):
-        caplog.clear()
-        params = {"w": jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P()))}
-        state = jstep.TrainState.create(params, optimizer)
-        batches = jstep.batches(ROWS, 16, seed=0)
-        jstep.train(jax.jit(step), state, batches, 4, progress=False, steps_per_call=steps_per_call)
-        found = [one for one in caplog.records if "computes all rows" in one.getMessage()]
-        assert len(found) == number, step.__name__
-
-
 @pytest.mark.thorough(except_for=["auto"])
 def test_a_single_device_and_batches_without_rows_give_no_warning(caplog, mesh):
     assert not warnings(caplog, mesh, params={"w": jnp.ones((8, 8))})

@@ -56,20 +56,6 @@ def test_recorded_fingerprints_of_keys():
         assert texts(tree) == KNOWN[name]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "state"])
-def test_recorded_fingerprints_on_a_mesh(kind, name):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
-    whole = PartitionSpec()
-
-    def place(leaf):
-        spec = PartitionSpec("model", "data") if np.shape(leaf) in ((8, 16), (16, 8)) else whole
-        return jax.device_put(leaf, NamedSharding(mesh, spec))
-
-    assert texts(on_devices(golden_fingerprints.trees()[name], place)) == KNOWN[name]
-
-
 def test_a_first_fingerprint_compiles_a_program_for_each_shape(compilations):
     tree = {f"w{i}": jnp.ones((i % 2 + 2, 17)) for i in range(30)}
     with compilations() as seen:

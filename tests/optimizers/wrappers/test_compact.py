@@ -233,18 +233,6 @@ def test_rows_that_no_lookup_names_keep_their_bits(dtype):
         state = new
 
 
-def test_labels_have_compact_parts():
-    optimizer = jstep.partition(
-        {"a": jstep.compact(jstep.adamw(LR)), "b": jstep.momentum(LR, 0.9)},
-        lambda path, leaf: "a" if path == "w" else "b",
-    )
-    state = after(optimizer, create(optimizer))
-    assert {"a/m", "a/m/scale", "a/remainder", "b/momentum"} <= set(state.slots)
-    assert jstep.get_slot_names(state) == ["a/m", "a/v", "b/momentum"]
-    assert state.slots["a/remainder"]["b"] is None
-    assert jstep.get_slot(state, "a/m", "w").dtype == jnp.float32
-
-
 def test_frozen_leaves_need_no_remainder():
     optimizer = jstep.compact(jstep.partition({"a": jstep.adamw(LR)}, lambda path, leaf: "a" if path == "w" else None))
     state = after(optimizer, create(optimizer), 1)

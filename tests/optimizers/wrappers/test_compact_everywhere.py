@@ -51,12 +51,6 @@ def test_updates_are_nearly_those_of_float32_and_resume(name: str, tmp_path: Any
             assert np.mean(np.abs(found[key] - exact[key])) <= 0.05 * way + 1e-7, key
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_other_formats_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=REFUSED[name]):
-        jstep.compact(TABLE[name].make(1e-3))
-
-
 @pytest.mark.parametrize(
     ("make", "holds"),
     [

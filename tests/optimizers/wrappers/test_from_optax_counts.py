@@ -178,22 +178,3 @@ def test_a_rate_that_is_0_up_to_the_end(name: str, caplog: Any) -> None:
     jstep.train(jstep.minimize(loss, optimizer), state, lambda n: np.float32(1), 12, progress=False)
     found = [record.getMessage() for record in caplog.records if "learning rate is 0" in record.getMessage()]
     assert [line.split(" to the end")[0] for line in found] == [f"The learning rate is 0 from step {want}"] * bool(want)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
-def test_on_a_mesh_in_scans_and_lanes(axes: str) -> None:
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType[axes],))
-    optimizer = jstep.skip_nonfinite(sgd())
-    params = {"a": jnp.zeros(2), "aa": jnp.zeros(2)}
-    state = jstep.shard_state(jstep.TrainState.create(params, optimizer, global_step=5), mesh)
-    xs = jnp.ones((3, 8))
-
-    def mean_loss(params: Any, x: Any) -> Any:
-        return jnp.mean(x) * jnp.sum(params["a"])
-
-    for given in ({}, {"lanes": 8}):
-        step = jstep.scan_steps(jstep.minimize(mean_loss, optimizer, donate=False, **given))
-        batch = jax.device_put(xs, jax.NamedSharding(mesh, jax.P(None, "data")))
-        _, metrics = step(state, batch)
-        np.testing.assert_allclose(metrics["learning_rate"], [0.0, 0.1, 0.2], rtol=1e-6)
