@@ -131,7 +131,8 @@ def test_public_names_have_docstrings() -> None:
 
 
 def test_public_functions_have_a_runnable_example() -> None:
-    assert not [name for name in FUNCTIONS if ">>> " not in getattr(jstep, name).__doc__]
+    without = [name for name in FUNCTIONS if ">>> " not in getattr(jstep, name).__doc__]
+    assert not without, "add an Example with >>> to each docstring"
 
 
 def test_the_version_is_the_same_everywhere() -> None:

@@ -144,7 +144,7 @@ def test_what_wrong_numbers_are_told(name: str, make: Any, tmp_path: pathlib.Pat
     }
     rows = kinds()
     own = {(row, parameter) for row, names in rows.items() for parameter in names if parameter.startswith(f"{name}.")}
-    assert told == own
+    assert told == own, "list each parameter below the row of its message in tests/bad_input/ranges.txt"
 
 
 def test_the_table_names_what_there_is() -> None:

@@ -1,6 +1,7 @@
 """The `repr` of an optimizer is what one would type."""
 
 import copy
+import re
 
 import cloudpickle
 import jax
@@ -60,6 +61,14 @@ def test_every_function_that_makes_an_optimizer_or_a_schedule_is_remembered() ->
     makers = [name for name, fn in NAMES.items() if _returns(fn) in ("Optimizer", "Schedule")]
     assert {"adam", "chain", "from_optax", "leafwise", "cosine_decay", "times"} <= set(makers)
     assert not [name for name in makers if not hasattr(NAMES[name], "__wrapped__")]
+
+
+def test_every_optimizer_has_an_entry() -> None:
+    """Blocks that need further ones, and functions that make an optimizer of others, have tests of their own."""
+    makers = {name for name, fn in NAMES.items() if _returns(fn) == "Optimizer"}
+    used = {word for entry in TABLE.values() for word in re.findall(r"\w+", repr(entry.make(0.125)))}
+    others = {"compact", "from_direction", "leafwise", "rprop", "scale_by_trust_ratio"}
+    assert makers - used == others, "add one line for each to tests/optimizer_entries/modern.py"
 
 
 def _returns(function: object) -> str:

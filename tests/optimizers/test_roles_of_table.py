@@ -59,7 +59,8 @@ def _text(value: Any) -> str:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_the_roles_of_slots(name: str) -> None:
-    assert roles_of(name) == json.loads(FILE.read_text(encoding="utf-8"))[name]
+    recorded = json.loads(FILE.read_text(encoding="utf-8")).get(name)
+    assert roles_of(name) == recorded, "run python tests/optimizers/test_roles_of_table.py, and review the difference"
 
 
 if __name__ == "__main__":
