@@ -24,7 +24,7 @@ from jstep import summary
 from jstep.checkpoint.manifest import RetainedSteps
 from jstep.checkpoint.retention import evictions
 from jstep.data.batches import Mixture
-from jstep.stores.timeline import NAME as TIMELINE
+from jstep.stores.timeline import TIMELINE_FILE as TIMELINE
 from jstep.stores.timeline import TIMES, Timeline
 from jstep.tools.cli import main as command
 

@@ -6,7 +6,7 @@
     train_step = jstep.minimize(loss_fn, optimizer)             # loss_fn(params, *batch) -> loss
     state = jstep.train(train_step, state, jstep.batches((x, y), 128), 10_000, checkpoint_dir="run", logdir="run")
 
-The training state is an immutable pytree. Its global step counts the updates applied; schedules, bias corrections,
+The training state is an immutable pytree. Its global step counts the steps completed; schedules, bias corrections,
 checkpoints, logs and the stop condition all read it. Training steps and optimizers are pure functions.
 
 Overview by topic; see `help(jstep.<name>)` for details.

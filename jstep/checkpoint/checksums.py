@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jstep.checkpoint.listing import UNUSED
-from jstep.checkpoint.manifest import NAME, CorruptedError, Manifest
+from jstep.checkpoint.manifest import MANIFEST_FILE, CorruptedError, Manifest
 from jstep.stores.files import may_be_file, sync_files
-from jstep.stores.objects import PendingOperation, TruncatedError, at_once
+from jstep.stores.objects import PendingOperation, TruncatedError, pipelined
 
 _logger = logging.getLogger("jstep")
 
@@ -39,7 +39,7 @@ def files_below(checkpoint: str) -> list[str]:
         for folder, _, names in os.walk(checkpoint)
         for name in names
     }
-    return sorted(paths - {NAME})
+    return sorted(paths - {MANIFEST_FILE})
 
 
 def records(checkpoint: str, paths: Iterable[str], threads: int = 2) -> dict[str, dict[str, Any]]:
@@ -139,7 +139,7 @@ def differences_of_objects(start_read: StartRead, expected: Mapping[str, Record]
                 stop = at + BLOCK if at + BLOCK < size else None  # the last read shows whether the object is longer
                 yield path, start_read(path, at, stop)
 
-    for path, pending in at_once(started(), _AT_ONCE):
+    for path, pending in pipelined(started(), _AT_ONCE):
         try:
             data = pending.read().data
         except TruncatedError:

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 from jstep.checkpoint import checksums, listing
 from jstep.checkpoint.claims import FileClaim
 from jstep.checkpoint.contents import Contents, OrbaxContents
-from jstep.checkpoint.manifest import NAME, Manifest, encode
+from jstep.checkpoint.manifest import MANIFEST_FILE, Manifest, encode
 from jstep.checkpoint.retention import evict
 from jstep.checkpoint.store import Commit, Store
 from jstep.checkpoint.writes import IN_FLIGHT, Write
-from jstep.core.checks import size
+from jstep.core.checks import format_bytes
 from jstep.stores.files import make_folders, new_file, sync_folder
 from jstep.stores.objects import ABSENT, ReadResult
 
@@ -36,6 +36,8 @@ _FULL = {
 
 
 class DirectoryStore(Store):
+    """Checkpoints in a directory."""
+
     def __init__(self, directory: str, prefix: str | None) -> None:
         super().__init__(directory, prefix)
         self._is_cleaned = False
@@ -60,7 +62,7 @@ class DirectoryStore(Store):
                 return
 
     def at(self, prefix: str, step: int) -> str | None:
-        return listing.find_complete(self.path(listing.name(prefix, step)))
+        return listing.find_complete(self.path(listing.format_name(prefix, step)))
 
     def broken(self, prefix: str, above: int) -> list[tuple[str, str]]:
         """See `Store.broken`.
@@ -74,14 +76,18 @@ class DirectoryStore(Store):
             if step <= above or not is_final:
                 continue
             complete, lacks = listing.look(path)
-            if complete is not None or (lacks == NAME and not listing.has_data(path)) or not os.path.lexists(path):
+            if (
+                complete is not None
+                or (lacks == MANIFEST_FILE and not listing.has_data(path))
+                or not os.path.lexists(path)
+            ):
                 continue
-            if lacks == NAME and not listing.OF_ORBAX & set(listing.list_names(path)):
+            if lacks == MANIFEST_FILE and not listing.OF_ORBAX & set(listing.list_names(path)):
                 _logger.warning(
                     "%s is ignored: it has no %s, so its save to a bucket was interrupted, or its copy was; in the "
                     "latter case, copy it again",
                     path,
-                    NAME,
+                    MANIFEST_FILE,
                 )
             else:
                 problems.append((path, f"{lacks} is missing"))
@@ -161,7 +167,7 @@ class DirectoryStore(Store):
         # A cleaner of old files may remove some while they are written; the rest would look like a checkpoint.
         if lost := _lost(lambda: orbax_arrays.missing(temporary, manifest)):
             raise OSError(errno.ENOENT, f"{lost}: files were removed while they were written", temporary)
-        with new_file(os.path.join(temporary, NAME)) as file:
+        with new_file(os.path.join(temporary, MANIFEST_FILE)) as file:
             file.write(encode(manifest))
         # Orbax checks only the name of this file, which is flushed with the folder.
         with open(os.path.join(temporary, listing.COMMITTED), "xb") as file:
@@ -176,7 +182,7 @@ class DirectoryStore(Store):
         sync_folder(temporary)
         os.rename(temporary, final)
         try:
-            files = [NAME, *manifest.files]
+            files = [MANIFEST_FILE, *manifest.files]
             lacks = next((file for file in files if not os.path.isfile(os.path.join(final, file))), None)
             if lacks is not None:  # another process is removing the folder, and continued after the rename
                 what = f"{lacks} was removed while the checkpoint was written"
@@ -199,11 +205,11 @@ class DirectoryStore(Store):
                 raise
             free = "free space unknown"
             with contextlib.suppress(OSError):
-                free = f"{size(shutil.disk_usage(self.directory).free)} free"
+                free = f"{format_bytes(shutil.disk_usage(self.directory).free)} free"
             raise OSError(
                 code,
-                f"{_FULL[code][0]} ({size(self._bytes)} needed, {free}: {os.strerror(code)}); make room, or keep fewer "
-                "checkpoints by max_to_keep",
+                f"{_FULL[code][0]} ({format_bytes(self._bytes)} needed, {free}: {os.strerror(code)}); make room, or "
+                "keep fewer checkpoints by max_to_keep",
             ) from error
 
     def abandon(self, path: str) -> None:

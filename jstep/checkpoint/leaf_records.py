@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Recorded
 from jstep.core import device_values, selection, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import kind
+from jstep.core.checks import describe_type
 from jstep.slots import compact_numbers
 from jstep.slots.roles import Role, roles_in
 from jstep.state.fingerprints import as_hexadecimal, leaf_key, stacked_words, start_fingerprints
@@ -104,12 +104,12 @@ def _with_value(leaf: object, path: str) -> Any:
                 "must be sharded over all of them, for example by jstep.shard_state(state, mesh, param_specs)"
             )
         return leaf
-    if trees.is_number(leaf):
+    if trees.is_python_number(leaf):
         return device_values.number(leaf, f"state: {path!r}")
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufcV" and leaf.dtype.names is None:
         # A copy, because the caller may modify the array while it is being saved, in native byte order.
         return np.array(leaf, leaf.dtype.newbyteorder("="))
-    what = kind(leaf) if isinstance(leaf, np.ndarray | np.generic) else type(leaf).__name__
+    what = describe_type(leaf) if isinstance(leaf, np.ndarray | np.generic) else type(leaf).__name__
     raise TypeError(
         f"state: {path!r} is {what}, which is not an array of numbers, a key or a number, and cannot be saved; "
         "pass it as extra, or remove it from the state"

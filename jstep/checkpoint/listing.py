@@ -6,12 +6,10 @@ import os
 import re
 from collections.abc import Iterable
 
-from jstep.checkpoint.manifest import NAME, CheckpointError, Manifest, decode
+from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, decode
 from jstep.stores.files import is_absent, may_be_file
 
-# Listing of checkpoints: their names and manifests, and which of them are complete.
-#
-# In a directory each is a folder. Below a URL they are objects with these keys:
+# In a directory each checkpoint is a folder. Below a URL they are objects with these keys:
 #
 #     model-7/manifest.json               the checkpoint exists when this does
 #     model-7/data.1795172888-1f0e2d3c/   the objects of one attempt to save it
@@ -20,7 +18,7 @@ from jstep.stores.files import is_absent, may_be_file
 
 
 def read_manifest(checkpoint: str) -> Manifest:
-    path = os.path.join(checkpoint, NAME)
+    path = os.path.join(checkpoint, MANIFEST_FILE)
     with open(path, "rb") as file:
         return decode_manifest(file.read(), path)
 
@@ -51,7 +49,7 @@ _STEP = "(0|[1-9][0-9]*)"
 _logger = logging.getLogger("jstep")
 
 
-def name(prefix: str, step: int) -> str:
+def format_name(prefix: str, step: int) -> str:
     return f"{prefix}-{step}"
 
 
@@ -86,7 +84,7 @@ def list_names(directory: str) -> list[str]:
 
 def find_complete(final: str) -> str | None:
     there, lacks = look(final)
-    if lacks not in (None, NAME):
+    if lacks not in (None, MANIFEST_FILE):
         _logger.warning("%s is ignored: it is incomplete, %s is missing", final, lacks)
     return there
 
@@ -94,7 +92,7 @@ def find_complete(final: str) -> str | None:
 def look(final: str) -> tuple[str | None, str | None]:
     """Return the path of a complete checkpoint, or None and its first missing file."""
     # Saving a step again renames its old checkpoint before the new one gets the name.
-    lacks: str | None = NAME
+    lacks: str | None = MANIFEST_FILE
     for path in (final, final + REPLACED, final):
         lacks = missing(path)
         if lacks is None:
@@ -109,10 +107,10 @@ def missing(path: str) -> str | None:
     except CheckpointError:
         # A corrupted manifest counts as present: restoring raises an error, while skipping it would silently return to
         # an older step. Without any other file of ours, it belongs to another program.
-        return None if has_data(path) else NAME
+        return None if has_data(path) else MANIFEST_FILE
     except OSError as error:
         # An unreadable file (permissions) counts as present, too: it may be intact, and reading it raises the reason.
-        return NAME if is_absent(error) else None
+        return MANIFEST_FILE if is_absent(error) else None
     files = manifest.files.keys() - UNUSED
     return next((file for file in sorted(files) if not may_be_file(os.path.join(path, file))), None)
 
@@ -130,7 +128,7 @@ def is_remains(path: str) -> bool:
     if os.path.islink(path) or not os.path.isdir(path):
         return False
     entries = set(list_names(path))
-    return not entries or bool(entries & {NAME, *OF_ORBAX})
+    return not entries or bool(entries & {MANIFEST_FILE, *OF_ORBAX})
 
 
 _KEY = re.compile(r"(?P<name>(?P<prefix>[^/]+)-(?P<step>0|[1-9][0-9]*))/(?P<rest>.+)", re.DOTALL)
@@ -149,6 +147,8 @@ def is_old(attempt: str, now: float) -> bool:
 
 
 class Checkpoints:
+    """The checkpoints and attempts among the keys of objects."""
+
     def __init__(self, keys: Iterable[str], prefix: str | None) -> None:
         self.committed: dict[str, int] = {}
         """Name of the checkpoint → its step."""
@@ -159,7 +159,7 @@ class Checkpoints:
             if match is None or (prefix is not None and match["prefix"] != prefix):
                 continue
             attempt, _, below = match["rest"].partition("/")
-            if match["rest"] == NAME:
+            if match["rest"] == MANIFEST_FILE:
                 self.committed[match["name"]] = int(match["step"])
             elif below and is_attempt(attempt):
                 self.attempts.setdefault(match["name"], {}).setdefault(attempt, []).append(key)

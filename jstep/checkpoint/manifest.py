@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jstep.core.checks import format_value
 from jstep.core.exceptions import Picklable
 
-NAME = "manifest.json"
+MANIFEST_FILE = "manifest.json"
 FORMAT = 1
 _LARGEST = 2**58  # elements of any dtype that NumPy can index, even if an axis has none
 _DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the stack may be deep already
@@ -183,7 +183,7 @@ class Manifest:
         data: The folder with the files of a checkpoint written to a bucket; None if they are next to the manifest.
         left_out: Leaves that a target must provide.
         finite: Whether all parameters are finite, or were not when the run began; True if it was not recorded.
-        passing: Whether it is temporary: the next save replaces it, and no limit counts it.
+        temporary: Whether it is temporary: the next save replaces it, and no limit counts it.
     """
 
     step: int
@@ -197,7 +197,7 @@ class Manifest:
     data: str | None = None
     left_out: tuple[LeftOut, ...] = ()
     finite: bool = True
-    passing: bool = False
+    temporary: bool = False
 
     @property
     def is_packed(self) -> bool:
@@ -221,7 +221,9 @@ def encode(manifest: Manifest) -> bytes:
         "retention": {"kept": sorted(manifest.retention.steps), "since": manifest.retention.since},
         "finite": manifest.finite,
     }
-    head |= ({"passing": True} if manifest.passing else {}) | ({} if manifest.data is None else {"data": manifest.data})
+    head |= ({"passing": True} if manifest.temporary else {}) | (
+        {} if manifest.data is None else {"data": manifest.data}
+    )
     lines = [f' "{name}": {json.dumps(value)}' for name, value in head.items()]
     leaves = ",\n".join(f"  {json.dumps(leaf.to_json())}" for leaf in manifest.leaves)
     files = ",\n".join(f"  {json.dumps(path)}: {json.dumps(record)}" for path, record in manifest.files.items())

@@ -14,13 +14,11 @@ from jstep.checkpoint.leaf_records import GLOBAL_STEP, PARAMS, SLOTS, Keys
 from jstep.checkpoint.manifest import Leaf, LeftOut, Manifest
 from jstep.core import selection, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import array_type, format_value, kind, listing
+from jstep.core.checks import array_type, describe_type, format_items, format_value
 from jstep.core.placement import is_of_host, on_devices, place_anywhere, target_sharding
 from jstep.slots import compact_numbers
 from jstep.slots.roles import COPIES, Role, Roles, roles_in
 from jstep.state.slots import owners
-
-# Matching of the leaves of a target to the leaves of a checkpoint.
 
 _NAMED = 5  # entries of params named in a message
 
@@ -217,10 +215,10 @@ def check(result: CheckpointMatch, manifest: Manifest, partial: bool, where: str
     if result.wanted and all(wanted.source is None for wanted in result.wanted):
         raise ValueError(
             f"target has nothing in common with {where}"
-            + listing("differing", [want.problem for want in result.wanted if want.problem])
-            + listing("target has", [repr(wanted.path) for wanted in result.wanted])
-            + listing("the checkpoint has", [repr(leaf.path) for leaf in manifest.leaves])
-            + listing("left out of it", [repr(leaf.path) for leaf in manifest.left_out])
+            + format_items("differing", [want.problem for want in result.wanted if want.problem])
+            + format_items("target has", [repr(wanted.path) for wanted in result.wanted])
+            + format_items("the checkpoint has", [repr(leaf.path) for leaf in manifest.leaves])
+            + format_items("left out of it", [repr(leaf.path) for leaf in manifest.left_out])
         )
     if any(wanted.path == GLOBAL_STEP and wanted.source is None for wanted in result.wanted):
         raise ValueError(
@@ -234,9 +232,9 @@ def check(result: CheckpointMatch, manifest: Manifest, partial: bool, where: str
     if without:
         raise ValueError(
             f"target: some leaves were left out of {where} by Saver(leave_out=…), so target must have their values, "
-            f"which has only shapes, or arrays that were donated{listing('without values', without)}. Pass the values "
-            "that the run started with, such as the pretrained parameters, or restore the other parameters alone: "
-            "restore_params takes a part of them."
+            f"which has only shapes, or arrays that were donated{format_items('without values', without)}. Pass the "
+            "values that the run started with, such as the pretrained parameters, or restore the other parameters "
+            "alone: restore_params takes a part of them."
         )
 
 
@@ -268,7 +266,9 @@ def _renamed(names: Names | None, target: Tree, saved: set[str], where: str) -> 
         renamed = {path: other for path, other in renamed.items() if other is not None}
     for path, other in renamed.items():
         if not isinstance(other, str):
-            raise TypeError(f"names: for {path!r} it has {format_value(other)}: must be a path, got {kind(other)}")
+            raise TypeError(
+                f"names: for {path!r} it has {format_value(other)}: must be a path, got {describe_type(other)}"
+            )
         # A function that returns a path unchanged does not imply that the checkpoint has it.
         if other not in saved and (other != path or isinstance(names, Mapping)):
             raise ValueError(

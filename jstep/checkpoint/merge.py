@@ -21,7 +21,7 @@ from jstep.checkpoint.reading import CORRUPTED, CheckpointReader, short
 from jstep.checkpoint.store import Store
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_int, format_list, format_value, kind
+from jstep.core.checks import as_int, describe_type, format_list, format_value
 from jstep.optimizers.averages import as_average_names
 from jstep.state.train_state import MODEL_STATE, TrainState
 
@@ -53,7 +53,9 @@ def decay_weights(steps: Sequence[int], decay: object) -> list[float]:
     elif isinstance(decay, str):
         raise ValueError(f"decay={decay!r}: must be one of {', '.join(map(repr, CURVES))}, or a schedule of the step")
     else:
-        raise TypeError(f"decay={format_value(decay)}: must be a name or a schedule of the step, got {kind(decay)}")
+        raise TypeError(
+            f"decay={format_value(decay)}: must be a name or a schedule of the step, got {describe_type(decay)}"
+        )
     curve = [1.0, *values, 0.0]
     for (a, b), before, value in zip(pairs, curve, values, strict=False):
         if not value <= before + _RISE or value < 0:
@@ -152,11 +154,11 @@ def merge_checkpoints(
 def steps_to_merge(store: Store, prefix: str, steps: Any) -> list[int]:
     there = dict(store.newest_first(prefix))
     if steps is None:
-        chosen = [step for step, path in there.items() if not store.manifest(path).passing]
+        chosen = [step for step, path in there.items() if not store.manifest(path).temporary]
         if broken := store.broken(prefix, max(there, default=-1)):
             raise CheckpointError(f"{broken[0][0]} {CORRUPTED}: {broken[0][1]}; give steps= to leave it out")
     elif isinstance(steps, str) or not isinstance(steps, Iterable):
-        raise TypeError(f"steps={format_value(steps)}: must be integers, got {kind(steps)}")
+        raise TypeError(f"steps={format_value(steps)}: must be integers, got {describe_type(steps)}")
     else:
         chosen = [as_int(step, "steps", 0) for step in steps]
     if twice := sorted(step for step, count in Counter(chosen).items() if count > 1):

@@ -13,7 +13,7 @@ from jstep.checkpoint.store import Store
 from jstep.core.checks import as_int, as_number, as_string, format_value
 from jstep.stores.urls import absolute, is_url, location
 
-_LONGEST = 180  # file names have at most 255 bytes; the step and temporary suffixes take some of them
+_MAX_LENGTH = 180  # file names have at most 255 bytes; the step and temporary suffixes take some of them
 
 
 def checkpoint_name(prefix: str, step: int) -> str:
@@ -28,7 +28,7 @@ def checkpoint_name(prefix: str, step: int) -> str:
         >>> jstep.checkpoint_name("my-model", 1000)
         'my-model-1000'
     """
-    return listing.name(as_prefix(prefix), as_int(step, "step", 0))
+    return listing.format_name(as_prefix(prefix), as_int(step, "step", 0))
 
 
 def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = None) -> str | None:
@@ -114,7 +114,7 @@ def _newest_kept(store: Store, prefix: str, above: int) -> int:
         if step <= above:
             break
         with contextlib.suppress(CheckpointError, OSError):  # it was replaced meanwhile
-            if not store.manifest(path).passing:
+            if not store.manifest(path).temporary:
                 return step
     return _WAIT
 
@@ -171,8 +171,8 @@ def as_prefix(prefix: object) -> str:
         raise ValueError(f"prefix={text!r}: must be {hint}; pass directories as `directory`")
     if not is_utf8(text):
         raise ValueError(f"prefix={text!r}: must be encodable as UTF-8")
-    if (length := len(text.encode())) > _LONGEST:
+    if (length := len(text.encode())) > _MAX_LENGTH:
         raise ValueError(
-            f"prefix={format_value(text)}: must be at most {_LONGEST} bytes, got {length}; file systems refuse it"
+            f"prefix={format_value(text)}: must be at most {_MAX_LENGTH} bytes, got {length}; file systems refuse it"
         )
     return text

@@ -18,11 +18,11 @@ import jax
 
 from jstep.checkpoint import checksums, claims, listing, packs
 from jstep.checkpoint.contents import Contents, OrbaxContents
-from jstep.checkpoint.manifest import NAME, CheckpointError, Manifest, decode, encode
+from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, decode, encode
 from jstep.checkpoint.store import Commit, Files, Store
 from jstep.checkpoint.writes import Write
 from jstep.distributed import processes
-from jstep.stores.objects import STARTING, Directory, PendingOperation, at_once, spec
+from jstep.stores.objects import START_TIMEOUT_SECS, Directory, PendingOperation, pipelined, spec
 from jstep.stores.urls import parts_of_url
 
 HURRIED = 5.0
@@ -33,6 +33,8 @@ _logger = logging.getLogger("jstep")
 
 
 class ObjectStore(Store):
+    """Checkpoints below a URL."""
+
     poll_secs = 10.0  # each poll is a request
     _claim: claims.ObjectClaim | None = None
 
@@ -61,12 +63,12 @@ class ObjectStore(Store):
             yield step, self.path(name)
 
     def at(self, prefix: str, step: int) -> str | None:
-        name = listing.name(prefix, step)
-        return None if self._objects.read(f"{name}/{NAME}").data is None else self.path(name)
+        name = listing.format_name(prefix, step)
+        return None if self._objects.read(f"{name}/{MANIFEST_FILE}").data is None else self.path(name)
 
     def manifest(self, path: str) -> Manifest:
-        url = f"{path}/{NAME}"
-        result = self._objects.read(f"{self._name(path)}/{NAME}")
+        url = f"{path}/{MANIFEST_FILE}"
+        result = self._objects.read(f"{self._name(path)}/{MANIFEST_FILE}")
         if result.data is None:
             raise FileNotFoundError(f"{url}: there is no such object; the checkpoint was deleted")
         manifest = listing.decode_manifest(result.data, url)
@@ -95,8 +97,8 @@ class ObjectStore(Store):
         return OrbaxContents(path, manifest, start_read, differences, read_arrays)
 
     def lock(self) -> claims.ObjectClaim:
-        """Read, list and write once, within `STARTING` seconds."""
-        with self._objects.within(STARTING):
+        """Read, list and write once, within `START_TIMEOUT_SECS` seconds."""
+        with self._objects.within(START_TIMEOUT_SECS):
             self._objects.mark(f"{self._prefix}-")
             claim = claims.ObjectClaim(self._objects, self._prefix)
             try:
@@ -133,7 +135,7 @@ class ObjectStore(Store):
 
     def _publish(self, name: str, attempt: str, before: bytes, manifest: Manifest) -> list[str]:
         """Write the manifest, if the claim holds and no other writer has written one meanwhile."""
-        key, data = f"{name}/{NAME}", encode(dataclasses.replace(manifest, data=attempt))
+        key, data = f"{name}/{MANIFEST_FILE}", encode(dataclasses.replace(manifest, data=attempt))
         if self._claim is not None:
             self._claim.check()
         stamp = self._objects.write_if(key, data, before)
@@ -160,7 +162,7 @@ class ObjectStore(Store):
             if name == new:  # a reader may still read the replaced objects
                 victims = [folder for folder in (old if name in listed.committed else attempts) if folder != attempt]
             elif name not in listed.committed:  # lists are unreliable: only a read shows that it has no manifest
-                victims = list(attempts) if self._objects.read(f"{name}/{NAME}").data is None else []
+                victims = list(attempts) if self._objects.read(f"{name}/{MANIFEST_FILE}").data is None else []
             elif old and len(attempts) > 1:  # all but the attempt of the existing checkpoint
                 data = self.manifest(self.path(name)).data
                 victims = [folder for folder in old if folder != data]
@@ -186,7 +188,7 @@ class ObjectStore(Store):
         if self._forbidden and self._listed is not None:
             return []  # trying again at each save, for more and more checkpoints, would be useless
         name = self._name(path)
-        key = f"{name}/{NAME}"
+        key = f"{name}/{MANIFEST_FILE}"
         listed = self._list(name.rpartition("-")[0])
         there = self._objects.read(key)
         if there.data is None or not self._objects.delete(key, there.stamp):
@@ -197,7 +199,7 @@ class ObjectStore(Store):
         return sorted(ours)
 
     def erase(self, remains: Sequence[str]) -> None:
-        for _, pending in at_once(((key, self._objects.start_delete(key)) for key in remains), _AT_ONCE):
+        for _, pending in pipelined(((key, self._objects.start_delete(key)) for key in remains), _AT_ONCE):
             pending.result()
 
     def log_undeleted(self, path: str, error: Exception) -> None:
@@ -229,7 +231,7 @@ _OUTCOME_TIMEOUT = 1800.0
 """Seconds that the others wait for the outcome while the first process is alive: it may have much more to write."""
 _SILENT = 60.0
 """Seconds without a heartbeat of the first process after which the others give up."""
-_OTHERS = 120.0
+_PEER_SECS = 120.0
 """Seconds that processes wait for each other without heartbeats, plus ten times the time of their own part."""
 
 
@@ -256,7 +258,7 @@ class ObjectSave:
         index = jax.process_index()
         is_first = index == 0
         try:
-            before = self.objects.read(f"{self.name}/{NAME}").stamp if is_first else b""
+            before = self.objects.read(f"{self.name}/{MANIFEST_FILE}").stamp if is_first else b""
             began = time.monotonic()
             part = packs.write(self.objects, self.folder, index, self.blocks, self.compress)
             self.objects.write(f"{self.folder}/part.{index}.json", part)
@@ -270,7 +272,7 @@ class ObjectSave:
         else:
             data = self._polled(
                 f"{self.folder}/{OUTCOME}",
-                self._silence(_OTHERS + 10 * (time.monotonic() - began)),
+                self._silence(_PEER_SECS + 10 * (time.monotonic() - began)),
                 "the first process has not reported the outcome",
             )
             if failed := json.loads(data)["failed"]:
@@ -278,7 +280,7 @@ class ObjectSave:
 
     def _parts(self, own: bytes, took: float) -> dict[str, dict[str, Any]]:
         files: dict[str, dict[str, Any]] = {}
-        until = time.monotonic() + _OTHERS + 10 * took
+        until = time.monotonic() + _PEER_SECS + 10 * took
         for index in range(jax.process_count()):
             key = f"part.{index}.json"
             late = f"process {index} has not written"

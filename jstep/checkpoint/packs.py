@@ -17,7 +17,7 @@ from jstep.checkpoint.leaf_records import shape_and_dtype
 from jstep.checkpoint.manifest import CorruptedError, Manifest
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import ShardBounds, lengths, local_parts, place
-from jstep.stores.objects import Objects, PendingOperation, TruncatedError, at_once
+from jstep.stores.objects import Objects, PendingOperation, TruncatedError, pipelined
 from jstep.stores.tagged_json import LargeBytes
 
 # Splitting of arrays into blocks, and packing of blocks into a few large objects with an index of their positions.
@@ -34,7 +34,7 @@ from jstep.stores.tagged_json import LargeBytes
 FILE = "file"
 """The dtype of a block that holds bytes of a file saved with the arrays, such as a position."""
 Box = tuple[slice, ...]
-_For = TypeVar("_For")
+_Tag = TypeVar("_Tag")
 
 
 class Block(NamedTuple):
@@ -87,18 +87,18 @@ def file_blocks(files: Mapping[str, LargeBytes]) -> Iterator[Block]:
         content.written()
 
 
-def boxes(shape: tuple[int, ...], itemsize: int, most: int) -> Iterator[Box]:
-    """Yield boxes of a shape in C order, of at most `most` bytes, enough for one element."""
+def boxes(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> Iterator[Box]:
+    """Yield boxes of a shape in C order, of at most `max_bytes` bytes, enough for one element."""
     whole = tuple(slice(0, size) for size in shape)
-    if math.prod(shape) * itemsize <= most:
+    if math.prod(shape) * itemsize <= max_bytes:
         yield whole
         return
     axis = next(i for i, size in enumerate(shape) if size > 1)
     row = math.prod(shape[axis + 1 :]) * itemsize
-    step = max(1, most // row)
+    step = max(1, max_bytes // row)
     for start in range(0, shape[axis], step):
         part = slice(start, min(start + step, shape[axis]))
-        for rest in boxes(shape[axis + 1 :], itemsize, most):  # one row at a time is split further
+        for rest in boxes(shape[axis + 1 :], itemsize, max_bytes):  # one row at a time is split further
             yield (*whole[:axis], part, *rest)
 
 
@@ -166,7 +166,7 @@ def write(objects: Objects, folder: str, process: int, blocks: Iterable[Block], 
                 offset += len(body)
             yield (name, len(data)), objects.start_write(f"{folder}/{name}", data)
 
-    for (name, nbytes), pending in at_once(started(), _AT_ONCE):
+    for (name, nbytes), pending in pipelined(started(), _AT_ONCE):
         packs[name] = {"bytes": nbytes, "stamp": pending.stamp().hex()}
     return json.dumps({"packs": packs, "blocks": stored}).encode()
 
@@ -352,10 +352,12 @@ def _check(
     return {name: (kinds[name][0], jnp.dtype(kinds[name][1])) for name in names}
 
 
-def _read(started: Iterable[tuple[_For, Any]], use: Callable[[_For, bytes], None], most: int = _READ_AT_ONCE) -> None:
+def _read(
+    started: Iterable[tuple[_Tag, Any]], use: Callable[[_Tag, bytes], None], max_in_flight: int = _READ_AT_ONCE
+) -> None:
     """Read objects, or ranges of them, concurrently; `use(item, bytes)` raises ValueError if they are corrupted."""
     problems: dict[str, None] = {}
-    for what, pending in at_once(started, most):
+    for what, pending in pipelined(started, max_in_flight):
         try:
             data = pending.read().data
             if data is None:

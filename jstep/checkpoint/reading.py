@@ -12,12 +12,12 @@ import numpy as np
 
 from jstep.checkpoint import leaf_records, match
 from jstep.checkpoint.leaf_records import GLOBAL_STEP, SLOTS, Keys
-from jstep.checkpoint.listing import misnaming_text, name
+from jstep.checkpoint.listing import format_name, misnaming_text
 from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Manifest, UnsupportedFormatError
 from jstep.checkpoint.store import Store
 from jstep.core import meshes, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import format_list, listing
+from jstep.core.checks import format_items, format_list
 from jstep.distributed import processes
 from jstep.slots.roles import AGES, COPIES, Role, Roles, roles_in
 from jstep.stores.urls import is_url
@@ -100,7 +100,7 @@ class CheckpointReader:
         path = processes.on_all_processes(lambda: self._store.at(self._prefix, step), "the checkpoint was not found")
         if processes.any_process(path is None):
             if requested is None:
-                raise _GoneError(self._store.path(name(self._prefix, step)))
+                raise _GoneError(self._store.path(format_name(self._prefix, step)))
             steps = sorted(step for step, _ in self._store.newest_first(self._prefix))
             raise FileNotFoundError(
                 f"step={step}: there is no complete checkpoint {self._prefix}-{step} in {self._store.directory}, "
@@ -178,7 +178,7 @@ class CheckpointReader:
                 "was saved%s. The values of target are used: unless this is intended, pass the parameters that the run "
                 "started with",
                 path,
-                listing("differing", [repr(leaf.path) for leaf in changed]),
+                format_items("differing", [repr(leaf.path) for leaf in changed]),
             )
         return values
 
@@ -202,9 +202,9 @@ class CheckpointReader:
         _logger.warning(
             "%s was restored in part%s%s%s",
             path,
-            listing("started as copies of what was restored", [repr(matched.wanted[i].path) for i in copies]),
-            listing("left unchanged in target", [repr(matched.wanted[i].path) for i in left]),
-            listing("not used from the checkpoint", [repr(name) for name in matched.unused]),
+            format_items("started as copies of what was restored", [repr(matched.wanted[i].path) for i in copies]),
+            format_items("left unchanged in target", [repr(matched.wanted[i].path) for i in left]),
+            format_items("not used from the checkpoint", [repr(name) for name in matched.unused]),
         )
         if stale := _stale_warning(target, values, [*left, *copies]):
             _logger.warning(stale)
@@ -307,14 +307,14 @@ def newest_in_words(store: Store, prefix: str) -> str:
     return f"the newest is {newest[1]}." if newest else "there are none yet."
 
 
-def condition(store: Store, path: str, step: int, most: int) -> tuple[str, int]:
-    """Return the condition of a checkpoint, and the bytes read; above `most`, none are verified."""
+def condition(store: Store, path: str, step: int, max_bytes: int) -> tuple[str, int]:
+    """Return the condition of a checkpoint, and the bytes read; above `max_bytes`, none are verified."""
     try:
         manifest = store.manifest(path)
         if manifest.step != step:
             return UNUSABLE, 0
         nbytes = sum(int(record["bytes"]) for record in manifest.files.values())
-        if nbytes > most:
+        if nbytes > max_bytes:
             return COMPLETE, 0
         return UNUSABLE if store.find_corruption(path, manifest) else INTACT, nbytes
     except FileNotFoundError:

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from jstep.checkpoint.listing import name
+from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, LeftOut, Manifest, RetainedSteps
 from jstep.checkpoint.store import Commit, Files, Store
-from jstep.core.checks import listing
+from jstep.core.checks import format_items
 
 _logger = logging.getLogger("jstep")
 
@@ -26,8 +26,8 @@ def evictions(
     """Return the checkpoints to delete after `new` was saved, and the new retention state.
 
     As in TF, a checkpoint that falls out of the last `max_to_keep` is kept permanently if more than `every_n_hours`
-    have passed since the previous permanent one. A long pause counts once: it does not make up for missing saves. The
-    new step, the highest one, and the highest finite one are never evicted.
+    have passed since the previous permanent one. A long pause counts once. The new step, the highest one, and
+    the highest finite one are never evicted.
     """
     for_good, since = (retained.steps & saved_at.keys()) - {new}, retained.since
     evictable = sorted(step for step in saved_at if step not in for_good)
@@ -90,45 +90,45 @@ class Retention:
         manifest: Manifest,
         left_out: Callable[[], tuple[LeftOut, ...]],
         flushes: Iterable[Callable[[], None]],
-        passing_secs: float | None = None,
-        told: Listener | None = None,
+        temporary_secs: float | None = None,
+        listener: Listener | None = None,
     ) -> Commit:
         """Return the commit of a save.
 
         Args:
             manifest: Still without files, retention and left-out leaves.
             flushes: Called before the checkpoint exists.
-            passing_secs: The checkpoint is temporary within this many seconds after the last permanent one.
-            told: Receives a permanent checkpoint, and is waited for before one is deleted.
+            temporary_secs: The checkpoint is temporary within this many seconds after the last permanent one.
+            listener: Receives a permanent checkpoint, and is waited for before one is deleted.
         """
         began, self.write_secs = time.monotonic(), None
 
         def end(files: Files, publish: Callable[[Manifest], Sequence[str]]) -> None:
             for flush in flushes:
                 flush()
-            victims, retained, is_passing = self._decide(manifest, passing_secs)
+            victims, retained, is_temporary = self._decide(manifest, temporary_secs)
             sealed = dataclasses.replace(
-                manifest, retention=retained, files=files, left_out=left_out(), passing=is_passing
+                manifest, retention=retained, files=files, left_out=left_out(), temporary=is_temporary
             )
             self._store.erase(publish(sealed))
             self._retained = retained
             self._complete.add(manifest.step)
             self._known[manifest.step] = _head(sealed)
-            self._replaces = is_passing
+            self._replaces = is_temporary
             self.write_secs = time.monotonic() - began
-            if told is not None and not is_passing:
-                told.saved(manifest.step, self._store.path(name(self._prefix, manifest.step)))
+            if listener is not None and not is_temporary:
+                listener.saved(manifest.step, self._store.path(format_name(self._prefix, manifest.step)))
             for path in victims:
-                if told is not None:
-                    told.wait(path)
+                if listener is not None:
+                    listener.wait(path)
                 evict(self._store, path)
 
         return Commit(manifest.saved_at, end)
 
-    def _decide(self, manifest: Manifest, passing_secs: float | None) -> tuple[list[str], RetainedSteps, bool]:
+    def _decide(self, manifest: Manifest, temporary_secs: float | None) -> tuple[list[str], RetainedSteps, bool]:
         """Return the paths to delete, the new retention state, and whether this checkpoint is temporary."""
         retained = self.load(leaf.path for leaf in manifest.leaves)
-        if self._max_to_keep is None and passing_secs is None and not self._replaces:
+        if self._max_to_keep is None and temporary_secs is None and not self._replaces:
             return [], retained, False
         paths = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._complete))
         self._known = {step: head for step, head in self._known.items() if step in paths}
@@ -137,14 +137,14 @@ class Retention:
         same = {manifest.step: paths.pop(manifest.step)} if manifest.step in paths else {}
         was_kept = self._kept_at(same) is not None
         kept_at = self._kept_at(paths)
-        is_passing = not was_kept and (
-            passing_secs is not None and kept_at is not None and 0 <= manifest.saved_at - kept_at < passing_secs
+        is_temporary = not was_kept and (
+            temporary_secs is not None and kept_at is not None and 0 <= manifest.saved_at - kept_at < temporary_secs
         )
         finite = self._newest_finite(paths, manifest)
-        passing = [step for step in paths if step in self._known and self._known[step].passing]
-        replaced = [paths.pop(step) for step in passing if step != finite]
-        if is_passing or self._max_to_keep is None:
-            return replaced, retained, is_passing
+        temporary = [step for step in paths if step in self._known and self._known[step].temporary]
+        replaced = [paths.pop(step) for step in temporary if step != finite]
+        if is_temporary or self._max_to_keep is None:
+            return replaced, retained, is_temporary
         self._complete = set(paths)
         times = {step: self._saved_at(step, path, retained) for step, path in paths.items()}
         times[manifest.step] = manifest.saved_at
@@ -154,7 +154,7 @@ class Retention:
             _logger.warning(
                 "step %d was saved, and there is %s: restoring resumes from the latter unless it is deleted",
                 manifest.step,
-                name(self._prefix, max(times)),
+                format_name(self._prefix, max(times)),
             )
         return [*replaced, *(paths[step] for step in victims)], retained, False
 
@@ -162,7 +162,7 @@ class Retention:
         """Return when the newest permanent checkpoint was saved, if known."""
         for step in sorted(paths, reverse=True):
             manifest = self._manifest(step, paths[step])
-            if manifest is None or not manifest.passing:
+            if manifest is None or not manifest.temporary:
                 return None if manifest is None else manifest.saved_at
         return None
 
@@ -201,8 +201,8 @@ class Retention:
                     "%s left out leaves that the next checkpoint contains, because leave_out changed%s. To leave them "
                     "out again, pass the same leave_out; with train, "
                     "checkpoint_dir=jstep.Saver(directory, leave_out=…)",
-                    name(self._prefix, newest.step),
-                    listing("saved again", again),
+                    format_name(self._prefix, newest.step),
+                    format_items("saved again", again),
                 )
         return self._retained
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jstep.checkpoint import names as naming
 from jstep.checkpoint.leaf_records import PARAMS, leaves_with_keys, left_out_indices, start_leaf_fingerprints, to_stored
-from jstep.checkpoint.listing import name
+from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, Extra, Manifest, json_copy
 from jstep.checkpoint.match import Names
 from jstep.checkpoint.open_store import open_store
@@ -23,7 +23,7 @@ from jstep.checkpoint.reading import CheckpointReader, newest_in_words, short
 from jstep.checkpoint.retention import Listener, Retention
 from jstep.core import exceptions, meshes, placement, trees
 from jstep.core.annotations import T, Tree
-from jstep.core.checks import as_bool, as_function, as_int, as_number, kind
+from jstep.core.checks import as_bool, as_function, as_int, as_number, describe_type
 from jstep.core.selection import VarList, check_form
 from jstep.distributed import processes
 from jstep.optimizers.averages import as_average_names
@@ -127,8 +127,8 @@ class Saver:
         self._failure: Exception | None = None
         self._flushes: list[Callable[[], None]] = []
         self._finite: bool | None = None
-        self._passing_secs: float | None = None
-        self._told: Listener | None = None
+        self._temporary_secs: float | None = None
+        self._listener: Listener | None = None
         self._reader = CheckpointReader(self._store, self.prefix, as_bool(verify, "verify"))
         self._lock = threading.RLock()
         self._closed = False
@@ -140,7 +140,7 @@ class Saver:
         `save` does this automatically; long runs call it before their first step. A second call costs almost nothing.
 
         Args:
-            state: The state to save later, or its shapes, to check `leave_out` before the first save: a warning is
+            state: The state to save later, or its shapes, to check `leave_out`: a warning is
                 logged if it selects fewer leaves than the newest checkpoint left out.
 
         Raises:
@@ -218,8 +218,8 @@ class Saver:
     ) -> Any:
         """Restore a checkpoint.
 
-        Leaves that `leave_out` left out of the checkpoint keep the values of target; if these differ from the values
-        at the time of the save, a warning is logged.
+        Leaves that `leave_out` left out of the checkpoint keep the values of target; if these have changed since the
+        save, a warning is logged.
 
         Args:
             target: A tree of arrays or of `jax.ShapeDtypeStruct` (from `jax.eval_shape`) that gives structure, shapes,
@@ -230,11 +230,10 @@ class Saver:
             partial: Whether to restore only what fits. The other leaves of target, which must then have values, are
                 kept. A slot that begins as a copy of the parameters (`master_weights`, `lookahead`, averages, ...)
                 begins as a copy of the restored ones if the checkpoint lacks it; `target` must be a `TrainState`, which
-                knows these slots. Leaves that were copied or kept, and arrays that were not used, are logged as a
-                warning.
-            use_averages: Whether to restore the moving averages of params in place of params, for evaluation, in the
-                dtype of params. A string names their slot; a list names several slots, which have averages of different
-                leaves.
+                knows these slots. A warning lists leaves that were copied or kept, and
+                unused arrays.
+            use_averages: Whether to restore the moving averages of params in place of params, in their dtype, for
+                evaluation. A string names their slot; a list names slots with averages of different leaves.
             names: Leaves that have another path in the checkpoint: a mapping from paths of target
                 (`"params/dense/kernel"`, `"slots/m/dense/kernel"`) to paths in the checkpoint, or a function from one
                 to the other. Leaves that are not mentioned, or for which it returns None, have the same path.
@@ -298,8 +297,8 @@ class Saver:
         """
         if target_params is None or isinstance(target_params, TrainState):
             raise TypeError(
-                f"target_params: must be a tree of parameters, got {kind(target_params)}; pass state.params, or shapes "
-                "from jax.eval_shape. restore(None) returns a checkpoint without a target"
+                f"target_params: must be a tree of parameters, got {describe_type(target_params)}; pass state.params, "
+                "or shapes from jax.eval_shape. restore(None) returns a checkpoint without a target"
             )
         step, averages = _step_or_none(step), as_average_names(use_averages)
         with self._between_saves():
@@ -322,7 +321,7 @@ class Saver:
     def read_file(self, name: str, step: int) -> bytes:
         """Return the bytes of a file of a checkpoint to which its `extra` refers, as `{"$file": name}`.
 
-        Large arrays of positions and hooks are stored in such files. Any thread may call this, even during a save.
+        They hold large arrays of positions and hooks. Any thread may call this, even during a save.
 
         Raises:
             CheckpointError: The file is corrupted, or the checkpoint has no such file.
@@ -345,9 +344,9 @@ class Saver:
         with self._between_saves():
             self._reader.check_run(state, as_int(step, "step", 0))
 
-    def tell(self, told: "Listener | None") -> None:
+    def set_listener(self, listener: "Listener | None") -> None:
         """Notify a listener of each permanent checkpoint, from the next save on."""
-        self._told = told
+        self._listener = listener
 
     def delete(self, step: int) -> None:
         """Delete the checkpoint of a step, atomically.
@@ -364,11 +363,11 @@ class Saver:
             path = self._store.at(self.prefix, step)
             if processes.any_process(path is None):
                 raise FileNotFoundError(
-                    f"step={step}: there is no checkpoint {name(self.prefix, step)} in {self.directory}"
+                    f"step={step}: there is no checkpoint {format_name(self.prefix, step)} in {self.directory}"
                 )
             assert path is not None
-            if self._told is not None:
-                self._told.wait(path)
+            if self._listener is not None:
+                self._listener.wait(path)
             delete = functools.partial(self._retention.delete, step, path)
             problem = f"{path} was not deleted; see the error of process 0"
             # The other processes return when it is deleted.
@@ -437,20 +436,20 @@ class Saver:
             self._flushes.remove(flush)
 
     @contextlib.contextmanager
-    def knowing(self, finite: bool, passing_secs: float | None = None) -> Iterator[None]:
+    def knowing(self, finite: bool, temporary_secs: float | None = None) -> Iterator[None]:
         """A context for saves of parameters that the caller has checked for values that are not finite.
 
         Args:
             finite: Whether the checkpoint records them as finite. In a run, parameters that were not finite when it
                 began count as finite.
-            passing_secs: If saved within this many seconds of the last permanent checkpoint, the checkpoint is
+            temporary_secs: If saved within this many seconds of the last permanent checkpoint, the checkpoint is
                 temporary: the next save replaces it, and no limit counts it. None if it is permanent.
         """
-        self._finite, self._passing_secs = finite, passing_secs
+        self._finite, self._temporary_secs = finite, temporary_secs
         try:
             yield
         finally:
-            self._finite = self._passing_secs = None
+            self._finite = self._temporary_secs = None
 
     @property
     def write_secs(self) -> float | None:
@@ -515,7 +514,9 @@ class Saver:
         try:
             records = start_leaf_fingerprints([everything[i] for i in sorted(absent)])
             compress = is_worthwhile(arrays.values()) if self._compress is None else self._compress
-            commit = self._retention.commit_of(manifest, records, tuple(self._flushes), self._passing_secs, self._told)
+            commit = self._retention.commit_of(
+                manifest, records, tuple(self._flushes), self._temporary_secs, self._listener
+            )
             self._store.save(path, arrays, compress, commit, extra.files)
         except Exception as error:
             self._give_up(error)
@@ -577,9 +578,10 @@ def _step_of(state: Tree, requested: object = None) -> int:
     return number
 
 
-_ARRAYS = 64  # number of arrays to sample, of all sizes
-_SAMPLE = 1024  # bytes from the middle of each array
+_ARRAYS, _SAMPLE = 64, 1024
+"""The number of arrays to sample, of all sizes, and the bytes from the middle of each."""
 _WORTH_IT = 0.6
+"""The compressed share of the sample below which compression is worthwhile."""
 
 
 def is_worthwhile(arrays: Iterable[Any]) -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import placement, trees
-from jstep.core.checks import SHOWN, format_value, kind, listing
+from jstep.core.checks import SHOWN, describe_type, format_items, format_value
 
 _GROUPS = 8  # prefixes listed in a message
 
@@ -70,7 +70,7 @@ class TargetMatch(Generic[_Wanted]):
 
     TITLES: ClassVar[tuple[str, str, str]]
     """Titles in a message for missing, unused and differing sources."""
-    MOST: ClassVar[int] = SHOWN
+    MAX_SHOWN: ClassVar[int] = SHOWN
     """Entries of a list in a message."""
 
     def differences(self) -> str:
@@ -79,17 +79,17 @@ class TargetMatch(Generic[_Wanted]):
         lacking = [want for want in self.wanted if want.is_missing]
         texts = [repr(w.path) if w.name == w.path else f"{w.name!r} (for {w.path!r})" for w in lacking]
         return (
-            listing(missing, texts, self.MOST)
-            + _by_prefix([want.path for want in lacking], self.MOST)
-            + listing(unused, list(map(repr, self.unused)), self.MOST)
-            + _by_prefix(self.unused, self.MOST)
-            + listing(differing, [want.problem for want in self.wanted if want.problem], self.MOST)
+            format_items(missing, texts, self.MAX_SHOWN)
+            + _by_prefix([want.path for want in lacking], self.MAX_SHOWN)
+            + format_items(unused, list(map(repr, self.unused)), self.MAX_SHOWN)
+            + _by_prefix(self.unused, self.MAX_SHOWN)
+            + format_items(differing, [want.problem for want in self.wanted if want.problem], self.MAX_SHOWN)
         )
 
 
-def _by_prefix(paths: Sequence[str], most: int) -> str:
+def _by_prefix(paths: Sequence[str], max_items: int) -> str:
     """Count paths by their common prefixes, for a listing that does not show all of them."""
-    if len(paths) <= most:
+    if len(paths) <= max_items:
         return ""
     for depth in (2, 1):  # by entries of a field, or by field
         groups: dict[tuple[str, ...], list[list[str]]] = {}
@@ -117,7 +117,7 @@ def entries(names: object, leaves: Sequence[tuple[str, ...]], what: str, form: s
         return {}
     if not isinstance(names, Mapping):
         if not callable(names):
-            raise TypeError(f"names={format_value(names)}: must be {form}, got {kind(names)}")
+            raise TypeError(f"names={format_value(names)}: must be {form}, got {describe_type(names)}")
         return {path: names(path) for path, *_ in leaves}
     # The full path of a leaf takes precedence over the path of another leaf's container.
     path_of = {other: path for path, *others in leaves for other in others} | {path: path for path, *_ in leaves}
@@ -144,18 +144,17 @@ def require_value(wanted: TargetLeaf[Any]) -> None:
         got = "a deleted array" if isinstance(wanted.leaf, jax.Array) else "a shape"
         raise ValueError(
             f"target: {trees.quote_path(wanted.path)} stays as it is, since nothing that was saved fits or names maps "
-            "it "
-            f"to None, and must have a value, got {got}; pass an array there"
+            f"it to None, and must have a value, got {got}; pass an array there"
         )
 
 
 def target_kind(leaf: Any, path: str, advice: str) -> tuple[tuple[int, ...], Any]:
     """Return the shape and dtype (in native byte order) of a target's leaf; an error ends with the advice."""
-    if trees.is_number(leaf):
+    if trees.is_python_number(leaf):
         return (), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
     if isinstance(leaf, jax.ShapeDtypeStruct) or trees.is_array(leaf):
         return tuple(leaf.shape), leaf.dtype.newbyteorder("=") if isinstance(leaf.dtype, np.dtype) else leaf.dtype
-    what = kind(leaf) if isinstance(leaf, np.ndarray) else type(leaf).__name__
+    what = describe_type(leaf) if isinstance(leaf, np.ndarray) else type(leaf).__name__
     raise TypeError(f"target: {trees.quote_path(path)} is {what}; {advice}")
 
 

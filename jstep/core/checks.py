@@ -14,7 +14,7 @@ SHOWN = 20
 """The maximum number of entries that a message lists."""
 
 
-def size(number: float, digits: int = 3) -> str:
+def format_bytes(number: float, digits: int = 3) -> str:
     return format_scaled(number, "B", 1024, ("", "Ki", "Mi", "Gi", "Ti", "Pi"), digits)
 
 
@@ -36,42 +36,42 @@ def array_type(shape: Iterable[int], dtype: object) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def truncate(text: str, longest: int) -> str:
-    return text if len(text) <= longest else text[: longest - 1] + "…"
+def truncate(text: str, max_length: int) -> str:
+    return text if len(text) <= max_length else text[: max_length - 1] + "…"
 
 
-def truncate_path(path: str, longest: int = 36) -> str:
+def truncate_path(path: str, max_length: int = 36) -> str:
     """Truncate a long path on the left: its end tells leaves apart."""
-    return path if len(path) <= longest else "…" + path[1 - longest :]
+    return path if len(path) <= max_length else "…" + path[1 - max_length :]
 
 
-def format_list(words: Sequence[str], most: int = 1, between: str = ", ") -> str:
+def format_list(words: Sequence[str], max_items: int = 1, between: str = ", ") -> str:
     """Format the first words and the number of others."""
-    others = f" and {len(words) - most} more" if len(words) > most else ""
-    return between.join(words[:most]) + others
+    others = f" and {len(words) - max_items} more" if len(words) > max_items else ""
+    return between.join(words[:max_items]) + others
 
 
-def listing(title: str, items: Sequence[str], most: int = SHOWN) -> str:
+def format_items(title: str, items: Sequence[str], max_items: int = SHOWN) -> str:
     """Format `; title (count): first items`; empty without items."""
     if not items:
         return ""
-    more = f", … and {len(items) - most} more" if len(items) > most else ""
-    return f"; {title} ({len(items)}): " + ", ".join(items[:most]) + more
+    more = f", … and {len(items) - max_items} more" if len(items) > max_items else ""
+    return f"; {title} ({len(items)}): " + ", ".join(items[:max_items]) + more
 
 
 # Argument validation. Error messages have the form `name=value: must be …, got …; what to do`.
 
 
-def format_value(value: object, longest: int = 100) -> str:
+def format_value(value: object, max_length: int = 100) -> str:
     """Return a truncated repr; never raises."""
     try:
         text = repr(value)
     except Exception:
         text = f"<{type(value).__name__}>"
-    return text if len(text) <= longest else text[: longest - 3] + "..."
+    return text if len(text) <= max_length else text[: max_length - 3] + "..."
 
 
-def kind(value: object) -> str:
+def describe_type(value: object) -> str:
     """Describe a type: 'a str', 'an array of float32 and shape (3,)', 'the class float'."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
@@ -88,7 +88,7 @@ def kind(value: object) -> str:
 def as_bool(value: object, argument: str) -> bool:
     """Convert a bool; reject other values, such as the string "no" from a configuration file."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{argument}={format_value(value)}: must be True or False, got {kind(value)}")
+        raise TypeError(f"{argument}={format_value(value)}: must be True or False, got {describe_type(value)}")
     return bool(value)
 
 
@@ -99,7 +99,7 @@ def as_int(value: Any, argument: str, at_least: int | None = None, meaning: str 
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{argument}={format_value(value)}: must be an integer, got {kind(value)}") from None
+        raise TypeError(f"{argument}={format_value(value)}: must be an integer, got {describe_type(value)}") from None
     if at_least is not None and number < at_least:
         raise ValueError(f"{argument}={number}: must be at least {at_least}{', ' if meaning else ''}{meaning}")
     return number
@@ -125,7 +125,9 @@ def as_number(
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{argument}={format_value(value)}: must be {expected}, got {kind(value)}{hint}") from None
+        raise TypeError(
+            f"{argument}={format_value(value)}: must be {expected}, got {describe_type(value)}{hint}"
+        ) from None
     except OverflowError:
         raise ValueError(f"{argument}={format_value(value)}: must be {expected} that fits in a float{hint}") from None
     problem = out_of_range(number, **bounds)
@@ -162,7 +164,7 @@ def as_function(
         return value
     wanted = f"must be a function{' ' if form else ''}{form}{' or None' if optional else ''}"
     if not callable(value):
-        raise TypeError(f"{argument}={format_value(value)}: {wanted}, got {kind(value)}")
+        raise TypeError(f"{argument}={format_value(value)}: {wanted}, got {describe_type(value)}")
     if takes is not None and not may_take(value, takes):
         raise TypeError(f"{argument}={format_value(value)}: {wanted}, got one that takes {inspect.signature(value)}")
     return value
@@ -171,7 +173,7 @@ def as_function(
 def as_mapping(value: object, argument: str, contents: str) -> Mapping[Any, Any]:
     """Check a mapping; `contents`, such as `from names to numbers`, is for the error."""
     if not isinstance(value, Mapping):
-        raise TypeError(f"{argument}={format_value(value)}: must be a mapping {contents}, got {kind(value)}")
+        raise TypeError(f"{argument}={format_value(value)}: must be a mapping {contents}, got {describe_type(value)}")
     return value
 
 
@@ -181,12 +183,12 @@ def as_functions(functions: Any, argument: str, form: str) -> tuple[Any, ...]:
             raise TypeError
         items = tuple(functions)
     except TypeError:
-        what = f"{argument}: must be a sequence of functions {form}, got {kind(functions)}"
+        what = f"{argument}: must be a sequence of functions {form}, got {describe_type(functions)}"
         raise TypeError(f"{what}; give a list: {argument}=[…]") from None
     for i, function in enumerate(items):
         if isinstance(function, type) or not callable(function):
             raise TypeError(
-                f"{argument}[{i}]={format_value(function)}: must be a function {form}, got {kind(function)}"
+                f"{argument}[{i}]={format_value(function)}: must be a function {form}, got {describe_type(function)}"
             )
     return items
 
@@ -212,7 +214,7 @@ def can_take(fn: Callable[..., Any], arguments: int) -> bool:
 def as_string(value: object, argument: str, meaning: str = "") -> str:
     hint = f"; {meaning}" if meaning else ""
     if not isinstance(value, str):
-        raise TypeError(f"{argument}={format_value(value)}: must be a string, got {kind(value)}{hint}")
+        raise TypeError(f"{argument}={format_value(value)}: must be a string, got {describe_type(value)}{hint}")
     if not value:
         raise ValueError(f"{argument}={value!r}: must not be empty{hint}")
     return value

@@ -14,7 +14,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import Bounds, as_number, format_value, kind
+from jstep.core.checks import Bounds, as_number, describe_type, format_value
 from jstep.core.exceptions import setting
 from jstep.core.meshes import internal_transfers, on_host
 from jstep.core.placement import NO_MESH
@@ -124,7 +124,7 @@ def as_scalar(
     wanted = expected or ("an integer" if integer else "a number")
     plain, dtypes = (int, [jnp.integer]) if integer else (float, [jnp.integer, jnp.floating])
     if isinstance(value, bool | np.bool_) or not (isinstance(value, int | plain) or trees.is_array(value)):
-        raise TypeError(f"{argument}={format_value(value)}: must be {wanted}, got {kind(value)}{hint}")
+        raise TypeError(f"{argument}={format_value(value)}: must be {wanted}, got {describe_type(value)}{hint}")
     if np.ndim(value):
         raise ValueError(
             f"{argument}: must be a scalar, got shape {np.shape(value)}; map over several values with jax.vmap"
@@ -151,7 +151,7 @@ def as_key(value: Any, argument: str) -> Any:
     typed = trees.is_key(value)
     if not typed and not (dtype == np.uint32 and np.ndim(value) > 0):
         raise TypeError(
-            f"{argument}={format_value(value)}: must be a key, such as jax.random.key(0), got {kind(value)}"
+            f"{argument}={format_value(value)}: must be a key, such as jax.random.key(0), got {describe_type(value)}"
         )
     if np.ndim(value) != (0 if typed else 1):
         raise ValueError(f"{argument}: must be one key, got keys of shape {np.shape(value)}; select one of them")

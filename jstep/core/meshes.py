@@ -240,12 +240,12 @@ def _entered(leaf: object) -> Any:
 def _left(mesh: AbstractMesh, leaf: Any, spec: PartitionSpec) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf
-    leaf = jax.sharding.reshard(leaf, NamedSharding(mesh, _of_types(mesh, spec)))
+    leaf = jax.sharding.reshard(leaf, NamedSharding(mesh, _keep_explicit_axes(mesh, spec)))
     # JAX normalizes specs; compiled programs were compiled for the user's form.
     return leaf if is_traced(leaf) else jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, spec))
 
 
-def _of_types(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpec:
+def _keep_explicit_axes(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpec:
     """Keep only Explicit axes, as the types of arrays do."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if set(types.values()) == {AxisType.Explicit}:

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_int, as_string, format_value, kind
+from jstep.core.checks import as_int, as_string, describe_type, format_value
 from jstep.core.jaxprs import is_slow_in_loops
 from jstep.core.meshes import dims_of, internal_transfers, mesh_of, parts_along, using_mesh
 
@@ -63,8 +63,7 @@ def check_memory(kind: object, mesh: Mesh) -> str | None:
     if not kinds:
         raise ValueError(
             f"slots_memory={format_value(kind)}: {device.device_kind} devices that only compile do not report their "
-            "memory "
-            "kinds; leave it out"
+            "memory kinds; leave it out"
         )
     if kind not in kinds:
         raise ValueError(
@@ -172,12 +171,12 @@ def compute_on(mesh: Any, fn: Callable[..., Any], *args: Any) -> Any:
     The current mesh is ignored. The program is cached by `fn`.
     """
     if mesh is None:
-        args = jax.tree.map(_of_its_device, args)
+        args = jax.tree.map(_without_mesh_of_one, args)
     with using_mesh(NO_MESH if mesh is None else mesh):
         return _compiled(fn, mesh)(*args)
 
 
-def _of_its_device(leaf: object) -> Any:
+def _without_mesh_of_one(leaf: object) -> Any:
     """Move an array off a mesh of one device: Explicit axes in its type would not fit others."""
     if not isinstance(leaf, jax.Array) or leaf.sharding.num_devices > 1:
         return leaf
@@ -321,7 +320,7 @@ def as_unroll(value: object) -> Unroll:
         return as_int(value, "unroll", 1, "a number of iterations")
     except TypeError:
         raise TypeError(
-            f"unroll={format_value(value)}: must be an integer, a bool or None, got {kind(value)}"
+            f"unroll={format_value(value)}: must be an integer, a bool or None, got {describe_type(value)}"
         ) from None
 
 

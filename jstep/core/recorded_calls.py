@@ -15,7 +15,7 @@ import numpy as np
 from jstep.core.checks import array_type, format_value, truncate
 from jstep.core.tracebacks import shortens_tracebacks
 
-LONGEST = 200
+MAX_TEXT_LENGTH = 200
 """The maximum length of an argument in a `repr`; optimizers and schedules are never truncated."""
 
 _WITH_ADDRESS: Any = object.__repr__
@@ -208,12 +208,12 @@ def as_typed(value: Any) -> str:
         return _made_by_optax(value.update) or f"{type(value).__name__}(…)"
     if isinstance(value, Mapping):
         text = "{" + ", ".join(f"{key!r}: {as_typed(item)}" for key, item in value.items()) + "}"
-        return text if any(map(_is_call, value.values())) else truncate(text, LONGEST)
+        return text if any(map(_is_call, value.values())) else truncate(text, MAX_TEXT_LENGTH)
     if isinstance(value, list | tuple):
         parts = ", ".join(map(as_typed, value))
         text = f"[{parts}]" if isinstance(value, list) else f"({parts}{',' * (len(value) == 1)})"
-        return text if any(map(_is_call, value)) else truncate(text, LONGEST)
-    return truncate(_plain(value), LONGEST)
+        return text if any(map(_is_call, value)) else truncate(text, MAX_TEXT_LENGTH)
+    return truncate(_plain(value), MAX_TEXT_LENGTH)
 
 
 def _is_call(value: object) -> bool:
@@ -236,16 +236,16 @@ def _plain(value: object) -> str:
         words = [as_typed(item) for item in (value.func, *value.args)]
         return f"partial({', '.join([*words, *(f'{key}={as_typed(item)}' for key, item in value.keywords.items())])})"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _of_dataclass(value)
+        return _format_dataclass(value)
     if callable(value) and hasattr(value, "__name__"):
         return _made_by_optax(value) or str(value.__name__)
     has_address = type(value).__repr__ is _WITH_ADDRESS
-    return f"{type(value).__name__}(…)" if has_address else format_value(value, LONGEST)
+    return f"{type(value).__name__}(…)" if has_address else format_value(value, MAX_TEXT_LENGTH)
 
 
-def _of_dataclass(value: Any) -> str:
+def _format_dataclass(value: Any) -> str:
     if not value.__dataclass_params__.repr:
-        return format_value(value, LONGEST)
+        return format_value(value, MAX_TEXT_LENGTH)
     fields = [(field, getattr(value, field.name)) for field in dataclasses.fields(value) if field.repr]
     words = [f"{field.name}={as_typed(item)}" for field, item in fields if not _is_equal(item, field.default)]
     return f"{type(value).__name__}({', '.join(words)})"

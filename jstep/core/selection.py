@@ -10,7 +10,7 @@ from jax.tree_util import GetAttrKey
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import format_value, kind
+from jstep.core.checks import describe_type, format_value
 
 _BOXED = GetAttrKey("value")
 
@@ -92,7 +92,7 @@ def resolve(params: trees.Params, var_list: VarList, argument: str) -> list[bool
 
 def check_form(var_list: VarList, argument: str) -> None:
     if isinstance(var_list, int | float | np.number) and not isinstance(var_list, bool):
-        raise TypeError(f"{argument}={format_value(var_list)}: must be {_FORMS}, got {kind(var_list)}")
+        raise TypeError(f"{argument}={format_value(var_list)}: must be {_FORMS}, got {describe_type(var_list)}")
 
 
 def _chosen(params: trees.Params, trainable: list[bool], var_list: VarList, argument: str) -> list[bool]:
@@ -112,8 +112,7 @@ def _chosen(params: trees.Params, trainable: list[bool], var_list: VarList, argu
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{argument}={format_value(var_list)}: a tree of bools must have the structure of params (or a prefix of "
-            "it), "
-            f"whose paths are {[path for path, _ in named][:20]}"
+            f"it), whose paths are {[path for path, _ in named][:20]}"
         ) from error
     return [_as_bool(flag, path, argument) for flag, (path, _) in zip(flags, named, strict=True)]
 

@@ -1,4 +1,4 @@
-"""A stopwatch that assigns all time of a run to its phases, without gaps."""
+"""A stopwatch that assigns all time of a run to categories, without gaps."""
 
 import os
 import threading
@@ -13,28 +13,28 @@ from jstep.core.interactive import is_interactive
 STARTING, STEPPING, WAITING = "starting", "stepping", "waiting"
 SAVING, EVALUATING, HOOKS = "saving", "evaluating", "hooks"
 PARTS = (STARTING, STEPPING, WAITING, SAVING, EVALUATING, HOOKS)
-"""The phases of a run, from start to end; they cover all of its time."""
+"""The categories to which all time of a run is assigned."""
 FIRST_CALL = "first call"
 """The key under which the device's seconds per step of the first call of each stage are recorded."""
 
 _VISITS = 64
-"""The number of latest durations that are kept for each phase or recorded key."""
+"""The number of latest durations that are kept for each category or recorded key."""
 _SWITCHES = 256
 """The number of latest switches that are kept."""
 
 
 class Stopwatch:
-    """A stopwatch that assigns elapsed time to phases; one thread switches phases, any thread reads them.
+    """A stopwatch that assigns elapsed time to categories; one thread switches them, any thread reads the times.
 
-    A switch appends the time to a queue without a lock, and `seconds` empties the queue. Thus a switch costs a fraction
-    of a microsecond, and an exception anywhere, such as from a signal, leaves the times consistent.
+    A switch appends the time to a queue without a lock, in a fraction of a microsecond; `seconds` empties the queue. An
+    exception anywhere, such as from a signal, leaves the times consistent.
 
     Args:
-        before: Seconds that had elapsed before creation; they belong to the first phase.
+        before: Seconds that had elapsed before creation; they belong to the first category.
 
     Attributes:
-        waiting: The phase for the time spent waiting for a batch; `starting` until the first step has returned.
-        lasted: The seconds of the latest visits of each phase, and of other things that `record` names.
+        waiting: The category for the time spent waiting for a batch; `starting` until the first step has returned.
+        lasted: The seconds of the latest visits of each category, and of other things that `record` names.
     """
 
     def __init__(self, before: float = 0.0, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -50,7 +50,7 @@ class Stopwatch:
         self._latest: deque[tuple[str, float]] = deque(maxlen=_SWITCHES)
 
     def switch(self, part: str) -> float:
-        """Switch to another phase; return the time."""
+        """Switch to another category; return the time."""
         now = self.clock()
         self._mark((part, now))
         self.current = part
@@ -58,7 +58,7 @@ class Stopwatch:
 
     @context_manager
     def part(self, part: str) -> Iterator[None]:
-        """Assign the time inside the context to a phase; may be nested."""
+        """Assign the time inside the context to a category; may be nested."""
         before = self.current
         began = self.switch(part)
         try:
@@ -75,12 +75,12 @@ class Stopwatch:
         self._marks.extend(((part, now - seconds), (self.current, now)))
 
     def started(self) -> None:
-        """End the phase `starting`, after the first step."""
+        """End the category `starting`, after the first step."""
         self.waiting = WAITING
         self.switch(STEPPING)
 
     def visits(self, part: str, after: str | None = None) -> list[float]:
-        """Return the seconds of the latest visits of a phase, or of those that follow another phase."""
+        """Return the seconds of the latest visits of a category, or of those that follow another one."""
         self.seconds()
         with self._lock:
             marks = list(self._latest)

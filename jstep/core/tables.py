@@ -53,37 +53,37 @@ def wrap_words(title: str, words: Sequence[str]) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def columns(rows: Sequence[Sequence[str]], left: int, most: int | None = None) -> list[str]:
+def columns(rows: Sequence[Sequence[str]], left: int, max_width: int | None = None) -> list[str]:
     """Align the cells of rows of equal length; the first `left` columns are left-aligned.
 
-    Rows wider than `most` take several lines: the first cell, then the others below their heads, or each after its
+    Rows wider than `max_width` take several lines: the first cell, then the others below their heads, or each after its
     head.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if most is None or breadth(rows) <= most:
+    if max_width is None or breadth(rows) <= max_width:
         sides = [str.ljust if i < left else str.rjust for i in range(len(widths))]
         padded = [[put(cell, width) for put, cell, width in zip(sides, cells, widths, strict=True)] for cells in rows]
         return ["  ".join(cells).rstrip() for cells in padded]
     if len(widths) == 2:
-        return [part for first, other in rows for part in (*fold(first, most), *fold(f"  {other}", most, 2))]
+        return [part for first, other in rows for part in (*fold(first, max_width), *fold(f"  {other}", max_width, 2))]
     others = [cells[1:] for cells in rows]
-    if widths[0] == max(widths) and breadth(others) + 2 <= most:
+    if widths[0] == max(widths) and breadth(others) + 2 <= max_width:
         below = [f"  {line}" for line in columns(others, left - 1)]
-        return [part for cells, rest in zip(rows, below, strict=True) for part in (*fold(cells[0], most), rest)]
+        return [part for cells, rest in zip(rows, below, strict=True) for part in (*fold(cells[0], max_width), rest)]
     heads = ["", *rows[0][1:]]
     named = ["  ".join(f"{head} {cell}".strip() for head, cell in zip(heads, cells, strict=True)) for cells in rows[1:]]
-    return [part for text in named for part in fold(text.strip(), most, 2)]
+    return [part for text in named for part in fold(text.strip(), max_width, 2)]
 
 
 def breadth(rows: Sequence[Sequence[str]]) -> int:
     return sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True)) - 2
 
 
-def fold(line: str, most: int, indent: int = 0) -> list[str]:
+def fold(line: str, max_width: int, indent: int = 0) -> list[str]:
     """Fold a long line, preferably at spaces, with an indent."""
-    if len(line) <= most:
+    if len(line) <= max_width:
         return [line]
-    return textwrap.wrap(line, max(most, indent + 1), subsequent_indent=" " * indent, break_on_hyphens=False)
+    return textwrap.wrap(line, max(max_width, indent + 1), subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 _CELL = "padding: 0.15em 0.9em 0.15em 0; border: none; background: none; color: inherit"

@@ -103,31 +103,36 @@ AGREEING, AGREEING_ON_SHAPES = "agreeing", "agreeing on shapes"
 """All processes exchange values, or the shapes of a batch."""
 MAKING, WAITING_FOR_ROOM = "making", "waiting for room"
 """A thread creates batches or programs for the loop, or waits until its batch is taken."""
-_of_threads: dict[int, list[str]] = {}
+_activities: dict[int, list[str]] = {}
 """The identifier of a thread → its activities, the innermost last."""
 
 
 @context_manager
 def doing(what: str) -> Iterator[None]:
     ident = threading.get_ident()
-    mine = _of_threads.setdefault(ident, [])
+    mine = _activities.setdefault(ident, [])
     mine.append(what)
     try:
         yield
     finally:
         mine.pop()
         if not mine:
-            del _of_threads[ident]
+            del _activities[ident]
 
 
-taken = [0]
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+
+evaluation_batches_taken = Counter()
 """The number of batches that evaluators of this process have taken, a sign of life during a long evaluation."""
 
 
-def done_by(ident: int) -> frozenset[str]:
+def activities_of(ident: int) -> frozenset[str]:
     """Return the activities of a thread; may be called from any thread."""
-    return frozenset(_of_threads.get(ident, ()))
+    return frozenset(_activities.get(ident, ()))
 
 
-def doers(what: str) -> list[int]:
-    return [ident for ident, each in tuple(_of_threads.items()) if what in each]
+def threads_doing(what: str) -> list[int]:
+    return [ident for ident, each in tuple(_activities.items()) if what in each]

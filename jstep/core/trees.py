@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jstep.core.annotations import Tree
-from jstep.core.checks import format_value, kind
+from jstep.core.checks import describe_type, format_value
 from jstep.core.recorded_calls import as_typed, recorded_call
 
 # Core types: optimizers, schedules, and type aliases of parameters, updates, slots and steps.
@@ -27,7 +27,7 @@ Updates: TypeAlias = Any
 Slots: TypeAlias = dict[str, Any]
 """Slot name → tree with the structure of the parameters, or a scalar."""
 Step: TypeAlias = int | np.integer[Any] | Array
-"""A number of applied updates: a Python or NumPy integer, or an integer scalar array."""
+"""A number of training steps completed: a Python or NumPy integer, or an integer scalar array."""
 Number: TypeAlias = float | int | np.number[Any] | Array
 
 
@@ -130,8 +130,8 @@ class Optimizer(NamedTuple):
     - slots: the slots created by `init`, by name; slots of other optimizers may be included.
     - params: may include None and integer leaves, which have no gradient, and float16 and bfloat16 leaves, whose slots
       and arithmetic should be in float32.
-    - step: the number of updates applied so far, an integer scalar, traced or not. A step is compiled: do not use `if`
-      on values, `float(step)`, or any state outside the arguments.
+    - step: the number of training steps completed, an integer scalar, traced or not. A step is compiled: do not use
+      `if` on values, `float(step)`, or any state outside the arguments.
 
     Results of `update`:
 
@@ -295,7 +295,7 @@ def is_array(x: object) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic) and not isinstance(x, np.ma.MaskedArray)
 
 
-def is_number(x: object) -> bool:
+def is_python_number(x: object) -> bool:
     """Whether x is a Python number, which has no dtype; `np.float64`, a subclass of float, is an array."""
     return isinstance(x, bool | int | float | complex) and not isinstance(x, np.generic)
 
@@ -308,10 +308,10 @@ def is_array_or_number(x: object) -> bool:
 
 
 def not_an_array(leaf: object, path: str, what: str, remedy: str = "") -> TypeError:
-    # `kind` describes anything with a shape and a dtype as an array, also tensors of other libraries.
+    # `describe_type` describes anything with a shape and a dtype as an array, also tensors of other libraries.
     if isinstance(leaf, np.ma.MaskedArray):
-        return TypeError(f"{what}: {leaf_at(path)} is {kind(leaf)}")
-    whose = f"of type {type(leaf).__name__}" if hasattr(leaf, "dtype") else kind(leaf)
+        return TypeError(f"{what}: {leaf_at(path)} is {describe_type(leaf)}")
+    whose = f"of type {type(leaf).__name__}" if hasattr(leaf, "dtype") else describe_type(leaf)
     description = f"{what}: the leaf at {quote_path(path)} is {whose}, {format_value(leaf, 60)}"
     return TypeError(f"{description}, which is not an array or number{remedy}")
 
@@ -503,7 +503,7 @@ def _mismatch(params: Tree, tree: Tree, what: str, is_leaf: Any) -> str:
     missing, extra = only_in(want, have), [] if have == [""] else only_in(have, want)
     text = f"{what} does not have the structure of params"
     if have == [""]:
-        text += f"; got {kind(tree)}"
+        text += f"; got {describe_type(tree)}"
     for title, differing in (("missing", missing), ("extra", extra)):
         text += f"; {title}: {', '.join(map(repr, differing[:20]))}" if differing else ""
     if not missing and not extra:

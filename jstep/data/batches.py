@@ -58,49 +58,47 @@ def batches(
 ) -> "Batches[Any]":
     """Batches by step: `batches[N]` is a pure function of the seed and N.
 
-    Update N of a run uses batch N, so a restored run resumes with the right rows and no data position
-    needs to be saved. Each epoch has its own permutation of the rows and contains each row at most
-    once; with `drop_remainder`, rows that do not fill a batch at its end are left out. For a constant batch size:
+    Update N of a run uses batch N, so a restored run resumes with the right rows and no data position needs to be
+    saved. Each epoch has its own permutation of the rows and contains each row at most once; with `drop_remainder`,
+    rows that do not fill a batch at its end are left out. For a constant batch size:
 
         row i of batch N  =  permutation(seed, N // steps_per_epoch)[(N % steps_per_epoch)·batch_size + i]
 
-    The permutation is a keyed bijection that is evaluated on demand and never stored, so the cost of a
-    batch depends neither on N nor on the number of rows.
+    The permutation is a keyed bijection that is evaluated on demand and never stored, so the cost of a batch depends
+    neither on N nor on the number of rows.
 
-    On p processes (`jax.process_count()`), process r gets rows r·batch_size/p up to
-    (r + 1)·batch_size/p of the global batch. The global batch does not depend on p.
+    On p processes (`jax.process_count()`), process r gets rows r·batch_size/p up to (r + 1)·batch_size/p of the global
+    batch. The global batch does not depend on p.
 
     Args:
-        arrays: A source, or a tuple, dict or other tree of sources, with one row per example. A source
-            is an array (possibly memory-mapped; a JAX array is copied to the host once), or any object
-            with `__len__` and `__getitem__` whose items are trees of arrays and numbers; the items are
-            stacked. Row i is `source[i]`. Only `__getitems__`, datasets of h5py, zarr and PyTorch's
-            tensors, and a `__getitem__` that rejects an integer get a list of indices, once per batch. A
-            list is one source of examples.
+        arrays: A source, or a tuple, dict or other tree of sources, with one row per example. A source is an array
+            (possibly memory-mapped; a JAX array is copied to the host once), or any object with `__len__` and
+            `__getitem__` whose items are trees of arrays and numbers; the items are stacked. Row i is `source[i]`. Only
+            `__getitems__`, datasets of h5py, zarr and PyTorch's tensors, and a `__getitem__` that rejects an integer
+            get a list of indices, once per batch. A list is one source of examples.
         batch_size: Global batch size, over all processes. A mapping from step to size is a schedule:
-            `{0: 64, 1000: 128}` uses 64 from step 0 and 128 from step 1000. A new size takes effect
-            within the current epoch, in which no row is repeated: its remaining rows form batches of the
-            new size, and `drop_remainder` applies to rows that do not fill one.
+            `{0: 64, 1000: 128}` uses 64 from step 0 and 128 from step 1000. A new size takes effect within the current
+            epoch, in which no row is repeated: its remaining rows form batches of the new size, and `drop_remainder`
+            applies to rows that do not fill one.
         seed: Determines the permutations, together with the epoch; must not be negative.
         shuffle: Whether to shuffle the rows in each epoch; otherwise they keep their order.
         num_epochs: The number of epochs; None for an endless sequence.
-        drop_remainder: Whether to drop the rows that do not fill a batch at the end of an epoch;
-            otherwise the last batch of each epoch is smaller (and the parts of several processes may
-            differ in size), and a batch size above the number of rows gives all rows.
-        process_index: The index of this process; by default `jax.process_index()`, which is called
-            when the first batch is read.
-        process_count: The number of processes; by default `jax.process_count()`, which is
-            called when the first batch is read.
+        drop_remainder: Whether to drop the rows that do not fill a batch at the end of an epoch; otherwise the last
+            batch of each epoch is smaller (and the parts of several processes may differ in size), and a batch size
+            above the number of rows gives all rows.
+        process_index: The index of this process; by default `jax.process_index()`, which is called when the first batch
+            is read.
+        process_count: The number of processes; by default `jax.process_count()`, which is called when the first batch
+            is read.
 
     Returns:
-        A `Batches`: index it, slice it, iterate over it, or start anywhere by `from_step(N)`. Each
-        batch has the structure of `arrays`. Its leaves are new NumPy arrays with a leading axis of
-        size batch_size, which the caller may modify.
+        A `Batches`: index it, slice it, iterate over it, or start anywhere by `from_step(N)`. Each batch has the
+        structure of `arrays`. Its leaves are new NumPy arrays with a leading axis of size batch_size, which the caller
+        may modify.
 
     Raises:
         ValueError: `batch_size` exceeds the number of rows and drop_remainder is True, sources have different numbers
-        of rows,
-            a number is out of range, or a mapping has no size for step 0.
+            of rows, a number is out of range, or a mapping has no size for step 0.
         TypeError: A source has no length or cannot be indexed, or a number is not an integer.
 
     Example:
@@ -152,9 +150,8 @@ def batches(
 class Batches(BatchSequence[T]):
     """A sequence of batches by step, as returned by `batches`; endless if `num_epochs` is None.
 
-    Steps count from 0. A negative step does not count from the end but raises IndexError, as does a
-    step past the last epoch. A slice is a lazy sequence of the same kind, numbered from 0. Iterators
-    are independent of each other.
+    Steps count from 0. A negative step does not count from the end but raises IndexError, as does a step past the last
+    epoch. A slice is a lazy sequence of the same kind, numbered from 0. Iterators are independent of each other.
     """
 
     _ways_to_end = "give num_epochs, or the slice a stop; see steps_per_epoch"
@@ -175,8 +172,7 @@ class Batches(BatchSequence[T]):
         if not isinstance(size, int):
             raise ValueError(
                 f"steps_per_epoch: batch_size={format_value(size)} has several sizes, so epochs have different "
-                "numbers of "
-                "steps; rows_before(N) / num_rows is the number of passes over the rows before batch N"
+                "numbers of steps; rows_before(N) / num_rows is the number of passes over the rows before batch N"
             )
         return _steps_in(self.num_rows, size, self._plan.drop_remainder)
 
@@ -252,44 +248,42 @@ def mixture(
 ) -> "Mixture[T]":
     """Batches by step that mix several sources in given proportions, which may change with the step.
 
-    Batch N is a pure function of the seed and N, as with `jstep.batches`. The proportions hold throughout
-    the run, not just on average: after the first T rows, for every T and in exact arithmetic,
+    Batch N is a pure function of the seed and N, as with `jstep.batches`. The proportions hold throughout the run, not
+    just on average: after the first T rows, for every T and in exact arithmetic,
 
         |rows from source s − ideal of s| ≤ (number of sources − 1) / 2
 
-    where the ideal of s is the sum over these rows of (weight of s / sum of weights). Counts never
-    decrease. Changing the weights or sizes from step M on leaves all batches before M bitwise unchanged.
-    The cost of a batch does not depend on N. Creating a mixture whose weights change takes seconds from hundreds of
-    sources on.
+    where the ideal of s is the sum over these rows of (weight of s / sum of weights). Counts never decrease. Changing
+    the weights or sizes from step M on leaves all batches before M bitwise unchanged. The cost of a batch does not
+    depend on N. Creating a mixture whose weights change takes seconds from hundreds of sources on.
 
-    Each source has its own endless sequence of epochs and permutations. They depend only on the seed and
-    the name of the source, so adding or removing other sources does not change them. The rows of a batch
-    are shuffled by the seed and N, so the part of each process is a sample of the mixture. The global
-    batch does not depend on the number of processes.
+    Each source has its own endless sequence of epochs and permutations. They depend only on the seed and the name of
+    the source, so adding or removing other sources does not change them. The rows of a batch are shuffled by the seed
+    and N, so the part of each process is a sample of the mixture. The global batch does not depend on the number of
+    processes.
 
     Args:
-        sources: Mapping from name to a source as in `jstep.batches`: an array, a tree of arrays, or an
-            object with items. The rows of all sources must have the same structure, dtypes and shapes.
-        batch_size: Global batch size, over all processes: a number, or a mapping from step to number,
-            such as `{0: 64, 1000: 128}`.
-        weights: Mapping from the name of each source to its weight, or from step to such mappings. Weights
-            need not sum to 1. A source of weight 0 gives no rows, even if earlier stages left it behind
-            its ideal.
+        sources: Mapping from name to a source as in `jstep.batches`: an array, a tree of arrays, or an object with
+            items. The rows of all sources must have the same structure, dtypes and shapes.
+        batch_size: Global batch size, over all processes: a number, or a mapping from step to number, such as
+            `{0: 64, 1000: 128}`.
+        weights: Mapping from the name of each source to its weight, or from step to such mappings. Weights need not sum
+            to 1. A source of weight 0 gives no rows, even if earlier stages left it behind its ideal.
         seed: Determines all orders; must not be negative.
-        shuffle: Whether to shuffle the rows of each source; otherwise they keep their order within the
-            source, but batches are still mixed.
-        process_index: The index of this process; by default `jax.process_index()`, which is called
-            when the first batch is read.
-        process_count: The number of processes; by default `jax.process_count()`, which is
-            called when the first batch is read.
+        shuffle: Whether to shuffle the rows of each source; otherwise they keep their order within the source, but
+            batches are still mixed.
+        process_index: The index of this process; by default `jax.process_index()`, which is called when the first batch
+            is read.
+        process_count: The number of processes; by default `jax.process_count()`, which is called when the first batch
+            is read.
 
     Returns:
-        A `Mixture`: index it, slice it, `skip` batches, iterate over it, or start anywhere by
-        `from_step(N)`. `rows_before(N)` is the number of rows of each source before batch N.
+        A `Mixture`: index it, slice it, `skip` batches, iterate over it, or start anywhere by `from_step(N)`.
+        `rows_before(N)` is the number of rows of each source before batch N.
 
     Raises:
-        ValueError: Sources differ in the structure, dtypes or shapes of their rows; the names of weights
-            and sources differ; a weight is negative or not finite, or all are 0; or a number is out of range.
+        ValueError: Sources differ in the structure, dtypes or shapes of their rows; the names of weights and sources
+            differ; a weight is negative or not finite, or all are 0; or a number is out of range.
         TypeError: An argument has the wrong type, or a source has no length or cannot be indexed.
 
     Example:
@@ -321,7 +315,7 @@ def mixture(
 
 def _open(sources: Any) -> dict[str, Rows]:
     if not as_mapping(sources, "sources", "from name to source"):
-        raise ValueError("sources={}: must have at least one source, got none")
+        raise ValueError(f"sources={format_value(sources)}: must have at least one source, got none")
     names = [as_string(name, "sources: a name") for name in sources]
     rows = {name: open_rows(sources[name], "sources", name) for name in names}
     samples = {name: each.take(slice(0, 1)) for name, each in rows.items()}
@@ -333,9 +327,8 @@ def _open(sources: Any) -> dict[str, Rows]:
             if path not in first or path not in leaves:
                 has, lacks = (other, name) if path in leaves else (name, other)
                 raise ValueError(
-                    f"sources: must be batches of one structure, got a leaf at {quote_path(path)} from {has!r} and "
-                    "none "
-                    f"from {lacks!r}"
+                    f"sources: must be batches of one structure, got a leaf at {quote_path(path)} from {has!r} "
+                    f"and none from {lacks!r}"
                 )
             a, b = _described(leaves[path]), _described(first[path])
             if a != b:
@@ -359,8 +352,8 @@ def _described(leaf: Any) -> str:
 class Mixture(BatchSequence[T]):
     """An endless sequence of batches by step, as returned by `mixture`.
 
-    Steps count from 0. A negative step does not count from the end but raises IndexError. A slice is a
-    lazy sequence of the same kind, numbered from 0. Iterators are independent of each other.
+    Steps count from 0. A negative step does not count from the end but raises IndexError. A slice is a lazy sequence of
+    the same kind, numbered from 0. Iterators are independent of each other.
     """
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_function, can_take, format_value, kind, may_take
+from jstep.core.checks import as_function, can_take, describe_type, format_value, may_take
 from jstep.core.exceptions import note
 from jstep.data.positions import BYTES, SavedPosition, batches_since, decode_position
 from jstep.data.sequence import BatchIterator, BatchSequence
@@ -37,9 +37,9 @@ class Source(NamedTuple):
     """An iterator over batches.
 
     Attributes:
-        position: Returns the current position, from `loader_position`.
+        position: Returns the current position.
         begin: Returns the position before the first batch; None if `position` does.
-        by_step: Returns each batch again by its step, or None.
+        by_step: The batches if each can be fetched by its step (indexable, or a function of it); else None.
         fresh: Whether each batch is in new arrays that no other code writes to.
         is_of_state: Whether batches are made with the run's state, and never ahead.
     """
@@ -89,7 +89,7 @@ def open_source(
     """
     owner = position_owner(batches)
     if isinstance(batches, StateBatches):
-        make, where, begin = batches.make, None, None
+        make, read, begin = batches.make, None, None
 
         def batch(step: int) -> Any:
             try:
@@ -101,7 +101,7 @@ def open_source(
 
         if owner is not None:
             without = "jstep.from_state(lambda step, state: fn(step, state))"
-            where, begin = _resumed(owner, position, start, last_step, without)
+            read, begin = _resumed(owner, position, start, last_step, without)
         elif _may_keep_something(make):
             ways_out = (
                 "If it keeps something between its calls, give jstep.from_state an object with __call__, state_dict "
@@ -109,7 +109,7 @@ def open_source(
             )
             name = getattr(make, "__qualname__", type(make).__name__)
             _warn_without_position(name, start, ways_out, resumable=resumable)
-        return Source(map(batch, range(start, last_step)), where, begin, is_of_state=True)
+        return Source(map(batch, range(start, last_step)), read, begin, is_of_state=True)
     if owner is None:
         items = _by_step(batches, start, last_step)
         if items is not None:
@@ -123,11 +123,11 @@ def open_source(
             _warn_without_position(type(batches).__name__, start, ways_out, resumable=resumable)
             return Source(items, fresh=isinstance(items, BatchIterator))
         owner = items
-    where, begin = _resumed(owner, position, start, last_step)
+    read, begin = _resumed(owner, position, start, last_step)
     # Some iterators have `__next__` but no `__iter__`.
     items = iter(owner) if hasattr(owner, "__iter__") else map(next, itertools.repeat(owner))
     since = batches_since(position)
-    return Source(itertools.islice(items, since, None) if since else items, where, begin)
+    return Source(itertools.islice(items, since, None) if since else items, read, begin)
 
 
 def _by_step(batches: Tree, start: int, last_step: int) -> Iterator[Any] | None:
@@ -157,8 +157,8 @@ def _item(batches: Tree, fetch: Callable[[int], Any], step: int) -> Any:
     except StopIteration as error:
         raise RuntimeError(
             f"batches={format_value(batches)}: StopIteration was raised for step {step}, perhaps by a next() of an "
-            "iterator "
-            "that is exhausted; must return the batch of each step. If the data end there, raise jstep.OutOfRangeError"
+            "iterator that is exhausted; must return the batch of each step. If the data end there, raise "
+            "jstep.OutOfRangeError"
         ) from error
 
 
@@ -191,14 +191,15 @@ def check_batches(batches: Tree) -> None:
     if _is_array(batches) or (isinstance(batches, tuple) and batches and all(map(_is_array, batches))):
         what = "a tuple of arrays" if isinstance(batches, tuple) else "an array"
         raise TypeError(
-            f"batches is {what}, which would give one row, or one array, as each batch. For batches of rows, use "
-            "jstep.batches(arrays, batch_size); to repeat the same batch, itertools.repeat(batch)."
+            f"batches: must be a source of batches, got {what}, which would give one row, or one array, as each batch; "
+            "for batches of rows, use jstep.batches(arrays, batch_size); to repeat the same batch, "
+            "itertools.repeat(batch)"
         )
     if isinstance(batches, Mapping | str | bytes):
         raise TypeError(
-            f"batches is a {type(batches).__name__}, which may be one batch, not a source of them. Give an object "
-            "with batches[N], a function of the step, or an iterable; to repeat one batch, "
-            "itertools.repeat(batch)."
+            f"batches: must be a source of batches, got a {type(batches).__name__}, which may be one batch; give an "
+            "object with batches[N], a function of the step, or an iterable; to repeat one batch, "
+            "itertools.repeat(batch)"
         )
     if isinstance(batches, StateBatches):
         return
@@ -227,7 +228,7 @@ def _resumed(
     owner: object, kept: SavedPosition | None, start: int, last_step: int, without: str = _WITHOUT
 ) -> tuple[Any, Any]:
     """Set the position of an earlier run, if any; return `Source.position` and `Source.begin`."""
-    name, where = type(owner).__name__, functools.partial(loader_position, owner, without)
+    name, read = type(owner).__name__, functools.partial(loader_position, owner, without)
     if kept is None:
         if start:
             _logger.warning(
@@ -236,7 +237,7 @@ def _resumed(
                 start,
                 name,
             )
-        return where, None
+        return read, None
     if start < last_step:
         if kept.error:
             raise ValueError(f"batches: the position of the {name} is not known: {kept.error}")
@@ -253,7 +254,7 @@ def _resumed(
                     "saved by another loader, or by one with other options?",
                 )
                 raise
-    return where, lambda: kept.value
+    return read, lambda: kept.value
 
 
 def keeps_position(batches: Tree) -> bool:
@@ -419,6 +420,8 @@ class ReplayedBatches(Iterable[Any]):
 
 
 class ReplayedIterator(Iterator[Any]):
+    """An iterator that resumes by dropping the batches that the run has used."""
+
     def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
         self._make = make
         self._items: Iterator[Any] | None = None
@@ -434,7 +437,7 @@ class ReplayedIterator(Iterator[Any]):
     def _begin(self) -> Iterator[Any]:
         iterable = self._make()
         if not isinstance(iterable, Iterable):
-            raise TypeError(f"replayed: make() must return an iterable of batches, got {kind(iterable)}")
+            raise TypeError(f"replayed: make() must return an iterable of batches, got {describe_type(iterable)}")
         items, used = until_end(iterable), self._count
         if not used:
             return items
@@ -455,7 +458,6 @@ class ReplayedIterator(Iterator[Any]):
         if not (isinstance(state, dict) and isinstance(state.get(_USED), int)):
             raise ValueError(
                 f"state={format_value(state)}: must be a position of jstep.replayed, a dict with the number of "
-                f"{_USED!r}; it "
-                "is that of another loader"
+                f"{_USED!r}; it is that of another loader"
             )
         self._count, self._items = state[_USED], None

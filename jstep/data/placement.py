@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jstep.core import device_values, meshes, trees
 from jstep.core.annotations import T, Tree
-from jstep.core.checks import format_value, kind
+from jstep.core.checks import describe_type, format_value
 from jstep.core.placement import compiles_only, is_shape, refuse_compile_only
 from jstep.state.sharding import axis_size
 
@@ -157,7 +157,7 @@ def mesh_without_batch(state: Tree, args: Any) -> Mesh | None:
 # Copies of the batches of a loader, which the loop places.
 
 
-def placement(sharding: object, argument: str = "sharding") -> Callable[[Any], Any]:
+def make_placer(sharding: object, argument: str = "sharding") -> Callable[[Any], Any]:
     """Return a function that places an item from `copy_batch`; `sharding=None` means the default device."""
     if sharding is None:
         return _place_on_default_device
@@ -245,7 +245,7 @@ def _as_known(keys: Any, leaf: Any) -> Any:
     if trees.is_array_or_number(array):
         return array
     where = f"the leaf at {trees.path_str(keys)!r}" if keys else "the item"
-    what = kind(leaf) if array is None else f"{kind(leaf)} ({array.dtype})"
+    what = describe_type(leaf) if array is None else f"{describe_type(leaf)} ({array.dtype})"
     raise TypeError(
         f"item: {where} must be a number or an array of numbers, got {format_value(leaf, 60)}, {what}; remove from the "
         "item what a device cannot hold"

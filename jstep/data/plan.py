@@ -230,7 +230,7 @@ class PlanReader:
 
     def __call__(self, step: int) -> list[SourceRows]:
         if len(self._ahead) == 1:
-            rows = self.of_one(step)
+            rows = self.single_source_rows(step)
             return [SourceRows(0, slice(0, rows.stop - rows.start if isinstance(rows, slice) else len(rows)), rows)]
         plan = self._plan
         before, size = plan.sizes.before(step), plan.sizes.at(step)
@@ -254,7 +254,7 @@ class PlanReader:
             parts.append(SourceRows(source, indices, rows))
         return parts
 
-    def of_one(self, step: int) -> RowNumbers:
+    def single_source_rows(self, step: int) -> RowNumbers:
         first, lines = self._known
         if 0 <= step - first < len(lines):
             numbers: RowNumbers = lines[step - first]

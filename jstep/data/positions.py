@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jstep.core.checks import kind
+from jstep.core.checks import describe_type
 from jstep.distributed import processes
 from jstep.stores import tagged_json
 from jstep.stores.tagged_arrays import LARGE
@@ -100,7 +100,7 @@ def decode_position(kept: object, owner: str) -> Any:
     """Decode a position without running code from the checkpoint."""
     what = f"batches: the checkpoint's position for the {owner}"
     if not isinstance(kept, Mapping):
-        raise ValueError(f"{what} must be a position, got {kind(kept)}")
+        raise ValueError(f"{what} must be a position, got {describe_type(kept)}")
     if "pickle" in kept:
         raise ValueError(
             f"{what} was pickled by an older version of jstep, and nothing in a checkpoint is unpickled, because that "
@@ -139,17 +139,17 @@ class StoredPosition:
     def prepare(self) -> None:
         """See `LivePosition.prepare`."""
 
-    def moves(self) -> None:
-        """See `LivePosition.moves`."""
+    def begin_fetch(self) -> None:
+        """See `LivePosition.begin_fetch`."""
 
-    def ended(self) -> None:
-        """See `LivePosition.ended`."""
+    def mark_exhausted(self) -> None:
+        """See `LivePosition.mark_exhausted`."""
 
-    def moved(self, position: object) -> None:
+    def end_fetch(self, position: object) -> None:
         self.before, self._now = self._now, position
 
-    def fix(self) -> None:
-        """See `LivePosition.fix`."""
+    def freeze(self) -> None:
+        """See `LivePosition.freeze`."""
 
     def now(self) -> Any:
         return self._now
@@ -171,12 +171,12 @@ class LivePosition:
         self._ask = ask
         self.before = None if begin is None else begin()
         self.is_large = tagged_json.encoded_size(self.before) > LARGE
-        self._is_fixed = self._is_known = False
+        self._is_frozen = self._is_known = False
         self._at_end: Any = None
 
     def is_lost(self, is_before: bool) -> bool:
         """Whether the position for a checkpoint, if `is_before` before the latest batch, was not copied."""
-        return self.is_large and self.before is None and (is_before or self._is_fixed)
+        return self.is_large and self.before is None and (is_before or self._is_frozen)
 
     def prepare(self) -> None:
         """Read the position before a batch, if it is small; a signal may interrupt this."""
@@ -187,31 +187,31 @@ class LivePosition:
                 self._is_known = True
                 self.is_large = tagged_json.encoded_size(self.before) > LARGE
 
-    def moves(self) -> None:
+    def begin_fetch(self) -> None:
         """Begin a batch; a signal may interrupt it if the position is small."""
         if self.is_large:
             self.before = None
-        self._is_fixed = True
+        self._is_frozen = True
 
-    def ended(self) -> None:
+    def mark_exhausted(self) -> None:
         if self.is_large:
-            self._is_fixed, self._is_known = False, True
+            self._is_frozen, self._is_known = False, True
         elif self._is_known:  # the search for a batch may have changed the object
-            self._at_end, self._is_fixed = tagged_json.as_json(self._ask()), False
+            self._at_end, self._is_frozen = tagged_json.as_json(self._ask()), False
 
-    def moved(self, position: object) -> None:
+    def end_fetch(self, position: object) -> None:
         """The batch was made; no signal interrupts the loop until its step and hooks are done."""
         if not self._is_known:  # a position that cannot be saved is rejected after the first batch
             self.is_large = self.is_large or tagged_json.encoded_size(self._ask()) > LARGE
             self._is_known = True
-        self._is_fixed = False
+        self._is_frozen = False
 
-    def fix(self) -> None:
-        """Fix the current position, without later changes."""
-        self.before, self._is_fixed = self.now(), True
+    def freeze(self) -> None:
+        """Freeze the current position, without later changes."""
+        self.before, self._is_frozen = self.now(), True
 
     def now(self) -> Any:
-        if self._is_fixed or not self._is_known:
+        if self._is_frozen or not self._is_known:
             return self.before
         position = self._ask()
         is_at_end = self._at_end is not None and tagged_json.as_json(position) == self._at_end

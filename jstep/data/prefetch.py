@@ -15,7 +15,7 @@ from jstep.core.checks import as_function, as_int, format_value
 from jstep.core.exceptions import note
 from jstep.core.threads import MAKING, Thread, doing
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.data.placement import copy_batch, placement
+from jstep.data.placement import copy_batch, make_placer
 from jstep.data.sequence import BatchIterator
 
 # How long `close` waits for the thread; a thread that is blocked in a slow source ends later.
@@ -33,37 +33,32 @@ def prefetch_to_device(
 ) -> "PrefetchIterator":
     """Iterate over `iterator` in a background thread that transfers items to the device ahead of use.
 
-    While the device computes on one item, the thread reads the next ones and transfers them. The order
-    is preserved. An exception raised by `iterator` or by the transfer is raised by `next` in place of
-    its item. The thread starts immediately. It ends when `iterator` is exhausted, when `close` is called, or
-    when the result is garbage-collected, for example after a `break` out of a `for` loop. It does not
-    keep the process alive.
+    While the device computes on one item, the thread reads the next ones and transfers them. The order is preserved. An
+    exception raised by `iterator` or by the transfer is raised by `next` in place of its item. The thread starts
+    immediately. It ends when `iterator` is exhausted, when `close` is called, or when the result is garbage-collected,
+    for example after a `break` out of a `for` loop. It does not keep the process alive.
 
-    The thread runs in a copy of the caller's context: context variables and JAX settings
-    (`jax.enable_x64`, `jax.set_mesh`, `jax.transfer_guard`, …). A transfer guard applies to the source,
-    but not to the transfer itself. The source may reuse its buffers for the next item: items are copied
-    before the transfer.
+    The thread runs in a copy of the caller's context: context variables and JAX settings (`jax.enable_x64`,
+    `jax.set_mesh`, `jax.transfer_guard`, …). A transfer guard applies to the source, but not to the transfer itself.
+    The source may reuse its buffers for the next item: items are copied before the transfer.
 
     Args:
-        iterator: Any iterable: a list, a generator, `jstep.batches`, or a Grain, PyTorch or tf.data
-            loader. An item is a pytree of numbers and arrays. Arrays of other libraries (PyTorch
-            tensors) are accepted if they have `numpy()`, `__dlpack__` or `__array__`.
+        iterator: Any iterable: a list, a generator, `jstep.batches`, or a Grain, PyTorch or tf.data loader. An item is
+            a pytree of numbers and arrays. Arrays of other libraries (PyTorch tensors) are accepted if they have
+            `numpy()`, `__dlpack__` or `__array__`.
         size: The maximum number of items held ahead of the loop, in device memory; at least 1.
-        sharding: Placement of the items: None for the default device, a `jax.sharding.Sharding`, or a
-            tree of shardings that is a prefix of the item. A PartitionSpec refers to the mesh of
-            `jax.set_mesh`. If a sharding spans processes, each process passes its own rows, which
-            become its part of one global array.
-        state_fn: A function whose value is stored with each item, such as `iterator.get_state` of a
-            loader with a position. The thread calls it right after reading the item. See
-            `PrefetchIterator.state`.
+        sharding: Placement of the items: None for the default device, a `jax.sharding.Sharding`, or a tree of shardings
+            that is a prefix of the item. A PartitionSpec refers to the mesh of `jax.set_mesh`. If a sharding spans
+            processes, each process passes its own rows, which become its part of one global array.
+        state_fn: A function whose value is stored with each item, such as `iterator.get_state` of a loader with a
+            position. The thread calls it right after reading the item. See `PrefetchIterator.state`.
 
     Returns:
         An iterator over the same items as JAX arrays.
 
     Raises:
-        TypeError: `iterator` is not iterable, `size` is not an integer, `state_fn` is not a function, or
-            `sharding` contains something else. From `next`: a leaf cannot be placed on a device, such as
-            a string.
+        TypeError: `iterator` is not iterable, `size` is not an integer, `state_fn` is not a function, or `sharding`
+            contains something else. From `next`: a leaf cannot be placed on a device, such as a string.
         ValueError: `size` is not positive.
 
     Example:
@@ -83,7 +78,7 @@ def prefetch_to_device(
         ) from None
     size = as_int(size, "size", 1, "the number of items read ahead")
     as_function(state_fn, "state_fn", "() -> state", optional=True)
-    place, fresh = placement(sharding), isinstance(source, BatchIterator)
+    place, fresh = make_placer(sharding), isinstance(source, BatchIterator)
     return PrefetchIterator(source, size, lambda item: place(copy_batch(item, fresh=fresh)), state_fn)
 
 

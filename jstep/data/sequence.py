@@ -37,7 +37,7 @@ class BatchSequence(abc.ABC, Generic[T]):
         """Return a function from step to batch for one iterator."""
         reader, sources = PlanReader(self._plan), [self._rows[name] for name in sorted(self._rows)]
         if len(sources) == 1:  # its rows are in order, and need no indices
-            return functools.partial(_take, reader.of_one, sources[0].take)
+            return functools.partial(_take, reader.single_source_rows, sources[0].take)
         return functools.partial(_read, reader, sources)
 
     def _counts_before(self, step: int) -> dict[str, int]:

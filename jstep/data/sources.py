@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jstep.core.checks import format_value, kind
+from jstep.core.checks import describe_type, format_value
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import all_native, is_key, leading_sizes, native, path_str, quote_path, stack_trees
 from jstep.data.permutation import RowNumbers
@@ -189,7 +189,7 @@ def _open(leaf: Any, path: str, argument: str) -> Source:
         leaf = leaf.to_numpy()
     what = f"{argument}: the {type(leaf).__name__} at {path}"
     if isinstance(leaf, np.ma.MaskedArray):
-        raise TypeError(f"{argument}: the source at {path} is {kind(leaf)}")
+        raise TypeError(f"{argument}: the source at {path} is {describe_type(leaf)}")
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         if leaf.ndim == 0:
             raise TypeError(f"{what} is a scalar and has no rows")

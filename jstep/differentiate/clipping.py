@@ -11,7 +11,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_int, kind
+from jstep.core.checks import as_int, describe_type
 from jstep.core.device_values import as_scalar
 from jstep.core.meshes import internal_transfers, on_any_mesh
 from jstep.core.placement import compute_first
@@ -53,7 +53,7 @@ def clip_by_value(t: object, min: Number | Array, max: Number | Array) -> Any:
             "broadcast with each other"
         ) from None
     if low is not None and high is not None and np.any(low > high):
-        raise ValueError(f"min={min!r} is larger than max={max!r}")
+        raise ValueError(f"min={min!r}: must be ≤ max={max!r}")
 
     def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
         for name, bound in (("min", min), ("max", max)):
@@ -70,13 +70,13 @@ def clip_by_value(t: object, min: Number | Array, max: Number | Array) -> Any:
         low, high = (jnp.asarray(bound).astype(x.dtype) for bound in (min, max))
         return jnp.clip(x, *(jnp.broadcast_to(bound, x.shape) if bound.ndim else bound for bound in (low, high)))
 
-    return map_leaves(clip, t, "clip_by_value", number)
+    return map_arrays(clip, t, "clip_by_value", number)
 
 
 def _bound(name: str, value: object) -> Any:
     """Return the value on the host; None if traced."""
     if isinstance(value, bool | str) or not (isinstance(value, int | float) or trees.is_array(value)):
-        raise TypeError(f"{name}={value!r}: must be a number or an array, got {kind(value)}")
+        raise TypeError(f"{name}={value!r}: must be a number or an array, got {describe_type(value)}")
     number = trees.concrete(value)
     if number is not None and np.any(np.isnan(number)):
         raise ValueError(f"{name}={value!r}: must be a number")
@@ -122,7 +122,7 @@ def clip_by_norm(t: object, clip_norm: Number, axes: int | tuple[int, ...] | Non
             raise ValueError(f"axes={axes}: names an axis twice for the leaf at {trees.quote_path(path)}")
         return scale_to_norm(x, compute_norm([x], over, clip_norm), clip_norm)
 
-    return map_leaves(clip, t, "clip_by_norm")
+    return map_arrays(clip, t, "clip_by_norm")
 
 
 @on_any_mesh("t")
@@ -153,7 +153,7 @@ def clip_by_average_norm(t: object, clip_norm: Number) -> Any:
         size = max(1, int(np.prod(shape)))
         return scale_to_norm(x, compute_norm([x], limit=clip_norm * size) / size, clip_norm)
 
-    return map_leaves(clip, t, "clip_by_average_norm")
+    return map_arrays(clip, t, "clip_by_average_norm")
 
 
 def global_norm(tree: Tree) -> Array:
@@ -282,12 +282,12 @@ def clip_by_global_norm(tree: Tree, clip_norm: Number, use_norm: Array | None = 
 @on_any_mesh("tree")
 def _with_norm(tree: Tree, norm: Array, clip_norm: Number) -> Any:
     by = factors(norm, clip_norm)  # once for all leaves
-    return map_leaves(lambda x, *_: multiply_twice(x, norm, *by), tree, "clip_by_global_norm")
+    return map_arrays(lambda x, *_: multiply_twice(x, norm, *by), tree, "clip_by_global_norm")
 
 
 def _known_norm(norm: Any) -> Array:
     if isinstance(norm, bool | str) or not (isinstance(norm, int | float) or trees.is_array(norm)):
-        raise TypeError(f"use_norm={norm!r}: must be the result of global_norm, got {kind(norm)}")
+        raise TypeError(f"use_norm={norm!r}: must be the result of global_norm, got {describe_type(norm)}")
     if np.ndim(norm):
         raise ValueError(f"use_norm: must be a scalar, got shape {np.shape(norm)}")
     value = trees.concrete(norm)
@@ -299,7 +299,7 @@ def _known_norm(norm: Any) -> Array:
 
 def number(x: Any, path: str, name: str) -> Array:
     if isinstance(x, bool | str) or not (trees.is_array(x) or isinstance(x, int | float)):
-        what = kind(x) if isinstance(x, np.ndarray) else f"{type(x).__name__}, which is not an array"
+        what = describe_type(x) if isinstance(x, np.ndarray) else f"{type(x).__name__}, which is not an array"
         raise TypeError(f"{name}: {trees.leaf_at(path)} is {what}")
     if trees.is_key(x):
         raise TypeError(f"{name}: {trees.leaf_at(path)} has dtype {x.dtype}, a PRNG key. Replace it by None.")
@@ -316,7 +316,7 @@ def floating(x: object, path: str, name: str) -> Array:
     return array
 
 
-def map_leaves(
+def map_arrays(
     function: Callable[[Array, tuple[int, ...], str], Array],
     tree: Tree,
     name: str,

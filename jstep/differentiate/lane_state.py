@@ -110,14 +110,14 @@ def _dependences(program: object, leaves: Sequence[Array], others: int) -> list[
     rows = len(body.jaxpr.invars) - 1 - len(leaves) - others
     lane = _Value(on_lane=True)
     operands = [lane, *(_Value(i) for i in range(len(leaves))), *[_Value()] * others, *[lane] * rows]
-    return evaluate(body, operands, _Rules([leaf.dtype.itemsize for leaf in leaves]), _of_constant)
+    return evaluate(body, operands, _Rules([leaf.dtype.itemsize for leaf in leaves]), _constant_value)
 
 
 _FEW = 16
 """The number of elements up to which constants are compared by value: a number of rows is a scalar."""
 
 
-def _of_constant(constant: Any) -> _Value:
+def _constant_value(constant: Any) -> _Value:
     is_known = not isinstance(constant, jax.Array) and np.size(constant) <= _FEW
     return _Value(facts=frozenset({f"{jax.typeof(constant)} {constant if is_known else ''}"}))
 
@@ -153,9 +153,9 @@ class _Rules:
 
     def __call__(self, operation: Operation, values: list[_Value]) -> list[_Value]:
         if operation.kind == "call":
-            return evaluate(operation.bodies[0], values, self, _of_constant)
+            return evaluate(operation.bodies[0], values, self, _constant_value)
         if operation.kind == "cond":
-            branches = [evaluate(body, values[1:], self, _of_constant) for body in operation.bodies]
+            branches = [evaluate(body, values[1:], self, _constant_value) for body in operation.bodies]
             return [_chosen(values[0], row) for row in zip(*branches, strict=True)]
         if operation.kind == "scan":
             return self._scan(operation, values)
@@ -191,7 +191,7 @@ class _Rules:
 
         def turn(carry: list[_Value]) -> list[_Value]:
             operands = [*values[:consts], *carry, *values[consts + carried :]]
-            return evaluate(operation.bodies[0], operands, self, _of_constant)
+            return evaluate(operation.bodies[0], operands, self, _constant_value)
 
         def next_carry(carry: list[_Value]) -> list[_Value]:
             length = f"{operation.options['length']} turns"
@@ -206,8 +206,8 @@ class _Rules:
         first, second = operation.counts
 
         def next_carry(carry: list[_Value]) -> list[_Value]:
-            (continues,) = evaluate(condition, [*values[:first], *carry], self, _of_constant)
-            results = evaluate(body, [*values[first : first + second], *carry], self, _of_constant)
+            (continues,) = evaluate(condition, [*values[:first], *carry], self, _constant_value)
+            results = evaluate(body, [*values[first : first + second], *carry], self, _constant_value)
             return [_chosen(continues, pair) for pair in zip(carry, results, strict=True)]
 
         return _settled(values[first + second :], next_carry)

@@ -26,7 +26,7 @@ from jstep.differentiate.microbatches import specs_of_rows
 
 SMALL = 2**14
 """Arrays with fewer elements are exchanged together."""
-LEAST = 64
+MIN_ELEMENTS_PER_DEVICE = 64
 """The minimum number of elements per device of an array that is split."""
 
 
@@ -77,7 +77,7 @@ class Lanes(NamedTuple):
     def placed(self, x: Array) -> Array:
         """Return an array sharded like the parameters and slots of its shape; replicated if it is small."""
         # XLA simplifies a program on one element as one on scalars, with other roundings.
-        spec = PartitionSpec() if x.size < LEAST * self.number else (self.places or {}).get(x.shape)
+        spec = PartitionSpec() if x.size < MIN_ELEMENTS_PER_DEVICE * self.number else (self.places or {}).get(x.shape)
         if spec is None or self.mesh is None or not x.ndim or trees.is_key(x):
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
@@ -225,7 +225,7 @@ def is_in_lanes(operation: Operation) -> bool:
     return operation.called == sum_over_lanes.__qualname__
 
 
-def of_each_lane(lanes: Lanes, i: Array, tree: Tree) -> Any:
+def stack_over_lanes(lanes: Lanes, i: Array, tree: Tree) -> Any:
     """Stack the arrays of all lanes on a leading axis: zeros except at i, to be summed over the lanes."""
 
     def leaf(x: Any) -> Array:

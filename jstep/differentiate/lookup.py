@@ -10,7 +10,7 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import device_values, meshes, trees
-from jstep.core.checks import kind
+from jstep.core.checks import describe_type
 from jstep.core.trees import Array
 from jstep.slots.indexed_slices import IndexedSlices
 
@@ -95,7 +95,7 @@ def lookup(table: object, ids: object) -> Array:
     if not trees.is_array(table) and hasattr(table, "__jax_array__"):
         table = table.__jax_array__()  # a boxed variable of Flax NNX
     if not (trees.is_array(table) or isinstance(table, list | tuple)):
-        raise TypeError(f"table: must be an array of rows, got {kind(table)}")
+        raise TypeError(f"table: must be an array of rows, got {describe_type(table)}")
     tables = TABLES.get()
     place = None if tables is None else tables.index_of(table)
     table, ids = device_values.as_array(table, "table"), device_values.as_array(ids, "ids")

@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jstep.core import meshes, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_bool, as_function, as_int, format_value, kind
+from jstep.core.checks import as_bool, as_function, as_int, describe_type, format_value
 from jstep.core.device_values import as_scalar
 from jstep.core.exceptions import setting
 from jstep.core.placement import Unroll, as_unroll, sharding_of
@@ -23,10 +23,10 @@ from jstep.differentiate import microbatches
 from jstep.differentiate.clipping import global_norm
 from jstep.differentiate.integer_sums import Halves, halves, is_integer, join_integers
 from jstep.differentiate.lane_state import Merge, choose_merges, merge_leaf, summand
-from jstep.differentiate.lanes import Lanes, as_lanes, of_each_lane, on_lanes, sum_over_lanes
+from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes, stack_over_lanes, sum_over_lanes
 from jstep.differentiate.lookup import TABLES, Tables
 from jstep.differentiate.loss_outputs import COLLECTORS, SUMMARIES, Collector, unpack_outputs
-from jstep.differentiate.microbatches import AggregationMethod, Part, Squares
+from jstep.differentiate.microbatches import AggregationMethod, LossResult, Squares
 from jstep.differentiate.same_bits import alike
 from jstep.slots.indexed_slices import IndexedSlices
 
@@ -60,14 +60,13 @@ def compute_gradients(
             are the gradients of parameters that the loss does not depend on.
         has_aux: Whether loss_fn returns auxiliary values with the loss.
         num_microbatches: Number of microbatches for gradient accumulation; the leading axis of every arg is split into
-            that many microbatches, which are processed in one scan. Microbatch i of n consists of rows i, i + n, i +
-            2n, …: on a mesh each device already has its share of the rows, so no row moves between devices, and
+            that many microbatches, which are processed in one scan. Microbatch i of n consists of rows i, i + n,
+            i + 2n, …: on a mesh each device already has its share of the rows, so no row moves between devices, and
             microbatches do not depend on the number of devices. Gradients, loss and floating (also complex) leaves of
             aux are means in at least float32; integers and bools of aux are sums in at least int32, which saturate.
             They equal the results for the whole batch if the loss is a mean over rows. A loss that compares rows with
             each other (contrastive losses, BatchNorm) sees one microbatch only, so it is another objective for each
-            number of microbatches; the
-            recipe "Contrastive losses in parts" computes such a loss exactly.
+            number of microbatches; the recipe "Contrastive losses in parts" computes such a loss exactly.
         weight_fn: `weight_fn(*microbatch)`, the weight of a microbatch in the means, such as its number of tokens.
         gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH: how far XLA may overlap gradients and updates. It affects
             memory and time, never values.
@@ -114,13 +113,13 @@ def compute_gradients(
 
     @shortens_tracebacks
     def loss_and_gradients(params: Params, *args: Any, **kwargs: Any) -> Any:
-        def run(lanes: Lanes | None, params: Params, args: tuple[Any, ...]) -> Part:
+        def run(lanes: Lanes | None, params: Params, args: tuple[Any, ...]) -> LossResult:
             return compute(Inputs(params, args=args, kwargs=kwargs, lanes=lanes))
 
         params, args = trees.all_native(params, "params"), trees.all_native(args, "args")
-        place = meshes.shard_like(Part(None, None, None, params))  # type: ignore[arg-type]
-        part = on_lanes(compute.lanes, run, params, args, jax.tree.map(sharding_of, args), place=place)
-        return ((part.loss, part.aux), part.gradients) if has_aux else (part.loss, part.gradients)
+        place = meshes.shard_like(LossResult(None, None, None, params))  # type: ignore[arg-type]
+        result = on_lanes(compute.lanes, run, params, args, jax.tree.map(sharding_of, args), place=place)
+        return ((result.loss, result.aux), result.gradients) if has_aux else (result.loss, result.gradients)
 
     return loss_and_gradients
 
@@ -151,12 +150,12 @@ class Inputs(NamedTuple):
     scale: Array | None = None
     lanes: Lanes | None = None
 
-    def for_part(self, i: Any, **changes: Any) -> "Inputs":
+    def for_evaluation(self, i: Any, **changes: Any) -> "Inputs":
         """Return the inputs of one of several evaluations, with their own key."""
         return self._replace(key=None if self.key is None else jax.random.fold_in(self.key, i), **changes)
 
     def for_lane(self, i: Array, args: tuple[Any, ...], **changes: object) -> "Inputs":
-        return self.for_part(i, args=args, batch_specs=microbatches.specs_of_rows(args), **changes)
+        return self.for_evaluation(i, args=args, batch_specs=microbatches.specs_of_rows(args), **changes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,23 +206,22 @@ class Differentiation:
         if not isinstance(self.aggregation_method, AggregationMethod):
             raise TypeError(
                 f"aggregation_method={format_value(self.aggregation_method)}: must be AggregationMethod.DEFAULT or "
-                ".ADD_N, "
-                f"got {kind(self.aggregation_method)}"
+                f".ADD_N, got {describe_type(self.aggregation_method)}"
             )
         if check_radius(self.sharpness) is None and self.adaptive:
             raise ValueError("adaptive=True: specifies how sharpness is measured; give sharpness as well")
         as_unroll(self.unroll)
 
-    def __call__(self, inputs: Inputs) -> Part:
+    def __call__(self, inputs: Inputs) -> LossResult:
         """Return the results, with gradients as a tree like params."""
         params = inputs.params
         trees.require_arrays(params, "params", trees.keep_arrays("params"))
         if inputs.lanes is not None:
-            return self._of_batch(inputs)
+            return self._differentiate_batch(inputs)
         inputs = inputs._replace(batch_specs=microbatches.specs_of_rows(inputs.args, inputs.batch_specs))
-        place = meshes.shard_like(Part(None, inputs.model_state, None, params))  # type: ignore[arg-type]
+        place = meshes.shard_like(LossResult(None, inputs.model_state, None, params))  # type: ignore[arg-type]
         assert self.attempts is not None  # set in __post_init__
-        return self.attempts(self._of_batch, inputs, place=place)
+        return self.attempts(self._differentiate_batch, inputs, place=place)
 
     @property
     def looks_at_rows(self) -> bool:
@@ -234,38 +232,40 @@ class Differentiation:
         """Return the indices of the differentiated leaves."""
         return select_leaves(params, self.var_list, argument, self.frozen and self.frozen(params))
 
-    def _of_batch(self, inputs: Inputs) -> Part:
+    def _differentiate_batch(self, inputs: Inputs) -> LossResult:
         params = inputs.params
         leaves, treedef = trees.flatten(params)
         indices = self.selected(params)
-        part = self._way(inputs)(inputs, indices)
+        result = self._choose_method(inputs)(inputs, indices)
         if self.sharpness is not None:
             some = [jnp.asarray(leaves[i]) for i in indices]
             move = functools.partial(perturb, adaptive=self.adaptive)
             on_auto_axes = functools.partial(meshes.without_explicit_axes, move, place=meshes.shard_like(some))
-            moved_leaves = alike(inputs.lanes, on_auto_axes, some, part.gradients, self.sharpness)
+            moved_leaves = alike(inputs.lanes, on_auto_axes, some, result.gradients, self.sharpness)
             moved = treedef.unflatten(trees.with_leaves(leaves, indices, moved_leaves))
-            calm = dataclasses.replace(self, gathers=False)
-            again = calm._way(inputs)(inputs._replace(params=moved), indices)
-            part = part._replace(gradients=again.gradients, squares=again.squares)
-        grads = apply_gate(part.gradients, self.gate_gradients)
-        return part._replace(gradients=treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, grads)))
+            without_summaries = dataclasses.replace(self, gathers=False)
+            again = without_summaries._choose_method(inputs)(inputs._replace(params=moved), indices)
+            result = result._replace(gradients=again.gradients, squares=again.squares)
+        grads = apply_gate(result.gradients, self.gate_gradients)
+        return result._replace(gradients=treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, grads)))
 
-    def _way(self, inputs: Inputs) -> Callable[[Inputs, list[int]], Part]:
+    def _choose_method(self, inputs: Inputs) -> Callable[[Inputs, list[int]], LossResult]:
         """Return the method that differentiates the batch; its gradients are a list."""
         if inputs.lanes is not None:
             return functools.partial(self._in_lanes, inputs.lanes)
         n = microbatches.number_of_parts(
             inputs.args, inputs.batch_specs, self.num_microbatches, self.max_rows_per_device
         )
-        return self._one if n == 1 else functools.partial(self._in_parts, n)
+        return self._differentiate_once if n == 1 else functools.partial(self._in_parts, n)
 
-    def _in_parts(self, n: int, inputs: Inputs, indices: list[int]) -> Part:
+    def _in_parts(self, n: int, inputs: Inputs, indices: list[int]) -> LossResult:
         parts = microbatches.split_batch(inputs.args, n, inputs.batch_specs)
 
-        def run(params: Params, parts: tuple[Any, ...]) -> Part:
-            def part_fn(model_state: Tree, batch: Tree, i: Array) -> Part:
-                return self._one(inputs.for_part(i, params=params, model_state=model_state, args=batch), indices)
+        def run(params: Params, parts: tuple[Any, ...]) -> LossResult:
+            def part_fn(model_state: Tree, batch: Tree, i: Array) -> LossResult:
+                return self._differentiate_once(
+                    inputs.for_evaluation(i, params=params, model_state=model_state, args=batch), indices
+                )
 
             leaves = jax.tree.leaves(params)
             sums = [microbatches.zeros_of_gradient(jnp.asarray(leaves[i])) for i in indices]
@@ -286,32 +286,34 @@ class Differentiation:
             return run(inputs.params, parts)
 
         def loss(params: Params, batch: Tree) -> Array:
-            return self._one(inputs._replace(params=params, args=batch), []).loss
+            return self._differentiate_once(inputs._replace(params=params, args=batch), []).loss
 
         return microbatches.reduce_once(run, inputs.params, parts, loss, indices)
 
-    def _in_lanes(self, lanes: Lanes, inputs: Inputs, indices: list[int]) -> Part:
+    def _in_lanes(self, lanes: Lanes, inputs: Inputs, indices: list[int]) -> LossResult:
         """Differentiate in lanes: means for loss, gradients and floating aux, sums for integer aux."""
-        alone = dataclasses.replace(self, lanes=None, squares=False)
+        one_lane = dataclasses.replace(self, lanes=None, squares=False)
         size = microbatches.rows_of_part(inputs.args, lanes.number, f"lanes={lanes.number}", "use a multiple of it")
         rows, of_rows = trees.flatten(inputs.args)
         whole, filled = trees.partition_arrays(inputs._replace(args=(), batch_specs=None, lanes=None))
         merges = self._merges(lanes, inputs, size)
 
         def part(i: Array, whole: list[Array], rows: list[Array]) -> Any:
-            here = filled(whole).for_lane(i, of_rows.unflatten(rows))
-            results = alone._way(here)(here, indices)
-            weight = microbatches.part_weight(self.weight_fn, here.args)
+            lane_inputs = filled(whole).for_lane(i, of_rows.unflatten(rows))
+            results = one_lane._choose_method(lane_inputs)(lane_inputs, indices)
+            weight = microbatches.part_weight(self.weight_fn, lane_inputs.args)
             dense = [g.to_dense() if isinstance(g, IndexedSlices) else g for g in results.gradients]
             grads = [None if g is None else microbatches.weigh(g, weight) for g in dense]
             terms = functools.partial(microbatches.summand, weight)
             others = jax.tree_util.tree_map_with_path(terms, (results.aux, results.summaries))
             others = jax.tree.map(lambda x: halves(x) if is_integer(x) else x, others)
-            state = _by_leaf(functools.partial(summand, i), merges, results.model_state, here.model_state)
+            state = _by_leaf(functools.partial(summand, i), merges, results.model_state, lane_inputs.model_state)
             norms = None
             if self.squares:
                 of_lane = jnp.float32(size) if weight is None else weight
-                norms = of_each_lane(lanes, i, (of_lane, microbatches.squared_norm(results.gradients, here.scale)))
+                norms = stack_over_lanes(
+                    lanes, i, (of_lane, microbatches.squared_norm(results.gradients, lane_inputs.scale))
+                )
             return grads, microbatches.weigh(results.loss, weight), weight, others, state, norms
 
         summed = sum_over_lanes(lanes, part, whole, [jnp.asarray(x) for x in rows], [0] * len(rows))
@@ -327,7 +329,7 @@ class Differentiation:
         squares = None
         if norms is not None:
             squares = Squares(norms[0], norms[1], alike(lanes, microbatches.squared_norm, grads, inputs.scale))
-        return Part(loss, state, aux, grads, summaries, squares)
+        return LossResult(loss, state, aux, grads, summaries, squares)
 
     def _merges(self, lanes: Lanes, inputs: Inputs, size: int) -> list[Merge]:
         """Return how the leaves of model_state are merged, from the traced loss of a lane."""
@@ -340,22 +342,22 @@ class Differentiation:
         if self.max_rows_per_device is not None:
             lane = [jax.ShapeDtypeStruct((size, *np.shape(x)[1:]), jnp.result_type(x)) for x in rows]
             n = microbatches.number_of_parts((lane,), [None] * len(lane), n, self.max_rows_per_device)
-        alone = dataclasses.replace(
+        one_lane = dataclasses.replace(
             self, lanes=None, squares=False, gathers=False, num_microbatches=n, max_rows_per_device=None, weight_fn=None
         )
 
         def new_state(i: Array, old: list[Array], others: list[Array], rows: list[Array]) -> list[Array]:
-            here = filled(others).for_lane(i, of_rows.unflatten(rows), model_state=of_state.unflatten(old))
-            return jax.tree.leaves(alone._way(here)(here, []).model_state)
+            lane_inputs = filled(others).for_lane(i, of_rows.unflatten(rows), model_state=of_state.unflatten(old))
+            return jax.tree.leaves(one_lane._choose_method(lane_inputs)(lane_inputs, []).model_state)
 
         return choose_merges(lanes, new_state, inputs.model_state, others, [jnp.asarray(x) for x in rows], size)
 
-    def _one(self, inputs: Inputs, indices: list[int]) -> Part:
+    def _differentiate_once(self, inputs: Inputs, indices: list[int]) -> LossResult:
         leaves, treedef = trees.flatten(inputs.params)
         connected: set[int] = set()
         looked_up: Any = None
 
-        def of_some(some: list[Array]) -> tuple[Array, Any]:
+        def loss_of(some: list[Array]) -> tuple[Array, Any]:
             nonlocal looked_up
             some = track_connected(some, connected)
             whole = treedef.unflatten(trees.with_leaves(leaves, indices, some))
@@ -375,9 +377,9 @@ class Differentiation:
             return scaled, (loss, *others, summaries)
 
         some = [jnp.asarray(leaves[i]) for i in indices]
-        (_, (loss, model_state, aux, summaries)), dense = jax.value_and_grad(of_some, has_aux=True)(some)
+        (_, (loss, model_state, aux, summaries)), dense = jax.value_and_grad(loss_of, has_aux=True)(some)
         grads = [looked_up.gradient(i, g if i in connected else None) for i, g in enumerate(dense)]
-        return Part(loss, model_state, aux, grads, summaries)
+        return LossResult(loss, model_state, aux, grads, summaries)
 
 
 def track_connected(leaves: list[Array], connected: set[int]) -> list[Array]:

@@ -15,7 +15,7 @@ from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
 from jstep.core import device_values, trees
-from jstep.core.checks import kind
+from jstep.core.checks import describe_type
 from jstep.core.trees import Array
 
 
@@ -27,7 +27,7 @@ def unpack_outputs(
     for key in aux if names_aux and isinstance(aux, Mapping) else ():
         if not isinstance(key, str):
             raise TypeError(
-                f"aux: the key {key!r} must be a string, got {kind(key)}: entries of aux are metrics by name"
+                f"aux: the key {key!r} must be a string, got {describe_type(key)}: entries of aux are metrics by name"
             )
     if not (trees.is_array(loss) or isinstance(loss, int | float)):
         raise TypeError(f"loss_fn returned a {type(loss).__name__} as loss; it must be a floating-point scalar")

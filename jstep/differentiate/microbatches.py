@@ -162,7 +162,7 @@ class Squares(NamedTuple):
     whole: Array
 
 
-class Part(NamedTuple):
+class LossResult(NamedTuple):
     """The results of one batch or microbatch."""
 
     loss: Array
@@ -174,7 +174,7 @@ class Part(NamedTuple):
 
 
 def accumulate(
-    part_fn: Callable[[Any, tuple[Any, ...], Array], Part],
+    part_fn: Callable[[Any, tuple[Any, ...], Array], LossResult],
     parts: tuple[Any, ...],
     model_state: Tree,
     sums: list[Array],
@@ -183,11 +183,11 @@ def accumulate(
     method: AggregationMethod,
     unroll: Unroll = None,
     square: Callable[[Sequence[Any]], Array] | None = None,
-) -> Part:
+) -> LossResult:
     """Accumulate the results of all microbatches of a batch.
 
     Args:
-        part_fn: `part_fn(model_state, microbatch, i) -> Part`; model_state is carried.
+        part_fn: `part_fn(model_state, microbatch, i) -> LossResult`; model_state is carried.
         parts: From `split_batch`.
         sums: Zeros for the gradients.
         weight_fn: `weight_fn(*microbatch) -> scalar`. A microbatch of weight 0 is ignored, whatever its loss.
@@ -203,17 +203,17 @@ def accumulate(
     def body(carry: Tree, i: Array) -> Any:
         state, sums = carry
         batch = microbatch(parts, i)
-        part = part_fn(state, batch, i)
+        result = part_fn(state, batch, i)
         weight = part_weight(weight_fn, batch)
-        squared = None if square is None else square(part.gradients)
-        gradients = [jax.tree.map(lambda g: g if is_integer(g) else weigh(g, weight), g) for g in part.gradients]
+        squared = None if square is None else square(result.gradients)
+        gradients = [jax.tree.map(lambda g: g if is_integer(g) else weigh(g, weight), g) for g in result.gradients]
         if running:
             # () marks a gradient that is carried. A sum without gradients is carried unchanged, which costs nothing.
             dense = [isinstance(g, jax.Array) for g in gradients]
             sums = [s + g.astype(s.dtype) if d else s for s, g, d in zip(sums, gradients, dense, strict=True)]
             gradients = [() if d else g for g, d in zip(gradients, dense, strict=True)]
-        others = jax.tree_util.tree_map_with_path(functools.partial(summand, weight), (part.aux, part.summaries))
-        return (part.model_state, sums), (gradients, weigh(part.loss, weight), weight, squared, others)
+        others = jax.tree_util.tree_map_with_path(functools.partial(summand, weight), (result.aux, result.summaries))
+        return (result.model_state, sums), (gradients, weigh(result.loss, weight), weight, squared, others)
 
     (model_state, sums), (gradients, losses, weights, squared, others) = scan(
         body, (model_state, sums if running else []), jnp.arange(n), n, unroll
@@ -240,7 +240,7 @@ def accumulate(
     squares = None
     if square is not None:
         squares = Squares(examples if weights is None else weights, squared, square(grads))
-    return Part(mean(jnp.sum(losses)), model_state, aux, grads, summaries, squares)
+    return LossResult(mean(jnp.sum(losses)), model_state, aux, grads, summaries, squares)
 
 
 def summand(weight: Array | None, keys: Any, leaf: Array) -> Array:
@@ -252,8 +252,7 @@ def summand(weight: Array | None, keys: Any, leaf: Array) -> Array:
     if not is_integer(leaf):
         raise TypeError(
             f"aux: the leaf at {trees.quote_path(trees.path_str(keys[1:]))} is of {leaf.dtype}, of which microbatches "
-            "have "
-            "no mean and no sum; return it in model_state, whose last value is kept, or not at all"
+            "have no mean and no sum; return it in model_state, whose last value is kept, or not at all"
         )
     return leaf
 

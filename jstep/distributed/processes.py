@@ -192,13 +192,13 @@ def _described(args: tuple[Any, ...]) -> dict[str, list[str]]:
 def broadcast_bytes(data: bytes) -> bytes:
     (size,) = broadcast_ints(len(data))
     mine = np.frombuffer(data[:size].ljust(size, b"\0"), np.uint8)
-    return _of_process_0(mine).astype(np.uint8).tobytes() if size else b""
+    return _broadcast_from_0(mine).astype(np.uint8).tobytes() if size else b""
 
 
 def broadcast_ints(*numbers: int) -> list[int]:
     """Return the integers of process 0, of up to 62 bits."""
     halves = np.array([divmod(number, 2**31) for number in numbers], np.int32)
-    return [int(high) * 2**31 + int(low) for high, low in _of_process_0(halves)]
+    return [int(high) * 2**31 + int(low) for high, low in _broadcast_from_0(halves)]
 
 
 def _gathered(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -206,7 +206,7 @@ def _gathered(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return np.asarray(multihost_utils.process_allgather(mine))
 
 
-def _of_process_0(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _broadcast_from_0(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     with internal_transfers(), doing(AGREEING):
         return np.asarray(multihost_utils.broadcast_one_to_all(mine))
 
@@ -244,7 +244,7 @@ def known_settings(arguments: Known) -> Known:
     """
     settings: dict[str, Setting] = {**_numbers(_JAX), **arguments}
     check_range(settings)
-    for launcher, is_read_here in ((_of_skypilot, True), (_of_slurm, False)):
+    for launcher, is_read_here in ((_read_skypilot, True), (_read_slurm, False)):
         if settings.keys() >= set(FIELDS):
             break
         other = launcher()
@@ -299,7 +299,7 @@ def _numbers(names: Mapping[str, str]) -> dict[str, Setting]:
     return settings
 
 
-def _of_skypilot() -> dict[str, Setting]:
+def _read_skypilot() -> dict[str, Setting]:
     """Read SkyPilot's variables: one process for each node, process 0 on the first."""
     settings = _numbers(_SKYPILOT)
     check_range(settings)
@@ -321,7 +321,7 @@ def _of_skypilot() -> dict[str, Setting]:
     return {**settings, ADDRESS: Setting(f"{host}:{port}", _SKYPILOT[ADDRESS])}
 
 
-def _of_slurm() -> dict[str, Setting]:
+def _read_slurm() -> dict[str, Setting]:
     return _numbers(_SLURM) if all(os.environ.get(name) for name in _SLURM_STEP) else {}
 
 
@@ -388,7 +388,7 @@ def initialize(
     if num_processes == 1:
         return
     config = known_settings(arguments)
-    total = config.get(COUNT) or _of_slurm().get(COUNT)
+    total = config.get(COUNT) or _read_slurm().get(COUNT)
     if total is not None and total.value == 1:
         return
     address, count, index = (config[name].value if name in config else None for name in (ADDRESS, COUNT, INDEX))

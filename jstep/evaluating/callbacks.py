@@ -12,13 +12,13 @@ import jax
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
-from jstep.core.checks import as_bool, as_int, as_number, as_string, check_choice, format_value, kind
+from jstep.core.checks import as_bool, as_int, as_number, as_string, check_choice, describe_type, format_value
 from jstep.core.meshes import internal_transfers
 from jstep.core.recorded_calls import ShownAsTyped
 from jstep.core.selection import VarList, check_form
 from jstep.hooks.hook import state_step
 from jstep.hooks.numbers import is_number, read_values
-from jstep.hooks.run_hook import Reports, RunInfo
+from jstep.hooks.run_hook import ReportingContext, RunInfo
 from jstep.hooks.states import hook_key
 from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparameter
 from jstep.state.contents import StateContents, briefly
@@ -394,7 +394,9 @@ class KeepBest(ShownAsTyped):
         leave_out: VarList = None,
     ) -> None:
         if not isinstance(directory, str | os.PathLike):
-            raise TypeError(f"directory={format_value(directory)}: must be a directory or a URL, got {kind(directory)}")
+            raise TypeError(
+                f"directory={format_value(directory)}: must be a directory or a URL, got {describe_type(directory)}"
+            )
         self.metric, self._mode = check_metric(metric, mode)
         self._keep = as_int(keep, "keep", 1, "a number of checkpoints")
         checkpoint_name(prefix, 0)  # validates the prefix
@@ -402,14 +404,14 @@ class KeepBest(ShownAsTyped):
         check_form(leave_out, "leave_out")
         self._given = self._leave_out = leave_out
         self._saver: Saver | None = None
-        self._reports: Reports | None = None
+        self._reports: ReportingContext | None = None
         self._is_fresh = False
         self._at_start: StateContents | None = None
         self.values: dict[int, float] = {}
 
     def use_run(self, run: RunInfo) -> None:
         """Reject the directory and prefix of the run's own checkpoints."""
-        saver, self._is_fresh, self._reports = run.saver, run.restored is None or run.is_branching, run.reports
+        saver, self._is_fresh, self._reports = run.saver, run.restored is None or run.is_new_branch, run.reports
         self._leave_out = saver.leave_out if self._given is None and saver is not None else self._given
         if saver is None or saver.prefix != self._prefix:
             return
@@ -454,7 +456,7 @@ class KeepBest(ShownAsTyped):
         with internal_transfers(), saver.knowing(not worse):
             extra: dict[str, Any] = {}
             if self._reports is not None:
-                saver.tell(self._reports.told)
+                saver.set_listener(self._reports.notifier)
                 extra = {} if self._reports.config is None else {"config": self._reports.config}
             saver.save(state, extra=extra | {self.metric: value})
             self.values[step] = value

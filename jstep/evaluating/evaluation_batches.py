@@ -20,7 +20,7 @@ from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import format_value
 from jstep.core.meshes import internal_transfers
-from jstep.core.threads import taken
+from jstep.core.threads import evaluation_batches_taken
 from jstep.core.trees import shape_of
 from jstep.data.batches import Batches
 from jstep.data.placement import (
@@ -28,10 +28,10 @@ from jstep.data.placement import (
     copy_batch,
     fitting,
     is_axes,
+    make_placer,
     over_axes,
     part_owners,
     place_rows,
-    placement,
 )
 from jstep.data.sequence import BatchSequence
 from jstep.distributed import processes
@@ -39,7 +39,7 @@ from jstep.queues.queues import until_end
 
 _logger = logging.getLogger("jstep")
 
-MOST = 1_000_000
+MAX_BATCHES = 1_000_000
 """A source without a length that yields more batches than this counts as endless."""
 
 _ENDLESS = (
@@ -58,7 +58,7 @@ class EvaluationBatches:
 
     def __init__(self, batches: Tree) -> None:
         _check(batches)
-        self.batches = batches
+        self.source = batches
         self._is_iterator = hasattr(batches, "__next__")
         self._has_state = self._is_iterator and hasattr(batches, "get_state") and hasattr(batches, "set_state")
         self._beginning = copy.deepcopy(batches.get_state()) if self._has_state else None
@@ -67,28 +67,27 @@ class EvaluationBatches:
 
     def __iter__(self) -> Iterator[Any]:
         if self._used and self._has_state:
-            self.batches.set_state(copy.deepcopy(self._beginning))
+            self.source.set_state(copy.deepcopy(self._beginning))
         elif self._used and self._is_iterator:
             raise ValueError(
-                f"batches={format_value(self.batches)}: an iterator, which the first evaluation has exhausted; give "
-                "batches "
-                "that can be iterated over again, such as a list or jstep.batches"
+                f"batches={format_value(self.source)}: an iterator, which the first evaluation has exhausted; give "
+                "batches that can be iterated over again, such as a list or jstep.batches"
             )
         self._used = True
         number = 0
         for number, batch in enumerate(until_end(self._items()), 1):
-            if number > MOST:
-                raise ValueError(f"batches: no end after {MOST} of them; {_ENDLESS}")
+            if number > MAX_BATCHES:
+                raise ValueError(f"batches: no end after {MAX_BATCHES} of them; {_ENDLESS}")
             yield batch
         if number == 0:
-            raise ValueError(f"batches={format_value(self.batches)}: empty, there is nothing to evaluate")
+            raise ValueError(f"batches={format_value(self.source)}: empty, there is nothing to evaluate")
 
     def first_shapes(self, shardings: Tree) -> tuple[Any, ...] | None:
         """Return the first batch's arguments as shapes; None if reading it would change an evaluation.
 
         The first batch of a loader is kept for the next evaluation.
         """
-        batches = self.batches
+        batches = self.source
         try:
             if isinstance(batches, BatchSequence):
                 batch = batches.shapes(0)
@@ -113,9 +112,9 @@ class EvaluationBatches:
         if self._begun is not None:  # no batch of a loader is read twice
             (first, rest), self._begun = self._begun, None
             return itertools.chain([first], rest)
-        if self._is_iterator and not hasattr(self.batches, "__iter__"):  # some only have __next__
-            return map(next, itertools.repeat(self.batches))
-        return iter(self.batches)  # also by __getitem__, until IndexError
+        if self._is_iterator and not hasattr(self.source, "__iter__"):  # some only have __next__
+            return map(next, itertools.repeat(self.source))
+        return iter(self.source)  # also by __getitem__, until IndexError
 
 
 def _on_device(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
@@ -126,7 +125,8 @@ def _check(batches: Tree) -> None:
     """Reject values that cannot be a finite source of batches; warn of dropped rows."""
     if isinstance(batches, Mapping | str | bytes):
         raise TypeError(
-            f"batches is a {type(batches).__name__}, which may be one batch, not a source of them; give [batch]"
+            f"batches: must be a source of batches, got a {type(batches).__name__}, which may be one batch; "
+            "give [batch]"
         )
     is_iterable = any(hasattr(batches, method) for method in ("__iter__", "__next__", "__getitem__"))
     if isinstance(batches, type) or not (is_iterable or callable(batches)):
@@ -160,7 +160,7 @@ def check_sharding(batch_sharding: object) -> None:
         batch_sharding,
         is_leaf=lambda leaf: isinstance(leaf, PartitionSpec) or is_axes(leaf),
     )
-    placement(others, "batch_sharding")
+    make_placer(others, "batch_sharding")
 
 
 def batch_shardings(batch_sharding: object, state: Tree) -> Any:
@@ -179,7 +179,7 @@ def place_batches(batches: Iterable[Any], shardings: Tree) -> Iterator[tuple[Any
         yield from _synchronized(each, shardings)
         return
     for args in each:
-        taken[0] += 1
+        evaluation_batches_taken.count += 1
         with internal_transfers():  # left before the yield, because the caller's transfers are not internal
             if shardings is not None:
                 args = _map_leaves(
@@ -239,7 +239,7 @@ def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Tree) -> Iterat
         elif last is None and (counts == _ENDED).any():
             raise ValueError("batches: another process has no batch at all; give each process a part")
         last = args
-        taken[0] += 1
+        evaluation_batches_taken.count += 1
         if not (counts == _GLOBAL).any():
             with internal_transfers():
                 args = _map_leaves(functools.partial(_global, counts), args, shardings)

@@ -11,14 +11,14 @@ import jax
 
 from jstep import summary
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function, as_functions, as_string, format_value, kind
+from jstep.core.checks import as_bool, as_function, as_functions, as_string, describe_type, format_value
 from jstep.core.exceptions import setting
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import EVALUATING, STEPPING
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.distributed import processes
-from jstep.evaluating.evaluator import STOP_REQUESTED, CheckedEvaluation, EvaluationAbandoned
-from jstep.hooks.cadence import cadence
+from jstep.evaluating.evaluator import STOP_REQUESTED, EvaluationAbandoned, Evaluator
+from jstep.hooks.cadence import make_cadence
 from jstep.hooks.hook import Clock, Metrics, StopWith, check_hook_result, hook_name
 from jstep.hooks.numbers import as_numbers, format_number, read_values
 from jstep.hooks.run_hook import CustomLoop, RunHook, RunInfo, check_writer
@@ -114,12 +114,13 @@ class EvaluationHook(RunHook):
         self.stopped_by: str | None = None  # the key of the callback that stopped the run
         # The state is sharded over all processes, so all of them evaluate it.
         steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
-        self.cadence = cadence(steps=steps, secs=secs, clock=clock, together=True)
+        self.cadence = make_cadence(steps=steps, secs=secs, clock=clock, together=True)
         self.results: dict[int, Mapping[str, Any]] = {}
         self.newest: tuple[int, dict[str, Any]] | None = None  # the last step and its results, by their logged names
         self._reported_step: int | None = None
-        self._owed: int | None = None
-        self._left: int | None = None  # the last step, if a signal interrupted its evaluation off the cadence
+        self._interrupted_step: int | None = None
+        # The last step, if a signal interrupted its evaluation off the cadence:
+        self._interrupted_last_step: int | None = None
 
     @property
     def why(self) -> str | None:
@@ -140,8 +141,8 @@ class EvaluationHook(RunHook):
         """Pass the run to callbacks; reject a duplicate prefix."""
         if sum(other.prefix == self.prefix for other in run.evaluations) > 1:
             raise ValueError(
-                f"hooks: EvaluationHook(prefix={self.prefix!r}): must be the prefix of one hook, got it twice: their "
-                "results would be logged and written under the same names; give each hook a different prefix"
+                f"hooks: prefix={self.prefix!r}: two EvaluationHooks have it, so their results would be logged and "
+                "written under the same names; give each its own prefix"
             )
         super().use_run(run)
         if not isinstance(run, CustomLoop):
@@ -151,19 +152,20 @@ class EvaluationHook(RunHook):
     def begin(self, state: TrainState) -> bool:
         """Reset the clock and begin the callbacks; if one of them returns True, no step is run."""
         require_alive(state)
-        self.results, self.newest, self._reported_step, self._owed, self._left = {}, None, None, None, None
+        self.results, self.newest, self._reported_step = {}, None, None
+        self._interrupted_step = self._interrupted_last_step = None
         super().begin(state)
-        if isinstance(self._evaluate, CheckedEvaluation):
+        if isinstance(self._evaluate, Evaluator):
             self._evaluate.check(state)
         check_owners(self._callbacks, _WHERE)
         self.stopped_by = None
         return any(self._call_each("begin", state))
 
     def get_state(self) -> Any:
-        left = {} if self._left is None else {"left": self._left}
+        left = {} if self._interrupted_last_step is None else {"left": self._interrupted_last_step}
         states = get_states(self._callbacks, _WHERE)
         # `step` is the last one that callbacks have seen, `owed` and `left` those of interrupted evaluations.
-        return {"step": self._reported_step, "owed": self._owed, "then": states, **left}
+        return {"step": self._reported_step, "owed": self._interrupted_step, "then": states, **left}
 
     def set_state(self, value: object) -> bool:
         """Restore the states; return whether a callback had stopped the run. An unknown format is logged."""
@@ -172,7 +174,7 @@ class EvaluationHook(RunHook):
         if not all(step is None or type(step) is int for step in steps):
             _logger.warning("hooks: %s cannot read its state in the checkpoint: it starts fresh", hook_key(self))
             return False
-        self._reported_step, self._owed, self._left = steps
+        self._reported_step, self._interrupted_step, self._interrupted_last_step = steps
         return set_states(self._callbacks, fields.get("then"), _WHERE)
 
     def evaluate_first(self, step: int, state: TrainState) -> Any:
@@ -180,10 +182,10 @@ class EvaluationHook(RunHook):
 
     def evaluate_owed(self, step: int, state: TrainState) -> Any:
         """Repeat the evaluation that a signal interrupted at this step, after a restore."""
-        if self._owed != step:
+        if self._interrupted_step != step:
             return None
         result = self._evaluate_at(step, state, self._is_on_cadence(step))
-        return True if self._owed == step else result  # interrupted again
+        return True if self._interrupted_step == step else result  # interrupted again
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
         return self._evaluate_at(step, state, on_cadence=True)
@@ -199,7 +201,7 @@ class EvaluationHook(RunHook):
 
     def owes_end(self, step: int) -> bool:
         """Return whether a signal interrupted the last evaluation, so that callbacks have not seen it."""
-        return self._left == step
+        return self._interrupted_last_step == step
 
     def repeat(self, step: int, state: TrainState) -> None:
         """Evaluate the state of a finished run that is started again, without callbacks."""
@@ -219,12 +221,12 @@ class EvaluationHook(RunHook):
 
     def _is_on_cadence(self, step: int) -> bool:
         """Return whether an evaluation is due at this step, or was due when it was interrupted."""
-        return self._owed == step or (self.cadence is not None and self.cadence.has_multiple(step))
+        return self._interrupted_step == step or (self.cadence is not None and self.cadence.has_multiple(step))
 
     def _evaluate_at(self, step: int, state: TrainState, on_cadence: bool) -> Any:
         require_alive(state)  # another hook may have donated it; on a mesh, JAX would crash
         # If this evaluation is interrupted, the checkpoint of this step records that it is owed.
-        self._owed, self._left = (step, None) if on_cadence else (None, step)
+        self._interrupted_step, self._interrupted_last_step = (step, None) if on_cadence else (None, step)
         with self.run.watch.part(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
             jax.block_until_ready(state)
         self.run.reports.transfers.deliver_all()  # rows of earlier steps precede these results
@@ -243,9 +245,9 @@ class EvaluationHook(RunHook):
                 f"evaluate must not donate the state: its {path!r} was donated, and the run cannot continue. Evaluate "
                 "without donation, or evaluate a copy: jax.tree.map(jnp.copy, state)"
             )
-        self._owed = self._left = None
+        self._interrupted_step = self._interrupted_last_step = None
         if self._callbacks and not processes.is_single_process():
-            values = {**values, **_of_process_0(values)}
+            values = {**values, **_broadcast_from_0(values)}
         self.results[step] = values
         named = {f"{self.prefix}/{name}": value for name, value in values.items()}
         self.newest = (step, as_numbers(named))
@@ -261,12 +263,12 @@ class EvaluationHook(RunHook):
         self._reported_step = step
         if not on_cadence:
             self.run.before_off_cadence()
-        result = self._called(step, state, values, on_cadence)
+        result = self._run_callbacks(step, state, values, on_cadence)
         if self.run.saver is not None and len(self.results) == 1:
             self.get_state()  # raises now, not at the first save, if a state cannot be saved
         return result
 
-    def _called(self, step: int, state: TrainState, results: Mapping[str, Any], on_cadence: bool) -> Any:
+    def _run_callbacks(self, step: int, state: TrainState, results: Mapping[str, Any], on_cadence: bool) -> Any:
         new_state, stopped_by = state, None
         for function in self._callbacks:
             if not on_cadence and getattr(function, "on_cadence_only", False):
@@ -288,13 +290,12 @@ def _refuse_text(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, str | bytes) or getattr(getattr(value, "dtype", None), "kind", "") in ("U", "S"):
             raise TypeError(
-                f"evaluate: results[{name!r}]={format_value(value)}: must be a number, got {kind(value)}; leave it "
-                "out, or "
-                "log it in evaluate"
+                f"evaluate: results[{name!r}]={format_value(value)}: must be a number, got {describe_type(value)}; "
+                "leave it out, or log it in evaluate"
             )
 
 
-def _of_process_0(values: Mapping[str, Any]) -> dict[str, Any]:
+def _broadcast_from_0(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of process 0, so that all processes decide alike."""
     numbers = {name: repr(float(value)) for name, value in read_values(as_numbers(values)).items()}
     shared = processes.broadcast_bytes(json.dumps(numbers).encode())

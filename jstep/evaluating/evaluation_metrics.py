@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import kind
+from jstep.core.checks import describe_type
 from jstep.core.exceptions import note
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh, without_explicit_axes
 from jstep.hooks.numbers import host, is_number, is_numeric, is_saturated, local_copy
@@ -52,7 +52,9 @@ class Metric:
 def classify_metrics(returned: object, rows: int | str) -> list[Metric]:
     """Return the metrics of a batch, whose kinds are determined by their shapes; works while tracing."""
     if not isinstance(returned, Mapping):
-        raise TypeError(f"metric_fn returned {kind(returned)}: must be a mapping of names to metrics, such as a dict")
+        raise TypeError(
+            f"metric_fn returned {describe_type(returned)}: must be a mapping of names to metrics, such as a dict"
+        )
     for name in returned:
         if not isinstance(name, str):
             raise TypeError(f"metric_fn: the name {name!r} of a metric is {type(name).__name__}, must be a string")
@@ -64,7 +66,7 @@ def _kind(name: str, value: Any, rows: int | str) -> str:
         return OBJECT
     what, several = f"metric_fn: the metric {name!r}", isinstance(value, tuple | list)
     if not all(map(is_numeric, value if several else (value,))):
-        raise TypeError(f"{what} is {kind(value)}: {_MUST_BE}")
+        raise TypeError(f"{what} is {describe_type(value)}: {_MUST_BE}")
     if several:
         shapes = [np.shape(part) for part in value]
         if shapes == [(), ()]:
@@ -163,7 +165,7 @@ def _is_object(name: str, value: object) -> bool:
     missing = [method for method in _METHODS if not callable(getattr(value, method, None))]
     if len(missing) == 2:
         return False
-    what = f"metric_fn: the metric {name!r} is {kind(value)}"
+    what = f"metric_fn: the metric {name!r} is {describe_type(value)}"
     if missing:
         (other,) = set(_METHODS).difference(missing)
         raise TypeError(
@@ -190,7 +192,7 @@ def merge_objects(totals: Mapping[str, Any], objects: Mapping[str, Any]) -> dict
 
 
 def _merged(name: str, total: Any, new: Any) -> Any:
-    what = f"metric_fn: the metric {name!r}: merge of {kind(total)}"
+    what = f"metric_fn: the metric {name!r}: merge of {describe_type(total)}"
     _require_like(new, total, f"{what} was given", "all batches must give")
     try:
         merged = total.merge(new)
@@ -206,14 +208,14 @@ def _merged(name: str, total: Any, new: Any) -> Any:
         note(error, f"metric_fn: in merge of the metric {name!r}, {advice}")
         raise
     _require_like(merged, total, f"{what} returned", "must return")
-    trees.require_arrays(merged, f"{what} returned {kind(merged)}", _REGISTER)
+    trees.require_arrays(merged, f"{what} returned {describe_type(merged)}", _REGISTER)
     return merged
 
 
 def _require_like(value: object, total: object, what: str, must: str) -> None:
     structure, wanted = trees.structure(value), trees.structure(total)
     if type(value) is not type(total) or structure != wanted:
-        raise TypeError(f"{what} {kind(value)} of another structure: {must} {wanted}, got {structure}")
+        raise TypeError(f"{what} {describe_type(value)} of another structure: {must} {wanted}, got {structure}")
 
 
 def _numbers_of(name: str, total: object) -> dict[str, float]:
@@ -230,7 +232,7 @@ def _numbers_of(name: str, total: object) -> dict[str, float]:
             raise TypeError(f"{what} the key {key!r}: must be a string")
         if not is_number(value):
             at = "" if key is None else f" at {key!r}"
-            raise TypeError(f"{what} {kind(value)}{at}: must be a number, or a dict of numbers")
+            raise TypeError(f"{what} {describe_type(value)}{at}: must be a number, or a dict of numbers")
         with internal_transfers():
             numbers[name if key is None else f"{name}/{key}"] = float(host(value))
     return numbers

@@ -20,7 +20,7 @@ from jstep.core.placement import refuse_shapes
 from jstep.core.recorded_calls import RecordedCall, record_calls
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.sequence import BatchSequence
-from jstep.differentiate.lanes import Lanes, as_lanes, of_each_lane, on_lanes, sum_over_lanes
+from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes, stack_over_lanes, sum_over_lanes
 from jstep.distributed import processes
 from jstep.evaluating.evaluation_batches import (
     EvaluationBatches,
@@ -31,7 +31,7 @@ from jstep.evaluating.evaluation_batches import (
 )
 from jstep.evaluating.evaluation_metrics import OBJECT, Metric, MetricTotals, classify_metrics, merge_objects
 from jstep.hooks.numbers import start_transfer
-from jstep.optimizers.averages import NAME, as_average_names, averaged_params
+from jstep.optimizers.averages import AVERAGE_SLOT, as_average_names, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
@@ -49,7 +49,7 @@ class EvaluationAbandoned(BaseException):
 
 
 def _remember(evaluate: Callable[..., Any], call: RecordedCall) -> Any:
-    if isinstance(evaluate, CheckedEvaluation):
+    if isinstance(evaluate, Evaluator):
         evaluate.made_by = call
     return evaluate
 
@@ -135,19 +135,19 @@ def evaluator(
     as_function(metric_fn, "metric_fn", "(params, *args) -> {name: metric}")
     as_average_names(use_averages)
     has_model_state = as_bool(has_model_state, "has_model_state")
-    passes = EvaluationBatches(batches)
+    evaluation_batches = EvaluationBatches(batches)
     check_sharding(batch_sharding)
     compute, merge = _replicated(_computing(metric_fn, as_lanes(lanes))), _replicated(merge_objects)
-    return CheckedEvaluation(compute, merge, passes, use_averages, has_model_state, batch_sharding)
+    return Evaluator(compute, merge, evaluation_batches, use_averages, has_model_state, batch_sharding)
 
 
 @dataclasses.dataclass(eq=False, repr=False)  # not frozen: a user may name it, as by functools.update_wrapper
-class CheckedEvaluation:
+class Evaluator:
     """An `evaluate(state)` that can report its errors before the first step."""
 
     compute: Callable[..., list[list[Metric]]]
     merge: Callable[..., dict[str, Any]]
-    passes: EvaluationBatches
+    batches: EvaluationBatches
     use_averages: bool | str | Sequence[str]
     has_model_state: bool
     batch_sharding: Any
@@ -162,7 +162,7 @@ class CheckedEvaluation:
         params = (_params_of(state, self.use_averages), *_model_state_of(state, self.has_model_state))
         totals, stop_requested = MetricTotals(self.merge), STOP_REQUESTED.get()
         shardings = batch_shardings(self.batch_sharding, state)
-        for args in place_batches(self.passes, shardings):
+        for args in place_batches(self.batches, shardings):
             is_global = _mesh_of_processes((params, args)) is not None
             # Otherwise the processes may have different numbers of batches.
             if (is_global or processes.is_single_process()) and stop_requested():
@@ -187,7 +187,7 @@ class CheckedEvaluation:
         params = (params, *_model_state_of(state, self.has_model_state))
         if not processes.is_single_process():
             return
-        args = self.passes.first_shapes(batch_shardings(self.batch_sharding, state))
+        args = self.batches.first_shapes(batch_shardings(self.batch_sharding, state))
         if args is not None:
             with using_mesh(mesh_of((state, args))), _explained(state, self.has_model_state, args):
                 jax.eval_shape(self.compute, params, args)
@@ -195,7 +195,7 @@ class CheckedEvaluation:
     def _check_state(self, state: TrainState) -> None:
         require_alive(require_state(state))
         refuse_shapes(state, "state")
-        own_rows = isinstance(self.passes.batches, BatchSequence) and not processes.is_single_process()
+        own_rows = isinstance(self.batches.source, BatchSequence) and not processes.is_single_process()
         if self.batch_sharding is None and own_rows:
             raise ValueError(
                 "batch_sharding=None: jstep.batches gives each process its own rows; give the sharding that makes them "
@@ -227,13 +227,15 @@ def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..
     def compute(params: tuple[Any, ...], args: tuple[Any, ...]) -> list[list[Metric]]:
         if number is None:
             return [attempts(metrics, params, args)]
-        return list(on_lanes(number, functools.partial(_of_lanes, metrics), params, args))
+        return list(on_lanes(number, functools.partial(_evaluate_in_lanes, metrics), params, args))
 
     compute.__name__ = name
     return compute
 
 
-def _of_lanes(metrics: Callable[..., list[Metric]], lanes: Lanes, params: Tree, args: Any) -> list[list[Metric]]:
+def _evaluate_in_lanes(
+    metrics: Callable[..., list[Metric]], lanes: Lanes, params: Tree, args: Any
+) -> list[list[Metric]]:
     """Return the metrics of each lane, or of the whole batch if lanes do not divide it."""
     size = num_examples(args)
     if isinstance(size, str) or size == 0 or size % lanes.number:
@@ -244,7 +246,7 @@ def _of_lanes(metrics: Callable[..., list[Metric]], lanes: Lanes, params: Tree, 
 
     def part(i: Any, whole: Any, rows: Tree) -> Any:
         params, leaves = filled(whole)
-        return of_each_lane(lanes, i, metrics(params, treedef.unflatten(trees.with_leaves(leaves, indices, rows))))
+        return stack_over_lanes(lanes, i, metrics(params, treedef.unflatten(trees.with_leaves(leaves, indices, rows))))
 
     stacked = sum_over_lanes(lanes, part, whole, [leaves[i] for i in indices], [0] * len(indices))
     return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(lanes.number)]
@@ -274,11 +276,11 @@ def _params_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> A
     if names is None:
         return state.params
     with internal_transfers():
-        if isinstance(use_averages, bool | np.bool_) and NAME not in state.slots:
+        if isinstance(use_averages, bool | np.bool_) and AVERAGE_SLOT not in state.slots:
             free: Any = None
             with contextlib.suppress(ValueError):
                 free = schedule_free_params(state)
-            kept = [slot for slot in state.slots if slot.endswith(f"/{NAME}")]
+            kept = [slot for slot in state.slots if slot.endswith(f"/{AVERAGE_SLOT}")]
             if free is not None and kept:
                 others = [slot for slot in state.slots if slot == "z" or slot.endswith("/z")]
                 raise ValueError(

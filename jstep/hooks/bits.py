@@ -15,7 +15,7 @@ from jstep.core.exceptions import Picklable, note
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import is_array
 from jstep.distributed import processes
-from jstep.hooks.cadence import cadence
+from jstep.hooks.cadence import make_cadence
 from jstep.hooks.hook import Metrics
 from jstep.hooks.numbers import TransferQueue, begin_transfer
 from jstep.hooks.run_hook import CallInfo, Repeated, RunCall, RunHook
@@ -26,9 +26,9 @@ from jstep.stores.files import is_directory
 from jstep.stores.growing_files import LocalLines, ObjectLines, open_lines
 from jstep.stores.urls import join_path, location
 
-# Log fingerprints of the state during training.
-
 _logger = logging.getLogger("jstep")
+
+# Log fingerprints of the state during training.
 
 
 class _OtherBitsError(Picklable, RuntimeError):
@@ -93,7 +93,7 @@ class FingerprintHook(RunHook):
         per_leaf: bool = True,
         on_divergence: str = "log",
     ) -> None:
-        self.cadence = cadence(steps=("every_n_steps", every_n_steps))
+        self.cadence = make_cadence(steps=("every_n_steps", every_n_steps))
         self._given = None if path is None else location(path, "path")
         self._is_directory = path is not None and os.fspath(path).endswith("/")
         self._per_leaf = as_bool(per_leaf, "per_leaf")
@@ -110,7 +110,7 @@ class FingerprintHook(RunHook):
         if not self._path:
             raise ValueError("FingerprintHook has nowhere to write: pass it a path, or pass logdir to train")
         if self._given is None or self._is_directory or is_directory(self._given):
-            self._path = join_path(self._path, fingerprints.NAME)
+            self._path = join_path(self._path, fingerprints.FINGERPRINTS_FILE)
         self._pending, self._before = TransferQueue(), {}
         leaves_with_hash_keys(state)  # raises now, not at the first fingerprint
         processes.on_all_processes(self._open, "the fingerprints cannot be opened")
@@ -175,9 +175,9 @@ class FingerprintHook(RunHook):
         if before is None or difference is None:
             return
         message = (
-            f"step {step} was run again with other bits than {self._path} has for it ({before.state} then, "
-            f"{entry.state} now): {difference.text()}. Check batches, code, seeds, versions and devices; jstep.replay "
-            "repeats a step."
+            f"step {step} was repeated with a different result than the one logged in {self._path} ({before.state} "
+            f"before, {entry.state} now): {difference.text()}. Check batches, code, seeds, versions and devices; "
+            "jstep.replay repeats a step."
         )
         if self._raises:
             raise DivergenceError(message, step, difference.leaves)
@@ -244,8 +244,8 @@ class AuditHook(RunHook):
         """Reject a state whose leaves cannot be named or compared."""
         leaves_with_hash_keys(state)
 
-    def around_calls(self, run_call: RunCall, again: Repeated) -> RunCall:
-        return functools.partial(self.audit_call, run_call, again)
+    def around_calls(self, run_call: RunCall, repeated: Repeated) -> RunCall:
+        return functools.partial(self.audit_call, run_call, repeated)
 
     def steps_between(self, start: int, last_step: int) -> range:
         """The steps N from `start` to `last_step` whose update N → N + 1 is audited."""
@@ -255,20 +255,20 @@ class AuditHook(RunHook):
         """Run the steps of a call, and repeat them if an audit is due."""
         if -call.first % self._n >= call.steps:
             return run_call(state, call)
-        step = repeated(call)
+        repeat = repeated(call)
         with self.run.watch.part(self.part):
-            again, args = _preserved(step, state, call.args)
+            state_copy, args = _preserved(repeat, state, call.args)
         result = run_call(state, call)
         del state  # usually donated
         jax.block_until_ready(result[0])  # the time so far counts as the step's
         with self.run.watch.part(self.part):
             first = by_device(result[0])
             try:
-                second = by_device(step(again, *args)[0])
+                second = by_device(repeat(state_copy, *args)[0])
             except Exception as error:
                 note(error, f"jstep: raised while AuditHook computed step {call.first} a second time")
                 raise
-            del again
+            del state_copy
             difference = mismatch(first, second)
         if difference is not None:
             finding = difference.error(call.first, call.steps)

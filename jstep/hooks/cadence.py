@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jstep.core.checks import as_int, as_number, kind
+from jstep.core.checks import as_int, as_number, describe_type
 from jstep.distributed import processes
 from jstep.hooks.hook import NEVER, Clock, hook_name
 
@@ -32,10 +32,13 @@ class Cadence:
     the hook's last call, because a slow hook would otherwise always be due.
 
     Attributes:
+        steps: The interval in steps.
         secs: Seconds, or a function that returns them at the start of each interval.
+        clock: Returns the time in seconds.
         together: Whether all processes act at the same step, by one process's clock.
         ends_calls: Whether calls of several steps end at multiples; if not, the first call that reaches one counts.
-        again_at_last: Whether the hook is due at the last step even if it was already called there.
+        at_last: Whether the hook is also due at the last step.
+        again_at_last: Whether it is due there even if it was already called.
     """
 
     steps: int | None = None
@@ -57,7 +60,7 @@ class Cadence:
         return self.steps is not None and step % self.steps == 0
 
 
-def cadence(
+def make_cadence(
     *,
     steps: tuple[str, Any],
     secs: tuple[str, Any] | None = None,
@@ -100,7 +103,7 @@ def next_call(hook: object, step: int) -> tuple[int, int]:
         try:
             named = operator.index(answer)
         except TypeError:
-            what = f"{hook_name(hook)}.next_due({step}) returned {kind(answer)}"
+            what = f"{hook_name(hook)}.next_due({step}) returned {describe_type(answer)}"
             raise TypeError(f"{what}: must be a step, or None") from None
         if named <= step:
             raise ValueError(f"{hook_name(hook)}.next_due({step}) returned {answer}: must be a later step, or None")
@@ -112,11 +115,11 @@ def next_call(hook: object, step: int) -> tuple[int, int]:
     return due, end if cadence.ends_calls else NEVER
 
 
-class DueHook:
+class HookSchedule:
     """When a hook of a run is due.
 
     Attributes:
-        next: The next step at which it is due by steps; the loop calls `now` only from this step or the deadline on.
+        next: The next step at which it is due by steps; the loop calls `is_due` only from this step or the deadline on.
         called: The last step at which it was called, or the first step of the run.
     """
 
@@ -126,9 +129,9 @@ class DueHook:
         self._agreed: processes.AgreedClock | None = None
         if self.cadence.secs is not None and self.cadence.together and not processes.is_single_process():
             self._agreed = processes.AgreedClock(self.cadence.interval(), self.cadence.clock)
-        self.done(step)
+        self.reschedule(step)
 
-    def now(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether the hook is due; with a cadence in seconds, every process must call this after every call."""
         if self._agreed is not None:
             # Ask in any case, because all processes must do so at the same steps.
@@ -142,7 +145,7 @@ class DueHook:
         has_acted = self.called == step and (cadence.secs is not None or cadence.has_multiple(step))
         return cadence.at_last and (cadence.again_at_last or not has_acted)
 
-    def done(self, step: int) -> None:
+    def reschedule(self, step: int) -> None:
         """Count steps and seconds from here."""
         self.called = step
         if self._agreed is not None:
@@ -150,12 +153,12 @@ class DueHook:
         elif self.cadence.secs is not None:
             secs = self.cadence.interval()
             self.deadline = self.cadence.clock() + secs
-        self.follow(step)
+        self.reschedule_steps(step)
 
-    def was_called(self, step: int) -> None:
+    def mark_called(self, step: int) -> None:
         self.called = step
 
-    def follow(self, step: int) -> None:
+    def reschedule_steps(self, step: int) -> None:
         """Count steps, but not seconds, from here."""
         if self._agreed is not None:
             self.next = 0  # ask after every call

@@ -134,9 +134,9 @@ _HASHES = {
 """The values that only tell whether a section differs, and the line for each."""
 
 _ABSENT = object()
-_MOST = 6
-_LONGEST_VALUE = 80
-_LONGEST_ARGUMENT = 400
+_MAX_SHOWN = 6
+_MAX_VALUE_LENGTH = 80
+_MAX_ARGUMENT_LENGTH = 400
 _PLACE = re.compile(r"/|\\|^\[?[\w.:-]+\]?:\d+$")
 _ABSOLUTE = re.compile(r"~|/|\.{1,2}/|[A-Za-z]:[\\/]|\w+://")
 _NAME_OF_PLACE = re.compile(r"(DIR|PATH|FILE|ADDRESS|ADDR|HOST|URL)$")
@@ -311,7 +311,7 @@ def differences(name: str, a: object, b: object, runs: tuple[str, str] = IN_A_AN
         yield f"{name}: {_shown(a)} {runs[0]}, {_shown(b)} {runs[1]}"
 
 
-def _shown(value: object, longest: int = _LONGEST_VALUE) -> str:
+def _shown(value: object, longest: int = _MAX_VALUE_LENGTH) -> str:
     if value is _ABSENT:
         return "absent"
     return truncate(value if isinstance(value, str) and value else json.dumps(value), longest)
@@ -394,7 +394,7 @@ def _argument_name(element: str, argument: str) -> str:
 def _argument(value: object) -> str:
     if isinstance(value, dict):
         return str(next(iter(value.values()), ""))
-    return str(value) if value is None or isinstance(value, bool) else _shown(value, _LONGEST_ARGUMENT)
+    return str(value) if value is None or isinstance(value, bool) else _shown(value, _MAX_ARGUMENT_LENGTH)
 
 
 def _why(a: Mapping[str, Any], b: Mapping[str, Any], runs: tuple[str, str]) -> str:
@@ -407,7 +407,7 @@ def _counts(what: str, a: Mapping[str, Any], b: Mapping[str, Any], runs: tuple[s
     first, second = _section(a, what), _section(b, what)
     changed = [name for name in _names(first, second) if first.get(name, 0) != second.get(name, 0)]
     texts = [f"{name} ({first.get(name, 0)} {runs[0]}, {second.get(name, 0)} {runs[1]})" for name in changed]
-    return f"{what} {format_list(texts, _MOST)}" if changed else ""
+    return f"{what} {format_list(texts, _MAX_SHOWN)}" if changed else ""
 
 
 # The changes from one start of a run to another that resumes from it.

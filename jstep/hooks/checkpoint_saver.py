@@ -12,7 +12,7 @@ from jstep.core.annotations import Tree
 from jstep.core.checks import as_function, as_functions
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING
-from jstep.hooks.cadence import cadence
+from jstep.hooks.cadence import make_cadence
 from jstep.hooks.hook import Clock, Metrics, check_step
 from jstep.hooks.run_hook import RunHook
 from jstep.state.global_step import require_alive
@@ -39,7 +39,7 @@ class CheckpointSaverHook(RunHook):
     """
 
     part = SAVING
-    _passing_secs: float | None = None
+    _temporary_secs: float | None = None
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class CheckpointSaverHook(RunHook):
         clock: Clock = time.monotonic,
     ) -> None:
         steps, secs = ("save_steps", save_steps), ("save_secs", save_secs)
-        self.cadence = cadence(steps=steps, secs=secs, clock=clock, required=False, together=True)
+        self.cadence = make_cadence(steps=steps, secs=secs, clock=clock, required=False, together=True)
         self._extra = as_function(extra, "extra", "() -> values", optional=True)
         self._before_save = as_functions(before_save, "before_save", "of the step")
         self._directory = None if isinstance(saver, Saver) else saver
@@ -77,7 +77,7 @@ class CheckpointSaverHook(RunHook):
             self._is_closed = True
             self.saver.close()
 
-    def is_saved(self, step: int, state: TrainState) -> None:
+    def mark_saved(self, step: int, state: TrainState) -> None:
         """Record that a checkpoint of this step holds this state, such as the restored one."""
         self._saved = step, _weakly(state)
 
@@ -107,13 +107,13 @@ class CheckpointSaverHook(RunHook):
                 raise nonfinite
             self._about_to_save(step)
             extra = self._extra() if self._extra else None
-            self.saver.tell(self.run.reports.told)
+            self.saver.set_listener(self.run.reports.notifier)
             # In `train`, a hook checks the parameters; in a custom loop, none does.
             has_looked = self.run.finite.at_start is not None
-            content = self.saver.knowing(nonfinite is None, self._passing_secs)
+            content = self.saver.knowing(nonfinite is None, self._temporary_secs)
             with internal_transfers(), content if has_looked else contextlib.nullcontext():
                 self.saver.save(state, extra=extra)
-            self.is_saved(step, state)
+            self.mark_saved(step, state)
         if wait and not self._is_closed:
             try:
                 self.saver.wait()

@@ -14,12 +14,12 @@ import numpy as np
 
 from jstep.checkpoint.claims import FileClaim
 from jstep.checkpoint.manifest import CheckpointError
-from jstep.core.checks import as_int, format_value, kind
+from jstep.core.checks import as_int, describe_type, format_value
 from jstep.core.curves import Curve, is_logarithmic, picture
 from jstep.core.tables import html_table
-from jstep.hooks.cadence import cadence
+from jstep.hooks.cadence import make_cadence
 from jstep.hooks.hook import Metrics
-from jstep.hooks.metric_sums import plus
+from jstep.hooks.metric_sums import merge_sums
 from jstep.hooks.numbers import PendingTransfer, as_numbers, begin_transfer, read_values, scalars, sort_metrics
 from jstep.hooks.report import ReportingHook
 from jstep.hooks.run_hook import RunInfo
@@ -32,7 +32,7 @@ Row = dict[str, float]
 Rows = dict[int, Row]
 """Step → its row, in the order of steps."""
 
-MOST_ROWS = 10_000
+MAX_ROWS = 10_000
 """The number of training rows in a checkpoint at which every second one is dropped."""
 _SHOWN = 10
 _DIGITS = 9
@@ -109,7 +109,7 @@ class History(ReportingHook):
     def use_run(self, run: RunInfo) -> None:
         super().use_run(run)
         every = self._every or (100 if run.last_step is None else max(1, -(-run.last_step // 100)))
-        self.cadence = cadence(steps=("every_n_steps", every))
+        self.cadence = make_cadence(steps=("every_n_steps", every))
 
     def begin(self, state: TrainState) -> bool | None:
         """Keep the rows up to the step at which the run begins."""
@@ -230,10 +230,10 @@ class History(ReportingHook):
                 self._file.put(self._rows)
 
     def _thin(self) -> None:
-        if len(self._rows) < MOST_ROWS:
+        if len(self._rows) < MAX_ROWS:
             return
         trained = [step for step, row in self._rows.items() if not all(map(self._is_evaluation, row))]
-        if len(trained) >= MOST_ROWS:
+        if len(trained) >= MAX_ROWS:
             for step in trained[::2]:
                 row = {name: value for name, value in self._rows[step].items() if self._is_evaluation(name)}
                 self._rows[step] = row
@@ -347,7 +347,7 @@ class History(ReportingHook):
 
 def _plus(sums: Mapping[str, tuple[float, float]], interval: Any) -> dict[str, tuple[float, float]]:
     totals = interval.totals
-    return plus(sums, {} if totals is None else totals.sums)
+    return merge_sums(sums, {} if totals is None else totals.sums)
 
 
 def _mean(total: float, count: float) -> float:
@@ -383,7 +383,7 @@ def _from_columns(value: Any) -> Rows:
 
 def _checked_path(path: Any) -> str:
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path={format_value(path)}: must be the path of a file, got {kind(path)}")
+        raise TypeError(f"path={format_value(path)}: must be the path of a file, got {describe_type(path)}")
     name = os.fspath(path)
     if is_url(name):
         raise ValueError(f"path={name!r}: must be a local file, which grows by lines; objects of a store cannot")

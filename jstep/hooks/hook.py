@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import format_value, kind
+from jstep.core.checks import describe_type, format_value
 from jstep.core.meshes import internal_transfers
 from jstep.core.recorded_calls import ShownAsTyped
 from jstep.slots.matching import describe_difference
@@ -16,8 +16,6 @@ from jstep.slots.roles import roles_in
 from jstep.state.copies import warn_of_copies
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
-
-# The `Hook` protocol.
 
 NEVER = 2**63
 """A step that is never reached."""
@@ -29,13 +27,14 @@ Metrics = Mapping[str, Any]
 class Hook(ShownAsTyped):
     """Callbacks around the steps of `train`. Subclass it, or define any of its methods.
 
-    `train` also calls `get_state` and `set_state`, and nothing else. A hook may define any of these methods alone.
+    Besides the methods below, `train` calls only `get_state` and `set_state`. A hook defines only those that it needs.
 
-    Steps are integers on the host, the number of updates applied. A log line, metrics row, evaluation, checkpoint or
-    fingerprint labeled N belongs to the update N − 1 → N, which used batch N − 1, or to the state after it. Audits,
-    replays, `before_step`, the first step of a stage, and lines about stalls or compilations are labeled with the step
-    they start from, N → N + 1. Reading values of `state` or `metrics` waits for the device: do it only when due. A
-    state that a hook stores is donated to the next step, which deletes its arrays: copy what the hook needs later.
+    Steps are integers on the host, the number of training steps completed. A log line, metrics row, evaluation,
+    checkpoint or fingerprint labeled N belongs to the update N − 1 → N, which used batch N − 1, or to the state after
+    it. Audits, replays, `before_step`, the first step of a stage, and lines about stalls or compilations are labeled
+    with the step they start from, N → N + 1. Reading values of `state` or `metrics` waits for the device: do it only
+    when due. A state that a hook stores is donated to the next step, which deletes its arrays: copy what the hook needs
+    later.
 
     A hook keeps its state across restarts if it has both `get_state()` and `set_state(value)`. The value holds numbers,
     strings, bytes, None, lists, tuples, sets, dicts, NumPy arrays, JAX arrays and random generators. It is read once
@@ -86,7 +85,7 @@ class Hook(ShownAsTyped):
 
         The checkpoint of the last step holds the returned state and records that the hooks have ended: a start that
         takes no step does not call them again. If the process is killed before that, the next start calls them. A run
-        that is continued to a larger `last_step` calls them at its new end.
+        continued to a larger `last_step` calls them at its new end.
         """
 
     def before_save(self, step: int) -> bool | None:
@@ -168,7 +167,7 @@ def _how_to_advance(actual: int, step: int, first: int | None) -> str:
 # The hooks that `train` is given, checked before anything is opened.
 
 _METHODS = ("begin", "after_step", "before_step", "end", "next_due", "get_state", "set_state")
-_TOLD = ("before_save", "saved", "failed", "closed")
+_NOTIFICATION_METHODS = ("before_save", "saved", "failed", "closed")
 """Further methods of hooks; an attribute of that name that is not callable does not count."""
 _OF_HOOKS = ("after_step", "before_step", "end", "next_due", "cadence")
 """Attributes that only hooks have. Callbacks of evaluations, which are called themselves, may have the others."""
@@ -181,15 +180,15 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
     try:
         checked = list(hooks)
     except TypeError:
-        raise TypeError(f"hooks={hooks!r}: must be a sequence of hooks, got {kind(hooks)}") from None
+        raise TypeError(f"hooks={hooks!r}: must be a sequence of hooks, got {describe_type(hooks)}") from None
     for i, hook in enumerate(checked):
         if isinstance(hook, type):
             raise TypeError(f"hooks[{i}]={hook.__name__} is a class; give an instance: {hook.__name__}(...)")
         for method in _METHODS:
             if hasattr(hook, method) and not callable(getattr(hook, method)):
-                raise TypeError(f"hooks[{i}].{method}: must be a function, got {kind(getattr(hook, method))}")
-        is_told = any(callable(getattr(hook, method, None)) for method in _TOLD)
-        if not is_told and not any(hasattr(hook, method) for method in _METHODS):
+                raise TypeError(f"hooks[{i}].{method}: must be a function, got {describe_type(getattr(hook, method))}")
+        is_notified = any(callable(getattr(hook, method, None)) for method in _NOTIFICATION_METHODS)
+        if not is_notified and not any(hasattr(hook, method) for method in _METHODS):
             way = ""
             if callable(hook):
                 name = getattr(hook, "__name__", "fn")
@@ -198,13 +197,13 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
                     f"a callback of evaluations belongs in {_OF_EVALUATIONS}"
                 )
             raise TypeError(
-                f"hooks[{i}]={format_value(hook)}: has none of {', '.join(_METHODS + _TOLD)}; see jstep.Hook{way}"
+                f"hooks[{i}]={format_value(hook)}: has none of {', '.join(_METHODS + _NOTIFICATION_METHODS)}; "
+                f"see jstep.Hook{way}"
             )
-        if callable(hook) and not is_told and not any(hasattr(hook, name) for name in _OF_HOOKS):
+        if callable(hook) and not is_notified and not any(hasattr(hook, name) for name in _OF_HOOKS):
             raise TypeError(
                 f"hooks[{i}]={format_value(hook)}: must be a hook, got a callback of evaluations, which train would "
-                "never "
-                f"call; give it to {_OF_EVALUATIONS}"
+                f"never call; give it to {_OF_EVALUATIONS}"
             )
     return checked
 
@@ -228,8 +227,8 @@ def check_hook_result(result: object, state: TrainState, step: int, by: str) -> 
     if isinstance(result, StopWith):
         return True, check_returned_state(result.state, state, step, by)
     raise TypeError(
-        f"{by} returned {kind(result)}: must be None, True (stop after this step), or a TrainState to continue with"
-        + ("; make a bool of it: bool(…)" if trees.is_array(result) else "")
+        f"{by} returned {describe_type(result)}: must be None, True (stop after this step), "
+        "or a TrainState to continue with" + ("; make a bool of it: bool(…)" if trees.is_array(result) else "")
     )
 
 
@@ -261,7 +260,7 @@ def _placed_like(leaf: Any, was: Any, path: str, by: str) -> Any:
     leaf = trees.native(leaf, path, by)
     if not trees.is_array(leaf) or leaf.shape != was.shape or leaf.dtype != was.dtype:
         want = f"{was.dtype} of shape {was.shape}"
-        got = f"{leaf.dtype} of shape {leaf.shape}" if trees.is_array(leaf) else kind(leaf)
+        got = f"{leaf.dtype} of shape {leaf.shape}" if trees.is_array(leaf) else describe_type(leaf)
         raise ValueError(f"{by} returned a state whose {path!r} is {got}: must be {want}, as before")
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise RuntimeError(

@@ -17,39 +17,38 @@ from jstep.core.meshes import internal_transfers
 from jstep.hooks.hook import Metrics
 from jstep.hooks.numbers import host, is_number, is_numeric, is_ready, local_copy, start_transfer
 from jstep.training.looped import TracedStep
-from jstep.training.metrics import SKIPPED, Constants
-
-LOSS, GRAD_NORM = "loss", "grad_norm"
+from jstep.training.metrics import GRAD_NORM, LOSS, SKIPPED, Constants
 
 # For M metrics the array holds M sums, M corrections (the rounding errors), M counts, and the watched columns. Each sum
 # is stored in two floats, so that a mean is as accurate as one of float64.
-SEEN, BAD, VALUE, GRADIENT, SKIPS = range(5)
+WATCHED = 5
+SEEN, BAD, VALUE, GRADIENT, SKIPS = range(WATCHED)
 """The watched columns, which follow the metrics': the number of steps; the first bad step, counted from 0, or −1, and
 its loss; the first step that applied a gradient whose norm is not finite, or −1; the number of consecutive skipped
 steps at the end. After them, for each limit of skipped steps, the step at which it was reached, or −1."""
-WATCHED = 5
 _SEVERAL = -1
+"""The column of a loss that is not a scalar."""
 
-NONE = Constants({})
+NO_CONSTANTS = Constants({})
 _CALLS, _VALUES = 25, 128
 """The most calls, and values, that are added in one dispatch, which costs as much as a small step. 25 divides the usual
 intervals, so that few dispatches are padded."""
-_MOST_PIECES = 32
+_MAX_PIECES = 32
 """The number of pieces of an interval above which pieces that have arrived are merged."""
 
 Pairs = dict[str, tuple[float, float]]
 """Name of a metric → sum and number of the steps that have it."""
 
 
-def _plus(sums: Pairs, name: str, total: float, count: float) -> None:
+def _add_pair(sums: Pairs, name: str, total: float, count: float) -> None:
     before = sums.get(name, (0.0, 0.0))
     sums[name] = before[0] + total, before[1] + count
 
 
-def plus(sums: Mapping[str, tuple[float, float]], later: Mapping[str, tuple[float, float]]) -> Pairs:
+def merge_sums(sums: Mapping[str, tuple[float, float]], later: Mapping[str, tuple[float, float]]) -> Pairs:
     both = dict(sums)
     for name, pair in later.items():
-        _plus(both, name, *pair)
+        _add_pair(both, name, *pair)
     return both
 
 
@@ -74,9 +73,9 @@ class HostSums(NamedTuple):
     gradient: int | None = None
     over: Mapping[int, int] = {}
 
-    def plus(self, later: "HostSums") -> "HostSums":
+    def merge(self, later: "HostSums") -> "HostSums":
         gradient = later.gradient if self.gradient is None else self.gradient
-        sums, over = plus(self.sums, later.sums), {**later.over, **self.over}
+        sums, over = merge_sums(self.sums, later.sums), {**later.over, **self.over}
         return HostSums(later.last, sums, later.skips, self.bad or later.bad, gradient, over)
 
 
@@ -99,7 +98,7 @@ class Piece(NamedTuple):
             row = host(self.array)
         m, sums = len(self.columns.names), dict(self.fixed)
         for name, total, lost, count in zip(self.columns.names, row[:m], row[m : 2 * m], row[2 * m :], strict=False):
-            _plus(sums, name, float(total) + (float(lost) if math.isfinite(total) else 0.0), float(count))
+            _add_pair(sums, name, float(total) + (float(lost) if math.isfinite(total) else 0.0), float(count))
         watched = row[3 * m :]
         firsts = watched[BAD], watched[GRADIENT], *watched[WATCHED:]
         bad, gradient, *over = (None if at < 0 else self.first + 1 + int(at) for at in firsts)
@@ -109,6 +108,8 @@ class Piece(NamedTuple):
 
 
 class Interval:
+    """The sums of an interval, in pieces."""
+
     def __init__(self) -> None:
         self._merged: HostSums | None = None
         self._pieces: list[Piece] = []
@@ -118,12 +119,12 @@ class Interval:
         """Add the next steps; merge pieces that have arrived if there are many."""
         self._pieces.append(piece)
         self.names |= dict.fromkeys([*piece.columns.names, *piece.fixed])
-        while len(self._pieces) > _MOST_PIECES and self._pieces[0].is_ready():
+        while len(self._pieces) > _MAX_PIECES and self._pieces[0].is_ready():
             self._merge()
 
     def _merge(self) -> None:
         later = self._pieces.pop(0).totals()
-        self._merged = later if self._merged is None else self._merged.plus(later)
+        self._merged = later if self._merged is None else self._merged.merge(later)
 
     def is_ready(self) -> bool:
         return all(piece.is_ready() for piece in self._pieces)
@@ -140,7 +141,7 @@ class Interval:
         return {name: total / count if count else math.nan for name, (total, count) in pairs.items()}
 
 
-class Columnwise(NamedTuple):
+class Grouping(NamedTuple):
     """How the metrics of calls are accumulated, `room` calls of one step in one dispatch.
 
     `is_local` tells whether the metrics `names` are arrays of this process alone.
@@ -166,17 +167,17 @@ class MetricSums:
         self.is_wanted = False
         self._intervals: list[Interval] = []
         self._has_means = False
-        self._layouts: dict[tuple[Any, ...], Columnwise] = {}
+        self._groupings: dict[tuple[Any, ...], Grouping] = {}
         self._empty: dict[Any, DeviceSums] = {}
-        # The steps since the last cut, (_first, _stop], all of one layout:
+        # The steps since the last cut, (_first, _stop], all of one grouping:
         self._first = self._stop = -1
-        self._layout: Columnwise | None = None
+        self._grouping: Grouping | None = None
         self._sums: DeviceSums | None = None  # on the device
         self._calls: list[list[Any]] = []  # not yet part of `_sums`
         self._fixed: Pairs = {}  # of numbers on the host
-        self._constants, self._constant_steps = NONE, 0  # not yet part of `_fixed`
+        self._constants, self._constant_steps = NO_CONSTANTS, 0  # not yet part of `_fixed`
         self._skips: Any = None  # at the last cut
-        self._traced: Constants | None = None  # of the program whose metrics have the layout, if known
+        self._traced: Constants | None = None  # of the program whose metrics have the grouping, if known
 
     def subscribe(self, max_skipped: int | None = None, *, means: bool = True) -> int:
         """Register a hook, before the first step, and return its number for `take`.
@@ -195,8 +196,8 @@ class MetricSums:
     def begin(self, columns: "Columns", like: Tree) -> "DeviceSums":
         """Return the sums that a call continues, on the devices of `like`."""
         self.flush()
-        if self._layout is None or self._layout.columns != columns:
-            self._use(Columnwise(columns))
+        if self._grouping is None or self._grouping.columns != columns:
+            self._use(Grouping(columns))
         self._traced = None
         return self._started(columns, like)
 
@@ -213,7 +214,9 @@ class MetricSums:
 
     # Calls of one step.
 
-    def add(self, first: int, metrics: Metrics, skip: str | None = SKIPPED, constants: Constants = NONE) -> None:
+    def add(
+        self, first: int, metrics: Metrics, skip: str | None = SKIPPED, constants: Constants = NO_CONSTANTS
+    ) -> None:
         """Add the metrics of the step after `first`, before a hook can change the mapping.
 
         `skip` is the metric that is 1 if the whole update was skipped.
@@ -224,16 +227,16 @@ class MetricSums:
             self._constant_steps += 1
         else:
             metrics = self._select(first, metrics, skip, constants)
-        layout, calls = self._layout, self._calls
-        assert layout is not None  # by `_select`
-        if layout.names:
-            values = [metrics[name] for name in layout.names]
-            calls.append(values if layout.is_local else list(map(local_copy, values)))
-            if len(calls) >= layout.room:
+        grouping, calls = self._grouping, self._calls
+        assert grouping is not None  # by `_select`
+        if grouping.names:
+            values = [metrics[name] for name in grouping.names]
+            calls.append(values if grouping.is_local else list(map(local_copy, values)))
+            if len(calls) >= grouping.room:
                 self.flush()
 
     def _select(self, first: int, metrics: Metrics, skip: str | None, constants: Constants) -> dict[str, Any]:
-        """Choose the layout, add the metrics that the host knows, and return the others."""
+        """Choose the grouping, add the metrics that the host knows, and return the others."""
         if not self._has_means:
             metrics = {name: value for name, value in metrics.items() if name in (LOSS, GRAD_NORM, skip)}
         computed: dict[str, Any] = {}
@@ -246,29 +249,29 @@ class MetricSums:
                     computed[name] = np.float32(value)
                 else:
                     on_host[name] = float(value)
-        layout = self._layouts.get((skip, *computed)) if constants is NONE else None
-        if layout is None:
-            layout = self._layouts[(skip, *computed)] = self._layout_of(computed, skip)
-        if layout != self._layout:
-            self._use(layout)
-        self._traced = None if constants is NONE else constants
+        grouping = self._groupings.get((skip, *computed)) if constants is NO_CONSTANTS else None
+        if grouping is None:
+            grouping = self._groupings[(skip, *computed)] = self._choose_grouping(computed, skip)
+        if grouping != self._grouping:
+            self._use(grouping)
+        self._traced = None if constants is NO_CONSTANTS else constants
         self._follow(first, 1, constants)
         for name, number in on_host.items():
-            _plus(self._fixed, name, number, 1)
+            _add_pair(self._fixed, name, number, 1)
         return computed
 
     def flush(self) -> None:
         """Add the latest calls, before code that may donate their metrics runs."""
         if not self._calls:
             return
-        calls, self._calls, layout = self._calls, [], self._layout
-        assert layout is not None
-        sums = self._started(layout.columns, next((x for x in calls[0] if getattr(x, "committed", False)), None))
+        calls, self._calls, grouping = self._calls, [], self._grouping
+        assert grouping is not None
+        sums = self._started(grouping.columns, next((x for x in calls[0] if getattr(x, "committed", False)), None))
         count = np.int32(len(calls))
-        calls += calls[-1:] * (layout.room - len(calls))  # padding, so that one program serves any number of calls
+        calls += calls[-1:] * (grouping.room - len(calls))  # padding, so that one program serves any number of calls
         # Sums that are not finite are results, whatever JAX checks.
         with internal_transfers(), jax.debug_nans(False), jax.debug_infs(False):
-            self._sums = program(layout.columns, layout.names)(sums, calls, count)
+            self._sums = compile_add(grouping.columns, grouping.names)(sums, calls, count)
 
     # Intervals.
 
@@ -295,13 +298,13 @@ class MetricSums:
     def _piece(self) -> Piece:
         self.flush()
         self._fold()
-        assert self._layout is not None
+        assert self._grouping is not None
         array = None if self._sums is None else self._sums.array
-        return Piece(self._first, self._stop, self._layout.columns, array, self._fixed)
+        return Piece(self._first, self._stop, self._grouping.columns, array, self._fixed)
 
-    def _use(self, layout: Columnwise) -> None:
+    def _use(self, grouping: Grouping) -> None:
         self.cut()
-        self._layout = layout
+        self._grouping = grouping
 
     def _follow(self, first: int, steps: int, constants: Constants) -> None:
         if first != self._stop:  # in another run, or after steps that were not reported
@@ -317,13 +320,13 @@ class MetricSums:
         steps, self._constant_steps = self._constant_steps, 0
         for name, value in self._constants.values.items() if steps else ():
             if is_number(value):
-                _plus(self._fixed, name, float(value) * steps, steps)
+                _add_pair(self._fixed, name, float(value) * steps, steps)
 
-    def _layout_of(self, metrics: Metrics, skip: str | None) -> Columnwise:
+    def _choose_grouping(self, metrics: Metrics, skip: str | None) -> Grouping:
         columns = choose_columns(metrics, skip, self.limits)
         names = tuple(name for name in metrics if name in columns.names or (name == LOSS and columns.loss is not None))
-        room = 1 if columns.loss == -1 else max(1, min(_CALLS, _VALUES // max(1, len(names))))
-        return Columnwise(
+        room = 1 if columns.loss == _SEVERAL else max(1, min(_CALLS, _VALUES // max(1, len(names))))
+        return Grouping(
             columns, names, room, all(getattr(metrics[name], "is_fully_addressable", True) for name in names)
         )
 
@@ -496,7 +499,7 @@ def choose_columns(metrics: Mapping[str, Any], skip: str | None, limits: tuple[i
 
 
 @functools.cache
-def program(columns: Columns, names: tuple[str, ...]) -> Callable[..., Any]:
+def compile_add(columns: Columns, names: tuple[str, ...]) -> Callable[..., Any]:
     """Compile `add(sums, calls, count) -> sums` for calls of one step.
 
     `calls` are the values of the metrics `names`; those after the first `count` are padding.

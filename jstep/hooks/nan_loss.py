@@ -9,16 +9,17 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.core.checks import as_bool, as_int
 from jstep.core.stopwatch import STEPPING
 from jstep.distributed import processes
-from jstep.hooks.cadence import cadence
+from jstep.hooks.cadence import make_cadence
 from jstep.hooks.hook import Metrics, hook_name, state_step
-from jstep.hooks.metric_sums import GRAD_NORM, LOSS, BadStep, HostSums, Interval
+from jstep.hooks.metric_sums import BadStep, HostSums, Interval
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.state.contents import NAN, NanLossDuringTrainingError, StateContents, briefly, in_words
 from jstep.state.train_state import TrainState
-
-# End runs before they save parameters that are not finite.
+from jstep.training.metrics import GRAD_NORM, LOSS
 
 _logger = logging.getLogger("jstep")
+
+# End runs before they save parameters that are not finite.
 
 
 def nonfinite_params(run: RunInfo) -> dict[str, int]:
@@ -29,17 +30,17 @@ def nonfinite_params(run: RunInfo) -> dict[str, int]:
 class NonfiniteParametersHook(RunHook):
     """Ends runs that save without a `NanLossHook` before they save parameters that are not finite.
 
-    A finite loss can have a gradient that is not finite. Only a later loss would show it, when every finite checkpoint
-    may be gone. Infinities that a run begins with, such as in a mask, do not count.
+    A finite loss can have a non-finite gradient, which only a later loss would show, when every finite checkpoint may
+    be gone. Infinities that a run begins with, such as in a mask, do not count.
     """
 
     def begin(self, state: TrainState) -> None:
         super().begin(state)
-        self.run.poll(self, self._look_at_start)
-        self.run.finite.begins(StateContents(state, params_only=True))
+        self.run.poll(self, self._check_start)
+        self.run.finite.set_start(StateContents(state, params_only=True))
         self._checked = state_step(state)
 
-    def _look_at_start(self, *, wait: bool = False) -> None:
+    def _check_start(self, *, wait: bool = False) -> None:
         """Warn of restored parameters, now that the device is busy with the first step."""
         start, saver = self.run.finite.at_start, self.run.saver
         if start is None or saver is None or saver.allow_nonfinite or self.run.restored is None:
@@ -60,7 +61,7 @@ class NonfiniteParametersHook(RunHook):
         bad = nonfinite_params(self.run)
         # All processes end here together: one that left alone would leave the others waiting in their save.
         if not processes.any_process(bool(bad)):
-            self.run.finite.checked(None)
+            self.run.finite.set_error(None)
             self._checked = step
             return
         where = in_words(bad) or "those of another process"
@@ -72,7 +73,7 @@ class NonfiniteParametersHook(RunHook):
             "population with a diverged member, give checkpoint_dir=jstep.Saver(directory, allow_nonfinite=True).",
             step,
         )
-        self.run.finite.checked(error)
+        self.run.finite.set_error(error)
 
 
 # Stop training on a NaN or infinite loss.
@@ -106,7 +107,7 @@ class NanLossHook(RunHook):
         self, *, every_n_steps: int = 10, fail_on_nan_loss: bool = True, max_skipped_steps: int | None = None
     ) -> None:
         # The sums of a call are the same wherever it ends, so no call must end for this hook.
-        self.cadence = cadence(steps=("every_n_steps", every_n_steps), ends_calls=False)
+        self.cadence = make_cadence(steps=("every_n_steps", every_n_steps), ends_calls=False)
         self._fail = as_bool(fail_on_nan_loss, "fail_on_nan_loss")
         if max_skipped_steps is not None:
             max_skipped_steps = as_int(max_skipped_steps, "max_skipped_steps", 1, "a number of steps")
@@ -128,15 +129,15 @@ class NanLossHook(RunHook):
     def begin(self, state: TrainState) -> None:
         super().begin(state)
         self._reset(state)
-        self.run.finite.begins(self._at_start)
+        self.run.finite.set_start(self._at_start)
         self._began = self._checked = state_step(state)
-        self.run.poll(self, self._look_for_loss)
+        self.run.poll(self, self._require_loss)
 
     def close(self) -> None:
         super().close()
         self._reset(None)
 
-    def _look_for_loss(self, *, wait: bool = False) -> None:
+    def _require_loss(self, *, wait: bool = False) -> None:
         """Reject, after the first call, metrics without a loss."""
         _check_loss(self.run.metrics)
 
@@ -145,21 +146,21 @@ class NanLossHook(RunHook):
         _check_loss(metrics)  # a later stage may have other metrics
         # All processes check the same steps, so that they stop together.
         before, self._held = self._held, self.run.reports.sums.take(self._number)
-        self._look_at(before)
+        self._check_interval(before)
         return self._bad or self._over
 
     def before_save(self, step: int) -> bool:
         """Check all losses so far and the state; return True, to prevent the save, if one is not finite."""
-        self._look_at_all(step, self.run.state)
+        self._check_all(step, self.run.state)
         return self._bad
 
     def end(self, step: int, state: TrainState) -> None:
-        self._look_at_all(step, state)
+        self._check_all(step, state)
 
-    def _look_at(self, interval: Interval | None) -> None:
+    def _check_interval(self, interval: Interval | None) -> None:
         if interval is None or self._bad or self._over:
             return
-        self._look_at_start()
+        self._check_start()
         self._has_norm = GRAD_NORM in interval.names
         with contextlib.nullcontext() if interval.is_ready() else self.run.watch.part(STEPPING):
             totals = interval.totals
@@ -192,10 +193,10 @@ class NanLossHook(RunHook):
     def _has_only_skipped(self, totals: HostSums) -> bool:
         return totals.skips >= totals.last - self._began
 
-    def _look_at_all(self, step: int, state: TrainState | None) -> None:
+    def _check_all(self, step: int, state: TrainState | None) -> None:
         before, self._held = self._held, None
-        self._look_at(before)
-        self._look_at(self.run.reports.sums.take(self._number))
+        self._check_interval(before)
+        self._check_interval(self.run.reports.sums.take(self._number))
         if state is None or self._at_start is None or self._bad or self._over or step == self._began:
             return
         with self.run.watch.part(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
@@ -224,7 +225,7 @@ class NanLossHook(RunHook):
         origin = self._gradient or step
         self._stop(message + _advice(origin), origin)
 
-    def _look_at_start(self) -> None:
+    def _check_start(self) -> None:
         if self._at_start is None or self._nan_at_start is not None:
             return
         self._nan_at_start = self._at_start.with_nan()

@@ -13,6 +13,7 @@ import numpy as np
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import is_on_cpus
 from jstep.hooks.hook import Metrics
+from jstep.training.metrics import LOSS
 
 # Which values are numbers, their order, and their text.
 
@@ -47,7 +48,7 @@ def sort_metrics(names: Collection[str], leave_out: Collection[str]) -> list[str
     """Sort metrics: `loss`, learning rates, then the others by name; the first two are never left out."""
 
     def rank(name: str) -> tuple[int, str]:
-        return (0 if name == "loss" else 1 if name.rsplit("/", 1)[-1] == "learning_rate" else 2, name)
+        return (0 if name == LOSS else 1 if name.rsplit("/", 1)[-1] == "learning_rate" else 2, name)
 
     return sorted([name for name in names if name not in leave_out or rank(name)[0] < 2], key=rank)
 
@@ -113,7 +114,7 @@ class PendingTransfer(NamedTuple):
 
 
 def begin_transfer(values: Collection[Any], read: Callable[[], Any]) -> PendingTransfer:
-    """Start to copy values to the host; `read_values` returns the result to deliver."""
+    """Start to copy values to the host; `read()`, called once they have arrived, returns the result."""
     start_transfer(values)
     return PendingTransfer(lambda: is_ready(values), read)
 
@@ -136,7 +137,7 @@ class TransferQueue:
         """Queue a row; `deliver(step, numbers)` is called on behalf of the owner, a hook."""
         self._queue.append((step, pending, deliver, owner))
 
-    def taken_failed_owner(self) -> Any:
+    def take_failed_owner(self) -> Any:
         owner, self.failed_owner = self.failed_owner, None
         return owner
 

@@ -10,10 +10,10 @@ import jax
 
 from jstep import summary
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function, format_value, kind
+from jstep.core.checks import as_bool, as_function, describe_type, format_value
 from jstep.core.exceptions import note
 from jstep.core.logs import as_level
-from jstep.hooks.cadence import UNSET, cadence
+from jstep.hooks.cadence import UNSET, make_cadence
 from jstep.hooks.hook import Clock, Metrics
 from jstep.hooks.numbers import (
     PendingTransfer,
@@ -29,9 +29,9 @@ from jstep.hooks.run_hook import RunHook, RunInfo, check_writer
 from jstep.hooks.speed import StepCounterHook, format_utilization
 from jstep.state.train_state import TrainState
 
-LeaveOut = Callable[[], Collection[str]]
-
 _logger = logging.getLogger("jstep")
+
+LeaveOut = Callable[[], Collection[str]]
 
 # The numbers of a step, or their means over an interval.
 
@@ -77,7 +77,7 @@ class ReportingHook(RunHook):
         clock: Clock = time.monotonic,
     ) -> None:
         steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
-        self.cadence = cadence(steps=steps, secs=secs, clock=clock, at_last=True)
+        self.cadence = make_cadence(steps=steps, secs=secs, clock=clock, at_last=True)
         self._mean = as_bool(mean, "mean")
         self._leave_out = as_function(leave_out, "leave_out", "() -> names")
 
@@ -146,7 +146,7 @@ class LoggingHook(ReportingHook):
             every_n_steps=every_n_steps, every_n_secs=every_n_secs, mean=mean, leave_out=leave_out, clock=clock
         )
         if counter is not None and not hasattr(counter, "steps_per_sec"):
-            raise TypeError(f"counter={counter!r}: must be a StepCounterHook, got {kind(counter)}")
+            raise TypeError(f"counter={counter!r}: must be a StepCounterHook, got {describe_type(counter)}")
         self._given_counter = counter
         self._level = as_level(level)
 
@@ -157,7 +157,7 @@ class LoggingHook(ReportingHook):
     def _speed(self, step: int) -> str:
         counter, share = self._given_counter or self.run.reports.counter, None
         if isinstance(counter, StepCounterHook):
-            counter.look()
+            counter.measure_finished()
             _, steps, examples, share = counter.figure_at(step)
         else:
             steps, examples = getattr(counter, "steps_per_sec", None), getattr(counter, "examples_per_sec", None)
@@ -219,7 +219,7 @@ class MetricsHook(ReportingHook):
         self._write = as_function(write, "write", "(step, values)")
         self._named: set[str] = set()
         super().__init__(mean=mean)
-        self.cadence = cadence(steps=("every_n_steps", every_n_steps), at_last=True)
+        self.cadence = make_cadence(steps=("every_n_steps", every_n_steps), at_last=True)
 
     def begin(self, state: TrainState) -> bool | None:
         self._named = set()
@@ -287,7 +287,7 @@ class SummarySaverHook(ReportingHook):
         super().__init__(mean=mean, leave_out=leave_out)
         # The state is sharded over all processes, so all of them compute histograms.
         steps, secs = ("save_steps", save_steps), ("save_secs", save_secs)
-        self.cadence = cadence(steps=steps, secs=secs, clock=clock, together=True)
+        self.cadence = make_cadence(steps=steps, secs=secs, clock=clock, together=True)
         self._given_writer = check_writer(summary_writer)
         self.takes_writer = summary_writer is None  # then it uses the run's
         self._histograms = _globs(histograms)
@@ -337,8 +337,7 @@ def summarize_histograms(state: TrainState, globs: Sequence[str]) -> Any:
         if not matching:
             raise ValueError(
                 f"histograms: {glob!r} matches nothing{trees.suggest_names(glob, [path for path, _ in leaves])}; "
-                "parameters "
-                "are 'params/…', slots 'slots/name/…'"
+                "parameters are 'params/…', slots 'slots/name/…'"
             )
         chosen |= matching
     return summary.merge([summary.histogram(path, leaf, collections=()) for path, leaf in chosen.items()])
@@ -352,6 +351,7 @@ def _globs(histograms: Any) -> tuple[str, ...]:
     for glob in globs:
         if not isinstance(glob, str):
             raise TypeError(
-                f"histograms={format_value(histograms)}: must be globs of paths, such as 'params/*', got {kind(glob)}"
+                f"histograms={format_value(histograms)}: must be globs of paths, such as 'params/*', "
+                f"got {describe_type(glob)}"
             )
     return globs

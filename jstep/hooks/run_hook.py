@@ -8,11 +8,11 @@ from jstep.checkpoint.saver import Saver
 from jstep.core.checks import format_value
 from jstep.core.stopwatch import HOOKS, Stopwatch
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.hooks.cadence import Cadence, DueHook
+from jstep.hooks.cadence import Cadence, HookSchedule
 from jstep.hooks.hook import Hook, Metrics
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.numbers import TransferQueue
-from jstep.hooks.told import Told
+from jstep.hooks.told import HookNotifier
 from jstep.state.contents import StateContents
 from jstep.state.train_state import TrainState
 from jstep.summary.writer import SummaryWriter
@@ -46,7 +46,7 @@ class Rates(Protocol):
 
 
 @dataclasses.dataclass
-class Reports:
+class ReportingContext:
     """Objects that the reporting hooks of a run share.
 
     `examples` counts the examples, and the steps whose batch size is not known.
@@ -57,7 +57,7 @@ class Reports:
     counter: Rates | None = None
     writer: SummaryWriter | None = None
     examples: tuple[int, int] = (0, 0)
-    told: Told | None = None
+    notifier: HookNotifier | None = None
     config: dict[str, Any] | None = None
 
     def count_examples(self, steps: int, rows: int | None) -> None:
@@ -66,7 +66,7 @@ class Reports:
 
 
 @dataclasses.dataclass
-class Finite:
+class FiniteCheck:
     """The check of the parameters before each save.
 
     `at_start` is None if no hook checks them. `error` is set if parameters have become NaN or infinite since.
@@ -75,10 +75,10 @@ class Finite:
     at_start: StateContents | None = None
     error: Exception | None = None
 
-    def begins(self, contents: StateContents | None) -> None:
+    def set_start(self, contents: StateContents | None) -> None:
         self.at_start = contents
 
-    def checked(self, error: Exception | None) -> None:
+    def set_error(self, error: Exception | None) -> None:
         self.error = error
 
 
@@ -89,13 +89,13 @@ class RunInfo(Protocol):
     """The part of a run that built-in hooks may use."""
 
     @property
-    def reports(self) -> Reports: ...
+    def reports(self) -> ReportingContext: ...
 
     @property
     def watch(self) -> Stopwatch: ...
 
     @property
-    def finite(self) -> Finite: ...
+    def finite(self) -> FiniteCheck: ...
 
     @property
     def saver(self) -> Saver | None: ...
@@ -115,8 +115,8 @@ class RunInfo(Protocol):
         """None if the batches, a hook or a signal end the run."""
 
     @property
-    def is_branching(self) -> bool:
-        """Whether the run is at the step at which it branched off from another run."""
+    def is_new_branch(self) -> bool:
+        """Whether this start continues from a checkpoint of another run."""
 
     @property
     def restored(self) -> int | None:
@@ -134,8 +134,8 @@ class RunInfo(Protocol):
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
         """Make a meter of the utilization, before the first step."""
 
-    def poll(self, hook: "RunHook", look: Poll) -> None:
-        """Call `look` after each call while it returns True, and once after the last step."""
+    def poll(self, hook: "RunHook", check: Poll) -> None:
+        """Call `check` after each call while it returns True, and `check(wait=True)` after the last step."""
 
     def stop(self, by: str) -> None: ...
 
@@ -159,7 +159,7 @@ class RunHook(Hook):
     """Base class of built-in hooks; `train` also calls the methods below.
 
     A hook with a `cadence` defines `when_due`, called by the loop, or by a `CustomLoop` if user code calls `after_step`
-    after every update. `part` is the phase that its calls are timed as.
+    after every update. `part` is the category that its calls are timed as.
     """
 
     cadence: Cadence | None = None
@@ -213,7 +213,7 @@ class RunHook(Hook):
             return None
         return self.cadence.next_multiple(step)
 
-    def around_calls(self, run_call: RunCall, again: Repeated) -> RunCall:
+    def around_calls(self, run_call: RunCall, repeated: Repeated) -> RunCall:
         """Return `run_call`, or a wrapper."""
         return run_call
 
@@ -231,12 +231,12 @@ class RunHook(Hook):
 class CustomLoop:
     """The stand-in run of a hook in a custom loop, which calls it after every update."""
 
-    is_over, is_branching, restored, saver, last_step = False, False, None, None, None
+    is_over, is_new_branch, restored, saver, last_step = False, False, None, None, None
     evaluations: tuple[()] = ()
 
     def __init__(self, hook: RunHook) -> None:
-        self._hook, self._due = hook, DueHook(_CadenceOf(hook), 0)
-        self.reports, self.watch, self.finite = Reports(), Stopwatch(), Finite()
+        self._hook, self._schedule = hook, HookSchedule(_CadenceOf(hook), 0)
+        self.reports, self.watch, self.finite = ReportingContext(), Stopwatch(), FiniteCheck()
         self.step = 0
         self.state: Any = None  # never set: the next step may donate it
         self.metrics: Any = None
@@ -245,20 +245,20 @@ class CustomLoop:
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
         if self.metrics is None or step <= self.step:  # the first step of this loop or of a new one
-            self._due.follow(step - 1)
+            self._schedule.reschedule_steps(step - 1)
         self.step, self.metrics = step, metrics
         if self.reports.sums.is_wanted:
             self.reports.sums.add(step - 1, metrics)
-        self._polled = [look for look in self._polled if look()]
-        if not self._due.now(step):
+        self._polled = [check for check in self._polled if check()]
+        if not self._schedule.is_due(step):
             return True if self._stopped else None
         try:
             return self._hook.when_due(step, state, metrics)
         finally:
-            self._due.done(step)
+            self._schedule.reschedule(step)
 
-    def poll(self, hook: RunHook, look: Poll) -> None:
-        self._polled.append(look)
+    def poll(self, hook: RunHook, check: Poll) -> None:
+        self._polled.append(check)
 
     def stop(self, by: str) -> None:
         self._stopped = True
@@ -298,7 +298,6 @@ def check_writer(summary_writer: object) -> Any:
     ):
         raise TypeError(
             f"summary_writer={format_value(summary_writer)}: must have a method add_summary(summary, global_step), "
-            "such as a "
-            "jstep.summary.SummaryWriter"
+            "such as a jstep.summary.SummaryWriter"
         )
     return summary_writer

@@ -11,11 +11,12 @@ from jstep import summary
 from jstep.core import trees
 from jstep.core.checks import as_number
 from jstep.core.stopwatch import STEPPING
-from jstep.hooks.cadence import UNSET, cadence
+from jstep.hooks.cadence import UNSET, make_cadence
 from jstep.hooks.hook import Clock, Metrics
 from jstep.hooks.run_hook import RunHook, check_writer
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState
+from jstep.training.metrics import LOSS
 
 TAG = "global_step/sec"
 _HISTORY = 1000
@@ -109,9 +110,9 @@ class StepCounterHook(RunHook):
         clock: Clock = time.perf_counter,
     ) -> None:
         steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
-        self.cadence = cadence(steps=steps, secs=secs, clock=clock)
+        self.cadence = make_cadence(steps=steps, secs=secs, clock=clock)
         self._given_writer, self._clock = check_writer(summary_writer), clock
-        self._peak = _positive(peak_flops, "peak_flops", "operations a second of one device")
+        self._peak = _positive(peak_flops, "peak_flops", "operations per second of one device")
         self._flops = _positive(flops_per_step, "flops_per_step", "operations of a step, all devices together")
         self._meter: Any = None
         self._reset()
@@ -165,15 +166,15 @@ class StepCounterHook(RunHook):
             self._begin_interval()
         is_pending = bool(self._unfinished)
         self._unfinished.append(self._count_at(step, _markers(metrics)))
-        if self.look() and not is_pending:
-            self.run.poll(self, self.look)
+        if self.measure_finished() and not is_pending:
+            self.run.poll(self, self.measure_finished)
 
-    def look(self, *, wait: bool = False) -> bool:
+    def measure_finished(self, *, wait: bool = False) -> bool:
         """Complete the measurements whose steps the device has finished; return whether others remain."""
         for count in tuple(self._unfinished) if wait else ():
             with self.run.watch.part(STEPPING):
                 jax.block_until_ready(count.markers)
-            self.look()
+            self.measure_finished()
         before, finished = self._clock(), []
         while self._unfinished and all(marker.is_ready() for marker in self._unfinished[0].markers):
             finished.append(self._unfinished.popleft())
@@ -207,7 +208,7 @@ class StepCounterHook(RunHook):
 
 def _markers(metrics: Metrics) -> list[Any]:
     """Arrays that are ready when a step is finished."""
-    loss = metrics.get("loss")
+    loss = metrics.get(LOSS)
     if isinstance(loss, jax.Array):
         return [loss]
     arrays = [value for value in jax.tree.leaves(dict(metrics)) if isinstance(value, jax.Array)]

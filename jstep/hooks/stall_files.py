@@ -117,7 +117,7 @@ class StallFiles:
             self._begun = time.monotonic()
             self._job = in_background(lambda: self._exchange(mine, read), name="jstep-stall-files", daemon=True)
 
-    def settle(self, fields: Callable[[], Fields] | None) -> None:
+    def finish(self, fields: Callable[[], Fields] | None) -> None:
         """Write or remove the file now, but do not wait long for a disk."""
         for begin in (bool, functools.partial(self.exchange, fields, at_once=True)):
             begin()

@@ -41,9 +41,7 @@ def check_owners(objects: Sequence[Any], where: str = "hooks") -> None:
             continue
         if owner.key in seen:
             both = " and ".join(_class_names(each)[0] for each in (seen[owner.key], hook))
-            raise ValueError(
-                f"{where}: key={owner.key!r}: must be the key of one, got it for {both}; give each a different key"
-            )
+            raise ValueError(f"{where}: key={owner.key!r}: is the key of both {both}; give each its own key")
         seen[owner.key] = hook
 
 

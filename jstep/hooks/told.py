@@ -16,29 +16,29 @@ from jstep.state.train_state import TrainState
 _logger = logging.getLogger("jstep")
 
 
-class Told:
+class HookNotifier:
     """Notifies the user's hooks. A thread reports checkpoints, one at a time."""
 
     def __init__(self, hooks: Sequence[Any]) -> None:
         self._hooks = list(hooks)
-        self._wanted = [hook for hook in self._hooks if defines(hook, "saved")]
+        self._listeners = [hook for hook in self._hooks if defines(hook, "saved")]
         self._pending: deque[tuple[int, str]] = deque()  # the first is being reported
-        self._is_less = threading.Condition()
+        self._changed = threading.Condition()
         self._errors: dict[int, BaseException] = {}
 
     def saved(self, step: int, path: str) -> None:
         """Report a checkpoint that is acknowledged and kept; from any thread, without waiting."""
-        with self._is_less:
-            if not self._wanted or jax.process_index() != 0:
+        with self._changed:
+            if not self._listeners or jax.process_index() != 0:
                 return
             self._pending.append((step, path))
             if len(self._pending) == 1:
-                Thread(target=self._tell, name="jstep-saved", daemon=True).start()
+                Thread(target=self._notify, name="jstep-saved", daemon=True).start()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         while True:
             step, path = self._pending[0]
-            for hook in list(self._wanted):
+            for hook in list(self._listeners):
                 self._errors.pop(id(hook), None)
                 try:
                     hook.saved(step, path)
@@ -47,20 +47,20 @@ class Told:
                     _logger.warning(
                         "%s.saved(%d, %r): %s: %s", hook_name(hook), step, path, type(error).__name__, error
                     )
-            with self._is_less:
+            with self._changed:
                 self._pending.popleft()
-                self._is_less.notify_all()
+                self._changed.notify_all()
                 if not self._pending:
                     return
 
     def wait(self, path: str | None = None) -> None:
-        """Wait until the hooks have been told of this checkpoint, or of all."""
-        with self._is_less:
-            self._is_less.wait_for(lambda: not any(path in (None, waiting) for _, waiting in self._pending))
+        """Wait until the hooks have been notified of this checkpoint, or of all."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(path in (None, waiting) for _, waiting in self._pending))
 
     def end(self, step: int, error: BaseException | None, state: TrainState | None) -> None:
         """Report the error, if any, and the end of the run; without an error, raise the first one of the hooks."""
-        problems, self._wanted = list(self._errors.values()), []
+        problems, self._listeners = list(self._errors.values()), []
         calls: list[tuple[Any, str, tuple[Any, ...]]] = []
         if error is not None:
             calls = [(hook, "failed", (step, error)) for hook in self._hooks]

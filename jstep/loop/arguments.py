@@ -10,12 +10,12 @@ import numpy as np
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_bool, as_int, as_number, format_value, kind
+from jstep.core.checks import as_bool, as_int, as_number, describe_type, format_value
 from jstep.core.placement import refuse_compile_only
 from jstep.data.loaders import StateBatches
-from jstep.data.placement import placement
+from jstep.data.placement import make_placer
 from jstep.hooks.at_steps import refuse_overlapping_traces
-from jstep.hooks.cadence import cadence
+from jstep.hooks.cadence import make_cadence
 from jstep.hooks.hook import list_of_hooks
 from jstep.hooks.speed import StepCounterHook
 from jstep.loop.calls import AUTO
@@ -26,18 +26,19 @@ from jstep.stores.urls import absolute, is_url, location
 
 LARGEST_STEP = int(np.iinfo(np.int32).max)
 _NO_END = "or None if the batches, a hook or a signal end the run"
-MOST_SECS = 600.0
-"""The longest interval between checkpoints, in seconds, that `save_checkpoint_secs="auto"` chooses."""
+MAX_SECS = 600.0
+"""Seconds: with `save_checkpoint_secs="auto"`, the longest interval between checkpoints, the interval if there is also
+`save_checkpoint_steps`, and the time after a permanent checkpoint in which the next ones are temporary."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The arguments of `train`, without the step, the state and the batches; validated when created.
+    """All arguments of `train` except train_step, state and batches; validated when created.
 
     `train` resolves `batch_sharding` and `steps_per_call` before, from the state and the batches.
     """
 
-    last_step: Any
+    last_step: int | None
     hooks: Sequence[Any]
     checkpoint_dir: str | os.PathLike[str] | Saver | None
     checkpoint_prefix: str
@@ -55,8 +56,9 @@ class Options:
     start_from: Any = None
 
     @property
-    def end(self) -> int | None:
-        return None if self.last_step == LARGEST_STEP else int(self.last_step)
+    def stop_step(self) -> int:
+        """`last_step`, or the largest step."""
+        return LARGEST_STEP if self.last_step is None else self.last_step
 
     @property
     def where(self) -> str | None:
@@ -69,7 +71,7 @@ class Options:
     def __post_init__(self) -> None:
         checked = {
             "hooks": list_of_hooks(self.hooks),
-            "last_step": LARGEST_STEP if self.last_step is None else as_int(self.last_step, "last_step", 0, _NO_END),
+            "last_step": None if self.last_step is None else as_int(self.last_step, "last_step", 0, _NO_END),
             "config": as_config(self.config),
             "start_from": None if self.start_from is None else absolute(location(self.start_from, "start_from")),
             "progress": None if self.progress is None else as_bool(self.progress, "progress"),
@@ -79,8 +81,10 @@ class Options:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        if self.last_step == LARGEST_STEP:
+            object.__setattr__(self, "last_step", None)
         if self.save_checkpoint_secs == AUTO and self.save_checkpoint_steps is not None:
-            object.__setattr__(self, "save_checkpoint_secs", MOST_SECS)
+            object.__setattr__(self, "save_checkpoint_secs", MAX_SECS)
         if isinstance(self.save_checkpoint_secs, str) and self.save_checkpoint_secs != AUTO:
             raise ValueError(
                 f"save_checkpoint_secs={self.save_checkpoint_secs!r}: must be a number of seconds, None (by "
@@ -88,10 +92,10 @@ class Options:
             )
         secs = None if self.save_checkpoint_secs == AUTO else self.save_checkpoint_secs
         steps = ("save_checkpoint_steps", self.save_checkpoint_steps)
-        cadence(steps=steps, secs=("save_checkpoint_secs", secs), required=False)
+        make_cadence(steps=steps, secs=("save_checkpoint_secs", secs), required=False)
         refuse_overlapping_traces(self.hooks)
         for name in ("save_summaries_steps", "log_steps"):
-            cadence(steps=(name, getattr(self, name)), required=False)
+            make_cadence(steps=(name, getattr(self, name)), required=False)
         check_locations(self.checkpoint_dir, self.checkpoint_prefix, self.logdir, self.batch_sharding)
 
 
@@ -115,10 +119,10 @@ def check_locations(checkpoint_dir: object, checkpoint_prefix: str, logdir: obje
     if not isinstance(checkpoint_dir, Saver | str | os.PathLike | None):
         raise TypeError(
             f"checkpoint_dir={format_value(checkpoint_dir)}: must be a directory, a URL or a Saver, got "
-            f"{kind(checkpoint_dir)}"
+            f"{describe_type(checkpoint_dir)}"
         )
     if not isinstance(logdir, str | os.PathLike | None):
-        raise TypeError(f"logdir={format_value(logdir)}: must be a directory or a URL, got {kind(logdir)}")
+        raise TypeError(f"logdir={format_value(logdir)}: must be a directory or a URL, got {describe_type(logdir)}")
     for name, place in (("checkpoint_dir", checkpoint_dir), ("logdir", logdir)):
         if isinstance(place, str) and not place.strip():
             raise ValueError(f"{name}={place!r}: must be a directory or a URL, got an empty string; use None for none")
@@ -133,7 +137,7 @@ def check_locations(checkpoint_dir: object, checkpoint_prefix: str, logdir: obje
             f"checkpoint_prefix={checkpoint_prefix!r}: checkpoint_dir is a Saver, whose own prefix is "
             f"{checkpoint_dir.prefix!r}; make the Saver with the prefix"
         )
-    placement(batch_sharding, "batch_sharding")
+    make_placer(batch_sharding, "batch_sharding")
 
 
 def check(state: Tree, last_step: int) -> None:
@@ -171,12 +175,13 @@ def cache_directory(cache: Any, checkpoint_dir: Any) -> str | None:
         if is_url(where):
             raise ValueError(
                 f"compile_cache=True: must have a local checkpoint_dir, got {format_value(where)}; give a local "
-                "directory, as "
-                "in compile_cache='/var/cache/jax'"
+                "directory, as in compile_cache='/var/cache/jax'"
             )
         cache = os.path.join(os.fspath(where), "compile_cache")
     if not isinstance(cache, str | os.PathLike):
-        raise TypeError(f"compile_cache={format_value(cache)}: must be a directory, True or None, got {kind(cache)}")
+        raise TypeError(
+            f"compile_cache={format_value(cache)}: must be a directory, True or None, got {describe_type(cache)}"
+        )
     if not os.fspath(cache).strip():
         raise ValueError("compile_cache='': must be a directory, got an empty string; use None for no cache")
     if is_url(cache):

@@ -73,9 +73,9 @@ def open_trunk(options: Options, saver: Saver | None, latest: int | None) -> Tru
     reads, step = processes.on_all_processes(lambda: _trunk_at(path, prefix), "start_from cannot be read")
     (step,) = processes.broadcast_ints(step)
     trunk = Trunk(reads, step, processes.on_all_processes(lambda: reads.extra(step), "start_from cannot be read"))
-    if trunk.step >= options.last_step:
+    if trunk.step >= options.stop_step:
         raise ValueError(
-            f"start_from={path!r}, last_step={options.end}: last_step must be above the step of that checkpoint, "
+            f"start_from={path!r}, last_step={options.last_step}: last_step must be above the step of that checkpoint, "
             f"{trunk.step}"
         )
     if jax.process_index() == 0:
@@ -97,10 +97,10 @@ def _trunk_at(path: str, prefix: str) -> tuple[Saver, int]:
         _refuse_damaged(store, prefix, newest)
         if newest >= 0:
             return Saver(path, prefix=prefix), newest
-    looks = [functools.partial(latest_checkpoint, path)]
+    searches = [functools.partial(latest_checkpoint, path)]
     if match is not None:
-        looks += [functools.partial(latest_checkpoint, above, match[1]), functools.partial(latest_checkpoint, above)]
-    other = next((latest for look in looks if (latest := look())), None)
+        searches += [functools.partial(latest_checkpoint, above, match[1]), functools.partial(latest_checkpoint, above)]
+    other = next((latest for search in searches if (latest := search())), None)
     there = f"the newest checkpoint there is {other}" if other else "there are no checkpoints"
     raise FileNotFoundError(f"start_from={path!r}: must be a checkpoint, or a directory with {prefix}-*; {there}")
 

@@ -15,10 +15,10 @@ import numpy as np
 from jstep.core.annotations import Tree
 from jstep.core.threads import in_background
 from jstep.core.trees import batch_to_args
-from jstep.data.placement import as_shardings, placement
+from jstep.data.placement import as_shardings, make_placer
 from jstep.distributed import processes
 
-# Calls.
+_logger = logging.getLogger("jstep")
 
 
 @dataclasses.dataclass(slots=True)  # not frozen: creating a frozen one takes four times as long
@@ -26,7 +26,9 @@ class Call:
     """The batches of one call, and the program that runs its steps.
 
     Attributes:
-        args: For one step, or stacked for `program.most` steps and padded at the end.
+        args: For one step, or stacked for `program.max_steps` steps and padded at the end.
+        first: The step before its first update.
+        position: The position of the batches after it.
         must_run: Whether its batches cannot be made again, so no signal may prevent it.
     """
 
@@ -38,13 +40,13 @@ class Call:
     must_run: bool = False
 
     @property
-    def of_one(self) -> tuple[Any, ...]:
-        of_one: tuple[Any, ...] = self.program.of_one if self.program.is_looped else self.args
-        return of_one
+    def step_args(self) -> tuple[Any, ...]:
+        step_args: tuple[Any, ...] = self.program.step_args if self.program.is_looped else self.args
+        return step_args
 
     def trace(self, state: Tree) -> Any:
         """Return the trace of one step, or None, given the state that the call returned."""
-        return self.program.stage.trace(state, self.of_one)
+        return self.program.stage.trace(state, self.step_args)
 
     def rows(self) -> int | None:
         """Return the size of the leading axis of all arguments; None if sizes differ or none has one."""
@@ -75,8 +77,8 @@ def make_calls(
         on_device: Whether to put batches without a sharding on the default device: a step that is not compiled would
             otherwise see NumPy or JAX arrays depending on prefetching.
     """
-    place_one = None if sharding is None and not on_device else placement(as_shardings(sharding))
-    place_stacked = None if sharding is None else placement(as_shardings(sharding, stacked=True))
+    place_one = None if sharding is None and not on_device else make_placer(as_shardings(sharding))
+    place_stacked = None if sharding is None else make_placer(as_shardings(sharding, stacked=True))
     step, item = start, None
     for end in ends:
         while step < end:
@@ -87,14 +89,14 @@ def make_calls(
             shapes = shapes_in(batch)
             program = program_for(step, shapes, functools.partial(_arguments, batch, place_one))
             some, item = [batch], None
-            while len(some) < min(program.most, end - step) and (item := next(items, None)) is not None:
+            while len(some) < min(program.max_steps, end - step) and (item := next(items, None)) is not None:
                 if shapes_in(item[0]) != shapes:
                     break
                 some.append(item[0])
                 position, item = item[1], None
             place = place_one
             if program.is_stacked:
-                batch, place = _stacked(some, program.most), place_stacked
+                batch, place = _stacked(some, program.max_steps), place_stacked
             yield Call(program, _arguments(batch, place), len(some), step, position)
             step += len(some)
 
@@ -108,37 +110,35 @@ def shapes_in(batch: Tree) -> Any:
     return structure, tuple([(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf) for leaf in leaves])
 
 
-def _stacked(some: list[Any], most: int) -> Any:
-    """Stack batches; repeat the last one if there are fewer than `most`."""
+def _stacked(some: list[Any], max_steps: int) -> Any:
+    """Stack batches; repeat the last one if there are fewer than `max_steps`."""
 
     def stack(*column: Any) -> Any:
         return _stack_arrays(column) if isinstance(column[0], jax.Array) else np.stack(column)
 
-    return jax.tree.map(stack, *some, *[some[-1]] * (most - len(some)))
+    return jax.tree.map(stack, *some, *[some[-1]] * (max_steps - len(some)))
 
 
 _stack_arrays = jax.jit(jnp.stack)  # one dispatch for all leaves of a column
 
 
-# `steps_per_call="auto"`: choose the most steps of a call from the times of the first calls.
-
-_logger = logging.getLogger("jstep")
+# `steps_per_call="auto"`: choose the maximum number of steps of a call from the times of the first calls.
 
 AHEAD = 2
 """The number of calls that a thread reads ahead of the loop."""
 AUTO = "auto"
-LONGEST_CALL, MOST = 5e-3, 64
+MAX_CALL_SECS, MAX_STEPS_PER_CALL = 5e-3, 64
 """The maximum duration of a call in seconds, and its maximum number of steps."""
 _UNTIMED, _TIMED = 2, 5
 """The number of calls for compilation and warm-up, and of timed calls."""
 
 
-def most_steps(seconds: float) -> int:
-    """Return the most steps of a call, a power of two, from the duration of a step."""
-    most = 1
-    while most < MOST and 2 * most * seconds <= LONGEST_CALL:
-        most *= 2
-    return most
+def choose_max_steps(seconds: float) -> int:
+    """Return the maximum number of steps of a call, a power of two, from the duration of a step."""
+    max_steps = 1
+    while max_steps < MAX_STEPS_PER_CALL and 2 * max_steps * seconds <= MAX_CALL_SECS:
+        max_steps *= 2
+    return max_steps
 
 
 class AutoSteps:
@@ -180,22 +180,24 @@ class AutoSteps:
             micros = round(1e6 * min(seconds, 1000.0))  # int32 ends at half an hour
             (slowest,) = processes.max_over_processes(np.array([micros], np.int32))
             seconds = float(slowest) / 1e6
-        most = most_steps(seconds)
-        steps = "1 step" if most == 1 else f"up to {most} steps"
-        _logger.info('steps_per_call="auto": %s a call, as a step takes %.3g ms', steps, 1e3 * seconds)
-        if most == 1:
+        max_steps = choose_max_steps(seconds)
+        steps = "1 step" if max_steps == 1 else f"up to {max_steps} steps"
+        _logger.info('steps_per_call="auto": %s per call (one step takes %.3g ms)', steps, 1e3 * seconds)
+        if max_steps == 1:
             return
         if processes.is_single_process():
-            in_background(functools.partial(self._prepare, most, beyond), name="jstep-compile")
+            in_background(functools.partial(self._prepare, max_steps, beyond), name="jstep-compile")
         else:
-            self._prepare(most, beyond)
+            self._prepare(max_steps, beyond)
 
-    def _prepare(self, most: int, first: int) -> None:
+    def _prepare(self, max_steps: int, first: int) -> None:
         failed = False
         try:
-            self._compile(most)
+            self._compile(max_steps)
         except Exception as error:
             failed = True
-            _logger.warning("the program of %d steps could not be compiled: %s: %s", most, type(error).__name__, error)
+            _logger.warning(
+                "the program of %d steps could not be compiled: %s: %s", max_steps, type(error).__name__, error
+            )
         if not processes.any_process(failed):
-            self._switch(most, first)
+            self._switch(max_steps, first)

@@ -31,7 +31,6 @@ from jstep.data.loaders import ReplayedBatches, StateBatches
 from jstep.data.sequence import BatchSequence
 from jstep.hooks import card_differences
 from jstep.hooks.card_differences import BEFORE_AND_NOW, CODE, CONFIG, NOT_RECORDED, Changes, differences
-from jstep.hooks.metric_sums import LOSS
 from jstep.hooks.states import hook_key
 from jstep.loop import given
 from jstep.loop.arguments import Options
@@ -46,14 +45,14 @@ from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
 from jstep.optimizers.rules import RULE
 from jstep.state.sharding import describe_devices
 from jstep.stores.timeline import START
-from jstep.training.metrics import Metrics
+from jstep.training.metrics import LOSS, StepMetrics
 from jstep.training.step import step_function
 
 # The contents of a card, for comparison with other runs.
 
-_LONGEST = 1000
+_MAX_LENGTH = 1000
 """The maximum length of an entry, in characters of JSON; a longer one is replaced by its hash."""
-_MOST_NUMBERS = 200
+_MAX_NUMBERS = 200
 
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 _SETTINGS = (
@@ -93,7 +92,7 @@ def card(
         "lanes": lanes if len(set(lanes.values())) > 1 else next(iter(lanes.values())),
         "arguments": _arguments(options),
         **({} if options.config is None else {CONFIG: options.config}),
-        "argv": given.arguments(),
+        "argv": given.command_line(),
     }
 
 
@@ -114,7 +113,7 @@ def program_card(traced: Any, constants: Mapping[str, Any], args: Any, optimizer
 
 def _results_with_bits(state: Tree, metrics: Any, *others: object) -> list[bool]:
     """Return, for each result of a program, whether the bits of the run depend on it: of the metrics, only the loss."""
-    parts = metrics.computed if isinstance(metrics, Metrics) else metrics
+    parts = metrics.computed if isinstance(metrics, StepMetrics) else metrics
     if isinstance(parts, dict):
         parts = {name: jax.tree.map(lambda _, name=name: name == LOSS, part) for name, part in parts.items()}
     else:
@@ -124,7 +123,7 @@ def _results_with_bits(state: Tree, metrics: Any, *others: object) -> list[bool]
 
 
 def _hash_card(hashed: ProgramHash) -> dict[str, Any]:
-    numbers = dict(sorted(hashed.numbers.items())) if len(hashed.numbers) <= _MOST_NUMBERS else None
+    numbers = dict(sorted(hashed.numbers.items())) if len(hashed.numbers) <= _MAX_NUMBERS else None
     return {"hash": hashed.digest, "operations": dict(sorted(hashed.operations.items())), "numbers": numbers}
 
 
@@ -210,7 +209,7 @@ def _arguments(options: Options) -> dict[str, Any]:
     for field in dataclasses.fields(options):
         if field.name == CONFIG:
             continue
-        value: Any = options.end if field.name == "last_step" else getattr(options, field.name)
+        value: Any = getattr(options, field.name)
         if field.name == "hooks":
             arguments["hooks"] = [without_addresses(hook_key(hook)) for hook in value]
         elif isinstance(value, Saver):
@@ -229,7 +228,7 @@ def _arguments(options: Options) -> dict[str, Any]:
 
 def short(value: object) -> Any:
     text = json.dumps(value, sort_keys=True)
-    return value if len(text) <= _LONGEST else f"hash {hash_strings(text)}"
+    return value if len(text) <= _MAX_LENGTH else f"hash {hash_strings(text)}"
 
 
 def _json(value: object) -> Any:
@@ -343,7 +342,7 @@ class Cards(Observer):
             setup.lines.write("card", **self._card)
 
         def find() -> dict[str, Any] | None:
-            code = given.code()
+            code = given.code_version()
             if code is not None:
                 setup.lines.write(CODE, **code)
             return code
@@ -359,8 +358,8 @@ class Cards(Observer):
         if not self._is_active():
             return
         with _logging_errors():
-            program, traced, args = call.program, call.trace(state), call.of_one
-            about, pure = {"stage": program.stage.first, "steps": program.most}, step_function(program.stage.step)
+            program, traced, args = call.program, call.trace(state), call.step_args
+            about, pure = {"stage": program.stage.first, "steps": program.max_steps}, step_function(program.stage.step)
             made_of = traced, program.constants.values, args, None if pure is None else pure.optimizer
             self._begin(lambda: self._record(about | program_card(*made_of)))
 
@@ -383,7 +382,7 @@ class Cards(Observer):
 
         self._begin(record)
 
-    def past(self, step: int) -> dict[str, Any]:
+    def checkpoint_extra(self, step: int) -> dict[str, Any]:
         """Return the past to save with a checkpoint, as `{PAST: …}`; wait for pending lines."""
         kept, extra = dict[str, Any](), self._origin.extra
         if step <= self.setup.loop.first and (self.setup.loop.is_restored or PAST in extra):  # no step was run
@@ -400,8 +399,8 @@ class Cards(Observer):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         wait(self._latest)
-        if self._code is not None and not self.setup.signals.twice:
-            wait([self._code], timeout=max(0.0, self._began + given.SECS - time.monotonic()))
+        if self._code is not None and not self.setup.signals.received_twice:
+            wait([self._code], timeout=max(0.0, self._began + given.GIT_TIMEOUT_SECS - time.monotonic()))
         wait(self._reports)
 
     def _known_code(self) -> dict[str, Any] | None:
@@ -433,7 +432,7 @@ class Cards(Observer):
 
         def report() -> None:
             with _logging_errors():
-                wait([] if code is None else [code], timeout=given.SECS)
+                wait([] if code is None else [code], timeout=given.GIT_TIMEOUT_SECS)
                 self._report(kept, past, program, saver, step, is_idle=is_idle)
 
         self._reports = [in_background(report, name="jstep-changes")]

@@ -11,9 +11,9 @@ from jstep.core.annotations import Tree
 from jstep.core.exceptions import note
 from jstep.core.threads import in_background
 from jstep.data.loaders import Source
-from jstep.data.placement import as_shardings, copy_batch, placement
+from jstep.data.placement import as_shardings, copy_batch, make_placer
 from jstep.data.sequence import BatchSequence
-from jstep.loop.compiler import CompileJob, is_done, shapes_of
+from jstep.loop.compiler import CompileJob, shapes_of, wait_until_done
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import FirstBatch
 from jstep.loop.run import Run
@@ -29,7 +29,7 @@ def compile_ahead(run: Run) -> None:
     """Trace all stages whose first batch can be indexed, and compile later ones in the background."""
     source, table, shapes = run.source, run.dispatch.table, shapes_of(run.state)
     boundaries = StageBoundaries(run.train_steps, source.next_change)
-    first, *later = boundaries.segments(run.loop.first, run.options.last_step)
+    first, *later = boundaries.segments(run.loop.first, run.options.stop_step)
     if not later:
         return
     seen: set[Any] = set()
@@ -68,7 +68,7 @@ def compile_first_program(
         if shapes is not None and batch_sharding is None:
             # A daemon, because the user's reader may hang.
             future = in_background(shapes, name="jstep-shapes", daemon=True)
-            batch = future.result() if is_done(future, compiler.closed.is_set) else None
+            batch = future.result() if wait_until_done(future, compiler.closed.is_set) else None
         else:
             batch = first.peek(compiler.closed.is_set)
         if batch is None:
@@ -98,7 +98,7 @@ def shapes_of_batch(source: Source, step: int, batch_sharding: object) -> tuple[
 
 
 def _shapes_as_args(batch: Tree, batch_sharding: object) -> tuple[Any, ...]:
-    placed = batch if batch_sharding is None else placement(as_shardings(batch_sharding))(batch)
+    placed = batch if batch_sharding is None else make_placer(as_shardings(batch_sharding))(batch)
     return shapes_of(trees.batch_to_args(placed))
 
 

@@ -30,7 +30,7 @@ _logger = logging.getLogger("jstep")
 # interrupted.
 
 _POLL_SECS = 0.1
-_MOST_AHEAD = 2
+_MAX_AHEAD = 2
 """The maximum number of programs compiled ahead; each takes device memory."""
 
 
@@ -76,7 +76,7 @@ class BackgroundCompiler:
 
     def after(self, args: tuple[Any, ...]) -> None:
         """Begin the next compilation, after a step with these arguments."""
-        if not self.jobs or len(self.begun) == _MOST_AHEAD or (self.begun and not self.begun[-1][1].done()):
+        if not self.jobs or len(self.begun) == _MAX_AHEAD or (self.begun and not self.begun[-1][1].done()):
             return
         job = self.jobs.popleft()
         self.begin(job, shapes_of(args) if job.args is None else job.args)
@@ -108,11 +108,11 @@ class BackgroundCompiler:
             _logger.info(_LEFT)
 
 
-def is_done(future: "Future[Any]", is_over: Callable[[], bool]) -> bool:
-    """Wait for a background task, but not past the end of the run; return whether it is done."""
+def wait_until_done(future: "Future[Any]", unless: Callable[[], bool]) -> bool:
+    """Wait until a background task is done, or `unless()` is true; return whether it is done."""
     # A signal that arrives just before a wait without a timeout would be handled only after the wait.
     while not wait([future], timeout=_POLL_SECS).done:
-        if is_over():
+        if unless():
             return False
     return True
 
@@ -130,7 +130,7 @@ def compile_apart(lowered: Any, signals: StopSignals, *, may_leave: bool) -> Non
     except StopWaiting:
         _logger.info(_LEFT)
         raise
-    thread_record().took(future.result())
+    thread_record().add(future.result())
 
 
 _LEFT = "a compilation in the background cannot be stopped: the process ends when it has finished"
@@ -184,8 +184,8 @@ class Compiled:
     unfinished: float = 0.0
     spans: deque[tuple[float, float]] = dataclasses.field(default_factory=lambda: deque(maxlen=1000))
 
-    def traced(self, duration_secs: float) -> None:
-        """Count a phase of a compilation that has ended."""
+    def add_span(self, duration_secs: float) -> None:
+        """Count a part of a compilation that has ended."""
         self.unfinished = now = time.perf_counter()
         begin = now - duration_secs
         while self.spans and self.spans[-1][0] >= begin:  # the nested spans, which JAX reports first
@@ -194,14 +194,14 @@ class Compiled:
         self.spans.append((begin, now))
         self.seconds += duration_secs
 
-    def finished(self) -> None:
+    def count_program(self) -> None:
         self.programs += 1
         self.unfinished = 0.0
 
-    def hit(self) -> None:
+    def count_hit(self) -> None:
         self.hits += 1
 
-    def took(self, there: "Compiled") -> None:
+    def add(self, there: "Compiled") -> None:
         self.programs += there.programs
         self.hits += there.hits
         self.seconds += there.seconds
@@ -222,14 +222,14 @@ _of_thread = _OfThread()
 
 def _count_compilation(event: str, duration_secs: float, **_: str | int) -> None:
     if event.startswith("/jax/core/compile/"):
-        thread_record().traced(duration_secs)
+        thread_record().add_span(duration_secs)
     if event == "/jax/core/compile/backend_compile_duration":
-        thread_record().finished()
+        thread_record().count_program()
 
 
 def _count_hit(event: str, **_: str | int) -> None:
     if event == "/jax/compilation_cache/cache_hits":
-        thread_record().hit()
+        thread_record().count_hit()
 
 
 jax.monitoring.register_event_duration_secs_listener(_count_compilation)
@@ -262,17 +262,17 @@ class Compilations:
         """Return a context for a trace; the loop waits for it only if this is the loop's thread."""
         return self.compiling(stage.name) if thread_record() is self.compiled else contextlib.nullcontext()
 
-    def begun_ahead(self, what: object) -> None:
+    def mark_ahead(self, what: object) -> None:
         self._ahead.add(what)
 
-    def begins(self, call: Call) -> None:
+    def log_begin(self, call: Call) -> None:
         """Log why a call's program is compiled, unless the run has only one."""
         stage, size = call.program.stage, getattr(call.program.step, "_cache_size", None)
         is_due = self._has_several and stage not in self._begun and stage not in self._ahead
         if is_due and size is not None and not size():
             _logger.info("compiling %s for %s", stage.name, _steps(call))
 
-    def ended(self, call: Call) -> bool:
+    def log_end(self, call: Call) -> bool:
         """Log a program that was compiled again, for other arguments; return whether it is the first of its stage."""
         program = call.program
         stage, is_first = program.stage, program.stage not in self._begun
@@ -296,7 +296,7 @@ class Compilations:
 
 
 def _steps(call: Call) -> str:
-    return "1 step" if call.program.most == 1 else f"1 to {call.program.most} steps"
+    return "1 step" if call.program.max_steps == 1 else f"1 to {call.program.max_steps} steps"
 
 
 # The times of a start, in which restoring, compiling and the first batch overlap.
@@ -304,7 +304,7 @@ def _steps(call: Call) -> str:
 
 @dataclasses.dataclass
 class StartTimes:
-    """The duration of each phase of a start, in seconds; phases overlap."""
+    """The duration of each part of a start, in seconds; parts overlap."""
 
     began: float = dataclasses.field(default_factory=time.perf_counter)
     parts: dict[str, float] = dataclasses.field(default_factory=dict)

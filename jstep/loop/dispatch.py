@@ -8,14 +8,14 @@ from typing import Any
 import jax
 
 from jstep.core.annotations import Tree
-from jstep.core.checks import format_value
+from jstep.core.checks import describe_type, format_value
 from jstep.core.exceptions import context_manager, forget_frames
 from jstep.core.jaxprs import shards_arrays
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.stopwatch import STARTING, Stopwatch
 from jstep.data.placement import mesh_without_batch
 from jstep.distributed import processes
-from jstep.hooks.metric_sums import NONE
+from jstep.hooks.metric_sums import NO_CONSTANTS
 from jstep.loop.calls import AutoSteps, Call
 from jstep.loop.compiler import BackgroundCompiler, compile_apart
 from jstep.loop.programs import Program, ProgramTable
@@ -27,8 +27,8 @@ from jstep.training.step import TrainStep, refuse_a_loss
 
 _logger = logging.getLogger("jstep")
 
-Look = Callable[[Call, Any], None]
-"""`look(call, state)`, where the state is the one that the dispatched call returned."""
+AfterCall = Callable[[Call, Any], None]
+"""`after_call(call, state)`, where the state is the one that the dispatched call returned."""
 
 
 class Dispatch:
@@ -41,8 +41,8 @@ class Dispatch:
         signals: StopSignals | None = None,
         first_call: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         watch: Stopwatch | None = None,
-        after_first: Sequence[Look] = (),
-        after_each: Sequence[Look] = (),
+        after_first: Sequence[AfterCall] = (),
+        after_each: Sequence[AfterCall] = (),
     ) -> None:
         self.table = table
         self._signals = StopSignals() if signals is None else signals
@@ -71,27 +71,27 @@ class Dispatch:
                     result = self._auto.timed(program.run, state, call, self.table.sums)
         except Exception as error:
             explain_one_argument(error, call.args)
-            refuse_a_loss(program.stage.step, state, call.of_one, error)
+            refuse_a_loss(program.stage.step, state, call.step_args, error)
             raise
         if is_new or compiled.programs != before:
             self._follow_up(call, result, compiled.seconds - seconds)
         self._latest = program
         if self.compiler.jobs:
-            self.compiler.after(call.of_one)
-        for look in self._after_each:
-            look(call, result[0])
+            self.compiler.after(call.step_args)
+        for after_call in self._after_each:
+            after_call(call, result[0])
         return result
 
     def _prepare(self, program: Program, state: Tree, call: Call) -> None:
         """Compile a program before its first call; errors in its step are left to the call, which explains them."""
         compilations, stage, signals = self.table.compilations, program.stage, self._signals
-        compilations.begins(call)
+        compilations.log_begin(call)
         if program.has_failed or not stage.is_compiled or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return
         with compilations.compiling(stage.name), using_mesh(mesh_of((state, call.args))):
             try:
                 if not call.must_run:
-                    signals.wait()
+                    signals.start_raising()
                 step, args = program.traceable(state, call.args, self.table.sums)
                 traced = step.trace(state, *args)
                 with internal_transfers():
@@ -100,7 +100,7 @@ class Dispatch:
                 forget_frames(error)
                 return
             finally:
-                signals.go_on()
+                signals.stop_raising()
             try:
                 compile_apart(lowered, signals, may_leave=not call.must_run)
             except Exception as error:
@@ -110,51 +110,52 @@ class Dispatch:
 
     def _follow_up(self, call: Call, result: Any, seconds: float) -> None:
         """Check the first call of a program, and any later one that has compiled."""
-        is_first = self.table.compilations.ended(call)
+        is_first = self.table.compilations.log_end(call)
         if is_first:
             check_result(result)
         if not call.program.is_called:
-            call.program.called(call)
+            call.program.mark_called(call)
         self._watch.reassign(STARTING, seconds)
         if is_first:
             if self._latest is None:
                 warn_of_redundant_rows(call, result[0])
-            for look in self._after_first:
-                look(call, result[0])
+            for after_call in self._after_first:
+                after_call(call, result[0])
 
     @context_manager
     def _waiting(self, name: str) -> Iterator[None]:
         with self._watch.part(STARTING), self.table.compilations.compiling(name):
             yield
 
-    def _compile_longer(self, most: int) -> None:
+    def _compile_longer(self, max_steps: int) -> None:
         if self._latest is not None:
-            self.table.compile_longer(most, self._latest.stage)
+            self.table.compile_longer(max_steps, self._latest.stage)
 
     def repeated(self, call: Call) -> Callable[..., Any]:
-        """Return a function `again(state, *call.args) -> (state, metrics)` to repeat a call, after it was made."""
-        again: Callable[..., Any] = call.program.repeated(call, self.table.sums)
-        return again
+        """Return a function `repeat(state, *call.args) -> (state, metrics)` for a call that was made."""
+        repeat: Callable[..., Any] = call.program.repeated(call, self.table.sums)
+        return repeat
 
     @property
     def constants(self) -> Constants:
-        return NONE if self._latest is None else self._latest.constants
+        return NO_CONSTANTS if self._latest is None else self._latest.constants
 
 
 # Checks and warnings.
 
 
 def check_result(result: object) -> None:
-    expected = "train_step must return (state, metrics), a TrainState and a mapping of names to values; "
-    what = f"{expected}jstep.minimize(loss_fn, optimizer) makes such a step of a loss; it returned"
+    expected = "train_step must return (state, metrics), a TrainState and a mapping of names to values, "
+    advice = "; jstep.minimize(loss_fn, optimizer) makes such a step from a loss"
     if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(f"{what} {type(result).__name__}{f' of {len(result)}' if isinstance(result, tuple) else ''}")
+        length = f" of {len(result)}" if isinstance(result, tuple) else ""
+        raise TypeError(f"{expected}got {describe_type(result)}{length}{advice}")
     state, metrics = result
     if not isinstance(state, TrainState) or not isinstance(metrics, Mapping):
-        raise TypeError(f"{what} ({type(state).__name__}, {type(metrics).__name__})")
+        raise TypeError(f"{expected}got ({type(state).__name__}, {type(metrics).__name__}){advice}")
     odd = next((name for name in metrics if not isinstance(name, str)), None)
     if odd is not None:
-        raise TypeError(f"{expected}the name of a metric must be a string, got {format_value(odd)}")
+        raise TypeError(f"{expected}got a metric whose name is {format_value(odd)}: must be a string")
 
 
 def warn_of_redundant_rows(call: Call, state: Tree) -> None:
@@ -164,7 +165,7 @@ def warn_of_redundant_rows(call: Call, state: Tree) -> None:
     nothing itself; any other layout may be intended.
     """
     params = jax.tree.leaves(state.params)
-    mesh = mesh_without_batch(params, call.of_one)
+    mesh = mesh_without_batch(params, call.step_args)
     if mesh is None or jax.process_index() != 0:
         return
     if not all(isinstance(leaf, jax.Array) and leaf.is_fully_replicated for leaf in params):

@@ -14,7 +14,7 @@ from jstep.data.placement import copy_batch
 from jstep.data.positions import LivePosition, StoredPosition
 from jstep.data.prefetch import ReaderThread
 from jstep.loop.calls import AHEAD, Call, CopiedBatches
-from jstep.loop.compiler import StartTimes, is_done
+from jstep.loop.compiler import StartTimes, wait_until_done
 from jstep.loop.signals import StopSignals
 from jstep.queues.queues import until_end
 
@@ -29,12 +29,15 @@ class BatchFeeder:
     """Iterator over the calls of a run; the loop, or a thread ahead of it, reads their batches.
 
     The calls and their order do not depend on which thread reads. A thread starts when waiting for batches took more
-    than a twentieth of the last second, and more than 0.1 ms a call. It never reads batches that are made with the
+    than a twentieth of the last second, and more than 0.1 ms per call. It never reads batches that are made with the
     state.
 
     Attributes:
         has_begun: Whether a call was requested; until then the positions are those of the restored checkpoint.
-        got: When the loop got it, by the stopwatch.
+        waiting: Whether the loop waits for a call.
+        got: The stopwatch time at which the loop received the latest call.
+        steps: The number of steps of that call.
+        position: The position of the batches.
     """
 
     def __init__(self, source: Source, calls: Iterator[Call], signals: StopSignals, watch: Stopwatch) -> None:
@@ -56,7 +59,7 @@ class BatchFeeder:
     def __next__(self) -> Call:
         self.has_begun = self.waiting = True
         signals, watch, position = self._signals, self._watch, self.position
-        signals.wait()
+        signals.start_raising()
         before = watch.current
         asked = watch.switch(watch.waiting)
         try:
@@ -66,18 +69,18 @@ class BatchFeeder:
             else:
                 position.prepare()
                 if position.is_large:
-                    signals.go_on()
-                position.moves()
+                    signals.stop_raising()
+                position.begin_fetch()
                 call = next(self._made)
-            signals.go_on()
+            signals.stop_raising()
             # If the wait is interrupted, the position stays before the batch, even if it was partly read.
-            position.moved(call.position)
+            position.end_fetch(call.position)
         except StopIteration:
-            position.ended()
+            position.mark_exhausted()
             self.waiting = False
             raise
         finally:
-            signals.go_on()
+            signals.stop_raising()
             got = watch.switch(before)
         self.waiting, self.got, self.steps = False, got, call.steps
         self._taken += call.steps
@@ -99,18 +102,18 @@ class BatchFeeder:
 
 
 class _Waits:
-    def __init__(self, looked: float) -> None:
-        self._looked, self._waited, self._calls = looked, 0.0, 0
+    def __init__(self, checked_at: float) -> None:
+        self._checked_at, self._waited, self._calls = checked_at, 0.0, 0
 
     def are_long(self, asked: float, got: float) -> bool:
         """Return whether the waits of about the last second were too long, ignoring the first batch."""
         self._waited += got - asked
         self._calls += 1
-        if got < self._looked + _SECOND:
+        if got < self._checked_at + _SECOND:
             return False
-        seconds = got - self._looked
+        seconds = got - self._checked_at
         is_long = seconds < math.inf and self._waited > max(_SHARE * seconds, _HAND_OVER * self._calls)
-        self._looked, self._waited, self._calls = got, 0.0, 0
+        self._checked_at, self._waited, self._calls = got, 0.0, 0
         return is_long
 
 
@@ -154,14 +157,14 @@ class FirstBatch:
         """Wait for the thread; return its future, once, or None."""
         future = self._first
         if future is not None:
-            is_done(future, lambda: False)
+            wait_until_done(future, lambda: False)
         self._first = None
         return future
 
     def peek(self, is_over: Callable[[], bool]) -> Any:
         """Wait for the first batch; return None if there is none, or the run ends first."""
         future = self._first
-        if future is None or not is_done(future, is_over) or future.exception() is not None:
+        if future is None or not wait_until_done(future, is_over) or future.exception() is not None:
             return None
         item = future.result()
         return None if item is None else item[0]

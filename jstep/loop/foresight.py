@@ -24,14 +24,14 @@ from jstep.optimizers.nested import is_rated
 from jstep.slots.roles import ACCUMULATED, FOLLOWS_STEP, FOLLOWS_UPDATES, abstractly, roles_in, roles_of
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import values_used
-from jstep.training.step import PureStep, pure, step_function
+from jstep.training.step import PureStep, as_pure_step, step_function
 
 _logger = logging.getLogger("jstep")
 
-_MOST_NAMES = 20
+_MAX_NAMES = 20
 
 
-def look_ahead(run: Run) -> None:
+def warn_ahead(run: Run) -> None:
     try:  # on all processes, because a schedule may close over arrays of all of them
         with using_mesh(mesh_of(run.state)):
             zeros = _zero_rate_from(run)
@@ -41,7 +41,7 @@ def look_ahead(run: Run) -> None:
     if jax.process_index() != 0:
         return
     if zeros is not None:
-        end = run.options.end
+        end = run.options.last_step
         _logger.warning(
             "The learning rate is 0 from step %d %s, so that these steps do not train: its schedule ends before the "
             "run does. Give it more steps, or end the run earlier (last_step).",
@@ -106,7 +106,7 @@ def find_scheduled_rates(hyperparameters: Callable[[Step], Mapping[str, Any]]) -
     scheduled: set[str] = set()
     fixed: list[float] = []
 
-    def look(step: Step) -> None:
+    def classify(step: Step) -> None:
         for name, value in hyperparameters(step).items():
             if is_learning_rate(name):
                 if trees.is_traced(value):
@@ -115,7 +115,7 @@ def find_scheduled_rates(hyperparameters: Callable[[Step], Mapping[str, Any]]) -
                     fixed.append(float(np.max(np.abs(value))))
 
     try:
-        abstractly(look)
+        abstractly(classify)
     except Exception:  # a schedule that needs a concrete step, which no compiled step gives it
         return None
     if not scheduled or any(fixed):
@@ -160,8 +160,8 @@ def _rates_in(run: Run, step: PureStep, optimizer: Optimizer) -> ScheduledRates 
 
 def _zero_rate_from(run: Run) -> int | None:
     """Return the step from which all learning rates are 0 until the end, for at least two steps; else None."""
-    end = run.options.end
-    begin = LARGEST_STEP if end is None else end
+    end = run.options.last_step
+    begin = run.options.stop_step
     for stage in reversed(list(run.train_steps.stages())):
         first = max(stage.first, run.loop.first)
         step = step_function(stage.value)
@@ -194,7 +194,7 @@ def _warn_of_averages_left_behind(run: Run) -> None:
     params, trained = run.state.params, [False] * len(jax.tree.leaves(run.state.params))
     for stage in run.train_steps.stages():
         step = step_function(stage.value)
-        if stage.first >= run.options.last_step or step is None or step.trains is None or step.optimizer is None:
+        if stage.first >= run.options.stop_step or step is None or step.trains is None or step.optimizer is None:
             continue  # it is not reached, or its trained leaves are unknown
         try:
             trains = step.trains(params)
@@ -210,12 +210,12 @@ def _warn_of_averages_left_behind(run: Run) -> None:
             ]
             if left:
                 _logger.warning(
-                    "train_step[%d] stops training %s: %s only in their updates, and stay where they are from step %d "
-                    'on, behind the parameters. jstep.ExponentialMovingAverage(…, follows="step") moves all averages '
-                    "once a step.",
+                    "train_step[%d] no longer trains %s. Their moving averages (%s) are updated only together with "
+                    "them, so from step %d on they stay fixed at values that lag behind the parameters. "
+                    'jstep.ExponentialMovingAverage(…, follows="step") moves all averages once per step.',
                     stage.first,
                     _named(left),
-                    f"their moving averages ({_named(slots)}) move",
+                    _named(slots),
                     max(stage.first, run.loop.first),
                 )
         trained = trains
@@ -235,10 +235,10 @@ def warn_of_averages_at_rest(call: Call, state: Tree) -> None:
     # Compact averages may move in loops over slices, which do not show calls.
     if not names or "compact" in roles.formats or jax.process_index() != 0:
         return
-    shapes = shapes_of((state, *call.of_one))
+    shapes = shapes_of((state, *call.step_args))
     try:
         with using_mesh(mesh_of(shapes)):
-            traced, out = jax.make_jaxpr(pure(stage.step), return_shape=True)(*shapes)
+            traced, out = jax.make_jaxpr(as_pure_step(stage.step), return_shape=True)(*shapes)
     except Exception as error:  # a function that cannot be traced
         _logger.debug("%s: whether averages move in it is not known: %s", stage.name, error)
         return
@@ -276,4 +276,4 @@ def report_accumulated(run: Run) -> None:
 
 
 def _named(names: list[str]) -> str:
-    return format_list([repr(name) for name in names], _MOST_NAMES)
+    return format_list([repr(name) for name in names], _MAX_NAMES)

@@ -19,13 +19,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from jstep.core.checks import array_type, kind, truncate
+from jstep.core.checks import array_type, describe_type, truncate
 from jstep.core.jaxprs import hash_strings, without_addresses
 from jstep.hooks.card_differences import NOT_RECORDED, UNKNOWN
 
 # The config and the command line.
 
-_LONGEST, _MOST_ARGUMENTS = 1000, 100
+_MAX_LENGTH, _MAX_ARGUMENTS = 1000, 100
 _SECRET = re.compile(r"(secret|password|passwd|passphrase|pwd|credential)s?")
 """Words of a name whose value is always a secret."""
 _SECRET_IF_LONG = re.compile(r"(key|token|auth|authorization|apikey)s?")
@@ -42,7 +42,7 @@ def as_config(config: object) -> dict[str, Any] | None:
     if (entries := _entries(config)) is None:
         raise TypeError(
             "config: must be a mapping, a dataclass instance, a namedtuple or an argparse.Namespace, got "
-            f"{kind(config)}; give the attributes of another object as vars(config)"
+            f"{describe_type(config)}; give the attributes of another object as vars(config)"
         )
     record: dict[str, Any] = {}
     for name, value in _flat("", config, ()) if entries else ():
@@ -104,7 +104,7 @@ def record_value(name: str, value: object) -> Any:
     if is_secret or (any(map(_SECRET_IF_LONG.fullmatch, words)) and _has_long_word(value)):
         return NOT_RECORDED
     text = value if isinstance(value, str) else json.dumps(value)
-    return value if len(text) <= _LONGEST else f"{text[:_LONGEST]}… (hash {hash_strings(text)[:16]})"
+    return value if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}… (hash {hash_strings(text)[:16]})"
 
 
 def _has_long_word(value: object) -> bool:
@@ -163,9 +163,9 @@ def without_login(text: str) -> str:
     return _QUERY.sub(r"\1", _LOGIN.sub(r"\1", text))
 
 
-def arguments() -> list[str]:
+def command_line() -> list[str]:
     argv, shown, before = [str(word) for word in getattr(sys, "argv", ())], list[str](), ""
-    for word in argv[:_MOST_ARGUMENTS]:
+    for word in argv[:_MAX_ARGUMENTS]:
         name, equals, value = word.partition("=")
         if equals and "://" not in name:
             shown.append(f"{name}={record_value(name, value)}")
@@ -178,7 +178,7 @@ def arguments() -> list[str]:
 
 # The code.
 
-SECS = 2.0
+GIT_TIMEOUT_SECS = 2.0
 """The time limit for git, in seconds."""
 _SOURCES = tuple(f".{end}".encode() for end in "py pyx sh c cc cpp cu cuh h hpp".split())  # noqa: SIM905
 _OTHERS = ("DIR", "WORK_TREE", "INDEX_FILE", "COMMON_DIR", "OBJECT_DIRECTORY", "ALTERNATE_OBJECT_DIRECTORIES", "PREFIX")
@@ -187,12 +187,12 @@ _STATUS = ("status", "--porcelain=v2", "-z", "--no-renames", "--untracked-files=
 _logger = logging.getLogger("jstep")
 
 
-def code() -> dict[str, Any] | None:
+def code_version() -> dict[str, Any] | None:
     """Return the commit of the program's repository, and a hash of uncommitted edits; None if unknown.
 
     The repository is that of the main file, or else of the current directory.
     """
-    deadline = time.monotonic() + SECS
+    deadline = time.monotonic() + GIT_TIMEOUT_SECS
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     with contextlib.suppress(OSError):
         places = [*([pathlib.Path(main).absolute().parent] if main else []), pathlib.Path.cwd()]
@@ -242,7 +242,7 @@ def _git(where: str, deadline: float, *words: str) -> bytes:
             if pipe is not None:
                 pipe.close()
         if isinstance(error, subprocess.TimeoutExpired):
-            raise TimeoutError(f"git {words[0]} took longer than {SECS:g} s") from None
+            raise TimeoutError(f"git {words[0]} took longer than {GIT_TIMEOUT_SECS:g} s") from None
         raise
     if process.returncode:
         raise OSError(problem.decode(errors="replace").strip().split("\n")[0])

@@ -9,22 +9,24 @@ from jstep.core import trees
 from jstep.core.exceptions import note
 from jstep.core.stopwatch import FIRST_CALL, HOOKS, STEPPING
 from jstep.evaluating.evaluation_hook import EvaluationHook
-from jstep.hooks.cadence import Cadence, DueHook, next_call
+from jstep.hooks.cadence import Cadence, HookSchedule, next_call
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, hook_name
 from jstep.hooks.report import LoggingHook
-from jstep.hooks.run_hook import Reports, RunHook
+from jstep.hooks.run_hook import ReportingContext, RunHook
 from jstep.hooks.states import is_public
 from jstep.loop.setup import LEAVING, Calling, Setup
 from jstep.loop.stages import EndsAhead, StageBoundaries
 
 
 class HookRunner:
-    def __init__(self, setup: Setup, hooks: list[Any], reports: Reports, ended_at: int | None = None) -> None:
+    """Calls the hooks of a run when they are due."""
+
+    def __init__(self, setup: Setup, hooks: list[Any], reports: ReportingContext, ended_at: int | None = None) -> None:
         self._setup, self._hooks, self._reports = setup, hooks, reports
         self._before = [hook for hook in hooks if _overrides(hook, "before_step")]
-        self._due: list[DueHook] = []
-        self._timed: list[DueHook] = []
+        self._schedules: list[HookSchedule] = []
+        self._timed: list[HookSchedule] = []
         self._ends: EndsAhead | None = None
         self.is_checking = self._was_last = False
         self._next_check = setup.loop.first
@@ -40,9 +42,9 @@ class HookRunner:
         for hook in self._hooks:
             if hasattr(hook, "begin") and self._call(hook, "begin", loop.state):
                 is_done = True
-        self._due = [DueHook(hook, loop.first) for hook in self._hooks if _acts(hook)]
-        self._timed = [due for due in self._due if due.deadline != math.inf]
-        self._next_due = min((due.next for due in self._due), default=NEVER)
+        self._schedules = [HookSchedule(hook, loop.first) for hook in self._hooks if _acts(hook)]
+        self._timed = [schedule for schedule in self._schedules if schedule.deadline != math.inf]
+        self._next_due = min((schedule.next for schedule in self._schedules), default=NEVER)
         return is_done
 
     def before(self) -> None:
@@ -56,7 +58,7 @@ class HookRunner:
         for hook in self._evaluations:
             if self._take(hook, method, self._call(hook, method, loop.step, loop.state)):
                 is_done = True
-                loop.stops(hook.stopped_by)
+                loop.record_stop(hook.stopped_by)
         return is_done
 
     def after(self, first: int) -> bool:
@@ -66,8 +68,8 @@ class HookRunner:
         self._reports.count_examples(step - first, loop.rows)
         if first >= self._next_check:
             self._check_step(first)
-        for due in self._timed:
-            if due.cadence.clock() >= due.deadline:
+        for schedule in self._timed:
+            if schedule.cadence.clock() >= schedule.deadline:
                 self._next_due = step
         if step >= self._next_due or loop.pending:
             self._call_due_hooks()
@@ -80,15 +82,15 @@ class HookRunner:
         setup, loop, watch = self._setup, self._setup.loop, self._setup.watch
         if first == loop.first:
             watch.started()
-            for due in self._due:  # the intervals of automatic saves begin with the first step
-                if callable(due.cadence.secs):
-                    due.done(loop.step)
+            for schedule in self._schedules:  # the intervals of automatic saves begin with the first step
+                if callable(schedule.cadence.secs):
+                    schedule.reschedule(loop.step)
             if any(isinstance(hook, LoggingHook) and hook not in setup.options.hooks for hook in self._hooks):
                 setup.times.log()
         self.is_checking = True
         began = watch.clock()
         check_step(loop.step, loop.state, first)
-        setup.in_flight.look()
+        setup.in_flight.drop_finished()
         watch.record(FIRST_CALL, began, share=1 / (loop.step - first))
         self.is_checking = False
         edge = setup.train_steps.edge_after(first)
@@ -100,45 +102,45 @@ class HookRunner:
         step, pending = loop.step, tuple(loop.pending)
         if pending:
             watch.switch(HOOKS)
-        for hook, look in pending:
-            loop.pending.remove((hook, look))  # one that raises is not called again
-            loop.calls(Calling(hook, "after_step"))
+        for hook, check in pending:
+            loop.pending.remove((hook, check))  # one that raises is not called again
+            loop.set_calling(Calling(hook, "after_step"))
             with errors:
-                if look():
-                    loop.poll(hook, look)
-        for due in self._due:
-            hook = due.hook
-            if not due.now(step):
+                if check():
+                    loop.poll(hook, check)
+        for schedule in self._schedules:
+            hook = schedule.hook
+            if not schedule.is_due(step):
                 continue
             calling = Calling(hook, "after_step")
             began = watch.switch(calling.part)
-            due.was_called(step)
+            schedule.mark_called(step)
             if errors.all and isinstance(hook, CheckpointSaverHook) and not errors.are_of_savers:
                 continue  # the handler of the error saves
-            loop.calls(calling)
+            loop.set_calling(calling)
             if calling.is_users:
                 self._setup.sums.flush()
             with errors:
                 self._apply(hook, hook.after_step(step, loop.state, loop.metrics))
                 if errors.all:
                     continue
-                loop.calls(Calling(hook, "next_due"))
-                due.done(step)
+                loop.set_calling(Calling(hook, "next_due"))
+                schedule.reschedule(step)
                 self._record(calling, began)
         if watch.current != STEPPING:
             watch.switch(STEPPING)
         errors.end()
-        self._next_due = min((due.next for due in self._due), default=NEVER)
+        self._next_due = min((schedule.next for schedule in self._schedules), default=NEVER)
 
     def _apply(self, hook: Any, result: Any) -> None:
         if self._take(hook, "after_step", result):
-            self._setup.loop.stops(getattr(hook, "stopped_by", None) or hook_name(hook))
+            self._setup.loop.record_stop(getattr(hook, "stopped_by", None) or hook_name(hook))
 
     def _take(self, hook: Any, method: str, result: Any) -> bool:
         """Apply the result of a hook; return whether it ends the run."""
         loop = self._setup.loop
         stop, state = check_hook_result(result, loop.state, loop.step, f"{hook_name(hook)}.{method}")
-        loop.changes(state)
+        loop.set_state(state)
         return stop
 
     def last(self, failed: Callable[[Exception], None] | None = None) -> None:
@@ -147,15 +149,17 @@ class HookRunner:
         if loop.step == loop.first or self._was_last:
             return
         self._was_last = True
-        last = {id(due.hook): due.hook for due in self._due if due.at_last(loop.step)}  # each once
-        for hook, look in [*loop.taken_pending(), *((hook, None) for hook in last.values())]:
-            loop.calls(Calling(hook, "after_step"))
+        last = {
+            id(schedule.hook): schedule.hook for schedule in self._schedules if schedule.at_last(loop.step)
+        }  # each once
+        for hook, check in [*loop.take_pending(), *((hook, None) for hook in last.values())]:
+            loop.set_calling(Calling(hook, "after_step"))
             with errors, self._setup.watch.part(HOOKS):
-                if look is not None:
-                    look(wait=True)
+                if check is not None:
+                    check(wait=True)
                 else:
                     self._apply(hook, hook.after_step(loop.step, loop.state, loop.metrics))
-        loop.calls(None)
+        loop.set_calling(None)
         is_delivered = False
         while not is_delivered:  # a row that fails is dropped, the others are delivered
             with errors:
@@ -193,7 +197,7 @@ class HookRunner:
                     errors.add(error, loop.calling)
                     continue
                 if not trees.is_donated(before):
-                    loop.changes(before)  # the next start calls all of them again
+                    loop.set_state(before)  # the next start calls all of them again
                 raise
         errors.end()
 
@@ -202,7 +206,7 @@ class HookRunner:
         loop, options = self._setup.loop, self._setup.options
         if self.ended_at == loop.step:
             return True
-        is_last = loop.step >= options.last_step or loop.stopped_by is not None
+        is_last = loop.step >= options.stop_step or loop.stopped_by is not None
         is_evaluated = all(loop.step in hook.results for hook in self._evaluations)
         # User-defined hooks may act at the end; what jstep's do there shows in the checkpoint.
         has_ends = any(_overrides(hook, "end") and not is_public(type(hook)) for hook in options.hooks)
@@ -210,12 +214,12 @@ class HookRunner:
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
         watch, calling = self._setup.watch, Calling(hook, method)
-        self._setup.loop.calls(calling)
+        self._setup.loop.set_calling(calling)
         began = watch.clock()
         with contextlib.nullcontext() if calling.part == STEPPING else watch.part(calling.part):
             result = getattr(hook, method)(*args)
         self._record(calling, began)
-        self._setup.loop.calls(None)
+        self._setup.loop.set_calling(None)
         return result
 
     def _record(self, calling: Calling, began: float) -> None:
@@ -232,7 +236,7 @@ class HookRunner:
         def due_after(step: int) -> int:
             due = lines.next_multiple(step)
             for hook in hooks:
-                with loop.asking(Calling(hook, "next_due")):
+                with loop.during(Calling(hook, "next_due")):
                     try:
                         due = min(due, next_call(hook, step)[1])
                     except Exception as error:  # raised when the run gets there
@@ -240,13 +244,13 @@ class HookRunner:
                         raise
             return due
 
-        self._ends = EndsAhead(boundaries.ends(loop.first, options.last_step, due_after))
+        self._ends = EndsAhead(boundaries.ends(loop.first, options.stop_step, due_after))
         return self._ends
 
     def not_called(self) -> list[str]:
         """Return the names of due hooks that were not called because another one stalls."""
         step = self._setup.loop.step
-        late = [due.hook for due in self._due if due.called < step and due.next <= step]
+        late = [schedule.hook for schedule in self._schedules if schedule.called < step and schedule.next <= step]
         return [hook_name(hook) for hook in late if not isinstance(hook, CheckpointSaverHook)]
 
 
@@ -272,7 +276,7 @@ class Errors:
         """Add an error; it belongs to the hook whose numbers were being delivered, if any."""
         is_of_saver = calling is not None and isinstance(calling.hook, CheckpointSaverHook)
         self.are_of_savers = self.are_of_savers and is_of_saver
-        owner = self._transfers.taken_failed_owner()
+        owner = self._transfers.take_failed_owner()
         if owner is not None:
             calling = Calling(owner, "after_step" if calling is None else calling.method)
         self._calling = self._calling or calling
@@ -280,7 +284,7 @@ class Errors:
 
     def end(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Pass the errors to `failed`, or raise the first, with the others as notes."""
-        self._loop.calls(self._calling)  # of the first error
+        self._loop.set_calling(self._calling)  # of the first error
         if failed is not None:
             for error in self.all:
                 failed(error)

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.meshes import internal_transfers
+from jstep.training.metrics import LOSS
 
-_SECONDS, _LEAST = 1.0, 2
+_SECONDS, _MIN_CALLS = 1.0, 2
 """The seconds of work that may be unfinished, and the number of calls that always may be."""
 _SHARE = 0.3
 """The weight of the newest observation in the average duration of a call."""
@@ -33,7 +34,7 @@ class InFlight:
         self._clock = clock
         self._busy_since = 0.0  # when the device began its current call, as far as known
         self._each: float | None = None  # the duration of a call in seconds
-        self.most = _LEAST
+        self.max_calls = _MIN_CALLS
         self._are_donated = False  # whether metrics are donated to later calls
 
     def add(self, step: int, state: Tree, metrics: Any) -> None:
@@ -41,7 +42,7 @@ class InFlight:
             self._busy_since = self._clock()
         self._calls.append((_result(state, None if self._are_donated else metrics), step))
 
-    def look(self) -> None:
+    def drop_finished(self) -> None:
         """Drop the finished calls, without waiting."""
         done = 0
         while self._calls:
@@ -58,17 +59,17 @@ class InFlight:
         now = self._clock()
         new = (now - self._busy_since) / done
         self._each = new if self._each is None else self._each + _SHARE * (new - self._each)
-        self.most = _LEAST if not self._each else max(_LEAST, math.ceil(_SECONDS / self._each))
+        self.max_calls = _MIN_CALLS if not self._each else max(_MIN_CALLS, math.ceil(_SECONDS / self._each))
         self._busy_since = now
 
     def make_room(self) -> None:
         """Wait until another call may be dispatched. Errors of calls are left to their results."""
-        self.look()
-        while len(self._calls) >= self.most:
+        self.drop_finished()
+        while len(self._calls) >= self.max_calls:
             result, _ = self._calls[0]
             with contextlib.suppress(Exception):
                 result.block_until_ready()
-            self.look()
+            self.drop_finished()
 
     def clear(self) -> None:
         self._calls.clear()
@@ -76,7 +77,7 @@ class InFlight:
 
 def _result(state: Tree, metrics: Any) -> Any:
     """Return a small array that no later call donates: the loss, another metric, or a copy of the step."""
-    loss = metrics.get("loss") if isinstance(metrics, Mapping) else None
+    loss = metrics.get(LOSS) if isinstance(metrics, Mapping) else None
     if isinstance(loss, jax.Array):
         return loss
     arrays = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array) and not trees.is_key(leaf)]

@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.exceptions import forget_frames
 from jstep.core.meshes import mesh_of, using_mesh
-from jstep.hooks.metric_sums import NONE, Accumulate, MetricSums, find_skip_metric
+from jstep.hooks.metric_sums import NO_CONSTANTS, Accumulate, MetricSums, find_skip_metric
 from jstep.loop.calls import AUTO, Call, CopiedBatches, ProgramFor, make_calls, shapes_in
 from jstep.loop.compiler import Compilations, Compiling, in_silence, shapes_of, stack_shapes
 from jstep.loop.stages import Stage, TrainSteps, make_stages
@@ -26,17 +26,17 @@ from jstep.state.global_step import require_alive
 from jstep.state.train_state import keep_roles
 from jstep.training.looped import LoopedStep, TracedStep, loop_step
 from jstep.training.metrics import Constants
-from jstep.training.step import TrainStep, jitted_program, run
+from jstep.training.step import TrainStep, call_step, jitted_program
 
 _logger = logging.getLogger("jstep")
 
 
 class Program:
-    """The training step of a stage, or a loop over 1 to `most` of its steps.
+    """The training step of a stage, or a loop over 1 to `max_steps` of its steps.
 
     Attributes:
         is_stacked: Whether the arguments of the steps are stacked.
-        of_one: For a loop, the shapes of the arguments of one step.
+        step_args: For a loop, the shapes of the arguments of one step.
         rows: The number of rows of a batch, if known.
     """
 
@@ -44,16 +44,16 @@ class Program:
         self,
         stage: Stage,
         loop: LoopedStep | None = None,
-        of_one: tuple[Any, ...] = (),
+        step_args: tuple[Any, ...] = (),
         traced: TracedStep | None = None,
     ) -> None:
-        self.stage, self.of_one = stage, of_one
+        self.stage, self.step_args = stage, step_args
         self.step: Any = stage.single if loop is None else loop
-        self.is_looped, self.is_stacked = loop is not None, loop is not None and loop.most is not None
-        self.most = 1 if loop is None else loop.most or 1
+        self.is_looped, self.is_stacked = loop is not None, loop is not None and loop.max_steps is not None
+        self.max_steps = 1 if loop is None else loop.max_steps or 1
         self._columns: Any = None if loop is None or traced is None else loop.accumulate(traced)
         self.rows: int | None = None
-        self.constants = NONE  # of the latest call
+        self.constants = NO_CONSTANTS  # of the latest call
         # A program that could not be traced ahead has failed; its first call raises the error.
         self.is_called = self.has_failed = False
 
@@ -61,16 +61,16 @@ class Program:
         """Run the steps of a call; return state and last metrics."""
         if self.is_looped:
             before = sums.begin(self._columns, state.global_step)
-            new, metrics, after = run(self.step, state, (np.int32(call.steps), before, *call.args))
+            new, metrics, after = call_step(self.step, state, (np.int32(call.steps), before, *call.args))
             self.constants = metrics.constants
             sums.ran(call.first, call.steps, after, metrics.constants)
-            return new, metrics.whole()
+            return new, metrics.merged()
         if isinstance(self.step, TrainStep):
-            new, metrics = run(self.step, state, call.args)
+            new, metrics = call_step(self.step, state, call.args)
             self.constants = metrics.constants
             if sums.is_wanted and type(metrics.computed) is dict:
                 sums.add(call.first, metrics.computed, metrics.constants.skipped, metrics.constants)
-            return new, metrics.whole()
+            return new, metrics.merged()
         # A step that jstep did not make.
         require_alive(state)  # on a mesh, JAX would crash
         result = self.step(state, *call.args)
@@ -89,16 +89,16 @@ class Program:
         return (jitted_program(self.step, state, args) if isinstance(self.step, TrainStep) else self.step), args
 
     def repeated(self, call: Call, sums: MetricSums) -> Callable[..., Any]:
-        """Return a function `again(state, *call.args)` that adds no metrics to the sums."""
+        """Return a function `repeat(state, *call.args)` that adds no metrics to the sums."""
         if not self.is_looped:
             step: Callable[..., Any] = self.step
             return step
         return _Repeated(self.step, call.steps, lambda state: sums.empty(self._columns, state.global_step))
 
-    def called(self, call: Call) -> None:
+    def mark_called(self, call: Call) -> None:
         self.is_called, self.rows = True, call.rows()
 
-    def failed(self) -> None:
+    def mark_failed(self) -> None:
         self.has_failed = True
 
 
@@ -109,12 +109,20 @@ class _Repeated:
         self._step, self._steps, self._before, self.donate = step, np.int32(steps), before, step.donate
 
     def __call__(self, state: Tree, *args: Any) -> Any:
-        new, metrics, _ = run(self._step, state, (self._steps, self._before(state), *args))
-        return new, metrics.whole()
+        new, metrics, _ = call_step(self._step, state, (self._steps, self._before(state), *args))
+        return new, metrics.merged()
+
+
+class _MaxSteps(NamedTuple):
+    """The maximum number of steps of a call, which "auto" switches; None for calls that are not stacked."""
+
+    now: int | None
+    switch_at: float = math.inf
+    then: int | None = None
 
 
 class ProgramTable:
-    """The programs of a run, by stage, most steps of a call, and shapes of the batches.
+    """The programs of a run, by stage, maximum number of steps of a call, and shapes of the batches.
 
     With `steps_per_call` = 1, a program is the training step; otherwise it loops over the steps of a call. Programs are
     looked up where batches are made into calls, which may be a thread; the first lookup for new shapes traces the step.
@@ -131,13 +139,8 @@ class ProgramTable:
     ) -> None:
         self.is_auto, self.is_looped = steps_per_call == AUTO, steps_per_call != 1
         self.train_steps, self.stages = train_steps, make_stages(train_steps, compiled=self.is_looped)
-        # The most steps of a call, None for calls that are not stacked; the step at which "auto" switches, and its
-        # choice. This is one attribute because a thread that makes calls reads it.
-        self._most: tuple[int | None, float, int | None] = (
-            None if self.is_auto else int(steps_per_call),
-            math.inf,
-            None,
-        )
+        # One attribute, because a thread that makes calls reads it.
+        self._max_steps = _MaxSteps(None if self.is_auto else int(steps_per_call))
         self._programs: dict[Any, Program] = {}
         # A step that is not compiled needs its batches on the device.
         self.on_device = not self.is_looped and not all(stage.is_compiled for stage in self.stages)
@@ -167,8 +170,8 @@ class ProgramTable:
 
     def program_for(self, step: int, shapes: Tree, args: Callable[[], tuple[Any, ...]]) -> Program:
         """Return the program of calls from `step`; trace the step if the shapes are new."""
-        stage, (most, later, longer) = self.stage_of(step), self._most
-        key = stage, most if step < later else longer, shapes
+        stage, max_steps = self.stage_of(step), self._max_steps
+        key = stage, max_steps.now if step < max_steps.switch_at else max_steps.then, shapes
         cached = self._programs.get(key)
         if cached is not None:
             return cached
@@ -179,52 +182,52 @@ class ProgramTable:
                 return self._programs[key]
             program = Program(stage)
             try:
-                loop, of_one = self._loop(*key[:2]), shapes_of(args())
-                traced = loop.prepare(self.state_shapes, of_one)
+                loop, step_args = self._loop(*key[:2]), shapes_of(args())
+                traced = loop.prepare(self.state_shapes, step_args)
                 if not traced.is_slow_in_loops:
-                    program = Program(stage, loop, of_one, traced)
+                    program = Program(stage, loop, step_args, traced)
                 elif not any(other.stage is stage and not other.is_looped for other in self._programs.values()):
                     what = "XLA runs convolutions on a CPU much slower in a loop"
-                    _logger.info("%s runs one step a call: %s", stage.name, what)
+                    _logger.info("%s runs one step per call: %s", stage.name, what)
             except Exception as error:  # the step that needs it raises and explains it
                 _logger.debug("%s cannot be looped: %s", stage.name, error)
                 forget_frames(error)
-                program.failed()
+                program.mark_failed()
             self._programs[key] = program
             return program
 
-    def _loop(self, stage: Stage, most: int | None) -> LoopedStep:
-        return loop_step(stage.step, most, Accumulate(self.sums.limits))
+    def _loop(self, stage: Stage, max_steps: int | None) -> LoopedStep:
+        return loop_step(stage.step, max_steps, Accumulate(self.sums.limits))
 
     # Compile programs before they are due.
 
     def compile(self, step: int, args: tuple[Any, ...]) -> None:
-        self.compilations.begun_ahead(self.stage_of(step))
+        self.compilations.mark_ahead(self.stage_of(step))
         self._compile(self.program_for(step, shapes_in(trees.args_to_batch(args)), lambda: args), args)
 
     def _compile(self, program: Program, args: tuple[Any, ...]) -> None:
         if program.has_failed:
             return
-        args = stack_shapes(args, program.most) if program.is_stacked else args
+        args = stack_shapes(args, program.max_steps) if program.is_stacked else args
         with using_mesh(mesh_of(self.state_shapes)):
             try:
                 step, args = program.traceable(self.state_shapes, args, self.sums)
                 traced = step.trace(self.state_shapes, *args)
             except Exception:
-                program.failed()
+                program.mark_failed()
                 raise
             traced.lower().compile()
 
-    def compile_longer(self, most: int, since: Stage) -> None:
-        """Compile loops of up to `most` steps for the looped programs of a stage and later ones."""
+    def compile_longer(self, max_steps: int, since: Stage) -> None:
+        """Compile loops of up to `max_steps` steps for the looped programs of a stage and later ones."""
         for (stage, _, shapes), program in list(self._programs.items()):
             if program.is_looped and stage.first >= since.first:
-                loop = self._loop(stage, most)
+                loop = self._loop(stage, max_steps)
                 with self.tracing:
-                    longer = Program(stage, loop, program.of_one, loop.prepare(self.state_shapes, program.of_one))
-                self._compile(longer, program.of_one)
-                self.compilations.begun_ahead(longer)
-                self._programs[stage, most, shapes] = longer
+                    longer = Program(stage, loop, program.step_args, loop.prepare(self.state_shapes, program.step_args))
+                self._compile(longer, program.step_args)
+                self.compilations.mark_ahead(longer)
+                self._programs[stage, max_steps, shapes] = longer
 
-    def switch(self, most: int, first: int) -> None:
-        self._most = None, first, most
+    def switch(self, max_steps: int, first: int) -> None:
+        self._max_steps = _MaxSteps(None, first, max_steps)

@@ -29,6 +29,7 @@ from jstep.loop.run import Observer
 from jstep.loop.setup import Setup
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.train_state import TrainState
+from jstep.training.metrics import LOSS
 
 _logger = logging.getLogger("jstep")
 
@@ -47,16 +48,16 @@ class Progress(Observer):
         # A program may have replaced `sys.stderr` by a stream with `write` and `flush` only.
         is_terminal = getattr(sys.stderr, "isatty", bool)() and importlib.util.find_spec("tqdm")
         if self._is_shown and wanted is None and is_notebook():
-            self._hook = _NotebookHook(last_step=setup.options.end)
+            self._hook = _NotebookHook(last_step=setup.options.last_step)
         elif self._is_shown and (wanted or is_terminal):
-            self._hook = ProgressHook(last_step=setup.options.end)
+            self._hook = ProgressHook(last_step=setup.options.last_step)
 
     def compiling(self, name: str) -> contextlib.AbstractContextManager[None]:
         if self._hook is not None:
             return self._hook.compiling(name)
         return slow(f"compiling {name}", _logger.info) if self._is_shown else contextlib.nullcontext()
 
-    def reporter(self) -> "ProgressHook | None":
+    def progress_hook(self) -> "ProgressHook | None":
         return self._hook
 
 
@@ -100,7 +101,7 @@ class ProgressHook(RunHook):
     def begin(self, state: TrainState) -> None:
         super().begin(state)
         self._pending: deque[tuple[int, dict[str, Any]]] = deque()
-        self._names = frozenset({"loss", *held_values(state.slots)})
+        self._names = frozenset({LOSS, *held_values(state.slots)})
         first = state_step(state)
         unknown = _is_of_no_size(self._file or sys.stderr)
         size: dict[str, Any] = {"ncols": 80, "nrows": 24} if unknown else {"dynamic_ncols": True}
@@ -164,7 +165,7 @@ class ProgressHook(RunHook):
         """Return the last step known to be finished, without waiting."""
         flight = getattr(self.run, "in_flight", None)
         if flight is not None:
-            flight.look()
+            flight.drop_finished()
             return self._bar.n if flight.finished is None else int(flight.finished)
         # In a custom loop: the last step whose numbers are ready.
         return max((step for step, numbers in self._pending if is_ready(numbers.values())), default=self._bar.n)

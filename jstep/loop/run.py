@@ -14,16 +14,16 @@ from jstep.distributed import processes
 from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.hook import defines
-from jstep.hooks.run_hook import Finite, Poll, Reports, RunHook
+from jstep.hooks.run_hook import FiniteCheck, Poll, ReportingContext, RunHook
 from jstep.loop.branch import Trunk
 from jstep.loop.calls import Call
-from jstep.loop.dispatch import Dispatch, Look
+from jstep.loop.dispatch import AfterCall, Dispatch
 from jstep.loop.feeder import BatchFeeder
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.setup import Setup
 from jstep.state.train_state import TrainState
 
-NAME, ENDED, STOPPED = "run", "ended", "stopped"
+RUN_KEY, ENDED, STOPPED = "run", "ended", "stopped"
 """Keys of a checkpoint's `extra`: the name of the run, the step at which its hooks have ended, and the name of the hook
 that stopped it."""
 
@@ -34,8 +34,10 @@ class Origin:
 
     Attributes:
         latest: The newest checkpoint.
+        restored: The step of the restored state; None if the given one is used.
         given: The step of the given state; None if it is abstract or was donated.
         held: Name → initial value of the held hyperparameters.
+        extra: The `extra` of the checkpoint.
         first: The first step, if known before the state is restored.
         trunk: The checkpoint of another run to begin from; None if this run has its own.
         parent: The path and step of the checkpoint that this run branched from.
@@ -51,7 +53,7 @@ class Origin:
     parent: dict[str, Any] | None = None
 
     @property
-    def is_branching(self) -> bool:
+    def is_at_branch_point(self) -> bool:
         """Whether the run is at the step at which it branched off, not stopped there by its own hook."""
         return self.trunk is not None or (
             self.parent is not None and self.parent["step"] == self.restored and STOPPED not in self.extra
@@ -61,7 +63,8 @@ class Origin:
 class Observer(contextlib.AbstractContextManager["Observer"]):
     """An observer of a run: a context manager, held until the run has closed.
 
-    Its methods are called in the order of their definition.
+    Methods are roughly in the order of a run; `after_each`, `flush`, `about_to_save` and `checkpoint_extra` are called
+    many times.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -76,11 +79,11 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
     def restored(self, saver: Saver | None, origin: Origin, dispatch: Dispatch, batches: Tree) -> None:
         """Called when the state is restored, or is the given one."""
 
-    def reporter(self) -> Any:
+    def progress_hook(self) -> Any:
         """Return a hook that shows the progress in place of log lines, or None."""
         return None
 
-    def begins(self, run: "Run") -> None:
+    def before_begin(self, run: "Run") -> None:
         """Called before the hooks begin."""
 
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
@@ -104,15 +107,15 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
     def flush(self) -> None:
         """Called in the background before each checkpoint appears: flush anything that must not be older."""
 
-    def leaving(self) -> None:
-        """Called when the run is over, or failed, while its last state and metrics still exist."""
-
     def about_to_save(self) -> None:
         """Called before a save that nothing prevents any more."""
 
-    def past(self, step: int) -> dict[str, Any]:
+    def checkpoint_extra(self, step: int) -> dict[str, Any]:
         """Return entries for the `extra` of the checkpoint of a step."""
         return {}
+
+    def before_close(self) -> None:
+        """Called when the run is over, or failed, while its last state and metrics still exist."""
 
 
 Observers = tuple[Observer, ...]
@@ -126,7 +129,7 @@ def compiling_for(observers: Observers, name: str) -> Iterator[None]:
         yield
 
 
-def collect_looks(observers: Observers) -> tuple[list[Look], list[Look]]:
+def collect_after_calls(observers: Observers) -> tuple[list[AfterCall], list[AfterCall]]:
     """Return the observers' `after_first` and `after_each` methods that do something."""
     kinds = (Observer.after_first, "after_first"), (Observer.after_each, "after_each")
     first, each = (
@@ -137,7 +140,7 @@ def collect_looks(observers: Observers) -> tuple[list[Look], list[Look]]:
 
 
 def name_of_run(setup: Setup, origin: Origin) -> str:
-    kept = origin.extra.get(NAME)
+    kept = origin.extra.get(RUN_KEY)
     return kept if isinstance(kept, str) and re.fullmatch(r"[0-9a-f]{8}", kept) else setup.new_name
 
 
@@ -147,14 +150,14 @@ class Run(Setup):
 
     origin: Origin
     saver: Saver | None
-    reports: Reports
+    reports: ReportingContext
     hooks: list[Any]
     observers: Observers
     source: Source
     feeder: BatchFeeder
     dispatch: Dispatch
     runner: HookRunner
-    finite: Finite = dataclasses.field(default_factory=Finite)
+    finite: FiniteCheck = dataclasses.field(default_factory=FiniteCheck)
 
     @property
     def name(self) -> str:
@@ -183,12 +186,12 @@ class Run(Setup):
         return self.loop.metrics
 
     @property
-    def is_branching(self) -> bool:
+    def is_new_branch(self) -> bool:
         return self.origin.trunk is not None
 
     @property
     def last_step(self) -> int | None:
-        return self.options.end
+        return self.options.last_step
 
     @property
     def restored(self) -> int | None:
@@ -205,12 +208,12 @@ class Run(Setup):
         meters = (observer.meter(state, peak_flops, flops_per_step) for observer in self.observers)
         return next((meter for meter in meters if meter is not None), None)
 
-    def poll(self, hook: RunHook, look: Poll) -> None:
-        self.loop.poll(hook, look)
+    def poll(self, hook: RunHook, check: Poll) -> None:
+        self.loop.poll(hook, check)
 
     def stop(self, by: str) -> None:
         if not self.loop.is_over:
-            self.loop.stops(by)
+            self.loop.record_stop(by)
 
     def to_stop(self) -> bool:
         return self.signals.to_stop()
@@ -228,6 +231,6 @@ class Run(Setup):
         return processes.any_process(is_prevented) if own else is_prevented
 
     def before_off_cadence(self) -> None:
-        """Fix the position of batches that are made with the state as it is now."""
+        """Freeze the position of batches that are made with the state as it is now."""
         if self.feeder.has_begun:
-            self.feeder.position.fix()
+            self.feeder.position.freeze()

@@ -2,13 +2,13 @@
 
 | key of its `extra` | content | saved by | restored by |
 |---|---|---|---|
-| `batches`, `batches_of_processes` | the positions of the batches | `_positions` | `restore_position`, by `start.py` |
-| `hooks` | the states of the hooks | `_remembered` | `restore_hooks` |
-| `stopped` | the name of the hook that stopped the run | `_remembered` | a log line; it is kept if no step is run |
-| `ended` | the step at which the hooks have ended | `_remembered` | `HookRunner`, which ends them once |
-| `held` | the initial values of held hyperparameters | `_extra_of` | `restore`, which warns if the new ones differ |
-| `run` | the name of the run and of its event files | `_extra_of` | `Run.name` |
-| others | data of an observer, such as the past of a card | `Observer.past` | the observer |
+| `batches`, `batches_of_processes` | positions of the batches | `_position_extra` | `restore_position`, by `start.py` |
+| `hooks` | the states of the hooks | `_hook_extra` | `restore_hooks` |
+| `stopped` | the name of the hook that stopped the run | `_hook_extra` | a log line; it is kept if no step is run |
+| `ended` | the step at which the hooks have ended | `_hook_extra` | `HookRunner`, which ends them once |
+| `held` | the initial values of held hyperparameters | `_merge_extra` | `restore`, which warns if the new ones differ |
+| `run` | the name of the run and of its event files | `_merge_extra` | `Run.name` |
+| others | data of an observer, such as the past of a card | `Observer.checkpoint_extra` | the observer |
 """
 
 import contextlib
@@ -40,10 +40,10 @@ from jstep.hooks.metric_sums import is_bad
 from jstep.hooks.nan_loss import nonfinite_params
 from jstep.hooks.numbers import host, read_values
 from jstep.hooks.states import get_states, set_states
-from jstep.loop.arguments import MOST_SECS, Options
+from jstep.loop.arguments import MAX_SECS, Options
 from jstep.loop.branch import PARENT, Trunk, open_trunk, parent_in
 from jstep.loop.calls import AUTO
-from jstep.loop.run import ENDED, NAME, STOPPED, Observers, Origin, Run
+from jstep.loop.run import ENDED, RUN_KEY, STOPPED, Observers, Origin, Run
 from jstep.loop.setup import Setup
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.contents import in_words
@@ -51,13 +51,14 @@ from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
 from jstep.stores.tagged_json import AttachedFiles, as_json
 from jstep.stores.urls import is_url
+from jstep.training.metrics import LOSS
 
-HOOK_STATES, HELD = "hooks", "held"
+_logger = logging.getLogger("jstep")
+
+HOOK_STATES, HELD_VALUES = "hooks", "held"
 """Keys of a checkpoint's `extra`, in addition to those of the run, of positions and of observers."""
 
 # Start: restore the newest checkpoint, or use the given state.
-
-_logger = logging.getLogger("jstep")
 
 
 def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, Origin]:
@@ -78,7 +79,7 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
         origin = Origin(latest=latest, given=given_step, held={} if given_step is None else _held(state), first=first)
     trunk = open_trunk(options, saver, origin.latest)
     if saver is not None:
-        if origin.latest is None or origin.latest < options.last_step:
+        if origin.latest is None or origin.latest < options.stop_step:
             saver.claim(state)  # fails now, not at the first save
         else:
             left_out_indices(state, saver.leave_out)
@@ -101,7 +102,7 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
 def restore(setup: Setup, saver: Saver | None, origin: Origin) -> Origin:
     """Restore the newest checkpoint, or start from the given state."""
     loop = setup.loop
-    loop.restores(origin.first, origin.latest)
+    loop.set_restoring(origin.first, origin.latest)
     if origin.trunk is not None:
         return _begin_from(setup, origin, origin.trunk)
     if saver is None:
@@ -120,7 +121,7 @@ def restore(setup: Setup, saver: Saver | None, origin: Origin) -> Origin:
         return origin
     restored = state_step(state)
     extra = origin.extra if restored == origin.first else extra_at(saver, restored)
-    loop.begins(restored, state, restored=True)
+    loop.begin(restored, state, restored=True)
     name = checkpoint_name(saver.prefix, restored)
     _logger.info("restored %s", name)
     return _restored(origin, restored, extra, name)
@@ -128,7 +129,7 @@ def restore(setup: Setup, saver: Saver | None, origin: Origin) -> Origin:
 
 def _restored(origin: Origin, step: int, extra: dict[str, Any], name: str) -> Origin:
     """Return the origin of a run whose state was restored; warn if the given state differs."""
-    before = extra.get(HELD)
+    before = extra.get(HELD_VALUES)
     _warn_if_different(origin.given, origin.held, step, before, name)
     held = origin.held if origin.given == 0 else (before or {})  # shapes, or a trained state, hold no initial values
     return dataclasses.replace(origin, restored=step, extra=extra, held=held, first=step)
@@ -146,9 +147,9 @@ def _begin_from(setup: Setup, origin: Origin, trunk: Trunk) -> Origin:
         raise CheckpointError(gone) from error
     if trunk.saver.extra(trunk.step) != trunk.extra:  # the batches already started from its positions
         raise CheckpointError(gone)
-    setup.loop.begins(trunk.step, state, restored=True)
+    setup.loop.begin(trunk.step, state, restored=True)
     # The branch is not stopped by the parent's hook, and has its own name.
-    extra = {key: value for key, value in extra.items() if key not in (STOPPED, NAME)}
+    extra = {key: value for key, value in extra.items() if key not in (STOPPED, RUN_KEY)}
     return _restored(origin, trunk.step, extra, path)
 
 
@@ -160,7 +161,7 @@ def extra_at(saver: Saver, step: int) -> dict[str, Any]:
 
 def _with_given(setup: Setup, origin: Origin, why: str) -> Origin:
     step = _step_of_given(setup.loop.state, why)
-    setup.loop.begins(step, setup.loop.state)
+    setup.loop.begin(step, setup.loop.state)
     return dataclasses.replace(origin, first=step)
 
 
@@ -194,8 +195,8 @@ def _warn_if_different(step: int | None, held: dict[str, float], restored: int, 
     for hyperparameter, value in held.items():
         if before.get(hyperparameter, value) != value:
             _logger.warning(
-                "state: held %r starts at %g, which was %g when this run started; the value in %s is used. Set "
-                "another value by jstep.set_hyperparameter, in a hook.",
+                "state: the held hyperparameter %r is created as %g, but was %g when this run started. The value in %s "
+                "is used; to change it, call jstep.set_hyperparameter in a hook.",
                 hyperparameter,
                 value,
                 before[hyperparameter],
@@ -207,7 +208,7 @@ def _leave(setup: Setup, saver: Saver, kind: object, error: BaseException | None
     """Wait for pending writes, except after a second Ctrl-C; close the `Saver` unless the user passed it."""
     leave = saver.wait if saver is setup.options.checkpoint_dir else saver.close
     try:
-        if not setup.signals.twice:
+        if not setup.signals.received_twice:
             leave()
         elif leave == saver.close:
             saver.close(wait=False)
@@ -225,14 +226,14 @@ def restore_hooks(run: Run) -> bool:
             hook.restored(run.loop.first, run.state)
         elif isinstance(hook, RunSaverHook):  # from now on the other run is not read
             hook.save(run.loop.first, run.state, wait=True)
-    return is_stopped and not run.origin.is_branching
+    return is_stopped and not run.origin.is_at_branch_point
 
 
 # The interval between automatic saves.
 
 FIRST_SECS, BUCKET_SECS = 10.0, 60.0
 """The seconds until the first save and between two saves, and between two in a bucket. `SaveInterval` lengthens them to
-`MOST_SECS` at most; a checkpoint within that time after a permanent one is temporary."""
+`MAX_SECS` at most; a checkpoint within that time after a permanent one is temporary."""
 _LOOP_SHARE, _WRITER_SHARE = 0.01, 0.1
 """The share of the time for which the loop may be blocked by saves, and for which a writer may be busy."""
 _EARLY = 0.1
@@ -246,7 +247,7 @@ class SaveInterval:
         self._saver, self._clock = saver, clock
         self._least = BUCKET_SECS if is_url(saver.directory) else FIRST_SECS
         self._saved_at: float | None = None
-        self.still = 0.0  # how long the latest save blocked the loop
+        self.blocked_secs = 0.0  # how long the latest save blocked the loop
 
     def __call__(self) -> float:
         """Return the seconds until the next save, given the known costs of the latest one."""
@@ -256,7 +257,7 @@ class SaveInterval:
         busy = self._saver.write_secs
         if busy is None:  # it is still being written
             busy = now - self._saved_at
-        secs = min(MOST_SECS, max(self._least, self.still / _LOOP_SHARE, busy / _WRITER_SHARE))
+        secs = min(MAX_SECS, max(self._least, self.blocked_secs / _LOOP_SHARE, busy / _WRITER_SHARE))
         return max(self._saved_at + secs - now, 0.0)
 
     def is_too_early(self) -> bool:
@@ -270,13 +271,13 @@ class SaveInterval:
             yield
         finally:
             self._saved_at = self._clock()
-            self.still = self._saved_at - began
+            self.blocked_secs = self._saved_at - began
 
 
 # The hook that saves.
 
 
-class _Memory(NamedTuple):
+class _HostState(NamedTuple):
     """The parts of a checkpoint that hooks may change at the same step after the save."""
 
     positions: Extra
@@ -294,13 +295,13 @@ class RunSaverHook(CheckpointSaverHook):
     def __init__(self, options: Options, saver: Saver) -> None:
         is_auto = options.save_checkpoint_secs == AUTO
         secs: Any = None if is_auto else options.save_checkpoint_secs
-        super().__init__(saver, save_secs=secs, save_steps=options.save_checkpoint_steps, extra=self._made_extra)
+        super().__init__(saver, save_secs=secs, save_steps=options.save_checkpoint_steps, extra=self._make_extra)
         self._interval = SaveInterval(saver) if is_auto else None
         if self._interval is not None:
             self.cadence = Cadence(secs=self._interval, together=True)
         self.part = STEPPING  # it measures its own time when it saves
-        self._is_passing = False
-        self._memory = self._of_this_save = _Memory(Extra({}, {}), Extra({}, {}))
+        self._is_temporary = False
+        self._saved_host_state = self._host_state = _HostState(Extra({}, {}), Extra({}, {}))
 
     def _about_to_save(self, step: int) -> None:
         run = self._run
@@ -327,16 +328,16 @@ class RunSaverHook(CheckpointSaverHook):
         run, interval = self._run, self._interval
         if interval is not None and processes.broadcast_ints(interval.is_too_early())[0]:
             return
-        is_last = step >= run.options.last_step or run.loop.stopped_by is not None
-        self._passing_secs = None if interval is None or is_last else MOST_SECS
+        is_last = step >= run.options.stop_step or run.loop.stopped_by is not None
+        self._temporary_secs = None if interval is None or is_last else MAX_SECS
         try:
             self.save(step, state)
-            self._is_passing = self._passing_secs is not None
+            self._is_temporary = self._temporary_secs is not None
         finally:
-            self._passing_secs = None
+            self._temporary_secs = None
 
     def end(self, step: int, state: TrainState) -> None:
-        if self._is_passing:
+        if self._is_temporary:
             self._saved = None
         super().end(step, state)
 
@@ -344,19 +345,24 @@ class RunSaverHook(CheckpointSaverHook):
         """Save from another thread while the loader or a hook stalls, without calling any hook."""
         if not super().has_saved(step, state):
             self._about_to_save(step)
-            extra = self._extra_of(_Memory(self._positions(), self._memory.hooks))  # hooks as of the latest save
+            extra = self._merge_extra(
+                _HostState(self._position_extra(), self._saved_host_state.hooks)
+            )  # hooks as of the latest save
             with internal_transfers(), self.saver.knowing(not nonfinite_params(self._run)):
                 self.saver.save(state, extra=extra)
         self.saver.wait()
 
     def restored(self, step: int, state: TrainState) -> None:
-        self._of_this_save = _Memory(self._positions(), self._remembered())
-        self.is_saved(step, state)
+        self._host_state = _HostState(self._position_extra(), self._hook_extra())
+        self.mark_saved(step, state)
 
-    def is_saved(self, step: int, state: TrainState) -> None:
-        super().is_saved(step, state)
-        self._memory = self._of_this_save
-        for name, file in self._memory.hooks.files.items():  # for `save_alone`, when they are no longer in memory
+    def mark_saved(self, step: int, state: TrainState) -> None:
+        super().mark_saved(step, state)
+        self._saved_host_state = self._host_state
+        for (
+            name,
+            file,
+        ) in self._saved_host_state.hooks.files.items():  # for `save_alone`, when they are no longer in memory
             file.read_with(functools.partial(self.saver.read_file, name, step))
 
     def has_saved(self, step: int, state: TrainState) -> bool:
@@ -365,10 +371,10 @@ class RunSaverHook(CheckpointSaverHook):
         # Only positions of batches made with the state can change after their step; all processes must compare them.
         is_same = True
         if self._run.source.is_of_state and self._run.feeder.has_begun:
-            is_same = not processes.any_process(not self._positions().is_same(self._memory.positions))
-        return self._remembered().is_same(self._memory.hooks) and is_same
+            is_same = not processes.any_process(not self._position_extra().is_same(self._saved_host_state.positions))
+        return self._hook_extra().is_same(self._saved_host_state.hooks) and is_same
 
-    def _remembered(self) -> Extra:
+    def _hook_extra(self) -> Extra:
         run = self._run
         # A run that takes no step keeps the name of the hook that stopped the earlier one.
         by = run.loop.stopped_by or (None if run.feeder.has_begun else run.origin.extra.get(STOPPED))
@@ -378,7 +384,7 @@ class RunSaverHook(CheckpointSaverHook):
         files = AttachedFiles("hooks.")
         return Extra(as_json(values, files), files if jax.process_index() == 0 else {})
 
-    def _positions(self) -> Extra:
+    def _position_extra(self) -> Extra:
         """Return the positions of the batches; must be called on all processes."""
         run = self._run
         files = AttachedFiles()
@@ -387,17 +393,19 @@ class RunSaverHook(CheckpointSaverHook):
         # A batch that was fetched but not trained on is fetched again after a restart.
         return Extra(gather_positions(run.feeder.position_after(run.step - run.loop.first), files), files)
 
-    def _made_extra(self) -> Extra:
-        self._of_this_save = _Memory(self._positions(), self._remembered())
-        return self._extra_of(self._of_this_save)
+    def _make_extra(self) -> Extra:
+        self._host_state = _HostState(self._position_extra(), self._hook_extra())
+        return self._merge_extra(self._host_state)
 
-    def _extra_of(self, memory: _Memory) -> Extra:
-        run, (positions, hooks) = self._run, memory
-        past = {key: value for observer in run.observers for key, value in observer.past(run.step).items()}
-        held = {HELD: run.origin.held} if run.origin.held else {}
+    def _merge_extra(self, host_state: _HostState) -> Extra:
+        run, (positions, hooks) = self._run, host_state
+        observed = {
+            key: value for observer in run.observers for key, value in observer.checkpoint_extra(run.step).items()
+        }
+        held = {HELD_VALUES: run.origin.held} if run.origin.held else {}
         parent = {} if run.origin.parent is None else {PARENT: run.origin.parent}
         return Extra(
-            positions.values | past | hooks.values | held | parent | {NAME: run.name},
+            positions.values | observed | hooks.values | held | parent | {RUN_KEY: run.name},
             {**positions.files, **hooks.files},
         )
 
@@ -421,7 +429,7 @@ def why_not_finite(run: Run) -> str:
 def _is_loss_nonfinite(run: Run) -> bool:
     """Return whether a loss of the last call was not finite, except in skipped updates."""
     metrics = run.metrics if isinstance(run.metrics, Mapping) else {}
-    loss = metrics.get("loss")
+    loss = metrics.get(LOSS)
     is_on_all = isinstance(loss, jax.Array) and not loss.is_fully_addressable and loss.is_fully_replicated
     if loss is None or not (is_on_all or processes.is_single_process()):
         return False

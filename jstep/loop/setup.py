@@ -16,7 +16,7 @@ from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.numbers import TransferQueue
 from jstep.hooks.run_hook import Poll, RunCall, RunHook
-from jstep.hooks.told import Told
+from jstep.hooks.told import HookNotifier
 from jstep.loop.arguments import Options
 from jstep.loop.calls import Call
 from jstep.loop.compiler import StartTimes
@@ -43,7 +43,7 @@ class Calling(NamedTuple):
 
     @property
     def part(self) -> str:
-        """The phase that its time counts as."""
+        """The stopwatch category of its time."""
         return HOOKS if self.is_users else str(self.hook.part)
 
     @property
@@ -62,9 +62,12 @@ class LoopState:
         state: The latest state, including changes by hooks.
         rows: The number of rows of the last batch; None if unknown.
         first: The step at which the loop begins; while a checkpoint is restored, an assumption.
+        is_known: Whether `first` is set.
         restoring: The checkpoint being restored.
         is_restored: Whether the loop began from a checkpoint.
         calling: The call of a hook that is in progress, or that raised.
+        stopped_by: The hook that ended the run.
+        pending: The polls of hooks, called after each call.
     """
 
     state: Any
@@ -84,14 +87,14 @@ class LoopState:
     def is_over(self) -> bool:
         return self.phase not in (BEGINNING, RUNNING)
 
-    def restores(self, step: int | None, checkpoint: int | None) -> None:
+    def set_restoring(self, step: int | None, checkpoint: int | None) -> None:
         self.first, self.is_known, self.restoring = step or 0, True, checkpoint
 
-    def begins(self, step: int, state: Tree, *, restored: bool = False) -> None:
+    def begin(self, step: int, state: Tree, *, restored: bool = False) -> None:
         self.first, self.step, self.is_restored = step, step, restored
         self.state, self.is_known, self.restoring = state, True, None
 
-    def enters(self, phase: str) -> None:
+    def set_phase(self, phase: str) -> None:
         self.phase = phase
 
     def take(self, run_call: RunCall, call: Call) -> None:
@@ -99,29 +102,29 @@ class LoopState:
         self.state, self.metrics = run_call(self.state, call)
         self.step, self.rows = call.first + call.steps, call.program.rows
 
-    def changes(self, state: Tree) -> None:
+    def set_state(self, state: Tree) -> None:
         self.state = state
 
-    def stops(self, by: str | None) -> None:
-        """End the run; the name of the first hook that does is kept."""
+    def record_stop(self, by: str | None) -> None:
+        """End the run, and keep the name of the first hook that does so."""
         self.stopped_by = self.stopped_by or by
 
-    def poll(self, hook: Hook, look: Poll) -> None:
-        """Call `look` after each call until it returns False, and `look(wait=True)` after the last step."""
-        self.pending.append((hook, look))
+    def poll(self, hook: Hook, check: Poll) -> None:
+        """Call `check` after each call while it returns True, and `check(wait=True)` after the last step."""
+        self.pending.append((hook, check))
 
-    def calls(self, calling: Calling | None) -> None:
+    def set_calling(self, calling: Calling | None) -> None:
         self.calling = calling
 
     @context_manager
-    def asking(self, calling: Calling) -> Iterator[None]:
+    def during(self, calling: Calling) -> Iterator[None]:
         self.calling = calling
         try:
             yield
         finally:
             self.calling = None
 
-    def taken_pending(self) -> list[tuple[Hook, Callable[..., bool | None]]]:
+    def take_pending(self) -> list[tuple[Hook, Callable[..., bool | None]]]:
         pending, self.pending = self.pending, []
         return pending
 
@@ -163,7 +166,7 @@ class Setup:
     Attributes:
         transfers: The numbers in transfer from the device, in the order of their delivery.
         closing: Closes everything that the run opens.
-        told: Notifies custom hooks of checkpoints, of an error, and of the end.
+        notifier: Notifies custom hooks of checkpoints, of an error, and of the end.
         new_name: Its name, unless an earlier start gave it one.
     """
 
@@ -175,7 +178,7 @@ class Setup:
     times: StartTimes
     sums: MetricSums
     transfers: TransferQueue
-    told: Told
+    notifier: HookNotifier
     lines: Lines = dataclasses.field(default_factory=Lines)
     fetched: FetchCounter = dataclasses.field(default_factory=FetchCounter)
     in_flight: InFlight = dataclasses.field(default_factory=InFlight)
@@ -196,5 +199,5 @@ def new_setup(
         times=times,
         sums=MetricSums(limit for limit in limits if limit is not None),
         transfers=TransferQueue(functools.partial(watch.part, STEPPING)),
-        told=Told(options.hooks),
+        notifier=HookNotifier(options.hooks),
     )

@@ -65,11 +65,11 @@ class StopWaiting(BaseException):
 class StopSignals:
     """The signals that stop a run, and its time limit, from `begin` to `end`.
 
-    An ignored SIGINT or SIGHUP, as under `nohup` or in a background job, stays ignored. A process that is forked during
+    An ignored SIGINT or SIGHUP, as under `nohup` or in a background job, stays ignored. A process forked during
     the run gets the previous handlers.
 
-    The first signal ends the start of a run and, between `wait` and `go_on`, a wait of the loop, unless processes have
-    to agree (`to_stop`). A second SIGINT interrupts anything.
+    The first signal ends the start of a run and, between `start_raising` and `stop_raising`, a wait of the loop, unless
+    processes have to agree (`to_stop`). A second SIGINT interrupts anything.
     """
 
     def __init__(self, stop_secs: float | None = None) -> None:
@@ -77,7 +77,7 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
         self._raise: Callable[[], BaseException] | None = None  # makes the exception that the first signal raises
         self.received: signal.Signals | None = None
-        self.twice = self._is_limit = self._has_agreed = False
+        self.received_twice = self._is_limit = self._has_agreed = False
         self._timer: threading.Timer | None = None
         self._limit: processes.AgreedClock | None = None
         self._polls = 0
@@ -91,7 +91,7 @@ class StopSignals:
 
     def begin(self) -> None:
         """Handle signals and start the time limit; `end` must follow, even if a signal interrupts this call."""
-        self._raise = lambda: self.stopped("before its first step")
+        self._raise = lambda: self.stop_error("before its first step")
         if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
             handled = [signal.SIGTERM] if self._alone else []
             handled += [signal.SIGINT] if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else []
@@ -136,7 +136,7 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
             if number == signal.SIGINT:
-                self.twice = True
+                self.received_twice = True
                 raise KeyboardInterrupt
             return
         self.received = signal.Signals(number)
@@ -147,12 +147,12 @@ class StopSignals:
 
     # Waits that a signal interrupts.
 
-    def wait(self) -> None:
+    def start_raising(self) -> None:
         """Let the first signal raise StopWaiting from now on, or now if it was received."""
         self._raise = StopWaiting
         self.check()
 
-    def go_on(self) -> None:
+    def stop_raising(self) -> None:
         self._raise = None
 
     def check(self) -> None:
@@ -199,7 +199,7 @@ class StopSignals:
     def reason(self) -> str:
         return "stop_secs" if self._is_limit else (self.received or signal.SIGTERM).name
 
-    def stopped(self, when: str) -> BaseException:
+    def stop_error(self, when: str) -> BaseException:
         received = self.received or signal.SIGTERM
         message = f"{self.reason} stopped the run {when}"
         _logger.info(message)

@@ -15,7 +15,7 @@ from jstep.training.step import TrainStep, trace_program
 
 TrainSteps = Staircase[Callable[..., Any]]
 
-_MOST_CHANGES = 64
+_MAX_CHANGES = 64
 """The maximum number of changes of batch shapes to compile ahead; later ones are compiled when they are due."""
 _AHEAD = 8
 """The number of ends to compute ahead; more than the number of calls that a thread prefetches."""
@@ -103,7 +103,7 @@ class StageBoundaries:
         """Yield the segments of a run, only the first ones of each stage."""
         for index, stage in enumerate(self._stages.stages()):
             first, end = max(start, stage.first), last_step if stage.stop is None else min(stage.stop, last_step)
-            for _ in range(1 + _MOST_CHANGES):
+            for _ in range(1 + _MAX_CHANGES):
                 if first >= end:
                     break
                 stop = self.after(first, end)

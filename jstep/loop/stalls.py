@@ -1,8 +1,8 @@
 """The observer of stalls: it reports what each process waits for, and ends a run that stalls for too long.
 
 The loop does not call it. In its own thread, it reads the state of the run and the stopwatch: the current hook, the
-batch that the loop waits for, the phase, and the earlier durations of the same things; and the activities that waiting
-threads declare (`core.threads.doing`).
+batch that the loop waits for, the category of its time, and the earlier durations of the same things; and the
+activities that waiting threads declare (`core.threads.doing`).
 """
 
 import dataclasses
@@ -102,7 +102,7 @@ class Wait:
         idle: The same, but seconds in which the process computed count a tenth.
         next_line: The age at which the next line is due.
         reads: The number of reads of the other processes' files when a line became due.
-        part: The phase when a line was written.
+        part: The category when a line was written.
     """
 
     kind: str
@@ -116,7 +116,7 @@ class Wait:
     reads: int | None = None
     part: str = ""
 
-    def grows(self, what: str, passed: float, idle: float) -> None:
+    def update(self, what: str, passed: float, idle: float) -> None:
         self.what, self.age, self.idle = what, self.age + passed, self.idle + idle
 
     def is_due(self, reads: int) -> bool:
@@ -127,7 +127,7 @@ class Wait:
         self.reads = reads if self.reads is None else self.reads
         return True
 
-    def told(self, part: str) -> None:
+    def mark_reported(self, part: str) -> None:
         self.next_line, self.reads, self.part = 2 * self.age, None, part
 
 
@@ -137,12 +137,12 @@ class _MainThread:
         self._run: Run | None = None
         self.ident, self.caller = threading.get_ident(), sys._getframe(2).f_code
 
-    def begins(self, run: Run) -> None:
+    def set_run(self, run: Run) -> None:
         self._run = run
 
-    def wait(self) -> Wait:
-        now, step = threads.done_by(self.ident), self._setup.loop.step
-        wait = self._of_run(is_tracing=threads.TRACING in now)
+    def current_wait(self) -> Wait:
+        now, step = threads.activities_of(self.ident), self._setup.loop.step
+        wait = self._wait_of_run(is_tracing=threads.TRACING in now)
         if threads.AGREEING not in now:
             return wait
         topic = f"what is due at step {step}" if wait.kind in (CALL, *_OF_HOST) else wait.what.removeprefix("in ")
@@ -151,7 +151,7 @@ class _MainThread:
         what = f"waiting for other processes to agree on {topic}"
         return Wait(WITH_OTHERS, what, (WITH_OTHERS, wait.key), WITH_OTHERS)
 
-    def _of_run(self, *, is_tracing: bool) -> Wait:
+    def _wait_of_run(self, *, is_tracing: bool) -> Wait:
         loop, run, part = self._setup.loop, self._run, self._setup.watch.current
         step, calling, owner = loop.step, loop.calling, self._setup.transfers.owner
         if owner is not None:  # a hook may deliver the metrics of another
@@ -161,7 +161,12 @@ class _MainThread:
             return Wait(_SAVE, f"saving step {step}", (SAVING, step), SAVING)
         if calling is not None:
             if thing == (id(calling.hook), EVALUATING):
-                return Wait(_EVALUATION, f"in an evaluation at step {step}", (thing, step, threads.taken[0]), thing)
+                return Wait(
+                    _EVALUATION,
+                    f"in an evaluation at step {step}",
+                    (thing, step, threads.evaluation_batches_taken.count),
+                    thing,
+                )
             return Wait(_HOOK, f"in the hook {hook_name(calling.hook)} at step {step}", (thing, step), thing)
         if loop.is_over:
             return Wait(_CLOSE, f"closing after step {step}", _CLOSE, _CLOSE)
@@ -201,7 +206,7 @@ class _Device:
         self._done, self._since = 0, 0.0  # the first step not known to be finished, and since when
         self.per_step: list[float] = []
 
-    def wait(self) -> Wait | None:
+    def current_wait(self) -> Wait | None:
         """Return the calls up to the first sampled one that is not ready, or None."""
         now, samples, done = time.monotonic(), self._samples, max(self._done, self._loop.first)
         step, metrics = self._loop.step, self._loop.metrics
@@ -243,9 +248,9 @@ class StallWatch(Observer):
         self._files = StallFiles(options.where, self._process.index, self._warn, options.checkpoint_prefix)
         self._over = threading.Event()
         self._thread = threads.Thread(target=self._watch, name="jstep-stalls", daemon=True)
-        self._of_main, self._of_device = _MainThread(setup), _Device(setup.loop)
-        self._main: Wait | None = None
-        self._device: Wait | None = None
+        self._main_thread, self._device = _MainThread(setup), _Device(setup.loop)
+        self._main_wait: Wait | None = None
+        self._device_wait: Wait | None = None
         self._step, self._quiet = -1, 0.0  # how long the step has been unchanged
         self._survived: dict[Hashable, float] = {}  # the longest reported stall of each thing
         if self._warn:
@@ -264,20 +269,20 @@ class StallWatch(Observer):
         """Return whether processes read each other's files."""
         return bool(self.setup.options.where) and self._process.count > 1
 
-    def begins(self, run: Run) -> None:
-        self._of_main.begins(run)
+    def before_begin(self, run: Run) -> None:
+        self._main_thread.set_run(run)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._warn:
             return
         self._over.set()
         self._thread.join(timeout=10)
-        self._of_device.clear()
-        self._ended(self._main)
-        self._ended(self._device)
+        self._device.clear()
+        self._end_wait(self._main_wait)
+        self._end_wait(self._device_wait)
         failed = Wait("failed", f"leaving after {type(error).__name__}: {str(error)[:200]}", None)
         is_waited_for = isinstance(error, Exception) and self._process.count > 1
-        self._files.settle((lambda: self._fields(failed, stall=False)) if is_waited_for else None)
+        self._files.finish((lambda: self._fields(failed, stall=False)) if is_waited_for else None)
 
     def _watch(self) -> None:
         every, then, cpu = min(1.0, self._warn / 4), time.monotonic(), time.process_time()
@@ -287,18 +292,18 @@ class StallWatch(Observer):
             passed, computes = min(now - then, 2 * every), used - cpu > 0.1 * (now - then)
             then, cpu = now, used
             try:
-                self._look(passed, 0.1 * passed if computes else passed)
+                self._check(passed, 0.1 * passed if computes else passed)
             except Exception:  # an error here must not end the run
                 _logger.debug("a look for stalls failed", exc_info=True)
 
-    def _look(self, passed: float, idle: float) -> None:
-        now, files, step = self._of_main.wait(), self._files, self.setup.loop.step
-        self._main = self._followed(self._main, now, passed, idle)
-        self._device = self._followed(self._device, self._of_device.wait(), passed, idle)
+    def _check(self, passed: float, idle: float) -> None:
+        now, files, step = self._main_thread.current_wait(), self._files, self.setup.loop.step
+        self._main_wait = self._update_wait(self._main_wait, now, passed, idle)
+        self._device_wait = self._update_wait(self._device_wait, self._device.current_wait(), passed, idle)
         self._quiet, self._step = self._quiet + passed if step == self._step else 0.0, step
         # A wait that may be for the device is a stall only if the device stalls.
-        is_of_host = self._device is None or now.kind in _OF_HOST
-        waits = [wait for wait in (self._main if is_of_host else None, self._device) if wait is not None]
+        is_of_host = self._device_wait is None or now.kind in _OF_HOST
+        waits = [wait for wait in (self._main_wait if is_of_host else None, self._device_wait) if wait is not None]
         stall = next(filter(self._is_stall, waits), None)
         if stall is None:  # others may wait for this process, though it does not stall
             is_quiet = self._is_shared and self._quiet > self._warn
@@ -310,22 +315,22 @@ class StallWatch(Observer):
         # The other processes, stalled for as long, need a moment to write their files.
         has_read = not self.setup.options.where or files.reads > (stall.reads or 0) + self._is_shared
         if is_due and (has_read or stall.age > stall.next_line + 4):
-            stall.told(self.setup.watch.current)
-            _say(self._line(stall))
+            stall.mark_reported(self.setup.watch.current)
+            _log_in_time(self._line(stall))
         if self._hook.exit_secs is not None and stall.age > self._hook.exit_secs:
             self._exit(stall)
 
-    def _followed(self, before: Wait | None, now: Wait | None, passed: float, idle: float) -> Wait | None:
+    def _update_wait(self, before: Wait | None, now: Wait | None, passed: float, idle: float) -> Wait | None:
         """Return the present wait: the previous one, now older, or a new one."""
         if before is None or now is None or before.key != now.key:
-            self._ended(before)
+            self._end_wait(before)
             return now
-        before.grows(now.what, passed, idle)
+        before.update(now.what, passed, idle)
         return before
 
-    def _ended(self, wait: Wait | None) -> None:
+    def _end_wait(self, wait: Wait | None) -> None:
         if wait is not None and wait.part:
-            _say(f"{self._process.name}, which was {wait.what}, resumed after {_secs(wait.age)} s")
+            _log_in_time(f"{self._process.name}, which was {wait.what}, resumed after {_secs(wait.age)} s")
             self._record(wait)
             if wait.kind in _MAY_BE_RARE:
                 self._survived[wait.thing] = max(wait.age, self._survived.get(wait.thing, 0.0))
@@ -347,7 +352,7 @@ class StallWatch(Observer):
         usual = self._usual(wait)
         if usual is None:
             return wait.idle > 10 * self._warn
-        first, last = wait.steps if wait is self._device and wait.steps else (1, 0)
+        first, last = wait.steps if wait is self._device_wait and wait.steps else (1, 0)
         longer = min(self._hook.factor * usual, usual + 10 * self._warn)
         return wait.age > max(self._warn, longer, 2 * usual * (last + 1 - first))
 
@@ -358,11 +363,11 @@ class StallWatch(Observer):
             reported = [self._survived[wait.thing]] if wait.thing in self._survived else []
             return max([*watch.lasted[wait.thing], *reported], default=None)
         visits = watch.visits(WAITING) if wait.kind == _BATCH else watch.visits(STEPPING, after=WAITING)
-        if wait is not self._device:
+        if wait is not self._device_wait:
             return statistics.median(visits) if visits else None
-        each = self._of_device.per_step
+        each = self._device.per_step
         if not each and visits:
-            each = [max(statistics.median(visits) / self._of_main.steps_of_call(), *watch.lasted[FIRST_CALL])]
+            each = [max(statistics.median(visits) / self._main_thread.steps_of_call(), *watch.lasted[FIRST_CALL])]
         return statistics.median(each) if each else None
 
     # Messages.
@@ -395,10 +400,16 @@ class StallWatch(Observer):
     def _place(self, wait: Wait) -> str:
         """Return the innermost line outside jstep and all libraries, or else outside jstep, or else in jstep."""
         frames, python_threads = sys._current_frames(), {thread.ident for thread in threading.enumerate()}
-        makers = [i for i in threads.doers(threads.MAKING) if threads.WAITING_FOR_ROOM not in threads.done_by(i)]
+        makers = [
+            i for i in threads.threads_doing(threads.MAKING) if threads.WAITING_FOR_ROOM not in threads.activities_of(i)
+        ]
         callbacks = [i for i in frames if i not in python_threads]  # threads of XLA
         first = makers if wait.kind in (_BATCH, _COMPILE) else callbacks if wait.kind == CALL else []
-        stacks = [frame for i in [*first, self._of_main.ident] for frame in _stack(frames.get(i), self._of_main.caller)]
+        stacks = [
+            frame
+            for i in [*first, self._main_thread.ident]
+            for frame in _stack(frames.get(i), self._main_thread.caller)
+        ]
         outside = [frame for frame in stacks if not frame.f_code.co_filename.startswith(_OWN)]
         users = [frame for frame in outside if not frame.f_code.co_filename.startswith(_LIBRARIES)]
         return next((os.path.basename(_as_line(frame)) for frame in users or outside or stacks), "")
@@ -421,16 +432,18 @@ class StallWatch(Observer):
     def _exit(self, wait: Wait) -> None:
         """End the process; nothing here may wait long for the stalled code."""
         calling, step, watch = self.setup.loop.calling, self.setup.loop.step, self.setup.watch
-        _say(f"{self._process.name} has been {wait.what} for {_secs(wait.age)} s: it ends with exit code {EXIT_CODE}")
+        _log_in_time(
+            f"{self._process.name} has been {wait.what} for {_secs(wait.age)} s: it ends with exit code {EXIT_CODE}"
+        )
         _in_time(lambda: faulthandler.dump_traceback(2, all_threads=True))
         _in_time(lambda: self._record(wait))
-        self._files.settle(lambda: {**self._fields(wait, most=1000), "exit_code": EXIT_CODE})
+        self._files.finish(lambda: {**self._fields(wait, most=1000), "exit_code": EXIT_CODE})
         is_users = wait.kind in (_BATCH, _EVALUATION) or (wait.kind == _HOOK and (calling is None or calling.is_users))
         if is_users and self._process.count == 1:
             usual = max(watch.lasted[SAVING], default=None)
             limit = 10 * self._warn if usual is None else max(self._warn, 3 * usual)
-            if not _in_time(lambda: _tell(self._of_main.save()), limit):
-                _say(f"step {step} could not be saved within {_secs(limit)} s")
+            if not _in_time(lambda: _log(self._main_thread.save()), limit):
+                _log_in_time(f"step {step} could not be saved within {_secs(limit)} s")
         _in_time(lambda: print(end="", flush=True))
         _in_time(logging.shutdown)
         if self._process.count > 1:  # let the others get here; without process 0, JAX aborts them
@@ -462,12 +475,12 @@ def _as_line(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def _tell(text: str | None) -> None:
+def _log(text: str | None) -> None:
     if text is not None:
         _logger.warning("%s", text)
 
 
-def _say(text: str) -> None:
+def _log_in_time(text: str) -> None:
     _in_time(lambda: _logger.warning("%s", text))
 
 

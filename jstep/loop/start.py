@@ -22,17 +22,27 @@ from jstep.hooks.cadence import next_multiple
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
 from jstep.hooks.report import LoggingHook, SummarySaverHook
-from jstep.hooks.run_hook import Reports, RunHook
+from jstep.hooks.run_hook import ReportingContext, RunHook
 from jstep.hooks.speed import StepCounterHook
 from jstep.hooks.states import check_owners, get_states
 from jstep.loop.arguments import Options
 from jstep.loop.compile_ahead import compile_ahead, compile_first_program, shapes_of_batch
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder, FirstBatch, copy_batches
-from jstep.loop.foresight import look_ahead, warn_of_averages_at_rest
+from jstep.loop.foresight import warn_ahead, warn_of_averages_at_rest
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.programs import ProgramTable
-from jstep.loop.run import ENDED, STOPPED, Observer, Observers, Origin, Run, collect_looks, compiling_for, name_of_run
+from jstep.loop.run import (
+    ENDED,
+    STOPPED,
+    Observer,
+    Observers,
+    Origin,
+    Run,
+    collect_after_calls,
+    compiling_for,
+    name_of_run,
+)
 from jstep.loop.saving import RunSaverHook, open_checkpoints, restore, restore_hooks
 from jstep.loop.setup import Setup
 from jstep.loop.stages import StageBoundaries
@@ -54,10 +64,11 @@ def open_run(setup: Setup, observers: Observers, batches: Tree) -> Run:
         with contextlib.suppress(FileNotFoundError):  # `restore` uses the newest one at that time
             saver.check_run(setup.loop.state, origin.latest)  # before a program is compiled, which takes longer
     opening = _Opening(setup, dispatch, batches, is_saved=saver is not None)
-    started, sought = processes.on_all_processes(lambda: opening.early(origin), _PROBLEM), origin.first
+    assumed_first = origin.first
+    started = processes.on_all_processes(lambda: opening.early(origin), _PROBLEM)
     with contextlib.nullcontext() if origin.latest is None else setup.times.part("restore"):
         origin = restore(setup, saver, origin)
-    if started is not None and started[0].seekable and setup.loop.first != sought:
+    if started is not None and started[0].seekable and setup.loop.first != assumed_first:
         # A save of an earlier run has ended meanwhile, so the batches begin at another step.
         started[1].take()  # the thread ends before the batches are opened again
         started = None
@@ -101,8 +112,8 @@ def begin(run: Run) -> bool:
     """Begin the hooks; return whether to run steps."""
     check_owners(run.hooks)
     for observer in run.observers:
-        observer.begins(run)
-    runner, first, last_step = run.runner, run.loop.first, run.options.last_step
+        observer.before_begin(run)
+    runner, first, last_step = run.runner, run.loop.first, run.options.stop_step
     is_over = runner.begin()
     if run.restored is not None:
         is_over = restore_hooks(run) or is_over
@@ -118,7 +129,7 @@ def begin(run: Run) -> bool:
         return False
     if run.origin.extra.get(STOPPED) is not None:
         _logger.info("%s stopped this run at step %d; it resumes", run.origin.extra[STOPPED], first)
-    look_ahead(run)
+    warn_ahead(run)
     compile_ahead(run)
     return True
 
@@ -128,7 +139,7 @@ def _dispatch_of(setup: Setup, observers: Observers) -> Dispatch:
     table = ProgramTable(
         setup.train_steps, options.steps_per_call, state=setup.loop.state, sums=setup.sums, compiling=compiling
     )
-    first, each = collect_looks(observers)
+    first, each = collect_after_calls(observers)
     return Dispatch(
         table,
         signals=setup.signals,
@@ -150,7 +161,7 @@ class _Opening:
 
     def early(self, origin: Origin) -> tuple[Source, FirstBatch] | None:
         """Start the first batch and the first compilation before the state is restored, or return None."""
-        start, last_step = origin.first, self.setup.options.last_step
+        start, last_step = origin.first, self.setup.options.stop_step
         own = self.batches if isinstance(self.batches, BatchSequence) else None
         if start is None or start >= last_step or isinstance(self.batches, StateBatches):
             return None
@@ -170,7 +181,7 @@ class _Opening:
 
     def _source(self, origin: Origin) -> Source:
         """Return the batches from the first step, at its saved position."""
-        first, last_step, loop = origin.first or 0, self.setup.options.last_step, self.setup.loop
+        first, last_step, loop = origin.first or 0, self.setup.options.stop_step, self.setup.loop
         saved = restore_position(origin.extra)
         source = open_source(self.batches, first, last_step, saved, resumable=self.is_saved, state=lambda: loop.state)
         if not self.is_saved:
@@ -191,7 +202,7 @@ class _Opening:
 
 def _next_save(options: Options, first: int, batches: int) -> int:
     """Return after how many batches of the run, more than these, a save by steps is due."""
-    step, interval, last = first + batches, options.save_checkpoint_steps, int(options.last_step)
+    step, interval, last = first + batches, options.save_checkpoint_steps, options.stop_step
     return (last if interval is None else min(last, next_multiple(step, interval))) - first
 
 
@@ -200,7 +211,7 @@ def _next_save(options: Options, first: int, batches: int) -> int:
 
 def build_hooks(
     setup: Setup, observers: Observers, saver: Saver | None, origin: Origin, dispatch: Dispatch
-) -> tuple[list[Any], Reports]:
+) -> tuple[list[Any], ReportingContext]:
     """Open the event file; return all hooks, and the objects that reporting hooks share."""
     options, writer = setup.options, _open_writer(setup, origin)
     own = [hook for hook in options.hooks if not isinstance(hook, CheckpointSaverHook)]
@@ -210,21 +221,21 @@ def build_hooks(
     if counter is None:
         counter = StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
         hooks.append(counter)
-    reporters = [hook for observer in observers if (hook := observer.reporter()) is not None]
-    hooks += reporters
-    is_logged = options.log_steps is not None and not any(hook.replaces_log_lines for hook in reporters)
+    progress_hooks = [hook for observer in observers if (hook := observer.progress_hook()) is not None]
+    hooks += progress_hooks
+    is_logged = options.log_steps is not None and not any(hook.replaces_log_lines for hook in progress_hooks)
     if is_logged and options.progress is not False and jax.process_index() == 0:
         hooks.append(LoggingHook(every_n_steps=options.log_steps, leave_out=lambda: dispatch.constants.values.keys()))
-    summed = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in own)
-    if writer is not None and options.save_summaries_steps is not None and not summed:
+    has_summary_hook = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in own)
+    if writer is not None and options.save_summaries_steps is not None and not has_summary_hook:
         hooks.append(SummarySaverHook(save_steps=options.save_summaries_steps))
     if (saver is not None or savers) and not any(isinstance(hook, NanLossHook) for hook in own):
         hooks.append(NonfiniteParametersHook())
     if saver is not None:
         savers.insert(0, RunSaverHook(options, saver))
     hooks += savers  # last: the checkpoint of a step includes the other hooks' changes to the state
-    told, config = setup.told, options.config
-    return hooks, Reports(setup.sums, setup.transfers, counter, writer, told=told, config=config)
+    notifier, config = setup.notifier, options.config
+    return hooks, ReportingContext(setup.sums, setup.transfers, counter, writer, notifier=notifier, config=config)
 
 
 def _flushes(run: Run) -> list[Callable[[], None]]:

@@ -34,14 +34,14 @@ from jstep.loop.setup import Calling, Setup
 from jstep.state.contents import NanLossDuringTrainingError
 from jstep.state.train_state import TrainState
 
-# The normal end of a run, also one that takes no step.
-
 _logger = logging.getLogger("jstep")
+
+# The normal end of a run, also one that takes no step.
 
 
 def report_early_end(run: Run) -> None:
     """Log that the batches ended before the run did; raise a ValueError if there were none."""
-    start, last_step = run.loop.first, run.options.end
+    start, last_step = run.loop.first, run.options.last_step
     if run.step == start and run.restored is not None:
         _logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
         return
@@ -65,7 +65,7 @@ def report_early_end(run: Run) -> None:
 
 def report_done(run: Run) -> None:
     """Log why no step is run; a last_step before the state is probably a mistake."""
-    first, last_step, by = run.loop.first, run.options.last_step, run.origin.extra.get(STOPPED)
+    first, last_step, by = run.loop.first, run.options.stop_step, run.origin.extra.get(STOPPED)
     if first > last_step:
         of, other = "the given state", "state"
         if run.saver is not None and run.restored is not None:
@@ -100,17 +100,17 @@ def exit_on_signal(run: Run) -> NoReturn:
     savers = [hook for hook in run.savers if not why or hook.saver.allow_nonfinite]
     are_saved, errors = list[bool](), Errors(run)
     for hook in savers:
-        run.loop.calls(Calling(hook, "save"))
+        run.loop.set_calling(Calling(hook, "save"))
         with errors:
             are_saved.append(hook.save(run.step, run.state, wait=True))
     errors.end()
     if len(savers) < len(run.savers):
         run.before_save(run.step)  # `NanLossHook` raises a more specific error
-        raise run.finite.error or run.signals.stopped(f"{when}, which is not saved: {why}")
+        raise run.finite.error or run.signals.stop_error(f"{when}, which is not saved: {why}")
     if savers:
         is_saved = "is saved; start the run again to resume" if all(are_saved) else "is not saved: a hook prevented it"
         when += f", which {is_saved}"
-    raise run.signals.stopped(when)
+    raise run.signals.stop_error(when)
 
 
 def leave_at_once(step: int, error: KeyboardInterrupt) -> NoReturn:
@@ -122,11 +122,11 @@ def leave_at_once(step: int, error: KeyboardInterrupt) -> NoReturn:
 
 def leave_after_closing(setup: Setup, state: TrainState | None) -> NoReturn:
     """Leave after a signal that arrived when the run had ended, or failed, and closed its resources."""
-    stopped = setup.signals.stopped(f"after step {setup.loop.step}, while it closed")
-    stopped.state = state  # type: ignore[attr-defined]
+    error = setup.signals.stop_error(f"after step {setup.loop.step}, while it closed")
+    error.state = state  # type: ignore[attr-defined]
     if state is not None:
         interactive.keep(state)
-    raise stopped
+    raise error
 
 
 # An error, or a stall.
@@ -143,8 +143,8 @@ def keep_state(setup: Setup, error: BaseException) -> bool:
 def rescue(run: Run, error: BaseException) -> None:
     """Attach the last complete state to the exception, save it if possible, and note where the run failed."""
     where, signals = f"jstep: {_doing(run)}", run.signals
-    is_saved = signals.twice or (signals.received is not None and not isinstance(error, Exception))
-    if not signals.twice:
+    is_saved = signals.received_twice or (signals.received is not None and not isinstance(error, Exception))
+    if not signals.received_twice:
         run.runner.last(failed=lambda other: None if other is error else note(error, f"Additionally, {other}"))
     if keep_state(run, error):
         note(error, f"{where}. The state was donated to a step: it is lost.")
@@ -197,7 +197,7 @@ def _saved(run: Run, error: BaseException) -> str:
     for hook in savers:
         if lost and isinstance(hook, RunSaverHook):
             continue
-        run.loop.calls(Calling(hook, "save"))
+        run.loop.set_calling(Calling(hook, "save"))
         try:
             if hook.save(run.step, run.state, wait=True):
                 name = checkpoint_name(hook.saver.prefix, run.step)
@@ -210,7 +210,7 @@ def _saved(run: Run, error: BaseException) -> str:
             if saved and not is_same:
                 note(error, f"Additionally, {hook_name(hook)} could not save step {run.step}: {_text(failure)}")
         saved = saved or outcome
-    run.loop.calls(None)
+    run.loop.set_calling(None)
     return saved
 
 
@@ -229,7 +229,7 @@ def _doing(run: Run) -> str:
     if feeder.waiting:
         # A call of several steps may have fetched some of its batches already.
         return f"{at_step}, while batch {loop.first + run.fetched.count} was fetched"
-    is_last = run.signals.received is not None or loop.step >= run.options.last_step or loop.stopped_by is not None
+    is_last = run.signals.received is not None or loop.step >= run.options.stop_step or loop.stopped_by is not None
     if not feeder.has_begun or is_last or run.runner.is_checking:
         return at_step
     first, steps = loop.step, feeder.steps

@@ -24,7 +24,7 @@ from jstep.stores.timeline_ends import open_timeline
 from jstep.stores.urls import absolute
 
 _EVERY_SECS = 1.0
-_MOST_VALUES = 64
+_MAX_VALUES = 64
 """The maximum number of metrics in a line; a line is written every second."""
 _logger = logging.getLogger("jstep")
 
@@ -42,7 +42,7 @@ class TimelineRecorder(Observer):
         self._thread = threading.Thread(target=self._tick, name="jstep-timeline", daemon=True)
         self._run: Run | None = None
         self._lock = threading.Lock()
-        self._looked: dict[str, Any] | None = None  # the latest metrics, until they are ready
+        self._pending: dict[str, Any] | None = None  # the latest metrics, until they are ready
         self._numbers: dict[str, dict[str, Any]] = {"values": {}, "best": {}}
         self._devices: list[Any] = []  # of this process, which hold the state
 
@@ -71,7 +71,7 @@ class TimelineRecorder(Observer):
             START,
             version=VERSION,
             directory=absolute(where),
-            last_step=options.end,
+            last_step=options.last_step,
             process=this_process(),
             claims=saver is not None,
             before=before,
@@ -80,19 +80,19 @@ class TimelineRecorder(Observer):
         )
         self._thread.start()
 
-    def begins(self, run: Run) -> None:
+    def before_begin(self, run: Run) -> None:
         self._run = run
 
-    def leaving(self) -> None:
+    def before_close(self) -> None:
         for _ in range(2):  # the previous numbers may not have been ready
-            self._look()
+            self._read_numbers()
 
     def times(self, kind: str = TIMES, **fields: object) -> None:
         """Write a line with the times so far, if the file is open."""
         loop, seconds = self.setup.loop, self.setup.watch.seconds()
         time = round(self._wall + sum(seconds.values()), 6)
         if kind == TIMES:
-            self._look()
+            self._read_numbers()
             fields |= {**{name: dict(of) for name, of in self._numbers.items()}, "now": stopwatch.CLOCKS.wall()}
             code = self.setup.lines.latest.get(CODE, {})
             fields |= {name: value for name, value in self._of_devices().items() if value}
@@ -106,23 +106,23 @@ class TimelineRecorder(Observer):
             **{AGAIN: time},
         )
 
-    def _look(self) -> None:
+    def _read_numbers(self) -> None:
         """Read the numbers of the latest step once they are ready, without waiting for the device."""
         run = self._run
         if run is None or self.setup.lines.timeline is None:
             return
         with self._lock, contextlib.suppress(Exception), internal_transfers():
-            if self._looked is None:
+            if self._pending is None:
                 numbers = scalars(run.metrics or {}, run.constant_metrics())
-                self._looked = dict(list(numbers.items())[:_MOST_VALUES])
-            if is_ready(self._looked.values()):
-                numbers, self._looked = self._looked, None
+                self._pending = dict(list(numbers.items())[:_MAX_VALUES])
+            if is_ready(self._pending.values()):
+                numbers, self._pending = self._pending, None
                 self._numbers["values"] |= {name: _json(value) for name, value in read_values(numbers).items()}
             for hook in run.evaluations:
                 newest = {} if hook.newest is None else read_values(hook.newest[1])
                 self._numbers["values"] |= {name: _json(value) for name, value in newest.items()}
                 self._numbers["best"] |= {name: [_json(value), step] for name, (value, step) in hook.best.items()}
-            self._numbers["values"] = dict(list(self._numbers["values"].items())[: 2 * _MOST_VALUES])
+            self._numbers["values"] = dict(list(self._numbers["values"].items())[: 2 * _MAX_VALUES])
 
     def _of_devices(self) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -172,7 +172,7 @@ def _local_devices(state: Tree) -> list[Any]:
 def _outcome(setup: Setup, error: BaseException | None) -> tuple[str, str]:
     """Return how the run ended, and why."""
     loop, signals = setup.loop, setup.signals
-    is_done = loop.is_known and loop.step >= setup.options.last_step
+    is_done = loop.is_known and loop.step >= setup.options.stop_step
     is_signal = error is not None and (signals.received is not None or isinstance(error, KeyboardInterrupt))
     if error is not None and (isinstance(error, Exception) or not is_signal):
         first = str(error).strip().partition("\n")[0][:200]

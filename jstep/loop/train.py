@@ -200,13 +200,14 @@ def train(
         start_from=start_from,
     )
     stages = as_stages(train_step)
-    check(state, options.last_step)
+    check(state, options.stop_step)
     processes.refuse_another_run()
     check_batches(batches)
     cached_in = cache_directory(options.compile_cache, options.checkpoint_dir)
     with times.part("devices"):
         jax.devices()
-    least = logging.WARNING if progress is None and is_notebook() else logging.NOTSET  # its output shows the rest
+    # The progress bar of a notebook shows the rest.
+    least = logging.WARNING if progress is None and is_notebook() else logging.NOTSET
     log = log_to_stderr(least) if progress is not False and jax.process_index() == 0 else contextlib.nullcontext()
     # Hooks and evaluations run under the mesh of the state, even if another mesh is set.
     with overriding_mesh(mesh_of(state)), log, persistent_cache(cached_in), setting(WARNED, set()):
@@ -222,7 +223,7 @@ def _train(setup: Setup, batches: Tree) -> TrainState:
             for kind in OBSERVERS:
                 observers = (*observers, left.enter_context(kind(setup)))
             left.callback(signals.end)
-            left.callback(lambda: None if signals.twice else setup.told.wait())
+            left.callback(lambda: None if signals.received_twice else setup.notifier.wait())
             left.enter_context(setup.closing)
             run = None
             try:
@@ -231,20 +232,20 @@ def _train(setup: Setup, batches: Tree) -> TrainState:
                 _finish(run, is_stopped=begin(run) and _take_steps(run))
                 state = run.state
             except BaseException as error:
-                signals.go_on()
+                signals.stop_raising()
                 is_heeded = signals.received is not None
-                setup.loop.enters(ENDING)
+                setup.loop.set_phase(ENDING)
                 if run is None:
                     keep_state(setup, error)
                 else:
                     rescue(run, error)
                 state = getattr(error, "state", None)
-                if signals.twice and isinstance(error, KeyboardInterrupt):
+                if signals.received_twice and isinstance(error, KeyboardInterrupt):
                     leave_at_once(setup.loop.step, error)
                 raise
             finally:
                 for observer in observers:
-                    observer.leaving()
+                    observer.before_close()
                 setup.watch.switch(SAVING)  # only pending writes are left
                 # Hooks and signal handlers must not keep the state alive.
                 setup.loop.release()
@@ -262,9 +263,9 @@ def _train(setup: Setup, batches: Tree) -> TrainState:
             raise
         finally:
             try:
-                setup.told.end(setup.loop.step, ended_by, state)
+                setup.notifier.end(setup.loop.step, ended_by, state)
             finally:
-                ended_by = None  # else its own traceback would keep it
+                ended_by = None  # or the frame in its traceback would keep the exception alive
     interactive.forget()
     return state
 
@@ -272,9 +273,9 @@ def _train(setup: Setup, batches: Tree) -> TrainState:
 def _take_steps(run: Run) -> bool:
     """Run the calls and hooks until the run ends; return whether a signal ended it."""
     loop, signals, runner, in_flight = run.loop, run.signals, run.runner, run.in_flight
-    last_step = run.options.last_step
-    signals.go_on()
-    loop.enters(RUNNING)
+    last_step = run.options.stop_step
+    signals.stop_raising()
+    loop.set_phase(RUNNING)
     run_call: RunCall = run.dispatch
     for hook in run.hooks:
         if isinstance(hook, RunHook):
@@ -295,7 +296,7 @@ def _take_steps(run: Run) -> bool:
     except StopWaiting:
         return True
     if loop.step < last_step and loop.stopped_by is None:
-        loop.enters(ENDING)
+        loop.set_phase(ENDING)
         report_early_end(run)
     return False
 
@@ -313,8 +314,8 @@ def fetch_by_all(calls: Iterable[Call]) -> Iterable[Call]:
 
 def _finish(run: Run, *, is_stopped: bool) -> None:
     """End the hooks, which save the last state, or leave if a signal was received."""
-    run.signals.go_on()
-    run.loop.enters(LEAVING if is_stopped else ENDING)
+    run.signals.stop_raising()
+    run.loop.set_phase(LEAVING if is_stopped else ENDING)
     run.runner.last()
     check_step(run.step, run.state)
     if not is_stopped:

@@ -120,7 +120,7 @@ class DispatchedSteps:
         return dict(self._steps)
 
     def _of(self, call: Call, state: Tree) -> StepWork:
-        tree = state, call.of_one
+        tree = state, call.step_args
         uncounted = StepWork(device_count(tree), device_of(tree).device_kind)
         if not self.is_traced:
             return uncounted

@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jstep.core import device_values, meshes, trees
-from jstep.core.checks import as_int, as_number, check_choice, kind, truncate
+from jstep.core.checks import as_int, as_number, check_choice, describe_type, truncate
 from jstep.core.trees import Array
-from jstep.metrics.totals import NONE, Count, Sum, Total, concatenate, each, sum_exactly, sum_where
+from jstep.metrics.totals import ZERO_COUNT, Count, Sum, Total, concatenate, per_element, sum_exactly, sum_where
 
 # Metrics that are totals over all examples.
 
@@ -51,7 +51,7 @@ class Accuracy(_Totals):
 
     right: Total
     total: Total
-    unknown: Count = NONE
+    unknown: Count = ZERO_COUNT
 
     def compute(self) -> float:
         """Return the accuracy; NaN without examples, if all weights are 0, or if a logit is NaN."""
@@ -106,7 +106,7 @@ class F1(_Totals):
     both: Total
     predicted: Total
     true: Total
-    unknown: Count = NONE
+    unknown: Count = ZERO_COUNT
 
     def compute(self) -> float:
         """Return 2 · both / (predicted + true); 0 if both counts are 0, as in scikit-learn; NaN if a score is NaN."""
@@ -208,7 +208,7 @@ def confusion_matrix(
     valid = _is_class(predicted, size) & _is_class(truth, size)
     cell = truth.astype(jnp.int32) * size + predicted.astype(jnp.int32)
     cell = jnp.where(valid, cell, jnp.full_like(cell, size * size))  # out of range: left out
-    cells = each(valid, weight).segment_sum(cell, size * size)
+    cells = per_element(valid, weight).segment_sum(cell, size * size)
     matrix: Total = jax.tree.map(lambda part: part.reshape(size, size), cells)
     return ConfusionMatrix(matrix, count_flagged(~valid, weight))
 
@@ -291,7 +291,7 @@ def _is_class(labels: Array, num_classes: int) -> Array:
 
 _FINER = 32
 """Multiplier of the requested number of thresholds: their cost is negligible compared with a batch."""
-_MOST = 2**14
+_MAX_THRESHOLDS = 2**14
 _WHOLE = 2**29
 """The sum of the sizes of all bins."""
 
@@ -392,14 +392,14 @@ def auc(
     """
     check_choice(curve, "curve", ("ROC", "PR"))
     number = as_int(num_thresholds, "num_thresholds", 2, "a number of thresholds")
-    if number > _MOST:
-        raise ValueError(f"num_thresholds={number}: must be at most {_MOST}")
+    if number > _MAX_THRESHOLDS:
+        raise ValueError(f"num_thresholds={number}: must be at most {_MAX_THRESHOLDS}")
     values, truth, weight = jax.tree.map(whole, (*scores_and_truth(scores, labels), as_weights(weights, labels)))
     if weight is not None and weight.dtype != jnp.bool_:
         # An invalid weight acts like a NaN score, because bins cannot be compared by NaN weights.
         values = jnp.where(jnp.isnan(weight), jnp.full_like(values, jnp.nan), values)
         weight = jnp.where(jnp.isnan(weight), jnp.ones_like(weight), weight)
-    bins, most = Thresholds(values, values, each(truth, weight), each(~truth, weight)), number * _FINER
+    bins, most = Thresholds(values, values, per_element(truth, weight), per_element(~truth, weight)), number * _FINER
     if values.size > most:
         return AUC(_fewer(bins, most), curve)
     # The number of bins is the same for all batches, so that `merge` is compiled once.
@@ -526,16 +526,16 @@ def indices(value: object, argument: str) -> Array:
     """Convert to an array of class indices, wide enough for any number of classes."""
     array = _numbers(value, argument)
     if jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{argument}: must be integers, the indices of classes, got {kind(array)}")
+        raise TypeError(f"{argument}: must be integers, the indices of classes, got {describe_type(array)}")
     return array.astype(jnp.int32) if array.dtype.itemsize < 4 else array
 
 
 def _numbers(value: object, argument: str) -> Array:
     if not (trees.is_array(value) or isinstance(value, bool | int | float | list | tuple)):
-        raise TypeError(f"{argument}: must be an array of numbers, got {kind(value)}")
+        raise TypeError(f"{argument}: must be an array of numbers, got {describe_type(value)}")
     array = device_values.as_array(value, argument)
     if not any(jnp.issubdtype(array.dtype, dtype) for dtype in (jnp.floating, jnp.integer, jnp.bool_)):
-        raise TypeError(f"{argument}: must be an array of numbers, got {kind(array)}")
+        raise TypeError(f"{argument}: must be an array of numbers, got {describe_type(array)}")
     return array
 
 

@@ -49,7 +49,7 @@ class Count:
 
 
 _ZERO: Any = np.zeros((), np.uint32)  # a NumPy array: at import there are no devices yet
-NONE = Count(_ZERO, _ZERO)
+ZERO_COUNT = Count(_ZERO, _ZERO)
 
 
 @jax.tree_util.register_dataclass
@@ -89,7 +89,7 @@ class Sum:
 Total = Count | Sum
 
 
-def each(condition: Array, weights: Array | None) -> Total:
+def per_element(condition: Array, weights: Array | None) -> Total:
     """The total of each element: its weight, or 1 without weights, if it is true; otherwise 0."""
     if weights is None or weights.dtype == jnp.bool_:
         return exact_counts(condition if weights is None else condition & weights)

@@ -12,7 +12,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.annotations import P
-from jstep.core.checks import as_function, as_int, as_string, check_choice, format_value, kind
+from jstep.core.checks import as_function, as_int, as_string, check_choice, describe_type, format_value
 from jstep.core.device_values import as_scalar
 from jstep.core.meshes import on_any_mesh
 from jstep.core.recorded_calls import makes_optimizer
@@ -23,7 +23,7 @@ from jstep.optimizers.compose import trained_params
 from jstep.optimizers.host_slots import on_leaves
 from jstep.optimizers.hyperparameters import check_hyperparameter, check_prefix
 from jstep.optimizers.leaf_values import mask
-from jstep.optimizers.nested import Own, StepInputs, wrap_optimizer
+from jstep.optimizers.nested import StepInputs, WrapperSlots, wrap_optimizer
 from jstep.optimizers.rules import Slot, fresh_slot, new_start_step, slot_age
 from jstep.optimizers.updates import add, apply_updates, is_update
 from jstep.slots.indexed_slices import is_slices
@@ -34,7 +34,7 @@ from jstep.state.train_state import START_STEP, TrainState
 
 # Exponential moving averages of parameters, and the wrapper that keeps them.
 
-NAME = "ExponentialMovingAverage"
+AVERAGE_SLOT = "ExponentialMovingAverage"
 DECAY, RATE = "decay", "rate"
 
 
@@ -85,7 +85,7 @@ class ExponentialMovingAverage:
     decay: ScalarOrSchedule | None = None
     num_updates: bool = False
     zero_debias: bool = False
-    name: str = NAME
+    name: str = AVERAGE_SLOT
     start_step: int = 0
     every: int = 1
     follows: Literal["updates", "step"] = "updates"
@@ -95,8 +95,7 @@ class ExponentialMovingAverage:
         if (self.decay is None) == (self.rate is None):
             raise ValueError(
                 f"decay={format_value(self.decay)}, rate={format_value(self.rate)}: must be one of them, where rate "
-                "is 1 − decay, "
-                f"got {'neither' if self.decay is None else 'both'}; leave out the other"
+                f"is 1 − decay, got {'neither' if self.decay is None else 'both'}; leave out the other"
             )
         argument, value = self.speed
         object.__setattr__(self, argument, check_hyperparameter(argument, value, low=0, high=1))
@@ -229,10 +228,6 @@ def _count(name: str, value: object) -> Array:
     return jnp.asarray(as_scalar(value, name, low=0, integer=True)).astype(trees.default_float())
 
 
-MOVED = "move_average"
-"""The name of the function below in the compiled step, which marks where averages move."""
-
-
 @jax.jit  # one trace for all leaves of a shape, as in leafwise
 def move_average(average: Array, p: Array, rate: Array) -> Array:
     rate, p = jnp.asarray(rate).astype(average.dtype), p.astype(average.dtype)
@@ -241,8 +236,12 @@ def move_average(average: Array, p: Array, rate: Array) -> Array:
     return jnp.where(rate >= 1, p, jnp.where(rate > 0, moved, average))
 
 
+MOVED = "move_average"
+"""The name of the function above in the compiled step, which marks where averages move."""
+
+
 def _followed(own: Slots, p: Array, u: object, rate: Array) -> tuple[None, Slots]:
-    return None, {NAME: move_average(own[NAME], p if u is None else add(p, u), rate)}
+    return None, {AVERAGE_SLOT: move_average(own[AVERAGE_SLOT], p if u is None else add(p, u), rate)}
 
 
 @makes_optimizer(2)
@@ -305,7 +304,7 @@ def with_moving_average(
     """
     optimizer = require_optimizer("optimizer", optimizer)
     if not isinstance(ema, ExponentialMovingAverage):
-        raise TypeError(f"ema={ema!r}: must be an ExponentialMovingAverage, got {kind(ema)}")
+        raise TypeError(f"ema={ema!r}: must be an ExponentialMovingAverage, got {describe_type(ema)}")
     if initial is not None and (ema.zero_debias or ema.start_step):
         start = "from zeros (zero_debias=True)" if ema.zero_debias else f"at start_step={ema.start_step}"
         raise ValueError(
@@ -347,19 +346,23 @@ def with_moving_average(
         def call(average: object, p: object, u: object, weight: object) -> Any:
             return None if average is None or weight is None else (_followed, p, u, weight)
 
-        on_leaves(params, {NAME: averages}, map(call, averages, jax.tree.leaves(params), moves_of_leaves, weights))
+        on_leaves(
+            params, {AVERAGE_SLOT: averages}, map(call, averages, jax.tree.leaves(params), moves_of_leaves, weights)
+        )
         return updates, inner, {**ages, ema.name: trees.structure(params).unflatten(averages)}
 
     role = Role.COPY if initial is None and not ema.starts_at_zeros else Role.AVERAGE
     return wrap_optimizer(optimizer, "with_moving_average", update, _own(ema, fresh, role, hyper))
 
 
-def _own(ema: ExponentialMovingAverage, fresh: Callable[[Params, Step], Any], role: Role, hyper: dict[str, Any]) -> Own:
+def _own(
+    ema: ExponentialMovingAverage, fresh: Callable[[Params, Step], Any], role: Role, hyper: dict[str, Any]
+) -> WrapperSlots:
     follows_step = ema.follows == "step"
     # Averages that do not move at each update have a separate age; the others use the optimizer's.
     waits = ema.zero_debias and ema.waits
     ages = [_age_name(ema)] if follows_step and ema.zero_debias else []
-    return Own(
+    return WrapperSlots(
         {ema.name: fresh, **dict.fromkeys(ages, lambda params, step: new_start_step(step))},
         {ema.name: role, **dict.fromkeys(ages, Role.OWN_AGE)},
         {ema.name: "weight"},
@@ -422,20 +425,19 @@ def _initial(initial: Any, params: Params, averaged: Sequence[bool]) -> list[Any
 def as_average_names(use_averages: object) -> tuple[str, ...] | None:
     """Return the slots of averages that an argument `use_averages` selects; None for False."""
     if isinstance(use_averages, bool | np.bool_):
-        return (NAME,) if use_averages else None
+        return (AVERAGE_SLOT,) if use_averages else None
     names = tuple(use_averages) if isinstance(use_averages, list | tuple) else (use_averages,)
     if not all(isinstance(entry, str) for entry in names):
         raise TypeError(
-            f"use_averages={format_value(use_averages)}: must be True or False, the name of a slot of averages, or a "
-            "list of "
-            f"names, got {kind(use_averages)}"
+            f"use_averages={format_value(use_averages)}: must be True or False, the name of a slot of averages, or "
+            f"a list of names, got {describe_type(use_averages)}"
         )
     if not names:
         raise ValueError(f"use_averages={use_averages!r}: must have a name; pass False for no averages")
     return tuple(as_string(entry, "use_averages") for entry in names)
 
 
-def averaged_params(state: TrainState[P], name: str | Sequence[str] = NAME) -> P:
+def averaged_params(state: TrainState[P], name: str | Sequence[str] = AVERAGE_SLOT) -> P:
     """The moving averages of the parameters, in the dtypes of the parameters, for evaluation.
 
     Values that are not averaged come from the state: integer leaves, leaves excluded by var_list, and model_state.
@@ -527,7 +529,7 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
         return fresh_slot(SLOW, Slot("copy"), trained_params(optimizer, params), step)
 
     hyper = {"slow_step_size": check_hyperparameter("slow_step_size", slow_step_size, low=0, high=1)}
-    own = Own({SLOW: fresh}, {SLOW: Role.COPY}, {SLOW: "weight"}, hyper, aged=True)
+    own = WrapperSlots({SLOW: fresh}, {SLOW: Role.COPY}, {SLOW: "weight"}, hyper, aged=True)
     return wrap_optimizer(optimizer, "lookahead", update, own, inner_roles=Roles.ordered)
 
 
@@ -562,6 +564,3 @@ def slow_params(state: TrainState[P], name: str = SLOW) -> P:
         1.0 0.0
     """
     return params_from_slot(state, name, "Slow weights are kept by jstep.lookahead(optimizer).")
-
-
-# Wrappers for low-precision parameters: float32 master weights, and stochastic rounding to bfloat16.

@@ -10,7 +10,7 @@ import numpy as np
 
 from jstep.core import placement, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import kind, listing
+from jstep.core.checks import describe_type, format_items
 from jstep.core.trees import OptimizerLike
 from jstep.optimizers.compact import round_to_nearest
 from jstep.slots.compact_numbers import blocks_between
@@ -166,7 +166,7 @@ class _Moved:
         _logger.log(
             logging.WARNING if is_stale else logging.INFO,
             "carried slots over changed parameters%s%s%s%s",
-            *(listing(what, list(map(repr, names))) for what, names in parts.items()),
+            *(format_items(what, list(map(repr, names))) for what, names in parts.items()),
             _STALE if is_stale else "",
         )
 
@@ -246,7 +246,7 @@ def _checked_index(index: object, old: Mapping[_Id, Any], new: Mapping[_Id, Any]
     if index is None:
         return {}
     if not isinstance(index, Mapping):
-        raise TypeError(f"index: must be a mapping from paths of parameters to rows, got {kind(index)}")
+        raise TypeError(f"index: must be a mapping from paths of parameters to rows, got {describe_type(index)}")
     checked = {}
     for path, entry in index.items():
         key = (path, 1) if (path, 1) in new else (path, 0)
@@ -270,7 +270,7 @@ def _checked_index(index: object, old: Mapping[_Id, Any], new: Mapping[_Id, Any]
 def _checked_rows(path: object, axis: int, rows: Any, before: int, after: int) -> Any:
     array = np.asarray(rows)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise TypeError(f"index: {path!r}: must be a list of row numbers, got {kind(rows)}")
+        raise TypeError(f"index: {path!r}: must be a list of row numbers, got {describe_type(rows)}")
     if len(array) > after:
         raise ValueError(f"index: {path!r}: must be at most the {after} rows of axis {axis}, got {len(array)}")
     if (bad := array[(array < -1) | (array >= before)]).size:

@@ -252,7 +252,8 @@ def rmsprop(
     variance negative, it is set to 0; TF returns NaN.
     """
     is_centered = as_bool(centered, "centered")
-    # Not declared: a variance is a small difference of two averages, so that their rounding errors would dominate it.
+    # No `holds`, so that `compact` keeps it in full precision: a variance is a small difference of two averages, whose
+    # rounding errors would dominate it.
     slots = {"rms": Slot(1.0, holds=None if is_centered else "square"), "momentum": MEAN}
     slots |= {"mg": Slot()} if is_centered else {}
     hyper = {"learning_rate": learning_rate, "decay": decay, "momentum": momentum, "epsilon": epsilon}
@@ -382,9 +383,9 @@ def ftrl(
     Source: McMahan et al., "Ad Click Prediction: a View from the Trenches" (2013), algorithm 1;
     `tf.train.FtrlOptimizer`.
     """
-    # `accum` is not declared: each step computes the parameters from it, so that its rounding errors would be theirs.
+    # `accum` has no `holds`, so that `compact` keeps it in full precision: each step computes the parameters from it.
     slots = {
-        "accum": check_hyperparameter("initial_accumulator_value", initial_accumulator_value, **rules.RATE),
+        "accum": check_hyperparameter("initial_accumulator_value", initial_accumulator_value, **rules.NON_NEGATIVE),
         "linear": Slot(holds="slow", in_order=True),
     }
     hyper = {
@@ -456,7 +457,7 @@ def madgrad(
     Source: Defazio and Jelassi, "Adaptivity without Compromise: A Momentumized, Adaptive, Dual Averaged Gradient Method
     for Stochastic Optimization" (2021); the results match the authors' code and `optax.contrib.madgrad`.
     """
-    # The sum of squares is not declared, because the parameters are computed from it, as in FTRL.
+    # The sum of squares has no `holds`, because the parameters are computed from it, as in FTRL.
     slots = {"s": SLOW, "grad_sum_sq": 0.0, "initial": COPY}
     hyper = {"learning_rate": learning_rate, "momentum": check_hyperparameter("momentum", momentum, **rules.BETA)}
     hyper |= {"weight_decay": weight_decay, "epsilon": epsilon}

@@ -36,8 +36,6 @@ from jstep.state.sharding import state_shardings
 from jstep.state.slots import master_params, slot_values
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 
-# Compact storage between updates: slots as 8- or 16-bit codes, bfloat16 parameters with an 8-bit remainder.
-#
 # The inner optimizer sees float32 parameters and slots. Its results are stored block by block. Blocks without a changed
 # value keep their bits, whatever the reason: a missing gradient, a guard that skipped the update, or rows that a sparse
 # gradient does not name.
@@ -127,8 +125,7 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
             if p is not None and p.dtype == jnp.float16:
                 raise ValueError(
                     f"params: {trees.quote_path(path)} is float16, whose range compact cannot extend: must be "
-                    "bfloat16 or "
-                    "float32; cast it, or use jstep.master_weights"
+                    "bfloat16 or float32; cast it, or use jstep.master_weights"
                 )
         lows = [None if p is None or p.dtype != jnp.bfloat16 else jnp.zeros_like(p, jnp.int8) for p in owned]
         leaves, treedef = trees.flatten(params)
@@ -145,7 +142,7 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
         halves = own_roles.of(*HALVES)
         require_slots((*own_roles.halves, *halves), slots)
         others = {name: tree for name, tree in slots.items() if name not in halves}
-        inside = nested.own_slots(optimizer, others, params)
+        inside = nested.slots_of(optimizer, others, params)
         stored = OldState(params, slots, own_roles.halves, inside, blocks_in(params), step)
         at = nested.StepInputs(params, step, context)
         inner = functools.partial(nested.update_masters, optimizer, at=at, rounded=_rounded)
@@ -506,7 +503,7 @@ def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimi
     others = {MODEL_STATE: state.slots[MODEL_STATE]} if MODEL_STATE in state.slots else {}
     held = {name: on_devices(tree) for name, tree in state.slots.items() if name not in others}
     _check("old_optimizer", held, _shapes(state, old_optimizer))
-    old, treedef = slot_roles.roles_of(old_optimizer, state.params).of_state(), trees.structure(state.params)
+    old, treedef = slot_roles.roles_of(old_optimizer, state.params).for_state(), trees.structure(state.params)
     old_state = TrainState(state.params, held, state.global_step, roles=old)
     masters = jax.tree.leaves(master_params(old_state))
     for name in old.of(Role.MASTER):
@@ -530,7 +527,7 @@ def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimi
         slots[name] = treedef.unflatten(new_leaves)
     own = {name for name in held if old.get(name) not in (*HALVES, Role.MASTER)}
     _check("new_optimizer", slots | {name: held[name] for name in own - slots.keys()}, wanted)
-    return TrainState(treedef.unflatten(leaves), slots | others, state.global_step, roles=roles.of_state())
+    return TrainState(treedef.unflatten(leaves), slots | others, state.global_step, roles=roles.for_state())
 
 
 def _shapes(state: TrainState, optimizer: Optimizer) -> Slots:

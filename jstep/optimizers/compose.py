@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jstep.core import trees
-from jstep.core.checks import as_function, as_mapping, as_string, format_value, kind
+from jstep.core.checks import as_function, as_mapping, as_string, describe_type, format_value
 from jstep.core.exceptions import context_manager, setting
 from jstep.core.logs import log_warning
 from jstep.core.placement import on_devices
@@ -51,7 +51,7 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
     Source: `optax.chain`; the elements share the global step of the state instead of keeping separate counters.
     """
     if not optimizers:
-        raise ValueError("chain() needs at least one optimizer")
+        raise ValueError("optimizers: must be at least one optimizer, got none")
     first: Any = optimizers[0]
     if len(optimizers) == 1 and type(first) in (list, tuple):  # an Optax transformation is a NamedTuple
         raise TypeError(
@@ -83,7 +83,7 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
         new: Slots = {}
         at = StepInputs(params, step, context)
         for i, optimizer in enumerate(elements):
-            mine = nested.own_slots(optimizer, slots, params)
+            mine = nested.slots_of(optimizer, slots, params)
             is_last = i == len(elements) - 1
             updates, own = nested.call_update(optimizer, updates, mine, at, exact=is_last)
             new |= own
@@ -185,7 +185,7 @@ def scope(name: str, optimizer: OptimizerLike) -> Optimizer:
     def update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
-        mine = nested.own_slots(optimizer, slots, params, f"{name}/")
+        mine = nested.slots_of(optimizer, slots, params, f"{name}/")
         updates, own = nested.call_update(optimizer, updates, mine, StepInputs(params, step, context), exact=True)
         return updates, nested.add_prefix(name, own)
 
@@ -280,10 +280,10 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
     """
     for label in as_mapping(optimizers, "optimizers", "from labels to optimizers"):
         if not isinstance(label, str):
-            raise TypeError(f"optimizers: the label {label!r} must be a string, got {kind(label)}")
+            raise TypeError(f"optimizers: the label {label!r} must be a string, got {describe_type(label)}")
         check_prefix("a label of optimizers", label)
     if not optimizers:
-        raise ValueError("optimizers={}: partition needs at least one optimizer")
+        raise ValueError(f"optimizers={format_value(optimizers)}: must have at least one optimizer, got none")
     if labels is None or isinstance(labels, bool | int | float) or (callable(labels) and trees.is_function(labels)):
         as_function(labels, "labels", "(path, leaf) -> label, or a tree of labels")
     parts = {
@@ -366,8 +366,7 @@ class _Partition:
                 where = f"labels({path!r}, …) returned" if is_function else f"labels: the leaf at {path!r} has"
                 raise ValueError(
                     f"{where} {label!r}, which has no optimizer{trees.suggest_names(str(label), self.parts)}; "
-                    "optimizers has "
-                    f"{sorted(self.parts)}, and None freezes a leaf"
+                    f"optimizers has {sorted(self.parts)}, and None freezes a leaf"
                 )
         return names
 
@@ -430,9 +429,8 @@ def _filled(labels: Any, params: Params) -> list[Any]:
         jax.tree.map(fill, labels, params, is_leaf=trees.is_none)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"labels={format_value(labels)}: a tree of labels must have the structure of params (or a prefix of it), "
-            "whose "
-            f"paths are {trees.leaf_paths(params)[:20]}"
+            f"labels={format_value(labels)}: a tree of labels must have the structure of params (or a prefix of "
+            f"it), whose paths are {trees.leaf_paths(params)[:20]}"
         ) from error
     return names
 

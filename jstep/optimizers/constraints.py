@@ -18,7 +18,7 @@ from jstep.optimizers.updates import Projected, apply_updates, map_updates
 from jstep.slots.indexed_slices import is_slices, on_table
 from jstep.slots.optax_transformations import require_optimizer
 
-LEAST_SHARE = 1e-3
+MIN_SHARE = 1e-3
 
 
 @makes_optimizer(2)
@@ -98,8 +98,7 @@ def _checked(params: Params, projected: object) -> list[Any]:
             cast = f"; cast it with .astype({kinds[0][1]})" if kinds[0][0] == kinds[1][0] else ""
             raise ValueError(
                 f"fn: must return params of the same shapes and dtypes: {trees.quote_path(path)} is {shown[0]}, and "
-                "the "
-                f"result {shown[1]}{cast}"
+                f"the result {shown[1]}{cast}"
             )
         leaves[i] = jnp.asarray(new)
     return leaves
@@ -137,7 +136,7 @@ def cautious(optimizer: OptimizerLike) -> Optimizer:
 
         def of_table(u: Array) -> Array:
             agrees = (((u < 0) & (g > 0)) | ((u > 0) & (g < 0))).astype(u.dtype)
-            return u * (agrees / jnp.maximum(jnp.mean(agrees), LEAST_SHARE))
+            return u * (agrees / jnp.maximum(jnp.mean(agrees), MIN_SHARE))
 
         return on_table(of_table, u)
 

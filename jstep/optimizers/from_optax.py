@@ -11,7 +11,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_string, format_value, kind
+from jstep.core.checks import as_string, describe_type, format_value
 from jstep.core.jaxprs import Operation, Subprogram, apply, body_of, evaluate
 from jstep.core.logs import log_warning
 from jstep.core.recorded_calls import has_init_and_update, makes_optimizer
@@ -82,7 +82,7 @@ def from_optax(
         raise TypeError(
             f"transformation={format_value(transformation)}: must have init and update, like the result of "
             "optax.adam(1e-3), "
-            f"got {kind(transformation)}"
+            f"got {describe_type(transformation)}"
         )
     hyper.check_prefix("name", as_string(name, "name"))
     reported = _reported(hyperparameters)
@@ -183,14 +183,13 @@ def _reported(reported: object) -> Any:
     if isinstance(reported, Mapping):
         for key, value in reported.items():
             if not isinstance(key, str):
-                raise TypeError(f"hyperparameters: {format_value(key)} must be a string, got {kind(key)}")
+                raise TypeError(f"hyperparameters: {format_value(key)} must be a string, got {describe_type(key)}")
             if isinstance(value, Held):
                 raise TypeError(f"hyperparameters: {key!r} is held, which Optax does not read")
         return hyper.report({key: hyper.check_hyperparameter(key, value) for key, value in reported.items()})
     if not callable(reported):
         raise TypeError(
             f"hyperparameters={format_value(reported)}: must map names to numbers or schedules, or be a function of "
-            "the step, "
-            f"got {kind(reported)}"
+            f"the step, got {describe_type(reported)}"
         )
     return lambda step, /: hyper.as_arrays(dict(reported(step)), step)

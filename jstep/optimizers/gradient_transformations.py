@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_number, format_value, kind
+from jstep.core.checks import as_bool, as_number, describe_type, format_value
 from jstep.core.device_values import as_key
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
@@ -258,7 +258,7 @@ def _value_bounds(limit: tuple[ScalarOrSchedule, ScalarOrSchedule] | Number | An
         raise ValueError(f"by_value={limit!r}: must be (min, max), or c for (-c, c)")
     low, high = check_hyperparameter("by_value[0]", limit[0]), check_hyperparameter("by_value[1]", limit[1])
     if isinstance(low, float) and isinstance(high, float) and low > high:
-        raise ValueError(f"by_value={limit!r}: min is larger than max")
+        raise ValueError(f"by_value={limit!r}: must be (min, max) with min ≤ max")
     return {"clip_by_value_min": low, "clip_by_value_max": high}
 
 
@@ -272,10 +272,10 @@ def _clipped_units(g: Array, p: Array, ratio: object, over: tuple[int, ...]) -> 
     """Adaptive clipping: g · ratio·max(‖p‖, 0.001)/‖g‖ for units where ‖g‖ exceeds ratio·max(‖p‖, 0.001)."""
     dtype = trees.compute_dtype(g.dtype)
     wide = g.astype(dtype)
-    limit = jnp.asarray(ratio).astype(dtype) * jnp.maximum(_norm(p.astype(dtype), over), LEAST_PARAMETER_NORM)
+    limit = jnp.asarray(ratio).astype(dtype) * jnp.maximum(_norm(p.astype(dtype), over), MIN_PARAMETER_NORM)
     norm = _norm(wide, over)
     # As in the other clipping modes, a norm that is not finite makes the clipped values NaN.
-    by = jnp.where(jnp.isfinite(norm), limit / jnp.maximum(norm, LEAST_GRADIENT_NORM), jnp.full_like(norm, jnp.nan))
+    by = jnp.where(jnp.isfinite(norm), limit / jnp.maximum(norm, MIN_GRADIENT_NORM), jnp.full_like(norm, jnp.nan))
     return jnp.where(norm <= limit, wide, wide * by)
 
 
@@ -286,9 +286,9 @@ def _norm(x: Array, axes: tuple[int, ...]) -> Array:
     return jnp.sqrt(jnp.sum(jnp.square(x / safe), axis=axes, keepdims=True)) * safe
 
 
-LEAST_PARAMETER_NORM = 1e-3
+MIN_PARAMETER_NORM = 1e-3
 
-LEAST_GRADIENT_NORM = 1e-6
+MIN_GRADIENT_NORM = 1e-6
 
 
 # Scales: a factor, the learning rate, or factors by path.
@@ -389,8 +389,7 @@ def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any],
     else:
         raise TypeError(
             f"factors={format_value(factors)}: must map paths or globs to numbers, or be a function (path, leaf) -> "
-            "number, "
-            f"got {kind(factors)}"
+            f"number, got {describe_type(factors)}"
         )
     return from_update("scale_updates", scale_update, {}, hyper, flags={"factor": factor}, by_rows=True)
 

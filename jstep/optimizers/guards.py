@@ -16,7 +16,7 @@ from jstep.differentiate.clipping import global_norm
 from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers import nested
 from jstep.optimizers.host_slots import on_leaves, only_if
-from jstep.optimizers.nested import Own, StepInputs, call_update, wrap_optimizer
+from jstep.optimizers.nested import StepInputs, WrapperSlots, call_update, wrap_optimizer
 from jstep.optimizers.rules import Slot, fresh_slot, new_start_step, slot_leaves
 from jstep.optimizers.updates import Projected, map_updates, wide_updates
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows, rows_in_order
@@ -30,7 +30,7 @@ LAST_FINITE_STEP = "last_finite_step"
 NOT_REACHED = -1
 """The value that a step writes to `last_finite_step` before an update, to find out whether the guard skipped it. The
 value stays if the guard is not reached because its part has no gradient."""
-LEFT_OUT = -2
+SKIPPED_MARK = -2
 """The value that a guard writes there if it skips the update."""
 
 
@@ -71,11 +71,11 @@ def skip_nonfinite(optimizer: OptimizerLike) -> Optimizer:
         updates, inner = conditional_update(finite, optimizer, updates, inner, at, is_guard=True)
         last = own[LAST_FINITE_STEP]
         after = jnp.asarray(at.step).astype(last.dtype) + 1
-        return updates, inner, {LAST_FINITE_STEP: jnp.where(finite, after, _left_out(last))}
+        return updates, inner, {LAST_FINITE_STEP: jnp.where(finite, after, _mark_skipped(last))}
 
-    own = Own({LAST_FINITE_STEP: _at_step}, {LAST_FINITE_STEP: Role.LAST_FINITE})
+    own = WrapperSlots({LAST_FINITE_STEP: _at_step}, {LAST_FINITE_STEP: Role.LAST_FINITE})
     return wrap_optimizer(
-        optimizer, "skip_nonfinite", update, own, guarded=True, inner_roles=lambda roles: roles.of_own_age().ordered()
+        optimizer, "skip_nonfinite", update, own, guarded=True, inner_roles=lambda roles: roles.with_own_age().ordered()
     )
 
 
@@ -83,8 +83,8 @@ def _at_step(params: Params, step: Step) -> Array:
     return new_start_step(step)
 
 
-def _left_out(last: Array) -> Array:
-    return jnp.where(last == NOT_REACHED, jnp.asarray(LEFT_OUT, last.dtype), last)
+def _mark_skipped(last: Array) -> Array:
+    return jnp.where(last == NOT_REACHED, jnp.asarray(SKIPPED_MARK, last.dtype), last)
 
 
 def all_finite(gradients: Updates, params: Params) -> Array:
@@ -119,7 +119,7 @@ def conditional_update(
         if is_guard and role in (Role.LOSS_SCALE, Role.SCALE_SINCE):
             return new  # a loss scale changes when an update is skipped
         if is_guard and role is Role.LAST_FINITE:
-            return jnp.where(condition, new, _left_out(old))
+            return jnp.where(condition, new, _mark_skipped(old))
         if role in AGES:
             return jax.tree.map(lambda before, after: jnp.where(condition, after, before + 1), old, new)
         return jax.tree.map(
@@ -202,10 +202,10 @@ def dynamic_loss_scale(
         return updates, inner, changed
 
     added = {LOSS_SCALE: lambda params, step: jnp.array(first, dtype=jnp.float32), SCALE_SINCE: _at_step}
-    own = Own(added, {LOSS_SCALE: Role.LOSS_SCALE, SCALE_SINCE: Role.SCALE_SINCE})
+    own = WrapperSlots(added, {LOSS_SCALE: Role.LOSS_SCALE, SCALE_SINCE: Role.SCALE_SINCE})
 
     def inner_roles(roles: Roles) -> Roles:
-        return roles.of_own_age().ordered().hiding(Role.LOSS_SCALE)
+        return roles.with_own_age().ordered().hiding(Role.LOSS_SCALE)
 
     return wrap_optimizer(optimizer, "dynamic_loss_scale", update, own, guarded=True, inner_roles=inner_roles)
 
@@ -231,7 +231,7 @@ def unscale(updates: Updates, scale: Any) -> Updates:
 
 # The gradient noise scale, averaged over steps.
 
-SLOTS = {
+NOISE_SLOTS = {
     "noise/gradient_noise": Role.NOISE,
     "noise/gradient_square": Role.NOISE_SQUARE,
     "noise/weight": Role.NOISE_WEIGHT,
@@ -300,18 +300,18 @@ def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer
             return jnp.where(is_measured, old + share * (value.astype(old.dtype) - old), old)
 
         values = (measured.noise, measured.square, jnp.ones((), jnp.float32))
-        return updates, inner, {name: averaged(own[name], x) for name, x in zip(SLOTS, values, strict=True)}
+        return updates, inner, {name: averaged(own[name], x) for name, x in zip(NOISE_SLOTS, values, strict=True)}
 
     def inner_roles(roles: Roles) -> Roles:
         return roles.hiding(Role.LOSS_SCALE)
 
-    own = Own(dict.fromkeys(SLOTS, lambda params, step: jnp.zeros((), jnp.float32)), SLOTS)
+    own = WrapperSlots(dict.fromkeys(NOISE_SLOTS, lambda params, step: jnp.zeros((), jnp.float32)), NOISE_SLOTS)
     return wrap_optimizer(optimizer, "with_noise_scale", update, own, inner_roles=inner_roles, takes_context=True)
 
 
 def noise_slots(roles: Roles) -> list[str]:
-    """The slots of the averages, in the order of `SLOTS`; raise if they are not outermost."""
-    names = roles.of(*SLOTS.values())
+    """The slots of the averages, in the order of `NOISE_SLOTS`; raise if they are not outermost."""
+    names = roles.of(*NOISE_SLOTS.values())
     hidden = [name for name in names if name in roles.hidden]
     if hidden:
         raise ValueError(
@@ -408,7 +408,7 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
         return roles.at_some_steps().ordered().hiding(Role.LOSS_SCALE)
 
     added = {name: functools.partial(fresh_slot, name, spec) for name, spec in sums.items()}
-    own = Own(added, details={GRADIENT_COUNT: ACCUMULATED} if accumulate else {})
+    own = WrapperSlots(added, details={GRADIENT_COUNT: ACCUMULATED} if accumulate else {})
     is_guarded = False if accumulate else None  # a nonfinite gradient would reach the sum
     return wrap_optimizer(optimizer, "update_every", update, own, guarded=is_guarded, inner_roles=inner_roles)
 

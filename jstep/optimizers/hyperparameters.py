@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jstep.core import trees
 from jstep.core.annotations import P, Tree
-from jstep.core.checks import Bounds, format_value, kind
+from jstep.core.checks import Bounds, describe_type, format_value
 from jstep.core.device_values import as_scalar
 from jstep.core.trees import Array, Held, ScalarOrSchedule, Slots, Step
 from jstep.slots.roles import Role, Roles, abstractly
@@ -22,7 +22,7 @@ from jstep.state.train_state import TrainState
 
 # Hyperparameters stored in the state, which can be changed during training and are saved in checkpoints.
 
-HELD = "held"
+HELD_PART = "held"
 """The part of a slot's name that marks held hyperparameters: `held/name`, `embed/held/name` under a scope or label."""
 
 
@@ -51,7 +51,7 @@ def held(name: str, value: object) -> Held:
         0.75 0.25
     """
     if not isinstance(name, str):
-        raise TypeError(f"name={name!r}: must be a string, got {kind(name)}")
+        raise TypeError(f"name={name!r}: must be a string, got {describe_type(name)}")
     check_prefix("name", name)
     _check_number(value)
     return Held(name, value)
@@ -60,10 +60,10 @@ def held(name: str, value: object) -> Held:
 def check_prefix(argument: str, name: str) -> None:
     if not name or name.strip("/") != name:
         raise ValueError(f"{argument}={name!r}: must be a name without slashes at its ends")
-    if HELD in name.split("/"):
+    if HELD_PART in name.split("/"):
         raise ValueError(
-            f"{argument}={name!r}: must not have the part {HELD!r}, which marks the slots of held hyperparameters; "
-            "take another name"
+            f"{argument}={name!r}: must not have the part {HELD_PART!r}, which marks the slots of held "
+            "hyperparameters; take another name"
         )
 
 
@@ -72,7 +72,7 @@ def held_roles(hyper: Mapping[str, Any]) -> Roles:
     owner: dict[str, str] = {}
     for argument, value in hyper.items():
         if isinstance(value, Held):
-            slot = f"{HELD}/{value.name}"
+            slot = f"{HELD_PART}/{value.name}"
             if slot in owner:
                 raise ValueError(
                     f"{owner[slot]} and {argument} both hold a hyperparameter named {value.name!r} (slot {slot!r}); "
@@ -89,15 +89,15 @@ def held_roles(hyper: Mapping[str, Any]) -> Roles:
 
 def held_slots(hyper: Mapping[str, Any]) -> Slots:
     held = [value for value in hyper.values() if isinstance(value, Held)]
-    return {f"{HELD}/{entry.name}": jnp.array(entry.value, dtype=jnp.float32, copy=True) for entry in held}
+    return {f"{HELD_PART}/{entry.name}": jnp.array(entry.value, dtype=jnp.float32, copy=True) for entry in held}
 
 
 def display_name(slot: str) -> str | None:
     """The name of a held hyperparameter, from the name of its slot; None for other slots."""
     parts = slot.split("/")
-    if HELD not in parts[:-1]:
+    if HELD_PART not in parts[:-1]:
         return None
-    parts.remove(HELD)
+    parts.remove(HELD_PART)
     return "/".join(parts)
 
 
@@ -168,7 +168,7 @@ def set_hyperparameter(state: TrainState[P], name: str, value: object) -> TrainS
 def _check_number(value: Any, shape: tuple[int, ...] = ()) -> None:
     """Check that a value can be held: finite, and a scalar or of the given shape."""
     if isinstance(value, bool) or not (isinstance(value, int | float) or trees.is_array(value)):
-        raise TypeError(f"value={value!r}: must be a number or a scalar array, got {kind(value)}")
+        raise TypeError(f"value={value!r}: must be a number or a scalar array, got {describe_type(value)}")
     if np.ndim(value) and np.shape(value) != shape:
         held_shape = f" or an array of shape {shape}" if shape else ""
         raise ValueError(f"value: must be a scalar{held_shape}, got shape {np.shape(value)}")
@@ -180,9 +180,9 @@ def _check_number(value: Any, shape: tuple[int, ...] = ()) -> None:
 def _slot_of(state: Tree, name: str) -> str:
     slots = getattr(state, "slots", None)
     if not isinstance(slots, dict):
-        raise TypeError(f"state: must be a TrainState, got {kind(state)}")
+        raise TypeError(f"state: must be a TrainState, got {describe_type(state)}")
     if not isinstance(name, str):
-        raise TypeError(f"name={name!r}: must be a string, got {kind(name)}")
+        raise TypeError(f"name={name!r}: must be a string, got {describe_type(name)}")
     arrays = (slot for slot, value in slots.items() if trees.is_array(value))
     slot_of = {shown: slot for slot in arrays if (shown := display_name(slot)) is not None}
     if name not in slot_of:
@@ -252,7 +252,8 @@ def low_dtype(argument: str, dtype: DTypeLike | None) -> Any:
         result = None
     if result is None or not jnp.issubdtype(result, jnp.floating):
         raise TypeError(
-            f"{argument}={format_value(dtype)}: must be a floating dtype such as jnp.bfloat16, got {kind(dtype)}"
+            f"{argument}={format_value(dtype)}: must be a floating dtype such as jnp.bfloat16, "
+            f"got {describe_type(dtype)}"
         )
     return result
 
@@ -262,7 +263,7 @@ def value_at(name: str, value: Any, step: Step, slots: Slots | None = None) -> A
     if isinstance(value, float):
         return value
     if isinstance(value, Held):
-        slot = f"{HELD}/{value.name}"
+        slot = f"{HELD_PART}/{value.name}"
         if slots is None or slot not in slots:
             raise ValueError(
                 f"{name}=held({value.name!r}, …): the state has no slot {slot!r}, it has {sorted(slots or {})}; create "

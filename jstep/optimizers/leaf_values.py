@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_function, format_value, kind
+from jstep.core.checks import as_function, describe_type, format_value
 from jstep.core.exceptions import setting
 from jstep.core.logs import log_warning
 from jstep.core.selection import VarList, check_form, flags, is_named, leaf_names
@@ -62,7 +62,7 @@ def first_match(argument: str, entries: Iterable[Any]) -> Flag:
     globs = list(entries)
     for glob in globs:
         if not isinstance(glob, str):
-            raise TypeError(f"{argument}: {format_value(glob)} must be a path or a glob, got {kind(glob)}")
+            raise TypeError(f"{argument}: {format_value(glob)} must be a path or a glob, got {describe_type(glob)}")
 
     def of(params: Params) -> list[Any]:
         flags(params, globs, argument)
@@ -124,8 +124,7 @@ def matrix_axes(axes: Axes | None, purpose: str, label: str, optimizer: str) -> 
         if len(shape) < 2:
             raise ValueError(
                 f"params: the leaf at {trees.quote_path(path)} has shape {shape}: must have two axes, a matrix, "
-                f"{purpose}; "
-                f"train the rest with another optimizer: jstep.partition({{'{label}': {optimizer}, 'adamw': "
+                f"{purpose}; train the rest with another optimizer: jstep.partition({{'{label}': {optimizer}, 'adamw': "
                 f"jstep.adamw(1e-3)}}, lambda path, leaf: '{label}' if leaf.ndim == 2 and 'embed' not in path else "
                 "'adamw')"
             )

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jstep.core import trees
-from jstep.core.checks import format_value, kind
+from jstep.core.checks import describe_type, format_value
 from jstep.core.device_values import as_key
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import nested
 from jstep.optimizers.host_slots import on_leaves
 from jstep.optimizers.leaf_values import leaf_numbers
-from jstep.optimizers.nested import Own, StepInputs, wrap_optimizer
+from jstep.optimizers.nested import StepInputs, WrapperSlots, wrap_optimizer
 from jstep.optimizers.updates import add, apply_updates, is_update, map_updates
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.optax_transformations import require_optimizer
@@ -85,7 +85,7 @@ def master_weights(optimizer: OptimizerLike, dtype: DTypeLike = jnp.float32) -> 
         copies: dict[Role | None, Role] = {Role.COPY: Role.MASTER_COPY, Role.MASTER: Role.MASTER_COPY}
         return roles.changed(copies).stored_by("master_weights").ordered()
 
-    own = Own({MASTER: fresh}, {MASTER: Role.MASTER})
+    own = WrapperSlots({MASTER: fresh}, {MASTER: Role.MASTER})
     init_on = functools.partial(jax.tree.map, widened)
     return wrap_optimizer(optimizer, "master_weights", update, own, inner_roles=inner_roles, init_on=init_on)
 
@@ -106,7 +106,7 @@ def _floating_dtype(dtype: DTypeLike) -> Any:
         result = jnp.dtype("none" if dtype is None else dtype)  # None would be float64
     except TypeError:
         raise TypeError(
-            f"dtype={format_value(dtype)}: must be a floating dtype such as float32, got {kind(dtype)}"
+            f"dtype={format_value(dtype)}: must be a floating dtype such as float32, got {describe_type(dtype)}"
         ) from None
     if not trees.is_floating(result) or result.itemsize < 4:
         raise TypeError(f"dtype={result}: must be a floating dtype of at least 32 bits, such as float32")

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_int, as_number, check_choice, format_value, kind
+from jstep.core.checks import as_bool, as_int, as_number, check_choice, describe_type, format_value
 from jstep.core.device_values import when_concrete
 from jstep.core.meshes import mesh_axes_of
 from jstep.core.placement import layout_of
@@ -159,8 +159,7 @@ def _own(value: object, count: int) -> tuple[Triple, ...]:
     if not (isinstance(triples, list | tuple) and all(map(_is_triple, triples))):
         raise TypeError(
             f"ns_coefficients={format_value(value)}: must be three numbers (a, b, c), such a triple for each of the "
-            f"{count} "
-            f"steps, or one of {', '.join(map(repr, PRESETS))}, got {kind(value)}"
+            f"{count} steps, or one of {', '.join(map(repr, PRESETS))}, got {describe_type(value)}"
         )
     if len(triples) != count:
         raise ValueError(f"ns_coefficients: must have a triple for each step, got {len(triples)} for ns_steps={count}")
@@ -481,8 +480,7 @@ def _refuse_zero(path: str, leaf: Any, axes: tuple[int, ...]) -> None:
         place = tuple(np.argwhere(norms == 0)[0].tolist())
         raise ValueError(
             f"params: {f'the matrix {place} of ' if place else ''}the leaf at {trees.quote_path(path)} has norm 0: "
-            "must "
-            "not be zero, because on_hyperball keeps the norm and it would stay zero; initialize it with random "
+            "must not be zero, because on_hyperball keeps the norm and it would stay zero; initialize it with random "
             "numbers, or train it with another optimizer (jstep.partition)"
         )
 

@@ -46,12 +46,12 @@ WrappedUpdate: TypeAlias = Callable[[Updates, Slots, Slots, StepInputs], tuple[U
 
 
 @dataclasses.dataclass(frozen=True)
-class Own:
+class WrapperSlots:
     """The slots and hyperparameters of the wrapper itself.
 
     Attributes:
         slots: Slot name → `make(params, global_step)`.
-        hyper: From `checked`; held ones are slots, too.
+        hyper: Name → value from `check_hyperparameter`; held ones are slots, too.
         aged: Whether the update needs `at.starts`. The age is the inner `start_step` if there is one, otherwise a
             separate slot; around a `partition`, one for each label.
         counted: `counted(step)`: whether the age counts an update. Such an age is separate.
@@ -76,14 +76,14 @@ class Own:
         return own.joined(held_roles(self.hyper))
 
 
-_NOTHING = Own()
+_NOTHING = WrapperSlots()
 
 
 def wrap_optimizer(
     optimizer: Optimizer,
-    by: str,
+    wrapper_name: str,
     update: WrappedUpdate,
-    own: Own = _NOTHING,
+    own: WrapperSlots = _NOTHING,
     *,
     guarded: bool | None = None,
     inner_roles: Callable[[Roles], Roles] = lambda roles: roles,
@@ -100,10 +100,10 @@ def wrap_optimizer(
     """
     own_roles, reported = own.all_roles(), hyperparameters.report(own.hyper)
     added = Optimizer(Init(own.init, lambda params: own_roles), lambda *args: (args[0], {}), reported)
-    parts = {f"the optimizer in {by}": optimizer, by: added}
+    parts = {f"the optimizer in {wrapper_name}": optimizer, wrapper_name: added}
     check_names(parts)
     age_role = Role.AGE if own.counted is None else Role.OWN_AGE
-    age_scope = by if own.age_scope is None else own.age_scope
+    age_scope = wrapper_name if own.age_scope is None else own.age_scope
 
     def age_slots(params: Params) -> Ages:
         if not own.aged:
@@ -112,7 +112,7 @@ def wrap_optimizer(
 
         def free(slot: str) -> str:
             while inner.get(slot, age_role) is not age_role:  # the age of an optimizer that skips steps
-                slot = f"{by}/{slot}"
+                slot = f"{wrapper_name}/{slot}"
             return slot
 
         if labels is None:
@@ -133,12 +133,12 @@ def wrap_optimizer(
         return inner_roles(roles_of(optimizer, params)).joined(own_roles).joined(ages)
 
     @loads_slots
-    def whole(
+    def wrapped_update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
         ages = age_slots(params)
         mine, starts = require_slots(own_roles, slots), require_slots(ages.slots, slots)
-        inner = own_slots(optimizer, slots, params)
+        inner = slots_of(optimizer, slots, params)
         later = ages.after(starts, trees.flatten_like(params, updates, "gradients", is_leaf=is_slices), own, step)
         h, of_leaves = values_at(own.hyper, step, slots), [starts.get(slot or "") for slot in ages.of_leaves]
         at = StepInputs(params, step, context, h, of_leaves)
@@ -147,7 +147,7 @@ def wrap_optimizer(
 
     outer_init = wrap_init(optimizer, init, all_roles, guarded)
     hyper = merge_hyperparameters(parts)
-    return Optimizer(outer_init, whole, hyper, optimizer.takes_context or takes_context)
+    return Optimizer(outer_init, wrapped_update, hyper, optimizer.takes_context or takes_context)
 
 
 class Ages(NamedTuple):
@@ -161,7 +161,7 @@ class Ages(NamedTuple):
     of_leaves: Labels
     slots: Mapping[str, bool]
 
-    def after(self, starts: Slots, gradients: Sequence[Any], own: Own, step: Step) -> Slots:
+    def after(self, starts: Slots, gradients: Sequence[Any], own: WrapperSlots, step: Step) -> Slots:
         """The wrapper's age slots after an update: later by one if it did not count for their leaves."""
         updated = {slot for slot, g in zip(self.of_leaves, gradients, strict=True) if g is not None}
 
@@ -221,7 +221,7 @@ def update_masters(
         return call_update(optimizer, wide_updates(updates), slots, inside, exact=True)
 
 
-def own_slots(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = "") -> Slots:
+def slots_of(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = "") -> Slots:
     """Return the slots of one optimizer, without the prefix."""
     roles = roles_of(optimizer, params)
     names = roles if roles.complete else [name.removeprefix(prefix) for name in slots if name.startswith(prefix)]
@@ -305,10 +305,10 @@ def check_names(parts: Parts) -> None:
     merge(names, "hyperparameter")
 
 
-def refuse_formats(by: str, optimizer: Optimizer, **why: str) -> None:
+def refuse_formats(wrapper_name: str, optimizer: Optimizer, **why: str) -> None:
     """Raise if an optimizer contains a format of `why`, which maps it to the reason and the remedy."""
     for name in sorted(roles_of(optimizer, {}).formats & why.keys()):
-        raise ValueError(f"optimizer: must not contain {name} inside {by}, {why[name]}")
+        raise ValueError(f"optimizer: must not contain {name} inside {wrapper_name}, {why[name]}")
 
 
 class Condition(NamedTuple):

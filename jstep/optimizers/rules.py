@@ -21,25 +21,22 @@ average by h.unbias:
 Everything else is done for all optimizers: ranges (`BOUNDS`, by the name of the hyperparameter), sign, learning rate,
 decay and its mask, schedules and `held` values, None and integer leaves, sparse gradients, dtypes, ages, and the
 order in which XLA overwrites slots. A name that is not in `BOUNDS` has no range, and `beta` is only ≥ 0 there: pass
-`checked("beta", beta, **BETA)` for another range. An equation of another form, such as FTRL's, is a rule for
-`from_update`: its result is added to the parameter or, without a learning rate, is the gradient of the next element
+`check_hyperparameter("beta", beta, **BETA)` for another range. An equation of another form, such as FTRL's, is a rule
+for `from_update`: its result is added to the parameter or, without a learning rate, is the gradient of the next element
 of a chain.
 
 A rule is a module-level function of arrays of one floating dtype. `leafwise` handles the rest: traversing the tree,
 None and integer leaves, None gradients, `IndexedSlices`, dtypes of slots and of arithmetic, hyperparameters at a
 step (numbers, arrays, schedules, `held`), the age of the slots, masks by path, and names. RMSProp without momentum:
 
-    def rule(g, p, s, h):
-        rms = h.decay * s.rms + (1 - h.decay) * g * g
-        return -h.learning_rate * g / jnp.sqrt(rms + 1e-10), {"rms": rms}
-
-    def tiny_rmsprop(learning_rate, decay=0.9):
-        return leafwise(
-            rule,
-            hyper={"learning_rate": checked("learning_rate", learning_rate, low=0),
-                   "decay": checked("decay", decay, low=0, high=1)},
-            slots={"rms": 1.0},
-        )
+    >>> def rule(g, p, s, h):
+    ...     rms = h.decay * s.rms + (1 - h.decay) * g * g
+    ...     return -h.learning_rate * g / jnp.sqrt(rms + 1e-10), {"rms": rms}
+    >>> def tiny_rmsprop(learning_rate, decay=0.9):
+    ...     hyper = in_bounds({"learning_rate": learning_rate, "decay": decay})
+    ...     return leafwise(rule, hyper=hyper, slots={"rms": 1.0})
+    >>> list(tiny_rmsprop(0.1).init({"w": jnp.zeros(2)}))
+    ['rms']
 
 - `slots`: a number is the initial value of a slot for all leaves. List a slot after the slots that are computed from
   its old value, because CPUs overwrite them in this order. `Slot(...)` allows a copy of the parameter, another
@@ -284,7 +281,7 @@ def from_update(
             slots that are computed from its old value.
         hyper: Hyperparameters, checked by `BOUNDS`. A `weight_decay` is `Masked`.
         prepare: As in `from_direction`; with it, the slots have an age.
-        by_rows: Whether the rule may be applied to only the rows of a sparse gradient.
+        by_rows: Whether a sparse gradient updates only its rows.
     """
     specs = {} if callable(slots) else as_mapping(slots, "slots", _SLOTS)
     decay = hyper.get("weight_decay")
@@ -366,7 +363,7 @@ def is_zero(value: object) -> bool:
     return isinstance(value, float) and value == 0.0
 
 
-RATE: dict[str, Any] = {"low": 0}
+NON_NEGATIVE: dict[str, Any] = {"low": 0}
 """A number ≥ 0."""
 
 POSITIVE: dict[str, Any] = {"low": 0, "above": True}
@@ -377,10 +374,10 @@ BETA: dict[str, Any] = {"low": 0, "high": 1, "below": True}
 """The decay of a bias-corrected average, in [0, 1)."""
 
 BOUNDS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("learning_rate", "weight_decay", "epsilon", "epsilon_root", "epsilon_scale"), RATE),
-    **dict.fromkeys(("alpha", "momentum_decay", "trust_coefficient", "decay_rate", "weight_lr_power"), RATE),
-    **dict.fromkeys(("l1_regularization_strength", "l2_regularization_strength", "beta"), RATE),
-    **dict.fromkeys(("l2_shrinkage_regularization_strength", "min_step_size", "max_step_size"), RATE),
+    **dict.fromkeys(("learning_rate", "weight_decay", "epsilon", "epsilon_root", "epsilon_scale"), NON_NEGATIVE),
+    **dict.fromkeys(("alpha", "momentum_decay", "trust_coefficient", "decay_rate", "weight_lr_power"), NON_NEGATIVE),
+    **dict.fromkeys(("l1_regularization_strength", "l2_regularization_strength", "beta"), NON_NEGATIVE),
+    **dict.fromkeys(("l2_shrinkage_regularization_strength", "min_step_size", "max_step_size"), NON_NEGATIVE),
     **dict.fromkeys(("clip_threshold", "d0", "d_coef", "radius"), POSITIVE),
     **dict.fromkeys(("momentum", "dampening", "decay", "rho"), SHARE),
     **dict.fromkeys(("beta1", "beta2", "beta3", "shampoo_beta"), BETA),
@@ -678,9 +675,9 @@ def slot_leaves(held: Slots, name: str, params: Params, shape: Callable[[str, An
         if have != (None if want is None else tuple(want)):
             raise ValueError(
                 f"slot {name!r} has {'nothing' if have is None else f'shape {have}'} at "
-                f"{trees.quote_path(trees.leaf_paths(params)[i])}, where the parameter has shape {np.shape(leaf)} and "
-                "dtype "
-                f"{jnp.result_type(leaf)}{'' if shape is None else f' and the slot should have {want}'}. Slots belong "
-                "to the params they were created for: create them with TrainState.create(params, optimizer)."
+                f"{trees.quote_path(trees.leaf_paths(params)[i])}, where the parameter has shape {np.shape(leaf)} "
+                f"and dtype {jnp.result_type(leaf)}{'' if shape is None else f' and the slot should have {want}'}. "
+                "Slots belong to the params they were created for: create them with TrainState.create(params, "
+                "optimizer)."
             )
     return leaves

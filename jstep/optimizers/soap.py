@@ -21,8 +21,6 @@ from jstep.optimizers.host_slots import loads_slots, with_slots_loaded
 from jstep.optimizers.rules import MEAN_IN_ORDER, SQUARE, Masked, Result, Slot, Values, from_update, slot_age
 from jstep.state.train_state import START_STEP
 
-# SOAP: Adam in the eigenbasis of Shampoo's preconditioner.
-
 
 @makes_optimizer()
 def soap(

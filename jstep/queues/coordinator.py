@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from jstep.core.checks import as_bool, as_function, as_number, format_value, kind
+from jstep.core.checks import as_bool, as_function, as_number, describe_type, format_value
 from jstep.core.threads import join_thread
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.queues.queues import CancelledError, OutOfRangeError
@@ -63,7 +63,7 @@ class Coordinator:
         if each is None or not all(isinstance(t, type) and issubclass(t, BaseException) for t in each):
             raise TypeError(
                 f"clean_stop_exception_types={format_value(types)}: must be exception types, such as "
-                f"(jstep.OutOfRangeError,), got {kind(types)}"
+                f"(jstep.OutOfRangeError,), got {describe_type(types)}"
             )
         self._clean_stop_types = each
         # Reentrant: a signal handler may request a stop while the main thread holds the lock.
@@ -210,7 +210,7 @@ class Coordinator:
         )
         ignore_live_threads = as_bool(ignore_live_threads, "ignore_live_threads")
         if isinstance(threads, threading.Thread) or not isinstance(threads, Iterable | None):
-            raise TypeError(f"threads={format_value(threads)}: must be a list of threads, got {kind(threads)}")
+            raise TypeError(f"threads={format_value(threads)}: must be a list of threads, got {describe_type(threads)}")
         passed = {_as_thread(thread, f"threads[{i}]") for i, thread in enumerate(threads or ())}
         self._wait_for_end(passed, grace_secs)
         with self._changed:
@@ -278,7 +278,7 @@ def _as_exc_info(ex: object) -> ExcInfo | None:
 
 def _as_thread(thread: object, argument: str) -> threading.Thread:
     if not isinstance(thread, threading.Thread):
-        raise TypeError(f"{argument}={format_value(thread)}: must be a threading.Thread, got {kind(thread)}")
+        raise TypeError(f"{argument}={format_value(thread)}: must be a threading.Thread, got {describe_type(thread)}")
     return thread
 
 

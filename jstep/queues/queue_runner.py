@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from jstep.core.checks import as_bool, as_string, format_value, kind
+from jstep.core.checks import as_bool, as_string, describe_type, format_value
 from jstep.core.threads import MAKING, Thread, doing
 from jstep.queues.coordinator import Coordinator, log
 from jstep.queues.queues import CancelledError, FIFOQueue, OutOfRangeError, RandomShuffleQueue, runner_thread
@@ -59,10 +59,10 @@ class QueueRunner:
     def __init__(self, queue: FIFOQueue | RandomShuffleQueue, enqueue_ops: Sequence[Callable[[], object]]) -> None:
         if not isinstance(queue, FIFOQueue | RandomShuffleQueue):
             raise TypeError(
-                f"queue={format_value(queue)}: must be a FIFOQueue or a RandomShuffleQueue, got {kind(queue)}"
+                f"queue={format_value(queue)}: must be a FIFOQueue or a RandomShuffleQueue, got {describe_type(queue)}"
             )
         if callable(enqueue_ops) or not isinstance(enqueue_ops, Iterable):
-            got = "one callable" if callable(enqueue_ops) else kind(enqueue_ops)
+            got = "one callable" if callable(enqueue_ops) else describe_type(enqueue_ops)
             raise TypeError(f"enqueue_ops={format_value(enqueue_ops)}: must be a list of callables, got {got}")
         ops = tuple(enqueue_ops)
         if not ops:
@@ -209,7 +209,7 @@ def add_queue_runner(qr: QueueRunner, collection: str = QUEUE_RUNNERS) -> None:
         >>> coord.join()
     """
     if not isinstance(qr, QueueRunner):
-        raise TypeError(f"qr={format_value(qr)}: must be a QueueRunner, got {kind(qr)}")
+        raise TypeError(f"qr={format_value(qr)}: must be a QueueRunner, got {describe_type(qr)}")
     with _collections_lock:
         runners = _open_runners(collection)
         if qr not in runners:
@@ -257,7 +257,7 @@ def start_queue_runners(
 
 def _check_coordinator(coord: object) -> None:
     if not (coord is None or isinstance(coord, Coordinator)):
-        raise TypeError(f"coord={format_value(coord)}: must be a Coordinator or None, got {kind(coord)}")
+        raise TypeError(f"coord={format_value(coord)}: must be a Coordinator or None, got {describe_type(coord)}")
 
 
 def _open_runners(collection: object) -> list[QueueRunner]:

@@ -94,9 +94,9 @@ _Waiting: TypeAlias = dict[threading.Condition, Callable[[], bool]]
 class BoundedQueue:
     """A bounded queue; subclasses choose the next element.
 
-    The elements are `_items`, in order of arrival, and `_pool`, elements that a subclass has taken out of it. A thread
-    that must wait leaves a predicate. A change of the queue wakes the first thread whose predicate is true, or all such
-    threads if the change may let several of them continue.
+    The elements are `_items`, in order of arrival, and `_pool`, elements that a subclass has taken out of it. A
+    waiting thread leaves a predicate. A change wakes the first thread whose predicate is true, or all such threads if
+    several may continue.
     """
 
     def __init__(self, capacity: int, min_after_dequeue: int = 0) -> None:
@@ -167,8 +167,7 @@ class BoundedQueue:
         elements itself (`dequeue_many`, `min_after_dequeue`), the rows are added immediately, and the queue temporarily
         exceeds its capacity.
 
-        Differs from TensorFlow, which adds rows one by one as room becomes available, so that there may be more rows
-        than the capacity.
+        TensorFlow adds rows one by one as room becomes available, so there may be more rows than the capacity.
 
         Args:
             elements: A tree of arrays whose leading axes have the same size, the number of elements, which may be 0.
@@ -216,12 +215,12 @@ class BoundedQueue:
     def dequeue_many(self, n: int) -> Any:
         """Remove n consecutive elements and return them stacked leaf by leaf; wait until there are n.
 
-        Either n elements are removed or none. Later dequeues wait until this one returns. If n exceeds the number of
-        elements that the queue can provide, the queue temporarily exceeds its capacity.
+        Either n elements are removed or none. Later dequeues wait until this one returns. If n exceeds what the
+        queue can provide, it temporarily exceeds its capacity.
 
         Args:
             n: The number of elements. With 0 the call immediately returns an empty batch, as in TensorFlow: arrays with
-                the dtypes of the first element that was enqueued, and its shapes after an axis of size 0.
+                the dtypes of the first enqueued element, and its shapes after an axis of size 0.
 
         Returns:
             A tree with the structure of an element, whose leaves have a new leading axis of size n: JAX arrays if all
@@ -240,11 +239,11 @@ class BoundedQueue:
     def dequeue_up_to(self, n: int) -> Any:
         """Remove n consecutive elements, or the rest of a closed queue, and return them stacked leaf by leaf.
 
-        As `dequeue_many`, but if the queue is closed and holds fewer than n elements, it returns all of them, so that
-        the last batch may be smaller. While the queue is open, it waits until there are n.
+        As `dequeue_many`, but a closed queue with fewer than n elements returns all of them, so that the last batch may
+        be smaller.
 
         Args:
-            n: The maximum number of elements. With 0 the call immediately returns an empty batch, as `dequeue_many(0)`.
+            n: The maximum number of elements; 0 returns an empty batch, as `dequeue_many(0)` does.
 
         Raises:
             OutOfRangeError: The queue is closed and empty.
@@ -410,11 +409,10 @@ class BoundedQueue:
 class FIFOQueue(BoundedQueue):
     """A queue that returns its elements in the order of arrival.
 
-    Any number of threads may enqueue and dequeue. An element is any pytree. Ctrl-C interrupts a wait
-    on the main thread without losing elements.
+    Any number of threads may enqueue and dequeue. An element is any pytree. Ctrl-C interrupts a wait on the main thread
+    without losing elements.
 
-    Differences from `tf.FIFOQueue`: dtypes and shapes are not declared; they must agree within one
-    `dequeue_many`.
+    Differences from `tf.FIFOQueue`: dtypes and shapes are not declared; they must agree within one `dequeue_many`.
 
     Args:
         capacity: The maximum number of elements.
@@ -451,21 +449,21 @@ class FIFOQueue(BoundedQueue):
 class RandomShuffleQueue(BoundedQueue):
     """A queue that returns its elements in random order.
 
-    Each dequeue draws one of the first `min_after_dequeue + 1` elements in the queue, in order of
-    arrival. A dequeue waits until there are that many, so the order is a function of the seed and
-    the order of arrival alone, independent of thread timing: with a single producer it is the same
-    in every run. After `close`, the last elements are drawn among the remaining ones.
+    Each dequeue draws one of the first `min_after_dequeue + 1` elements in the queue, in order of arrival. A dequeue
+    waits until there are that many, so the order is a function of the seed and the order of arrival alone, independent
+    of thread timing: with a single producer it is the same in every run. After `close`, the last elements are drawn
+    among the remaining ones.
 
-    With `min_after_dequeue=0`, the draw is among all elements that happen to be in the queue, so the
-    order also depends on thread timing.
+    With `min_after_dequeue=0`, the draw is among all elements that happen to be in the queue, so the order also depends
+    on thread timing.
 
-    Differences from `tf.RandomShuffleQueue`: TF draws among all elements in the queue, so its order
-    depends on thread timing even with a seed.
+    Differences from `tf.RandomShuffleQueue`: TF draws among all elements in the queue, so its order depends on thread
+    timing even with a seed.
 
     Args:
         capacity: The maximum number of elements.
-        min_after_dequeue: The number of elements that must stay in the queue after a dequeue, which
-            waits for them; more elements shuffle better. Ignored once the queue is closed.
+        min_after_dequeue: The number of elements that must stay in the queue after a dequeue, which waits for them;
+            more elements shuffle better. Ignored once the queue is closed.
         seed: The seed of the order; None for a random seed.
 
     Raises:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import Bounds, as_bool, as_number, format_value, kind
+from jstep.core.checks import Bounds, as_bool, as_number, describe_type, format_value
 from jstep.core.device_values import as_scalar
 from jstep.core.recorded_calls import RecordedCall, RememberedFunction, record_calls
 from jstep.core.trees import Array
@@ -19,7 +19,7 @@ from jstep.core.trees import Array
 # Validation of the arguments of schedules: numbers, exact numbers of steps, and steps themselves.
 
 
-def steps(step: object) -> Array:
+def as_steps(step: object) -> Array:
     """Convert a step (or several) to an integer array; traced negative steps become 0."""
     dtype = trees.default_int()
     kind = step.dtype if hasattr(step, "dtype") else np.asarray(step).dtype
@@ -29,7 +29,7 @@ def steps(step: object) -> Array:
     if value is not None:
         step = value  # independent of the mesh of the step and of the current mesh
         if value.size and value.min() < 0:
-            raise ValueError(f"step={value.min()}: must be ≥ 0, it counts the updates applied")
+            raise ValueError(f"step={value.min()}: must be ≥ 0, it counts the training steps completed")
         if value.size and value.max() > np.iinfo(dtype).max:
             raise ValueError(f"step={value.max()}: does not fit {np.dtype(dtype).name}; enable jax_enable_x64")
     # Clamp before the cast: an unsigned or wider type would otherwise wrap around.
@@ -75,18 +75,18 @@ def makes_schedule_of_tf(positional: int = 0) -> Callable[[Callable[_P, _T]], Ca
 
 
 def refuse_step(
-    name: str, value: Any, *, most: float = math.inf, most_steps: float = math.inf, meaning: str = "a plain number"
+    name: str, value: Any, *, max_value: float = math.inf, max_steps: float = math.inf, meaning: str = "a plain number"
 ) -> None:
     """Reject a step, or a number of steps, in TF's order of arguments: an integer array, or a number above its limit.
 
-    `most_steps` is the limit for integers, if a larger float might be meant.
+    `max_steps` is the limit for integers, if a larger float might be meant.
     """
     if isinstance(value, jax.Array | np.ndarray) and jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(f"{name}={format_value(value)}: must not be a step, got {kind(value)}; {NO_STEP}")
+        raise TypeError(f"{name}={format_value(value)}: must not be a step, got {describe_type(value)}; {NO_STEP}")
     number = trees.concrete(value)
-    limit = min(most, most_steps) if isinstance(value, int | np.integer) else most
+    limit = min(max_value, max_steps) if isinstance(value, int | np.integer) else max_value
     if number is not None and number.ndim == 0 and number > limit:
-        instead = f", or {float(value)} if it is meant" if limit < number <= most else ""
+        instead = f", or {float(value)} if it is meant" if limit < number <= max_value else ""
         raise TypeError(f"{name}={format_value(value)}: must be {meaning}, at most {limit:g}{instead}; {NO_STEP}")
 
 
@@ -98,7 +98,7 @@ def flag(name: str, value: object) -> bool:
         raise TypeError(f"{error}; {NO_STEP}") from None
 
 
-def period(name: str, value: object, *, zero: bool = False, meaning: str = "") -> Fraction:
+def as_fraction(name: str, value: object, *, zero: bool = False, meaning: str = "") -> Fraction:
     """Convert a positive, finite number of steps to a fraction."""
     if trees.is_traced(value):
         raise TypeError(f"{name} is traced: must be a plain number, so that steps are divided exactly; {NO_STEP}")
@@ -109,35 +109,35 @@ def period(name: str, value: object, *, zero: bool = False, meaning: str = "") -
     return Fraction(exact) if isinstance(exact, int) else Fraction(repr(number))
 
 
-def interval(name: str, value: Any) -> Fraction:
+def as_tf_interval(name: str, value: Any) -> Fraction:
     """Convert a number of steps of a schedule of `tf.train`, which has the step in this position."""
     is_number = isinstance(value, int | float | np.number | jax.Array | np.ndarray) and not isinstance(value, bool)
-    length = period(name, value, meaning=NO_STEP if is_number and not np.ndim(value) else "")
+    length = as_fraction(name, value, meaning=NO_STEP if is_number and not np.ndim(value) else "")
     refuse_step(name, value)
     return length
 
 
-def duration(name: str, value: object, schedule: Callable[..., Any]) -> Fraction:
+def as_tf_duration(name: str, value: object, schedule: Callable[..., Any]) -> Fraction:
     """Convert the length of a decay of `tf.train`; below 1 it is a call in another library's order."""
-    length = interval(name, value)
-    return length if length >= 1 else as_count(name, value, schedule)
+    length = as_tf_interval(name, value)
+    return length if length >= 1 else as_step_count(name, value, schedule)
 
 
-def as_count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = False) -> Fraction:
+def as_step_count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = False) -> Fraction:
     """Validate a number of steps; a float, as in another library's argument order, is rejected."""
     order = f"the arguments are {schedule.__name__}({', '.join(inspect.signature(schedule).parameters)})"
     is_float = isinstance(value, float) or (trees.is_array(value) and jnp.issubdtype(value.dtype, jnp.floating))
     if is_float and not (zero and not trees.is_traced(value) and not np.ndim(value) and value == 0):
         raise TypeError(
-            f"{name}={format_value(value)}: must be an integer, a number of steps, got {kind(value)}; {order}"
+            f"{name}={format_value(value)}: must be an integer, a number of steps, got {describe_type(value)}; {order}"
         )
     try:
-        return period(name, value, zero=zero)
+        return as_fraction(name, value, zero=zero)
     except TypeError as error:
         raise TypeError(f"{error}; {order}") from None
 
 
-def as_scalar_array(name: str, value: object, **bounds: Unpack[Bounds]) -> Any:
+def as_float_or_array(name: str, value: object, **bounds: Unpack[Bounds]) -> Any:
     with_infinities: Bounds = {"finite": False, **bounds}
     number = as_scalar(value, name, **with_infinities)
     return number if isinstance(number, float) else jnp.asarray(number).astype(trees.default_float())

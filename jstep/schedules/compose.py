@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_int, as_number, format_value, kind
+from jstep.core.checks import as_int, as_number, describe_type, format_value
 from jstep.core.trees import Number, ScalarOrSchedule, Schedule, Step
 from jstep.schedules.arithmetic import (
-    as_count,
-    as_scalar_array,
+    as_float_or_array,
+    as_step_count,
+    as_steps,
     makes_schedule,
     makes_schedule_of_tf,
     ramp,
     refuse_step,
-    steps,
 )
 
 
@@ -34,10 +34,10 @@ def constant(value: Number) -> Schedule:
         >>> print(jstep.constant(0.5)(1000))
         0.5
     """
-    number = as_scalar_array("value", value)
+    number = as_float_or_array("value", value)
 
     def schedule(step: Step, /) -> Any:
-        return jnp.full(steps(step).shape, number, trees.default_float())
+        return jnp.full(as_steps(step).shape, number, trees.default_float())
 
     return schedule
 
@@ -45,15 +45,16 @@ def constant(value: Number) -> Schedule:
 def _as_schedule(name: str, schedule: ScalarOrSchedule) -> Any:
     if isinstance(schedule, type):
         raise TypeError(
-            f"{name}={format_value(schedule)}: must be a schedule or a number, got {kind(schedule)}; call it first"
+            f"{name}={format_value(schedule)}: must be a schedule or a number, "
+            f"got {describe_type(schedule)}; call it first"
         )
-    return schedule if callable(schedule) else constant(as_scalar_array(name, schedule))
+    return schedule if callable(schedule) else constant(as_float_or_array(name, schedule))
 
 
 def _listed(name: str, values: object) -> list[Any]:
     # Strings are sequences, too, and numbers are not: both would raise a misleading error later.
     if not isinstance(values, list | tuple | np.ndarray | jax.Array) or getattr(values, "ndim", 1) == 0:
-        raise TypeError(f"{name}={format_value(values)}: must be a list, got {kind(values)}")
+        raise TypeError(f"{name}={format_value(values)}: must be a list, got {describe_type(values)}")
     return list(values)
 
 
@@ -91,13 +92,11 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
     edges = _increasing("boundaries", boundaries, lambda value, name: as_number(value, name, expected="a plain number"))
     values = _listed("values", values)
     if len(values) != len(edges) + 1:
-        raise ValueError(
-            f"values: got {len(values)} for {len(edges)} boundaries; there must be one more value than boundaries"
-        )
-    numbers = [as_scalar_array(f"values[{i}]", value) for i, value in enumerate(values)]
+        raise ValueError(f"values: must be {len(edges) + 1} values, one more than boundaries, got {len(values)}")
+    numbers = [as_float_or_array(f"values[{i}]", value) for i, value in enumerate(values)]
 
     def schedule(step: Step, /) -> Any:
-        step = steps(step)
+        step = as_steps(step)
         dtype = trees.default_float()
         if all(isinstance(number, int | float) for number in numbers):  # one constant, not one for each
             table = jnp.asarray(np.stack([np.asarray(number, dtype) for number in numbers]))
@@ -146,13 +145,13 @@ def linear_warmup(schedule: ScalarOrSchedule, warmup_steps: int) -> Schedule:
         [0.25, 0.5, 0.75, 1.0, 1.0]
     """
     inner = _as_schedule("schedule", schedule)
-    length = as_count("warmup_steps", warmup_steps, linear_warmup, zero=True)
+    length = as_step_count("warmup_steps", warmup_steps, linear_warmup, zero=True)
     if not length:
         return inner
 
     def warm(step: Step, /) -> Any:
         value = _floating(inner(step))
-        return value * ramp(steps(step), length).astype(value.dtype)
+        return value * ramp(as_steps(step), length).astype(value.dtype)
 
     return warm
 
@@ -182,7 +181,7 @@ def shift(schedule: ScalarOrSchedule, start_step: int) -> Schedule:
     start = as_int(start_step, "start_step", at_least=0)
 
     def shifted(step: Step, /) -> Any:
-        step = steps(step)
+        step = as_steps(step)
         return inner(jnp.maximum(step, start) - start if start <= np.iinfo(step.dtype).max else jnp.zeros_like(step))
 
     return shifted
@@ -224,7 +223,7 @@ def join(schedules: Sequence[ScalarOrSchedule], boundaries: Sequence[int]) -> Sc
     parts = [parts[0], *(shift(part, edge) for part, edge in zip(parts[1:], edges, strict=True))]
 
     def joined(step: Step, /) -> Any:
-        step = steps(step)
+        step = as_steps(step)
         value = _floating(parts[0](step))
         for part, edge in zip(parts[1:], edges, strict=True):
             if edge <= np.iinfo(step.dtype).max:
@@ -246,7 +245,8 @@ def times(*schedules: ScalarOrSchedule) -> Schedule:
         A function from the step to a scalar.
 
     Raises:
-        TypeError: No schedules are given, or one is neither a schedule nor a number.
+        TypeError: One of the schedules is neither a schedule nor a number.
+        ValueError: No schedules are given.
 
     Example:
         >>> import jstep
@@ -257,7 +257,7 @@ def times(*schedules: ScalarOrSchedule) -> Schedule:
     Source: common practice for warmup and layer-wise rates.
     """
     if not schedules:
-        raise TypeError("schedules: must be at least one schedule or number, got none")
+        raise ValueError("schedules: must be at least one schedule or number, got none")
     for i, part in enumerate(schedules):
         if isinstance(part, list | tuple):
             raise TypeError(
@@ -266,7 +266,7 @@ def times(*schedules: ScalarOrSchedule) -> Schedule:
     parts = [_as_schedule(f"schedules[{i}]", part) for i, part in enumerate(schedules)]
 
     def product(step: Step, /) -> Any:
-        step = steps(step)
+        step = as_steps(step)
         value = _floating(parts[0](step))
         for part in parts[1:]:
             value = value * _floating(part(step)).astype(value.dtype)

@@ -14,7 +14,7 @@ from jstep.core import trees
 from jstep.core.checks import Bounds, as_number, check_choice
 from jstep.core.trees import Number, Schedule, Step
 from jstep.schedules import arithmetic
-from jstep.schedules.arithmetic import steps as exact
+from jstep.schedules.arithmetic import as_steps
 from jstep.schedules.compose import join, linear_warmup, shift
 
 # Decays of `tf.train` (exponential, natural exponential, inverse time, polynomial) and the linear schedule.
@@ -51,7 +51,9 @@ def exponential_decay(
     start, length, rate, staircase = _checked(learning_rate, decay_steps, decay_rate, staircase, low=0, finite=True)
 
     def schedule(step: Step, /) -> Any:
-        return start * arithmetic.power(rate, None, arithmetic.divide_steps(exact(step), length), staircase=staircase)
+        return start * arithmetic.power(
+            rate, None, arithmetic.divide_steps(as_steps(step), length), staircase=staircase
+        )
 
     return schedule
 
@@ -87,7 +89,7 @@ def natural_exp_decay(
 
     def schedule(step: Step, /) -> Any:
         base, log = (arithmetic.exp(-rate), -rate) if isinstance(rate, float) else (jnp.exp(-rate), None)
-        return start * arithmetic.power(base, log, arithmetic.divide_steps(exact(step), length), staircase=staircase)
+        return start * arithmetic.power(base, log, arithmetic.divide_steps(as_steps(step), length), staircase=staircase)
 
     return schedule
 
@@ -122,7 +124,7 @@ def inverse_time_decay(
     start, length, rate, staircase = _checked(learning_rate, decay_steps, decay_rate, staircase, low=0, finite=True)
 
     def schedule(step: Step, /) -> Any:
-        periods = arithmetic.divide_steps(exact(step), length)
+        periods = arithmetic.divide_steps(as_steps(step), length)
         return start / (1 + rate * (periods.whole if staircase else periods.whole + periods.fraction))
 
     return schedule
@@ -132,13 +134,13 @@ def _checked(
     learning_rate: object, decay_steps: object, decay_rate: object, staircase: object, **bounds: Unpack[Bounds]
 ) -> tuple[Any, Fraction, Any, bool]:
     start, length = (
-        arithmetic.as_scalar_array("learning_rate", learning_rate),
-        arithmetic.interval("decay_steps", decay_steps),
+        arithmetic.as_float_or_array("learning_rate", learning_rate),
+        arithmetic.as_tf_interval("decay_steps", decay_steps),
     )
-    rate = arithmetic.as_scalar_array("decay_rate", decay_rate, **bounds)
+    rate = arithmetic.as_float_or_array("decay_rate", decay_rate, **bounds)
     arithmetic.refuse_step("learning_rate", learning_rate)
     staircase = arithmetic.flag("staircase", staircase)
-    arithmetic.refuse_step("decay_rate", decay_rate, most_steps=10, meaning="a rate")
+    arithmetic.refuse_step("decay_rate", decay_rate, max_steps=10, meaning="a rate")
     return start, length, rate, staircase
 
 
@@ -173,19 +175,19 @@ def polynomial_decay(
 
     Source: `tf.train.polynomial_decay`.
     """
-    start = arithmetic.as_scalar_array("learning_rate", learning_rate)
-    length = arithmetic.duration("decay_steps", decay_steps, polynomial_decay)
-    end = arithmetic.as_scalar_array("end_learning_rate", end_learning_rate)
-    exponent = arithmetic.as_scalar_array("power", power, low=0, finite=True)
+    start = arithmetic.as_float_or_array("learning_rate", learning_rate)
+    length = arithmetic.as_tf_duration("decay_steps", decay_steps, polynomial_decay)
+    end = arithmetic.as_float_or_array("end_learning_rate", end_learning_rate)
+    exponent = arithmetic.as_float_or_array("power", power, low=0, finite=True)
     cycle = arithmetic.flag("cycle", cycle)
     arithmetic.refuse_step("learning_rate", learning_rate)
     largest = max(1.0, abs(start)) if isinstance(start, float) else 1.0
-    rates: Any = {"most": 100 * largest, "most_steps": largest, "meaning": "a rate"}
+    rates: Any = {"max_value": 100 * largest, "max_steps": largest, "meaning": "a rate"}
     arithmetic.refuse_step("end_learning_rate", end_learning_rate, **rates)
     arithmetic.refuse_step("power", power)
 
     def schedule(step: Step, /) -> Any:
-        step = exact(step)
+        step = as_steps(step)
         periods = arithmetic.divide_steps(step, length)
         if cycle:
             # 1 − step / (decay_steps · ⌈step / decay_steps⌉); the ceiling is 1 at step 0, as in TF.
@@ -225,16 +227,16 @@ def linear(init_value: Number, end_value: Number, steps: int) -> Schedule:
     has rate 0; `linear_warmup` has a first rate above zero.
     """
     start, end = (
-        arithmetic.as_scalar_array("init_value", init_value),
-        arithmetic.as_scalar_array("end_value", end_value),
+        arithmetic.as_float_or_array("init_value", init_value),
+        arithmetic.as_float_or_array("end_value", end_value),
     )
-    length = arithmetic.as_count("steps", steps, linear)
+    length = arithmetic.as_step_count("steps", steps, linear)
     return _curve(start, end, length, "linear")
 
 
 def _curve(first: object, last: object, length: Fraction, shape: str) -> Schedule:
     def schedule(step: Step, /) -> Any:
-        return arithmetic.between(first, last, exact(step), Fraction(0), length, arithmetic.SHAPES[shape])
+        return arithmetic.between(first, last, as_steps(step), Fraction(0), length, arithmetic.SHAPES[shape])
 
     return schedule
 
@@ -246,8 +248,8 @@ def _curve(first: object, last: object, length: Fraction, shape: str) -> Schedul
 
 
 def _fraction(name: str, value: object) -> Any:
-    number = arithmetic.as_scalar_array(name, value)
-    arithmetic.refuse_step(name, value, most=1, meaning="a fraction")
+    number = arithmetic.as_float_or_array(name, value)
+    arithmetic.refuse_step(name, value, max_value=1, meaning="a fraction")
     return number
 
 
@@ -275,13 +277,13 @@ def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0)
 
     Source: Loshchilov and Hutter, "SGDR" (2016); `tf.train.cosine_decay`.
     """
-    start = arithmetic.as_scalar_array("learning_rate", learning_rate)
-    length = arithmetic.duration("decay_steps", decay_steps, cosine_decay)
+    start = arithmetic.as_float_or_array("learning_rate", learning_rate)
+    length = arithmetic.as_tf_duration("decay_steps", decay_steps, cosine_decay)
     floor = _fraction("alpha", alpha)
     arithmetic.refuse_step("learning_rate", learning_rate)
 
     def schedule(step: Step, /) -> Any:
-        periods = arithmetic.divide_steps(arithmetic.steps(step), length)
+        periods = arithmetic.divide_steps(as_steps(step), length)
         remaining = periods.remaining
         cosine = jnp.where(periods.whole > 0, jnp.zeros_like(remaining), arithmetic.half_cosine(remaining))
         return start * ((1 - floor) * cosine + floor)
@@ -326,24 +328,24 @@ def cosine_decay_restarts(
     Source: Loshchilov and Hutter, "SGDR" (2016); `tf.train.cosine_decay_restarts`, which computes the period with a
     float logarithm and therefore misplaces restarts; here they are tabulated.
     """
-    start = arithmetic.as_scalar_array("learning_rate", learning_rate)
-    length = arithmetic.duration("first_decay_steps", first_decay_steps, cosine_decay_restarts)
+    start = arithmetic.as_float_or_array("learning_rate", learning_rate)
+    length = arithmetic.as_tf_duration("first_decay_steps", first_decay_steps, cosine_decay_restarts)
     floor = _fraction("alpha", alpha)
-    stretch = arithmetic.period("t_mul", t_mul)
+    stretch = arithmetic.as_fraction("t_mul", t_mul)
     height = as_number(m_mul, "m_mul", low=0, finite=False, expected="a plain number")
     arithmetic.refuse_step("learning_rate", learning_rate)
-    arithmetic.refuse_step("t_mul", t_mul, most=100, most_steps=8, meaning="a ratio")
-    arithmetic.refuse_step("m_mul", m_mul, most=1, meaning="a fraction")
+    arithmetic.refuse_step("t_mul", t_mul, max_value=100, max_steps=8, meaning="a ratio")
+    arithmetic.refuse_step("m_mul", m_mul, max_value=1, meaning="a fraction")
     if stretch < 1:
         raise ValueError(f"t_mul={t_mul}: must be ≥ 1, or the periods would shrink to nothing")
 
     def periodic(step: Step, /) -> Any:
-        periods = arithmetic.divide_steps(arithmetic.steps(step), length)
+        periods = arithmetic.divide_steps(as_steps(step), length)
         peak = 1.0 if height == 1.0 else arithmetic.power(height, None, periods, staircase=True)
         return start * ((1 - floor) * peak * arithmetic.half_cosine(periods.remaining) + floor)
 
     def growing(step: Step, /) -> Any:
-        step = arithmetic.steps(step)
+        step = as_steps(step)
         real, last = trees.default_float(), int(np.iinfo(step.dtype).max)
         begins = _restarts(length, stretch, last)
         firsts = [math.ceil(begin) for begin in begins[1:-1]]
@@ -409,16 +411,18 @@ def linear_cosine_decay(
     Source: Bello et al., "Neural Optimizer Search with Reinforcement Learning" (2017);
     `tf.train.linear_cosine_decay`.
     """
-    start = arithmetic.as_scalar_array("learning_rate", learning_rate)
-    length = arithmetic.duration("decay_steps", decay_steps, linear_cosine_decay)
-    count = arithmetic.as_scalar_array("num_periods", num_periods)
+    start = arithmetic.as_float_or_array("learning_rate", learning_rate)
+    length = arithmetic.as_tf_duration("decay_steps", decay_steps, linear_cosine_decay)
+    count = arithmetic.as_float_or_array("num_periods", num_periods)
     above, floor = _fraction("alpha", alpha), _fraction("beta", beta)
     arithmetic.refuse_step("learning_rate", learning_rate)
-    most = max(8.0, float(length) / 2)  # with more, a period has fewer than two steps
-    arithmetic.refuse_step("num_periods", num_periods, most=most, most_steps=min(most, 100), meaning="a few")
+    max_value = max(8.0, float(length) / 2)  # with more, a period has fewer than two steps
+    arithmetic.refuse_step(
+        "num_periods", num_periods, max_value=max_value, max_steps=min(max_value, 100), meaning="a few"
+    )
 
     def schedule(step: Step, /) -> Any:
-        periods = arithmetic.divide_steps(arithmetic.steps(step), length)
+        periods = arithmetic.divide_steps(as_steps(step), length)
         over, fraction, remaining = periods.whole > 0, periods.fraction, periods.remaining
         fraction = jnp.where(over, jnp.ones_like(fraction), fraction)
         remaining = jnp.where(over, jnp.zeros_like(remaining), remaining)
@@ -469,20 +473,20 @@ def one_cycle(
     whose `final_div_factor` also divides the first value. Optax's schedule ends at total_steps, one update later.
     """
     top, length = (
-        arithmetic.as_scalar_array("max_value", max_value),
-        arithmetic.as_count("total_steps", total_steps, one_cycle),
+        arithmetic.as_float_or_array("max_value", max_value),
+        arithmetic.as_step_count("total_steps", total_steps, one_cycle),
     )
-    first = top / arithmetic.as_scalar_array("div_factor", div_factor, low=0, above=True, finite=True)
-    last = first / arithmetic.as_scalar_array("final_div_factor", final_div_factor, low=0, above=True, finite=True)
-    share = arithmetic.period("pct_start", pct_start, zero=True)
+    first = top / arithmetic.as_float_or_array("div_factor", div_factor, low=0, above=True, finite=True)
+    last = first / arithmetic.as_float_or_array("final_div_factor", final_div_factor, low=0, above=True, finite=True)
+    share = arithmetic.as_fraction("pct_start", pct_start, zero=True)
     if share > 1:
-        raise ValueError(f"pct_start={pct_start}: must be ≤ 1, a fraction of total_steps, got {pct_start}")
+        raise ValueError(f"pct_start={pct_start}: must be ≤ 1, a fraction of total_steps")
     anneal = check_choice(anneal, "anneal", ["cos", "linear"])
     weight = arithmetic.SHAPES["cosine" if anneal == "cos" else anneal]
     peak, end = share * length - 1, length - 1
 
     def schedule(step: Step, /) -> Any:
-        step = arithmetic.steps(step)
+        step = as_steps(step)
         up = arithmetic.between(first, top, step, Fraction(0), peak, weight) if peak > 0 else None
         down = arithmetic.between(top, last, step, peak, end, weight) if end > peak else jnp.full(step.shape, top)
         return down if up is None else jnp.where(arithmetic.since(step, peak) <= 0, up, down)
@@ -515,13 +519,13 @@ def cyclical(base: Number, peak: Number, step_size_up: int, step_size_down: int 
     Source: Smith, "Cyclical Learning Rates for Training Neural Networks" (2015);
     `torch.optim.lr_scheduler.CyclicLR` with mode="triangular".
     """
-    foot, top = arithmetic.as_scalar_array("base", base), arithmetic.as_scalar_array("peak", peak)
-    up = arithmetic.as_count("step_size_up", step_size_up, cyclical)
-    down = up if step_size_down is None else arithmetic.as_count("step_size_down", step_size_down, cyclical)
+    foot, top = arithmetic.as_float_or_array("base", base), arithmetic.as_float_or_array("peak", peak)
+    up = arithmetic.as_step_count("step_size_up", step_size_up, cyclical)
+    down = up if step_size_down is None else arithmetic.as_step_count("step_size_down", step_size_down, cyclical)
     length = up + down
 
     def schedule(step: Step, /) -> Any:
-        periods = arithmetic.divide_steps(arithmetic.steps(step), length)
+        periods = arithmetic.divide_steps(as_steps(step), length)
         real = periods.fraction.dtype
         # The triangle is the minimum of two lines.
         rising = periods.fraction * jnp.asarray(float(length / up), real)
@@ -568,14 +572,14 @@ def warmup_cosine_decay(
 
     Source: `optax.warmup_cosine_decay_schedule`.
     """
-    top = arithmetic.as_scalar_array("peak", peak)
-    begin = arithmetic.as_scalar_array("init_value", init_value)
-    end = arithmetic.as_scalar_array("end_value", end_value)
-    warm = arithmetic.as_count("warmup_steps", warmup_steps, warmup_cosine_decay, zero=True)
-    length = arithmetic.as_count("decay_steps", decay_steps, warmup_cosine_decay)
+    top = arithmetic.as_float_or_array("peak", peak)
+    begin = arithmetic.as_float_or_array("init_value", init_value)
+    end = arithmetic.as_float_or_array("end_value", end_value)
+    warm = arithmetic.as_step_count("warmup_steps", warmup_steps, warmup_cosine_decay, zero=True)
+    length = arithmetic.as_step_count("decay_steps", decay_steps, warmup_cosine_decay)
     if length <= warm:
         raise ValueError(
-            f"decay_steps={decay_steps}: must be > warmup_steps={warmup_steps}, got {decay_steps}; "
+            f"decay_steps={decay_steps}: must be > warmup_steps={warmup_steps}; "
             "it is the length of the whole schedule, warmup included"
         )
 
@@ -622,10 +626,10 @@ def warmup_stable_decay(
     Source: Hu et al., "MiniCPM" (2024); Hägele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed
     Training Durations" (2024), for 1 − √x; `get_wsd_schedule` of Hugging Face, whose warmup is step / warmup_steps.
     """
-    top, end = arithmetic.as_scalar_array("peak", peak), arithmetic.as_scalar_array("end_value", end_value)
-    warm = arithmetic.as_count("warmup_steps", warmup_steps, warmup_stable_decay, zero=True)
-    stable = arithmetic.as_count("stable_steps", stable_steps, warmup_stable_decay, zero=True)
-    length = arithmetic.as_count("decay_steps", decay_steps, warmup_stable_decay)
+    top, end = arithmetic.as_float_or_array("peak", peak), arithmetic.as_float_or_array("end_value", end_value)
+    warm = arithmetic.as_step_count("warmup_steps", warmup_steps, warmup_stable_decay, zero=True)
+    stable = arithmetic.as_step_count("stable_steps", stable_steps, warmup_stable_decay, zero=True)
+    length = arithmetic.as_step_count("decay_steps", decay_steps, warmup_stable_decay)
     falling = _curve(top, end, length, check_choice(shape, "shape", list(arithmetic.SHAPES)))
     return linear_warmup(shift(falling, int(warm + stable)), int(warm))
 
@@ -655,12 +659,12 @@ def inverse_sqrt_decay(peak: Number, warmup_steps: int) -> Schedule:
     warmup is step / w.
     """
     top, length = (
-        arithmetic.as_scalar_array("peak", peak),
-        arithmetic.as_count("warmup_steps", warmup_steps, inverse_sqrt_decay),
+        arithmetic.as_float_or_array("peak", peak),
+        arithmetic.as_step_count("warmup_steps", warmup_steps, inverse_sqrt_decay),
     )
 
     def schedule(step: Step, /) -> Any:
-        step = arithmetic.steps(step)
+        step = as_steps(step)
         past = jnp.maximum(arithmetic.since(step, Fraction(0)), float(length))
         return top * arithmetic.ramp(step, length) * jnp.sqrt(jnp.asarray(float(length), past.dtype) / past)
 
@@ -689,8 +693,8 @@ def ademamix_alpha(alpha: Number, steps: int) -> Schedule:
 
     Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024), which counts updates from 1.
     """
-    height = arithmetic.as_scalar_array("alpha", alpha, low=0, finite=True)
-    return linear_warmup(height, int(arithmetic.as_count("steps", steps, ademamix_alpha)))
+    height = arithmetic.as_float_or_array("alpha", alpha, low=0, finite=True)
+    return linear_warmup(height, int(arithmetic.as_step_count("steps", steps, ademamix_alpha)))
 
 
 @arithmetic.makes_schedule()
@@ -720,14 +724,14 @@ def ademamix_beta3(beta1: Number, beta3: Number, steps: int) -> Schedule:
     """
     inside: Any = {"low": 0, "above": True, "high": 1, "below": True}
     first, last = (
-        arithmetic.as_scalar_array("beta1", beta1, **inside),
-        arithmetic.as_scalar_array("beta3", beta3, **inside),
+        arithmetic.as_float_or_array("beta1", beta1, **inside),
+        arithmetic.as_float_or_array("beta3", beta3, **inside),
     )
-    length = arithmetic.as_count("steps", steps, ademamix_beta3)
+    length = arithmetic.as_step_count("steps", steps, ademamix_beta3)
     logs = [math.log(beta) if isinstance(beta, float) else jnp.log(beta) for beta in (first, last)]
 
     def schedule(step: Step, /) -> Any:
-        x = arithmetic.ramp(exact(step), length)
+        x = arithmetic.ramp(as_steps(step), length)
         grown = jnp.exp(logs[0] * logs[1] / ((1 - x) * logs[1] + x * logs[0]))
         return jnp.where(x >= 1, last, jnp.minimum(grown, last))
 

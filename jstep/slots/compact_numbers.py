@@ -60,7 +60,7 @@ def in_blocks(x: Array, blocks: Blocks) -> Array:
     return x.reshape(_split(x.shape, blocks))
 
 
-def _of_elements(x: Array, blocks: Blocks, shape: tuple[int, ...]) -> Array:
+def _expand_over_elements(x: Array, blocks: Blocks, shape: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(jnp.expand_dims(x, blocks.axis + 1), _split(shape, blocks)).reshape(shape)
 
 
@@ -76,7 +76,7 @@ def decode(codes: Array, scales: Array, flat: bool = False) -> Array:
     viewed = codes if flat else in_blocks(codes, blocks)
     c = viewed.astype(jnp.int32).astype(jnp.float32) * np.float32(1 / int(np.iinfo(codes.dtype).max))
     unscaled = jnp.square(jnp.square(c)) if codes.dtype == jnp.uint8 else c * jnp.abs(c)
-    factors = _of_elements(scales, blocks, codes.shape) if flat else jnp.expand_dims(scales, blocks.axis + 1)
+    factors = _expand_over_elements(scales, blocks, codes.shape) if flat else jnp.expand_dims(scales, blocks.axis + 1)
     return (unscaled * factors).reshape(codes.shape)
 
 
@@ -100,7 +100,7 @@ def block_scales(x: Array, blocks: Blocks) -> Array:
 def quantize(x: Array, scales: Array, blocks: Blocks, dtype: DTypeLike, fractions: Any, flat: bool = False) -> Array:
     """The codes of an array with known scales; see `encode` and `decode`."""
     if flat:
-        share = x / _of_elements(scales, blocks, x.shape)
+        share = x / _expand_over_elements(scales, blocks, x.shape)
     else:
         share = in_blocks(x, blocks) * jnp.expand_dims(1 / scales, blocks.axis + 1)
         fractions = in_blocks(fractions, blocks) if isinstance(fractions, jax.Array) else fractions

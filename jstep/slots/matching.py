@@ -8,7 +8,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import array_type, kind
+from jstep.core.checks import array_type, describe_type
 from jstep.core.exceptions import Picklable, note
 from jstep.core.trees import Params, Slots, Updates
 from jstep.slots import indexed_slices
@@ -65,7 +65,7 @@ def _checked_gradient(gradient: Tree, leaf: Any, path: str) -> Any:
         dtype = jnp.result_type(gradient.values)
     else:
         if not (trees.is_array(gradient) or isinstance(gradient, float | int)):
-            got = kind(gradient) if isinstance(gradient, np.ndarray) else type(gradient).__name__
+            got = describe_type(gradient) if isinstance(gradient, np.ndarray) else type(gradient).__name__
             raise TypeError(f"{where} must be an array, got {got}")
         gradient = trees.native(gradient, path, "gradients")
         if not trees.is_array(gradient):

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import kind
+from jstep.core.checks import describe_type
 from jstep.core.exceptions import context_manager
 from jstep.core.recorded_calls import has_init_and_update, makes_optimizer
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Params, Slots, Step, Updates
 from jstep.slots.indexed_slices import IndexedSlices
 from jstep.slots.matching import match_gradients, require_slots
-from jstep.slots.roles import Init, Roles, copies_in, of_slots
+from jstep.slots.roles import Init, Roles, copies_in, infer_roles
 
 
 def require_optimizer(name: str, value: object) -> Optimizer:
@@ -28,7 +28,7 @@ def require_optimizer(name: str, value: object) -> Optimizer:
     hint = f"; call it: {value.__name__}(...)" if callable(value) and hasattr(value, "__name__") else ""
     if type(value).__module__.startswith("flax.nnx"):
         hint = "; pass jstep.from_optax(tx), and the parameters of nnx.split: see the page 'From Flax'"
-    raise TypeError(f"{name}={value!r:.60}: must be a jstep.Optimizer, got {kind(value)}{hint}")
+    raise TypeError(f"{name}={value!r:.60}: must be a jstep.Optimizer, got {describe_type(value)}{hint}")
 
 
 def is_transformation(value: object) -> bool:
@@ -63,7 +63,7 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
             return Roles(complete=False)
         with standard_promotion():
             copies = copies_in(lambda tree: _StateSlots(name, transformation.init(seen(tree)), tree).slots, params)
-        return of_slots(shapes, params, copies, lambda both: skeleton(both).slots).ordered()
+        return infer_roles(shapes, params, copies, lambda both: skeleton(both).slots).ordered()
 
     def of_leaves(gradients: list[Any], slots: Slots, params: Params, context: Context, whole: Params) -> Any:
         """The updates and slots of leaves that all have gradients; the loss needs whole params."""

@@ -25,7 +25,7 @@ class Role(enum.Enum):
     """The role of a slot that jstep treats specially; a slot with a value for each parameter has none."""
 
     AGE = "the step at which slots were created; a step without an update advances it"
-    OWN_AGE = "the same for an optimizer that skips some steps itself, so that wrappers cannot use it as their age"
+    OWN_AGE = "an age of an optimizer that skips some steps itself, so that wrappers cannot use it as theirs"
     HELD = "a held hyperparameter"
     LOSS_SCALE = "the factor on the loss"
 
@@ -33,13 +33,13 @@ class Role(enum.Enum):
     LAST_FINITE = "the global step after the last finite update"
     NOISE = "the average of the gradient's noise"
     NOISE_SQUARE = "the average of the gradient's squared norm"
-    NOISE_WEIGHT = "the weight of both averages"
+    NOISE_WEIGHT = "the weight of the averages of the gradient's noise and squared norm"
 
-    SHARED = "another value for all parameters"
+    SHARED = "a value shared by all parameters, with no other role"
     ROWS = "a value for each row of a parameter"
     COLUMNS = "a value for each column of a parameter"
     COPY = "a value for each parameter, at first a copy of it, in any dtype"
-    MASTER = "such a copy, which is the parameter of the optimizer inside"
+    MASTER = "the full-precision copy of a parameter that the inner optimizer updates"
     MASTER_COPY = "a value for each parameter, at first a copy of its master"
     AVERAGE = "an average of each parameter that begins at zeros, or at values of its own"
     SCALES = "the scales of the codes of another slot"
@@ -69,7 +69,7 @@ class Counted:
     Attributes:
         names: The names of the schedules among them.
         at: `at(count)`: the values of all hyperparameters by name.
-        slot: `slot()`: the name of the slot of the count; None, after a log message that says what to do, if unknown.
+        slot: `slot()`: the name of the count's slot; None if unknown, after a log message with advice.
         lags: Whether most steps do not advance the count.
     """
 
@@ -130,7 +130,7 @@ class Roles(Mapping[str, Role | None]):
         return is_unknown or (mine == theirs and self.complete == other.complete)
 
     def __hash__(self) -> int:
-        return hash(Roles)
+        return hash(Roles)  # deliberately constant: `==` is not transitive, as unknown roles equal all others
 
     def __repr__(self) -> str:
         return f"Roles({', '.join(self.roles)})"
@@ -170,16 +170,16 @@ class Roles(Mapping[str, Role | None]):
     def ordered(self) -> "Roles":
         return dataclasses.replace(self, in_order=set(self))
 
-    def of_own_age(self) -> "Roles":
+    def with_own_age(self) -> "Roles":
         """Keep wrappers from using the age of an optimizer that skips some steps itself."""
         return self.changed({Role.AGE: Role.OWN_AGE})
 
     def at_some_steps(self) -> "Roles":
         """For an optimizer that decides itself when it makes an update."""
         counted = tuple(dataclasses.replace(each, lags=True) for each in self.counted)
-        return dataclasses.replace(self.of_own_age(), counted=counted)
+        return dataclasses.replace(self.with_own_age(), counted=counted)
 
-    def of_state(self) -> "Roles":
+    def for_state(self) -> "Roles":
         """The roles in a state: optimizers with the same slots give states of the same structure."""
         # Without functions, so that a state can be pickled.
         return dataclasses.replace(self.changed({Role.OWN_AGE: Role.AGE}), counted=())
@@ -247,7 +247,7 @@ class Init:
         guarded: Whether nonfinite gradients reach neither parameters nor slots.
         call: The call that made the optimizer, for its `repr`.
         labels: `labels(params)`: the label of each leaf, in order, None if it is never updated; or None without labels.
-        rated: Whether all updates have been multiplied by a learning_rate, held or reported.
+        rated: Whether a `learning_rate`, held or reported, multiplies all updates; some finished ones have none.
     """
 
     make: Callable[[Params, Step], Slots]
@@ -284,7 +284,7 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
     except Exception:  # a custom init may need values; its slots are then known only once it has run
         return Roles(declared, complete=False)
     partial = copies_in(lambda tree: init(tree, 0), params) | declared | inherited
-    return of_slots(slots, params, partial, lambda both: _traced(init, both)[0])
+    return infer_roles(slots, params, partial, lambda both: _traced(init, both)[0])
 
 
 def _unwrapped(optimizer: Optimizer) -> Any:
@@ -329,7 +329,9 @@ def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role
     return {name: Role.COPY for name, slot in numbers.items() if is_copy(slot)}
 
 
-def of_slots(slots: Slots, params: Params, known: Mapping[str, Role | None], again: Callable[[Params], Slots]) -> Roles:
+def infer_roles(
+    slots: Slots, params: Params, known: Mapping[str, Role | None], again: Callable[[Params], Slots]
+) -> Roles:
     """The roles of slots of which only some are known; `again` is the function that made the slots."""
     # If the parameters are a single leaf, a slot of that leaf looks like a value for all parameters. With two leaves it
     # does not.

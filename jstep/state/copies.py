@@ -74,7 +74,7 @@ def _set(leaf: object, old: Any, path: str, beside: Slots, roles: Roles) -> tupl
 def _checked(leaf: object, old: Any, path: str, precise: list[Any]) -> Any:
     """Return a leaf with the old type, or the precision of its master or remainder."""
     value = device_values.host_leaf(leaf, path, "params")
-    if trees.is_number(leaf) and trees.is_trainable(old):  # a weak type, as in create
+    if trees.is_python_number(leaf) and trees.is_trainable(old):  # a weak type, as in create
         value = value.astype(old.dtype)
     if value.shape != old.shape or value.dtype not in (old.dtype, *precise):
         raise ValueError(

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import meshes, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_bool, format_list, format_value, kind
+from jstep.core.checks import as_bool, describe_type, format_list, format_value
 from jstep.core.placement import compute_on, group_by_devices, on_devices, refuse_shapes
 from jstep.stores.files import open_for_reading
 
@@ -91,8 +91,7 @@ def leaves_with_hash_keys(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[
     if donated is not None:
         raise RuntimeError(
             f"tree: {trees.quote_path(donated)} was donated to an earlier step and deleted; take the fingerprint of "
-            "the "
-            "state that the step returned"
+            "the state that the step returned"
         )
     paths = [path for path, _ in named]
     if len(set(paths)) < len(paths):
@@ -133,11 +132,10 @@ def _check(path: str, leaf: Any) -> None:
     )
     if not is_supported:
         refuse_shapes(leaf, "tree")
-        what = f"dtype {leaf.dtype}" if trees.is_array(leaf) else kind(leaf)
+        what = f"dtype {leaf.dtype}" if trees.is_array(leaf) else describe_type(leaf)
         raise TypeError(
-            f"tree: the leaf at {trees.quote_path(path)} must be an array of numbers, got {what}; keep only arrays in "
-            "the "
-            "tree, numbers as jnp.float32(…)"
+            f"tree: the leaf at {trees.quote_path(path)} must be an array of numbers, got {what}; keep only arrays "
+            "in the tree, numbers as jnp.float32(…)"
         )
 
 
@@ -506,7 +504,7 @@ def _has_parts(leaf: Any, mesh: Mesh) -> bool:
 
 # Logs of fingerprints, one JSON object per line: `{"step": N, "state": hex, "leaves": {path: hex}}`.
 
-NAME = "fingerprints.jsonl"
+FINGERPRINTS_FILE = "fingerprints.jsonl"
 _HEX = re.compile("[0-9a-f]{16}")
 
 

@@ -1,4 +1,4 @@
-"""The global step: the number of updates that have been applied."""
+"""The global step: the number of training steps completed; each usually applies one update."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 
 from jstep.core import interactive, meshes, placement, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import kind
+from jstep.core.checks import describe_type
 from jstep.core.device_values import as_scalar
 from jstep.core.exceptions import note
 from jstep.core.trees import Array, Step
@@ -18,7 +18,7 @@ from jstep.slots.roles import COUNTS, roles_in
 
 @meshes.on_any_mesh()
 def create_global_step(value: Step = 0) -> Array:
-    """Create a global step: the integer scalar that counts the updates applied.
+    """Create a global step: the integer scalar that counts the training steps completed.
 
     Args:
         value: The initial value, ≥ 0; an integer or an integer scalar array, traced or not.
@@ -67,7 +67,7 @@ def get_global_step(state: Tree) -> Array | None:
         # In a population, all leaves are stacked like the step, as by `jax.vmap`.
         stacked = (np.shape(leaf)[: step.ndim] == step.shape for leaf in jax.tree.leaves(state))
         if step is state or not all(stacked):
-            raise TypeError(f"the global step must be an integer scalar, got {kind(step)}")
+            raise TypeError(f"the global step must be an integer scalar, got {describe_type(step)}")
     return step
 
 
@@ -82,7 +82,7 @@ def find_step(state: Tree) -> Array | None:
         wanted = "the state's global_step must be an integer scalar"
         if own is state:
             wanted = "state: must be a state with a global_step, or a step (an integer scalar)"
-        raise TypeError(f"{wanted}, got {kind(own)}")
+        raise TypeError(f"{wanted}, got {describe_type(own)}")
     return own
 
 
@@ -163,7 +163,7 @@ def require_alive(state: Tree, cause: BaseException | None = None) -> None:
 def increment_global_step(state: Tree, amount: Step = 1) -> Any:
     """Return a new state with the global step incremented by `amount`; for a step itself, step + amount.
 
-    The slots of the state do not age: ages count updates, and there was none.
+    Ages of slots are unchanged: no update was applied.
 
     Args:
         state: A state, or a step itself.
@@ -188,7 +188,7 @@ def increment_global_step(state: Tree, amount: Step = 1) -> Any:
         return {**state, "global_step": later}
     if not hasattr(state, "global_step"):
         return later
-    # Slots age by updates: here their creation is postponed by as many steps.
+    # age = global_step − start_step + 1: move start_step by the same amount, so that ages stay the same.
     counts = [name for name in roles_in(state).of(*COUNTS) if name in state.slots]
     if not counts:
         return state.replace(global_step=later)

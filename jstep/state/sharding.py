@@ -16,14 +16,15 @@ from jstep.core.checks import as_int
 from jstep.core.trees import Params, Slots
 from jstep.slots.roles import NO_ROLES, Role, Roles
 
-# Partition specs for fully sharded data parallelism (FSDP).
-
 _logger = logging.getLogger("jstep")
 
+# Partition specs for fully sharded data parallelism (FSDP).
+
 _LARGE = 2**16
+"""The number of elements from which a leaf that is not split causes a warning; also the default of `min_size`."""
 
 
-def fsdp_specs(params: Params, mesh: object, axis: object = "data", min_size: int = 2**16) -> Any:
+def fsdp_specs(params: Params, mesh: object, axis: object = "data", min_size: int = _LARGE) -> Any:
     """Return specs that split each large parameter over a mesh axis, along its largest divisible dimension.
 
     If no leaf is split, or one of 2**16 elements or more is not, a warning is logged, with the reason.
@@ -192,7 +193,7 @@ def state_shardings(
             return jax.tree.map(lambda _: everywhere(mesh), tree)
         role = roles.get(name)
         return treedef.unflatten(
-            None if leaf is None else of_slot(sharding, np.shape(parameter), np.shape(leaf), slot_axis, role)
+            None if leaf is None else slot_sharding(sharding, np.shape(parameter), np.shape(leaf), slot_axis, role)
             for leaf, sharding, (_, parameter) in zip(treedef.flatten_up_to(tree), placed, named, strict=True)
         )
 
@@ -225,7 +226,7 @@ def shard_slot(sharding: NamedSharding, shape: tuple[int, ...], axis: object) ->
     return sharding if dim is None else NamedSharding(sharding.mesh, PartitionSpec(*[None] * dim, axis))
 
 
-def of_slot(
+def slot_sharding(
     sharding: NamedSharding, shape: tuple[int, ...], slot_shape: tuple[int, ...], slot_axis: object, role: Role | None
 ) -> NamedSharding:
     """Return the parameter's sharding without the dimensions that the slot lacks (removed or 1).

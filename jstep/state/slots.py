@@ -9,7 +9,7 @@ import numpy as np
 
 from jstep.core import meshes, placement, selection, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_string, kind
+from jstep.core.checks import as_string, describe_type
 from jstep.slots.compact_numbers import decode_leaf
 from jstep.slots.roles import HALVES, NO_ROLES, Role, Roles, roles_in
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
@@ -141,7 +141,7 @@ def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) ->
 def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], bool] = lambda slot: True) -> str:
     """Return the full name of the only matching slot, under any scopes and labels; `hint` is for the error."""
     if not isinstance(state, TrainState):
-        raise TypeError(f"state={state!r:.100}: must be a TrainState, got {kind(state)}")
+        raise TypeError(f"state={state!r:.100}: must be a TrainState, got {describe_type(state)}")
     slots = state.slots if isinstance(state.slots, dict) else {}
     matches = [slot for slot in slots if slot == name or slot.endswith(f"/{name}")]
     matches = [slot for slot in matches if trees.is_like(state.params, slots[slot]) and belongs(slot)]
@@ -154,7 +154,6 @@ def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], 
     if not matches:
         raise ValueError(
             f"name={name!r}: the state has no such slot{trees.suggest_names(str(name), slots)}; it has "
-            f"{sorted(slots)}. "
-            f"{hint}"
+            f"{sorted(slots)}. {hint}"
         )
     return matches[0]

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh
 
 from jstep.core import device_values, meshes, placement, trees
 from jstep.core.annotations import P, T, Tree
-from jstep.core.checks import as_bool, kind, size
+from jstep.core.checks import as_bool, describe_type, format_bytes
 from jstep.core.placement import check_memory, compiles_only, is_shape
 from jstep.core.tables import html_table
 from jstep.core.tracebacks import shortens_tracebacks
@@ -24,6 +24,8 @@ from jstep.slots.roles import NO_ROLES, Roles, roles_in, roles_of
 from jstep.state import copies
 from jstep.state import sharding as layout
 from jstep.state.global_step import create_global_step
+
+_logger = logging.getLogger("jstep")
 
 # Creation of a state: validation of parameters, and sharding without any device holding more than its shards.
 
@@ -104,8 +106,6 @@ def _kinds(node: object) -> set[str]:
 # `global_step`, the number of updates applied, is the only counter in jstep: schedules, bias corrections, averages,
 # checkpoints, logs and the stop condition all read it.
 
-_logger = logging.getLogger("jstep")
-
 MODEL_STATE = layout.MODEL_STATE
 START_STEP = "start_step"
 
@@ -123,7 +123,8 @@ class TrainState(Generic[P]):
         params: The trained variables, any pytree of arrays.
         slots: Slot name → tree with the structure of `params` (None for a leaf without a slot), or a scalar.
             Non-trained variables are stored in `slots["model_state"]`.
-        global_step: The number of steps run so far, an int32 scalar (int64 under x64). Usually a step is one update.
+        global_step: The number of training steps completed, an int32 scalar (int64 under x64). Each usually applies one
+            update.
         roles: The role of each slot in the optimizer that created it, such as an age; static, not a leaf, not saved,
             and empty in a state made by hand, whose pytree structure is nevertheless the same.
 
@@ -201,11 +202,11 @@ class TrainState(Generic[P]):
                 that returns one: with a mesh it is compiled, so that no device ever holds the whole tree. Shapes
                 (`jax.ShapeDtypeStruct`), or a mesh from `jstep.topology`, give a state of shapes.
             optimizer: The optimizer that creates the slots; an Optax transformation stands for `from_optax` of it.
-            global_step: The number of updates applied so far, ≥ 0.
+            global_step: The number of training steps completed, ≥ 0.
             model_state: Non-trained variables such as BatchNorm statistics, any pytree of arrays.
             copy: Whether to copy params and model_state, so that the caller's arrays survive when the state is donated
-                to a compiled step. False saves the memory of the copy; the caller's arrays are then deleted by the
-                first step.
+                to a compiled step. False saves the memory of the copy; the first step then deletes the caller's
+                arrays.
             mesh: A `jax.sharding.Mesh` to shard the state over; see `shard_state` for this and the next arguments.
             param_specs: Sharding of the parameters.
             slot_axis: The mesh axis over which slots of replicated parameters are split.
@@ -248,8 +249,8 @@ class TrainState(Generic[P]):
             state = device_values.with_checks(make_on, mesh, make, params, model_state, shardings)
         for places in shared:
             _logger.warning(
-                "params: %s are one array; the state has a copy for each, which are trained apart. To share one, "
-                "keep it at one place, and let the model use it from there",
+                "params: %s are the same array. The state stores a separate copy under each path, and the copies are "
+                "trained independently. To tie them, keep the array under one path and read it there in the model.",
                 " and ".join(map(repr, places)),
             )
         return state
@@ -281,8 +282,7 @@ class TrainState(Generic[P]):
                 raise TypeError(
                     f"replace({name}=…): a TrainState has the fields {', '.join(_FIELDS)}"
                     f"{trees.suggest_names(name, replaceable)}; optimizer state is in slots, and model_state=… "
-                    "replaces "
-                    "the non-trained variables"
+                    "replaces the non-trained variables"
                 )
         if "params" in changes and "slots" not in changes:
             copies.warn_of_copies(self, changes["params"], self.slots, "state.replace(params=…)")
@@ -363,7 +363,7 @@ def _fresh(
 ) -> TrainState:
     refuse_untrained(params)
     params = _as_arrays(params, copy=copy)
-    roles = roles_of(optimizer, params).of_state()
+    roles = roles_of(optimizer, params).for_state()
     slots = _unshared(params, dict(_slots_of(params, optimizer, step, roles)))
     if model_state is not None:
         if MODEL_STATE in slots:
@@ -466,7 +466,7 @@ def _counted(count: int, singular: str, plural: str) -> str:
 
 def _bytes_text(tree: Tree) -> str:
     arrays = (leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
-    return size(sum(int(np.size(leaf)) * leaf.dtype.itemsize for leaf in arrays))
+    return format_bytes(sum(int(np.size(leaf)) * leaf.dtype.itemsize for leaf in arrays))
 
 
 def _step_text(step: object) -> str:
@@ -481,7 +481,7 @@ def _step_text(step: object) -> str:
 
 def require_state(value: object) -> TrainState:
     if not isinstance(value, TrainState):
-        raise TypeError(f"state: must be a TrainState, got {kind(value)}; make one with TrainState.create")
+        raise TypeError(f"state: must be a TrainState, got {describe_type(value)}; make one with TrainState.create")
     return value
 
 

@@ -15,7 +15,7 @@ from jstep.core.exceptions import Picklable
 from jstep.stores.files import is_directory, names_in, open_for_reading, walk
 from jstep.stores.urls import is_url, join_path, location
 
-# The record format of event files (TFRecord), and the messages that records hold.
+# A record of an event file is
 #
 #     uint64 length | uint32 masked CRC-32C of the length | length bytes | uint32 masked CRC-32C of them
 #

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 
 from jstep.stores.files import make_folders, sync, sync_folder
-from jstep.stores.objects import STARTING, Objects, StoreError
+from jstep.stores.objects import START_TIMEOUT_SECS, Objects, StoreError
 from jstep.stores.urls import is_url, split_path
 
 SEGMENT = 2**20
 """Bytes after which the next object begins, so that the cost of an upload stays bounded."""
-MOST = 2**28
+MAX_BUFFERED_BYTES = 2**28
 """Maximum number of bytes to buffer while uploads fail."""
 PERIOD = 10.0
 """Minimum seconds between two uploads. Stores allow one write per second to an object, and charge for each."""
@@ -63,8 +63,8 @@ class ObjectAppender:
         with self._lock:
             if instead_of:
                 del self._data[-instead_of:]
-            if len(self._data) + sum(len(full) for _, full in self._full) + len(data) > MOST:
-                raise StoreError(f"{self.path}: {MOST} bytes are buffered in memory, since uploads fail")
+            if len(self._data) + sum(len(full) for _, full in self._full) + len(data) > MAX_BUFFERED_BYTES:
+                raise StoreError(f"{self.path}: {MAX_BUFFERED_BYTES} bytes are buffered in memory, since uploads fail")
             self._data += data
             self._changed = True
             if self._segment is not None and len(self._data) >= self._segment:
@@ -120,7 +120,7 @@ def open_lines(path: str, *, resume: bool = True) -> "LocalLines | ObjectLines":
     return ObjectLines(path, resume) if is_url(path) else LocalLines(path)
 
 
-def complete(data: bytes) -> bytes:
+def repair_last_line(data: bytes) -> bytes:
     """Remove an incomplete last line; JSON that only lacks its newline gets it."""
     end = data.rfind(b"\n") + 1
     try:
@@ -163,7 +163,7 @@ class LocalLines:
             self._places = open(path, "r+b", buffering=0)  # noqa: SIM115  closed by `close`
         size = self._file.seek(0, os.SEEK_END)
         last = self._last_line(size)
-        whole = complete(last)
+        whole = repair_last_line(last)
         if len(whole) < len(last):
             self._file.truncate(size - len(last))
         else:
@@ -236,8 +236,8 @@ class ObjectLines:
         self.path = path
         self._thread: threading.Thread | None = None
         self._replaceable = 0
-        with objects.within(STARTING):
-            header = complete(objects.read(name).data or b"") if resume else b""
+        with objects.within(START_TIMEOUT_SECS):
+            header = repair_last_line(objects.read(name).data or b"") if resume else b""
             self._appender = ObjectAppender(objects, lambda: name, header, segmented=False, at_once=resume)
 
     def size(self) -> int:

@@ -31,9 +31,9 @@ ABSENT = b"\x02"
 """The stamp of a missing object."""
 RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}
 """22 seconds in all. tensorstore's default of 32 retries takes a quarter of an hour to report an unknown host."""
-STARTING = 38.0
+START_TIMEOUT_SECS = 38.0
 """Timeout of all requests at the start of a run, which check that it can read, list and write."""
-RATE = 1e6
+BYTES_PER_SEC = 1e6
 """Bytes per second, by which large objects get more time than `SECONDS`."""
 SECONDS = 26.0
 """Timeout of an operation on a store that does not respond."""
@@ -71,7 +71,7 @@ class PendingOperation:
         self._objects, self._future, self._verb, self.url = objects, future, verb, objects.at(key)
         self._bucket = "://".join(parts_of_url(objects.url)[:2])
         timeout = SECONDS if recent_outage(self._bucket) is None else WHILE_DOWN
-        self._until = time.monotonic() + timeout + nbytes / RATE
+        self._until = time.monotonic() + timeout + nbytes / BYTES_PER_SEC
 
     def result(self) -> Any:
         """Return the result; raise an OSError if the operation fails or takes too long."""
@@ -113,17 +113,17 @@ class PendingOperation:
         self._future.cancel()
 
 
-For = TypeVar("For")
+Tag = TypeVar("Tag")
 Operation = TypeVar("Operation", bound=Any)
 
 
-def at_once(operations: Iterable[tuple[For, Operation]], most: int) -> Iterator[tuple[For, Operation]]:
-    """Yield operations in order, while at most `most` are in progress; after a failure, give those up."""
-    under_way: collections.deque[tuple[For, Operation]] = collections.deque()
+def pipelined(operations: Iterable[tuple[Tag, Operation]], max_in_flight: int) -> Iterator[tuple[Tag, Operation]]:
+    """Yield operations in order, while at most `max_in_flight` are in progress; after a failure, give those up."""
+    under_way: collections.deque[tuple[Tag, Operation]] = collections.deque()
     try:
         for operation in operations:
             under_way.append(operation)
-            if len(under_way) == most:
+            if len(under_way) == max_in_flight:
                 yield under_way.popleft()
         while under_way:
             yield under_way.popleft()

@@ -19,9 +19,9 @@ LARGE = 2**16
 """The bytes above which an array is a file of the checkpoint, and a position is not copied with each batch."""
 
 
-_MOST_PAIRED = 64
+_MAX_PAIRED = 64
 """Maximum number of arrays to compare in pairs; more count as sharing memory."""
-_MOST_WORK: Any = 10_000  # NumPy's stubs know only 0 and -1
+_MAX_WORK: Any = 10_000  # NumPy's stubs know only 0 and -1
 """Maximum work of one comparison; a pair that takes more counts as sharing memory."""
 
 
@@ -90,10 +90,10 @@ class MemoryRange:
 
 def share_memory(arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
     """Return whether any arrays share memory, and not only address ranges, as columns of one array do."""
-    if len(arrays) > _MOST_PAIRED:
+    if len(arrays) > _MAX_PAIRED:
         return True
     try:
-        return any(np.shares_memory(*pair, max_work=_MOST_WORK) for pair in itertools.combinations(arrays, 2))
+        return any(np.shares_memory(*pair, max_work=_MAX_WORK) for pair in itertools.combinations(arrays, 2))
     except np.exceptions.TooHardError:
         return True
 

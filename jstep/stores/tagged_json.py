@@ -22,7 +22,7 @@ from jstep.stores import tagged_arrays
 from jstep.stores.tagged_arrays import LARGE, UnsupportedError
 
 _DEEPEST = 80  # levels of nested JSON; a checkpoint accepts 100 in all
-_LONGEST = 4096  # bits of an integer: Python refuses to write much longer ones in decimal
+_MAX_BITS = 4096  # bits of an integer: Python refuses to write much longer ones in decimal
 
 SUPPORTED = (
     "numbers, strings, bytes, None, lists, tuples, sets, dicts, NumPy arrays, scalars and random generators, "
@@ -221,7 +221,7 @@ class _Encoder:
 
     def encode(self, value: Any, depth: int) -> Any:
         of = type(value)
-        is_number = (of is int and value.bit_length() <= _LONGEST) or (of is float and math.isfinite(value))
+        is_number = (of is int and value.bit_length() <= _MAX_BITS) or (of is float and math.isfinite(value))
         if of in _PLAIN or is_number:
             return value
         number = self._numbers.get(id(value), _ALONE)

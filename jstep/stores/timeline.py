@@ -37,7 +37,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._failing = False
         now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")  # names sort in the order of the starts
-        name = f"{OBJECTS}{now}-{self.start}.jsonl" if is_url(where) else NAME
+        name = f"{OBJECTS}{now}-{self.start}.jsonl" if is_url(where) else TIMELINE_FILE
         self._lines = open_lines(join_path(where, name), resume=not is_url(where))
 
     def write(self, kind: str, **fields: object) -> None:
@@ -84,9 +84,9 @@ class Timeline:
 
 # Reading the lines of a timeline, from a file or from the objects of all starts.
 
-NAME = "timeline.jsonl"
+TIMELINE_FILE = "timeline.jsonl"
 OBJECTS = "timeline."
-"""The beginning of object names; they end like `NAME`."""
+"""The beginning of object names; they end like `TIMELINE_FILE`."""
 VERSION = 1
 START, TIMES = "start", "parts"
 """The kinds of lines that contain times."""
@@ -179,7 +179,9 @@ def fields_with(where: str, *words: str, start: str = "") -> list[dict[str, Any]
     marks, begins = [f'"{word}"'.encode() for word in words], f'"{START}", "start"'.encode()
     rows: list[dict[str, Any]] = []
     began: dict[str, float] = {}
-    places = [place for place in timeline_files(where) if not start or place.endswith((NAME, f"-{start}.jsonl"))]
+    places = [
+        place for place in timeline_files(where) if not start or place.endswith((TIMELINE_FILE, f"-{start}.jsonl"))
+    ]
     for place in places:
         with open_for_reading(place) as file:
             for raw in file:
@@ -222,8 +224,7 @@ def check_version(version: object, place: str, number: int) -> None:
     if type(version) is not int or version > VERSION:
         raise ValueError(
             f"{place}: line {number} has version={format_value(version)}: must be at most {VERSION}; it was written "
-            "by a "
-            "newer jstep, which can read it"
+            "by a newer jstep, which can read it"
         )
 
 

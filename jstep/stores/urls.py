@@ -6,7 +6,7 @@ A URL stays a string with its two slashes: `os.path` and `pathlib` turn `gs://bu
 import os
 import re
 
-from jstep.core.checks import kind
+from jstep.core.checks import describe_type
 
 SCHEMES = ("gs", "s3")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -29,7 +29,7 @@ def location(where: object, name: str) -> str:
     """
     path = os.fspath(where) if isinstance(where, os.PathLike) else where
     if not isinstance(path, str):
-        raise TypeError(f"{name}={where!r}: must be a path or a URL, got {kind(where)}")
+        raise TypeError(f"{name}={where!r}: must be a path or a URL, got {describe_type(where)}")
     if not path:
         raise ValueError(f"{name}='': must name a directory")
     match = _SCHEME.match(path)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jstep.core.checks import as_int, format_value, kind
+from jstep.core.checks import as_int, describe_type, format_value
 from jstep.core.device_values import as_array
 from jstep.core.meshes import internal_transfers, on_any_mesh, without_explicit_axes
 from jstep.core.trees import Array, is_array, is_traced, native
@@ -144,7 +144,7 @@ def zero_fraction(value: object) -> Array:
     except ValueError as error:
         dtype, why = np.dtype(object), f": {error}"
     if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype.kind in "OSUMm":
-        raise TypeError(f"value={format_value(value)}: must be an array of numbers, got {kind(value)}{why}")
+        raise TypeError(f"value={format_value(value)}: must be an array of numbers, got {describe_type(value)}{why}")
     with internal_transfers():
         value = as_array(value, "value")
         zeros = jnp.sum(value == jnp.zeros((), value.dtype), dtype=jnp.int32).astype(jnp.float32)
@@ -224,7 +224,7 @@ def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequen
     check_tag(tag, "image")
     max_images = 3 if max_images is None else as_int(max_images, "max_images", 1, "the number of pictures to take")
     if not is_array(tensor):
-        what = kind(tensor) if isinstance(tensor, np.ndarray) else type(tensor).__name__
+        what = describe_type(tensor) if isinstance(tensor, np.ndarray) else type(tensor).__name__
         raise TypeError(f"image {tag!r}: must be an array [batch, height, width, channels], not {what}")
     tensor = native(tensor, "", "tensor")
     shape = tensor.shape
@@ -357,9 +357,11 @@ def _eager(tag: str, values: object) -> Any:
         try:
             values = np.asarray(jax.tree.map(lambda leaf: native(leaf, "", f"histogram {tag!r}"), values))
         except (ValueError, TypeError) as error:
-            raise TypeError(f"histogram {tag!r}: values must be an array, not {kind(values)}: {error}") from error
+            raise TypeError(
+                f"histogram {tag!r}: values must be an array, not {describe_type(values)}: {error}"
+            ) from error
         if values.dtype.kind not in "biufV":
-            got = kind(original) if values.dtype == object else values.dtype
+            got = describe_type(original) if values.dtype == object else values.dtype
             raise TypeError(f"histogram {tag!r}: values must be an array of real numbers, not {got}")
         # A dtype of the device: without `jax_enable_x64`, integers that exceed 32 bits become floats.
         dtype = jax.dtypes.canonicalize_dtype(values.dtype)

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jstep.core.checks import kind
+from jstep.core.checks import describe_type
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import has_tracers
 from jstep.stores.event_files import import_extra, proto
@@ -207,7 +207,7 @@ def to_proto(summary: Summary) -> Any:
         0.5
     """
     if not isinstance(summary, Summary):
-        raise TypeError(f"summary={summary!r}: must be a Summary of jstep.summary, got {kind(summary)}")
+        raise TypeError(f"summary={summary!r}: must be a Summary of jstep.summary, got {describe_type(summary)}")
     for part in summary.parts:
         if has_tracers(part):
             raise TypeError(f"summary {part.tags[0]!r} is traced and has no value; return it from the traced function")

@@ -425,7 +425,7 @@ def _staged(graph: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if not callable(graph):
         raise TypeError(
             "graph: must be a jax.stages.Traced (jax.jit(f).trace(*args)), a jax.stages.Lowered, a GraphDef "
-            f"or a function of no arguments, not {checks.kind(graph)}"
+            f"or a function of no arguments, not {checks.describe_type(graph)}"
         )
     trace = getattr(graph, "trace", None)
     try:

@@ -13,7 +13,7 @@ from jstep.core.checks import format_list
 from jstep.stores.event_files import frame, is_event_file, proto
 from jstep.stores.files import make_folders, names_in, replace_file
 from jstep.stores.growing_files import ObjectAppender, sync_growing
-from jstep.stores.objects import STARTING, Objects
+from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.urls import is_url, join_path, split_path
 from jstep.summary.encode import event_bytes
 
@@ -100,7 +100,7 @@ def open_event_file(logdir: str, flush_secs: float, suffix: str = "") -> Sink:
     """Create a file in `logdir`, or an object below it, with its first event."""
     if is_url(logdir):
         objects = Objects(logdir)
-        with objects.within(STARTING):
+        with objects.within(START_TIMEOUT_SECS):
             names = _file_names(_names_there(objects), suffix)
             # Each object begins with the first record of an event file; the first one is written here.
             return ObjectAppender(objects, names.__next__, _first_record(), flush_secs)

@@ -22,7 +22,7 @@ from jax.extend.core import get_opaque_trace_state as _trace
 
 from jstep.core import exceptions, meshes
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_function, as_string, format_value, kind
+from jstep.core.checks import as_function, as_string, describe_type, format_value
 from jstep.core.placement import is_on_cpus
 from jstep.core.trees import has_tracers, is_traced
 from jstep.differentiate import loss_outputs
@@ -390,14 +390,16 @@ def merge(summaries: Iterable[Summary | None], collections: Sequence[str] | None
     if isinstance(summaries, Summary):
         raise TypeError("merge: must be a list of summaries, not one Summary; write merge([summary])")
     if not isinstance(summaries, Iterable):
-        raise TypeError(f"summaries={format_value(summaries)}: must be a list of summaries, got {kind(summaries)}")
+        raise TypeError(
+            f"summaries={format_value(summaries)}: must be a list of summaries, got {describe_type(summaries)}"
+        )
     parts: list[Part] = []
     for summary in summaries:
         if summary is None:
             continue
         if not isinstance(summary, Summary):
             raise TypeError(
-                f"merge: must be summaries of jstep.summary, not {kind(summary)}; write protos "
+                f"merge: must be summaries of jstep.summary, not {describe_type(summary)}; write protos "
                 "separately with add_summary"
             )
         parts += summary.parts

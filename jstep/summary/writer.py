@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jstep.core import exceptions, meshes, threads
-from jstep.core.checks import as_int, as_number, as_string, format_value, kind
+from jstep.core.checks import as_int, as_number, as_string, describe_type, format_value
 from jstep.core.trees import Step, is_traced
 from jstep.stores.event_files import CHECKSUMS, frame, import_extra, is_message, parse_message, proto
 from jstep.stores.urls import location
@@ -27,17 +27,17 @@ from jstep.summary.graph import graph_def
 from jstep.summary.new_event_files import Sink, open_event_file
 from jstep.summary.summaries import Scalars, Summary, is_traced_part, keep
 
+_logger = logging.getLogger("jstep")
+
 # The background thread that waits for arrays, encodes events and writes them.
 
-# Limits of the queue. Beyond them `put` waits for the thread.
 MAX_JOBS = 2**17
 MAX_BYTES = 2**28
-
-# Seconds that the thread waits after the first job before it starts to work. The interpreter runs one thread at a time:
-# without the delay, this thread would compete with the training thread just when that starts the next step.
+"""Limits of the queue. Beyond them `put` waits for the thread."""
 NAP = 0.1
+"""Seconds that the thread waits after the first job before it starts to work. The interpreter runs one thread at a
+time: without the delay, this thread would compete with the training thread just when that starts the next step."""
 
-_logger = logging.getLogger("jstep")
 _running: weakref.WeakSet["Worker"] = weakref.WeakSet()
 
 
@@ -246,12 +246,11 @@ class SummaryWriter:
     In a run of several processes only process 0 writes; on the others the methods do nothing.
 
     Args:
-        logdir: The directory; created if it does not exist. TensorBoard treats each directory as a run. The
-            logdir can be the URL of an
-            object store, `gs://bucket/run` or `s3://bucket/run`: events are buffered in memory and uploaded at most
-            every 10 seconds or `flush_secs`, whichever is longer, by `flush` and by `close`; past a megabyte the next
-            object is started. A failed upload is retried, and `close` raises if it keeps failing. A process that is
-            killed loses the events that it has not uploaded.
+        logdir: The directory; created if it does not exist. TensorBoard treats each directory as a run. It
+            can be the URL of an object store, `gs://bucket/run` or `s3://bucket/run`: events are buffered in memory and
+            uploaded at most every 10 seconds or `flush_secs`, whichever is longer, by `flush` and by `close`; past a
+            megabyte the next object is started. A failed upload is retried, and `close` raises if it keeps failing. A
+            process that is killed loses the events that it has not uploaded.
         graph: A graph to write immediately, as for `add_graph`.
         max_queue: Number of buffered events at which they are written to the file. (In TensorFlow, the caller waited at
             that number.)
@@ -396,10 +395,10 @@ class SummaryWriter:
     def add_session_log(self, session_log: Any, global_step: Step | None = None) -> None:
         """Write the start or stop of a session, or a checkpoint at a step.
 
-        After a START at step N, TensorBoard drops the events of earlier sessions at steps ≥ N, so that steps that are
-        run again are not shown twice. A run resumed from a checkpoint with N updates writes step N + 1 first: START at
-        N + 1 keeps the point at N. TensorBoard treats the first START of a run as its beginning, so a run should write
-        one at its first step too.
+        After a START at step N, TensorBoard drops the events of earlier sessions at steps ≥ N, so that repeated
+        steps are not shown twice. A run resumed from the checkpoint of step N writes step N + 1 first: START at N + 1
+        keeps the point at N. TensorBoard treats the first START of a run as its beginning, so a run should write one at
+        its first step too.
 
         Args:
             session_log: A `SessionLog` proto, or "START", "STOP" or "CHECKPOINT".
@@ -418,7 +417,7 @@ class SummaryWriter:
                 raise ValueError(f"add_session_log: must be 'START', 'STOP' or 'CHECKPOINT', got {session_log!r}")
             session_log = log(status=session_log)
         elif not is_message(session_log, "SessionLog"):
-            raise TypeError(f"add_session_log: must be a SessionLog or its status, not {kind(session_log)}")
+            raise TypeError(f"add_session_log: must be a SessionLog or its status, not {describe_type(session_log)}")
         self._put({"session_log": log.FromString(session_log.SerializeToString())}, step)
 
     def add_hparams(self, hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> None:
@@ -525,7 +524,9 @@ def as_step(step: object) -> Any:
         )
     if isinstance(step, jax.Array | np.ndarray | np.generic):
         if not np.issubdtype(step.dtype, np.integer) or step.shape != ():
-            raise TypeError(f"global_step={format_value(step, 40)}: must be an integer scalar, got {kind(step)}")
+            raise TypeError(
+                f"global_step={format_value(step, 40)}: must be an integer scalar, got {describe_type(step)}"
+            )
         return keep(step)
     return as_int(step, "global_step")
 
@@ -548,7 +549,7 @@ def as_serialized(x: Any, name: str) -> bytes:
     if not is_message(x, name):
         is_other = is_message(x, other) or type(x) is Summary
         hint = f"; add_{other.lower()} takes it" if is_other else _HINTS.get(type(x), "")
-        raise TypeError(f"{method}: must be {article} {name}, not {kind(x)}{hint}")
+        raise TypeError(f"{method}: must be {article} {name}, not {describe_type(x)}{hint}")
     return x.SerializeToString()
 
 
@@ -577,7 +578,7 @@ def hparams_values(hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None
 
 def _flat(entries: object, what: str, prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
     if not isinstance(entries, Mapping):
-        raise TypeError(f"add_hparams: {what} must be a mapping from names to values, not {kind(entries)}")
+        raise TypeError(f"add_hparams: {what} must be a mapping from names to values, not {describe_type(entries)}")
     for key, value in entries.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):

@@ -285,9 +285,9 @@ def _log_at(path: str, in_directory: bool) -> _Side:
     from jstep.state import fingerprints  # imports JAX, which is not needed above
 
     if in_directory:
-        if fingerprints.NAME not in names_in(path):
-            raise FileNotFoundError(f"no checkpoints and no {fingerprints.NAME} in {path}")
-        path = join_path(path, fingerprints.NAME)
+        if fingerprints.FINGERPRINTS_FILE not in names_in(path):
+            raise FileNotFoundError(f"no checkpoints and no {fingerprints.FINGERPRINTS_FILE} in {path}")
+        path = join_path(path, fingerprints.FINGERPRINTS_FILE)
     log = fingerprints.read_log(path)
     problems = [f"{path}: {problem}; the other lines are compared" for problem in log.corrupted]
     if not log.entries:

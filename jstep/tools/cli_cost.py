@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from jstep.core.checks import kind
+from jstep.core.checks import describe_type
 from jstep.tools.cli import Command, answer
 
 
@@ -54,7 +54,7 @@ def _returned(place: str, name: str) -> Any:
         raise ValueError(f"{program!r}: {place} has no function {name!r}")
     result = function()
     if not isinstance(result, tuple | list) or len(result) < 2:
-        raise ValueError(f"{program!r}: must return (train_step, state, *batch), returned {kind(result)}")
+        raise ValueError(f"{program!r}: must return (train_step, state, *batch), returned {describe_type(result)}")
     return result
 
 

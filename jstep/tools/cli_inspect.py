@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from jstep.checkpoint.listing import has_data, misnaming_text, missing
-from jstep.checkpoint.manifest import NAME as MANIFEST
-from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Manifest
+from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Leaf, LeftOut, Manifest
 from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.store import Store
-from jstep.core.checks import size, truncate_path
+from jstep.core.checks import format_bytes, truncate_path
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import absolute, is_url, location, split_path
 from jstep.tools import cli
@@ -103,7 +102,7 @@ def at(path: str) -> Checkpoint | None:
 
 def _renamed(path: str) -> Checkpoint | None:
     """Return the checkpoint in a folder whose name has no step, such as a copy called "pretrained"."""
-    if not os.path.lexists(os.path.join(path, MANIFEST)) or not has_data(path):
+    if not os.path.lexists(os.path.join(path, MANIFEST_FILE)) or not has_data(path):
         return None
     above, last = split_path(path)
     store = open_store(above)
@@ -151,7 +150,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if _are_weights(path):
         return _safetensors(path, arguments)
     folder, problem = None, None
-    if not is_url(path) and os.path.isdir(path) and not os.path.lexists(os.path.join(path, MANIFEST)):
+    if not is_url(path) and os.path.isdir(path) and not os.path.lexists(os.path.join(path, MANIFEST_FILE)):
         try:
             folder = arrays_folder(path)
         except ValueError as error:  # this may be a directory of checkpoints of jstep
@@ -233,7 +232,7 @@ def _tensors(
     lines = [
         _path_line(about["path"]),
         f"{len(rows)} tensor{'s' * (len(rows) != 1)}, {about['parameters']} parameters, "
-        f"{size(about['bytes'])}, {where}",
+        f"{format_bytes(about['bytes'])}, {where}",
         *([f"metadata {cli.printable(cli.as_strict_json(about['metadata']))}"] if about["metadata"] else []),
         "",
         *cli.table(keys, rows, left=list(keys).index("bytes")),
@@ -266,7 +265,8 @@ def _checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> int:
     lines = [
         _path_line(checkpoint.path),
         f"step {checkpoint.step}, saved {about['time']}, by jstep {cli.printable(checkpoint.manifest.jstep)}, "
-        f"{len(rows)} leaves, {size(about['bytes'])}{', every byte as it was written' if arguments.verify else ''}",
+        f"{len(rows)} leaves, "
+        f"{format_bytes(about['bytes'])}{', every byte as it was written' if arguments.verify else ''}",
         *_extra_lines(checkpoint.manifest.extra, with_own=arguments.all),
         "",
         *cli.table(kinds | figures, rows, left=3),
@@ -325,7 +325,7 @@ def _directory(path: str, arguments: argparse.Namespace, not_one: ValueError | N
     shown = [
         {
             **row,
-            "bytes": size(row["bytes"]),
+            "bytes": format_bytes(row["bytes"]),
             "verified": "as written" if row.get("verified") else "CORRUPTED",
             "finite": "finite" if row["finite"] else "NOT FINITE",
             "passing": "until the next" if row["passing"] else "",
@@ -346,7 +346,7 @@ def _about(checkpoint: Checkpoint) -> dict[str, Any]:
         "jstep": checkpoint.manifest.jstep,
         "bytes": sum(leaf.nbytes for leaf in checkpoint.manifest.leaves),
         "finite": checkpoint.manifest.finite,
-        "passing": checkpoint.manifest.passing,
+        "passing": checkpoint.manifest.temporary,
     }
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_function, format_list, format_scaled, size
+from jstep.core.checks import as_function, format_bytes, format_list, format_scaled
 from jstep.core.device_values import arguments_from_host
 from jstep.core.jaxprs import body_of, is_annotated
 from jstep.core.logs import slow, without_noise
@@ -40,7 +40,7 @@ from jstep.tools.compiled import (
     program_recomputes,
 )
 
-# Compute, memory and communication cost of a step, without running it.
+_logger = logging.getLogger("jstep")
 
 _UNKNOWN = "not known"
 
@@ -112,19 +112,19 @@ class Cost(Tabular):
         verdict = ""
         if self.memory_bytes is not None:
             problem = ": it does not fit" if self.fits is False else ", recomputes to fit" if self.recomputes else ""
-            verdict = f" of {size(self.memory_bytes, digits=4)}{problem}"
+            verdict = f" of {format_bytes(self.memory_bytes, digits=4)}{problem}"
         rows = [
             ("operations", _UNKNOWN if self.flops is None else format_scaled(self.flops, "FLOP") + unknown),
             ("memory traffic", _size(self.bytes_accessed)),
-            ("parameters", size(self.params_bytes)),
-            ("slots", size(self.slots_bytes)),
+            ("parameters", format_bytes(self.params_bytes)),
+            ("slots", format_bytes(self.slots_bytes)),
             ("arguments", _size(self.argument_bytes)),
             ("results", f"{_size(self.output_bytes)}, {_size(self.alias_bytes)} of it aliased to arguments"),
             ("temporaries", _size(self.temp_bytes)),
             ("at its peak", _size(self.peak_bytes) + verdict),
-            *([("on the host", size(self.host_bytes))] if self.host_bytes else []),
+            *([("on the host", format_bytes(self.host_bytes))] if self.host_bytes else []),
             *([("between devices", _UNKNOWN)] if moved is None else []),
-            *((kind, f"{entry.number} × per step, {size(entry.bytes)} in all") for kind, entry in moved or ()),
+            *((kind, f"{entry.number} × per step, {format_bytes(entry.bytes)} in all") for kind, entry in moved or ()),
             ("compiled in", f"{self.compile_seconds:.1f} s"),
         ]
         if self.output_bytes is None:
@@ -183,12 +183,11 @@ def cost(train_step: Callable[..., Any], state: Tree, *args: Any, topology: str 
 
 
 def _size(count: float | None) -> str:
-    return _UNKNOWN if count is None else size(count)
+    return _UNKNOWN if count is None else format_bytes(count)
 
 
 # Compiling a step and collecting XLA's figures, including for a step that does not fit.
 
-_logger = logging.getLogger("jstep")
 _TOO_LARGE = re.compile(r"\(([\d.]+)([KMGT]?)B?\) exceeds available \w+ \(([\d.]+)([KMGT]?)B?\)")
 _SIZES = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -438,7 +437,7 @@ def _resharded(
     if not gathered["all-to-all"] and not (gathered["all-gather"] and is_sharded):
         return ""
     what = " and ".join(kind for kind, count in gathered.items() if count)
-    return f"activations are resharded ({what}, {size(sum(gathered.values()))} per step): {_remedy(axis)}"
+    return f"activations are resharded ({what}, {format_bytes(sum(gathered.values()))} per step): {_remedy(axis)}"
 
 
 def _remedy(axis: object) -> str:
@@ -475,8 +474,9 @@ def _undonated(program: CompiledProgram, leaves: Mapping[int, tuple[str, Any]], 
     if not total or 100 * total < sum(bytes_per_device(leaf) for _, leaf in leaves.values()):
         return ""
     return (
-        f"{size(total)} of the state is not donated ({format_list([path for path, _ in left])}), so that the old and "
-        "the new state are both in memory: use jstep.minimize(..., donate=True) or jax.jit(step, donate_argnums=0)"
+        f"{format_bytes(total)} of the state is not donated ({format_list([path for path, _ in left])}), "
+        "so that the old and the new state are both in memory: use jstep.minimize(..., donate=True) or "
+        "jax.jit(step, donate_argnums=0)"
     )
 
 
@@ -488,9 +488,9 @@ def _gathered_slots(moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, A
     if not sizes:
         return ""
     return (
-        f"slots are gathered ({format_list(list(sizes))}; {size(sum(sizes.values()))} per step): if memory allows, "
-        "replicate them with jstep.shard_state(state, mesh, param_specs, slot_axis=None) and specs that leave their "
-        "parameters whole"
+        f"slots are gathered ({format_list(list(sizes))}; {format_bytes(sum(sizes.values()))} per step): "
+        "if memory allows, replicate them with jstep.shard_state(state, mesh, param_specs, slot_axis=None) and specs "
+        "that leave their parameters whole"
     )
 
 

@@ -21,8 +21,6 @@ from jstep.tools.nonfinite_passes import Origins, Ranges, first_made, holds_floa
 from jstep.tools.ranges import Range
 from jstep.training.step import TrainStep
 
-# Finding the operation that makes the first NaN or infinity.
-
 
 @dataclasses.dataclass(frozen=True)
 class NonFinite:

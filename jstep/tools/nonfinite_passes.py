@@ -338,7 +338,7 @@ def _replicated(leaf: Any) -> Any:
 
 _NEVER, _UNREAD = 2**31 - 1, -1
 """In place of the numbers of a position: no operation, and an operation still to come."""
-_MOST_RESULTS, _MOST_BYTES = 64, 2**26
+_MAX_RESULTS, _MAX_BYTES = 64, 2**26
 """The results of a group, whose numbers are checked together and are kept until then."""
 Position = np.ndarray[Any, Any]
 
@@ -405,7 +405,7 @@ class BadGroups(Pass):
         for number, outs, parts in notes:
             kept = groups[-1][1] if groups and parts == before else []
             sizes = [aval.size * aval.dtype.itemsize for aval in map(jax.typeof, [*kept, *outs])]
-            if not kept or len(sizes) > _MOST_RESULTS or sum(sizes) > _MOST_BYTES:
+            if not kept or len(sizes) > _MAX_RESULTS or sum(sizes) > _MAX_BYTES:
                 groups.append((number, []))
                 self.members[number] = set()
             first, results = groups[-1]

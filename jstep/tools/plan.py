@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_int, format_count, format_value, kind, truncate, truncate_path
+from jstep.core.checks import as_int, describe_type, format_count, format_value, truncate, truncate_path
 from jstep.core.meshes import internal_transfers
 from jstep.core.tables import WIDTH, Tabular, columns, figure, html_picture, wrap_words
 from jstep.core.tracebacks import shortens_tracebacks
@@ -29,8 +29,6 @@ from jstep.hooks.run_hook import RunHook
 from jstep.loop.foresight import find_rates, find_scheduled_rates
 from jstep.loop.stages import as_stages, name_of_step
 from jstep.slots.optax_transformations import is_transformation, require_optimizer
-
-# Preview of hyperparameters, hook schedules, stages and batches of a run.
 
 T = TypeVar("T")
 
@@ -365,14 +363,15 @@ def _functions(optimizer: Any) -> Any:
             is_number = isinstance(value, int | float) or (is_array and not np.ndim(value))
             if isinstance(value, bool | type) or not (callable(value) or is_number):
                 raise TypeError(
-                    f"optimizer[{name!r}]={format_value(value)}: must be a schedule or a number, got {kind(value)}"
+                    f"optimizer[{name!r}]={format_value(value)}: must be a schedule or a number, "
+                    f"got {describe_type(value)}"
                 )
         return lambda step: {str(name): value(step) if callable(value) else value for name, value in optimizer.items()}
     if callable(optimizer) and not isinstance(optimizer, type):
         return lambda step: {"schedule": optimizer(step)}
     raise TypeError(
         f"optimizer={format_value(optimizer)}: must be an optimizer, a schedule or a dict of schedules, got "
-        f"{kind(optimizer)}"
+        f"{describe_type(optimizer)}"
     )
 
 

@@ -17,7 +17,7 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import array_type, as_function, as_int, format_value, kind, truncate
+from jstep.core.checks import array_type, as_function, as_int, describe_type, format_value, truncate
 from jstep.core.exceptions import context_manager
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_shapes
@@ -37,8 +37,6 @@ from jstep.loop.train import train
 from jstep.queues.queues import OutOfRangeError, until_end
 from jstep.state.global_step import global_step, require_alive
 from jstep.state.train_state import TrainState
-
-# Replaying a run up to a step.
 
 _logger = logging.getLogger("jstep")
 
@@ -139,9 +137,8 @@ def replay(
         why = f"the checkpoint of step {start} has no position for them" if is_lost else "they have no position to set"
         raise ValueError(
             f"batches={format_value(batches)}: must be able to go to step {start}, and {why}. Give jstep.batches, a "
-            "list, a "
-            "function of the step, or a loader with get_state and set_state, or with state_dict and load_state_dict, "
-            "whose run kept checkpoints"
+            "list, a function of the step, or a loader with get_state and set_state, or with state_dict and "
+            "load_state_dict, whose run kept checkpoints"
         )
     items = copy_batches(source._replace(position=None))  # the position is not saved again
     table = ProgramTable(stages, steps_per_call, state=state)
@@ -292,7 +289,7 @@ def verify_resume(
         state = make_state()
         refuse_shapes(state, "make_state()")
         if not isinstance(state, TrainState):
-            raise TypeError(f"make_state returned {kind(state)}; it must return a TrainState")
+            raise TypeError(f"make_state returned {describe_type(state)}; it must return a TrainState")
         require_alive(state)
         return state
 

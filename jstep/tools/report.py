@@ -19,18 +19,18 @@ from typing import Any
 import numpy as np
 
 from jstep.checkpoint.listing import entries
-from jstep.core.checks import kind, truncate
+from jstep.core.checks import describe_type, truncate
 from jstep.core.curves import STYLE, Curve, Mark, picture
 from jstep.hooks.card_differences import Start, card_difference, card_values, read_starts
 from jstep.stores.event_files import DataLossError, Series, event_files, read_series
 from jstep.stores.files import replace_file
-from jstep.stores.timeline import NAME, STALL, TIMES, Times, fields_with, read_timeline
+from jstep.stores.timeline import STALL, TIMELINE_FILE, TIMES, Times, fields_with, read_timeline
 from jstep.stores.urls import absolute, is_url, location, split_path
 from jstep.tools.cli import OK, Command, time_text, utc_text
 from jstep.tools.goodput import Goodput, by_start, sum_starts
 from jstep.tools.runs import RunList, RunSummary, run_names, runs
 
-_MOST = 64
+_MAX_RUNS = 64
 """The maximum number of runs on a page: more cannot be told apart."""
 
 
@@ -90,15 +90,15 @@ def report(
     output = None if file is None else location(file, "file")
     places = [paths] if isinstance(paths, str | os.PathLike) else paths
     if not isinstance(places, Iterable):
-        raise TypeError(f"paths={paths!r}: must be a path or several, got {kind(paths)}")
+        raise TypeError(f"paths={paths!r}: must be a path or several, got {describe_type(paths)}")
     listed = RunList()
     for place in places:
         some = runs(place)
         if not some:
-            raise FileNotFoundError(f"{os.fspath(place)}: no run is there; a run has a {NAME}")
+            raise FileNotFoundError(f"{os.fspath(place)}: no run is there; a run has a {TIMELINE_FILE}")
         listed += [run for run in some if run not in listed]
-    if not 0 < len(listed) <= _MOST:
-        raise ValueError(f"paths={paths!r}: must have 1 to {_MOST} runs, found {len(listed)}")
+    if not 0 < len(listed) <= _MAX_RUNS:
+        raise ValueError(f"paths={paths!r}: must have 1 to {_MAX_RUNS} runs, found {len(listed)}")
     page = Report(
         _page(listed, [_Left.of(*fields) for fields in zip(listed, run_names(listed), range(len(listed)), strict=True)])
     )

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jstep.checkpoint.claims import is_alive, owner_in
-from jstep.checkpoint.manifest import NAME as MANIFEST
+from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import as_string
 from jstep.core.tables import columns, html_table
 from jstep.hooks.card_differences import card_values, read_starts
 from jstep.hooks.stall_files import find_exit, read_stalls
 from jstep.stores.files import is_directory, walk
-from jstep.stores.timeline import NAME, OBJECTS
+from jstep.stores.timeline import OBJECTS, TIMELINE_FILE
 from jstep.stores.timeline_ends import End, carry_over, ends
 from jstep.stores.urls import absolute, is_url, location, split_path
 from jstep.tools.cli import OK, Command, as_strict_json, complain, printable, utc_text
@@ -147,14 +147,14 @@ def _places(above: str) -> Iterator[str]:
     """The directories with timelines, at and below a path; checkpoints and links are not searched."""
 
     def is_timeline(name: str) -> bool:
-        return name == NAME or (name.startswith(OBJECTS) and name.endswith(".jsonl"))
+        return name == TIMELINE_FILE or (name.startswith(OBJECTS) and name.endswith(".jsonl"))
 
     if is_url(above):
         yield from (where for where, names in walk(above) if any(map(is_timeline, names)))
         return
     for folder, below, names in os.walk(above):
         below.sort()
-        if MANIFEST in names:
+        if MANIFEST_FILE in names:
             below.clear()
         elif any(map(is_timeline, [*names, *below])):
             yield folder
@@ -212,7 +212,7 @@ def _summary(where: str, prefix: str, end: End) -> RunSummary:
 
 def _goodput(where: str, prefix: str) -> float | None:
     """The share of time in which a run trained, if its timeline is short."""
-    path = os.path.join(where, NAME)
+    path = os.path.join(where, TIMELINE_FILE)
     with contextlib.suppress(Exception):
         if not is_url(where) and os.path.getsize(path) <= _SHORT:
             return goodput(where, prefix).fraction
@@ -363,7 +363,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if missing:
         return complain("runs", *missing)
     if not summaries:
-        return complain("runs", f"{', '.join(arguments.paths)}: no run is there; a run has a {NAME}")
+        return complain("runs", f"{', '.join(arguments.paths)}: no run is there; a run has a {TIMELINE_FILE}")
     metrics = _metrics(summaries, arguments.metrics.split(",") if arguments.metrics else ())
     rows = _tree(summaries)
     if arguments.sort is not None:

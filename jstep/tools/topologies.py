@@ -26,7 +26,7 @@ from jstep.core.logs import slow, without_noise
 from jstep.core.meshes import mesh_of, using_mesh
 from jstep.core.placement import compiles_only, is_compile_only, is_shape
 from jstep.state.train_state import TrainState, shard_state
-from jstep.training.step import pure
+from jstep.training.step import as_pure_step
 
 # TPU generations and NVIDIA GPUs: slice sizes, memory, and specifications for XLA's compilers.
 
@@ -258,7 +258,7 @@ def on_topology(name: str, train_step: Any, state: TrainState, args: tuple[Any, 
         )
     mesh = topology(name)
     (axis,) = mesh.axis_names
-    lead = pure(train_step).leading_axes
+    lead = as_pure_step(train_step).leading_axes
 
     def row_shape(keys: Any, leaf: Any) -> Any:
         if not trees.is_array(leaf) and not is_shape(leaf):

@@ -11,7 +11,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_function, as_int, check_choice, format_value, kind
+from jstep.core.checks import as_function, as_int, check_choice, describe_type, format_value
 from jstep.core.tables import columns, figure
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Params
@@ -86,9 +86,8 @@ def _shape(leaf: object, path: str, what: str) -> tuple[int, ...]:
         return ()
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         raise TypeError(
-            f"{what}: the leaf at {trees.quote_path(path)} is {kind(leaf)}, which has no shape and dtype; give trees "
-            "of "
-            "arrays, or of shapes as jax.eval_shape returns them"
+            f"{what}: the leaf at {trees.quote_path(path)} is {describe_type(leaf)}, which has no shape and dtype; "
+            "give trees of arrays, or of shapes as jax.eval_shape returns them"
         )
     return tuple(leaf.shape)
 
@@ -300,7 +299,7 @@ def mup(
     as_function(axes, "axes", "(path, leaf) -> (in, out)", optional=True)
     for name, tree in {"base": base, "target": target}.items():
         if tree is None:
-            raise TypeError(f"{name}={tree}: must be a tree of shapes or arrays, got {kind(tree)}")
+            raise TypeError(f"{name}={tree}: must be a tree of shapes or arrays, got {describe_type(tree)}")
     widths = find_widths(base, target, delta, axes)
     if not widths:
         raise ValueError("target: has no floating-point leaf; give the shapes of the trained parameters")
@@ -446,7 +445,8 @@ def coord_check(
     number = as_int(steps, "steps", at_least=1)
     if isinstance(widths, str | int) or not isinstance(widths, Iterable):
         raise TypeError(
-            f"widths={format_value(widths)}: must be several integers, such as (64, 128, 256), got {kind(widths)}"
+            f"widths={format_value(widths)}: must be several integers, such as (64, 128, 256), "
+            f"got {describe_type(widths)}"
         )
     numbers = [as_int(width, "widths", at_least=1) for width in widths]
     if len(numbers) < 2 or len(set(numbers)) < len(numbers):
@@ -474,7 +474,8 @@ def _of_width(make: Any, width: int, activations: Any, steps: int) -> dict[str, 
     result = make(width)
     if not (isinstance(result, tuple | list) and len(result) == 3 and isinstance(result[1], TrainState)):
         raise TypeError(
-            f"make: must return (train_step, state, batch) for width {width}, got {kind(result)} {format_value(result)}"
+            f"make: must return (train_step, state, batch) for width {width}, "
+            f"got {describe_type(result)} {format_value(result)}"
         )
     train_step, state, batch = result
     as_function(train_step, f"make({width})[0]", "train_step(state, *batch)")
@@ -494,14 +495,14 @@ def _checked(activations: object, width: int) -> dict[str, np.ndarray[Any, Any]]
     """The activations on the host, in float32 or wider."""
     if not isinstance(activations, Mapping) or not activations:
         raise TypeError(
-            f"activations: must return name -> array, at least one, got {kind(activations)} at width {width}"
+            f"activations: must return name -> array, at least one, got {describe_type(activations)} at width {width}"
         )
     arrays = {}
     for name, x in activations.items():
         if not isinstance(name, str) or not trees.is_array(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
             raise TypeError(
-                f"activations: {format_value(name)} must be the name of a floating-point array, got {kind(x)} at "
-                f"width {width}"
+                f"activations: {format_value(name)} must be the name of a floating-point array, got {describe_type(x)} "
+                f"at width {width}"
             )
         if x.size == 0:
             raise ValueError(f"activations: {name!r} must not be empty, got shape {x.shape} at width {width}")

@@ -1,6 +1,6 @@
 """One optimizer update of the state: params + updates, new slots, global_step + 1; and whether it was skipped.
 
-This is the only place that increments the global step.
+Of the library's training code, only this module advances the global step; users may with `increment_global_step`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
 from jstep.core import meshes, placement, trees
-from jstep.core.checks import as_bool, kind
+from jstep.core.checks import as_bool, describe_type
 from jstep.core.exceptions import setting
 from jstep.core.meshes import internal_transfers, leaving_auto_axes, shard_like, without_explicit_axes
 from jstep.core.tracebacks import shortens_tracebacks
@@ -71,7 +71,7 @@ def apply_gradients(
     """
     as_bool(increment_global_step, "increment_global_step")
     if not (context is None or isinstance(context, Context)):
-        raise TypeError(f"context: must be a jstep.Context or None, got {kind(context)}")
+        raise TypeError(f"context: must be a jstep.Context or None, got {describe_type(context)}")
     with internal_transfers():
         return apply_update(state, grads, optimizer, increment_global_step, context or EMPTY_CONTEXT).state
 
@@ -81,14 +81,14 @@ class Applied(NamedTuple):
 
     Attributes:
         updates: The updates as added to the parameters.
-        left_out: A guard's slot → whether it, or one around it, skipped the update.
+        skipped_by: A guard's slot → whether it, or one around it, skipped the update.
     """
 
     state: TrainState
     updates: Updates
     slots: Slots
     roles: Roles
-    left_out: dict[str, Array]
+    skipped_by: dict[str, Array]
 
 
 def apply_update(
@@ -101,7 +101,7 @@ def apply_update(
     slots, limit = with_small_ones_loaded(state)
 
     def run(state: TrainState, grads: Updates, step_context: Context) -> Applied:
-        # Always 1, which XLA cannot know.
+        # Always 1, which XLA must not know: it would inline the loops of transfers, and no longer keep their order.
         transfers = None if limit is None else Transfers(limit, jnp.where(step_array(state) >= 0, 1, 0))
         with setting(TRANSFERS, transfers):
             result = _updated(state, grads, optimizer, increment, step_context._replace(value_and_grad=evaluate))
@@ -124,7 +124,7 @@ def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     roles = roles_of(optimizer, state.params)
     guards.current_loss_scale(roles, held)
     guards.noise_slots(roles)
-    grads, context = _of_trained(optimizer, state.params, grads, context)
+    grads, context = _without_frozen_leaves(optimizer, state.params, grads, context)
     guarding = [name for name in roles.of(Role.LAST_FINITE) if name in held]
     not_reached = {name: jnp.full_like(held[name], guards.NOT_REACHED) for name in guarding}
     inputs = StepInputs(state.params, step, context)
@@ -135,17 +135,19 @@ def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
         explain_missing_gradients(error, state.params, grads)
         raise
     _check_slots(held, own)
-    left_out = {name: own[name] == guards.LEFT_OUT for name in guarding}
+    skipped_by = {name: own[name] == guards.SKIPPED_MARK for name in guarding}
     own |= {name: jnp.where(own[name] < 0, held[name], own[name]) for name in guarding}
     if not increment:
         # An age is global_step − start_step: an update at the same step makes it larger by one, and none leaves it.
         own |= {name: jax.tree.map(lambda slot: slot - 1, own[name]) for name in roles.of(*COUNTS)}
         own |= {name: jnp.minimum(own[name], jnp.asarray(step).astype(own[name].dtype)) for name in guarding}
     new = state.replace(slots={**state.slots, **own}, global_step=later_step(step) if increment else step)
-    return Applied(new, updates, own, roles, left_out)
+    return Applied(new, updates, own, roles, skipped_by)
 
 
-def _of_trained(optimizer: Optimizer, params: Params, grads: Updates, context: Context) -> tuple[Updates, Context]:
+def _without_frozen_leaves(
+    optimizer: Optimizer, params: Params, grads: Updates, context: Context
+) -> tuple[Updates, Context]:
     """Remove frozen leaves from the gradients and the context, so that no norm and no wrapper sees them."""
     inwards = functools.partial(without_frozen, optimizer, params)
     grads = inwards(grads)
@@ -198,7 +200,7 @@ def parameter_layouts(state: TrainState) -> placement.Layouts:
 
 def skip_metrics(done: Applied, before: TrainState, grads: Updates, optimizer: Optimizer) -> dict[str, Array]:
     """Return whether each guard skipped the update, and `skipped` overall; empty without guards."""
-    by_guard = {_metric_name(name): value for name, value in done.left_out.items()}
+    by_guard = {_metric_name(name): value for name, value in done.skipped_by.items()}
     if guards.current_loss_scale(done.roles, before.slots) is not None:
         unscalable = ~guards.all_finite(grads, before.params)
         for name in map(_metric_name, done.roles.of(Role.LOSS_SCALE)):

@@ -30,7 +30,7 @@ class UserCode:
         now = [_content(function.__code__) for function in self._functions]
         names = []
         for function, before, here in zip(self._functions, self._traced or now, now, strict=True):
-            there = _function_of(_of_module(function))
+            there = _function_of(_find_in_module(function))
             if before != here or (there is not None and before != _content(there.__code__)):
                 names.append(function.__qualname__)
         return names
@@ -41,7 +41,7 @@ def warn_of_edits(steps: Iterable[Any]) -> None:
     codes = {id(code): code for step in steps if (code := getattr(step, "user_code", None)) is not None}
     for name in dict.fromkeys(name for code in codes.values() for name in code.edited()):
         log_warning(
-            "%s was edited after train_step was made, which runs the code of before: make the step anew, as by "
+            "%s was edited after train_step was created, which still runs the old code. Create the step again: "
             "train_step = jstep.minimize(%s, …)",
             *(name, name),
         )
@@ -57,7 +57,7 @@ def _function_of(value: Any) -> FunctionType | None:
     return value if isinstance(value, FunctionType) else None
 
 
-def _of_module(function: Callable[..., Any]) -> Any:
+def _find_in_module(function: Callable[..., Any]) -> Any:
     value: Any = sys.modules.get(function.__module__)
     for name in function.__qualname__.split("."):
         value = getattr(value, name, None)  # None for the locals of a function

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import kind
+from jstep.core.checks import describe_type
 from jstep.core.exceptions import explain_jax, note
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
@@ -54,7 +54,7 @@ def explain_one_argument(error: BaseException, args: Sequence[Any]) -> None:
             parts = [f"batch[{key!r}]" for key in batch]
         else:
             parts = [f"batch.{key}" for key in getattr(batch, "_fields", ())] or ["its parts"]
-        note(error, _A_CONTAINER.format(kind(batch), " and ".join(parts[:3]), ", ".join(parts[:3])))
+        note(error, _A_CONTAINER.format(describe_type(batch), " and ".join(parts[:3]), ", ".join(parts[:3])))
 
 
 _MISSING_ARGUMENT = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)")

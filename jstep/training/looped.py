@@ -18,8 +18,8 @@ from jstep.core.meshes import dims_of, mesh_of, using_mesh
 from jstep.core.placement import Unroll, as_unroll, first_row, scan
 from jstep.core.trees import shape_of
 from jstep.state.train_state import TrainState
-from jstep.training.metrics import Constants, Metrics
-from jstep.training.step import PureStep, TrainStep, jitted_program, pure
+from jstep.training.metrics import Constants, StepMetrics
+from jstep.training.step import PureStep, TrainStep, as_pure_step, jitted_program
 
 
 def scan_steps(
@@ -54,17 +54,17 @@ def scan_steps(
     as_function(train_step, "train_step", "(state, *args) -> (state, metrics)")
     length = None if length is None else as_int(length, "length", 1)
     unroll = as_unroll(unroll)
-    step = pure(train_step)
+    step = as_pure_step(train_step)
 
-    def body(state: TrainState, stacked: tuple[Any, ...], batch_specs: Tree) -> tuple[TrainState, Metrics]:
+    def body(state: TrainState, stacked: tuple[Any, ...], batch_specs: Tree) -> tuple[TrainState, StepMetrics]:
         k = _leading_size(stacked, length)
         batch_specs = jax.tree.map(without_step_axis, batch_specs)
 
-        def one(state: TrainState, args: Any) -> tuple[TrainState, Metrics]:
+        def one(state: TrainState, args: Any) -> tuple[TrainState, StepMetrics]:
             return step.body(state, args, batch_specs)
 
         state, (computed, constants) = scan(one, state, stacked, k, unroll)
-        return state, Metrics(computed, constants.repeated(k))
+        return state, StepMetrics(computed, constants.repeated(k))
 
     scanned = dataclasses.replace(
         step, body=body, name=f"{step.__name__}s", title="", leading_axes=step.leading_axes + 1
@@ -122,22 +122,24 @@ class TracedStep(NamedTuple):
 
 
 class LoopedStep(TrainStep):
-    """A compiled program of 1 to K steps: `state, metrics, sums = run(looped, state, (n, sums, *stacked))`.
+    """A compiled program of 1 to K steps: `state, metrics, sums = call_step(looped, state, (n, sums, *stacked))`.
 
     It runs the first n of K steps, in a loop whose length is an argument, so the bits do not depend on how steps are
     divided into calls. The metrics are from the last step; the numbers of all steps are accumulated in the sums.
 
     Args:
         step: Any function `(state, *args) -> (state, metrics)`.
-        most: K; None for the arguments of a single step, not stacked, in the same loop.
+        max_steps: K; None for the arguments of a single step, not stacked, in the same loop.
         accumulate: Returns an object with `row(metrics)`, the numbers of one step, and `add(sums, rows, count)`, which
             adds the first `count` of the stacked rows.
     """
 
     _returns_sums = True
 
-    def __init__(self, step: Callable[..., Any], most: int | None, accumulate: Callable[[TracedStep], Any]) -> None:
-        single = pure(step)
+    def __init__(
+        self, step: Callable[..., Any], max_steps: int | None, accumulate: Callable[[TracedStep], Any]
+    ) -> None:
+        single = as_pure_step(step)
         # Donates only if the step does: a plain function is not expected to donate the state.
         donate = isinstance(step, TrainStep) and step.donate
         looped = PureStep(
@@ -145,7 +147,7 @@ class LoopedStep(TrainStep):
         )
         super().__init__(looped, donate=donate)
         self._one = step if isinstance(step, TrainStep) else TrainStep(single, donate=False)
-        self.most, self.accumulate = most, accumulate
+        self.max_steps, self.accumulate = max_steps, accumulate
         self._traced: dict[Any, TracedStep] = {}
 
     def prepare(self, state: Tree, args: tuple[Any, ...]) -> TracedStep:
@@ -156,9 +158,9 @@ class LoopedStep(TrainStep):
         prepared = self._traced[_key(state, args)] = _traced_step(traced.jaxpr, traced.out_tree)
         return prepared
 
-    def _body(self, state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, Metrics, Any]:
+    def _body(self, state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, StepMetrics, Any]:
         n, sums, *stacked = args
-        if self.most is None:
+        if self.max_steps is None:
             stacked = jax.tree.map(_with_another, stacked)
         row = tuple(jax.tree.map(first_row, stacked))
         # The step was traced for the first state of a run; the next one may be on a mesh where that one was not.
@@ -177,22 +179,22 @@ class LoopedStep(TrainStep):
 
         nothing = jax.tree.map(_zeros, traced.computed)
         rows = jax.tree.map(
-            lambda x: jnp.zeros((self.most or 1, *x.shape), x.dtype), jax.eval_shape(accumulator.row, nothing)
+            lambda x: jnp.zeros((self.max_steps or 1, *x.shape), x.dtype), jax.eval_shape(accumulator.row, nothing)
         )
         state, computed, rows = jax.lax.fori_loop(np.int32(0), n, one_step, (state, nothing, rows))
-        return state, Metrics(computed, traced.constants), accumulator.add(sums, rows, n)
+        return state, StepMetrics(computed, traced.constants), accumulator.add(sums, rows, n)
 
     def _trace(self, state: Tree, row: tuple[Any, ...], batch_specs: Tree) -> TracedStep:
         """Trace one step within the trace of the program."""
         specs = None if batch_specs is None else batch_specs[2:]
-        if self.most is not None:
+        if self.max_steps is not None:
             specs = jax.tree.map(without_step_axis, specs)
-        body = pure(self._one).body
+        body = as_pure_step(self._one).body
         jaxpr, shapes = jax.make_jaxpr(lambda state, args: body(state, args, specs), return_shape=True)(state, row)
         return _traced_step(jaxpr, jax.tree.structure(shapes))
 
 
-def loop_step(step: Callable[..., Any], most: int | None, accumulate: Callable[[TracedStep], Any]) -> LoopedStep:
+def loop_step(step: Callable[..., Any], max_steps: int | None, accumulate: Callable[[TracedStep], Any]) -> LoopedStep:
     """Return the `LoopedStep` of a step, compiled only once per step."""
     # Stored on the step, so that both are freed together. A decorator copies the step's attributes, hence the check.
     kept: dict[Any, LoopedStep]
@@ -201,9 +203,9 @@ def loop_step(step: Callable[..., Any], most: int | None, accumulate: Callable[[
         kept = {}
         with contextlib.suppress(AttributeError, TypeError):  # a bound method, a frozen or slotted object
             step._jstep_looped = (step, kept)  # type: ignore[attr-defined]
-    if (most, accumulate) not in kept:
-        kept[most, accumulate] = LoopedStep(step, most, accumulate)
-    return kept[most, accumulate]
+    if (max_steps, accumulate) not in kept:
+        kept[max_steps, accumulate] = LoopedStep(step, max_steps, accumulate)
+    return kept[max_steps, accumulate]
 
 
 def one_shape(leaf: object) -> Any:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import device_values, trees
-from jstep.core.checks import as_function, kind
+from jstep.core.checks import as_function, describe_type
 from jstep.core.exceptions import note
 from jstep.core.meshes import Attempts
 from jstep.core.placement import on_devices
@@ -21,6 +21,9 @@ from jstep.optimizers import guards
 from jstep.optimizers.hyperparameters import display_name
 from jstep.slots.indexed_slices import RowsInOrder, is_slices
 from jstep.slots.roles import Role, Roles
+
+LOSS, GRAD_NORM = "loss", "grad_norm"
+"""Names of metrics that hooks and the loop read."""
 
 # An output of a compiled program costs some 2 µs per call on a CPU, so constants are not outputs. They are a static
 # result of the trace, in the tree structure of its return value, which JAX keeps with the compiled program.
@@ -52,24 +55,24 @@ class Constants:
         return Constants(stacked, self.skipped)
 
 
-class Metrics(NamedTuple):
+class StepMetrics(NamedTuple):
     """The metrics of a step, as its program returns them; `computed` is usually a dict."""
 
     computed: Any
     constants: Constants
 
-    def whole(self) -> Any:
+    def merged(self) -> Any:
         return {**self.computed, **self.constants.values} if self.constants.values else self.computed
 
 
-def split_metrics(metrics: Any, skipped: str | None = None) -> Metrics:
+def split_metrics(metrics: Any, skipped: str | None = None) -> StepMetrics:
     """Split metrics into computed ones and plain Python or NumPy numbers; anything but a dict counts as computed."""
     if type(metrics) is not dict:
-        return Metrics(metrics, Constants({}, skipped))
+        return StepMetrics(metrics, Constants({}, skipped))
     plain = {name: _plain(value) for name, value in metrics.items() if not isinstance(value, jax.Array)}
     constants = {name: value for name, value in plain.items() if value is not None}
     computed = {name: value for name, value in metrics.items() if name not in constants}
-    return Metrics(computed, Constants(constants, skipped))
+    return StepMetrics(computed, Constants(constants, skipped))
 
 
 def _plain(value: Any) -> np.ndarray[Any, Any] | None:
@@ -110,7 +113,7 @@ def slot_metrics(roles: Roles, slots: Slots) -> dict[str, Array]:
 
 # The metrics that `minimize(metrics=…)` requests: norms, the noise scale, and functions of gradients and updates.
 
-NORMS = ("grad_norm", "update_norm", "param_norm")
+NORMS = (GRAD_NORM, "update_norm", "param_norm")
 NOISE_SCALE = "noise_scale"
 
 MetricFn: TypeAlias = Callable[[Updates, Updates, Params], Mapping[str, Any]]
@@ -135,7 +138,7 @@ class Requested:
         """
 
         def norm(name: str) -> Array:
-            if name == "grad_norm":
+            if name == GRAD_NORM:
                 measured = global_norm(gradients)
                 return measured if scale is None else measured / scale.astype(measured.dtype)
             if name == "update_norm":
@@ -163,7 +166,9 @@ def check_requested(metrics: Any, argument: str, number: int) -> Requested:
     """Validate the argument `metrics` of `minimize`; `argument=number` divides a batch into the parts to compare."""
     names = (*NORMS, NOISE_SCALE)
     if not (callable(metrics) or isinstance(metrics, str | list | tuple | set | frozenset)):
-        raise TypeError(f"metrics={metrics!r}: must be names among {names}, or functions {_FORM}, got {kind(metrics)}")
+        raise TypeError(
+            f"metrics={metrics!r}: must be names among {names}, or functions {_FORM}, got {describe_type(metrics)}"
+        )
     entries = (metrics,) if callable(metrics) or isinstance(metrics, str) else tuple(metrics)
     functions: dict[str, Callable[..., dict[str, Any]]] = {}
     for i, entry in enumerate(entries):
@@ -199,8 +204,8 @@ def _checked(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
             raise
         if not isinstance(result, Mapping):
             raise TypeError(
-                f"{name}: must return a mapping of names to scalars, got {kind(result)}; return a dict such as "
-                '{"grad_max": …}'
+                f"{name}: must return a mapping of names to scalars, got {describe_type(result)}; "
+                'return a dict such as {"grad_max": …}'
             )
         for key, value in result.items():
             if not isinstance(key, str):
@@ -208,8 +213,8 @@ def _checked(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
             is_number = trees.is_array_or_number(value) and not trees.is_key(value)
             if not (is_number and np.ndim(value) == 0):
                 raise TypeError(
-                    f"{name}: must return a mapping of names to scalars, got {kind(value)} for {key!r}; reduce it, for "
-                    "example by jnp.mean"
+                    f"{name}: must return a mapping of names to scalars, got {describe_type(value)} for {key!r}; "
+                    "reduce it, for example by jnp.mean"
                 )
         return device_values.from_host(dict(result), name)
 

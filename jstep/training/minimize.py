@@ -14,7 +14,7 @@ import numpy as np
 
 from jstep.core import device_values, placement, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_bool, as_function, as_string, format_value, kind
+from jstep.core.checks import as_bool, as_function, as_string, describe_type, format_value
 from jstep.core.exceptions import note
 from jstep.core.meshes import shard_like
 from jstep.core.placement import Unroll
@@ -23,7 +23,7 @@ from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Optimizer
 from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes
 from jstep.differentiate.loss_gradients import GATE_NONE, GATE_OP, Differentiation, Inputs, apply_gate
 from jstep.differentiate.loss_outputs import join_returned, merge_summaries
-from jstep.differentiate.microbatches import AggregationMethod, Part, estimate_noise, together_squared
+from jstep.differentiate.microbatches import AggregationMethod, LossResult, estimate_noise, together_squared
 from jstep.differentiate.same_bits import alike
 from jstep.optimizers import guards
 from jstep.optimizers.averages import as_average_names, averaged_params
@@ -36,10 +36,11 @@ from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 from jstep.training.apply_gradients import apply_update, parameter_layouts, skip_metrics, unless_skipped
 from jstep.training.edited import UserCode
 from jstep.training.metrics import (
+    LOSS,
     SKIPPED,
     MetricFn,
-    Metrics,
     Requested,
+    StepMetrics,
     check_requested,
     slot_metrics,
     split_metrics,
@@ -49,7 +50,7 @@ from jstep.training.step import Body, PureStep, TrainStep
 
 _logger = logging.getLogger("jstep")
 
-OF_CONTEXT = 0x6A73
+CONTEXT_KEY_SALT = 0x6A73
 """Folded into the key of a `Context`, so that it differs from the key of the loss."""
 
 Losses: TypeAlias = Mapping[str, tuple[Callable[..., Any], VarList]]
@@ -149,7 +150,7 @@ def minimize(
             that var_list leaves out are differentiated.
         has_aux: Whether loss_fn returns auxiliary values, which are added to the metrics.
         num_microbatches: Number of microbatches for gradient accumulation, as in `compute_gradients`; there is one
-            update per batch. It equals the update of the whole batch if the loss is a mean over rows: a loss that
+            update per batch. The update equals that of the whole batch if the loss is a mean over rows: a loss that
             compares rows with each other (contrastive losses, BatchNorm) sees one microbatch only.
         max_rows_per_device: The maximum number of rows of a microbatch on each device. The number of microbatches is
             then the smallest one that satisfies this, divides the batch and is at least num_microbatches; it depends
@@ -175,21 +176,16 @@ def minimize(
             its own parameters.
         adaptive: Whether to scale the radius by the magnitude of each element (ASAM).
         unroll: How to unroll the loop over microbatches, as in `scan_steps`; None to choose automatically.
-        lanes: Number of lanes L, a power of two, for the same bits on any number of devices that divides it: state and
-            metrics after each step, on one process or several, on no mesh, with data parallelism, ZeRO-1 and FSDP, on
-            Auto and Explicit axes, through checkpoints and changes of layout. The batch is cut into L contiguous blocks
-            of rows, each of which one device computes with the same program; all sums over elements are computed in one
-            binary tree. Loss, gradients and floating leaves of aux are means over the lanes, weighted by
-            `weight_fn`; integers and bools of aux are sums, which saturate at their bounds. Each lane starts from the
-            same model_state, whose floating leaves become the mean over the lanes. Its integers that depend on a lane's
-            rows, their number or key, such as counts, move by the sum of the lanes' changes, and must be their old
-            value plus something; other integers, bools and keys are taken from lane 0. Lane i gets `fold_in(key, i)` of
-            the key of its loss. `num_microbatches` and `max_rows_per_device` divide each lane, and microbatch j gets
-            `fold_in(key, j)` of the key of its lane. The loss must not name the mesh axes of the rows. Gradients of
-            `lookup` become dense. Another L gives another run, and so do other global batches. Bits are not promised on
-            other processors, versions of JAX and XLA, flags or settings; on GPUs if the compiler may choose other
-            kernels per compilation; if the loss itself is not deterministic; or with tensor parallelism (a warning is
-            logged). With None, the default, the order of sums depends on the devices.
+        lanes: Makes the results bitwise identical on any number of devices that divides L, this power of two. The batch
+            is cut into L contiguous blocks of rows, the *lanes*; each is computed by one device with the same program,
+            and all sums over elements are computed in one binary tree. State and metrics after each step are identical
+            on one process or several, without a mesh, with data parallelism, ZeRO-1 and FSDP, on Auto and Explicit
+            axes, and through checkpoints and changes of layout. Loss, gradients and floating leaves of aux are means
+            over the lanes, weighted by `weight_fn`; integers and bools of aux are sums, which saturate at their bounds.
+            Lane i gets `fold_in(key, i)` of the key of its loss. `num_microbatches` and `max_rows_per_device` divide
+            each lane, and microbatch j gets `fold_in(key, j)` of the key of its lane. Another L gives another run, and
+            so do other global batches. With None, the default, the order of sums depends on the devices. The page
+            "What the bits depend on" has the conditions, the merging of model_state, and the limits.
         metrics: Additional metrics to compute: `"grad_norm"` (of the raw gradients of the trained parameters),
             `"update_norm"` (of the updates as added), `"param_norm"` (of all new parameters), and `"noise_scale"` (from
             microbatches, or from lanes; requires `with_noise_scale` around the optimizer). Also functions
@@ -247,7 +243,7 @@ def minimize(
     wanted = check_requested(metrics, *compared)
     for name, flag in {"increment_global_step": increment_global_step, "jit": jit, "donate": donate}.items():
         as_bool(flag, name)
-    of_one = functools.partial(
+    make_differentiation = functools.partial(
         Differentiation,
         has_aux=has_aux,
         has_model_state=has_model_state,
@@ -268,9 +264,9 @@ def minimize(
     differentiate: Differentiation | SeveralLosses
     if isinstance(loss_fn, Mapping):
         excluded = {"var_list": var_list is not None, "has_model_state": as_bool(has_model_state, "has_model_state")}
-        differentiate = several_losses(loss_fn, of_one, **excluded)
+        differentiate = several_losses(loss_fn, make_differentiation, **excluded)
     else:
-        differentiate = of_one(loss_fn, var_list)
+        differentiate = make_differentiation(loss_fn, var_list)
     losses = [loss for loss, _ in loss_fn.values()] if isinstance(loss_fn, Mapping) else [loss_fn]
     minimizing = Minimizing(
         optimizer,
@@ -328,7 +324,7 @@ class Minimizing:
 
     def __call__(
         self, state: TrainState, args: tuple[Any, ...], batch_specs: Tree, lanes: Lanes | None = None
-    ) -> tuple[TrainState, Metrics]:
+    ) -> tuple[TrainState, StepMetrics]:
         self.user_code.note()
         step = step_array(require_state(state))
         if self.has_model_state and MODEL_STATE not in state.slots:
@@ -343,7 +339,7 @@ class Minimizing:
         kwargs = None
         if self.averages is not None:
             kwargs = {"averages": alike(lanes, functools.partial(_averages_for, names=self.averages), state)}
-        # A loss that does not accept it leaves it unchanged, as do several losses, none of which owns it.
+        # Without has_model_state, and with several losses, the model state is not passed and stays unchanged.
         model_state = state.slots[MODEL_STATE] if self.has_model_state else None
         inputs = Inputs(state.params, model_state, args, kwargs, key, batch_specs, scale, lanes)
         differentiate = self.differentiate
@@ -352,14 +348,14 @@ class Minimizing:
             differentiate = replace_losses(differentiate, sharpness=now)
         return alike(lanes, functools.partial(self.updated, inputs), state, differentiate(inputs))
 
-    def updated(self, inputs: Inputs, state: TrainState, part: Part) -> tuple[TrainState, Metrics]:
+    def updated(self, inputs: Inputs, state: TrainState, result: LossResult) -> tuple[TrainState, StepMetrics]:
         scale = guards.current_loss_scale(roles_of(self.optimizer, state.params), state.slots)
-        context = self._context(inputs, part, scale)
-        done = apply_update(state, part.gradients, self.optimizer, self.increments, context)
+        context = self._context(inputs, result, scale)
+        done = apply_update(state, result.gradients, self.optimizer, self.increments, context)
         new_state = done.state
-        skipped = skip_metrics(done, state, part.gradients, self.optimizer)
+        skipped = skip_metrics(done, state, result.gradients, self.optimizer)
         if self.has_model_state:
-            new = part.model_state
+            new = result.model_state
             if skipped:  # one bad row would ruin the statistics of a batch normalization permanently
                 new = unless_skipped(skipped[SKIPPED], state.slots[MODEL_STATE], new)
             new_state = new_state.replace(slots={**new_state.slots, MODEL_STATE: new})
@@ -369,9 +365,9 @@ class Minimizing:
                 self.optimizer.hyperparameters(step_array(state)), done.roles, state.slots
             ),
             "the optimizer's slots": slot_metrics(done.roles, state.slots) | skipped,
-            **loss_metrics(part, self.has_aux, is_several=isinstance(self.differentiate, SeveralLosses)),
+            **loss_metrics(result, self.has_aux, is_several=isinstance(self.differentiate, SeveralLosses)),
             "the noise scale": guards.noise_metrics(done.roles, done.slots) if self.wanted.noise else {},
-            **self.wanted.measured(part.gradients, done.updates, new_state.params, scale),
+            **self.wanted.measured(result.gradients, done.updates, new_state.params, scale),
         }
 
         def refusal(name: str, first: str, second: str) -> str:
@@ -379,8 +375,8 @@ class Minimizing:
 
         return new_state, split_metrics(trees.merge_dicts(named.items(), refusal), SKIPPED if skipped else None)
 
-    def _context(self, inputs: Inputs, part: Part, scale: Array | None) -> Context:
-        noise = None if part.squares is None else estimate_noise(part.squares)
+    def _context(self, inputs: Inputs, result: LossResult, scale: Array | None) -> Context:
+        noise = None if result.squares is None else estimate_noise(result.squares)
         if not self.optimizer.takes_context:
             return EMPTY_CONTEXT._replace(noise=noise)
         plain = replace_losses(self.differentiate, sharpness=None, adaptive=False, squares=False)
@@ -390,7 +386,7 @@ class Minimizing:
             there = plain(inputs._replace(params=params))
             return there.loss, there.gradients if scale is None else guards.unscale(there.gradients, scale)
 
-        return Context(part.loss, value_and_grad, inputs.for_part(OF_CONTEXT).key, noise)
+        return Context(result.loss, value_and_grad, inputs.for_evaluation(CONTEXT_KEY_SALT).key, noise)
 
     def trains(self, params: Params) -> list[bool]:
         several = self.differentiate
@@ -449,19 +445,19 @@ class SeveralLosses:
     def looks_at_rows(self) -> bool:
         return any(loss.looks_at_rows for loss in self.each.values())
 
-    def __call__(self, inputs: Inputs) -> Part:
+    def __call__(self, inputs: Inputs) -> LossResult:
         """Return the sum of the losses, all gradients in one tree, and as aux each loss and its aux by name."""
         chosen = _without_overlap(inputs.params, self.each)
         leaves, treedef = trees.flatten(inputs.params)
         gradients: list[Any] = [None] * len(leaves)
-        parts: dict[str, Part] = {}
+        results: dict[str, LossResult] = {}
         for i, (name, differentiate) in enumerate(self.each.items()):
             try:
-                parts[name] = differentiate(inputs.for_part(i))
+                results[name] = differentiate(inputs.for_evaluation(i))
             except Exception as error:
                 note(error, f"This error was raised while the loss {name!r} was differentiated.")
                 raise
-            grads = treedef.flatten_up_to(parts[name].gradients)
+            grads = treedef.flatten_up_to(results[name].gradients)
             if all(grads[place] is None for place in chosen[name]):
                 paths = trees.leaf_paths(inputs.params)
                 raise ValueError(
@@ -469,19 +465,19 @@ class SeveralLosses:
                     f"{[paths[place] for place in chosen[name]][:20]}; give it others, or leave it out"
                 )
             gradients = trees.with_leaves(gradients, chosen[name], [grads[place] for place in chosen[name]])
-        return Part(
-            _sum([part.loss for part in parts.values()]),
+        return LossResult(
+            _sum([result.loss for result in results.values()]),
             None,
-            {name: (part.loss, part.aux) for name, part in parts.items()},
+            {name: (result.loss, result.aux) for name, result in results.items()},
             treedef.unflatten(apply_gate(gradients, self.gate_gradients)),
-            merge_summaries([part.summaries for part in parts.values()]),
-            together_squared([part.squares for part in parts.values()]),
+            merge_summaries([result.summaries for result in results.values()]),
+            together_squared([result.squares for result in results.values()]),
         )
 
 
-def several_losses(losses: Losses, make: Callable[[Any, VarList], Differentiation], **without: bool) -> SeveralLosses:
-    """Create `SeveralLosses`; `without` tells which arguments that cannot be combined with them were given."""
-    for argument, is_given in without.items():
+def several_losses(losses: Losses, make: Callable[[Any, VarList], Differentiation], **given: bool) -> SeveralLosses:
+    """Create `SeveralLosses`; `given` tells which arguments that cannot be combined with them were given."""
+    for argument, is_given in given.items():
         if is_given:
             why = "each loss has its own" if argument == "var_list" else "it has no owner among several losses"
             raise ValueError(f"{argument}: must not be given beside a mapping of losses; {why}")
@@ -492,7 +488,7 @@ def several_losses(losses: Losses, make: Callable[[Any, VarList], Differentiatio
         as_string(name, "a name in loss_fn")
         place = f"loss_fn[{name!r}]"
         if not (isinstance(entry, tuple | list) and len(entry) == 2):
-            raise TypeError(f"{place}={format_value(entry)}: must be {_LOSS_FORM}, got {kind(entry)}")
+            raise TypeError(f"{place}={format_value(entry)}: must be {_LOSS_FORM}, got {describe_type(entry)}")
         as_function(entry[0], f"{place}[0]", "(params, *args) -> loss")
         check_form(entry[1], f"{place}[1]")
         each[name] = make(*entry)
@@ -508,15 +504,15 @@ def replace_losses(differentiate: Differentiation | SeveralLosses, **changes: An
     return dataclasses.replace(differentiate, each=each)
 
 
-def loss_metrics(part: Part, has_aux: bool, *, is_several: bool) -> dict[str, Mapping[str, Any]]:
+def loss_metrics(result: LossResult, has_aux: bool, *, is_several: bool) -> dict[str, Mapping[str, Any]]:
     """Return the metrics of the losses, their aux and their summaries, by a description of their origin."""
     if not is_several:
-        aux, summaries = join_returned(_by_name(part.aux), part.summaries)
-        shown = {"the loss": {"loss": part.loss}, "aux": aux if has_aux else {}}
+        aux, summaries = join_returned(_by_name(result.aux), result.summaries)
+        shown = {"the loss": {LOSS: result.loss}, "aux": aux if has_aux else {}}
     else:
-        summaries, shown = part.summaries, {"the sum of the losses": {"loss": part.loss}}
-        for name, (loss, aux) in part.aux.items():
-            shown[f"the loss {name!r}"] = {f"{name}/loss": loss}
+        summaries, shown = result.summaries, {"the sum of the losses": {LOSS: result.loss}}
+        for name, (loss, aux) in result.aux.items():
+            shown[f"the loss {name!r}"] = {f"{name}/{LOSS}": loss}
             shown[f"aux of {name!r}"] = {f"{name}/{key}": x for key, x in _by_name(aux).items()} if has_aux else {}
     return shown | {"the summaries of the loss": {} if summaries is None else {"summaries": summaries}}
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import device_values, trees
 from jstep.core.annotations import P, Tree
-from jstep.core.checks import as_bool, as_function, kind
+from jstep.core.checks import as_bool, as_function, describe_type
 from jstep.core.exceptions import setting
 from jstep.core.meshes import NO_GUARD, Attempts, internal_transfers, mesh_of, shard_like, using_mesh
 from jstep.core.placement import SHARDINGS, refuse_shapes, sharding_of
@@ -25,7 +25,7 @@ from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState, keep_roles
 from jstep.training.edited import UserCode
 from jstep.training.explain import explain, is_spent, refuse_what_crashes
-from jstep.training.metrics import SKIPPED, Metrics, split_metrics
+from jstep.training.metrics import SKIPPED, StepMetrics, split_metrics
 
 Body = Callable[[Any, tuple[Any, ...], Any], Any]
 """`body(state, args, batch_specs) -> (state, Metrics)`. `batch_specs` are the shardings of args; None if unknown."""
@@ -66,7 +66,7 @@ class PureStep:
         refuse_shapes((state, args), "state and batch")
         args = device_values.arguments_from_host(args)
         with using_mesh(mesh_of((state, args))):
-            return whole(self.body, state, args, self.batch_specs(args))
+            return with_constants(self.body, state, args, self.batch_specs(args))
 
     def batch_specs(self, args: tuple[Any, ...]) -> Any:
         """Return the shardings of a batch; None if the step ignores them."""
@@ -78,7 +78,7 @@ class PureStep:
         return f"<jstep.PureStep {describe_step(self)}>"
 
 
-def pure(step: Callable[..., Any]) -> PureStep:
+def as_pure_step(step: Callable[..., Any]) -> PureStep:
     if isinstance(step, PureStep):
         return step
     if isinstance(step, TrainStep):
@@ -86,13 +86,13 @@ def pure(step: Callable[..., Any]) -> PureStep:
     name = getattr(step, "__name__", "train_step")
     attempts, user_code = Attempts(name), UserCode([step])
 
-    def body(state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, Metrics]:
+    def body(state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, StepMetrics]:
         def one(state: Tree, args: tuple[Any, ...]) -> Any:
             user_code.note()
             result = step(state, *args)
             is_pair = isinstance(result, tuple | list) and len(result) == 2
             if not is_pair or (isinstance(state, TrainState) and not isinstance(result[0], TrainState)):
-                returned = " and ".join(map(kind, result)) if is_pair else kind(result)
+                returned = " and ".join(map(describe_type, result)) if is_pair else describe_type(result)
                 raise TypeError(f"the step returned {returned}; it must return (state, metrics)")
             return keep_roles(state, result[0]), result[1]
 
@@ -110,9 +110,9 @@ def step_function(step: object) -> PureStep | None:
     return pure_step if isinstance(pure_step, PureStep) and pure_step.optimizer is not None else None
 
 
-def whole(body: Body, state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, Any]:
+def with_constants(body: Body, state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, Any]:
     state, metrics = body(state, args, batch_specs)
-    return state, metrics.whole()
+    return state, metrics.merged()
 
 
 # The layout of a state, which is stored on states that a step returned, and the steps compiled for it.
@@ -125,7 +125,7 @@ class StateLayout:
         self.shardings, self.mesh = shardings, mesh
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # copies of a state, also in other processes, are inspected
+        return type(None), ()  # a copied or unpickled state has no layout; `inspect_layout` determines it again
 
 
 _ON_ONE_DEVICE = StateLayout()
@@ -198,7 +198,7 @@ class TrainStep:
         self.__name__ = getattr(step, "__name__", "train_step")
         self.__doc__ = type(self).__doc__ if isinstance(step, PureStep) else step.__doc__ or type(self).__doc__
         self.donate = as_bool(donate, "donate")
-        self._pure = pure(step)
+        self._pure = as_pure_step(step)
         self.title = self._pure.title
         self.lanes = self._pure.lanes
         self._programs: dict[Any, Any] = {}
@@ -210,20 +210,20 @@ class TrainStep:
         args = device_values.arguments_from_host(args)
         if not is_single_process():
             self._agreed.check(state, args)
-        new, metrics = run(self, state, args)
-        return new, metrics.whole()
+        new, metrics = call_step(self, state, args)
+        return new, metrics.merged()
 
     def _program(self, layout: StateLayout, args: tuple[Any, ...], kind: str = "call", *, donates: bool) -> Any:
-        """Return the program for some layouts; `kind="whole"` returns all metrics together."""
+        """Return the program for some layouts; `kind="merged"` returns all metrics together."""
         batch_specs = self._pure.batch_specs(args)
         specs = () if batch_specs is None else (trees.structure(batch_specs), *jax.tree.leaves(batch_specs))
         key = kind, donates, layout, *specs
         if key not in self._programs:
-            self._programs[key] = self._made(kind, donates, layout, batch_specs)
+            self._programs[key] = self._make_program(kind, donates, layout, batch_specs)
         return self._programs[key]
 
-    def _made(self, kind: str, donates: bool, layout: StateLayout, batch_specs: Tree) -> Any:
-        body = self._pure.body if kind == "call" else functools.partial(whole, self._pure.body)
+    def _make_program(self, kind: str, donates: bool, layout: StateLayout, batch_specs: Tree) -> Any:
+        body = self._pure.body if kind == "call" else functools.partial(with_constants, self._pure.body)
         shardings = layout.shardings
 
         def traced(state: Tree, *args: Any) -> Any:
@@ -248,13 +248,13 @@ class TrainStep:
         """As `jax.jit(...).lower`."""
         args = device_values.arguments_from_host(args)
         with using_mesh(mesh_of((state, args))):
-            return jitted_program(self, state, args, "whole").lower(state, *args)
+            return jitted_program(self, state, args, "merged").lower(state, *args)
 
     @shortens_tracebacks
     def trace(self, state: TrainState, *args: Any) -> Any:
         """As `jax.jit(...).trace`."""
         args = device_values.arguments_from_host(args)
-        return trace_program(self, state, args, "whole")
+        return trace_program(self, state, args, "merged")
 
     @shortens_tracebacks
     def eval_shape(self, state: TrainState, *args: Any) -> Any:
@@ -262,7 +262,7 @@ class TrainStep:
         with using_mesh(mesh_of((state, args))):
             batch_specs = self._pure.batch_specs(args)
             new, metrics = jax.eval_shape(
-                lambda state, *args: whole(self._pure.body, state, args, batch_specs), state, *args
+                lambda state, *args: with_constants(self._pure.body, state, args, batch_specs), state, *args
             )
         shardings = inspect_layout(state).shardings
         if shardings is not None and trees.structure(new) == trees.structure(shardings):
@@ -284,7 +284,7 @@ class TrainStep:
 # The only way to call a compiled step: by hand, in `train`, in `replay`, in `verify_resume`.
 
 
-def run(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
+def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
     """Call the program of a step; return `(state, Metrics)`, or `(state, Metrics, sums)` for a `LoopedStep`."""
     layout = returned_layout(state)
     is_known = layout is not None
@@ -301,7 +301,7 @@ def run(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
     if mesh is not None:
         refuse_what_crashes(state, args, is_known=is_known, donates=donates)
     try:
-        if mesh is None and transfers is NO_GUARD:  # contexts that do nothing would take a twentieth of a small step
+        if mesh is None and transfers is NO_GUARD:  # entering empty contexts would add 5 % to a small step
             new, metrics, *others = program(state, *args)
         else:
             with using_mesh(mesh):
@@ -317,7 +317,7 @@ def run(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
 
 
 def trace_program(step: TrainStep, state: Tree, args: tuple[Any, ...], kind: str = "call") -> Any:
-    """Return the trace of the program that `run` calls, for arrays or shapes."""
+    """Return the trace of the program that `call_step` calls, for arrays or shapes."""
     with using_mesh(mesh_of((state, args))):
         return jitted_program(step, state, args, kind).trace(state, *args)
 

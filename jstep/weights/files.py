@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from jstep.checkpoint.listing import OF_ORBAX, TEMPORARY, has_data, list_names, missing
-from jstep.checkpoint.manifest import NAME as MANIFEST
+from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import format_value
 from jstep.stores.urls import is_url, location
 from jstep.weights.tensors import LARGEST, Tensor, Weights, parse_json, read_header
@@ -41,15 +41,15 @@ def weights_kind(path: str) -> tuple[str, str]:
         if len(names) > 1:
             raise _several(path, "the folder has several sets of weights", names)
         return FILES, os.path.join(path, names[0])
-    if missing(path) != MANIFEST:  # a manifest of another program does not count
+    if missing(path) != MANIFEST_FILE:  # a manifest of another program does not count
         return OF_JSTEP, path
     folder = arrays_folder(path)
     if folder is not None:
         return BY_ORBAX, folder
     if has_data(path):
         raise ValueError(
-            f"path={path!r}: is a checkpoint of jstep without {MANIFEST}: its save to a bucket was interrupted, or its "
-            "copy was; in the latter case, copy it again"
+            f"path={path!r}: is a checkpoint of jstep without {MANIFEST_FILE}: its save to a bucket was interrupted, "
+            "or its copy was; in the latter case, copy it again"
         )
     raise FileNotFoundError(
         f"path={path!r}: the folder has no weights (*{SUFFIX}, *{SUFFIX}{INDEX}), and is not a checkpoint of Orbax or "
@@ -207,6 +207,6 @@ def _without_metadata(path: str) -> ValueError:
 
 def _is_checkpoint(path: str) -> bool:
     entries = set(list_names(path))
-    return bool(entries & {MANIFEST, *OF_ORBAX}) or any(
+    return bool(entries & {MANIFEST_FILE, *OF_ORBAX}) or any(
         _METADATA in list_names(os.path.join(path, name)) for name in entries
     )

@@ -23,7 +23,7 @@ from jstep.checkpoint.reading import first_problem, read_and_verify, short
 from jstep.checkpoint.store import Store
 from jstep.core import meshes, placement, trees
 from jstep.core.annotations import T
-from jstep.core.checks import as_bool, format_value, kind, listing
+from jstep.core.checks import as_bool, describe_type, format_items, format_value
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.distributed import processes
 from jstep.weights import match
@@ -171,7 +171,7 @@ def _float_dtype(dtype: DTypeLike | None) -> Any:
     try:
         resolved = np.dtype(getattr(jnp, dtype, dtype) if isinstance(dtype, str) else dtype)
     except TypeError:
-        raise TypeError(f"dtype={format_value(dtype)}: must be a floating dtype, got {kind(dtype)}") from None
+        raise TypeError(f"dtype={format_value(dtype)}: must be a floating dtype, got {describe_type(dtype)}") from None
     if not trees.is_floating(resolved):
         raise ValueError(f"dtype={format_value(dtype)}: must be a floating dtype; integers and booleans are never cast")
     return resolved
@@ -362,7 +362,7 @@ def _readable(store: Store, path: str, manifest: Manifest, saved: dict[str, _Hal
         path,
         first_problem(problems),
         " unverified: their values may be wrong" if not contents.verifies else "",
-        listing("cannot be read", [repr(name) for name in lost]),
+        format_items("cannot be read", [repr(name) for name in lost]),
     )
     return {name: halves for name, halves in saved.items() if name not in lost}
 
@@ -375,8 +375,7 @@ def _read(store: Store, path: str, manifest: Manifest, shardings: Mapping[str, A
     if processes.any_process(bool(problems)):
         raise CheckpointError(
             f"{path} is corrupted: {first_problem(problems) or 'another process names the file'}. Nothing was loaded; "
-            "copy "
-            "it again from where it is intact"
+            "copy it again from where it is intact"
         )
     if processes.any_process(failure is not None):
         reason = "see the error of another process" if failure is None else short(failure)

@@ -15,7 +15,9 @@ from jstep.checkpoint import targets
 from jstep.checkpoint.leaf_records import PARAMS, as_integers
 from jstep.core import exceptions, meshes, placement, selection, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import array_type, format_value, kind
+from jstep.core.checks import array_type, describe_type, format_value
+
+_logger = logging.getLogger("jstep")
 
 # The `names` argument, the tensor that it gives each leaf, and mismatches.
 
@@ -51,7 +53,7 @@ def _rule(path: str, entry: object) -> Rule:
         return Rule(entry)
     if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) and callable(entry[1]):
         return Rule(*entry)
-    raise TypeError(f"names: for {path!r} it has {format_value(entry)}: {_FORM}, got {kind(entry)}")
+    raise TypeError(f"names: for {path!r} it has {format_value(entry)}: {_FORM}, got {describe_type(entry)}")
 
 
 def call_transform(transform: Transform, array: object, path: str) -> Any:
@@ -61,7 +63,7 @@ def call_transform(transform: Transform, array: object, path: str) -> Any:
         exceptions.note(error, f"(in the transform of names for {path!r})")
         raise
     if not trees.is_array(result):
-        raise TypeError(f"names: the transform for {path!r} returned {kind(result)}: must return an array")
+        raise TypeError(f"names: the transform for {path!r} returned {describe_type(result)}: must return an array")
     return result
 
 
@@ -113,7 +115,7 @@ class WeightsMatch(targets.TargetMatch[WantedTensor]):
     hint: str = ""
 
     TITLES = "missing", "unused", "mismatched"
-    MOST = 200  # enough to show the names of a model's layers
+    MAX_SHOWN = 200  # enough to show the names of a model's layers
 
 
 def match(
@@ -245,8 +247,6 @@ _NO_KIND = (
 
 
 # Conversion of the data read to leaves.
-
-_logger = logging.getLogger("jstep")
 
 
 def place_leaf(wanted: WantedTensor, read: Any) -> Any:

@@ -11,11 +11,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jstep.checkpoint.leaf_records import GLOBAL_STEP, path_keys, unique
-from jstep.checkpoint.manifest import NAME as MANIFEST
+from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core import meshes, trees
 from jstep.weights.tensors import Read, Tensor
 
-_LONGEST = 300  # characters of an error of Orbax
+_MAX_ERROR_LENGTH = 300  # characters of an error of Orbax
 _SHOWN = 20  # arrays named in a message
 
 
@@ -34,7 +34,8 @@ def open_checkpoint(folder: str) -> tuple[dict[str, Tensor], Read]:
     names = unique(trees.path_str(keys) for keys, _ in flat)
     if all(len(keys) == 1 for keys, _ in flat) and GLOBAL_STEP in names:
         raise ValueError(
-            f"{folder}: jstep wrote it, and its {MANIFEST} is missing, so that it cannot be verified: copy it again"
+            f"{folder}: jstep wrote it, and its {MANIFEST_FILE} is missing, "
+            "so that it cannot be verified: copy it again"
         )
     arrays: dict[str, Tensor] = {}
     for name, (_, details) in zip(names, flat, strict=True):
@@ -98,7 +99,7 @@ def _short(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     text = str(error).partition(" [tensorstore_spec=")[0]
-    return text[:_LONGEST] + "…" * (len(text) > _LONGEST)
+    return text[:_MAX_ERROR_LENGTH] + "…" * (len(text) > _MAX_ERROR_LENGTH)
 
 
 def _unreadable(folder: str, why: str) -> ValueError:

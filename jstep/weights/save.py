@@ -21,7 +21,7 @@ from jstep.checkpoint.leaf_records import require_value
 from jstep.checkpoint.names import is_utf8
 from jstep.core import device_values, meshes, placement, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_int, as_mapping, format_value, kind
+from jstep.core.checks import as_int, as_mapping, describe_type, format_value
 from jstep.distributed.processes import on_all_processes
 from jstep.stores.files import make_folders, new_file, sync_folder
 from jstep.weights.files import INDEX, local_path
@@ -353,11 +353,11 @@ def _checked(leaf: object, path: str) -> Any:
     """Return a leaf that can be saved, a number as an array."""
     what = f"params: {trees.quote_path(path)}"
     require_value(leaf, what)
-    if trees.is_number(leaf):
+    if trees.is_python_number(leaf):
         return device_values.number(leaf, what)
     if not trees.is_array(leaf):
         raise TypeError(
-            f"{what} is {kind(leaf)}, and must be an array; remove other leaves, for instance by "
+            f"{what} is {describe_type(leaf)}, and must be an array; remove other leaves, for instance by "
             "equinox.filter(model, equinox.is_array) or flax.nnx.state(model)"
         )
     return leaf

@@ -56,7 +56,7 @@ _Item = TypeVar("_Item")
 METADATA = "__metadata__"
 LARGEST = 100_000_000
 """Maximum bytes of a header; the `safetensors` package rejects larger ones, too."""
-_LONGEST_AXIS = 2**63 - 1
+_MAX_AXIS_SIZE = 2**63 - 1
 
 
 class Tensor(NamedTuple):
@@ -182,7 +182,7 @@ def _tensor(name: str, entry: object, path: str, data: int) -> Tensor:
 
 
 def _are_counts(value: object) -> bool:
-    return isinstance(value, list) and all(type(x) is int and 0 <= x <= _LONGEST_AXIS for x in value)
+    return isinstance(value, list) and all(type(x) is int and 0 <= x <= _MAX_AXIS_SIZE for x in value)
 
 
 def _check_gaps(tensors: Sequence[Tensor], path: str, data: int, size: int) -> None:
@@ -198,14 +198,14 @@ def _check_gaps(tensors: Sequence[Tensor], path: str, data: int, size: int) -> N
         raise ValueError(f"{path}: corrupted: {size - at} bytes at its end belong to no tensor")
 
 
-def in_groups(items: Iterable[tuple[str, int, _Item]], most: int) -> Iterator[dict[str, _Item]]:
-    """Divide (name, bytes, item) into groups of at most `most` bytes, or of one item, with unique names."""
+def in_groups(items: Iterable[tuple[str, int, _Item]], max_bytes: int) -> Iterator[dict[str, _Item]]:
+    """Divide (name, bytes, item) into groups of at most `max_bytes` bytes, or of one item, with unique names."""
     group: dict[str, _Item] = {}
-    left = most
+    left = max_bytes
     for name, nbytes, item in items:
         if group and (name in group or nbytes > left):
             yield group
-            group, left = {}, most
+            group, left = {}, max_bytes
         group[name] = item
         left -= nbytes
     if group:

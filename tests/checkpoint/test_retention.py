@@ -148,19 +148,19 @@ class TestRetention:
         )
 
     @pytest.mark.parametrize(
-        ("saved_at", "within", "is_passing"),
+        ("saved_at", "within", "is_temporary"),
         [(100.0, 10.0, True), (109.5, 10.0, True), (110.0, 10.0, False), (99.5, 10.0, False), (105.0, None, False)],
     )
-    def test_a_checkpoint_passes_within_a_time_after_the_last_kept_one(self, saved_at, within, is_passing):
+    def test_a_checkpoint_passes_within_a_time_after_the_last_kept_one(self, saved_at, within, is_temporary):
         def head(**fields):
-            return types.SimpleNamespace(**{"leaves": (), "finite": True, "passing": False} | fields)
+            return types.SimpleNamespace(**{"leaves": (), "finite": True, "temporary": False} | fields)
 
         store = types.SimpleNamespace(newest_first=lambda prefix, trusted: [(2, "model-2"), (1, "model-1")])
         found = retention.Retention(store, "model", None, None, 0.0)
         found._retained = retention.RetainedSteps(frozenset(), 0.0)
-        found._known = {1: head(saved_at=100.0, step=1), 2: head(saved_at=104.0, step=2, passing=True)}
+        found._known = {1: head(saved_at=100.0, step=1), 2: head(saved_at=104.0, step=2, temporary=True)}
         decided = found._decide(head(step=3, saved_at=saved_at), within)
-        assert decided == (["model-2"], found._retained, is_passing)
+        assert decided == (["model-2"], found._retained, is_temporary)
 
     def test_what_may_be_evicted_before_a_save(self):
         kept = retention.RetainedSteps(frozenset({2}), 0.0)

@@ -15,7 +15,7 @@ FLOAT = np.dtype("float32")
 
 class Found(TargetMatch[TargetLeaf[Any]]):
     TITLES = "missing", "unused", "differing"
-    MOST = 2
+    MAX_SHOWN = 2
 
 
 def wanted(path: str, name: str | None = "", source: Any = None, problem: str = "") -> TargetLeaf[Any]:

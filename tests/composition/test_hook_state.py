@@ -194,7 +194,7 @@ def test_duplicate_keys_are_rejected(tmp_path):
         [jstep.EvaluationHook(lambda s: {}, every_n_steps=1, callbacks=[Recorder("mine"), Recorder("mine")])],
     ):
         for directory in (tmp_path, None):
-            with pytest.raises(ValueError, match="key='mine': must be the key of one"):
+            with pytest.raises(ValueError, match="key='mine': is the key of both "):
                 train(2, hooks, directory)
 
 

@@ -98,6 +98,6 @@ def test_the_difference_of_two_trees_has_one_text() -> None:
 
 def test_a_list_in_a_message_has_twenty_entries_at_most() -> None:
     names = [f"w{i}" for i in range(21)]
-    assert checks.listing("missing", []) == ""
-    assert checks.listing("missing", names[:20]) == f"; missing (20): {', '.join(names[:20])}"
-    assert checks.listing("missing", names) == f"; missing (21): {', '.join(names[:20])}, … and 1 more"
+    assert checks.format_items("missing", []) == ""
+    assert checks.format_items("missing", names[:20]) == f"; missing (20): {', '.join(names[:20])}"
+    assert checks.format_items("missing", names) == f"; missing (21): {', '.join(names[:20])}, … and 1 more"

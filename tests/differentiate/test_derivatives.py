@@ -80,5 +80,5 @@ def test_bounds_are_broadcast_against_each_other() -> None:
             clip(jnp.ones(3), low, high)
         with pytest.raises(ValueError, match=r"do not fit together.*broadcast"):
             clip(x, low, jnp.ones((2, 2)))
-    with pytest.raises(ValueError, match="larger than max"):
+    with pytest.raises(ValueError, match="must be ≤ max"):
         jstep.clip_by_value(x, low, jnp.array([[2.5], [1.5]]))

@@ -102,7 +102,7 @@ def test_all_processes_leave_with_the_signal_of_one(three: Fellows, monkeypatch:
         stop.check()  # waits do not end here: the others would wait for this process
         first = stop.to_stop()
         last = [stop.to_stop(), stop.to_stop()]  # the service is asked no more
-        error = stop.stopped("at step 3")
+        error = stop.stop_error("at step 3")
         return first, last, stop._is_limit, stop.received, str(error), getattr(error, "code", None)
 
     assert three.each(stopped) == [
@@ -123,7 +123,7 @@ def test_the_time_limit_is_that_of_process_0(three: Fellows, monkeypatch: Any) -
         stop = StopSignals(10.0)
         assert stop._timer is None
         polls = [stop.to_stop() for _ in range(3)]
-        return polls, stop._is_limit, stop.received, str(stop.stopped("at step 3"))
+        return polls, stop._is_limit, stop.received, str(stop.stop_error("at step 3"))
 
     expected = ([False, False, True], True, signal.SIGTERM, "stop_secs stopped the run at step 3")
     assert three.each(stopped) == [expected] * 3

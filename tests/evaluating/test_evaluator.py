@@ -14,7 +14,7 @@ from positioned import Positioned
 
 import jstep
 from jstep.evaluating import evaluation_batches
-from jstep.evaluating.evaluation_hook import _of_process_0
+from jstep.evaluating.evaluation_hook import _broadcast_from_0
 from jstep.evaluating.evaluation_metrics import _mean, _total
 
 X = np.random.default_rng(0).normal(size=(23, 3)).astype(np.float32)
@@ -137,7 +137,7 @@ def test_sums_and_means_beyond_floats():
 def test_callbacks_of_all_processes_see_the_numbers_of_process_0(monkeypatch):
     three = Fellows(monkeypatch, 3)
     found = three.each(
-        lambda i: _of_process_0({"a": np.float32(0.1 + i), "b": i + 1e-17, "text": str(i), "c": jnp.int32(i)})
+        lambda i: _broadcast_from_0({"a": np.float32(0.1 + i), "b": i + 1e-17, "text": str(i), "c": jnp.int32(i)})
     )
     assert found == 3 * [{"a": float(np.float32(0.1)), "b": 1e-17, "c": 0.0}]
 
@@ -226,7 +226,7 @@ def test_a_generator_is_exhausted_by_the_first_evaluation():
 
 
 def test_as_many_batches_as_an_evaluation_takes(monkeypatch):
-    monkeypatch.setattr(evaluation_batches, "MOST", 3)
+    monkeypatch.setattr(evaluation_batches, "MAX_BATCHES", 3)
     for number in (3, 4):
         batches = evaluation_batches.EvaluationBatches(x for x in range(number))
         with contextlib.nullcontext() if number == 3 else pytest.raises(ValueError, match="no end after 3 of them"):
@@ -252,7 +252,7 @@ def test_endless_batches_are_rejected(batches):
     [
         ((3, [X]), TypeError, r"metric_fn=3: must be a function \(params, \*args\) -> {name: metric}"),
         ((metrics, 3), TypeError, "batches=3: must be an iterable or a sequence of batches"),
-        ((metrics, {"x": X}), TypeError, "batches is a dict, which may be one batch"),
+        ((metrics, {"x": X}), TypeError, "batches: must be a source of batches, got a dict, which may be one batch"),
         ((metrics, lambda step: X), ValueError, "a function of the step has no end"),
         ((metrics, [X], {"use_averages": 3}), TypeError, "use_averages=3: must be True or False"),
         ((metrics, [X], {"has_model_state": "no"}), TypeError, "has_model_state='no': must be True or False"),

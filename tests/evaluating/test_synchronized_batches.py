@@ -7,7 +7,7 @@ from fellows import Fellows
 from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
-from jstep.core.threads import taken as taken_so_far
+from jstep.core.threads import evaluation_batches_taken
 from jstep.evaluating.evaluation_batches import _ENDED, _FAILED, _GLOBAL, _synchronized, place_batches
 
 ROWS = np.arange(6.0, dtype=np.float32).reshape(3, 2)
@@ -66,11 +66,11 @@ def test_rows_of_several_arguments_and_of_batches_that_are_global(monkeypatch):
     monkeypatch.setattr(
         multihost_utils, "process_allgather", lambda one: asked.append(one.tolist()) or np.array(next(sent))
     )
-    place, before = SingleDeviceSharding(jax.devices()[1]), taken_so_far[0]
+    place, before = SingleDeviceSharding(jax.devices()[1]), evaluation_batches_taken.count
     batches = list(_synchronized(iter([({"x": ROWS, "scale": np.float32(2)},)]), place))
     assert [(batch["x"].shape, batch["scale"].tolist()) for (batch,) in batches] == [((3, 2), 2.0), ((0, 2), 2.0)]
     assert asked == [[3], [_ENDED], [_ENDED]]
-    assert taken_so_far[0] - before == 2
+    assert evaluation_batches_taken.count - before == 2
     for counts in ([_GLOBAL, _GLOBAL], [0, _GLOBAL]):
         sent = iter([counts, [_ENDED, _ENDED]])
         assert list(_synchronized(iter([("global",)]), place)) == [("global",)]

@@ -4,7 +4,7 @@ import pytest
 from hook_fakes import Clock, Writer
 
 import jstep
-from jstep.hooks.cadence import DueHook, next_call
+from jstep.hooks.cadence import HookSchedule, next_call
 from jstep.hooks.hook import NEVER
 
 CADENCED = {
@@ -46,12 +46,12 @@ def test_seconds_count_from_begin_and_from_the_last_due_time(name):
     hook = SECONDS[name](clock)
     assert hook.next_due(3) is None  # checked after every call
     assert next_call(hook, 3)[1] == NEVER
-    due, due_steps = DueHook(hook, 0), []
+    schedule, due_steps = HookSchedule(hook, 0), []
     for step in range(1, 20):
         clock.now += 1
-        if due.now(step):
+        if schedule.is_due(step):
             due_steps.append(step)
-            due.done(step)
+            schedule.reschedule(step)
     assert due_steps == [5, 10, 15]
 
 
@@ -68,5 +68,5 @@ def test_explicit_steps_apply_in_addition_to_seconds(name, steps):
     """100 is the default, but applies in addition to seconds only if it is passed explicitly."""
     hook = BOTH[name](Clock(), steps)
     assert next_call(hook, 3)[1] == steps
-    due = DueHook(hook, 3)
-    assert [due.now(step) for step in (4, steps)] == [False, True]
+    schedule = HookSchedule(hook, 3)
+    assert [schedule.is_due(step) for step in (4, steps)] == [False, True]

@@ -12,7 +12,7 @@ from hook_fakes import Clock
 from hooked_runs import batches, train
 
 import jstep
-from jstep.hooks.cadence import Cadence, DueHook, next_call
+from jstep.hooks.cadence import Cadence, HookSchedule, next_call
 from jstep.hooks.run_hook import RunHook
 
 
@@ -155,13 +155,13 @@ def test_what_all_processes_do_together_is_due_by_the_clock_of_process_0(togethe
     def due_at(index):
         clock, hook, found = Clock(), RunHook(), []
         hook.cadence = Cadence(5, 10.0, clock, together=together)
-        due = DueHook(hook, 0)
+        schedule = HookSchedule(hook, 0)
         for step in range(1, 12):
             clock.now += 0 if index == 2 else 3 + index
-            if due.now(step):
+            if schedule.is_due(step):
                 found.append(step)
-                due.done(step)
-        return found, due.next, due.deadline
+                schedule.reschedule(step)
+        return found, schedule.next, schedule.deadline
 
     own = [([4, 5, 9, 10], 15, 1040.0), ([3, 5, 8, 10], 15, 1050.0), ([5, 10], 15, 1010.0)]
     assert three.each(due_at) == ([([4, 5, 9, 10], 0, math.inf)] * 3 if together else own)

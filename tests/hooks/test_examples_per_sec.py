@@ -21,7 +21,7 @@ def test_examples_per_sec_follows_the_batch_size():
     class RateRecorder(jstep.Hook):
         def after_step(self, n, state, metrics):
             jax.block_until_ready(state)
-            counter.look()
+            counter.measure_finished()
             seen[n] = (counter.steps_per_sec, counter.examples_per_sec)
 
     counter = jstep.StepCounterHook(every_n_steps=4)

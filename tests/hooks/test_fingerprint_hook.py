@@ -61,7 +61,7 @@ def test_a_resumed_run_writes_the_same_lines(tmp_path, caplog):
     for last in (4, 8):
         run(last, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "log"), checkpoint_dir=tmp_path / "ckpt")
     assert (tmp_path / "log").read_text() == (tmp_path / "uninterrupted").read_text()
-    assert "other bits" not in caplog.text
+    assert "different result" not in caplog.text
 
 
 def test_a_divergence_is_logged_with_step_and_leaves(tmp_path, caplog):
@@ -70,8 +70,8 @@ def test_a_divergence_is_logged_with_step_and_leaves(tmp_path, caplog):
     before = lines(path)
     with caplog.at_level(logging.WARNING, "jstep"):
         run(6, jstep.FingerprintHook(every_n_steps=2, path=path), batches=lambda step: batch(step + (step >= 3)))
-    (four, six) = [record.getMessage() for record in caplog.records if "other bits" in record.getMessage()]
-    assert four.startswith("step 4 was run again with other bits")
+    (four, six) = [record.getMessage() for record in caplog.records if "different result" in record.getMessage()]
+    assert four.startswith("step 4 was repeated with a different result")
     assert "params/w" in four
     assert "slots/momentum" in four
     assert "global_step" not in four
@@ -79,14 +79,14 @@ def test_a_divergence_is_logged_with_step_and_leaves(tmp_path, caplog):
     assert len(lines(path)) == 6  # the last line of a step counts; earlier ones are kept
     caplog.clear()
     run(6, jstep.FingerprintHook(every_n_steps=2, path=path), batches=lambda step: batch(step + (step >= 3)))
-    assert "other bits" not in caplog.text
+    assert "different result" not in caplog.text
     assert lines(path)[:3] == before
 
 
 def test_on_divergence_raise_ends_the_run_before_a_checkpoint(tmp_path):
     path = tmp_path / "log"
     run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
-    with pytest.raises(jstep.DivergenceError, match="step 2 was run again") as caught:
+    with pytest.raises(jstep.DivergenceError, match="step 2 was repeated with a different result") as caught:
         run(
             4,
             jstep.FingerprintHook(every_n_steps=2, path=path, on_divergence="raise"),
@@ -125,7 +125,7 @@ def test_a_corrupted_line_is_skipped(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "jstep"):
         run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
     assert "line 1 is not a fingerprint" in caplog.text
-    assert "other bits" not in caplog.text
+    assert "different result" not in caplog.text
 
 
 def test_all_lines_are_on_disk_before_a_checkpoint(tmp_path):

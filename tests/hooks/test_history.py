@@ -178,7 +178,7 @@ def test_values_that_are_not_finite_are_strings(tmp_path):
 
 
 def test_rows_in_checkpoints_are_thinned_and_evaluations_stay(monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "MOST_ROWS", 20)
+    monkeypatch.setattr(module, "MAX_ROWS", 20)
     history = jstep.History(every_n_steps=1)
     run(30, history, evaluation(5))
     assert history["eval/w"][0].tolist() == [5, 10, 15, 20, 25, 30]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jstep.hooks.metric_sums import NONE, MetricSums, choose_columns
+from jstep.hooks.metric_sums import NO_CONSTANTS, MetricSums, choose_columns
 from jstep.training.metrics import Constants
 
 
@@ -29,7 +29,7 @@ def add(sums, first, rows, **kwargs):
     numbers = [row_of({name: jnp.asarray(value) for name, value in row.items()}) for row in rows]
     padded = numbers + numbers[-1:]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *padded)
-    sums.ran(first, len(rows), add_rows(sums.begin(columns, None), stacked, jnp.int32(len(rows))), NONE)
+    sums.ran(first, len(rows), add_rows(sums.begin(columns, None), stacked, jnp.int32(len(rows))), NO_CONSTANTS)
 
 
 def means(rows, steps_per_call=1, names=("m",), **kwargs):

@@ -32,7 +32,7 @@ def test_a_restored_state_is_not_saved_again(tmp_path):
     saves = SaverAndHook(tmp_path)
     state = state_at(3)
     saves.hook.begin(state)
-    saves.hook.is_saved(3, state)
+    saves.hook.mark_saved(3, state)
     saves.hook.end(3, state)
     assert saves.steps() == []
     saves.hook.end(3, state_at(3, 2.0))  # another hook changed it

@@ -20,7 +20,7 @@ def fields_of(what="waiting for batch 7", kind="batch", **more):
 
 def write(where, process=0, **fields):
     files = StallFiles(str(where), process, warn_secs=60.0)
-    files.settle(lambda: fields_of(**fields))
+    files.finish(lambda: fields_of(**fields))
     return files
 
 
@@ -32,14 +32,14 @@ def test_a_file_is_written_and_removed(tmp_path):
     files = write(tmp_path, process=3)
     (one,), problems = read_stalls(str(tmp_path))
     assert (one["process"], one["pid"], one["what"], problems) == (3, os.getpid(), "waiting for batch 7", [])
-    files.settle(None)
+    files.finish(None)
     assert read_stalls(str(tmp_path)) == ([], [])
     assert os.listdir(tmp_path / "stalls") == []
 
 
 def test_the_file_of_an_earlier_start_is_removed(tmp_path):
     write(tmp_path, exit_code=75)
-    StallFiles(str(tmp_path), 0, warn_secs=60.0).settle(None)
+    StallFiles(str(tmp_path), 0, warn_secs=60.0).finish(None)
     assert os.listdir(tmp_path / "stalls") == []
 
 
@@ -47,14 +47,14 @@ def test_runs_that_share_a_directory_do_not_share_files(tmp_path):
     names = ["model", "model.1", "mode"]
     all_files = [StallFiles(str(tmp_path), 1, warn_secs=60.0, prefix=name) for name in names]
     for name, files in zip(names, all_files, strict=True):
-        files.settle(lambda name=name: fields_of(what=name))
+        files.finish(lambda name=name: fields_of(what=name))
     assert sorted(os.listdir(tmp_path / "stalls")) == ["mode.1.json", "model.1.1.json", "model.1.json"]
     assert len(read_stalls(str(tmp_path))[0]) == 3
     for name in names:
         assert [one["what"] for one in read_stalls(str(tmp_path), name)[0]] == [name]
     other = StallFiles(str(tmp_path), 0, warn_secs=60.0)
     other.exchange(None, read=True, at_once=True)
-    other.settle(None)
+    other.finish(None)
     assert [one["what"] for one in other.others] == ["model"]
 
 
@@ -62,7 +62,7 @@ def test_others_are_read(tmp_path):
     write(tmp_path, process=1)
     files = write(tmp_path, process=2)
     files.exchange(None, read=True, at_once=True)
-    files.settle(None)
+    files.finish(None)
     assert [one["process"] for one in files.others] == [1]
     assert files.reads == 1
 

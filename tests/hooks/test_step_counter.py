@@ -75,7 +75,7 @@ def test_the_rate_is_correct_when_the_loop_is_far_ahead(hook_clock_and_writer):
     drive(hook, 40, {"loss": markers[40]})
     assert hook.steps_per_sec == pytest.approx(1.0)
     clock.now += 10
-    assert not hook.look(wait=True)
+    assert not hook.measure_finished(wait=True)
     assert [step for step, _ in writer.points] == [10, 20, 30, 40]
     rates = [rate for _, rate in writer.points]
     assert rates[:3] == pytest.approx([1.0] * 3)

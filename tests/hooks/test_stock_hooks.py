@@ -188,5 +188,5 @@ def test_a_state_that_cannot_be_referred_to_weakly_is_known_as_saved(tmp_path):
     hook = jstep.CheckpointSaverHook(tmp_path, save_steps=1)
     pair = collections.namedtuple("State", "global_step")
     one = pair(3)
-    hook.is_saved(3, one)
+    hook.mark_saved(3, one)
     assert [hook.has_saved(3, one), hook.has_saved(2, one), hook.has_saved(3, pair(3))] == [True, False, False]

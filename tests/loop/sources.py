@@ -14,7 +14,7 @@ from jstep.loop.feeder import copy_batches
 class Program(NamedTuple):
     """What a call must know of a program."""
 
-    most: int = 1
+    max_steps: int = 1
     is_stacked: bool = False
 
 

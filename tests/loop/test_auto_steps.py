@@ -14,7 +14,7 @@ from waiting import wait_until
 
 import jstep
 from jstep.loop import calls as calls_module
-from jstep.loop.calls import AHEAD, AutoSteps, Call, most_steps
+from jstep.loop.calls import AHEAD, AutoSteps, Call, choose_max_steps
 from jstep.loop.programs import ProgramTable
 from jstep.loop.stages import as_stages
 
@@ -29,7 +29,7 @@ def batches(step: int) -> Any:
     ("seconds", "most"), [(26e-6, 64), (78e-6, 64), (80e-6, 32), (1e-3, 4), (2.5e-3, 2), (2.6e-3, 1), (1.0, 1)]
 )
 def test_a_call_takes_at_most_five_milliseconds(seconds: float, most: int) -> None:
-    assert most_steps(seconds) == most
+    assert choose_max_steps(seconds) == most
 
 
 def timed(*seconds: float) -> list[Any]:
@@ -57,13 +57,13 @@ def test_calls_that_compile_do_not_count_and_the_shortest_decides(caplog: pytest
     done = timed(3.0, 1.0, 0.002, 0.001, 0.5, 0.002, 0.002)
     wait_until(lambda: len(done) == 2)
     assert done == [("compile", 4), ("switch", 4, 7 + AHEAD)]  # beyond what a thread has read after step 6
-    assert caplog.messages == ['steps_per_call="auto": up to 4 steps a call, as a step takes 1 ms']
+    assert caplog.messages == ['steps_per_call="auto": up to 4 steps per call (one step takes 1 ms)']
 
 
 def test_long_steps_stay_alone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert timed(*[0.2] * 7) == []
-    assert caplog.messages == ['steps_per_call="auto": 1 step a call, as a step takes 200 ms']
+    assert caplog.messages == ['steps_per_call="auto": 1 step per call (one step takes 200 ms)']
 
 
 @pytest.mark.parametrize(("fails_on", "switched"), [(None, [("switch", 4, 9)]), (1, [])])
@@ -139,8 +139,8 @@ def test_a_program_belongs_to_the_length_for_which_it_was_made(monkeypatch: pyte
         return loop(*args)
 
     monkeypatch.setattr(programs, "_loop", while_it_is_chosen)
-    assert programs.program_for(4, "shapes", lambda: (shape,)).most == 1
-    assert [programs.program_for(n, "shapes", lambda: (shape,)).most for n in (3, 4, 5, 6)] == [1, 1, 32, 32]
+    assert programs.program_for(4, "shapes", lambda: (shape,)).max_steps == 1
+    assert [programs.program_for(n, "shapes", lambda: (shape,)).max_steps for n in (3, 4, 5, 6)] == [1, 1, 32, 32]
 
 
 def test_the_stages_that_are_compiled_ahead_are_compiled_for_longer_calls_too() -> None:

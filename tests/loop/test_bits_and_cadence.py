@@ -134,5 +134,5 @@ def test_convolutions_on_a_cpu_run_one_step_a_call(caplog: pytest.LogCaptureFixt
     single = Task(NETS["convolutional"]).trained(6, steps_per_call=1)
     assert task.trained(6, [hook]) == single
     assert calls == [0, 1, 2, 3, 4, 5]
-    (line,) = [r.getMessage() for r in caplog.records if "one step a call" in r.getMessage()]
-    assert line == "train_step runs one step a call: XLA runs convolutions on a CPU much slower in a loop"
+    (line,) = [r.getMessage() for r in caplog.records if "one step per call" in r.getMessage()]
+    assert line == "train_step runs one step per call: XLA runs convolutions on a CPU much slower in a loop"

@@ -20,7 +20,7 @@ import jstep
 from jstep.hooks.card_differences import card_difference
 from jstep.loop import card
 from jstep.stores.timeline import Timeline
-from jstep.training.metrics import Metrics
+from jstep.training.metrics import StepMetrics
 
 
 @pytest.fixture(scope="module")
@@ -176,8 +176,8 @@ def test_values_are_recorded_as_json():
     assert [card._argument(value) for value in arguments] == [0.1, "float32[1]", 3, None, 0.5]
     assert card._argument(jstep.held("rate", 0.5)) == "held('rate')"
     assert (card._argument(loss), card._argument("loss")) == ({"function": "loss"}, "'loss'")
-    others = card._results_with_bits({"w": 1}, Metrics([1, 2], None), 3)
-    named = card._results_with_bits({"w": 1}, Metrics({"loss": 1, "other": 2}, None), 3)
+    others = card._results_with_bits({"w": 1}, StepMetrics([1, 2], None), 3)
+    named = card._results_with_bits({"w": 1}, StepMetrics({"loss": 1, "other": 2}, None), 3)
     assert (others, named) == ([True] * 4, [True, True, False, True])
 
 

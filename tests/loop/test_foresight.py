@@ -195,7 +195,7 @@ def test_a_stage_that_stops_training_averaged_leaves(name: str, caplog: Any) -> 
         assert len(found) == is_left, found
         if is_left:
             assert found[0].startswith(
-                f"train_step[2] stops training 'body', 'body2': their moving averages ('{slot}')"
+                f"train_step[2] no longer trains 'body', 'body2'. Their moving averages ('{slot}')"
             )
             assert 'ExponentialMovingAverage(…, follows="step")' in found[0]
 
@@ -210,10 +210,10 @@ def test_which_stages_leave_averages_behind(caplog: Any) -> None:
         ({0: whole}, 4, {}, []),
         ({0: whole, 2: losses}, 4, {}, []),  # what is no longer trained has no average
         ({0: whole, 4: head}, 4, {}, []),  # it is not reached
-        ({0: whole, 2: head}, 4, {"start": 3}, ["[2] stops training 'body':"]),  # a restart in the stage
+        ({0: whole, 2: head}, 4, {"start": 3}, ["[2] no longer trains 'body'."]),  # a restart in the stage
         ({0: whole, 1: head, 2: whole}, 4, {"start": 3}, []),  # it is over
-        ({0: losses, 1: others, 2: head}, 4, {}, ["[1] stops training 'head':", "[2] stops training 'body':"]),
-        ({0: whole, 1: lambda state: whole(state), 2: head}, 4, {}, ["[2] stops training 'body':"]),
+        ({0: losses, 1: others, 2: head}, 4, {}, ["[1] no longer trains 'head'.", "[2] no longer trains 'body'."]),
+        ({0: whole, 1: lambda state: whole(state), 2: head}, 4, {}, ["[2] no longer trains 'body'."]),
     ]
     for stages, last, given, want in cases:
         found = warnings_of(caplog, stages, optimizer, last, **given)

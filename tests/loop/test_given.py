@@ -152,7 +152,7 @@ def test_the_command_line(monkeypatch):
     words = ["p.py", "--lr=0.1", f"--api-key={SECRET}", f"token={SECRET}", "--password", "x", "--hf-token", SECRET]
     words += ["--tokenizer", SECRET, "http://a:b@c/d?e=f", "--password", "--verbose", *map(str, range(200))]
     monkeypatch.setattr(sys, "argv", words)
-    found = given.arguments()
+    found = given.command_line()
     assert found[:8] == [
         *("p.py", "--lr=0.1", "--api-key=(not recorded)", "token=(not recorded)"),
         *("--password", "(not recorded)", "--hf-token", "(not recorded)"),
@@ -236,7 +236,7 @@ def at(folder, monkeypatch, program=None):
 def test_a_clean_repository_has_no_edits(repository):
     (repository / "log.txt").write_text("data and logs are no edits")
     index = (repository / ".git" / "index").read_bytes()
-    assert given.code() == {"commit": git(repository, "rev-parse", "HEAD"), "edits": None}
+    assert given.code_version() == {"commit": git(repository, "rev-parse", "HEAD"), "edits": None}
     assert (repository / ".git" / "index").read_bytes() == index
 
 
@@ -250,27 +250,27 @@ def test_edits_are_hashed_alike_in_each_clone(repository, tmp_path, monkeypatch)
         if is_staged:
             git(folder, "add", ".")
         at(folder, monkeypatch)
-        found.append(given.code())
+        found.append(given.code_version())
     assert found[0] == found[1]
     assert len(found[0]["edits"]) == 16
     (clone / "new.py").write_text("4")
-    assert given.code() != found[0]
+    assert given.code_version() != found[0]
     os.unlink(clone / "src" / "a b\n.py")
-    assert given.code()["edits"] not in (None, found[0]["edits"])
+    assert given.code_version()["edits"] not in (None, found[0]["edits"])
 
 
 def test_the_repository_is_that_of_the_program(repository, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     at(tmp_path / "elsewhere", monkeypatch, str(repository / "src" / "train.py"))
-    assert given.code()["commit"] == git(repository, "rev-parse", "HEAD")
+    assert given.code_version()["commit"] == git(repository, "rev-parse", "HEAD")
     at(tmp_path / "elsewhere", monkeypatch)
-    assert given.code() is None
+    assert given.code_version() is None
 
 
 def test_git_of_another_repository_is_not_followed(repository, tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "other"))
     monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "index"))
-    assert given.code()["commit"] == git(repository, "rev-parse", "HEAD")
+    assert given.code_version()["commit"] == git(repository, "rev-parse", "HEAD")
 
 
 def test_no_commit_and_no_git_say_nothing(repository, tmp_path, monkeypatch, caplog):
@@ -278,10 +278,10 @@ def test_no_commit_and_no_git_say_nothing(repository, tmp_path, monkeypatch, cap
     git(tmp_path / "new", "init", "-q")
     at(tmp_path / "new", monkeypatch)
     with caplog.at_level(logging.INFO, "jstep"):
-        assert given.code() is None
+        assert given.code_version() is None
         at(repository, monkeypatch)
         monkeypatch.setenv("PATH", str(tmp_path))
-        assert given.code() is None
+        assert given.code_version() is None
     assert caplog.text == ""
 
 
@@ -290,7 +290,7 @@ def test_a_repository_that_git_refuses_says_why(repository, monkeypatch, caplog)
     monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     with caplog.at_level(logging.INFO, "jstep"):
-        assert given.code() is None
+        assert given.code_version() is None
     assert "dubious ownership" in caplog.text
 
 
@@ -303,9 +303,9 @@ def test_a_slow_git_is_ended_with_its_children(slow, expected, repository, tmp_p
     fake.write_text(f'#!/bin/sh\ncase "$*" in *{slow}*) {hang};; esac\nexec {real} "$@"\n')
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr(given, "SECS", 1.0)
+    monkeypatch.setattr(given, "GIT_TIMEOUT_SECS", 1.0)
     with caplog.at_level(logging.INFO, "jstep"):
-        found = given.code()
+        found = given.code_version()
     assert found == ({"commit": git(repository, "rev-parse", "HEAD"), "edits": "unknown"} if expected else None)
     assert ("took longer than" in caplog.text) is not expected
     child = int((tmp_path / "child").read_text())

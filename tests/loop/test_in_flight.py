@@ -86,7 +86,7 @@ def test_what_is_waited_for(kind: str) -> None:
     ((result, _),) = flight._calls
     assert result.size == {"loss": 1, "array": 2, "number": 1, "nothing": 1}[kind]
     jax.block_until_ready(result)
-    flight.look()
+    flight.drop_finished()
     assert flight.finished == 7
 
 
@@ -97,14 +97,14 @@ def test_a_metric_that_the_next_call_donates() -> None:
     flight.add(7, state, {"n": state.global_step})
     next_state = jax.tree.map(jnp.copy, state)
     jax.tree.map(lambda x: x.delete(), state)
-    flight.look()
+    flight.drop_finished()
     assert flight.finished is None
     assert flight._each is None
     flight.add(8, next_state, {"n": next_state.global_step})
     jax.tree.map(lambda x: x.delete(), next_state)
     ((result, _),) = flight._calls
     jax.block_until_ready(result)
-    flight.look()
+    flight.drop_finished()
     assert flight.finished == 8
 
 

@@ -101,9 +101,9 @@ def test_a_stage_with_another_state_structure(other):
 @pytest.mark.parametrize(
     ("result", "words"),
     [
-        (lambda state: None, "it returned NoneType"),
-        (lambda state: (state, None), r"it returned \(TrainState, NoneType\)"),
-        (lambda state: (state, {3: 1.0}), "the name of a metric must be a string, got 3"),
+        (lambda state: None, "got None; "),
+        (lambda state: (state, None), r"got \(TrainState, NoneType\); "),
+        (lambda state: (state, {3: 1.0}), "got a metric whose name is 3: must be a string"),
     ],
 )
 def test_a_function_of_a_later_stage_that_returns_a_wrong_result(result, words):

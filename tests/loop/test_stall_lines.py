@@ -66,11 +66,11 @@ def test_what_was_reported_and_ended_stays_usual(kind):
     def slow(thing, age, part="hooks"):
         return Wait(kind, "", (thing, age), thing, age=age, idle=age, part=part)
 
-    watch._ended(slow("other", 500.0))
-    watch._ended(slow("this", 70.0, part=""))  # not reported
+    watch._end_wait(slow("other", 500.0))
+    watch._end_wait(slow("this", 70.0, part=""))  # not reported
     assert watch._is_stall(slow("this", 80.0))
     for age in (80.0, 70.0):
-        watch._ended(slow("this", age))
+        watch._end_wait(slow("this", age))
     assert watch._is_stall(slow("this", 681.0))
     assert watch._is_stall(slow("this", 679.0)) is (kind == "batch")
 
@@ -148,7 +148,7 @@ def test_the_line_of_each_place(name, tmp_path):
 def watch_of(**settings):
     """A watch without a run."""
     watch = object.__new__(StallWatch)
-    watch._hook, watch._device, watch._survived = jstep.StallHook(**settings), None, {}
+    watch._hook, watch._device_wait, watch._survived = jstep.StallHook(**settings), None, {}
     watch._process = types.SimpleNamespace(index=0, name="process 0")
     return watch
 

@@ -47,13 +47,14 @@ def dispatch_of(*, begun: Any = (), unfinished: float = 0, locked: bool = False)
 def watch_of(run: Any, *, warn: float = 2.0, process: int = 0, count: int = 3, **more: Any) -> StallWatch:
     """A watch of a stand-in for a run, without a thread."""
     watch, main, device = (object.__new__(one) for one in (StallWatch, stalls._MainThread, stalls._Device))
-    files = types.SimpleNamespace(others=[], shown=None, period=1.0, settle=lambda fields: None)
+    files = types.SimpleNamespace(others=[], shown=None, period=1.0, finish=lambda fields: None)
     named = types.SimpleNamespace(index=process, count=count, name="process 0 of 3")
     vars(main).update({"_setup": run, "_run": run, "ident": 1, "caller": None})
     vars(device).update({"_loop": run.loop, "_samples": [], "_done": 0, "_since": 0.0, "per_step": []})
     fields = {
-        "setup": run, "_hook": jstep.StallHook(warn_secs=warn), "_process": named, "_survived": {}, "_device": None,
-        "_main": None, "_files": files, "_of_main": main, "_of_device": device, "_step": 5, "_quiet": 0.0,
+        "setup": run, "_hook": jstep.StallHook(warn_secs=warn), "_process": named, "_survived": {},
+        "_device_wait": None, "_main_wait": None, "_files": files, "_main_thread": main, "_device": device,
+        "_step": 5, "_quiet": 0.0,
     }  # fmt: skip
     vars(watch).update(fields | more)
     return watch
@@ -92,16 +93,16 @@ def waits() -> dict[str, Any]:
 
 @pytest.mark.parametrize("what", waits())
 def test_what_is_waited_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stalls.threads, "done_by", lambda ident: ())
-    assert watch_of(waits()[what])._of_main.wait().what == what.partition(" #")[0]
+    monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: ())
+    assert watch_of(waits()[what])._main_thread.current_wait().what == what.partition(" #")[0]
 
 
 def test_tracing_is_compiling_unless_a_batch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stalls.threads, "done_by", lambda ident: (TRACING,))
+    monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: (TRACING,))
     runs = waits()
-    assert watch_of(runs["in a call of steps 5 to 6"])._of_main.wait().kind == "compile"
-    assert watch_of(runs["waiting for batch 6"])._of_main.wait().kind == "batch"
-    assert watch_of(runs["in the hook Mine at step 5"])._of_main.wait().kind == "hook"
+    assert watch_of(runs["in a call of steps 5 to 6"])._main_thread.current_wait().kind == "compile"
+    assert watch_of(runs["waiting for batch 6"])._main_thread.current_wait().kind == "batch"
+    assert watch_of(runs["in the hook Mine at step 5"])._main_thread.current_wait().kind == "hook"
 
 
 @pytest.mark.parametrize(
@@ -114,14 +115,14 @@ def test_tracing_is_compiling_unless_a_batch_is_waited_for(monkeypatch: pytest.M
     ],
 )
 def test_what_processes_agree_on(what: str, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stalls.threads, "done_by", lambda ident: (AGREEING,))
-    wait = watch_of(waits()[what])._of_main.wait()
+    monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: (AGREEING,))
+    wait = watch_of(waits()[what])._main_thread.current_wait()
     assert (wait.kind, wait.thing, wait.what) == (
         *(stalls.WITH_OTHERS, stalls.WITH_OTHERS),
         f"waiting for other processes to agree on {topic}",
     )
-    monkeypatch.setattr(stalls.threads, "done_by", lambda ident: (AGREEING, AGREEING_ON_SHAPES))
-    assert watch_of(waits()[what])._of_main.wait().what.endswith("agree on the new shapes of batch 5")
+    monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: (AGREEING, AGREEING_ON_SHAPES))
+    assert watch_of(waits()[what])._main_thread.current_wait().what.endswith("agree on the new shapes of batch 5")
 
 
 def other(process: int, what: str = "waiting for batch 7", kind: str = "batch", **more: Any) -> dict[str, Any]:
@@ -168,14 +169,14 @@ def test_the_seconds_that_a_thing_usually_takes() -> None:
     assert watch._usual(Wait("hook", "", 0, "other")) is None
     assert watch._usual(Wait("batch", "", 0)) == 2.0
     assert watch._usual(Wait(stalls.CALL, "", 0)) == 4.0
-    device = watch._device = Wait(stalls.CALL, "", 0, steps=(5, 6))
+    device = watch._device_wait = Wait(stalls.CALL, "", 0, steps=(5, 6))
     run.watch.lasted[FIRST_CALL] = [1.0]
     assert watch._usual(device) == 2.0  # half of a call of two steps
     run.watch.lasted[FIRST_CALL] = [3.0]
     assert watch._usual(device) == 3.0
-    watch._of_device.per_step = [0.5, 0.7, 0.6]
+    watch._device.per_step = [0.5, 0.7, 0.6]
     assert watch._usual(device) == 0.6
-    watch._of_device.per_step, visits[STEPPING, WAITING] = [], []
+    watch._device.per_step, visits[STEPPING, WAITING] = [], []
     assert watch._usual(device) is None
 
 
@@ -198,28 +199,28 @@ def test_the_calls_that_the_device_has_not_finished(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(stalls.time, "monotonic", lambda: now[0])
     key, small, large = jax.random.key(0), jnp.ones(2), jnp.ones(3)
     run = run_of(loop={"metrics": {"text": "a", "key": key, "large": large, "small": small}})
-    loop, device = run.loop, watch_of(run)._of_device
-    assert device.wait() is None
+    loop, device = run.loop, watch_of(run)._device
+    assert device.current_wait() is None
     assert [(step, one is small) for step, one in device._samples] == [(4, True)]  # the smallest, and not the key
-    device.wait()
+    device.current_wait()
     assert len(device._samples) == 0  # it was ready
     first, second = Result(), Result()
     device._samples, device._done, device.per_step, now[0] = [(4, first), (6, second)], 2, [], 12.0
     device._since, loop.step = 10.0, 7
-    wait = device.wait()
+    wait = device.current_wait()
     assert (wait.what, wait.steps) == ("in a call of steps 2 to 4", (2, 4))
     assert len(device._samples) == 2  # the newest step is known already
     first.ready, now[0] = True, 16.0
-    wait = device.wait()
+    wait = device.current_wait()
     assert (wait.what, wait.steps) == ("in a call of steps 5 to 6", (5, 6))
     assert device.per_step == [2.0]  # three steps in six seconds
     second.deleted, loop.step, now[0] = True, 8, 18.0
-    assert device.wait() is None
+    assert device.current_wait() is None
     assert device.per_step == [2.0, 1.0]
     assert [step for step, _ in device._samples] == [7]
     loop.metrics = {}
     device.clear()
-    assert device.wait() is None
+    assert device.current_wait() is None
     assert not device._samples
 
 
@@ -239,8 +240,8 @@ def looked(
     files: Any = watch._files
     files.exchange = lambda fields, read, at_once=False: exchanged.append((fields and fields(), read, at_once))
     stand_ins = {
-        "_of_main": types.SimpleNamespace(wait=lambda: Wait("batch", "waiting for batch 6", "key")),
-        "_of_device": types.SimpleNamespace(wait=lambda: None),
+        "_main_thread": types.SimpleNamespace(current_wait=lambda: Wait("batch", "waiting for batch 6", "key")),
+        "_device": types.SimpleNamespace(current_wait=lambda: None),
         "_line": lambda wait: f"line at {wait.age:g}",
         "_exit": lambda wait: says.append(f"exit at {wait.age:g}"),
         "_fields": lambda wait, stall=True: (wait.age, stall),
@@ -250,14 +251,14 @@ def looked(
         setattr(watch, name, fn)
     for age in range(looks):
         files.reads = reads(age)
-        watch._look(1.0, 1.0)
-    watch._main = watch._followed(watch._main, None, 1.0, 1.0)
+        watch._check(1.0, 1.0)
+    watch._main_wait = watch._update_wait(watch._main_wait, None, 1.0, 1.0)
     return exchanged
 
 
 def test_a_line_is_written_at_twice_the_age_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     says: list[str] = []
-    monkeypatch.setattr(stalls, "_say", says.append)
+    monkeypatch.setattr(stalls, "_log_in_time", says.append)
     monkeypatch.setattr(StallWatch, "_is_stall", lambda self, wait: wait.age > 2)
     over = ["process 0 of 3, which was waiting for batch 6, resumed after 13 s", "recorded after 13"]
     quiet, due = [(None, False, False)] * 3, {3, 6, 12}
@@ -302,7 +303,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(f"exit {code}")
         raise LeftError
 
-    monkeypatch.setattr(stalls, "_say", found.append)
+    monkeypatch.setattr(stalls, "_log_in_time", found.append)
     monkeypatch.setattr(stalls, "_in_time", lambda fn, seconds=5.0: bool(fn() or seconds))
     monkeypatch.setattr(stalls.faulthandler, "dump_traceback", lambda file, all_threads: found.append(f"dump {file}"))
     monkeypatch.setattr(stalls.logging, "shutdown", lambda: found.append("shutdown"))
@@ -316,7 +317,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def ended(watch: StallWatch, wait: Wait, said: list[str]) -> list[str]:
     written: list[Any] = []
     files: Any = watch._files
-    files.settle = lambda fields: written.append(fields())
+    files.finish = lambda fields: written.append(fields())
     lines = lambda kind, **fields: said.append(f"{kind} {fields['part']} {fields['stalled']}")  # noqa: E731
     watch.setup.lines = types.SimpleNamespace(write=lines)  # type: ignore[misc,assignment]
     with pytest.raises(LeftError):

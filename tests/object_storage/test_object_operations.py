@@ -5,7 +5,7 @@ import re
 import pytest
 
 from jstep.stores import objects
-from jstep.stores.objects import ABSENT, Directory, Objects, StoreError, at_once
+from jstep.stores.objects import ABSENT, Directory, Objects, StoreError, pipelined
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_operations_are_given_up_when_one_fails():
     operations = []
 
     def work():
-        for name, _ in at_once(((name, Operation(operations)) for name in range(10)), 3):
+        for name, _ in pipelined(((name, Operation(operations)) for name in range(10)), 3):
             1 / (1 - name)
 
     with pytest.raises(ZeroDivisionError):

@@ -45,10 +45,10 @@ def test_fingerprint_logs_across_restarts(store, caplog):
     delete(store, "run/model-8/")
     with caplog.at_level(logging.WARNING, "jstep"):
         run(store.run, 8, hooks=[jstep.FingerprintHook(every_n_steps=1)])
-        assert not [record for record in caplog.records if "run again" in record.message]
+        assert not [record for record in caplog.records if "was repeated with" in record.message]
         delete(store, "run/model-8/")
         run(store.run, 7, seed=1, hooks=[jstep.FingerprintHook(every_n_steps=1)])
-    assert [record for record in caplog.records if "run again" in record.message]
+    assert [record for record in caplog.records if "was repeated with" in record.message]
     assert sorted(fingerprints.read_log(f"{store.run}/logs/fingerprints.jsonl").entries) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
@@ -96,11 +96,11 @@ def fields():
 def test_an_object_is_written_read_and_removed(store, capsys):
     jstep.Saver(store.run).save(jstep.TrainState.create({"w": jnp.ones(2)}, jstep.adam()))
     files = StallFiles(store.run, 0, warn_secs=60.0)
-    files.settle(fields)
+    files.finish(fields)
     assert json.loads(store.data("run/stalls/model.0.json"))["what"] == "waiting for batch 7"
     assert [one["process"] for one in read_stalls(store.run)[0]] == [0]
     assert main(["stalls", store.run]) == 1
     assert "waiting for batch 7" in capsys.readouterr().out
-    files.settle(None)
+    files.finish(None)
     assert not store.keys("run/stalls")
     assert main(["stalls", store.run]) == 0

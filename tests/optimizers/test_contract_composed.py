@@ -1,4 +1,4 @@
-"""Every optimizer in combination: skipped steps, late fresh slots, restarts, averages, partitions."""
+"""Every optimizer in combination: skipped steps, restarts, partitions."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract import (
-    FEW,
     PARAMS,
     assert_same,
     avals,
@@ -27,15 +26,6 @@ from optimizer_table import TABLE
 import jstep
 
 STEP_INDEPENDENT = [name for name, entry in TABLE.items() if not entry.by_step]
-
-
-@for_each(STEP_INDEPENDENT, FEW)
-def test_fresh_slots_do_not_depend_on_the_step(name: str) -> None:
-    optimizer, step = make_optimizer(name), compiled_step(name)
-    early, late = (jstep.TrainState.create(PARAMS, optimizer, start) for start in (0, 10_000))
-    for scale in (1.0, -0.5, 0.75):
-        early, late = step(early, gradients(scale)), step(late, gradients(scale))
-        assert_same(early.params, late.params)
 
 
 @for_each([name for name in STEP_INDEPENDENT if "last_finite_step" not in TABLE[name].scalars])
@@ -71,20 +61,6 @@ def test_resume_is_bitwise(name: str, tmp_path: Path) -> None:
     for scale in (0.75, 0.25):
         resumed = step(resumed, gradients(scale))
     assert_same(uninterrupted, resumed)
-
-
-@for_each(TABLE, FEW)
-def test_outer_averages_follow_the_parameters(name: str) -> None:
-    ema = jstep.ExponentialMovingAverage(0.5, name="top")
-    optimizer = jstep.with_moving_average(make_optimizer(name), ema)
-    step = compile_step(optimizer)
-    state = jstep.TrainState.create(PARAMS, optimizer)
-    want = PARAMS
-    for scale in (1.0, -0.5):
-        state = step(state, gradients(scale))
-        want = jax.tree.map(lambda avg, p: avg - 0.5 * (avg - p), want, state.params)
-    for a, b in zip(jax.tree.leaves(jstep.averaged_params(state, "top")), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
 @each_optimizer

@@ -197,7 +197,7 @@ RECORDS = 3
 
 def keep_records(folder: str) -> None:
     """Write summaries, lines and a file that is replaced, each with its own new folders; flush them three times."""
-    lines = open_lines(os.path.join(folder, "lines", "a", fingerprints.NAME))
+    lines = open_lines(os.path.join(folder, "lines", "a", fingerprints.FINGERPRINTS_FILE))
     with jstep.summary.SummaryWriter(os.path.join(folder, "events", "a")) as writer:
         for number in range(RECORDS):
             writer.add_summary(jstep.summary.scalar("loss", 0.5), number)

@@ -239,7 +239,7 @@ def _has_records(folder: str, restored: int) -> bool:
         return True
     try:
         series = read_scalars(logs, on_corrupted=lambda error: None)  # what comes before it is kept
-        logged = fingerprints.read_log(os.path.join(logs, fingerprints.NAME)).entries
+        logged = fingerprints.read_log(os.path.join(logs, fingerprints.FINGERPRINTS_FILE)).entries
         times = timeline_lines.read_timeline(cut_runs.checkpoints(folder))
     except (OSError, ValueError):
         return False
@@ -274,7 +274,7 @@ def records_judge(state: State, folder: str) -> str:
     newest = {kind: int(number) for kind, number in flushed}
     readers = {
         "events": lambda place: read_scalars(place, on_corrupted=lambda error: None)["loss"][-1].step,
-        "lines": lambda place: max(fingerprints.read_log(os.path.join(place, fingerprints.NAME)).entries),
+        "lines": lambda place: max(fingerprints.read_log(os.path.join(place, fingerprints.FINGERPRINTS_FILE)).entries),
         "files": lambda place: int(pathlib.Path(place, "file").read_text()),
     }
     for kind, number in newest.items():

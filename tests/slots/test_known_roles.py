@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.slots import roles as slot_roles
-from jstep.slots.roles import BLOCK, CLIP, NO_ROLES, SCALE, Counted, Order, Role, Roles, of_slots
+from jstep.slots.roles import NO_ROLES, Counted, Role, Roles, infer_roles
 
 COUNTED = Counted(frozenset({"rate"}), dict, lambda: "n")
 
@@ -51,9 +51,9 @@ def test_roles_that_are_changed() -> None:
     assert FULL.stored_by("m_dtype").formats == {"compact", "m_dtype"}
     assert FULL.hiding(Role.ROWS).hidden == {"last", "v"}
     assert FULL.ordered().in_order == set(FULL)
-    assert Roles({"n": Role.AGE}).of_own_age()["n"] is Role.OWN_AGE
+    assert Roles({"n": Role.AGE}).with_own_age()["n"] is Role.OWN_AGE
     assert FULL.at_some_steps().counted == (counted(lags=True),)
-    carried = FULL.of_state()
+    carried = FULL.for_state()
     assert (carried["age"], carried.counted, carried.holds) == (Role.AGE, (), FULL.holds)
     assert FULL.of(Role.ROWS, Role.LAST_FINITE) == ["v", "last"]
     assert (FULL.with_detail("detail"), FULL.with_detail("other")) == (["v"], [])
@@ -73,13 +73,6 @@ def test_roles_are_equal_where_states_have_one_structure() -> None:
     assert slot_roles.roles_in(one) is slot_roles.roles_in(3) is NO_ROLES
 
 
-def test_orders_by_default() -> None:
-    assert Order() == Order(is_known=False, raw=False, partly_raw=False, clips=False, late_clip="")
-    assert Order(is_known=True) == SCALE
-    assert Order(True, True, True) == BLOCK
-    assert Order(True, True, True, clips=True) == CLIP
-
-
 def test_slots_of_a_single_leaf_are_told_from_values_of_all() -> None:
     """By those that two such leaves get; where these cannot be made, counts are of all, and nothing else."""
     leaf = jnp.ones(3)
@@ -92,13 +85,13 @@ def test_slots_of_a_single_leaf_are_told_from_values_of_all() -> None:
 
     known = {"c": Role.COPY}
     slots = make(leaf)
-    assert dict(of_slots(slots, leaf, known, make)) == {
+    assert dict(infer_roles(slots, leaf, known, make)) == {
         "m": None, "n": Role.SHARED, "d": Role.SHARED, "c": Role.COPY,
     }  # fmt: skip
-    assert dict(of_slots(slots | {"p": 3.0}, leaf, known, fail)) == {
+    assert dict(infer_roles(slots | {"p": 3.0}, leaf, known, fail)) == {
         "m": None, "n": Role.SHARED, "d": None, "c": Role.COPY, "p": None,
     }  # fmt: skip
     params = {"w": leaf}
-    assert dict(of_slots(make(params), params, {}, fail)) == {
+    assert dict(infer_roles(make(params), params, {}, fail)) == {
         "m": None, "n": Role.SHARED, "d": Role.SHARED, "c": None,
     }  # fmt: skip

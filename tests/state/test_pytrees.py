@@ -1,7 +1,7 @@
-"""Parameters in containers, dataclasses and boxed variables, and paths as arguments."""
+"""Parameters that are no arrays, copies of parameters in slots, boxed variables, and paths of several leaves."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,99 +9,6 @@ import numpy as np
 import pytest
 
 import jstep
-
-X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 4)), jnp.float32)
-Y = jnp.sin(X[:, 0])
-EMA = jstep.ExponentialMovingAverage(0.9)
-
-
-class Layer(NamedTuple):
-    kernel: Any
-    bias: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Model:
-    layers: list[Layer]
-    scale: Any
-    name: str = dataclasses.field(default="model", metadata={"static": True})
-
-
-def layer(seed: int, n: int, m: int) -> Layer:
-    return Layer(jax.random.normal(jax.random.key(seed), (n, m)) / n**0.5, jnp.zeros(m))
-
-
-FIRST, SECOND = layer(0, 4, 8), layer(1, 8, 1)
-
-
-def predict(one: Layer, two: Layer, x: jax.Array) -> jax.Array:
-    h = jnp.tanh(x @ one.kernel + one.bias[None])
-    return (h @ two.kernel + two.bias[None])[:, 0]
-
-
-CONTAINERS = {
-    "dict": ({"one": dict(FIRST._asdict()), "two": dict(SECOND._asdict())}, "one/kernel"),
-    "list": ([FIRST, [SECOND]], "0/kernel"),
-    "tuple": ((FIRST, (SECOND, None)), "1/0/bias"),
-    "namedtuple": (Layer(FIRST, SECOND), "kernel/kernel"),
-    "dataclass": (Model([FIRST, SECOND], jnp.float32(1)), "layers/0/kernel"),
-}
-
-
-def optimizers() -> list[jstep.Optimizer]:
-    return [
-        jstep.skip_nonfinite(
-            jstep.with_moving_average(jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam(0.01)), EMA)
-        ),
-        jstep.with_moving_average(
-            jstep.partition(
-                {"k": jstep.momentum(0.01, 0.9), "b": jstep.adagrad(0.1)},
-                lambda path, leaf: "b" if leaf.ndim < 2 else "k",
-            ),
-            EMA,
-        ),
-    ]
-
-
-def check_trains(params: Any, loss: Any, *args: Any, **kwargs: Any) -> jstep.TrainState:
-    """Check that training with both optimizers lowers the loss and keeps the tree structure."""
-    for optimizer in optimizers():
-        state = jstep.TrainState.create(params, optimizer, **kwargs)
-        treedef = jax.tree.structure(state)
-        step = jstep.minimize(loss, optimizer, has_model_state=bool(kwargs))
-        first = None
-        for _ in range(20):
-            state, metrics = step(state, *args)
-            first = float(metrics["loss"]) if first is None else first
-        assert float(metrics["loss"]) < 0.9 * first
-        assert jax.tree.structure(state) == treedef
-        assert jax.tree.structure(jstep.averaged_params(state)) == jax.tree.structure(params)
-        assert type(state.params) is type(params)
-    return state
-
-
-@pytest.mark.thorough(except_for=["namedtuple"])
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_parameters_in_containers(name: str) -> None:
-    params, path = CONTAINERS[name]
-    treedef = jax.tree.structure(params)
-    indices = jax.tree.leaves(jax.tree.unflatten(treedef, range(treedef.num_leaves)))
-    shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
-    find = {shape: i for i, shape in zip(indices, shapes, strict=True)}
-
-    def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        leaves = jax.tree.leaves(params)
-        one, two = (Layer(leaves[find[a.kernel.shape]], leaves[find[a.bias.shape]]) for a in (FIRST, SECOND))
-        return jnp.mean((predict(one, two, x) - y) ** 2)
-
-    check_trains(params, loss, X, Y)
-    state = jstep.TrainState.create(params, jstep.adam())
-    assert jstep.get_slot(state, "m", path) is not None
-    with pytest.raises(ValueError, match=r"nearest|paths are"):
-        jstep.compute_gradients(loss, var_list=[path + "x"])(params, X, Y)
-    _, grads = jstep.compute_gradients(loss, var_list=[path])(params, X, Y)
-    assert len(jax.tree.leaves(grads)) == 1
 
 
 def test_empty_trees_raise() -> None:

@@ -172,7 +172,7 @@ def test_an_array_at_two_places_becomes_two_and_says_so(how: str, caplog: pytest
     mesh = jax.make_mesh((1,), ("data",)) if "mesh" in how else None
     state = jstep.TrainState.create(make if "function" in how else make(), optimizer, mesh=mesh)
     (record,) = caplog.records
-    assert record.getMessage().startswith("params: 'a/scale' and 'b' are one array; the state has a copy for each")
+    assert record.getMessage().startswith("params: 'a/scale' and 'b' are the same array. The state stores a separate")
     step = jstep.minimize(lambda p: jnp.sum(p["a"]["scale"]), optimizer)
     state, _ = step(state)
     np.testing.assert_allclose(state.params["a"]["scale"], 0.9)

@@ -71,7 +71,7 @@ def test_an_upload_that_may_fail_delays_its_caller_for_seconds(caplog):
 
 def test_an_object_is_full_at_its_size(monkeypatch):
     monkeypatch.setattr(growing_files, "SEGMENT", 4)
-    monkeypatch.setattr(growing_files, "MOST", 7)
+    monkeypatch.setattr(growing_files, "MAX_BUFFERED_BYTES", 7)
     bucket = Bucket()
     lines = appender(bucket)
     assert (bucket.calls, lines.path, lines.due()) == ([("a", b"H", None)], "gs://bkt/a", math.inf)

@@ -13,7 +13,7 @@ import jstep
 from jstep.hooks.metric_sums import Accumulate, DeviceSums, choose_columns
 from jstep.training.looped import loop_step
 from jstep.training.metrics import split_metrics
-from jstep.training.step import run
+from jstep.training.step import call_step
 
 
 def by_shape(state: Any, x: jax.Array) -> Any:
@@ -23,7 +23,7 @@ def by_shape(state: Any, x: jax.Array) -> Any:
 
 def constants_of(step: Any, *args: Any) -> set[str]:
     """The names of the constant metrics of a call of a step."""
-    return set(run(step, args[0], args[1:])[1].constants.values)
+    return set(call_step(step, args[0], args[1:])[1].constants.values)
 
 
 def test_constants_belong_to_the_program_that_ran() -> None:
@@ -65,28 +65,6 @@ def test_numbers_that_32_bits_hold_are_constants() -> None:
     }
 
 
-def test_constants_are_the_same_objects_in_each_call() -> None:
-    """Hooks compare them by identity at every step, since comparing values would cost more than the step."""
-    optimizer = jstep.adam(0.1)
-    step, state = jstep.minimize(loss_fn, optimizer), fresh(optimizer)
-    seen = []
-    for _ in range(3):
-        state, metrics = step(state, X, Y)
-        seen.append(metrics)
-    names = constants_of(step, fresh(optimizer), X, Y)
-    assert names == {"learning_rate", "beta1", "beta2", "epsilon"}
-    assert all(seen[0][name] is metrics[name] for metrics in seen for name in names)
-    seen[0].clear()
-    assert "beta1" in step(state, X, Y)[1]
-    many, state = looped(step), fresh(optimizer)
-    both = []
-    for _ in range(2):
-        state, _, constants = many(state, jnp.stack([X] * 3), jnp.stack([Y] * 3))
-        both.append(constants.values)
-    assert set(both[0]) == names
-    assert all(both[0][name] is both[1][name] for name in both[0])
-
-
 # Steps in the loop of a call.
 
 
@@ -101,7 +79,7 @@ def looped(step: Any) -> Any:
     def run_all(state: Any, *stacked: Any) -> Any:
         one = program.prepare(state, tuple(x[0] for x in stacked))
         sums = DeviceSums(accumulate(one).empty(), np.int32(0))
-        state, metrics, _ = run(program, state, (np.int32(len(stacked[0])), sums, *stacked))
+        state, metrics, _ = call_step(program, state, (np.int32(len(stacked[0])), sums, *stacked))
         return state, *metrics
 
     return run_all

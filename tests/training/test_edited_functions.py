@@ -1,4 +1,4 @@
-"""A function that is edited after a step was made: `train` says that the step runs the code of before."""
+"""A function that is edited after a step was made: `train` warns that the step still runs the old code."""
 
 import importlib
 import logging
@@ -78,7 +78,7 @@ def test_an_edited_loss_is_named(kind, in_place, steps_per_call, module, caplog)
     assert warned(train_step, caplog, steps_per_call=steps_per_call) == []
     module.edit("** 2", "** 4", in_place)
     (message,) = warned(train_step, caplog, steps_per_call=steps_per_call)
-    assert message.startswith("loss_fn was edited after train_step was made")
+    assert message.startswith("loss_fn was edited after train_step was created")
     assert warned(steps_of(module)[kind](), caplog) == []
 
 

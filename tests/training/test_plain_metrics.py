@@ -1,4 +1,4 @@
-"""Metrics that a step returns as plain numbers, and results that are no dict."""
+"""Results of a step that are no dict, and constant metrics by their bits."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,21 +6,11 @@ import numpy as np
 from jstep.training.metrics import Constants, split_metrics
 
 
-def test_plain_numbers_are_constants() -> None:
-    loss = jnp.ones(())
-    found = split_metrics({"loss": loss, "rate": 0.5, "name": "a"}, "skipped")
-    assert found.computed == {"loss": loss, "name": "a"}
-    assert found.constants.values == {"rate": 0.5}
-    assert found.constants.skipped == "skipped"
-    assert found.whole() == {"loss": loss, "name": "a", "rate": 0.5}
-    assert split_metrics({"loss": loss}).whole() == {"loss": loss}
-
-
 def test_what_is_no_dict_is_computed() -> None:
     for metrics in (jnp.ones(()), (1.0, 2.0), None):
         found = split_metrics(metrics, "skipped")
         assert found.computed is metrics
-        assert found.whole() is metrics
+        assert found.merged() is metrics
         assert found.constants.values == {}
         assert found.constants.skipped == "skipped"
 

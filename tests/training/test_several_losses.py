@@ -7,7 +7,7 @@ import pytest
 
 import jstep
 import jstep.summary
-from jstep.training.minimize import OF_CONTEXT
+from jstep.training.minimize import CONTEXT_KEY_SALT
 
 PARAMS = {"critic": {"w": jnp.array([[0.5, -1.0]])}, "actor": {"w": jnp.array([[2.0, 1.0]])}, "rest": jnp.float32(3.0)}
 X = jnp.array([[1.0, 2.0], [0.5, -1.0], [0.25, 1.0], [2.0, 0.0]])
@@ -114,7 +114,7 @@ def test_context_has_the_total_loss_and_gradients():
     step = jstep.minimize(LOSSES, optimizer, rng=jax.random.key(0), jit=False)
     _, metrics = step(jstep.TrainState.create(PARAMS, optimizer), X)
     assert_close(seen["loss"], (metrics["loss"], metrics["loss"]))
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 0), OF_CONTEXT)  # not that of a loss
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 0), CONTEXT_KEY_SALT)  # not that of a loss
     assert seen["key"].tolist() == jax.random.key_data(key).tolist()
     assert jax.tree.structure(seen["gradients"][0]) == jax.tree.structure(seen["gradients"][1])
     assert_close(*seen["gradients"])

@@ -98,7 +98,7 @@ def test_the_sharding_of_a_row_of_a_stack() -> None:
 
 def test_each_step_of_a_scan_knows_how_its_rows_are_split() -> None:
     mesh = jax.make_mesh((4, 2), ("x", "y"))
-    step, seen = room.pure(jstep.minimize(loss_fn, OPTIMIZER, max_rows_per_device=2)), []
+    step, seen = room.as_pure_step(jstep.minimize(loss_fn, OPTIMIZER, max_rows_per_device=2)), []
 
     def body(state: Any, args: Any, specs: Any) -> Any:
         seen.append(specs)
