@@ -216,15 +216,15 @@ def train(
 
 
 def _train(setup: Setup, batches: Tree) -> TrainState:
-    state, is_heeded, signals, ended_by = None, False, setup.signals, None
+    state, is_handled, signals, ended_by = None, False, setup.signals, None
     try:
-        with contextlib.ExitStack() as left:
+        with contextlib.ExitStack() as stack:
             observers: Observers = ()
-            for kind in OBSERVERS:
-                observers = (*observers, left.enter_context(kind(setup)))
-            left.callback(signals.end)
-            left.callback(lambda: None if signals.received_twice else setup.notifier.wait())
-            left.enter_context(setup.closing)
+            for make_observer in OBSERVERS:
+                observers = (*observers, stack.enter_context(make_observer(setup)))
+            stack.callback(signals.end)
+            stack.callback(lambda: None if signals.received_twice else setup.notifier.wait())
+            stack.enter_context(setup.closing)
             run = None
             try:
                 signals.begin()
@@ -233,7 +233,7 @@ def _train(setup: Setup, batches: Tree) -> TrainState:
                 state = run.state
             except BaseException as error:
                 signals.stop_raising()
-                is_heeded = signals.received is not None
+                is_handled = signals.received is not None
                 setup.loop.set_phase(ENDING)
                 if run is None:
                     keep_state(setup, error)
@@ -256,7 +256,7 @@ def _train(setup: Setup, batches: Tree) -> TrainState:
         raise
     finally:
         try:
-            if signals.received is not None and not is_heeded:
+            if signals.received is not None and not is_handled:
                 leave_after_closing(setup, state)
         except BaseException as error:
             ended_by = error
