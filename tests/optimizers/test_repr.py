@@ -64,7 +64,7 @@ def test_every_function_that_makes_an_optimizer_or_a_schedule_is_remembered() ->
 
 
 def test_every_optimizer_has_an_entry() -> None:
-    """Blocks that need further ones, and functions that make an optimizer of others, have tests of their own."""
+    """Tests of their own have functions that wrap others or need a rule, and `rprop`, whose rate is a constant."""
     makers = {name for name, fn in NAMES.items() if _returns(fn) == "Optimizer"}
     used = {word for entry in TABLE.values() for word in re.findall(r"\w+", repr(entry.make(0.125)))}
     others = {"compact", "from_direction", "leafwise", "rprop", "scale_by_trust_ratio"}
