@@ -113,7 +113,7 @@ class Name(NamedTuple):
 
     kind: str
     sizes: tuple[int, ...]
-    slices: int = 1
+    slices: int
 
     def __str__(self) -> str:
         sizes = self.sizes[1:] if self.kind in GPUS and self.sizes[0] == 1 else self.sizes

@@ -231,7 +231,7 @@ def test_a_timeline_that_cannot_be_read(tmp_path):
 def test_a_timeline_of_an_older_version(tmp_path):
     line = {"kind": "start", "start": "0a", "prefix": "model", "version": 1, "time": 10.0, "step": None}
     rest = {"seconds": {"starting": 1.0}, "time_again": 10.0}
-    stall = {"kind": "stall", "process": 3, "stalled": 70.5, "step": 4, "what": "waiting for batch 5"}
+    stall = {"kind": "stall", "process": 3, "stalled": 70.5, "step": 4, "what": "waiting " * 30}
     times = {"kind": "parts", "time": 12.0, "time_again": 12.0, "step": [0, 5]}
     lines = [line | rest, line | rest | times, line | stall]
     (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
@@ -239,7 +239,7 @@ def test_a_timeline_of_an_older_version(tmp_path):
     parsed(page)
     assert "killed" in page
     assert "What is odd" in page
-    assert "process 3 stalled for 70.5 s at step 4: waiting for batch 5" in page
+    assert f"process 3 stalled for 70.5 s at step 4: {'waiting ' * 24}waiting…<" in page
 
 
 def test_a_run_that_goes_on(tmp_path):

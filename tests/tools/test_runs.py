@@ -194,6 +194,8 @@ def test_values_that_are_not_finite(tmp_path, capsys):
     assert cli.main(["runs", str(tmp_path), "--sort", "loss"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["run", "b", "a"]
+    assert cli.main(["runs", str(tmp_path), "--sort", "less"]) == 2
+    assert "--sort less: must be a column or a metric; there are" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

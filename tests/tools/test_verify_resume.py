@@ -129,8 +129,29 @@ def test_unsaved_counter_that_make_state_resets():
 
     report = verify(step=step, make_state=make)
     assert report.first_difference == "params/w"
-    assert "something that the steps depend on is not in the state" in report.cause
+    assert report.cause.startswith("something that the steps depend on is not in the state")
     assert "batches[N]" in report.cause
+
+
+def test_an_unsaved_counter_of_the_model_state():
+    calls = {}
+
+    def make():
+        calls["n"] = 0
+        return jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER, model_state=jnp.float32(0))
+
+    def step(state, batch):
+        calls["n"] += 1
+        return counting(state, {"x": batch["x"], "n": np.float32(calls["n"])})
+
+    counting = jstep.minimize(
+        lambda params, seen, batch: (jnp.mean((batch["x"] @ params["w"]) ** 2), seen + batch["n"]),
+        OPTIMIZER,
+        has_model_state=True,
+    )
+    report = verify(step=step, make_state=make)
+    assert report.first_difference == "slots/model_state"
+    assert report.cause.startswith("model_state differs first; something that the steps depend on")
 
 
 def test_make_state_that_is_not_reproducible():
