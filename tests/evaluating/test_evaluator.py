@@ -88,6 +88,10 @@ def test_prefix_shardings_and_batches_of_several_arguments():
         assert found["error"] == pytest.approx(0, abs=1e-10)
 
 
+def test_its_repr_is_what_one_would_type():
+    assert repr(jstep.evaluator(metrics, [X], lanes=4)) == "evaluator(metrics, [float32[23,3]], lanes=4)"
+
+
 def test_it_compiles_once_per_batch_shape(compilations):
     evaluate = jstep.evaluator(metrics, in_batches(5, X))
     state = make_state()
