@@ -54,6 +54,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_legacy_prng_key", "error")
+jax.config.update("jax_traceback_in_locations_limit", 0)  # a twentieth of the time: no line of an operation
 
 # The first example of a property compiles, so there is no deadline, which would fail on slow machines.
 hypothesis.settings.register_profile("jstep", deadline=None, derandomize=True, print_blob=True)

@@ -10,6 +10,7 @@ import sys
 import tomllib
 import typing
 
+import pytest
 from processes import python
 from source_files import PACKAGE, ROOT, text_of, tree_of
 
@@ -51,11 +52,13 @@ def test_the_stub_says_which_names_are_those_of_tensorflow() -> None:
     assert not theirs & {"adamw", "TrainState", "train", "cosine"}
 
 
+@pytest.mark.thorough
 def test_namespaces_are_attributes() -> None:
     code = "import jstep; print(jstep.metrics.__name__, jstep.summary.__name__, jstep.distributed.__name__)"
     assert python("-c", code).split() == ["jstep.metrics", "jstep.summary", "jstep.distributed"]
 
 
+@pytest.mark.thorough
 def test_tracebacks_show_public_names() -> None:
     """Also of classes that the program itself never names."""
     code = "import jstep; queue = jstep.FIFOQueue(1); queue.close(); queue.dequeue()"
@@ -81,6 +84,7 @@ def test_the_package_docstring_lists_every_name() -> None:
     assert len((jstep.__doc__ or "").splitlines()) < 90
 
 
+@pytest.mark.thorough
 def test_names_can_be_loaded_under_a_trace() -> None:
     """Importing creates no arrays: under a trace they would be tracers and leak."""
     code = (

@@ -155,7 +155,7 @@ def check_result(result: object) -> None:
         raise TypeError(f"{expected}got ({type(state).__name__}, {type(metrics).__name__}){advice}")
     odd = next((name for name in metrics if not isinstance(name, str)), None)
     if odd is not None:
-        raise TypeError(f"{expected}got a metric whose name is {format_value(odd)}: must be a string")
+        raise TypeError(f"train_step: the name of a metric must be a string, got {format_value(odd)}")
 
 
 def warn_of_redundant_rows(call: Call, state: Tree) -> None:

@@ -171,6 +171,7 @@ def test_a_bare_leaf_does_not_leave_out_scalars(tmp_path):
     assert sorted(paths[i] for i in left_out_indices(state, True)) == ["params", "slots/m", "slots/v"]
 
 
+@pytest.mark.thorough
 def test_on_a_mesh(tmp_path, caplog):
     mesh = jax.make_mesh((4,), ("data",))
     for specs in (None, [("w", jax.P("data"))]):

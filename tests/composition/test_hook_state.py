@@ -256,6 +256,7 @@ def test_builtin_callbacks_start_fresh_from_invalid_state(value, invalid, caplog
     assert "starts fresh" in caplog.text
 
 
+@pytest.mark.thorough
 def test_state_of_a_missing_hook_is_logged(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     train(2, [Recorder(), Other()], tmp_path)

@@ -174,6 +174,7 @@ def test_slot_names_are_known_and_structure_is_preserved(plan: Any, params: Any,
     assert all(tree.dtype == jnp.float32 for tree in slots.values())
 
 
+@pytest.mark.thorough
 @examples(20)
 @hypothesis.given(optimizers)
 def test_gradients_of_frozen_leaves_change_nothing(plan: Any) -> None:

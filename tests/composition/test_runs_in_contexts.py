@@ -91,7 +91,7 @@ WRAPPINGS = {
 }
 
 
-@pytest.mark.thorough(except_for=["scanned before"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_wrappers_of_the_step_are_not_bypassed(wrapping):
     ends = []

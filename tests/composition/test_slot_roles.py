@@ -131,7 +131,7 @@ GUARDS: dict[str, tuple[Callable[[], jstep.Optimizer], tuple[str, ...], bool]] =
 }
 
 
-@pytest.mark.thorough(except_for=["both-turned-True"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("name", GUARDS)
 def test_steps_are_skipped_only_if_no_nan_passed_the_guards(name: str, counted: bool) -> None:

@@ -237,6 +237,7 @@ def test_a_step_that_is_a_number_becomes_an_array(step: Any) -> None:
     assert sharded.replace(global_step=step).global_step.sharding == sharded.global_step.sharding
 
 
+@pytest.mark.thorough
 def test_a_step_that_is_none_stays_and_a_negative_one_is_refused() -> None:
     assert make().replace(global_step=None).global_step is None
     with pytest.raises(ValueError, match="global_step=-1"):

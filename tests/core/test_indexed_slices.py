@@ -44,6 +44,7 @@ def test_to_dense_adds_repeated_rows(indices: list[int], rows: np.ndarray) -> No
     np.testing.assert_allclose(sparse.to_dense(), reference.dense(rows, indices, (5, 2)), rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_low_precision_rows_are_added_in_float32() -> None:
     rows, indices = jnp.ones((600, 1), jnp.bfloat16), jnp.zeros(600, jnp.int32)
     dense = jstep.IndexedSlices(rows, indices, (2, 1)).to_dense()
@@ -90,7 +91,7 @@ def test_low_precision_tables() -> None:
     )
 
 
-@pytest.mark.thorough(except_for=["uint8-256"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(("dtype", "rows"), [(np.uint8, 256), (np.int8, 128), (np.uint16, 65536)])
 def test_indices_of_a_dtype_that_cannot_hold_the_number_of_rows(dtype: Any, rows: int) -> None:
     sparse = jstep.IndexedSlices(jnp.ones((3, 1)), jnp.array([99, 3, 99], dtype), (rows, 1))

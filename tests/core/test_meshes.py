@@ -130,6 +130,7 @@ def test_a_program_that_cannot_be_traced_adds_nothing_to_the_callers() -> None:
     assert str(jax.make_jaxpr(caller)(1.0)).count(" add ") == 1
 
 
+@pytest.mark.thorough
 def test_a_thread_that_waits_for_itself_is_an_error() -> None:
     """As with `Thread.join`: a close of a writer that its own thread calls must not hang."""
     seen: list[Exception] = []

@@ -84,6 +84,7 @@ def test_the_table_has_the_functions_of_optax_and_the_classes_of_orbax() -> None
     assert not [name for name in managers if name not in table]
 
 
+@pytest.mark.thorough
 def test_a_miss_imports_nothing_heavy() -> None:
     code = "import sys, jstep; hasattr(jstep, 'AdamOptimizer'); sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -133,6 +133,7 @@ def test_shapes_are_refused_where_arrays_are_needed(monkeypatch):
         )
 
 
+@pytest.mark.thorough
 def test_checks_wait_for_parameters_once_each():
     """Outside of `with_checks` nothing waits; a path that is not among the parameters is passed over."""
     found = []

@@ -45,6 +45,7 @@ class TestProcesses:
                 odd[0]
 
 
+@pytest.mark.thorough
 def test_creating_batches_does_not_initialize_a_backend():
     program = """
         import numpy as np, jax

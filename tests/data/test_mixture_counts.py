@@ -3,6 +3,7 @@
 import math
 from fractions import Fraction
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from thorough import examples
@@ -35,6 +36,7 @@ def test_rows_of_one_stage_follow_virtual_times(weights, far):
     )
 
 
+@pytest.mark.thorough
 def test_integers_stay_small_with_many_stages():
     stages = [(10 * i, normalize([0.1 + 0.7 / (i + 1), 0.3, math.sqrt(i + 2)])) for i in range(2000)]
     assert all(phase.unit.bit_length() < 1000 for stage in count_stages(stages).values for phase in stage.phases)

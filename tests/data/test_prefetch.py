@@ -105,6 +105,7 @@ class TestErrors:
         assert raised() is None
 
 
+@pytest.mark.thorough
 def test_used_items_are_released():
     """Device memory contains only the current item and those read ahead."""
     alive = []

@@ -101,6 +101,7 @@ def test_integers_that_fit(ids):
     jstep.train(STEP, state(), lambda step: {"ids": ids}, 2, progress=False)
 
 
+@pytest.mark.thorough
 def test_64_bit_types():
     with jax.enable_x64(True):
         _, metrics = STEP(state(), {"ids": WIDE})

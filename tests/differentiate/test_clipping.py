@@ -215,6 +215,7 @@ def test_integers_are_rejected_with_one_path(name: str) -> None:
         FUNCTIONS[name]({"n": jnp.arange(3)})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "clip",
     [

@@ -93,6 +93,7 @@ def test_unconnected_parameters_and_slots_do_not_change(kwargs: Any) -> None:
     assert jstep.global_step(state) == 3
 
 
+@pytest.mark.thorough
 def test_loss_without_connected_parameters() -> None:
     optimizer = jstep.gradient_descent(0.1)
     for loss in (lambda p, x: jnp.mean(x), lambda p, x: 1.0, lambda p, x: jax.lax.stop_gradient(loss_fn(p, x))):

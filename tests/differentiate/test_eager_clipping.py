@@ -4,10 +4,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jstep
 
 
+@pytest.mark.thorough
 def test_clipping_outside_a_step_compiles_once(compilations: Any) -> None:
     def clips() -> None:
         tree = {"a": np.ones(7, np.float32), "b": [jnp.ones((7, 2))]}

@@ -202,6 +202,7 @@ def test_low_precision_gradients_are_summed_in_float32(method: Any) -> None:
     np.testing.assert_allclose(grads["w"].astype(jnp.float32), [1.0])
 
 
+@pytest.mark.thorough
 def test_add_n_stacks_gradients_and_default_sums_them() -> None:
     def scans(method: Any) -> Any:
         f = jstep.compute_gradients(lambda p, x: jnp.mean(x @ p["w"]), num_microbatches=4, aggregation_method=method)

@@ -31,6 +31,7 @@ def test_huge_finite_gradients_are_clipped_and_not_zeroed(name: str, dtype: str,
     np.testing.assert_allclose(clipped, exact * 2.0 / norm, rtol=1e-2 if dtype == "bfloat16" else 1e-5)
 
 
+@pytest.mark.thorough
 def test_the_global_norm_uses_the_whole_range_of_float32() -> None:
     tree = {"a": jnp.full((4,), 1e38), "b": jnp.array([1e20])}
     np.testing.assert_allclose(jstep.global_norm(tree), 2e38, rtol=1e-5)

@@ -59,6 +59,7 @@ def test_norms_by_path(tree: Any, depth: int, want: dict[str, float]) -> None:
     assert squares**0.5 == pytest.approx(float(jstep.global_norm(tree)))
 
 
+@pytest.mark.thorough
 def test_no_overflow_in_any_dtype() -> None:
     tree = {
         "half": jnp.full(10_000, 600.0, jnp.float16),  # squares do not fit float16, nor does the norm
@@ -83,6 +84,7 @@ def test_rows_of_a_table_are_summed_first() -> None:
     assert float(jstep.layer_norms({"table": rows})["table"]) == pytest.approx(18**0.5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_on_a_mesh_norms_are_replicated(kind: AxisType) -> None:
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))

@@ -72,7 +72,7 @@ def test_lookups_in_other_transformations_are_dense(name: str) -> None:
     np.testing.assert_allclose(grads["t"], dense(TRANSFORMED[name]))
 
 
-@pytest.mark.thorough(except_for=["optimizer2"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", [jstep.gradient_descent(0.1), jstep.adagrad(0.1), jstep.momentum(0.1, 0.9)])
 def test_steps_match_explicit_indexed_slices(optimizer: jstep.Optimizer) -> None:
     state = jstep.TrainState.create(params(), optimizer)

@@ -107,6 +107,7 @@ def test_the_helper_for_nnx_trains_as_nnx_does():
     assert found["loss"] == loss(net, x)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seeds", [{"default": 0}, {"params": 0, "dropout": 1}], ids=["one stream", "two streams"])
 def test_the_helper_for_nnx_draws_other_masks_in_each_layer_and_step(seeds):
     from flax import nnx

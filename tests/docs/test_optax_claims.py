@@ -54,6 +54,7 @@ def test_two_real_leaves_are_trained_like_a_complex_one():
     np.testing.assert_allclose(state.params["imag"], z.imag, rtol=0, atol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [

@@ -5,6 +5,7 @@ import pytest
 import jstep
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("has_labels", [True, False])
 def test_the_first_update_of_a_layer_that_thaws(has_labels: bool) -> None:
     """BYOL and DINO: with a label of its own it is that of a fresh Adam, otherwise up to 3.2 times as large."""

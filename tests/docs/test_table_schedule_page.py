@@ -30,6 +30,7 @@ def test_lines_between_points_are_exact_at_large_steps(page):
     assert [float(jnp.interp(jnp.float32(first + i), steps, rates)) for i in range(5)] != values
 
 
+@pytest.mark.thorough
 def test_one_value_for_each_epoch(page):
     steps = [0, 99, 100, 499, 500, 10**6]
     assert [float(page["by_epoch"](step)) for step in steps] == [

@@ -135,6 +135,7 @@ def test_a_custom_evaluate_function_is_not_interrupted(tmp_path):
     assert seen == [3]
 
 
+@pytest.mark.thorough
 def test_an_evaluator_outside_of_evaluation_hook_ignores_signals():
     """It is not interrupted when called directly, or in another hook of a run that is about to stop."""
     evaluate, found = jstep.evaluator(loss, Validation()), []

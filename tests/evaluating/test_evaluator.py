@@ -270,6 +270,7 @@ def test_bad_arguments(arguments, error, words):
         jstep.evaluator(*args, **kwargs)
 
 
+@pytest.mark.thorough
 def test_a_batch_of_no_rows_counts_nothing():
     batches = [np.ones((4, 2), np.float32), np.ones((0, 2), np.float32), np.full((2, 2), 3.0, np.float32)]
     evaluate = jstep.evaluator(lambda params, x: {"mean": (x**2).mean(), "each": (x**2).mean(-1)}, batches)

@@ -213,6 +213,7 @@ def test_a_run_killed_in_each_phase_gives_the_same_state(tmp_path):
     assert fingerprint(done.stdout) == fingerprint(uninterrupted)
 
 
+@pytest.mark.thorough
 def test_a_kill_needs_a_directory():
     done = finished("score.py", "--kill-at", 5)
     assert (done.returncode, done.stdout) == (1, "")

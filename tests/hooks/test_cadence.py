@@ -62,6 +62,7 @@ BOTH = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("steps", [100, 7])
 def test_explicit_steps_apply_in_addition_to_seconds(name, steps):

@@ -51,6 +51,7 @@ class Device:
         return None if isinstance(given, list) else function(given)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", HOOKS)
 def test_waiting_of_stock_hooks_is_productive(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)

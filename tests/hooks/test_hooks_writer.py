@@ -65,6 +65,7 @@ def test_a_summary_hook_without_a_writer_or_logdir_is_an_error():
         jstep.SummarySaverHook(save_steps=1).after_step(1, None, {"loss": 1.0})
 
 
+@pytest.mark.thorough
 def test_the_flush_of_a_checkpoint_does_not_wait_for_later_summaries(tmp_path, monkeypatch):
     """Their arrays may need a process that waits for this checkpoint, or has failed: both waited for ever."""
     until, flushed = threading.Event(), []

@@ -26,6 +26,7 @@ def test_a_log_line_does_not_overlap_the_progress_bar(capsys):
     assert "4/4" in stderr
 
 
+@pytest.mark.thorough
 def test_other_handlers_of_the_root_logger_receive_what_its_level_allows(capsys):
     """A file that the root logger writes has the warnings of a run, whose lines are shown on standard error."""
     seen = []

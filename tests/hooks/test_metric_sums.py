@@ -127,6 +127,7 @@ def test_pieces_of_a_long_interval_are_merged():
     assert interval.means(["loss", "skipped"]) == {"loss": (499 * 250 - 77) / 499, "skipped": 1 / 500}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_metrics_on_a_mesh(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
@@ -155,6 +156,7 @@ def test_later_calls_and_others_are_added_in_order():
     assert sums.take(number).totals.last == 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("setting", "value"), [(jax.debug_nans, math.nan), (jax.debug_infs, math.inf)])
 def test_numbers_that_are_not_finite_are_added_whatever_jax_debugs(setting, value):
     """Whether they end the run is for `NanLossHook` to say."""

@@ -109,6 +109,7 @@ def test_progress_of_a_finished_run_compiles_nothing():
     assert "compiling" not in file.text
 
 
+@pytest.mark.thorough
 def test_progress_ends_with_the_step_at_which_a_signal_ends_the_run():
     """A run that a signal ends does not end its hooks, and no update was due."""
     pytest.importorskip("tqdm")

@@ -118,6 +118,7 @@ def test_a_custom_counter_replaces_the_stock_one(tmp_path, caplog):
     assert any("examples/s, " in line for line in lines)
 
 
+@pytest.mark.thorough
 def test_examples_per_sec_of_batches_of_many_shapes():
     def rate(batches, **kwargs):
         hook = jstep.StepCounterHook(every_n_steps=2)

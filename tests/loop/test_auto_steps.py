@@ -143,6 +143,7 @@ def test_a_program_belongs_to_the_length_for_which_it_was_made(monkeypatch: pyte
     assert [programs.program_for(n, "shapes", lambda: (shape,)).max_steps for n in (3, 4, 5, 6)] == [1, 1, 32, 32]
 
 
+@pytest.mark.thorough
 def test_the_stages_that_are_compiled_ahead_are_compiled_for_longer_calls_too() -> None:
     first, second, third = (
         jstep.minimize(lambda params, x, by=by: ((params["w"] - by * x) ** 2).mean(), OPTIMIZER)

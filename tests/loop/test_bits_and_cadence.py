@@ -90,6 +90,7 @@ def assert_no_cut_changes_a_bit(task: Task, directory: Path, **options: Any) -> 
     return whole
 
 
+@pytest.mark.thorough
 def test_one_row_is_looped_as_several_are() -> None:
     """With the only row of a loop, XLA would compile this step another way."""
     optimizer = jstep.skip_nonfinite(jstep.adam(1e-2))

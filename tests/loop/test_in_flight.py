@@ -108,6 +108,7 @@ def test_a_metric_that_the_next_call_donates() -> None:
     assert flight.finished == 8
 
 
+@pytest.mark.thorough
 def test_a_signal_while_the_loop_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call for which it waited to make room is not handed over any more."""
     monkeypatch.setattr(in_flight, "_SECONDS", 0.001)

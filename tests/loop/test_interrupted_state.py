@@ -106,6 +106,7 @@ def test_the_time_of_a_session_is_not_that_of_a_run(monkeypatch):
     assert stopwatch._trained
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("shell", "expected"), [(None, (False, False)), (object(), (True, False))])
 def test_ipython_without_a_kernel_is_no_notebook(shell, expected, monkeypatch):
     monkeypatch.delattr(sys, "ps1")

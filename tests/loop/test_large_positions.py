@@ -255,6 +255,7 @@ class OnDevice(Remembering):
         return np.asarray(drawn.astype(jnp.float32))
 
 
+@pytest.mark.thorough
 def test_positions_with_arrays_of_jax(tmp_path: Path) -> None:
     ends = []
     for stops in ((9,), (4, 9)):

@@ -48,6 +48,7 @@ def test_train_passes_one_argument(steps_per_call, tmp_path):
     np.testing.assert_allclose(state.params["w"], by_hand(6).params["w"], rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_evaluators_and_prefetching_keep_the_type():
     state = by_hand(2)
     evaluate = jstep.evaluator(lambda params, batch: {"loss": loss_fn(params, batch)}, BATCHES[:2])

@@ -160,7 +160,7 @@ def test_one_line_reports_the_times_of_the_start(tmp_path, caplog):
     assert [part.rsplit(" ", 1)[0] for part in words.split(", ")] == ["devices", "restore", "compile", "first batch"]
 
 
-@pytest.mark.thorough(except_for=["3"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 def test_ctrl_c_while_the_checkpoint_is_read_and_the_first_batch_is_made(steps_per_call, tmp_path, monkeypatch):
     data = batches_of("data")

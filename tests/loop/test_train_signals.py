@@ -83,6 +83,7 @@ train(100, hooks=[jstep.every(5, interrupt)], checkpoint_dir=directory)
     assert "deep" not in err
 
 
+@pytest.mark.thorough
 def test_a_save_in_progress_ends_after_a_second_sigint(tmp_path):
     script = """
 class Interrupts(jstep.Hook):

@@ -56,6 +56,7 @@ def test_in_float64():
         )
 
 
+@pytest.mark.thorough
 def test_perplexity_of_padded_sequences():
     logits = RNG.normal(size=(4, 6, 7)).astype(np.float32)
     lengths = np.array([6, 1, 0, 3])

@@ -205,7 +205,7 @@ def test_bad_input(make, error, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.thorough(except_for=["uint8-256"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(("dtype", "classes"), [(np.uint8, 256), (np.uint8, 300), (np.int8, 128), (np.uint16, 65536)])
 def test_labels_of_a_dtype_that_cannot_hold_the_number_of_classes(dtype, classes):
     """Bytes with a padded vocabulary: a prediction beyond the dtype is not the label that it would wrap to."""
@@ -223,6 +223,7 @@ def test_labels_of_a_dtype_that_cannot_hold_the_number_of_classes(dtype, classes
         assert matrix["5/5"] == matrix["100/100"] == 1
 
 
+@pytest.mark.thorough
 def test_what_compiles_slowly_is_in_the_merge_of_areas_which_all_batches_share():
     def program(rows):
         return jax.jit(M.auc).lower(jnp.ones(rows), jnp.ones(rows, jnp.int32))

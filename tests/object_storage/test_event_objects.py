@@ -142,6 +142,7 @@ def test_a_resumed_run_shows_each_step_once_beside_a_users_writer(store):
     assert found["loss"] == found["mine"] == list(range(1, 13))
 
 
+@pytest.mark.thorough
 def test_graphs_and_plots_of_objects(store, tmp_path, capsys):
     from jstep.summary import write_graph
     from jstep.tools.cli import main

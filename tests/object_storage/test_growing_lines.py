@@ -87,6 +87,7 @@ def test_a_line_in_place_of_the_last_one(log):
     assert lines_read == [b'{"n": 0}', *copies * [b'{"n": 3}']]
 
 
+@pytest.mark.thorough
 def test_after_ctrl_c_the_next_upload_waits_for_the_one_before(gcs, fast_retries, monkeypatch):
     write, released, uploads = Objects.write, threading.Event(), []
 

@@ -192,6 +192,7 @@ def test_a_fault_at_each_request(each_store, status, lasts):
     assert status == 404 or not wrong
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("prefix", ["my model%25", "a+b&c=d;?#", "модель", "~~", "model-1"])
 def test_unusual_prefixes(store, prefix):
     """A prefix that sorts after the marker object has a marker of its own."""

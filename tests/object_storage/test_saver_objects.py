@@ -291,6 +291,7 @@ saver.close()
 """
 
 
+@pytest.mark.thorough
 def test_a_child_that_is_forked_during_a_save_does_not_wait_for_it(gcs):
     saved = threading.Event()
 

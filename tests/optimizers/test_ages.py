@@ -87,6 +87,7 @@ def gan(state: jstep.TrainState, g: Any, i: Any, optimizer: jstep.Optimizer) -> 
     return jax.lax.cond(i % 3 == 2, jstep.increment_global_step, both, first)
 
 
+@pytest.mark.thorough
 def test_ages_are_those_of_optax() -> None:
     """Optax counts updates by itself."""
     steps = np.random.default_rng(1).normal(size=(50, 4, 3)).astype(np.float32)
@@ -212,6 +213,7 @@ def test_averages_with_update_every_between_them_share_no_age() -> None:
     np.testing.assert_allclose(jstep.averaged_params(states[-1], "a")["w"], np.mean(params[1::2]), rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_ftrl_changes_nothing_at_a_rate_of_zero() -> None:
     states = steps_of(jstep.ftrl(lambda n: jnp.where(n == 1, 0.0, 0.5)), [-1.0, -10.0, 0.0])
     assert len({float(state.params["w"]) for state in states}) == 1

@@ -145,6 +145,7 @@ def test_below_a_label_it_moves_in_the_updates_of_its_part(name: str) -> None:
         np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_every_few_steps(accumulate: bool) -> None:
     """Around `update_every` it follows every step, inside only the updates that are due."""

@@ -48,7 +48,7 @@ def trained(optimizer, params=None, steps=5):
     return state
 
 
-@pytest.mark.thorough(except_for=["soap", "averages"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_parameters_are_the_same_state(name, caplog):
     state = trained(OPTIMIZERS[name])
@@ -88,7 +88,7 @@ def test_it_trains_on(name, change):
     assert np.isfinite(float(metrics["loss"]))
 
 
-@pytest.mark.thorough(except_for=["adam"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["adam", "averages", "lookahead"])
 def test_a_table_that_grows_has_the_bits_of_one_that_was_always_so(name):
     optimizer = OPTIMIZERS[name]

@@ -63,7 +63,7 @@ def test_resume_is_bitwise(name: str, tmp_path: Path) -> None:
     assert_same(uninterrupted, resumed)
 
 
-@each_optimizer
+@for_each(TABLE, ["adam"])
 def test_partition_with_labels_that_share_a_prefix(name: str) -> None:
     def by_path(path: str, leaf: Any) -> str | None:
         return None if path == "b/scalar" else "net" if path == "a" else "net/deep"
@@ -89,6 +89,7 @@ def test_partition_with_labels_that_share_a_prefix(name: str) -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "inner", [jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam()), jstep.adam(), jstep.adagrad(0.1)]
 )

@@ -5,7 +5,17 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from contract import avals, bitwise_equal, compiled_step, each_optimizer, make_optimizer, mixed_gradients, mixed_params
+from contract import (
+    FEW,
+    avals,
+    bitwise_equal,
+    compiled_step,
+    each_optimizer,
+    for_each,
+    make_optimizer,
+    mixed_gradients,
+    mixed_params,
+)
 from optimizer_entries.entry import MADE_AT
 from optimizer_table import TABLE
 
@@ -68,7 +78,7 @@ def test_structure_dtype_and_untrained_leaves_are_unchanged(name: str) -> None:
     assert int(after.global_step) == TABLE[name].idle + 1
 
 
-@each_optimizer
+@for_each(TABLE, FEW)
 def test_update_is_pure_and_the_same_under_jit(name: str) -> None:
     optimizer = make_optimizer(name)
     before = jstep.TrainState.create(mixed_params(), optimizer)
@@ -99,7 +109,7 @@ def test_a_leaf_without_gradient_keeps_value_and_slots(name: str) -> None:
     assert not bitwise_equal(before.params["half"], after.params["half"])
 
 
-@each_optimizer
+@for_each(TABLE, FEW)
 def test_gradients_of_another_precision_are_accepted(name: str) -> None:
     optimizer = make_optimizer(name)
     state = jstep.TrainState.create({"a": jnp.ones(2)}, optimizer)

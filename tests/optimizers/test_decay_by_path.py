@@ -118,6 +118,7 @@ def test_other_masks_and_masks_that_select_something_are_silent(caplog: pytest.L
     assert caplog.records == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "make",
     [

@@ -84,6 +84,7 @@ def test_training_with_loops_equals_training_with_calls(monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), loops, calls)
 
 
+@pytest.mark.thorough
 def test_tpus_compile_one_program_per_matrix_size():
     """In the lowered program, neither more leaves nor more rows add a decomposition."""
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from optimizer_table import REPRESENTATIVES, TABLE
+from optimizer_table import TABLE
 
 import jstep
 from jstep.core.placement import compute_first, run_in_order
@@ -30,7 +30,7 @@ def barriers_in(text):
     return [shape for line in found for shape in re.findall(r"tensor<\d+x[^>]*>", line)]
 
 
-@pytest.mark.thorough(except_for={"name": REPRESENTATIVES})
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TABLE)
 def test_no_barriers_on_tpus_and_gpus(name):
     assert not barriers(name, "tpu")

@@ -183,6 +183,7 @@ def test_nothing_left_is_an_error(around: Wrap) -> None:
         jstep.minimize({"actor": (loss_fn, "head"), "critic": (loss_fn, "head2")}, optimizer)(state, X)
 
 
+@pytest.mark.thorough
 def test_several_losses_do_not_differentiate_frozen_parameters() -> None:
     optimizer = WRAPPERS["clip_by_global_norm"](only_head(jstep.sgd(1.0)))
     state = jstep.TrainState.create({**PARAMS, "other": jnp.ones(8)}, optimizer)

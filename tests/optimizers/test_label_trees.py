@@ -46,6 +46,7 @@ def test_each_leaf_has_the_label_of_the_tree(params: Any, labels: Any, wanted: l
     assert rates(params, labels, lambda one: jstep.chain(jstep.clip_gradients(by_global_norm=1e9), one)) == wanted
 
 
+@pytest.mark.thorough
 def test_a_module_that_can_be_called() -> None:
     import equinox as eqx
 

@@ -150,7 +150,7 @@ def test_invalid_results_of_a_rule_raise() -> None:
         updated(lambda g, p, slots, h: (jnp.sum(g), {}))
 
 
-@pytest.mark.thorough(except_for=["AxisType.Explicit"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("axis_types", [None, AxisType.Auto, AxisType.Explicit], ids=str)
 def test_slots_of_a_shape_are_copies_with_buffers_of_their_own(axis_types: Any, monkeypatch: Any) -> None:
     """The first of a shape, dtype and sharding is made; the others are copied from it, which takes a fifth."""
@@ -174,6 +174,7 @@ def test_slots_of_a_shape_are_copies_with_buffers_of_their_own(axis_types: Any, 
     assert stepped.global_step == 1
 
 
+@pytest.mark.thorough
 def test_slots_of_a_traced_state_are_those_of_an_eager_one() -> None:
     params, optimizer = {"a": jnp.ones((2, 3)), "b": jnp.ones((2, 3))}, jstep.momentum(0.1, 0.9)
     eager = jstep.TrainState.create(params, optimizer)

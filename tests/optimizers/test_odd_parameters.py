@@ -43,7 +43,7 @@ def created(params: Any, optimizer: jstep.Optimizer) -> jstep.TrainState | str:
         return str(error)
 
 
-@pytest.mark.thorough(except_for=["muon"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", list(TABLE))
 def test_odd_leaves(name: str) -> None:
     for kind, make in ODD.items():

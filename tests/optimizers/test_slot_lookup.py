@@ -108,7 +108,7 @@ def trained(optimizer: jstep.Optimizer, dtype=jnp.float32) -> jstep.TrainState:
     return state
 
 
-@pytest.mark.thorough(except_for=["bfloat16-scalar"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["tree", "scalar", "other"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_other_slots_named_master_are_ignored(dtype, kind: str) -> None:

@@ -42,7 +42,7 @@ def run(optimizer: jstep.Optimizer, order: Sequence[Any]) -> Any:
     return states
 
 
-@pytest.mark.thorough(except_for=["by steps", "then a step"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("order", ORDERS)
 def test_lookahead_counts_the_updates_of_each_leaf(order: str) -> None:
     states = run(jstep.lookahead(players(), 3, 0.5), ORDERS[order])
@@ -95,6 +95,7 @@ def test_averages_from_zeros_of_leaves_that_are_not_trained() -> None:
         assert jstep.averaged_params(state)["g"] == 2.0
 
 
+@pytest.mark.thorough
 def test_frozen_leaves_have_no_average() -> None:
     def label(path: str, leaf: Any) -> str | None:
         return "x" if path == "w" else None

@@ -125,6 +125,7 @@ def test_signals_interrupt_join_and_wait_for_stop():
         assert process.wait(timeout=60) == 0
 
 
+@pytest.mark.thorough
 def test_join_after_an_interrupted_join_waits_for_the_thread(release):
     coord = Coordinator()
     thread = start_thread(release.wait)

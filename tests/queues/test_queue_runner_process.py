@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 from processes import run_program
 from queue_calls import drain
 from runner_ops import counting_op, join_all
@@ -51,6 +52,7 @@ def test_other_threads_keep_waiting_after_the_main_thread():
     assert run_program(program) == (0, "late later\n", "")
 
 
+@pytest.mark.thorough
 def test_polling_the_main_thread_loses_no_wake_up():
     """A waiting worker polls whether the main thread is alive, and still receives wake-ups."""
     queue = FIFOQueue(1)

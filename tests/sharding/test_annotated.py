@@ -38,7 +38,7 @@ def annotated(layout):
     return loss_fn
 
 
-@pytest.mark.thorough(except_for=["adafactor-model"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "layout"), list(itertools.product(TABLE, LAYOUTS)))
 def test_annotated_training_matches_one_device(name, layout, compilations, caplog):
     entry = TABLE[name]

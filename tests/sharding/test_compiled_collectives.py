@@ -4,6 +4,7 @@ import math
 import re
 
 import jax
+import pytest
 from layouts import (
     BOTH,
     COLUMNS_AND_ROWS,
@@ -47,6 +48,7 @@ def test_zero1_gathers_each_parameter_once():
     assert set(kinds) == {"all-reduce", "all-gather"}
 
 
+@pytest.mark.thorough
 def test_tensor_parallel_only_reduces():
     optimizer = jstep.adam(0.1)
     state = jstep.TrainState.create(init, optimizer, mesh=BOTH, param_specs=COLUMNS_AND_ROWS)

@@ -75,7 +75,7 @@ def test_averages_keep_their_own_sharding(params: Any) -> None:
     assert specs(EMA.apply(moved, params, 3)) == specs(moved)
 
 
-@pytest.mark.thorough(except_for=["False-scope"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("optimizer", "name"),
     [

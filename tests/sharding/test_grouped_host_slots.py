@@ -157,7 +157,7 @@ GUARDED = {
 }
 
 
-@pytest.mark.thorough(except_for=["masters"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", GUARDED)
 def test_a_skipped_update_leaves_slots_as_they_are(name, in_loops):
     optimizer = jstep.skip_nonfinite(GUARDED[name]())

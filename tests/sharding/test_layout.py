@@ -39,6 +39,7 @@ def test_bytes_on_each_device():
             state, _ = step(state, jstep.shard_batch(np.ones((8, 64), np.float32), DATA))
 
 
+@pytest.mark.thorough
 def test_create_on_a_mesh_never_holds_the_full_state():
     """Outputs and temporaries of the program that creates it take about an eighth of the state per device."""
 

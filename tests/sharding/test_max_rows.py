@@ -133,6 +133,7 @@ def test_scans_shapes_and_costs(types):
     assert loss.seen == 16
 
 
+@pytest.mark.thorough
 def test_max_rows_in_a_custom_jit():
     """In a custom `jax.jit`, the sharding of traced arrays is known only on Explicit axes."""
     for types, want in ((AxisType.Explicit, 16), (AxisType.Auto, 2)):

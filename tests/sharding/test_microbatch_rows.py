@@ -29,7 +29,7 @@ def collectives(step, state, *batch):
     return set(re.findall(rf" ({kinds})(?:-start)?\(", step.lower(state, *batch).compile().as_text()))
 
 
-@pytest.mark.thorough(except_for=["rows and columns-AxisType.Auto"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("case", MESHES)
 def test_no_row_moves_between_devices(case, types):

@@ -73,7 +73,7 @@ def test_a_loss_that_shards_its_activations_gives_no_warning(caplog, mesh):
         assert not warnings(caplog, mesh, loss_fn=mapped)
 
 
-@pytest.mark.thorough(except_for=["auto"])
+@pytest.mark.thorough
 def test_a_single_device_and_batches_without_rows_give_no_warning(caplog, mesh):
     assert not warnings(caplog, mesh, params={"w": jnp.ones((8, 8))})
     keys = [jax.random.key(i) for i in range(4)]

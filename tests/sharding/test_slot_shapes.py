@@ -75,6 +75,7 @@ class Linear:
         return x @ self.w + self.b[None]
 
 
+@pytest.mark.thorough
 def test_callable_models_are_pytrees() -> None:
     model = Linear(jnp.ones((8, 2)), jnp.zeros(2))
     specs = jstep.fsdp_specs(model, DATA, min_size=4)

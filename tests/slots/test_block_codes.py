@@ -93,6 +93,7 @@ def test_the_scales_of_decoded_values_are_those_of_their_codes(dtype, size):
             codes, _ = encode(decode(codes, scales), blocks, np.dtype(dtype))
 
 
+@pytest.mark.thorough
 def test_a_positive_square_never_becomes_0_and_0_stays_0():
     x = jnp.zeros((1, 128)).at[0, 0].set(1.0).at[0, 1].set(1e-30).at[0, 2].set(1e-12)
     for fractions in (0.0, 0.5, 1 - 2**-24):
@@ -168,6 +169,7 @@ def test_another_parameter_keeps_its_value_to_half_a_unit():
         assert np.all(near)
 
 
+@pytest.mark.thorough
 def test_what_is_not_finite_has_no_remainder():
     top, low = split_halves(jnp.array([jnp.inf, -jnp.inf, jnp.nan], jnp.float32), 0.99)
     assert not np.any(low)

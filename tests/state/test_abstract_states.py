@@ -61,7 +61,7 @@ def test_abstract_batches(mesh):
 
 
 @pytest.mark.usefixtures("no_cached_programs")
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize("options", [{}, {"slot_axis": "data"}], ids=str)

@@ -145,6 +145,7 @@ def test_bad_calls():
         jstep.fingerprint({"x": x})
 
 
+@pytest.mark.thorough
 def test_indices_of_32_bits_reach_as_far_as_they_can():
     assert fingerprints.indexable_size(()) == 1
     assert fingerprints.indexable_size((3, 2**16, 2**16)) == 2**32

@@ -151,7 +151,7 @@ def test_on_a_mesh_a_program_belongs_to_a_shape_and_sums_are_reduced_once(compil
     assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("current", [None, 1, 8], ids=["no mesh", "a mesh of one device", "a mesh of eight"])
 def test_on_a_mesh_of_one_device_the_bits_are_those_of_the_device(kind, current):

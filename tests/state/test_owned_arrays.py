@@ -157,6 +157,7 @@ def test_memory_is_copied(name: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.asarray(state.params["w"]), np.full(SIZE, 5.0, np.float32))
 
 
+@pytest.mark.thorough
 def test_a_held_value() -> None:
     array = aligned(())
     state = jstep.set_hyperparameter(make_state(), "learning_rate", filled(array, 0.5))

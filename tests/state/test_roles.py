@@ -142,6 +142,7 @@ def test_slots_of_a_state_by_hand_are_found_by_shape_and_dtype(name: str) -> Non
         assert jstep.get_slot_names(state) == ([] if is_shared else [name])
 
 
+@pytest.mark.thorough
 def test_wrappers_whose_updates_need_an_order_on_a_cpu_say_so():
     params = {"w": jnp.ones(3)}
     for wrap in (jstep.skip_nonfinite, jstep.master_weights):

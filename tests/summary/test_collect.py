@@ -31,6 +31,7 @@ def test_collect_returns_the_summaries_as_a_second_result():
     assert merge_all() is None  # collect has removed them from the collection
 
 
+@pytest.mark.thorough
 def test_collect_inside_transformations():
     x = jnp.ones(3)
     _, collected = jax.jit(collect(model))(x)
@@ -175,6 +176,7 @@ def test_error_of_merge_all_while_tracing_suggests_collect():
         collect(lambda x: jax.grad(lambda x: (merge_all(), x)[1])(x))(1.0)
 
 
+@pytest.mark.thorough
 def test_collect_does_not_receive_summaries_of_threads():
     def in_thread():
         scalar("thread", 1.0)

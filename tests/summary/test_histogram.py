@@ -139,6 +139,7 @@ def test_under_jit_vmap_and_scan(written):
     assert [(e.step, e.histogram_value.max) for e in events] == [(28, 3.0), (29, 7.0), (30, 11.0)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_sharded_array_on_a_mesh_of_either_kind(kind):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(kind,))

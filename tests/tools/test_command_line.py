@@ -77,6 +77,7 @@ def test_columns_fold_and_lose_nothing() -> None:
     assert columns([["a/b", "of some words"]], 2, 12) == ["a/b", "  of some", "  words"]
 
 
+@pytest.mark.thorough
 def test_what_jstep_keeps_in_extra_is_hidden(run, cli) -> None:
     kept = jstep.Saver(run).extra()
     assert {"batches", "past", "hooks", "held", "stopped", "ended"} <= kept.keys() <= OWN_EXTRA | {"code"}

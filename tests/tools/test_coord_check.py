@@ -42,6 +42,7 @@ def test_params_returned_as_activations_survive_donation() -> None:
     assert check.changes["w"] == {4: 2.0, 8: 4.0}
 
 
+@pytest.mark.thorough
 def test_plot(tmp_path: pathlib.Path) -> None:
     check = jstep.coord_check(known_model, (4, 8, 16), lambda params, x: {"w": params["w"], "same": x}, steps=1)
     path = tmp_path / "check.svg"

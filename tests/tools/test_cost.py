@@ -95,6 +95,7 @@ def test_cost_on_a_mesh(single_device):
     assert max(map(len, str(cost).splitlines())) <= 100
 
 
+@pytest.mark.thorough
 def test_host_slots_are_counted_separately(host_memory):
     mesh = jax.make_mesh((8,), ("data",))
     batch = jstep.shard_batch(BATCH, mesh)

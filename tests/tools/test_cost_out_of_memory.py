@@ -74,6 +74,7 @@ def test_other_compiler_errors_are_raised():
         jstep.cost(FailingStep(STEP, "INTERNAL: the compiler broke"), *example_inputs())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("spec", "warns"), [(P("data"), True), (P(), False)], ids=str)
 @pytest.mark.parametrize("is_constrained", [False, True])
 def test_warning_about_a_possible_reason(spec, warns, is_constrained):

@@ -11,6 +11,7 @@ NAMES = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES.split())
 def test_inexact_dtypes_are_those_of_jax(name):
     dtype = jnp.dtype(getattr(jnp, name))

@@ -236,6 +236,7 @@ def test_sharded_state():
     assert found.inputs[-1].shape == (8, 2)
 
 
+@pytest.mark.thorough
 def test_functions_that_move_arrays_between_devices():
     first, second = jax.devices()[:2]
     found = jstep.find_nonfinite(

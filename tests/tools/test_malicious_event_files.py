@@ -135,6 +135,7 @@ def test_output_escapes_and_valid_json():
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", ["plot", "events"])
 def test_urls_of_other_schemes(tmp_path, cli, command):
     arguments = [command, "ftp://host/run", *(["-o", str(tmp_path / "x.png")] if command == "plot" else [])]

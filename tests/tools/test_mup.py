@@ -166,6 +166,7 @@ def test_factors_inside_a_partition() -> None:
     np.testing.assert_allclose([found["a"][0, 0], found["b"][0, 0]], [0.5, 0.75])
 
 
+@pytest.mark.thorough
 def test_modules_with_a_static_width() -> None:
     """In Equinox the width is part of the structure, which then differs between the models."""
 

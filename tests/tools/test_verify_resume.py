@@ -194,6 +194,7 @@ def test_a_step_that_advances_the_global_step_by_two_is_an_error():
         verify(step=step)
 
 
+@pytest.mark.thorough
 def test_typed_keys_and_stages_resume():
     def loss(params, key, batch):
         noise = jax.random.normal(key, params["w"].shape)
@@ -258,6 +259,7 @@ def test_what_a_position_does_not_keep_is_found():
     assert report.differing == ("params/w",)
 
 
+@pytest.mark.thorough
 def test_large_positions_resume():
     class Buffer(Remembering):
         def __init__(self):

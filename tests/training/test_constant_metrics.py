@@ -147,6 +147,7 @@ def test_metrics_may_be_donated_and_deleted(optimizer: jstep.Optimizer) -> None:
         metrics["beta1"][...] = 0
 
 
+@pytest.mark.thorough
 def test_stacked_constants_are_read_only() -> None:
     optimizer = jstep.adam(0.1)
     step = jstep.scan_steps(jstep.minimize(loss_fn, optimizer))

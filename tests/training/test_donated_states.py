@@ -92,7 +92,7 @@ def test_in_a_run(kind: str, name: str) -> None:
     assert "it is lost" in caught.value.__notes__[-1]
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["begin", "after_step", "end"])
 def test_a_hook_that_donates_before_others_look(kind: str, where: str, tmp_path: Path) -> None:

@@ -220,6 +220,7 @@ def test_cost_counts_lanes():
     assert 0.8 < lanes.flops / micro.flops < 1.3
 
 
+@pytest.mark.thorough
 def test_step_and_its_wrappers_know_their_lanes():
     step = jstep.minimize(loss_fn, SGD, lanes=4)
     assert step.lanes == jstep.scan_steps(step).lanes == jstep.minimize(loss_fn, SGD, lanes=4, jit=False).lanes == 4

@@ -103,7 +103,7 @@ def test_a_skipped_update_is_zero_and_a_frozen_leaf_is_none() -> None:
     assert float(metrics["a/skipped"]) == 1.0
 
 
-@pytest.mark.thorough(except_for=["Explicit"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_on_a_mesh(kind: str) -> None:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType[kind],))

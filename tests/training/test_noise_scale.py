@@ -209,6 +209,7 @@ def test_several_losses_form_one_gradient() -> None:
     check(metrics, average([estimate(draw_rows(0))]))
 
 
+@pytest.mark.thorough
 def test_var_list_rng_and_sharpness() -> None:
     optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
     for kwargs in ({"var_list": ["w"]}, {"sharpness": 0.1}, {"sharpness": jstep.constant(0.1)}):

@@ -127,6 +127,7 @@ def test_measuring_adds_no_collectives() -> None:
     assert measured.temp_bytes <= plain.temp_bytes + 1024
 
 
+@pytest.mark.thorough
 def test_optimizers_that_evaluate_the_loss() -> None:
     """Optimizers that evaluate the loss again, such as L-BFGS, do not measure again."""
 

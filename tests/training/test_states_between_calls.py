@@ -156,6 +156,7 @@ def test_a_step_that_was_called_by_hand_is_not_compiled_again_as_a_later_stage()
     assert (first._cache_size(), later._cache_size()) == (1, 1)
 
 
+@pytest.mark.thorough
 def test_stages_of_which_one_does_not_donate() -> None:
     kept = jstep.minimize(loss, OPTIMIZER, donate=False)
     stages = {0: jstep.minimize(loss, OPTIMIZER), 2: kept, 4: lambda state, x: kept(state, x), 6: kept}

@@ -113,7 +113,7 @@ def test_debug_nans_with_donating_steps() -> None:
     assert not state.params["w"].is_deleted()
 
 
-@pytest.mark.thorough(except_for=["explicit"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [EXPLICIT, AUTO, None], ids=["explicit", "auto", "current mesh"])
 def test_loss_with_shard_map(mesh: Any) -> None:
     def loss(params: Any, x: jax.Array) -> jax.Array:

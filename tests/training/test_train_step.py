@@ -124,6 +124,7 @@ def test_a_step_that_returns_something_else_keeps_its_state(result: Any, message
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_step_that_fails_on_the_device_runs_once(donate: bool) -> None:
     ran = []

@@ -244,6 +244,7 @@ def test_names_in_a_file_have_no_groups(tmp_path):
     assert "unused (1): 'slots/w'" in error_message(path, {"params": {"w": LEAF}})
 
 
+@pytest.mark.thorough
 def test_no_group_is_suggested_in_place_of_names(tmp_path):
     with jstep.Saver(tmp_path) as saver:
         path = saver.save(jstep.TrainState.create({"model": {"w": B}}, jstep.sgd(0.1)))

@@ -117,6 +117,7 @@ def test_loaded_arrays_do_not_map_the_file(tmp_path):
     assert all(same(array, ROWS) for array in loaded)
 
 
+@pytest.mark.thorough
 def test_loaded_arrays_may_be_donated(tmp_path):
     path = write_arrays(tmp_path / "model.safetensors", a=ROWS)
     for spec in (P("data"), P()):

@@ -79,6 +79,7 @@ def test_jstep_reads_files_of_safetensors(tmp_path):
     assert all(same(loaded[name], array) for name, array in arrays.items())
 
 
+@pytest.mark.thorough
 def test_round_trips_of_float8_and_bfloat16_with_torch(tmp_path):
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file, save_file

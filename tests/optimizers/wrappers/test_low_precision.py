@@ -138,6 +138,7 @@ def test_loss_scale_changes_like_torch_grad_scaler(case: str) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_loss_scale_stays_finite_and_nonzero() -> None:
     optimizer = jstep.dynamic_loss_scale(jstep.gradient_descent(0.1), initial=2.0**126, period=1)
     state = jstep.TrainState.create({"w": jnp.zeros(2)}, optimizer)

@@ -61,7 +61,7 @@ TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.thorough(except_for=["polyak-labels", "clipped-var_list", "plateau-partition"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["var_list", "partition", "labels"])
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_a_frozen_leaf_is_a_constant(name: str, how: str) -> None:

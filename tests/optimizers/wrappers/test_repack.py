@@ -131,6 +131,7 @@ def test_a_checkpoint_of_another_format_is_an_error_that_shows_repack(dtype, old
     assert int(jstep.repack(restored, old, new).global_step) == 3
 
 
+@pytest.mark.thorough
 def test_other_mismatches_do_not_mention_repack(tmp_path):
     with jstep.Saver(tmp_path) as saver:
         saver.save(trained(jstep.adam()))
