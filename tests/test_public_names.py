@@ -66,6 +66,7 @@ def test_tracebacks_show_public_names() -> None:
     assert done.stderr.splitlines()[-1].startswith("jstep.OutOfRangeError: FIFOQueue is closed")
 
 
+@pytest.mark.thorough
 def test_public_names_can_be_pickled() -> None:
     """By the name that users type, whether or not it was loaded before."""
     code = (

@@ -48,7 +48,7 @@ FORMS = {
 }
 
 
-@pytest.mark.thorough(except_for=["bools"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("leave_out", FORMS.values(), ids=FORMS)
 def test_every_form_selects_the_same_leaves(tmp_path, leave_out):
     with Saver(tmp_path, leave_out=leave_out) as saver:

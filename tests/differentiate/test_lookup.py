@@ -40,6 +40,7 @@ def test_gradients_are_sparse(jit: bool, n: int) -> None:
     assert not isinstance(jax.grad(loss_fn)(params(), IDS)["t"], jstep.IndexedSlices)
 
 
+@pytest.mark.thorough
 def test_lookups_are_merged_and_other_uses_are_dense() -> None:
     def twice(p: Any) -> jax.Array:
         return jnp.sum(jstep.lookup(p["t"], jnp.array([1, 2])) * jstep.lookup(p["t"], 3)[None])

@@ -39,6 +39,7 @@ def listing_of(name: str) -> list[str]:
     return re.findall(r"```text\n(.*?)```", text[begin:end], re.DOTALL)[-1].splitlines()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_page_compares_two_programs_and_shows_the_numbers(name: str) -> None:
     blocks = blocks_of(*place_of(name))

@@ -152,6 +152,7 @@ def test_char_lm_error_for_a_bad_mesh():
     )
 
 
+@pytest.mark.thorough
 def test_char_lm_error_for_fsdp_without_a_data_axis():
     for mesh in ([], ["--mesh", "model=2"]):
         done = finished("char_lm.py", "--fsdp", *mesh)

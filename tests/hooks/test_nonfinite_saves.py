@@ -64,6 +64,7 @@ def test_the_run_ends_where_the_first_checkpoint_is_due(tmp_path, value, steps_p
     assert jnp.isfinite(state.params["net"]["w"]).all()
 
 
+@pytest.mark.thorough
 def test_the_last_save_and_saves_by_seconds_are_due_too(tmp_path):
     for last_step, options in ((27, {}), (40, {"save_checkpoint_steps": None, "save_checkpoint_secs": 1e-9})):
         directory = tmp_path / str(last_step)

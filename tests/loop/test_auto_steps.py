@@ -94,6 +94,7 @@ def test_a_program_that_cannot_be_compiled_is_logged_and_not_used(caplog: pytest
     wait_until(lambda: any("could not be compiled: MemoryError: too large" in m for m in caplog.messages))
 
 
+@pytest.mark.thorough
 def test_the_choice_changes_no_bit_and_calls_become_longer(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     calls: list[int] = []

@@ -79,6 +79,7 @@ def test_a_rate_that_is_0_up_to_the_end(name: str, caplog: Any) -> None:
     assert jstep.plan(optimizer, 9).rate_zero_from == 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NOT_ZERO)
 def test_rates_that_are_not_all_0(name: str, caplog: Any) -> None:
     step, optimizer = rates(NOT_ZERO[name]())

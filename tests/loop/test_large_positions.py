@@ -75,6 +75,7 @@ def files_of(directory: Path, step: int) -> dict[str, int]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stops", [(20,), (7, 20), (1, 2, 13, 20)])
 def test_a_run_in_parts_is_a_whole_one(tmp_path: Path, stops: tuple[int, ...]) -> None:
     for stop in stops:

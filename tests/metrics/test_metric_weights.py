@@ -36,7 +36,7 @@ def check(found, weights):
     scikit_metrics.check(found, expected(weights), of_counts=1e-11)  # weights have twice the digits of float32
 
 
-@pytest.mark.thorough(except_for=["50-floats"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("size", [1, 50, ROWS])
 def test_equal_to_scikit_learn_on_ragged_batches(size, kind):

@@ -75,7 +75,7 @@ def test_persistent_fault_from_each_request_on(each_store, status):
         assert orphaned_keys(each_store, steps) == [], n
 
 
-@pytest.mark.thorough(except_for=["s3-429"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("status", [503, 429, 0])
 def test_a_single_fault_at_each_request_is_retried(each_store, status):
     each_store.page = 1000

@@ -160,6 +160,7 @@ def test_apply_gradients_passes_the_context() -> None:
         jstep.apply_gradients(state, grads, optimizer, context=3.0)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_takes_context_of_combined_optimizers() -> None:
     assert jstep.adam().takes_context is jstep.partition({"a": jstep.adam()}, by_path).takes_context is False
     assert jstep.partition({"a": jstep.adam(), "b": recording({})}, by_path).takes_context

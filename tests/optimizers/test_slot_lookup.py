@@ -46,7 +46,7 @@ def run_two_steps(optimizer: jstep.Optimizer) -> jstep.TrainState:
     return state
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_slots_are_found_in_scopes_and_partitions(part: str, wrapper: str) -> None:

@@ -212,7 +212,7 @@ def test_a_guard_inside_skips_only_updates_that_are_due():
     assert skipped == [0.0, 1.0]
 
 
-@pytest.mark.thorough(except_for=["-0.0-True"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 def test_rows_whose_gradients_are_zero_are_named(compiled, zero):

@@ -236,6 +236,7 @@ def test_stress_of_all_calls_together(make):
     assert sorted(found) == list(range(6 * items))
 
 
+@pytest.mark.thorough
 def test_shuffled_rows_come_in_the_order_of_single_elements():
     single, many = shuffle(64, 31, 3), shuffle(64, 31, 3)
     for i in range(64):

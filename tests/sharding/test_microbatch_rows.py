@@ -129,7 +129,7 @@ def test_one_device_copies_no_batch():
         assert jstep.cost(step, state, batch).temp_bytes < x.nbytes / (4 if mesh is None else 8)
 
 
-@pytest.mark.thorough(except_for=["AxisType.Auto"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 def test_numbers_do_not_depend_on_the_devices(types):
     """Random numbers, model state, weights and the noise scale depend on which rows are together."""

@@ -51,7 +51,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.thorough(except_for=["clipped", "scaled"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_functions_see_raw_gradients_updates_and_new_params(name: str) -> None:
     optimizer = OPTIMIZERS[name]()
