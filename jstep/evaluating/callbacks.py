@@ -206,14 +206,17 @@ class EarlyStopping(MetricCallback):
     @property
     def why(self) -> str | None:
         """Why and at which step it stopped the run, and how to continue; None if it did not."""
-        best, bad, step = self._progress.best, self._progress.bad, self._progress.stopped_at
-        if bad < self._patience:
+        step = self._progress.stopped_at
+        if self._progress.bad < self._patience:
             return None
-        over = "had been NaN" if best is None else f"had not improved on {best}"
         return (
-            f"{hook_key(self)} stopped the run{'' if step is None else f' at step {step}'}: {self.metric} {over} in "
-            f"{bad} evaluations. To continue, give EarlyStopping(…, reset=True), or more patience"
+            f"{hook_key(self)} stopped the run{'' if step is None else f' at step {step}'}: {self._failure('had')}. To "
+            "continue, give EarlyStopping(…, reset=True), or more patience"
         )
+
+    def _failure(self, has: str) -> str:
+        best, bad = self._progress.best, self._progress.bad
+        return f"{self.metric} {has} {'been NaN' if best is None else f'not improved on {best}'} in {bad} evaluations"
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> bool | None:
         """Return True when patience is exhausted."""
@@ -226,8 +229,7 @@ class EarlyStopping(MetricCallback):
             return None
         self._progress = dataclasses.replace(progress, stopped_at=step)
         if jax.process_index() == 0:
-            over = "has been NaN" if progress.best is None else f"has not improved on {progress.best}"
-            _logger.info("step %d: %s %s in %d evaluations; stopping", step, self.metric, over, progress.bad)
+            _logger.info("step %d: %s; stopping", step, self._failure("has"))
         return True
 
     def set_state(self, value: object) -> bool:

@@ -69,9 +69,11 @@ class Options:
         return next((location(place, name) for name, place in places.items() if place is not None), None)
 
     def __post_init__(self) -> None:
+        hooks = list_of_hooks(self.hooks)
+        last_step = None if self.last_step is None else as_int(self.last_step, "last_step", 0, _NO_END)
         checked = {
-            "hooks": list_of_hooks(self.hooks),
-            "last_step": None if self.last_step is None else as_int(self.last_step, "last_step", 0, _NO_END),
+            "hooks": hooks,
+            "last_step": None if last_step == LARGEST_STEP else last_step,
             "config": as_config(self.config),
             "start_from": None if self.start_from is None else absolute(location(self.start_from, "start_from")),
             "progress": None if self.progress is None else as_bool(self.progress, "progress"),
@@ -81,8 +83,6 @@ class Options:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        if self.last_step == LARGEST_STEP:
-            object.__setattr__(self, "last_step", None)
         if self.save_checkpoint_secs == AUTO and self.save_checkpoint_steps is not None:
             object.__setattr__(self, "save_checkpoint_secs", MAX_SECS)
         if isinstance(self.save_checkpoint_secs, str) and self.save_checkpoint_secs != AUTO:

@@ -16,11 +16,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from jstep.core.checks import array_type, describe_type, truncate
 from jstep.core.jaxprs import hash_strings, without_addresses
+from jstep.core.trees import is_plain_tuple
 from jstep.hooks.card_differences import NOT_RECORDED, UNKNOWN
 
 # The config and the command line.
@@ -73,24 +73,18 @@ def _entries(value: Any) -> dict[Any, Any] | None:
     return entries
 
 
-def _numbered(value: object) -> dict[int, Any] | None:
-    """Return the items of a sequence by number if any has names inside, which may belong to secrets."""
-    return dict(enumerate(value)) if isinstance(value, list | tuple) and _has_names(value, ()) else None
-
-
-def _has_names(value: object, above: tuple[int, ...]) -> bool:
-    if not isinstance(value, list | tuple) or _entries(value):
-        return bool(_entries(value))
-    return id(value) not in above and any(_has_names(item, (*above, id(value))) for item in value)
-
-
-def _flat(name: str, value: object, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
-    entries = None if id(value) in above else _entries(value) or _numbered(value)
+def _flat(name: str, value: Any, above: tuple[int, ...]) -> list[tuple[str, Any]]:
+    """Name all values; a sequence is one value, unless there are names inside, which may belong to secrets."""
+    is_sequence = isinstance(value, list) or is_plain_tuple(value)
+    entries = None if id(value) in above else dict(enumerate(value)) if is_sequence else _entries(value)
     if not entries:
-        yield name, value
-        return
-    for key, inner in entries.items():
-        yield from _flat(f"{name}/{key}" if above else str(key), inner, (*above, id(value)))
+        return [(name, value)]
+    inside = (*above, id(value))
+    named = [
+        pair for key, item in entries.items() for pair in _flat(f"{name}/{key}" if above else str(key), item, inside)
+    ]
+    is_whole = is_sequence and [id(item) for _, item in named] == [id(item) for item in value]
+    return [(name, value)] if is_whole else named
 
 
 def record_value(name: str, value: object) -> Any:
@@ -123,7 +117,7 @@ def as_json_value(value: Any) -> Any:
         return without_login(str.__str__(value))
     if isinstance(value, os.PathLike):
         return without_login(os.fsdecode(value))
-    if isinstance(value, list | tuple) and not hasattr(value, "_asdict"):
+    if isinstance(value, list) or is_plain_tuple(value):
         return [as_json_value(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(map(as_json_value, value), key=lambda item: (str(type(item)), str(item)))

@@ -149,9 +149,8 @@ class HookRunner:
         if loop.step == loop.first or self._was_last:
             return
         self._was_last = True
-        last = {
-            id(schedule.hook): schedule.hook for schedule in self._schedules if schedule.at_last(loop.step)
-        }  # each once
+        due = [schedule.hook for schedule in self._schedules if schedule.at_last(loop.step)]
+        last = {id(hook): hook for hook in due}  # each once
         for hook, check in [*loop.take_pending(), *((hook, None) for hook in last.values())]:
             loop.set_calling(Calling(hook, "after_step"))
             with errors, self._setup.watch.part(HOOKS):

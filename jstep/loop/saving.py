@@ -345,9 +345,8 @@ class RunSaverHook(CheckpointSaverHook):
         """Save from another thread while the loader or a hook stalls, without calling any hook."""
         if not super().has_saved(step, state):
             self._about_to_save(step)
-            extra = self._merge_extra(
-                _HostState(self._position_extra(), self._saved_host_state.hooks)
-            )  # hooks as of the latest save
+            hooks = self._saved_host_state.hooks  # as of the latest save
+            extra = self._merge_extra(_HostState(self._position_extra(), hooks))
             with internal_transfers(), self.saver.knowing(not nonfinite_params(self._run)):
                 self.saver.save(state, extra=extra)
         self.saver.wait()
@@ -359,10 +358,8 @@ class RunSaverHook(CheckpointSaverHook):
     def mark_saved(self, step: int, state: TrainState) -> None:
         super().mark_saved(step, state)
         self._saved_host_state = self._host_state
-        for (
-            name,
-            file,
-        ) in self._saved_host_state.hooks.files.items():  # for `save_alone`, when they are no longer in memory
+        # For `save_alone`, when they are no longer in memory:
+        for name, file in self._host_state.hooks.files.items():
             file.read_with(functools.partial(self.saver.read_file, name, step))
 
     def has_saved(self, step: int, state: TrainState) -> bool:
