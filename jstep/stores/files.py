@@ -16,9 +16,9 @@ from jstep.stores.urls import is_url, join_path, split_path
 
 
 def open_for_reading(path: str) -> BinaryIO:
-    """Open a file for reading; an object is read immediately as a whole."""
+    """Open a regular file for reading; an object is read immediately as a whole."""
     if not is_url(path):
-        return open(path, "rb")
+        return open_regular(path)
     above, name = split_path(path)
     data = Objects(above).read(name).data if name else None
     if data is None:
@@ -26,10 +26,35 @@ def open_for_reading(path: str) -> BinaryIO:
     return io.BytesIO(data)
 
 
+def open_regular(path: str) -> BinaryIO:
+    """Open a regular file for reading, through links; never a FIFO, which blocks, or a device."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # before it is opened, as opening a device may have effects
+        raise OSError(errno.EINVAL, "is not a regular file", path)
+    handle = os.open(path, os.O_RDONLY | _NO_WAIT)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "is not a regular file", path)
+    return os.fdopen(handle, "rb")
+
+
+def read_small(path: str, limit: int) -> bytes:
+    """Read a regular file or object as a whole.
+
+    Raises:
+        ValueError: It has more than `limit` bytes.
+    """
+    with open_for_reading(path) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"{path}: has more than {limit} bytes")
+    return data
+
+
 def is_directory(path: str) -> bool:
     return bool(Directory(path).listing()) if is_url(path) else os.path.isdir(path)
 
 
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
@@ -64,6 +89,81 @@ def walk(path: str) -> list[tuple[str, list[str]]]:
     return sorted(folders.items())
 
 
+class ForeignFileError(ValueError):
+    """A file with a name that jstep writes, which is not one that jstep wrote."""
+
+
+def open_own(path: str, beginning: bytes, *, append: bool = True) -> io.FileIO:
+    """Open a file with a name of jstep's for reading and writing, and create it if it is missing.
+
+    Args:
+        path: The file.
+        beginning: The bytes with which it begins, unless it is empty, torn, or consists of null characters.
+        append: Whether all bytes are written at its end.
+
+    Raises:
+        ForeignFileError: It is a link, has several links, is not a regular file, or has other content.
+    """
+    _check_own(path, os.lstat(path) if os.path.lexists(path) else None)
+    flags = os.O_RDWR | os.O_CREAT | (os.O_APPEND if append else 0)
+    try:
+        handle = os.open(path, flags | _NO_WAIT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0), 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _foreign(path, "is a link") from None
+        raise
+    file = os.fdopen(handle, "ab+" if append else "r+b", buffering=0)
+    try:
+        _check_own(path, os.fstat(handle))
+        file.seek(0)
+        first = file.read(len(beginning)) or b""
+        if first != beginning[: len(first)] and first.strip(b"\0"):
+            raise _foreign(path, f"begins with {first!r}")
+        file.seek(0, os.SEEK_END)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _check_own(path: str, found: os.stat_result | None) -> None:
+    if found is None:
+        return
+    if not stat.S_ISREG(found.st_mode):
+        raise _foreign(path, "is a link" if stat.S_ISLNK(found.st_mode) else "is not a regular file")
+    if found.st_nlink > 1:
+        raise _foreign(path, "has a second name (a hard link, such as a backup by hard links makes)")
+
+
+def _foreign(path: str, what: str) -> ForeignFileError:
+    return ForeignFileError(
+        f"{path}: jstep writes a file of this name, but it {what}, so that another file would be changed; move it "
+        "away, or replace it by a copy"
+    )
+
+
+@contextlib.contextmanager
+def named_file(path: str) -> Iterator[BinaryIO]:
+    """Open a file that the user named for writing; a regular file is replaced atomically, and keeps its mode.
+
+    Links are followed. What is not a regular file, such as a FIFO or a device, is written through.
+    """
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        found = None
+    if found is not None and not stat.S_ISREG(found.st_mode):
+        with open(path, "wb") as file:
+            yield file
+        return
+    target = os.path.realpath(path)
+    with _replacement(target) as file:
+        if found is not None:
+            with contextlib.suppress(OSError):  # a file system without modes
+                os.chmod(file.name, stat.S_IMODE(found.st_mode))
+        yield file
+
+
 @contextlib.contextmanager
 def new_file(path: str) -> Iterator[BinaryIO]:
     """Open a new file for writing, with the umask's mode, and flush it to disk at the end."""
@@ -79,11 +179,18 @@ def replace_file(path: str, data: bytes) -> None:
     if is_url(path):
         Objects(folder).write(name, data)
         return
+    with _replacement(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def _replacement(path: str) -> Iterator[BinaryIO]:
+    folder, name = os.path.split(path)
     make_folders(folder)
     partial = os.path.join(folder, f".{name}.{secrets.token_hex(16)}")
     try:
         with new_file(partial) as file:
-            file.write(data)
+            yield file
         os.replace(partial, path)
     except BaseException:
         with contextlib.suppress(OSError):
