@@ -23,7 +23,6 @@ from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate
 from jstep.optimizers.nested import is_rated
 from jstep.slots.roles import ACCUMULATED, FOLLOWS_STEP, FOLLOWS_UPDATES, abstractly, roles_in, roles_of
 from jstep.state.train_state import TrainState
-from jstep.training.metrics import values_used
 from jstep.training.step import PureStep, as_pure_step, step_function
 
 _logger = logging.getLogger("jstep")
@@ -130,32 +129,17 @@ def find_scheduled_rates(hyperparameters: Callable[[Step], Mapping[str, Any]]) -
 
 def find_rates(optimizer: Optimizer) -> ScheduledRates | None:
     """Return the learning rates of an optimizer; None if some are held, unknown, or as in `find_scheduled_rates`."""
-    roles = roles_of(optimizer, {})
-    if not is_rated(optimizer) or roles.with_detail(LEARNING_RATE) or any(count.lags for count in roles.counted):
+    if not is_rated(optimizer) or roles_of(optimizer, {}).with_detail(LEARNING_RATE):
         return None
-    # Rates that depend on a count of updates are evaluated at the step, as each step should advance the count by one.
     return find_scheduled_rates(optimizer.hyperparameters)
 
 
-def _rates_in(run: Run, step: PureStep, optimizer: Optimizer) -> ScheduledRates | None:
+def _rates_in(step: PureStep, optimizer: Optimizer) -> ScheduledRates | None:
     """Return the rates of a step; their program is cached for later runs."""
-    roles = roles_of(optimizer, run.state.params)
-    if not any(is_learning_rate(name) for count in roles.counted for name in count.names):
-        if _RATES not in step.kept:
-            step.kept[_RATES] = find_rates(optimizer)
-        rates: ScheduledRates | None = step.kept[_RATES]
-        return rates
-    if find_rates(optimizer) is None:
-        return None
-    slots = [f"{count.prefix}{slot}" for count in roles.counted if (slot := count.slot()) is not None]
-    ahead = {slot: int(jax.device_get(run.state.slots[slot])) - run.loop.first for slot in slots}
-
-    def used(step: Step) -> Mapping[str, Any]:
-        counts = {slot: jnp.asarray(step) + number for slot, number in ahead.items()}
-        return values_used(optimizer.hyperparameters(step), roles, counts)
-
-    # Rates without a count slot cannot be evaluated, so they are not known to be 0.
-    return find_scheduled_rates(used) if len(slots) == len(roles.counted) else None
+    if _RATES not in step.kept:
+        step.kept[_RATES] = find_rates(optimizer)
+    rates: ScheduledRates | None = step.kept[_RATES]
+    return rates
 
 
 def _zero_rate_from(run: Run) -> int | None:
@@ -169,7 +153,7 @@ def _zero_rate_from(run: Run) -> int | None:
             continue
         if step is None or step.optimizer is None:
             break
-        rates = _rates_in(run, step, step.optimizer)
+        rates = _rates_in(step, step.optimizer)
         if rates is None:
             break
         if end is None and stage.stop is None:

@@ -405,7 +405,7 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
         return updates, inner, {name: treedef.unflatten(leaves) for name, leaves in mine.items()}
 
     def inner_roles(roles: Roles) -> Roles:
-        return roles.at_some_steps().ordered().hiding(Role.LOSS_SCALE)
+        return roles.with_own_age().ordered().hiding(Role.LOSS_SCALE)
 
     added = {name: functools.partial(fresh_slot, name, spec) for name, spec in sums.items()}
     own = WrapperSlots(added, details={GRADIENT_COUNT: ACCUMULATED} if accumulate else {})

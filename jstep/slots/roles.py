@@ -62,24 +62,6 @@ ACCUMULATED, FOLLOWS_UPDATES, FOLLOWS_STEP = "gradients in a sum", "follows upda
 _OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *WITH_A_START, *HALVES)
 
 
-@dataclasses.dataclass(frozen=True)
-class Counted:
-    """Hyperparameters that depend on a count of updates in the slots, not on the global step.
-
-    Attributes:
-        names: The names of the schedules among them.
-        at: `at(count)`: the values of all hyperparameters by name.
-        slot: `slot()`: the name of the count's slot; None if unknown, after a log message with advice.
-        lags: Whether most steps do not advance the count.
-    """
-
-    names: frozenset[str]
-    at: Callable[[Step], Mapping[str, Any]]
-    slot: Callable[[], str | None]
-    prefix: str = ""
-    lags: bool = False
-
-
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Roles(Mapping[str, Role | None]):
     """Slot name → its role; immutable and hashable, so that it can be static metadata of a pytree.
@@ -105,7 +87,6 @@ class Roles(Mapping[str, Role | None]):
     formats: Set[str] = frozenset()
     hidden: Set[str] = frozenset()
     details: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    counted: tuple[Counted, ...] = ()
     in_order: Set[str] = frozenset()
     warned: set[str] = dataclasses.field(default_factory=set)
 
@@ -143,7 +124,6 @@ class Roles(Mapping[str, Role | None]):
             halves={f"{prefix}/{name}": f"{prefix}/{half}" for name, half in self.halves.items()},
             hidden={f"{prefix}/{name}" for name in self.hidden},
             details={f"{prefix}/{name}": detail for name, detail in self.details.items()},
-            counted=tuple(dataclasses.replace(entry, prefix=f"{prefix}/{entry.prefix}") for entry in self.counted),
             in_order={f"{prefix}/{name}" for name in self.in_order},
         )
 
@@ -156,7 +136,6 @@ class Roles(Mapping[str, Role | None]):
             formats=self.formats | other.formats,
             hidden=self.hidden | other.hidden,
             details={**self.details, **other.details},
-            counted=self.counted + other.counted,
             in_order=self.in_order | other.in_order,
         )
 
@@ -174,15 +153,9 @@ class Roles(Mapping[str, Role | None]):
         """Keep wrappers from using the age of an optimizer that skips some steps itself."""
         return self.changed({Role.AGE: Role.OWN_AGE})
 
-    def at_some_steps(self) -> "Roles":
-        """For an optimizer that decides itself when it makes an update."""
-        counted = tuple(dataclasses.replace(each, lags=True) for each in self.counted)
-        return dataclasses.replace(self.with_own_age(), counted=counted)
-
     def for_state(self) -> "Roles":
         """The roles in a state: optimizers with the same slots give states of the same structure."""
-        # Without functions, so that a state can be pickled.
-        return dataclasses.replace(self.changed({Role.OWN_AGE: Role.AGE}), counted=())
+        return self.changed({Role.OWN_AGE: Role.AGE})
 
     def of(self, *roles: Role) -> list[str]:
         return [name for name, role in self.items() if role in roles]

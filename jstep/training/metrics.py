@@ -13,7 +13,6 @@ from jstep.core import device_values, trees
 from jstep.core.checks import as_function, describe_type
 from jstep.core.exceptions import note
 from jstep.core.meshes import Attempts
-from jstep.core.placement import on_devices
 from jstep.core.recorded_calls import as_typed
 from jstep.core.trees import Array, Params, Slots, Updates
 from jstep.differentiate.clipping import global_norm
@@ -89,20 +88,6 @@ def _plain(value: Any) -> np.ndarray[Any, Any] | None:
 # Metrics of the optimizer: hyperparameters, held values and scales.
 
 SKIPPED = "skipped"
-
-
-def values_used(reported: Mapping[str, Any], roles: Roles, slots: Slots) -> dict[str, Any]:
-    """The hyperparameters that an update uses: schedules of a count in the slots are evaluated at it."""
-    used = dict(reported)
-    for group in roles.counted:
-        mine = {f"{group.prefix}{name}": name for name in group.names}
-        if used.keys().isdisjoint(mine):
-            continue  # reported elsewhere
-        slot = group.slot()
-        values = {} if slot is None else group.at(on_devices(slots[f"{group.prefix}{slot}"]))
-        counted = {name: values[inner] for name, inner in mine.items() if inner in values}
-        used = {name: counted.get(name, value) for name, value in used.items() if name in counted or name not in mine}
-    return used
 
 
 def slot_metrics(roles: Roles, slots: Slots) -> dict[str, Array]:

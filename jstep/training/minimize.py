@@ -44,7 +44,6 @@ from jstep.training.metrics import (
     check_requested,
     slot_metrics,
     split_metrics,
-    values_used,
 )
 from jstep.training.step import Body, PureStep, TrainStep
 
@@ -361,9 +360,7 @@ class Minimizing:
             new_state = new_state.replace(slots={**new_state.slots, MODEL_STATE: new})
 
         named = {
-            "the optimizer's hyperparameters": values_used(
-                self.optimizer.hyperparameters(step_array(state)), done.roles, state.slots
-            ),
+            "the optimizer's hyperparameters": self.optimizer.hyperparameters(step_array(state)),
             "the optimizer's slots": slot_metrics(done.roles, state.slots) | skipped,
             **loss_metrics(result, self.has_aux, is_several=isinstance(self.differentiate, SeveralLosses)),
             "the noise scale": guards.noise_metrics(done.roles, done.slots) if self.wanted.noise else {},

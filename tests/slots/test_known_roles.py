@@ -1,20 +1,12 @@
 """What is known of slots: their roles, under prefixes and joined, and what a state carries of them."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jstep.slots import roles as slot_roles
-from jstep.slots.roles import NO_ROLES, Counted, Role, Roles, infer_roles
-
-COUNTED = Counted(frozenset({"rate"}), dict, lambda: "n")
-
-
-def counted(**changes: Any) -> Counted:
-    return dataclasses.replace(COUNTED, **changes)
-
+from jstep.slots.roles import NO_ROLES, Role, Roles, infer_roles
 
 FULL = Roles(
     {"m": None, "v": Role.ROWS, "age": Role.OWN_AGE, "last": Role.LAST_FINITE},
@@ -23,7 +15,6 @@ FULL = Roles(
     formats={"compact"},
     hidden={"last"},
     details={"v": "detail"},
-    counted=(COUNTED,),
     in_order={"m"},
 )
 
@@ -37,7 +28,6 @@ def test_roles_under_a_prefix_and_joined() -> None:
         "formats": {"compact"},
         "hidden": {"a/last"},
         "details": {"a/v": "detail"},
-        "counted": (counted(prefix="a/"),),
         "in_order": {"a/m"},
         "warned": set(),
     }
@@ -52,9 +42,8 @@ def test_roles_that_are_changed() -> None:
     assert FULL.hiding(Role.ROWS).hidden == {"last", "v"}
     assert FULL.ordered().in_order == set(FULL)
     assert Roles({"n": Role.AGE}).with_own_age()["n"] is Role.OWN_AGE
-    assert FULL.at_some_steps().counted == (counted(lags=True),)
     carried = FULL.for_state()
-    assert (carried["age"], carried.counted, carried.holds) == (Role.AGE, (), FULL.holds)
+    assert (carried["age"], carried.holds) == (Role.AGE, FULL.holds)
     assert FULL.of(Role.ROWS, Role.LAST_FINITE) == ["v", "last"]
     assert (FULL.with_detail("detail"), FULL.with_detail("other")) == (["v"], [])
     assert [name for name in FULL if FULL.has_one_value(name)] == ["age", "last"]
