@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 import griffe
+import names
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _ENTRY = re.compile(r"^::: (jstep\.[\w.]+)$", re.MULTILINE)
@@ -81,7 +82,7 @@ def _leaves(nav: Any) -> Any:
 
 def _source(page: Any) -> str:
     """The source of a page without its front matter, which is for MkDocs."""
-    return _FRONT_MATTER.sub("", pathlib.Path(page.file.abs_src_path).read_text(encoding="utf-8"))
+    return _FRONT_MATTER.sub("", names.source(pathlib.Path(page.file.abs_src_path)))
 
 
 def _title(page: Any) -> str:

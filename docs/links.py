@@ -1,16 +1,15 @@
 """Links every public name that a page mentions to its entry in the reference: a hook of MkDocs."""
 
-import pathlib
 import posixpath
 import re
 from typing import Any
 
-REFERENCE = pathlib.Path(__file__).parent / "reference"
-ENTRY = re.compile(r"^::: (jstep\.([\w.]+))$", re.MULTILINE)
+import names
+
 ENTRIES = {
-    name: f"reference/{page.name}#{target}"
-    for page in sorted(REFERENCE.glob("*.md"))
-    for target, name in ENTRY.findall(page.read_text(encoding="utf-8"))
+    name: f"reference/{page.name}#jstep.{name}"
+    for page in sorted(names.REFERENCE.glob("*.md"))
+    for name in names.ENTRY.findall(names.source(page))
     if name != "global_step"  # on a page it is the field of the state, seldom the function
 }
 # Names of jstep.summary are written without it where no other word could be meant.

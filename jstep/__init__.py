@@ -9,81 +9,142 @@
 The training state is an immutable pytree. Its global step counts the steps completed; schedules, bias corrections,
 checkpoints, logs and the stop condition all read it. Training steps and optimizers are pure functions.
 
-Overview by topic; see `help(jstep.<name>)` for details.
-
-Training state
-    TrainState: parameters, optimizer state (called *slots* as in TensorFlow) and the global step; get_slot,
-    get_slot_names. Global step: create_global_step, get_global_step, get_or_create_global_step, global_step,
-    increment_global_step.
-Training steps
-    minimize compiles a TrainStep from a loss; scan_steps runs several steps in one call; apply_gradients is for custom
-    steps.
-Gradients and clipping
-    gradients, compute_gradients, stop_gradient, map_gradients; lookup of table rows, with sparse gradients
-    (IndexedSlices); AggregationMethod, GATE_NONE, GATE_OP, GATE_GRAPH as in tf.train.
-    clip_by_value, clip_by_norm, clip_by_average_norm, clip_by_global_norm, global_norm, layer_norms; in a chain:
-    clip_gradients.
-Optimizers
-    As in tf.train: gradient_descent, momentum, adagrad, adam, rmsprop, ftrl.
-    With decoupled weight decay: adamw, lion, lamb, lars, muon, nadam, radam, soap, adafactor, adan, ademamix, adopt.
-    Others: sgd, signum, adabelief, adadelta, adamax, madgrad, novograd, rprop, yogi.
-    Schedule-free: schedule_free_sgd, schedule_free_adamw; schedule_free_params for evaluation.
-    Without a learning rate to tune: prodigy.
-    Wrappers: chain, partition, scope, skip_nonfinite, master_weights, stochastic_rounding, lookahead (slow_params),
-    dynamic_loss_scale, cautious, update_every, with_moving_average (ExponentialMovingAverage, averaged_params),
-    with_noise_scale, with_projection, compact (7 bytes a parameter; repack converts states to and from it);
-    carry moves slots to parameters of other shapes.
-    Elements of a chain: scale, scale_by_adam, scale_by_lion, scale_by_rms, scale_by_trust_ratio,
-    scale_by_learning_rate, scale_updates, add_weight_decay, decay_weights, add_noise, centralize_gradients,
-    normalize_gradients, orthogonalize, normalize_neurons, on_hyperball, trace.
-    Custom: Optimizer, Context, from_direction, leafwise, Slot, stateless, map_leaves, apply_updates, as_schedule,
-    from_optax.
-    Mutable hyperparameters, stored in the state: held, get_hyperparameter, set_hyperparameter.
-Schedules
-    A Schedule is any function of the step: constant, linear, piecewise_constant, polynomial_decay, exponential_decay,
-    natural_exp_decay, inverse_time_decay, inverse_sqrt_decay, cosine_decay, cosine_decay_restarts,
-    linear_cosine_decay, warmup_cosine_decay, warmup_stable_decay, one_cycle, cyclical, ademamix_alpha, ademamix_beta3.
-    Composition: join, shift, times, linear_warmup.
-Input data
-    batches (Batches, indexed by step), mixture (a weighted Mixture of sources), from_state, replayed,
-    prefetch_to_device (PrefetchIterator).
-    Queues: FIFOQueue, RandomShuffleQueue, QueueRunner, add_queue_runner, start_queue_runners, Coordinator,
-    OutOfRangeError, CancelledError.
-Training loop and hooks
-    train; it raises Preempted after a SIGTERM. In a notebook: interrupted_state.
-    StepCounterHook, LoggingHook, ProgressHook, SummarySaverHook, MetricsHook, History, CheckpointSaverHook,
-    EvaluationHook, FingerprintHook (DivergenceError), ProfilerHook, StopAtStepHook, NanLossHook
-    (NanLossDuringTrainingError), AuditHook (AuditError), StallHook.
-    Custom hooks: Hook, ReportingHook, every, log_every_n.
-Evaluation
-    evaluator, with metrics such as metrics.auc; callbacks of EvaluationHook: EarlyStopping, KeepBest, ReduceOnPlateau.
-Checkpoints and weights
-    Saver, latest_checkpoint, checkpoints_iterator, checkpoint_name, CheckpointError, merge_checkpoints;
-    load_weights and save_weights for safetensors files.
-Distributed training
-    shard_state, shard_batch, fsdp_specs; distributed.initialize for several processes; topology for a mesh of
-    compile-only devices.
-Debugging and planning
-    verify_resume (ResumeReport), replay (Replay), fingerprint, find_nonfinite (NonFinite); before a run: plan (Plan),
-    cost (Cost, with Collective entries); after a run: goodput (Goodput); of many: runs (RunList of RunSummary),
-    and report (Report).
-Hyperparameter transfer to wider models
-    mup (MupFactors), coord_check (CoordCheck).
-TensorBoard summaries
-    summary.scalar, summary.SummaryWriter and others.
-Command line
-    python -m jstep --help
+The command line is `python -m jstep --help`. The public names by topic and module follow; `help(jstep.<name>)` has the
+details. `jstep.metrics`, `jstep.summary` and `jstep.distributed` are packages of names.
 """
 
 __version__ = "0.3.0"
 
+_NAMES = """
+Training state
+    state.train_state: TrainState
+    state.slots: get_slot get_slot_names
+    state.global_step: create_global_step get_global_step get_or_create_global_step global_step increment_global_step
+Training steps
+    training.minimize: minimize
+    training.step: TrainStep
+    training.looped: scan_steps
+    training.apply_gradients: apply_gradients
+Gradients
+    differentiate.gradients: gradients stop_gradient map_gradients
+    differentiate.loss_gradients: compute_gradients GATE_NONE GATE_OP GATE_GRAPH
+    differentiate.lookup: lookup
+    slots.indexed_slices: IndexedSlices
+    differentiate.microbatches: AggregationMethod
+Clipping
+    differentiate.clipping: clip_by_value clip_by_norm clip_by_average_norm clip_by_global_norm global_norm
+    differentiate.clipping: layer_norms
+Optimizers, common
+    optimizers.classic: gradient_descent momentum sgd
+    optimizers.adam: adam adamw
+    optimizers.sign: lion
+Optimizers, for matrices or to save memory
+    optimizers.muon: muon
+    optimizers.soap: soap
+    optimizers.adam: adafactor
+Optimizers, without a schedule
+    optimizers.parameter_free: schedule_free_adamw schedule_free_sgd schedule_free_params prodigy
+Optimizers, variants of Adam
+    optimizers.adam: nadam radam ademamix adabelief adamax adan adopt yogi
+    optimizers.layerwise: lamb novograd
+Optimizers, others
+    optimizers.classic: adagrad adadelta rmsprop ftrl madgrad
+    optimizers.layerwise: lars
+    optimizers.sign: rprop signum
+Wrappers of optimizers
+    optimizers.compose: chain partition scope
+    optimizers.guards: skip_nonfinite dynamic_loss_scale update_every with_noise_scale
+    optimizers.low_precision: master_weights stochastic_rounding
+    optimizers.averages: lookahead slow_params with_moving_average ExponentialMovingAverage averaged_params
+    optimizers.constraints: cautious with_projection
+    optimizers.compact: compact repack
+    optimizers.carry: carry
+Elements of a chain
+    optimizers.gradient_transformations: scale scale_by_learning_rate scale_updates add_weight_decay decay_weights
+    optimizers.gradient_transformations: add_noise centralize_gradients normalize_gradients clip_gradients
+    optimizers.adam: scale_by_adam
+    optimizers.sign: scale_by_lion
+    optimizers.classic: scale_by_rms trace
+    optimizers.layerwise: scale_by_trust_ratio
+    optimizers.muon: orthogonalize normalize_neurons on_hyperball
+Custom optimizers
+    core.trees: Optimizer Context
+    optimizers.rules: from_direction leafwise Slot
+    optimizers.compose: stateless
+    optimizers.updates: map_leaves apply_updates
+    optimizers.hyperparameters: as_schedule
+    optimizers.from_optax: from_optax
+Hyperparameters that the state holds
+    optimizers.hyperparameters: held get_hyperparameter set_hyperparameter
+Schedules
+    core.trees: Schedule
+    schedules.compose: constant piecewise_constant join shift times linear_warmup
+    schedules.curves: linear polynomial_decay exponential_decay natural_exp_decay inverse_time_decay
+    schedules.curves: inverse_sqrt_decay cosine_decay cosine_decay_restarts linear_cosine_decay warmup_cosine_decay
+    schedules.curves: warmup_stable_decay one_cycle cyclical ademamix_alpha ademamix_beta3
+Input data
+    data.batches: batches Batches mixture Mixture
+    data.loaders: from_state replayed
+    data.prefetch: prefetch_to_device PrefetchIterator
+Queues
+    queues.queues: FIFOQueue RandomShuffleQueue OutOfRangeError CancelledError
+    queues.queue_runner: QueueRunner add_queue_runner start_queue_runners
+    queues.coordinator: Coordinator
+Training loop and hooks
+    loop.train: train
+    loop.signals: Preempted
+    state.interrupted: interrupted_state
+    hooks.hook: Hook
+    hooks.report: ReportingHook LoggingHook SummarySaverHook MetricsHook
+    hooks.at_steps: every ProfilerHook StopAtStepHook
+    core.logs: log_every_n
+    hooks.speed: StepCounterHook
+    loop.progress: ProgressHook
+    hooks.history: History
+    hooks.checkpoint_saver: CheckpointSaverHook
+    hooks.bits: FingerprintHook DivergenceError AuditHook AuditError
+    hooks.nan_loss: NanLossHook
+    state.contents: NanLossDuringTrainingError
+    loop.stalls: StallHook
+Evaluation
+    evaluating.evaluator: evaluator
+    evaluating.evaluation_hook: EvaluationHook
+    evaluating.callbacks: EarlyStopping KeepBest ReduceOnPlateau
+Checkpoints and weights
+    checkpoint.saver: Saver
+    checkpoint.names: latest_checkpoint checkpoints_iterator checkpoint_name
+    checkpoint.manifest: CheckpointError
+    checkpoint.merge: merge_checkpoints
+    weights.load: load_weights
+    weights.save: save_weights
+Distributed training
+    state.train_state: shard_state
+    data.placement: shard_batch
+    state.sharding: fsdp_specs
+    tools.topologies: topology
+Debugging and planning
+    tools.replay: verify_resume ResumeReport replay Replay
+    state.fingerprints: fingerprint
+    tools.find_nonfinite: find_nonfinite NonFinite
+    tools.plan: plan Plan
+    tools.cost: cost Cost
+    tools.collectives: Collective
+    tools.goodput: goodput Goodput
+    tools.runs: runs RunList RunSummary
+    tools.report: report Report
+Hyperparameter transfer to wider models
+    tools.transfer: mup MupFactors coord_check CoordCheck
+Packages of names
+    : distributed metrics summary
+"""
+"""The only list of public names, by topic and module: the stub and lists of the site are made from it."""
+__doc__ = f"{__doc__ or ''}{_NAMES}"
+
 
 def _exports() -> dict[str, str]:
-    """Map each public name to its module, as listed in the stub file."""
-    stub = __spec__.loader.get_data(__file__.removesuffix("c") + "i").decode()  # type: ignore
-    # Lines of the form `from module import name as name`.
-    words = [line.split() for line in stub.splitlines() if line.startswith("from ")]
-    return {name: module for _, module, _, name, *_ in words}
+    """Map each public name to its module."""
+    lines = [line.strip().partition(": ") for line in _NAMES.splitlines()]
+    return {name: f"jstep.{module}".rstrip(".:") for module, _, names in lines for name in names.split()}
 
 
 _EXPORTS = _exports()

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -29,27 +30,21 @@ def test_all_is_complete_and_unique() -> None:
     assert dir(jstep) == sorted(jstep.__all__)
 
 
-def test_each_name_is_in_the_module_of_the_stub() -> None:
+def test_each_name_is_in_the_module_of_the_list() -> None:
+    """The stub is written from the list by dev/stub.py."""
     nodes = [node for node in tree_of(PACKAGE / "__init__.pyi").body if isinstance(node, ast.ImportFrom)]
-    imported = [(alias.name, alias.asname, node.module) for node in nodes for alias in node.names]
-    assert sorted(name for name, _, _ in imported) == jstep.__all__
-    for name, known_as, module in imported:
-        assert known_as == name, f"a stub exports with `import {name} as {name}`"
-        assert hasattr(importlib.import_module(str(module)), name)
+    stub = {alias.name: node.module for node in nodes for alias in node.names if alias.asname == alias.name}
+    assert stub == jstep._EXPORTS, "run .venv/bin/python dev/stub.py"
+    for name, module in jstep._EXPORTS.items():
+        assert hasattr(importlib.import_module(module), name)
 
 
-def test_the_stub_says_which_names_are_those_of_tensorflow() -> None:
-    groups = re.split(r"^# ", text_of(PACKAGE / "__init__.pyi"), flags=re.MULTILINE)[2:]
-    titled = [(group.partition("\n")[0], re.findall(r" as (\w+)$", group, flags=re.MULTILINE)) for group in groups]
-    theirs = {name for title, names in titled for name in names if "of TensorFlow 1" in title}
-    assert sorted(name for _, names in titled for name in names) == jstep.__all__
-    for name in jstep.__all__:
-        source = (inspect.getdoc(getattr(jstep, name)) or "").partition("Source:")[2]
-        last = [one.split(".")[-1].removesuffix("Optimizer") for one in re.findall(r"`(tf\.[\w.]+)`", source)]
-        if name in last or name.replace("_", "") in [one.lower() for one in last if one != one.lower()]:
-            assert name in theirs, f"{name} is TensorFlow's"
-    assert {"adam", "Saver", "exponential_decay", "Coordinator"} < theirs
-    assert not theirs & {"adamw", "TrainState", "train", "cosine"}
+def test_the_package_needs_no_stub(tmp_path: pathlib.Path) -> None:
+    """Slimmed images and PyInstaller leave out files that Python does not load."""
+    shutil.copytree(PACKAGE, tmp_path / "jstep", ignore=shutil.ignore_patterns("*.pyi", "__pycache__"))
+    code = "import jstep; print(jstep.__file__, len(jstep.__all__), jstep.checkpoint_name('model', 3))"
+    file, count, name = python("-OO", "-c", code, cwd=tmp_path).split()
+    assert (pathlib.Path(file).parent.parent, int(count), name) == (tmp_path, len(jstep.__all__), "model-3")
 
 
 @pytest.mark.thorough
@@ -79,10 +74,7 @@ def test_public_names_can_be_pickled() -> None:
 
 
 def test_the_package_docstring_lists_every_name() -> None:
-    words = re.findall(r"\w+", jstep.__doc__ or "")
-    missing = [name for name in jstep.__all__ if name not in words]
-    assert not missing, f"help(jstep) lists all names: add {missing} to the docstring of jstep"
-    assert len((jstep.__doc__ or "").splitlines()) < 90
+    assert set(jstep.__all__) <= set(re.findall(r"\w+", jstep.__doc__ or ""))
 
 
 @pytest.mark.thorough

@@ -60,11 +60,12 @@ def without(files, directory):
     for file in files:
         module = f"jstep.{file.replace('/', '.')}"
         (directory / "jstep" / f"{file}.py").unlink()
-        for name in ("loop/train.py", "__init__.pyi"):
+        for name in ("loop/train.py", "__init__.py"):
             path = directory / "jstep" / name
             lines = path.read_text().splitlines(keepends=True)
             observers = [one.__name__ for one in OBSERVERS if one.__module__ in (module, "jstep")]
-            imports = [line for line in lines if line.startswith(f"from {module} import ")]
+            listed = f"    {module.removeprefix('jstep.')}: "  # in the list of public names
+            imports = [line for line in lines if line.startswith((f"from {module} import ", listed))]
             own = [one for one in observers if any(re.search(rf"\b{one}\b", line) for line in imports)]
             gone = {*imports, *(f"    {one},\n" for one in own)}
             path.write_text("".join(line for line in lines if line not in gone))
