@@ -88,19 +88,18 @@ ELEMENTWISE = frozenset([
 
 @dataclasses.dataclass(frozen=True)
 class Subprogram:
-    """A program, or an inner program of an operation; `label` is its role, such as "branch 1"."""
+    """A program, or an inner program of an operation."""
 
     jaxpr: Any
     consts: tuple[Any, ...]
     operations: tuple["Operation", ...]
-    label: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
     """An operation: its `kind` is "operation", "call", "scan", "while", "cond" or "shard_map".
 
-    Nested operations have higher numbers; `depth` counts enclosing loops. A while has two `bodies`, condition and body.
+    Nested operations have higher numbers. A while has two `bodies`, condition and body.
     """
 
     number: int
@@ -108,7 +107,6 @@ class Operation:
     jaxpr: Any
     name: str
     kind: str
-    depth: int
     bodies: tuple[Subprogram, ...] = ()
 
     @property
@@ -198,7 +196,7 @@ def all_equations(program: Any, within: tuple[Any, ...] = ()) -> Iterator[tuple[
 
 
 def body_of(closed: object) -> Subprogram:
-    return _subprogram(closed, 0, itertools.count())
+    return _subprogram(closed, itertools.count())
 
 
 def walk(body: Subprogram) -> Iterator[Operation]:
@@ -212,49 +210,32 @@ def inside(operation: Operation) -> Iterator[Operation]:
         yield from walk(body)
 
 
-def path_to(body: Subprogram, number: int) -> list[tuple[Subprogram, Operation]]:
-    """Return the operations that enclose a number, outermost first, each with its program."""
-    for operation in body.operations:
-        if operation.number == number:
-            return [(body, operation)]
-        for inner in operation.bodies:
-            rest = path_to(inner, number)
-            if rest:
-                return [(body, operation), *rest]
-    return []
-
-
-def _subprogram(
-    jaxpr: Any, depth: int, numbers: Iterator[int], label: str = "", *, on_shards: bool = False
-) -> Subprogram:
+def _subprogram(jaxpr: Any, numbers: Iterator[int], *, on_shards: bool = False) -> Subprogram:
     consts = tuple(getattr(jaxpr, "consts", ()))
     jaxpr = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
-    return Subprogram(
-        jaxpr, consts, tuple(_as_operation(eqn, jaxpr, depth, numbers, on_shards) for eqn in jaxpr.eqns), label
-    )
+    return Subprogram(jaxpr, consts, tuple(_as_operation(eqn, jaxpr, numbers, on_shards) for eqn in jaxpr.eqns))
 
 
-def _as_operation(eqn: Any, jaxpr: object, depth: int, numbers: Iterator[int], on_shards: bool) -> Operation:
+def _as_operation(eqn: Any, jaxpr: object, numbers: Iterator[int], on_shards: bool) -> Operation:
     number, name, params = next(numbers), _name(eqn), eqn.params
 
-    def made(kind: str, *inside: tuple[Any, str]) -> Operation:
-        below = depth + (kind in ("scan", "while"))
+    def made(kind: str, *inside: Any) -> Operation:
         shards = on_shards or kind == "shard_map"
-        bodies = tuple(_subprogram(program, below, numbers, label, on_shards=shards) for program, label in inside)
-        return Operation(number, eqn, jaxpr, name, kind, depth, bodies)
+        bodies = tuple(_subprogram(program, numbers, on_shards=shards) for program in inside)
+        return Operation(number, eqn, jaxpr, name, kind, bodies)
 
     if name == "scan":
-        return made("scan", (params["jaxpr"], ""))
+        return made("scan", params["jaxpr"])
     if name == "while":
-        return made("while", (params["cond_jaxpr"], "condition"), (params["body_jaxpr"], ""))
+        return made("while", params["cond_jaxpr"], params["body_jaxpr"])
     if name == "cond":
-        return made("cond", *((branch, f"branch {i}") for i, branch in enumerate(params["branches"])))
+        return made("cond", *params["branches"])
     if name == "shard_map":
         # A nested shard_map is treated as opaque, as is one of a JAX version with other parameters.
         is_supported = not on_shards and all(key in params for key in _OPTIONS["shard_map"]) and _manual_axes(params)
-        return made("shard_map", (params["jaxpr"], "")) if is_supported else made("operation")
+        return made("shard_map", params["jaxpr"]) if is_supported else made("operation")
     called = next((params[key] for key in _CALLED if _is_program(params.get(key), eqn)), None)
-    return made("operation") if called is None or name in _OPAQUE else made("call", (called, ""))
+    return made("operation") if called is None or name in _OPAQUE else made("call", called)
 
 
 def _manual_axes(params: Mapping[str, Any]) -> Any:
@@ -359,9 +340,15 @@ def evaluate(
     def read(atom: object) -> Any:
         return constant(atom.val) if isinstance(atom, core.Literal) else env[atom]
 
+    last = {var: operation for operation in body.operations for var in variables(operation.eqn.invars)}
+    for var in variables(body.jaxpr.outvars):
+        last.pop(var, None)
     for operation in body.operations:
         results = by(operation, [read(atom) for atom in operation.eqn.invars])
         env.update(zip(operation.eqn.outvars, results, strict=True))
+        for var in set(variables(operation.eqn.invars)):
+            if last.get(var) is operation:
+                del env[var]  # an array needs no memory after its last use
     return [read(atom) for atom in body.jaxpr.outvars]
 
 

@@ -2,14 +2,12 @@
 
 import dataclasses
 import inspect
-import itertools
 import os
 import sysconfig
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jstep.core import jaxprs, trees
 from jstep.core.checks import as_function, format_list
@@ -17,7 +15,7 @@ from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
-from jstep.tools.nonfinite_passes import Origins, Ranges, first_made, holds_floats, operation_number, value_range
+from jstep.tools.nonfinite_search import Search, holds_floats, value_range
 from jstep.tools.ranges import Range
 from jstep.training.step import TrainStep
 
@@ -75,9 +73,9 @@ class NonFinite:
 def find_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
     """Find the first operation in `fn(*args)` that makes a NaN or an infinity from finite numbers.
 
-    The function is traced, compiled and run with a check of every result, including those inside jit, scan, while,
-    cond, remat, shard_map and custom derivatives; if a check fails, it runs again to record the numbers. For a step
-    returned by `minimize`, this covers the loss, its gradient and the update; nothing is donated or changed.
+    The function is traced, and evaluated one operation at a time with a check of every result, including those inside
+    jit, scan, while, cond, remat, shard_map and custom derivatives. For a step returned by `minimize`, this covers the
+    loss, its gradient and the update; nothing is donated or changed.
 
     Infinities among constants (a mask of −inf) are not reported, but a NaN made from them is. A number that a later
     `where` hides is reported, since its derivative often does not hide it; `reaches` is then False. If a result is
@@ -138,25 +136,19 @@ def _first(step: Callable[..., Any], args: tuple[Any, ...]) -> NonFinite | None:
 
 
 def _found(closed: Any, args: list[Any]) -> NonFinite | None:
-    # Constants become arguments, so that large ones are not compiled into the program.
     body = jaxprs.body_of(jaxprs.with_consts_as_arguments(closed))
-    values, depends = [*closed.consts, *args], [False] * len(closed.consts) + [True] * len(args)
-    position, reaches = first_made(body, values, depends)
-    constant = None
-    if position is None and reaches:
-        position, constant = Origins(body).run(values, depends)
-    if position is None:
+    search = Search()
+    search.run(body, [*closed.consts, *args], [False] * len(closed.consts) + [True] * len(args))
+    if search.found is None:
+        constant = search.constant
         return None if constant is None else NonFinite("", "unknown", "", (), (), True, constant)
-    inputs, outputs = Ranges(body, position).run(values, depends)
-    chain = jaxprs.path_to(body, operation_number(position))
-    operation = chain[-1][1]
-    eqns = [enclosing.eqn for _, enclosing in reversed(chain)]
-    source = source_line(
-        eqns, [enclosing.eqn for enclosing in chain[-1][0].operations if enclosing.number > operation.number]
-    )
-    where = ", ".join(_entered(enclosing, inner, position) for (_, enclosing), (inner, _) in itertools.pairwise(chain))
+    *within, (program, operation, _) = search.found.chain
+    eqns = [operation.eqn, *(enclosing.eqn for _, enclosing, _ in reversed(within))]
+    source = source_line(eqns, [later.eqn for later in program.operations if later.number > operation.number])
+    where = ", ".join(at for _, _, at in within)
     differentiated = any(map(jaxprs.is_differentiated, eqns))
-    return NonFinite(operation.name, source, where, inputs, outputs, reaches, constant, differentiated)
+    inputs, outputs = search.found.inputs, search.found.outputs
+    return NonFinite(operation.name, source, where, inputs, outputs, search.reaches, search.constant, differentiated)
 
 
 def _check_finite(fn: Any, args: tuple[Any, ...]) -> None:
@@ -229,19 +221,3 @@ def _line(eqns: Sequence[Any]) -> str | None:
 def _text(frame: Any) -> str:
     name = frame.function_name.rsplit(".", 1)[-1]
     return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({name})"
-
-
-def _entered(operation: jaxprs.Operation, inner: jaxprs.Subprogram, position: np.ndarray[Any, Any]) -> str:
-    name, options = operation.name, operation.options
-    if operation.kind == "cond":
-        return f"cond {inner.label}"
-    if operation.kind == "shard_map":
-        counts = jaxprs.shard_counts(operation)
-        place = np.unravel_index(position[-1], tuple(counts.values()))
-        return f"shard_map ({', '.join(f'{name} {i}' for name, i in zip(counts, place, strict=True))})"
-    if operation.kind in ("scan", "while"):
-        i = int(position[1 + 2 * operation.depth])
-        at = f"iteration {options['length'] - 1 - i}, backwards" if options.get("reverse") else f"iteration {i}"
-        return " ".join([operation.kind, *([inner.label] if inner.label else []), at])
-    kind = {"remat2": "remat", "checkpoint": "remat", "pjit": "jit"}.get(name, name)
-    return kind.removesuffix("_call") + (f"({operation.called})" if operation.called else "")
