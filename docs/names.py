@@ -47,8 +47,8 @@ def _table(beginning: str) -> str:
 
 
 def _pages(folder: str) -> str:
-    texts = {page.name: source(page) for page in sorted((REFERENCE.parent / folder).glob("*.md"))}
-    pages = {name: text for name, text in texts.items() if name not in ("index.md", "cli.md")}
+    found = sorted((REFERENCE.parent / folder).glob("*.md"))
+    pages = {page.name: source(page) for page in found if page.name not in ("index.md", "cli.md")}
     titles = {name: text.splitlines()[0].removeprefix("# ") for name, text in pages.items()}
     return _rows((f"[{titles[name]}]({name})", ENTRY.findall(text)) for name, text in pages.items())
 
