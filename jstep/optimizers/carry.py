@@ -15,6 +15,7 @@ from jstep.core.trees import OptimizerLike
 from jstep.optimizers.compact import round_to_nearest
 from jstep.slots.compact_numbers import blocks_between
 from jstep.slots.roles import AGES, COPIES, Role, Roles, roles_in
+from jstep.state.copies import follows
 from jstep.state.slots import has_one_value, slot_values
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 
@@ -81,6 +82,7 @@ class _Moved:
         before, now = dict(zip(self._old_ids, self._before, strict=True)), zip(self._new_ids, self._now, strict=True)
         self._rows = _checked_index(index, before, dict(now))
         self._roles = roles_in(fresh)
+        self._follow = follows(self._roles)
         self.halves = set(self._roles.halves.values())
         self.stored_halves: dict[str, Any] = {}
         self._in_part: list[str] = []
@@ -117,11 +119,12 @@ class _Moved:
             is_same = np.shape(self._before[j]) == np.shape(self._now[i]) and key not in self._rows
             kept = _kinds((was_stored[j], was_half[j])) == _kinds((stored[i], stored_half[i]))
             role = self._roles.get(name)
-            if is_same and kept and role not in (Role.MASTER, Role.REMAINDER):
+            is_compared = role in (Role.MASTER, Role.REMAINDER) or name in self._follow
+            if is_same and kept and not is_compared:
                 pair = (was_stored[j], was_half[j])
                 stored[i], stored_half[i] = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), pair)
             else:
-                value = self._value(path, role, was[j], now[i], j, i, is_same=is_same)
+                value = self._value(name, was[j], now[i], j, i, is_same=is_same)
                 stored[i], stored_half[i] = _stored(value, stored[i], stored_half[i])
             stored[i] = _placed(stored[i], was_stored[j], self._now[i])
         treedef = trees.structure(fresh.params)
@@ -129,8 +132,9 @@ class _Moved:
             self.stored_halves[half] = treedef.unflatten(stored_half)
         return treedef.unflatten(stored)
 
-    def _value(self, path: str, role: Role | None, was: Any, now: Any, j: int, i: int, *, is_same: bool) -> Any:
+    def _value(self, name: str, was: Any, now: Any, j: int, i: int, *, is_same: bool) -> Any:
         """The value of a slot for a parameter that was `self._before[j]` and is `self._now[i]`."""
+        path, role = f"{name}/{self._new_ids[i][0]}", self._roles.get(name)
         before, param = self._before[j], self._now[i]
         rows: _Rows | None = self._rows.get(self._new_ids[i])
         base = _as(param, now) if role in _FROM_PARAMS else now
@@ -142,6 +146,10 @@ class _Moved:
             value, _, is_whole = _overlap(was, base, rows)
             if role is Role.MASTER:  # it stays where it rounds to the parameter
                 value = jnp.where(value.astype(param.dtype) == placement.on_devices(param), value, base)
+            elif name in self._follow:
+                bits, inside, _ = _overlap(before, param, rows)
+                pair = (x.astype(value.dtype) for x in (bits, _unsharded(param)))
+                value = jnp.where(inside & (bits != _unsharded(param)), self._follow[name](value, *pair), value)
         elif (axis := _left_out(np.shape(before), np.shape(was))) is not None and axis == _left_out(
             np.shape(param), np.shape(base)
         ):

@@ -314,6 +314,13 @@ def with_init(optimizer: Optimizer, **changes: Any) -> Optimizer:
     return optimizer._replace(init=dataclasses.replace(optimizer.init, **changes))
 
 
+def with_details(optimizer: Optimizer, **details: str) -> Optimizer:
+    """Declare details of slots by name: see `slots/roles.py`."""
+    init = optimizer.init
+    assert isinstance(init, Init)
+    return with_init(optimizer, roles=lambda params: init.roles(params).joined(Roles(details=details)))
+
+
 def checking(optimizer: Optimizer, check: Callable[[Params], Any]) -> Optimizer:
     """Let `init` also call `check(params)`, which raises if the optimizer cannot train them."""
     init = optimizer.init

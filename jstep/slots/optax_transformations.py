@@ -16,7 +16,7 @@ from jstep.core.recorded_calls import has_init_and_update, makes_optimizer
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Params, Slots, Step, Updates
 from jstep.slots.indexed_slices import IndexedSlices
 from jstep.slots.matching import match_gradients, require_slots
-from jstep.slots.roles import Init, Roles, copies_in, infer_roles
+from jstep.slots.roles import ORIGIN, Init, Roles, copies_in, infer_roles
 
 
 def require_optimizer(name: str, value: object) -> Optimizer:
@@ -63,7 +63,9 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
             return Roles(complete=False)
         with standard_promotion():
             copies = copies_in(lambda tree: _StateSlots(name, transformation.init(seen(tree)), tree).slots, params)
-        return infer_roles(shapes, params, copies, lambda both: skeleton(both).slots).ordered()
+        origins = {slot: ORIGIN for slot in copies if slot.rpartition("/")[2] in _ORIGINS}
+        inferred = infer_roles(shapes, params, copies, lambda both: skeleton(both).slots)
+        return inferred.joined(Roles(details=origins)).ordered()
 
     def of_leaves(gradients: list[Any], slots: Slots, params: Params, context: Context, whole: Params) -> Any:
         """The updates and slots of leaves that all have gradients; the loss needs whole params."""
@@ -129,6 +131,9 @@ def _other_params(function: str, error: Exception) -> TypeError:
         "tree of the trainable leaves of params, and gradients of the same structure"
     )
 
+
+_ORIGINS = ("x0", "init_particles")
+"""Fields of Optax's states (MADGRAD, COCOB, Mechanic) to which an update adds sums of gradients."""
 
 _IMPOSSIBLE = {
     "LookaheadState": "optax.lookahead needs LookaheadParams, two copies of the parameters; give plain parameters and "

@@ -2,6 +2,7 @@
 
 import contextvars
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jstep.core.checks import array_type
 from jstep.core.trees import Params, Slots
 from jstep.slots import compact_numbers
 from jstep.slots.matching import describe_difference
-from jstep.slots.roles import WITH_A_START, Role, Roles, roles_in
+from jstep.slots.roles import ORIGIN, SIGNED, WITH_A_START, Role, Roles, roles_in
 from jstep.state.sharding import MODEL_STATE, put_leaf
 
 _logger = logging.getLogger("jstep")
@@ -39,7 +40,8 @@ def with_params(state: Tree, params: Params) -> tuple[Params, Slots]:
     if trees.structure(params) != treedef:
         different = describe_difference(params, state.params) or "with the same paths, in other containers"
         raise ValueError(f"params: must have the structure of the state's parameters, got a tree {different}")
-    set_slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items() if roles.get(name) in _SET}
+    names = {*roles.of(*_SET), *roles.with_detail(SIGNED)}
+    set_slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items() if name in names}
     leaves = jax.tree.leaves(params)
     for i, (path, old) in enumerate(trees.leaves_with_paths(state.params)):
         if leaves[i] is old:
@@ -57,18 +59,40 @@ def _set(leaf: object, old: Any, path: str, beside: Slots, roles: Roles) -> tupl
     remainders = [n for n in beside if roles[n] is Role.REMAINDER and n not in roles.halves.values()]
     precise = [beside[n].dtype for n in beside if roles[n] is Role.MASTER] + [np.dtype(np.float32)] * bool(remainders)
     whole = _checked(leaf, old, path, precise)
+    old_whole = next((beside[n] for n in beside if roles[n] is Role.MASTER), old)
     with meshes.using_mesh(meshes.mesh_of(whole)):
         stored, new = whole.astype(old.dtype), Slots()
         if remainders:
             stored, low = compact_numbers.split_halves(whole.astype(jnp.float32))
             whole, new = compact_numbers.join_halves(stored, low), dict.fromkeys(remainders, low)
+            old_whole = compact_numbers.join_halves(*placement.on_devices((old, beside[remainders[0]])))
         for name in (n for n in beside if roles[n] is not Role.REMAINDER):
             value, half = whole if remainders or roles[name] in _EXACT else stored, roles.halves.get(name, "")
+            if follow := follows(roles).get(name):
+                slot = compact_numbers.decode_leaf(*placement.on_devices((beside[name], beside.get(half))))
+                value = follow(slot, *(_beside(x, slot) for x in (old_whole, value)))
             if half in beside:
                 new[name], new[half] = compact_numbers.split_halves(value.astype(jnp.float32))
             else:
                 new[name] = value.astype(beside[name].dtype)
     return _placed(stored, old), {name: _placed(value, beside[name]) for name, value in new.items()}
+
+
+def follows(roles: Roles) -> dict[str, Callable[[Any, Any, Any], Any]]:
+    """Name of a slot from which a rule computes the parameter → `follow(slot, old parameter, new)`, the new slot."""
+    marked: dict[str, Callable[[Any, Any, Any], Any]] = dict.fromkeys(
+        roles.with_detail(SIGNED), lambda slot, old, new: -jnp.abs(slot)
+    )
+    return marked | dict.fromkeys(roles.with_detail(ORIGIN), lambda slot, old, new: new + (slot - old))
+
+
+def _beside(value: Any, slot: Any) -> Any:
+    """Return a parameter in the dtype and with the sharding of a slot, so that both can be added."""
+    value = placement.on_devices(value).astype(slot.dtype)
+    sharding = getattr(slot, "sharding", None)
+    if isinstance(sharding, NamedSharding) and not trees.has_tracers((value, slot)):
+        return put_leaf(value, sharding)
+    return value
 
 
 def _checked(leaf: object, old: Any, path: str, precise: list[Any]) -> Any:
@@ -102,7 +126,8 @@ WARNED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jstep_
 def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str) -> None:
     """Warn once per run if parameters are replaced, but slots that restore the old ones are not."""
     roles = roles_in(state)
-    names = [name for name in roles.of(*WITH_A_START) if name in state.slots and name in slots]
+    held = {*roles.of(*WITH_A_START), *roles.with_detail(SIGNED)}
+    names = [name for name in roles if name in held and name in state.slots and name in slots]
     of_run = WARNED.get()
     warned = roles.warned if of_run is None else of_run
     if not names or _UNDOES in warned or trees.structure(params) != trees.structure(state.params):
@@ -126,6 +151,7 @@ def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str) -> None
 
 
 _UNDOES = (
-    "%s: the slots %s still hold the old parameters, or averages of them, and bring them back in later updates. Use "
-    "state.with_params(params), which sets these slots, too; or state.replace(params=…, slots=state.slots) to keep them"
+    "%s: the slots %s still hold the old parameters, averages of them or their sums, and bring them back in later "
+    "updates. Use state.with_params(params), which sets these slots, too; or "
+    "state.replace(params=…, slots=state.slots) to keep them"
 )
