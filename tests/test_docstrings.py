@@ -5,10 +5,14 @@ pytest's doctest collection skips them, because the `__module__` of exported nam
 """
 
 import doctest
+import importlib
 import inspect
 import operator
+import re
+import types
 
 import pytest
+from source_files import MODULES, PACKAGE, text_of
 
 import jstep
 
@@ -32,3 +36,35 @@ def test_examples_run(name: str) -> None:
         failures: list[str] = []
         doctest.DocTestRunner(verbose=False).run(one, out=failures.append)
         assert not failures, "".join(failures)
+
+
+def owners(module: types.ModuleType) -> list[object]:
+    """A module, and its classes: an instance may have the module's name, as in `saver.extra()`."""
+    return [module, *(one for _, one in inspect.getmembers(module, inspect.isclass))]
+
+
+def unresolved(text: str) -> list[str]:
+    """Names `module.name` of the package, in the backquotes of docstrings and comments, that do not exist."""
+    modules: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        if path.name != "__init__.py":
+            modules.setdefault(path.stem, []).append(f"jstep.{name}")
+    found = {match for match in re.findall(r"`(\w+)\.(\w+)(?=[`(.])", text) if match[0] in modules}
+    return sorted(
+        f"{module}.{name}"
+        for module, name in found
+        if name not in ("py", "jsonl")  # a file
+        and not any(hasattr(owner, name) for one in modules[module] for owner in owners(importlib.import_module(one)))
+    )
+
+
+def test_names_of_other_modules_exist() -> None:
+    assert {module: names for module in MODULES if (names := unresolved(text_of(MODULES[module])))} == {}
+    assert unresolved("`selection.names_of`, `trees.ids(x)`, `state.params`, `start.py`") == ["selection.names_of"]
+
+
+def test_files_that_the_package_names_exist() -> None:
+    named = {name for path in MODULES.values() for name in re.findall(r"`([\w/]+\.pyi?)`", text_of(path))}
+    there = [str(path) for folder in (PACKAGE, PACKAGE.parent / "tests") for path in folder.rglob("*.py*")]
+    assert "tests/core/test_jaxprs.py" in named
+    assert not [name for name in named if not any(path.endswith(f"/{name}") for path in there)]

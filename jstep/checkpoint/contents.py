@@ -21,7 +21,7 @@ class Contents(abc.ABC):
     def restore(self, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """Read arrays by their `Leaf.array`, with these shardings, or None for NumPy arrays.
 
-        Shapes and dtypes are compared with the manifest (`leaf_records.stored_kind`) before any byte is decoded.
+        Shapes and dtypes are compared with the manifest (`leaf_records.shape_and_dtype`) before any byte is decoded.
         """
 
     @abc.abstractmethod

@@ -316,9 +316,17 @@ def check_averages(averages: Sequence[str], saved: Sequence[Leaf], where: str) -
 
 
 def match_params(
-    target: Mapping[str, Any], manifest: Manifest, averages: Sequence[str] | None, names: Names | None, where: str
+    target: Mapping[str, Any],
+    manifest: Manifest,
+    averages: Sequence[str] | None,
+    names: Names | None,
+    where: str,
+    refuse: Callable[[str], ValueError] | None = None,
 ) -> CheckpointMatch:
-    """Match and check a target `{"params": params}`; `names` may omit `params/`."""
+    """Match and check a target `{"params": params}`; `names` may omit `params/`.
+
+    `refuse(differences)` is the error of another function than `restore_params` if they do not fit.
+    """
     if not manifest.left_out and not any(leaf.keys[0] == PARAMS for leaf in manifest.leaves):
         raise ValueError(
             f"{where} has no params: its leaves are {sorted({leaf.keys[0] for leaf in manifest.leaves})[:20]}; "
@@ -327,10 +335,12 @@ def match_params(
     saved = {leaf.path for leaf in (*manifest.leaves, *manifest.left_out)}
     whole = _whole_names(names, set(trees.leaf_paths(target)), saved)
     # A parameter may be restored from any leaf, by name or as its average; only extra params are reported.
-    result = match(target, manifest, averages, whole, where)
-    check(result, manifest, True, where)
+    matched = match(target, manifest, averages, whole, where)
     extra = {leaf.path for leaf in manifest.leaves if leaf.keys[0] == PARAMS}
-    result = dataclasses.replace(result, unused=[path for path in result.unused if path in extra])
+    result = dataclasses.replace(matched, unused=[path for path in matched.unused if path in extra])
+    if result.differences() and refuse is not None:
+        raise refuse(result.differences())
+    check(matched, manifest, True, where)
     if result.differences():
         raise ValueError(
             f"target_params does not fit the params of {where}{result.differences()}. Nothing was restored. "

@@ -241,7 +241,14 @@ def _wanted(target: Tree, newest: _Opened) -> dict[_Id, Any]:
 
     shapes = [as_saved(key, leaf) for key, (_, leaf) in zip(keys, flat, strict=True)]
     as_stored = jax.tree.unflatten(trees.structure({PARAMS: target}), shapes)
-    matched = match.match_params(as_stored, newest.manifest, None, None, newest.path)
+
+    def refused(differences: str) -> ValueError:
+        return ValueError(
+            f"target does not fit the parameters of {newest.path}{differences}. Nothing was merged; "
+            "merge_checkpoints without target returns all of them as nested dicts of NumPy arrays."
+        )
+
+    matched = match.match_params(as_stored, newest.manifest, None, None, newest.path, refused)
     pairs = zip(matched.wanted, flat, strict=True)
     leaves = [
         dataclasses.replace(want, leaf=leaf, dtype=str(getattr(leaf, "dtype", want.dtype))) for want, (_, leaf) in pairs

@@ -299,7 +299,7 @@ class PackedContents(Contents):
                 raise ValueError("its checksum differs")
             listed = read_index(data)[1]
             if any(f"{self._manifest.data}/{block.pack}" not in self._manifest.files for block in listed):
-                raise ValueError("it names an object that is not in the self._manifest")
+                raise ValueError("it names an object that is not in the manifest")
             blocks.extend(listed)
 
         keys = [key for key in self._manifest.files if key.split("/")[-1].startswith("part.")]

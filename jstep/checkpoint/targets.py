@@ -111,7 +111,7 @@ def entries(names: object, leaves: Sequence[tuple[str, ...]], what: str, form: s
 
     Args:
         names: A mapping by path, or a function of it.
-        leaves: The names of each leaf, its path first (`selection.names_of`).
+        leaves: The names of each leaf, its path first (`selection.leaf_names`).
     """
     if names is None:
         return {}

@@ -152,6 +152,15 @@ def test_what_does_not_fit_together(tmp_path):
         jstep.merge_checkpoints(tmp_path / "nan")
 
 
+def test_a_target_that_does_not_fit_is_an_error_of_this_function(tmp_path):
+    saved(tmp_path, [state_at(1), state_at(2)])
+    with pytest.raises(ValueError, match=r"^target does not fit the parameters of .*'params/x'") as refused:
+        jstep.merge_checkpoints(tmp_path, target={"x": np.zeros(3, np.float32)})
+    text = str(refused.value)
+    assert "merge_checkpoints without target" in text
+    assert not any(name in text for name in ("target_params", "restore", "names="))
+
+
 def test_damage_is_an_error_and_nothing_older_is_taken(tmp_path):
     large = jax.random.normal(jax.random.key(0), (300, 300))
     saved(tmp_path, [state_at(step, w=large) for step in (1, 2, 3)])
