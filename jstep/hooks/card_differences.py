@@ -203,7 +203,7 @@ def card_values(card: Mapping[str, Any]) -> dict[str, Any]:
         values = _values(card, section)
         if section == "environment":
             values = next(_without_places(values))
-        places = [name for name, value in values.items() if _is_place(value)]
+        places = [name for name, value in values.items() if _is_place(value, card)]
         named |= _flat(begins, {name: value for name, value in values.items() if name not in places})
         named |= {f"{begins}{name}": str(_section(card, section).get(name))[:8] for name in _HASHES.get(section, ())}
     named["lanes"] = card.get("lanes")
@@ -241,13 +241,22 @@ def _of_configs(*cards: Mapping[str, Any]) -> list[dict[str, Any]]:
     for name in first | second:
         values = [of[name] for of in (first, second) if name in of]
         is_argument = len(values) == 2 and json.dumps(values) in arguments
-        if is_argument or NOT_RECORDED in values or all(map(_is_place, values)):
+        are_places = all(
+            _is_place(of[name], card) for of, card in zip((first, second), cards, strict=True) if name in of
+        )
+        if is_argument or NOT_RECORDED in values or are_places:
             left_out.add(name)
     return [{name: value for name, value in of.items() if name not in left_out} for of in (first, second)]
 
 
-def _is_place(value: object) -> bool:
-    return isinstance(value, str) and _ABSOLUTE.match(value) is not None
+def _is_place(value: object, card: Mapping[str, Any]) -> bool:
+    """Whether a value is an absolute path or a URL, or a directory of the run, or above or below one."""
+    if not isinstance(value, str) or not value:
+        return False
+    path = f"{value.rstrip('/')}/"
+    arguments = _section(card, "arguments")
+    own = [f"{place.rstrip('/')}/" for name in PLACES if isinstance(place := arguments.get(name), str)]
+    return _ABSOLUTE.match(value) is not None or any(path.startswith(one) or one.startswith(path) for one in own)
 
 
 def _code(card: Mapping[str, Any]) -> str | None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jstep.hooks.card_differences import BEFORE_AND_NOW, card_difference, changes, differences
+from jstep.hooks.card_differences import BEFORE_AND_NOW, card_difference, card_values, changes, differences
 
 PROGRAM: dict[str, Any] = {
     "stage": 0, "steps": 1, "hash": "p", "batch": ["0/x: float32[4]"], "optimizer": ["adam"],
@@ -176,3 +176,22 @@ def test_values_that_are_long_are_cut() -> None:
     assert list(differences("x", {"0": 1}, {"0": 2}, BEFORE_AND_NOW)) == ["x: 1 before, 2 now"]
     assert list(differences("", {"b": 1, "a": 2}, {"b": 2, "a": 3})) == ["b: 1 in A, 2 in B", "a: 2 in A, 3 in B"]
     assert list(differences("", {"b": 1}, {"a": 3})) == ["a: absent in A, 3 in B", "b: 1 in A, absent in B"]
+
+
+def of_config(config: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+    return CARD | {"config": config, "arguments": CARD["arguments"] | arguments}
+
+
+@pytest.mark.parametrize("place", ["checkpoint_dir", "logdir", "start_from"])
+@pytest.mark.parametrize(("own", "value"), [("runs/{}", "runs/{}"), ("runs/{}/", "runs/{}/logs"), ("{}/model", "{}")])
+def test_an_option_that_is_a_directory_of_the_run_is_no_difference(place: str, own: str, value: str) -> None:
+    a, b = (of_config({"dir": value.format(x), "name": f"the {x}"}, **{place: own.format(x)}) for x in "ab")
+    assert card_difference(a, b) == ["config: name: the a in A, the b in B"]
+    assert "config: dir" not in card_values(a)
+    assert card_values(a)["config: name"] == "the a"
+
+
+def test_an_option_beside_the_directories_of_the_run_is_compared() -> None:
+    a, b = (of_config({"data": f"sets/{x}", "run": "run"}, checkpoint_dir=f"run{x}/model") for x in "ab")
+    assert card_difference(a, b) == ["config: data: sets/a in A, sets/b in B"]
+    assert card_values(a)["config: run"] == "run"
