@@ -331,6 +331,16 @@ def keep_arrays(argument: str) -> str:
     )
 
 
+def key_hint(leaves: Mapping[str, Any]) -> str:
+    """Return advice on the leaf of a batch that is a PRNG key, or seems to be a raw one; "" if none is."""
+    for name, leaf in leaves.items():
+        is_raw = getattr(leaf, "dtype", None) == np.uint32 and np.shape(leaf) in ((2,), (4,))
+        if is_raw or (is_key(leaf) and not np.shape(leaf)):
+            seems = "seems to be a raw PRNG key: make it with jax.random.key;" if is_raw else "is a PRNG key:"
+            return f". {name} {seems} a loss gets a key for each step from minimize(…, rng=key)"
+    return ""
+
+
 def is_key(x: object) -> bool:
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 

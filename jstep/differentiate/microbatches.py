@@ -105,17 +105,20 @@ def rows_of_batch(args: tuple[Any, ...], what: str) -> tuple[str, int]:
     leaves = trees.leaves_with_paths(args)
     if not leaves:
         raise ValueError(f"{what}: there is no batch to split; pass it as an argument after params")
-    shapes = {f"batch argument {path}": np.shape(leaf) for path, leaf in leaves}
+    named = {f"batch argument {path}": leaf for path, leaf in leaves}
+    shapes = {place: np.shape(leaf) for place, leaf in named.items()}
     for place, shape in shapes.items():
         if not shape:
             raise ValueError(
                 f"{what}: {place} is a scalar and has no rows to split; close over it in loss_fn, or "
-                "give it one value for each row"
+                f"give it one value for each row{trees.key_hint({place: named[place]})}"
             )
     (first, (size, *_)), *others = shapes.items()
     for place, (other, *_) in others:
         if other != size:
-            raise ValueError(f"{what}: {first} has {size} rows and {place} has {other}; they must agree")
+            raise ValueError(
+                f"{what}: {first} has {size} rows and {place} has {other}; they must agree{trees.key_hint(named)}"
+            )
     return first, size
 
 

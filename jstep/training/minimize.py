@@ -368,7 +368,8 @@ class Minimizing:
         }
 
         def refusal(name: str, first: str, second: str) -> str:
-            return f"metrics: {second} and {first} both have {name!r}; rename it in {second}"
+            leave = ", or leave it out: the step reports its loss itself" if first.startswith("the loss") else ""
+            return f"metrics: {second} and {first} both have {name!r}; rename it in {second}{leave}"
 
         return new_state, split_metrics(trees.merge_dicts(named.items(), refusal), SKIPPED if skipped else None)
 
