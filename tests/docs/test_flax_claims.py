@@ -120,3 +120,38 @@ def test_the_helper_for_nnx_draws_other_masks_in_each_layer_and_step(seeds):
     assert not nnx.to_flat_state(nnx.filter_state(statistics, nnx.RngState)), "keys are not in model_state"
     with pytest.raises(TypeError, match="unexpected PRNG key type"):
         masks(*parts(net))
+
+
+@pytest.mark.parametrize(
+    "seeds", [{"default": 0, "noise": 1}, {"default": 0}, {"params": 0, "dropout": 1, "noise": 2, "more": 3}], ids=str
+)
+def test_every_stream_of_a_model_follows_the_key(seeds):
+    from flax import nnx
+
+    class Noisy(nnx.Module):
+        def __init__(self, rngs):
+            self.inner, self.rngs = nnx.Linear(4, 4, rngs=rngs), rngs
+
+        def drawn(self):
+            return jnp.stack([jax.random.normal(getattr(self.rngs, name)(), (8,)) for name in [*seeds, "unnamed"][:4]])
+
+    net = Noisy(nnx.Rngs(**({"default": 9} | seeds)))
+    drawn = helper()(lambda model: model.drawn(), net)
+    a, b, again = (np.asarray(drawn(*parts(net), rng=jax.random.key(n))[0]) for n in (0, 1, 0))
+    assert (a != b).all()
+    assert (a == again).all()
+    assert len({row.tobytes() for row in a}) == len(a)
+
+
+@pytest.mark.thorough
+def test_a_training_cell_of_the_notebook_recipe_begins_with_new_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = DOCS / "recipes" / "notebook.md"
+    names = run_page(recipe)
+    (cell,) = [block.code for block in blocks_of(recipe) if "nnx.update(" in block.code]
+    before = names["of_model"].params
+    names["history"] = None
+    exec(cell, names)
+    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(names["of_model"].params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert float(jnp.max(jnp.abs(names["model"].kernel[...] - before["kernel"][...]))) == 0
