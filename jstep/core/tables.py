@@ -44,6 +44,11 @@ class Tabular:
 # Tables, lists and pictures.
 
 
+def printable(text: object) -> str:
+    """Escape what a terminal would obey, not show: control characters, line ends and direction marks."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
 def wrap_words(title: str, words: Sequence[str]) -> list[str]:
     lines = [f"{title}  "]
     for word in [*(f"{word}, " for word in words[:-1]), *words[-1:]]:
@@ -54,11 +59,12 @@ def wrap_words(title: str, words: Sequence[str]) -> list[str]:
 
 
 def columns(rows: Sequence[Sequence[str]], left: int, max_width: int | None = None) -> list[str]:
-    """Align the cells of rows of equal length; the first `left` columns are left-aligned.
+    """Align the cells of rows of equal length, as `printable` text; the first `left` columns are left-aligned.
 
     Rows wider than `max_width` take several lines: the first cell, then the others below their heads, or each after its
     head.
     """
+    rows = [[printable(cell) for cell in cells] for cells in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if max_width is None or breadth(rows) <= max_width:
         sides = [str.ljust if i < left else str.rjust for i in range(len(widths))]
@@ -94,17 +100,21 @@ _RULE = "border-bottom: 1px solid color-mix(in srgb, currentColor 35%, transpare
 
 def html_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
     """Format an HTML table in the notebook's colors; all strings are escaped."""
-    parts = [f'<div style="margin: 0.4em 0"><div style="font-weight: 600">{html.escape(title)}</div>']
+    parts = [f'<div style="margin: 0.4em 0"><div style="font-weight: 600">{_escaped(title)}</div>']
     parts.append('<table style="border-collapse: collapse; background: none; color: inherit; font-size: 0.92em">')
     if head:
-        cells = "".join(f'<th style="{_side(i)}; {_RULE}">{html.escape(name)}</th>' for i, name in enumerate(head))
+        cells = "".join(f'<th style="{_side(i)}; {_RULE}">{_escaped(name)}</th>' for i, name in enumerate(head))
         parts.append(f"<tr>{cells}</tr>")
     for row in rows:
-        cells = "".join(f'<td style="{_side(i)}">{html.escape(cell.strip())}</td>' for i, cell in enumerate(row))
+        cells = "".join(f'<td style="{_side(i)}">{_escaped(cell.strip())}</td>' for i, cell in enumerate(row))
         parts.append(f'<tr style="background: none">{cells}</tr>')
     parts.append("</table>")
-    parts += [f'<div style="font-size: 0.92em; margin-top: 0.3em">{html.escape(note)}</div>' for note in notes]
+    parts += [f'<div style="font-size: 0.92em; margin-top: 0.3em">{_escaped(note)}</div>' for note in notes]
     return "".join([*parts, "</div>"])
+
+
+def _escaped(text: str) -> str:
+    return html.escape(printable(text))
 
 
 def html_picture(png: bytes, alt: str) -> str:

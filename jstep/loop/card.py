@@ -26,6 +26,7 @@ from jstep.core.annotations import Tree
 from jstep.core.jaxprs import ProgramHash, gradients_hash, hash_strings, part_for, program_hash, without_addresses
 from jstep.core.meshes import internal_transfers, sharding_text
 from jstep.core.recorded_calls import as_typed, named_optimizers
+from jstep.core.tables import printable
 from jstep.core.threads import in_background
 from jstep.data.loaders import ReplayedBatches, StateBatches
 from jstep.data.sequence import BatchSequence
@@ -295,11 +296,12 @@ def _changes_of_batches(then: Mapping[str, Any], now: Mapping[str, Any]) -> list
 
 def report_changes(name: str, changes: Changes, *, is_idle: bool = False) -> None:
     """Log the changes since a checkpoint: a warning if its bits change, else an INFO line."""
-    if changes.bits:
-        lines = "".join(f"\n  {line}" for line in (*changes.bits, *changes.place, *[_UNTRAINED] * is_idle))
+    bits, place = (list(map(printable, lines)) for lines in changes)
+    if bits:
+        lines = "".join(f"\n  {line}" for line in (*bits, *place, *[_UNTRAINED] * is_idle))
         _logger.warning("%s: this run has changed since the start that made it:%s", name, lines)
-    elif changes.place:
-        _logger.info("%s: since the start that made it, %s", name, "; ".join(changes.place))
+    elif place:
+        _logger.info("%s: since the start that made it, %s", name, "; ".join(place))
 
 
 _UNTRAINED = "none of this was trained, as the run takes no step: give another checkpoint_dir, or a larger last_step"

@@ -1,19 +1,24 @@
 """The command line, `python -m jstep`: its commands, each in a module imported only when used, and their interface."""
 
 import argparse
+import contextlib
+import fnmatch
 import io
 import json
+import logging
 import math
 import os
 import pkgutil
 import shutil
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from jstep.core.tables import breadth, columns, fold
+from jstep.core.checks import format_list
+from jstep.core.tables import breadth, columns, fold, printable
 from jstep.stores.event_files import DataLossError
 
 # What the commands have in common: interface, exit codes, and output as text, strict JSON and tables.
@@ -33,14 +38,9 @@ class Command(NamedTuple):
     has_json: bool = True
 
 
-def printable(text: object) -> str:
-    """Escape non-printable characters, because the input may come from an untrusted file."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
-
-
 def as_strict_json(value: object) -> str:
     """Return one line of strict JSON; non-finite numbers become the strings "NaN", "Infinity" and "-Infinity"."""
-    return json.dumps(_plain(value), allow_nan=False)
+    return json.dumps(_plain(value), allow_nan=False).replace("\x7f", "\\u007f")  # the others are escaped already
 
 
 def complain(command: str, *problems: object) -> int:
@@ -73,6 +73,40 @@ def utc_text(seconds: float, precision: str) -> str:
     return time_text(seconds, " ", precision).removesuffix("+00:00")
 
 
+def local_text(seconds: float, precision: str) -> tuple[str, str]:
+    """Format a time in the reader's time zone; return it and the zone."""
+    try:
+        at = time.localtime(seconds)
+        text = time.strftime("%Y-%m-%d %H:%M:%S" if precision == "seconds" else "%Y-%m-%d %H:%M", at)
+    except (OverflowError, ValueError, OSError):  # outside the range of the C library
+        return f"{seconds:g} s", ""
+    hours, minutes = divmod(abs(at.tm_gmtoff) // 60, 60)
+    offset = f"UTC{'-' if at.tm_gmtoff < 0 else '+'}{hours:02}:{minutes:02}" if at.tm_gmtoff else "UTC"
+    is_named = at.tm_zone[:1].isalpha() and at.tm_zone != "UTC"
+    return text, f"{at.tm_zone}, {offset}" if is_named else offset
+
+
+def matching(names: Iterable[str], pattern: str) -> list[str]:
+    """Return the name that is the pattern, or else those that match it."""
+    names = list(names)
+    return [pattern] if pattern in names else [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+
+
+def choose(names: Iterable[str], patterns: Iterable[str], option: str, what: str) -> list[str]:
+    """Return the names that some patterns match.
+
+    Raises:
+        ValueError: A pattern matches none.
+    """
+    names, chosen = list(names), list[str]()
+    for pattern in patterns:
+        if not (some := matching(names, pattern)):
+            there = format_list(names, 30) or "none"
+            raise ValueError(f"{option} {pattern}: must be {what}, or a pattern that matches some; there are {there}")
+        chosen += some
+    return list(dict.fromkeys(chosen))
+
+
 def terminal_width() -> int:
     return shutil.get_terminal_size((80, 24)).columns
 
@@ -99,9 +133,9 @@ def answer(arguments: argparse.Namespace, fields: Mapping[str, Any], lines: Iter
 
 
 def show(lines: Iterable[str]) -> None:
-    """Print lines, folded with an indent at the width of the terminal."""
+    """Print lines, as printable text, folded with an indent at the width of the terminal."""
     most = terminal_width()
-    for line in (line for text in lines for line in text.split("\n")):
+    for line in (printable(line) for text in lines for line in text.split("\n")):
         print("\n".join(fold(line, most, len(line) - len(line.lstrip()) + 4)))
 
 
@@ -152,7 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return OK
     try:
-        code: int = arguments.run(arguments)
+        with _printable_warnings():
+            code: int = arguments.run(arguments)
         print(end="", flush=True)  # unlike sys.stdout.flush(), it works if stdout is closed
     except BrokenPipeError:
         # The reader, such as `head`, has closed the pipe; nothing must be flushed to it at exit.
@@ -161,9 +196,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, ImportError, RuntimeError, DataLossError) as error:
         return complain(arguments.command, error)
     except Exception:  # such as in the program of `cost`; Python's exit code would mean a difference
-        traceback.print_exc()
+        print("\n".join(map(printable, traceback.format_exc().rstrip().split("\n"))), file=sys.stderr)
         return TROUBLE
     return code
+
+
+class _PrintableFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(printable, super().format(record).split("\n")))
+
+
+@contextlib.contextmanager
+def _printable_warnings() -> Iterator[None]:
+    """Print warnings of jstep as Python does without a handler, but as printable text."""
+    logger, handler = logging.getLogger("jstep"), logging.StreamHandler()
+    handler.setFormatter(_PrintableFormatter())
+    handler.setLevel(logging.WARNING)
+    if not logger.hasHandlers():
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def _parser(command_line: Sequence[str]) -> argparse.ArgumentParser:

@@ -17,6 +17,7 @@ from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Leaf, Left
 from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.store import Store
 from jstep.core.checks import format_bytes, truncate_path
+from jstep.core.tables import printable
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import absolute, is_url, location, split_path
 from jstep.tools import cli
@@ -233,7 +234,7 @@ def _tensors(
         _path_line(about["path"]),
         f"{len(rows)} tensor{'s' * (len(rows) != 1)}, {about['parameters']} parameters, "
         f"{format_bytes(about['bytes'])}, {where}",
-        *([f"metadata {cli.printable(cli.as_strict_json(about['metadata']))}"] if about["metadata"] else []),
+        *([f"metadata {printable(cli.as_strict_json(about['metadata']))}"] if about["metadata"] else []),
         "",
         *cli.table(keys, rows, left=list(keys).index("bytes")),
     ]
@@ -241,7 +242,7 @@ def _tensors(
 
 
 def _path_line(path: str) -> str:
-    return truncate_path(cli.printable(path), cli.terminal_width())
+    return truncate_path(printable(path), cli.terminal_width())
 
 
 # Checkpoints of jstep.
@@ -264,7 +265,7 @@ def _checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> int:
     figures = {"bytes": "bytes", "min": "min", "max": "max", "mean": "mean", "non-finite": "nonfinite"}
     lines = [
         _path_line(checkpoint.path),
-        f"step {checkpoint.step}, saved {about['time']}, by jstep {cli.printable(checkpoint.manifest.jstep)}, "
+        f"step {checkpoint.step}, saved {about['time']}, by jstep {printable(checkpoint.manifest.jstep)}, "
         f"{len(rows)} leaves, "
         f"{format_bytes(about['bytes'])}{', every byte as it was written' if arguments.verify else ''}",
         *_extra_lines(checkpoint.manifest.extra, with_own=arguments.all),
@@ -281,7 +282,7 @@ def _extra_lines(extra: Any, *, with_own: bool) -> list[str]:
     own = [] if with_own or not isinstance(extra, dict) else [key for key in extra if key in OWN_EXTRA]
     shown = {key: value for key, value in extra.items() if key not in own} if own else extra
     is_shown = shown or (shown is not None and not own)
-    lines = [f"extra {cli.printable(cli.as_strict_json(shown))}"] if is_shown else []
+    lines = [f"extra {printable(cli.as_strict_json(shown))}"] if is_shown else []
     number = f"{len(own)} {'entry' if len(own) == 1 else 'entries'}"
     return [*lines, f"{number} of jstep in extra (--all shows them)"] if own else lines
 

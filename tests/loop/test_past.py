@@ -161,3 +161,11 @@ def test_a_setting_that_one_version_does_not_record_is_no_change():
     assert changes(before, now, 4) == changes(now, before, 4) == Changes([], [])
     other = {"settings": {"jax_disable_jit": True}}
     assert changes(before, other, 4) == Changes(["jax_disable_jit: false before, true now"], [])
+
+
+def test_changes_are_printable(caplog):
+    with caplog.at_level("INFO", "jstep"):
+        report_changes("model-4", Changes(["train: \x1b[31m before, \u202e now"], ["b\x9b"]))
+        report_changes("model-4", Changes([], ["versions: \x1b[31m\x7f before"]))
+    assert all(c.isprintable() or c == "\n" for record in caplog.records for c in record.getMessage())
+    assert "train: \\x1b[31m before, \\u202e now" in caplog.text

@@ -7,8 +7,9 @@ import pytest
 from processes import run_program
 from tensorboard.compat.proto import event_pb2, summary_pb2, types_pb2
 
+from jstep.core.tables import printable
 from jstep.stores.event_files import frame
-from jstep.tools.cli import as_strict_json, printable
+from jstep.tools.cli import as_strict_json
 
 
 def write_events(path, *events):
