@@ -1,5 +1,6 @@
 """Training runs on object stores: fingerprint logs, the best checkpoints, times and stalls."""
 
+import datetime
 import json
 import logging
 
@@ -8,9 +9,12 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.hooks.card_differences import read_starts
 from jstep.hooks.stall_files import StallFiles, read_stalls
 from jstep.state import fingerprints
-from jstep.stores.timeline import TIMES, Timeline
+from jstep.stores import timeline as timelines
+from jstep.stores.timeline import AGAIN, START, TIMES, VERSION, Timeline, read_timeline
+from jstep.stores.timeline_ends import carry_over, ends, open_timeline
 from jstep.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
@@ -104,3 +108,58 @@ def test_an_object_is_written_read_and_removed(store, capsys):
     files.finish(None)
     assert not store.keys("run/stalls")
     assert main(["stalls", store.run]) == 0
+
+
+def write_start(where, number, clock, monkeypatch):
+    """Write the lines of a start, on a host whose clock shows these seconds since 1970."""
+
+    class Clock(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls.fromtimestamp(clock, tz)
+
+    monkeypatch.setattr(timelines, "datetime", Clock)
+    timeline, before = open_timeline(where, "model")
+    times = {"seconds": {"starting": 1.0}, "time": clock, AGAIN: clock}
+    timeline.write(START, version=VERSION, before=before, step=[10 * number] * 2, **times)
+    timeline.write("card", card=1, programs=[], number=number)
+    timeline.write(TIMES, step=[10 * number, 10 * number + 10], **times)
+    timeline.close()
+
+
+@pytest.mark.parametrize("clocks", [(1e9, 1e9 - 600, 1e9 - 300, 1e9 - 300), (4e9, 1e9, 253402300799.9, 2e9)])
+@pytest.mark.parametrize("in_bucket", [True, False])
+def test_starts_are_in_the_order_in_which_they_were_written(clocks, in_bucket, gcs, tmp_path, monkeypatch):
+    where = "gs://bkt/run" if in_bucket else str(tmp_path)
+    for number, clock in enumerate(clocks):
+        write_start(where, number, clock, monkeypatch)
+    assert [start[-1]["step"] for start in read_timeline(where)] == [[0, 10], [10, 20], [20, 30], [30, 40]]
+    assert [start.card["number"] for start in read_starts(where)] == [0, 1, 2, 3]
+    state = carry_over(ends(where)["model"])
+    assert (state["step"], state["wall"]) == (40, 4.0)
+    assert jstep.goodput(where).steps == 40
+
+
+def test_names_of_objects_that_are_not_ours_do_not_matter(gcs, monkeypatch):
+    for name in ("timeline.99999999T999999.9-x.jsonl", "timeline.zzz.jsonl", "timeline..jsonl"):
+        gcs.put("bkt", f"run/{name}", b"")
+    for number, clock in enumerate((1e9, 1e9 - 600)):
+        write_start("gs://bkt/run", number, clock, monkeypatch)
+    assert [start[-1]["step"][1] for start in read_timeline("gs://bkt/run")] == [10, 20]
+
+
+def test_a_file_beside_objects_is_merged(tmp_path):
+    """A run that began on a disk, was continued in a bucket, and then in a copy of it on a disk."""
+    for number, (name, time) in enumerate(
+        [
+            ("timeline.jsonl", 100.0),
+            ("timeline.20200101T000000.000000-b.jsonl", 300.0),
+            ("timeline.20200101T000001.000000-c.jsonl", 200.0),
+            ("timeline.jsonl", 400.0),
+        ]
+    ):
+        line = {"kind": START, "start": f"{number}", "prefix": "model", "version": 1, "time": time, "seconds": {}}
+        with open(tmp_path / name, "a") as file:
+            file.write(json.dumps(line | {"step": [number, number + 1]}) + "\n")
+    assert [start[-1]["step"][0] for start in read_timeline(tmp_path)] == [0, 1, 2, 3]
+    assert ends(str(tmp_path))["model"].line["step"] == [3, 4]

@@ -155,23 +155,32 @@ GOOD = {"kind": TIMES, "start": "s", "prefix": "p", "time": 2.0, "seconds": {"st
 @pytest.mark.parametrize(
     "change",
     [
-        {"kind": 1},
         {"time": math.inf},
         {"time": True},
         {"seconds": [1.0]},
         {"seconds": {"sleeping": 1.0}},
         {"seconds": {"stepping": "1"}},
-        {timeline.AGAIN: 3.0},
         {"step": 3},
         {"step": [0, 1, 2]},
         {"step": [0, 2**63]},
         {"step": [0, 1.0]},
+        {"step": [3, 2]},
         {"kind": START, "version": VERSION, "time": "now"},
+        {"kind": START, "version": VERSION + 1, "time": "now"},
+        {"kind": START, "version": "1"},
+        {"kind": START},
     ],
     ids=str,
 )
-def test_a_line_that_is_not_one_of_times_is_left_out(change):
-    assert timeline.parse_line(json.dumps(GOOD | change).encode()) is None
+def test_a_line_with_times_that_is_not_valid(change):
+    line = timeline.parse_line(json.dumps(GOOD | change).encode())
+    assert timeline.problem_of(line)
+
+
+def test_torn_lines_are_left_out():
+    for line in (GOOD | {"kind": 1}, GOOD | {timeline.AGAIN: 3.0}, [GOOD], 3):
+        assert timeline.parse_line(json.dumps(line).encode()) is None
+    assert timeline.parse_line(json.dumps(GOOD).encode()[:-1]) is None
 
 
 @pytest.mark.parametrize(
@@ -184,12 +193,13 @@ def test_a_line_that_is_not_one_of_times_is_left_out(change):
         {"seconds": {}},
         {timeline.AGAIN: 2.0},
         {"kind": START, "version": VERSION},
-        {"kind": START, "version": VERSION + 1, "time": "now"},
+        {"kind": "later", "time": "now"},
     ],
     ids=str,
 )
 def test_a_line_of_times_is_read(change):
-    assert timeline.parse_line(json.dumps(GOOD | change).encode()) == GOOD | change
+    assert timeline.parse_line(json.dumps(GOOD | change).encode()) == (line := GOOD | change)
+    assert timeline.problem_of(line) == ""
 
 
 def test_whether_there_may_be_a_file(tmp_path, monkeypatch):
