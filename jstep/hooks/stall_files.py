@@ -5,13 +5,16 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
 from jstep.checkpoint.claims import is_alive, this_process
-from jstep.stores.files import is_directory, names_in, open_for_reading, remove_file, replace_file
+from jstep.core.checks import format_value
+from jstep.stores.files import is_directory, names_in, read_small, remove_file, replace_file
+from jstep.stores.growing_files import seconds_since_write
 from jstep.stores.objects import Objects
+from jstep.stores.timeline import decode_json, is_seconds, is_step
 from jstep.stores.urls import absolute, is_url, join_path
 
 _logger = logging.getLogger("jstep")
@@ -19,10 +22,10 @@ _logger = logging.getLogger("jstep")
 FOLDER, STALLS_VERSION = "stalls", 1
 CALL, WITH_OTHERS = "call", "agreement"
 """The kinds of waits that are usually for other processes."""
-_TYPES = {"process": int, "processes": int, "host": str, "pid": int, "stall": bool, "since": float, "renewed": float}
 _TEXTS = ("kind", "what", "line")
 _SILENT = 60.0
-"""Seconds without a renewal after which the file of another host is stale; hosts' clocks may differ."""
+"""Seconds without a renewal after which the file of another host is stale."""
+_MAX_BYTES, _MAX_PROCESSES = 2**16, 2**20
 
 Fields = Mapping[str, Any]
 """The fields of a file."""
@@ -35,41 +38,66 @@ def read_stalls(where: str, prefix: str | None = None) -> tuple[list[Fields], li
     files, whose `stall` is false.
     """
     stalls, problems = _files(where, prefix)
-    return [stall for stall in stalls if "exit_code" not in stall and _is_current(stall)], problems
+    return [stall for path, stall in stalls if "exit_code" not in stall and _is_current(path, stall)], problems
 
 
 def find_exit(where: str, prefix: str, since: float) -> Fields | None:
     """Return the stall for which a start, begun at `since`, was ended by its own `StallHook`; None if it was not."""
-    ended = (stall for stall in _files(where, prefix)[0] if "exit_code" in stall and stall["renewed"] >= since)
+    ended = (stall for _, stall in _files(where, prefix)[0] if "exit_code" in stall and stall["renewed"] >= since)
     return max(ended, key=lambda stall: bool(stall["stall"]), default=None)
 
 
-def _is_current(stall: Fields) -> bool:
+def _is_current(path: str, stall: Fields) -> bool:
     alive = is_alive(stall)
-    return time.time() - stall["renewed"] < _SILENT if alive is None else alive
+    if alive is not None:
+        return alive
+    try:
+        return (time.time() - stall["renewed"] if is_url(path) else abs(seconds_since_write(path))) < _SILENT
+    except FileNotFoundError:  # the process continued meanwhile
+        return False
 
 
-def _files(where: str, prefix: str | None) -> tuple[list[Fields], list[str]]:
-    """Like `read_stalls`, including files that are not current."""
+def _files(where: str, prefix: str | None) -> tuple[list[tuple[str, Fields]], list[str]]:
+    """Like `read_stalls`, including files that are not current, and with their paths."""
     stalls, problems, folder = [], [], join_path(where, FOLDER)
     # Not `Directory`: nothing is lost if a list is incomplete.
     names = Objects(folder).list() if is_url(folder) else names_in(folder) if is_directory(folder) else []
     for name in [name for name in names if name.endswith(".json")]:
+        path = join_path(folder, name)
         try:
-            with open_for_reading(join_path(folder, name)) as file:
-                stall = json.loads(file.read())
-            if isinstance(stall, dict) and type(stall.get("version")) is int and stall["version"] > STALLS_VERSION:
-                raise ValueError("it was written by a newer jstep")
-            if not isinstance(stall, dict) or not all(isinstance(stall.get(key), kind) for key, kind in _TYPES.items()):
-                raise ValueError("it is not the file of a stall")
+            stall = _checked(decode_json(read_small(path, _MAX_BYTES)))
         except FileNotFoundError:  # the process continued meanwhile
             continue
-        except (OSError, ValueError, RecursionError) as error:
-            problems.append(f"{join_path(folder, name)} is skipped: {error}")
+        except (OSError, ValueError) as error:
+            problems.append(f"{path} is skipped: {error}")
             continue
         if prefix is None or stall.get("prefix", prefix) == prefix:
-            stalls.append({**stall, **{key: str(stall.get(key, "")) for key in _TEXTS}})
-    return sorted(stalls, key=lambda stall: float(stall["since"])), problems
+            stalls.append((path, {**stall, **{key: str(stall.get(key, "")) for key in _TEXTS}}))
+    return sorted(stalls, key=lambda item: float(item[1]["since"])), problems
+
+
+def _checked(stall: Any) -> dict[str, Any]:
+    """Return the fields of a stall file, whose values are checked here and nowhere else."""
+    if not isinstance(stall, dict):
+        raise ValueError("it is not the file of a stall, or incomplete")
+    if is_step(version := stall.get("version")) and version > STALLS_VERSION:
+        raise ValueError("it was written by a newer jstep")
+    for name, is_valid in _CHECKS.items():
+        if not is_valid(value := stall.get(name)):
+            raise ValueError(f"it is not the file of a stall: {name}={format_value(value)}")
+    if not stall["process"] < stall["processes"] <= _MAX_PROCESSES:
+        raise ValueError(f"process={stall['process']} of processes={stall['processes']} is not possible")
+    return stall
+
+
+_CHECKS: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("process", "processes"), is_step),
+    "pid": lambda value: is_step(value) and value < 2**31,
+    **dict.fromkeys(("since", "renewed"), is_seconds),
+    "host": lambda value: type(value) is str,
+    "stall": lambda value: type(value) is bool,
+    "step": lambda value: value is None or is_step(value),
+}
 
 
 def find_waited_for(stalls: Sequence[Fields]) -> list[Fields]:
@@ -80,9 +108,34 @@ def find_waited_for(stalls: Sequence[Fields]) -> list[Fields]:
     return own if len(own) < len(stalls) else smaller
 
 
+def in_ranges(numbers: Iterable[int]) -> list[str]:
+    """Write sorted numbers as ranges.
+
+    Example:
+        >>> in_ranges([0, 2, 3, 4])
+        ['0', '2–4']
+    """
+    ends: list[list[int]] = []
+    for number in numbers:
+        if ends and number == ends[-1][1] + 1:
+            ends[-1][1] = number
+        else:
+            ends.append([number, number])
+    return [f"{first}–{last}" if first < last else f"{first}" for first, last in ends]
+
+
 def silent(stalls: Sequence[Fields], count: int) -> list[int]:
     """The processes, of `count`, without a file."""
     return sorted(set(range(count)) - {stall["process"] for stall in stalls})
+
+
+def _as_bytes(fields: Fields) -> bytes:
+    """Return the content of a file that readers accept: of the stacks of many threads, only the innermost lines."""
+    most = 1000
+    while len(data := json.dumps(fields).encode()) > _MAX_BYTES and (threads := fields.get("threads")):
+        most //= 2
+        fields = {**fields, "threads": {name: lines[:most] for name, lines in threads.items()} if most else {}}
+    return data
 
 
 class StallFiles:
@@ -128,7 +181,7 @@ class StallFiles:
             if mine is not None or self._may_exist:
                 self._may_exist = mine is not None
                 own = {"prefix": self._prefix, "process": self._process, "renewed": time.time()}
-                data = json.dumps({"version": STALLS_VERSION, **own, **this_process(), **(mine or {})}).encode()
+                data = _as_bytes({"version": STALLS_VERSION, **own, **this_process(), **(mine or {})})
                 path = join_path(self._folder, f"{self._prefix}.{self._process}.json")
                 remove_file(path) if mine is None else replace_file(path, data)
                 self.shown = None if mine is None else self.shown or time.monotonic()

@@ -130,6 +130,20 @@ def repair_last_line(data: bytes) -> bytes:
     return data + b"\n"
 
 
+def seconds_since_write(path: str) -> float:
+    """Return how long ago a local file was written, by the clock of its file system: those of hosts may differ.
+
+    That clock is read from a file without a name, so nothing that can be seen changes. Where that is not possible (no
+    rights to write, NFS), this host's clock is used.
+    """
+    now = time.time()
+    with contextlib.suppress(OSError, AttributeError):
+        handle = os.open(os.path.dirname(os.path.realpath(path)), os.O_TMPFILE | os.O_WRONLY, 0o600)
+        now = os.fstat(handle).st_mtime
+        os.close(handle)
+    return now - os.stat(path).st_mtime
+
+
 _BLOCK = 2**13
 _WIDTH = 256
 """Replaceable lines are padded with spaces to a multiple of this."""
