@@ -5,11 +5,11 @@ import enum
 import json
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
-from jstep.core.checks import format_list, truncate
-from jstep.stores.timeline import START, fields_with
+from jstep.core.checks import format_list, format_value, truncate
+from jstep.stores.timeline import START, fields_with, is_seconds, is_step
 
 VERSION = 1
 """The version of the cards."""
@@ -27,12 +27,18 @@ NOT_RECORDED, UNKNOWN = "(not recorded)", "unknown"
 
 @dataclasses.dataclass
 class Start:
-    """One start of a run. `card` has all of its programs; None if it wrote none, or if its line is torn."""
+    """One start of a run.
+
+    Attributes:
+        card: The card with all of its programs; None if the start wrote none, or if its line is torn or invalid.
+        problem: Why its card is invalid, as a sentence, or "".
+    """
 
     id: str
     prefix: str
-    time: Any = None
+    time: float | None = None
     card: dict[str, Any] | None = None
+    problem: str = ""
 
 
 def read_starts(where: str, start: str = "") -> list[Start]:
@@ -53,17 +59,70 @@ def read_starts(where: str, start: str = "") -> list[Start]:
             entry = latest[key] = Start(key[1], prefix)
             starts.append(entry)
         if kind == START:
-            entry.time = line.get("time")
+            entry.time = line["time"] if is_seconds(line.get("time")) else None
         elif kind == CODE:
-            codes[id(entry)] = {name: line.get(name) for name in ("commit", "edits")}
+            code = {name: line.get(name) for name in ("commit", "edits")}
+            codes[id(entry)] = {name: text if isinstance(text, str) else None for name, text in code.items()}
         elif "card" in line:
             entry.card = line
         elif entry.card is not None and isinstance(programs, list) and isinstance(entry.card.get("programs"), list):
-            entry.card["programs"] = [*entry.card["programs"], *programs]
+            entry.card["programs"] += programs
     for entry in starts:
+        if entry.card is not None and (invalid := _invalid(entry.card)):
+            is_newer = is_step(version := entry.card["card"]) and version > VERSION
+            why = f"of a newer version ({version})" if is_newer else f"invalid: {', '.join(invalid[:3])}"
+            entry.card, entry.problem = None, f"its card is {why}"
         if entry.card is not None and id(entry) in codes:
             entry.card[CODE] = codes[id(entry)]
     return starts
+
+
+def _invalid(card: Mapping[str, Any]) -> list[str]:
+    """Return the values of a card that functions of this file could not take; they are checked nowhere else."""
+    found = _wrong(
+        "", card, {"card": is_step, "step": is_step, "lanes": _is_lanes, "programs": _is_list, "stages": _is_stages}
+    )
+    found += _wrong("", card, dict.fromkeys(_SECTIONS, _is_dict))
+    for program in card.get("programs") or () if not found else ():
+        found += (
+            _wrong("programs: ", program, _OF_PROGRAM) if _is_dict(program) else [f"programs={format_value(program)}"]
+        )
+    return found
+
+
+def _wrong(begins: str, values: Mapping[str, Any], checks: Mapping[str, Callable[[Any], bool]]) -> list[str]:
+    found = {
+        name: values[name]
+        for name, is_valid in checks.items()
+        if values.get(name) is not None and not is_valid(values[name])
+    }
+    return [f"{begins}{name}={format_value(value, 40)}" for name, value in found.items()]
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _is_stages(value: Any) -> bool:
+    """Whether the keys are steps."""
+    return isinstance(value, dict) and all(len(key) < 20 and key.isdecimal() for key in value)
+
+
+def _is_lanes(value: Any) -> bool:
+    return _is_stages(value) if isinstance(value, dict) else is_step(value)
+
+
+_OF_PROGRAM: dict[str, Callable[[Any], bool]] = {
+    "stage": is_step,
+    "optimizer": lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+    "elements": lambda value: isinstance(value, dict) and all(map(_is_dict, value.values())),
+    "hash": lambda value: isinstance(value, str),
+    **dict.fromkeys(("hyperparameters", "operations", "numbers", "gradients"), _is_dict),
+}
 
 
 def is_whole(card: object) -> TypeGuard[dict[str, Any]]:
@@ -310,7 +369,7 @@ def differences(name: str, a: object, b: object, runs: tuple[str, str] = IN_A_AN
         for key in _names(a, b):
             yield from differences(f"{name}[{key}]" if name else key, a.get(key, _ABSENT), b.get(key, _ABSENT), runs)
     elif isinstance(a, list) and isinstance(b, list) and all(isinstance(x, str) for x in [*a, *b]):
-        only = [[x for x in own if x not in other] for own, other in ((a, b), (b, a))]
+        only = [[x for x in own if x not in other] for own, other in ((a, set(b)), (b, set(a)))]
         texts = [f"{', '.join(some)} only {run}" for some, run in zip(only, runs, strict=True) if some]
         if texts:
             yield f"{name}: {'; '.join(texts)}"

@@ -3,17 +3,15 @@
 import argparse
 import contextlib
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jstep.checkpoint.manifest import LeftOut
-from jstep.core.tables import columns
+from jstep.core.tables import columns, printable
 from jstep.hooks.card_differences import VERSION, card_difference, changes, read_starts
 from jstep.stores.files import is_directory, names_in
-from jstep.stores.timeline import is_seconds
 from jstep.stores.urls import is_url, join_path, location, split_path
 from jstep.tools import cli
 from jstep.tools.cli_inspect import Checkpoint, at, below
@@ -104,13 +102,20 @@ def _order(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 # Reading and comparing the run cards that are stored next to checkpoints or logs.
 
 
-def differences(places: Iterable[tuple[str, str | None]]) -> list[str] | None:
-    """Describe the differences between the cards of two runs' last starts; None if a card is missing."""
+def differences(places: Iterable[tuple[str, str | None]], problems: list[str]) -> list[str] | None:
+    """Describe the differences between the cards of two runs' last starts; None if a card is missing.
+
+    Why a card cannot be compared is appended to `problems`.
+    """
     both = []
     for where, prefix in places:
         last: dict[str, Any] = {}
         with contextlib.suppress(OSError):  # a directory that cannot be read is reported by the comparison itself
-            last = {one.prefix: one.card for one in read_starts(where) if one.card is not None}
+            for start in read_starts(where):
+                if start.card is not None:
+                    last[start.prefix] = start.card
+                elif start.problem:
+                    problems.append(f"{where}: {start.problem}")
         # Only the card of the prefix; all cards if the run has none for it, such as for the best checkpoints.
         both.append({prefix: last[prefix]} if prefix in last else last)
     of_a, of_b = both
@@ -153,20 +158,17 @@ def read_changes(where: str) -> list[dict[str, Any]]:
     before: dict[str, Mapping[str, Any]] = {}
     starts: list[dict[str, Any]] = []
     for start in read_starts(where):
-        if start.card is None:
+        if start.card is None and not start.problem:
             continue
-        last, is_known, step = before.get(start.prefix), start.card.get("card") == VERSION, start.card.get("step")
-        step = step if type(step) is int else 0
-        lines = None
+        card = start.card or {}
+        last, is_known, step = before.get(start.prefix), card.get("card") == VERSION, card.get("step") or 0
+        lines = [start.problem] if start.problem else None
         if last is not None and is_known:
-            of_bits, of_place = changes(last, start.card, step)
+            of_bits, of_place = changes(last, card, step)
             lines = [*of_bits, *of_place]
-        time_of_start = start.time if is_seconds(start.time) else None
-        starts.append(
-            {"prefix": start.prefix, "time": time_of_start, "step": step, "known": is_known, "changes": lines}
-        )
+        starts.append({"prefix": start.prefix, "time": start.time, "step": step, "known": is_known, "changes": lines})
         if is_known:
-            before[start.prefix] = start.card
+            before[start.prefix] = card
     if not starts:
         raise ValueError(f"{where}: its timeline has no card; give the checkpoint_dir of a run, or its logdir")
     return starts
@@ -176,10 +178,10 @@ def _text_of_starts(starts: list[dict[str, Any]]) -> list[str]:
     lines: list[str] = []
     several = len({start["prefix"] for start in starts}) > 1
     for start in starts:
-        own, began = start["changes"], time.localtime(start["time"])
-        date = "" if start["time"] is None else f"{time.strftime('%Y-%m-%d %H:%M:%S', began)}, "
+        own = start["changes"]
+        date = "" if start["time"] is None else f"{cli.local_text(start['time'], 'seconds')[0]}, "
         what = "nothing has changed" if own == [] else "changed since the start before:" if own else "the first start"
-        what = what if start["known"] else "a card of another version"
+        what = what if start["known"] else "its card cannot be read:" if own else "a card of another version"
         lines.append(f"{start['prefix'] + ': ' if several else ''}{date}from step {start['step']}: {what}")
         lines += _first((own or [])[:_SHOWN], len(own or []) - _SHOWN)
     return lines
@@ -237,17 +239,17 @@ def _run(arguments: argparse.Namespace) -> int:
         # Each start of a run is compared with the one before. As for two runs, cards do not decide the exit code.
         run = location(arguments.a, "A")
         starts = read_changes(run)
-        lines = map(cli.printable, _text_of_starts(starts))
-        return cli.answer(arguments, {"run": run, "starts": starts}, lines)
+        return cli.answer(arguments, {"run": run, "starts": starts}, map(printable, _text_of_starts(starts)))
     a, b = (_side(location(path, name)) for path, name in ((arguments.a, "A"), (arguments.b, "B")))
     if a.kind != b.kind:
         raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind")
     # The directories in which the runs keep their cards, and the prefixes of single checkpoints.
     folders = [x.path if x.kind == "a directory of checkpoints" else split_path(x.path)[0] or "." for x in (a, b)]
     prefixes = [next(prefix for _, prefix in x.steps) if x.kind == "a checkpoint" else None for x in (a, b)]
-    of_cards = differences(zip(folders, prefixes, strict=True))
+    invalid: list[str] = []
+    of_cards = differences(zip(folders, prefixes, strict=True), invalid)
     if not arguments.json:
-        cli.show(map(cli.printable, changes_text(of_cards)))
+        cli.show(map(printable, [*invalid, *changes_text(of_cards)]))
     if a.kind == "a checkpoint":
         (first,), (second,) = a.steps.values(), b.steps.values()
         every = {name for x in (first, second) for name in (*x.left_out, *x.named)}
@@ -257,7 +259,7 @@ def _run(arguments: argparse.Namespace) -> int:
         result = _runs(a, b)
     code = cli.answer(
         arguments,
-        result | ({} if of_cards is None else {"cards": of_cards}),
+        result | ({} if of_cards is None else {"cards": of_cards}) | ({"invalid_cards": invalid} if invalid else {}),
         _text(result),
         cli.OK if result["same"] else cli.DIFFERENT,
     )
@@ -383,7 +385,7 @@ def _text(result: dict[str, Any]) -> list[str]:
             lines.append(f"{len(leaves)} {'leaf differs' if len(leaves) == 1 else 'leaves differ'}")
         else:
             lines.append("which leaves differ is not known: a log was written with per_leaf=False")
-    shown = [(cli.printable(leaf["path"]), cli.printable(leaf["detail"])) for leaf in leaves[:_SHOWN]]
+    shown = [(leaf["path"], leaf["detail"]) for leaf in leaves[:_SHOWN]]
     return lines + _first(columns(shown, 2, cli.terminal_width() - 2), len(leaves) - _SHOWN)
 
 
