@@ -1,22 +1,22 @@
 """`events`, `plot` and `stalls` of the command line: the files that a run wrote."""
 
 import argparse
-import fnmatch
+import contextlib
 import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 from jstep.core.checks import truncate
-from jstep.core.tables import figure
-from jstep.hooks.stall_files import find_waited_for, read_stalls, silent
+from jstep.core.tables import figure, printable
+from jstep.hooks.stall_files import find_waited_for, in_ranges, read_stalls, silent
 from jstep.stores import event_files
 from jstep.stores.event_files import DataLossError, Point
 from jstep.stores.files import is_directory, open_for_reading
 from jstep.stores.urls import absolute, is_url, location
-from jstep.tools.cli import DIFFERENT, OK, Command, answer, as_strict_json, complain, printable, table, time_text
+from jstep.tools.cli import DIFFERENT, OK, Command, answer, as_strict_json, choose, complain, matching, table, time_text
 
 # `plot`: curves of scalars with matplotlib, without a display or a server.
 
@@ -42,7 +42,8 @@ def _run_plot(arguments: argparse.Namespace) -> int:
     runs = _read(logdirs, corrupted.append)
     code = complain("plot", *(f"{error}; the data after it is not drawn" for error in corrupted))
     there = list(dict.fromkeys(tag for series in runs.values() for tag in series))
-    chosen = [tag for tag in there if any(fnmatch.fnmatchcase(tag, pattern) for pattern in tags)]
+    wanted = {tag for pattern in tags for tag in matching(there, pattern)}
+    chosen = [tag for tag in there if tag in wanted]
     if not there:
         raise ValueError(f"no scalars in {', '.join(logdirs)}")
     if not chosen:
@@ -136,13 +137,21 @@ def _add_events_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-t", "--tags", action="append", metavar="GLOB", help="tags to print (repeatable)")
 
 
+def _tags(files: Sequence[str]) -> Iterator[str]:
+    for file in files:
+        with contextlib.suppress(DataLossError):  # reported when the events are printed
+            for event in event_files.summary_iterator(file):
+                yield from (value.tag for value in event.summary.value)
+
+
 def _run_events(arguments: argparse.Namespace) -> int:
     """Print the events of a file, or of all event files in a directory in order, one per line."""
-    path, tags = location(arguments.file, "file"), arguments.tags or ["*"]
+    path, code, tags = location(arguments.file, "file"), OK, None
     files = event_files.event_files(path)
     if not files:
         raise FileNotFoundError(f"no event files (events.out.tfevents.*) in {path}")
-    code = OK
+    if arguments.tags and arguments.tags != ["*"]:
+        tags = set(choose(dict.fromkeys(_tags(files)), arguments.tags, "--tags", "a tag"))
     for file in files:
         has_events = False
         try:
@@ -168,15 +177,15 @@ def _run_events(arguments: argparse.Namespace) -> int:
 EVENTS = Command(_add_events_arguments, _run_events, has_json=False)
 
 
-def _entry(event: Any, tags: Sequence[str]) -> dict[str, Any] | None:
+def _entry(event: Any, tags: Container[str] | None) -> dict[str, Any] | None:
     entry: dict[str, Any] = {"step": event.step, "wall_time": event.wall_time}
     what = event.WhichOneof("what")
     if what == "summary":
-        values = [v for v in event.summary.value if any(fnmatch.fnmatchcase(v.tag, glob) for glob in tags)]
+        values = [v for v in event.summary.value if tags is None or v.tag in tags]
         if not values:
             return None
         entry["values"] = [_value(value) for value in values]
-    elif tags != ["*"]:
+    elif tags is not None:
         return None
     elif what == "graph_def":
         entry["graph_def"] = _graph(event.graph_def)
@@ -265,7 +274,7 @@ def _run_stalls(arguments: argparse.Namespace) -> int:
     odd = find_waited_for(stalls) if len(stalls) + len(missing) > 1 else []
     names = ["", "process", "host", "pid", "for", "what", "line"]
     shown = [{**stall, "for": f"{now - stall['since']:.0f} s", "": "*" if stall in odd else ""} for stall in stalls]
-    shown += [{"process": process, "what": "no sign of life", "": "*"} for process in missing]
+    shown += [{"process": some, "what": "no sign of life", "": "*"} for some in in_ranges(missing)]
     lines = table(dict(zip(names, names, strict=True)), shown, left=7) if hangs else ["no process hangs"]
     return answer(arguments, {"stalls": stalls, "silent": missing}, lines, DIFFERENT if hangs else OK)
 

@@ -186,3 +186,15 @@ def test_a_resumed_session_supersedes_later_points(tmp_path):
     assert [p.step for p in series["other"]] == [10]  # later points belong to the superseded session
     write(tmp_path, {25: 3.0})  # without a session log, decreasing steps mark a restart
     assert [p.step for p in read_scalars(tmp_path)["loss"]] == [10, 20, 25]
+
+
+def test_an_exact_tag_comes_before_a_pattern(tmp_path, capsys):
+    path = write(tmp_path / "run", {1: 1.0}, tag="val[top1]")
+    write(tmp_path / "run", {1: 2.0}, tag="valt")
+    for pattern, tags in {"val[top1]": ["val[top1]"], "val[t]": ["valt"], "val*": ["val[top1]", "valt"]}.items():
+        assert main(["events", str(tmp_path / "run"), "--tags", pattern]) == 0
+        assert [line.split()[3] for line in capsys.readouterr().out.splitlines()] == tags
+    assert main(["plot", str(tmp_path / "run"), "--tags", "val[top1]", "-o", str(tmp_path / "plot.svg")]) == 0
+    assert capsys.readouterr().out.endswith(": val[top1]\n")
+    assert main(["events", path, "--tags", "val*", "--tags", "lss"]) == 2
+    assert "--tags lss: must be a tag, or a pattern that matches some; there are val[top1]" in capsys.readouterr().err
