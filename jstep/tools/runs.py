@@ -3,24 +3,26 @@
 import argparse
 import contextlib
 import dataclasses
-import fnmatch
+import itertools
 import math
 import os
+import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jstep.checkpoint.claims import is_alive, owner_in
 from jstep.checkpoint.manifest import MANIFEST_FILE
-from jstep.core.checks import as_string
+from jstep.core.checks import as_string, truncate
 from jstep.core.tables import columns, html_table
-from jstep.hooks.card_differences import card_values, read_starts
+from jstep.hooks.card_differences import Start, card_values, read_starts
 from jstep.hooks.stall_files import find_exit, read_stalls
-from jstep.stores.files import is_directory, walk
-from jstep.stores.timeline import OBJECTS, TIMELINE_FILE
+from jstep.stores.files import is_absent, is_directory, read_small, walk
+from jstep.stores.growing_files import seconds_since_write
+from jstep.stores.timeline import OBJECTS, TIMELINE_FILE, is_step
 from jstep.stores.timeline_ends import End, carry_over, ends
 from jstep.stores.urls import absolute, is_url, location, split_path
-from jstep.tools.cli import OK, Command, as_strict_json, complain, printable, utc_text
+from jstep.tools.cli import OK, Command, as_strict_json, choose, complain, local_text
 from jstep.tools.goodput import goodput
 
 RUNNING, HANGS, FINISHED, KILLED, UNREADABLE = "running", "hangs", "finished", "killed", "unreadable"
@@ -28,6 +30,8 @@ _ENDS = (FINISHED, "interrupted", "failed")
 """The ends that a timeline records."""
 _SILENT = 120.0
 """Seconds after which a run on another host, whose timeline does not change, counts as dead."""
+_MAX_CLAIM = 2**16
+"""The number of bytes up to which a claim is read."""
 _SHORT = 2**17
 """The number of bytes up to which a timeline is read as a whole."""
 _OWN = ("run", "status", "step", "since", "wall", "on")
@@ -87,27 +91,31 @@ class RunList(list[RunSummary]):
     """A list of runs, parents before their branches; `str()` is a table, and a notebook shows one."""
 
     def __str__(self) -> str:
-        return "\n".join(columns(_cells(self, _metrics(self, ()), {}, _tree(self)), 2))
+        return "\n".join(columns(_cells(self, _metrics(self, None), {}, _tree(self)), 2))
 
     def _repr_html_(self) -> str:
-        head, *rows = _cells(self, _metrics(self, ()), {}, _tree(self))
+        head, *rows = _cells(self, _metrics(self, None), {}, _tree(self))
         return html_table(f"{len(self)} run{'s' * (len(self) != 1)}", rows, head)
 
     def differences(self) -> dict[str, list[Any]]:
         """Return the differences between the cards of the runs, by the names that `python -m jstep diff` shows.
 
         Returns:
-            Name → the value of each run, in the order of the list; None if a run has none. Paths are not compared.
+            Name → the value of each run, in the order of the list; None if a run has none, or its card is invalid.
+            Paths are not compared.
         """
-        cards = [_last_card(run) if run.error is None else None for run in self]
-        values = [card_values(card) if card is not None else {} for card in cards]
-        present = [named for named, card in zip(values, cards, strict=True) if card is not None]
-        names = dict.fromkeys(name for named in present for name in named)
-        differ = [name for name in names if any(named.get(name) != present[0].get(name) for named in present)]
-        # A hash is shown only if no other value of its section differs.
-        sections = {name.partition(": ")[0] for name in differ if not name.endswith("hash")}
-        kept = [name for name in differ if not name.endswith("hash") or name.partition(": ")[0] not in sections]
-        return {name: [named.get(name) for named in values] for name in kept}
+        return _differences([_last_start(run).card for run in self])
+
+
+def _differences(cards: Sequence[Mapping[str, Any] | None]) -> dict[str, list[Any]]:
+    values = [card_values(card) if card is not None else {} for card in cards]
+    present = [named for named, card in zip(values, cards, strict=True) if card is not None]
+    names = dict.fromkeys(name for named in present for name in named)
+    differ = [name for name in names if any(named.get(name) != present[0].get(name) for named in present)]
+    # A hash is shown only if no other value of its section differs.
+    sections = {name.partition(": ")[0] for name in differ if not name.endswith("hash")}
+    kept = [name for name in differ if not name.endswith("hash") or name.partition(": ")[0] not in sections]
+    return {name: [named.get(name) for named in values] for name in kept}
 
 
 def runs(directory: str | os.PathLike[str], *, prefix: str | None = None) -> RunList:
@@ -137,39 +145,87 @@ def runs(directory: str | os.PathLike[str], *, prefix: str | None = None) -> Run
     above = absolute(location(directory, "directory"))
     if not is_directory(above):
         raise FileNotFoundError(f"{above}: no such directory")
-    summaries = [
-        run for where in _places(above) for run in _runs_at(where) if wanted in (None, run.prefix) or run.error
-    ]
-    return RunList(run for _, run in _tree(summaries))
+    found = itertools.chain.from_iterable(
+        _runs_at(where) if error is None else [_unreadable(where, "", error)] for where, error in _places(above)
+    )
+    return RunList(run for _, run in _tree([run for run in found if wanted in (None, run.prefix) or run.error]))
 
 
-def _places(above: str) -> Iterator[str]:
-    """The directories with timelines, at and below a path; checkpoints and links are not searched."""
+def distinct(found: Iterable[RunSummary]) -> RunList:
+    """The runs of several lists, each once: parents before their branches."""
+    once: dict[tuple[str, str], RunSummary] = {}
+    for run in found:
+        once.setdefault((_real(run.path), run.prefix), run)
+    return RunList(run for _, run in _tree(list(once.values())))
 
-    def is_timeline(name: str) -> bool:
-        return name == TIMELINE_FILE or (name.startswith(OBJECTS) and name.endswith(".jsonl"))
 
+def _real(path: str) -> str:
+    return path if is_url(path) else os.path.realpath(path)
+
+
+def _places(above: str) -> list[tuple[str, OSError | None]]:
+    """The directories with timelines, at and below a path, and those that cannot be opened, with the error.
+
+    Checkpoints are not searched. Links are followed, after all directories that are not behind one, so that these keep
+    their names. Each directory is searched once, and none above the path is.
+    """
     if is_url(above):
-        yield from (where for where, names in walk(above) if any(map(is_timeline, names)))
-        return
-    for folder, below, names in os.walk(above):
-        below.sort()
-        if MANIFEST_FILE in names:
-            below.clear()
-        elif any(map(is_timeline, [*names, *below])):
-            yield folder
+        return [(where, None) for where, names in walk(above) if any(map(_is_timeline, names))]
+    found: list[tuple[str, OSError | None]] = []
+    seen: set[tuple[int, int]] = set()
+    parent = os.path.realpath(above)
+    while parent != (parent := os.path.dirname(parent)):
+        with contextlib.suppress(OSError):
+            seen.add(_identity(os.stat(parent)))
+    waiting, links = [above], list[str]()
+    while waiting or links:
+        if not waiting:
+            waiting, links = sorted(links, reverse=True), []
+        folder = waiting.pop()
+        try:
+            about = os.stat(folder)
+            if not stat.S_ISDIR(about.st_mode) or _identity(about) in seen:
+                continue
+            seen.add(_identity(about))
+            with os.scandir(folder) as entries:
+                below = {entry.name: entry for entry in entries}
+            if MANIFEST_FILE in below:
+                continue
+            links += [entry.path for entry in below.values() if entry.is_symlink()]
+            folders = (entry.path for entry in below.values() if entry.is_dir(follow_symlinks=False))
+            waiting += sorted(folders, reverse=True)
+        except OSError as error:
+            if not is_absent(error):
+                found.append((folder, error))
+            continue
+        if any(map(_is_timeline, below)):
+            found.append((folder, None))
+    return sorted(found, key=lambda place: place[0].split(os.sep))
 
 
-def _runs_at(where: str) -> Iterator[RunSummary]:
-    prefix = ""
+def _is_timeline(name: str) -> bool:
+    return name == TIMELINE_FILE or (name.startswith(OBJECTS) and name.endswith(".jsonl"))
+
+
+def _identity(about: os.stat_result) -> tuple[int, int]:
+    return about.st_dev, about.st_ino
+
+
+def _runs_at(where: str) -> list[RunSummary]:
     try:
-        latest = ends(where)
-        if not latest:
-            raise ValueError("its timeline has no whole line of a start")
-        for prefix, end in latest.items():
-            yield _unreadable(where, prefix, end) if isinstance(end, Exception) else _summary(where, prefix, end)
+        latest = ends(where) or {"": ValueError("its timeline has no whole line of a start")}
     except Exception as error:  # a file may hold anything
-        yield _unreadable(where, prefix, error)
+        return [_unreadable(where, "", error)]
+    return [_run_at(where, prefix, end, is_shared=len(latest) > 1) for prefix, end in latest.items()]
+
+
+def _run_at(where: str, prefix: str, end: End | ValueError, *, is_shared: bool) -> RunSummary:
+    try:
+        if isinstance(end, ValueError):
+            raise end
+        return _summary(where, prefix, end, is_shared=is_shared)
+    except Exception as error:  # whatever a run holds, the others are shown
+        return _unreadable(where, prefix, error)
 
 
 def _unreadable(where: str, prefix: str, error: Exception) -> RunSummary:
@@ -177,16 +233,18 @@ def _unreadable(where: str, prefix: str, error: Exception) -> RunSummary:
     return RunSummary(where, prefix, UNREADABLE, error=why)
 
 
-def _summary(where: str, prefix: str, end: End) -> RunSummary:
+def _summary(where: str, prefix: str, end: End, *, is_shared: bool) -> RunSummary:
     state, start, line = carry_over(end), end.start, end.line
     last_step, devices = start.get("last_step"), str(start.get("devices", ""))
     if "process" not in start:  # written by an older version, whose card has both
-        card = _last_card(RunSummary(where, prefix, "")) or {}
-        arguments, of = card.get("arguments", {}), card.get("devices", {})
+        card = _last_start(RunSummary(where, prefix, "")).card or {}
+        arguments, of = card.get("arguments") or {}, card.get("devices") or {}
         last_step, devices = arguments.get("last_step"), f"{of.get('of_state', '?')}×{of.get('kind', '?')}"
+        last_step = last_step if is_step(last_step) else None
     step = state["step"] or 0
-    status, reason = _status(where, prefix, end, is_done=type(last_step) is int and step >= last_step)
-    parent, commit = state["parent"], line.get("commit")
+    is_done = last_step is not None and step >= last_step
+    status, reason = _status(where, prefix, end, is_done=is_done, is_shared=is_shared)
+    parent = state["parent"]
     return RunSummary(
         where,
         prefix,
@@ -206,7 +264,7 @@ def _summary(where: str, prefix: str, end: End) -> RunSummary:
         mfu=state["mfu"],
         goodput=_goodput(where, prefix),
         config=start.get("config"),
-        commit=(commit.strip() or None) if isinstance(commit, str) else None,
+        commit=(line.get("commit") or "").strip() or None,
     )
 
 
@@ -219,11 +277,13 @@ def _goodput(where: str, prefix: str) -> float | None:
     return None
 
 
-def _last_card(run: RunSummary) -> dict[str, Any] | None:
-    with contextlib.suppress(OSError, ValueError):
-        cards = [start.card for start in read_starts(run.path) if start.prefix == run.prefix and start.card is not None]
-        return cards[-1] if cards else None
-    return None
+def _last_start(run: RunSummary) -> Start:
+    """The last start of a run that has a card; without a card if that is invalid, or none can be read."""
+    starts: list[Start] = []
+    if run.error is None:
+        with contextlib.suppress(OSError, ValueError):
+            starts = [start for start in read_starts(run.path) if start.prefix == run.prefix]
+    return next((start for start in reversed(starts) if start.card or start.problem), Start("", run.prefix))
 
 
 def _moved(path: str, before: str | None, where: str) -> str:
@@ -234,20 +294,23 @@ def _moved(path: str, before: str | None, where: str) -> str:
     return moved if os.path.isdir(os.path.dirname(moved)) else path
 
 
-def _status(where: str, prefix: str, end: End, *, is_done: bool) -> tuple[str, str]:
+def _status(where: str, prefix: str, end: End, *, is_done: bool, is_shared: bool) -> tuple[str, str]:
     """The status of a run, from its timeline, or else from its claim and process."""
     line, (status, reason) = end.line, end.line.get("end") or ("", "")
     if status in _ENDS:
-        return status, str(reason)
+        return status, reason
     owner = end.start.get("process")  # older versions do not record it
     if end.start.get("claims", True) and not is_url(where):
         claims = None
-        with contextlib.suppress(OSError), open(os.path.join(where, f".{prefix}.jstep-writer"), "rb") as file:
-            claims = owner_in(file.read())
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            claims = owner_in(read_small(os.path.join(where, f".{prefix}.jstep-writer"), _MAX_CLAIM))
         owner = claims if owner in (None, claims) else None
     alive = is_alive(owner) if owner else False
     if alive is None:  # on another host
-        alive = time.time() - line.get("now", line["time"]) < _SILENT
+        if is_url(where) or is_shared:  # the time of the file is not known, or may be that of another run's line
+            alive = time.time() - (line.get("now") or line["time"]) < _SILENT
+        else:
+            alive = abs(seconds_since_write(os.path.join(where, TIMELINE_FILE))) < _SILENT
     if not alive:
         if is_done and "process" not in end.start:
             return FINISHED, ""
@@ -266,36 +329,53 @@ def _status(where: str, prefix: str, end: End, *, is_done: bool) -> tuple[str, s
 
 
 def _tree(summaries: Sequence[RunSummary]) -> list[tuple[str, RunSummary]]:
-    """Each run after its parent, with the branch to draw. Parents may form a circle."""
-    of = {run.path: run for run in summaries}
-    children: dict[str | None, list[RunSummary]] = {}
+    """Each run after its parent, with the branch to draw. Parents may form a circle, and chains of any length."""
+    of: dict[tuple[str, str | None], RunSummary] = {}
     for run in summaries:
-        above = None if run.parent is None else split_path(run.parent[0])[0]
-        children.setdefault(above if above in of and above != run.path else None, []).append(run)
+        of.setdefault((_real(run.path), run.prefix), run)
+        of.setdefault((_real(run.path), None), run)  # for checkpoints of another prefix, such as the best ones
+    children: dict[int, list[RunSummary]] = {}
+    roots: list[RunSummary] = []
+    for run in summaries:
+        above = None
+        if run.parent is not None:
+            folder, name = split_path(run.parent[0])
+            folder = _real(folder)
+            above = of.get((folder, name.rpartition("-")[0])) or of.get((folder, None))
+        (roots if above is None or above is run else children.setdefault(id(above), [])).append(run)
     rows: list[tuple[str, RunSummary]] = []
-    seen: set[tuple[str, str]] = set()
-
-    def visit(run: RunSummary, drawn: str, below: str) -> None:
-        if (run.path, run.prefix) in seen:
-            return
-        seen.add((run.path, run.prefix))
-        rows.append((drawn, run))
-        own = children.get(run.path, []) if next(other for other in summaries if other.path == run.path) is run else []
-        for i, child in enumerate(own):
-            is_last = i + 1 == len(own)
-            visit(child, below + ("└─ " if is_last else "├─ "), below + ("   " if is_last else "│  "))
-
-    for run in [*children.get(None, []), *summaries]:  # runs whose parents form a circle have no first one
-        visit(run, "", "")
+    seen: set[int] = set()
+    for root in [*roots, *summaries]:  # runs whose parents form a circle have no first one
+        waiting = [(root, "", "", 0)]
+        while waiting:
+            run, drawn, below, depth = waiting.pop()
+            if id(run) in seen:
+                continue
+            seen.add(id(run))
+            rows.append((drawn, run))
+            lines = ("├─ ", "│  ")
+            for child in reversed(children.get(id(run), [])):
+                own, further = ("└─ ", "   ") if child is children[id(run)][-1] else lines
+                drawn = below + own if depth < _DRAWN else f"…{depth + 1} {own}"
+                waiting.append((child, drawn, below + further if depth < _DRAWN else "", depth + 1))
     return rows
 
 
-def _metrics(summaries: Iterable[RunSummary], globs: Sequence[str]) -> list[str]:
-    """The columns of metrics that the globs name, by default the losses."""
-    names = dict.fromkeys(name for run in summaries for name in run.metrics)
+_DRAWN = 16
+"""The depth to which branches are drawn; deeper ones have a number."""
+_MOST_METRICS = 4
+"""The number of losses, and of other metrics of which the best is kept, that are shown by default."""
+
+
+def _metrics(summaries: Iterable[RunSummary], globs: str | None) -> list[str]:
+    """The columns of metrics that the globs name, by default the losses, and those of which the best is kept."""
+    names = dict.fromkeys(name for run in summaries for name in (*run.metrics, *run.best))
     if globs:
-        return [name for glob in globs for name in fnmatch.filter(names, glob)]
-    return [name for name in names if name == "loss" or name.endswith("/loss")][:4]
+        return [globs] if globs in names else choose(names, globs.split(","), "--metrics", "a metric")
+    best = {name for run in summaries for name in run.best}
+    losses = [name for name in names if name == "loss" or name.endswith("/loss")]
+    shown = {*losses[:_MOST_METRICS], *[name for name in names if name in best][:_MOST_METRICS]}
+    return [name for name in names if name in shown]
 
 
 def run_names(summaries: Sequence[RunSummary]) -> list[str]:
@@ -319,8 +399,10 @@ def _cells(
     rows: Sequence[tuple[str, RunSummary]],
 ) -> list[list[str]]:
     names = run_names(summaries)
-    head = ["run", "status", "step", *metrics, *differences, "since", "wall", "on"]
-    cells = [head]
+    times = {id(run): local_text(run.started, "minutes") for run in summaries if run.started is not None}
+    zones = {zone for _, zone in times.values() if zone}
+    since = f"since ({zones.pop()})" if len(zones) == 1 else "since"
+    cells = [["run", "status", "step", *metrics, *differences, since, "wall", "on"]]
     places = {id(run): i for i, run in enumerate(summaries)}
     for drawn, run in rows:
         name = names[places[id(run)]] + (f" @{run.parent[1]}" if run.parent is not None else "")
@@ -332,14 +414,14 @@ def _cells(
         status = f"{run.status}: {run.reason or run.error or ''}".rstrip(": ")
         varied = ["" if (of := values_of[places[id(run)]]) is None else str(of) for values_of in differences.values()]
         numbers = [f"{item}{two}" for item, two in zip(values, best, strict=True)]
-        since, wall = _since(run.started), "" if run.error else f"{run.wall_seconds / 3600:.2f} h"
-        row = [drawn + name, status, "" if run.error else step, *numbers, *varied, since, wall, run.devices]
-        cells.append([printable(item) for item in row])
-    return cells
+        since = " ".join(times.get(id(run), ())[: 1 + bool(zones)])
+        wall = "" if run.error else f"{run.wall_seconds / 3600:.2f} h"
+        cells.append([drawn + name, status, "" if run.error else step, *numbers, *varied, since, wall, run.devices])
+    return [[truncate(item, _MAX_CELL) for item in row] for row in cells]
 
 
-def _since(started: float | None) -> str:
-    return "" if started is None else utc_text(started, "minutes")
+_MAX_CELL = 400
+"""The maximum number of characters of a cell: all rows are as wide."""
 
 
 # `runs` of the command line.
@@ -353,31 +435,35 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    summaries = RunList()
+    every: list[RunSummary] = []
     missing = []
     for path in arguments.paths:
         try:
-            summaries += [run for run in runs(path) if run not in summaries]
+            every += runs(path)
         except OSError as error:
             missing.append(error)
     if missing:
         return complain("runs", *missing)
+    summaries = distinct(every)
     if not summaries:
         return complain("runs", f"{', '.join(arguments.paths)}: no run is there; a run has a {TIMELINE_FILE}")
-    metrics = _metrics(summaries, arguments.metrics.split(",") if arguments.metrics else ())
+    metrics = _metrics(summaries, arguments.metrics)
     rows = _tree(summaries)
     if arguments.sort is not None:
-        names = {name for run in summaries for name in run.metrics}
+        names = {name for run in summaries for name in (*run.metrics, *run.best)}
         if arguments.sort not in (*_OWN, *names):
             there = ", ".join([*_OWN, *sorted(names)])
             return complain("runs", f"--sort {arguments.sort}: must be a column or a metric; there are {there}")
         rows = [("", run) for run in sorted(summaries, key=lambda run: _key(run, arguments.sort))]
+    starts = [_last_start(run) for run in summaries] if arguments.differences else []
+    problems = [f"{run.path}: {start.problem}" for run, start in zip(summaries, starts, strict=False) if start.problem]
+    complain("runs", *problems)
     if arguments.json:
         print(as_strict_json([dataclasses.asdict(run) for _, run in rows]))
     else:
-        differences = summaries.differences() if arguments.differences else {}
+        differences = _differences([start.card for start in starts])
         print("\n".join(columns(_cells(summaries, metrics, differences, rows), 2)))
-    return 1 if any(run.error for run in summaries) else OK
+    return 1 if problems or any(run.error for run in summaries) else OK
 
 
 def _key(run: RunSummary, name: str) -> tuple[bool, Any]:
@@ -389,7 +475,7 @@ def _key(run: RunSummary, name: str) -> tuple[bool, Any]:
         "wall": run.wall_seconds,
         "on": run.devices,
     }
-    value = own.get(name) if name in own else run.metrics.get(name)
+    value = own.get(name) if name in own else run.metrics.get(name, run.best.get(name, (None,))[0])
     is_none = value is None or (isinstance(value, float) and math.isnan(value))
     return is_none, 0 if is_none else value
 

@@ -1,0 +1,229 @@
+"""The table of runs: links, repeated runs, long chains, chosen metrics, times and zones, hosts with other clocks."""
+
+import json
+import os
+import time
+
+import pytest
+from written_runs import ELSEWHERE, TIME, write_lines, write_run
+
+import jstep
+from jstep.stores import growing_files
+from jstep.tools import cli
+
+
+def paths_of(where):
+    return [os.path.relpath(run.path, where) for run in jstep.runs(where)]
+
+
+def test_links_are_followed_and_each_directory_is_listed_once(tmp_path):
+    top, elsewhere = tmp_path / "top", tmp_path / "elsewhere"
+    write_run(elsewhere / "exp1")
+    write_run(top / "real" / "exp2")
+    write_run(tmp_path / "beside")
+    for name, target in {
+        "exp1": elsewhere / "exp1",
+        "exp1-again": elsewhere,
+        "again": top / "real",  # before its target in the order of names
+        "real/loop": top,
+        "up": tmp_path,  # contains the directory itself
+        "root": "/",
+        "dangling": tmp_path / "nothing",
+        "circle": "circle",
+        "file": elsewhere / "exp1" / "timeline.jsonl",
+    }.items():
+        (top / name).symlink_to(target)
+    assert paths_of(top) == ["exp1", "real/exp2"]
+    (tmp_path / "link").symlink_to(top)
+    assert [run.path for run in jstep.runs(tmp_path / "link")] == [f"{tmp_path}/link/{name}" for name in paths_of(top)]
+
+
+def test_branches_are_found_behind_links(tmp_path):
+    write_run(tmp_path / "disk" / "trunk")
+    write_run(tmp_path / "top" / "branch", start={"parent": {"path": f"{tmp_path}/disk/trunk/model-5", "step": 5}})
+    (tmp_path / "top" / "a-trunk").symlink_to(tmp_path / "disk" / "trunk")
+    assert str(jstep.runs(tmp_path / "top")).splitlines()[2].startswith("└─ branch @5")
+
+
+def test_checkpoints_are_not_searched(tmp_path):
+    write_run(tmp_path / "model-5" / "inner")
+    (tmp_path / "model-5" / "manifest.json").write_text("{}")
+    assert paths_of(tmp_path) == []
+
+
+def test_a_directory_that_cannot_be_opened_is_a_row(tmp_path, monkeypatch, capsys):
+    write_run(tmp_path / "good")
+    (tmp_path / "locked").mkdir()
+    scan = os.scandir
+
+    def scandir(path):
+        if os.fspath(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    good, locked = jstep.runs(tmp_path)
+    assert (good.status, locked.status, locked.path) == ("finished", "unreadable", str(tmp_path / "locked"))
+    assert "Permission denied" in locked.error
+    assert cli.main(["runs", str(tmp_path)]) == 1
+    assert "Permission denied" in capsys.readouterr().out
+
+
+def test_a_run_that_is_given_twice_is_one_row(tmp_path, monkeypatch, capsys):
+    for name in ("a", "b"):
+        write_run(tmp_path / "top" / name, times={"values": {"loss": "nan"}})
+    (tmp_path / "link").symlink_to(tmp_path / "top")
+    monkeypatch.chdir(tmp_path)
+    for given in (["top", "top/a"], ["top/a", f"{tmp_path}/top/"], ["link", "top"], ["top/", "link/a", "top"]):
+        assert cli.main(["runs", *given, "--sort", "loss"]) == 0
+        assert len(capsys.readouterr().out.splitlines()) == 3, given
+        assert cli.main(["runs", *given, "--json"]) == 0
+        assert len(json.loads(capsys.readouterr().out)) == 2
+
+
+def chain(where, count, *, closed=False):
+    """Each run a branch of the one before; of a closed chain the first one of the last."""
+    for n in range(count):
+        above = where / f"r{(n - 1) % count}" / "model-5"
+        parent = {"path": str(above), "step": 5} if n or closed else None
+        write_lines(where / f"r{n}", *_ends(where / f"r{n}", parent))
+
+
+def _ends(folder, parent):
+    from written_runs import start_line, times_line
+
+    return start_line(folder, parent=parent), times_line()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_chains_of_any_length(closed, tmp_path):
+    chain(tmp_path, 300, closed=closed)
+    found = jstep.runs(tmp_path)
+    assert [os.path.basename(run.path) for run in found] == [f"r{n}" for n in range(300)]
+    lines = str(found).splitlines()
+    assert lines[3].startswith("   └─ r2 @5")
+    assert lines[-1].startswith("…299 └─ r299 @5")
+    assert max(map(len, lines)) < 200
+
+
+@pytest.mark.thorough
+def test_thousands_of_branches(tmp_path):
+    chain(tmp_path, 4000)
+    begin = time.process_time()
+    found = jstep.runs(tmp_path)
+    text = str(found)
+    assert time.process_time() - begin < 60.0
+    assert len(found) == 4000
+    assert len(text) < 1e6
+
+
+def test_metrics_are_chosen_by_name_and_by_pattern(tmp_path, capsys):
+    write_run(tmp_path, times={"values": {"val[top1]": 1.5, "valt": 2.5, "loss": 3.5, "a,b": 4.5}})
+
+    def heads(*options):
+        assert cli.main(["runs", str(tmp_path), *options]) == 0
+        return capsys.readouterr().out.splitlines()[0].partition(" since")[0].split()[3:]
+
+    assert heads() == ["loss", "norm"]
+    assert heads("--metrics", "val[top1]") == ["val[top1]"], "the name comes before the pattern, which is valt"
+    assert heads("--metrics", "val[t]") == ["valt"]
+    assert heads("--metrics", "loss,l*,val*") == ["loss", "val[top1]", "valt"]
+    assert heads("--metrics", "a,b") == ["a,b"]
+    assert cli.main(["runs", str(tmp_path), "--metrics", "loss,lss"]) == 2
+    assert "--metrics lss: must be a metric, or a pattern that matches some; there are" in (
+        err := capsys.readouterr().err
+    )
+    assert all(name in err for name in ("val[top1]", "valt", "loss", "norm"))
+
+
+def test_the_metric_of_which_the_best_is_kept_is_shown(tmp_path):
+    for values in ({"norm": 3.0}, {}, {f"{n}/loss": 1.0 for n in range(9)}):
+        write_run(tmp_path, times={"values": values})
+        assert " norm" in str(jstep.runs(tmp_path)).splitlines()[0]
+        assert "(best 2 at 8)" in str(jstep.runs(tmp_path))
+
+
+@pytest.fixture
+def zone(monkeypatch):
+    """A function that sets the time zone of this process."""
+
+    def change(name):
+        monkeypatch.setenv("TZ", name)
+        time.tzset()
+
+    yield change
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.parametrize(
+    ("name", "shown", "head"),
+    [
+        ("JST-9", "2023-11-15 07:13", "since (JST, UTC+09:00)"),
+        ("XYZ3:30", "2023-11-14 18:43", "since (XYZ, UTC-03:30)"),
+        ("UTC", "2023-11-14 22:13", "since (UTC)"),
+        ("<+0545>-5:45", "2023-11-15 03:58", "since (UTC+05:45)"),
+        ("nonsense", "2023-11-14 22:13", "since (nonsense, UTC)"),
+    ],
+)
+def test_times_are_those_of_the_readers_zone(name, shown, head, zone, tmp_path):
+    zone(name)
+    write_run(tmp_path)
+    text = str(jstep.runs(tmp_path))
+    assert shown in text
+    assert head in text.splitlines()[0]
+
+
+def test_a_table_that_spans_summer_and_winter_names_each_zone(zone, tmp_path):
+    zone("CET-1CEST,M3.5.0,M10.5.0/3")
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", start={"time": TIME - 150 * 86400, "time_again": TIME - 150 * 86400})
+    head, a, b = str(jstep.runs(tmp_path)).splitlines()
+    assert "since  " in head
+    assert "2023-11-14 23:13 CET, UTC+01:00" in a
+    assert "2023-06-18 00:13 CEST, UTC+02:00" in b
+
+
+@pytest.mark.parametrize("at", [1e14, -1e14, 0.0, -1.0])
+def test_times_out_of_range_are_no_error(at, tmp_path):
+    write_run(tmp_path, start={"before": {"since": at, "step": 3, "parent": None, "peak_bytes": None, "mfu": None,
+                                          "wall": 1.0, "values": {}, "best": {}}})  # fmt: skip
+    (run,) = jstep.runs(tmp_path)
+    assert run.started == at
+    assert run.status in str(jstep.runs(tmp_path))
+
+
+@pytest.mark.parametrize(("age", "status"), [(0.0, "running"), (600.0, "killed")])
+@pytest.mark.parametrize("offset", [-180.0, 864000.0, 0.0])
+def test_a_run_of_another_host_is_judged_by_the_clock_of_the_file_system(age, status, offset, tmp_path):
+    claim = {"process": ELSEWHERE, "claims": False}
+    write_run(tmp_path, start=claim, times={"now": time.time() + offset - age, "end": None})
+    written = time.time() - age
+    os.utime(tmp_path / "timeline.jsonl", (written, written))
+    (run,) = jstep.runs(tmp_path)
+    assert run.status == status
+    assert os.listdir(tmp_path) == ["timeline.jsonl"]
+
+
+@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="files without a name")
+def test_the_clock_of_this_host_does_not_matter(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(b"")
+    before = os.stat(tmp_path).st_mtime_ns
+    monkeypatch.setattr(growing_files.time, "time", lambda: 0.0)
+    assert abs(growing_files.seconds_since_write(str(tmp_path / "file"))) < 60.0
+    assert os.stat(tmp_path).st_mtime_ns == before
+    monkeypatch.delattr(os, "O_TMPFILE")
+    assert growing_files.seconds_since_write(str(tmp_path / "file")) < -1e9, "where it cannot be asked"
+
+
+def test_runs_that_share_a_file_are_judged_by_their_own_lines(tmp_path):
+    from written_runs import start_line, times_line
+
+    process = {"process": ELSEWHERE, "claims": False}
+    lines = []
+    for prefix, age in (("dead", 600.0), ("alive", 1.0)):
+        start = {"start": prefix, "prefix": prefix}
+        lines += [start_line(tmp_path, **start, **process, shared=1)]
+        lines += [times_line(**start, now=time.time() - age, end=None, shared=1)]
+    write_lines(tmp_path, *lines)
+    assert {run.prefix: run.status for run in jstep.runs(tmp_path)} == {"dead": "killed", "alive": "running"}
