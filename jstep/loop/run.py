@@ -140,7 +140,7 @@ def collect_after_calls(observers: Observers) -> tuple[list[AfterCall], list[Aft
 
 
 def name_of_run(setup: Setup, origin: Origin) -> str:
-    kept = origin.extra.get(RUN_KEY)
+    kept = origin.extra.get(RUN_KEY) if origin.trunk is None else None
     return kept if isinstance(kept, str) and re.fullmatch(r"[0-9a-f]{8}", kept) else setup.new_name
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from jstep.checkpoint.claims import is_alive, this_process
+from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.saver import Saver
 from jstep.core import interactive
 from jstep.core.annotations import Tree
@@ -47,7 +49,9 @@ from jstep.loop.saving import RunSaverHook, open_checkpoints, restore, restore_h
 from jstep.loop.setup import Setup
 from jstep.loop.stages import StageBoundaries
 from jstep.loop.stopping import report_done
-from jstep.summary.new_event_files import STARTS, starts_here
+from jstep.stores.timeline import START, fields_with, read_timeline
+from jstep.stores.urls import location
+from jstep.summary.new_event_files import STARTS, starts_here, suffix_of_run
 from jstep.summary.writer import SummaryWriter
 
 _logger = logging.getLogger("jstep")
@@ -213,7 +217,7 @@ def build_hooks(
     setup: Setup, observers: Observers, saver: Saver | None, origin: Origin, dispatch: Dispatch
 ) -> tuple[list[Any], ReportingContext]:
     """Open the event file; return all hooks, and the objects that reporting hooks share."""
-    options, writer = setup.options, _open_writer(setup, origin)
+    options, writer = setup.options, _open_writer(setup, saver, origin)
     own = [hook for hook in options.hooks if not isinstance(hook, CheckpointSaverHook)]
     savers = [hook for hook in options.hooks if isinstance(hook, CheckpointSaverHook)]
     hooks = list(own)
@@ -246,14 +250,22 @@ def _flushes(run: Run) -> list[Callable[[], None]]:
     return [*summaries, *watched, *own]
 
 
-def _open_writer(setup: Setup, origin: Origin) -> SummaryWriter | None:
-    if setup.options.logdir is None:
+def _open_writer(setup: Setup, saver: Saver | None, origin: Origin) -> SummaryWriter | None:
+    options, where = setup.options, setup.options.where
+    if options.logdir is None or where is None:
         return None
-    suffix, first = f".{name_of_run(setup, origin)}", setup.loop.first + 1
-    writer = setup.closing.enter_context(SummaryWriter(setup.options.logdir, filename_suffix=suffix))
-    if writer.path is not None and starts_here(writer.path, suffix, first):
-        for _ in range(STARTS):
-            writer.add_session_log("START", first)
+    prefix = options.checkpoint_prefix if saver is None else saver.prefix
+    suffix = suffix_of_run(location(options.logdir, "logdir"), where, prefix, name_of_run(setup, origin))
+    writer = setup.closing.enter_context(SummaryWriter(options.logdir, filename_suffix=suffix))
+    if writer.path is not None:
+        # The point of a restored step is kept. A run that begins again may evaluate before its first step again.
+        first = setup.loop.first + (origin.restored is not None)
+        own = origin.restored if origin.trunk is None else None
+        before = None if own is None else functools.partial(_last_of_older_versions, where, prefix, own)
+        same_place = own is not None or not _is_another_run(setup, prefix)
+        if starts_here(writer.path, first, same_place=same_place, before=before):
+            for _ in range(STARTS):
+                writer.add_session_log("START", first)
     if setup.options.config and jax.process_index() == 0:
         plain = {
             name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
@@ -262,3 +274,26 @@ def _open_writer(setup: Setup, origin: Origin) -> SummaryWriter | None:
         with contextlib.suppress(ImportError):  # TensorBoard is not installed
             writer.add_hparams(plain)
     return writer
+
+
+def _is_another_run(setup: Setup, prefix: str) -> bool:
+    """Return whether a start without a checkpoint begins another run: the previous one there finished, or is alive."""
+    timeline, process, ended = setup.lines.timeline, None, None
+    with contextlib.suppress(Exception):  # it is missing or damaged
+        for line in fields_with(setup.options.where or "", "version", "end"):
+            if line.get("prefix") == prefix and timeline is not None and line.get("start") != timeline.start:
+                process, ended = (line.get("process"), None) if line.get("kind") == START else (process, line["end"])
+        if ended is None:
+            return isinstance(process, dict) and process != this_process() and bool(is_alive(process))
+    return isinstance(ended, list) and ended[:1] == ["finished"]
+
+
+def _last_of_older_versions(where: str, prefix: str, step: int) -> float:
+    """Return the latest time at which an earlier start is known to have lived."""
+    times = [0.0]
+    with contextlib.suppress(Exception):  # the checkpoint was deleted meanwhile
+        store = open_store(where)
+        times.append(store.manifest(store.at(prefix, step) or "").saved_at)
+    with contextlib.suppress(Exception):  # there is no timeline
+        times += [lines[-1]["time"] for lines in read_timeline(where, prefix)[:-1]]
+    return max(times)

@@ -16,7 +16,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.hooks.card_differences import CODE
 from jstep.hooks.numbers import is_ready, read_values, scalars
 from jstep.loop.branch import PARENT
-from jstep.loop.run import Observer, Origin, Run
+from jstep.loop.run import Observer, Origin, Run, name_of_run
 from jstep.loop.setup import Setup
 from jstep.state.sharding import describe_devices
 from jstep.stores.timeline import AGAIN, START, TIMES, VERSION
@@ -75,6 +75,7 @@ class TimelineRecorder(Observer):
             process=this_process(),
             claims=saver is not None,
             before=before,
+            run=name_of_run(self.setup, origin),
             **{PARENT: origin.parent, "config": options.config},
             **_about(self.setup),
         )

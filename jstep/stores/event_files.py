@@ -3,10 +3,13 @@
 import bisect
 import functools
 import importlib
+import math
 import os
+import re
 import struct
 from array import array
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -136,6 +139,35 @@ def is_event_file(name: str) -> bool:
     return "tfevents" in os.path.basename(name)
 
 
+_OF_RUN = re.compile(r"(?:\.(?P<place>[0-9a-f]{8}))?\.(?P<run>[0-9a-f]{8})\Z")
+_STAMP = re.compile(r"tfevents\.([0-9]{1,15})\.")
+
+
+class Writer(NamedTuple):
+    """What the name of an event file tells of its writer.
+
+    Attributes:
+        run: The name of the run that wrote it; None if a user's writer did, or a version that did not tell.
+        place: A hash of where the run has its directory, seen from the logdir; None in files of older versions.
+        began: The seconds since 1970 at which it was opened; infinity if unknown.
+    """
+
+    run: str | None
+    place: str | None
+    began: float
+
+    @classmethod
+    def of(cls, name: str) -> "Writer":
+        run, stamp = _OF_RUN.search(name), _STAMP.search(name)
+        began = math.inf if stamp is None else float(stamp[1])
+        return cls(None, None, began) if run is None else cls(run["run"], run["place"], began)
+
+
+def process_mark(host: object, pid: object) -> str:
+    """Return what the names of a process's event files contain, also of those that other libraries write."""
+    return f".{host}.{pid}."
+
+
 def event_files(path: str) -> list[str]:
     """Return the event files of a directory (or URL) in the order they were written, or a single file itself.
 
@@ -221,16 +253,20 @@ class Point(NamedTuple):
     value: float
 
 
+_MAX_REWOUND = 100
+
+
 class Series:
     """The points of a tag, in arrays, because a list of points takes ten times as much memory.
 
     Attributes:
-        rewound: Steps and values of the points that later ones have replaced, one entry per replacement.
+        rewound: Steps and values of the points that later ones have replaced, one entry for each of the last
+            replacements.
     """
 
     def __init__(self) -> None:
         self.steps, self.times, self.values = array("q"), array("d"), array("d")
-        self.rewound: list[tuple[array[int], array[float]]] = []
+        self.rewound: deque[tuple[array[int], array[float]]] = deque(maxlen=_MAX_REWOUND)
 
     def points(self) -> list[Point]:
         return list(map(Point, self.steps, self.times, self.values))
@@ -257,15 +293,14 @@ def read_scalars(
     Steps increase within a series: a session that starts at step N replaces the earlier points from N on, and so does a
     repeated step. `on_corrupted` receives the error of each corrupted file, whose earlier events are kept.
     """
-    return {tag: series.points() for tag, series in read_series(path, on_corrupted).items()}
+    files = event_files(location(path, "path"))
+    return {tag: series.points() for tag, series in read_series(files, on_corrupted).items()}
 
 
-def read_series(
-    path: str | os.PathLike[str], on_corrupted: Callable[[DataLossError], None] | None = None
-) -> dict[str, Series]:
-    """Like `read_scalars`, but return series, which also have the points that were replaced."""
+def read_series(files: Iterable[str], on_corrupted: Callable[[DataLossError], None] | None = None) -> dict[str, Series]:
+    """Like `read_scalars`, but of some files, and with the points that were replaced."""
     series: dict[str, Series] = {}
-    for file in event_files(location(path, "path")):
+    for file in files:
         try:
             for event in summary_iterator(file):
                 _add(series, event)

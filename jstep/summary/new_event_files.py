@@ -1,20 +1,22 @@
 """New event files, on a disk and below a URL: location, name and first record."""
 
+import contextlib
+import hashlib
 import itertools
 import logging
 import math
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
 from jstep.core.checks import format_list
-from jstep.stores.event_files import frame, is_event_file, proto
+from jstep.stores.event_files import Writer, frame, is_event_file, process_mark, proto
 from jstep.stores.files import make_folders, names_in, replace_file
 from jstep.stores.growing_files import ObjectAppender, sync_growing
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
-from jstep.stores.urls import is_url, join_path, split_path
+from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 from jstep.summary.encode import event_bytes
 
 _logger = logging.getLogger("jstep")
@@ -132,31 +134,62 @@ def _file_names(there: Iterable[str], suffix: str) -> Iterator[str]:
     return (f"{_PREFIX}{stamp:010d}.{host}.{count:06d}{suffix}" for count in itertools.chain([first], _counter))
 
 
+def suffix_of_run(logdir: str, where: str, prefix: str, run: str) -> str:
+    """Return the end of the names of a run's event files: a hash of its place, and the name that its checkpoints keep.
+
+    A start that died before its first checkpoint had another name, but the same place: the directory of the run, seen
+    from the logdir, so that both may be moved.
+    """
+    above, place = resolve_path(logdir), resolve_path(where)
+    if is_url(above) == is_url(place):
+        with contextlib.suppress(ValueError):  # another drive of Windows
+            place = os.path.relpath(place, above)
+    return f".{hashlib.sha256(f'{prefix} {place}'.encode(errors='surrogateescape')).hexdigest()[:8]}.{run}"
+
+
 STARTS = 2
 """The marks of a restart: TensorBoard's page takes the first one in a directory for the beginning of the run."""
 
 
-def starts_here(path: str, suffix: str, step: int) -> bool:
+def starts_here(path: str, step: int, *, same_place: bool, before: Callable[[], float] | None = None) -> bool:
     """Return whether a new event file must begin with marks of a restart, so that no step of a run is shown twice.
 
     The marks make TensorBoard drop all events from `step` on that it read before, whichever writer wrote them. Files
     that others opened since the last start must stay, and are read later: a separate file before them holds the marks.
+
+    Args:
+        path: The new file of the run.
+        step: The first step that it may hold.
+        same_place: Whether files of a run of the same place are its own, not only those of its name.
+        before: Returns the time before which files without any run's name are its own; None if none are.
     """
     logdir, new = split_path(path)
     names = _names_there(Objects(logdir)) if is_url(logdir) else filter(is_event_file, names_in(logdir))
-    there = [name for name in names if name != new]
-    newest = max((name for name in there if name.endswith(suffix)), default=None)
-    if newest is None:
-        if there:
+    there, mine = {name: Writer.of(name) for name in names if name != new}, Writer.of(new)
+    own = [
+        name
+        for name, writer in there.items()
+        if writer.run is not None and (writer.run == mine.run or (same_place and writer.place == mine.place))
+    ]
+    process = process_mark(socket.gethostname(), os.getpid())
+    unnamed = [name for name, writer in there.items() if writer.run is None]
+    if not own and before is not None and any(process not in name for name in unnamed):
+        until = before()
+        own = [name for name in unnamed if process not in name and there[name].began <= until]
+    if not own:
+        others = [name for name, writer in there.items() if writer.run is not None or process not in name]
+        if others:
             _logger.warning(
                 "logdir=%s: has event files of others, which are shown together with this run's: %s. Give each run a "
                 "directory of its own, or delete them",
                 logdir,
-                format_list(there, 5),
+                format_list(others, 5),
             )
         return False
+    newest = max(own)
     if max(there) == newest:
         return True
     mark = frame(event_bytes(step, time.time(), session_log=proto("SessionLog")(status="START")))
+    suffix = f".{mine.place}.{mine.run}"
     replace_file(join_path(logdir, f"{newest}.again{suffix}"), _first_record() + STARTS * mark)
     return False

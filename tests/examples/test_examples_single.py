@@ -58,7 +58,10 @@ def digits(tmp_path_factory):
     pytest.importorskip("sklearn")
     pytest.importorskip("tensorboard")
     directory = tmp_path_factory.mktemp("digits")
-    return directory, run("digits.py", "--steps", DIGITS_STEPS, "--dir", directory)
+    done = finished("digits.py", "--steps", DIGITS_STEPS, "--dir", directory)
+    assert done.returncode == 0, done.stderr
+    assert "event files of others" not in done.stderr
+    return directory, done.stdout
 
 
 @pytest.mark.thorough

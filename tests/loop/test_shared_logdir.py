@@ -2,9 +2,13 @@
 
 import contextlib
 import logging
+import os
 import pathlib
+import re
+import signal
 from typing import Any
 
+import forked
 import jax.numpy as jnp
 import pytest
 from tensorboard.backend.event_processing import event_accumulator, plugin_event_accumulator
@@ -23,7 +27,16 @@ def shown(logdir: Any) -> dict[str, list[int]]:
     return found
 
 
-def run(logdir: Any, checkpoints: Any, last: int, *, mine: Any = None, stop: int | None = None, saves: int = 5) -> None:
+def run(
+    logdir: Any,
+    checkpoints: Any,
+    last: int,
+    *,
+    mine: Any = None,
+    stop: int | None = None,
+    saves: int = 5,
+    evaluated: bool = False,
+) -> None:
     """A run with a user's writer beside its own; it is killed at a step."""
     optimizer = jstep.sgd(0.1)
     step = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2), optimizer)
@@ -34,6 +47,7 @@ def run(logdir: Any, checkpoints: Any, last: int, *, mine: Any = None, stop: int
         if n == stop:
             raise KeyError("killed")
 
+    evaluation = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=4, at_start=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.suppress(KeyError))
         saver = None if checkpoints is None else stack.enter_context(NotSavedAtTheEnd(checkpoints))
@@ -42,10 +56,10 @@ def run(logdir: Any, checkpoints: Any, last: int, *, mine: Any = None, stop: int
             jstep.TrainState.create({"w": jnp.ones(2)}, optimizer),
             lambda n: (),
             last,
-            save_checkpoint_steps=saves,
+            save_checkpoint_steps=None if saver is None else saves,
             logdir=logdir,
             save_summaries_steps=1,
-            hooks=[jstep.every(1, hook)],
+            hooks=[jstep.every(1, hook), *([evaluation] if evaluated else [])],
             progress=False,
             checkpoint_dir=saver,
         )
@@ -76,8 +90,7 @@ def test_a_users_writer_beside_a_run_that_is_resumed(tmp_path: pathlib.Path, sto
     found = shown(tmp_path / "logs")
     assert (found["loss"], found["learning_rate"], found["mine/x"]) == (ALL, ALL, ALL)
     assert [point.step for point in read_scalars(str(tmp_path / "logs"))["mine/x"]] == ALL
-    (text,) = warnings_of(caplog)  # that of the fresh start
-    assert "event files of others, which are shown together with this run's: events.out" in text
+    assert not warnings_of(caplog), "this process wrote all of them"
 
 
 @pytest.mark.parametrize("stops", [(13,), (7, 13, 14, 11)])
@@ -96,7 +109,7 @@ def test_a_second_run_in_the_directory_hides_nothing(tmp_path: pathlib.Path, cap
     run(tmp_path / "logs", tmp_path / "b", 5)
     assert shown(tmp_path / "logs")["loss"] == [*ALL, *range(1, 6)]
     (text,) = warnings_of(caplog)
-    assert file in text
+    assert f"event files of others, which are shown together with this run's: {file}" in text
 
 
 def test_a_log_directory_that_was_moved_is_known(tmp_path: pathlib.Path, caplog: Any) -> None:
@@ -114,3 +127,136 @@ def test_a_name_that_is_not_one_of_a_run_is_ignored(tmp_path: pathlib.Path, name
         saver.save(jstep.TrainState.create({"w": jnp.ones(2)}, optimizer, global_step=3), extra={"run": name})
     run(tmp_path / "logs", tmp_path / "run", 5)
     assert shown(tmp_path / "logs")["loss"] == [4, 5]
+
+
+def others(path: pathlib.Path, pid: int = 1) -> pathlib.Path:
+    """Let another process have written an event file."""
+    return path.rename(path.with_name(path.name.replace(f".{os.getpid()}.", f".{pid}.")))
+
+
+def events(folder: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(path for path in folder.iterdir() if "tfevents" in path.name)
+
+
+PLACES = {
+    "beside it": ("logs", "run"),
+    "in it": ("run/logs", "run"),
+    "the same": ("run", "run"),
+    "alone": ("run", None),
+}
+
+
+@pytest.mark.parametrize(
+    ("places", "timeline"),
+    [
+        *((places, "whole") for places in PLACES),
+        ("the same", "missing"),
+        ("beside it", "torn"),
+        *(
+            pytest.param(places, timeline, marks=pytest.mark.thorough)
+            for places in PLACES
+            for timeline in ("missing", "torn")
+        ),
+    ],
+)
+def test_a_start_that_died_before_its_first_checkpoint(
+    tmp_path: pathlib.Path, places: str, timeline: str, caplog: Any
+) -> None:
+    """Also after a power cut, which may leave event files without a timeline."""
+    logs, checkpoints = (None if name is None else tmp_path / name for name in PLACES[places])
+    for stop in (3, 7, None):
+        run(logs, checkpoints, 20, stop=stop, saves=20)
+        path = tmp_path / "run/timeline.jsonl"
+        if timeline == "missing":
+            path.unlink()
+        elif timeline == "torn":
+            path.write_bytes(bytes(100) + path.read_bytes()[100:-9])
+    assert shown(logs)["loss"] == ALL
+    assert not warnings_of(caplog)
+
+
+def test_an_evaluation_before_the_first_step_is_shown_once(tmp_path: pathlib.Path) -> None:
+    """The run evaluates again where it begins again."""
+    for stop in (3, None):
+        run(tmp_path, None, 8, stop=stop, evaluated=True)
+    assert shown(tmp_path)["eval/loss"] == [0, 4, 8]
+
+
+def test_what_the_program_wrote_before_the_run_is_not_of_others(tmp_path: pathlib.Path, caplog: Any) -> None:
+    """Also what an earlier start wrote there that died before its first checkpoint."""
+    for stop in (3, None):
+        with jstep.summary.SummaryWriter(tmp_path) as mine:
+            mine.add_graph(lambda x: x + 1, jnp.ones(2))
+        run(tmp_path, tmp_path, 20, stop=stop, saves=20)
+        for path in events(tmp_path):
+            others(path, pid=1 if stop else 2)
+    assert not warnings_of(caplog)
+    assert shown(tmp_path)["loss"] == ALL
+
+
+def test_what_another_program_wrote_is(tmp_path: pathlib.Path, caplog: Any) -> None:
+    with jstep.summary.SummaryWriter(tmp_path) as mine:
+        mine.add_summary(jstep.summary.scalar("theirs", 1.0), 1)
+    path = others(events(tmp_path)[0])
+    run(tmp_path, tmp_path, 5)
+    assert path.name in warnings_of(caplog)[0]
+    assert shown(tmp_path)["theirs"] == [1]
+
+
+KILLED = """
+import os, signal, sys, jax.numpy as jnp, jstep
+def hook(step, state, metrics):
+    if step == int(sys.argv[4]):
+        os.kill(os.getpid(), signal.SIGKILL)
+optimizer = jstep.sgd(0.1)
+step = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2), optimizer)
+jstep.train(step, jstep.TrainState.create({"w": jnp.ones(2)}, optimizer), lambda n: (), 60, logdir=sys.argv[1],
+            checkpoint_dir=sys.argv[2] or None, save_checkpoint_steps=int(sys.argv[3]) or None, save_summaries_steps=1,
+            hooks=[jstep.every(1, hook)], log_steps=None)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("places", PLACES)
+def test_a_start_that_was_killed_before_its_first_checkpoint(tmp_path: pathlib.Path, places: str) -> None:
+    logs, checkpoints = (None if name is None else tmp_path / name for name in PLACES[places])
+    for step in (35, 20, 0):
+        program = forked.start(KILLED, logs, checkpoints or "", 50 if checkpoints else 0, step)
+        _, errors = program.communicate(120)
+        assert program.returncode == (-signal.SIGKILL if step else 0), errors
+        assert "of others" not in errors
+    assert shown(logs)["loss"] == list(range(1, 61))
+
+
+def test_a_run_of_a_living_process_is_another_one(tmp_path: pathlib.Path, caplog: Any, monkeypatch: Any) -> None:
+    """Two programs with one logdir, of which neither has a checkpoint_dir."""
+    run(tmp_path, None, 20, stop=3)
+    path = tmp_path / "timeline.jsonl"
+    lines = [line for line in path.read_text().splitlines(keepends=True) if '"end"' not in line]
+    path.write_text("".join(lines).replace(f'"pid": {os.getpid()},', '"pid": 7,'))
+    monkeypatch.setattr("jstep.loop.start.is_alive", lambda process: process["pid"] == 7)
+    run(tmp_path, None, 5)
+    assert len(warnings_of(caplog)) == 1
+    assert shown(tmp_path)["loss"] == [1, 2, 3, *range(1, 6)]
+
+
+def test_a_run_without_checkpoints_that_finished_is_another_one(tmp_path: pathlib.Path, caplog: Any) -> None:
+    run(tmp_path, None, 20)
+    run(tmp_path, None, 5)
+    assert shown(tmp_path)["loss"] == [*ALL, *range(1, 6)]
+    assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.parametrize("stops", [(13,), (13, 14)])
+def test_a_run_of_an_earlier_version_is_resumed(tmp_path: pathlib.Path, stops: Any, caplog: Any) -> None:
+    """Its event files had no name of a run, and its timeline no process; also where a start saved no checkpoint."""
+    for stop in stops:
+        run(tmp_path / "logs", tmp_path / "run", 20, stop=stop)
+    for path in events(tmp_path / "logs"):
+        others(path.rename(re.sub(r"(\.again)?(\.[0-9a-f]{8}){2}$", "", str(path))))
+    timeline = tmp_path / "run/timeline.jsonl"
+    timeline.write_text(re.sub(r'"process": \{.*?\}, |"run": "\w*", ', "", timeline.read_text()))
+    run(tmp_path / "logs", tmp_path / "run", 20, stop=17)
+    run(tmp_path / "logs", tmp_path / "run", 20)
+    assert shown(tmp_path / "logs")["loss"] == ALL
+    assert not warnings_of(caplog)

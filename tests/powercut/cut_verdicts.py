@@ -18,6 +18,7 @@ import cut_runs
 import jax
 from cut_runs import ACKNOWLEDGED, EVERY, KEPT_BEST, LAST, LOSSES, Saves, bits
 from disk_states import State, write
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import jstep
 from jstep.checkpoint.manifest import CheckpointError
@@ -41,6 +42,7 @@ NO_SAVE = "no further save"
 BEST_LOST = "best checkpoint lost"
 RECORDS_LOST = "records lost"
 """Summaries, fingerprints or times of steps before the newest checkpoint."""
+SHOWN_OTHERWISE = "TensorBoard shows a step twice, or not at all"
 PROGRAMS_LOST = "cached programs lost"
 """After the end of the run; and a torn one after the next one."""
 OTHER_END = "another end"
@@ -311,6 +313,9 @@ def restart_judge(state: State, folder: str) -> str:
         return OTHER_END
     if not all(_programs(folder)):
         return PROGRAMS_LOST
+    shown = EventAccumulator(os.path.join(folder, "logs"), size_guidance={"scalars": 0}).Reload().Scalars("loss")
+    if [point.step for point in shown] != list(range(1, LAST + 1)):
+        return SHOWN_OTHERWISE
     for where, prefix in (cut_runs.checkpoints(folder), "model"), (os.path.join(folder, "best"), "best"):
         with jstep.Saver(where, prefix=prefix) as saver:
             saver.claim()  # a run that is at its last step does not write
